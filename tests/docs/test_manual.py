@@ -97,7 +97,7 @@ def test_options_of_running_text_belong_to_some_command() -> None:
         inner = getattr(command.commands[name], "commands", {})
         for names in [(name,), *((name, below) for below in inner)]:
             every |= options(*names)
-    pages = ("exit-modes", "python", "command-line", "serving", "models", "training")
+    pages = ("exit-modes", "python", "command-line", "serving", "models", "lab")
     found = 0
     for page in pages:
         text = FENCED.sub("", (DOCS / f"{page}.md").read_text())

@@ -17,12 +17,11 @@ from eecore.lab.training import (
     ClassifierConfig,
     ExitModel,
     Targets,
-    agreement_labels,
-    classifier_loss,
     collate,
     save_classifier,
     train_exit_classifier,
 )
+from eecore.lab.training.calm import agreement_labels, classifier_loss
 
 
 def test_loss_weights_by_hand() -> None:

@@ -11,17 +11,7 @@ from torch import Tensor
 
 import eecore
 from eecore.errors import RequestError, TrainingError
-from eecore.lab.training import (
-    DraftHead,
-    HeadConfig,
-    HeadSizes,
-    HeadStates,
-    MappedStates,
-    StatesSettings,
-    WrittenText,
-    collect_states,
-    open_states,
-)
+from eecore.lab.training.draft_head import DraftHead, HeadSizes
 from eecore.lab.training.head_keys import choose_attended, key_begins
 from eecore.lab.training.head_loss import (
     FrozenSide,
@@ -31,8 +21,16 @@ from eecore.lab.training.head_loss import (
     starts_of,
 )
 from eecore.lab.training.head_queries import begin_queries
-from eecore.lab.training.head_run import choose_vocabulary, is_held_out
-from eecore.lab.training.head_states import APART
+from eecore.lab.training.head_run import HeadConfig, choose_vocabulary, is_held_out
+from eecore.lab.training.head_states import (
+    APART,
+    HeadStates,
+    MappedStates,
+    StatesSettings,
+    WrittenText,
+    collect_states,
+    open_states,
+)
 from eecore.models import KVCache
 from eecore.models.head_vocabulary import matrix_rows
 from eecore.models.network_digest import network_digest

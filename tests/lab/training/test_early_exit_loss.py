@@ -17,8 +17,8 @@ from eecore.lab.training import (
     collate,
     early_exit_backward,
     early_exit_loss,
-    layer_scale,
 )
+from eecore.lab.training.early_exit_loss import layer_scale
 
 
 def test_scales_by_hand() -> None:

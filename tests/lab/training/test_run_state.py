@@ -143,7 +143,7 @@ def test_an_optimizer_that_has_done_fewer_steps(
         ({"tokens": -1}, "tokens: expected an integer of at least 0"),
         ({"tokens": 1e3}, "tokens: expected an integer of at least 0"),
         ({"data_digest": None}, "data_digest: expected a string"),
-        ({"more": 1}, "expected the fields config, data_digest, step, tokens, got"),
+        ({"more": 1}, "expected the fields config, data_digest, seconds, step, tokens, got"),
         ({"config": []}, r"config: expected the settings of TrainingConfig, got \[\]"),
         ({"config": None}, "config: expected the settings of TrainingConfig, got None"),
         ({"config": {"steps": "x", "warmup_steps": 2}}, "steps: expected 1 or more, got 'x'"),

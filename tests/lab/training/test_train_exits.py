@@ -20,8 +20,9 @@ from devices import heads_in_floats
 from eecore import models
 from eecore.cli.app import run
 from eecore.errors import RequestError
-from eecore.lab.answers import Answer, QuestionSettings, builtin_questions, follow_ups
-from eecore.lab.answers.asking import ABOUT
+from eecore.lab.answers.asking import ABOUT, QuestionSettings, follow_ups
+from eecore.lab.answers.questions import builtin_questions
+from eecore.lab.answers.writing import Answer
 from eecore.lab.training.draft_head import DraftHead, HeadSizes, tensor_names
 from eecore.lab.training.head_keys import TextKeys, keys_at
 from eecore.lab.training.head_run import is_held_out
@@ -207,9 +208,9 @@ def test_what_stopped_goes_on_where_it_was(
     out = tmp_path / "head"
     said = []
     for module, name, calls in (
-        ("eecore.lab.answers", "write_answers", 20),
-        ("eecore.lab.training", "collect_states", 1),
-        ("eecore.lab.training.head_run", "HeadRun.all_steps", 30),
+        ("eecore.lab.answers.writing", "write_answers", 20),
+        ("eecore.lab.training.head_states", "collect_states", 1),
+        ("eecore.lab.training.harness", "TrainingRun.all_steps", 30),
     ):
         with monkeypatch.context() as patch:
             _stopping_after(patch, module, name, calls)
@@ -485,7 +486,7 @@ def test_the_work_of_others_is_left_alone(
     assert run(arguments(folder, tmp_path / "head", *work, model="other")) == REQUEST
     assert "model: expected " in capsys.readouterr().err
     assert run(arguments(folder, tmp_path / "head", *work, "--taps", "3")) == REQUEST
-    assert "taps: expected (3,), as this run has, got (1, 2, 3)" in capsys.readouterr().err
+    assert "taps: expected [3], as this run has, got [1, 2, 3]" in capsys.readouterr().err
     assert not (tmp_path / "head").exists()
 
 

@@ -25,7 +25,7 @@ __all__ = [
     "templates",
 ]
 
-DATA = Path(__file__).resolve().parents[1] / "data" / "prompts"
+DATA = Path(__file__).resolve().parents[2] / "data" / "prompts"
 CODE_CHANGES, TEXT_CHANGES = "code_changes", "text_changes"
 SHARES = {"chat": 0.60, "code": 0.25, "rewriting": 0.15}
 CODE_TO_CHANGE = 0.3

@@ -11,18 +11,10 @@ import typer
 from eecore.console.exit_options import DecayTau, ExitPoints, MinExitLayer, parse_exit_points
 from eecore.console.failures import UsageError
 from eecore.console.files import check_out
-from eecore.console.loading import (
-    Debug,
-    Device,
-    Dtype,
-    ModelPath,
-    Threads,
-    Weights,
-    check_path,
-    load,
-)
+from eecore.console.loading import ModelPath, check_path
 from eecore.console.model_files import in_model, load_classifier
-from eecore.lab.commands.evaluate import Data, Limit, MaxTokens, Rounds, show_turn
+from eecore.console.options import LoadOptions, takes_options
+from eecore.lab.commands.evaluate import Prompts, Rounds, show_turn
 
 if TYPE_CHECKING:
     from eecore.calibration_file import Calibration
@@ -35,9 +27,11 @@ CLASSIFIER_FILE = "classifier.safetensors"
 BATCH_MODES = {"each": ("each",), "all": ("all",), "both": ("each", "all")}
 
 
+@takes_options
 def calm(
     model: ModelPath,
-    data: Data,
+    prompts: Prompts,
+    loading: LoadOptions,
     thresholds: Annotated[
         str | None,
         typer.Option(
@@ -74,8 +68,6 @@ def calm(
         ),
     ] = None,
     metric: Annotated[str, typer.Option(help="rougeL, rouge2 or exact.")] = "rougeL",
-    max_tokens: MaxTokens = 64,
-    limit: Limit = None,
     rounds: Rounds = 3,
     out: Annotated[
         Path | None,
@@ -84,11 +76,6 @@ def calm(
             metavar="NAME",
         ),
     ] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    weights: Weights = None,
-    threads: Threads = None,
-    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
     """Quality, throughput and latency of confident exits (early-exit framework: Table 1, Figures).
 
@@ -99,15 +86,16 @@ def calm(
     if batch not in BATCH_MODES:
         raise UsageError(f"--batch: expected {', '.join(BATCH_MODES)}, got {batch!r}")
 
-    from eecore.calibration import SIMILARITIES, read_examples
-    from eecore.lab.evaluation import evaluate_calm, plots
+    from eecore.calibration import SIMILARITIES
+    from eecore.lab import plots
+    from eecore.lab.evaluation import evaluate_calm
     from eecore.models.readers.load import read_config
 
     if metric not in SIMILARITIES:
         raise UsageError(f"--metric: expected {', '.join(SIMILARITIES)}, got {metric!r}")
     if out is not None:
         plots.figure((1, 1))  # raises where matplotlib is missing
-    examples = read_examples(data, limit=limit)
+    examples = prompts.read()
     policies = confident_policies(
         directory,
         thresholds=thresholds,
@@ -121,22 +109,14 @@ def calm(
     for policy in policies:
         policy.check(config.num_layers, config.hidden_size)
     calibrated = next((policy for policy in policies if policy.calibration is not None), None)
-    loaded = load(
-        model,
-        threads=threads,
-        policy=calibrated,
-        device=device,
-        dtype=dtype,
-        weights=weights,
-    )
     report = evaluate_calm(
-        loaded,
+        loading.load(model, calibrated),
         examples,
         policies,
         batch_modes=BATCH_MODES[batch],  # type: ignore[arg-type]
         batch_sizes=tuple(dict.fromkeys(batch_size or (8, 32))),
         metric=metric,
-        max_tokens=max_tokens,
+        max_tokens=prompts.max_tokens,
         rounds=rounds,
         progress=_show,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from eecore.exits import BatchMode
 from eecore.files import write_text
-from eecore.lab.evaluation import plots
+from eecore.lab import plots
 from eecore.lab.evaluation.tables import markdown_table
 
 __all__ = ["CalmReport", "CalmRow", "Speed"]

@@ -15,7 +15,7 @@ from eecore.exits import Auto, SelfSpeculative
 from eecore.files import write_text
 from eecore.generation import Model
 from eecore.json_fields import JsonFields
-from eecore.lab.evaluation import plots
+from eecore.lab import plots
 from eecore.lab.evaluation.tables import markdown_table
 from eecore.lab.evaluation.timed import TimedRun, time_policies
 from eecore.models.source import exits_file
@@ -111,29 +111,9 @@ class Sweep:
 
     def plot(self, path: str | Path) -> None:
         """A heat map of the speed-ups, as a picture of the format that the file's name says."""
-        drafts = sorted({cell.num_drafts for cell in self.cells})
-        layers = sorted({cell.exit_layer for cell in self.cells})
-        by_pair = {(cell.exit_layer, cell.num_drafts): cell.speedup for cell in self.cells}
-        grid = [[by_pair.get((layer, d), nan) for d in drafts] for layer in layers]
-        figure = plots.figure((1.5 + 0.8 * len(drafts), 1.5 + 0.5 * len(layers)))
-        axes: Any = figure.subplots()
-        image = axes.imshow(grid, cmap="viridis", aspect="auto")
-        axes.set_xticks(range(len(drafts)), drafts)
-        axes.set_yticks(range(len(layers)), layers)
-        axes.set_xlabel("drafts a round")
-        axes.set_ylabel("exit layer")
-        lowest, highest = min(by_pair.values()), max(by_pair.values())
-        for row, layer in enumerate(layers):
-            for column, count in enumerate(drafts):
-                value = by_pair.get((layer, count))
-                if value is None:
-                    continue
-                dark = value < (lowest + highest) / 2
-                colour = "white" if dark else "black"
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
-        figure.colorbar(image, label="speed-up over full depth")
-        figure.tight_layout()
-        plots.save(figure, path)
+        speedups = {(cell.exit_layer, cell.num_drafts): cell.speedup for cell in self.cells}
+        label = "speed-up over full depth"
+        plots.heat_map(path, speedups, rows="exit layer", columns="drafts a round", label=label)
 
 
 def known_exits(directory: Path, num_layers: int) -> dict[str, Any]:

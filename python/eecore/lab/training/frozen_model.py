@@ -11,8 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from eecore.calibration.exit_scores import whole_sequences
 from eecore.errors import TrainingError
-from eecore.models import AttentionBatch, KVCache, LlamaModel, Tokenizer, load_model
+from eecore.models import KVCache, LlamaModel, Tokenizer, load_model
 from eecore.models.readers.quantised_checkpoint import read_layout
 from eecore.readable import kind_of
 
@@ -89,7 +90,7 @@ class RunningModel:
         kv = KVCache.allocate(
             network.config, batch_size, length, device=self.device, dtype=network.dtype
         )
-        batch = _side_by_side(batch_size, length, self.device)
+        batch = whole_sequences([length] * batch_size, length, self.device)
         hidden = network.embed(ids.flatten())
         states = []
         for layer in range(self.num_layers):
@@ -126,14 +127,3 @@ def load_running_model(path: Path, device: str | None = None) -> RunningModel:
         raise TrainingError(f"{path}: expected an eos_token_id, which ends texts, got none")
     assert isinstance(network, LlamaModel)  # nothing else is quantised
     return RunningModel(network, tokenizer, config.eos_token_ids[0])
-
-
-def _side_by_side(batch_size: int, length: int, device: torch.device) -> AttentionBatch:
-    """Sequences of one length, each in a page of its own."""
-    return AttentionBatch(
-        positions=torch.arange(length, device=device).repeat(batch_size),
-        slot_mapping=torch.arange(batch_size * length, device=device),
-        page_table=torch.arange(batch_size, dtype=torch.int32, device=device)[:, None],
-        seq_lens=torch.full((batch_size,), length, dtype=torch.int32, device=device),
-        query_start_loc=length * torch.arange(batch_size + 1, dtype=torch.int32, device=device),
-    )

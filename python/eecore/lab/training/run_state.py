@@ -1,4 +1,4 @@
-"""A run's state in one safetensors file: weights, optimizer, random numbers, how far it has come.
+"""The state of a run in one safetensors file: weights, optimizer, random numbers, steps done.
 
 The file is complete or not there (:mod:`eecore.files`).
 Nothing in it is pickled.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -18,36 +19,40 @@ from torch import Tensor, nn
 from eecore.errors import TrainingError
 from eecore.files import replacing
 from eecore.json_fields import JsonFields, parse_json
-from eecore.lab.training.recipe import TrainingConfig
+from eecore.lab.training.recipe import RunConfig, TrainingConfig
 from eecore.tensor_files import TensorFile, shown_name
 from eecore.values import shown
 
-__all__ = ["RunState", "load_state", "read_state", "save_state"]
+__all__ = ["RunState", "load_state", "read_state", "save_state", "state_to_resume"]
 
-FORMAT = "eecore training state 1"
+Config = TypeVar("Config", bound=RunConfig)
+
+FORMAT = "eecore training state 2"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 OPTIMIZER_PARTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class RunState:
+class RunState(Generic[Config]):
     """How far a run has come.
 
     Attributes:
         step: steps done; also the position in the data, whose order follows from the seed.
         tokens: tokens read.
+        seconds: spent on these steps.
         data_digest: of the training data.
         config: its settings.
     """
 
     step: int
     tokens: int
+    seconds: float
     data_digest: str
-    config: TrainingConfig
+    config: Config
 
 
 def save_state(
-    path: Path, state: RunState, model: nn.Module, optimizer: torch.optim.Optimizer
+    path: Path, state: RunState[Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     """Write the state, in place of the one before."""
     tensors = {f"parameter.{name}": p.detach() for name, p in _trained(model)}
@@ -57,12 +62,7 @@ def save_state(
     tensors["random.cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         tensors["random.cuda"] = torch.cuda.get_rng_state()
-    about = {
-        "step": state.step,
-        "tokens": state.tokens,
-        "data_digest": state.data_digest,
-        "config": state.config.to_dict(),
-    }
+    about = {**asdict(state), "config": state.config.to_dict()}
     with replacing(path) as partial:
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()},
@@ -71,7 +71,7 @@ def save_state(
         )
 
 
-def read_state(path: Path) -> RunState:
+def read_state(path: Path, kind: type[Config] = TrainingConfig) -> RunState[Config]:  # type: ignore[assignment]
     """How far the run of a state file has come; reads no tensors."""
     with _opened(path) as file:
         metadata = file.metadata
@@ -81,17 +81,33 @@ def read_state(path: Path) -> RunState:
         )
     about = parse_json(metadata["state"], str(path), TrainingError)
     fields = JsonFields.of(about, str(path), TrainingError)
-    fields.only("step", "tokens", "data_digest", "config")
+    fields.only("step", "tokens", "seconds", "data_digest", "config")
     try:
-        config = TrainingConfig.from_dict(about["config"])
+        config = kind.from_dict(about["config"])
     except TrainingError as error:
         raise TrainingError(f"{path}: config: {error}") from None
     return RunState(
         step=fields.integer("step", 0, config.steps),
         tokens=fields.integer("tokens", 0),
+        seconds=fields.number("seconds", 0.0),
         data_digest=fields.text("data_digest"),
         config=config,
     )
+
+
+def state_to_resume(path: Path, config: Config, data_digest: str) -> RunState[Config]:
+    """The state of a run of these settings and data.
+
+    Raises:
+        TrainingError: it is of others.
+    """
+    saved = read_state(path, type(config))
+    difference = saved.config.difference(config)
+    if difference is not None:
+        raise TrainingError(f"{path}: expected the settings that the run began with: {difference}")
+    if saved.data_digest != data_digest:
+        raise TrainingError(f"{path}: expected the data that the run began with, got other data")
+    return saved
 
 
 def load_state(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -17,7 +17,7 @@ from eecore.values import shown
 
 __all__ = ["find_head", "pack_beside"]
 
-SHIPPED = Path(__file__).resolve().parent.parent / "data" / "heads"
+SHIPPED = Path(__file__).resolve().parents[2] / "data" / "heads"
 
 
 def find_head(
