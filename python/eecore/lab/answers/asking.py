@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eecore.config import SamplingParams
 from eecore.errors import RequestError
 from eecore.generation import Model
-from eecore.lab.answers.lines import LinesFile, put_down
-from eecore.lab.answers.many import Ask, seed_of, write_all
+from eecore.lab.answers.lines import Ask, LinesFile, seed_of
 from eecore.lab.answers.questions import about_code, about_text, openings
 from eecore.lab.answers.writing import Answer, AnswerSettings, chat_ids, read_answers
 from eecore.output import Output
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "QuestionSettings",
-    "QuestionsReport",
     "Round",
     "follow_ups",
     "own_rounds",
@@ -80,14 +78,6 @@ class QuestionSettings:
 
 
 @dataclass(frozen=True)
-class QuestionsReport:
-    """How many questions there are, with what earlier runs wrote, and how many are wanted."""
-
-    questions: int
-    wanted: int
-
-
-@dataclass(frozen=True)
 class Round:
     """Questions, when their turn has come, and how many tokens of answers there are behind them."""
 
@@ -102,7 +92,7 @@ def write_questions(
     settings: QuestionSettings,
     *,
     rows: int = 64,
-    progress: Callable[[QuestionsReport], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> bool:
     """Go on with a file of questions, or begin it, until it has so many lines.
@@ -115,7 +105,8 @@ def write_questions(
         count: lines that are wanted.
         settings: of the file.
         rows: questions that are written at once.
-        progress: called at the beginning and after each question.
+        progress: called with the lines that there are, and those that are wanted, at the
+            beginning and after each question.
         should_stop: asked after each step; when it says True what is finished is in the file.
 
     Returns:
@@ -125,39 +116,33 @@ def write_questions(
         RequestError: the template has no place for a question, or the file is of other settings.
     """
     tokenizer = _tokenizer(model)
-    before, behind = _turn(tokenizer)
+    before, after = _turn(tokenizer)
     lines = _file(path, settings)
     done = {line.index for line in lines.begin()}
-    begun: dict[int, str] = {}
-    if progress is not None:
-        progress(QuestionsReport(len(done), count))
+
+    def told() -> None:
+        if progress is not None:
+            progress(len(done), count)
 
     def asks() -> Iterator[Ask]:
-        for index in range(count):
-            if index in done:
-                continue
+        for index in sorted(set(range(count)) - done):
             seed = seed_of(settings.seed, index)
-            begun[index] = _opening(seed)
             sampling = SamplingParams(
                 max_tokens=MOST_TOKENS, temperature=settings.temperature, seed=seed
             )
-            text = before + begun[index]
-            ids = tokenizer.encode(text, add_special_tokens=False)
+            ids = tokenizer.encode(before + _opening(seed), add_special_tokens=False)
             yield Ask(index, f"own question {index + 1}", ids, sampling)
 
-    with path.open("a", encoding="utf-8") as file:
+    def fields_of(index: int, output: Output) -> dict[str, Any]:
+        said = tokenizer.decode_after(output.prompt_token_ids, output.token_ids)
+        question = (_opening(seed_of(settings.seed, index)) + said).split(after)[0].strip()
+        is_one = output.finish_reason == "stop" and len(question.split()) >= LEAST_WORDS
+        done.add(index)
+        told()
+        return {"question": question if is_one else ""}
 
-        def finished(index: int, output: Output) -> None:
-            whole = output.finish_reason == "stop"
-            said = tokenizer.decode_after(output.prompt_token_ids, output.token_ids)
-            question = (begun.pop(index) + said).split(behind)[0].strip()
-            is_one = whole and len(question.split()) >= LEAST_WORDS
-            put_down(file, index, question=question if is_one else "")
-            done.add(index)
-            if progress is not None:
-                progress(QuestionsReport(len(done), count))
-
-        return write_all(model.engine(), asks(), finished, rows=rows, should_stop=should_stop)
+    told()
+    return lines.write(model, asks(), fields_of, rows=rows, should_stop=should_stop)
 
 
 def read_own_questions(path: Path, settings: QuestionSettings) -> list[tuple[int, str]]:
@@ -209,7 +194,7 @@ def own_rounds(
     num_tokens: int,
     settings: AnswerSettings,
     *,
-    progress: Callable[[QuestionsReport], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Iterator[Round | None]:
     """Questions of the model's own, then others about what it answered, and so on.

@@ -1,26 +1,48 @@
-"""A file of JSON lines that survives whatever ends the run that writes it.
+"""A file of JSON lines that a model writes, and that survives whatever ends the run.
 
 The first line says of which model and settings the others are; each of these has a number of its
-own and is put down as soon as it is finished. Half a line, which a kill leaves, is dropped.
+own and is written as soon as its text is finished. Half a line, which a kill leaves, is dropped.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
+from eecore.config import SamplingParams
 from eecore.errors import RequestError
 from eecore.files import write_text
+from eecore.generation import Model
 from eecore.json_fields import JsonFields, parse_json
+from eecore.output import Output
 from eecore.readable import is_file, shown_path
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["LinesFile", "NumberedLine", "put_down"]
+__all__ = ["Ask", "LinesFile", "NumberedLine", "seed_of"]
+
+SEEDS = 1 << 31
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of one of many texts, whatever others there are."""
+    return (seed * 1_000_003 + index) % SEEDS
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A text that is wanted of a model."""
+
+    index: int
+    name: str
+    """What errors call it."""
+    prompt: list[int]
+    sampling: SamplingParams
 
 
 @dataclass(frozen=True)
@@ -92,6 +114,54 @@ class LinesFile:
             seen.add(index)
             yield NumberedLine(index, fields, where)
 
+    def write(
+        self,
+        model: Model,
+        asked: Iterator[Ask],
+        fields_of: Callable[[int, Output], dict[str, Any]],
+        *,
+        rows: int,
+        wants_more: Callable[[], bool] = lambda: True,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> bool:
+        """Have texts written at full depth, a line each, until there are enough or no more.
+
+        Args:
+            model: whose engine writes nothing else.
+            asked: what is wanted; taken as there is room.
+            fields_of: a text's line, of its index and its output.
+            rows: texts that are written at once.
+            wants_more: asked before others are begun; those that are running are finished.
+            should_stop: asked after each step; when it says True what is running is lost.
+
+        Returns:
+            Whether it was finished; False when it was told to stop.
+
+        Raises:
+            RequestError: a text cannot be asked for, or its request failed; it names which.
+        """
+        engine, running = model.engine(), dict[str, Ask]()
+        with self.path.open("a", encoding="utf-8") as file:
+            while True:
+                for ask in islice(asked, rows - len(running) if wants_more() else 0):
+                    try:
+                        name = engine.add_request(ask.prompt, exit="full", sampling=ask.sampling)
+                    except RequestError as error:
+                        raise RequestError(f"{ask.name}: {error}") from None
+                    running[name] = ask
+                if not running:
+                    return True
+                for step in engine.step():
+                    if step.output is not None:
+                        ask = running.pop(step.request_id)
+                        if step.output.error is not None:
+                            raise RequestError(f"{ask.name}: {step.output.error}")
+                        line = {"index": ask.index, **fields_of(ask.index, step.output)}
+                        file.write(json.dumps(line, separators=(",", ":")) + "\n")
+                        file.flush()
+                if should_stop is not None and should_stop():
+                    return False
+
     def _check_header(self, line: bytes) -> None:
         got: Any = parse_json(line, f"{shown_path(self.path)}:1", RequestError)
         if not isinstance(got, dict) or got.get("format") != self.format:
@@ -104,9 +174,3 @@ class LinesFile:
                     f"{shown_path(self.path)}: {name}: expected {expected!r}, as this run has, got "
                     f"{got.get(name)!r}: of another run"
                 )
-
-
-def put_down(file: IO[str], index: int, **values: Any) -> None:
-    """A line of such a file, that is there when this returns."""
-    file.write(json.dumps({"index": index, **values}, separators=(",", ":")) + "\n")
-    file.flush()

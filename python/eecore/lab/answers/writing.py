@@ -6,22 +6,20 @@ seed alone.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from eecore.config import SamplingParams
 from eecore.errors import RequestError
 from eecore.generation import Model
-from eecore.lab.answers.lines import LinesFile, NumberedLine, put_down
-from eecore.lab.answers.many import Ask, seed_of, write_all
+from eecore.lab.answers.lines import Ask, LinesFile, NumberedLine, seed_of
 from eecore.output import Output
 
 __all__ = [
     "Answer",
     "AnswerSettings",
-    "AnswersReport",
     "chat_ids",
     "read_answers",
     "write_answers",
@@ -61,18 +59,6 @@ class Answer:
     answer: list[int]
 
 
-@dataclass(frozen=True)
-class AnswersReport:
-    """How far the writing has come, with what earlier runs wrote."""
-
-    answers: int
-    tokens: int
-    num_tokens: int
-    """How many are wanted."""
-    tokens_per_s: float
-    """Of this run."""
-
-
 def write_answers(
     model: Model,
     questions: Iterable[tuple[int, str]],
@@ -81,7 +67,7 @@ def write_answers(
     settings: AnswerSettings,
     *,
     rows: int = 64,
-    progress: Callable[[AnswersReport], None] | None = None,
+    progress: Callable[[int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> bool:
     """Go on with a file of answers, or begin it, until it has so many tokens of answers.
@@ -97,7 +83,7 @@ def write_answers(
             no more questions.
         settings: of the file.
         rows: answers that are written at once.
-        progress: called at the beginning and after each answer.
+        progress: called with the tokens that there are, at the beginning and after each answer.
         should_stop: asked after each step; when it says True what is finished is in the file.
 
     Returns:
@@ -108,26 +94,27 @@ def write_answers(
     """
     lines = _file(path, settings)
     done = {answer.index: len(answer.answer) for answer in map(_answer, lines.begin())}
-    report = _Reporter(len(done), sum(done.values()), num_tokens, progress)
-    asked = (
-        _asked(model, index, question, settings)
-        for index, question in questions
-        if index not in done
+    tokens = sum(done.values())
+
+    def add(count: int) -> None:
+        nonlocal tokens
+        tokens += count
+        if progress is not None:
+            progress(tokens)
+
+    def fields_of(_index: int, output: Output) -> dict[str, Any]:
+        add(len(output.token_ids))
+        return {"prompt": output.prompt_token_ids, "answer": output.token_ids}
+
+    add(0)
+    return lines.write(
+        model,
+        (_asked(model, *each, settings) for each in questions if each[0] not in done),
+        fields_of,
+        rows=rows,
+        wants_more=lambda: tokens < num_tokens,
+        should_stop=should_stop,
     )
-    with path.open("a", encoding="utf-8") as file:
-
-        def finished(index: int, output: Output) -> None:
-            put_down(file, index, prompt=output.prompt_token_ids, answer=output.token_ids)
-            report.add(len(output.token_ids))
-
-        return write_all(
-            model.engine(),
-            asked,
-            finished,
-            rows=rows,
-            wants_more=lambda: report.tokens < num_tokens,
-            should_stop=should_stop,
-        )
 
 
 def read_answers(path: Path, settings: AnswerSettings) -> list[Answer]:
@@ -140,35 +127,15 @@ def read_answers(path: Path, settings: AnswerSettings) -> list[Answer]:
     return sorted(answers, key=lambda answer: answer.index)
 
 
-class _Reporter:
-    def __init__(
-        self,
-        answers: int,
-        tokens: int,
-        num_tokens: int,
-        progress: Callable[[AnswersReport], None] | None,
-    ) -> None:
-        self.answers, self.tokens, self.num_tokens = answers, tokens, num_tokens
-        self._progress = progress
-        self._started, self._before = time.monotonic(), tokens
-        self._tell()
-
-    def add(self, num_tokens: int) -> None:
-        self.answers += 1
-        self.tokens += num_tokens
-        self._tell()
-
-    def _tell(self) -> None:
-        if self._progress is not None:
-            seconds = max(time.monotonic() - self._started, 1e-9)
-            speed = (self.tokens - self._before) / seconds
-            self._progress(AnswersReport(self.answers, self.tokens, self.num_tokens, speed))
-
-
 def _asked(model: Model, index: int, question: str, settings: AnswerSettings) -> Ask:
     name = f"question {index + 1}"
+    sampling = SamplingParams(
+        max_tokens=settings.max_tokens,
+        temperature=settings.temperature if index % 2 else 0.0,
+        seed=seed_of(settings.seed, index),
+    )
     try:
-        return Ask(index, name, chat_ids(model, question), _sampling(settings, index))
+        return Ask(index, name, chat_ids(model, question), sampling)
     except RequestError as error:
         raise RequestError(f"{name}: {error}") from None
 
@@ -182,14 +149,6 @@ def chat_ids(model: Model, question: str) -> list[int]:
     if model.tokenizer is None:
         raise RequestError("model: expected one with a tokenizer, got one without")
     return model.tokenizer.encode_chat([{"role": "user", "content": question}])
-
-
-def _sampling(settings: AnswerSettings, index: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=settings.max_tokens,
-        temperature=settings.temperature if index % 2 else 0.0,
-        seed=seed_of(settings.seed, index),
-    )
 
 
 def _file(path: Path, settings: AnswerSettings) -> LinesFile:

@@ -166,7 +166,7 @@ def write_and_read(
             file,
             each.num_tokens,
             settings,
-            progress=lambda r: line.count("writing", r.tokens, tokens, "tokens of answers"),
+            progress=lambda count: line.count("writing", count, tokens, "tokens of answers"),
             should_stop=stop,
         ):
             return False
@@ -220,6 +220,6 @@ def _rounds(
         work / ANSWERS_FILE,
         tokens,
         settings,
-        progress=lambda r: line.count("asking", r.questions, r.wanted, "questions"),
+        progress=lambda done, wanted: line.count("asking", done, wanted, "questions"),
         should_stop=stop,
     )
