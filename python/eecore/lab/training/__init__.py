@@ -19,7 +19,6 @@ from eecore.lab.training.early_exit_loss import (
     LossWeights,
     Targets,
     early_exit_backward,
-    early_exit_loss,
 )
 from eecore.lab.training.evaluation import ExitScores, evaluate_exits
 from eecore.lab.training.exit_model import ExitModel
@@ -50,7 +49,6 @@ __all__ = [
     "collate",
     "drop_layers",
     "early_exit_backward",
-    "early_exit_loss",
     "evaluate_exits",
     "load_starting_point",
     "read_data",

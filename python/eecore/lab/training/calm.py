@@ -21,6 +21,7 @@ from eecore.files import replacing
 from eecore.lab.training.data import Batch
 from eecore.lab.training.early_exit_loss import Head, Targets
 from eecore.lab.training.frozen_model import FrozenModel
+from eecore.lab.training.settings import check
 from eecore.values import is_whole, is_within
 
 __all__ = [
@@ -84,16 +85,12 @@ class ClassifierConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not is_within(self.learning_rate, 1e-12, 1e3):
-            raise TrainingError(
-                f"ClassifierConfig.learning_rate: expected above 0, got {self.learning_rate!r}"
-            )
-        if not is_within(self.weight_decay, 0.0, 1e3):
-            raise TrainingError(
-                f"ClassifierConfig.weight_decay: expected 0 or more, got {self.weight_decay!r}"
-            )
-        if not is_whole(self.seed, 0, 2**63 - 1):
-            raise TrainingError(f"ClassifierConfig.seed: expected 0 or more, got {self.seed!r}")
+        checks = {
+            "learning_rate": (is_within(self.learning_rate, 1e-12, 1e3), "above 0"),
+            "weight_decay": (is_within(self.weight_decay, 0.0, 1e3), "0 or more"),
+            "seed": (is_whole(self.seed, 0, 2**63 - 1), "0 or more"),
+        }
+        check(checks, self, "ClassifierConfig.")
 
 
 def train_exit_classifier(

@@ -6,47 +6,18 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from eecore.calibration.exit_scores import whole_sequences
 from eecore.errors import TrainingError
+from eecore.lab.training.exit_model import ExitModel
 from eecore.models import KVCache, LlamaModel, Tokenizer, load_model
 from eecore.models.readers.quantised_checkpoint import read_layout
 from eecore.readable import kind_of
 
 __all__ = ["FrozenModel", "RunningModel", "is_quantised", "load_running_model"]
-
-
-class FrozenModel(Protocol):
-    """What an exit classifier learns from, see :class:`ExitModel`."""
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def decoder_start(self) -> int | None: ...
-
-    def states(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        """``[h[1], ..., h[L]]``, each [batch, length, hidden_size]."""
-        ...
-
-    @property
-    def head(self) -> Callable[[Tensor], Tensor]:
-        """``head(h)``: states [..., hidden_size] to logits [..., vocab_size]."""
-        ...
-
-    def frozen(self) -> AbstractContextManager[object]:
-        """While this is entered nothing but the inputs decides on the states."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +77,10 @@ class RunningModel:
     def frozen(self) -> AbstractContextManager[object]:
         """It always is."""
         return nullcontext()
+
+
+FrozenModel = ExitModel | RunningModel
+"""What an exit classifier learns from."""
 
 
 def is_quantised(path: Path) -> bool:

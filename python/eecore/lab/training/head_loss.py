@@ -7,7 +7,7 @@ later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -204,8 +204,4 @@ def agreement_by_position(
             on = hits & (data.token[target] == data.greedy[target])
             rows, row_ends, state = rows[on], row_ends[on], state[on]
             seen = seen and seen.rows(on)
-    return _shares(right, tried)
-
-
-def _shares(right: Sequence[int], tried: Sequence[int]) -> list[float]:
     return [r / t if t else 0.0 for r, t in zip(right, tried, strict=True)]

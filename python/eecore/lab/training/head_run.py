@@ -21,7 +21,8 @@ from eecore.lab.training.head_loss import (
 )
 from eecore.lab.training.head_queries import begin_queries
 from eecore.lab.training.head_states import HeadStates
-from eecore.lab.training.recipe import MAX_SIZE, Checks, RunConfig
+from eecore.lab.training.recipe import MAX_SIZE, RunConfig
+from eecore.lab.training.settings import Checks
 from eecore.lab.training.trained_head import TrainedHead
 from eecore.models import LlamaModel
 from eecore.models.head_vocabulary import matrix_rows

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from eecore.errors import TrainingError
+from eecore.files import filling
 from eecore.lab.plots import plot_run
 from eecore.lab.training.data import Batch, BatchOrder, TokenData, collate
 from eecore.lab.training.early_exit_loss import early_exit_backward
@@ -18,11 +22,11 @@ from eecore.lab.training.evaluation import ExitScores, evaluate_exits
 from eecore.lab.training.exit_model import ExitModel
 from eecore.lab.training.harness import STATE_FILE, Losses, StepReport, Trainee, TrainingRun
 from eecore.lab.training.layer_dropout import drop_layers
-from eecore.lab.training.libraries import library
+from eecore.lab.training.libraries import library, no_progress_bars
 from eecore.lab.training.recipe import LoraSettings, TrainingConfig
 from eecore.lab.training.run_log import read_logs
 from eecore.lab.training.run_state import state_to_resume
-from eecore.lab.training.saving import save_model
+from eecore.models.source import model_digest
 from eecore.readable import is_file, kind_of, path_of, shown_path
 
 __all__ = ["ModelTrainee", "TrainingResult", "check_new", "state_path", "train"]
@@ -31,6 +35,13 @@ MIN_SIZE = 1e-3
 """The smallest size that a relative rate is relative to: some weights start near 0."""
 VECTOR_SHARE = 0.1
 """The relative rate of vectors, which start at 1."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,7 @@ def train(
     if finished:
         if trainee.scores is None:  # stopped between the last step and here
             trainee.evaluate()
-        save_model(
+        _save(
             trained,
             directory,
             config=config,
@@ -238,3 +249,33 @@ def _with_lora(model: nn.Module, settings: LoraSettings) -> nn.Module:
         ),
     )
     return wrapped
+
+
+def _save(
+    model: Any,
+    directory: Path,
+    *,
+    config: TrainingConfig,
+    scores: ExitScores | None,
+    tokens: int,
+    tokenizer_directory: Path | None,
+) -> None:
+    """Write weights (adapters merged, and alone under ``adapter/``), tokenizer, exits.json."""
+    with filling(directory) as partial:
+        if hasattr(model, "merge_and_unload"):
+            model.save_pretrained(str(partial / "adapter"))
+            model = model.merge_and_unload()
+        with no_progress_bars():
+            model.save_pretrained(str(partial))
+        for name in TOKENIZER_FILES:
+            source = None if tokenizer_directory is None else tokenizer_directory / name
+            if source is not None and source.is_file() and source.parent != directory:
+                shutil.copyfile(source, partial / name)
+        about = {
+            "model_sha256": model_digest(partial),
+            "num_layers": ExitModel.of(model).num_layers,
+            "training": config.to_dict(),
+            "training_tokens": tokens,
+            "held_out": None if scores is None else asdict(scores),
+        }
+        (partial / "exits.json").write_text(json.dumps(about, indent=2) + "\n")

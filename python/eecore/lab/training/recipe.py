@@ -13,16 +13,16 @@ from eecore.errors import TrainingError
 from eecore.lab.training.calm import CalmLoss
 from eecore.lab.training.early_exit_loss import EarlyExitLoss, LastLayerLoss, LossWeights
 from eecore.lab.training.layer_dropout import LayerDropout
+from eecore.lab.training.settings import Checks, check
 from eecore.tensor_files import shown_name
 from eecore.values import MIN_POSITIVE, is_whole, is_within, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["LoraSettings", "RunConfig", "TrainingConfig", "check"]
+__all__ = ["LoraSettings", "RunConfig", "TrainingConfig"]
 
 T = TypeVar("T")
-Checks = dict[str, tuple[bool, str]]
 
 LOSSES: dict[str, type[EarlyExitLoss | CalmLoss | LastLayerLoss]] = {
     "layerskip": EarlyExitLoss,
@@ -223,14 +223,6 @@ class TrainingConfig(RunConfig):
             if isinstance(parts.get(name), Mapping):
                 parts[name] = built(part, parts[name])
         return super().from_dict(parts or values)
-
-
-def check(checks: Checks, settings: object, prefix: str = "") -> None:
-    """Raise a TrainingError that names the first setting which cannot be used."""
-    for name, (ok, expected) in checks.items():
-        if not ok:
-            got = shown(getattr(settings, name))
-            raise TrainingError(f"{prefix}{name}: expected {expected}, got {got}")
 
 
 def built(kind: Callable[..., T], settings: Mapping[str, Any]) -> T:
