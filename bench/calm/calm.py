@@ -30,7 +30,7 @@ from eecore.console.exit_options import parse_layers
 from eecore.console.failures import UsageError
 from eecore.lab.commands.evaluate import show_turn
 from eecore.lab.commands.evaluate_calm import confident_policies
-from eecore.lab.evaluation import evaluate_calm
+from eecore.lab.evaluation.calm import evaluate_calm
 from eecore.models.source import model_digest
 
 

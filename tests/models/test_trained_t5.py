@@ -12,8 +12,7 @@ import torch
 import eecore
 from devices import cpu_only, load
 from eecore.calibration import read_examples
-from eecore.calibration.exit_scores import forced_states
-from eecore.lab.evaluation import Scored
+from eecore.calibration.exit_scores import Scored, forced_states
 from eecore.models.source import model_digest
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "bench" / "models" / "calm-intents"

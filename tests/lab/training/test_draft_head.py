@@ -11,6 +11,7 @@ from torch import Tensor
 
 import eecore
 from eecore.errors import RequestError, TrainingError
+from eecore.lab.answers.writing import Answer
 from eecore.lab.training.draft_head import DraftHead, HeadSizes
 from eecore.lab.training.head_keys import choose_attended, key_begins
 from eecore.lab.training.head_loss import (
@@ -27,7 +28,6 @@ from eecore.lab.training.head_states import (
     HeadStates,
     MappedStates,
     StatesSettings,
-    WrittenText,
     collect_states,
     open_states,
 )
@@ -232,7 +232,7 @@ def test_an_epoch_has_every_start_once() -> None:
 def test_states_are_those_of_the_model_at_each_tap(model: eecore.Model, tmp_path: Path) -> None:
     prompts = random_prompts(5, 18, 33)
     outputs = eecore.generate(model, prompts, max_tokens=12, ignore_eos=True)
-    texts = [WrittenText(7 + i, o.prompt_token_ids, o.token_ids) for i, o in enumerate(outputs)]
+    texts = [Answer(7 + i, o.prompt_token_ids, o.token_ids) for i, o in enumerate(outputs)]
     settings = StatesSettings(network_digest(model.network), "float32", 64, (2, 4))
     assert collect_states(model.network, texts, tmp_path, settings)
     data = open_states([tmp_path], settings)
@@ -252,7 +252,7 @@ def test_keys_are_those_of_the_models_cache(model: eecore.Model, tmp_path: Path)
         network_digest(network), "float32", 64, (2, 4), attended, head_dim=64, queries=128
     )
     texts = [
-        WrittenText(2 * i, prompt, answer)
+        Answer(2 * i, prompt, answer)
         for i, (prompt, answer) in enumerate(
             zip(random_prompts(5, 18, 33), random_prompts(7, 4, 6, seed=1), strict=True)
         )
@@ -327,7 +327,7 @@ def test_states_of_several_runs_are_one_behind_another(tmp_path: Path, model: ee
     settings = StatesSettings("one", "float32", 64, (2, 4))
     parts = []
     for place, answers in enumerate(([[3, 4], [5]], [[7, 8, 9]])):
-        texts = [WrittenText(i, [1, 2], answer) for i, answer in enumerate(answers)]
+        texts = [Answer(i, [1, 2], answer) for i, answer in enumerate(answers)]
         (tmp_path / str(place)).mkdir()
         collect_states(model.network, texts, tmp_path / str(place), settings)
         parts.append(open_states([tmp_path / str(place)], settings))
@@ -344,7 +344,7 @@ def test_states_of_several_runs_are_one_behind_another(tmp_path: Path, model: ee
 
 def test_states_without_keys_are_refused(tmp_path: Path, model: eecore.Model) -> None:
     settings = StatesSettings("one", "float32", 64, (4,))
-    collect_states(model.network, [WrittenText(0, [1, 2], [3, 4])], tmp_path, settings)
+    collect_states(model.network, [Answer(0, [1, 2], [3, 4])], tmp_path, settings)
     other = replace(settings, attended=((0, 1),), head_dim=64, queries=128)
     with pytest.raises(TrainingError, match=r"attended: expected \[\[0, 1\]\], as this run has"):
         open_states([tmp_path], other)
@@ -352,7 +352,7 @@ def test_states_without_keys_are_refused(tmp_path: Path, model: eecore.Model) ->
 
 def test_states_of_another_run_are_refused(tmp_path: Path, model: eecore.Model) -> None:
     settings = StatesSettings("one", "float32", 64, (4,))
-    collect_states(model.network, [WrittenText(0, [1, 2], [3, 4])], tmp_path, settings)
+    collect_states(model.network, [Answer(0, [1, 2], [3, 4])], tmp_path, settings)
     other = StatesSettings("one", "int8", 64, (4,))
     with pytest.raises(TrainingError, match="weights: expected 'int8', as this run has, got"):
         open_states([tmp_path], other)

@@ -24,7 +24,7 @@ from eecore.lab.answers.lines import Ask, LinesFile, seed_of
 from eecore.lab.answers.questions import about_code, about_text, openings
 from eecore.lab.answers.writing import Answer, AnswerSettings, chat_ids, read_answers
 from eecore.output import Output
-from eecore.readable import is_file, shown_path
+from eecore.readable import shown_path
 
 if TYPE_CHECKING:
     from eecore.models.text.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ TOKENS_A_QUESTION = 160
 """Of its answer; a few more than there are on the whole, questions without any counted."""
 LEAST_QUESTIONS = 64
 """That are thought of at once."""
-MOST_IN_VAIN = 3
+MAX_WITHOUT_RESULT = 3
 """Times that more questions, each time twice as many, brought no answer."""
 LEAST_WORDS, MOST_TOKENS = 3, 160
 LEAST_CHARACTERS, MOST_CHARACTERS = 200, 1600
@@ -104,13 +104,9 @@ def write_questions(
         path: the file; one of other settings is refused.
         count: lines that are wanted.
         settings: of the file.
-        rows: questions that are written at once.
-        progress: called with the lines that there are, and those that are wanted, at the
-            beginning and after each question.
-        should_stop: asked after each step; when it says True what is finished is in the file.
-
-    Returns:
-        Whether it came to its end; False when it was told to stop.
+        rows: as for :meth:`LinesFile.write`, whose result this has.
+        progress: called with the lines that there are, and those that are wanted.
+        should_stop: likewise.
 
     Raises:
         RequestError: the template has no place for a question, or the file is of other settings.
@@ -222,11 +218,15 @@ def own_rounds(
         written = read_answers(answers, settings)
         return _fitting(model, follow_ups(_tokenizer(model), written, settings.seed), most)
 
-    asked, tokens_a_question = _asked(path, of), float(TOKENS_A_QUESTION)
-    count = have = in_vain = 0
+    # What an earlier run wrote or was at.
+    asked = 1 + max((line.index for line in _file(path, of).lines()), default=-1)
+    tokens_a_question = float(TOKENS_A_QUESTION)
+    count = have = without_result = 0
     while True:
         own = math.ceil(OWN_SHARE * (num_tokens - have))
-        more = max(LEAST_QUESTIONS, math.ceil(own / tokens_a_question), count if in_vain else 0)
+        more = max(
+            LEAST_QUESTIONS, math.ceil(own / tokens_a_question), count if without_result else 0
+        )
         count = max(asked, count + more)
         if not write_questions(model, path, count, of, progress=progress, should_stop=should_stop):
             yield None
@@ -239,27 +239,11 @@ def own_rounds(
             )
         yield Round(partial(_fitting, model, questions, most), have + own)
         yield Round(about_answers, num_tokens)
-        before, have = have, _tokens_of(answers, settings)
-        in_vain = in_vain + 1 if have == before else 0
-        if have >= num_tokens or in_vain == MOST_IN_VAIN:
+        before, have = have, sum(len(each.answer) for each in read_answers(answers, settings))
+        without_result = without_result + 1 if have == before else 0
+        if have >= num_tokens or without_result == MAX_WITHOUT_RESULT:
             return
         tokens_a_question = OWN_SHARE * have / count
-
-
-def _asked(path: Path, settings: QuestionSettings) -> int:
-    """How many lines an earlier run wrote or was at."""
-    return (
-        1 + max((line.index for line in _file(path, settings).lines()), default=-1)
-        if is_file(path)
-        else 0
-    )
-
-
-def _tokens_of(answers: Path, settings: AnswerSettings) -> int:
-    """Those that there are; none where nothing was answered yet."""
-    if not is_file(answers):
-        return 0
-    return sum(len(answer.answer) for answer in read_answers(answers, settings))
 
 
 def _fitting(

@@ -19,7 +19,7 @@ from eecore.files import write_text
 from eecore.generation import Model
 from eecore.json_fields import JsonFields, parse_json
 from eecore.output import Output
-from eecore.readable import is_file, shown_path
+from eecore.readable import is_file, kind_of, shown_path
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -93,11 +93,13 @@ class LinesFile:
         return lines
 
     def lines(self) -> Iterator[NumberedLine]:
-        """What has been put down so far, in the order in which it was finished.
+        """What has been written so far, in the order in which it was finished.
 
         Raises:
             RequestError: it is not such a file, or of other settings.
         """
+        if kind_of(self.path) == "nothing":
+            return
         try:
             content = self.path.read_bytes()
         except OSError as error:

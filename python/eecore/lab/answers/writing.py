@@ -82,12 +82,9 @@ def write_answers(
         num_tokens: how many are wanted at least, with those that are there; fewer where there are
             no more questions.
         settings: of the file.
-        rows: answers that are written at once.
+        rows: as for :meth:`LinesFile.write`, whose result this has.
         progress: called with the tokens that there are, at the beginning and after each answer.
-        should_stop: asked after each step; when it says True what is finished is in the file.
-
-    Returns:
-        Whether it came to its end; False when it was told to stop.
+        should_stop: likewise.
 
     Raises:
         RequestError: a question cannot be asked, or the file is of other settings.

@@ -22,7 +22,7 @@ from eecore.lab.commands.progress import ProgressLine
 
 if TYPE_CHECKING:
     from eecore.calibration import Example
-    from eecore.lab.evaluation import TimedRun
+    from eecore.lab.evaluation.timed import TimedRun
 
 Batch = Annotated[int, typer.Option(min=1, help="Prompts that run together.")]
 Rounds = Annotated[int, typer.Option(min=1, help="How often all take their turn.")]
@@ -30,13 +30,14 @@ Rounds = Annotated[int, typer.Option(min=1, help="How often all take their turn.
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """What is written, and how much of it."""
+    """The prompts of an evaluation, and how much is generated."""
 
     data: Path = option(help='JSON lines of {"input": prompt, "target": label}.')
     max_tokens: int = option(64, "New tokens a prompt.", min=1)
     limit: int | None = option(None, "Examples to use.", min=1, show_default="all")
 
     def read(self) -> list[Example]:
+        """The prompts and their labels."""
         from eecore.calibration import read_examples
 
         return read_examples(self.data, limit=self.limit)
@@ -69,7 +70,7 @@ def layerskip(
     directory = check_path(model)
     check_out("--out", out, is_stem=True)
 
-    from eecore.lab.evaluation import evaluate_layerskip
+    from eecore.lab.evaluation.layerskip import evaluate_layerskip
     from eecore.models.readers.load import read_config
 
     examples = prompts.read()
@@ -138,7 +139,7 @@ def sweep(
 
     from eecore.exits import SelfSpeculative
     from eecore.lab import plots
-    from eecore.lab.evaluation import default_exit_layers, known_exits, sweep_speculation
+    from eecore.lab.evaluation.sweep import default_exit_layers, known_exits, sweep_speculation
     from eecore.lab.training.interrupts import stop_on_signals
     from eecore.models.readers.load import read_config
     from eecore.models.source import exits_file

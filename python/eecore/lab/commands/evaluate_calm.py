@@ -19,7 +19,7 @@ from eecore.lab.commands.evaluate import Prompts, Rounds, show_turn
 if TYPE_CHECKING:
     from eecore.calibration_file import Calibration
     from eecore.exits import ConfidentExit
-    from eecore.lab.evaluation import TimedRun
+    from eecore.lab.evaluation.timed import TimedRun
 
 __all__ = ["calm", "confident_policies"]
 
@@ -88,7 +88,7 @@ def calm(
 
     from eecore.calibration import SIMILARITIES
     from eecore.lab import plots
-    from eecore.lab.evaluation import evaluate_calm
+    from eecore.lab.evaluation.calm import evaluate_calm
     from eecore.models.readers.load import read_config
 
     if metric not in SIMILARITIES:
@@ -155,7 +155,7 @@ def confident_policies(
         RequestError: for files that cannot be used.
     """
     from eecore.exits import ConfidentExit
-    from eecore.lab.evaluation import PAPER_THRESHOLDS
+    from eecore.lab.evaluation.calm import PAPER_THRESHOLDS
 
     given = _thresholds(thresholds)
     calibrated = _calibrations([in_model(path, directory) for path in calibrations])
@@ -196,7 +196,7 @@ def confident_policies(
 
 def _thresholds(text: str | None) -> dict[str, float]:
     """By measure."""
-    from eecore.lab.evaluation import PAPER_THRESHOLDS
+    from eecore.lab.evaluation.calm import PAPER_THRESHOLDS
 
     found: dict[str, float] = {}
     for part in [] if text is None else text.split(","):

@@ -65,7 +65,7 @@ def exits(
     ).policy(directory)
     loaded = loading.load(model, policy)
 
-    from eecore.lab.evaluation import map_exits
+    from eecore.lab.evaluation.exit_map import map_exits
 
     found = map_exits(loaded, prompt, policy, text=content, max_tokens=0 if content else max_tokens)
     console = Console(highlight=False, markup=False, soft_wrap=True)

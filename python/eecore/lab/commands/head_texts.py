@@ -29,7 +29,7 @@ SHORTEST_ANSWER = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """What the model is asked, and how much it writes."""
+    """The questions to the model, and the text that it writes."""
 
     PANEL: ClassVar[str] = "Answers"
     prompts: Path | None = option(
@@ -153,7 +153,7 @@ def write_and_read(
         Whether it came to its end; False when told to stop.
     """
     from eecore.lab.answers.writing import read_answers, write_answers
-    from eecore.lab.training.head_states import WrittenText, collect_states
+    from eecore.lab.training.head_states import collect_states
     from eecore.models import LlamaModel
 
     file = work / ANSWERS_FILE
@@ -174,11 +174,7 @@ def write_and_read(
     written = sum(len(answer.answer) for answer in answers)
     if written < tokens:
         line.keep(f"wrote {written} of {tokens} tokens: there were no more questions")
-    texts = [
-        WrittenText(answer.index, answer.prompt, answer.answer)
-        for answer in answers
-        if len(answer.answer) >= SHORTEST_ANSWER
-    ]
+    texts = [answer for answer in answers if len(answer.answer) >= SHORTEST_ANSWER]
     directory = work / STATES
     directory.mkdir(exist_ok=True)
     return collect_states(

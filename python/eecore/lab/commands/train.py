@@ -29,7 +29,7 @@ MAX_STEPS, MAX_BATCH = 1 << 40, 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """What is learnt from."""
+    """The training data."""
 
     data: list[Path] = option(
         help='JSON lines of {"input", "target"} or {"text"}, or plain text; may be repeated.'
@@ -52,7 +52,7 @@ class Sequences:
 
 @dataclass(frozen=True, kw_only=True)
 class Length:
-    """How much of it."""
+    """The held-out data, the tokenizer, and the length of the run."""
 
     held_out: list[Path] | None = option(None, "Data to score every exit on; may be repeated.")
     tokenizer: Path | None = option(
@@ -68,7 +68,7 @@ class Length:
 
 @dataclass(frozen=True, kw_only=True)
 class Exits:
-    """How the exits learn."""
+    """The loss of the exits, and the dropout of layers."""
 
     PANEL: ClassVar[str] = "Early exits"
     loss: str = option(
@@ -136,7 +136,7 @@ class Exits:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """What moves, and how far."""
+    """The optimizer and its batches."""
 
     PANEL: ClassVar[str] = "Optimizer"
     lora: int | None = option(
@@ -156,7 +156,7 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What does not change what is learnt, but for the precision."""
+    """How the run goes on, is saved and computed."""
 
     PANEL: ClassVar[str] = "Run"
     resume: bool = option(False, "Go on with the run in --out.")

@@ -17,7 +17,7 @@ from eecore.lab.commands.train import MAX_BATCH, MAX_STEPS, Sequences, training_
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How it learns."""
+    """The settings of the training."""
 
     steps: int = option(500, min=1, max=MAX_STEPS)
     batch_size: int = option(16, "Sequences a step.", min=1, max=MAX_BATCH)

@@ -46,7 +46,7 @@ TIMED_STEPS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """What is made."""
+    """The parts of the head, and what it begins with."""
 
     PANEL: ClassVar[str] = "Head"
     taps: str | None = option(
@@ -74,7 +74,7 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How it learns."""
+    """The training of the head."""
 
     PANEL: ClassVar[str] = "Run"
     minutes: float | None = option(None, "Training time, instead of --epochs.", min=0.001, max=1e6)
@@ -129,6 +129,7 @@ def train_exits(
 
     from eecore.lab.answers.writing import AnswerSettings
     from eecore.lab.training.draft_head import HeadSizes
+    from eecore.lab.training.head_pack import save_head
     from eecore.lab.training.head_run import HeadConfig, HeadTrainee
     from eecore.lab.training.head_states import open_states
     from eecore.lab.training.interrupts import stop_on_signals
@@ -179,7 +180,9 @@ def train_exits(
                 return _interrupted(line)
             by_tokens.append((len(trainee.data), trainee.agreement()[0]))
             if share == 1:
-                _finish(out, network, trainee, trained, by_tokens, line)
+                found = save_head(out, network, trainee, trained, by_tokens)
+                shares = " ".join(f"{value:.3f}" for value in found)
+                line.keep(f"held-out agreement by draft: {shares}")
     print(f"wrote {out}")
     return 0
 
@@ -266,20 +269,15 @@ def _states_settings(
     from eecore.models.network_digest import network_digest
 
     config = network.config
-    settings = StatesSettings(
+    attended = choose_attended(network, attend) if attend else ()
+    return StatesSettings(
         model=network_digest(network),
         weights=weights,
         hidden_size=config.hidden_size,
         taps=_taps(taps, config),
-    )
-    attended = choose_attended(network, attend) if attend else ()
-    if not attended:
-        return settings
-    return replace(
-        settings,
         attended=attended,
-        head_dim=config.head_dim,
-        queries=config.num_q_heads // config.num_kv_heads * config.head_dim,
+        head_dim=config.head_dim if attended else 0,
+        queries=config.q_size // config.num_kv_heads if attended else 0,
     )
 
 
@@ -311,25 +309,3 @@ def _train(
         if 0 < trained.step < steps:
             line.keep(f"resuming training after step {trained.step} of {steps}")
         return trained if trained.all_steps(line.show, stop) else None
-
-
-def _finish(
-    out: Path,
-    network: LlamaModel,
-    trainee: HeadTrainee,
-    run: TrainingRun,
-    by_tokens: list[tuple[int, float]],
-    line: ProgressLine,
-) -> None:
-    from importlib.util import find_spec
-
-    from eecore.lab.plots import plot_head
-    from eecore.lab.training.head_pack import HeadFacts, save_head
-
-    facts = HeadFacts(trainee.agreement(), by_tokens, trainee.agreement(greedy=True))
-    save_head(out, network, trainee, run, facts)
-    if find_spec("matplotlib") is not None:
-        picture = out / "agreement.svg"
-        plot_head(picture, by_tokens, facts.by_position, facts.greedy_by_position)
-    shares = " ".join(f"{value:.3f}" for value in facts.by_position)
-    line.keep(f"held-out agreement by draft: {shares}")

@@ -1,10 +1,10 @@
-"""A trained draft head as files: ``head.safetensors`` and ``head.json``."""
+"""A trained draft head as files: ``head.safetensors``, ``head.json``, and a plot."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save
 
 from eecore.files import filling
+from eecore.lab.plots import plot_head
 from eecore.lab.training.harness import TrainingRun
 from eecore.lab.training.head_run import HeadTrainee
 from eecore.lab.training.run_log import read_logs
@@ -25,7 +26,7 @@ from eecore.models.readers.head_file import (
     WEIGHTS_NAME,
 )
 
-__all__ = ["HeadFacts", "save_head"]
+__all__ = ["save_head"]
 
 LEAST_WORTH = 0.05
 """How often a draft stands, that is made by default at least."""
@@ -34,27 +35,36 @@ THRESHOLD = 0.3
 """Less sure than this a draft is not worth the model's look at it."""
 
 
-@dataclass(frozen=True)
-class HeadFacts:
-    """What a file says of a head besides its sizes.
-
-    Attributes:
-        by_position: how often each draft is right where those before it were, on held-out texts.
-        by_tokens: tokens of answers that were learnt from, and how often the first draft was right
-            then.
-        greedy_by_position: the same as ``by_position``, on greedy answers alone.
-    """
-
-    by_position: Sequence[float]
-    by_tokens: Sequence[tuple[int, float]]
-    greedy_by_position: Sequence[float] = field(default=())
-
-
 def save_head(
-    out: Path, network: LlamaModel, trainee: HeadTrainee, run: TrainingRun, facts: HeadFacts
-) -> None:
-    """Write a head into a directory, which may be there; the rest of it is left alone."""
-    about = _about(network, trainee, run, facts)
+    out: Path,
+    network: LlamaModel,
+    trainee: HeadTrainee,
+    run: TrainingRun,
+    by_tokens: Sequence[tuple[int, float]],
+) -> list[float]:
+    """Write a head into a directory, which may be there; the rest of it is left alone.
+
+    Args:
+        out: the directory.
+        network: the head's model.
+        trainee: the head.
+        run: that trained it.
+        by_tokens: tokens of answers that heads learnt from, and how often their first draft was
+            right.
+
+    Returns:
+        How often each draft is right where those before it were, on held-out texts.
+    """
+    by_position, greedy = trainee.agreement(), trainee.agreement(greedy=True)
+    about = {
+        **_about(network, trainee, run),
+        "agreement": {
+            "by_position": [round(value, 4) for value in by_position],
+            "by_position_greedy": [round(value, 4) for value in greedy],
+            "by_tokens": [[tokens, round(value, 4)] for tokens, value in by_tokens],
+        },
+        "policy": {"num_drafts": num_drafts(by_position), "threshold": THRESHOLD},
+    }
     tensors = trainee.head.tensors(torch.bfloat16)
     tensors["vocabulary"] = trainee.frozen.vocabulary.to(torch.int32)
     out.mkdir(parents=True, exist_ok=True)
@@ -62,6 +72,9 @@ def save_head(
         (partial / WEIGHTS_NAME).write_bytes(save(tensors, {"format": "pt"}))
         text = json.dumps(about, indent=1)
         (partial / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
+    if find_spec("matplotlib") is not None:
+        plot_head(out / "agreement.svg", by_tokens, by_position, greedy)
+    return by_position
 
 
 def num_drafts(by_position: Sequence[float]) -> int:
@@ -75,9 +88,7 @@ def num_drafts(by_position: Sequence[float]) -> int:
     return max(1, count)
 
 
-def _about(
-    network: LlamaModel, trainee: HeadTrainee, run: TrainingRun, facts: HeadFacts
-) -> dict[str, Any]:
+def _about(network: LlamaModel, trainee: HeadTrainee, run: TrainingRun) -> dict[str, Any]:
     shape, settings, config = network.config, trainee.data.settings, trainee.config
     attention, before = {}, {}
     if settings.attended:
@@ -110,12 +121,6 @@ def _about(
             "seed": config.seed,
             **before,
         },
-        "agreement": {
-            "by_position": [round(value, 4) for value in facts.by_position],
-            "by_position_greedy": [round(value, 4) for value in facts.greedy_by_position],
-            "by_tokens": [[tokens, round(value, 4)] for tokens, value in facts.by_tokens],
-        },
-        "policy": {"num_drafts": num_drafts(facts.by_position), "threshold": THRESHOLD},
     }
 
 

@@ -26,6 +26,7 @@ from eecore.calibration.exit_scores import whole_sequences
 from eecore.errors import TrainingError
 from eecore.files import write_text
 from eecore.json_fields import JsonFields
+from eecore.lab.answers.writing import Answer
 from eecore.lab.training.head_keys import Attended, TextKeys, is_last, key_begins, keys_at
 from eecore.models import KVCache, LlamaModel
 from eecore.readable import is_file, shown_path
@@ -34,7 +35,6 @@ __all__ = [
     "HeadStates",
     "MappedStates",
     "StatesSettings",
-    "WrittenText",
     "collect_states",
     "ends_of",
     "open_states",
@@ -71,15 +71,6 @@ class StatesSettings:
     attended: Attended = ()
     head_dim: int = 0
     queries: int = 0
-
-
-@dataclass(frozen=True)
-class WrittenText:
-    """A prompt and the model's answer to it, in tokens, and a number of its own."""
-
-    index: int
-    prompt: Sequence[int]
-    answer: Sequence[int]
 
 
 class MappedStates:
@@ -253,7 +244,7 @@ class StatesDirectory:
 
 def collect_states(
     network: LlamaModel,
-    texts: Sequence[WrittenText],
+    texts: Sequence[Answer],
     directory: Path,
     settings: StatesSettings,
     *,
@@ -329,7 +320,7 @@ def open_states(directories: Sequence[Path], settings: StatesSettings) -> HeadSt
 @torch.inference_mode()
 def _add(
     network: LlamaModel,
-    texts: Sequence[WrittenText],
+    texts: Sequence[Answer],
     settings: StatesSettings,
     files: StatesDirectory,
 ) -> int:
@@ -375,9 +366,9 @@ def _add(
     return len(numbers)
 
 
-def _stretches(texts: Sequence[WrittenText]) -> Iterator[list[WrittenText]]:
+def _stretches(texts: Sequence[Answer]) -> Iterator[list[Answer]]:
     """Texts in their order, as many at once as have at most so many tokens, one at least."""
-    stretch: list[WrittenText] = []
+    stretch: list[Answer] = []
     tokens = 0
     for text in texts:
         length = len(text.prompt) + len(text.answer)
