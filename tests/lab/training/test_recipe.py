@@ -53,7 +53,10 @@ def test_a_config_survives_json(config: TrainingConfig) -> None:
     [
         ({"steps": 0}, "steps: expected 1 or more, got 0"),
         ({"steps": 2.5}, r"steps: expected 1 or more, got 2\.5"),
+        ({"steps": "x", "warmup_steps": 3}, "^steps: expected 1 or more, got 'x'"),
+        ({"steps": 10**30}, "steps: expected 1 or more"),
         ({"batch_size": 0}, "batch_size: expected 1 or more"),
+        ({"batch_size": 2**40}, "batch_size: expected 1 or more"),
         ({"learning_rate": 0.0}, "learning_rate: expected a number above 0"),
         ({"learning_rate": float("nan")}, "learning_rate: expected a number above 0, got nan"),
         ({"warmup_steps": 11}, r"warmup_steps: expected 0\.\.steps=10, got 11"),
@@ -63,6 +66,7 @@ def test_a_config_survives_json(config: TrainingConfig) -> None:
         ({"beta1": 1.0}, "beta1: expected 0 up to below 1"),
         ({"beta2": 1.0}, "beta2: expected 0 up to below 1"),
         ({"max_grad_norm": 0}, "max_grad_norm: expected a number above 0"),
+        ({"loss": {"kind": "last"}}, "loss: expected EarlyExitLoss, CalmLoss, LastLayerLoss"),
         ({"loss": "layerskip"}, "loss: expected EarlyExitLoss, CalmLoss, LastLayerLoss"),
         ({"layer_dropout": 0.2}, r"layer_dropout: expected LayerDropout or None, got 0\.2"),
         ({"lora": 8}, "lora: expected LoraSettings or None, got 8"),
@@ -83,7 +87,8 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rank": 0}, "rank: expected 1 or more"),
+        ({"rank": 0}, r"^LoraSettings\.rank: expected 1 or more"),
+        ({"rank": 10**30}, "rank: expected 1 or more"),
         ({"alpha": 0}, "alpha: expected above 0"),
         ({"dropout": 1.0}, r"dropout: expected 0\.\.0\.99"),
     ],

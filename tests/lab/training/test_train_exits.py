@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import re
+import shutil
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,19 @@ def test_what_stopped_goes_on_where_it_was(
     straight, resumed = (load_file(place / "head.safetensors") for place in (trained, out))
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
     assert sorted(answers(trained)) == sorted(answers(out))
+
+
+def test_minutes_become_steps(folder: Path, trained: Path, tmp_path: Path) -> None:
+    """Measured on a few steps, which leave no trace in the head; the answers are there already."""
+    out, work = tmp_path / "head", tmp_path / "work"
+    shutil.copytree(trained / "work", work, ignore=shutil.ignore_patterns("training"))
+    command = arguments(folder, out, "--work", str(work), "--resume", "--minutes", "0.001")
+    place = command.index("--epochs")
+    del command[place : place + 2]
+    assert run(command) == 0
+    training = json.loads((out / "head.json").read_text())["training"]
+    assert training["steps"] >= 1
+    assert training["seconds"] > 0
 
 
 def test_a_head_that_begins_with_another_drafts_the_tokens_of_its_own_text(

@@ -298,7 +298,7 @@ def _train(
     if is_begun:
         steps = read_state(state, type(trainee.config)).config.steps
     elif run.minutes is not None:
-        steps = int(60 * run.minutes * share / seconds_per_step(trainee))
+        steps = int(60 * run.minutes * share / seconds_per_step(trainee, points=1))
     else:
         steps = round((4.0 if run.epochs is None else run.epochs) * trainee.steps_per_epoch)
     steps = max(1, steps)
