@@ -25,6 +25,7 @@ __all__ = [
     "SEEDS",
     "Debug",
     "Device",
+    "DraftHeadDirectory",
     "Dtype",
     "KVCacheDtype",
     "KVCacheTokens",
@@ -73,6 +74,14 @@ KVCacheDtype = Annotated[
     typer.Option(
         help="fp8: a byte for each key and value; bfloat16; float32; auto.",
         show_default="that of the model, or bfloat16 beside weights of few bits",
+    ),
+]
+DraftHeadDirectory = Annotated[
+    str | None,
+    typer.Option(
+        help="head, auto: a directory that eecore train-exits made; none.",
+        show_default="the one beside the model, or one that ships for it",
+        rich_help_panel="Exit mode",
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

@@ -9,38 +9,59 @@ A command takes such an object in place of its options::
 
     @takes_options
     def train(model: ModelPath, optimizer: Optimizer) -> int: ...
+
+A field may also be ``Annotated[..., typer.Option(...)]``, as a parameter of a command is.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin, get_type_hints
 
 import typer
 
-from eecore.console.loading import Debug, Device, Dtype, Threads, Weights, load
+from eecore.console.loading import (
+    Debug,
+    Device,
+    DraftHeadDirectory,
+    Dtype,
+    KVCacheDtype,
+    KVCacheTokens,
+    Threads,
+    Weights,
+    load,
+)
 
 if TYPE_CHECKING:
     from eecore.exits import Exit
     from eecore.generation import Model
 
-__all__ = ["LoadOptions", "ProcessOptions", "option", "takes_options"]
+__all__ = ["EngineOptions", "LoadOptions", "ProcessOptions", "option", "takes_options"]
 
 
-def option(default: Any = MISSING, help: str = "", **settings: Any) -> Any:
-    """A field that is an option: its default, and settings of :func:`typer.Option`."""
-    made = typer.Option(help=help or None, **settings)
+def option(default: Any = MISSING, help: str = "", *flags: str, **settings: Any) -> Any:
+    """A field that is an option.
+
+    Args:
+        default: the value where the option is not given; without one it has to be given.
+        help: the words of ``--help``.
+        flags: ``--name`` and others; that of the field's name when there are none. A bool has no
+            ``--no-name`` unless the flags say so.
+        settings: others of :func:`typer.Option`.
+    """
+    made = typer.Option(*flags, help=help or None, **settings)
     return dataclasses.field(default=default, metadata={"option": made})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessOptions:
-    """What every command that computes has."""
+    """The options of every command that computes."""
 
     threads: Threads = None
     debug: Debug = False
@@ -54,22 +75,38 @@ class LoadOptions(ProcessOptions):
     dtype: Dtype = None
     weights: Weights = None
 
-    def load(self, path: str | Path, policy: Exit | None = None) -> Model:
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options that :func:`eecore.load` takes."""
+        return {"device": self.device, "dtype": self.dtype, "weights": self.weights}
+
+    def load(self, path: str | Path, policy: Exit | None = None, **more: Any) -> Model:
         """The model; its shape is checked against the exit policy before weights are read."""
-        return load(
-            str(path),
-            threads=self.threads,
-            policy=policy,
-            device=self.device,
-            dtype=self.dtype,
-            weights=self.weights,
-        )
+        return load(str(path), threads=self.threads, policy=policy, **self.settings, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(LoadOptions):
+    """How a model is loaded by commands that answer requests."""
+
+    kv_cache_tokens: KVCacheTokens = None
+    kv_cache_dtype: KVCacheDtype = None
+    exits: DraftHeadDirectory = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            **super().settings,
+            "kv_cache_tokens": self.kv_cache_tokens,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "exits": False if self.exits == "none" else self.exits,
+        }
 
 
 def takes_options(command: Callable[..., int]) -> Callable[..., int]:
     """A command that typer can read: dataclasses among its parameters become their options."""
     hints = get_type_hints(command, include_extras=True)
-    panels: dict[str, type[Any]] = {}
+    panels: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
         if dataclasses.is_dataclass(hints[name]):
@@ -92,18 +129,19 @@ def takes_options(command: Callable[..., int]) -> Callable[..., int]:
     return called
 
 
-def _options(panel: type[Any]) -> Iterator[inspect.Parameter]:
-    hints = get_type_hints(panel, include_extras=True)
+def _options(panel: Any) -> Iterator[inspect.Parameter]:
+    hints: dict[str, Any] = get_type_hints(panel, include_extras=True)
     for each in dataclasses.fields(panel):
-        annotation, made = hints[each.name], each.metadata.get("option")
-        if made is not None:
-            made.rich_help_panel = getattr(panel, "PANEL", None)
-            if annotation is bool:  # without a --no- of its own
-                made.param_decls = (f"--{each.name.replace('_', '-')}",)
-            annotation = Annotated[annotation, made]
+        hint, made = hints[each.name], cast(Any, each.metadata.get("option"))
+        if get_origin(hint) is Annotated:
+            hint, made = get_args(hint)
+        made = copy.copy(made)
+        if hint is bool and made.default is ...:  # typer's place for a first flag
+            made.default = f"--{each.name.replace('_', '-')}"
+        made.rich_help_panel = made.rich_help_panel or getattr(panel, "PANEL", None)
         yield inspect.Parameter(
             each.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=inspect.Parameter.empty if each.default is MISSING else each.default,
-            annotation=annotation,
+            annotation=Annotated[hint, made],
         )

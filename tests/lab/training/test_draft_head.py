@@ -21,8 +21,7 @@ from eecore.lab.training.head_loss import (
     draft_loss,
     starts_of,
 )
-from eecore.lab.training.head_queries import begin_queries
-from eecore.lab.training.head_run import HeadConfig, choose_vocabulary, is_held_out
+from eecore.lab.training.head_run import HeadConfig, begin_queries, choose_vocabulary, is_held_out
 from eecore.lab.training.head_states import (
     APART,
     HeadStates,

@@ -24,7 +24,7 @@ from eecore.errors import RequestError
 from eecore.lab.answers.asking import ABOUT, QuestionSettings, follow_ups
 from eecore.lab.answers.questions import builtin_questions
 from eecore.lab.answers.writing import Answer
-from eecore.lab.training.draft_head import DraftHead, HeadSizes, tensor_names
+from eecore.lab.training.draft_head import DraftHead, HeadSizes
 from eecore.lab.training.head_keys import TextKeys, keys_at
 from eecore.lab.training.head_run import is_held_out
 from eecore.models.network_digest import network_digest
@@ -187,7 +187,7 @@ def _trained_head(directory: Path) -> DraftHead:
     sizes = HeadSizes(64, 3, 96, 1, 4, 128)
     head = DraftHead(sizes, 1e-5, torch.ones(64))
     tensors = load_file(directory / "head.safetensors")
-    for name, stored in tensor_names(sizes).items():
+    for name, stored in head.tensor_names.items():
         getattr(head, name).data.copy_(tensors[stored].float())
     return head
 

@@ -20,9 +20,16 @@ from typing import TYPE_CHECKING, Any
 from eecore.config import SamplingParams
 from eecore.errors import RequestError
 from eecore.generation import Model
-from eecore.lab.answers.lines import Ask, LinesFile, seed_of
 from eecore.lab.answers.questions import about_code, about_text, openings
-from eecore.lab.answers.writing import Answer, AnswerSettings, chat_ids, read_answers
+from eecore.lab.answers.writing import (
+    Answer,
+    AnswerSettings,
+    Ask,
+    LinesFile,
+    chat_ids,
+    read_answers,
+    seed_of,
+)
 from eecore.output import Output
 from eecore.readable import shown_path
 

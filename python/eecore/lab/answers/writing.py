@@ -1,31 +1,195 @@
-"""A model's answers to questions, in token ids, into a file that survives whatever ends the run.
+"""What a model writes into files that survive whatever ends the run: lines, and so its answers.
 
-What was under way is written again by the next run: every answer depends on its question and its
+A file's first line says of which model and settings the others are; each of these has a number of
+its own and is written as soon as its text is finished. Half a line, which a kill leaves, is
+dropped. What was running is written again by the next run: every text depends on its prompt and its
 seed alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eecore.config import SamplingParams
 from eecore.errors import RequestError
+from eecore.files import write_text
 from eecore.generation import Model
-from eecore.lab.answers.lines import Ask, LinesFile, NumberedLine, seed_of
+from eecore.json_fields import JsonFields, parse_json
 from eecore.output import Output
+from eecore.readable import is_file, kind_of, shown_path
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 __all__ = [
     "Answer",
     "AnswerSettings",
+    "Ask",
+    "LinesFile",
+    "NumberedLine",
     "chat_ids",
     "read_answers",
+    "seed_of",
     "write_answers",
 ]
 
-MOST_TOKENS = 1 << 24
+SEEDS = 1 << 31
+MAX_TOKENS = 1 << 24
+"""The largest id of a token in a file."""
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of one of many texts, whatever others there are."""
+    return (seed * 1_000_003 + index) % SEEDS
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A text that is wanted of a model."""
+
+    index: int
+    name: str
+    """What errors call it."""
+    prompt: list[int]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class NumberedLine:
+    """A line behind the first."""
+
+    index: int
+    fields: JsonFields
+    where: str
+    """``answers.jsonl:3``"""
+
+
+@dataclass(frozen=True)
+class LinesFile:
+    """Such a file, which need not exist yet.
+
+    Attributes:
+        path: where it is.
+        what: it holds, in the plural, as errors call it.
+        settings: of all its lines; a file of others is refused.
+    """
+
+    path: Path
+    what: str
+    settings: DataclassInstance
+
+    @property
+    def format(self) -> str:
+        """What its first line says that it is."""
+        return f"eecore {self.what} 1"
+
+    def begin(self) -> list[NumberedLine]:
+        """What is in the file, which begins with its settings when this returns.
+
+        Raises:
+            RequestError: it is not such a file, or of other settings.
+        """
+        content = self.path.read_bytes() if is_file(self.path) else b""
+        whole = content.rfind(b"\n") + 1
+        if not whole:
+            header = {"format": self.format, **asdict(self.settings)}
+            write_text(self.path, json.dumps(header) + "\n")
+            return []
+        lines = list(self.lines())
+        if whole < len(content):
+            with self.path.open("r+b") as file:
+                file.truncate(whole)
+        return lines
+
+    def lines(self) -> Iterator[NumberedLine]:
+        """What has been written so far, in the order in which it was finished.
+
+        Raises:
+            RequestError: it is not such a file, or of other settings.
+        """
+        if kind_of(self.path) == "nothing":
+            return
+        try:
+            content = self.path.read_bytes()
+        except OSError as error:
+            raise RequestError(f"{shown_path(self.path)}: {error.strerror or error}") from None
+        first, *lines = content.split(b"\n")[:-1] or [b""]  # the last is empty, or half a line
+        self._check_header(first)
+        seen = set()
+        for number, line in enumerate(lines, 2):
+            where = f"{shown_path(self.path)}:{number}"
+            fields = JsonFields.of(parse_json(line, where, RequestError), where, RequestError)
+            index = fields.integer("index", 0)
+            if index in seen:
+                raise RequestError(f"{where}: index: expected each once, got {index} again")
+            seen.add(index)
+            yield NumberedLine(index, fields, where)
+
+    def write(
+        self,
+        model: Model,
+        asked: Iterator[Ask],
+        fields_of: Callable[[int, Output], dict[str, Any]],
+        *,
+        rows: int,
+        wants_more: Callable[[], bool] = lambda: True,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> bool:
+        """Have texts written at full depth, a line each, until there are enough or no more.
+
+        Args:
+            model: whose engine writes nothing else.
+            asked: what is wanted; taken as there is room.
+            fields_of: a text's line, of its index and its output.
+            rows: texts that are written at once.
+            wants_more: asked before others are begun; those that are running are finished.
+            should_stop: asked after each step; when it says True what is running is lost.
+
+        Returns:
+            Whether it was finished; False when it was told to stop.
+
+        Raises:
+            RequestError: a text cannot be asked for, or its request failed; it names which.
+        """
+        engine, running = model.engine(), dict[str, Ask]()
+        with self.path.open("a", encoding="utf-8") as file:
+            while True:
+                for ask in islice(asked, rows - len(running) if wants_more() else 0):
+                    try:
+                        name = engine.add_request(ask.prompt, exit="full", sampling=ask.sampling)
+                    except RequestError as error:
+                        raise RequestError(f"{ask.name}: {error}") from None
+                    running[name] = ask
+                if not running:
+                    return True
+                for step in engine.step():
+                    if step.output is not None:
+                        ask = running.pop(step.request_id)
+                        if step.output.error is not None:
+                            raise RequestError(f"{ask.name}: {step.output.error}")
+                        line = {"index": ask.index, **fields_of(ask.index, step.output)}
+                        file.write(json.dumps(line, separators=(",", ":")) + "\n")
+                        file.flush()
+                if should_stop is not None and should_stop():
+                    return False
+
+    def _check_header(self, line: bytes) -> None:
+        got: Any = parse_json(line, f"{shown_path(self.path)}:1", RequestError)
+        if not isinstance(got, dict) or got.get("format") != self.format:
+            raise RequestError(
+                f"{shown_path(self.path)}:1: expected a file of {self.what}, {self.format!r}"
+            )
+        for name, expected in asdict(self.settings).items():
+            if got.get(name) != expected:
+                raise RequestError(
+                    f"{shown_path(self.path)}: {name}: expected {expected!r}, as this run has, got "
+                    f"{got.get(name)!r}: of another run"
+                )
 
 
 @dataclass(frozen=True)
@@ -154,7 +318,7 @@ def _file(path: Path, settings: AnswerSettings) -> LinesFile:
 
 def _answer(line: NumberedLine) -> Answer:
     prompt, answer = (
-        list(line.fields.integers(name, 0, MOST_TOKENS)) for name in ("prompt", "answer")
+        list(line.fields.integers(name, 0, MAX_TOKENS)) for name in ("prompt", "answer")
     )
     if not prompt or not answer:
         raise RequestError(f"{line.where}: expected tokens of a prompt and an answer, got none")

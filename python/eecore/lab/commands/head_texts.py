@@ -113,8 +113,13 @@ def what_is_asked(answers: Answers, seed: int) -> Asked:
         UsageError: more than one of these.
         RequestError: a file of them cannot be read, or there is nothing in it.
     """
-    from eecore.lab.answers.passages import digest_of, questions_about, read_passages
-    from eecore.lab.answers.questions import builtin_questions, read_questions
+    from eecore.lab.answers.questions import (
+        builtin_questions,
+        digest_of,
+        questions_about,
+        read_passages,
+        read_questions,
+    )
 
     given = {
         "--prompts": answers.prompts,

@@ -128,7 +128,6 @@ def train_exits(
     states = _states_settings(network, stored_weights(path, network), head.taps, head.attend)
 
     from eecore.lab.answers.writing import AnswerSettings
-    from eecore.lab.training.draft_head import HeadSizes
     from eecore.lab.training.head_pack import save_head
     from eecore.lab.training.head_run import HeadConfig, HeadTrainee
     from eecore.lab.training.head_states import open_states
@@ -145,11 +144,7 @@ def train_exits(
     inner = head.intermediate_size or network.config.intermediate_size
     beginning = None
     if head.begin is not None:
-        sizes = HeadSizes(
-            *(states.hidden_size, len(states.taps), inner, head.blocks),
-            num_attended=len(states.attended),
-            queries=states.queries,
-        )
+        sizes = states.sizes(inner, head.blocks)
         kept = head.vocabulary if head.keep_vocabulary else None
         beginning = read_head(head.begin, states.model, states.taps, sizes, kept, states.attended)
     config = HeadConfig(

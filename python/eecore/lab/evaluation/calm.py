@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
+
 from eecore.calibration.examples import Example
 from eecore.errors import RequestError
 from eecore.exits import BatchMode, ConfidentExit, Exit, FixedExit, Full, Measure
@@ -195,32 +197,17 @@ def throughput(run: TimedRun, full: TimedRun, half: TimedRun) -> Speed:
     to_full = run.speedup_over(full)
     if not all_layers:
         return Speed(run.tokens_per_s, to_full, None, None, None, None)
-    prompt = _prompt_share(run.outputs, full.outputs)
-    firsts = [first * prompt for first in full.first_seconds]
-    ideal_seconds = [
-        first + (seconds - begin) * layers / all_layers
-        for first, seconds, begin in zip(firsts, full.seconds, full.first_seconds, strict=True)
-    ]
-    decoding = [
-        [
-            (all_ - begin) / of.tokens
-            for all_, begin in zip(of.seconds, of.first_seconds, strict=True)
-        ]
-        for of in (full, half)
-    ]
-    cut = _on_line(run, full, half, *decoding)
-    as_cut = None
-    if cut is not None:
-        cut_seconds = [f + run.tokens * each for f, each in zip(firsts, cut, strict=True)]
-        as_cut = median_ratio(cut_seconds, run.seconds)
-    more_tokens = run.tokens / full.tokens
+    decoding = [np.subtract(of.seconds, of.first_seconds) for of in (full, half)]
+    firsts = _prompt_share(run.outputs, full.outputs) * np.array(full.first_seconds)
+    ideal = firsts + decoding[0] * layers / all_layers
+    cut = _on_line(run, full, half, decoding[0] / full.tokens, decoding[1] / half.tokens)
     return Speed(
         value=run.tokens_per_s,
         to_full=to_full,
-        ideal=run.tokens / min(ideal_seconds),
-        ideal_to_full=more_tokens * median_ratio(full.seconds, ideal_seconds),
-        share_of_ideal=median_ratio(ideal_seconds, run.seconds),
-        share_of_cut=as_cut,
+        ideal=run.tokens / float(ideal.min()),
+        ideal_to_full=run.tokens / full.tokens * median_ratio(full.seconds, ideal),
+        share_of_ideal=median_ratio(ideal, run.seconds),
+        share_of_cut=None if cut is None else median_ratio(firsts + run.tokens * cut, run.seconds),
     )
 
 
@@ -236,7 +223,8 @@ def inner_token_latency(run: TimedRun, full: TimedRun, half: TimedRun) -> Speed 
     if not layers or not all_layers:
         return None
     to_full = median_ratio(full.latencies, run.latencies)
-    cut = _on_line(run, full, half, full.latencies, half.latencies)
+    latencies = np.array(full.latencies), np.array(half.latencies)
+    cut = _on_line(run, full, half, *latencies)
     return Speed(
         value=min(run.latencies),
         to_full=to_full,
@@ -248,18 +236,8 @@ def inner_token_latency(run: TimedRun, full: TimedRun, half: TimedRun) -> Speed 
 
 
 def _on_line(
-    run: TimedRun,
-    full: TimedRun,
-    half: TimedRun,
-    full_seconds: Sequence[float],
-    half_seconds: Sequence[float],
-) -> list[float] | None:
+    run: TimedRun, full: TimedRun, half: TimedRun, at_full: np.ndarray, at_half: np.ndarray
+) -> np.ndarray | None:
     """Seconds a token, by round, at the run's layers a token; None where there is no line."""
     x, high, low = (_decode_layers(of.outputs) / of.tokens for of in (run, full, half))
-    if high <= low:
-        return None
-    share = (x - low) / (high - low)
-    return [
-        at_half + (at_full - at_half) * share
-        for at_full, at_half in zip(full_seconds, half_seconds, strict=True)
-    ]
+    return None if high <= low else at_half + (at_full - at_half) * (x - low) / (high - low)

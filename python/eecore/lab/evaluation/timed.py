@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from eecore.calibration.generated import generated
@@ -108,11 +108,11 @@ def checked_tokenizer(model: Model, metric: str) -> Tokenizer:
     return model.tokenizer
 
 
-def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
+def median_ratio(over: Iterable[float], under: Iterable[float]) -> float:
     """The median of the rounds' ratios, of two runs that took turns; a run that was stopped has had
     fewer than another.
     """
-    return statistics.median(a / b for a, b in zip(over, under, strict=False))
+    return float(statistics.median(a / b for a, b in zip(over, under, strict=False)))
 
 
 def time_policies(

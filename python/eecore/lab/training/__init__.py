@@ -20,8 +20,7 @@ from eecore.lab.training.early_exit_loss import (
     Targets,
     early_exit_backward,
 )
-from eecore.lab.training.evaluation import ExitScores, evaluate_exits
-from eecore.lab.training.exit_model import ExitModel
+from eecore.lab.training.exit_model import ExitModel, ExitScores, evaluate_exits
 from eecore.lab.training.harness import StepReport
 from eecore.lab.training.layer_dropout import LayerDropout, drop_layers
 from eecore.lab.training.loading import StartingPoint, load_starting_point

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from eecore.errors import TrainingError
-from eecore.lab.training.draft_head import DraftHead, HeadSizes
+from eecore.lab.training.draft_head import DraftHead
 from eecore.lab.training.harness import Losses, Trainee
 from eecore.lab.training.head_loss import (
     FrozenSide,
@@ -19,7 +20,6 @@ from eecore.lab.training.head_loss import (
     draft_loss,
     starts_of,
 )
-from eecore.lab.training.head_queries import begin_queries
 from eecore.lab.training.head_states import HeadStates
 from eecore.lab.training.recipe import MAX_SIZE, RunConfig
 from eecore.lab.training.settings import Checks
@@ -28,12 +28,16 @@ from eecore.models import LlamaModel
 from eecore.models.head_vocabulary import matrix_rows
 from eecore.values import is_whole
 
-__all__ = ["HeadConfig", "HeadTrainee", "choose_vocabulary", "is_held_out"]
+__all__ = ["HeadConfig", "HeadTrainee", "begin_queries", "choose_vocabulary", "is_held_out"]
 
 MAX_DRAFTS = 8
 """The most drafts of a row in training."""
 ONE_IN = 20
 """One pair of texts in so many is held out."""
+FITTED_ROWS = 4096
+"""Rows that are fitted at once."""
+RIDGE = 1e-2
+"""The share of the mean square of what is known that is added to its squares."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +125,7 @@ class HeadTrainee(Trainee):
             vocabulary = beginning.vocabulary
         reached = int(data.positions.max()) + MAX_DRAFTS + 1 if data.keys else 0
         self.frozen = frozen_side(network, vocabulary, reached)
-        sizes = HeadSizes(
-            network.config.hidden_size,
-            len(data.settings.taps),
-            config.intermediate_size,
-            config.num_blocks,
-            len(data.settings.attended),
-            data.settings.queries,
-        )
+        sizes = data.settings.sizes(config.intermediate_size, config.num_blocks)
         self.head = DraftHead(sizes, self.frozen.eps, self.frozen.final_norm, config.seed)
         self.module: nn.Module = self.head
         if beginning is not None:
@@ -227,3 +224,41 @@ def frozen_side(network: LlamaModel, vocabulary: Tensor, num_positions: int = 0)
         cos_sin=network.cos_sin(num_positions).float().cpu(),
         rows_of=rows_of,
     )
+
+
+@torch.no_grad()
+def begin_queries(head: DraftHead, frozen: FrozenSide, data: HeadStates, rows: Tensor) -> None:
+    """Fit a head's queries to the model's own, by least squares.
+
+    They begin as what the model itself asks the same keys, as nearly as a linear layer can say it
+    from what the head knows. Random ones would find nothing to learn from for a long time: keys are
+    looked for long before what is found there is of use.
+
+    Args:
+        head: its ``attention_query`` is written; its other weights are what it begins with.
+        frozen: of the model.
+        data: all of it, with queries.
+        rows: bool [n], which of it may be learnt from.
+    """
+    hidden = head.sizes.hidden_size
+    squares = torch.zeros(hidden, hidden)
+    products = torch.zeros(hidden, head.attention_query.shape[:2].numel())
+    for first, queries in data.queries:
+        for begin in range(0, len(queries), FITTED_ROWS):
+            asked = torch.arange(max(1, begin), min(begin + FITTED_ROWS, len(queries)))
+            before = asked + first - 1
+            inside = (data.text[before] == data.text[before + 1]) & rows[before]
+            asked, before = asked[inside], before[inside]
+            if not len(asked):
+                continue
+            state = head.begin(data.states[before].float())
+            known = head.asked(state, frozen.embeddings[data.token[before]])
+            known = functional.rms_norm(known, head.attention_norm.shape, None, frozen.eps)
+            squares += known.T @ known
+            products += known.T @ queries[asked].float().flatten(1)
+    scale = squares.diagonal().mean()
+    if not scale > 0:
+        return
+    ridge = RIDGE * scale * torch.eye(hidden)
+    fitted = torch.linalg.solve(squares + ridge, products)
+    head.attention_query.copy_(fitted.T.view_as(head.attention_query))

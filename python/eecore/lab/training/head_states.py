@@ -27,6 +27,7 @@ from eecore.errors import TrainingError
 from eecore.files import write_text
 from eecore.json_fields import JsonFields
 from eecore.lab.answers.writing import Answer
+from eecore.lab.training.draft_head import HeadSizes
 from eecore.lab.training.head_keys import Attended, TextKeys, is_last, key_begins, keys_at
 from eecore.models import KVCache, LlamaModel
 from eecore.readable import is_file, shown_path
@@ -71,6 +72,17 @@ class StatesSettings:
     attended: Attended = ()
     head_dim: int = 0
     queries: int = 0
+
+    def sizes(self, intermediate_size: int, num_blocks: int) -> HeadSizes:
+        """The sizes of a head that learns from such states."""
+        return HeadSizes(
+            self.hidden_size,
+            len(self.taps),
+            intermediate_size,
+            num_blocks,
+            len(self.attended),
+            self.queries,
+        )
 
 
 class MappedStates:

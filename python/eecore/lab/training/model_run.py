@@ -18,8 +18,7 @@ from eecore.files import filling
 from eecore.lab.plots import plot_run
 from eecore.lab.training.data import Batch, BatchOrder, TokenData, collate
 from eecore.lab.training.early_exit_loss import early_exit_backward
-from eecore.lab.training.evaluation import ExitScores, evaluate_exits
-from eecore.lab.training.exit_model import ExitModel
+from eecore.lab.training.exit_model import ExitModel, ExitScores, evaluate_exits
 from eecore.lab.training.harness import STATE_FILE, Losses, StepReport, Trainee, TrainingRun
 from eecore.lab.training.layer_dropout import drop_layers
 from eecore.lab.training.libraries import library, no_progress_bars

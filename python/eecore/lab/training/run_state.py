@@ -177,10 +177,10 @@ def _check(
     strangers = file.names - expected.keys() - {"random.cpu", "random.cuda"}
     if strangers:
         raise file.wrong(min(strangers), "no such tensor in the state of this run", "one")
-    for name, like in random.items():
+    for name, numbers in random.items():
         if name not in file.names:
             raise file.wrong(name, "the state of the random numbers", "none")
-        expected[name] = "U8", tuple(like.shape)
+        expected[name] = "U8", tuple(numbers.shape)
     for name, (dtype, shape) in expected.items():
         got = file.stored_dtype(name), file.shape(name)
         if got != (dtype, shape):
