@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from eecore.config import SamplingParams
 from eecore.errors import RequestError
 from eecore.generation import Model
-from eecore.lab.answers.questions import about_code, about_text, openings
+from eecore.lab.answers.questions import CODE_CHANGES, TEXT_CHANGES, about, templates
 from eecore.lab.answers.writing import (
     Answer,
     AnswerSettings,
@@ -29,6 +29,7 @@ from eecore.lab.answers.writing import (
     chat_ids,
     read_answers,
     seed_of,
+    tokenizer_of,
 )
 from eecore.output import Output
 from eecore.readable import shown_path
@@ -118,7 +119,7 @@ def write_questions(
     Raises:
         RequestError: the template has no place for a question, or the file is of other settings.
     """
-    tokenizer = _tokenizer(model)
+    tokenizer = tokenizer_of(model)
     before, after = _turn(tokenizer)
     lines = _file(path, settings)
     done = {line.index for line in lines.begin()}
@@ -185,9 +186,9 @@ def follow_ups(
         if code is not None and chance.random() < CODE_SHARE:
             lines = _cut(code[1].rstrip(), "\n")
             if lines.count("\n") >= 2:
-                yield index, about_code(chance, lines)
+                yield index, about(chance, CODE_CHANGES, lines)
         elif len(text) >= LEAST_CHARACTERS:
-            yield index, about_text(chance, _cut(text.strip(), "\n", ". "))
+            yield index, about(chance, TEXT_CHANGES, _cut(text.strip(), "\n", ". "))
 
 
 def own_rounds(
@@ -223,7 +224,7 @@ def own_rounds(
 
     def about_answers() -> Iterator[tuple[int, str]]:
         written = read_answers(answers, settings)
-        return _fitting(model, follow_ups(_tokenizer(model), written, settings.seed), most)
+        return _fitting(model, follow_ups(tokenizer_of(model), written, settings.seed), most)
 
     # What an earlier run wrote or was at.
     asked = 1 + max((line.index for line in _file(path, of).lines()), default=-1)
@@ -270,7 +271,7 @@ def _cut(text: str, *ends: str) -> str:
 
 def _opening(seed: int) -> str:
     chance = random.Random(seed)
-    return chance.choice(openings()) if chance.random() < OPENED else ""
+    return chance.choice(templates("openings")) if chance.random() < OPENED else ""
 
 
 def _turn(tokenizer: Tokenizer) -> tuple[str, str]:
@@ -283,12 +284,6 @@ def _turn(tokenizer: Tokenizer) -> tuple[str, str]:
             f"{tokenizer.name}: chat_template: expected text around a question, got {text!r}"
         )
     return before, end
-
-
-def _tokenizer(model: Model) -> Tokenizer:
-    if model.tokenizer is None:
-        raise RequestError("model: expected one with a tokenizer, got one without")
-    return model.tokenizer
 
 
 def _file(path: Path, settings: QuestionSettings) -> LinesFile:

@@ -28,11 +28,9 @@ __all__ = [
     "SHORTEST",
     "TEXT_CHANGES",
     "Passage",
-    "about_code",
-    "about_text",
+    "about",
     "builtin_questions",
     "digest_of",
-    "openings",
     "questions_about",
     "read_passages",
     "read_questions",
@@ -115,33 +113,22 @@ def _words() -> dict[str, list[str]]:
 
 
 def _chat(chance: random.Random) -> str:
-    return chance.choice(templates("questions")).replace("{}", chance.choice(templates("topics")))
+    return about(chance, "questions", chance.choice(templates("topics")))
 
 
 def _code(chance: random.Random) -> str:
-    task = chance.choice(templates("code_tasks"))
-    return chance.choice(templates("code_requests")).replace("{}", task)
+    return about(chance, "code_requests", chance.choice(templates("code_tasks")))
 
 
 def _rewriting(chance: random.Random) -> str:
     if chance.random() < CODE_TO_CHANGE:
-        return about_code(chance, chance.choice(_snippets()))
-    return about_text(chance, _text(chance))
+        return about(chance, CODE_CHANGES, chance.choice(_snippets()))
+    return about(chance, TEXT_CHANGES, _text(chance))
 
 
-def about_code(chance: random.Random, code: str) -> str:
-    """One of the questions about code, with this one."""
-    return chance.choice(templates(CODE_CHANGES)).replace("{}", code)
-
-
-def about_text(chance: random.Random, text: str) -> str:
-    """One of the questions about a text, with this one."""
-    return chance.choice(templates(TEXT_CHANGES)).replace("{}", text)
-
-
-def openings() -> tuple[str, ...]:
-    """What a question may begin with."""
-    return templates("openings")
+def about(chance: random.Random, kind: str, text: str) -> str:
+    """One of the questions of a kind, such as :data:`CODE_CHANGES`, about a text of that kind."""
+    return chance.choice(templates(kind)).replace("{}", text)
 
 
 def _text(chance: random.Random) -> str:

@@ -26,6 +26,8 @@ from eecore.readable import is_file, kind_of, shown_path
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from eecore.models.text.tokenizer import Tokenizer
+
 __all__ = [
     "Answer",
     "AnswerSettings",
@@ -35,6 +37,7 @@ __all__ = [
     "chat_ids",
     "read_answers",
     "seed_of",
+    "tokenizer_of",
     "write_answers",
 ]
 
@@ -302,14 +305,15 @@ def _asked(model: Model, index: int, question: str, settings: AnswerSettings) ->
 
 
 def chat_ids(model: Model, question: str) -> list[int]:
-    """A question as the model is asked it.
+    """A question as the model is asked it; a RequestError where its template refuses it."""
+    return tokenizer_of(model).encode_chat([{"role": "user", "content": question}])
 
-    Raises:
-        RequestError: there is no tokenizer, or the chat template refuses it.
-    """
+
+def tokenizer_of(model: Model) -> Tokenizer:
+    """The model's tokenizer; a RequestError where it has none."""
     if model.tokenizer is None:
         raise RequestError("model: expected one with a tokenizer, got one without")
-    return model.tokenizer.encode_chat([{"role": "user", "content": question}])
+    return model.tokenizer
 
 
 def _file(path: Path, settings: AnswerSettings) -> LinesFile:

@@ -125,7 +125,6 @@ class TrainingRun:
     ) -> None:
         self.trainee, self.directory, self._path = trainee, directory, directory / STATE_FILE
         self.step, self.tokens, self.seconds = 0, 0, 0.0
-        self.evaluation: tuple[float, ...] | None = None
         self._is_fresh, self._digest = saved is None, trainee.digest()
         self._optimizer = _optimizer(trainee)
         if saved is not None:
@@ -156,24 +155,18 @@ class TrainingRun:
         if self._is_fresh:
             self._evaluate()
             self._save()  # a disk that cannot take it is found out now, not in an hour
-        begun, before = time.monotonic(), (self.step, self.tokens, self.seconds)
+        begun, first, tokens, seconds = time.monotonic(), self.step, self.tokens, self.seconds
         while self.step < config.steps:
             loss, values = self._one_step()
             is_last = self.step == config.steps
             evaluates = is_last or self.step % config.evaluate_steps == 0
-            if evaluates:
-                self._evaluate()
+            evaluated = self._evaluate() if evaluates else None
             spent = time.monotonic() - begun
-            self.seconds = before[2] + spent
+            self.seconds = seconds + spent
             stops = should_stop is not None and should_stop() and not is_last
             if stops or is_last or self._save_is_due():
                 self._save()
             if progress is not None:
-                scores = self.evaluation if evaluates else None
-                evaluated = None
-                if scores is not None:
-                    by_column = dict(zip(trainee.evaluation_columns, scores, strict=True))
-                    evaluated = trainee.describe_evaluation(by_column)
                 progress(
                     StepReport(
                         step=self.step,
@@ -181,8 +174,8 @@ class TrainingRun:
                         tokens=self.tokens,
                         loss=loss,
                         values=values,
-                        tokens_per_s=(self.tokens - before[1]) / spent,
-                        seconds_left=(config.steps - self.step) * spent / (self.step - before[0]),
+                        tokens_per_s=(self.tokens - tokens) / spent,
+                        seconds_left=(config.steps - self.step) * spent / (self.step - first),
                         described=trainee.describe(values),
                         evaluated=evaluated,
                     )
@@ -215,10 +208,13 @@ class TrainingRun:
         self._log.write(STEPS, (self.step, self.tokens, rate, gradient_norm, loss, *own))
         return loss, values
 
-    def _evaluate(self) -> None:
-        self.evaluation = self.trainee.evaluate()
-        if self.evaluation is not None:
-            self._log.write(EVALUATIONS, (self.step, self.tokens, *self.evaluation))
+    def _evaluate(self) -> str | None:
+        """The evaluation in words, if there is one."""
+        scores, columns = self.trainee.evaluate(), self.trainee.evaluation_columns
+        if scores is None:
+            return None
+        self._log.write(EVALUATIONS, (self.step, self.tokens, *scores))
+        return self.trainee.describe_evaluation(dict(zip(columns, scores, strict=True)))
 
     def _save_is_due(self) -> bool:
         config = self.trainee.config
