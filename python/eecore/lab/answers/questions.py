@@ -113,7 +113,7 @@ def _words() -> dict[str, list[str]]:
 
 
 def _chat(chance: random.Random) -> str:
-    return about(chance, "questions", chance.choice(templates("topics")))
+    return chance.choice(templates("questions")).replace("{}", chance.choice(templates("topics")))
 
 
 def _code(chance: random.Random) -> str:
