@@ -11,13 +11,32 @@ import math
 import operator
 import reprlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 from numbers import Integral, Real
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-__all__ = ["INT32_MAX", "MIN_POSITIVE", "Fields", "as_index", "is_whole", "is_within", "shown"]
+__all__ = [
+    "FLAG",
+    "INT32_MAX",
+    "MIN_POSITIVE",
+    "Fields",
+    "Rule",
+    "as_index",
+    "check_field",
+    "check_fields",
+    "choice",
+    "instance",
+    "is_whole",
+    "is_within",
+    "real",
+    "rules_of",
+    "shown",
+    "whole",
+]
 
 INT32_MAX = 2**31 - 1
 MIN_POSITIVE = sys.float_info.min
@@ -103,6 +122,108 @@ def is_whole(value: object, low: float, high: float = math.inf) -> bool:
 def is_within(value: object, low: float, high: float) -> bool:
     """Whether it is a finite real number, numpy's included, of low..high."""
     return as_real(value, low, high) is not None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a field of a dataclass may hold: ``num_drafts: Annotated[int, whole(1)] = 6``.
+
+    Attributes:
+        own: the value as Python's own; None for one that cannot be used.
+        expected: the values that can be used, in words.
+        read: makes a value of a text.
+        is_plain: JSON can say the values.
+        optional: None can be used, too.
+    """
+
+    own: Callable[[Any], Any]
+    expected: str
+    read: Callable[[str], Any] = str
+    is_plain: bool = True
+    optional: bool = False
+
+
+def whole(low: int = 0, high: int = INT32_MAX) -> Rule:
+    """An int of low..high."""
+    expected = f"a whole number, {low}..{high}"
+    return Rule(lambda value: as_whole(value, low, high), expected, int)
+
+
+def real(low: float, high: float, *, expected: str = "", or_zero: bool = False) -> Rule:
+    """A float of low..high; or 0.0, where ``or_zero``."""
+
+    def own(value: object) -> float | None:
+        zero = as_real(value, 0.0, 0.0) if or_zero else None
+        return as_real(value, low, high) if zero is None else zero
+
+    return Rule(own, expected or f"{'0 or ' * or_zero}{low:g}..{high:g}", float)
+
+
+def choice(*choices: str) -> Rule:
+    """One of some words."""
+
+    def own(value: object) -> str | None:
+        word = str.__str__(value) if isinstance(value, str) else None
+        return word if word in choices else None
+
+    return Rule(own, f"{', '.join(choices[:-1])} or {choices[-1]}")
+
+
+def instance(kind: type) -> Rule:
+    """An object of a class."""
+    article = "an" if kind.__name__[0] in "AEIOU" else "a"
+    expected = f"{article} {kind.__name__}"
+    return Rule(lambda value: value if isinstance(value, kind) else None, expected, is_plain=False)
+
+
+def _flag(value: object) -> bool | None:
+    is_flag = isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
+    return bool(value) if is_flag else None
+
+
+FLAG = Rule(_flag, "True or False")
+"""A bool, numpy's included."""
+
+
+def _rules(kind: type) -> dict[str, Rule]:
+    """The rules of a dataclass by field; fields that may be None are optional."""
+    found: dict[str, Rule] = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        plain, *metadata = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        for rule in metadata:
+            if isinstance(rule, Rule) and type(None) in get_args(plain):
+                rule = replace(rule, expected=f"None or {rule.expected}", optional=True)
+            if isinstance(rule, Rule):
+                found[name] = rule
+    return found
+
+
+rules_of: Callable[[type], dict[str, Rule]] = cache(_rules)
+
+
+def check_fields(owner: object, error: type[Exception], prefix: str = "") -> None:
+    """Put plain values in the place of those that a frozen dataclass was made with.
+
+    Args:
+        owner: the dataclass, whose fields have rules.
+        error: what a field that cannot be used raises.
+        prefix: of the names in messages.
+    """
+    for name, rule in rules_of(type(owner)).items():
+        check_field(owner, name, rule, error, prefix)
+
+
+def check_field(
+    owner: object, name: str, rule: Rule, error: type[Exception], prefix: str = ""
+) -> None:
+    """Check one field of a frozen dataclass, as :func:`check_fields` does."""
+    value = getattr(owner, name)
+    if value is None and rule.optional:
+        return
+    own = rule.own(value)
+    if own is None:
+        raise error(f"{prefix}{name}: expected {rule.expected}, got {shown(value)}")
+    object.__setattr__(owner, name, own)
 
 
 class Fields:

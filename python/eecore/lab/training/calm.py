@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -21,8 +22,7 @@ from eecore.files import replacing
 from eecore.lab.training.data import Batch
 from eecore.lab.training.early_exit_loss import Head, Targets
 from eecore.lab.training.frozen_model import FrozenModel
-from eecore.lab.training.settings import check
-from eecore.values import is_whole, is_within
+from eecore.values import check_fields, real, whole
 
 __all__ = [
     "CalmLoss",
@@ -80,17 +80,12 @@ def classifier_loss(scores: Tensor, labels: Tensor) -> Tensor:
 class ClassifierConfig:
     """How the exit classifier is trained."""
 
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.0
-    seed: int = 0
+    learning_rate: Annotated[float, real(1e-12, 1e3, expected="above 0")] = 1e-3
+    weight_decay: Annotated[float, real(0.0, 1e3, expected="0 or more")] = 0.0
+    seed: Annotated[int, whole(0, 2**63 - 1)] = 0
 
     def __post_init__(self) -> None:
-        checks = {
-            "learning_rate": (is_within(self.learning_rate, 1e-12, 1e3), "above 0"),
-            "weight_decay": (is_within(self.weight_decay, 0.0, 1e3), "0 or more"),
-            "seed": (is_whole(self.seed, 0, 2**63 - 1), "0 or more"),
-        }
-        check(checks, self, "ClassifierConfig.")
+        check_fields(self, TrainingError, "ClassifierConfig.")
 
 
 def train_exit_classifier(

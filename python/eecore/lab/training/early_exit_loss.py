@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from eecore.errors import TrainingError
-from eecore.values import is_whole, is_within
+from eecore.values import check_fields, choice, is_whole, real
 
 __all__ = [
     "EarlyExitLoss",
@@ -61,18 +61,14 @@ class EarlyExitLoss:
         rotation: R of the rotational curriculum, 1 or more.
     """
 
-    e_scale: float = 1.0
-    curriculum: Literal["all", "rotational", "gradual"] = "gradual"
+    e_scale: Annotated[float, real(0.0, 1.0)] = 1.0
+    curriculum: Annotated[
+        Literal["all", "rotational", "gradual"], choice("all", "rotational", "gradual")
+    ] = "gradual"
     rotation: int | None = None
 
     def __post_init__(self) -> None:
-        if not is_within(self.e_scale, 0.0, 1.0):
-            raise TrainingError(f"EarlyExitLoss.e_scale: expected 0..1, got {self.e_scale!r}")
-        if self.curriculum not in ("all", "rotational", "gradual"):
-            raise TrainingError(
-                "EarlyExitLoss.curriculum: expected all, rotational or gradual, "
-                f"got {self.curriculum!r}"
-            )
+        check_fields(self, TrainingError, "EarlyExitLoss.")
         rotates = self.curriculum == "rotational"
         if rotates != (self.rotation is not None) or (rotates and not is_whole(self.rotation, 1)):
             raise TrainingError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +24,16 @@ from eecore.lab.training.head_loss import (
 )
 from eecore.lab.training.head_states import HeadStates
 from eecore.lab.training.recipe import MAX_SIZE, RunConfig
-from eecore.lab.training.settings import Checks
 from eecore.lab.training.trained_head import TrainedHead
 from eecore.models import LlamaModel
 from eecore.models.head_vocabulary import matrix_rows
-from eecore.values import is_whole
+from eecore.values import FLAG, MIN_POSITIVE, real, whole
 
 __all__ = ["HeadConfig", "HeadTrainee", "begin_queries", "choose_vocabulary", "is_held_out"]
 
 MAX_DRAFTS = 8
 """The most drafts of a row in training."""
+SIZE, DRAFTS = whole(1, MAX_SIZE), whole(1, MAX_DRAFTS)
 ONE_IN = 20
 """One pair of texts in so many is held out."""
 FITTED_ROWS = 4096
@@ -56,30 +58,21 @@ class HeadConfig(RunConfig):
         begins_with: SHA-256 of the file of a head whose weights it begins with; empty for none.
     """
 
-    intermediate_size: int
-    num_blocks: int = 1
-    vocabulary_size: int = 8192
-    num_drafts: int = 3
-    batch_size: int = 32
-    learning_rate: float = 1e-3
-    final_learning_rate: float = 0.05
-    weight_decay: float = 0.01
-    stretch: int = 32
-    checkpoint_seconds: float | None = 120.0
-    evaluate_steps: int = 100
-    evaluated_rows: int = 2048
-    measured_drafts: int = 5
-    keep_vocabulary: bool = False
+    intermediate_size: Annotated[int, SIZE]
+    num_blocks: Annotated[int, SIZE] = 1
+    vocabulary_size: Annotated[int, SIZE] = 8192
+    num_drafts: Annotated[int, DRAFTS] = 3
+    batch_size: Annotated[int, SIZE] = 32
+    learning_rate: Annotated[float, real(MIN_POSITIVE, 1.0, expected="above 0, at most 1")] = 1e-3
+    final_learning_rate: Annotated[float, real(0.0, 1.0)] = 0.05
+    weight_decay: Annotated[float, real(0.0, 1e6, expected="0 or more")] = 0.01
+    stretch: Annotated[int, SIZE] = 32
+    checkpoint_seconds: Annotated[float | None, real(0.0, math.inf, expected="0 or more")] = 120.0
+    evaluate_steps: Annotated[int, SIZE] = 100
+    evaluated_rows: Annotated[int, SIZE] = 2048
+    measured_drafts: Annotated[int, DRAFTS] = 5
+    keep_vocabulary: Annotated[bool, FLAG] = False
     begins_with: str = ""
-
-    def _checks(self) -> Checks:
-        names = ("intermediate_size", "num_blocks", "vocabulary_size", "stretch", "evaluated_rows")
-        checks = super()._checks()
-        checks |= {n: (is_whole(getattr(self, n), 1, MAX_SIZE), "1 or more") for n in names}
-        checks["learning_rate"] = 0 < self.learning_rate < 1, "0..1"
-        for name in ("num_drafts", "measured_drafts"):
-            checks[name] = is_whole(getattr(self, name), 1, MAX_DRAFTS), f"1..{MAX_DRAFTS}"
-        return checks
 
 
 class HeadTrainee(Trainee):

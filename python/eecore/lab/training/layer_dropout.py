@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from eecore.errors import TrainingError
-from eecore.lab.training.settings import check
-from eecore.values import is_within
+from eecore.values import check_fields, choice, real
 
 __all__ = ["LayerDropout", "LayerDropoutHandle", "drop_layers"]
 
@@ -34,16 +33,13 @@ class LayerDropout:
             the run, for training from scratch (eq. 4).
     """
 
-    max_rate: float = 0.1
-    over_time: Literal["constant", "exponential"] = "constant"
+    max_rate: Annotated[float, real(0.0, 1.0)] = 0.1
+    over_time: Annotated[Literal["constant", "exponential"], choice("constant", "exponential")] = (
+        "constant"
+    )
 
     def __post_init__(self) -> None:
-        known = self.over_time in ("constant", "exponential")
-        checks = {
-            "max_rate": (is_within(self.max_rate, 0.0, 1.0), "0..1"),
-            "over_time": (known, "constant or exponential"),
-        }
-        check(checks, self, "LayerDropout.")
+        check_fields(self, TrainingError, "LayerDropout.")
 
     def rate(self, layer: int, num_layers: int, step: int, num_steps: int) -> float:
         """p(l,t) of layer l in 0..num_layers-1 at step t in 0..num_steps-1 (eq. 2)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import torch
 
@@ -13,9 +13,17 @@ from eecore.errors import TrainingError
 from eecore.lab.training.calm import CalmLoss
 from eecore.lab.training.early_exit_loss import EarlyExitLoss, LastLayerLoss, LossWeights
 from eecore.lab.training.layer_dropout import LayerDropout
-from eecore.lab.training.settings import Checks, check
 from eecore.tensor_files import shown_name
-from eecore.values import MIN_POSITIVE, is_whole, is_within, shown
+from eecore.values import (
+    FLAG,
+    MIN_POSITIVE,
+    check_fields,
+    choice,
+    instance,
+    real,
+    shown,
+    whole,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -32,6 +40,7 @@ LOSSES: dict[str, type[EarlyExitLoss | CalmLoss | LastLayerLoss]] = {
 MAX_STEPS = 2**40
 MAX_SIZE = 2**20
 """The largest batch and rank."""
+BELOW_1 = real(0.0, math.nextafter(1.0, 0.0), expected="0 up to below 1")
 # What a resumed run may set anew: none of it changes what is learnt.
 FREE_TO_CHANGE = ("checkpoint_steps", "checkpoint_seconds", "evaluate_steps", "evaluate_batches")
 
@@ -40,17 +49,12 @@ FREE_TO_CHANGE = ("checkpoint_steps", "checkpoint_seconds", "evaluate_steps", "e
 class LoraSettings:
     """Low-rank adapters on every linear layer but the head, by peft; the rest is frozen."""
 
-    rank: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
+    rank: Annotated[int, whole(1, MAX_SIZE)] = 16
+    alpha: Annotated[float, real(MIN_POSITIVE, math.inf, expected="above 0")] = 32.0
+    dropout: Annotated[float, real(0.0, 0.99)] = 0.0
 
     def __post_init__(self) -> None:
-        checks = {
-            "rank": (is_whole(self.rank, 1, MAX_SIZE), "1 or more"),
-            "alpha": (is_within(self.alpha, MIN_POSITIVE, math.inf), "above 0"),
-            "dropout": (is_within(self.dropout, 0.0, 0.99), "0..0.99"),
-        }
-        check(checks, self, "LoraSettings.")
+        check_fields(self, TrainingError, "LoraSettings.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,55 +78,27 @@ class RunConfig:
         evaluate_steps: measure on the held-out data every so many steps, and at the end.
     """
 
-    steps: int
-    batch_size: int = 16
-    learning_rate: float = 1e-4
-    warmup_steps: int = 0
-    final_learning_rate: float = 0.1
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    max_grad_norm: float = 1.0
-    precision: Literal["float32", "bfloat16"] = "float32"
-    seed: int = 0
-    checkpoint_steps: int | None = None
-    checkpoint_seconds: float | None = 600.0
-    evaluate_steps: int = 500
+    steps: Annotated[int, whole(1, MAX_STEPS)]
+    batch_size: Annotated[int, whole(1, MAX_SIZE)] = 16
+    learning_rate: Annotated[float, real(MIN_POSITIVE, 1e6, expected="a number above 0")] = 1e-4
+    warmup_steps: Annotated[int, whole(0, MAX_STEPS)] = 0
+    final_learning_rate: Annotated[float, real(0.0, 1.0)] = 0.1
+    weight_decay: Annotated[float, real(0.0, 1e6, expected="0 or more")] = 0.1
+    beta1: Annotated[float, BELOW_1] = 0.9
+    beta2: Annotated[float, BELOW_1] = 0.95
+    max_grad_norm: Annotated[float, real(MIN_POSITIVE, math.inf, expected="a number above 0")] = 1.0
+    precision: Annotated[Literal["float32", "bfloat16"], choice("float32", "bfloat16")] = "float32"
+    seed: Annotated[int, whole(0, 2**40)] = 0
+    checkpoint_steps: Annotated[int | None, whole(1, MAX_STEPS)] = None
+    checkpoint_seconds: Annotated[float | None, real(0.0, math.inf, expected="0 or more")] = 600.0
+    evaluate_steps: Annotated[int, whole(1, MAX_STEPS)] = 500
 
     def __post_init__(self) -> None:
-        check(self._checks(), self)
-
-    def _checks(self) -> Checks:
-        """Each setting with whether it can be used, and what is expected."""
-        steps, seconds = self.checkpoint_steps, self.checkpoint_seconds
-        return {
-            "steps": (is_whole(self.steps, 1, MAX_STEPS), "1 or more"),
-            "batch_size": (is_whole(self.batch_size, 1, MAX_SIZE), "1 or more"),
-            "learning_rate": (
-                is_within(self.learning_rate, MIN_POSITIVE, 1e6),
-                "a number above 0",
-            ),
-            "warmup_steps": (
-                is_whole(self.steps, 1) and is_whole(self.warmup_steps, 0, self.steps),
-                f"0..steps={shown(self.steps)}",
-            ),
-            "final_learning_rate": (is_within(self.final_learning_rate, 0.0, 1.0), "0..1"),
-            "weight_decay": (is_within(self.weight_decay, 0.0, 1e6), "0 or more"),
-            "beta1": (is_within(self.beta1, 0.0, 1.0) and self.beta1 < 1, "0 up to below 1"),
-            "beta2": (is_within(self.beta2, 0.0, 1.0) and self.beta2 < 1, "0 up to below 1"),
-            "max_grad_norm": (
-                is_within(self.max_grad_norm, MIN_POSITIVE, math.inf),
-                "a number above 0",
-            ),
-            "precision": (self.precision in ("float32", "bfloat16"), "float32 or bfloat16"),
-            "seed": (is_whole(self.seed, 0, 2**40), f"0..{2**40}"),
-            "checkpoint_steps": (steps is None or is_whole(steps, 1), "1 or more, or None"),
-            "checkpoint_seconds": (
-                seconds is None or is_within(seconds, 0, math.inf),
-                "0 or more, or None",
-            ),
-            "evaluate_steps": (is_whole(self.evaluate_steps, 1, MAX_STEPS), "1 or more"),
-        }
+        check_fields(self, TrainingError)
+        if self.warmup_steps > self.steps:
+            raise TrainingError(
+                f"warmup_steps: expected 0..steps={self.steps}, got {self.warmup_steps}"
+            )
 
     def learning_rate_at(self, step: int) -> float:
         """The rate of step 0..steps-1: a linear warm-up, then half a cosine."""
@@ -181,28 +157,19 @@ class TrainingConfig(RunConfig):
     """
 
     loss: LossWeights = field(default_factory=EarlyExitLoss)
-    layer_dropout: LayerDropout | None = field(default_factory=lambda: LayerDropout(0.2))
-    lora: LoraSettings | None = None
-    relative_rate: bool = False
-    gradient_checkpointing: bool = False
-    evaluate_batches: int = 16
+    layer_dropout: Annotated[LayerDropout | None, instance(LayerDropout)] = field(
+        default_factory=lambda: LayerDropout(0.2)
+    )
+    lora: Annotated[LoraSettings | None, instance(LoraSettings)] = None
+    relative_rate: Annotated[bool, FLAG] = False
+    gradient_checkpointing: Annotated[bool, FLAG] = False
+    evaluate_batches: Annotated[int, whole(1, MAX_STEPS)] = 16
 
-    def _checks(self) -> Checks:
-        dropout, lora = self.layer_dropout, self.lora
-        return super()._checks() | {
-            "loss": (type(self.loss) in LOSSES.values(), "EarlyExitLoss, CalmLoss, LastLayerLoss"),
-            "layer_dropout": (
-                dropout is None or isinstance(dropout, LayerDropout),
-                "LayerDropout or None",
-            ),
-            "lora": (lora is None or isinstance(lora, LoraSettings), "LoraSettings or None"),
-            "relative_rate": (isinstance(self.relative_rate, bool), "True or False"),
-            "gradient_checkpointing": (
-                isinstance(self.gradient_checkpointing, bool),
-                "True or False",
-            ),
-            "evaluate_batches": (is_whole(self.evaluate_batches, 1, MAX_STEPS), "1 or more"),
-        }
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.loss) not in LOSSES.values():
+            expected = "EarlyExitLoss, CalmLoss, LastLayerLoss"
+            raise TrainingError(f"loss: expected {expected}, got {shown(self.loss)}")
 
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()
