@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from tokenizers import (
     trainers,
 )
 
-from eecore.lab.commands.train import ProgressLine
+from eecore.lab.commands.progress import ProgressLine
 from eecore.lab.training import (
     CalmLoss,
     EarlyExitLoss,
@@ -37,11 +38,12 @@ from eecore.lab.training import (
     TrainingConfig,
     load_starting_point,
     read_data,
-    seconds_per_step,
     state_path,
-    stop_on_signals,
     train,
 )
+from eecore.lab.training.harness import seconds_per_step
+from eecore.lab.training.interrupts import stop_on_signals
+from eecore.lab.training.model_run import ModelTrainee
 from eecore.lab.training.run_state import read_state
 
 END = "<|end|>"
@@ -320,4 +322,5 @@ def run_training(
 
 
 def _steps_in(minutes: float, model: Any, data: TokenData, config: TrainingConfig) -> int:
-    return max(1, round(60 * minutes / seconds_per_step(model, data, config)))
+    with closing(ModelTrainee(model, data, config)) as trainee:
+        return max(1, round(60 * minutes / seconds_per_step(trainee)))

@@ -18,14 +18,16 @@ OF_OPS = ("ops", "across_ops")
 
 # All tests of these files of a folder are quick.
 WHOLE = {
-    ".": "exit_text exits files hostile_files house quick",
-    "decoding": "auto company confident_exit cut_vocabulary guide lookup penalties sampling "
-    "speculation",
-    "evaluation": "examples exit_map",
+    ".": "exit_text exits files hostile_files house quick values",
+    "calibration": "examples",
+    "cli": "options",
+    "decoding": "company confident_exit cut_vocabulary penalties sampling speculation",
+    "lab/evaluation": "exit_map",
+    "lab/training": "calm data draft_head early_exit_loss layer_dropout recipe",
     "models": "checkpoint gguf_file llama tokenizer tokenizer_files",
+    "planning": "auto guide lookup",
     "scheduling": "pages scheduler",
     "serving": "cached_prompts depth endpoints metrics models refusals scored_prompts streams wire",
-    "training": "calm data draft_head early_exit_loss layer_dropout recipe",
 }
 # Of these files the tests whose names begin so.
 SOME = {
@@ -36,8 +38,8 @@ SOME = {
     "engine/test_async_engine.py": ("test_concurrent", "test_closing_a", "test_a_refused"),
     "engine/test_engine.py": ("test_modes_in_one_batch", "test_preemption", "test_st", "test_bad"),
     "engine/test_worker.py": ("test_overlapping", "test_threads_share"),
-    "evaluation/test_calibration.py": ("test_p_values", "test_every_threshold", "test_bad_sett"),
-    "evaluation/test_layerskip.py": ("test_scores_are",),
+    "calibration/test_calibration.py": ("test_p_values", "test_every_threshold", "test_bad_sett"),
+    "lab/evaluation/test_layerskip.py": ("test_scores_are",),
     "fuzz/test_fuzzing.py": ("test_figures", "test_mutations"),
     "integrations/test_layer_drafts.py": ("test_drafts_are", "test_what_was_refused"),
     "integrations/test_transformers.py": ("test_answers_are", "test_the_weights_are_shared"),
@@ -46,7 +48,7 @@ SOME = {
     "models/test_t5.py": ("test_logits_agree", "test_confident", "test_self_spec"),
     "scheduling/test_prefix_cache.py": ("test_a_prompt_begins", "test_no_output_depends"),
     "serving/test_server.py": ("test_openais_client", "test_a_port"),
-    "training/test_run.py": ("test_a_model_learns",),
+    "lab/training/test_run.py": ("test_a_model_learns",),
 }
 QUICK = SOME | {
     (Path(folder) / f"test_{name}.py").as_posix(): ("test_",)

@@ -238,7 +238,7 @@ FLOORS = {
     "console": "eecore generation models exit_text exits builtin depth_colours",
     "lab": "console eecore calibration generation engine decoding planning models exits "
     "calibration_file builtin config output depth_colours",
-    "cli": "eecore lab console serving calibration generation models exit_text exits "
+    "cli": "eecore console serving calibration generation models exit_text exits "
     "calibration_file builtin config output",
     "__main__": "cli",
 }

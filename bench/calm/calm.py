@@ -26,11 +26,10 @@ from bench.harness.command import parser
 from bench.harness.machine import machine
 from bench.harness.results import Figures
 from eecore.calibration import Example, read_examples
-from eecore.console.exit_options import parse_layers
 from eecore.console.failures import UsageError
 from eecore.lab.commands.evaluate import show_turn
-from eecore.lab.commands.evaluate_calm import confident_policies
-from eecore.lab.evaluation import evaluate_calm
+from eecore.lab.commands.evaluate_calm import ConfidentExits
+from eecore.lab.evaluation.calm import evaluate_calm
 from eecore.models import model_digest
 
 
@@ -58,13 +57,13 @@ def full_depth(
 
 def run(arguments: argparse.Namespace) -> Figures:
     """All figures."""
-    policies = confident_policies(
-        arguments.model,
+    exits = ConfidentExits(
         thresholds=arguments.thresholds,
-        calibrations=arguments.calibration,
+        calibration=arguments.calibration,
         decay_tau=arguments.tau,
-        exit_points=arguments.exit_points and parse_layers("--exit-points", arguments.exit_points),
+        exit_points=arguments.exit_points,
     )
+    policies = exits.policies(arguments.model)
     examples = read_examples(arguments.data, limit=arguments.count)
     model = eecore.load(arguments.model, device="cpu", prefix_cache=False, dtype="float32")
     sha256 = model_digest(arguments.model)

@@ -27,8 +27,9 @@ from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import WEIGHTS
 from bench.harness.utterances import LONGEST_PARSE, utterances
 from eecore import SelfSpeculative
-from eecore.lab.evaluation import Sweep, SweepCell, TimedRun
+from eecore.lab.evaluation.sweep import Sweep, SweepCell
 from eecore.lab.evaluation.tables import markdown_table
+from eecore.lab.evaluation.timed import TimedRun
 
 KINDS = ("float32", "bfloat16", "int8")
 EXIT_LAYERS, NUM_DRAFTS = (2, 3, 4), (3, 6)

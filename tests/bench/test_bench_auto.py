@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.exits import auto as bench_auto
-from eecore.lab.evaluation import Sweep, SweepCell
+from eecore.lab.evaluation.sweep import Sweep, SweepCell
 
 ROOT = Path(__file__).resolve().parents[1]
 

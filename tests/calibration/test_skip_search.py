@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import eecore
 from devices import load
 from eecore import DraftAndVerify, RequestError, SkipSearch
-from eecore.calibration.skip_search import SkipStep, predicted_speedup, search_in_tokens
+from eecore.calibration.skip_search import SkipStep, predicted_speedup
 from tiny_models import random_prompts, write_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,7 +48,7 @@ def test_predicted_speedup_by_hand() -> None:
 
 def test_harmless_sublayers_are_found_first(model: eecore.Model) -> None:
     seen: list[SkipStep] = []
-    search = search_in_tokens(model.network, TEXTS, max_skipped=3, progress=seen.append)
+    search = eecore.search_skipped_sublayers(model, TEXTS, max_skipped=3, progress=seen.append)
     assert list(search.path) == seen
     first, second = search.path[:2]
     # Both cost nothing; ties go to either.
@@ -64,7 +64,7 @@ def test_harmless_sublayers_are_found_first(model: eecore.Model) -> None:
 
 
 def test_draft_cost_counts_the_weights_that_are_read(model: eecore.Model) -> None:
-    search = search_in_tokens(model.network, TEXTS, max_skipped=2)
+    search = eecore.search_skipped_sublayers(model, TEXTS, max_skipped=2)
     attention = 64 * (256 + 2 * 128) + 256 * 64  # q, k and v; o
     mlp = 3 * 64 * 96
     total = 4 * (attention + mlp) + 320 * 64
@@ -72,7 +72,7 @@ def test_draft_cost_counts_the_weights_that_are_read(model: eecore.Model) -> Non
 
 
 def test_the_found_policy_is_lossless_and_always_accepted(model: eecore.Model) -> None:
-    search = search_in_tokens(model.network, TEXTS, max_skipped=2)
+    search = eecore.search_skipped_sublayers(model, TEXTS, max_skipped=2)
     policy = search.policy()
     assert policy.skip_attention == {1}
     assert policy.skip_mlp == {2}
@@ -105,7 +105,7 @@ def test_drafts_are_filtered_and_penalised_like_the_model(
 
 
 def test_save_and_load(model: eecore.Model, tmp_path: Path) -> None:
-    search = search_in_tokens(model.network, TEXTS, max_skipped=2)
+    search = eecore.search_skipped_sublayers(model, TEXTS, max_skipped=2)
     search.save(tmp_path / "search.json")
     loaded = SkipSearch.load(tmp_path / "search.json")
     assert loaded == search
@@ -123,14 +123,14 @@ def test_files_that_are_no_search_are_refused(tmp_path: Path, text: str) -> None
 
 def test_texts_that_cannot_be_searched(model: eecore.Model, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="texts: expected at least one of two or more tokens"):
-        search_in_tokens(model.network, [[1], []])
+        eecore.search_skipped_sublayers(model, [[1], []])
     with pytest.raises(RequestError, match="texts: expected at most 512 tokens each, got 513"):
-        search_in_tokens(model.network, [[1] * 513])
+        eecore.search_skipped_sublayers(model, [[1] * 513], max_tokens=1024)
     bare = load(write_model(tmp_path, tokenizer=False), kv_cache_tokens=64)
     with pytest.raises(RequestError, match="texts: expected a model with a tokenizer"):
         eecore.search_skipped_sublayers(bare, ["text"])
     with pytest.raises(RequestError, match="max_skipped: expected 1 or more, got 0"):
-        search_in_tokens(model.network, TEXTS, max_skipped=0)
+        eecore.search_skipped_sublayers(model, TEXTS, max_skipped=0)
 
 
 def test_search_from_strings(model: eecore.Model) -> None:

@@ -14,7 +14,7 @@ import eecore
 from devices import load
 from eecore import Calibration, ConfidentExit, ExitError, FixedExit
 from eecore.calibration import Example, calibrate
-from eecore.lab.evaluation import map_exits
+from eecore.lab.evaluation.exit_map import map_exits
 from head_packs import write_pack
 from reference_decoding import ReferenceModel
 from tiny_models import write_model

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
 import eecore
-from eecore.cli.app import app
+from eecore.cli.app import command_line
 from eecore.exit_text import MODES
 from eecore.serving.protocol import (
     NOT_SUPPORTED,
@@ -67,7 +66,7 @@ def said(page: str, program: str) -> list[list[str]]:
 @cache
 def options(*names: str) -> set[str]:
     """Of a command of eecore; it has to be there."""
-    command: Any = get_command(app)
+    command: Any = command_line()
     for name in names:
         assert name in command.commands, f"eecore {' '.join(names)}: there is no such command"
         command = command.commands[name]
@@ -91,13 +90,13 @@ def test_commands_and_their_options_are_there(page: str) -> None:
 
 
 def test_options_of_running_text_belong_to_some_command() -> None:
-    command: Any = get_command(app)
+    command: Any = command_line()
     every: set[str] = set()
     for name in command.commands:
         inner = getattr(command.commands[name], "commands", {})
         for names in [(name,), *((name, below) for below in inner)]:
             every |= options(*names)
-    pages = ("exit-modes", "python", "command-line", "serving", "models", "training")
+    pages = ("exit-modes", "python", "command-line", "serving", "models", "lab")
     found = 0
     for page in pages:
         text = FENCED.sub("", (DOCS / f"{page}.md").read_text())

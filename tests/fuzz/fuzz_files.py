@@ -214,7 +214,7 @@ def _write_others(work: Workplace) -> None:
     model, optimizer = _trained()
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    state = RunState(1, 8, "0" * 64, TrainingConfig(steps=4))
+    state = RunState(1, 8, 0.5, "0" * 64, TrainingConfig(steps=4))
     save_state(work.good / "state.safetensors", state, model, optimizer)
     (work.good / "steps.csv").write_text("step,tokens,loss_exit_1\n1,8,0.5\n2,16,\n")
     lines = [{"input": "a b", "target": "c"}, {"input": "ü", "target": "dé"}]

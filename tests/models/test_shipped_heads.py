@@ -64,7 +64,7 @@ def test_its_card_says_what_it_is(pack: Path) -> None:
 
 
 def test_the_manual_names_them_all() -> None:
-    manual = Path(__file__).parents[2] / "docs" / "training.md"
+    manual = Path(__file__).parents[2] / "docs" / "lab.md"
     if not manual.is_file():
         pytest.skip("there is no manual beside these tests")
     text = manual.read_text(encoding="utf-8")

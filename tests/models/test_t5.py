@@ -18,10 +18,10 @@ import eecore
 import emulated
 from devices import as_on_cuda, cpu_only, load
 from eecore import ConfidentExit, FixedExit, SamplingParams, SelfSpeculative, ops
-from eecore.calibration.exit_scores import forced_states
+from eecore.calibration.exit_scores import Scored, forced_states, score_exits
 from eecore.cli.app import run
 from eecore.errors import CheckpointError, ExitError, ModelError, RequestError
-from eecore.lab.evaluation import Scored, map_exits, score_exits
+from eecore.lab.evaluation.exit_map import map_exits
 from eecore.models import T5Model, load_model
 from eecore.models.linear import MAX_SKINNY_ROWS
 from reference_t5 import ReferenceT5

@@ -12,8 +12,7 @@ import eecore
 from bench.harness.places import T5, unpacked_t5
 from devices import cpu_only, load
 from eecore.calibration import read_examples
-from eecore.calibration.exit_scores import forced_states
-from eecore.lab.evaluation import Scored
+from eecore.calibration.exit_scores import Scored, forced_states
 from eecore.models import model_digest
 
 DIRECTORY = unpacked_t5()

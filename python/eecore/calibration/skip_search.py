@@ -28,11 +28,15 @@ from eecore.models import KVCache, Network, T5Model
 from eecore.readable import path_of
 from eecore.values import INT32_MAX, shown
 
-__all__ = ["SkipSearch", "SkipStep", "search_in_tokens", "search_skipped_sublayers"]
+__all__ = ["SkipSearch", "SkipStep", "search_skipped_sublayers"]
 
 Sublayer = tuple[str, int]
 PAGE_SIZE = 16
 MOST_STEPS = 2 * MOST_LAYERS
+CANDIDATES = 6
+"""The most promising sublayers, which are tried at each step."""
+MAX_DRAFTS = 8
+"""The most drafts a round that the prediction considers."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +121,10 @@ def predicted_speedup(agreement: float, draft_cost: float, max_drafts: int) -> t
     return max(options)
 
 
+@torch.inference_mode()
 def search_skipped_sublayers(
     model: Model,
-    texts: Sequence[str],
+    texts: Sequence[str | Sequence[int]],
     *,
     max_tokens: int = 256,
     max_skipped: int | None = None,
@@ -129,45 +134,26 @@ def search_skipped_sublayers(
 
     Args:
         model: from :func:`eecore.load`.
-        texts: a few hundred words like those that the model will write.
+        texts: a few hundred words like those that the model will write, or their token ids.
         max_tokens: how many tokens of them, together, are looked at.
         max_skipped: most sublayers to leave out; as many as the model has layers when None.
         progress: called with each set on the search's path.
     """
-    if model.tokenizer is None:
-        raise RequestError("texts: expected a model with a tokenizer")
-    windows: list[list[int]] = []
-    for text in texts:
-        left = max_tokens - sum(len(window) for window in windows)
-        windows.append(model.tokenizer.encode(text)[: max(left, 0)])
-    return search_in_tokens(model.network, windows, max_skipped=max_skipped, progress=progress)
-
-
-@torch.inference_mode()
-def search_in_tokens(
-    network: Network,
-    texts: Sequence[Sequence[int]],
-    *,
-    max_skipped: int | None = None,
-    max_drafts: int = 8,
-    candidates: int = 6,
-    progress: Callable[[SkipStep], None] | None = None,
-) -> SkipSearch:
-    """:func:`search_skipped_sublayers` in texts that are tokens already.
-
-    Args:
-        network: the model.
-        texts: token ids, e.g. a few hundred tokens of what the model will write.
-        max_skipped: longest path; half of all sublayers when None.
-        max_drafts: most drafts a round that the prediction considers.
-        candidates: how many of the most promising sublayers are tried at each step.
-        progress: called with each step of the path.
-    """
     if max_skipped is not None and max_skipped < 1:
         raise RequestError(f"max_skipped: expected 1 or more, got {max_skipped}")
+    network, windows = model.network, list[list[int]]()
+    for text in texts:
+        left = max_tokens - sum(len(window) for window in windows)
+        if not isinstance(text, str):
+            tokens = list(text)
+        elif model.tokenizer is None:
+            raise RequestError("texts: expected a model with a tokenizer, got one without")
+        else:
+            tokens = model.tokenizer.encode(text)
+        windows.append(tokens[: max(left, 0)])
     if isinstance(network, T5Model):
         raise RequestError(f"model: expected a decoder alone, got {network.config.architecture}")
-    windows = [list(text) for text in texts if len(text) >= 2]
+    windows = [window for window in windows if len(window) >= 2]
     if not windows:
         raise RequestError("texts: expected at least one of two or more tokens, got none")
     longest = max(len(window) for window in windows)
@@ -184,12 +170,12 @@ def search_in_tokens(
     skipped: list[Sublayer] = []
     path: list[SkipStep] = []
     while len(skipped) < (max_skipped or config.num_layers) and free:
-        tried = sorted(free, key=lambda sublayer: -alone[sublayer])[:candidates]
+        tried = sorted(free, key=lambda sublayer: -alone[sublayer])[:CANDIDATES]
         scored = [(probe.score([*skipped, sublayer]), sublayer) for sublayer in tried]
         (_, agreement), chosen = max(scored, key=lambda item: item[0])
         skipped.append(chosen)
         free.remove(chosen)
-        step = _step(config, skipped, agreement, max_drafts)
+        step = _step(config, skipped, agreement)
         path.append(step)
         if progress is not None:
             progress(step)
@@ -198,16 +184,14 @@ def search_in_tokens(
     return SkipSearch(tuple(path))
 
 
-def _step(
-    config: AnyModelConfig, skipped: list[Sublayer], agreement: float, max_drafts: int
-) -> SkipStep:
+def _step(config: AnyModelConfig, skipped: list[Sublayer], agreement: float) -> SkipStep:
     weights = {
         "attention": config.hidden_size * (2 * config.q_size + 2 * config.kv_size),
         "mlp": 3 * config.hidden_size * config.intermediate_size,
     }
     total = config.num_layers * sum(weights.values()) + config.vocab_size * config.hidden_size
     cost = 1 - sum(weights[kind] for kind, _ in skipped) / total
-    speedup, num_drafts = predicted_speedup(agreement, cost, max_drafts)
+    speedup, num_drafts = predicted_speedup(agreement, cost, MAX_DRAFTS)
     return SkipStep(
         skip_attention=tuple(sorted(i for kind, i in skipped if kind == "attention")),
         skip_mlp=tuple(sorted(i for kind, i in skipped if kind == "mlp")),

@@ -4,55 +4,61 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
 
-from eecore.cli import calibrate, convert, generate, info, search, serve
 from eecore.console.failures import EXIT_CODES, UsageError, failure, reports_failures
 from eecore.console.streams import say
-from eecore.lab.commands import (
-    evaluate,
-    evaluate_calm,
-    exits,
-    train,
-    train_classifier,
-    train_exits,
-)
 
-__all__ = ["run"]
+__all__ = ["COMMANDS", "command_line", "run"]
 
-app = typer.Typer(
-    name="eecore",
-    help="Run language models with just enough layers for each token.",
-    epilog=EXIT_CODES,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for _name, _command in (
-    ("generate", generate.generate),
-    ("serve", serve.serve),
-    ("info", info.info),
-    ("convert", convert.convert),
-    ("search", search.search),
-    ("train", train.train),
-    ("train-classifier", train_classifier.train_classifier),
-    ("train-exits", train_exits.train_exits),
-    ("calibrate", calibrate.calibrate),
-    ("sweep", evaluate.sweep),
-    ("exits", exits.exits),
-):
-    app.command(_name, epilog=EXIT_CODES)(reports_failures(_command))
+COMMANDS = {
+    "generate": "cli.generate:generate",
+    "serve": "cli.serve:serve",
+    "info": "cli.info:info",
+    "convert": "cli.convert:convert",
+    "search": "cli.search:search",
+    "train": "lab.commands.train:train",
+    "train-classifier": "lab.commands.train_classifier:train_classifier",
+    "train-exits": "lab.commands.train_exits:train_exits",
+    "calibrate": "cli.calibrate:calibrate",
+    "sweep": "lab.commands.evaluate:sweep",
+    "exits": "lab.commands.exits:exits",
+    "evaluate layerskip": "lab.commands.evaluate:layerskip",
+    "evaluate calm": "lab.commands.evaluate_calm:calm",
+}
+"""The module and the function of each command, which is imported when it is run or listed."""
 
-_evaluations = typer.Typer(
-    help="The papers' tables, for any model and data.", no_args_is_help=True, epilog=EXIT_CODES
-)
-_evaluations.command("layerskip", epilog=EXIT_CODES)(reports_failures(evaluate.layerskip))
-_evaluations.command("calm", epilog=EXIT_CODES)(reports_failures(evaluate_calm.calm))
-app.add_typer(_evaluations, name="evaluate")
+
+@cache
+def command_line(*names: str) -> Any:
+    """The command with the subcommands that begin with one of the words, or with all."""
+    app = typer.Typer(
+        name="eecore",
+        help="Run language models with just enough layers for each token.",
+        epilog=EXIT_CODES,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        callback=_options,
+    )
+    evaluations = typer.Typer(
+        help="The papers' tables, for any model and data.", no_args_is_help=True, epilog=EXIT_CODES
+    )
+    for name, place in COMMANDS.items():
+        group, _, own = name.rpartition(" ")
+        if not names or name.split()[0] in names:
+            module, _, function = place.partition(":")
+            command = getattr(import_module(f"eecore.{module}"), function)
+            where = evaluations if group else app
+            where.command(own, epilog=EXIT_CODES)(reports_failures(command))
+    if evaluations.registered_commands:
+        app.add_typer(evaluations, name="evaluate")
+    return typer.main.get_command(app)
 
 
 def run(arguments: list[str]) -> int:
@@ -62,15 +68,11 @@ def run(arguments: list[str]) -> int:
         for argument in arguments:
             if "\0" in argument:
                 raise UsageError(f"expected arguments without NUL, got {argument[:80]!r}")
-        return int(_whole()(args=arguments, prog_name="eecore", standalone_mode=False) or 0)
+        asked = {name.split()[0] for name in COMMANDS} & set(arguments[:1])
+        command = command_line(*asked)
+        return int(command(args=arguments, prog_name="eecore", standalone_mode=False) or 0)
     except BaseException as error:
         return failure(error)
-
-
-@cache
-def _whole() -> Any:
-    """The command with its subcommands, made of their signatures once."""
-    return typer.main.get_command(app)
 
 
 def _print_version(wanted: bool) -> None:
@@ -85,7 +87,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     _version: Annotated[
         bool,

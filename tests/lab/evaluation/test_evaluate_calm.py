@@ -16,8 +16,8 @@ from eecore import ConfidentExit, ExitClassifier, FixedExit, Full, RequestError
 from eecore.calibration import Example
 from eecore.cli.app import run
 from eecore.exits import Exit
-from eecore.lab.evaluation import TimedRun, evaluate_calm
-from eecore.lab.evaluation.calm import exit_rate, inner_token_latency, throughput
+from eecore.lab.evaluation.calm import evaluate_calm, exit_rate, inner_token_latency, throughput
+from eecore.lab.evaluation.timed import TimedRun
 from eecore.models import model_digest
 from eecore.output import Output, RequestStats
 from tiny_models import random_prompts, write_model

@@ -11,7 +11,7 @@ import torch
 import eecore
 from eecore import ConfidentExit, ExitClassifier, FixedExit, Full, RequestError
 from eecore.cli.app import run
-from eecore.lab.evaluation import map_exits
+from eecore.lab.evaluation.exit_map import map_exits
 
 VOID = {"br", "meta"}
 

@@ -16,17 +16,12 @@ import pytest
 import eecore
 from eecore import DraftAndVerify, ExitError, FixedExit, RequestError, SelfSpeculative
 from eecore.calibration import Example
+from eecore.calibration.exit_scores import Scored, score_exits
 from eecore.cli.app import run
 from eecore.exits import Full
-from eecore.lab.evaluation import (
-    Scored,
-    Sweep,
-    SweepCell,
-    TimedRun,
-    evaluate_layerskip,
-    score_exits,
-    sweep_speculation,
-)
+from eecore.lab.evaluation.layerskip import evaluate_layerskip
+from eecore.lab.evaluation.sweep import Sweep, SweepCell, sweep_speculation
+from eecore.lab.evaluation.timed import TimedRun
 from eecore.lab.training.interrupts import StopRequest
 from eecore.models import ModelSource
 from eecore.planning.auto import best_exit_layers

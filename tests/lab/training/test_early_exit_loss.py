@@ -16,9 +16,8 @@ from eecore.lab.training import (
     Targets,
     collate,
     early_exit_backward,
-    early_exit_loss,
-    layer_scale,
 )
+from eecore.lab.training.early_exit_loss import layer_scale
 
 
 def test_scales_by_hand() -> None:
@@ -107,7 +106,7 @@ def test_loss_and_gradients_are_those_of_the_formula(
     decoder_start = 0 if family == "t5" else None
     batch = collate(pairs, [3, 1, 2], decoder_start=decoder_start)
     gradients, losses = [], []
-    for way in ("by hand", "at once", "exit by exit"):
+    for way in ("by hand", "exit by exit"):
         model = make_model(family)
         exits = ExitModel.of(model)
         states = exits.states(batch.inputs)
@@ -126,28 +125,23 @@ def test_loss_and_gradients_are_those_of_the_formula(
                     wanted.append(target)
                 total = total + weight * cross_entropy(torch.cat(logits), torch.cat(wanted))
             total.backward()
-        elif way == "at once":
-            total = early_exit_loss(exits.head, states, batch.targets, weights)
-            total.backward()
         else:
             by_layer = early_exit_backward(exits.head, states, batch.targets, weights)
             assert sorted(by_layer) == [1, 2, 3]  # the first layer weighs nothing: no head is run
             total = torch.stack([weights[layer] * loss for layer, loss in by_layer.items()]).sum()
         losses.append(total.detach())
         gradients.append({name: p.grad for name, p in model.named_parameters()})
-    for other in (1, 2):
-        torch.testing.assert_close(losses[0], losses[other])
-        for name, gradient in gradients[0].items():
-            torch.testing.assert_close(gradient, gradients[other][name], msg=name)
+    torch.testing.assert_close(*losses)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], msg=name)
 
 
 def test_weights_must_fit_the_layers() -> None:
     states = [torch.zeros(1, 2, 3)] * 2
     targets = Targets(torch.tensor([0]), torch.tensor([1]))
     for weights in ((1.0,), (0.0, 0.0)):
-        for function in (early_exit_loss, early_exit_backward):
-            with pytest.raises(TrainingError, match="weights: expected 2, one a layer and not all"):
-                function(lambda state: state, states, targets, weights)
+        with pytest.raises(TrainingError, match="weights: expected 2, one a layer and not all"):
+            early_exit_backward(lambda state: state, states, targets, weights)
 
 
 def test_a_model_that_is_not_known_is_named(make_model: Any) -> None:

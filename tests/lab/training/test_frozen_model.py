@@ -14,14 +14,9 @@ import eecore
 from eecore.cli.app import run
 from eecore.console.failures import MODEL
 from eecore.errors import TrainingError
-from eecore.lab.training import (
-    ExitModel,
-    RunningModel,
-    load_running_model,
-    load_starting_point,
-    model_digest,
-)
-from eecore.models import LlamaModel, load_model
+from eecore.lab.training import ExitModel, load_starting_point
+from eecore.lab.training.frozen_model import RunningModel, load_running_model
+from eecore.models import LlamaModel, load_model, model_digest
 from quantised_models import Quantisation, write_quantised
 from tiny_gguf import write_gguf
 from tiny_models import write_model

@@ -8,9 +8,17 @@ from pathlib import Path
 import pytest
 
 from eecore.errors import RequestError
-from eecore.lab.answers import Passage, digest_of, questions_about, read_passages
-from eecore.lab.answers.passages import LONGEST, SHORTEST
-from eecore.lab.answers.questions import CODE_CHANGES, TEXT_CHANGES, templates
+from eecore.lab.answers.questions import (
+    CODE_CHANGES,
+    LONGEST,
+    SHORTEST,
+    TEXT_CHANGES,
+    Passage,
+    digest_of,
+    questions_about,
+    read_passages,
+    templates,
+)
 
 SENTENCE = "The quick brown fox jumps over the lazy dog near the river bank. "
 PARAGRAPH = (SENTENCE * 6).strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,15 @@ from eecore.lab.training import (
     StepReport,
     TokenData,
     TrainingConfig,
-    model_digest,
-    seconds_per_step,
     state_path,
     train,
 )
 from eecore.lab.training.data import from_text
+from eecore.lab.training.harness import seconds_per_step
+from eecore.lab.training.libraries import library
+from eecore.lab.training.model_run import ModelTrainee
 from eecore.lab.training.run_log import read_log
+from eecore.models import model_digest
 
 LOGS = ("steps.csv", "evaluations.csv")
 
@@ -83,9 +86,9 @@ def test_a_model_learns_and_is_an_ordinary_directory(
     assert (result.finished, result.step) == (True, 150)
     assert [report.step for report in reports] == list(range(1, 151))
     assert sum(r.loss for r in reports[-10:]) < 0.75 * sum(r.loss for r in reports[:10])
-    assert sorted(reports[0].exit_losses) == [4]
-    assert sorted(reports[-1].exit_losses) == [2, 3, 4]
-    assert [r.step for r in reports if r.scores is not None] == [75, 150]
+    assert sorted(reports[0].values) == ["loss_exit_4"]
+    assert sorted(reports[-1].values) == ["loss_exit_2", "loss_exit_3", "loss_exit_4"]
+    assert [r.step for r in reports if r.evaluated is not None] == [75, 150]
     assert result.scores is not None
     assert result.scores.agreement[-1] == 1.0
     assert result.scores.num_tokens == int((pairs.lengths - pairs.prompt_lens).sum())
@@ -211,9 +214,9 @@ def test_tensorboard_gets_what_the_csv_gets(
     train(make_model(), pairs, small(5), out, held_out=pairs)
     events = reading.EventAccumulator(str(out / "training" / "tensorboard")).Reload()
     log = read_log(out / "training" / "steps.csv")
-    assert [event.value for event in events.Scalars("loss/total")] == pytest.approx(log["loss"])
+    assert [event.value for event in events.Scalars("steps/loss")] == pytest.approx(log["loss"])
     evaluations = read_log(out / "training" / "evaluations.csv")
-    agreement = [event.value for event in events.Scalars("held_out_agreement/exit_2")]
+    agreement = [event.value for event in events.Scalars("evaluations/agreement_exit_2")]
     assert agreement == pytest.approx(evaluations["agreement_exit_2"])
 
 
@@ -305,10 +308,8 @@ def test_a_run_that_diverges_says_so(make_model: Any, pairs: TokenData, tmp_path
 def test_without_the_extra_training_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    from eecore.lab.training.libraries import library
-
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(TrainingError, match=r"expected the package peft, .*eecore\[train\]"):
+    with pytest.raises(TrainingError, match=r"expected the package peft, .*eecore\[lab\]"):
         library("peft")
 
 
@@ -320,9 +321,10 @@ def test_the_pace_is_measured_without_a_trace(
     before = {name: p.clone() for name, p in model.named_parameters()}
     state = torch.get_rng_state()
     ticks = iter(range(0, 1000, 6))  # each look at the clock is 6 s after the one before
-    pace = seconds_per_step(
-        model, pairs, small(), points=4, steps_a_point=3, clock=lambda: float(next(ticks))
-    )
+    with closing(ModelTrainee(model, pairs, small())) as trainee:
+        pace = seconds_per_step(
+            trainee, points=4, steps_a_point=3, clock=lambda: float(next(ticks))
+        )
     assert pace == 2.0
     assert torch.equal(state, torch.get_rng_state())
     assert model.training

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from eecore.errors import ModelError, TrainingError
 from eecore.lab.training import TokenData, TrainingConfig, state_path, train
 from eecore.lab.training.loading import load_starting_point
-from eecore.lab.training.recipe import LoraSettings
 from eecore.lab.training.run_state import read_state
 from tiny_models import write_byte_tokenizer, write_model
 
@@ -143,11 +142,14 @@ def test_an_optimizer_that_has_done_fewer_steps(
         ({"tokens": -1}, "tokens: expected an integer of at least 0"),
         ({"tokens": 1e3}, "tokens: expected an integer of at least 0"),
         ({"data_digest": None}, "data_digest: expected a string"),
-        ({"more": 1}, "expected the fields config, data_digest, step, tokens, got"),
+        ({"more": 1}, "expected the fields config, data_digest, seconds, step, tokens, got"),
         ({"config": []}, r"config: expected the settings of TrainingConfig, got \[\]"),
         ({"config": None}, "config: expected the settings of TrainingConfig, got None"),
-        ({"config": {"steps": "x", "warmup_steps": 2}}, "steps: expected 1 or more, got 'x'"),
-        ({"config": {"steps": 10**30}}, "steps: expected 1 or more, got 1000"),
+        (
+            {"config": {"steps": "x", "warmup_steps": 2}},
+            "steps: expected a whole number, .*, got 'x'",
+        ),
+        ({"config": {"steps": 10**30}}, "steps: expected a whole number, .*, got 1000"),
         ({"config": {"steps": 6, "loss": {"kind": []}}}, r"loss: expected one of .*, got \[\]"),
         ({"config": {"steps": 6, "loss": {"kind": "last", "x": 1}}}, "LastLayerLoss"),
         ({"config": {"steps": 6, "layer_dropout": {"rate": 1}}}, "LayerDropout"),
@@ -192,20 +194,6 @@ def test_logs_that_the_run_has_not_left(
     log.write_text(f"{header}\nx{',1' * header.count(',')}\n")
     with pytest.raises(TrainingError, match=r"steps\.csv: step: expected a number, got 'x'"):
         train(make_model(), pairs, settings(), out, resume=True)
-
-
-def test_settings_are_checked_however_they_are_made() -> None:
-    for wrong in (
-        {"steps": "x", "warmup_steps": 3},
-        {"steps": 10**30},
-        {"batch_size": 2**40},
-        {"loss": {"kind": "last"}},
-        {"layer_dropout": 0.2},
-    ):
-        with pytest.raises(TrainingError, match=rf"^{next(iter(wrong))}: expected"):
-            TrainingConfig(**{"steps": 6, **wrong})
-    with pytest.raises(TrainingError, match=r"^LoraSettings\.rank: expected"):
-        LoraSettings(rank=10**30)
 
 
 # Where a run starts

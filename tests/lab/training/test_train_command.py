@@ -13,9 +13,11 @@ from safetensors import safe_open
 
 import eecore
 from eecore.cli.app import run
-from eecore.lab.commands.train import ProgressLine
-from eecore.lab.training import StepReport, loading, model_digest, state_path, stop_on_signals
+from eecore.lab.commands.progress import ProgressLine
+from eecore.lab.training import StepReport, loading, state_path
+from eecore.lab.training.interrupts import stop_on_signals
 from eecore.lab.training.run_log import read_log
+from eecore.models import model_digest
 from tiny_models import write_byte_tokenizer, write_model
 
 USAGE, MODEL, REQUEST, INTERRUPTED = 2, 3, 4, 130
@@ -49,7 +51,7 @@ def test_a_run_from_start_to_generation(
     shown = capsys.readouterr()
     assert shown.out == f"wrote {out}\n"
     assert "from the weights that are there: 4 sequences, 12 steps of 2 (6.0 epochs)" in shown.err
-    assert re.search(r"step 12/12, \d+ tokens/s, 0 min left, loss [\d.]+, by exit 2:", shown.err)
+    assert re.search(r"step 12/12, \d+ tokens/s, 0 s left, loss [\d.]+, by exit 2:", shown.err)
     assert re.search(
         r"step 6: held-out loss [\d.]+, agreement .* by exit: [\d. ]+ 1\.00", shown.err
     )

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import re
+import shutil
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from devices import heads_in_floats
 from eecore import models
 from eecore.cli.app import run
 from eecore.errors import RequestError
-from eecore.lab.answers import Answer, QuestionSettings, builtin_questions, follow_ups
-from eecore.lab.answers.asking import ABOUT
-from eecore.lab.training.draft_head import DraftHead, HeadSizes, tensor_names
+from eecore.lab.answers.asking import ABOUT, QuestionSettings, follow_ups
+from eecore.lab.answers.questions import builtin_questions
+from eecore.lab.answers.writing import Answer
+from eecore.lab.training.draft_head import DraftHead, HeadSizes
 from eecore.lab.training.head_keys import TextKeys, keys_at
 from eecore.lab.training.head_run import is_held_out
 from eecore.models import network_digest
@@ -185,7 +187,7 @@ def _trained_head(directory: Path) -> DraftHead:
     sizes = HeadSizes(64, 3, 96, 1, 4, 128)
     head = DraftHead(sizes, 1e-5, torch.ones(64))
     tensors = load_file(directory / "head.safetensors")
-    for name, stored in tensor_names(sizes).items():
+    for name, stored in head.tensor_names.items():
         getattr(head, name).data.copy_(tensors[stored].float())
     return head
 
@@ -207,9 +209,9 @@ def test_what_stopped_goes_on_where_it_was(
     out = tmp_path / "head"
     said = []
     for module, name, calls in (
-        ("eecore.lab.answers", "write_answers", 20),
-        ("eecore.lab.training", "collect_states", 1),
-        ("eecore.lab.training.head_run", "HeadRun.all_steps", 30),
+        ("eecore.lab.answers.writing", "write_answers", 20),
+        ("eecore.lab.training.head_states", "collect_states", 1),
+        ("eecore.lab.training.harness", "TrainingRun.all_steps", 30),
     ):
         with monkeypatch.context() as patch:
             _stopping_after(patch, module, name, calls)
@@ -230,6 +232,19 @@ def test_what_stopped_goes_on_where_it_was(
     straight, resumed = (load_file(place / "head.safetensors") for place in (trained, out))
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
     assert sorted(answers(trained)) == sorted(answers(out))
+
+
+def test_minutes_become_steps(folder: Path, trained: Path, tmp_path: Path) -> None:
+    """Measured on a few steps, which leave no trace in the head; the answers are there already."""
+    out, work = tmp_path / "head", tmp_path / "work"
+    shutil.copytree(trained / "work", work, ignore=shutil.ignore_patterns("training"))
+    command = arguments(folder, out, "--work", str(work), "--resume", "--minutes", "0.001")
+    place = command.index("--epochs")
+    del command[place : place + 2]
+    assert run(command) == 0
+    training = json.loads((out / "head.json").read_text())["training"]
+    assert training["steps"] >= 1
+    assert training["seconds"] > 0
 
 
 def test_a_head_that_begins_with_another_drafts_the_tokens_of_its_own_text(
@@ -485,7 +500,7 @@ def test_the_work_of_others_is_left_alone(
     assert run(arguments(folder, tmp_path / "head", *work, model="other")) == REQUEST
     assert "model: expected " in capsys.readouterr().err
     assert run(arguments(folder, tmp_path / "head", *work, "--taps", "3")) == REQUEST
-    assert "taps: expected (3,), as this run has, got (1, 2, 3)" in capsys.readouterr().err
+    assert "taps: expected [3], as this run has, got [1, 2, 3]" in capsys.readouterr().err
     assert not (tmp_path / "head").exists()
 
 

@@ -15,24 +15,30 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eecore.config import SamplingParams
 from eecore.errors import RequestError
 from eecore.generation import Model
-from eecore.lab.answers.lines import LinesFile, put_down
-from eecore.lab.answers.many import Ask, seed_of, write_all
-from eecore.lab.answers.questions import about_code, about_text, openings
-from eecore.lab.answers.writing import Answer, AnswerSettings, chat_ids, read_answers
+from eecore.lab.answers.questions import CODE_CHANGES, TEXT_CHANGES, about, templates
+from eecore.lab.answers.writing import (
+    Answer,
+    AnswerSettings,
+    Ask,
+    LinesFile,
+    chat_ids,
+    read_answers,
+    seed_of,
+    tokenizer_of,
+)
 from eecore.output import Output
-from eecore.readable import is_file, shown_path
+from eecore.readable import shown_path
 
 if TYPE_CHECKING:
     from eecore.models import Tokenizer
 
 __all__ = [
     "QuestionSettings",
-    "QuestionsReport",
     "Round",
     "follow_ups",
     "own_rounds",
@@ -52,7 +58,7 @@ TOKENS_A_QUESTION = 160
 """Of its answer; a few more than there are on the whole, questions without any counted."""
 LEAST_QUESTIONS = 64
 """That are thought of at once."""
-MOST_IN_VAIN = 3
+MAX_WITHOUT_RESULT = 3
 """Times that more questions, each time twice as many, brought no answer."""
 LEAST_WORDS, MOST_TOKENS = 3, 160
 LEAST_CHARACTERS, MOST_CHARACTERS = 200, 1600
@@ -80,14 +86,6 @@ class QuestionSettings:
 
 
 @dataclass(frozen=True)
-class QuestionsReport:
-    """How many questions there are, with what earlier runs wrote, and how many are wanted."""
-
-    questions: int
-    wanted: int
-
-
-@dataclass(frozen=True)
 class Round:
     """Questions, when their turn has come, and how many tokens of answers there are behind them."""
 
@@ -102,7 +100,7 @@ def write_questions(
     settings: QuestionSettings,
     *,
     rows: int = 64,
-    progress: Callable[[QuestionsReport], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> bool:
     """Go on with a file of questions, or begin it, until it has so many lines.
@@ -114,50 +112,41 @@ def write_questions(
         path: the file; one of other settings is refused.
         count: lines that are wanted.
         settings: of the file.
-        rows: questions that are written at once.
-        progress: called at the beginning and after each question.
-        should_stop: asked after each step; when it says True what is finished is in the file.
-
-    Returns:
-        Whether it came to its end; False when it was told to stop.
+        rows: as for :meth:`LinesFile.write`, whose result this has.
+        progress: called with the lines that there are, and those that are wanted.
+        should_stop: likewise.
 
     Raises:
         RequestError: the template has no place for a question, or the file is of other settings.
     """
-    tokenizer = _tokenizer(model)
-    before, behind = _turn(tokenizer)
+    tokenizer = tokenizer_of(model)
+    before, after = _turn(tokenizer)
     lines = _file(path, settings)
     done = {line.index for line in lines.begin()}
-    begun: dict[int, str] = {}
-    if progress is not None:
-        progress(QuestionsReport(len(done), count))
+
+    def told() -> None:
+        if progress is not None:
+            progress(len(done), count)
 
     def asks() -> Iterator[Ask]:
-        for index in range(count):
-            if index in done:
-                continue
+        for index in sorted(set(range(count)) - done):
             seed = seed_of(settings.seed, index)
-            begun[index] = _opening(seed)
             sampling = SamplingParams(
                 max_tokens=MOST_TOKENS, temperature=settings.temperature, seed=seed
             )
-            text = before + begun[index]
-            ids = tokenizer.encode(text, add_special_tokens=False)
+            ids = tokenizer.encode(before + _opening(seed), add_special_tokens=False)
             yield Ask(index, f"own question {index + 1}", ids, sampling)
 
-    with path.open("a", encoding="utf-8") as file:
+    def fields_of(index: int, output: Output) -> dict[str, Any]:
+        said = tokenizer.decode_after(output.prompt_token_ids, output.token_ids)
+        question = (_opening(seed_of(settings.seed, index)) + said).split(after)[0].strip()
+        is_one = output.finish_reason == "stop" and len(question.split()) >= LEAST_WORDS
+        done.add(index)
+        told()
+        return {"question": question if is_one else ""}
 
-        def finished(index: int, output: Output) -> None:
-            whole = output.finish_reason == "stop"
-            said = tokenizer.decode_after(output.prompt_token_ids, output.token_ids)
-            question = (begun.pop(index) + said).split(behind)[0].strip()
-            is_one = whole and len(question.split()) >= LEAST_WORDS
-            put_down(file, index, question=question if is_one else "")
-            done.add(index)
-            if progress is not None:
-                progress(QuestionsReport(len(done), count))
-
-        return write_all(model.engine(), asks(), finished, rows=rows, should_stop=should_stop)
+    told()
+    return lines.write(model, asks(), fields_of, rows=rows, should_stop=should_stop)
 
 
 def read_own_questions(path: Path, settings: QuestionSettings) -> list[tuple[int, str]]:
@@ -197,9 +186,9 @@ def follow_ups(
         if code is not None and chance.random() < CODE_SHARE:
             lines = _cut(code[1].rstrip(), "\n")
             if lines.count("\n") >= 2:
-                yield index, about_code(chance, lines)
+                yield index, about(chance, CODE_CHANGES, lines)
         elif len(text) >= LEAST_CHARACTERS:
-            yield index, about_text(chance, _cut(text.strip(), "\n", ". "))
+            yield index, about(chance, TEXT_CHANGES, _cut(text.strip(), "\n", ". "))
 
 
 def own_rounds(
@@ -209,7 +198,7 @@ def own_rounds(
     num_tokens: int,
     settings: AnswerSettings,
     *,
-    progress: Callable[[QuestionsReport], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Iterator[Round | None]:
     """Questions of the model's own, then others about what it answered, and so on.
@@ -235,13 +224,17 @@ def own_rounds(
 
     def about_answers() -> Iterator[tuple[int, str]]:
         written = read_answers(answers, settings)
-        return _fitting(model, follow_ups(_tokenizer(model), written, settings.seed), most)
+        return _fitting(model, follow_ups(tokenizer_of(model), written, settings.seed), most)
 
-    asked, tokens_a_question = _asked(path, of), float(TOKENS_A_QUESTION)
-    count = have = in_vain = 0
+    # What an earlier run wrote or was at.
+    asked = 1 + max((line.index for line in _file(path, of).lines()), default=-1)
+    tokens_a_question = float(TOKENS_A_QUESTION)
+    count = have = without_result = 0
     while True:
         own = math.ceil(OWN_SHARE * (num_tokens - have))
-        more = max(LEAST_QUESTIONS, math.ceil(own / tokens_a_question), count if in_vain else 0)
+        more = max(
+            LEAST_QUESTIONS, math.ceil(own / tokens_a_question), count if without_result else 0
+        )
         count = max(asked, count + more)
         if not write_questions(model, path, count, of, progress=progress, should_stop=should_stop):
             yield None
@@ -254,27 +247,11 @@ def own_rounds(
             )
         yield Round(partial(_fitting, model, questions, most), have + own)
         yield Round(about_answers, num_tokens)
-        before, have = have, _tokens_of(answers, settings)
-        in_vain = in_vain + 1 if have == before else 0
-        if have >= num_tokens or in_vain == MOST_IN_VAIN:
+        before, have = have, sum(len(each.answer) for each in read_answers(answers, settings))
+        without_result = without_result + 1 if have == before else 0
+        if have >= num_tokens or without_result == MAX_WITHOUT_RESULT:
             return
         tokens_a_question = OWN_SHARE * have / count
-
-
-def _asked(path: Path, settings: QuestionSettings) -> int:
-    """How many lines an earlier run wrote or was at."""
-    return (
-        1 + max((line.index for line in _file(path, settings).lines()), default=-1)
-        if is_file(path)
-        else 0
-    )
-
-
-def _tokens_of(answers: Path, settings: AnswerSettings) -> int:
-    """Those that there are; none where nothing was answered yet."""
-    if not is_file(answers):
-        return 0
-    return sum(len(answer.answer) for answer in read_answers(answers, settings))
 
 
 def _fitting(
@@ -294,7 +271,7 @@ def _cut(text: str, *ends: str) -> str:
 
 def _opening(seed: int) -> str:
     chance = random.Random(seed)
-    return chance.choice(openings()) if chance.random() < OPENED else ""
+    return chance.choice(templates("openings")) if chance.random() < OPENED else ""
 
 
 def _turn(tokenizer: Tokenizer) -> tuple[str, str]:
@@ -307,12 +284,6 @@ def _turn(tokenizer: Tokenizer) -> tuple[str, str]:
             f"{tokenizer.name}: chat_template: expected text around a question, got {text!r}"
         )
     return before, end
-
-
-def _tokenizer(model: Model) -> Tokenizer:
-    if model.tokenizer is None:
-        raise RequestError("model: expected one with a tokenizer, got one without")
-    return model.tokenizer
 
 
 def _file(path: Path, settings: QuestionSettings) -> LinesFile:

@@ -1,26 +1,38 @@
-"""Questions to a chat model: made of templates that ship, or a user's own.
+"""Questions to a chat model: made of templates that ship, a user's own, or about a user's texts.
 
 Of the built-in ones 60 % are everyday questions, 25 % ask for code, 15 % are texts and code to
-summarise or to rewrite, the texts made of sentences.
+summarise or to rewrite, the texts made of sentences. A user's files are cut into passages: of
+Python files functions, classes and docstrings, of other texts paragraphs that follow each other.
 """
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import inspect
 import random
-from collections.abc import Iterator
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from eecore.errors import RequestError
+from eecore.readable import is_file, kind_of, shown_path
 from eecore.textfiles import has_json_lines, json_lines, name_of, read_text
 
 __all__ = [
     "CODE_CHANGES",
+    "LONGEST",
+    "SHORTEST",
     "TEXT_CHANGES",
-    "about_code",
-    "about_text",
+    "Passage",
+    "about",
     "builtin_questions",
-    "openings",
+    "digest_of",
+    "questions_about",
+    "read_passages",
     "read_questions",
     "templates",
 ]
@@ -32,6 +44,15 @@ CODE_TO_CHANGE = 0.3
 """Of what is to be rewritten; the rest is text."""
 MOST_REPEATS = 1000
 """As many in a row, and there is nothing new to be had."""
+SHORTEST, LONGEST = 300, 2000
+"""Characters of a passage."""
+CODE_SUFFIXES = (".py", ".pyi")
+TEXT_SUFFIXES = (".txt", ".md", ".rst")
+"""Of the files that are read in a directory, and code; a file that is named is read anyway."""
+BLANK_LINES = re.compile(r"\n[ \t]*\n\s*")
+ENDS_OF_SENTENCES = re.compile(r"(?<=[.!?])\s+")
+MOST_MARKS = 0.3
+"""Of a passage's characters that are no letters and no spaces: tables and the like are no text."""
 
 
 def builtin_questions(seed: int) -> Iterator[str]:
@@ -96,29 +117,18 @@ def _chat(chance: random.Random) -> str:
 
 
 def _code(chance: random.Random) -> str:
-    task = chance.choice(templates("code_tasks"))
-    return chance.choice(templates("code_requests")).replace("{}", task)
+    return about(chance, "code_requests", chance.choice(templates("code_tasks")))
 
 
 def _rewriting(chance: random.Random) -> str:
     if chance.random() < CODE_TO_CHANGE:
-        return about_code(chance, chance.choice(_snippets()))
-    return about_text(chance, _text(chance))
+        return about(chance, CODE_CHANGES, chance.choice(_snippets()))
+    return about(chance, TEXT_CHANGES, _text(chance))
 
 
-def about_code(chance: random.Random, code: str) -> str:
-    """One of the questions about code, with this one."""
-    return chance.choice(templates(CODE_CHANGES)).replace("{}", code)
-
-
-def about_text(chance: random.Random, text: str) -> str:
-    """One of the questions about a text, with this one."""
-    return chance.choice(templates(TEXT_CHANGES)).replace("{}", text)
-
-
-def openings() -> tuple[str, ...]:
-    """What a question may begin with."""
-    return templates("openings")
+def about(chance: random.Random, kind: str, text: str) -> str:
+    """One of the questions of a kind, such as :data:`CODE_CHANGES`, about a text of that kind."""
+    return chance.choice(templates(kind)).replace("{}", text)
 
 
 def _text(chance: random.Random) -> str:
@@ -130,3 +140,154 @@ def _text(chance: random.Random) -> str:
 
 def _capital(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
+
+
+# Passages
+
+
+class Passage(NamedTuple):
+    """What a model can be asked about."""
+
+    text: str
+    is_code: bool
+    """Python's."""
+
+
+def read_passages(paths: Iterable[Path]) -> list[Passage]:
+    """All passages of files and of directories, each once, in the order of their names.
+
+    Args:
+        paths: files of UTF-8 text or of Python code; of directories those named ``.txt``, ``.md``,
+            ``.rst``, ``.py`` or ``.pyi`` count, and what in them cannot be read is passed over.
+
+    Raises:
+        RequestError: a path is neither, a file cannot be read, or there is no passage.
+    """
+    given = list(paths)
+    found: dict[Passage, None] = {}
+    for path in given:
+        for passage in _in_directory(path) if path.is_dir() else _in_file(path):
+            found.setdefault(passage)
+    if not found:
+        where = ", ".join(map(shown_path, given))
+        raise RequestError(
+            f"{where}: expected texts or Python code with passages of {SHORTEST} to {LONGEST} "
+            "characters, got none"
+        )
+    return list(found)
+
+
+def questions_about(passages: Sequence[Passage], seed: int) -> Iterator[str]:
+    """What to do with each passage: to summarise, to rewrite, to explain, ...
+
+    Code and text take turns for as long as there are both. Each passage comes once before one comes
+    again with another question, until all have been asked; the order is the seed's.
+    """
+    chance = random.Random(seed)
+    kinds = [[each for each in passages if each.is_code is is_code] for is_code in (False, True)]
+    asks = [_about(kind, chance) for kind in kinds if kind]
+    while asks:
+        for ask in list(asks):
+            question = next(ask, None)
+            if question is None:
+                asks.remove(ask)
+            else:
+                yield question
+
+
+def digest_of(passages: Iterable[Passage]) -> str:
+    """A hash of all of them, in their order."""
+    digest = hashlib.sha256()
+    for passage in passages:
+        digest.update(f"{passage.is_code}\0{passage.text}\0".encode())
+    return digest.hexdigest()
+
+
+def _about(passages: Sequence[Passage], chance: random.Random) -> Iterator[str]:
+    """Of passages of one kind."""
+    changes = templates(CODE_CHANGES if passages[0].is_code else TEXT_CHANGES)
+    firsts = [chance.randrange(len(changes)) for _ in passages]
+    for turn in range(len(changes)):
+        for i in chance.sample(range(len(passages)), len(passages)):
+            change = changes[(firsts[i] + turn) % len(changes)]
+            yield change.replace("{}", passages[i].text)
+
+
+def _in_directory(directory: Path) -> Iterator[Passage]:
+    for path in sorted(directory.rglob("*")):
+        if path.suffix in CODE_SUFFIXES + TEXT_SUFFIXES and is_file(path):
+            try:
+                yield from _in_file(path)
+            except RequestError:
+                continue
+
+
+def _in_file(path: Path) -> Iterator[Passage]:
+    if not is_file(path):
+        raise RequestError(
+            f"{shown_path(path)}: expected a file or a directory of texts, got {kind_of(path)}"
+        )
+    text = read_text(path).replace("\r\n", "\n")
+    yield from _of_python(text, path) if path.suffix in CODE_SUFFIXES else _of_text(text)
+
+
+def _of_text(text: str) -> Iterator[Passage]:
+    """Paragraphs, as many of them together as a passage can have; of a longer one sentences."""
+    for part in _together(BLANK_LINES.split(text.strip()), "\n\n"):
+        if len(part) <= LONGEST:
+            yield from _passage(part)
+        else:
+            for sentences in _together(ENDS_OF_SENTENCES.split(part), " "):
+                yield from _passage(sentences)
+
+
+def _together(parts: Iterable[str], between: str) -> Iterator[str]:
+    """As many parts as a passage can have; one that is longer is by itself."""
+    joined = ""
+    for part in parts:
+        longer = f"{joined}{between}{part}" if joined else part
+        if joined and len(longer) > LONGEST:
+            yield joined
+            longer = part
+        joined = longer
+    yield joined
+
+
+def _of_python(source: str, path: Path) -> Iterator[Passage]:
+    """Functions and classes, methods where a class is too long, and docstrings."""
+    try:
+        with warnings.catch_warnings():  # of escapes in strings that are none
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise RequestError(f"{shown_path(path)}: expected Python code, got {error}") from None
+    yield from _docstrings(tree)
+    yield from _definitions(tree.body, source.splitlines())
+
+
+def _docstrings(tree: ast.Module) -> Iterator[Passage]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text is not None:
+                yield from _of_text(text)
+
+
+def _definitions(nodes: Iterable[ast.stmt], lines: Sequence[str]) -> Iterator[Passage]:
+    for node in nodes:
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+        code = inspect.cleandoc("\n" + "\n".join(lines[first - 1 : node.end_lineno]))
+        if SHORTEST <= len(code) <= LONGEST:
+            yield Passage(code, is_code=True)
+        elif isinstance(node, ast.ClassDef):
+            yield from _definitions(node.body, lines)
+
+
+def _passage(text: str) -> Iterator[Passage]:
+    """It, if it has the length of one and is made of words."""
+    text = text.strip()
+    words = sum(each.isalpha() or each.isspace() for each in text)
+    if SHORTEST <= len(text) <= LONGEST and words >= (1 - MOST_MARKS) * len(text):
+        yield Passage(text, is_code=False)

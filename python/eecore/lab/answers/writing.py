@@ -1,33 +1,198 @@
-"""A model's answers to questions, in token ids, into a file that survives whatever ends the run.
+"""What a model writes into files that survive whatever ends the run: lines, and so its answers.
 
-What was under way is written again by the next run: every answer depends on its question and its
+A file's first line says of which model and settings the others are; each of these has a number of
+its own and is written as soon as its text is finished. Half a line, which a kill leaves, is
+dropped. What was running is written again by the next run: every text depends on its prompt and its
 seed alone.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from eecore.config import SamplingParams
 from eecore.errors import RequestError
+from eecore.files import write_text
 from eecore.generation import Model
-from eecore.lab.answers.lines import LinesFile, NumberedLine, put_down
-from eecore.lab.answers.many import Ask, seed_of, write_all
+from eecore.json_fields import JsonFields, parse_json
 from eecore.output import Output
+from eecore.readable import is_file, kind_of, shown_path
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from eecore.models import Tokenizer
 
 __all__ = [
     "Answer",
     "AnswerSettings",
-    "AnswersReport",
+    "Ask",
+    "LinesFile",
+    "NumberedLine",
     "chat_ids",
     "read_answers",
+    "seed_of",
+    "tokenizer_of",
     "write_answers",
 ]
 
-MOST_TOKENS = 1 << 24
+SEEDS = 1 << 31
+MAX_TOKENS = 1 << 24
+"""The largest id of a token in a file."""
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of one of many texts, whatever others there are."""
+    return (seed * 1_000_003 + index) % SEEDS
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A text that is wanted of a model."""
+
+    index: int
+    name: str
+    """What errors call it."""
+    prompt: list[int]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class NumberedLine:
+    """A line behind the first."""
+
+    index: int
+    fields: JsonFields
+    where: str
+    """``answers.jsonl:3``"""
+
+
+@dataclass(frozen=True)
+class LinesFile:
+    """Such a file, which need not exist yet.
+
+    Attributes:
+        path: where it is.
+        what: it holds, in the plural, as errors call it.
+        settings: of all its lines; a file of others is refused.
+    """
+
+    path: Path
+    what: str
+    settings: DataclassInstance
+
+    @property
+    def format(self) -> str:
+        """What its first line says that it is."""
+        return f"eecore {self.what} 1"
+
+    def begin(self) -> list[NumberedLine]:
+        """What is in the file, which begins with its settings when this returns.
+
+        Raises:
+            RequestError: it is not such a file, or of other settings.
+        """
+        content = self.path.read_bytes() if is_file(self.path) else b""
+        whole = content.rfind(b"\n") + 1
+        if not whole:
+            header = {"format": self.format, **asdict(self.settings)}
+            write_text(self.path, json.dumps(header) + "\n")
+            return []
+        lines = list(self.lines())
+        if whole < len(content):
+            with self.path.open("r+b") as file:
+                file.truncate(whole)
+        return lines
+
+    def lines(self) -> Iterator[NumberedLine]:
+        """What has been written so far, in the order in which it was finished.
+
+        Raises:
+            RequestError: it is not such a file, or of other settings.
+        """
+        if kind_of(self.path) == "nothing":
+            return
+        try:
+            content = self.path.read_bytes()
+        except OSError as error:
+            raise RequestError(f"{shown_path(self.path)}: {error.strerror or error}") from None
+        first, *lines = content.split(b"\n")[:-1] or [b""]  # the last is empty, or half a line
+        self._check_header(first)
+        seen = set()
+        for number, line in enumerate(lines, 2):
+            where = f"{shown_path(self.path)}:{number}"
+            fields = JsonFields.of(parse_json(line, where, RequestError), where, RequestError)
+            index = fields.integer("index", 0)
+            if index in seen:
+                raise RequestError(f"{where}: index: expected each once, got {index} again")
+            seen.add(index)
+            yield NumberedLine(index, fields, where)
+
+    def write(
+        self,
+        model: Model,
+        asked: Iterator[Ask],
+        fields_of: Callable[[int, Output], dict[str, Any]],
+        *,
+        rows: int,
+        wants_more: Callable[[], bool] = lambda: True,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> bool:
+        """Have texts written at full depth, a line each, until there are enough or no more.
+
+        Args:
+            model: whose engine writes nothing else.
+            asked: what is wanted; taken as there is room.
+            fields_of: a text's line, of its index and its output.
+            rows: texts that are written at once.
+            wants_more: asked before others are begun; those that are running are finished.
+            should_stop: asked after each step; when it says True what is running is lost.
+
+        Returns:
+            Whether it was finished; False when it was told to stop.
+
+        Raises:
+            RequestError: a text cannot be asked for, or its request failed; it names which.
+        """
+        engine, running = model.engine(), dict[str, Ask]()
+        with self.path.open("a", encoding="utf-8") as file:
+            while True:
+                for ask in islice(asked, rows - len(running) if wants_more() else 0):
+                    try:
+                        name = engine.add_request(ask.prompt, exit="full", sampling=ask.sampling)
+                    except RequestError as error:
+                        raise RequestError(f"{ask.name}: {error}") from None
+                    running[name] = ask
+                if not running:
+                    return True
+                for step in engine.step():
+                    if step.output is not None:
+                        ask = running.pop(step.request_id)
+                        if step.output.error is not None:
+                            raise RequestError(f"{ask.name}: {step.output.error}")
+                        line = {"index": ask.index, **fields_of(ask.index, step.output)}
+                        file.write(json.dumps(line, separators=(",", ":")) + "\n")
+                        file.flush()
+                if should_stop is not None and should_stop():
+                    return False
+
+    def _check_header(self, line: bytes) -> None:
+        got: Any = parse_json(line, f"{shown_path(self.path)}:1", RequestError)
+        if not isinstance(got, dict) or got.get("format") != self.format:
+            raise RequestError(
+                f"{shown_path(self.path)}:1: expected a file of {self.what}, {self.format!r}"
+            )
+        for name, expected in asdict(self.settings).items():
+            if got.get(name) != expected:
+                raise RequestError(
+                    f"{shown_path(self.path)}: {name}: expected {expected!r}, as this run has, got "
+                    f"{got.get(name)!r}: of another run"
+                )
 
 
 @dataclass(frozen=True)
@@ -61,18 +226,6 @@ class Answer:
     answer: list[int]
 
 
-@dataclass(frozen=True)
-class AnswersReport:
-    """How far the writing has come, with what earlier runs wrote."""
-
-    answers: int
-    tokens: int
-    num_tokens: int
-    """How many are wanted."""
-    tokens_per_s: float
-    """Of this run."""
-
-
 def write_answers(
     model: Model,
     questions: Iterable[tuple[int, str]],
@@ -81,7 +234,7 @@ def write_answers(
     settings: AnswerSettings,
     *,
     rows: int = 64,
-    progress: Callable[[AnswersReport], None] | None = None,
+    progress: Callable[[int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> bool:
     """Go on with a file of answers, or begin it, until it has so many tokens of answers.
@@ -96,38 +249,36 @@ def write_answers(
         num_tokens: how many are wanted at least, with those that are there; fewer where there are
             no more questions.
         settings: of the file.
-        rows: answers that are written at once.
-        progress: called at the beginning and after each answer.
-        should_stop: asked after each step; when it says True what is finished is in the file.
-
-    Returns:
-        Whether it came to its end; False when it was told to stop.
+        rows: as for :meth:`LinesFile.write`, whose result this has.
+        progress: called with the tokens that there are, at the beginning and after each answer.
+        should_stop: likewise.
 
     Raises:
         RequestError: a question cannot be asked, or the file is of other settings.
     """
     lines = _file(path, settings)
     done = {answer.index: len(answer.answer) for answer in map(_answer, lines.begin())}
-    report = _Reporter(len(done), sum(done.values()), num_tokens, progress)
-    asked = (
-        _asked(model, index, question, settings)
-        for index, question in questions
-        if index not in done
+    tokens = sum(done.values())
+
+    def add(count: int) -> None:
+        nonlocal tokens
+        tokens += count
+        if progress is not None:
+            progress(tokens)
+
+    def fields_of(_index: int, output: Output) -> dict[str, Any]:
+        add(len(output.token_ids))
+        return {"prompt": output.prompt_token_ids, "answer": output.token_ids}
+
+    add(0)
+    return lines.write(
+        model,
+        (_asked(model, *each, settings) for each in questions if each[0] not in done),
+        fields_of,
+        rows=rows,
+        wants_more=lambda: tokens < num_tokens,
+        should_stop=should_stop,
     )
-    with path.open("a", encoding="utf-8") as file:
-
-        def finished(index: int, output: Output) -> None:
-            put_down(file, index, prompt=output.prompt_token_ids, answer=output.token_ids)
-            report.add(len(output.token_ids))
-
-        return write_all(
-            model.engine(),
-            asked,
-            finished,
-            rows=rows,
-            wants_more=lambda: report.tokens < num_tokens,
-            should_stop=should_stop,
-        )
 
 
 def read_answers(path: Path, settings: AnswerSettings) -> list[Answer]:
@@ -140,56 +291,29 @@ def read_answers(path: Path, settings: AnswerSettings) -> list[Answer]:
     return sorted(answers, key=lambda answer: answer.index)
 
 
-class _Reporter:
-    def __init__(
-        self,
-        answers: int,
-        tokens: int,
-        num_tokens: int,
-        progress: Callable[[AnswersReport], None] | None,
-    ) -> None:
-        self.answers, self.tokens, self.num_tokens = answers, tokens, num_tokens
-        self._progress = progress
-        self._started, self._before = time.monotonic(), tokens
-        self._tell()
-
-    def add(self, num_tokens: int) -> None:
-        self.answers += 1
-        self.tokens += num_tokens
-        self._tell()
-
-    def _tell(self) -> None:
-        if self._progress is not None:
-            seconds = max(time.monotonic() - self._started, 1e-9)
-            speed = (self.tokens - self._before) / seconds
-            self._progress(AnswersReport(self.answers, self.tokens, self.num_tokens, speed))
-
-
 def _asked(model: Model, index: int, question: str, settings: AnswerSettings) -> Ask:
     name = f"question {index + 1}"
+    sampling = SamplingParams(
+        max_tokens=settings.max_tokens,
+        temperature=settings.temperature if index % 2 else 0.0,
+        seed=seed_of(settings.seed, index),
+    )
     try:
-        return Ask(index, name, chat_ids(model, question), _sampling(settings, index))
+        return Ask(index, name, chat_ids(model, question), sampling)
     except RequestError as error:
         raise RequestError(f"{name}: {error}") from None
 
 
 def chat_ids(model: Model, question: str) -> list[int]:
-    """A question as the model is asked it.
+    """A question as the model is asked it; a RequestError where its template refuses it."""
+    return tokenizer_of(model).encode_chat([{"role": "user", "content": question}])
 
-    Raises:
-        RequestError: there is no tokenizer, or the chat template refuses it.
-    """
+
+def tokenizer_of(model: Model) -> Tokenizer:
+    """The model's tokenizer; a RequestError where it has none."""
     if model.tokenizer is None:
         raise RequestError("model: expected one with a tokenizer, got one without")
-    return model.tokenizer.encode_chat([{"role": "user", "content": question}])
-
-
-def _sampling(settings: AnswerSettings, index: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=settings.max_tokens,
-        temperature=settings.temperature if index % 2 else 0.0,
-        seed=seed_of(settings.seed, index),
-    )
+    return model.tokenizer
 
 
 def _file(path: Path, settings: AnswerSettings) -> LinesFile:
@@ -198,7 +322,7 @@ def _file(path: Path, settings: AnswerSettings) -> LinesFile:
 
 def _answer(line: NumberedLine) -> Answer:
     prompt, answer = (
-        list(line.fields.integers(name, 0, MOST_TOKENS)) for name in ("prompt", "answer")
+        list(line.fields.integers(name, 0, MAX_TOKENS)) for name in ("prompt", "answer")
     )
     if not prompt or not answer:
         raise RequestError(f"{line.where}: expected tokens of a prompt and an answer, got none")

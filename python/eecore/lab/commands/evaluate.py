@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,33 +14,40 @@ from eecore.builtin import BUILTIN
 from eecore.console.exit_options import ExitOptions, SkipsFile, parse_layers
 from eecore.console.failures import UsageError
 from eecore.console.files import beside, check_out
-from eecore.console.loading import (
-    Debug,
-    Device,
-    Dtype,
-    ModelPath,
-    Threads,
-    Weights,
-    check_path,
-    load,
-)
+from eecore.console.loading import ModelPath, check_path
+from eecore.console.options import LoadOptions, option, takes_options
 from eecore.console.signals import INTERRUPTED
 from eecore.files import write_text
-from eecore.lab.commands.train import ProgressLine
+from eecore.lab.commands.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from eecore.lab.evaluation import TimedRun
+    from eecore.calibration import Example
+    from eecore.lab.evaluation.timed import TimedRun
 
-Data = Annotated[Path, typer.Option(help='JSON lines of {"input": prompt, "target": label}.')]
-MaxTokens = Annotated[int, typer.Option(min=1, help="New tokens a prompt.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Examples to use.", show_default="all")]
 Batch = Annotated[int, typer.Option(min=1, help="Prompts that run together.")]
 Rounds = Annotated[int, typer.Option(min=1, help="How often all take their turn.")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """The prompts of an evaluation, and how much is generated."""
+
+    data: Path = option(help='JSON lines of {"input": prompt, "target": label}.')
+    max_tokens: int = option(64, "New tokens a prompt.", min=1)
+    limit: int | None = option(None, "Examples to use.", min=1, show_default="all")
+
+    def read(self) -> list[Example]:
+        """The prompts and their labels."""
+        from eecore.calibration import read_examples
+
+        return read_examples(self.data, limit=self.limit)
+
+
+@takes_options
 def layerskip(
     model: ModelPath,
-    data: Data,
+    prompts: Prompts,
+    loading: LoadOptions,
     mode: Annotated[
         list[str] | None,
         typer.Option(
@@ -52,28 +60,20 @@ def layerskip(
         str | None, typer.Option(help="Exits to score: 4,8,12 or none.", show_default="all")
     ] = None,
     metric: Annotated[str, typer.Option(help="rouge2, rougeL or exact.")] = "rouge2",
-    max_tokens: MaxTokens = 64,
-    limit: Limit = None,
     batch_size: Batch = 1,
     rounds: Rounds = 3,
     out: Annotated[
         Path | None, typer.Option(help="Also write NAME.json and NAME.md.", metavar="NAME")
     ] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    weights: Weights = None,
-    threads: Threads = None,
-    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
     """LayerSkip's tables: exits one by one, modes side by side, what reuse saves."""
     directory = check_path(model)
     check_out("--out", out, is_stem=True)
 
-    from eecore.calibration import read_examples
-    from eecore.lab.evaluation import evaluate_layerskip
+    from eecore.lab.evaluation.layerskip import evaluate_layerskip
     from eecore.models import read_config
 
-    examples = read_examples(data, limit=limit)
+    examples = prompts.read()
     config = read_config(directory)
     words = mode or _default_modes(config.num_layers)
     policies = [
@@ -85,14 +85,13 @@ def layerskip(
     chosen = None
     if layers is not None:
         chosen = () if layers == "none" else parse_layers("--layers", layers)
-    loaded = load(model, threads=threads, device=device, dtype=dtype, weights=weights)
     report = evaluate_layerskip(
-        loaded,
+        loading.load(model),
         examples,
         policies,  # type: ignore[arg-type]
         layers=chosen,
         metric=metric,
-        max_tokens=max_tokens,
+        max_tokens=prompts.max_tokens,
         batch_size=batch_size,
         rounds=rounds,
         progress=show_turn,
@@ -104,16 +103,16 @@ def layerskip(
     return 0
 
 
+@takes_options
 def sweep(
     model: ModelPath,
-    data: Data,
+    prompts: Prompts,
+    loading: LoadOptions,
     exit_layers: Annotated[
         str | None,
         typer.Option(help="Of the draft: 4,8,12.", show_default="eighths, to three quarters"),
     ] = None,
     num_drafts: Annotated[str, typer.Option(help="Most drafts a round.")] = "2,4,6,8",
-    max_tokens: MaxTokens = 64,
-    limit: Limit = None,
     batch_size: Batch = 1,
     rounds: Rounds = 1,
     out: Annotated[
@@ -130,11 +129,6 @@ def sweep(
             "by which --exit auto drafts with its first layers.",
         ),
     ] = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    weights: Weights = None,
-    threads: Threads = None,
-    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
     """Time self-speculation over exit layers and drafts on your prompts; answer with the best.
 
@@ -143,13 +137,13 @@ def sweep(
     directory = check_path(model)
     check_out("--out", out, is_stem=True)
 
-    from eecore.calibration import read_examples
     from eecore.exits import SelfSpeculative
-    from eecore.lab.evaluation import default_exit_layers, known_exits, plots, sweep_speculation
-    from eecore.lab.training import stop_on_signals
+    from eecore.lab import plots
+    from eecore.lab.evaluation.sweep import default_exit_layers, known_exits, sweep_speculation
+    from eecore.lab.training.interrupts import stop_on_signals
     from eecore.models import exits_file, read_config
 
-    prompts = [example.prompt for example in read_examples(data, limit=limit)]
+    texts = [example.prompt for example in prompts.read()]
     drafts = parse_layers("--num-drafts", num_drafts, what="numbers")
     config = read_config(directory)
     layers = default_exit_layers(config.num_layers)
@@ -168,26 +162,26 @@ def sweep(
             raise UsageError(f"--write: expected a model of your own, got {BUILTIN}")
         known_exits(directory, config.num_layers)
         check_out("--write", exits_file(directory))
-    loaded = load(model, threads=threads, device=device, dtype=dtype, weights=weights)
-    answers = len(prompts) * rounds * (2 + len(layers) * len(drafts))
+    loaded = loading.load(model)
+    answers = len(texts) * rounds * (2 + len(layers) * len(drafts))
     with stop_on_signals() as stop, ProgressLine() as line:
         line.count("sweep", 0, answers, "answers")
-        groups, asked = -(-len(prompts) // batch_size), 0
+        groups, asked = -(-len(texts) // batch_size), 0
 
         def stops() -> bool:
             nonlocal asked
             asked += 1
             turns, group = divmod(asked, groups)
-            answered = turns * len(prompts) + group * batch_size
+            answered = turns * len(texts) + group * batch_size
             line.count("sweep", answered, answers, "answers")
             return stop()
 
         found = sweep_speculation(
             loaded,
-            prompts,
+            texts,
             exit_layers=layers,
             num_drafts=drafts,
-            max_tokens=max_tokens,
+            max_tokens=prompts.max_tokens,
             batch_size=batch_size,
             rounds=rounds,
             measures_agreement=write,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,58 +12,107 @@ import typer
 from eecore.console.exit_options import DecayTau, ExitPoints, MinExitLayer, parse_exit_points
 from eecore.console.failures import UsageError
 from eecore.console.files import check_out
-from eecore.console.loading import (
-    Debug,
-    Device,
-    Dtype,
-    ModelPath,
-    Threads,
-    Weights,
-    check_path,
-    load,
-)
+from eecore.console.loading import ModelPath, check_path
 from eecore.console.model_files import in_model, load_classifier
-from eecore.lab.commands.evaluate import Data, Limit, MaxTokens, Rounds, show_turn
+from eecore.console.options import LoadOptions, option, takes_options
+from eecore.lab.commands.evaluate import Prompts, Rounds, show_turn
 
 if TYPE_CHECKING:
     from eecore.calibration_file import Calibration
     from eecore.exits import ConfidentExit
-    from eecore.lab.evaluation import TimedRun
+    from eecore.lab.evaluation.timed import TimedRun
 
-__all__ = ["calm", "confident_policies"]
+__all__ = ["ConfidentExits", "calm"]
 
 CLASSIFIER_FILE = "classifier.safetensors"
 BATCH_MODES = {"each": ("each",), "all": ("all",), "both": ("each", "all")}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConfidentExits:
+    """The confident exits of an evaluation: one policy a measure."""
+
+    thresholds: str | None = option(
+        None,
+        "By measure, as in softmax=0.85,state=0.95,classifier=0.9.",
+        show_default="these, the paper's, but where --calibration has one",
+    )
+    calibration: list[Path] | None = option(
+        None,
+        "File of eecore calibrate (or the name of one in MODEL), in place of a threshold; one a "
+        "measure.",
+        show_default="none",
+    )
+    classifier: Path | None = option(
+        None,
+        "File of eecore train-classifier.",
+        show_default=f"{CLASSIFIER_FILE} in MODEL; without one the measure is left out",
+    )
+    exit_points: ExitPoints = None
+    min_exit_layer: MinExitLayer = None
+    decay_tau: DecayTau = None
+
+    def policies(self, directory: Path) -> list[ConfidentExit]:
+        """The policies for a model's directory, in the order of the paper's Table 1.
+
+        Calibrations hold all of their settings; exit points, the earliest exit and tau are those of
+        the other measures.
+
+        Raises:
+            UsageError: for settings that contradict each other.
+            RequestError: for files that cannot be used.
+        """
+        from eecore.exits import ConfidentExit
+        from eecore.lab.evaluation.calm import PAPER_THRESHOLDS
+
+        given = _thresholds(self.thresholds)
+        calibrated = _calibrations([in_model(path, directory) for path in self.calibration or ()])
+        for measure in given:
+            if measure in calibrated:
+                raise UsageError(
+                    f"--thresholds: expected none for {measure}, which --calibration has"
+                )
+        file = in_model(self.classifier or Path(CLASSIFIER_FILE), directory)
+        learnt = None
+        if self.classifier is not None or file.is_file():
+            learnt = load_classifier(file, directory)
+        elif "classifier" in (given | calibrated):
+            raise UsageError(f"--classifier: expected a file, got none, nor is there {file}")
+        by_hand = {
+            "--exit-points": self.exit_points,
+            "--min-exit-layer": self.min_exit_layer,
+            "--tau": self.decay_tau,
+        }
+        measures = [name for name in PAPER_THRESHOLDS if name != "classifier" or learnt is not None]
+        if set(measures) <= set(calibrated):
+            for flag, value in by_hand.items():
+                if value is not None:
+                    raise UsageError(f"{flag}: expected none beside --calibration, which holds it")
+        policies = []
+        for measure in measures:
+            own = learnt if measure == "classifier" else None
+            if measure in calibrated:
+                policies.append(ConfidentExit.calibrated(calibrated[measure], own))
+                continue
+            policies.append(
+                ConfidentExit(
+                    given.get(measure, PAPER_THRESHOLDS[measure]),
+                    measure,
+                    decay_tau=self.decay_tau or 0.0,
+                    exit_points=parse_exit_points(self.exit_points),
+                    min_exit_layer=self.min_exit_layer or 1,
+                    classifier=own,
+                )
+            )
+        return policies
+
+
+@takes_options
 def calm(
     model: ModelPath,
-    data: Data,
-    thresholds: Annotated[
-        str | None,
-        typer.Option(
-            help="By measure, as in softmax=0.85,state=0.95,classifier=0.9.",
-            show_default="these, the paper's, but where --calibration has one",
-        ),
-    ] = None,
-    calibration: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="File of eecore calibrate (or the name of one in MODEL), in place of a "
-            "threshold; one a measure.",
-            show_default="none",
-        ),
-    ] = None,
-    classifier: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of eecore train-classifier.",
-            show_default=f"{CLASSIFIER_FILE} in MODEL; without one the measure is left out",
-        ),
-    ] = None,
-    exit_points: ExitPoints = None,
-    min_exit_layer: MinExitLayer = None,
-    decay_tau: DecayTau = None,
+    prompts: Prompts,
+    loading: LoadOptions,
+    exits: ConfidentExits,
     batch: Annotated[
         str,
         typer.Option(help="A row leaves by itself, or all together (Algorithm 1): each, all, both"),
@@ -74,8 +124,6 @@ def calm(
         ),
     ] = None,
     metric: Annotated[str, typer.Option(help="rougeL, rouge2 or exact.")] = "rougeL",
-    max_tokens: MaxTokens = 64,
-    limit: Limit = None,
     rounds: Rounds = 3,
     out: Annotated[
         Path | None,
@@ -84,11 +132,6 @@ def calm(
             metavar="NAME",
         ),
     ] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    weights: Weights = None,
-    threads: Threads = None,
-    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
     """Quality, throughput and latency of confident exits (early-exit framework: Table 1, Figures).
 
@@ -99,44 +142,29 @@ def calm(
     if batch not in BATCH_MODES:
         raise UsageError(f"--batch: expected {', '.join(BATCH_MODES)}, got {batch!r}")
 
-    from eecore.calibration import SIMILARITIES, read_examples
-    from eecore.lab.evaluation import evaluate_calm, plots
+    from eecore.calibration import SIMILARITIES
+    from eecore.lab import plots
+    from eecore.lab.evaluation.calm import evaluate_calm
     from eecore.models import read_config
 
     if metric not in SIMILARITIES:
         raise UsageError(f"--metric: expected {', '.join(SIMILARITIES)}, got {metric!r}")
     if out is not None:
         plots.figure((1, 1))  # raises where matplotlib is missing
-    examples = read_examples(data, limit=limit)
-    policies = confident_policies(
-        directory,
-        thresholds=thresholds,
-        calibrations=calibration or (),
-        classifier=classifier,
-        decay_tau=decay_tau,
-        exit_points=parse_exit_points(exit_points),
-        min_exit_layer=min_exit_layer,
-    )
+    examples = prompts.read()
+    policies = exits.policies(directory)
     config = read_config(directory)
     for policy in policies:
         policy.check(config.num_layers, config.hidden_size)
     calibrated = next((policy for policy in policies if policy.calibration is not None), None)
-    loaded = load(
-        model,
-        threads=threads,
-        policy=calibrated,
-        device=device,
-        dtype=dtype,
-        weights=weights,
-    )
     report = evaluate_calm(
-        loaded,
+        loading.load(model, calibrated),
         examples,
         policies,
         batch_modes=BATCH_MODES[batch],  # type: ignore[arg-type]
         batch_sizes=tuple(dict.fromkeys(batch_size or (8, 32))),
         metric=metric,
-        max_tokens=max_tokens,
+        max_tokens=prompts.max_tokens,
         rounds=rounds,
         progress=_show,
     )
@@ -146,77 +174,9 @@ def calm(
     return 0
 
 
-def confident_policies(
-    directory: Path,
-    *,
-    thresholds: str | None = None,
-    calibrations: Sequence[Path] = (),
-    classifier: Path | None = None,
-    decay_tau: float | None = None,
-    exit_points: tuple[int, ...] | None = None,
-    min_exit_layer: int | None = None,
-) -> list[ConfidentExit]:
-    """One policy a measure, in the order of the paper's Table 1.
-
-    Calibrations hold all of their settings; the last three are those of the other measures.
-
-    Args:
-        directory: of the model, where files may be named as they are called there.
-        thresholds: ``softmax=0.85,state=0.95``; the paper's for measures that have none.
-        calibrations: files of ``eecore calibrate``.
-        classifier: file of ``eecore train-classifier``; without one the measure is left out, unless
-            the directory has classifier.safetensors.
-        decay_tau: 0 when None.
-        exit_points: all layers when None.
-        min_exit_layer: 1 when None.
-
-    Raises:
-        UsageError: for settings that contradict each other.
-        RequestError: for files that cannot be used.
-    """
-    from eecore.exits import ConfidentExit
-    from eecore.lab.evaluation import PAPER_THRESHOLDS
-
-    given = _thresholds(thresholds)
-    calibrated = _calibrations([in_model(path, directory) for path in calibrations])
-    for measure in given:
-        if measure in calibrated:
-            raise UsageError(f"--thresholds: expected none for {measure}, which --calibration has")
-    file = in_model(classifier or Path(CLASSIFIER_FILE), directory)
-    learnt = None
-    if classifier is not None or file.is_file():
-        learnt = load_classifier(file, directory)
-    elif "classifier" in (given | calibrated):
-        raise UsageError(f"--classifier: expected a file, got none, nor is there {file}")
-    by_hand = {"exit_points": exit_points, "min_exit_layer": min_exit_layer, "tau": decay_tau}
-    measures = [name for name in PAPER_THRESHOLDS if name != "classifier" or learnt is not None]
-    if set(measures) <= set(calibrated):
-        for name, value in by_hand.items():
-            if value is not None:
-                flag = "--" + name.replace("_", "-")
-                raise UsageError(f"{flag}: expected none beside --calibration, which holds it")
-    policies = []
-    for measure in measures:
-        own = learnt if measure == "classifier" else None
-        if measure in calibrated:
-            policies.append(ConfidentExit.calibrated(calibrated[measure], own))
-            continue
-        policies.append(
-            ConfidentExit(
-                given.get(measure, PAPER_THRESHOLDS[measure]),
-                measure,
-                decay_tau=decay_tau or 0.0,
-                exit_points=exit_points,
-                min_exit_layer=min_exit_layer or 1,
-                classifier=own,
-            )
-        )
-    return policies
-
-
 def _thresholds(text: str | None) -> dict[str, float]:
     """By measure."""
-    from eecore.lab.evaluation import PAPER_THRESHOLDS
+    from eecore.lab.evaluation.calm import PAPER_THRESHOLDS
 
     found: dict[str, float] = {}
     for part in [] if text is None else text.split(","):

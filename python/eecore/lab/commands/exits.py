@@ -21,23 +21,16 @@ from eecore.console.exit_options import (
 )
 from eecore.console.failures import UsageError
 from eecore.console.files import check_out
-from eecore.console.loading import (
-    Debug,
-    Device,
-    Dtype,
-    OptionalModel,
-    Threads,
-    Weights,
-    check_path,
-    load,
-    model_and_prompt,
-)
+from eecore.console.loading import OptionalModel, check_path, model_and_prompt
+from eecore.console.options import LoadOptions, takes_options
 from eecore.errors import RequestError
 from eecore.files import write_text
 from eecore.textfiles import read_text
 
 
+@takes_options
 def exits(
+    loading: LoadOptions,
     model: OptionalModel = None,
     prompt: Annotated[str | None, typer.Argument(help="What is given.")] = None,
     text: Annotated[
@@ -51,11 +44,6 @@ def exits(
     calibration: CalibrationFile = None,
     exit_points: ExitPoints = None,
     html: Annotated[Path | None, typer.Option(help="Also write a page to this file.")] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    weights: Weights = None,
-    threads: Threads = None,
-    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
     """Show how deep each token goes; the page tells the confidence after every layer on hover."""
     model, prompt = model_and_prompt(model, prompt)
@@ -75,11 +63,9 @@ def exits(
         calibration=calibration,
         exit_points=exit_points,
     ).policy(directory)
-    loaded = load(
-        model, threads=threads, policy=policy, device=device, dtype=dtype, weights=weights
-    )
+    loaded = loading.load(model, policy)
 
-    from eecore.lab.evaluation import map_exits
+    from eecore.lab.evaluation.exit_map import map_exits
 
     found = map_exits(loaded, prompt, policy, text=content, max_tokens=0 if content else max_tokens)
     console = Console(highlight=False, markup=False, soft_wrap=True)

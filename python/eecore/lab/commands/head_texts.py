@@ -4,24 +4,53 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from eecore.console.failures import UsageError
+from eecore.console.options import option
 from eecore.readable import is_file, kind_of, shown_path
 
 if TYPE_CHECKING:
     from eecore.generation import Model
-    from eecore.lab.answers import AnswerSettings, Round
-    from eecore.lab.commands.train import ProgressLine
-    from eecore.lab.training import StatesSettings
+    from eecore.lab.answers.asking import Round
+    from eecore.lab.answers.writing import AnswerSettings
+    from eecore.lab.commands.progress import ProgressLine
+    from eecore.lab.training.head_states import StatesSettings
 
-__all__ = ["STATES", "Asked", "check_directories", "what_is_asked", "write_and_read"]
+__all__ = ["STATES", "Answers", "Asked", "check_directories", "what_is_asked", "write_and_read"]
 
 QUESTIONS_FILE, ANSWERS_FILE = "questions.jsonl", "answers.jsonl"
 STATES = "states"
 SHORTEST_ANSWER = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """The questions to the model, and the text that it writes."""
+
+    PANEL: ClassVar[str] = "Answers"
+    prompts: Path | None = option(
+        None,
+        "Questions, one a line; .jsonl: strings, or objects with a prompt.",
+        show_default="questions of everyday life, code and rewriting that ship with eecore",
+    )
+    texts: list[Path] | None = option(
+        None,
+        "Files or directories of texts (.txt, .md, .rst) and Python code, which the model "
+        "is asked to summarise, to rewrite, to explain; repeatable.",
+    )
+    own_questions: bool = option(
+        False, "Questions that the model thinks of, and others about its answers."
+    )
+    tokens: int = option(500_000, "Of answers, to learn from.", min=1, max=1 << 34)
+    answer_tokens: int = option(256, "Most of an answer.", min=3)
+    work: Path | None = option(None, "Where answers and states are kept.", show_default="OUT/work")
+    also: list[Path] | None = option(
+        None, "The work directory of another run, which is learnt from, too; repeatable."
+    )
 
 
 def check_directories(out: Path, work: Path, resume: bool, also: list[Path]) -> None:
@@ -77,14 +106,14 @@ class Asked(NamedTuple):
     """Of a user's own texts: those that are too long for the model are left out."""
 
 
-def what_is_asked(prompts: Path | None, texts: Sequence[Path], own: bool, seed: int) -> Asked:
+def what_is_asked(answers: Answers, seed: int) -> Asked:
     """A user's questions, others about a user's texts, the model's own, or those that ship.
 
     Raises:
         UsageError: more than one of these.
         RequestError: a file of them cannot be read, or there is nothing in it.
     """
-    from eecore.lab.answers import (
+    from eecore.lab.answers.questions import (
         builtin_questions,
         digest_of,
         questions_about,
@@ -92,24 +121,25 @@ def what_is_asked(prompts: Path | None, texts: Sequence[Path], own: bool, seed: 
         read_questions,
     )
 
-    flags = {"--prompts": prompts is not None, "--texts": bool(texts), "--own-questions": own}
-    chosen = [flag for flag, is_given in flags.items() if is_given]
+    given = {
+        "--prompts": answers.prompts,
+        "--texts": answers.texts,
+        "--own-questions": answers.own_questions,
+    }
+    chosen = [flag for flag, value in given.items() if value]
     if len(chosen) > 1:
         raise UsageError(f"{chosen[0]}: expected it or {chosen[1]}, got both")
-    if own:
+    if answers.own_questions:
         return Asked("own", None)
-    if prompts is not None:
-        questions = read_questions(prompts)
-        return Asked(_digest_of(questions), lambda: questions)
-    if texts:
-        passages = read_passages(texts)
+    if answers.prompts is not None:
+        questions = read_questions(answers.prompts)
+        digest = hashlib.sha256(json.dumps(questions).encode()).hexdigest()
+        return Asked(digest, lambda: questions)
+    if answers.texts:
+        passages = read_passages(answers.texts)
         name = f"about {digest_of(passages)}"
         return Asked(name, lambda: questions_about(passages, seed), about_texts=True)
     return Asked("built in", lambda: builtin_questions(seed))
-
-
-def _digest_of(questions: list[str]) -> str:
-    return hashlib.sha256(json.dumps(questions).encode()).hexdigest()
 
 
 def write_and_read(
@@ -127,8 +157,8 @@ def write_and_read(
     Returns:
         Whether it came to its end; False when told to stop.
     """
-    from eecore.lab.answers import read_answers, write_answers
-    from eecore.lab.training import WrittenText, collect_states
+    from eecore.lab.answers.writing import read_answers, write_answers
+    from eecore.lab.training.head_states import collect_states
     from eecore.models import LlamaModel
 
     file = work / ANSWERS_FILE
@@ -141,7 +171,7 @@ def write_and_read(
             file,
             each.num_tokens,
             settings,
-            progress=lambda r: line.count("writing", r.tokens, tokens, "tokens of answers"),
+            progress=lambda count: line.count("writing", count, tokens, "tokens of answers"),
             should_stop=stop,
         ):
             return False
@@ -149,11 +179,7 @@ def write_and_read(
     written = sum(len(answer.answer) for answer in answers)
     if written < tokens:
         line.keep(f"wrote {written} of {tokens} tokens: there were no more questions")
-    texts = [
-        WrittenText(answer.index, answer.prompt, answer.answer)
-        for answer in answers
-        if len(answer.answer) >= SHORTEST_ANSWER
-    ]
+    texts = [answer for answer in answers if len(answer.answer) >= SHORTEST_ANSWER]
     directory = work / STATES
     directory.mkdir(exist_ok=True)
     return collect_states(
@@ -176,7 +202,8 @@ def _rounds(
     line: ProgressLine,
 ) -> Iterator[Round | None]:
     """What the model is asked, round by round, each answered before the next; None: stopped."""
-    from eecore.lab.answers import Round, chat_ids, own_rounds
+    from eecore.lab.answers.asking import Round, own_rounds
+    from eecore.lab.answers.writing import chat_ids
 
     if (questions := asked.questions) is not None:
         room = model.config.max_position - settings.max_tokens
@@ -194,6 +221,6 @@ def _rounds(
         work / ANSWERS_FILE,
         tokens,
         settings,
-        progress=lambda r: line.count("asking", r.questions, r.wanted, "questions"),
+        progress=lambda done, wanted: line.count("asking", done, wanted, "questions"),
         should_stop=stop,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -9,31 +10,29 @@ import typer
 
 from eecore.console.failures import UsageError
 from eecore.console.files import check_out
-from eecore.console.loading import SEEDS, Debug, ModelPath, Threads, check_path, spinner
-from eecore.lab.commands.train import training_device
+from eecore.console.loading import SEEDS, Device, ModelPath, check_path, spinner
+from eecore.console.options import ProcessOptions, option, takes_options
+from eecore.lab.commands.train import MAX_BATCH, MAX_STEPS, Sequences, training_device
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The settings of the training."""
+
+    steps: int = option(500, min=1, max=MAX_STEPS)
+    batch_size: int = option(16, "Sequences a step.", min=1, max=MAX_BATCH)
+    learning_rate: float = option(1e-3)
+    seed: int = option(0, min=0, max=SEEDS)
+    device: Device = None
+
+
+@takes_options
 def train_classifier(
     model: ModelPath,
-    data: Annotated[
-        list[Path], typer.Option(help="Like the model's training data; may be repeated.")
-    ],
+    sequences: Sequences,
     out: Annotated[Path, typer.Option(help="The safetensors file to make.")],
-    steps: Annotated[int, typer.Option(min=1, max=1 << 40)] = 500,
-    batch_size: Annotated[int, typer.Option(min=1, max=1 << 20, help="Sequences a step.")] = 16,
-    learning_rate: Annotated[float, typer.Option()] = 1e-3,
-    context: Annotated[
-        int, typer.Option(min=2, max=1 << 24, help="Most tokens of a sequence.")
-    ] = 256,
-    truncate_inputs: Annotated[
-        bool, typer.Option("--truncate-inputs", help="Cut inputs that leave no room for targets.")
-    ] = False,
-    seed: Annotated[int, typer.Option(min=0, max=SEEDS)] = 0,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is a GPU")
-    ] = None,
-    threads: Threads = None,
-    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
+    recipe: Recipe,
+    process: ProcessOptions,
 ) -> int:
     """Train the exit classifier (CALM) of a model, which itself is not changed.
 
@@ -49,41 +48,36 @@ def train_classifier(
             BatchOrder,
             ClassifierConfig,
             ExitModel,
-            FrozenModel,
-            RunningModel,
             StartingPoint,
             collate,
-            is_quantised,
-            load_running_model,
             load_starting_point,
-            model_digest,
-            read_data,
             save_classifier,
             train_exit_classifier,
         )
+        from eecore.lab.training.frozen_model import (
+            FrozenModel,
+            RunningModel,
+            is_quantised,
+            load_running_model,
+        )
+        from eecore.models import model_digest
 
-        if threads is not None:
-            torch.set_num_threads(threads)
-        config = ClassifierConfig(learning_rate=learning_rate, seed=seed)
+        if process.threads is not None:
+            torch.set_num_threads(process.threads)
+        config = ClassifierConfig(learning_rate=recipe.learning_rate, seed=recipe.seed)
         exits: FrozenModel
         start: StartingPoint | RunningModel
         if is_quantised(directory):
-            exits = start = load_running_model(directory, device)
+            exits = start = load_running_model(directory, recipe.device)
         else:
             start = load_starting_point(directory)
             if not start.pretrained:
                 raise UsageError(f"{model}: expected a model with weights, got none")
-            exits = ExitModel.of(start.model.to(training_device(device)))
-        sequences = read_data(
-            data,
-            start.tokenizer,
-            context=context,
-            eos_token_id=start.eos_token_id,
-            truncate_inputs=truncate_inputs,
-        )
-    order = BatchOrder(sequences.lengths, batch_size, seed)
+            exits = ExitModel.of(start.model.to(training_device(recipe.device)))
+        data = sequences.read(sequences.data, start.tokenizer, start.eos_token_id)
+    order, steps = BatchOrder(data.lengths, recipe.batch_size, recipe.seed), recipe.steps
     batches = (
-        collate(sequences, order.indices(step).tolist(), decoder_start=exits.decoder_start)
+        collate(data, order.indices(step).tolist(), decoder_start=exits.decoder_start)
         for step in range(steps)
     )
     losses: list[float] = []

@@ -2,43 +2,99 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
 from eecore.console.failures import UsageError
-from eecore.console.loading import SEEDS, Debug, Threads, check_path, load
+from eecore.console.loading import SEEDS, check_path, load
+from eecore.console.options import ProcessOptions, option, takes_options
 from eecore.console.signals import INTERRUPTED
 from eecore.lab.commands.head_texts import (
     STATES,
+    Answers,
     check_directories,
     what_is_asked,
     write_and_read,
 )
-from eecore.lab.commands.train import ProgressLine, shown_seconds
+from eecore.lab.commands.progress import ProgressLine
 from eecore.readable import is_file, shown_path
 
 if TYPE_CHECKING:
     from eecore.config import ModelConfig
     from eecore.generation import Model
-    from eecore.json_fields import JsonFields
-    from eecore.lab.training import HeadConfig, HeadRun, HeadStates, StatesSettings, TrainedHead
+    from eecore.lab.training.harness import TrainingRun
+    from eecore.lab.training.head_run import HeadTrainee
+    from eecore.lab.training.head_states import StatesSettings
     from eecore.models import LlamaModel
 
 __all__ = ["stored_weights", "train_exits"]
 
-DATA, HEAD, RUN = "Answers", "Head", "Run"
 TRAINING = "training"
 PARTS = (0.25, 0.5)
 """Of the texts, with --learning-curve."""
 STRETCH = 32
+WARMUP = 20
+"""One step in so many has a rate that still grows."""
+TIMED_STEPS = 1000
+"""Of the run whose pace --minutes is measured by."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The parts of the head, and what it begins with."""
+
+    PANEL: ClassVar[str] = "Head"
+    taps: str | None = option(
+        None,
+        "After which layers states are read; the last is all of them.",
+        show_default="a third, two thirds and all of them",
+    )
+    vocabulary: int = option(8192, "Tokens that can be drafted.", min=1)
+    blocks: int = option(1, "MLPs, one after the other.", min=1, max=16)
+    intermediate_size: int | None = option(
+        None, "Of an MLP.", min=1, max=1 << 16, show_default="the model's"
+    )
+    attend: int = option(
+        4,
+        "Key heads of the model that it attends to: those that most look for what came "
+        "after the same token.",
+        min=0,
+        max=64,
+    )
+    begin: Path | None = option(None, "A head of this model whose weights it begins with.")
+    keep_vocabulary: bool = option(
+        False, "Draft the tokens that the head of --begin drafts, not those of the answers."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The training of the head."""
+
+    PANEL: ClassVar[str] = "Run"
+    minutes: float | None = option(None, "Training time, instead of --epochs.", min=0.001, max=1e6)
+    epochs: float | None = option(
+        None, "Times through the text.", min=0.001, max=1e6, show_default="4"
+    )
+    drafts: int = option(3, "Of each row in training.", min=1, max=8)
+    learning_rate: float = option(1e-3)
+    batch_size: int = option(32, f"Stretches of {STRETCH} tokens a step.", min=1, max=1 << 16)
+    precision: Literal["float32", "bfloat16"] = option(
+        "float32", "Of products; bfloat16 is faster on a CPU that multiplies it."
+    )
+    learning_curve: bool = option(
+        False, "Train on a quarter and on half of the text too, to see what more of it brings."
+    )
+    seed: int = option(0, min=0, max=SEEDS)
+    resume: bool = option(False, "Go on with what is in the work directory.")
+
+
+@takes_options
 def train_exits(
     model: Annotated[
         str,
@@ -47,145 +103,10 @@ def train_exits(
         ),
     ],
     out: Annotated[Path, typer.Option(help="The directory of the head to make.")],
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help="Questions, one a line; .jsonl: strings, or objects with a prompt.",
-            show_default="questions of everyday life, code and rewriting that ship with eecore",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
-    texts: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Files or directories of texts (.txt, .md, .rst) and Python code, which the model "
-            "is asked to summarise, to rewrite, to explain; repeatable.",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
-    own_questions: Annotated[
-        bool,
-        typer.Option(
-            "--own-questions",
-            help="Questions that the model thinks of, and others about its answers.",
-            rich_help_panel=DATA,
-        ),
-    ] = False,
-    tokens: Annotated[
-        int,
-        typer.Option(min=1, max=1 << 34, help="Of answers, to learn from.", rich_help_panel=DATA),
-    ] = 500_000,
-    answer_tokens: Annotated[
-        int, typer.Option(min=3, help="Most of an answer.", rich_help_panel=DATA)
-    ] = 256,
-    work: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where answers and states are kept.", show_default="OUT/work", rich_help_panel=DATA
-        ),
-    ] = None,
-    also: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="The work directory of another run, which is learnt from, too; repeatable.",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
-    taps: Annotated[
-        str | None,
-        typer.Option(
-            help="After which layers states are read; the last is all of them.",
-            show_default="a third, two thirds and all of them",
-            rich_help_panel=HEAD,
-        ),
-    ] = None,
-    vocabulary: Annotated[
-        int, typer.Option(min=1, help="Tokens that can be drafted.", rich_help_panel=HEAD)
-    ] = 8192,
-    blocks: Annotated[
-        int, typer.Option(min=1, max=16, help="MLPs, one after the other.", rich_help_panel=HEAD)
-    ] = 1,
-    intermediate_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=1 << 16, help="Of an MLP.", show_default="the model's", rich_help_panel=HEAD
-        ),
-    ] = None,
-    attend: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=64,
-            help="Key heads of the model that it attends to: those that most look for what came "
-            "after the same token.",
-            rich_help_panel=HEAD,
-        ),
-    ] = 4,
-    begin: Annotated[
-        Path | None,
-        typer.Option(
-            help="A head of this model whose weights it begins with.",
-            rich_help_panel=HEAD,
-        ),
-    ] = None,
-    keep_vocabulary: Annotated[
-        bool,
-        typer.Option(
-            "--keep-vocabulary",
-            help="Draft the tokens that the head of --begin drafts, not those of the answers.",
-            rich_help_panel=HEAD,
-        ),
-    ] = False,
-    minutes: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001, max=1e6, help="Training time, instead of --epochs.", rich_help_panel=RUN
-        ),
-    ] = None,
-    epochs: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001,
-            max=1e6,
-            help="Times through the text.",
-            show_default="4",
-            rich_help_panel=RUN,
-        ),
-    ] = None,
-    drafts: Annotated[
-        int, typer.Option(min=1, max=8, help="Of each row in training.", rich_help_panel=RUN)
-    ] = 3,
-    learning_rate: Annotated[float, typer.Option(rich_help_panel=RUN)] = 1e-3,
-    batch_size: Annotated[
-        int,
-        typer.Option(
-            min=1, max=1 << 16, help=f"Stretches of {STRETCH} tokens a step.", rich_help_panel=RUN
-        ),
-    ] = 32,
-    precision: Annotated[
-        Literal["float32", "bfloat16"],
-        typer.Option(
-            help="Of products; bfloat16 is faster on a CPU that multiplies it.",
-            rich_help_panel=RUN,
-        ),
-    ] = "float32",
-    learning_curve: Annotated[
-        bool,
-        typer.Option(
-            "--learning-curve",
-            help="Train on a quarter and on half of the text too, to see what more of it brings.",
-            rich_help_panel=RUN,
-        ),
-    ] = False,
-    seed: Annotated[int, typer.Option(min=0, max=SEEDS, rich_help_panel=RUN)] = 0,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Go on with what is in the work directory.", rich_help_panel=RUN
-        ),
-    ] = False,
-    threads: Threads = None,
-    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
+    texts: Answers,
+    head: Head,
+    run: Run,
+    process: ProcessOptions,
 ) -> int:
     """Train a draft head for a model, which itself is not changed.
 
@@ -194,68 +115,69 @@ def train_exits(
     --resume goes on.
     """
     path = check_path(model)
-    if minutes is not None and epochs is not None:
+    if run.minutes is not None and run.epochs is not None:
         raise UsageError("--minutes: expected it or --epochs, got both")
-    if keep_vocabulary and begin is None:
+    if head.keep_vocabulary and head.begin is None:
         raise UsageError("--keep-vocabulary: expected --begin with it, got none")
-    where = work or out / "work"
-    check_directories(out, where, resume, also or [])
-    asked = what_is_asked(prompts, texts or [], own_questions, seed)
-    _check_model(path, taps, vocabulary)
-    loaded = load(model, threads=threads, device="cpu")
+    where = texts.work or out / "work"
+    check_directories(out, where, run.resume, texts.also or [])
+    asked = what_is_asked(texts, run.seed)
+    _check_model(path, head.taps, head.vocabulary)
+    loaded = load(model, threads=process.threads, device="cpu")
     network = _checked(loaded, model)
-    weights = stored_weights(path, network)
-    states = _states_settings(network, weights, taps, attend)
+    states = _states_settings(network, stored_weights(path, network), head.taps, head.attend)
 
-    from eecore.lab.answers import AnswerSettings
-    from eecore.lab.training import HeadSizes, open_states, read_head, stop_on_signals
+    from eecore.lab.answers.writing import AnswerSettings
+    from eecore.lab.training.head_pack import save_head
+    from eecore.lab.training.head_run import HeadConfig, HeadTrainee
+    from eecore.lab.training.head_states import open_states
+    from eecore.lab.training.interrupts import stop_on_signals
+    from eecore.lab.training.trained_head import read_head
 
     settings = AnswerSettings(
         model=states.model,
-        weights=weights,
+        weights=states.weights,
         questions=asked.name,
-        max_tokens=answer_tokens,
-        seed=seed,
+        max_tokens=texts.answer_tokens,
+        seed=run.seed,
     )
-    inner = intermediate_size or network.config.intermediate_size
-    sizes = HeadSizes(
-        *(states.hidden_size, len(states.taps), inner, blocks),
-        num_attended=len(states.attended),
-        queries=states.queries,
-    )
+    inner = head.intermediate_size or network.config.intermediate_size
     beginning = None
-    if begin is not None:
-        kept = vocabulary if keep_vocabulary else None
-        beginning = read_head(begin, states.model, states.taps, sizes, kept, states.attended)
+    if head.begin is not None:
+        sizes = states.sizes(inner, head.blocks)
+        kept = head.vocabulary if head.keep_vocabulary else None
+        beginning = read_head(head.begin, states.model, states.taps, sizes, kept, states.attended)
+    config = HeadConfig(
+        steps=TIMED_STEPS,
+        intermediate_size=inner,
+        num_blocks=head.blocks,
+        vocabulary_size=head.vocabulary,
+        num_drafts=run.drafts,
+        learning_rate=run.learning_rate,
+        batch_size=run.batch_size,
+        stretch=STRETCH,
+        seed=run.seed,
+        precision=run.precision,
+        keep_vocabulary=head.keep_vocabulary,
+        begins_with="" if beginning is None else beginning.sha256,
+    )
     where.mkdir(parents=True, exist_ok=True)
     with stop_on_signals() as stop, ProgressLine() as line:
-        if not write_and_read(loaded, asked, tokens, where, settings, states, stop, line):
+        if not write_and_read(loaded, asked, texts.tokens, where, settings, states, stop, line):
             return _interrupted(line)
-        data = open_states([place / STATES for place in (where, *(also or []))], states)
-        wanted: dict[str, Any] = {
-            "intermediate_size": inner,
-            "num_blocks": blocks,
-            "vocabulary_size": vocabulary,
-            "num_drafts": drafts,
-            "learning_rate": learning_rate,
-            "batch_size": batch_size,
-            "stretch": STRETCH,
-            "seed": seed,
-            "precision": precision,
-            "keep_vocabulary": keep_vocabulary,
-            "begins_with": "" if beginning is None else beginning.sha256,
-        }
-        budget = (minutes, epochs)
-        shares = (*PARTS, 1.0) if learning_curve else (1.0,)
+        data = open_states([place / STATES for place in (where, *(texts.also or []))], states)
         by_tokens = []
-        for share in shares:
-            place = where / TRAINING
-            run = _train(network, data, wanted, budget, place, share, beginning, stop, line)
-            if run is None:
+        for share in (*PARTS, 1.0) if run.learning_curve else (1.0,):
+            trainee = HeadTrainee(network, data, config, share=share, beginning=beginning)
+            place = where / TRAINING / ("" if share == 1 else f"part-{share:g}")
+            trained = _train(trainee, run, place, share, stop, line)
+            if trained is None:
                 return _interrupted(line)
-            by_tokens.append((len(run.data), run.agreement()[0]))
+            by_tokens.append((len(trainee.data), trainee.agreement()[0]))
             if share == 1:
-                _finish(out, network, run, by_tokens, line)
+                found = save_head(out, network, trainee, trained, by_tokens)
+                shares = " ".join(f"{value:.3f}" for value in found)
+                line.keep(f"held-out agreement by draft: {shares}")
     print(f"wrote {out}")
     return 0
 
@@ -337,128 +259,48 @@ def _checked(model: Model, name: str) -> LlamaModel:
 def _states_settings(
     network: LlamaModel, weights: str, taps: str | None, attend: int
 ) -> StatesSettings:
-    from eecore.lab.training import StatesSettings, choose_attended
+    from eecore.lab.training.head_keys import choose_attended
+    from eecore.lab.training.head_states import StatesSettings
     from eecore.models import network_digest
 
     config = network.config
-    settings = StatesSettings(
+    attended = choose_attended(network, attend) if attend else ()
+    return StatesSettings(
         model=network_digest(network),
         weights=weights,
         hidden_size=config.hidden_size,
         taps=_taps(taps, config),
-    )
-    attended = choose_attended(network, attend) if attend else ()
-    if not attended:
-        return settings
-    return replace(
-        settings,
         attended=attended,
-        head_dim=config.head_dim,
-        queries=config.num_q_heads // config.num_kv_heads * config.head_dim,
+        head_dim=config.head_dim if attended else 0,
+        queries=config.q_size // config.num_kv_heads if attended else 0,
     )
 
 
 def _train(
-    network: LlamaModel,
-    data: HeadStates,
-    wanted: dict[str, Any],
-    budget: tuple[float | None, float | None],
+    trainee: HeadTrainee,
+    run: Run,
     directory: Path,
     share: float,
-    beginning: TrainedHead | None,
     stop: Callable[[], bool],
     line: ProgressLine,
-) -> HeadRun | None:
+) -> TrainingRun | None:
     """A run over so much of the text, from where it stopped; None when told to stop."""
-    from eecore.lab.training import HeadConfig, HeadRun
+    from eecore.lab.training.harness import STATE_FILE, TrainingRun, seconds_per_step
+    from eecore.lab.training.run_state import read_state, state_to_resume
 
-    place = directory if share == 1 else directory / f"part-{share:g}"
-    config = _saved_config(place, wanted)
-    if config is None:
-        first = HeadConfig(steps=1, **wanted)
-        probe = HeadRun(network, data, first, place, share=share, beginning=beginning)
-        probe.close()
-        config = _with_steps(probe, budget, share)
-        _save_config(place, config)
-    run = HeadRun(network, data, config, place, share=share, beginning=beginning, resume=True)
-    try:
-        if 0 < run.step < config.steps:
-            line.keep(f"resuming training after step {run.step} of {config.steps}")
-
-        def show(report: Any) -> None:
-            line.say(
-                f"step {report.step}/{report.steps}, {shown_seconds(report.seconds_left)} left, "
-                f"loss {report.loss:.3f}, agreement {report.agreement:.2f}",
-                last=report.step == report.steps,
-            )
-            if report.held_out is not None:
-                shares = " ".join(f"{value:.3f}" for value in report.held_out)
-                line.keep(f"step {report.step}: held-out agreement by draft: {shares}")
-
-        finished = run.all_steps(show, stop)
-    finally:
-        run.close()
-    return run if finished else None
-
-
-def _with_steps(
-    probe: HeadRun, budget: tuple[float | None, float | None], share: float
-) -> HeadConfig:
-    from eecore.lab.training import steps_in
-
-    minutes, epochs = budget
-    if minutes is not None:
-        return steps_in(probe, 60 * minutes * share)
-    times = 4.0 if epochs is None else epochs
-    return replace(probe.config, steps=max(1, round(times * probe.steps_per_epoch)))
-
-
-def _saved_config(place: Path, wanted: dict[str, Any]) -> HeadConfig | None:
-    """The settings of the run that is there, whose number of steps holds."""
-    from eecore.errors import TrainingError
-    from eecore.json_fields import JsonFields
-    from eecore.lab.training import HeadConfig
-
-    path = place / "settings.json"
-    if not is_file(path):
-        return None
-    fields = JsonFields.read(path, TrainingError)
-    steps = fields.integer("steps", 1)
-    for name, expected in wanted.items():
-        got = _field(fields, name, expected)
-        if got != expected:
-            raise fields.wrong(name, f"{expected}, as this command has", got)
-    return HeadConfig(steps=steps, **wanted)
-
-
-def _field(fields: JsonFields, name: str, like: object) -> object:
-    if isinstance(like, bool):
-        return fields.flag(name)
-    return fields.text(name) if isinstance(like, str) else fields.number(name)
-
-
-def _save_config(place: Path, config: HeadConfig) -> None:
-    from dataclasses import asdict
-
-    from eecore.files import write_text
-
-    write_text(place / "settings.json", json.dumps(asdict(config), indent=1) + "\n")
-
-
-def _finish(
-    out: Path,
-    network: LlamaModel,
-    run: HeadRun,
-    by_tokens: list[tuple[int, float]],
-    line: ProgressLine,
-) -> None:
-    from importlib.util import find_spec
-
-    from eecore.lab.training import HeadFacts, plot_head, save_head
-
-    facts = HeadFacts(run.agreement(), by_tokens, run.agreement(greedy=True))
-    save_head(out, network, run, facts)
-    if find_spec("matplotlib") is not None:
-        plot_head(out, facts)
-    shares = " ".join(f"{value:.3f}" for value in facts.by_position)
-    line.keep(f"held-out agreement by draft: {shares}")
+    state, saved = directory / STATE_FILE, None
+    is_begun = is_file(state)
+    if is_begun:
+        steps = read_state(state, type(trainee.config)).config.steps
+    elif run.minutes is not None:
+        steps = int(60 * run.minutes * share / seconds_per_step(trainee, points=1))
+    else:
+        steps = round((4.0 if run.epochs is None else run.epochs) * trainee.steps_per_epoch)
+    steps = max(1, steps)
+    trainee.config = replace(trainee.config, steps=steps, warmup_steps=steps // WARMUP)
+    if is_begun:
+        saved = state_to_resume(state, trainee.config, trainee.digest())
+    with TrainingRun(trainee, directory, saved) as trained:
+        if 0 < trained.step < steps:
+            line.keep(f"resuming training after step {trained.step} of {steps}")
+        return trained if trained.all_steps(line.show, stop) else None

@@ -8,17 +8,17 @@ latency (Figure 2), each beside what it would be if time were proportional to th
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+
+import numpy as np
 
 from eecore.calibration.examples import Example
-from eecore.calibration.similarity import SIMILARITIES, Similarity, exact_match
 from eecore.errors import RequestError
 from eecore.exits import BatchMode, ConfidentExit, Exit, FixedExit, Full, Measure
 from eecore.generation import Model
 from eecore.lab.evaluation.calm_report import CalmReport, CalmRow, Speed
-from eecore.lab.evaluation.timed import TimedRun, median_ratio, time_policies
+from eecore.lab.evaluation.timed import TimedRun, checked_tokenizer, median_ratio, time_policies
 from eecore.output import Output
 
 __all__ = ["PAPER_THRESHOLDS", "evaluate_calm", "exit_rate", "inner_token_latency", "throughput"]
@@ -58,7 +58,21 @@ def evaluate_calm(
     Raises:
         RequestError: for settings or examples that cannot be used; nothing has run then.
     """
-    _check(model, policies, batch_modes, batch_sizes, metric)
+    checked_tokenizer(model, metric)
+    measures = [policy.measure for policy in policies]
+    if len(set(measures)) < len(measures):
+        raise RequestError(f"policies: expected one of each measure, got {', '.join(measures)}")
+    if not batch_modes or not set(batch_modes) <= {"each", "all"}:
+        raise RequestError(f"batch_modes: expected some of each and all, got {list(batch_modes)}")
+    most = model.engine_config.max_num_seqs
+    if not batch_sizes or not all(1 <= size <= most for size in batch_sizes):
+        raise RequestError(
+            f"batch_sizes: expected some of 1..{most}, the engine's max_num_seqs, got "
+            f"{list(batch_sizes)}"
+        )
+    for policy in policies:
+        if policy.calibration is not None:
+            policy.calibration.check_model(model.network.source)
     num_layers = model.config.num_layers
     techniques: list[Exit] = [FixedExit(max(1, num_layers // 2))]
     techniques += [_in_mode(policy, mode) for policy in policies for mode in batch_modes]
@@ -71,9 +85,10 @@ def evaluate_calm(
             max_tokens=max_tokens,
             batch_size=size,
             rounds=rounds,
-            progress=_at_size(progress, size),
+            progress=None if progress is None else partial(progress, size),
         )
-        rows += [_row(run, runs[0], runs[1], size, examples, metric) for run in runs]
+        targets = [example.target for example in examples]
+        rows += [_row(run, runs[0], runs[1], size, targets, metric) for run in runs]
     return CalmReport(
         num_layers=num_layers,
         num_examples=len(examples),
@@ -87,47 +102,11 @@ def evaluate_calm(
     )
 
 
-def _check(
-    model: Model,
-    policies: Sequence[ConfidentExit],
-    batch_modes: Sequence[BatchMode],
-    batch_sizes: Sequence[int],
-    metric: str,
-) -> None:
-    if model.tokenizer is None:
-        raise RequestError("evaluate: expected a model with a tokenizer, got one without")
-    measures = [policy.measure for policy in policies]
-    if len(set(measures)) < len(measures):
-        raise RequestError(f"policies: expected one of each measure, got {', '.join(measures)}")
-    if not batch_modes or not set(batch_modes) <= {"each", "all"}:
-        raise RequestError(f"batch_modes: expected some of each and all, got {list(batch_modes)}")
-    most = model.engine_config.max_num_seqs
-    if not batch_sizes or not all(1 <= size <= most for size in batch_sizes):
-        raise RequestError(
-            f"batch_sizes: expected some of 1..{most}, the engine's max_num_seqs, got "
-            f"{list(batch_sizes)}"
-        )
-    if metric not in SIMILARITIES:
-        raise RequestError(f"metric: expected {' or '.join(SIMILARITIES)}, got {metric!r}")
-    for policy in policies:
-        if policy.calibration is not None:
-            policy.calibration.check_model(model.network.source)
-    SIMILARITIES[metric]("", "")  # raises where its package is missing
-
-
 def _in_mode(policy: ConfidentExit, mode: BatchMode) -> ConfidentExit:
     """The policy in a batch mode; one that it was not calibrated in has no guarantee."""
     if policy.batch == mode:
         return policy
     return dataclasses.replace(policy, batch=mode, calibration=None)
-
-
-def _at_size(
-    progress: Callable[[int, int, TimedRun], None] | None, size: int
-) -> Callable[[int, TimedRun], None] | None:
-    if progress is None:
-        return None
-    return lambda number, run: progress(size, number, run)
 
 
 # Rows
@@ -138,54 +117,33 @@ def _row(
     full: TimedRun,
     half: TimedRun,
     size: int,
-    examples: Sequence[Example],
+    targets: Sequence[str | None],
     metric: str,
 ) -> CalmRow:
-    policy, texts = run.policy, [output.text or "" for output in run.outputs]
-    pairs = list(zip(texts, (output.text or "" for output in full.outputs), strict=True))
-    labelled = [
-        (text, example.target)
-        for text, example in zip(texts, examples, strict=True)
-        if example.target is not None
-    ]
-    alike = SIMILARITIES[metric]
-    confident = policy if isinstance(policy, ConfidentExit) else None
+    policy, settings, batch = run.policy, None, None
+    technique = "full" if isinstance(policy, Full) else "static-half"
+    if isinstance(policy, ConfidentExit):
+        technique, batch = policy.measure, policy.batch
+        names = ("threshold", "thresholds", "decay_tau", "exit_points", "min_exit_layer")
+        settings = {name: getattr(policy, name) for name in names}
+        settings["thresholds"] = dict(policy.thresholds)
+    full_texts = [output.text or "" for output in full.outputs]
     return CalmRow(
-        technique=_technique(policy),
-        batch=None if confident is None else confident.batch,
+        technique=technique,
+        batch=batch,
         batch_size=size,
         contract=policy.contract,
-        settings=None if confident is None else _settings(confident),
-        score_to_full=_mean(alike, pairs) or 0.0,
-        exact_to_full=_mean(exact_match, pairs) or 0.0,
-        score_to_label=_mean(alike, labelled),
-        exact_to_label=_mean(exact_match, labelled),
+        settings=settings,
+        score_to_full=run.mean_similarity(metric, full_texts) or 0.0,
+        exact_to_full=run.mean_similarity("exact", full_texts) or 0.0,
+        score_to_label=run.mean_similarity(metric, targets),
+        exact_to_label=run.mean_similarity("exact", targets),
         exit_rate=exit_rate(run.outputs),
         mean_exit_layer=run.mean_exit_layer,
         tokens=run.tokens,
         throughput=throughput(run, full, half),
         latency=inner_token_latency(run, full, half),
     )
-
-
-def _technique(policy: Exit) -> str:
-    if isinstance(policy, ConfidentExit):
-        return policy.measure
-    return "full" if isinstance(policy, Full) else "static-half"
-
-
-def _settings(policy: ConfidentExit) -> dict[str, Any]:
-    return {
-        "threshold": policy.threshold,
-        "thresholds": dict(policy.thresholds),
-        "decay_tau": policy.decay_tau,
-        "exit_points": policy.exit_points,
-        "min_exit_layer": policy.min_exit_layer,
-    }
-
-
-def _mean(alike: Similarity, pairs: Sequence[tuple[str, str]]) -> float | None:
-    return statistics.fmean(alike(*pair) for pair in pairs) if pairs else None
 
 
 # The work of a run, in layers
@@ -197,18 +155,13 @@ def exit_rate(outputs: Sequence[Output]) -> float | None:
     The first token comes from the prompt's pass, which confident exits run in full. None where
     there is no other.
     """
-    layers = sum(output.stats.num_layers * len(_after_first(output)) for output in outputs)
+    layers = sum(output.stats.num_layers * len(output.exit_layers[1:]) for output in outputs)
     return 1.0 - _decode_layers(outputs) / layers if layers else None
-
-
-def _after_first(output: Output) -> list[int]:
-    """Exit layers of the tokens that decoding gave."""
-    return output.exit_layers[1:]
 
 
 def _decode_layers(outputs: Sequence[Output]) -> int:
     """Layers run for the tokens after the first."""
-    return sum(sum(_after_first(output)) for output in outputs)
+    return sum(sum(output.exit_layers[1:]) for output in outputs)
 
 
 def _prompt_share(outputs: Sequence[Output], full: Sequence[Output]) -> float:
@@ -244,32 +197,17 @@ def throughput(run: TimedRun, full: TimedRun, half: TimedRun) -> Speed:
     to_full = run.speedup_over(full)
     if not all_layers:
         return Speed(run.tokens_per_s, to_full, None, None, None, None)
-    prompt = _prompt_share(run.outputs, full.outputs)
-    firsts = [first * prompt for first in full.first_seconds]
-    ideal_seconds = [
-        first + (seconds - begin) * layers / all_layers
-        for first, seconds, begin in zip(firsts, full.seconds, full.first_seconds, strict=True)
-    ]
-    decoding = [
-        [
-            (all_ - begin) / of.tokens
-            for all_, begin in zip(of.seconds, of.first_seconds, strict=True)
-        ]
-        for of in (full, half)
-    ]
-    cut = _on_line(run, full, half, *decoding)
-    as_cut = None
-    if cut is not None:
-        cut_seconds = [f + run.tokens * each for f, each in zip(firsts, cut, strict=True)]
-        as_cut = median_ratio(cut_seconds, run.seconds)
-    more_tokens = run.tokens / full.tokens
+    decoding = [np.subtract(of.seconds, of.first_seconds) for of in (full, half)]
+    firsts = _prompt_share(run.outputs, full.outputs) * np.array(full.first_seconds)
+    ideal = firsts + decoding[0] * layers / all_layers
+    cut = _on_line(run, full, half, decoding[0] / full.tokens, decoding[1] / half.tokens)
     return Speed(
         value=run.tokens_per_s,
         to_full=to_full,
-        ideal=run.tokens / min(ideal_seconds),
-        ideal_to_full=more_tokens * median_ratio(full.seconds, ideal_seconds),
-        share_of_ideal=median_ratio(ideal_seconds, run.seconds),
-        share_of_cut=as_cut,
+        ideal=run.tokens / float(ideal.min()),
+        ideal_to_full=run.tokens / full.tokens * median_ratio(full.seconds, ideal),
+        share_of_ideal=median_ratio(ideal, run.seconds),
+        share_of_cut=None if cut is None else median_ratio(firsts + run.tokens * cut, run.seconds),
     )
 
 
@@ -285,7 +223,8 @@ def inner_token_latency(run: TimedRun, full: TimedRun, half: TimedRun) -> Speed 
     if not layers or not all_layers:
         return None
     to_full = median_ratio(full.latencies, run.latencies)
-    cut = _on_line(run, full, half, full.latencies, half.latencies)
+    latencies = np.array(full.latencies), np.array(half.latencies)
+    cut = _on_line(run, full, half, *latencies)
     return Speed(
         value=min(run.latencies),
         to_full=to_full,
@@ -297,18 +236,8 @@ def inner_token_latency(run: TimedRun, full: TimedRun, half: TimedRun) -> Speed 
 
 
 def _on_line(
-    run: TimedRun,
-    full: TimedRun,
-    half: TimedRun,
-    full_seconds: Sequence[float],
-    half_seconds: Sequence[float],
-) -> list[float] | None:
+    run: TimedRun, full: TimedRun, half: TimedRun, at_full: np.ndarray, at_half: np.ndarray
+) -> np.ndarray | None:
     """Seconds a token, by round, at the run's layers a token; None where there is no line."""
     x, high, low = (_decode_layers(of.outputs) / of.tokens for of in (run, full, half))
-    if high <= low:
-        return None
-    share = (x - low) / (high - low)
-    return [
-        at_half + (at_full - at_half) * share
-        for at_full, at_half in zip(full_seconds, half_seconds, strict=True)
-    ]
+    return None if high <= low else at_half + (at_full - at_half) * (x - low) / (high - low)

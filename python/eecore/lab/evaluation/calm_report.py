@@ -10,8 +10,8 @@ from typing import Any
 
 from eecore.exits import BatchMode
 from eecore.files import write_text
-from eecore.lab.evaluation import plots
-from eecore.lab.evaluation.tables import markdown_table
+from eecore.lab import plots
+from eecore.lab.evaluation.tables import markdown_table, number, table_of
 
 __all__ = ["CalmReport", "CalmRow", "Speed"]
 
@@ -151,20 +151,19 @@ class CalmReport:
             "technique": lambda row: row.technique,
             "rows leave": lambda row: row.leaving,
             "threshold": lambda row: row.threshold,
-            f"{self.metric} to full": lambda row: _decimals(row.score_to_full, 4),
-            "exact to full": lambda row: _decimals(row.exact_to_full, 4),
-            f"{self.metric} to label": lambda row: _decimals(row.score_to_label, 4),
-            "exact to label": lambda row: _decimals(row.exact_to_label, 4),
-            "exit rate": lambda row: "" if row.exit_rate is None else f"{row.exit_rate:.1%}",
-            "exit layer": lambda row: _decimals(row.mean_exit_layer),
+            f"{self.metric} to full": lambda row: number(row.score_to_full, ".4f"),
+            "exact to full": lambda row: number(row.exact_to_full, ".4f"),
+            f"{self.metric} to label": lambda row: number(row.score_to_label, ".4f"),
+            "exact to label": lambda row: number(row.exact_to_label, ".4f"),
+            "exit rate": lambda row: number(row.exit_rate, ".1%"),
+            "exit layer": lambda row: number(row.mean_exit_layer),
         }
         if not self.num_targets:
             columns = {name: cell for name, cell in columns.items() if "label" not in name}
         # Where all leave together, what is written depends on the neighbours.
         first = self.batch_sizes[0]
         rows = [row for row in self.rows if row.batch_size == first or row.batch == "all"]
-        cells = [[cell(row) for cell in columns.values()] for row in rows]
-        return markdown_table(list(columns), cells, text_columns=2)
+        return table_of(columns, rows, text_columns=2)
 
     def _speeds(self, size: int, unit: str, speed_of: SpeedOf) -> str:
         head = ["technique"]
@@ -223,14 +222,11 @@ def _latency_ms(row: CalmRow) -> Speed | None:
 
 
 def _speed_cells(speed: Speed) -> list[str]:
-    shares = (speed.share_of_ideal, speed.share_of_cut)
+    ideal = speed.ideal_to_full
     return [
-        _decimals(speed.value),
+        number(speed.value),
         f"{speed.to_full:.2f}x",
-        "" if speed.ideal_to_full is None else f"{speed.ideal_to_full:.2f}x",
-        *("" if share is None else f"{share:.0%}" for share in shares),
+        "" if ideal is None else f"{ideal:.2f}x",
+        number(speed.share_of_ideal, ".0%"),
+        number(speed.share_of_cut, ".0%"),
     ]
-
-
-def _decimals(value: float | None, digits: int = 2) -> str:
-    return "" if value is None else f"{value:.{digits}f}"

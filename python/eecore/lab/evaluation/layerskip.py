@@ -8,19 +8,16 @@ early exit, self-speculation and Draft & Verify with score, token acceptance and
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from eecore.calibration.examples import Example
 from eecore.calibration.exit_scores import ExitScore, Scored, score_exits
-from eecore.calibration.similarity import SIMILARITIES
-from eecore.errors import RequestError
 from eecore.exits import DraftAndVerify, Exit, FixedExit, SelfSpeculative
 from eecore.generation import Model
-from eecore.lab.evaluation.tables import markdown_table
-from eecore.lab.evaluation.timed import TimedRun, time_policies
+from eecore.lab.evaluation.tables import number, table_of
+from eecore.lab.evaluation.timed import TimedRun, checked_tokenizer, time_policies
 
 __all__ = ["LayerSkipReport", "ModeRow", "evaluate_layerskip"]
 
@@ -64,43 +61,34 @@ class LayerSkipReport:
             f"{self.metric} against the targets."
         ]
         if self.exits:
-            parts.append("Exits, on the given targets:")
-            head = ("exit layer", "perplexity", "accuracy", "agrees with the last layer")
-            rows = [
-                (
-                    str(exit.exit_layer),
-                    f"{exit.perplexity:.3f}",
-                    f"{exit.accuracy:.3f}",
-                    f"{exit.agreement:.3f}",
-                )
-                for exit in self.exits
-            ]
-            parts.append(markdown_table(head, rows))
-        parts += ["Modes:", markdown_table(MODE_HEAD, [_mode_cells(row) for row in self.modes])]
+            parts += ["Exits, on the given targets:", table_of(EXITS, self.exits)]
+        parts += ["Modes:", table_of(MODES, self.modes)]
         if self.ablation:
             without, reusing = self.ablation
             saved = 1 - without.tokens_per_s / reusing.tokens_per_s
             parts += [
                 "What reusing the draft's keys, values and exit states saves "
                 f"({saved:.1%} of the time of a token):",
-                markdown_table(MODE_HEAD, [_mode_cells(row) for row in self.ablation]),
+                table_of(MODES, self.ablation),
             ]
         return "\n\n".join(parts)
 
 
-MODE_HEAD = ("mode", "score", "text of full", "acceptance", "exit layer", "tokens/s", "speed-up")
-
-
-def _mode_cells(row: ModeRow) -> tuple[str, ...]:
-    return (
-        row.mode,
-        "" if row.score is None else f"{row.score:.3f}",
-        "yes" if row.same_as_full else "no",
-        "" if row.acceptance is None else f"{row.acceptance:.1%}",
-        f"{row.mean_exit_layer:.2f}",
-        f"{row.tokens_per_s:.1f}",
-        f"{row.speedup:.2f}",
-    )
+EXITS: dict[str, Callable[[ExitScore], str]] = {
+    "exit layer": lambda exit: str(exit.exit_layer),
+    "perplexity": lambda exit: number(exit.perplexity, ".3f"),
+    "accuracy": lambda exit: number(exit.accuracy, ".3f"),
+    "agrees with the last layer": lambda exit: number(exit.agreement, ".3f"),
+}
+MODES: dict[str, Callable[[ModeRow], str]] = {
+    "mode": lambda row: row.mode,
+    "score": lambda row: number(row.score, ".3f"),
+    "text of full": lambda row: "yes" if row.same_as_full else "no",
+    "acceptance": lambda row: number(row.acceptance, ".1%"),
+    "exit layer": lambda row: number(row.mean_exit_layer),
+    "tokens/s": lambda row: number(row.tokens_per_s, ".1f"),
+    "speed-up": lambda row: number(row.speedup),
+}
 
 
 def evaluate_layerskip(
@@ -133,26 +121,28 @@ def evaluate_layerskip(
     Raises:
         RequestError: for settings or examples that cannot be used.
     """
-    tokenizer = model.tokenizer
-    if tokenizer is None:
-        raise RequestError("evaluate: expected a model with a tokenizer, got one without")
-    if metric not in SIMILARITIES:
-        raise RequestError(f"metric: expected {' or '.join(SIMILARITIES)}, got {metric!r}")
+    tokenizer = checked_tokenizer(model, metric)
     num_layers = model.config.num_layers
     chosen = range(1, num_layers + 1) if layers is None else layers
     pairs = [(e.prompt, e.target) for e in examples if e.target is not None]
     exits: list[ExitScore] = []
     if chosen and pairs:
-        exits = score_exits(model.network, [_scored(model, *pair) for pair in pairs], chosen)
-
+        scored = [
+            Scored.of(
+                model.config,
+                tokenizer.encode(prompt),
+                tokenizer.encode(target, add_special_tokens=False),
+            )
+            for prompt, target in pairs
+        ]
+        exits = score_exits(model.network, scored, chosen)
     speculative = next((mode for mode in modes if isinstance(mode, SelfSpeculative)), None)
     policies: list[Exit] = list(modes)
     if ablation and speculative is not None:
         policies.append(dataclasses.replace(speculative, reuse=False))
-    prompts = [example.prompt for example in examples]
     runs = time_policies(
         model,
-        prompts,
+        [example.prompt for example in examples],
         policies,
         max_tokens=max_tokens,
         batch_size=batch_size,
@@ -173,23 +163,10 @@ def evaluate_layerskip(
     )
 
 
-def _scored(model: Model, prompt: str, target: str) -> Scored:
-    tokenizer = model.tokenizer
-    assert tokenizer is not None
-    learnt = tokenizer.encode(target, add_special_tokens=False)
-    return Scored.of(model.config, tokenizer.encode(prompt), learnt)
-
-
 def _row(run: TimedRun, full: TimedRun, examples: Sequence[Example], metric: str) -> ModeRow:
-    alike = SIMILARITIES[metric]
-    scores = [
-        alike(output.text or "", example.target)
-        for output, example in zip(run.outputs, examples, strict=True)
-        if example.target is not None
-    ]
     return ModeRow(
         mode=run.name,
-        score=statistics.fmean(scores) if scores else None,
+        score=run.mean_similarity(metric, [example.target for example in examples]),
         same_as_full=run.same_tokens(full),
         acceptance=run.acceptance,
         mean_exit_layer=run.mean_exit_layer,

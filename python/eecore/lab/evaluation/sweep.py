@@ -15,8 +15,8 @@ from eecore.exits import Auto, SelfSpeculative
 from eecore.files import write_text
 from eecore.generation import Model
 from eecore.json_fields import JsonFields
-from eecore.lab.evaluation import plots
-from eecore.lab.evaluation.tables import markdown_table
+from eecore.lab import plots
+from eecore.lab.evaluation.tables import markdown_table, number
 from eecore.lab.evaluation.timed import TimedRun, time_policies
 from eecore.models import exits_file
 from eecore.planning.auto import best_exit_layers
@@ -58,6 +58,11 @@ class Sweep:
         return max(self.cells, key=lambda cell: cell.speedup)
 
     @property
+    def speedups(self) -> dict[tuple[int, int], float]:
+        """By exit layer and number of drafts."""
+        return {(cell.exit_layer, cell.num_drafts): cell.speedup for cell in self.cells}
+
+    @property
     def drafting_layers(self) -> tuple[int, ...]:
         """The exit layers with which :class:`eecore.Auto` drafts where this is recorded, the most
         promising first; none where none promises enough.
@@ -66,14 +71,12 @@ class Sweep:
 
     def markdown(self) -> str:
         """Speed-up by exit layer (down) and number of drafts (across)."""
-        drafts = sorted({cell.num_drafts for cell in self.cells})
-        by_pair = {(cell.exit_layer, cell.num_drafts): cell for cell in self.cells}
+        layers, drafts = (sorted({pair[axis] for pair in self.speedups}) for axis in (0, 1))
         rows = [
-            [str(layer), *(_shown(by_pair.get((layer, d))) for d in drafts)]
-            for layer in sorted({cell.exit_layer for cell in self.cells})
+            [str(layer), *(number(self.speedups.get((layer, d))) for d in drafts)]
+            for layer in layers
         ]
-        head = ["exit layer", *(f"d={d}" for d in drafts)]
-        return markdown_table(head, rows, text_columns=0)
+        return markdown_table(["exit layer", *(f"d={d}" for d in drafts)], rows, text_columns=0)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
@@ -111,29 +114,10 @@ class Sweep:
 
     def plot(self, path: str | Path) -> None:
         """A heat map of the speed-ups, as a picture of the format that the file's name says."""
-        drafts = sorted({cell.num_drafts for cell in self.cells})
-        layers = sorted({cell.exit_layer for cell in self.cells})
-        by_pair = {(cell.exit_layer, cell.num_drafts): cell.speedup for cell in self.cells}
-        grid = [[by_pair.get((layer, d), nan) for d in drafts] for layer in layers]
-        figure = plots.figure((1.5 + 0.8 * len(drafts), 1.5 + 0.5 * len(layers)))
-        axes: Any = figure.subplots()
-        image = axes.imshow(grid, cmap="viridis", aspect="auto")
-        axes.set_xticks(range(len(drafts)), drafts)
-        axes.set_yticks(range(len(layers)), layers)
-        axes.set_xlabel("drafts a round")
-        axes.set_ylabel("exit layer")
-        lowest, highest = min(by_pair.values()), max(by_pair.values())
-        for row, layer in enumerate(layers):
-            for column, count in enumerate(drafts):
-                value = by_pair.get((layer, count))
-                if value is None:
-                    continue
-                dark = value < (lowest + highest) / 2
-                colour = "white" if dark else "black"
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
-        figure.colorbar(image, label="speed-up over full depth")
-        figure.tight_layout()
-        plots.save(figure, path)
+        label = "speed-up over full depth"
+        plots.heat_map(
+            path, self.speedups, rows="exit layer", columns="drafts a round", label=label
+        )
 
 
 def known_exits(directory: Path, num_layers: int) -> dict[str, Any]:
@@ -146,10 +130,6 @@ def known_exits(directory: Path, num_layers: int) -> dict[str, Any]:
     if fields.names:
         fields.integer("num_layers", num_layers, num_layers)
     return fields.values
-
-
-def _shown(cell: SweepCell | None) -> str:
-    return "" if cell is None else f"{cell.speedup:.2f}"
 
 
 def default_exit_layers(num_layers: int) -> list[int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
-__all__ = ["markdown_table"]
+__all__ = ["markdown_table", "number", "table_of"]
+
+Row = TypeVar("Row")
 
 
 def markdown_table(
@@ -13,3 +16,16 @@ def markdown_table(
     """Cells under a head; columns after the first ``text_columns`` are numbers."""
     marks = ["---" if column < text_columns else "---:" for column in range(len(head))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, marks, *rows])
+
+
+def table_of(
+    columns: Mapping[str, Callable[[Row], str]], rows: Iterable[Row], *, text_columns: int = 1
+) -> str:
+    """A table of objects, by the head of each column what its cells say."""
+    cells = [[cell(row) for cell in columns.values()] for row in rows]
+    return markdown_table(list(columns), cells, text_columns=text_columns)
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    """A number in a format; nothing where there is none."""
+    return "" if value is None else format(value, form)

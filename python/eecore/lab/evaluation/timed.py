@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from eecore.calibration.generated import generated
+from eecore.calibration.similarity import SIMILARITIES
 from eecore.errors import RequestError
 from eecore.exits import (
     ConfidentExit,
@@ -20,9 +21,10 @@ from eecore.exits import (
     SelfSpeculative,
 )
 from eecore.generation import Model
+from eecore.models import Tokenizer
 from eecore.output import Output
 
-__all__ = ["TimedRun", "median_ratio", "time_policies"]
+__all__ = ["TimedRun", "checked_tokenizer", "median_ratio", "time_policies"]
 
 
 @dataclass
@@ -68,6 +70,15 @@ class TimedRun:
         """tokens/s over another run's, the median of the rounds' ratios: both ran in turns."""
         return self.tokens / other.tokens * median_ratio(other.seconds, self.seconds)
 
+    def mean_similarity(self, metric: str, references: Sequence[str | None]) -> float | None:
+        """The mean similarity to the references that there are, one a prompt; None without any."""
+        found = [
+            SIMILARITIES[metric](output.text or "", reference)
+            for output, reference in zip(self.outputs, references, strict=True)
+            if reference is not None
+        ]
+        return statistics.fmean(found) if found else None
+
     def same_tokens(self, other: TimedRun) -> bool:
         """Whether both wrote the same, token for token."""
         return [o.token_ids for o in self.outputs] == [o.token_ids for o in other.outputs]
@@ -83,11 +94,25 @@ class TimedRun:
         self.latencies.append(after_first / self.tokens)
 
 
-def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
+def checked_tokenizer(model: Model, metric: str) -> Tokenizer:
+    """The tokenizer of a model that is evaluated by a metric of :data:`SIMILARITIES`.
+
+    Raises:
+        RequestError: there is none, or no such metric, or its package is missing.
+    """
+    if model.tokenizer is None:
+        raise RequestError("evaluate: expected a model with a tokenizer, got one without")
+    if metric not in SIMILARITIES:
+        raise RequestError(f"metric: expected {' or '.join(SIMILARITIES)}, got {metric!r}")
+    SIMILARITIES[metric]("", "")
+    return model.tokenizer
+
+
+def median_ratio(over: Iterable[float], under: Iterable[float]) -> float:
     """The median of the rounds' ratios, of two runs that took turns; a run that was stopped has had
     fewer than another.
     """
-    return statistics.median(a / b for a, b in zip(over, under, strict=False))
+    return float(statistics.median(a / b for a, b in zip(over, under, strict=False)))
 
 
 def time_policies(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from eecore.files import replacing
 from eecore.lab.training.data import Batch
 from eecore.lab.training.early_exit_loss import Head, Targets
 from eecore.lab.training.frozen_model import FrozenModel
-from eecore.values import is_whole, is_within
+from eecore.values import check_fields, real, whole
 
 __all__ = [
     "CalmLoss",
@@ -79,21 +80,12 @@ def classifier_loss(scores: Tensor, labels: Tensor) -> Tensor:
 class ClassifierConfig:
     """How the exit classifier is trained."""
 
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.0
-    seed: int = 0
+    learning_rate: Annotated[float, real(1e-12, 1e3, expected="above 0")] = 1e-3
+    weight_decay: Annotated[float, real(0.0, 1e3, expected="0 or more")] = 0.0
+    seed: Annotated[int, whole(0, 2**63 - 1)] = 0
 
     def __post_init__(self) -> None:
-        if not is_within(self.learning_rate, 1e-12, 1e3):
-            raise TrainingError(
-                f"ClassifierConfig.learning_rate: expected above 0, got {self.learning_rate!r}"
-            )
-        if not is_within(self.weight_decay, 0.0, 1e3):
-            raise TrainingError(
-                f"ClassifierConfig.weight_decay: expected 0 or more, got {self.weight_decay!r}"
-            )
-        if not is_whole(self.seed, 0, 2**63 - 1):
-            raise TrainingError(f"ClassifierConfig.seed: expected 0 or more, got {self.seed!r}")
+        check_fields(self, TrainingError, "ClassifierConfig.")
 
 
 def train_exit_classifier(

@@ -18,7 +18,6 @@ that of some of the model's own key heads, over the keys that it has computed (G
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,33 +25,12 @@ from torch.nn import functional
 
 from eecore.lab.training.head_keys import TextKeys
 
-__all__ = ["DraftHead", "HeadSizes", "tensor_names"]
-
-TENSOR_NAMES = {
-    "tap_norm": "taps.norm",
-    "tap_weight": "taps.weight",
-    "state_norm": "state.norm",
-    "state_weight": "state.weight",
-    "token_norm": "token.norm",
-    "token_weight": "token.weight",
-    "mlp_norm": "mlp.norm",
-    "mlp_gate": "mlp.gate",
-    "mlp_up": "mlp.up",
-    "mlp_down": "mlp.down",
-    "norm": "norm",
-}
-"""Of a parameter in the file that holds a head."""
-ATTENTION_NAMES = {
-    "attention_norm": "attention.norm",
-    "attention_query": "attention.query",
-    "attention_output": "attention.output",
-}
-"""Likewise, of a head that attends."""
+__all__ = ["DraftHead", "HeadSizes"]
 
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Of a head's tensors."""
+    """The sizes of a head's tensors."""
 
     hidden_size: int
     num_taps: int
@@ -62,11 +40,6 @@ class HeadSizes:
     """Key heads of the model that it attends to."""
     queries: int = 0
     """Features of the queries to each."""
-
-
-def tensor_names(sizes: HeadSizes) -> dict[str, str]:
-    """In the file that holds a head, by parameter."""
-    return TENSOR_NAMES | (ATTENTION_NAMES if sizes.num_attended else {})
 
 
 class DraftHead(nn.Module):
@@ -157,11 +130,17 @@ class DraftHead(nn.Module):
         """What the rows of the LM head are multiplied with: [n, hidden_size]."""
         return self._normed(state, self.norm)
 
+    @property
+    def tensor_names(self) -> dict[str, str]:
+        """The names in the file of a head, such as ``taps.norm``, by parameter."""
+        names = (name for name, _ in self.named_parameters())
+        return {name: name.replace("_", ".", 1).replace("tap.", "taps.") for name in names}
+
     def tensors(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
         """By the names that the file of a head has."""
         return {
-            stored: cast(Tensor, getattr(self, name)).detach().to(dtype).contiguous()
-            for name, stored in tensor_names(self.sizes).items()
+            stored: self.get_parameter(name).detach().to(dtype).contiguous()
+            for name, stored in self.tensor_names.items()
         }
 
     def _normed(self, values: Tensor, weight: Tensor) -> Tensor:

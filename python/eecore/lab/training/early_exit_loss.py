@@ -1,22 +1,22 @@
 """The early-exit loss (LayerSkip §4.1.2): the LM head learns to read every layer.
 
 ``J = sum_l w(t,l) CE(head(h[l+1]), y)`` with ``w(t,l) = C(t,l) e(l) / sum_i C(t,i) e(i)`` (eqs.
-5 and 6), layers l from 0 to L-1. :func:`early_exit_loss` is the formula, differentiable;
-:func:`early_exit_backward` makes the same gradients with one exit's logits in memory at a time.
+5 and 6), layers l from 0 to L-1. :func:`early_exit_backward` makes its gradients with one exit's
+logits in memory at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from eecore.errors import TrainingError
-from eecore.values import is_whole, is_within
+from eecore.values import check_fields, choice, is_whole, real
 
 __all__ = [
     "EarlyExitLoss",
@@ -24,7 +24,6 @@ __all__ = [
     "LossWeights",
     "Targets",
     "early_exit_backward",
-    "early_exit_loss",
     "layer_scale",
 ]
 
@@ -62,18 +61,14 @@ class EarlyExitLoss:
         rotation: R of the rotational curriculum, 1 or more.
     """
 
-    e_scale: float = 1.0
-    curriculum: Literal["all", "rotational", "gradual"] = "gradual"
+    e_scale: Annotated[float, real(0.0, 1.0)] = 1.0
+    curriculum: Annotated[
+        Literal["all", "rotational", "gradual"], choice("all", "rotational", "gradual")
+    ] = "gradual"
     rotation: int | None = None
 
     def __post_init__(self) -> None:
-        if not is_within(self.e_scale, 0.0, 1.0):
-            raise TrainingError(f"EarlyExitLoss.e_scale: expected 0..1, got {self.e_scale!r}")
-        if self.curriculum not in ("all", "rotational", "gradual"):
-            raise TrainingError(
-                "EarlyExitLoss.curriculum: expected all, rotational or gradual, "
-                f"got {self.curriculum!r}"
-            )
+        check_fields(self, TrainingError, "EarlyExitLoss.")
         rotates = self.curriculum == "rotational"
         if rotates != (self.rotation is not None) or (rotates and not is_whole(self.rotation, 1)):
             raise TrainingError(
@@ -135,38 +130,27 @@ class Targets:
         return cross_entropy(self.logits(head, state), self.tokens)
 
 
-def early_exit_loss(
-    head: Head, states: Sequence[Tensor], targets: Targets, weights: Sequence[float]
-) -> Tensor:
-    """J of eq. 5; heads run for layers with a weight alone.
-
-    Args:
-        head: final norm and LM head.
-        states: h[1..L], each [batch, length, hidden_size].
-        targets: where and what.
-        weights: w(t,l), one a state.
-    """
-    _check_weights(states, weights)
-    terms = [
-        weight * targets.loss(head, state)
-        for state, weight in zip(states, weights, strict=True)
-        if weight
-    ]
-    return torch.stack(terms).sum()
-
-
 def early_exit_backward(
     head: Head, states: Sequence[Tensor], targets: Targets, weights: Sequence[float]
 ) -> dict[int, Tensor]:
-    """Accumulate the gradients of :func:`early_exit_loss` without all logits at once.
+    """Accumulate the gradients of J (eq. 5) without all logits at once.
 
     Each exit's head runs forwards and backwards by itself, down to the state's gradient; one pass
-    then takes all of these through the layers. Arguments as for :func:`early_exit_loss`.
+    then takes all of these through the layers.
+
+    Args:
+        head: final norm and LM head; runs for layers with a weight alone.
+        states: h[1..L], each [batch, length, hidden_size].
+        targets: where and what.
+        weights: w(t,l), one a state.
 
     Returns:
         The loss of each layer that has a weight, detached, by l.
     """
-    _check_weights(states, weights)
+    if len(weights) != len(states) or not any(weights):
+        raise TrainingError(
+            f"weights: expected {len(states)}, one a layer and not all 0, got {tuple(weights)}"
+        )
     losses: dict[int, Tensor] = {}
     reached: list[Tensor] = []
     gradients: list[Tensor] = []
@@ -183,10 +167,3 @@ def early_exit_backward(
             gradients.append(leaf.grad)
     torch.autograd.backward(reached, gradients)
     return losses
-
-
-def _check_weights(states: Sequence[Tensor], weights: Sequence[float]) -> None:
-    if len(weights) != len(states) or not any(weights):
-        raise TrainingError(
-            f"weights: expected {len(states)}, one a layer and not all 0, got {tuple(weights)}"
-        )

@@ -6,45 +6,17 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from eecore.calibration.exit_scores import whole_sequences
 from eecore.errors import TrainingError
-from eecore.models import AttentionBatch, KVCache, LlamaModel, Tokenizer, load_model, read_layout
+from eecore.lab.training.exit_model import ExitModel
+from eecore.models import KVCache, LlamaModel, Tokenizer, load_model, read_layout
 from eecore.readable import kind_of
 
 __all__ = ["FrozenModel", "RunningModel", "is_quantised", "load_running_model"]
-
-
-class FrozenModel(Protocol):
-    """What an exit classifier learns from, see :class:`ExitModel`."""
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def decoder_start(self) -> int | None: ...
-
-    def states(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        """``[h[1], ..., h[L]]``, each [batch, length, hidden_size]."""
-        ...
-
-    @property
-    def head(self) -> Callable[[Tensor], Tensor]:
-        """``head(h)``: states [..., hidden_size] to logits [..., vocab_size]."""
-        ...
-
-    def frozen(self) -> AbstractContextManager[object]:
-        """While this is entered nothing but the inputs decides on the states."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +60,7 @@ class RunningModel:
         kv = KVCache.allocate(
             network.config, batch_size, length, device=self.device, dtype=network.dtype
         )
-        batch = _side_by_side(batch_size, length, self.device)
+        batch = whole_sequences([length] * batch_size, length, self.device)
         hidden = network.embed(ids.flatten())
         states = []
         for layer in range(self.num_layers):
@@ -104,6 +76,10 @@ class RunningModel:
     def frozen(self) -> AbstractContextManager[object]:
         """It always is."""
         return nullcontext()
+
+
+FrozenModel = ExitModel | RunningModel
+"""What an exit classifier learns from."""
 
 
 def is_quantised(path: Path) -> bool:
@@ -125,14 +101,3 @@ def load_running_model(path: Path, device: str | None = None) -> RunningModel:
         raise TrainingError(f"{path}: expected an eos_token_id, which ends texts, got none")
     assert isinstance(network, LlamaModel)  # nothing else is quantised
     return RunningModel(network, tokenizer, config.eos_token_ids[0])
-
-
-def _side_by_side(batch_size: int, length: int, device: torch.device) -> AttentionBatch:
-    """Sequences of one length, each in a page of its own."""
-    return AttentionBatch(
-        positions=torch.arange(length, device=device).repeat(batch_size),
-        slot_mapping=torch.arange(batch_size * length, device=device),
-        page_table=torch.arange(batch_size, dtype=torch.int32, device=device)[:, None],
-        seq_lens=torch.full((batch_size,), length, dtype=torch.int32, device=device),
-        query_start_loc=length * torch.arange(batch_size + 1, dtype=torch.int32, device=device),
-    )

@@ -1,28 +1,17 @@
-"""What a draft head attends to while it learns: keys and values of its model over the texts.
-
-A directory of states has them beside the states: ``keys.bin`` bfloat16 [m, num_attended, 2,
-head_dim] of every position of every text, the prompt's too, ``positions.bin`` int32 [n] of the rows
-of states, and ``queries.bin`` bfloat16, of the first rows [., num_attended, queries]: the model's
-own queries to the same keys, not rotated, which a head's begin as.
-"""
+"""What a draft head attends to while it learns: keys and values of its model over the texts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from eecore.models import KVCache, LlamaModel
 
-__all__ = ["Attended", "KeysFiles", "TextKeys", "choose_attended", "key_begins", "keys_at"]
+__all__ = ["Attended", "TextKeys", "choose_attended", "is_last", "key_begins", "keys_at"]
 
-KEYS_FILE, POSITIONS_FILE, QUERIES_FILE = "keys.bin", "positions.bin", "queries.bin"
-MOST_QUERIES = 50_000
-"""Rows whose queries are kept."""
 REPEATED = 120
 """Random tokens that are said twice, to see which heads look for what came after the first; as many
 as a model has positions for."""
@@ -77,84 +66,11 @@ def keys_at(kv: KVCache, attended: Attended, slots: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-@dataclass(frozen=True)
-class KeysFiles:
-    """The files of one directory.
-
-    Attributes:
-        directory: that they are in.
-        attended: whose keys.
-        head_dim: of a key.
-        queries: features of the queries to one of them.
-    """
-
-    directory: Path
-    attended: Attended
-    head_dim: int
-    queries: int
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Bytes of an entry of each file."""
-        count, element = len(self.attended), torch.bfloat16.itemsize
-        return {
-            KEYS_FILE: count * 2 * self.head_dim * element,
-            POSITIONS_FILE: 4,
-            QUERIES_FILE: count * self.queries * element,
-        }
-
-    def whole(self, num_rows: int, text: np.ndarray) -> int:
-        """Cut off what is more than so many rows, of these texts; how many are left.
-
-        They are written before the rows are: unless the files are another's, all of them are left.
-        """
-        positions = self.positions()
-        num_rows = min(num_rows, len(positions))
-        last = np.ones(num_rows, dtype=bool)
-        last[:-1] = text[1:num_rows] != text[: num_rows - 1]
-        num_keys = int((positions[:num_rows][last] + 1).sum())
-        counts = (num_keys, num_rows, min(num_rows, MOST_QUERIES))
-        for (name, size), count in zip(self.sizes.items(), counts, strict=True):
-            with (self.directory / name).open("ab") as file:
-                file.truncate(count * size)
-        return num_rows
-
-    def positions(self) -> np.ndarray:
-        """int32 [num_rows]"""
-        path = self.directory / POSITIONS_FILE
-        content = path.read_bytes() if path.exists() else b""
-        return np.frombuffer(content[: len(content) // 4 * 4], dtype="<i4")
-
-    def append(self, keys: Tensor, positions: Sequence[int], queries: Tensor | None) -> None:
-        """Add a stretch of texts.
-
-        Args:
-            keys: [m, num_attended, 2, head_dim] of all their positions.
-            positions: of their rows.
-            queries: [n, num_attended, queries] of their rows, where they are wanted.
-        """
-        numbers = np.array(positions, dtype="<i4")
-        contents = {KEYS_FILE: _bytes(keys), POSITIONS_FILE: numbers.tobytes()}
-        if queries is not None:
-            contents[QUERIES_FILE] = _bytes(queries)
-        for name, content in contents.items():
-            with (self.directory / name).open("ab") as file:
-                file.write(content)
-
-    def map(self) -> tuple[Tensor, Tensor]:
-        """Keys and queries as they are on the disk, bfloat16, of the shapes above."""
-        count = len(self.attended)
-        shapes = {KEYS_FILE: (count, 2, self.head_dim), QUERIES_FILE: (count, self.queries)}
-        keys, queries = (self._mapped(name, shape) for name, shape in shapes.items())
-        return keys, queries
-
-    def _mapped(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        path = self.directory / name
-        count = path.stat().st_size // self.sizes[name]
-        size = count * int(np.prod(shape))
-        if not size:
-            return torch.empty(0, *shape, dtype=torch.bfloat16)
-        return torch.from_file(str(path), size=size, dtype=torch.bfloat16).view(count, *shape)
+def is_last(text: Tensor) -> Tensor:
+    """bool [n]: whether a row is the last of its text, int64 [n] of these."""
+    last = torch.ones_like(text, dtype=torch.bool)
+    last[:-1] = text[1:] != text[:-1]
+    return last
 
 
 def key_begins(text: Tensor, positions: Tensor) -> Tensor:
@@ -164,8 +80,7 @@ def key_begins(text: Tensor, positions: Tensor) -> Tensor:
         text: int64 [n], the rows' texts.
         positions: int64 [n], their positions; the keys of a text end with its last row's.
     """
-    last = torch.ones_like(text, dtype=torch.bool)
-    last[:-1] = text[1:] != text[:-1]
+    last = is_last(text)
     lengths = positions[last] + 1
     begins = lengths.cumsum(0) - lengths
     which = last.long().cumsum(0) - last.long()
@@ -265,7 +180,3 @@ class TextKeys:
         half = cos.shape[-1]
         a, b, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
         return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
-
-
-def _bytes(values: Tensor) -> bytes:
-    return values.cpu().bfloat16().contiguous().view(torch.int16).numpy().astype("<i2").tobytes()

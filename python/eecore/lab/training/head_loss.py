@@ -7,7 +7,7 @@ later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from eecore.lab.training.draft_head import DraftHead
+from eecore.lab.training.head_keys import is_last
 from eecore.lab.training.head_states import HeadStates, ends_of
 
 __all__ = ["FrozenSide", "StretchOrder", "agreement_by_position", "draft_loss", "starts_of"]
@@ -93,8 +94,7 @@ class StretchOrder:
     def __init__(self, text: Tensor, length: int, batch_size: int, seed: int) -> None:
         ends = ends_of(text)
         rows = torch.arange(len(text))
-        starts_text = torch.ones_like(text, dtype=torch.bool)
-        starts_text[1:] = text[1:] != text[:-1]
+        starts_text = is_last(text).roll(1)  # the first row follows the last one's
         first = torch.where(starts_text, rows, 0).cummax(0).values
         begins = rows[((rows - first) % length == 0) & (rows + 1 < ends)]
         self._begins, self._ends = begins, torch.minimum(begins + length, ends[begins] - 1)
@@ -204,8 +204,4 @@ def agreement_by_position(
             on = hits & (data.token[target] == data.greedy[target])
             rows, row_ends, state = rows[on], row_ends[on], state[on]
             seen = seen and seen.rows(on)
-    return _shares(right, tried)
-
-
-def _shares(right: Sequence[int], tried: Sequence[int]) -> list[float]:
     return [r / t if t else 0.0 for r, t in zip(right, tried, strict=True)]

@@ -1,10 +1,10 @@
-"""A trained draft head as files: ``head.safetensors``, ``head.json`` and a plot."""
+"""A trained draft head as files: ``head.safetensors``, ``head.json``, and a plot."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import save
 
 from eecore.files import filling
-from eecore.lab.training.head_run import HeadRun
-from eecore.lab.training.libraries import library
+from eecore.lab.plots import plot_head
+from eecore.lab.training.harness import TrainingRun
+from eecore.lab.training.head_run import HeadTrainee
+from eecore.lab.training.run_log import read_logs
 from eecore.models import LlamaModel, network_digest
 from eecore.models.readers.head_file import (
     ATTENDING_VERSION,
@@ -23,9 +25,8 @@ from eecore.models.readers.head_file import (
     WEIGHTS_NAME,
 )
 
-__all__ = ["HeadFacts", "plot_head", "save_head"]
+__all__ = ["save_head"]
 
-PLOT_FILE = "agreement.svg"
 LEAST_WORTH = 0.05
 """How often a draft stands, that is made by default at least."""
 MOST_DRAFTS = 6
@@ -33,49 +34,46 @@ THRESHOLD = 0.3
 """Less sure than this a draft is not worth the model's look at it."""
 
 
-@dataclass(frozen=True)
-class HeadFacts:
-    """What a file says of a head besides its sizes.
+def save_head(
+    out: Path,
+    network: LlamaModel,
+    trainee: HeadTrainee,
+    run: TrainingRun,
+    by_tokens: Sequence[tuple[int, float]],
+) -> list[float]:
+    """Write a head into a directory, which may be there; the rest of it is left alone.
 
-    Attributes:
-        by_position: how often each draft is right where those before it were, on held-out texts.
-        by_tokens: tokens of answers that were learnt from, and how often the first draft was right
-            then.
-        greedy_by_position: the same as ``by_position``, on greedy answers alone.
+    Args:
+        out: the directory.
+        network: the head's model.
+        trainee: the head.
+        run: that trained it.
+        by_tokens: tokens of answers that heads learnt from, and how often their first draft was
+            right.
+
+    Returns:
+        How often each draft is right where those before it were, on held-out texts.
     """
-
-    by_position: Sequence[float]
-    by_tokens: Sequence[tuple[int, float]]
-    greedy_by_position: Sequence[float] = field(default=())
-
-
-def save_head(out: Path, network: LlamaModel, run: HeadRun, facts: HeadFacts) -> None:
-    """Write a head into a directory, which may be there; the rest of it is left alone."""
-    about = _about(network, run, facts)
-    tensors = run.head.tensors(torch.bfloat16)
-    tensors["vocabulary"] = run.frozen.vocabulary.to(torch.int32)
+    by_position, greedy = trainee.agreement(), trainee.agreement(greedy=True)
+    about = {
+        **_about(network, trainee, run),
+        "agreement": {
+            "by_position": [round(value, 4) for value in by_position],
+            "by_position_greedy": [round(value, 4) for value in greedy],
+            "by_tokens": [[tokens, round(value, 4)] for tokens, value in by_tokens],
+        },
+        "policy": {"num_drafts": num_drafts(by_position), "threshold": THRESHOLD},
+    }
+    tensors = trainee.head.tensors(torch.bfloat16)
+    tensors["vocabulary"] = trainee.frozen.vocabulary.to(torch.int32)
     out.mkdir(parents=True, exist_ok=True)
     with filling(out) as partial:
         (partial / WEIGHTS_NAME).write_bytes(save(tensors, {"format": "pt"}))
         text = json.dumps(about, indent=1)
         (partial / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
-
-
-def plot_head(out: Path, facts: HeadFacts) -> None:
-    """Draw what more text brings, and how far drafts stand, into a directory of a head."""
-    figure_module: Any = library("matplotlib.figure")
-    figure = figure_module.Figure(figsize=(9, 3.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.plot(*zip(*facts.by_tokens, strict=True), marker="o")
-    left.set(xlabel="tokens learnt from", ylabel="agreement of the first draft", xscale="log")
-    places = range(1, len(facts.by_position) + 1)
-    right.plot(places, facts.by_position, marker="o", label="all held-out answers")
-    if facts.greedy_by_position:
-        right.plot(places, facts.greedy_by_position, marker="o", label="greedy ones")
-    right.set(xlabel="draft", ylabel="agreement, those before it right", ylim=(0, 1))
-    right.legend()
-    with filling(out) as partial:
-        figure.savefig(str(partial / PLOT_FILE))
+    if find_spec("matplotlib") is not None:
+        plot_head(out / "agreement.svg", by_tokens, by_position, greedy)
+    return by_position
 
 
 def num_drafts(by_position: Sequence[float]) -> int:
@@ -89,41 +87,49 @@ def num_drafts(by_position: Sequence[float]) -> int:
     return max(1, count)
 
 
-def _attention(run: HeadRun) -> dict[str, Any]:
-    layers, key_heads = zip(*run.data.settings.attended, strict=True)
-    return {"layers": layers, "key_heads": key_heads, "queries": run.head.sizes.queries}
-
-
-def _about(network: LlamaModel, run: HeadRun, facts: HeadFacts) -> dict[str, Any]:
-    config, settings = network.config, run.data.settings
+def _about(network: LlamaModel, trainee: HeadTrainee, run: TrainingRun) -> dict[str, Any]:
+    shape, settings, config = network.config, trainee.data.settings, trainee.config
+    attention, before = {}, {}
+    if settings.attended:
+        layers, key_heads = zip(*settings.attended, strict=True)
+        about = {"layers": layers, "key_heads": key_heads, "queries": settings.queries}
+        attention = {"attention": about}
+    if trainee.beginning is not None:
+        before = {"before": trainee.beginning.training}
     return {
         "version": ATTENDING_VERSION if settings.attended else VERSION,
         "kind": KIND,
         "model": {
             "digest": network_digest(network),
-            "num_layers": config.num_layers,
-            "hidden_size": config.hidden_size,
-            "vocab_size": config.vocab_size,
+            "num_layers": shape.num_layers,
+            "hidden_size": shape.hidden_size,
+            "vocab_size": shape.vocab_size,
         },
         "weights": settings.weights,
         "taps": list(settings.taps),
-        "intermediate_size": run.config.intermediate_size,
-        "num_blocks": run.config.num_blocks,
-        "vocabulary_size": run.config.vocabulary_size,
-        **({"attention": _attention(run)} if settings.attended else {}),
+        "intermediate_size": config.intermediate_size,
+        "num_blocks": config.num_blocks,
+        "vocabulary_size": config.vocabulary_size,
+        **attention,
         "training": {
-            "tokens": len(run.data),
-            "epochs": round(run.step / run.steps_per_epoch, 3),
+            "tokens": len(trainee.data),
+            "epochs": round(run.step / trainee.steps_per_epoch, 3),
             "steps": run.step,
             "seconds": round(run.seconds, 1),
-            "curve": [list(point) for point in run.curve],
-            "seed": run.config.seed,
-            **({} if run.beginning is None else {"before": run.beginning.training}),
+            "curve": _curve(run.directory),
+            "seed": config.seed,
+            **before,
         },
-        "agreement": {
-            "by_position": [round(value, 4) for value in facts.by_position],
-            "by_position_greedy": [round(value, 4) for value in facts.greedy_by_position],
-            "by_tokens": [[tokens, round(value, 4)] for tokens, value in facts.by_tokens],
-        },
-        "policy": {"num_drafts": num_drafts(facts.by_position), "threshold": THRESHOLD},
     }
+
+
+def _curve(directory: Path) -> list[list[float]]:
+    """Step, loss in training and held-out agreement of the first draft."""
+    steps, evaluations = read_logs(directory)
+    losses = dict(zip(steps["step"], steps["loss"], strict=True))
+    pairs = zip(evaluations["step"], evaluations["agreement_1"], strict=True)
+    return [
+        [int(step), round(losses[step] or 0.0, 4), round(agreement or 0.0, 4)]
+        for step, agreement in pairs
+        if step  # an evaluation before the first step has no loss
+    ]

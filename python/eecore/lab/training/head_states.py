@@ -1,53 +1,52 @@
 """What a draft head learns from: the states of a frozen model over the answers that it wrote.
 
 A directory holds them, text by text, in plain files that grow: ``states.bin`` bfloat16 [n,
-num_taps, hidden_size] and ``rows.bin`` int32 [n, 3], of each row the text's number, the token that
+num_taps, hidden_size] and ``rows.bin`` int32 [n, 3]: for each row the text's number, the token that
 follows in the text, and the model's own greedy next token. Where a head is to attend to keys of the
-model, these are there, too (:mod:`eecore.lab.training.head_keys`). A run that is killed loses the
-texts that it was at.
+model there are three more: ``keys.bin`` bfloat16 [m, num_attended, 2, head_dim], of every position
+of every text, the prompt's too, ``positions.bin`` int32 [n], and ``queries.bin`` bfloat16 [.,
+num_attended, queries], of the first rows: the model's own queries to the same keys, not rotated,
+which a head's begin as. A run that is killed loses the texts that it was at.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from eecore.calibration.exit_scores import whole_sequences
 from eecore.errors import TrainingError
 from eecore.files import write_text
 from eecore.json_fields import JsonFields
-from eecore.lab.training.head_keys import (
-    MOST_QUERIES,
-    Attended,
-    KeysFiles,
-    TextKeys,
-    key_begins,
-    keys_at,
-)
-from eecore.models import AttentionBatch, KVCache, LlamaModel
+from eecore.lab.answers.writing import Answer
+from eecore.lab.training.draft_head import HeadSizes
+from eecore.lab.training.head_keys import Attended, TextKeys, is_last, key_begins, keys_at
+from eecore.models import KVCache, LlamaModel
 from eecore.readable import is_file, shown_path
 
 __all__ = [
     "HeadStates",
     "MappedStates",
     "StatesSettings",
-    "WrittenText",
     "collect_states",
     "ends_of",
     "open_states",
 ]
 
 FORMAT = "eecore head states 1"
-SETTINGS_FILE, STATES_FILE, ROWS_FILE = "states.json", "states.bin", "rows.bin"
+SETTINGS_FILE = "states.json"
 PAGE_SIZE = 16
 TOKENS_AT_ONCE = 512
-ROW_NUMBERS = 3
+MAX_QUERIES = 50_000
+"""Rows whose queries are kept."""
 APART = 40 << 32
 """Between the numbers of texts in two directories; of any, more than there are."""
 
@@ -74,24 +73,16 @@ class StatesSettings:
     head_dim: int = 0
     queries: int = 0
 
-    def keys_in(self, directory: Path) -> KeysFiles | None:
-        """Of a directory of states; None where nothing is attended to."""
-        if not self.attended:
-            return None
-        return KeysFiles(directory, self.attended, self.head_dim, self.queries)
-
-    @property
-    def row_bytes(self) -> int:
-        return len(self.taps) * self.hidden_size * torch.bfloat16.itemsize
-
-
-@dataclass(frozen=True)
-class WrittenText:
-    """A prompt and the model's answer to it, in tokens, and a number of its own."""
-
-    index: int
-    prompt: Sequence[int]
-    answer: Sequence[int]
+    def sizes(self, intermediate_size: int, num_blocks: int) -> HeadSizes:
+        """The sizes of a head that learns from such states."""
+        return HeadSizes(
+            self.hidden_size,
+            len(self.taps),
+            intermediate_size,
+            num_blocks,
+            len(self.attended),
+            self.queries,
+        )
 
 
 class MappedStates:
@@ -189,17 +180,83 @@ class HeadStates:
 
 def ends_of(text: Tensor) -> Tensor:
     """int64 [n], of each row the first one behind its text, int64 [n] of these."""
-    count = len(text)
-    rows = torch.arange(1, count + 1)
-    last = torch.ones_like(text, dtype=torch.bool)
-    last[:-1] = text[1:] != text[:-1]
-    far = torch.where(last, rows, count)
+    far = torch.where(is_last(text), torch.arange(1, len(text) + 1), len(text))
     return far.flip(0).cummin(0).values.flip(0)
+
+
+@dataclass(frozen=True)
+class GrowingFile:
+    """Entries of one dtype and shape in a file, one after the other."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def _entry_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.path.stat().st_size // self._entry_bytes if is_file(self.path) else 0
+
+    def append(self, values: Tensor) -> None:
+        """Add entries, [n, *shape]."""
+        content = values.cpu().to(self.dtype).contiguous().view(torch.uint8)
+        with self.path.open("ab") as file:
+            file.write(content.numpy().tobytes())
+
+    def cut(self, count: int) -> None:
+        """Leave the first ``count`` entries, or none in a file that is made by this."""
+        with self.path.open("ab") as file:
+            file.truncate(count * self._entry_bytes)
+
+    def map(self) -> Tensor:
+        """The entries [n, *shape], of which what is used is read."""
+        count = len(self)
+        if not count:
+            return torch.empty(0, *self.shape, dtype=self.dtype)
+        size = count * math.prod(self.shape)
+        mapped = torch.from_file(str(self.path), shared=False, size=size, dtype=self.dtype)
+        return mapped.view(count, *self.shape)
+
+
+class StatesDirectory:
+    """The files of a directory, which lose what was not finished.
+
+    Raises:
+        TrainingError: they are of other settings.
+    """
+
+    def __init__(self, directory: Path, settings: StatesSettings) -> None:
+        path = directory / SETTINGS_FILE
+        if is_file(path):
+            _check_settings(path, settings)
+        attended, short = len(settings.attended), torch.bfloat16
+
+        def file(name: str, dtype: torch.dtype, *shape: int) -> GrowingFile:
+            return GrowingFile(directory / f"{name}.bin", dtype, shape)
+
+        self.states = file("states", short, len(settings.taps), settings.hidden_size)
+        self.rows = file("rows", torch.int32, 3)
+        self.keys = file("keys", short, attended, 2, settings.head_dim)
+        self.positions = file("positions", torch.int32)
+        self.queries = file("queries", short, attended, settings.queries)
+        count = min(len(self.states), len(self.rows)) if is_file(path) else 0
+        if attended:
+            count = min(count, len(self.positions))
+            self.positions.cut(count)
+            text, positions = self.rows.map()[:count, 0], self.positions.map()
+            self.keys.cut(int((positions[is_last(text)] + 1).sum()))
+            self.queries.cut(min(count, MAX_QUERIES))
+        self.states.cut(count)
+        self.rows.cut(count)
+        if not is_file(path):
+            write_text(path, json.dumps({"format": FORMAT, **asdict(settings)}) + "\n")
 
 
 def collect_states(
     network: LlamaModel,
-    texts: Sequence[WrittenText],
+    texts: Sequence[Answer],
     directory: Path,
     settings: StatesSettings,
     *,
@@ -220,40 +277,19 @@ def collect_states(
     Returns:
         Whether all texts are there; False when it was told to stop.
     """
-    done = _open_files(directory, settings)
+    files = StatesDirectory(directory, settings)
+    done = set(files.rows.map()[:, 0].tolist())
     missing = [text for text in texts if text.index not in done]
     wanted = sum(len(text.answer) for text in texts)
-    count = sum(len(text.answer) for text in texts if text.index in done)
-    files, written = settings.keys_in(directory), len(_rows(directory))
+    count = wanted - sum(len(text.answer) for text in missing)
     if progress is not None:
         progress(count, wanted)
-    with (
-        (directory / STATES_FILE).open("ab") as states_file,
-        (directory / ROWS_FILE).open("ab") as rows_file,
-    ):
-        for stretch in _stretches(missing):
-            states, greedy, read = _states_of(
-                network, stretch, settings, with_queries=written < MOST_QUERIES
-            )
-            rows = [
-                (text.index, token, 0) for text in stretch for token in text.answer
-            ]  # the last number comes from the model
-            numbers = np.array(rows, dtype="<i4")
-            numbers[:, 2] = greedy.cpu().numpy()
-            if files is not None and read is not None:
-                wanted_queries = MOST_QUERIES - written
-                queries = None if read.queries is None else read.queries[:wanted_queries]
-                files.append(read.keys, read.positions, queries)
-            written += len(rows)
-            states_file.write(states.cpu().view(torch.int16).numpy().astype("<i2").tobytes())
-            states_file.flush()
-            rows_file.write(numbers.tobytes())
-            rows_file.flush()
-            count += len(rows)
-            if progress is not None:
-                progress(count, wanted)
-            if should_stop is not None and should_stop():
-                return False
+    for stretch in _stretches(missing):
+        count += _add(network, stretch, settings, files)
+        if progress is not None:
+            progress(count, wanted)
+        if should_stop is not None and should_stop():
+            return False
     return True
 
 
@@ -266,28 +302,22 @@ def open_states(directories: Sequence[Path], settings: StatesSettings) -> HeadSt
     mapped, numbers, keys, begins, positions, queries = [], [], [], [], [], []
     num_rows = num_keys = 0
     for place, directory in enumerate(directories):
-        _open_files(directory, settings)
-        rows = torch.from_numpy(_rows(directory).astype(np.int64))
+        files = StatesDirectory(directory, settings)
+        rows = files.rows.map().long()
         if not len(rows):
             raise TrainingError(f"{shown_path(directory)}: expected states, got none")
-        shape = (len(rows), len(settings.taps), settings.hidden_size)
-        path, size = str(directory / STATES_FILE), int(np.prod(shape))
-        states = torch.from_file(path, shared=False, size=size, dtype=torch.bfloat16)
-        mapped.append(states.view(shape))
+        mapped.append(files.states.map())
         rows[:, 0] += place * APART
         numbers.append(rows)
-        files = settings.keys_in(directory)
-        if files is not None:
-            where = torch.from_numpy(files.positions().astype(np.int64))
-            own_keys, own_queries = files.map()
-            keys.append(own_keys)
-            begins.append(key_begins(rows[:, 0], where) + num_keys)
-            positions.append(where)
-            queries.append((num_rows, own_queries))
-            num_keys += len(own_keys)
+        if settings.attended:
+            positions.append(files.positions.map().long())
+            begins.append(key_begins(rows[:, 0], positions[-1]) + num_keys)
+            keys.append(files.keys.map())
+            queries.append((num_rows, files.queries.map()))
+            num_keys += len(keys[-1])
         num_rows += len(rows)
-    text, token, greedy = torch.cat(numbers).unbind(1)
-    found = HeadStates(settings, MappedStates(mapped), text.clone(), token.clone(), greedy.clone())
+    text, token, greedy = (column.clone() for column in torch.cat(numbers).unbind(1))
+    found = HeadStates(settings, MappedStates(mapped), text, token, greedy)
     if not keys:
         return found
     return replace(
@@ -299,89 +329,58 @@ def open_states(directories: Sequence[Path], settings: StatesSettings) -> HeadSt
     )
 
 
-@dataclass(frozen=True)
-class _Read:
-    """What is kept of a stretch beside the states."""
-
-    keys: Tensor
-    positions: list[int]
-    queries: Tensor | None
-
-
 @torch.inference_mode()
-def _states_of(
+def _add(
     network: LlamaModel,
-    texts: Sequence[WrittenText],
+    texts: Sequence[Answer],
     settings: StatesSettings,
-    *,
-    with_queries: bool,
-) -> tuple[Tensor, Tensor, _Read | None]:
-    """bfloat16 [n, num_taps, hidden_size] and int64 [n], of all answers one after the other."""
+    files: StatesDirectory,
+) -> int:
+    """Append the rows of all answers, one after the other; how many these are."""
     lengths = [len(text.prompt) + len(text.answer) - 1 for text in texts]
-    counts = [-(-length // PAGE_SIZE) for length in lengths]
+    batch = whole_sequences(lengths, PAGE_SIZE, network.device)
+    num_pages = sum(-(-length // PAGE_SIZE) for length in lengths)
     kv = KVCache.allocate(
-        network.config, sum(counts), PAGE_SIZE, device=network.device, dtype=network.dtype
+        network.config, num_pages, PAGE_SIZE, device=network.device, dtype=network.dtype
     )
-    batch = _batch(lengths, counts, network.device)
     tokens = [t for text in texts for t in (*text.prompt, *text.answer)[:-1]]
-    starts = np.cumsum([0, *lengths[:-1]])
-    places = [
-        (start + position, position)
-        for start, length, text in zip(starts.tolist(), lengths, texts, strict=True)
-        for position in range(len(text.prompt) - 1, length)
-    ]
-    rows = torch.tensor([row for row, _ in places], device=network.device)
+    starts = [0, *accumulate(lengths)]
+    positions = [range(len(t.prompt) - 1, n) for t, n in zip(texts, lengths, strict=True)]
+    places = [start + p for start, own in zip(starts, positions, strict=False) for p in own]
+    rows = torch.tensor(places, device=network.device)
     hidden = network.embed(torch.tensor(tokens, device=network.device))
-    asking = {layer for layer, _ in settings.attended} if with_queries else set()
+    room = MAX_QUERIES - len(files.rows)
+    asking = {layer for layer, _ in settings.attended} if room > 0 else set()
     begin, tapped, queries = 0, [], dict[int, Tensor]()
     for end in sorted({0, *settings.taps, *asking}):
         if end:
             hidden = network.layers(begin, end, hidden, kv, batch)
         begin = end
         if end in asking:
-            queries[end] = network.queries(end, hidden.index_select(0, rows))
+            queries[end] = network.queries(end, hidden.index_select(0, rows)).flatten(1)
         if end in settings.taps:
             tapped.append(hidden.index_select(0, rows))
-    greedy = network.confidence(tapped[-1]).token.long()
-    read = None
+    greedy = network.confidence(tapped[-1]).token.tolist()
+    # The rows are written last: what they lack is not there.
     if settings.attended:
+        files.keys.append(keys_at(kv, settings.attended, batch.slot_mapping))
+        files.positions.append(torch.tensor([p for own in positions for p in own]))
+    if asking:
         width = settings.queries
         own = [
-            queries[layer].flatten(1)[:, head * width : (head + 1) * width]
-            for layer, head in (settings.attended if with_queries else ())
+            queries[layer][:, head * width : (head + 1) * width]
+            for layer, head in settings.attended
         ]
-        read = _Read(
-            keys_at(kv, settings.attended, batch.slot_mapping),
-            [position for _, position in places],
-            torch.stack(own, 1) if with_queries else None,
-        )
-    return torch.stack(tapped, 1).bfloat16(), greedy, read
+        files.queries.append(torch.stack(own, 1)[:room])
+    files.states.append(torch.stack(tapped, 1))
+    numbers = [(text.index, token) for text in texts for token in text.answer]
+    files.rows.append(torch.tensor([(*n, g) for n, g in zip(numbers, greedy, strict=True)]))
+    return len(numbers)
 
 
-def _batch(lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> AttentionBatch:
-    """Whole texts of these lengths, each in pages of its own, ``counts`` of them."""
-    first = np.cumsum([0, *counts[:-1]])
-    table = first[:, None] + np.arange(max(counts))[None]
-    table = np.minimum(table, (first + np.array(counts) - 1)[:, None])
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    slots = np.repeat(first * PAGE_SIZE, lengths) + positions
-    ends = np.cumsum([0, *lengths])
-
-    def tensor(values: object, dtype: torch.dtype) -> Tensor:
-        return torch.as_tensor(np.asarray(values), dtype=dtype, device=device)
-
-    return AttentionBatch(
-        positions=tensor(positions, torch.int64),
-        slot_mapping=tensor(slots, torch.int64),
-        page_table=tensor(table, torch.int32),
-        seq_lens=tensor(lengths, torch.int32),
-        query_start_loc=tensor(ends, torch.int32),
-    )
-
-
-def _stretches(texts: Sequence[WrittenText]) -> Iterator[list[WrittenText]]:
+def _stretches(texts: Sequence[Answer]) -> Iterator[list[Answer]]:
     """Texts in their order, as many at once as have at most so many tokens, one at least."""
-    stretch: list[WrittenText] = []
+    stretch: list[Answer] = []
     tokens = 0
     for text in texts:
         length = len(text.prompt) + len(text.answer)
@@ -394,46 +393,12 @@ def _stretches(texts: Sequence[WrittenText]) -> Iterator[list[WrittenText]]:
         yield stretch
 
 
-def _open_files(directory: Path, settings: StatesSettings) -> set[int]:
-    """The texts that are there; the files begin to exist, and lose what was not finished."""
-    path = directory / SETTINGS_FILE
-    if is_file(path):
-        _check_settings(path, settings)
-    else:
-        for name in (STATES_FILE, ROWS_FILE):
-            write_text(directory / name, "")
-        write_text(path, json.dumps({"format": FORMAT, **asdict(settings)}) + "\n")
-    row_bytes = ROW_NUMBERS * 4
-    sizes = [(directory / name).stat().st_size for name in (STATES_FILE, ROWS_FILE)]
-    count = min(sizes[0] // settings.row_bytes, sizes[1] // row_bytes)
-    files = settings.keys_in(directory)
-    if files is not None:
-        count = files.whole(count, _rows(directory)[:, 0])
-    # A stretch is in the rows when it is in the states: what the rows lack is none.
-    for name, size in ((STATES_FILE, settings.row_bytes), (ROWS_FILE, row_bytes)):
-        with (directory / name).open("r+b") as file:
-            file.truncate(count * size)
-    return set(np.unique(_rows(directory)[:, 0]).tolist())
-
-
-def _rows(directory: Path) -> np.ndarray:
-    return np.fromfile(directory / ROWS_FILE, dtype="<i4").reshape(-1, ROW_NUMBERS)
-
-
 def _check_settings(path: Path, settings: StatesSettings) -> None:
     fields = JsonFields.read(path, TrainingError)
     if fields.text("format") != FORMAT:
         raise fields.wrong("format", repr(FORMAT), fields.text("format"))
-    for name in ("model", "weights", "hidden_size", "taps"):
-        expected = getattr(settings, name)
-        got: object = fields.integers(name) if name == "taps" else None
-        if name == "hidden_size":
-            got = fields.integer(name)
-        elif name != "taps":
-            got = fields.text(name)
+    for name in ("model", "weights", "hidden_size", "taps", "attended"):
+        expected = json.loads(json.dumps(getattr(settings, name)))
+        got = fields.values.get(name, [])
         if got != expected:
             raise fields.wrong(name, f"{expected!r}, as this run has", got)
-    attended = fields.values.get("attended", [])
-    if attended != [list(pair) for pair in settings.attended]:
-        expected = f"{[list(pair) for pair in settings.attended]}, as this run has"
-        raise fields.wrong("attended", expected, attended)

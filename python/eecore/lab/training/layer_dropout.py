@@ -9,16 +9,16 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from eecore.errors import TrainingError
-from eecore.values import is_within
+from eecore.values import check_fields, choice, real
 
 __all__ = ["LayerDropout", "LayerDropoutHandle", "drop_layers"]
 
@@ -33,16 +33,13 @@ class LayerDropout:
             the run, for training from scratch (eq. 4).
     """
 
-    max_rate: float = 0.1
-    over_time: Literal["constant", "exponential"] = "constant"
+    max_rate: Annotated[float, real(0.0, 1.0)] = 0.1
+    over_time: Annotated[Literal["constant", "exponential"], choice("constant", "exponential")] = (
+        "constant"
+    )
 
     def __post_init__(self) -> None:
-        if not is_within(self.max_rate, 0.0, 1.0):
-            raise TrainingError(f"LayerDropout.max_rate: expected 0..1, got {self.max_rate!r}")
-        if self.over_time not in ("constant", "exponential"):
-            raise TrainingError(
-                f"LayerDropout.over_time: expected constant or exponential, got {self.over_time!r}"
-            )
+        check_fields(self, TrainingError, "LayerDropout.")
 
     def rate(self, layer: int, num_layers: int, step: int, num_steps: int) -> float:
         """p(l,t) of layer l in 0..num_layers-1 at step t in 0..num_steps-1 (eq. 2)."""
@@ -55,7 +52,7 @@ def _from_zero_to_one(position: int, count: int) -> float:
     return math.exp(position * math.log(2) / (count - 1)) - 1 if count > 1 else 0.0
 
 
-class LayerDropoutHandle:
+class LayerDropoutHandle(AbstractContextManager["LayerDropoutHandle"]):
     """Layer dropout on the layers of a model, in place, until :meth:`remove`; a context manager.
 
     Nothing happens in eval mode. Random numbers come from a generator of its own, on the CPU, which
@@ -95,15 +92,7 @@ class LayerDropoutHandle:
         for layer in self._layers:
             vars(layer).pop("forward", None)
 
-    def __enter__(self) -> LayerDropoutHandle:
-        return self
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.remove()
 
     def _forward(self, index: int, forward: Any, *args: Any, **kwargs: Any) -> Any:

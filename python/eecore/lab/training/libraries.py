@@ -1,4 +1,4 @@
-"""What training needs beyond inference, imported when first asked for."""
+"""What training needs beyond inference, imported when it is first used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def library(name: str) -> Any:
     except ImportError as error:
         raise TrainingError(
             f"training: expected the package {name.partition('.')[0]}, got: {error} "
-            "(pip install 'eecore[train]')"
+            "(pip install 'eecore[lab]')"
         ) from None
 
 

@@ -13,15 +13,13 @@ from typing import Any
 
 from eecore.errors import TrainingError
 from eecore.files import replacing
-from eecore.lab.training.evaluation import ExitScores
 from eecore.lab.training.libraries import library
 from eecore.readable import regular_file
 from eecore.values import shown
 
-__all__ = ["CsvLog", "RunLog", "read_log"]
+__all__ = ["EVALUATIONS", "STEPS", "CsvLog", "RunLog", "read_log", "read_logs"]
 
-STEPS_FILE = "steps.csv"
-EVALUATIONS_FILE = "evaluations.csv"
+STEPS, EVALUATIONS = "steps", "evaluations"
 
 
 class CsvLog:
@@ -67,53 +65,28 @@ def _read_rows(path: Path) -> list[list[str]]:
 
 
 class RunLog:
-    """All logs of a run, in a directory."""
+    """All logs of a run, in a directory: by name the columns of each, the first of them a step."""
 
-    def __init__(self, directory: Path, num_layers: int, resume_at: int) -> None:
-        exits = range(1, num_layers + 1)
-        self._steps = CsvLog(
-            directory / STEPS_FILE,
-            (
-                *("step", "tokens", "learning_rate", "gradient_norm", "loss"),
-                *(f"loss_exit_{exit_layer}" for exit_layer in exits),
-            ),
-            resume_at,
-        )
-        measures = ("loss", "accuracy", "agreement")
-        self._evaluations = CsvLog(
-            directory / EVALUATIONS_FILE,
-            (
-                "step",
-                "tokens",
-                *(f"{m}_exit_{exit_layer}" for m in measures for exit_layer in exits),
-            ),
-            resume_at,
-        )
+    def __init__(
+        self, directory: Path, columns: Mapping[str, Sequence[str]], resume_at: int
+    ) -> None:
+        self._columns = columns
+        self._logs = {
+            name: CsvLog(directory / f"{name}.csv", own, resume_at) for name, own in columns.items()
+        }
         self._board = _board(directory, resume_at)
 
-    def step(self, row: Sequence[int | float | None], exit_losses: Mapping[int, float]) -> None:
-        """A training step: ``row`` as the columns say."""
-        self._steps.write(row)
+    def write(self, name: str, row: Sequence[int | float | None]) -> None:
+        """A row of a log; None leaves a field empty."""
+        self._logs[name].write(row)
         if self._board is not None:
-            step, _, rate, norm, loss = row[:5]
-            values = {"loss/total": loss, "learning_rate": rate, "gradient_norm": norm}
-            values |= {f"loss/exit_{layer + 1}": value for layer, value in exit_losses.items()}
-            for name, value in values.items():
-                self._board.add_scalar(name, value, step)
-
-    def evaluation(self, step: int, tokens: int, scores: ExitScores) -> None:
-        """Scores after ``step`` steps."""
-        self._evaluations.write((step, tokens, *scores.loss, *scores.accuracy, *scores.agreement))
-        if self._board is not None:
-            for measure in ("loss", "accuracy", "agreement"):
-                for index, value in enumerate(getattr(scores, measure)):
-                    self._board.add_scalar(f"held_out_{measure}/exit_{index + 1}", value, step)
+            for column, value in zip(self._columns[name][1:], row[1:], strict=True):
+                if value is not None:
+                    self._board.add_scalar(f"{name}/{column}", value, row[0])
 
     def close(self) -> None:
-        self._steps.close()
-        self._evaluations.close()
-        if self._board is not None:
-            self._board.close()
+        for log in (*self._logs.values(), *([] if self._board is None else [self._board])):
+            log.close()
 
 
 def _board(directory: Path, resume_at: int) -> Any:
@@ -124,7 +97,15 @@ def _board(directory: Path, resume_at: int) -> Any:
     return writer(str(directory / "tensorboard"), purge_step=resume_at or None)
 
 
-def read_log(path: Path) -> dict[str, list[float | None]]:
+Columns = dict[str, list[float | None]]
+
+
+def read_logs(directory: Path) -> tuple[Columns, Columns]:
+    """The steps and the evaluations of a run."""
+    return read_log(directory / f"{STEPS}.csv"), read_log(directory / f"{EVALUATIONS}.csv")
+
+
+def read_log(path: Path) -> Columns:
     """The columns of a log by name; None where a field is empty."""
     try:
         header, *rows = _read_rows(path)

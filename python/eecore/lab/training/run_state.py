@@ -1,4 +1,4 @@
-"""A run's state in one safetensors file: weights, optimizer, random numbers, how far it has come.
+"""The state of a run in one safetensors file: weights, optimizer, random numbers, steps done.
 
 The file is complete or not there (:mod:`eecore.files`).
 Nothing in it is pickled.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -18,36 +19,40 @@ from torch import Tensor, nn
 from eecore.errors import TrainingError
 from eecore.files import replacing
 from eecore.json_fields import JsonFields, parse_json
-from eecore.lab.training.recipe import TrainingConfig
+from eecore.lab.training.recipe import RunConfig, TrainingConfig
 from eecore.tensor_files import TensorFile, shown_name
 from eecore.values import shown
 
-__all__ = ["RunState", "load_state", "read_state", "save_state"]
+__all__ = ["RunState", "load_state", "read_state", "save_state", "state_to_resume"]
 
-FORMAT = "eecore training state 1"
+Config = TypeVar("Config", bound=RunConfig)
+
+FORMAT = "eecore training state 2"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 OPTIMIZER_PARTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class RunState:
+class RunState(Generic[Config]):
     """How far a run has come.
 
     Attributes:
         step: steps done; also the position in the data, whose order follows from the seed.
         tokens: tokens read.
+        seconds: spent on these steps.
         data_digest: of the training data.
         config: its settings.
     """
 
     step: int
     tokens: int
+    seconds: float
     data_digest: str
-    config: TrainingConfig
+    config: Config
 
 
 def save_state(
-    path: Path, state: RunState, model: nn.Module, optimizer: torch.optim.Optimizer
+    path: Path, state: RunState[Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     """Write the state, in place of the one before."""
     tensors = {f"parameter.{name}": p.detach() for name, p in _trained(model)}
@@ -57,12 +62,7 @@ def save_state(
     tensors["random.cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         tensors["random.cuda"] = torch.cuda.get_rng_state()
-    about = {
-        "step": state.step,
-        "tokens": state.tokens,
-        "data_digest": state.data_digest,
-        "config": state.config.to_dict(),
-    }
+    about = {**asdict(state), "config": state.config.to_dict()}
     with replacing(path) as partial:
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()},
@@ -71,7 +71,7 @@ def save_state(
         )
 
 
-def read_state(path: Path) -> RunState:
+def read_state(path: Path, kind: type[Config] = TrainingConfig) -> RunState[Config]:  # type: ignore[assignment]
     """How far the run of a state file has come; reads no tensors."""
     with _opened(path) as file:
         metadata = file.metadata
@@ -81,17 +81,33 @@ def read_state(path: Path) -> RunState:
         )
     about = parse_json(metadata["state"], str(path), TrainingError)
     fields = JsonFields.of(about, str(path), TrainingError)
-    fields.only("step", "tokens", "data_digest", "config")
+    fields.only("step", "tokens", "seconds", "data_digest", "config")
     try:
-        config = TrainingConfig.from_dict(about["config"])
+        config = kind.from_dict(about["config"])
     except TrainingError as error:
         raise TrainingError(f"{path}: config: {error}") from None
     return RunState(
         step=fields.integer("step", 0, config.steps),
         tokens=fields.integer("tokens", 0),
+        seconds=fields.number("seconds", 0.0),
         data_digest=fields.text("data_digest"),
         config=config,
     )
+
+
+def state_to_resume(path: Path, config: Config, data_digest: str) -> RunState[Config]:
+    """The state of a run of these settings and data.
+
+    Raises:
+        TrainingError: it is of others.
+    """
+    saved = read_state(path, type(config))
+    difference = saved.config.difference(config)
+    if difference is not None:
+        raise TrainingError(f"{path}: expected the settings that the run began with: {difference}")
+    if saved.data_digest != data_digest:
+        raise TrainingError(f"{path}: expected the data that the run began with, got other data")
+    return saved
 
 
 def load_state(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -103,28 +119,41 @@ def load_state(path: Path, step: int, model: nn.Module, optimizer: torch.optim.O
     """
     trained = dict(_trained(model))
     device = next(model.parameters()).device
+    random = {"random.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        random["random.cuda"] = torch.cuda.get_rng_state(device)
     with _opened(path) as file:
-        _check_names(file, trained)
-        _check_tensors(file, trained)
-        states = {name: _optimizer_state(file, name, p) for name, p in trained.items()}
+        _check(file, trained, random)
+        states = {
+            name: {
+                part: file.tensor(_part(part, name)).to(parameter.device)
+                for part in OPTIMIZER_PARTS
+                if _part(part, name) in file.names
+            }
+            for name, parameter in trained.items()
+        }
         _check_steps(file, states, step)
-        of_cpu = _random_state(file, "random.cpu", torch.get_rng_state())
-        of_cuda = None
-        if device.type == "cuda":
-            of_cuda = _random_state(file, "random.cuda", torch.cuda.get_rng_state(device))
+        random = {name: file.tensor(name) for name in random}
+        try:
+            torch.Generator().set_state(random["random.cpu"])
+        except RuntimeError as error:
+            got = str(error).splitlines()[0]
+            raise file.wrong("random.cpu", "the state of a generator", got) from None
         for name, parameter in trained.items():
             parameter.data.copy_(file.tensor(f"parameter.{name}"))
             optimizer.state[parameter] = states[name]
-    torch.set_rng_state(of_cpu)
-    if of_cuda is not None:
-        torch.cuda.set_rng_state(of_cuda, device)
+    torch.set_rng_state(random["random.cpu"])
+    if "random.cuda" in random:
+        torch.cuda.set_rng_state(random["random.cuda"], device)
 
 
 def _opened(path: Path) -> TensorFile:
     return TensorFile(path, TrainingError, what="the state of a run")
 
 
-def _check_names(file: TensorFile, trained: Mapping[str, nn.Parameter]) -> None:
+def _check(
+    file: TensorFile, trained: Mapping[str, nn.Parameter], random: Mapping[str, Tensor]
+) -> None:
     """The weights of this model, each with all of AdamW's numbers or none, and nothing else."""
     wanted = {f"parameter.{name}" for name in trained}
     held = {name for name in file.names if name.startswith("parameter.")}
@@ -134,75 +163,42 @@ def _check_names(file: TensorFile, trained: Mapping[str, nn.Parameter]) -> None:
             f"{file.path}: expected the trained weights of this model, got others: "
             f"{shown_name(stranger)} is in one of them alone"
         )
-    parts = {_part(part, name) for name in trained for part in OPTIMIZER_PARTS}
-    strangers = file.names - wanted - parts - {"random.cpu", "random.cuda"}
-    if strangers:
-        raise file.wrong(min(strangers), "no such tensor in the state of this run", "one")
-    for name in trained:
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, parameter in trained.items():
         there = [part for part in OPTIMIZER_PARTS if _part(part, name) in file.names]
         if there and len(there) < len(OPTIMIZER_PARTS):
             raise TrainingError(
                 f"{file.path}: optimizer of {name}: expected {', '.join(OPTIMIZER_PARTS)}, got "
                 f"{', '.join(there)}"
             )
-
-
-def _check_tensors(file: TensorFile, trained: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in trained.items():
         like = DTYPES.get(parameter.dtype, "none"), tuple(parameter.shape)
-        expected = {f"parameter.{name}": like}
-        expected |= {_part(part, name): like for part in OPTIMIZER_PARTS[1:]}
-        expected[_part("step", name)] = ("F32", ())
-        for tensor, (dtype, shape) in expected.items():
-            if tensor not in file.names:
-                continue
-            got = file.stored_dtype(tensor), file.shape(tensor)
-            if got != (dtype, shape):
-                raise file.wrong(
-                    tensor, f"{dtype} {list(shape)}", f"{got[0]} {shown(list(got[1]))}"
-                )
-
-
-def _optimizer_state(file: TensorFile, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """AdamW's numbers of one parameter; none when it has had no gradient yet."""
-    return {
-        part: file.tensor(_part(part, name)).to(parameter.device)
-        for part in OPTIMIZER_PARTS
-        if _part(part, name) in file.names
-    }
+        expected[f"parameter.{name}"] = like
+        expected |= {_part(part, name): ("F32", ()) if part == "step" else like for part in there}
+    strangers = file.names - expected.keys() - {"random.cpu", "random.cuda"}
+    if strangers:
+        raise file.wrong(min(strangers), "no such tensor in the state of this run", "one")
+    for name, numbers in random.items():
+        if name not in file.names:
+            raise file.wrong(name, "the state of the random numbers", "none")
+        expected[name] = "U8", tuple(numbers.shape)
+    for name, (dtype, shape) in expected.items():
+        got = file.stored_dtype(name), file.shape(name)
+        if got != (dtype, shape):
+            raise file.wrong(name, f"{dtype} {list(shape)}", f"{got[0]} {shown(list(got[1]))}")
 
 
 def _check_steps(file: TensorFile, states: Mapping[str, dict[str, Tensor]], step: int) -> None:
     """Some weights have had a gradient in every step of the run, and none in more."""
-    most = 0.0
-    for name, state in states.items():
-        if not state:
-            continue
-        count = float(state["step"])
+    done = {name: float(state["step"]) for name, state in states.items() if state}
+    for name, count in done.items():
         if not (1 <= count <= step and count.is_integer()):
             raise file.wrong(_part("step", name), f"1..{step}, the run's steps", f"{count:g}")
-        most = max(most, count)
+    most = max(done.values(), default=0.0)
     if most != step:
         raise TrainingError(
             f"{file.path}: expected an optimizer that has done the run's {step} steps, got one "
             f"that has done {most:g}"
         )
-
-
-def _random_state(file: TensorFile, name: str, like: Tensor) -> Tensor:
-    """The state of a generator of random numbers like the one that there is."""
-    if name not in file.names:
-        raise file.wrong(name, "the state of the random numbers", "none")
-    got = file.stored_dtype(name), file.shape(name)
-    if got != ("U8", tuple(like.shape)):
-        raise file.wrong(name, f"U8 {list(like.shape)}", f"{got[0]} {shown(list(got[1]))}")
-    state = file.tensor(name)
-    if name == "random.cpu":
-        try:
-            torch.Generator().set_state(state)
-        except RuntimeError as error:
-            raise file.wrong(name, "the state of a generator", str(error).splitlines()[0]) from None
-    return state
 
 
 def _part(part: str, name: str) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eecore.errors import TrainingError
 from eecore.json_fields import JsonFields
-from eecore.lab.training.draft_head import DraftHead, HeadSizes, tensor_names
+from eecore.lab.training.draft_head import DraftHead, HeadSizes
 from eecore.lab.training.head_keys import Attended
 from eecore.models.readers.head_file import CONFIG_NAME, WEIGHTS_NAME, HeadFile, read_head_settings
 
@@ -36,10 +36,9 @@ class TrainedHead:
     @torch.no_grad()
     def put_into(self, head: DraftHead) -> None:
         """Its weights into a head of the same sizes, but for attention that only that one has."""
-        tensors = self.file.floats
-        for name, stored in tensor_names(head.sizes).items():
-            if stored in tensors:
-                getattr(head, name).copy_(tensors[stored])
+        for name, stored in head.tensor_names.items():
+            if stored in self.file.tensors:
+                head.get_parameter(name).copy_(self.file.tensors[stored])
 
     @property
     def attends(self) -> bool:

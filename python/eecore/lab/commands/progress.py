@@ -1,0 +1,81 @@
+"""Where a run of a command stands, in a line on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from eecore.lab.training import StepReport
+
+__all__ = ["ProgressLine", "shown_seconds"]
+
+LINE_SECONDS = 10.0
+"""Seconds between two lines where stderr is not a terminal."""
+
+
+class ProgressLine:
+    """Where a run stands, in a line on stderr: overwritten on a terminal, else every 10 seconds."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._status = self._console.status("starting") if self._console.is_terminal else None
+        self._shown_at = -LINE_SECONDS
+        self._begun: dict[str, tuple[float, float]] = {}  # of each part: when, and at what count
+        self.last = ""
+        """What was said last, shown or not."""
+
+    def __enter__(self) -> ProgressLine:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def show(self, report: StepReport) -> None:
+        """A training step that has been done; an evaluation gets a line that stays."""
+        self.say(
+            f"step {report.step}/{report.steps}, {report.tokens_per_s:.0f} tokens/s, "
+            f"{shown_seconds(report.seconds_left)} left, loss {report.loss:.3f}, "
+            f"{report.described}",
+            last=report.step == report.steps,
+        )
+        if report.evaluated is not None:
+            self.keep(f"step {report.step}: {report.evaluated}")
+
+    def say(self, text: str, *, last: bool = False) -> None:
+        """Where the run stands; the last one is always shown."""
+        now = time.monotonic()
+        self.last = text
+        if self._status is not None:
+            self._status.update(escape(text))
+        elif now - self._shown_at >= LINE_SECONDS or last:
+            self._shown_at = now
+            print(text, file=sys.stderr, flush=True)
+
+    def count(self, part: str, done: float, wanted: float, unit: str) -> None:
+        """How far a part of the run has come, and about how long the rest of it takes."""
+        now = time.monotonic()
+        if part not in self._begun and 0 < done < wanted:
+            self.keep(f"resuming {part} after {done:.0f} of {wanted:.0f} {unit}")
+        begun, before = self._begun.setdefault(part, (now, done))
+        left = ""
+        if done > before:
+            left = f", {shown_seconds((wanted - done) * (now - begun) / (done - before))} left"
+        of = f"{done:.0f} of {wanted:.0f}"
+        self.say(f"{part}: {of} {unit}{left if done < wanted else ''}", last=done >= wanted)
+
+    def keep(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, soft_wrap=True, markup=False)
+
+
+def shown_seconds(seconds: float) -> str:
+    """A stretch of time, about."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,188 @@
+"""Pictures of runs and evaluations; they need matplotlib, which comes with the extra ``lab``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import nan
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eecore.errors import RequestError
+from eecore.files import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["bar_chart", "figure", "heat_map", "plot_head", "plot_run", "save"]
+
+Columns = Mapping[str, Sequence[float | None]]
+
+COLOURS = ("#253b45", "#5c7c8a", "#9db4c0", "#c8d5db")
+IDEAL = "#a84510"
+SMOOTHED_POINTS = 200
+"""The most points of a curve."""
+
+
+def figure(size: tuple[float, float]) -> Figure:
+    """An empty figure, width and height in inches.
+
+    Raises:
+        RequestError: matplotlib is not there.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RequestError(
+            "plot: expected the package matplotlib, got none (pip install 'eecore[lab]')"
+        ) from None
+    return Figure(figsize=size)
+
+
+def save(drawn: Figure, path: str | Path) -> None:
+    """Write a figure in the format that the file's name says; the same figure, the same SVG."""
+    from matplotlib import rc_context
+
+    metadata = {"Date": None} if Path(path).suffix == ".svg" else None
+    with rc_context({"svg.hashsalt": "eecore"}), replacing(path) as partial:
+        drawn.savefig(partial, metadata=metadata)
+
+
+def bar_chart(
+    path: str | Path,
+    groups: Sequence[str],
+    bars: Mapping[str, Sequence[float | None]],
+    ideals: Mapping[str, Sequence[float | None]],
+    *,
+    label: str,
+) -> None:
+    """Groups of bars side by side, each with a line where it would ideally end.
+
+    Args:
+        path: the file to write.
+        groups: names below the groups.
+        bars: heights by the name of a colour, one a group; None for no bar.
+        ideals: the same of the lines.
+        label: of the vertical axis.
+    """
+    drawn = figure((2.5 + 0.35 * len(groups) * len(bars), 3.6))
+    axes: Any = drawn.subplots()
+    width = 0.8 / len(bars)
+    lines: list[tuple[float, float]] = []
+    for number, (name, heights) in enumerate(bars.items()):
+        left = [place - 0.4 + width * number for place in range(len(groups))]
+        found = [(x, y) for x, y in zip(left, heights, strict=True) if y is not None]
+        colour = COLOURS[number % len(COLOURS)]
+        xs, ys = [x for x, _ in found], [y for _, y in found]
+        axes.bar(xs, ys, width, align="edge", color=colour, label=name)
+        lines += [(x, y) for x, y in zip(left, ideals[name], strict=True) if y is not None]
+    if lines:
+        heights, starts = [y for _, y in lines], [x for x, _ in lines]
+        ends = [x + width for x in starts]
+        axes.hlines(heights, starts, ends, color=IDEAL, linewidth=1.5, label="ideal")
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_ylabel(label)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    drawn.tight_layout()
+    save(drawn, path)
+
+
+def heat_map(
+    path: str | Path,
+    values: Mapping[tuple[int, int], float],
+    *,
+    rows: str,
+    columns: str,
+    label: str,
+) -> None:
+    """Values by row and column as colours and numbers; what there is no value of is left white.
+
+    Args:
+        path: the file to write.
+        values: by row and column.
+        rows: what the rows are.
+        columns: what the columns are.
+        label: what the values are.
+    """
+    down, across = (sorted({pair[axis] for pair in values}) for axis in (0, 1))
+    drawn = figure((1.5 + 0.8 * len(across), 1.5 + 0.5 * len(down)))
+    axes: Any = drawn.subplots()
+    grid = [[values.get((row, column), nan) for column in across] for row in down]
+    image = axes.imshow(grid, cmap="viridis", aspect="auto")
+    axes.set_xticks(range(len(across)), across)
+    axes.set_yticks(range(len(down)), down)
+    axes.set(xlabel=columns, ylabel=rows)
+    middle = (min(values.values()) + max(values.values())) / 2
+    for (row, column), value in values.items():
+        place, colour = (
+            (across.index(column), down.index(row)),
+            "white" if value < middle else "black",
+        )
+        axes.text(*place, f"{value:.2f}", ha="center", va="center", color=colour)
+    drawn.colorbar(image, label=label)
+    drawn.tight_layout()
+    save(drawn, path)
+
+
+def plot_run(path: Path, steps: Columns, evaluations: Columns) -> None:
+    """Draw the logs of a model's run: the loss in training, and the exits at the last evaluation.
+
+    Args:
+        path: the file to write.
+        steps: a row a step, by column.
+        evaluations: a row an evaluation, by column.
+    """
+    drawn = figure((11, 4))
+    left, right = drawn.subplots(1, 2)
+    exits = [name for name in steps if name.startswith("loss_exit_")]
+    trained = [name for name in exits if any(value is not None for value in steps[name])]
+    for name in trained:
+        layer = exits.index(name) + 1
+        label = f"exit {layer}" if name in (trained[0], trained[-1]) else None
+        shade = (0.8 - 0.7 * layer / len(exits), 0.6 * (1 - layer / len(exits)) + 0.2, 0.7)
+        left.plot(*_smoothed(steps["step"], steps[name]), color=shade, linewidth=1, label=label)
+    whole = _smoothed(steps["step"], steps["loss"])
+    left.plot(*whole, color="black", linewidth=0.8, linestyle="--", label="weighted")
+    left.set(xlabel="step", ylabel="loss in training")
+    left.legend()
+    if evaluations["step"]:
+        layers = range(1, len(exits) + 1)
+        for measure in ("agreement", "accuracy"):
+            values = [evaluations[f"{measure}_exit_{layer}"][-1] for layer in layers]
+            right.plot(layers, values, marker="o", label=measure)
+        right.set(xlabel="exit layer", ylabel="share of held-out tokens", ylim=(0, 1.02))
+        right.legend(loc="lower right")
+    drawn.tight_layout()
+    save(drawn, path)
+
+
+def plot_head(
+    path: Path,
+    by_tokens: Sequence[tuple[int, float]],
+    by_position: Sequence[float],
+    greedy_by_position: Sequence[float],
+) -> None:
+    """Draw what more text brings to a draft head, and how often each of its drafts is right."""
+    drawn = figure((9, 3.5))
+    left, right = drawn.subplots(1, 2)
+    left.plot(*zip(*by_tokens, strict=True), marker="o")
+    left.set(xlabel="tokens learnt from", ylabel="agreement of the first draft", xscale="log")
+    places = range(1, len(by_position) + 1)
+    right.plot(places, by_position, marker="o", label="all held-out answers")
+    if greedy_by_position:
+        right.plot(places, greedy_by_position, marker="o", label="greedy ones")
+    right.set(xlabel="draft", ylabel="agreement, those before it right", ylim=(0, 1))
+    right.legend()
+    drawn.tight_layout()
+    save(drawn, path)
+
+
+def _smoothed(
+    steps: Sequence[float | None], values: Sequence[float | None]
+) -> tuple[list[float], list[float]]:
+    """Means over stretches of the steps that have a value."""
+    points = [(s, v) for s, v in zip(steps, values, strict=True) if s is not None and v is not None]
+    width = max(1, len(points) // SMOOTHED_POINTS)
+    stretches = [points[start : start + width] for start in range(0, len(points), width)]
+    means = [[sum(column) / len(part) for column in zip(*part, strict=True)] for part in stretches]
+    return [mean[0] for mean in means], [mean[1] for mean in means]

@@ -1,0 +1,280 @@
+"""The training of a model for early exits: what it learns from a batch, and what it becomes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eecore.errors import TrainingError
+from eecore.files import filling
+from eecore.lab.plots import plot_run
+from eecore.lab.training.data import Batch, BatchOrder, TokenData, collate
+from eecore.lab.training.early_exit_loss import early_exit_backward
+from eecore.lab.training.exit_model import ExitModel, ExitScores, evaluate_exits
+from eecore.lab.training.harness import STATE_FILE, Losses, StepReport, Trainee, TrainingRun
+from eecore.lab.training.layer_dropout import drop_layers
+from eecore.lab.training.libraries import library, no_progress_bars
+from eecore.lab.training.recipe import LoraSettings, TrainingConfig
+from eecore.lab.training.run_log import read_logs
+from eecore.lab.training.run_state import state_to_resume
+from eecore.models import model_digest
+from eecore.readable import is_file, kind_of, path_of, shown_path
+
+__all__ = ["ModelTrainee", "TrainingResult", "check_new", "state_path", "train"]
+
+MIN_SIZE = 1e-3
+"""The smallest size that a relative rate is relative to: some weights start near 0."""
+VECTOR_SHARE = 0.1
+"""The relative rate of vectors, which start at 1."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """How a run ended.
+
+    Attributes:
+        finished: False when it was stopped; ``train(..., resume=True)`` goes on.
+        step: steps done.
+        tokens: tokens read.
+        scores: of the exits on held-out data, if there was any.
+    """
+
+    finished: bool
+    step: int
+    tokens: int
+    scores: ExitScores | None
+
+
+def train(
+    model: nn.Module,
+    data: TokenData,
+    config: TrainingConfig,
+    out: str | Path,
+    *,
+    held_out: TokenData | None = None,
+    tokenizer_directory: str | Path | None = None,
+    resume: bool = False,
+    progress: Callable[[StepReport], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> TrainingResult:
+    """Train a transformers model for early exits and write it to a directory.
+
+    ``out`` becomes a Hugging Face directory that ``eecore.load`` and transformers read;
+    ``exits.json`` in it says how good each exit is, ``training/`` holds logs, a plot and, until the
+    run is finished, its state. A run that was stopped or killed goes on, resumed, exactly as if it
+    had not been: with the same model, data and config on the same machine and number of threads it
+    writes the same logs bit for bit.
+
+    Args:
+        model: of a class that :class:`ExitModel` knows; is trained in place, on its device.
+        data: sequences to learn.
+        config: everything else.
+        out: a new or empty directory, or with ``resume`` that of the run.
+        held_out: sequences to score the exits on.
+        tokenizer_directory: its tokenizer files are copied to ``out``.
+        resume: go on with the run in ``out``.
+        progress: called after each step.
+        should_stop: asked after each step; once it says True the state is saved and the run ends.
+
+    Raises:
+        TrainingError: a setting, the data or the directory cannot be used.
+    """
+    directory = path_of(out, TrainingError)
+    state = state_path(directory)
+    saved = state_to_resume(state, config, data.digest()) if resume else None
+    if saved is None:
+        check_new(directory)
+    torch.manual_seed(config.seed)
+    trained = model if config.lora is None else _with_lora(model, config.lora)
+    trainee = ModelTrainee(trained, data, config, held_out)
+    with closing(trainee), TrainingRun(trainee, state.parent, saved) as run:
+        finished = run.all_steps(progress, should_stop)
+    if finished:
+        if trainee.scores is None:  # stopped between the last step and here
+            trainee.evaluate()
+        _save(
+            trained,
+            directory,
+            config=config,
+            scores=trainee.scores,
+            tokens=run.tokens,
+            tokenizer_directory=None if tokenizer_directory is None else Path(tokenizer_directory),
+        )
+        plot_run(state.parent / "run.svg", *read_logs(state.parent))
+        state.unlink(missing_ok=True)
+    return TrainingResult(finished, run.step, run.tokens, trainee.scores)
+
+
+def state_path(out: str | Path) -> Path:
+    """Where the state of the run that writes to ``out`` is."""
+    return Path(out) / "training" / STATE_FILE
+
+
+class ModelTrainee(Trainee):
+    """A transformers model whose exits learn.
+
+    Args:
+        model: the model, or the peft model around it; its layers are wrapped until :meth:`close`.
+        data: sequences to learn.
+        config: of the run.
+        held_out: sequences to score the exits on.
+    """
+
+    config: TrainingConfig
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: TokenData,
+        config: TrainingConfig,
+        held_out: TokenData | None = None,
+    ) -> None:
+        self.config, self._data, self._held_out = config, data, held_out
+        self.exits = ExitModel.of(model)
+        if self.exits.has_encoder and data.is_text:
+            raise TrainingError("data: expected pairs for a model with an encoder, got texts")
+        self.module = model
+        self.scores: ExitScores | None = None
+        exits = range(1, self.exits.num_layers + 1)
+        self.step_columns = tuple(f"loss_exit_{layer}" for layer in exits)
+        measures = ("loss", "accuracy", "agreement")
+        self.evaluation_columns = tuple(f"{m}_exit_{layer}" for m in measures for layer in exits)
+        self._order = BatchOrder(data.lengths, config.batch_size, config.seed)
+        self._wrapped = ExitStack()
+        stacks = (self.exits.layers, self.exits.encoder_layers)
+        schedule = config.layer_dropout
+        self._dropouts = [
+            self._wrapped.enter_context(
+                drop_layers(stack, schedule, num_steps=config.steps, seed=config.seed + index)
+            )
+            for index, stack in enumerate(stacks)
+            if schedule is not None and stack
+        ]
+        if config.gradient_checkpointing:
+            self.exits.base.gradient_checkpointing_enable({"use_reentrant": False})
+            self._wrapped.callback(self.exits.base.gradient_checkpointing_disable)
+
+    def close(self) -> None:
+        """Leave the model's layers as they were."""
+        self._wrapped.close()
+
+    def digest(self) -> str:
+        return self._data.digest()
+
+    def backward(self, step: int) -> Losses:
+        for dropout in self._dropouts:
+            dropout.begin_step(step)
+        batch = self._batch(self._data, self._order.indices(step))
+        weights = self.config.loss.weights(step, self.config.steps, self.exits.num_layers)
+        with self.config.autocast(self.exits.device):
+            states = self.exits.states(batch.inputs)
+            losses = early_exit_backward(self.exits.head, states, batch.targets, weights)
+        total = torch.stack([weights[layer] * loss for layer, loss in losses.items()]).sum()
+        by_column = {self.step_columns[layer]: loss for layer, loss in losses.items()}
+        return Losses(total, batch.num_tokens, by_column)
+
+    def evaluate(self) -> tuple[float, ...] | None:
+        if self._held_out is None:
+            return None
+        config = self.config
+        order = BatchOrder(self._held_out.lengths, config.batch_size, config.seed)
+        count = min(config.evaluate_batches, order.steps_per_epoch)
+        batches = (self._batch(self._held_out, order.indices(index)) for index in range(count))
+        with config.autocast(self.exits.device):
+            self.scores = evaluate_exits(self.exits, batches)
+        return (*self.scores.loss, *self.scores.accuracy, *self.scores.agreement)
+
+    def describe(self, values: Mapping[str, float]) -> str:
+        exits = (f"{name.rpartition('_')[2]}:{loss:.2f}" for name, loss in values.items())
+        return f"by exit {' '.join(exits)}"
+
+    def describe_evaluation(self, values: Mapping[str, float]) -> str:
+        agreement = [value for name, value in values.items() if name.startswith("agreement")]
+        return (
+            f"held-out loss {values[self.step_columns[-1]]:.3f}, agreement with the last layer by "
+            f"exit: {' '.join(f'{value:.2f}' for value in agreement)}"
+        )
+
+    def rates(self, name: str, parameter: nn.Parameter) -> tuple[bool, float]:
+        decays, rate = super().rates(name, parameter)
+        if self.config.relative_rate:
+            size = float(parameter.detach().float().square().mean().sqrt())
+            rate = max(size, MIN_SIZE) * (1.0 if decays else VECTOR_SHARE)
+        return decays, rate
+
+    def _batch(self, data: TokenData, indices: Tensor) -> Batch:
+        batch = collate(data, indices.tolist(), decoder_start=self.exits.decoder_start)
+        return batch.to(self.exits.device)
+
+
+def check_new(out: Path) -> None:
+    """Refuse a place where a new run cannot begin.
+
+    Raises:
+        TrainingError: something is there; a run that can be resumed is named.
+    """
+    found = kind_of(out)
+    if found != "nothing" and (found != "a directory" or any(out.iterdir())):
+        hint = " (a run can be resumed there)" if is_file(state_path(out)) else ""
+        got = f"{shown_path(out)}{hint}"
+        raise TrainingError(f"out: expected a new or empty directory, got {got}")
+
+
+def _with_lora(model: nn.Module, settings: LoraSettings) -> nn.Module:
+    peft = library("peft")
+    ExitModel.of(model)  # a model that is not known is refused before it is changed
+    wrapped: nn.Module = peft.get_peft_model(
+        model,
+        peft.LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            lora_dropout=settings.dropout,
+            target_modules="all-linear",
+        ),
+    )
+    return wrapped
+
+
+def _save(
+    model: Any,
+    directory: Path,
+    *,
+    config: TrainingConfig,
+    scores: ExitScores | None,
+    tokens: int,
+    tokenizer_directory: Path | None,
+) -> None:
+    """Write weights (adapters merged, and alone under ``adapter/``), tokenizer, exits.json."""
+    with filling(directory) as partial:
+        if hasattr(model, "merge_and_unload"):
+            model.save_pretrained(str(partial / "adapter"))
+            model = model.merge_and_unload()
+        with no_progress_bars():
+            model.save_pretrained(str(partial))
+        for name in TOKENIZER_FILES:
+            source = None if tokenizer_directory is None else tokenizer_directory / name
+            if source is not None and source.is_file() and source.parent != directory:
+                shutil.copyfile(source, partial / name)
+        about = {
+            "model_sha256": model_digest(partial),
+            "num_layers": ExitModel.of(model).num_layers,
+            "training": config.to_dict(),
+            "training_tokens": tokens,
+            "held_out": None if scores is None else asdict(scores),
+        }
+        (partial / "exits.json").write_text(json.dumps(about, indent=2) + "\n")
