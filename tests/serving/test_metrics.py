@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -96,10 +97,10 @@ def test_iterations_that_fail_inside_are_counted(
     server = asker(eecore.Model(intent.network, intent.tokenizer, intent.engine_config))
     whole, left = Iterations.iterate, [Fault()]
 
-    def broken(iterations: Iterations, works: list[Work]) -> list[Outcome]:
+    def broken(iterations: Iterations, works: list[Work], **settings: Any) -> list[Outcome]:
         if left:
             raise left.pop()
-        return whole(iterations, works)
+        return whole(iterations, works, **settings)
 
     monkeypatch.setattr(Iterations, "iterate", broken)
     texts = []
