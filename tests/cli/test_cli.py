@@ -34,6 +34,7 @@ from eecore.cli.app import run
 from eecore.console.depth import DepthPainter, depth_style, runs
 from eecore.console.exit_options import ExitOptions, parse_layers
 from eecore.console.failures import UsageError
+from eecore.decoding.iterate import Iterations
 from eecore.decoding.prefill import Prefill
 from eecore.scheduling.scheduler import Work
 from tiny_models import write_model
@@ -471,21 +472,26 @@ def test_ctrl_c_keeps_the_text_so_far(endless: str) -> None:
     assert error == "interrupted\n"
 
 
+@pytest.mark.parametrize(
+    "owner", [eecore.Engine, Iterations], ids=["between steps", "inside of one"]
+)
 def test_ctrl_c_with_many_prompts_writes_what_there_is(
+    owner: Any,
     model: str,
     lines: Callable[[str, str], str],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     steps = iter(range(100))
-    step = eecore.Engine.step
+    name = "step" if owner is eecore.Engine else "iterate"
+    step = getattr(owner, name)
 
-    def interrupted(engine: eecore.Engine) -> list[eecore.StepOutput]:
+    def interrupted(*args: Any, **settings: Any) -> Any:
         if next(steps) == 5:
             raise KeyboardInterrupt
-        return step(engine)
+        return step(*args, **settings)
 
-    monkeypatch.setattr(eecore.Engine, "step", interrupted)
+    monkeypatch.setattr(owner, name, interrupted)
     file = lines("prompts.txt", "a\nb\nc\n")
     command = ["generate", model, "-f", file, "-n", "50", "--ignore-eos", "--json", "--stats"]
     assert run(command) == INTERRUPTED

@@ -496,7 +496,7 @@ def test_on_cuda_a_captured_run_waits_for_nothing_and_allocates_nothing(
 def test_a_program_that_was_loaded_halfway_is_loaded_again(
     agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
-    """One more row comes into a program whose rows would go on otherwise."""
+    """One more row came into a program whose rows would have gone on otherwise."""
     policy, prompts = ConfidentExit(0.35), random_prompts(4, 4, 4, 4, seed=6)
     sampling = SamplingParams(max_tokens=9, ignore_eos=True)
     expected = [
@@ -521,7 +521,10 @@ def test_a_program_that_was_loaded_halfway_is_loaded_again(
         patch.setattr(HostSide, "write", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
+    ended = [step.output for step in engine.run()]
+    assert [output and output.finish_reason for output in ended] == ["error"] * 4
+    ids = [engine.add_request(prompt, exit=policy, sampling=sampling) for prompt in prompts]
     outputs = {step.request_id: step.output for step in engine.run() if step.output is not None}
-    for request_id, alone in zip(sorted(outputs), expected, strict=True):
+    for request_id, alone in zip(ids, expected, strict=True):
         assert outputs[request_id].token_ids == alone.token_ids
         assert outputs[request_id].exit_layers == alone.exit_layers

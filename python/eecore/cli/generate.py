@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -218,11 +218,12 @@ def _run(
         except KeyboardInterrupt:
             SIGNALS.arrived()
             code = INTERRUPTED
-            for request_id, index in order.items():
-                output = engine.cancel(request_id)
-                if output is not None:
-                    results.done(index, output)
-                    outputs.append(output)
+            left = [engine.cancel(request_id) for request_id in order]
+            left += [step.output for step in engine.run()]  # a step that was interrupted ends all
+            for output in sorted(filter(None, left), key=lambda each: order[each.request_id]):
+                cancelled = replace(output, finish_reason="cancelled", error=None)
+                results.done(order[output.request_id], cancelled)
+                outputs.append(cancelled)
     if stats and outputs:
         print_stats(outputs, time.perf_counter() - started)
     if code == INTERRUPTED:

@@ -233,7 +233,7 @@ class Callers:
             raise RequestError(f"request_id: expected a string, got {name!r}")
         while True:
             key = next(self._numbers)
-            claimed = f"request-{key}" if name is None else name
+            claimed = f"request-{key}" if name is None else str.__str__(name)
             caller.requests[claimed] = key  # first, so that it is found whatever happens
             other = self._names.setdefault(claimed, caller)
             if other is caller:

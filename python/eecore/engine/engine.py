@@ -290,15 +290,15 @@ class Engine:
 
     def _own_id(self, request_id: str | None) -> str:
         """The id that a new request asks for, or one that no request has."""
+        requests = self.scheduler.requests
         given = {step.request_id for steps in self._outbox for step in steps}
-        taken = given.union(self.scheduler.requests)
         if request_id is None:
             names = (f"request-{number}" for number in itertools.count(self._arrivals))
-            return next(name for name in names if name not in taken)
+            return next(name for name in names if name not in requests and name not in given)
         if not isinstance(request_id, str):
             raise RequestError(f"request_id: expected a string, got {shown(request_id)}")
         request_id = str.__str__(request_id)
-        if request_id in taken:
+        if request_id in requests or request_id in given:
             raise RequestError(f"request_id: {request_id!r} is in use")
         return request_id
 
@@ -307,7 +307,7 @@ class Engine:
     def _advance(self) -> None:
         """Schedule an iteration, run it, and commit what it did."""
         flight, self._flight = self._flight, None  # lost, it would only have to be flown again
-        behind: Flight | None = None
+        following: Flight | None = None
         if flight is None or flight.is_over:
             works = self.scheduler.schedule()
             flight = self._launch(works) if works and self.iterations.ahead else None
@@ -316,16 +316,16 @@ class Engine:
         outcomes = None
         if flight is not None:
             next_works = self.scheduler.schedule_ahead(flight.works)
-            behind = self._launch(next_works, flight) if next_works else None
+            following = self._launch(next_works, flight) if next_works else None
             outcomes = self._land(flight)
         if outcomes is None:
             if flight is not None:
                 works = [w for w in works if w.sequence.status is SequenceStatus.RUNNING]
-            behind = None
+            following = None
             run = partial(self.iterations.iterate, others_wait=bool(self.scheduler.waiting))
             outcomes = isolated(run, works, self._failed) if works else []
-        self._commit(outcomes, () if behind is None else behind.places)
-        self._flight = behind
+        self._commit(outcomes, () if following is None else following.places)
+        self._flight = following
 
     def _launch(self, works: list[Work], after: Flight | None = None) -> Flight | None:
         """An iteration that is under way; None where it has to be waited for, or fails."""

@@ -83,10 +83,10 @@ class Stepper:
         """One step for everybody; returns what callers get."""
         news, self._news = self._news, []
         try:
-            steps = self.engine.step() if self.engine.has_runnable else ()
+            steps = self.engine.step()
         except BaseException:  # all requests have ended by it, which the next step says
             LOGGER.exception("a step was interrupted")
-            steps = ()
+            steps = []
         for step in steps:
             name = step.request_id
             served = self._served.get(name)
@@ -152,9 +152,8 @@ class Worker(Callers):
         """
         self.engine.check_held()
         super().open(caller, requests, name)
-        if not (
-            self._threads or self._is_stopped
-        ):  # after the messages: a thread that ends now looks for them
+        # After the messages are there: a thread that ends just now looks for them.
+        if not (self._threads or self._is_stopped):
             self._lingers = True
             arguments = ref(self, self.inbox.put), self.inbox
             threading.Thread(target=_work, args=arguments, name="eecore", daemon=True).start()
