@@ -598,11 +598,11 @@ def test_a_request_is_checked_once(agreeing: eecore.Model) -> None:
 
     for _ in range(2):
         calls.clear()
-        sampling = SamplingParams(max_tokens=1)
+        sampling, policy = SamplingParams(max_tokens=1), Full()
         before = sys.getprofile()
         sys.setprofile(counts)
         try:
-            engine.add_request([1, 2, 3], exit=Full(), sampling=sampling)
+            engine.add_request([1, 2, 3], exit=policy, sampling=sampling)
         finally:
             sys.setprofile(before)
         (output,) = (step.output for step in engine.run())
