@@ -16,7 +16,7 @@ from eecore.scheduling.scheduler import Work
 __all__ = ["LOGGER", "described", "isolated"]
 
 LOGGER = logging.getLogger("eecore")
-MOST_DESCRIBED = 2000
+MAX_DESCRIBED = 2000
 
 Run = Callable[[list[Work]], list[Outcome]]
 Failed = Callable[[str], None]
@@ -50,7 +50,7 @@ def described(error: BaseException) -> str:
         text = "an error that cannot be shown"
     if not isinstance(error, EecoreError):
         text = f"{type(error).__name__}: {text}"
-    return text[:MOST_DESCRIBED]
+    return text[:MAX_DESCRIBED]
 
 
 def _attempted(run: Run, works: list[Work], failed: Failed) -> list[Outcome]:
@@ -63,7 +63,7 @@ def _attempted(run: Run, works: list[Work], failed: Failed) -> list[Outcome]:
 
 
 def _in_halves(run: Run, works: list[Work]) -> list[Outcome]:
-    """Of as many works together as do not fail."""
+    """The outcomes, of as many works together as do not fail."""
     try:
         return run(works)
     except Exception as error:
