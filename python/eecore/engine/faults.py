@@ -29,7 +29,11 @@ def isolated(run: Run, works: list[Work], failed: Failed) -> list[Outcome]:
     A work that makes it raise, alone too, has an outcome with the error; so has one whose outcome
     says so itself. The others have what a run without those gives.
     """
-    outcomes = _attempted(run, works, failed)
+    try:
+        outcomes = run(works)
+    except Exception:
+        failed(f"an iteration of {len(works)} requests failed: once more")
+        outcomes = _in_halves(run, works)
     for outcome in outcomes:
         if outcome.error is not None:
             break
@@ -51,15 +55,6 @@ def described(error: BaseException) -> str:
     if not isinstance(error, EecoreError):
         text = f"{type(error).__name__}: {text}"
     return text[:MAX_DESCRIBED]
-
-
-def _attempted(run: Run, works: list[Work], failed: Failed) -> list[Outcome]:
-    """Twice as it is, then in halves."""
-    try:
-        return run(works)
-    except Exception:
-        failed(f"an iteration of {len(works)} requests failed: once more")
-    return _in_halves(run, works)
 
 
 def _in_halves(run: Run, works: list[Work]) -> list[Outcome]:
