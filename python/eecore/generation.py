@@ -142,7 +142,7 @@ def engine_limits(
     prefix_cache: bool | None,
     kv_cache_dtype: str | None = None,
 ) -> EngineConfig:
-    """Those of a model, by what was said when it was loaded; see :func:`load`."""
+    """The limits of a model, by what was said when it was loaded; see :func:`load`."""
     limits = {f.name: getattr(engine, f.name) for f in fields(EngineConfig)} if engine else {}
     if kv_cache_tokens is not None:
         limits["kv_cache_tokens"] = kv_cache_tokens

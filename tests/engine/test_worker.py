@@ -16,6 +16,7 @@ from typing import Any
 from weakref import getweakrefcount
 
 import pytest
+import torch
 
 import eecore
 from devices import cpu_only, load
@@ -508,6 +509,29 @@ def test_the_worker_ends_when_it_is_not_needed(
     del model
     gc.collect()  # nor does it keep an engine alive
     assert until(lambda: not any(thread.is_alive() for thread in threads))
+
+
+@cpu_only
+def test_kernels_run_on_as_many_threads_as_the_caller_says(
+    model: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch keeps the number for each thread by itself, and the worker has one of its own."""
+    whole, seen = Iterations.iterate, set[int]()
+
+    def watched(*args: Any, **settings: Any) -> Any:
+        seen.add(torch.get_num_threads())
+        return whole(*args, **settings)
+
+    monkeypatch.setattr(Iterations, "iterate", watched)
+    before = torch.get_num_threads()
+    try:
+        for count in (2, 1, 3):
+            torch.set_num_threads(count)
+            seen.clear()
+            alone(model, 0)
+            assert seen == {count}
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_threads_that_begin_together_are_one(model: eecore.Model) -> None:

@@ -37,7 +37,6 @@ from eecore.serving.wire import (
     Loaded,
     Request,
     Start,
-    Step,
     ToEngine,
     classifier_of,
     decode,
@@ -47,6 +46,7 @@ from eecore.serving.wire import (
     plain_classifier,
     plain_error,
     plain_exit,
+    plain_step,
 )
 
 
@@ -143,10 +143,8 @@ def test_what_is_started_and_loaded(intent: eecore.Model, tmp_path: Path) -> Non
 def test_steps_and_outputs(intent: eecore.Model) -> None:
     settings: Any = {"max_tokens": 4, "logprobs": 2, "ignore_eos": True, "exit": "confident:0.5"}
     for step in eecore.stream(intent, "lock the front door", **settings):
-        (found,) = crossed(FromEngine(steps=[Step.of(5, step)])).steps
-        assert found.key == 5
-        given = found.output_of(step.request_id)
-        assert given.text == step.text
+        ((key, given, text),) = crossed(FromEngine(steps=[plain_step(5, step)])).steps
+        assert (key, text) == (5, step.text)
         for name in ("request_id", "token_ids", "exit_layers", "confidences", "logprobs", "output"):
             assert getattr(given, name) == getattr(step, name)
     assert step.output is not None
@@ -157,10 +155,10 @@ def test_every_number_of_a_step() -> None:
     numbers = [math.inf, -math.inf, 5e-324, 0.1]
     scores = [None, PromptLogprob(5, -0.5, 2, {7: -0.25, 5: -0.5}), PromptLogprob(1, -1.0, 1, {})]
     step = StepOutput("a", [1] * 4, [2] * 4, numbers, None, prompt_logprobs=scores)
-    (found,) = crossed(FromEngine(steps=[Step.of(0, step)])).steps
+    ((_, found, text),) = crossed(FromEngine(steps=[plain_step(0, step)])).steps
     assert found.confidences == numbers
     assert found.prompt_logprobs == scores
-    assert found.text is None
+    assert text is None
 
 
 def test_classifiers_go_once_and_then_by_their_digests() -> None:

@@ -248,7 +248,7 @@ class Callers:
         return Add(key, request, caller.whole)
 
     def _forget(self, caller: Caller) -> None:
-        """Its names are free again."""
+        """Free the names of a caller."""
         for name, key in list(caller.requests.items()):
             self._requests.pop(key, None)
             if self._names.get(name) is caller:

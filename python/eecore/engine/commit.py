@@ -93,10 +93,7 @@ class Commits:
         publishes = not taken.records
         if not publishes and times.first_token is None:
             times.first_token, publishes = now, True
-        if taken.decoded is not None:
-            sequence.text.keep(taken.decoded)
-        if taken.shown is not None:
-            sequence.text.mark_shown(taken.shown)
+        _keep_text(sequence.text, taken)
         if taken.approximate:
             pages.mark_approximate(taken.approximate)
         output = None
@@ -137,10 +134,7 @@ class Commits:
         taken = Taken((), decoded=None if text is None else text.decoded)
         with suppress(Exception):  # the text that there is has to do then
             self._end_text(taken, sequence, None, len(sequence.output_ids))
-        if text is not None and taken.decoded is not None:
-            text.keep(taken.decoded)
-            if taken.shown is not None:
-                text.mark_shown(taken.shown)
+        _keep_text(text, taken)
         reason = "cancelled" if error is None else "error"
         output = self._output(sequence, reason, taken.decoded, now, error)
         scores = None if sequence.output_ids else _prompt_logprobs(sequence)
@@ -255,6 +249,13 @@ class Commits:
             prompt_logprobs=_prompt_logprobs(sequence),
             error=error,
         )
+
+
+def _keep_text(text: TextStream | None, taken: Taken) -> None:
+    if text is not None and taken.decoded is not None:
+        text.keep(taken.decoded)
+        if taken.shown is not None:
+            text.mark_shown(taken.shown)
 
 
 def _show(taken: Taken, text: TextStream, decoded: Decoded, *, final: bool = False) -> None:

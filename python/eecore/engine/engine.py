@@ -76,7 +76,7 @@ class Engine:
         self.iterations = Iterations(
             network, kv, run or run_program_on(network.device), ahead=ahead
         )
-        self._intake = Intake(network, tokenizer, self.config)
+        self.intake = Intake(network, tokenizer, self.config)
         self.num_failed_iterations = 0
         self._arrivals = 0
         self._flight: Flight | None = None
@@ -86,7 +86,7 @@ class Engine:
 
     @property
     def num_layers(self) -> int:
-        """Of the model; of its decoder, where it has an encoder."""
+        """The layers of the model; of its decoder, where it has an encoder."""
         return self.network.config.num_layers
 
     @property
@@ -120,13 +120,13 @@ class Engine:
 
     @property
     def num_used_pages(self) -> int:
-        """Of the cache. From any thread, and never quite now."""
+        """Pages of the cache that requests have; about now, from any thread."""
         pages = self.scheduler.pages
         return pages.num_pages - pages.num_free
 
     @property
     def num_cached_pages(self) -> int:
-        """Those that a prompt may begin with, used or not. From any thread."""
+        """Pages that a prompt may begin with, used or not; about now, from any thread."""
         return self.scheduler.pages.num_cached
 
     @property
@@ -190,19 +190,7 @@ class Engine:
             RequestError: for a prompt, setting or length that this engine can never serve.
             ExitError: for an exit policy that the model cannot run.
         """
-        return self._intake.sequence(prompt, exit, sampling)
-
-    def trusted(
-        self,
-        prompt_ids: list[int],
-        input_ids: list[int] | None,
-        policy: Exit,
-        sampling: SamplingParams,
-    ) -> Sequence:
-        """A request that another process has prepared, from what its checks made of it; see
-        :meth:`eecore.engine.intake.Intake.trusted`.
-        """
-        return self._intake.trusted(prompt_ids, input_ids, policy, sampling)
+        return self.intake.sequence(prompt, exit, sampling)
 
     def compile(self, guide: Guide) -> None:
         """Compile a guide before a request that follows it; from any thread.
@@ -210,11 +198,11 @@ class Engine:
         Raises:
             GuideError: it cannot be compiled, or nothing can follow it.
         """
-        self._intake.guides.follow(guide)
+        self.intake.guides.follow(guide)
 
     def is_compiled(self, guide: Guide) -> bool:
         """Whether :meth:`compile` has its answer already."""
-        guides = self._intake.guides
+        guides = self.intake.guides
         return isinstance(guides, Guides) and guides.knows(guide)
 
     def enqueue(self, sequence: Sequence, request_id: str | None = None) -> str:

@@ -16,7 +16,7 @@ from eecore.scheduling.scheduler import Work
 __all__ = ["LOGGER", "described", "isolated"]
 
 LOGGER = logging.getLogger("eecore")
-MOST_DESCRIBED = 2000
+MAX_DESCRIBED = 2000
 
 Run = Callable[[list[Work]], list[Outcome]]
 Failed = Callable[[str], None]
@@ -29,7 +29,11 @@ def isolated(run: Run, works: list[Work], failed: Failed) -> list[Outcome]:
     A work that makes it raise, alone too, has an outcome with the error; so has one whose outcome
     says so itself. The others have what a run without those gives.
     """
-    outcomes = _attempted(run, works, failed)
+    try:
+        outcomes = run(works)
+    except Exception:
+        failed(f"an iteration of {len(works)} requests failed: once more")
+        outcomes = _in_halves(run, works)
     for outcome in outcomes:
         if outcome.error is not None:
             break
@@ -50,20 +54,11 @@ def described(error: BaseException) -> str:
         text = "an error that cannot be shown"
     if not isinstance(error, EecoreError):
         text = f"{type(error).__name__}: {text}"
-    return text[:MOST_DESCRIBED]
-
-
-def _attempted(run: Run, works: list[Work], failed: Failed) -> list[Outcome]:
-    """Twice as it is, then in halves."""
-    try:
-        return run(works)
-    except Exception:
-        failed(f"an iteration of {len(works)} requests failed: once more")
-    return _in_halves(run, works)
+    return text[:MAX_DESCRIBED]
 
 
 def _in_halves(run: Run, works: list[Work]) -> list[Outcome]:
-    """Of as many works together as do not fail."""
+    """The outcomes, of as many works together as do not fail."""
     try:
         return run(works)
     except Exception as error:

@@ -184,7 +184,7 @@ class Intake:
         return number
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
-        """Of what only the model tells whether it can be."""
+        """Check what only the model tells whether it can be."""
         vocab_size = self._network.config.vocab_size
         if sampling.stop and self._tokenizer is None:
             raise RequestError("stop: expected a model with a tokenizer for stop strings")

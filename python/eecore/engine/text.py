@@ -32,7 +32,7 @@ class TextStream:
 
     Args:
         tokenizer: decodes.
-        prompt_ids: what the text comes behind.
+        prompt_ids: what the text comes after.
         stop: strings that end it.
         token_ids: of the request, which grow.
     """
@@ -51,7 +51,7 @@ class TextStream:
         self._decoded = Decoded(tokenizer.incremental(prompt_ids))
         self._shown = 0
         self.special_texts: Mapping[int, str] = {}
-        """Of :meth:`show`."""
+        """What :meth:`show` was given."""
 
     def show(self, tokens: Mapping[int, str]) -> None:
         """Give special tokens a text, before there are any tokens."""

@@ -16,6 +16,8 @@ from contextlib import suppress
 from typing import Any
 from weakref import ReferenceType, WeakSet, ref
 
+import torch
+
 from eecore.engine.callers import READ_AHEAD, Add, Caller, Callers, Cancel, Message, News, Read
 from eecore.engine.engine import Engine
 from eecore.engine.faults import LOGGER, described
@@ -137,6 +139,8 @@ class Worker(Callers):
         self._process = os.getpid()
         self._threads: dict[str, threading.Thread] = {}
         """The thread that steps, if there is one: whoever comes first is it."""
+        self._num_threads = torch.get_num_threads()
+        """Threads of a kernel, as the newest caller has them: torch keeps the number by thread."""
         self._lingers = True
         self._is_stopped = False
         self._idle_since = self._looked_at = time.monotonic()
@@ -151,6 +155,7 @@ class Worker(Callers):
             RuntimeError: in another process than the engine's.
         """
         self.engine.check_held()
+        self._num_threads = torch.get_num_threads()
         super().open(caller, requests, name)
         # After the messages are there: a thread that ends just now looks for them.
         if not (self._threads or self._is_stopped):
@@ -214,6 +219,8 @@ class Worker(Callers):
                 self._looked_at = now
                 self.look_for_gone()
             if self._stepper.can_step:
+                if torch.get_num_threads() != self._num_threads:
+                    torch.set_num_threads(self._num_threads)
                 self.deliver(self._stepper.step())
                 self._idle_since = now
             elif self.inbox.empty():

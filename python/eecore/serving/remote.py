@@ -102,7 +102,7 @@ class RemoteModel:
     def __init__(self, start: Start) -> None:
         self._engine = engine = RemoteEngine(start)
         self.network, self.tokenizer = engine.facts, engine.tokenizer
-        self.config, self.engine_config = engine.facts.config, engine.engine.config
+        self.config, self.engine_config = engine.facts.config, engine.config
 
     def async_engine(self, config: EngineConfig | None = None) -> AsyncEngine:
         """Streams of its engine; to close it ends the process.
@@ -186,11 +186,18 @@ class _Process:
 
 
 class RemoteEngine(Callers):
-    """The engine of a process, and its callers in this one.
+    """The engine of a process, as far as it can be seen from here, and its callers in this one.
 
     A thread tells the process what callers ask for. Another one hears it, and starts the next
     process when it has ended: the requests that it had end by an error then.
     """
+
+    num_running: int
+    num_waiting: int
+    num_held: int
+    num_used_pages: int
+    num_cached_pages: int
+    num_failed_iterations: int
 
     def __init__(self, start: Start) -> None:
         super().__init__()
@@ -213,8 +220,10 @@ class RemoteEngine(Callers):
         # What is free then may be less: the limits stay.
         options = {**start.options, "kv_cache_tokens": limits.kv_cache_tokens}
         self._start = msgspec.structs.replace(start, options=options)
-        self.engine: RemoteView = RemoteView(self, limits, loaded.has_prefix_cache)
-        self.num_restarts = 0
+        self.config, self.has_prefix_cache = limits, loaded.has_prefix_cache
+        self.num_layers = config.num_layers
+        self._intake = Intake(self.facts, self.tokenizer, limits, self)
+        self._take_occupancy(Occupancy())
         self._retry_after = 1
         self._guides = itertools.count()
         self.answers: dict[int, Future[None]] = {}
@@ -224,6 +233,15 @@ class RemoteEngine(Callers):
             threading.Thread(target=work, name="eecore", daemon=True).start()
 
     # For callers, on any thread
+
+    @property
+    def engine(self) -> RemoteEngine:  # type: ignore[override]
+        """What :class:`eecore.engine.view.EngineView` says of an engine."""
+        return self
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.num_unfinished > 0
 
     @property
     def is_up(self) -> bool:  # type: ignore[override]
@@ -238,6 +256,26 @@ class RemoteEngine(Callers):
         """
         if not self.is_up:
             raise self._lost("its process has ended")
+
+    def prepare(
+        self,
+        prompt: str | list[int],
+        *,
+        exit: Exit | str | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Prepared:
+        """A request, checked and tokenized here; what it follows is compiled there.
+
+        Raises:
+            RequestError: for a prompt, setting or length that the engine can never serve.
+            EngineLostError: there is no engine just now.
+        """
+        self.check()
+        return self._intake.sequence(prompt, exit, sampling)
+
+    def follow(self, guide: Guide) -> None:
+        """As :meth:`compile`; the engine has the way through it."""
+        self.compile(guide)
 
     def compile(self, guide: Guide) -> None:
         """Have a guide compiled, and wait until it has been.
@@ -347,7 +385,7 @@ class RemoteEngine(Callers):
         if message.warning is not None:
             warnings.warn(message.warning, stacklevel=2)
         if message.occupancy is not None:
-            self.engine.take(message.occupancy)
+            self._take_occupancy(message.occupancy)
         if message.compiled is not None:
             number, error = message.compiled
             answer = self.answers.get(number)
@@ -356,25 +394,25 @@ class RemoteEngine(Callers):
             elif answer is not None and error is not None:
                 answer.set_exception(error_of(error))
         news: list[News] = [(key, error_of(error)) for key, error in message.ended]
-        for step in message.steps:
-            _, request = self._requests.get(step.key, (None, None))
+        for key, step, text in message.steps:
+            _, request = self._requests.get(key, (None, None))
             if request is None:
                 continue
             try:
-                given = step.output_of(request.request_id)
-                if step.text is None and request.text is not None:
-                    given = _with_text(request, given)
-                news.append((step.key, given))
+                news.append((key, _with_text(request, step, text)))
             except Exception as error:  # of its tokenizer, say: it harms no other request
                 LOGGER.error("request %r ends by an error", request.request_id, exc_info=error)
-                news.append((step.key, RuntimeError(f"engine: {described(error)}")))
-                self.inbox.put(Cancel(step.key))
+                news.append((key, RuntimeError(f"engine: {described(error)}")))
+                self.inbox.put(Cancel(key))
         self.deliver(news)
+
+    def _take_occupancy(self, occupancy: Occupancy) -> None:
+        vars(self).update(msgspec.structs.asdict(occupancy))
 
     def _lose(self, process: _Process, error: Exception) -> None:
         """The process is gone, and so are its requests."""
         process.is_lost = True
-        self.engine.take(Occupancy())
+        self._take_occupancy(Occupancy())
         self.deliver([(key, error) for key in list(self._requests)])
         for answer in list(self.answers.values()):
             with suppress(Exception):  # it has been given meanwhile
@@ -406,76 +444,20 @@ class RemoteEngine(Callers):
         return False
 
 
-class RemoteView:
-    """What can be seen of an engine from here, as :class:`eecore.engine.view.EngineView` has it.
-
-    Args:
-        remote: the engine.
-        limits: that it was started with.
-        has_prefix_cache: whether it shares pages.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_held: int
-    num_used_pages: int
-    num_cached_pages: int
-    num_failed_iterations: int
-
-    def __init__(self, remote: RemoteEngine, limits: EngineConfig, has_prefix_cache: bool) -> None:
-        self._remote, self.config, self.has_prefix_cache = remote, limits, has_prefix_cache
-        self.num_layers = remote.facts.config.num_layers
-        self._intake = Intake(remote.facts, remote.tokenizer, limits, self)
-        self.take(Occupancy())
-
-    def take(self, occupancy: Occupancy) -> None:
-        """How full the engine is now."""
-        vars(self).update(msgspec.structs.asdict(occupancy))
-
-    @property
-    def has_unfinished(self) -> bool:
-        return self._remote.num_unfinished > 0
-
-    def prepare(
-        self,
-        prompt: str | list[int],
-        *,
-        exit: Exit | str | None = None,
-        sampling: SamplingParams | None = None,
-    ) -> Prepared:
-        """A request, checked and tokenized here; what it follows is compiled there.
-
-        Raises:
-            RequestError: for a prompt, setting or length that the engine can never serve.
-            EngineLostError: there is no engine just now.
-        """
-        self._remote.check()
-        return self._intake.sequence(prompt, exit, sampling)
-
-    def compile(self, guide: Guide) -> None:
-        """Have a guide compiled before a request that follows it.
-
-        Raises:
-            GuideError: it cannot be, or nothing can follow it.
-            EngineLostError: there is no engine just now.
-        """
-        self._remote.compile(guide)
-
-    def follow(self, guide: Guide) -> None:
-        """As :meth:`compile`: the engine follows it."""
-        self._remote.compile(guide)
-
-
-def _with_text(request: Prepared, step: StepOutput) -> StepOutput:
-    """A step with the text of its tokens, which is decoded here."""
-    text: TextStream = request.text
+def _with_text(request: Prepared, step: StepOutput, text: str | None) -> StepOutput:
+    """A step with its text; what the process has not decoded is decoded here."""
+    if text is not None:
+        return replace(step, piece=lambda: text)
+    stream: TextStream | None = request.text
+    if stream is None:
+        return step
     ids, output = request.output_ids, step.output
     ids += step.token_ids if output is None else output.token_ids[len(ids) :]
     if output is None:
-        return replace(step, piece=text.piece(len(ids), final=False))
+        return replace(step, piece=stream.piece(len(ids), final=False))
     count = len(ids) - (bool(ids) and ids[-1] in request.stop_set)
-    decoded = text.decoded
-    decoded = text.whole(text.after(decoded, ids[decoded.num_tokens : count]))
-    text.keep(decoded)
+    decoded = stream.decoded
+    decoded = stream.whole(stream.after(decoded, ids[decoded.num_tokens : count]))
+    stream.keep(decoded)
     output = replace(output, text=decoded.text)
-    return replace(step, output=output, piece=text.piece(count, final=True))
+    return replace(step, output=output, piece=stream.piece(count, final=True))

@@ -33,13 +33,13 @@ from eecore.serving.wire import (
     Occupancy,
     Request,
     Start,
-    Step,
     ToEngine,
     classifier_of,
     decode,
     encode,
     exit_of,
     plain_error,
+    plain_step,
 )
 
 __all__ = ["run_engine"]
@@ -142,7 +142,7 @@ class _Requests:
         try:
             policy = exit_of(request.exit, self._classifiers)
             ids = request.prompt_ids, request.input_ids
-            sequence = self._engine.trusted(*ids, policy, request.sampling)
+            sequence = self._engine.intake.trusted(*ids, policy, request.sampling)
             sequence.request_id = request.name
             if sequence.text is not None and sequence.text.watches:
                 sequence.text.show(request.special_texts)
@@ -175,7 +175,7 @@ def _step(stepper: Stepper, inbox: queue.SimpleQueue[Message], say: Any) -> None
             is_news = True
         message = _message(stepper.step() if stepper.can_step else [])
         now = time.monotonic()
-        if not stepper.can_step or any(step.output is not None for step in message.steps):
+        if not stepper.can_step or any(step.output is not None for _, step, _ in message.steps):
             is_news = True
         if is_news or (message.steps and now > said_at + SAYS_SECONDS):
             names = Occupancy.__struct_fields__
@@ -192,5 +192,5 @@ def _message(news: list[News]) -> FromEngine:
         if isinstance(item, Exception):
             message.ended.append((key, plain_error(item)))
         else:
-            message.steps.append(Step.of(key, item))
+            message.steps.append(plain_step(key, item))
     return message

@@ -9,7 +9,7 @@ import builtins
 import os
 import traceback
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from eecore.config import EngineConfig, ModelConfig, SamplingParams, T5Config
 from eecore.exits import CLASSIFIER_TENSORS, Exit, ExitClassifier
 from eecore.guide import Guide
 from eecore.models import ModelSource
-from eecore.output import Output, PromptLogprob, StepOutput
+from eecore.output import StepOutput
 
 __all__ = [
     "Error",
@@ -42,6 +42,7 @@ __all__ = [
     "plain_classifier",
     "plain_error",
     "plain_exit",
+    "plain_step",
 ]
 
 PlainExit = tuple[str, dict[str, Any]]
@@ -84,7 +85,7 @@ class ToEngine(msgspec.Struct, omit_defaults=True):
 
     start: Start | None = None
     classifier: tuple[str, bytes] | None = None
-    """Its digest and its tensors, before the first request that names it."""
+    """A digest and tensors, before the first request with that classifier."""
     add: Request | None = None
     cancel: int | None = None
     """The key of a request that is to end."""
@@ -130,48 +131,9 @@ class Occupancy(msgspec.Struct, array_like=True):
     num_failed_iterations: int = 0
 
 
-class Step(msgspec.Struct, array_like=True):
-    """What a step added to a request, as :class:`eecore.output.StepOutput` has it."""
-
-    key: int
-    token_ids: list[int]
-    exit_layers: list[int]
-    confidences: list[float]
-    logprobs: list[float] | None
-    top_logprobs: list[dict[int, float]] | None
-    prompt_logprobs: list[PromptLogprob | None] | None
-    output: Output | None
-    text: str | None
-    """None where the server decodes it."""
-
-    @classmethod
-    def of(cls, key: int, step: StepOutput) -> Step:
-        return cls(
-            key,
-            step.token_ids,
-            step.exit_layers,
-            step.confidences,
-            step.logprobs,
-            step.top_logprobs,
-            step.prompt_logprobs,
-            step.output,
-            None if step.piece is None else step.text,
-        )
-
-    def output_of(self, name: str) -> StepOutput:
-        """The step of a request with a name."""
-        text = self.text
-        return StepOutput(
-            name,
-            self.token_ids,
-            self.exit_layers,
-            self.confidences,
-            self.output,
-            self.logprobs,
-            self.top_logprobs,
-            self.prompt_logprobs,
-            None if text is None else lambda: text,
-        )
+Step = tuple[int, StepOutput, str | None]
+"""The key of a request, what a step added to it, and the text of that, or None where the server
+decodes it."""
 
 
 class FromEngine(msgspec.Struct, omit_defaults=True):
@@ -221,6 +183,11 @@ _DECODERS: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {
 }
 
 
+def plain_step(key: int, step: StepOutput) -> Step:
+    """A step of a request with a key; its text where it has to be decoded here."""
+    return key, replace(step, piece=None), None if step.piece is None else step.text
+
+
 def plain_exit(policy: Exit) -> PlainExit:
     """An exit policy as plain values."""
     values = {field.name: getattr(policy, field.name) for field in fields(policy)}
@@ -246,7 +213,7 @@ def exit_of(plain: PlainExit, classifiers: Mapping[str, ExitClassifier]) -> Exit
 
 
 def plain_classifier(classifier: ExitClassifier) -> bytes:
-    """Its tensors, as a safetensors file of float32."""
+    """The tensors of a classifier, as a safetensors file of float32."""
     given = {name: getattr(classifier, name) for name in CLASSIFIER_TENSORS}
     return bytes_of(
         {n: t.detach().float().cpu().contiguous() for n, t in given.items() if t is not None}
