@@ -204,11 +204,11 @@ def flashinfer_call(
     heads = (shape.num_q_heads, shape.num_kv_heads, shape.head_dim, PAGE_SIZE)
     if shape.num_queries == 1:
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=True
+            workspace, "NHD", use_tensor_cores=True, backend="fa2"
         )
         wrapper.plan(indptr, page_table.flatten(), last_page_len, *heads, q_data_type=q.dtype)
     else:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
         wrapper.plan(
             query_start_loc,
             indptr,

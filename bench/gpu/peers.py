@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -87,7 +88,7 @@ def passes(tiny: bool) -> Iterator[tuple[str, Pass]]:
 
 def model_works(names: Sequence[str], device: torch.device, dtype: torch.dtype) -> Iterator[Work]:
     """The static Llama of each model."""
-    kernels = kernels_here(device)
+    kernels = kernels_here(device, dtype)
     for name in names:
         shape = SHAPES[name]
         held: list[Weights] = []
@@ -260,7 +261,7 @@ class AttentionInputs:
             first += count
         return torch.cat(found)
 
-    def flashinfer(self) -> Call:
+    def flashinfer(self, backend: str) -> Call:
         """FlashInfer's paged kernels, planned outside of the timing."""
         import flashinfer
 
@@ -274,12 +275,14 @@ class AttentionInputs:
         kinds = {"q_data_type": self.dtype, "kv_data_type": self.dtype}
         if set(case.queries) == {1}:
             wrapper: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                workspace, "NHD", use_tensor_cores=True
+                workspace, "NHD", use_tensor_cores=True, backend=backend
             )
             wrapper.plan(*layout, *case.heads, PAGE_SIZE, **kinds)
         else:
             starts = integers(list(itertools.accumulate(case.queries, initial=0)))
-            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                workspace, "NHD", backend=backend
+            )
             wrapper.plan(starts, *layout, *case.heads, PAGE_SIZE, causal=True, **kinds)
         return lambda: wrapper.run(self.q, self.cache)
 
@@ -294,7 +297,9 @@ class AttentionInputs:
             if on_gpu and self.case.queries[0] in (1, self.case.num_keys):
                 found["SDPA, cuDNN"] = lambda: self.sdpa(SDPBackend.CUDNN_ATTENTION)
         if on_gpu and is_installed("flashinfer"):
-            found["FlashInfer"] = self.flashinfer
+            found["FlashInfer"] = lambda: self.flashinfer("fa2")
+            if min(self.case.queries) > PAGE_SIZE:  # prompts
+                found["FlashInfer, FA3"] = lambda: self.flashinfer("fa3")
         return found
 
 
@@ -403,28 +408,35 @@ def table(result: dict[str, Any]) -> str:
 def build_ahead() -> int:
     """Compile FlashInfer's modules for these shapes, where nvcc is; no GPU is needed.
 
-    FLASHINFER_CUDA_ARCH_LIST=9.0a and FLASHINFER_WORKSPACE_BASE say for what and where.
+    They are put into the installed package, where it looks before it compiles anything.
+    FLASHINFER_CUDA_ARCH_LIST=9.0a says for what.
     """
     if not is_installed("flashinfer"):
         print("gpu-peers: flashinfer is not installed: nothing is built", file=sys.stderr)
         return 2
-    from flashinfer import jit
-    from flashinfer.jit import norm, page, rope
+    from flashinfer.jit import activation, env, norm, page, rope
+    from flashinfer.jit.attention import modules
 
-    kind, index = torch.bfloat16, torch.int32
-    # The static Llama's other kernels.
-    for module in (
-        jit.gen_act_and_mul_module("silu"),
+    specs = [
+        activation.gen_act_and_mul_module("silu"),
         norm.gen_norm_module(),
         page.gen_page_module(),
         rope.gen_rope_module(),
-    ):
-        module.build(verbose=False)
+    ]
+    kind, index = torch.bfloat16, torch.int32
     for size in (64, 128):
-        sizes = (kind, kind, kind, index, size, size, 0, False, False)
-        jit.gen_batch_decode_module(*sizes).build(verbose=False)
-        jit.gen_batch_prefill_module("fa2", *sizes, False).build(verbose=False)
-        print(f"built: decoding and prefill, heads of {size}", flush=True)
+        sizes = (kind, kind, kind, index, size, size, 0, False, False, False)
+        specs.append(modules._gen_batch_prefill_primary_module("fa2", *sizes))
+    for size in (64, 128):
+        sizes = (kind, kind, kind, index, size, size, 0, False, False, False)
+        specs.append(modules.gen_batch_prefill_module("fa3", *sizes))
+    for spec in specs:
+        target = env.FLASHINFER_AOT_DIR / spec.name / f"{spec.name}.so"
+        if not target.exists():
+            spec.build()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(spec.jit_library_path, target)
+        print(f"{spec.name}: {target.stat().st_size:,} bytes", flush=True)
     return 0
 
 
@@ -449,8 +461,6 @@ def main(words: Sequence[str]) -> int:
         return 2
     device = torch.device(arguments.device)
     on_gpu = device.type == "cuda"
-    if on_gpu and not is_installed("flashinfer"):
-        print("gpu-peers: flashinfer is not installed: torch's SDPA stands in", file=sys.stderr)
     torch.manual_seed(0)
     begin = time.monotonic()
     kept = Kept(arguments.json, about(device), NAMES, table)

@@ -8,7 +8,7 @@ verification (a few) or a prompt (many). It needs torch alone, not eecore.
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -190,12 +190,14 @@ class FlashInferKernels(TorchKernels):
         workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)
         if work.num_queries == 1:
             self._attention: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                workspace, "NHD", use_tensor_cores=True
+                workspace, "NHD", use_tensor_cores=True, backend="fa2"
             )
             self._attention.plan(*layout, q_data_type=dtype, kv_data_type=dtype)
         else:
             starts = integers(range(work.batch + 1)) * work.num_queries
-            self._attention = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+            self._attention = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                workspace, "NHD", backend="fa2"
+            )
             self._attention.plan(
                 starts, *layout, causal=True, q_data_type=dtype, kv_data_type=dtype
             )
@@ -235,10 +237,20 @@ class FlashInferKernels(TorchKernels):
         return found.reshape(rows, -1)
 
 
-def kernels_here(device: torch.device) -> type[TorchKernels]:
-    """FlashInfer's where it is installed and there is a GPU, else torch's."""
-    there = device.type == "cuda" and importlib.util.find_spec("flashinfer") is not None
-    return FlashInferKernels if there else TorchKernels
+def kernels_here(device: torch.device, dtype: torch.dtype) -> type[TorchKernels]:
+    """FlashInfer's where there is a GPU and they run, else torch's, with the reason on stderr."""
+    if device.type != "cuda":
+        return TorchKernels
+    try:
+        shape, work = LlamaShape(1, 128, 128, 2, 1, 64, 64), Pass(1, 1, PAGE_SIZE)
+        tokens = torch.zeros(1, dtype=torch.int64, device=device)
+        weights = Weights.random(shape, device, dtype)
+        StaticLlama(shape, weights, FlashInferKernels(shape, work, device, dtype), tokens)()
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        print(f"FlashInfer cannot be used, torch's kernels stand in: {text}", file=sys.stderr)
+        return TorchKernels
+    return FlashInferKernels
 
 
 class StaticLlama:
