@@ -430,14 +430,20 @@ def build_ahead() -> int:
     for size in (64, 128):
         sizes = (kind, kind, kind, index, size, size, 0, False, False, False)
         specs.append(modules.gen_batch_prefill_module("fa3", *sizes))
+    status = 0
     for spec in specs:
         target = env.FLASHINFER_AOT_DIR / spec.name / f"{spec.name}.so"
-        if not target.exists():
-            spec.build()
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(spec.jit_library_path, target)
-        print(f"{spec.name}: {target.stat().st_size:,} bytes", flush=True)
-    return 0
+        try:
+            if not target.exists():
+                spec.build()
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(spec.jit_library_path, target)
+            print(f"{spec.name}: {target.stat().st_size:,} bytes", flush=True)
+        except Exception as error:
+            status = 1
+            lines = [line for line in str(error).splitlines() if "error" in line.lower()]
+            print(f"{spec.name}: not built: {' '.join(lines[:2])}", file=sys.stderr, flush=True)
+    return status
 
 
 def main(words: Sequence[str]) -> int:

@@ -237,20 +237,29 @@ class FlashInferKernels(TorchKernels):
         return found.reshape(rows, -1)
 
 
+class FlashInferWithoutNorms(FlashInferKernels):
+    """The same with torch's norms, where FlashInfer's were not built."""
+
+    name = "cuBLAS and FlashInfer, torch's norms, one graph"
+    norm, add_norm = TorchKernels.norm, TorchKernels.add_norm
+
+
 def kernels_here(device: torch.device, dtype: torch.dtype) -> type[TorchKernels]:
-    """FlashInfer's where there is a GPU and they run, else torch's, with the reason on stderr."""
+    """FlashInfer's as far as they run here, else torch's, with the reason on stderr."""
     if device.type != "cuda":
         return TorchKernels
-    try:
-        shape, work = LlamaShape(1, 128, 128, 2, 1, 64, 64), Pass(1, 1, PAGE_SIZE)
-        tokens = torch.zeros(1, dtype=torch.int64, device=device)
-        weights = Weights.random(shape, device, dtype)
-        StaticLlama(shape, weights, FlashInferKernels(shape, work, device, dtype), tokens)()
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
-        print(f"FlashInfer cannot be used, torch's kernels stand in: {text}", file=sys.stderr)
-        return TorchKernels
-    return FlashInferKernels
+    shape, work = LlamaShape(1, 128, 128, 2, 1, 64, 64), Pass(1, 1, PAGE_SIZE)
+    tokens = torch.zeros(1, dtype=torch.int64, device=device)
+    weights = Weights.random(shape, device, dtype)
+    for kernels in (FlashInferKernels, FlashInferWithoutNorms):
+        try:
+            StaticLlama(shape, weights, kernels(shape, work, device, dtype), tokens)()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+            print(f"{kernels.name}: cannot be used: {text}", file=sys.stderr)
+        else:
+            return kernels
+    return TorchKernels
 
 
 class StaticLlama:

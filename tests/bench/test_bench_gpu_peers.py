@@ -5,21 +5,27 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from bench.gpu import peers
+from bench.gpu import peers, static_llama
 from bench.gpu.static_llama import (
     EPS,
     SHAPES,
     THETA,
+    FlashInferKernels,
+    FlashInferWithoutNorms,
     Layer,
     Pass,
     StaticLlama,
     TorchKernels,
     Weights,
+    kernels_here,
 )
 from bench.harness.places import ROOT
 
@@ -156,3 +162,123 @@ def test_peers_and_the_plan_need_no_build() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+class FakeFlashInfer:
+    """The calls that are made of it, by torch's kernels over contiguous keys."""
+
+    def __init__(self, *, has_norms: bool) -> None:
+        self.norm = self.activation = self.rope = self.page = self
+        self._has_norms = has_norms
+        self.appended: list[Tensor] = []
+
+    def rmsnorm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if not self._has_norms:
+            raise RuntimeError("JIT compilation is disabled")
+        return functional.rms_norm(x, weight.shape, weight, eps)
+
+    def fused_add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+        residual += x
+        x.copy_(self.rmsnorm(residual, weight, eps))
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    def apply_rope_with_cos_sin_cache_inplace(
+        self, positions: Tensor, q: Tensor, k: Tensor, size: int, table: Tensor, is_neox: bool
+    ) -> None:
+        assert is_neox
+        cos, sin = table[positions.long()][:, None].chunk(2, dim=-1)
+        for x in (q, k):
+            a, b = x.view(len(x), -1, size).chunk(2, dim=-1)
+            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+            x.copy_(turned.flatten(1))
+
+    def append_paged_kv_cache(
+        self,
+        k: Tensor,
+        v: Tensor,
+        sequences: Tensor,
+        positions: Tensor,
+        cache: Tensor,
+        pages: Tensor,
+        starts: Tensor,
+        last: Tensor,
+    ) -> None:
+        size = cache.shape[2]
+        assert last.tolist() == [int(positions[-1]) % size + 1] * (len(starts) - 1)
+        at = pages[starts[sequences].long() + positions.long() // size].long()
+        cache[at, 0, positions.long() % size] = k
+        cache[at, 1, positions.long() % size] = v
+
+    def BatchDecodeWithPagedKVCacheWrapper(self, *_: object, **options: object) -> Attention:
+        assert options == {"use_tensor_cores": True, "backend": "fa2"}
+        return Attention()
+
+    def BatchPrefillWithPagedKVCacheWrapper(self, *_: object, **options: object) -> Attention:
+        assert options == {"backend": "fa2"}
+        return Attention()
+
+
+class Attention:
+    """A wrapper: what it is planned for, and attention over pages, a sequence at a time."""
+
+    def plan(self, *layout: Any, causal: bool = False, **kinds: Any) -> None:
+        assert kinds.keys() == {"q_data_type", "kv_data_type"}
+        *queries, starts, self._pages, last, num_q_heads, num_kv_heads, _, size = layout
+        count = len(starts) - 1
+        self._queries = queries[0] if queries else torch.arange(count + 1)
+        assert causal is bool(queries)
+        self._starts, self._keys = (
+            starts,
+            [(int(starts[i + 1] - starts[i]) - 1) * size + int(last[i]) for i in range(count)],
+        )
+        assert num_q_heads % num_kv_heads == 0
+
+    def run(self, q: Tensor, cache: Tensor) -> Tensor:
+        found = []
+        for i, keys in enumerate(self._keys):
+            pages = self._pages[self._starts[i] : self._starts[i + 1]].long()
+            k, v = (cache[pages, j].flatten(0, 1)[:keys].transpose(0, 1) for j in range(2))
+            own = q[self._queries[i] : self._queries[i + 1]].transpose(0, 1)
+            mask = torch.ones(own.shape[1], keys, dtype=torch.bool).tril(keys - own.shape[1])
+            each = functional.scaled_dot_product_attention(
+                own[None], k[None], v[None], mask, enable_gqa=True
+            )
+            found.append(each[0].transpose(0, 1))
+        return torch.cat(found)
+
+
+@pytest.mark.parametrize("kernels", [FlashInferKernels, FlashInferWithoutNorms])
+@pytest.mark.parametrize("queries", [1, 3, 20])
+def test_with_flashinfers_calls_it_computes_the_same(
+    monkeypatch: pytest.MonkeyPatch, kernels: type[FlashInferKernels], queries: int
+) -> None:
+    fake = FakeFlashInfer(has_norms=kernels is FlashInferKernels)
+    monkeypatch.setitem(sys.modules, "flashinfer", fake)
+    work = Pass(2, queries, 20)
+    weights = Weights.random(TINY, CPU, torch.float32)
+    tokens = torch.randint(TINY.vocab_size, (work.rows,))
+    paged = kernels(TINY, work, CPU, torch.float32)
+    plain = TorchKernels(TINY, work, CPU, torch.float32)
+    for pages, cache in zip(paged.caches, plain.caches, strict=True):
+        own = pages[paged._pages.long()].view(2, -1, *pages.shape[1:]).transpose(1, 2)
+        cache.copy_(own.flatten(2, 3)[:, :, :20].transpose(0, 1))
+    got = StaticLlama(TINY, weights, paged, tokens)()
+    right = StaticLlama(TINY, weights, plain, tokens)()
+    torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
+
+
+def test_flashinfer_is_used_as_far_as_it_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the CPU nothing is asked of it; what is missing is named."""
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    assert kernels_here(CPU, torch.float32) is TorchKernels
+    assert capsys.readouterr().err == ""
+    fake_gpu: Any = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(static_llama.Weights, "random", lambda *_: None)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    assert kernels_here(fake_gpu, torch.float32) is TorchKernels
+    assert capsys.readouterr().err.count("cannot be used") == 2
