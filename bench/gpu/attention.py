@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from bench.gpu.case import PAGE_SIZE, Work, is_installed
 from bench.gpu.timing import Call
@@ -36,6 +39,7 @@ class AttentionShape:
         return f"B={self.num_seqs} m={self.num_queries} L={self.seq_len}, {heads}{ways}"
 
 
+SHORT_HEADS = (SMOLLM2_135M.heads, LLAMA_8B.heads)
 ATTENTION_SHAPES = (
     AttentionShape(8, 1, 4096),
     AttentionShape(32, 1, 4096),
@@ -43,6 +47,8 @@ ATTENTION_SHAPES = (
     AttentionShape(128, 1, 1024),
     AttentionShape(16, 1, 4096, 32, 32),
     AttentionShape(64, 1, 4096, *SMOLLM2_135M.heads),
+    # What decoding runs most: short contexts.
+    *(AttentionShape(b, 1, 160, *heads) for heads in SHORT_HEADS for b in (1, 8, 32)),
     AttentionShape(8, 8, 4096),
     AttentionShape(32, 8, 4096),
     AttentionShape(4, 512, 4096),
@@ -64,15 +70,17 @@ MAX_DISTANCE = 128
 
 
 def attention_mask(shape: AttentionShape, bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """What torch adds to the scores, or which it keeps: [num_q_heads or 1, num_queries, seq_len].
+    """What torch adds to the scores, or which keys it keeps.
 
-    Causality is between the last queries alone: torch's is_causal means another corner.
+    Causality is between the last queries alone: torch's is_causal means another corner. A mask of
+    booleans would take SDPA's slow path, :func:`causal_lower_right` takes flash.
     """
+    if bias is None:
+        several = shape.causal and shape.num_queries > 1
+        return causal_lower_right(shape.num_queries, shape.seq_len) if several else None
     positions = torch.arange(shape.num_queries)[:, None] + (shape.seq_len - shape.num_queries)
     relative = torch.arange(shape.seq_len) - positions
     seen = relative <= 0
-    if bias is None:
-        return seen[None].to(q.device) if shape.causal and shape.num_queries > 1 else None
     # On the CPU: on a GPU logarithms of whole powers are rounded otherwise.
     num_sided = shape.num_buckets if shape.causal else shape.num_buckets // 2
     exact = num_sided // 2
@@ -145,14 +153,26 @@ def attention_work(
 
     k, v = gathered(k_cache), gathered(v_cache)
     by_seq = q.unflatten(0, (shape.num_seqs, shape.num_queries)).transpose(1, 2)
-    mask = attention_mask(shape, position_bias, q)
+
+    @cache  # on the first call: tensors without memory have no such mask
+    def mask() -> Tensor | None:
+        return attention_mask(shape, position_bias, q)
 
     def sdpa() -> Tensor:
         attention = functional.scaled_dot_product_attention
-        return attention(by_seq, k, v, attn_mask=mask, scale=call["scale"], enable_gqa=True)
+        return attention(by_seq, k, v, attn_mask=mask(), scale=call["scale"], enable_gqa=True)
 
     peers: dict[str, Call] = {"torch SDPA": sdpa}
     results: dict[str, Call] = {"torch SDPA": lambda: sdpa().transpose(1, 2).reshape(q.shape)}
+    unmasked = position_bias is None and (shape.num_queries == 1 or not shape.causal)
+    if device.type == "cuda" and unmasked:
+
+        def cudnn() -> Tensor:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return sdpa()
+
+        peers["SDPA, cuDNN"] = cudnn
+        results["SDPA, cuDNN"] = lambda: cudnn().transpose(1, 2).reshape(q.shape)
     # The others know no such bias.
     if device.type == "cuda" and dtype != torch.float32 and position_bias is None:
         if is_installed("flashinfer"):
@@ -184,11 +204,11 @@ def flashinfer_call(
     heads = (shape.num_q_heads, shape.num_kv_heads, shape.head_dim, PAGE_SIZE)
     if shape.num_queries == 1:
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=True
+            workspace, "NHD", use_tensor_cores=True, backend="fa2"
         )
         wrapper.plan(indptr, page_table.flatten(), last_page_len, *heads, q_data_type=q.dtype)
     else:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
         wrapper.plan(
             query_start_loc,
             indptr,

@@ -1,22 +1,26 @@
 """Decoding end to end on a GPU: every way to decode, forced exits, self-speculation, transformers.
 
-python -m bench gpu-decode [--model 135m|1b|8b] [--batch 1 8 32] [--json FILE] [--markdown FILE]
+python -m bench gpu-decode [--model 8b|1b|135m] [--batch 1 8 32] [--json FILE]
 
 Random weights in the shape of Llama-3.2-1B, Llama-3-8B or SmolLM2-135M, bfloat16: depth and
 acceptance are forced, the work is real. A program is ``captured`` as one graph, or runs call by
-call (``calls``), the host looking at its flags; a way that fails is named with the reason.
-bench/gpu.sh runs it.
+call (``calls``), the host looking at its flags; a way that fails is named with the reason. Beside
+the engine's wall clock stands the GPU's own time of the program, launched again and again on one
+state: where it is much less than the wall clock, the host is the limit. ``prompts`` times the first
+token. bench/gpu.sh runs it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +28,11 @@ import torch
 
 import eecore
 from bench.gpu.devices import contradicts, known_gpu
+from bench.gpu.kept import Kept, about
 from bench.gpu.launches import seconds
-from bench.gpu.timing import read_rate
+from bench.gpu.timing import elapsed, read_rate
 from bench.gpu.trace import iteration, model_without_memory
-from bench.harness.results import Report, write_json
+from bench.harness.results import Report
 from eecore import ops
 from eecore.config import ModelConfig, RopeConfig
 from eecore.decoding.capture import CallByCall, run_program_on
@@ -47,7 +52,16 @@ HEADS = {
     "tiny": (2, 16, 512),
 }
 PROMPT, ACCEPTANCE, NUM_DRAFTS = 128, 0.75, 8
-COLUMNS = ("model", "batch", "mode", "way", "tokens/s", "ms/iteration", "of ideal", "note")
+COLUMNS = ("model", "batch", "mode", "way", "tokens/s", "ms/iteration", "GPU ms", "of ideal")
+COLUMNS += ("note",)
+NAMES = ("model", "batch", "mode", "way")
+EARLY = "EECORE_EARLY_START"
+PARTS = ("modes", "speculation", "prompts", "transformers")
+PROMPTS = (128, 512, 2048)
+BUSY = 0.9
+"""Share of the wall clock from which on the GPU is the limit, not the host."""
+LAUNCHES = 50
+"""Runs of a program by which its own time is measured."""
 # Whose steps a model of time knows, as bench.gpu.trace.iteration takes them: whether rows that are
 # checked at L/2 leave there.
 STEPS: dict[str, bool | None] = {
@@ -143,6 +157,81 @@ class Bench:
         list(engine.run())
         return sum("synchroniz" in str(warning.message) for warning in caught)
 
+    @contextmanager
+    def program(self, engine: eecore.Engine, policy: Any) -> Iterator[Callable[[], float]]:
+        """What launches an engine's program again on the state half way through its requests.
+
+        Each call gives the seconds that the launch took the host. The tokens mean nothing; on the
+        CPU, where a run changes what it was given, nor do times.
+        """
+        generator = torch.Generator().manual_seed(1)
+        sampling = eecore.SamplingParams(max_tokens=self.tokens, ignore_eos=True)
+        for _ in range(self.batch):
+            prompt = torch.randint(self.model.config.vocab_size, (PROMPT,), generator=generator)
+            engine.add_request(prompt.tolist(), exit=policy, sampling=sampling)
+        for _ in range(max(2, self.tokens // 2)):
+            engine.step()
+        iterations = engine.iterations
+        program = next(reversed(iterations._programs.values()))
+
+        @torch.inference_mode()
+        def launch() -> float:
+            begin = time.perf_counter()
+            program.send()
+            iterations.run(program)
+            return time.perf_counter() - begin
+
+        try:
+            yield launch
+        finally:
+            self._wait()
+            list(engine.run())
+
+    def program_times(self, engine: eecore.Engine, policy: Any) -> dict[str, Any]:
+        """The program's own seconds a run, the engine left out, and what a launch takes the host.
+
+        The time of a run is that between two events on the GPU.
+        """
+        try:
+            with self.program(engine, policy) as launch:
+                for _ in range(3):
+                    launch()
+                self._wait()
+                launches: list[float] = []
+                run = elapsed(
+                    self.model.device,
+                    lambda: launches.extend(launch() for _ in range(LAUNCHES)),
+                )
+        except Exception as error:
+            return {"program_error": f"{type(error).__name__}: {error}".replace("\n", " ")[:200]}
+        return {
+            "gpu_seconds": run / LAUNCHES,
+            "launch_seconds": statistics.median(launches),
+        }
+
+    def first_token(self, length: int) -> float:
+        """Seconds from a prompt of so many tokens to its first token, the median over rounds."""
+        config = eecore.EngineConfig(
+            kv_cache_tokens=self.batch * (length + 32),
+            max_num_seqs=self.batch,
+            max_batch_tokens=max(self.batch * length, 2048),
+        )
+        run = run_program_on(self.model.device)
+        engine = eecore.Engine(self.model, None, config, run=run)
+        generator = torch.Generator().manual_seed(1)
+        sampling = eecore.SamplingParams(max_tokens=1, ignore_eos=True)
+        times = []
+        for _ in range(self.rounds + 1):
+            for _ in range(self.batch):
+                prompt = torch.randint(self.model.config.vocab_size, (length,), generator=generator)
+                engine.add_request(prompt.tolist(), exit=eecore.Full(), sampling=sampling)
+            self._wait()
+            begin = time.perf_counter()
+            list(engine.run())
+            self._wait()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times[1:])
+
     def _wait(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize()
@@ -166,6 +255,9 @@ class Bench:
             row["acceptance"] = sum(output.stats.accepted for output in outputs) / drafted
         else:
             row["seconds_per_iteration"] = seconds / (self.tokens - 1)
+        if way == "captured":
+            row |= self.program_times(engine, policy)
+            row |= limit_of(row)
         if self.model.device.type == "cuda":
             row["host_syncs_per_iteration"] = self.host_syncs(engine, policy)
         if engine.captures:
@@ -173,6 +265,14 @@ class Bench:
             row["capture_seconds"] = sum(capture.seconds for capture in engine.captures)
             row["capture_bytes"] = sum(capture.num_bytes for capture in engine.captures)
         return row
+
+
+def limit_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Which of the two an iteration waits for: the GPU, or the host."""
+    if "seconds_per_iteration" not in row or "gpu_seconds" not in row:
+        return {}
+    share = row["gpu_seconds"] / row["seconds_per_iteration"]
+    return {"of_wall": share, "limit": "GPU" if share >= BUSY else "host"}
 
 
 def weight_bytes(config: ModelConfig, itemsize: int) -> tuple[float, float, float]:
@@ -193,10 +293,12 @@ def compare(row: dict[str, Any], bench: Bench) -> None:
     keys = PROMPT + bench.tokens // 2
     nodes = iteration(model, bench.batch, keys, gpu, leaves=leaves)
     row["expected_seconds"] = seconds(gpu, nodes)
-    row["finding"] = contradicts(row["seconds_per_iteration"], row["expected_seconds"])
+    # What the model speaks of is the graph alone: the host is no finding about kernels.
+    measured = row.get("gpu_seconds", row["seconds_per_iteration"])
+    row["finding"] = contradicts(measured, row["expected_seconds"])
 
 
-def rows_of(bench: Bench, ways: list[str]) -> list[dict[str, Any]]:
+def mode_rows(bench: Bench, kept: Kept, model: str, ways: Sequence[str]) -> None:
     """Every mode in every way, with its share of what its bytes allow."""
     config = bench.model.config
     num_layers, half = config.num_layers, config.num_layers // 2
@@ -210,34 +312,52 @@ def rows_of(bench: Bench, ways: list[str]) -> list[dict[str, Any]]:
         "confident exit L/2": (forced, half * (layer + kv) + head),
         "a check that nobody passes": (never, full + head),
     }
-    rows = []
-    base: dict[str, dict[str, Any]] = {}
     for way in ways:
         for mode, (policy, num_bytes) in modes.items():
+            case = {"model": model, "batch": bench.batch, "mode": mode, "way": way}
+            if kept.find(**case) is not None:
+                continue
             row = bench.measure(mode, way, policy)
+            base = kept.find(**case | {"mode": "full"})
             if "error" not in row:
                 spent = row["seconds_per_iteration"]
                 if mode == "full":
-                    base[way] = row
                     row["of_bandwidth"] = full / spent / read_rate(bench.model.device)
-                elif way in base:
-                    speed_up = base[way]["seconds_per_iteration"] / spent
+                elif base is not None and "error" not in base:
+                    speed_up = base["seconds_per_iteration"] / spent
                     row["speed_up"], row["of_ideal"] = speed_up, speed_up / (full / num_bytes)
-                if mode.startswith("a check") and way in base:
-                    own = head / read_rate(bench.model.device)
-                    extra = spent - base[way]["seconds_per_iteration"] - own
-                    row["check_microseconds_beyond_bytes"] = extra * 1e6
+                    if mode.startswith("a check"):
+                        own = head / read_rate(bench.model.device)
+                        extra = spent - base["seconds_per_iteration"] - own
+                        row["check_microseconds_beyond_bytes"] = extra * 1e6
             compare(row, bench)
-            rows.append(row)
-    return rows
+            kept.add({"model": model, **row})
 
 
-def speculative_rows(bench: Bench, ways: list[str]) -> list[dict[str, Any]]:
+def prompt_rows(bench: Bench, kept: Kept, model: str) -> None:
+    """Time to the first token, one prompt at a time."""
+    longest = bench.model.config.max_position - 32
+    for length in PROMPTS:
+        length = min(length, longest)
+        case = {"model": model, "batch": bench.batch, "mode": f"first token of {length}", "way": ""}
+        if kept.find(**case) is not None:
+            continue
+        try:
+            seconds_to_first = bench.first_token(length)
+            row = {"seconds_to_first_token": seconds_to_first}
+        except Exception as error:
+            row = {"error": f"{type(error).__name__}: {error}".replace("\n", " ")[:200]}
+        kept.add(case | row)
+
+
+def speculative_rows(bench: Bench, kept: Kept, name: str) -> None:
     """Self-speculation with L/4 layers, whose acceptance is brought to ACCEPTANCE.
 
     The deeper layers add less and less to the residual stream until drafts are accepted so often.
     """
-    model = bench.model
+    model, way, mode = bench.model, "captured", f"self-speculation L/4, d={NUM_DRAFTS}"
+    if kept.find(model=name, batch=bench.batch, mode=mode, way=way) is not None:
+        return
     exit_layer = model.config.num_layers // 4
     policy = eecore.SelfSpeculative(exit_layer, NUM_DRAFTS)
     o, down = (ops.Matrix(m.weight.clone()) for m in (model.weights.o, model.weights.down))
@@ -250,26 +370,28 @@ def speculative_rows(bench: Bench, ways: list[str]) -> list[dict[str, Any]]:
         drafted = sum(output.stats.drafted for output in outputs)
         accepted = sum(output.stats.accepted for output in outputs) / max(drafted, 1)
         low, high = (factor, high) if accepted > ACCEPTANCE else (low, factor)
-    rows = []
-    for way in ways:
-        full = bench.measure("full, deep layers scaled", way, eecore.Full())
-        row = bench.measure(f"self-speculation L/4, d={NUM_DRAFTS}", way, policy)
-        if "error" not in row and "error" not in full:
-            row["speed_up"] = row["tokens_per_s"] / full["tokens_per_s"]
-            layer, _, head = weight_bytes(model.config, model.dtype.itemsize)
-            whole_bytes = model.config.num_layers * layer + head
-            draft_bytes = exit_layer * layer + head
-            rounds = whole_bytes + NUM_DRAFTS * draft_bytes
-            made = 1 + NUM_DRAFTS * row["acceptance"]
-            row["of_ideal"] = row["speed_up"] / (made * whole_bytes / rounds)
-        rows += [full, row]
+    full = bench.measure("full, deep layers scaled", way, eecore.Full())
+    row = bench.measure(mode, way, policy)
+    if "error" not in row and "error" not in full:
+        row["speed_up"] = row["tokens_per_s"] / full["tokens_per_s"]
+        layer, _, head = weight_bytes(model.config, model.dtype.itemsize)
+        whole_bytes = model.config.num_layers * layer + head
+        draft_bytes = exit_layer * layer + head
+        rounds = whole_bytes + NUM_DRAFTS * draft_bytes
+        made = 1 + NUM_DRAFTS * row["acceptance"]
+        row["of_ideal"] = row["speed_up"] / (made * whole_bytes / rounds)
+    kept.add({"model": name, **full})
+    kept.add({"model": name, **row})
     scale_deep_layers(model, exit_layer, 1.0, whole)
-    return rows
 
 
-def transformers_rows(bench: Bench) -> list[dict[str, Any]]:
+def transformers_rows(bench: Bench, kept: Kept, model: str) -> None:
     """transformers' generate on a model of the same shape, and with assistant_early_exit."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        print("gpu-decode: transformers is not installed: it is left out", file=sys.stderr)
+        return
 
     config = bench.model.config
     settings = LlamaConfig(
@@ -296,14 +418,15 @@ def transformers_rows(bench: Bench) -> list[dict[str, Any]]:
         bench._wait()
         return time.perf_counter() - begin
 
-    rows = []
     modes: dict[str, dict[str, Any]] = {"transformers generate": {}}
     if bench.batch == 1:  # it assists one sequence at a time
         modes["transformers assistant_early_exit"] = {
             "assistant_early_exit": config.num_layers // 4
         }
     for mode, options in modes.items():
-        row: dict[str, Any] = {"batch": bench.batch, "mode": mode, "way": ""}
+        row: dict[str, Any] = {"model": model, "batch": bench.batch, "mode": mode, "way": ""}
+        if kept.find(**row) is not None:
+            continue
         try:
             seconds(8, **options)
             whole, first = seconds(bench.tokens, **options), seconds(1)
@@ -311,8 +434,7 @@ def transformers_rows(bench: Bench) -> list[dict[str, Any]]:
             row |= {"seconds": whole - first, "tokens_per_s": made / (whole - first)}
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}".replace("\n", " ")[:200]
-        rows.append(row)
-    return rows
+        kept.add(row)
 
 
 def note(row: dict[str, Any]) -> str:
@@ -320,9 +442,13 @@ def note(row: dict[str, Any]) -> str:
     if "error" in row:
         return str(row["error"])
     said: list[tuple[str, Callable[[Any], str]]] = [
+        ("limit", lambda x: f"the {x} is the limit"),
+        ("of_wall", lambda x: f"the GPU at work {min(x, 1.0):.0%} of the time"),
+        ("seconds_to_first_token", lambda x: f"{x * 1e3:.2f} ms to the first token"),
         ("of_bandwidth", lambda x: f"{x:.0%} of the weight-bandwidth limit"),
         ("expected_seconds", lambda x: f"expected {x * 1e3:.3f} ms"),
-        ("finding", lambda x: "a FINDING" if x else "as expected"),
+        ("finding", lambda x: "its kernels a FINDING" if x else "as expected"),
+        ("program_error", lambda x: f"its program alone failed: {x}"),
         ("speed_up", lambda x: f"{x:.2f}x full"),
         ("acceptance", lambda x: f"{x:.0%} accepted"),
         ("check_microseconds_beyond_bytes", lambda x: f"check {x:.0f} us beyond its bytes"),
@@ -338,11 +464,12 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"{result['device']}, torch {result['torch']}, a sum reads "
         f"{result['read'] / 1e9:.0f} GB/s in this run; prompts of {PROMPT} tokens, "
-        f"{result['tokens']} generated. Ideal: by the bytes of weights that a mode reads. "
+        f"{result['tokens']} generated. Ideal: by the bytes of weights that a mode reads. GPU: the "
+        "program alone, launched again and again. "
         "`bench/gpu.sh`",
         "",
         f"| {' | '.join(COLUMNS)} |",
-        "|---|---:|---|---|---:|---:|---:|---|",
+        "|---|---:|---|---|---:|---:|---:|---:|---|",
     ]
     for row in result["rows"]:
         cells = [
@@ -352,6 +479,7 @@ def table(result: dict[str, Any]) -> str:
             row["way"],
             f"{row['tokens_per_s']:.0f}" if "tokens_per_s" in row else "",
             f"{row['seconds_per_iteration'] * 1e3:.3f}" if "seconds_per_iteration" in row else "",
+            f"{row['gpu_seconds'] * 1e3:.3f}" if "gpu_seconds" in row else "",
             f"{row['of_ideal']:.2f}" if "of_ideal" in row else "",
             note(row),
         ]
@@ -378,15 +506,14 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--model", nargs="+", choices=list(MODELS), default=["135m", "1b", "8b"])
+    parser.add_argument("--model", nargs="+", choices=list(MODELS), default=["8b", "1b", "135m"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--tokens", type=int, default=65, help="generated a request")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--seconds", type=float, default=150, help="no part starts after these")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path, help="printed in any case")
-    parser.add_argument("--replace", action="store_true", help="of --json keep no other case")
+    parser.add_argument("--json", type=Path, help="where the rows go")
     return parser.parse_args(words)
 
 
@@ -399,40 +526,36 @@ def main(words: Sequence[str]) -> int:
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     begin = time.monotonic()
-    rows: list[dict[str, Any]] = []
-    not_run = []
+    common = about(device, tokens=arguments.tokens, early_start=os.environ.get(EARLY, "1"))
+    kept = Kept(arguments.json, common, NAMES, table)
+    kept.note(read=read_rate(device))
     for name in arguments.model:
         model = random_model(model_config(name), device, dtype)
         for batch in arguments.batch:
             bench = Bench(model, batch, arguments.tokens, arguments.rounds)
-            ways = ["captured", "calls"] if on_gpu and batch == 1 else ["captured"]
-            parts: list[Callable[[], list[dict[str, Any]]]] = [
-                lambda bench=bench, ways=ways: rows_of(bench, ways),  # type: ignore[misc]
-                lambda bench=bench: speculative_rows(bench, ["captured"]),  # type: ignore[misc]
-                lambda bench=bench: transformers_rows(bench),  # type: ignore[misc]
-            ]
-            for part in parts:
+            for part, run in parts_of(bench, kept, name, arguments.only):
                 if time.monotonic() - begin > arguments.seconds:
-                    not_run.append(f"{name} batch {batch}")
+                    kept.skip(f"{name} batch {batch} {part}")
                     continue
-                rows += [{"model": name, **row} for row in part()]
-            print(f"{time.monotonic() - begin:6.1f} s  {name} batch {batch}", file=sys.stderr)
-        del model, bench, parts
-    result = {
-        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        "torch": torch.__version__,
-        "read": read_rate(device),
-        "tokens": arguments.tokens,
-        "not_run": not_run,
-        "rows": rows,
-    }
-    text = table(result)
-    if arguments.json:
-        whole = result if arguments.replace else REPORTS[0].kept_with(result, arguments.json)
-        if whole is not None:
-            write_json(arguments.json, whole)
-            text = table(whole)
-    if arguments.markdown:
-        arguments.markdown.write_text(text + "\n")
-    print(text)
-    return 0
+                run()
+                said = f"{time.monotonic() - begin:6.1f} s  {name} batch {batch} {part}"
+                print(said, file=sys.stderr, flush=True)
+        del model, bench
+    return kept.close()
+
+
+def parts_of(
+    bench: Bench, kept: Kept, model: str, only: Sequence[str]
+) -> list[tuple[str, Callable[[], None]]]:
+    """What is measured of one model at one batch size, by part."""
+    on_gpu, batch = bench.model.device.type == "cuda", bench.batch
+    ways = ["captured", "calls"] if on_gpu and batch == 1 else ["captured"]
+    parts: list[tuple[str, Callable[[], None]]] = [
+        ("modes", lambda: mode_rows(bench, kept, model, ways)),
+        ("speculation", lambda: speculative_rows(bench, kept, model)),
+    ]
+    if batch == 1:
+        parts.append(("prompts", lambda: prompt_rows(bench, kept, model)))
+    if model in ("1b", "tiny") and (batch == 1 or not on_gpu):  # it says how slow that host is
+        parts.append(("transformers", lambda: transformers_rows(bench, kept, model)))
+    return [(name, run) for name, run in parts if name in only]

@@ -1,6 +1,6 @@
 """The ops on a GPU: their time, their share of the copy bandwidth, and their best peer.
 
-python -m bench gpu [--json FILE] [--markdown FILE] [--only OP] [--dtype bfloat16]
+python -m bench gpu [--json FILE] [--only OP] [--dtype bfloat16]
 
 bench/gpu.sh runs it. Every result is compared with its peers' before it is timed.
 """
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -23,38 +21,14 @@ from bench.gpu.cases import Case, cases
 from bench.gpu.devices import LEAST, MOST, contradicts, known_gpu
 from bench.gpu.expected import expected_cases
 from bench.gpu.int8_cases import int8_cases
+from bench.gpu.kept import Kept, about
 from bench.gpu.timing import copy_rate, matmul_rate, read_rate, sets_needed, time_calls
-from bench.harness.places import ROOT
-from bench.harness.results import Report, write_json
+from bench.harness.results import Report
 from eecore import ops
 
 COLUMNS = ("op", "case", "dtype", "us", "expected", "GB/s", "of copy", "of read", "of matmul")
 COLUMNS += ("best peer", "times as fast", "target")
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-
-
-def commit() -> str:
-    """EECORE_COMMIT, or the commit of the checkout, with a mark when it has changes."""
-    if given := os.environ.get("EECORE_COMMIT"):
-        return given
-    try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def driver() -> str:
-    try:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return "unknown"
 
 
 def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -191,14 +165,12 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         "python -m bench gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="where the rows go")
-    parser.add_argument("--markdown", type=Path, help="where the table goes; printed in any case")
     parser.add_argument("--only", action="append", help="an op; may be given several times")
     parser.add_argument("--dtype", action="append", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="shrink every shape: tests the script")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=150, help="no case starts after these")
-    parser.add_argument("--replace", action="store_true", help="of --json keep no other case")
     return parser.parse_args(words)
 
 
@@ -210,44 +182,27 @@ def main(words: Sequence[str]) -> int:
     device = torch.device(arguments.device)
     torch.manual_seed(0)
     begin = time.monotonic()
-    rows: list[dict[str, Any]] = []
-    not_run = 0
+    kept = Kept(arguments.json, about(device), ("op", "case", "dtype"), table)
+    kept.note(copy=copy_rate(device), read=read_rate(device), matmul=matmul_rate(device))
     gpu = known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     for name in arguments.dtype or ["bfloat16"]:
         dtype = getattr(torch, name)
         expected = {} if gpu is None else expected_cases(gpu, dtype, arguments.tiny)
         given = (dtype, device, arguments.tiny)
         for case in itertools.chain(cases(*given), int8_cases(*given)):
-            if arguments.only and case.op not in arguments.only:
+            said: dict[str, Any] = {"op": case.op, "case": case.name, "dtype": name}
+            if (arguments.only and case.op not in arguments.only) or kept.find(**said):
                 continue
             if time.monotonic() - begin > arguments.seconds:
-                not_run += 1
+                kept.skip(f"{case.op} {case.name}")
                 continue
             try:
-                rows.append(measure(case, dtype, device, arguments.rounds))
-                compare(rows[-1], expected.get((case.op, case.name)))
+                row = measure(case, dtype, device, arguments.rounds)
+                compare(row, expected.get((case.op, case.name)))
             except Exception as error:
                 text = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
-                rows.append({"op": case.op, "case": case.name, "dtype": name, "error": text})
+                row = said | {"error": text}
+            kept.add(row)
             print(f"{time.monotonic() - begin:6.1f} s  {case.op} {case.name}", file=sys.stderr)
-    result = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "driver": driver(),
-        "torch": torch.__version__,
-        "commit": commit(),
-        "copy": copy_rate(device),
-        "read": read_rate(device),
-        "matmul": matmul_rate(device),
-        "not_run": not_run,
-        "rows": rows,
-    }
-    text = table(result)
-    print(text)
-    if arguments.json:
-        whole = result if arguments.replace else REPORTS[0].kept_with(result, arguments.json)
-        if whole is not None:
-            write_json(arguments.json, whole)
-            text = table(whole)
-    if arguments.markdown:
-        arguments.markdown.write_text(text + "\n")
-    return 1 if any("error" in row or "wrong" in row for row in rows) else 0
+    status = kept.close()
+    return 1 if any("error" in row or "wrong" in row for row in kept.rows) else status

@@ -1,30 +1,48 @@
-"""Adds how gpu.sh's steps ended to the JSON and the table of the ops, and prints both tables.
-Of a step that is there already the later outcome stays.
+"""All tables of a run on a GPU, from its JSON files, into one page.
 
-python -m bench.gpu.steps STEPS.tsv RESULT.json RESULT.md
+python -m bench.gpu.steps FOLDER DEVICE
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from bench.gpu import decode, gpu, kernels, peers
 
 
-def main(steps_file: str, json_file: str, markdown_file: str) -> None:
-    fields = ("step", "outcome", "seconds", "summary")
-    lines = Path(steps_file).read_text().splitlines()
-    steps = [dict(zip(fields, line.split("\t"), strict=True)) for line in lines]
-    result_file, table_file = Path(json_file), Path(markdown_file)
-    result = json.loads(result_file.read_text()) if result_file.exists() else {}
-    known = {step["step"]: step for step in [*result.get("steps", []), *steps]}
-    result_file.write_text(json.dumps({**result, "steps": [*known.values()]}, indent=1) + "\n")
-    head = "| step | outcome | s | |"
-    rows = [head, "|---|---|---:|---|"]
-    rows += [f"| {' | '.join(step.values())} |" for step in known.values()]
-    table = table_file.read_text() if table_file.exists() else ""
-    table_file.write_text(table.partition(head)[0].rstrip() + "\n\n" + "\n".join(rows) + "\n")
-    print(table_file.read_text())
+def steps_table(result: dict[str, Any]) -> str:
+    """How the steps ended."""
+    lines = ["| step | outcome | s | |", "|---|---|---:|---|"]
+    lines += [
+        f"| {step['step']} | {step['outcome']} | {step['seconds']:.0f} | {step['summary']} |"
+        for step in result["steps"]
+    ]
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "-steps": steps_table,
+    "-decode": decode.table,
+    "-in-order": decode.table,
+    "-peers": peers.table,
+    "-kernels": kernels.table,
+    "": gpu.table,
+}
+
+
+def main(folder: str, device: str) -> None:
+    texts = []
+    for suffix, table in TABLES.items():
+        file = Path(folder) / f"gpu-{device}{suffix}.json"
+        if file.exists():
+            texts.append(table(json.loads(file.read_text())))
+    page = "\n\n".join(texts) + "\n"
+    (Path(folder) / f"gpu-{device}.md").write_text(page)
+    print(page)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,15 @@ def _time_on_the_cpu(calls: Sequence[Call], rounds: int) -> Times:
     return Times(min(seconds), statistics.median(seconds))
 
 
+def elapsed(device: torch.device, run: Call) -> float:
+    """Seconds from the begin of a call's work on a device to its end."""
+    if device.type == "cuda":
+        return _elapsed(run)
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
 def _elapsed(run: Call) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()

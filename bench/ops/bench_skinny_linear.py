@@ -144,9 +144,11 @@ def gpu_cases(setting: Setting) -> Iterator[Case]:
         (large.hidden_size, large.qkv_size),
         (large.inner_size, large.hidden_size),
         (small.q_size, small.hidden_size),
+        (small.inner_size, small.hidden_size),
+        (SMOLLM2_135M.inner_size, SMOLLM2_135M.hidden_size),
     ]
     shapes = [(64, 96)] if setting.tiny else real
-    for (k, n), b in itertools.product(shapes, (1, 8, 16)):
+    for (k, n), b in itertools.product(shapes, (1, 8, 32)):
         moved = (k * n + b * (k + n)) * setting.dtype.itemsize
         make = partial(linear_work, b, k, n, setting)
         yield Case("skinny_linear", f"{k} -> {n}, B={b}", moved, make)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -14,26 +15,28 @@ import pytest
 import torch
 from running import RunsBench
 
+from bench.gpu import decode as gpu_decode
+from bench.gpu import kept, peers
+from bench.gpu import run as gpu_run
 from bench.gpu import steps as gpu_steps
-from bench.harness.places import ROOT
+from bench.harness.places import RESULTS, ROOT
 from eecore import ops
 
 
 def run_on_cpu(
     run_bench: RunsBench, *words: object, folder: Path
-) -> tuple[dict[str, Path], list[dict[str, Any]]]:
-    """The files that it wrote, and its rows."""
-    files = {name: folder / f"result.{name}" for name in ("json", "md")}
-    where = ("--device", "cpu", "--json", files["json"], "--markdown", files["md"])
-    done = run_bench(*words, *where)
+) -> tuple[str, list[dict[str, Any]]]:
+    """What it printed, and its rows."""
+    file = folder / "result.json"
+    done = run_bench(*words, "--device", "cpu", "--json", file)
     assert done.returncode == 0, done.stdout + done.stderr
-    return files, json.loads(files["json"].read_text())["rows"]
+    return done.stdout, json.loads(file.read_text())["rows"]
 
 
 def test_the_gpu_benchmark_runs_on_tiny_shapes_and_its_peers_agree(
     run_bench: RunsBench, tmp_path: Path
 ) -> None:
-    files, rows = run_on_cpu(
+    _, rows = run_on_cpu(
         *(run_bench, "gpu", "--tiny", "--rounds", "1", "--dtype", "float32", "--dtype", "bfloat16"),
         folder=tmp_path,
     )
@@ -41,17 +44,11 @@ def test_the_gpu_benchmark_runs_on_tiny_shapes_and_its_peers_agree(
     assert all(row["microseconds"] > 0 for row in rows)
     assert all("microseconds" in peer for row in rows for peer in row["peers"].values())
 
-    steps = tmp_path / "steps.tsv"
-    steps.write_text("build\tpassed\t12\t\ntests\tFAILED (1)\t34\t3 failed, 5 passed\n")
-    gpu_steps.main(str(steps), str(files["json"]), str(files["md"]))
-    assert json.loads(files["json"].read_text())["steps"][1]["outcome"] == "FAILED (1)"
-    assert "| tests | FAILED (1) | 34 | 3 failed, 5 passed |" in files["md"].read_text()
-
 
 def test_the_decoding_benchmark_of_a_gpu_runs_on_a_tiny_model(
     run_bench: RunsBench, tmp_path: Path
 ) -> None:
-    files, rows = run_on_cpu(
+    text, rows = run_on_cpu(
         *(run_bench, "gpu-decode", "--model", "tiny", "--batch", "1", "2"),
         *("--tokens", "6", "--rounds", "1"),
         folder=tmp_path,
@@ -59,7 +56,12 @@ def test_the_decoding_benchmark_of_a_gpu_runs_on_a_tiny_model(
     assert not [row["error"] for row in rows if "error" in row]
     # Of a peer it is the difference of two times, which a busy machine may turn around.
     peers = [row for row in rows if row["mode"].startswith("transformers")]
-    assert all(row["tokens_per_s"] > 0 for row in rows if row not in peers)
+    prompts = [row for row in rows if row["mode"].startswith("first token")]
+    assert [row["seconds_to_first_token"] > 0 for row in prompts] == [True] * 3
+    own = [row for row in rows if row not in peers and row not in prompts]
+    assert all(row["tokens_per_s"] > 0 for row in own)
+    assert all(row["gpu_seconds"] > 0 and row["launch_seconds"] > 0 for row in own)
+    assert all(row["limit"] in ("GPU", "host") for row in own if "seconds_per_iteration" in row)
     assert all(math.isfinite(row["tokens_per_s"]) for row in peers)
     depth = {row["mode"]: row["mean_exit_layer"] for row in rows if "mean_exit_layer" in row}
     assert depth["full"] == depth["a check that nobody passes"] == 8
@@ -67,50 +69,178 @@ def test_the_decoding_benchmark_of_a_gpu_runs_on_a_tiny_model(
     modes = [row["mode"] for row in rows if row["batch"] == 2]
     assert "transformers generate" in modes
     assert "self-speculation L/4, d=8" in modes
-    assert "| tiny | 1 | transformers assistant_early_exit |" in files["md"].read_text()
+    assert "| tiny | 1 | transformers assistant_early_exit |" in text
 
 
-@pytest.mark.parametrize("what", ["body", "splits"])
-def test_the_first_look_at_a_gpu_runs_on_the_cpu(run_bench: RunsBench, what: str) -> None:
-    done = run_bench("gpu-first", what, "--device", "cpu")
-    assert done.returncode == 0, done.stderr
-    assert " us" in done.stdout
+def test_kernels_of_a_step_are_read(run_bench: RunsBench, tmp_path: Path) -> None:
+    text, rows = run_on_cpu(
+        *(run_bench, "gpu-kernels", "--model", "tiny", "--batch", "1", "--tokens", "6"),
+        folder=tmp_path,
+    )
+    assert [row["mode"] for row in rows] == ["full", "a check that nobody passes"]
+    assert not [row for row in rows if "error" in row]
+    assert "| model | batch | mode | kernel |" in text
+
+
+def test_the_host_or_the_gpu_is_the_limit() -> None:
+    times = {"seconds_per_iteration": 1e-3}
+    assert gpu_decode.limit_of(times | {"gpu_seconds": 0.95e-3})["limit"] == "GPU"
+    assert gpu_decode.limit_of(times | {"gpu_seconds": 0.4e-3}) == {"of_wall": 0.4, "limit": "host"}
+    assert gpu_decode.limit_of(times) == gpu_decode.limit_of({"gpu_seconds": 1e-3}) == {}
+    said = gpu_decode.note(times | {"gpu_seconds": 0.4e-3, "of_wall": 0.4, "limit": "host"})
+    assert said == "the host is the limit, the GPU at work 40% of the time"
+
+
+def test_a_benchmark_goes_on_where_it_was_cut_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each row is in the file before the next is begun; only the rest is done again."""
+    file, done = tmp_path / "rows.json", []
+
+    def measured(work: peers.Work, *_: Any) -> dict[str, Any]:
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(work.case)
+        case = {name: getattr(work, name) for name in peers.NAMES}
+        return case | ({"error": "broken"} if len(done) == 2 else {"microseconds": 1.0})
+
+    monkeypatch.setattr(peers, "measured", measured)
+    words = ["--device", "cpu", "--model", "tiny", "--only", "products", "--json", str(file)]
+    with pytest.raises(KeyboardInterrupt):
+        peers.main(words)
+    first = [row["case"] for row in json.loads(file.read_text())["rows"]]
+    assert first == done
+    assert len(first) == 3
+    done.clear()
+    monkeypatch.setattr(
+        peers,
+        "measured",
+        lambda work, *_: (
+            done.append(work.case) or {name: getattr(work, name) for name in peers.NAMES}
+        ),
+    )
+    assert peers.main([*words, "--seconds", "0"]) == kept.UNFINISHED
+    figures = json.loads(file.read_text())
+    assert len(figures["rows"]) == 2  # one had failed
+    assert len(figures["not_run"]) == 3
+    assert peers.main(words) == 0
+    assert len(json.loads(file.read_text())["rows"]) == 5
+    assert first[1] in done  # what failed is tried again
+    assert not {first[0], first[2]} & set(done)
+    done.clear()
+    monkeypatch.setenv("EECORE_COMMIT", "another")
+    assert peers.main(words) == 0
+    assert len(done) == 5
+    capsys.readouterr()
 
 
 def test_the_gpu_script_says_what_it_lacks(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = subprocess.run(
-        ["bash", ROOT / "bench" / "gpu.sh", tmp_path],
+    done = gpu_script(tmp_path / "new")
+    assert done.returncode == 1
+    assert "expected a GPU that torch" in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_gpu_script_knows_its_parts(tmp_path: Path) -> None:
+    done = gpu_script(tmp_path / "new", "tests", "tset")
+    assert done.returncode == 2
+    assert "expected parts among peers build decode kernels ops tests memcheck" in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def gpu_script(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(ROOT / "bench" / "gpu.sh"), *map(str, words)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHON": sys.executable},
     )
-    assert done.returncode == 2
-    assert "expected a GPU that torch" in done.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_the_gpu_script_knows_its_parts(tmp_path: Path) -> None:
-    done = subprocess.run(
-        ["bash", ROOT / "bench" / "gpu.sh", tmp_path / "new", "tests", "tset"],
-        capture_output=True,
-        text=True,
+def test_the_plan_is_nine_minutes_of_what_tells_most(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EECORE_CUDA_OBJECTS", str(tmp_path))
+    every = gpu_run.plan(tmp_path, "a-gpu", "90a-real")
+    usual = gpu_run.chosen(every, [])
+    assert sum(step.seconds for step in usual) <= gpu_run.SECONDS == 540
+    assert [step.part for step in usual][:4] == ["peers", "build", "decode", "decode"]
+    assert {step.part for step in every} - {step.part for step in usual} == {*gpu_run.BY_NAME_ALONE}
+    assert [step.part for step in gpu_run.chosen(every, ["ops"])] == ["build", "ops"]
+    for step in every:
+        limit = [int(b) for a, b in itertools.pairwise(step.words) if a == "--seconds"]
+        assert all(seconds < step.seconds for seconds in limit), step.name
+        for word in step.words:
+            assert not word.startswith("tests/") or (ROOT / word).exists(), word
+
+
+def test_a_second_call_runs_what_the_first_did_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(name: str, code: str, seconds: int = 60) -> gpu_run.Step:
+        return gpu_run.Step(name, name, seconds, (sys.executable, "-c", code))
+
+    steps = [
+        said("good", "print('3 passed in 1s')"),
+        said("bad", "raise SystemExit('it broke')"),
+        said("unfinished", f"raise SystemExit({kept.UNFINISHED})"),
+        said("endless", "import time; print('begun', flush=True); time.sleep(600)", 2),
+        said("missing", ""),
+    ]
+    steps[-1] = gpu_run.Step("missing", "missing", 60, (str(tmp_path / "none"),))
+    file, log = tmp_path / "steps.json", tmp_path / "log"
+    record = gpu_run.Record(file, "a GPU", "a commit")
+    assert not gpu_run.run_all(steps, record, log, 300)
+    assert "it broke" in capsys.readouterr().err
+    outcomes = {step["step"]: step["outcome"] for step in json.loads(file.read_text())["steps"]}
+    assert outcomes == {
+        "good": "passed",
+        "bad": "FAILED (1)",
+        "unfinished": "no time was left for all of it",
+        "endless": "not finished in 2 s",
+        "missing": "FAILED (No such file or directory)",
+    }
+    assert "begun" in log.read_text()
+
+    ran = []
+    monkeypatch.setattr(
+        gpu_run, "run_step", lambda step, *_: (ran.append(step.name) or "passed", "")
     )
-    assert done.returncode == 2
-    expected = "expected parts among first tests bench decode runtime memcheck racecheck, got tset"
-    assert expected in done.stderr
-    assert not (tmp_path / "new").exists()
+    again = gpu_run.Record(file, "a GPU", "a commit")
+    assert gpu_run.run_all(steps, again, log, 300)
+    assert ran == ["bad", "unfinished", "endless", "missing"]
+    assert gpu_run.run_all(steps, again, log, 300)
+    assert len(ran) == 4
+    other = gpu_run.Record(file, "a GPU", "another commit")
+    assert gpu_run.run_all(steps, other, log, 1)  # no time is left for anything
+    assert len(ran) == 4
+    assert gpu_run.run_all(steps, other, log, 300)
+    assert len(ran) == 9
 
 
-def test_the_gpu_scripts_parts_share_their_table(tmp_path: Path) -> None:
-    steps, result, table = (tmp_path / name for name in ("steps.tsv", "a.json", "a.md"))
-    result.write_text('{"ops": 1}')
-    table.write_text("# Times\n")
-    for lines in ("build\tpassed\t9\t\ntests\tFAILED (1)\t3\t1 failed\n", "tests\tpassed\t4\t\n"):
-        steps.write_text(lines)
-        gpu_steps.main(str(steps), str(result), str(table))
-    outcomes = {step["step"]: step["outcome"] for step in json.loads(result.read_text())["steps"]}
-    assert outcomes == {"build": "passed", "tests": "passed"}
-    assert table.read_text().count("| step |") == 1
-    assert table.read_text().startswith("# Times\n\n| step |")
+def test_a_build_that_fails_ends_the_run(tmp_path: Path) -> None:
+    words = (sys.executable, "-c", "raise SystemExit(1)")
+    steps = [gpu_run.Step("build", "build", 60, words), gpu_run.Step("ops", "ops", 60, words)]
+    record = gpu_run.Record(tmp_path / "steps.json", "a GPU", "a commit")
+    with pytest.raises(SystemExit, match=r"the build FAILED \(1\)"):
+        gpu_run.run_all(steps, record, tmp_path / "log", 300)
+    assert [*record.steps] == ["build"]
+
+
+def test_all_tables_of_a_run_stand_on_one_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for suffix in ("", "-decode"):
+        name = f"gpu-nvidia-h100-80gb-hbm3{suffix}.json"
+        (tmp_path / f"gpu-it{suffix}.json").write_bytes((RESULTS / name).read_bytes())
+    record = gpu_run.Record(tmp_path / "gpu-it-steps.json", "it", "a commit")
+    record.add(gpu_run.Step("ops", "ops", 9, ()), "passed", 8.0, "3 passed")
+    gpu_steps.main(str(tmp_path), "it")
+    page = (tmp_path / "gpu-it.md").read_text()
+    assert page.startswith("| step | outcome | s | |")
+    assert "| ops | passed | 8 | 3 passed |" in page
+    assert "| op | case | dtype |" in page
+    assert "| model | batch | mode | way |" in page
+    assert capsys.readouterr().out.strip() == page.strip()

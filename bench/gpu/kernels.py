@@ -1,0 +1,113 @@
+"""How long each kernel of a decoding step takes in its graph, read by torch's profiler.
+
+python -m bench gpu-kernels [--model 135m 1b] [--batch 1 32] [--json FILE]
+
+A program is launched a few times on one state (:meth:`bench.gpu.decode.Bench.program`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import eecore
+from bench.gpu.decode import MODELS, Bench, model_config, random_model
+from bench.gpu.kept import Kept, about
+
+LAUNCHES = 5
+NAMES = ("model", "batch", "mode")
+
+
+def policies(num_layers: int) -> dict[str, Any]:
+    """Full depth, and a check that nobody passes."""
+    half = num_layers // 2
+    never = eecore.ConfidentExit(1.0 - 2.0**-24, exit_points=(half,))
+    return {"full": eecore.Full(), "a check that nobody passes": never}
+
+
+def kernels_of(bench: Bench, policy: Any) -> list[dict[str, Any]]:
+    """The kernels of one run, by name: how many, and microseconds of each."""
+    engine = bench.engine("captured")
+    bench.run(engine, policy)
+    on_gpu = bench.model.device.type == "cuda"
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with bench.program(engine, policy) as launch:
+        launch()
+        with profile(activities=[activity]) as profiler:
+            for _ in range(LAUNCHES):
+                launch()
+            if on_gpu:
+                torch.cuda.synchronize()
+    found = []
+    for event in profiler.key_averages():
+        total = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if total > 0:
+            count = event.count / LAUNCHES
+            found.append({"kernel": event.key[:160], "count": count, "us": total / event.count})
+    return sorted(found, key=lambda each: -each["count"] * each["us"])
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown: the kernels that take most."""
+    lines = [
+        f"{result['device']}, torch {result['torch']}, commit {result['commit']}: kernels of a "
+        "decoding step, those that take most. `python -m bench gpu-kernels`",
+        "",
+        "| model | batch | mode | kernel | a step | us each | us in all |",
+        "|---|---:|---|---|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        case = f"| {row['model']} | {row['batch']} | {row['mode']} |"
+        if "error" in row:
+            lines.append(f"{case} {row['error']} ||||")
+        for each in row.get("kernels", ())[:10]:
+            total = each["count"] * each["us"]
+            name = each["kernel"].replace("|", "/")[:80]
+            lines.append(f"{case} {name} | {each['count']:g} | {each['us']:.2f} | {total:.1f} |")
+    return "\n".join(lines)
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m bench gpu-kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", nargs="+", choices=list(MODELS), default=["135m", "1b"])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 32])
+    parser.add_argument("--tokens", type=int, default=33)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--seconds", type=float, default=20, help="no case starts after these")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args(words)
+    if arguments.device == "cuda" and eecore.ops.missing_cuda_ops():
+        print("gpu-kernels: expected a GPU and a build with CUDA", file=sys.stderr)
+        return 2
+    device = torch.device(arguments.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    begin = time.monotonic()
+    kept = Kept(arguments.json, about(device, tokens=arguments.tokens), NAMES, table)
+    for name in arguments.model:
+        model = random_model(model_config(name), device, dtype)
+        for batch in arguments.batch:
+            for mode, policy in policies(model.config.num_layers).items():
+                case: dict[str, Any] = {"model": name, "batch": batch, "mode": mode}
+                if kept.find(**case) is not None:
+                    continue
+                if time.monotonic() - begin > arguments.seconds:
+                    kept.skip(", ".join(map(str, case.values())))
+                    continue
+                try:
+                    bench = Bench(model, batch, arguments.tokens, 1)
+                    kept.add(case | {"kernels": kernels_of(bench, policy)})
+                except Exception as error:
+                    text = f"{type(error).__name__}: {error}".replace("\n", " ")[:200]
+                    kept.add(case | {"error": text})
+    return kept.close()

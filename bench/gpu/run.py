@@ -1,0 +1,318 @@
+"""The plan of a run on a GPU: what tells most comes first, each step under a limit.
+
+python -m bench gpu-run [FOLDER [PART ...]] [--seconds 540] [--show]
+
+FOLDER gets gpu-<device>[-peers|-decode|-in-order|-kernels].json, written row by row, one .log and
+one .md. A step that has passed for this commit and device is not run again: a second call goes on
+where the first was cut off. bench/gpu.sh runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.kept import UNFINISHED, commit, sources
+from bench.harness.places import ROOT
+from bench.harness.results import write_json
+
+FOLDER = ROOT / "build" / "gpu"
+SECONDS = 540
+MIN_SECONDS = 5
+"""With less time left no step is started."""
+KILL_SECONDS = 10
+OUTCOMES = {0: "passed", UNFINISHED: "no time was left for all of it"}
+SUMMARY = re.compile(r"\d+ (?:passed|failed|error)|ERROR SUMMARY|RACECHECK SUMMARY")
+TESTS = ("tests/ops", "tests/decoding/test_cuda_path.py", "tests/decoding/test_programs.py")
+# What no GPU has run yet: packed products, a float8 cache, T5, heads, sampled rows.
+NEVER_RUN = (
+    "tests/decoding/test_blocks_on_cuda.py",
+    "tests/decoding/test_int8_on_cuda.py",
+    "tests/decoding/test_float8_cache.py",
+    "tests/decoding/test_head_drafts.py",
+    "tests/models/test_t5.py",
+)
+RUNTIME = ("tests/decoding", "tests/engine", "tests/models", "tests/scheduling")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of the plan.
+
+    Args:
+        name: of the step.
+        part: what it belongs to; a call may name some.
+        seconds: after which it is ended.
+        words: the command.
+        variables: of its environment, besides those that are there.
+    """
+
+    name: str
+    part: str
+    seconds: int
+    words: tuple[str, ...]
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def plan(folder: Path, device: str, archs: str) -> list[Step]:
+    """All steps, in their order: those of the nine minutes, then those that are named alone.
+
+    Args:
+        folder: of the results.
+        device: its name in names of files.
+        archs: CUDA architectures to build for.
+    """
+    python = sys.executable
+
+    def bench(name: str, *words: str, file: str = "") -> tuple[str, ...]:
+        json_file = str(folder / f"gpu-{device}{file}.json")
+        return (python, "-m", "bench", name, "--json", json_file, *words)
+
+    def pytest(*words: str) -> tuple[str, ...]:
+        side_by_side = ("-n", str(min(12, os.cpu_count() or 1))) if has("xdist") else ()
+        return (
+            *(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=120"),
+            *("--durations=5", *side_by_side, *words),
+        )
+
+    # FlashInfer compiles nothing while a GPU waits: its modules are there, or it is left out.
+    built_ahead = {"FLASHINFER_DISABLE_JIT": "1", "FLASHINFER_USE_CUDA_NORM": "1"}
+    only_cuda = ("-k", "cuda and not emulated")
+    reduced, on_cuda = {"EECORE_REDUCED_CASES": "1"}, {"EECORE_TEST_DEVICE": "cuda"}
+    sanitizer = shutil.which("compute-sanitizer") or "compute-sanitizer"
+    sanitize = (python, "-m", "bench.gpu.sanitize", "--sanitizer", sanitizer)
+    built_here = 60 if os.environ.get("EECORE_CUDA_OBJECTS") else 240
+    building = {"EECORE_CUDA": "ON"}
+    if built_here == 240:
+        building["EECORE_CUDA_ARCHS"] = archs
+    decode = ("gpu-decode", "--only")
+    build = (python, "setup.py", "build_ext", "--inplace")
+    return [
+        Step(
+            *("peers", "peers", 50),
+            bench("gpu-peers", "--seconds", "40", file="-peers"),
+            built_ahead,
+        ),
+        Step("build", "build", built_here, build, building),
+        Step(
+            *("modes", "decode", 90),
+            bench(*decode, "modes", "--seconds", "80", file="-decode"),
+        ),
+        Step(  # what programmatic dependent launch is worth
+            *("modes in order", "decode", 15),
+            bench(
+                *(*decode, "modes", "--model", "135m", "1b", "--batch", "1", "--rounds", "1"),
+                *("--seconds", "8"),
+                file="-in-order",
+            ),
+            {"EECORE_EARLY_START": "0"},
+        ),
+        Step("kernels", "kernels", 20, bench("gpu-kernels", "--seconds", "12", file="-kernels")),
+        Step("ops", "ops", 45, bench("gpu", "--seconds", "38"), built_ahead),
+        Step(
+            *("prompts", "decode", 25),
+            bench(*decode, "prompts", "--batch", "1", "--seconds", "18", file="-decode"),
+        ),
+        Step(
+            *("speculation", "decode", 40),
+            bench(
+                *(*decode, "speculation", "transformers", "--model", "1b"),
+                *("--batch", "1", "8", "32", "--seconds", "28"),
+                file="-decode",
+            ),
+        ),
+        Step("tests", "tests", 80, pytest(*TESTS, *only_cuda), reduced),
+        Step("never run", "tests", 55, pytest(*NEVER_RUN), {**reduced, **on_cuda}),
+        Step("memcheck", "memcheck", 45, (*sanitize, "memcheck")),
+        # Beyond the nine minutes: these are run where they are named.
+        Step("runtime", "runtime", 240, pytest(*RUNTIME), on_cuda),
+        Step("racecheck", "racecheck", 150, (*sanitize, "racecheck")),
+        Step("all tests", "all-tests", 240, pytest(*TESTS, *only_cuda)),
+    ]
+
+
+BY_NAME_ALONE = ("runtime", "racecheck", "all-tests")
+
+
+def has(package: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(package) is not None
+
+
+def chosen(steps: Sequence[Step], parts: Sequence[str]) -> list[Step]:
+    """The steps of these parts, the build always; of all but those by name alone without any."""
+    if parts:
+        return [step for step in steps if step.part in ("build", *parts)]
+    return [step for step in steps if step.part not in BY_NAME_ALONE]
+
+
+def here() -> tuple[str, str, str]:
+    """The GPU's name, its name in names of files, and its architecture for CMake.
+
+    Raises:
+        SystemExit: there is none that can be used.
+    """
+    import torch
+
+    if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 10):
+        raise SystemExit(f"gpu-run: expected torch >= 2.10, got {torch.__version__}")
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            f"gpu-run: expected a GPU that torch {torch.__version__} can use, got none"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        raise SystemExit(
+            f"gpu-run: expected a GPU of compute capability 8.0 or newer, got {major}.{minor}"
+        )
+    name = torch.cuda.get_device_name()
+    return name, file_name(name), f"{major}{minor}a-real" if major == 9 else f"{major}{minor}-real"
+
+
+def file_name(device: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+class Record:
+    """How steps ended, in a file that is whole after each of them."""
+
+    def __init__(self, file: Path, device: str, now: str) -> None:
+        self._file = file
+        self._common = {"device": device, "commit": now, "sources": sources()}
+        self.steps: dict[str, dict[str, Any]] = {}
+        try:
+            before = json.loads(file.read_text())
+        except (OSError, ValueError):
+            return
+        if all(before.get(name) == value for name, value in self._common.items()):
+            self.steps = {step["step"]: step for step in before["steps"]}
+
+    def has_passed(self, step: Step) -> bool:
+        return self.steps.get(step.name, {}).get("outcome") == "passed"
+
+    def add(self, step: Step, outcome: str, seconds: float, summary: str) -> None:
+        """Put how a step ended in place of how it ended before."""
+        said = {"step": step.name, "outcome": outcome, "seconds": round(seconds, 1)}
+        self.steps[step.name] = {**said, "summary": summary}
+        write_json(self._file, {**self._common, "steps": [*self.steps.values()]})
+
+
+def run_step(step: Step, limit: float, log: Path) -> tuple[str, str]:
+    """How a step ended, and the lines of its output that sum up; all of it goes to the log."""
+    own = os.pathsep.join(["python", *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables = {**os.environ, "PYTHONPATH": own, "PYTHONUNBUFFERED": "1", **step.variables}
+    with log.open("ab") as output:
+        output.write(f"\n== {step.name}: {' '.join(step.words)}\n".encode())
+        output.flush()
+        begin = output.tell()
+        try:
+            running = subprocess.Popen(
+                step.words,
+                cwd=ROOT,
+                env=variables,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=os.setpgrp,  # a step is ended with all that it has started
+            )
+        except OSError as error:
+            return f"FAILED ({error.strerror})", ""
+        try:
+            status = running.wait(limit)
+            outcome = OUTCOMES.get(status, f"FAILED ({status})")
+        except subprocess.TimeoutExpired:
+            outcome = f"not finished in {limit:.0f} s"
+        finally:  # also where this run is ended
+            end(running)
+    with log.open("rb") as written:
+        written.seek(begin)
+        lines = written.read().decode(errors="replace").splitlines()
+    summaries = [line.strip("= ") for line in lines if SUMMARY.search(line)]
+    if outcome.startswith("FAILED"):
+        print("\n".join(lines[-30:]), file=sys.stderr)
+    return outcome, "; ".join(summaries[-2:])
+
+
+def end(running: subprocess.Popen[bytes]) -> None:
+    """End a process and those that it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(running.pid, number)
+            running.wait(KILL_SECONDS)
+        except ProcessLookupError:
+            break
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def run_all(steps: Sequence[Step], record: Record, log: Path, seconds: float) -> bool:
+    """Run what has not passed yet, as long as there is time; whether nothing has failed.
+
+    Raises:
+        SystemExit: the build has failed: nothing after it could run.
+    """
+    begin, good = time.monotonic(), True
+    for step in steps:
+        if step.part != "build" and record.has_passed(step):
+            print(f"== {step.name}: passed before", file=sys.stderr)
+            continue
+        left = seconds - (time.monotonic() - begin)
+        if left < MIN_SECONDS:
+            record.add(step, "no time was left", 0.0, "")
+            continue
+        print(f"== {step.name}", file=sys.stderr, flush=True)
+        started = time.monotonic()
+        outcome, summary = run_step(step, min(step.seconds, left), log)
+        spent = time.monotonic() - started
+        record.add(step, outcome, spent, summary)
+        print(f"   {outcome}, {spent:.0f} s {summary}", file=sys.stderr, flush=True)
+        good = good and not outcome.startswith("FAILED")
+        if step.part == "build" and outcome != "passed":
+            raise SystemExit(f"gpu-run: the build {outcome}: see {log}")
+    return good
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m bench gpu-run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parts = list(dict.fromkeys(step.part for step in plan(FOLDER, "gpu", "")))
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER, help="build/gpu")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all ({SECONDS})")
+    parser.add_argument("--show", action="store_true", help="print the plan, run nothing")
+    parser.add_argument("--built", action="store_true", help="python/eecore has the modules")
+    arguments = parser.parse_args(words)
+    for part in arguments.parts:
+        if part not in parts:
+            parser.error(f"expected parts among {' '.join(parts)}, got {part}")
+    folder = arguments.folder.resolve()
+    if arguments.show:
+        for step in chosen(plan(folder, "<device>", "<archs>"), arguments.parts):
+            print(f"{step.seconds:4d} s  {step.name}: {' '.join(step.words[1:])}")
+        return 0
+    device, name, archs = here()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = chosen(plan(folder, name, archs), arguments.parts)
+    if arguments.built:
+        steps = [step for step in steps if step.part != "build"]
+    record = Record(folder / f"gpu-{name}-steps.json", device, commit())
+    good = run_all(steps, record, folder / f"gpu-{name}.log", arguments.seconds)
+    tables = [sys.executable, "-m", "bench.gpu.steps", str(folder), name]
+    own = os.pathsep.join(["python", *filter(None, [os.environ.get("PYTHONPATH")])])
+    subprocess.run(tables, cwd=ROOT, env={**os.environ, "PYTHONPATH": own}, check=False)
+    return 0 if good else 1
