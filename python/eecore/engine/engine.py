@@ -214,8 +214,7 @@ class Engine:
         request_id = self._own_id(request_id)
         sequence.request_id, sequence.arrival = request_id, self._arrivals
         self._arrivals += 1
-        self.scheduler.add(sequence)
-        return request_id
+        return self.scheduler.add(sequence).request_id
 
     def step(self) -> list[StepOutput]:
         """One iteration for everybody who can run; returns what each request got.

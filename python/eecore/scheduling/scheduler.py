@@ -66,9 +66,9 @@ class Scheduler:
         self.held: list[Sequence] = []
         self._waiting: deque[Sequence] = deque()
 
-    def add(self, sequence: Sequence) -> None:
-        """Take a request in, whose id no other has."""
-        self.requests[sequence.request_id] = sequence
+    def add(self, sequence: Sequence) -> Sequence:
+        """Take a request in, whose id no other has, by one operation; returns it."""
+        return self.requests.setdefault(sequence.request_id, sequence)
 
     @property
     def has_unfinished(self) -> bool:
