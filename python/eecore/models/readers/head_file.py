@@ -178,7 +178,7 @@ def _scales(tensor: Tensor) -> Tensor:
     """The numbers that say whether a tensor is finite: of blocks their scales and minima."""
     if tensor.dtype != torch.uint8:
         return tensor
-    blocks = tensor.unflatten(-1, (-1, BLOCK_BYTES))
+    blocks = tensor.view(*tensor.shape[:-1], -1, BLOCK_BYTES)
     return blocks[..., :4].contiguous().view(torch.float16)
 
 
