@@ -98,7 +98,9 @@ def plan(folder: Path, device: str, archs: str) -> list[Step]:
         building["EECORE_CUDA_ARCHS"] = archs
     decode = ("gpu-decode", "--only")
     build = (python, "setup.py", "build_ext", "--inplace")
+    boundaries = (python, "-m", "bench.gpu.boundaries")
     return [
+        Step("boundaries", "boundaries", 15, boundaries),
         Step(
             *("peers", "peers", 50),
             bench("gpu-peers", "--seconds", "40", file="-peers"),

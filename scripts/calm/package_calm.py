@@ -108,7 +108,8 @@ def card(target: Path, shares: dict[int, float], count: int, took: str) -> str:
             "A T5 of 8.7M parameters, 8 layers in the encoder and 8 in the decoder, that turns",
             "what somebody says to a home into its parse, trained from nothing with CALM's loss",
             "for the benchmarks and tests of eecore. Data: `scripts/intents/make_data.py`",
-            "(templates of `home-assistant-intents`, Apache-2.0). Weights in bfloat16.",
+            "(templates of `home-assistant-intents`, Apache-2.0). Weights in bfloat16;",
+            "git has them compressed, `bench.harness.places.unpacked_t5` puts them beside that.",
             "",
             f"`scripts/calm/train_calm.py intents data/intents models/calm-intents --steps "
             f"{training['steps']}`, seed {training['seed']}, {about['training_tokens'] / 1e6:.1f}M "

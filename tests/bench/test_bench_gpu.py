@@ -15,8 +15,8 @@ import pytest
 import torch
 from running import RunsBench
 
+from bench.gpu import boundaries, kept, peers
 from bench.gpu import decode as gpu_decode
-from bench.gpu import kept, peers
 from bench.gpu import run as gpu_run
 from bench.gpu import steps as gpu_steps
 from bench.harness.places import RESULTS, ROOT
@@ -146,7 +146,10 @@ def test_the_gpu_script_says_what_it_lacks(tmp_path: Path) -> None:
 def test_the_gpu_script_knows_its_parts(tmp_path: Path) -> None:
     done = gpu_script(tmp_path / "new", "tests", "tset")
     assert done.returncode == 2
-    assert "expected parts among peers build decode kernels ops tests memcheck" in done.stderr
+    assert (
+        "expected parts among boundaries peers build decode kernels ops tests memcheck"
+        in done.stderr
+    )
     assert not (tmp_path / "new").exists()
 
 
@@ -166,7 +169,7 @@ def test_the_plan_is_nine_minutes_of_what_tells_most(
     every = gpu_run.plan(tmp_path, "a-gpu", "90a-real")
     usual = gpu_run.chosen(every, [])
     assert sum(step.seconds for step in usual) <= gpu_run.SECONDS == 540
-    assert [step.part for step in usual][:4] == ["peers", "build", "decode", "decode"]
+    assert [step.part for step in usual][:4] == ["boundaries", "peers", "build", "decode"]
     assert {step.part for step in every} - {step.part for step in usual} == {*gpu_run.BY_NAME_ALONE}
     assert [step.part for step in gpu_run.chosen(every, ["ops"])] == ["build", "ops"]
     for step in every:
@@ -227,6 +230,25 @@ def test_a_build_that_fails_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"the build FAILED \(1\)"):
         gpu_run.run_all(steps, record, tmp_path / "log", 300)
     assert [*record.steps] == ["build"]
+
+
+def test_the_program_of_boundaries_is_compiled_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EECORE_CUDA_OBJECTS", str(tmp_path / "objects"))
+    monkeypatch.setenv("CUDACXX", str(tmp_path / "nvcc"))
+    with pytest.raises(SystemExit, match="expected nvcc on PATH or in CUDACXX, got none"):
+        boundaries.main([])
+    made = tmp_path / "made"
+    (tmp_path / "nvcc").write_text(
+        f'#!/bin/sh\necho "$@" >>{made}\nwhile [ $# -gt 1 ]; do shift; done\n'
+        "printf '#!/bin/sh\\nexit 7\\n' >$1; chmod +x $1\n"
+    )
+    (tmp_path / "nvcc").chmod(0o755)
+    assert boundaries.main(["--build"]) == 0
+    assert boundaries.main([]) == 7
+    assert len(made.read_text().splitlines()) == 1
+    assert "arch=compute_90a,code=sm_90a" in made.read_text()
 
 
 def test_all_tables_of_a_run_stand_on_one_page(
