@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -19,30 +19,6 @@ from eecore import ops
 from eecore.decoding.control import Always, InGraph, OnHost, OnTape, Program
 
 __all__ = ["CallByCall", "Capture", "Graphs", "RunProgram", "Tapes", "run_program_on"]
-
-
-class RunProgram(Protocol):
-    """Runs programs."""
-
-    @property
-    def returns_early(self) -> bool:
-        """Whether a run returns before the device has done it: the next can be launched then
-        before the outcome of this one is known.
-        """
-        ...
-
-    @property
-    def captures(self) -> list[Capture]:
-        """All that were captured and are still held."""
-        ...
-
-    def num_bytes(self, program: Program) -> int:
-        """Memory that a program's capture holds besides the program's own; 0 without one."""
-        ...
-
-    def __call__(self, program: Program) -> None:
-        """One run of a program."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -55,23 +31,37 @@ class Capture:
     """Memory that a graph and what it allocates, or a tape's intermediate results, hold."""
 
 
-class CallByCall:
-    """Runs a program's calls one by one; the host looks at its flags."""
+class RunProgram(ABC):
+    """Runs programs."""
 
     returns_early = False
-    captures: list[Capture] = []  # noqa: RUF012 (nothing is)
+    """Whether a run returns before the device has done it: the next can be launched then before the
+    outcome of this one is known.
+    """
+
+    @property
+    def captures(self) -> list[Capture]:
+        """All that were captured and are still held."""
+        return []
 
     def num_bytes(self, program: Program) -> int:  # noqa: ARG002
-        """See :class:`RunProgram`."""
+        """Memory that a program's capture holds besides the program's own; 0 without one."""
         return 0
+
+    @abstractmethod
+    def __call__(self, program: Program) -> None:
+        """Run a program once."""
+
+
+class CallByCall(RunProgram):
+    """Runs a program's calls one by one; the host looks at its flags."""
 
     @torch.inference_mode()
     def __call__(self, program: Program) -> None:
-        """See :class:`RunProgram`."""
         program.run(OnHost())
 
 
-class _Capturing(ABC):
+class _Capturing(RunProgram):
     """Captures a program when it first runs, and holds that for as long as there is the program."""
 
     def __init__(self) -> None:
@@ -80,16 +70,13 @@ class _Capturing(ABC):
 
     @property
     def captures(self) -> list[Capture]:
-        """See :class:`RunProgram`."""
         return [capture for capture, _ in list(self._captures.values())]
 
     def num_bytes(self, program: Program) -> int:
-        """See :class:`RunProgram`."""
         held = self._captures.get(id(program))
         return 0 if held is None else held[0].num_bytes
 
     def __call__(self, program: Program) -> None:
-        """See :class:`RunProgram`."""
         held = self._captures.get(id(program))
         if held is None:
             held = self._hold(program)
@@ -113,8 +100,6 @@ class Tapes(_Capturing):
     Args:
         replay: what is done with a tape to run it.
     """
-
-    returns_early = False
 
     def __init__(self, replay: Callable[[ops.Tape], None] = ops.Tape.replay) -> None:
         super().__init__()

@@ -8,8 +8,9 @@ moved out of the way (``compacts``), and flags are jumps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from torch import Tensor
@@ -19,31 +20,29 @@ from eecore import ops
 __all__ = ["Control", "InGraph", "OnHost", "OnTape", "Program"]
 
 
-class Control(Protocol):
+class Control(ABC):
     """Decides on what only the device knows."""
 
-    @property
-    def compacts(self) -> bool:
-        """Whether the rows that are left stand in front, and no others take part in a call."""
-        ...
+    compacts = False
+    """Whether the rows that are left stand in front, and no others take part in a call."""
 
-    def rows(self, count: Tensor, seqs: Tensor | None = None) -> AbstractContextManager[None]:
+    def rows(self, count: Tensor, seqs: Tensor | None = None) -> AbstractContextManager[None]:  # noqa: ARG002
         """Calls inside are about the first ``count`` rows, of ``seqs`` sequences (int32 [1] each),
         where :attr:`compacts`; about all of them elsewhere.
         """
-        ...
+        return nullcontext()
 
-    def condition(self, flag: Tensor) -> int | None:
+    def condition(self, flag: Tensor) -> int | None:  # noqa: ARG002
         """What the op that writes ``flag`` last is told where it decides on what :meth:`unless`
         passes over, which then gets it too.
         """
-        ...
+        return None
 
+    @abstractmethod
     def unless(self, flag: Tensor, body: Callable[[], None], condition: int | None = None) -> None:
         """Run ``body`` if ``flag`` (bool [1]) is false by then; where it is true, it may run too:
         it has no effect then.
         """
-        ...
 
 
 class Program(Protocol):
@@ -58,57 +57,33 @@ class Program(Protocol):
         ...
 
 
-class OnHost:
+class OnHost(Control):
     """Runs call by call; the host waits for the device and looks at flags."""
 
-    compacts = False
-
-    def rows(self, count: Tensor, seqs: Tensor | None = None) -> AbstractContextManager[None]:  # noqa: ARG002
-        """See :class:`Control`."""
-        return nullcontext()
-
-    def condition(self, flag: Tensor) -> int | None:  # noqa: ARG002
-        """See :class:`Control`."""
-        return None
-
-    def unless(
-        self,
-        flag: Tensor,
-        body: Callable[[], None],
-        condition: int | None = None,  # noqa: ARG002
-    ) -> None:
-        """See :class:`Control`."""
+    def unless(self, flag: Tensor, body: Callable[[], None], condition: int | None = None) -> None:  # noqa: ARG002
         if not flag.item():
             body()
 
 
-class Always(OnHost):
+class Always(Control):
     """Runs every body, needed or not."""
 
-    def unless(
-        self,
-        flag: Tensor,  # noqa: ARG002
-        body: Callable[[], None],
-        condition: int | None = None,  # noqa: ARG002
-    ) -> None:
-        """See :class:`Control`."""
+    def unless(self, flag: Tensor, body: Callable[[], None], condition: int | None = None) -> None:  # noqa: ARG002
         body()
 
 
-class InGraph(OnHost):
+class InGraph(Control):
     """Makes every decision an IF node of the CUDA graph under capture."""
 
     def condition(self, flag: Tensor) -> int | None:
-        """See :class:`Control`."""
         return ops.captured_condition(flag.device)
 
     def unless(self, flag: Tensor, body: Callable[[], None], condition: int | None = None) -> None:
-        """See :class:`Control`."""
         with ops.captured_body(flag, when=False, condition=condition):
             body()
 
 
-class OnTape(OnHost):
+class OnTape(Control):
     """Makes every decision a jump of the tape that is being recorded."""
 
     compacts = True
@@ -116,18 +91,9 @@ class OnTape(OnHost):
     def __init__(self, tape: ops.Tape) -> None:
         self._tape = tape
 
-    @contextmanager
-    def rows(self, count: Tensor, seqs: Tensor | None = None) -> Iterator[None]:
-        """See :class:`Control`."""
-        with self._tape.rows(count, seqs):
-            yield
+    def rows(self, count: Tensor, seqs: Tensor | None = None) -> AbstractContextManager[None]:
+        return self._tape.rows(count, seqs)
 
-    def unless(
-        self,
-        flag: Tensor,
-        body: Callable[[], None],
-        condition: int | None = None,  # noqa: ARG002
-    ) -> None:
-        """See :class:`Control`."""
+    def unless(self, flag: Tensor, body: Callable[[], None], condition: int | None = None) -> None:  # noqa: ARG002
         with self._tape.unless(flag):
             body()

@@ -43,7 +43,6 @@ from eecore.errors import NotFiniteError
 from eecore.models import AttentionBatch, KVCache, Network
 from eecore.planning.route import Check
 from eecore.planning.row import Outcome, Row
-from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
 __all__ = ["ExitKind", "ExitStep", "exit_kind"]
@@ -191,23 +190,22 @@ class ExitStep(Step):
         self._write_state(rows, sequences, [row.position for row in rows])
         self.rows, self._sequences = rows, sequences
 
-    def goes_on(self, works: list[Work]) -> bool:
-        """Have the rows of the last run go on, each behind the token that it got there.
+    def goes_on(self, rows: list[Row]) -> bool:
+        """Have the rows of the last run go on, each after the token that it got there.
 
-        False, and nothing has happened, where these works are not they, or do not fit any more.
+        False, and nothing has happened, where these rows are not they, or do not fit any more.
         """
-        rows = self.rows
-        if self.sizes.follows or self.sizes.heads.logits or not 0 < len(works) == len(rows):
+        if self.sizes.follows or self.sizes.heads.logits:
             return False
-        sequences = [work.sequence for work in works]
+        sequences = [row.work.sequence for row in rows]
         if sequences != self._sequences:
             return False
-        num_pages, positions = self.sizes.num_pages, []
-        for work in works:
-            if work.is_prefill or len(work.sequence.pages) > num_pages:
+        positions = []
+        for sequence in sequences:
+            if len(sequence.pages) > self.sizes.num_pages:
                 return False
-            positions.append(work.sequence.num_computed)
-        self._write_state(rows, sequences, positions)
+            positions.append(sequence.num_computed)
+        self._write_state(self.rows, sequences, positions)
         return True
 
     def _write_state(

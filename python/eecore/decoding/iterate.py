@@ -137,16 +137,15 @@ class Iterations:
             encode(self.model, self.kv, unread)
         return Prefill(self.model, self.kv, prompts).run()
 
-    def _go_on(self, works: list[Work]) -> list[Outcome] | None:
-        """The next step of the rows of the last run, where these works are just that."""
+    def _go_on(self, rows: list[Row]) -> list[Outcome] | None:
+        """The next step of the rows of the last run, where these are just they."""
         last, self._last = self._last, None  # a run that fails leaves nothing to go on from
-        if last is not None and last.goes_on(works):
+        outcomes = None
+        if last is not None and last.goes_on(rows):
             self.run(last)
-            self._last = last
-            rows = last.rows
-            return last.outcomes(list(enumerate(rows)), last.fetch())
+            outcomes = last.outcomes(list(enumerate(last.rows)), last.fetch())
         self._last = last
-        return None
+        return outcomes
 
     def _run_family(self, family: list[Row], since: float | None) -> list[Outcome]:
         """Run the program that these rows share, and learn from it.
@@ -158,7 +157,7 @@ class Iterations:
         """
         outcomes, is_first = None, False
         if family[0].route.path is None:
-            outcomes = self._go_on([row.work for row in family])
+            outcomes = self._go_on(family)
         if outcomes is None:
             flight = self._launch(family, None)
             assert flight is not None
@@ -190,8 +189,7 @@ class Iterations:
         families = _families(self.planner.plan(works))
         if len(families) != 1:
             return None
-        (family,) = families
-        return self._launch(family, after, only=None if after is None else after.program)
+        return self._launch(families[0], after)
 
     def land(self, flight: Flight) -> list[Outcome]:
         """What a flight did; drafts of a head are kept for a round that does not follow it."""
@@ -212,18 +210,15 @@ class Iterations:
         looks = needs_logits(sampling) and sampling.logprobs is not None
         return looks and route.path is not None and not route.path.is_given
 
-    def _launch(
-        self, family: list[Row], after: Flight | None, only: ExitStep | DraftStep | None = None
-    ) -> Flight | None:
-        """One run of a family's program; None where it would not be ``only``."""
-        rows = family
+    def _launch(self, rows: list[Row], after: Flight | None) -> Flight | None:
+        """One run of the program that rows share; None where it would not be that of ``after``."""
         if after is not None:
-            rows = [_following(row, after) for row in family]
+            rows = [_following(row, after) for row in rows]
         step: ExitStep | DraftStep | None = self._same_again(rows)
         if step is None:
-            make_kind: Any = exit_kind if family[0].route.path is None else draft_kind
+            make_kind: Any = exit_kind if rows[0].route.path is None else draft_kind
             kind = make_kind(rows, page_size=self.kv.page_size, ahead=self.ahead)
-            if only is not None and only.kind != kind:
+            if after is not None and after.program.kind != kind:
                 return None
             step = self._program(kind)
         self._last = None if self._last is step else self._last
@@ -253,15 +248,12 @@ class Iterations:
         """The program of a kind, made when it is first needed."""
         program = self._programs.get(kind)
         if program is None:
-            program = self._programs[kind] = self._made(kind)
+            make: Any = ExitStep if isinstance(kind, ExitKind) else DraftStep
+            with torch.inference_mode():
+                program = self._programs[kind] = make(self.model, self.kv, kind)
             self._forget_programs()
         self._programs.move_to_end(kind)
         return program
-
-    @torch.inference_mode()
-    def _made(self, kind: ExitKind | DraftKind) -> ExitStep | DraftStep:
-        make: Any = ExitStep if isinstance(kind, ExitKind) else DraftStep
-        return make(self.model, self.kv, kind)  # type: ignore[no-any-return]
 
     @property
     def program_bytes(self) -> int:
@@ -282,19 +274,10 @@ class Iterations:
 
 def _families(rows: list[Row]) -> list[list[Row]]:
     """Rows that share a program, by how they draft."""
-    if not rows:
-        return []
     families: dict[DraftPath | None, list[Row]] = {}
-    path, family = rows[0].route.path, rows
-    for row in rows:
-        if row.route.path is not path:
-            family = []  # there are several
-            break
-    if family:
-        return [rows]
     for row in rows:
         families.setdefault(row.route.path, []).append(row)
-    return list(families.values())
+    return [rows] if len(families) == 1 else list(families.values())
 
 
 def _following(row: Row, flight: Flight) -> Row:

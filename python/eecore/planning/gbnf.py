@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 __all__ = ["is_gbnf", "lark_of"]
 
@@ -20,8 +21,17 @@ MAX_REPETITIONS = 100_000
 MAX_DEPTH = 100
 ROOT = "root"
 NAME = re.compile(r"[A-Za-z0-9_-]+")
+NUMBER = re.compile(r"[0-9]{1,9}")
+SPACES = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
+LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
+# A hyphen that is not the last character of a set.
+RANGE = re.compile(r"-[^\]]", re.DOTALL)
 ESCAPES = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]": "]"}
-HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+CHARACTER = re.compile(
+    r'[^\\]|\\(?:[trn\\"\[\]]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})', re.DOTALL
+)
+ESCAPES_SHOWN = 'an escape: \\x41, \\u0041, \\U00000041, \\t, \\r, \\n, \\\\, \\", \\[, \\]'
+REPETITIONS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 COMMENTS = re.compile(r"(?:\s+|#[^\r\n]*|//[^\r\n]*)*")
 
 
@@ -105,133 +115,105 @@ class _Reader:
     """Reads rules from a text, from left to right."""
 
     def __init__(self, text: str) -> None:
-        self._text, self._at, self._depth = text, 0, 0
+        self._text, self._at = text, 0
 
     def rules(self) -> dict[str, Node]:
         """All rules by name; of two with one name the second, as in llama.cpp."""
         found: dict[str, Node] = {}
-        self._skip(lines=True)
+        self._expect(LINES)
         while self._at < len(self._text):
-            name = self._name()
-            self._skip()
-            if not self._takes("::="):
-                self._fail("::=")
-            self._skip(lines=True)
-            found[name] = self._alternatives(nested=False)
-            if self._at < len(self._text) and self._here not in "\r\n":
+            name = self._expect(NAME, "the name of a rule")
+            self._expect(SPACES)
+            self._need("::=")
+            self._expect(LINES)
+            found[name] = self._alternatives(0)
+            if self._at < len(self._text) and self._text[self._at] not in "\r\n":
                 self._fail("the end of a line")
-            self._skip(lines=True)
+            self._expect(LINES)
         return found
 
-    @property
-    def _here(self) -> str:
-        return self._text[self._at : self._at + 1]
-
-    def _fail(self, expected: str) -> None:
+    def _fail(self, expected: str) -> NoReturn:
         line = self._text.count("\n", 0, self._at) + 1
         got = self._text[self._at : self._at + 20] or "the end"
         raise ValueError(f"GBNF, line {line}: expected {expected}, got {got!r}")
+
+    def _expect(self, pattern: re.Pattern[str], expected: str = "") -> str:
+        """What matches a pattern here."""
+        found = pattern.match(self._text, self._at)
+        if found is None:
+            self._fail(expected)
+        self._at = found.end()
+        return found[0]
 
     def _takes(self, token: str) -> bool:
         is_there = self._text.startswith(token, self._at)
         self._at += len(token) * is_there
         return is_there
 
-    def _skip(self, *, lines: bool = False) -> None:
-        """Go past spaces and comments, and past ends of lines too."""
-        spaces = " \t\r\n" if lines else " \t"
-        while self._at < len(self._text):
-            if self._here == "#":
-                while self._at < len(self._text) and self._here not in "\r\n":
-                    self._at += 1
-            elif self._here in spaces:
-                self._at += 1
-            else:
-                return
+    def _need(self, token: str) -> None:
+        if not self._takes(token):
+            self._fail(token)
 
-    def _name(self) -> str:
-        found = NAME.match(self._text, self._at)
-        if found is None:
-            self._fail("the name of a rule")
-        assert found is not None
-        self._at = found.end()
-        return found[0]
-
-    def _alternatives(self, *, nested: bool) -> Node:
-        ways = [self._sequence(nested=nested)]
-        while self._goes_on(nested=nested):
-            self._skip(lines=True)
-            ways.append(self._sequence(nested=nested))
-        return ways[0] if len(ways) == 1 else Alternatives(tuple(ways))
-
-    def _goes_on(self, *, nested: bool) -> bool:
-        """Whether another way follows, on this line or the next."""
-        before = self._at
-        self._skip(lines=True)
-        if self._takes("|"):
-            return True
-        if not nested:
-            self._at = before
-        return False
-
-    def _sequence(self, *, nested: bool) -> Node:
-        parts: list[Node] = []
+    def _alternatives(self, depth: int) -> Node:
+        """Ways up to the end of a rule, or of brackets within ``depth - 1`` others."""
+        ways = [self._sequence(depth)]
         while True:
-            self._skip(lines=nested)
-            part = self._part()
-            if part is None:
-                break
-            self._skip(lines=nested)
-            parts.append(self._repeated(part))
-        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+            before = self._at
+            self._expect(LINES)
+            if not self._takes("|"):
+                self._at = before  # another rule may follow
+                return ways[0] if len(ways) == 1 else Alternatives(tuple(ways))
+            self._expect(LINES)
+            ways.append(self._sequence(depth))
 
-    def _part(self) -> Node | None:
+    def _sequence(self, depth: int) -> Node:
+        parts: list[Node] = []
+        spaces = LINES if depth else SPACES
+        while True:
+            self._expect(spaces)
+            part = self._part(depth)
+            if part is None:
+                return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+            self._expect(spaces)
+            parts.append(self._repeated(part))
+
+    def _part(self, depth: int) -> Node | None:
         """A literal, a set, brackets or a rule; None: the sequence is over."""
         if self._takes('"'):
-            text = list(self._characters('"'))
-            return Sequence(tuple(Characters(False, ((c, c),)) for c in text))
+            text: list[Node] = []
+            while not self._takes('"'):
+                code = self._character()
+                text.append(Characters(False, ((code, code),)))
+            return Sequence(tuple(text))
         if self._takes("["):
             return self._set()
         if self._takes("("):
-            self._depth += 1
-            if self._depth > MAX_DEPTH:
+            if depth == MAX_DEPTH:
                 raise ValueError(f"GBNF: expected at most {MAX_DEPTH} brackets in one another")
-            inner = self._alternatives(nested=True)
-            self._skip(lines=True)
-            if not self._takes(")"):
-                self._fail(")")
-            self._depth -= 1
+            inner = self._alternatives(depth + 1)
+            self._expect(LINES)
+            self._need(")")
             return inner
         if self._takes("."):
             return ANY
-        if self._here in ("<", "!"):
+        if self._text.startswith(("<", "!"), self._at):
             self._fail("characters (tokens by name or number are not supported)")
-        return Rule(self._name()) if NAME.match(self._text, self._at) else None
-
-    def _characters(self, end: str) -> Iterator[int]:
-        """The characters of a literal."""
-        while not self._takes(end):
-            yield self._character()
+        return Rule(self._expect(NAME)) if NAME.match(self._text, self._at) else None
 
     def _character(self) -> int:
-        if self._at >= len(self._text):
+        """The code of a character of a literal or a set."""
+        at = self._at
+        if at >= len(self._text):
             self._fail("a character")
-        if not self._takes("\\"):
-            self._at += 1
-            return ord(self._text[self._at - 1])
-        kind = self._here
-        self._at += 1
-        if kind in ESCAPES and kind:
-            return ord(ESCAPES[kind])
-        digits = self._text[self._at : self._at + HEX_DIGITS.get(kind, 0)]
-        if not digits or not re.fullmatch(f"[0-9a-fA-F]{{{HEX_DIGITS[kind]}}}", digits):
-            self._at -= 2
-            self._fail('an escape: \\x41, \\u0041, \\U00000041, \\t, \\r, \\n, \\\\, \\", \\[, \\]')
-        code = int(digits, 16)
+        found = self._expect(CHARACTER, ESCAPES_SHOWN)
+        if found[0] != "\\":
+            return ord(found)
+        if len(found) == 2:
+            return ord(ESCAPES[found[1]])
+        code = int(found[2:], 16)
         if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-            self._at -= 2
+            self._at = at
             self._fail("a character of Unicode")
-        self._at += len(digits)
         return code
 
     def _set(self) -> Node:
@@ -239,7 +221,7 @@ class _Reader:
         ranges: list[tuple[int, int]] = []
         while not self._takes("]"):
             first = last = self._character()
-            if self._here == "-" and self._text[self._at + 1 : self._at + 2] not in ("]", ""):
+            if RANGE.match(self._text, self._at):
                 self._at += 1
                 last = self._character()
                 if last < first:
@@ -252,39 +234,35 @@ class _Reader:
     def _repeated(self, part: Node) -> Node:
         """A part with all that is said of how often it comes."""
         while True:
-            if self._takes("*"):
-                part = Repeated(part, 0, None)
-            elif self._takes("+"):
-                part = Repeated(part, 1, None)
-            elif self._takes("?"):
-                part = Repeated(part, 0, 1)
+            times = REPETITIONS.get(self._text[self._at : self._at + 1])
+            if times is not None:
+                self._at += 1
             elif self._takes("{"):
-                least, most = self._times()
-                part = Repeated(part, least, most)
+                times = self._times()
             else:
                 return part
+            part = Repeated(part, *times)
 
     def _times(self) -> tuple[int, int | None]:
-        self._skip(lines=True)
-        least = self._number()
-        self._skip(lines=True)
-        most: int | None = least
+        """At least and at most how often, as numbers in braces."""
+        least = most = self._number()
         if self._takes(","):
-            self._skip(lines=True)
-            most = None if self._here == "}" else self._number()
-            self._skip(lines=True)
-        if not self._takes("}"):
-            self._fail("}")
-        if most is not None and most < least:
+            self._expect(LINES)
+            if self._takes("}"):
+                return least, None
+            most = self._number()
+        self._need("}")
+        if most < least:
             raise ValueError(f"GBNF: expected {{least,most}}, got {{{least},{most}}}")
         return least, most
 
     def _number(self) -> int:
-        found = re.compile(r"[0-9]{1,9}").match(self._text, self._at)
+        self._expect(LINES)
+        found = NUMBER.match(self._text, self._at)
         if found is None or int(found[0]) > MAX_REPETITIONS:
             self._fail(f"a number of at most {MAX_REPETITIONS}")
-        assert found is not None
-        self._at = found.end()
+        self._expect(NUMBER)
+        self._expect(LINES)
         return int(found[0])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import socket
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakSet
 
 from eecore.bounded_process import BoundedProcess, Fork, NotPrepared
@@ -103,15 +103,10 @@ class GuideProcess(BoundedProcess):
         Raises:
             GuideError: it cannot be compiled within bounds, or nothing can follow it.
         """
-        what = f"guide: expected a {self._guide.kind} that"
-        answer = self.ask((self._guide.kind, self._guide.text, LIMITS, tuple(BOUNDS)))
-        if answer is None:
-            self.failure = GuideError(f"{what} can be compiled within bounds, got one too complex")
-        elif answer[0]:
-            self.failure = GuideError(f"{what} {answer[0]}")
-        if self.failure is not None:
-            self.close()
-            raise self.failure
+        question = self._guide.kind, self._guide.text, LIMITS, tuple(BOUNDS)
+        (error,) = self._answer(question, "compiled")
+        if error:
+            self._fail(error)
 
     def call(self, number: int, calls: list[tuple[Any, ...]]) -> list[Any]:
         """What calls of a matcher return.
@@ -124,32 +119,31 @@ class GuideProcess(BoundedProcess):
             GuideError: the matcher cannot go on, or takes too much.
         """
         forgotten, self.forgotten = self.forgotten, []
-        answer = self.ask((number, calls, forgotten))
-        if answer is None:
-            what = f"guide: expected a {self._guide.kind} that can be followed within bounds"
-            error = GuideError(f"{what}, got one too complex")
-            if not self.is_closed:
-                self.failure = error
-                self.close()
-            raise error
-        said, answers = answer
-        if said:
-            raise GuideError(f"guide: expected to follow it, got: {said}")
+        error, answers = self._answer((number, calls, forgotten), "followed")
+        if error:
+            raise GuideError(f"guide: expected to follow it, got: {error}")
         return list(answers)
 
-    def ask(self, message: Message) -> Message | None:
-        """The answer; None: the process has ended, since the kernel ended it.
-
-        Raises:
-            GuideError: the guide cannot be followed, as was known before.
-        """
+    def _answer(self, question: Message, done: str) -> Message:
+        """The answer of the process; ``done``: what it does with the guide."""
         if self.failure is not None:
             raise self.failure
-        return super().ask(message)
+        answer = self.ask(question)
+        if answer is None:
+            self._fail(f"can be {done} within bounds, got one too complex")
+        return answer
+
+    def _fail(self, why: str) -> NoReturn:
+        """End the process, since the guide cannot be followed."""
+        error = GuideError(f"guide: expected a {self._guide.kind} that {why}")
+        if not self.is_closed:
+            self.failure = error
+            self.close()
+        raise error
 
 
 class Matcher:
-    """A matcher of llguidance in the process of its guide; methods are those of LLMatcher.
+    """A matcher of llguidance in the process of its guide.
 
     Args:
         process: of the guide.
@@ -167,7 +161,7 @@ class Matcher:
         return self._process.is_closed
 
     def calls(self, *calls: tuple[Any, ...]) -> list[Any]:
-        """What calls return that are made one after the other.
+        """What calls of methods of LLMatcher return that are made one after the other.
 
         Raises:
             GuideError: the matcher cannot go on, or takes too much.
@@ -179,18 +173,6 @@ class Matcher:
         copy = Matcher(self._process, next(self._process.numbers))
         self.calls(("deep_copy", copy._number))
         return copy
-
-    def validate_tokens(self, tokens: list[int]) -> int:
-        """How many of some tokens may come next."""
-        return int(self.calls(("validate_tokens", tokens))[0])
-
-    def consume_tokens(self, tokens: list[int]) -> bool:
-        """Go past some tokens."""
-        return bool(self.calls(("consume_tokens", tokens))[0])
-
-    def is_accepting(self) -> bool:
-        """Whether the text may end here."""
-        return bool(self.calls(("is_accepting",))[0])
 
     def __del__(self) -> None:
         if self._number:
