@@ -15,7 +15,7 @@ def test_columns_are_written_whole_and_nothing_beside_them() -> None:
     memory = TwinMemory(torch.device("cpu"), {n: (dtype, (3,)) for n, dtype in fields.items()})
     side = memory.host()
     side.write(**{name: [5, 5, 5] for name in fields if name != "flags"})
-    memory.columns("flags", "first", "last").write(side, [1, 0, 1], (-1, 2, 1 << 40), range(3))
+    side.write_whole(flags=[1, 0, 1], first=(-1, 2, 1 << 40), last=range(3))
     assert side.numbers(3) == {
         "before": [5, 5, 5],
         "flags": [True, False, True],
@@ -24,7 +24,7 @@ def test_columns_are_written_whole_and_nothing_beside_them() -> None:
         "behind": [5, 5, 5],
     }
     with pytest.raises(AssertionError, match="neighbours"):
-        memory.columns("before", "first")
+        side.write_whole(before=[1, 2, 3], first=[1, 2, 3])
 
 
 def test_a_page_table_is_written_again_after_a_run_has_changed_it() -> None:

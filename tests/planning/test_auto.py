@@ -417,7 +417,7 @@ def calls_of(engine: eecore.Engine) -> tuple[int, int]:
     return len(called), len(set(called))
 
 
-@pytest.mark.parametrize(("policy", "most"), [(Full(), (60, 14)), (Auto(), (160, 20))])
+@pytest.mark.parametrize(("policy", "most"), [(Full(), (55, 14)), (Auto(), (160, 20))])
 def test_calls_of_a_round_that_goes_on_as_the_last_one(policy: Any, most: tuple[int, int]) -> None:
     """Held rounds: most of all rounds."""
     model = eecore.load(eecore.default_model(), device="cpu", kv_cache_tokens=1024)

@@ -14,7 +14,6 @@ that is rejection sampling, and what is drawn is what decoding without drafts dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
 from math import isnan
 from typing import Any
@@ -129,17 +128,11 @@ class DraftStep(Step):
             num_given=given.get("num_given"),
         )
         self._ended = ops.EndedRound(results["next_token"], zeros(rows), zeros(rows))
-        open_cross = cross_batch(given, "open_")
-        self._active = ops.ActiveRows(
-            row=given["row"],
+        self._active, self._batch = self._active_rows(
             positions=zeros(rows),
             slot_mapping=zeros(rows),
             seq_lens=zeros(rows, dtype=torch.int32),
-            page_table=given["open_page_table"],
-            num_active=given["num_active"],
             token_ids=zeros(rows),
-            cross_page_table=None if open_cross is None else open_cross.page_table,
-            cross_seq_lens=None if open_cross is None else open_cross.seq_lens,
         )
         self._verification = ops.Verification(
             last_tokens=zeros(rows),
@@ -161,17 +154,8 @@ class DraftStep(Step):
         }
         # Whose still part was written last, and where.
         self._written: tuple[HostSide, list[Sequence]] | None = None
-        # The thresholds of drafts ahead that were written last, and where.
-        self._told: tuple[HostSide, list[Ordered[float]]] | None = None
-        self._state = self._given.columns(
-            *("num_active", "token_ids", "start", "tokens_left", "max_drafts"),
-            *(("num_given",) if kind.path.is_given else ()),
-            *(("ahead", "num_ahead") if kind.drafts_ahead else ()),
-        )
         self._draft_layers = kind.path.layers_run - kind.path.shared_layers
-        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=model.device)
         self._cross = cross_batch(given)
-        self._open_cross = open_cross
         vocab = model.config.vocab_size if kind.samples else 0
         # As large as everything else together: on a CPU only rows that draw take any of it.
         self._draft_probs = self.unset(rows * kind.num_steps, vocab, dtype=torch.float32)
@@ -246,7 +230,8 @@ class DraftStep(Step):
             self._written = None
             self._write_still(rows, sequences)
             self._written = host, sequences
-        pages = self._write_state(rows)
+        self._write_state(rows)
+        pages = [sequence.pages for sequence in sequences]
         if not self.kind.path.is_given:
             host.write(thresholds=[_threshold(row) for row in rows])
         for prefix in ("", "open_"):
@@ -268,49 +253,32 @@ class DraftStep(Step):
         for i, sequence in enumerate(sequences):
             stops[i, : len(sequence.stop_ids)] = sequence.stop_ids
 
-    def _write_state(self, rows: list[Row]) -> list[list[int]]:
-        """Where each row is, and what it is given; returns their pages."""
-        kind, cells, count = self.kind, self._host.cells, [len(rows)]
-        drafts = cells["drafts"] if kind.path.is_given else None
-        tokens, starts, left, most, pages = [], [], [], [], list[list[int]]()
-        num_given, ahead = list[int](), list[int]()
+    def _write_state(self, rows: list[Row]) -> None:
+        """Where each row is, and what it is given."""
+        cells, states = self._host.cells, []
         for i, row in enumerate(rows):
-            work = row.work
-            sequence = work.sequence
-            tokens.append(sequence.output_ids[-1])
-            starts.append(sequence.num_tokens - 1)
-            left.append(sequence.tokens_left)
-            most.append(work.max_drafts)
-            pages.append(sequence.pages)
-            ahead.append(row.ahead)
-            if drafts is not None:
-                num_given.append(len(row.given.tokens))
-                for k, token in enumerate(row.given.tokens):
-                    drafts[i, k] = token
-        padding = self.sizes.num_rows - len(rows)
-        if padding:
-            for column, value in (tokens, 0), (starts, 0), (left, 0), (most, -1), (ahead, -1):
-                column += [value] * padding
-            num_given += [0] * padding
-        columns = [count, tokens, starts, left, most]
-        if drafts is not None:
-            columns.append(num_given)
-        if kind.drafts_ahead:
-            columns += ahead, count
-            self._write_thresholds(rows)
-        self._state.write(self._host, *columns)
-        return pages
-
-    def _write_thresholds(self, rows: list[Row]) -> None:
-        """Of drafts ahead; most of the time they are those of the last round."""
-        told = self._host, [row.ahead_thresholds for row in rows]
-        if self._told == told:
-            return
-        self._told, thresholds = None, self._host.cells["ahead_thresholds"]
-        for i, row in enumerate(rows):
-            for k, threshold in enumerate(row.ahead_thresholds):
-                thresholds[k, i] = threshold
-        self._told = told
+            work, sequence, drafts = row.work, row.work.sequence, row.given.tokens
+            where = sequence.output_ids[-1], sequence.num_tokens - 1, sequence.tokens_left
+            states.append((*where, work.max_drafts, len(drafts), row.ahead))
+            for k, token in enumerate(drafts):
+                cells["drafts"][i, k] = token
+            if self.kind.drafts_ahead:
+                for k, threshold in enumerate(row.ahead_thresholds):
+                    cells["ahead_thresholds"][k, i] = threshold
+        states += [(0, 0, 0, -1, 0, -1)] * (self.sizes.num_rows - len(rows))
+        tokens, starts, left, most, num_given, ahead = zip(*states, strict=True)
+        columns = {
+            "num_active": (len(rows),),
+            "token_ids": tokens,
+            "start": starts,
+            "tokens_left": left,
+            "max_drafts": most,
+        }
+        if self.kind.path.is_given:
+            columns["num_given"] = num_given
+        if self.kind.drafts_ahead:
+            columns |= {"ahead": ahead, "num_ahead": (len(rows),)}
+        self._host.write_whole(**columns)
 
     # The program
 
@@ -341,14 +309,7 @@ class DraftStep(Step):
     def _draft(self, step: int, control: Control) -> None:
         """One more token of every row that drafts, and what is behind it."""
         model, path, active, made = self._model, self.kind.path, self._active, self._round
-        batch = AttentionBatch(
-            active.positions,
-            active.slot_mapping,
-            active.page_table,
-            active.seq_lens,
-            self._starts,
-            self._open_cross,
-        )
+        batch = self._batch
         with control.rows(active.num_active):
             assert active.token_ids is not None
             hidden = model.embed(active.token_ids)
@@ -397,7 +358,7 @@ class DraftStep(Step):
                     checked.last_slots,
                     made.page_table,
                     checked.last_seq_lens,
-                    self._starts,
+                    self._batch.query_start_loc,
                     self._cross,
                 )
                 last = model.embed(checked.last_tokens)
@@ -510,13 +471,7 @@ class DraftStep(Step):
         return outcome
 
     def _records(
-        self,
-        sequence: Sequence,
-        emitted: list[int],
-        accepted: int,
-        i: int,
-        start: int,
-        got: Cells,
+        self, sequence: Sequence, emitted: list[int], accepted: int, i: int, start: int, got: Cells
     ) -> list[TokenRecord]:
         """Of the tokens before the first of logits or confidences of NaN."""
         path, num_layers = self.kind.path, self._model.config.num_layers

@@ -17,30 +17,12 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.decoding.control import Control
-from eecore.decoding.heads import (
-    KNOWN,
-    HeadWork,
-    head_fields,
-    measure_states,
-    state_measure,
-)
-from eecore.decoding.memory import (
-    Array,
-    Cells,
-    Field,
-    HostSide,
-    cross_batch,
-    numbers_of,
-)
-from eecore.decoding.sampling import (
-    DRAWS_TOKEN,
-    NO_TOKEN,
-    sampling_rows,
-    top_logprobs,
-)
+from eecore.decoding.heads import KNOWN, HeadWork, head_fields, measure_states, state_measure
+from eecore.decoding.memory import Array, Cells, Field, HostSide, numbers_of
+from eecore.decoding.sampling import DRAWS_TOKEN, NO_TOKEN, sampling_rows, top_logprobs
 from eecore.decoding.step import Sizes, Step, sizes_for
 from eecore.errors import NotFiniteError
-from eecore.models import AttentionBatch, KVCache, Network
+from eecore.models import KVCache, Network
 from eecore.planning.route import Check
 from eecore.planning.row import Outcome, Row
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
@@ -99,48 +81,16 @@ class ExitStep(Step):
         self._sequences: list[Sequence] = []
         self._thresholds_of: list[Row] | None = None  # whose lie there, and stay the same
         self._zeros = [0] * num_rows
-        self._state = self._given.columns(
-            *("row", "num_active", "token_ids", "positions", "slots"),
-            *("open_positions", "open_slots", "open_lens", "gone"),
-            *("accepted", "measured_at", "token_at", "fill_from"),
-        )
-        given, results = self._given.device, self._results.device
-        self._rows = ops.ExitingRows(
-            leave_after=given["leave_after"],
-            together=given["together"],
-            fills=given["fills"],
-            kind=given["kind"],
-            accepted=given["accepted"],
-            gone=given["gone"],
-            exit_layer=results["exit_layer"],
-            fill_from=given["fill_from"],
-            measured_at=given["measured_at"],
-            confidence=results["confidence"],
-            token=results["token"],
-            logprob=results["logprob"],
-            token_at=given["token_at"],
-            pending=results["pending"],
-            hidden=self.zeros(num_rows, model.config.hidden_size, dtype=model.dtype),
-            all_gone=self.zeros(1, dtype=torch.bool),
-        )
-        cross = cross_batch(given, "open_")
-        self._active = ops.ActiveRows(
-            row=given["row"],
+        given = self._given.device
+        memory = given | self._results.device
+        memory["hidden"] = self.zeros(num_rows, model.config.hidden_size, dtype=model.dtype)
+        memory["all_gone"] = self.zeros(1, dtype=torch.bool)
+        names = ops.ExitingRows._fields
+        self._rows = ops.ExitingRows(**{name: memory[name] for name in names})
+        self._active, self._batch = self._active_rows(
             positions=given["open_positions"],
             slot_mapping=given["open_slots"],
             seq_lens=given["open_lens"],
-            page_table=given["open_page_table"],
-            num_active=given["num_active"],
-            cross_page_table=None if cross is None else cross.page_table,
-            cross_seq_lens=None if cross is None else cross.seq_lens,
-        )
-        self._batch = AttentionBatch(
-            self._active.positions,
-            self._active.slot_mapping,
-            self._active.page_table,
-            self._active.seq_lens,
-            torch.arange(num_rows + 1, dtype=torch.int32, device=model.device),
-            cross,
         )
 
     def _given_fields(self) -> dict[str, Field]:
@@ -226,10 +176,20 @@ class ExitStep(Step):
             gone = [*zeros[:count], *[1] * others]
             for column, padding in (tokens, 0), (positions, 0), (slots, -1), (lens, 1):
                 column += [padding] * others
-        self._state.write(
-            *(host, range(num_rows), [count], tokens, positions, slots),
-            *(positions, slots, lens, gone),
-            *(zeros, zeros, zeros, [self._model.config.num_layers] * num_rows),
+        host.write_whole(
+            row=range(num_rows),
+            num_active=[count],
+            token_ids=tokens,
+            positions=positions,
+            slots=slots,
+            open_positions=positions,
+            open_slots=slots,
+            open_lens=lens,
+            gone=gone,
+            accepted=zeros,
+            measured_at=zeros,
+            token_at=zeros,
+            fill_from=[self._model.config.num_layers] * num_rows,
         )
         host.write_pages("open_page_table", pages)
         if self.sizes.num_input_pages:

@@ -21,13 +21,7 @@ from eecore.models import KVCache, LlamaModel, SeenKeys
 from eecore.planning.proposal import MAX_AHEAD, Ahead
 from eecore.planning.row import Row
 
-__all__ = [
-    "HeadDrafting",
-    "drafted_ahead",
-    "head_drafting_fields",
-    "head_results",
-    "new_round",
-]
+__all__ = ["HeadDrafting", "drafted_ahead", "head_drafting_fields", "head_results", "new_round"]
 
 
 def head_drafting_fields(num_rows: int) -> dict[str, Field]:

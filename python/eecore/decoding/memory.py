@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from collections.abc import Sequence as Ordered
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -19,7 +21,6 @@ from eecore.scheduling.sequence import Sequence
 __all__ = [
     "Array",
     "Cells",
-    "Columns",
     "Field",
     "HostSide",
     "TwinMemory",
@@ -71,8 +72,10 @@ class HostSide:
             self.words = torch.as_tensor(_Mapped(memory), device=device)
         self.arrays: dict[str, Array] = {name: t.numpy() for name, t in tensors.items()}
         self.cells: Cells = {name: array.data for name, array in self.arrays.items()}
+        self._tensors = tensors
         self._moved: torch.cuda.Event | None = None
         self._tables: dict[str, _Table] = {}
+        self._packs: dict[tuple[str, ...], Callable[..., None]] = {}
 
     def moves(self) -> None:
         """A copy from or to here has just been queued on the current stream."""
@@ -91,6 +94,26 @@ class HostSide:
         for name, values in columns.items():
             self.arrays[name][: len(values)] = values
 
+    def write_whole(self, **columns: Ordered[Any]) -> None:
+        """Write all rows of fields that lie one after the other, in this order, in one go."""
+        names = tuple(columns)
+        pack = self._packs.get(names)
+        if pack is None:
+            pack = self._packs[names] = self._pack(names)
+        pack(*chain.from_iterable(columns.values()))
+
+    def _pack(self, names: tuple[str, ...]) -> Callable[..., None]:
+        """Writes all numbers of some fields."""
+        begin = end = self._tensors[names[0]].data_ptr()
+        form = "="
+        for tensor in map(self._tensors.__getitem__, names):
+            gap = tensor.data_ptr() - end
+            assert 0 <= gap < ALIGNMENT, "fields: expected neighbours"
+            form += f"{gap}x{tensor.numel()}{FORMS[tensor.dtype]}"
+            end = tensor.data_ptr() + tensor.nbytes
+        write = struct.Struct(form).pack_into
+        return partial(write, self.bytes, begin - self.memory.data_ptr())
+
     def write_pages(self, name: str, pages: list[Pages]) -> None:
         """Write each row's pages into the table ``name``, which a run may change."""
         table = self._tables.get(name)
@@ -101,28 +124,6 @@ class HostSide:
     def numbers(self, count: int) -> dict[str, list[Any]]:
         """The first ``count`` rows of every array, as Python's numbers."""
         return {name: cells[:count].tolist() for name, cells in self.cells.items()}
-
-
-class Columns:
-    """Fields that lie one behind the other, to write all rows of them in one go.
-
-    Args:
-        fields: where each begins, in bytes, the type of its numbers, and its shape.
-    """
-
-    def __init__(self, fields: list[tuple[int, torch.dtype, tuple[int, ...]]]) -> None:
-        self._begin = end = fields[0][0]
-        form = "="
-        for begin, dtype, shape in fields:
-            assert 0 <= begin - end < ALIGNMENT, "fields: expected neighbours"
-            count = math.prod(shape)
-            form += f"{begin - end}x{count}{FORMS[dtype]}"
-            end = begin + count * dtype.itemsize
-        self._pack = struct.Struct(form).pack_into
-
-    def write(self, side: HostSide, *columns: Ordered[Any]) -> None:
-        """Write into a side: the numbers of each field, in turn."""
-        self._pack(side.bytes, self._begin, *chain.from_iterable(columns))
 
 
 class _Table:
@@ -194,11 +195,6 @@ class TwinMemory:
         self._sides = host_side(), host_side()
         self.num_bytes = 3 * num_bytes
         self._uses = 0
-        self._fields = {name: (at.start, *fields[name]) for name, (at, _, _) in places.items()}
-
-    def columns(self, *names: str) -> Columns:
-        """Of fields that lie in this order, with no others between them."""
-        return Columns([self._fields[name] for name in names])
 
     def host(self) -> HostSide:
         """A side to write, from which nothing moves any more."""

@@ -17,13 +17,7 @@ from torch import Tensor
 
 from eecore.decoding.control import OnHost
 from eecore.decoding.heads import GREEDY, LOGITS, Heads, HeadWork, head_fields
-from eecore.decoding.memory import (
-    Array,
-    HostSide,
-    TwinMemory,
-    fill_page_table,
-    slots_of,
-)
+from eecore.decoding.memory import Array, HostSide, TwinMemory, fill_page_table, slots_of
 from eecore.decoding.prompt_logprobs import Scored, prompt_logprobs
 from eecore.decoding.sampling import (
     DRAWS_TOKEN,

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eecore import ops
 from eecore.decoding.heads import GREEDY, LOGITS, Heads
 from eecore.decoding.memory import (
     Field,
     HostSide,
     TwinMemory,
+    cross_batch,
     cross_fields,
     input_pages,
     power_of_two,
@@ -23,7 +25,7 @@ from eecore.decoding.sampling import (
     sampling_fields,
     write_sampling,
 )
-from eecore.models import KVCache, Network
+from eecore.models import AttentionBatch, KVCache, Network
 from eecore.planning.row import Row
 from eecore.scheduling.sequence import Sequence
 
@@ -116,6 +118,23 @@ class Step:
         memory = torch.empty(shape, dtype=dtype, device=self._model.device)
         self.num_bytes += memory.nbytes
         return memory
+
+    def _active_rows(self, **own: Tensor) -> tuple[ops.ActiveRows, AttentionBatch]:
+        """The rows that go on, and how they attend; ``own``: their positions, slots and lengths."""
+        given = self._given.device
+        cross = cross_batch(given, "open_")
+        active = ops.ActiveRows(
+            row=given["row"],
+            page_table=given["open_page_table"],
+            num_active=given["num_active"],
+            cross_page_table=None if cross is None else cross.page_table,
+            cross_seq_lens=None if cross is None else cross.seq_lens,
+            **own,
+        )
+        device = self._model.device
+        starts = torch.arange(self.sizes.num_rows + 1, dtype=torch.int32, device=device)
+        where = active.positions, active.slot_mapping, active.page_table, active.seq_lens
+        return active, AttentionBatch(*where, starts, cross)
 
     def _write_rows(self, rows: list[Row]) -> None:
         """What does not change while these rows go on."""

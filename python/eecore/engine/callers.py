@@ -75,11 +75,7 @@ class Caller(ref[Any]):
     __slots__ = ("group", "is_closed", "is_gone", "read", "requests", "sink", "unfinished", "whole")
 
     def __new__(
-        cls,
-        owner: Any,
-        inbox: queue.SimpleQueue[Any],
-        *_: Any,
-        **_settings: Any,
+        cls, owner: Any, inbox: queue.SimpleQueue[Any], *_: Any, **_settings: Any
     ) -> Caller:
         return super().__new__(cls, owner, inbox.put)
 

@@ -48,10 +48,7 @@ class Intake:
         self.guides = guides or Guides(tokenizer, network.config.vocab_size, ends)
 
     def sequence(
-        self,
-        prompt: str | list[int],
-        exit: Exit | str | None,
-        sampling: SamplingParams | None,
+        self, prompt: str | list[int], exit: Exit | str | None, sampling: SamplingParams | None
     ) -> Sequence:
         """The request, which has no id and no place in the queue yet.
 

@@ -75,10 +75,7 @@ class Chooser:
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        agreement: Ordered[float] | None,
-        head_agreement: Ordered[float] = (),
+        self, num_layers: int, agreement: Ordered[float] | None, head_agreement: Ordered[float] = ()
     ) -> None:
         self._num_layers, self._agreement = num_layers, agreement
         self.costs = Costs()

@@ -92,8 +92,9 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         """The next iteration's work, with pages allocated for all of it."""
         works, budget = self._go_on(self._config.max_batch_tokens)
-        if self.waiting:
-            works += self._admit(budget, is_first=not works)
+        waiting = self.waiting
+        if waiting:
+            works += self._admit(waiting, budget, is_first=not works)
         return works
 
     def _go_on(self, budget: int) -> tuple[list[Work], int]:
@@ -193,9 +194,8 @@ class Scheduler:
         self._grow(sequence, positions)
         return True
 
-    def _admit(self, budget: int, *, is_first: bool) -> list[Work]:
+    def _admit(self, waiting: deque[Sequence], budget: int, *, is_first: bool) -> list[Work]:
         works: list[Work] = []
-        waiting = self.waiting
         while waiting and budget > 0 and len(self.running) < self._config.max_num_seqs:
             sequence = waiting[0]
             if sequence.tokens_to_encode >= budget and (works or not is_first):
