@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from eecore.errors import ModelError, RequestError
 from eecore.guide import Guide
@@ -15,6 +15,7 @@ from eecore.values import (
     choice,
     instance,
     real,
+    shown,
     texts,
     weights,
     whole,
@@ -50,6 +51,8 @@ Vocabulary = Annotated[int, whole(2, MOST_VOCAB)]
 Epsilon = Annotated[float, real(0.0, 1.0)]
 AtLeastOne = Annotated[int, whole(1)]
 EndTokens = Annotated[tuple[int, ...], wholes(0, MOST_VOCAB, most=MOST_END_TOKENS)]
+OwnSampling = tuple[tuple[str, int | float], ...]
+"""Fields of :class:`SamplingParams` and their values, as the files of a model have them."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,8 @@ class ModelConfig:
     eos_token_ids: EndTokens = ()
     dtype: str | None = None
     """What the checkpoint says that it is stored in: "float32", "bfloat16" or "float16"."""
+    sampling: OwnSampling = ()
+    """The model's own sampling settings, for :meth:`SamplingParams.of`."""
 
     def __post_init__(self) -> None:
         check_fields(self, ModelError)
@@ -224,6 +229,8 @@ class T5Config:
     eos_token_ids: EndTokens = ()
     dtype: str | None = None
     """What the checkpoint says that it is stored in: "float32", "bfloat16" or "float16"."""
+    sampling: OwnSampling = ()
+    """The model's own sampling settings, for :meth:`SamplingParams.of`."""
 
     def __post_init__(self) -> None:
         check_fields(self, ModelError)
@@ -287,6 +294,10 @@ _SOME_TOKENS = {"max_tokens": whole(1)}
 class SamplingParams:
     """How a request turns distributions into tokens, and when it stops.
 
+    ``SamplingParams()``, which is also what :func:`eecore.generate` uses where nothing is said, is
+    greedy and ends after 128 tokens, whatever the model. :meth:`of` begins with what the model's
+    own files say, as the command line and the server do.
+
     Logits change in vLLM's order: logit bias, repetition penalty, frequency penalty, presence
     penalty. Then come temperature and the filters, in transformers' order: top-k, top-p, min-p.
     Numbers may be numpy's or fractions; what is kept is Python's own. A bool is no number.
@@ -347,6 +358,26 @@ class SamplingParams:
             check_fields(self, RequestError, rules=_SOME_TOKENS)
         check_fields(self, RequestError)
 
+    @classmethod
+    def of(cls, model: Any, **fields: Any) -> SamplingParams:
+        """The sampling settings that a model comes with, and those that are given here.
+
+        A model's own come from its generation_config.json (``do_sample``, ``temperature``,
+        ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``) or from the ``general.sampling``
+        keys of its GGUF file. What neither names is as in ``SamplingParams()``.
+
+        Args:
+            model: from :func:`eecore.load`.
+            **fields: fields of this class, which win over the model's.
+
+        Raises:
+            RequestError: for what is no model, or a value that cannot be.
+        """
+        own = getattr(getattr(model, "config", None), "sampling", None)
+        if own is None:
+            raise RequestError(f"model: expected one of eecore.load, got {shown(model)}")
+        return cls(**{**dict(own), **fields})
+
     def with_seed(self, seed: int) -> SamplingParams:
         """The same with a seed; what has been checked is not checked again."""
         made = object.__new__(SamplingParams)
@@ -401,3 +432,12 @@ class EngineConfig:
     @property
     def num_pages(self) -> int:
         return -(-self.kv_cache_tokens // self.page_size)
+
+    def room(self, model: AnyModelConfig, prompt_tokens: int) -> int:
+        """Tokens that can follow a prompt; 0 or less: it is too long itself."""
+        if not isinstance(model, T5Config):
+            return min(model.max_position, self.num_pages * self.page_size) - prompt_tokens
+        if prompt_tokens > (self.max_input_tokens or model.max_input):
+            return 0
+        # The prompt is the encoder's, in pages of its own.
+        return (self.num_pages - -(-prompt_tokens // self.page_size)) * self.page_size - 1

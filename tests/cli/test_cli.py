@@ -62,7 +62,7 @@ def pipe_in(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 def test_generate_prints_the_text_of_the_library(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["generate", model, "Once upon", "--max-tokens", "12"]) == 0
+    assert run(["generate", model, "Once upon", "--raw", "--max-tokens", "12"]) == 0
     expected = eecore.generate(eecore.load(model), "Once upon", max_tokens=12)[0].text
     captured = capsys.readouterr()
     assert captured.out.removesuffix("\n") == (expected or "").removesuffix("\n")
@@ -70,7 +70,7 @@ def test_generate_prints_the_text_of_the_library(
 
 
 def test_json_has_everything_of_an_output(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["generate", model, "Once upon", "-n", "6", "--ignore-eos", "--json"]
+    command = ["generate", model, "Once upon", "--raw", "-n", "6", "--ignore-eos", "--json"]
     assert run([*command, "--exit", "full", "--logprobs", "2"]) == 0
     record = json.loads(capsys.readouterr().out)
     expected = eecore.generate(
@@ -192,37 +192,11 @@ def test_a_model_without_a_tokenizer_takes_and_gives_ids(
     assert "no tokenizer" in error_of(capsys.readouterr())
 
 
-def test_of_a_chat_model_that_ends_at_once_chat_is_named(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (output,) = eecore.generate(eecore.load(model), ["hi"], max_tokens=1, temperature=0.0)
-    first = output.token_ids[0]
-    directory = tmp_path / "silent"
-    shutil.copytree(model, directory)
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [first]}))
-    assert run(["generate", str(directory), "hi"]) == 0
-    said = capsys.readouterr()
-    assert said.out.strip() == ""
-    assert (
-        said.err == "note: the model ended at once; it has a template for conversations: --chat\n"
-    )
-    assert run(["generate", str(directory), "hi", "-n", "1", "--ignore-eos"]) == 0
-    assert capsys.readouterr().err == ""
-    for asked in (
-        ["generate", str(directory), "hi", "--chat"],
-        ["generate", str(directory), "hi", "--stop", "x"],  # perhaps it is that
-        ["generate", model, "hi", "-n", "2"],
-    ):
-        assert run(asked) == 0
-        assert "--chat" not in capsys.readouterr().err
-
-
-def test_chat_puts_the_prompt_into_the_template(
+def test_a_prompt_goes_into_the_template_unless_raw(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        run(["generate", model, "hi", "--chat", "--system", "be short", "-n", "3", "--json"]) == 0
-    )
+    command = ["generate", model, "hi", "-n", "3", "--json"]
+    assert run([*command, "--system", "be short"]) == 0
     record = json.loads(capsys.readouterr().out)
     written = (
         "<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
@@ -233,6 +207,59 @@ def test_chat_puts_the_prompt_into_the_template(
     prompt = tokenizer.encode(written, add_special_tokens=False)
     assert record["prompt"] == "hi"
     assert record["stats"]["prompt_tokens"] == len(prompt)
+    assert run([*command, "--raw"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["stats"]["prompt_tokens"] == len(tokenizer.encode("hi"))
+
+
+def test_an_answer_may_fill_the_context_and_a_text_may_not(
+    model: str, lines: Callable[[str, str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", model, "hi", "--ignore-eos", "--stats"]
+    assert run(command) == 0
+    said = capsys.readouterr().err
+    assert "note: the text was cut at the end of the context (--max-tokens)" in said
+    prompt, new = re.search(r"tokens +(\d+) new, (\d+) of prompts", said).groups()  # type: ignore[union-attr]
+    assert int(prompt) + int(new) == eecore.load(model).config.max_position
+    assert run([*command, "--raw"]) == 0
+    said = capsys.readouterr().err
+    assert "note: the text was cut after 128 tokens (--max-tokens)" in said
+    assert run([*command, "-n", "3"]) == 0  # as the caller said
+    assert "cut" not in capsys.readouterr().err
+    file = lines("prompts.txt", "a\nb\n")
+    assert run(["generate", model, "-f", file, "--raw", "--ignore-eos"]) == 0
+    assert "note: 2 of 2 texts were cut after 128 tokens" in capsys.readouterr().err
+    assert run(["generate", model, "x" * 600]) == REQUEST
+    assert "512 together" in error_of(capsys.readouterr())
+
+
+def test_a_model_samples_as_its_own_files_say(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "hot"
+    shutil.copytree(model, directory)
+    own = {"do_sample": True, "temperature": 1.5, "top_k": 40, "repetition_penalty": 1.1}
+    (directory / "generation_config.json").write_text(json.dumps(own))
+    command = ["generate", str(directory), "abc", "--raw", "-n", "16", "--ignore-eos", "--json"]
+
+    def tokens(*more: str) -> list[int]:
+        assert run([*command, "--seed", "7", *more]) == 0
+        return list(json.loads(capsys.readouterr().out)["token_ids"])
+
+    loaded = eecore.load(directory)
+    settings = {"max_tokens": 16, "ignore_eos": True, "seed": 7}
+    for given in ({}, {"temperature": 0.0}, {"temperature": 0.5, "top_k": 0}):
+        sampling = eecore.SamplingParams.of(loaded, **settings, **given)
+        (expected,) = eecore.generate(loaded, "abc", sampling=sampling)
+        flags = [w for n, v in given.items() for w in (f"--{n.replace('_', '-')}", str(v))]
+        assert tokens(*flags) == expected.token_ids
+    assert run(["info", str(directory), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["config"]["sampling"]
+    assert shown == {name: value for name, value in own.items() if name != "do_sample"}
+    assert run(["info", str(directory)]) == 0
+    assert "temperature 1.5, top_k 40, repetition_penalty 1.1" in capsys.readouterr().out
+    assert run(["info", model]) == 0
+    assert re.search(r"sampling +greedy", capsys.readouterr().out)
 
 
 def test_same_seed_same_text(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -403,7 +430,7 @@ def test_a_bad_line_in_a_file_is_named(
         (["hi", "--measure", "state"], "--measure: goes with --exit confident"),
         (["hi", "--file", "prompts.txt"], "got both"),
         (["hi", "--json", "--depth"], "--depth"),
-        (["hi", "--system", "x"], "--chat"),
+        (["hi", "--raw", "--system", "x"], "--raw"),
         (["hi", "--no-such-option"], "--no-such-option"),
         (["hi", "--threads", "many"], "--threads"),
     ],

@@ -100,7 +100,7 @@ ASCII = [
 @pytest.mark.parametrize("env", ASCII)
 def test_a_stdout_that_cannot_say_a_letter(model: str, env: dict[str, str]) -> None:
     as_json = ["--json"] if env is ASCII[0] else []
-    command = ["generate", model, "é", "-n", "40", "--ignore-eos", "--temperature", "2", "--seed"]
+    command = ["generate", model, "é", "-n", "40", "--raw", "--ignore-eos", "-t", "2", "--seed"]
     told, expected = through_a_shell([*command, "3", *as_json], "", **env), text_of(model, "é")
     assert told.returncode == 0, told.stderr
     assert told.stdout.isascii()

@@ -47,7 +47,7 @@ EXITS = [
 ]  # fmt: skip
 OPTIONS: dict[str, dict[str, str]] = {
     "generate": {
-        "--file": "file", "--chat": "", "--system": "word", "--exit": "exit", "--measure": "word",
+        "--file": "file", "--raw": "", "--system": "word", "--exit": "exit", "--measure": "word",
         "--batch-mode": "word", "--decay-tau": "number", "--exit-points": "layers",
         "--min-exit-layer": "number", "--classifier": "file", "--calibration": "file",
         "--draft-threshold": "number", "--skips": "file", "--skip-attention": "layers",

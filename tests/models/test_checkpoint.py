@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch.utils._pytree import tree_leaves
 
 from eecore import ops
-from eecore.config import ModelConfig
+from eecore.config import ModelConfig, SamplingParams
 from eecore.errors import (
     CheckpointError,
     EecoreError,
     ModelError,
     ModelNotFoundError,
+    RequestError,
     UnsupportedModelError,
 )
 from eecore.models import LlamaWeights, load_model
@@ -92,6 +95,73 @@ def test_rotary_table_is_that_of_transformers(family: str, tmp_path: Path) -> No
     assert table.shape == (config.max_position, config.head_dim)
     assert torch.equal(table[:, :half], cos[0, :, :half])
     assert torch.equal(table[:, half:], sin[0, :, :half])
+
+
+@pytest.mark.parametrize(
+    ("written", "own"),
+    [
+        ({}, {}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}),
+        ({"top_k": 20, "min_p": 0.1}, {"top_k": 20, "min_p": 0.1, "temperature": 1.0}),
+        ({"do_sample": True, "top_k": -1, "temperature": None}, {"top_k": 0, "temperature": 1.0}),
+        ({"do_sample": False, "temperature": 1.0, "top_k": 50}, {}),
+        ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"do_sample": False, "repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"num_beams": 1, "max_new_tokens": 512, "no_repeat_ngram_size": 0, "_x": 2}, {}),
+    ],
+)
+def test_sampling_settings_of_a_generation_config(
+    written: dict[str, Any], own: dict[str, Any], model_dir: Path, recwarn: Any
+) -> None:
+    (model_dir / "generation_config.json").write_text(json.dumps(written))
+    config = read_model_config(model_dir)
+    assert dict(config.sampling) == own
+    assert not recwarn.list
+    sampling = SamplingParams.of(SimpleNamespace(config=config), max_tokens=3)
+    assert sampling == SamplingParams(max_tokens=3, **own)
+    greedy = SamplingParams.of(SimpleNamespace(config=config), temperature=0.0)
+    assert greedy.temperature == 0.0
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ({"num_beams": 4}, "num_beams: expected no such setting, got 4; it is not used"),
+        ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size: expected no such setting, got 3"),
+        ({"do_sample": False, "top_p": 0.8}, "top_p: expected none without do_sample, got 0.8"),
+    ],
+)
+def test_settings_that_are_not_used_are_named(
+    written: dict[str, Any], said: str, model_dir: Path
+) -> None:
+    (model_dir / "generation_config.json").write_text(json.dumps(written))
+    with pytest.warns(UserWarning, match=re.escape(f"generation_config.json: {said}")):
+        assert read_model_config(model_dir).sampling == ()
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ({"temperature": -1}, "temperature: expected"),
+        ({"temperature": "warm"}, "temperature: expected"),
+        ({"top_p": 2.0}, "top_p: expected"),
+        ({"top_k": 1.5}, "top_k: expected"),
+        ({"do_sample": "yes"}, "do_sample: expected true or false, got 'yes'"),
+        ({"do_sample": False, "min_p": True}, "min_p: expected"),
+    ],
+)
+def test_sampling_settings_that_cannot_be(
+    written: dict[str, Any], said: str, model_dir: Path
+) -> None:
+    (model_dir / "generation_config.json").write_text(json.dumps(written))
+    with pytest.raises(CheckpointError, match=re.escape(f"generation_config.json: {said}")):
+        read_model_config(model_dir)
+
+
+def test_sampling_settings_of_what_is_no_model() -> None:
+    with pytest.raises(RequestError, match=r"model: expected one of eecore\.load, got 'tiny'"):
+        SamplingParams.of("tiny")
 
 
 def test_end_tokens_come_from_the_generation_config_first(model_dir: Path) -> None:

@@ -270,3 +270,30 @@ def test_a_part_that_is_missing_or_another_is_named(split: Path, tmp_path: Path)
     renamed = first.rename(tmp_path / "renamed.gguf")
     with pytest.raises(CheckpointError, match=r"split.count: expected a name NAME-00001-of-00003"):
         load_model(renamed, "cpu")
+
+
+def test_sampling_settings_of_a_file(tmp_path: Path) -> None:
+    names = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1}
+    file = gguf_file(tmp_path, **{f"general.sampling.{n}": value for n, value in names.items()})
+    own = dict(read_config(file).sampling)
+    assert own == {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+    }
+    assert dict(read_config(convert_gguf(file, tmp_path / "converted")).sampling) == own
+
+
+def test_sampling_settings_of_a_file_that_are_not_used(tmp_path: Path) -> None:
+    file = gguf_file(tmp_path, **{"general.sampling.mirostat": 2, "general.sampling.temp": -1.0})
+    with pytest.warns(UserWarning, match=r"general\.sampling\.mirostat: expected no such setting"):
+        config = read_config(file)
+    assert dict(config.sampling) == {"temperature": 0.0}
+
+
+def test_a_sampling_setting_of_a_file_that_cannot_be(tmp_path: Path) -> None:
+    file = gguf_file(tmp_path, **{"general.sampling.top_p": 3.0})
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf: top_p: expected"):
+        read_config(file)

@@ -222,6 +222,32 @@ def test_other_kinds_of_models(tmp_path: Path, kind: str) -> None:
         assert refused[0] == refused[1]
 
 
+def test_sampling_settings_that_are_left_out_are_the_models(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "hot")
+    own = {"do_sample": True, "temperature": 1.5, "top_k": 40}
+    (path / "generation_config.json").write_text(json.dumps(own))
+    body = {"prompt": "abc", "max_tokens": 16, "ignore_eos": True, "seed": 7}
+    with beside(path) as (there, remote_model):
+        assert dict(remote_model.config.sampling) == {"temperature": 1.5, "top_k": 40}
+        text = there.post("/v1/completions", body).json()["choices"][0]["text"]
+    here = eecore.load(path, dtype="float32", kv_cache_tokens=4096)
+    settings = {"max_tokens": 16, "ignore_eos": True, "seed": 7}
+    for generation_config, sampling in (
+        ("auto", eecore.SamplingParams.of(here, **settings)),
+        ("none", eecore.SamplingParams(**settings)),
+    ):
+        (expected,) = eecore.generate(here, "abc", sampling=sampling)
+        server = asker(here, generation_config=generation_config)
+        answer = server.post("/v1/completions", body).json()
+        assert answer["choices"][0]["text"] == expected.text
+        assert (text == expected.text) == (generation_config == "auto")
+        greedy = server.post("/v1/completions", {**body, "temperature": 0}).json()
+        (expected,) = eecore.generate(here, "abc", **{**settings, "temperature": 0.0})
+        assert greedy["choices"][0]["text"] == expected.text
+    with pytest.raises(RequestError, match="generation_config: expected auto, none, got 'vllm'"):
+        ServerSettings(generation_config="vllm")
+
+
 def test_a_crowd_of_which_some_leave(here: Asker, there: Asker) -> None:
     prompts = [f"turn light {number} on" for number in range(40)]
     policies = ["full", "speculative:3,6", "fixed:6", CLASSIFIED]

@@ -27,43 +27,77 @@ from eecore.exit_text import parse_exit, usual_exit
 from eecore.values import help_of
 
 if TYPE_CHECKING:
+    from eecore import Engine
     from eecore.exits import Exit
     from eecore.generation import Model
     from eecore.output import Output
 
 
 def _sampling(name: str, *flags: str, **details: Any) -> Any:
-    """A field of SamplingParams as an option."""
-    default = getattr(SamplingParams, name)
-    return option(default, f"{help_of(SamplingParams, name)}.", *flags, **details)
+    """A field of SamplingParams as an option; None where it is not given."""
+    usual = f"the model's, or {getattr(SamplingParams, name):g}" if name in OWN else None
+    return option(
+        None,
+        f"{help_of(SamplingParams, name)}.",
+        *flags,
+        **{"show_default": usual or False, **details},
+    )
+
+
+OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""The settings that a model may come with."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """The options that are fields of SamplingParams."""
+    """The options that are fields of SamplingParams; None where not given."""
 
     PANEL: ClassVar = "Sampling"
 
-    max_tokens: int = _sampling("max_tokens", "--max-tokens", "-n")
-    temperature: float = _sampling("temperature", "--temperature", "-t")
-    top_k: int = _sampling("top_k")
-    top_p: float = _sampling("top_p")
-    min_p: float = _sampling("min_p")
-    repetition_penalty: float = _sampling("repetition_penalty")
-    presence_penalty: float = _sampling("presence_penalty")
-    frequency_penalty: float = _sampling("frequency_penalty")
+    max_tokens: int | None = _sampling(
+        "max_tokens",
+        "--max-tokens",
+        "-n",
+        show_default=f"what the context holds; {SamplingParams.max_tokens} without a chat template",
+    )
+    temperature: float | None = _sampling("temperature", "--temperature", "-t")
+    top_k: int | None = _sampling("top_k")
+    top_p: float | None = _sampling("top_p")
+    min_p: float | None = _sampling("min_p")
+    repetition_penalty: float | None = _sampling("repetition_penalty")
+    presence_penalty: float | None = _sampling("presence_penalty")
+    frequency_penalty: float | None = _sampling("frequency_penalty")
     seed: int | None = _sampling("seed")
     stop: list[str] | None = option(None, "End before this string; may be repeated.")
-    ignore_eos: bool = _sampling("ignore_eos")
+    ignore_eos: bool = option(False, f"{help_of(SamplingParams, 'ignore_eos')}.")
     logprobs: int | None = option(
         None, "With --json: log-probabilities, and of so many other tokens."
     )
 
     @property
-    def params(self) -> SamplingParams:
-        """The settings, checked."""
-        given = {each.name: getattr(self, each.name) for each in fields(self)}
-        return SamplingParams(**given | {"stop": tuple(self.stop or ())})
+    def given(self) -> dict[str, Any]:
+        """The settings that are given."""
+        each = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in each.items() if value is not None}
+
+    def check(self) -> None:
+        """Raise a RequestError for a setting that no model takes."""
+        SamplingParams(**self.given)
+
+    def params(self, model: Model, engine: Engine, answers: list[int] | None) -> SamplingParams:
+        """The settings for a prompt: those that are given, then the model's own.
+
+        Args:
+            model: that is asked.
+            engine: that runs it.
+            answers: the prompt, where it asks for an answer, which may fill the context; None for a
+                text that is continued.
+        """
+        params = SamplingParams.of(model, **self.given)
+        if self.max_tokens is not None or answers is None:
+            return params
+        room = engine.config.room(model.config, len(answers))
+        return replace(params, max_tokens=max(1, room))
 
 
 @dataclass(frozen=True)
@@ -74,7 +108,7 @@ class OutputOptions:
 
     json: bool = option(False, "One JSON object a prompt.")
     depth: bool = option(False, "Colour each token by its exit layer.")
-    stats: bool = option(False, "A table on stderr at the end.")
+    stats: bool = option(False, "What was run, and what was saved, on stderr at the end.")
 
 
 @takes_options
@@ -92,19 +126,22 @@ def generate(
             "-: lines of stdin.",
         ),
     ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Put prompts into the model's chat template.")
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Prompts as they are, not in the model's chat template.")
     ] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     *,
     depths: ExitOptions,
     sampling: SamplingOptions,
     printed: OutputOptions,
     engine: EngineOptions,
 ) -> int:
-    """Continue prompts: text as it comes, or JSON lines."""
-    if system is not None and not chat:
-        raise UsageError("--system: goes with --chat")
+    """Answer prompts: text as it comes, or JSON lines.
+
+    Prompts go into the chat template of a model that has one; --raw continues them as they are.
+    """
+    if system is not None and raw:
+        raise UsageError("--system: goes with a chat template, not with --raw")
     if printed.json and printed.depth:
         raise UsageError("--depth: goes with text, not with --json (which has exit_layers)")
     if sampling.logprobs is not None and not printed.json:
@@ -112,13 +149,16 @@ def generate(
     model, prompt = model_and_prompt(model, prompt, has_file=file is not None)
     directory = check_path(model)
     prompts = read_prompts(prompt, file)
-    params = sampling.params
+    sampling.check()
     if not engine.debug:  # an error of a prompt is reported in a line
         logging.getLogger("eecore").addHandler(logging.NullHandler())
     said = None if depths.exit is None else depths.policy(directory)
     loaded = engine.load(model, said)
     policy = said or parse_exit(usual_exit(loaded.network.device))
-    asked = [_chat_ids(loaded, text, system) for text in prompts] if chat else prompts
+    runner = loaded.engine()
+    answers = [None if raw else _in_template(loaded, text, system) for text in prompts]
+    asked = [text if ids is None else ids for text, ids in zip(prompts, answers, strict=True)]
+    params = [sampling.params(loaded, runner, ids) for ids in answers]
     lowest = policy.lowest_exit if printed.depth else None
     # On one terminal bar and text share a console, which keeps the bar below the text.
     console, has_bar = Console(stderr=not sys.stdout.isatty()), False
@@ -130,33 +170,33 @@ def generate(
         kind = JsonLines if printed.json else TextByPrompt
         results = kind(prompts, loaded, lowest, console if has_bar and not console.stderr else None)
     bar = _Bar(console, len(prompts)) if has_bar else None
-    code, outputs = _run(loaded, asked, policy, params, results, bar, printed.stats)
-    if not chat and not sampling.stop and _says_nothing_unasked(loaded, prompts, outputs):
-        say("note: the model ended at once; it has a template for conversations: --chat")
+    code, outputs = _run(runner, asked, policy, params, results, bar, printed.stats)
+    if sampling.max_tokens is None and not printed.json:
+        _say_what_was_cut(outputs, are_answers=None not in answers)
     return code
 
 
-def _chat_ids(model: Model, prompt: Prompt, system: str | None) -> Prompt:
-    """The prompt as the user's message of a conversation, in tokens."""
-    if isinstance(prompt, list):
-        raise UsageError("--chat: expected text prompts, got token ids")
-    if model.tokenizer is None:
-        raise UsageError("--chat: expected a model with a tokenizer")
+def _in_template(model: Model, prompt: Prompt, system: str | None) -> list[int] | None:
+    """The prompt as the user's message, in tokens; None without a chat template."""
+    tokenizer = model.tokenizer
+    if tokenizer is None or tokenizer.chat_template is None or isinstance(prompt, list):
+        if system is not None:
+            got = "token ids" if isinstance(prompt, list) else "none"
+            raise UsageError(f"--system: expected a prompt for a chat template, got {got}")
+        return None
     messages = [{"role": "user", "content": prompt}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    return model.tokenizer.encode_chat(messages)
+    return tokenizer.encode_chat(messages)
 
 
-def _says_nothing_unasked(model: Model, prompts: list[Prompt], outputs: list[Output]) -> bool:
-    """Whether every text ended with its first token, of a model that has a chat template."""
-    tokenizer = model.tokenizer
-    if tokenizer is None or tokenizer.chat_template is None or isinstance(prompts[0], list):
-        return False
-    return bool(outputs) and all(
-        output.finish_reason == "stop" and len(output.token_ids) <= 1 and not output.text
-        for output in outputs
-    )
+def _say_what_was_cut(outputs: list[Output], *, are_answers: bool) -> None:
+    """Say that texts ended before the model ended them, where nobody said how long they may be."""
+    if cut := sum(output.finish_reason == "length" for output in outputs):
+        usual = f"after {SamplingParams.max_tokens} tokens"
+        where = "at the end of the context" if are_answers else usual
+        what = "the text was" if len(outputs) == 1 else f"{cut} of {len(outputs)} texts were"
+        say(f"note: {what} cut {where} (--max-tokens)")
 
 
 class _Bar(Progress):
@@ -181,10 +221,10 @@ class _Bar(Progress):
 
 
 def _run(
-    model: Model,
+    engine: Engine,
     prompts: list[Prompt],
     policy: Exit,
-    sampling: SamplingParams,
+    samplings: list[SamplingParams],
     results: Results,
     bar: _Bar | None,
     stats: bool,
@@ -194,10 +234,9 @@ def _run(
     Returns:
         The exit code, and the output of each prompt, in any order.
     """
-    engine = model.engine()
     order = {
         engine.add_request(prompt, exit=policy, sampling=sampling): index
-        for index, prompt in enumerate(prompts)
+        for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
     }
     outputs: list[Output] = []
     started = time.perf_counter()

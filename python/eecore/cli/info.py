@@ -51,7 +51,7 @@ def model_facts(directory: Path) -> dict[str, Any]:
     config, tokenizer, dtype, stored = _stored_facts(directory)
     return {
         "path": str(directory),
-        "config": asdict(config),
+        "config": {**asdict(config), "sampling": dict(config.sampling)},
         "num_parameters": config.num_parameters,
         "exit_layers": [1, config.num_layers],
         "draft_head": _head_facts(directory),
@@ -172,6 +172,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         *context,
         ("tokenizer", text),
         ("end tokens", ends),
+        ("sampling", _sampling(config["sampling"])),
         ("on disk", f"{_size(facts['bytes_on_disk'])}, {', '.join(facts['stored_dtypes'])}"),
         ("runs as", f"{facts['dtype']} on {facts['device']}"),
         ("weights", _size(facts["weight_bytes"])),
@@ -182,6 +183,12 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("CPU kernels", f"{build['cpu_capability']} of {', '.join(build['cpu_capabilities'])}"),
         ("CUDA kernels", str(cuda)),
     ]
+
+
+def _sampling(own: dict[str, float]) -> str:
+    """The model's own sampling settings."""
+    named = ", ".join(f"{name} {value:g}" for name, value in own.items())
+    return named if own.get("temperature") else ", ".join(filter(None, ("greedy", named)))
 
 
 def _head_row(head: dict[str, Any] | None) -> list[tuple[str, str]]:

@@ -49,6 +49,10 @@ class HttpOptions:
     served_model_name: str | None = option(
         None, "What requests call the model.", show_default="the directory's"
     )
+    generation_config: str = option(
+        "auto",
+        "Sampling settings that requests leave out: auto (the model's own) | none (greedy).",
+    )
     tool_parser: str = option(
         "auto",
         "How the model writes calls of tools: auto (as its chat template does) | hermes | llama3 | "
@@ -154,6 +158,7 @@ def serve(
         timeout=bounds.timeout or None,
         max_num_seqs=engine.max_num_seqs,
         tool_parser=http.tool_parser,
+        generation_config=http.generation_config,
     )
     policies = Policies(directory)
     settings.check(policies)

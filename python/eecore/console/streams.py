@@ -36,7 +36,8 @@ def prepare_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)
+            # A process that this one starts needs the three, too.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:

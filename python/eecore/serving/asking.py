@@ -152,7 +152,7 @@ def _asked(
     choices = []
     for ids, echo in given:
         max_tokens = _most_tokens(served, len(ids), most)
-        sampling = _sampling(body, max_tokens, logprobs, echoes=echoes)
+        sampling = _sampling(served.sampling, body, max_tokens, logprobs, echoes=echoes)
         if guided is not None:
             sampling = replace(sampling, guide=guided[1])
         for index in range(body.n or 1):
@@ -176,7 +176,12 @@ def _with_calls(served: ServedModel, asked: Asked, calls: ExpectedCalls) -> Aske
 
 
 def _sampling(
-    body: GenerationRequest, max_tokens: int, logprobs: int | None, *, echoes: bool
+    usual: SamplingParams,
+    body: GenerationRequest,
+    max_tokens: int,
+    logprobs: int | None,
+    *,
+    echoes: bool,
 ) -> SamplingParams:
     settings: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -195,7 +200,7 @@ def _sampling(
         settings["seed"] %= SEEDS
     if "logit_bias" in settings:
         settings["logit_bias"] = _biases(settings["logit_bias"])
-    return SamplingParams(**settings)
+    return replace(usual, **settings)
 
 
 def _prompt_logprobs(body: GenerationRequest, max_tokens: int, echoed: int | None) -> int | None:

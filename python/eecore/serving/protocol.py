@@ -176,7 +176,9 @@ class GenerationRequest(Request):
     """What completions and chats have in common."""
 
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = _setting("temperature", " 0 when left out.")
+    temperature: float | None = _setting(
+        "temperature", " When left out the model's own, as all of these; else 0."
+    )
     top_p: float | None = _setting("top_p", " 0 keeps the most probable token alone.")
     top_k: int | None = _setting("top_k", " -1 does, too.")
     min_p: float | None = _setting("min_p")

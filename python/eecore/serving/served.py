@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
-from eecore.config import AnyModelConfig, EngineConfig, T5Config
+from eecore.config import AnyModelConfig, EngineConfig, SamplingParams, T5Config
 from eecore.engine.async_engine import AsyncEngine
 from eecore.engine.view import ModelFacts
 from eecore.models import Tokenizer
@@ -50,6 +50,7 @@ class ServedModel:
         engine: that runs them.
         max_choices: of one request.
         tool_format: how it writes calls of tools; None: they are text.
+        sampling: the settings that a request leaves out.
     """
 
     model: Servable
@@ -58,6 +59,7 @@ class ServedModel:
     engine: AsyncEngine
     max_choices: int = 128
     tool_format: ToolFormat | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -96,11 +98,7 @@ class ServedModel:
 
     def room(self, prompt_tokens: int) -> int:
         """Tokens that can follow a prompt; 0 or less: it is too long itself."""
-        config, limits = self.model.config, self.engine.engine.config
-        if isinstance(config, T5Config):  # the prompt is the encoder's, in pages of its own
-            pages = limits.num_pages - -(-prompt_tokens // limits.page_size)
-            return pages * limits.page_size - 1 if prompt_tokens <= self.max_prompt else 0
-        return self.max_model_len - prompt_tokens
+        return self.engine.engine.config.room(self.model.config, prompt_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Tokens of a text. One that is far too long is not looked at.

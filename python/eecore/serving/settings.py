@@ -22,6 +22,8 @@ from eecore.values import shown
 
 __all__ = ["ServerSettings", "service_of"]
 
+GENERATION_CONFIGS = ("auto", "none")
+
 
 @dataclass(frozen=True)
 class ServerSettings:
@@ -37,6 +39,8 @@ class ServerSettings:
         timeout: seconds for a request; None for no limit.
         max_num_seqs: sequences that run at once; None for the model's.
         tool_parser: how the model writes calls of tools; auto: as its chat template does.
+        generation_config: where sampling settings come from that requests leave out; auto: the
+            model's own files; none: greedy.
     """
 
     name: str | None = None
@@ -48,11 +52,15 @@ class ServerSettings:
     timeout: float | None = 600.0
     max_num_seqs: int | None = None
     tool_parser: str = "auto"
+    generation_config: str = "auto"
 
     def __post_init__(self) -> None:
         if self.tool_parser not in TOOL_PARSERS:
             expected = ", ".join(TOOL_PARSERS)
             raise RequestError(f"tool_parser: expected {expected}, got {shown(self.tool_parser)}")
+        if self.generation_config not in GENERATION_CONFIGS:
+            expected, got = ", ".join(GENERATION_CONFIGS), shown(self.generation_config)
+            raise RequestError(f"generation_config: expected {expected}, got {got}")
 
     def check(self, policies: Policies) -> None:
         """Check the policies as far as they can be without the model.
@@ -104,7 +112,10 @@ def service_of(model: Servable, settings: ServerSettings) -> Service:
     name = settings.name or directory.resolve().stem or "model"
     most_choices = min(MAX_CHOICES, admission.capacity)
     calls = tool_format(settings.tool_parser, _tools_template(model))
-    served = ServedModel(model, name, depths, engine, most_choices, calls)
+    sampling = SamplingParams.of(model) if settings.generation_config == "auto" else None
+    served = ServedModel(
+        model, name, depths, engine, most_choices, calls, sampling or SamplingParams()
+    )
     labelled = map(policies.of, (usual, *aliases))
     metrics = Metrics(engine.engine, name, labelled, lambda: engine.num_restarts)
     bounds = (settings.max_body, settings.timeout)

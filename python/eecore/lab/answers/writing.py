@@ -239,7 +239,7 @@ def write_answers(
 ) -> bool:
     """Go on with a file of answers, or begin it, until it has so many tokens of answers.
 
-    Questions are asked as ``eecore generate --chat`` asks them, each once, those with an even
+    Questions are asked as ``eecore generate`` asks them, each once, those with an even
     index greedily.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,18 @@ from eecore.config import (
     Activation,
     AnyModelConfig,
     ModelConfig,
+    OwnSampling,
     RopeConfig,
+    SamplingParams,
     T5Config,
 )
-from eecore.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError
+from eecore.errors import (
+    CheckpointError,
+    ModelError,
+    ModelNotFoundError,
+    RequestError,
+    UnsupportedModelError,
+)
 from eecore.json_fields import ABOVE_ZERO, REQUIRED, JsonFields
 from eecore.readable import kind_of, shown_path
 from eecore.values import shown
@@ -84,6 +92,21 @@ T5_ACTIVATIONS: dict[str, Activation] = {
     "gated-gelu": "gelu_tanh",  # what the name has always meant in transformers
     "gated-silu": "silu",
 }
+FILTERS = ("temperature", "top_k", "top_p", "min_p")
+"""The sampling settings of a generation_config.json that mean nothing to a greedy model."""
+USUAL_FILTERS = {"temperature": (0, 1), "top_k": (-1, 0, 50), "top_p": (1,), "min_p": (0,)}
+"""Values of them that say nothing: transformers writes its defaults out."""
+NOT_SAMPLING = frozenset(
+    {
+        *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+        *("do_sample", "transformers_version", "use_cache", "cache_implementation"),
+        # How long an answer may be, and what comes with it, is said with each request.
+        *("max_length", "max_new_tokens", "output_attentions", "output_hidden_states"),
+        *("output_logits", "output_scores", "return_dict_in_generate", "return_legacy_cache"),
+        *("remove_invalid_values", "renormalize_logits", "trust_remote_code"),
+    }
+)
+"""Fields of a generation_config.json that are read elsewhere, or change no text."""
 T5_FUNCTIONS = {"relu": "relu", "gelu_tanh": "gelu_new", "silu": "silu"}
 """The names of ``dense_act_fn``, which says again what ``feed_forward_proj`` says."""
 
@@ -145,7 +168,44 @@ def read_config_file(file: Path) -> AnyModelConfig:
     _refuse_adapter(file.parent)
     beside = file.with_name("generation_config.json")
     fields = ConfigFields.read(file, CheckpointError, ModelNotFoundError)
-    return model_config(fields, ConfigFields.read_if_there(beside, CheckpointError))
+    generation = ConfigFields.read_if_there(beside, CheckpointError)
+    config = model_config(fields, generation)
+    return replace(config, sampling=own_sampling(generation))
+
+
+def own_sampling(generation: ConfigFields) -> OwnSampling:
+    """The sampling settings of a generation_config.json.
+
+    ``do_sample`` false is greedy. Without it a file that names one of the filters samples, as in
+    vLLM. A field that eecore does not have is named in a warning, unless it asks for nothing.
+
+    Raises:
+        ModelError: a value that cannot be.
+    """
+    samples = generation.flag("do_sample", None)
+    given = {n: generation.values[n] for n in (*FILTERS, "repetition_penalty") if n in generation}
+    unused = [n for n in generation.names if n not in (*given, *NOT_SAMPLING) and n[0] != "_"]
+    unused = [n for n in unused if generation.values[n] not in (None, 0, 1, "", [], {})]
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
+    if samples or (samples is None and given.keys() & set(FILTERS)):
+        given.setdefault("temperature", 1.0)
+    try:
+        checked = SamplingParams(**given)
+    except RequestError as error:
+        raise generation.error(f"{generation.where}: {error}") from None
+    if samples is False:
+        dropped = [n for n in FILTERS if n in given and given[n] not in USUAL_FILTERS[n]]
+        unused = [*unused, *dropped]
+        given = {n: value for n, value in given.items() if n not in FILTERS}
+    for name in unused:
+        expected = "none without do_sample" if name in FILTERS else "no such setting"
+        got = shown(generation.values[name])
+        warnings.warn(
+            f"{generation.where}: {name}: expected {expected}, got {got}; it is not used",
+            stacklevel=2,
+        )
+    return tuple((name, getattr(checked, name)) for name in given)
 
 
 def _refuse_adapter(directory: Path) -> None:

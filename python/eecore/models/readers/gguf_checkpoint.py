@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,8 +16,12 @@ from eecore.config import AnyModelConfig, ModelConfig
 from eecore.errors import CheckpointError, UnsupportedModelError
 from eecore.json_fields import JsonFields
 from eecore.models.readers.checkpoint import StoredTensors, check_tensors
-from eecore.models.readers.config_json import ConfigFields, model_config
-from eecore.models.readers.gguf_config import ROPE_FACTORS, config_values
+from eecore.models.readers.config_json import ConfigFields, model_config, own_sampling
+from eecore.models.readers.gguf_config import (
+    ROPE_FACTORS,
+    config_values,
+    generation_values,
+)
 from eecore.models.readers.gguf_file import GGUFFile
 from eecore.models.readers.gguf_tokenizer import build_tokenizer
 from eecore.models.readers.stored_weights import field_of
@@ -54,6 +59,7 @@ class GGUFCheckpoint(StoredTensors):
     Attributes:
         file: the file.
         values: its config.json.
+        generation: its generation_config.json, but for the end tokens.
         config: of the model; the tensors have been held to it.
 
     Raises:
@@ -75,8 +81,10 @@ class GGUFCheckpoint(StoredTensors):
         fields = ConfigFields(self.values, where, CheckpointError)
         config = model_config(fields, ConfigFields({}, where, CheckpointError))
         assert isinstance(config, ModelConfig)
-        self.config = config
-        check_tensors(self, config)
+        self.generation = generation_values(self.file)
+        own = own_sampling(ConfigFields(self.generation, where, CheckpointError))
+        self.config = replace(config, sampling=own)
+        check_tensors(self, self.config)
 
     @property
     def paths(self) -> list[Path]:

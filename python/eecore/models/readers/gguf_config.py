@@ -27,7 +27,7 @@ from eecore.models.rope import frequencies
 from eecore.tensor_files import shown_name
 from eecore.values import shown
 
-__all__ = ["ROPE_FACTORS", "config_values"]
+__all__ = ["ROPE_FACTORS", "config_values", "generation_values"]
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -35,6 +35,12 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 ROPE_FACTORS = "rope_freqs.weight"
+SAMPLING = {
+    **{name: name for name in ("top_k", "top_p", "min_p")},
+    "temp": "temperature",
+    "penalty_repeat": "repetition_penalty",
+}
+"""The sampling settings of a GGUF file, and what a generation_config.json calls them."""
 FIELDS = (
     *("context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size"),
     *("expert_count", "expert_used_count", "tensor_data_layout"),
@@ -102,6 +108,24 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
         "bos_token_id": bos,
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
     }
+
+
+def generation_values(file: GGUFFile) -> dict[str, Any]:
+    """The sampling settings of a GGUF file under their names in a generation_config.json.
+
+    Settings that eecore does not have keep llama.cpp's names.
+    """
+    values = file.fields_under("general.sampling.").values
+    found = {
+        SAMPLING.get(name, f"general.sampling.{name}"): float(f"{value:.7g}")
+        if isinstance(value, float)
+        else value
+        for name, value in values.items()
+    }
+    for name, off in (("top_k", 0), ("temperature", 0.0)):  # which llama.cpp says by less, too
+        if isinstance(found.get(name), (int, float)) and found[name] < off:
+            found[name] = off
+    return found
 
 
 def _real(own: JsonFields, name: str, low: float, high: float, default: float) -> float:

@@ -51,7 +51,10 @@ def convert_gguf(
         values["dtype"] = str(stored_as).removeprefix("torch.")
         _write_json(partial / "config.json", values)
         ids = {name: value for name, value in values.items() if name.endswith("os_token_id")}
-        _write_json(partial / "generation_config.json", ids)
+        sampling = dict(checkpoint.config.sampling)
+        if "temperature" in sampling:
+            sampling = {"do_sample": sampling["temperature"] > 0, **sampling}
+        _write_json(partial / "generation_config.json", ids | sampling)
         _write_tokenizer(checkpoint.file, partial, checkpoint.config.vocab_size)
         _write_tensors(checkpoint, partial, stored_as)
     return target
