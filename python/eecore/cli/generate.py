@@ -116,7 +116,7 @@ def generate(
     if not engine.debug:  # an error of a prompt is reported in a line
         logging.getLogger("eecore").addHandler(logging.NullHandler())
     said = None if depths.exit is None else depths.policy(directory)
-    loaded = engine.load(model, said)
+    loaded = engine.load(directory, said)
     policy = said or parse_exit(usual_exit(loaded.network.device))
     asked = [_chat_ids(loaded, text, system) for text in prompts] if chat else prompts
     lowest = policy.lowest_exit if printed.depth else None
