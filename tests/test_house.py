@@ -216,14 +216,15 @@ FLOORS = {
     "config": "guide",
     "output": "",
     "depth_colours": "",
-    "builtin": "",
+    "hub": "",
+    "builtin": "hub",
     "headers": "",
     "free_memory": "",
     "calibration_file": "config",
     "exits": "calibration_file config",
     "exit_text": "exits",
     "ops": "_C _cuda",
-    "models": "ops config bounded_process",
+    "models": "ops config bounded_process hub",
     "scheduling": "config",
     "planning": "scheduling models exits config guide output channel bounded_process",
     "decoding": "planning scheduling models ops exits config guide output",
@@ -233,13 +234,13 @@ FLOORS = {
     "integrations": "generation models ops exit_text exits config output",
     "eecore": "headers integrations calibration generation engine ops exits calibration_file "
     "builtin config guide output",
-    "serving": "eecore generation engine models exit_text exits calibration_file config "
+    "serving": "eecore generation engine models exit_text exits calibration_file hub config "
     "guide output depth_colours channel",
-    "console": "eecore generation models exit_text exits builtin depth_colours",
+    "console": "eecore generation models exit_text exits builtin hub depth_colours",
     "lab": "console eecore calibration generation engine decoding planning models exits "
     "calibration_file builtin config output depth_colours",
     "cli": "eecore console serving calibration generation models exit_text exits "
-    "calibration_file builtin config output",
+    "calibration_file builtin hub config output",
     "__main__": "cli",
 }
 # What a floor may name in annotations alone.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eecore.errors import ModelError, ModelNotFoundError
-from eecore.readable import path_of
+from eecore.errors import ModelNotFoundError
+from eecore.hub import fetch_model
 
 __all__ = ["BUILTIN", "default_model", "model_directory"]
 
@@ -34,7 +34,13 @@ def default_model() -> Path:
 
 
 def model_directory(path: str | Path | None) -> Path:
-    """The directory that is meant: None, or ``intent`` where nothing is called so, is ours."""
+    """The directory or GGUF file that is meant; a repository's is fetched.
+
+    None, or ``intent`` where nothing is called so, is the model that ships.
+
+    Raises:
+        ModelError: see :func:`eecore.hub.fetch_model`.
+    """
     if path is None or (str(path) == BUILTIN and not Path(path).exists()):
         return default_model()
-    return path_of(path, ModelError)
+    return fetch_model(path)

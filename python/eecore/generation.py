@@ -88,15 +88,17 @@ def load(
     prefix_cache: bool | None = None,
     exits: str | Path | Literal[False] | None = None,
 ) -> Model:
-    """Load a model directory in Hugging Face layout, or a GGUF file.
+    """Load a model directory in Hugging Face layout, a GGUF file, or a repository of the hub.
 
     Args:
         path: holds config.json, safetensors weights and, for text prompts, tokenizer.json. A GGUF
             file (llama, qwen2, qwen3) runs as it is: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K,
             Q6_K, F16, BF16 and F32, mixed as the file mixes them; so do directories of
             GPTQ (``gptq``, ``gptq_v2``), AWQ (``gemm``) and compressed-tensors (4 and 8 bits,
-            weights alone). Without a path it is the model that ships with eecore: what somebody
-            says to a home, into a parse.
+            weights alone). A string that names nothing on disk and looks like a repository's id is
+            one: ``org/name``, ``org/name@revision``, ``org/name:file.gguf``, whose files are
+            fetched into the hub's cache. Without a path it is the model that ships with eecore:
+            what somebody says to a home, into a parse.
         device: ``cpu`` or ``cuda``; cuda where there is one when None.
         dtype: float32, bfloat16 or (CUDA) float16; chosen from the checkpoint and the device when
             None.
@@ -118,15 +120,16 @@ def load(
         engine: batching limits.
         prefix_cache: whether prompts that begin alike share what was computed for the beginning;
             when None what ``engine`` says, which is to do so. It changes no output.
-        exits: the directory of a draft head that ``eecore train-exits`` made for the model, for
-            :class:`eecore.HeadDrafts` and :class:`eecore.Auto`; False: none. When None the one in
+        exits: the directory of a draft head that ``eecore train-exits`` made for the model, or a
+            repository of the hub with one (``org/name``), for :class:`eecore.HeadDrafts` and
+            :class:`eecore.Auto`; False: none. When None the one in
             ``exits`` in the model's directory, in ``NAME.exits`` beside a file ``NAME.gguf``, or
             one that ships with eecore for this model; it may have been trained beside other bits of
             it.
 
     Raises:
         ModelError: for a directory or file that is missing, corrupt, or of an unsupported
-            architecture.
+            architecture, or a repository that cannot be fetched.
     """
     directory = model_directory(path)
     _, network, tokenizer = load_model(directory, device=device, dtype=dtype, weights=weights)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 import eecore
 from command_line import (
@@ -348,7 +349,10 @@ def test_python_m_eecore_is_eecore() -> None:
 
 
 def test_a_model_that_cannot_be_loaded(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(path: str, *said: str) -> None:
         assert run(["generate", path, "hi"]) == MODEL
@@ -358,7 +362,8 @@ def test_a_model_that_cannot_be_loaded(
             assert words in message
 
     fails(str(tmp_path / "nowhere"), "nowhere", "got nothing")
-    fails("owner/name", "eecore downloads nothing")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    fails("owner/name", "got owner/name", "HF_HUB_OFFLINE")
     (tmp_path / "file.gguf").write_text("")
     fails(str(tmp_path / "file.gguf"), "expected a GGUF file")
     (tmp_path / "empty").mkdir()

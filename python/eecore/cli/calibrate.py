@@ -70,7 +70,7 @@ def calibrate(
     check_settings(examples, **asdict(promise), grid=thresholds)
     check_number(len(examples), promise.delta, promise.epsilon)
     settings = measured.settings(directory)
-    loaded = loading.load(model)
+    loaded = loading.load(directory)
     found = run(loaded, examples, **asdict(promise), grid=thresholds, **settings, progress=_show)
     found.save(out)
     print(f"threshold {found.threshold:g}: {found.promise}; wrote {out}")

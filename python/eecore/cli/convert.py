@@ -11,11 +11,15 @@ import typer
 from eecore.console.failures import UsageError
 from eecore.console.loading import Debug, spinner
 from eecore.errors import CheckpointError, ModelNotFoundError
+from eecore.hub import fetch_model
 from eecore.readable import kind_of, regular_file, shown_path
 
 
 def convert(
-    file: Annotated[Path, typer.Argument(metavar="FILE.gguf", help="A GGUF file.")],
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE.gguf", help="A GGUF file, or org/name:file.gguf of the hub."),
+    ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The model directory to make.")],
     dtype: Annotated[
         str, typer.Option(help="Of the written weights; only float32 keeps every value.")
@@ -23,13 +27,14 @@ def convert(
     debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
     """Make a model directory from a GGUF file, weights dequantised, with its tokenizer."""
-    regular_file(file, CheckpointError, ModelNotFoundError, "a GGUF file")
+    path = fetch_model(file)
+    regular_file(path, CheckpointError, ModelNotFoundError, "a GGUF file")
     found = kind_of(directory)
     if found != "nothing" and (found != "a directory" or any(directory.iterdir())):
         raise UsageError(f"{shown_path(directory)}: expected a new or empty directory")
     with spinner(f"converting {file}"):
         from eecore.models import convert_gguf
 
-        convert_gguf(file, directory, dtype)
+        convert_gguf(path, directory, dtype)
     print(f"wrote {directory}", file=sys.stderr)
     return 0

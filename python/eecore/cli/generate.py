@@ -153,7 +153,7 @@ def generate(
     if not engine.debug:  # an error of a prompt is reported in a line
         logging.getLogger("eecore").addHandler(logging.NullHandler())
     said = None if depths.exit is None else depths.policy(directory)
-    loaded = engine.load(model, said)
+    loaded = engine.load(directory, said)
     policy = said or parse_exit(usual_exit(loaded.network.device))
     runner = loaded.engine()
     answers = [None if raw else _in_template(loaded, text, system) for text in prompts]

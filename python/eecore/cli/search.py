@@ -40,10 +40,10 @@ def search(
 
     Each line is one more sublayer left out. Ctrl-C keeps what was found so far.
     """
-    check_path(model)
+    directory = check_path(model)
     content = read_text(text)[: max_tokens * MOST_CHARACTERS_A_TOKEN]
     check_out("--out", out)
-    loaded = loading.load(model, kv_cache_tokens=16)
+    loaded = loading.load(directory, kv_cache_tokens=16)
 
     from eecore import SkipSearch, search_skipped_sublayers
 

@@ -167,7 +167,7 @@ def serve(
     with ExitStack() as stack:
         loaded: Servable
         if engine.engine is Where.THREAD:
-            loaded = engine.load(path, policy)
+            loaded = engine.load(directory, policy)
         else:
             with spinner(f"loading {path}"):
                 options = options_for(directory, policy, engine.settings)

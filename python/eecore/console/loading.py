@@ -15,6 +15,7 @@ from rich.markup import escape
 from eecore.builtin import BUILTIN, model_directory
 from eecore.console.streams import says_all
 from eecore.errors import ModelError, ModelNotFoundError
+from eecore.hub import fetch_head, name_of
 from eecore.readable import kind_of
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ __all__ = [
 SEEDS = 2**63 - 1
 """The largest."""
 MODEL_HELP = (
-    "A model directory in Hugging Face layout, or a GGUF file; intent: the model that ships with "
-    "eecore."
+    "A model directory in Hugging Face layout, a GGUF file, or a repository of the hub: org/name, "
+    "org/name@revision, org/name:file.gguf; intent: the model that ships with eecore."
 )
 ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 # Of the commands that go on with a prompt.
@@ -79,7 +80,7 @@ KVCacheDtype = Annotated[
 DraftHeadDirectory = Annotated[
     str | None,
     typer.Option(
-        help="head, auto: a directory that eecore train-exits made; none.",
+        help="head, auto: a directory that eecore train-exits made, a repository with one; none.",
         show_default="the one beside the model, or one that ships for it",
         rich_help_panel="Exit mode",
     ),
@@ -87,8 +88,10 @@ DraftHeadDirectory = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-def check_path(path: str, *, takes_gguf: bool = True) -> Path:
-    """The directory, or file, or a ModelError that says what to do; needs no heavy import."""
+def check_path(path: str | Path, *, takes_gguf: bool = True) -> Path:
+    """The directory or GGUF file, fetched where it is a repository's, or a ModelError that says
+    what to do; needs no heavy import.
+    """
     directory = model_directory(path)
     found = kind_of(directory)
     if found == "a directory":
@@ -97,15 +100,10 @@ def check_path(path: str, *, takes_gguf: bool = True) -> Path:
         if takes_gguf:
             return directory
         raise ModelError(f"{path}: expected a model directory, got a GGUF file: convert it first")
-    if found == "nothing" and path.count("/") == 1 and not path.startswith((".", "/", "~")):
-        raise ModelNotFoundError(
-            f"{path}: expected a model directory, got nothing (eecore downloads nothing: fetch a "
-            "model of that name first)"
-        )
     file = ", a GGUF file (*.gguf)" if takes_gguf else ""
     raise ModelNotFoundError(
-        f"{path}: expected a model directory (config.json, *.safetensors){file} or {BUILTIN}, got "
-        f"{found}"
+        f"{path}: expected a model directory (config.json, *.safetensors){file}, a repository "
+        f"(org/name) or {BUILTIN}, got {found}"
     )
 
 
@@ -125,10 +123,12 @@ def model_and_prompt(
     return model, prompt
 
 
-def load(path: str, *, threads: int | None, policy: Exit | None = None, **options: Any) -> Model:
+def load(
+    path: str | Path, *, threads: int | None, policy: Exit | None = None, **options: Any
+) -> Model:
     """The model; its shape is checked against the exit policy before weights are read."""
     directory = check_path(path)
-    with spinner(f"loading {path}"):
+    with spinner(f"loading {name_of(directory)}"):
         import torch
 
         import eecore
@@ -139,7 +139,11 @@ def load(path: str, *, threads: int | None, policy: Exit | None = None, **option
 
 
 def options_for(directory: Path, policy: Exit | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of :func:`eecore.load` for a policy, which is checked against the model's shape."""
+    """Options of :func:`eecore.load` for a policy, which is checked against the model's shape; a
+    draft head is fetched.
+    """
+    if isinstance(options.get("exits"), str):
+        options = {**options, "exits": fetch_head(options["exits"])}
     if policy is None:
         return options
     from eecore.models import read_config

@@ -82,7 +82,7 @@ class LoadOptions(ProcessOptions):
 
     def load(self, path: str | Path, policy: Exit | None = None, **more: Any) -> Model:
         """The model; its shape is checked against the exit policy before weights are read."""
-        return load(str(path), threads=self.threads, policy=policy, **self.settings, **more)
+        return load(path, threads=self.threads, policy=policy, **self.settings, **more)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from eecore.config import SamplingParams
 from eecore.errors import ExitError, GuideError, RequestError
 from eecore.exit_text import usual_exit
 from eecore.guide import Guide
+from eecore.hub import name_of
 from eecore.serving.admission import Admission
 from eecore.serving.answering import Service
 from eecore.serving.depth import MODES, Depths, Policies, recommended
@@ -109,7 +110,7 @@ def service_of(model: Servable, settings: ServerSettings) -> Service:
         guide = Guide.choice(["a"])
         engine.prepare([0], sampling=SamplingParams(max_tokens=1, guide=guide))
     admission = Admission(limits.max_num_seqs, settings.max_waiting)
-    name = settings.name or directory.resolve().stem or "model"
+    name = settings.name or name_of(directory) or "model"
     most_choices = min(MAX_CHOICES, admission.capacity)
     calls = tool_format(settings.tool_parser, _tools_template(model))
     sampling = SamplingParams.of(model) if settings.generation_config == "auto" else None

@@ -86,7 +86,7 @@ def layerskip(
     if layers is not None:
         chosen = () if layers == "none" else parse_layers("--layers", layers)
     report = evaluate_layerskip(
-        loading.load(model),
+        loading.load(directory),
         examples,
         policies,  # type: ignore[arg-type]
         layers=chosen,
@@ -162,7 +162,7 @@ def sweep(
             raise UsageError(f"--write: expected a model of your own, got {BUILTIN}")
         known_exits(directory, config.num_layers)
         check_out("--write", exits_file(directory))
-    loaded = loading.load(model)
+    loaded = loading.load(directory)
     answers = len(texts) * rounds * (2 + len(layers) * len(drafts))
     with stop_on_signals() as stop, ProgressLine() as line:
         line.count("sweep", 0, answers, "answers")

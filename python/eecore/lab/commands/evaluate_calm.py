@@ -158,7 +158,7 @@ def calm(
         policy.check(config.num_layers, config.hidden_size)
     calibrated = next((policy for policy in policies if policy.calibration is not None), None)
     report = evaluate_calm(
-        loading.load(model, calibrated),
+        loading.load(directory, calibrated),
         examples,
         policies,
         batch_modes=BATCH_MODES[batch],  # type: ignore[arg-type]

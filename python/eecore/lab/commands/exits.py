@@ -63,7 +63,7 @@ def exits(
         calibration=calibration,
         exit_points=exit_points,
     ).policy(directory)
-    loaded = loading.load(model, policy)
+    loaded = loading.load(directory, policy)
 
     from eecore.lab.evaluation.exit_map import map_exits
 

@@ -123,7 +123,7 @@ def train_exits(
     check_directories(out, where, run.resume, texts.also or [])
     asked = what_is_asked(texts, run.seed)
     _check_model(path, head.taps, head.vocabulary)
-    loaded = load(model, threads=process.threads, device="cpu")
+    loaded = load(path, threads=process.threads, device="cpu")
     network = _checked(loaded, model)
     states = _states_settings(network, stored_weights(path, network), head.taps, head.attend)
 

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.errors import ModelError
+from eecore.hub import fetch_head
 from eecore.json_fields import JsonFields
 from eecore.models.draft_head import LAYERS, DraftHead, HeadSettings, head_floats
 from eecore.models.llama import LlamaModel
 from eecore.models.network import Network, network_digest
-from eecore.readable import kind_of, path_of, shown_path
+from eecore.readable import kind_of, shown_path
 from eecore.tensor_files import TensorFile
 from eecore.values import shown
 
@@ -209,8 +210,9 @@ def find_head(
     Args:
         network: the model.
         path: of its directory or file.
-        exits: a pack's directory; None: ``exits`` in the model's directory, ``NAME.exits`` beside a
-            file ``NAME.gguf``, or a pack that ships with eecore for this model; False: none.
+        exits: a pack's directory, or a repository of the hub with one; None: ``exits`` in the
+            model's directory, ``NAME.exits`` beside a file ``NAME.gguf``, or a pack that ships with
+            eecore for this model; False: none.
 
     Raises:
         ModelError: the pack that is named is none, or one of another model. One that is found is
@@ -237,12 +239,12 @@ def find_head(
 
 
 def load_head(path: str | Path, network: LlamaModel) -> DraftHead:
-    """The draft head of a pack's directory.
+    """The draft head of a pack's directory, or of a repository's, which is fetched.
 
     Raises:
-        ModelError: it is no pack, not whole, or of another model.
+        ModelError: it is no pack, not whole, or of another model, or cannot be fetched.
     """
-    directory = path_of(path, ModelError)
+    directory = fetch_head(path)
     settings = read_head_settings(directory)
     config, place = network.config, shown_path(directory / CONFIG_NAME)
     for name in ("num_layers", "hidden_size", "vocab_size"):
