@@ -28,7 +28,7 @@ from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import LONGEST_PROMPT, chat, loaded, smollm2_file
 from eecore.exits import Full
 from eecore.lab.evaluation.tables import markdown_table
-from eecore.lab.training.draft_head import DraftHead, HeadSizes, tensor_names
+from eecore.lab.training.draft_head import DraftHead, HeadSizes
 from eecore.lab.training.head_keys import TextKeys, keys_at
 from eecore.models import KVCache, LlamaModel
 from eecore.models.readers.head_file import HeadFile
@@ -113,7 +113,7 @@ class Head:
         self._head = DraftHead(sizes, eps, network.weights.final_norm)
         with torch.no_grad():
             tensors = file.floats
-            for name, stored in tensor_names(sizes).items():
+            for name, stored in self._head.tensor_names.items():
                 getattr(self._head, name).copy_(tensors[stored])
         self._vocabulary = file.vocabulary
         self._rows = network.weights.lm_head.weight[file.vocabulary].float()

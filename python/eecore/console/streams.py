@@ -45,7 +45,7 @@ def prepare_streams() -> None:
     elif isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     if not isinstance(sys.stderr, io.TextIOWrapper):
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        sys.stderr = open(os.devnull, "a", encoding="utf-8")  # noqa: SIM115
     sys.stderr = _Diagnostics(sys.stderr)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from eecore import ops
 from eecore.config import SamplingParams
 from eecore.decoding.memory import Array, Field, HostSide, power_of_two
-from eecore.planning.guided import Guided
+from eecore.planning.draft_state import guided_of
 from eecore.scheduling.sequence import Sequence
 
 __all__ = [
@@ -90,7 +90,8 @@ def head_sizes(sequences: list[Sequence], positions: int = 1) -> HeadSizes:
     needing = [s.sampling for s in sequences if needs_logits(s.sampling)]
     if not needing:
         return HeadSizes()
-    words = max((s.draft.guided.num_words for s in sequences if s.draft.guided), default=0)
+    guides = [guided for guided in map(guided_of, sequences) if guided is not None]
+    words = max((guided.num_words for guided in guides), default=0)
     counted = [len(s.output_ids) for s in sequences if s.sampling.counts_tokens]
     return HeadSizes(
         greedy=len(needing) < len(sequences),
@@ -190,7 +191,7 @@ def write_sampling(
 def _write_masks(rows: Array, sequences: list[Sequence], drafts: Ordered[Ordered[int]]) -> None:
     """Write each request's masks as far as it has drafts; all bits of one without a guide."""
     for masks, sequence, own in zip(rows, sequences, drafts, strict=False):
-        guided: Guided | None = sequence.draft.guided
+        guided = guided_of(sequence)
         if guided is None:
             masks[: len(own) + 1] = -1
         else:

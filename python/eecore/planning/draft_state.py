@@ -12,7 +12,7 @@ from eecore.planning.proposal import Ahead
 from eecore.planning.route import GIVEN, Route, make_route
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["DraftState", "draft_state", "route_of"]
+__all__ = ["DraftState", "draft_state", "guided_of", "route_of"]
 
 
 @dataclass(slots=True)
@@ -54,6 +54,12 @@ def draft_state(sequence: Sequence, num_layers: int, guided: Guided | None = Non
             route = Route(sequence.exit, num_layers, path=GIVEN)
         state = sequence.draft = DraftState(route, guided)
     return state
+
+
+def guided_of(sequence: Sequence) -> Guided | None:
+    """The way of a request through its guide, if it has one."""
+    state: DraftState | None = sequence.draft
+    return None if state is None else state.guided
 
 
 def route_of(sequence: Sequence, num_layers: int) -> Route:

@@ -115,7 +115,7 @@ def _about(network: LlamaModel, trainee: HeadTrainee, run: TrainingRun) -> dict[
             "tokens": len(trainee.data),
             "epochs": round(run.step / trainee.steps_per_epoch, 3),
             "steps": run.step,
-            "seconds": round(run.seconds, 1),
+            "seconds": round(run.seconds, 3),
             "curve": _curve(run.directory),
             "seed": config.seed,
             **before,
