@@ -26,6 +26,7 @@ from eecore.decoding.sampling import (
     sampling_rows,
     write_sampling,
 )
+from eecore.planning.draft_state import draft_state
 from eecore.scheduling.sequence import Sequence
 from tiny_models import random_prompts
 
@@ -43,6 +44,7 @@ def filtered_probs(
 ) -> torch.Tensor:
     """The distribution that a request with these settings draws from: [vocab_size]."""
     sequence = Sequence("0", context or [0], params, eecore.Full(), 0, frozenset())
+    draft_state(sequence, 1)
     sizes = head_sizes([sequence])
     given = TwinMemory(logits.device, sampling_fields(1, sizes))
     results = TwinMemory(logits.device, head_fields(1, sizes))

@@ -52,7 +52,6 @@ from eecore.decoding.sampling import (
 from eecore.decoding.step import Sizes, Step, sizes_for
 from eecore.errors import NotFiniteError
 from eecore.models import AttentionBatch, KVCache, LlamaModel, Network
-from eecore.planning.draft_stop import stop_rule
 from eecore.planning.route import DraftPath
 from eecore.planning.row import Outcome, Row
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
@@ -108,12 +107,9 @@ class DraftStep(Step):
         given, results = self._given.device, self._results.device
         rows, width = kind.sizes.num_rows, kind.num_steps + 1
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return self.zeros(*shape, dtype=dtype)
-
-        def states(*shape: int) -> Tensor:
-            return zeros(*shape, model.config.hidden_size, dtype=model.dtype)
-
+        zeros, states = self.zeros, None
+        if kind.path.shared_layers:
+            states = zeros(rows, width, model.config.hidden_size, dtype=model.dtype)
         self._round = new_round(
             self,
             given,
@@ -123,12 +119,12 @@ class DraftStep(Step):
             tokens=results["tokens"],
             confidences=results["draft_confidences"],
             num_drafted=results["num_drafted"],
-            states=states(rows, width) if kind.path.shared_layers else None,
+            states=states,
             drafts=given.get("drafts"),
             num_given=given.get("num_given"),
         )
         self._ended = ops.EndedRound(results["next_token"], zeros(rows), zeros(rows))
-        self._active, self._batch = self._active_rows(
+        self._active, self._batch = self.active_rows(
             positions=zeros(rows),
             slot_mapping=zeros(rows),
             seq_lens=zeros(rows, dtype=torch.int32),
@@ -166,7 +162,7 @@ class DraftStep(Step):
         if kind.drafts_ahead:
             assert isinstance(model, LlamaModel)
             assert kind.path.is_given  # or drafting would move the rows of open_page_table
-            self._ahead = HeadDrafting(self, model, rows, given, results, self._ended, kv)
+            self._ahead = HeadDrafting(self, model, given, results, self._ended, kv)
 
     def _given_fields(self) -> dict[str, Field]:
         sizes = self.kind.sizes
@@ -465,9 +461,7 @@ class DraftStep(Step):
         if self.kind.drafts_ahead and not is_cut:
             outcome.ahead = drafted_ahead(row, i, emitted, got)
         if row.route.adaptive:
-            outcome.draft_stop = stop_rule(sequence, row.route).after(
-                drafted, accepted, sequence.max_drafts
-            )
+            outcome.draft_stop = sequence.draft.stop.after(drafted, accepted, sequence.max_drafts)
         return outcome
 
     def _records(
@@ -506,12 +500,11 @@ class DraftStep(Step):
 
 def _threshold(row: Row) -> float:
     """The smallest float32 that is not below the row's: the same float32 numbers reach both."""
-    route = row.route
-    if route.draft_threshold is None:
+    threshold = row.route.draft_threshold
+    if threshold is None:
         return -1.0
-    threshold = (
-        stop_rule(row.sequence, route).threshold if route.adaptive else route.draft_threshold
-    )
+    if row.route.adaptive:
+        threshold = row.sequence.draft.stop.threshold
     rounded = np.float32(threshold)
     if float(rounded) < threshold:
         rounded = np.nextafter(rounded, np.float32(np.inf))

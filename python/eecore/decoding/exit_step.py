@@ -87,7 +87,7 @@ class ExitStep(Step):
         memory["all_gone"] = self.zeros(1, dtype=torch.bool)
         names = ops.ExitingRows._fields
         self._rows = ops.ExitingRows(**{name: memory[name] for name in names})
-        self._active, self._batch = self._active_rows(
+        self._active, self._batch = self.active_rows(
             positions=given["open_positions"],
             slot_mapping=given["open_slots"],
             seq_lens=given["open_lens"],

@@ -51,11 +51,7 @@ def new_round(step: Step, given: dict[str, Tensor], width: int, **own: Any) -> o
         width: tokens of a row at most, drafts and the one before them.
         own: the other fields of :class:`eecore.ops.DraftRound`, of this round alone.
     """
-    num_rows = step.sizes.num_rows
-
-    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return step.zeros(*shape, dtype=dtype)
-
+    num_rows, zeros = step.sizes.num_rows, step.zeros
     made: dict[str, Any] = {"states": None, **own}
     return ops.DraftRound(
         token_ids=given["token_ids"],
@@ -79,7 +75,6 @@ class HeadDrafting:
     Args:
         step: the program.
         model: its model, with a draft head.
-        num_rows: of the program.
         given: the program's fields, those of :func:`head_drafting_fields` among them.
         results: those of :func:`head_results`.
         ended: where the program's rounds end.
@@ -90,22 +85,19 @@ class HeadDrafting:
         self,
         step: Step,
         model: LlamaModel,
-        num_rows: int,
         given: dict[str, Tensor],
         results: dict[str, Tensor],
         ended: ops.EndedRound,
         kv: KVCache,
     ) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return step.zeros(*shape, dtype=dtype)
-
+        num_rows, zeros = step.sizes.num_rows, step.zeros
         assert model.draft_head is not None
         self._model, self._head = model, model.draft_head
         self._ended, self._page_size = ended, kv.page_size
         self.last_row = zeros(num_rows)
         """int64 [num_rows]: the row of the verification whose states it starts from."""
         self._begun = [
-            step.zeros(num_rows, model.config.hidden_size, dtype=model.dtype)
+            zeros(num_rows, model.config.hidden_size, dtype=model.dtype)
             for _ in self._head.settings.taps
         ]
         self._sources = torch.arange(num_rows, dtype=torch.int32, device=model.device)
@@ -124,13 +116,12 @@ class HeadDrafting:
         )
         """Of the program's last run; rows that go on behind it are given these."""
         self._thresholds = given["ahead_thresholds"]
-        self._active = ops.ActiveRows(
+        # Its rows are left in front as drafting ends, and the round itself drafts nothing.
+        self._active, batch = step.active_rows(
             row=zeros(num_rows, dtype=torch.int32),
             positions=zeros(num_rows),
             slot_mapping=zeros(num_rows),
             seq_lens=zeros(num_rows, dtype=torch.int32),
-            # Its rows are left in front as drafting ends, and the round itself drafts nothing.
-            page_table=given["open_page_table"],
             num_active=given["num_ahead"],
             token_ids=zeros(num_rows),
         )
@@ -148,7 +139,7 @@ class HeadDrafting:
                 seq_lens=self._active.seq_lens,
                 positions=self._active.positions,
                 no_keys=model.no_keys(num_rows),
-                starts=torch.arange(num_rows + 1, dtype=torch.int32, device=model.device),
+                starts=batch.query_start_loc,
             )
 
     def run(self, states: Ordered[Tensor], control: Control, num_rows: Tensor) -> None:

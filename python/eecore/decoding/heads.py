@@ -6,7 +6,7 @@ requests that sample, penalise or ask for log-probabilities through a head with 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -142,60 +142,25 @@ class Heads:
             Where the logits are, if some rows need them.
         """
         if self.sizes.greedy:
-            self._run_fused(hidden, kind, out, control, request, as_probability)
-        if self.sizes.logits:
-            assert work is not None
-            return self._run_with_logits(hidden, kind, out, control, work, request, as_probability)
-        return None
-
-    def _run_fused(
-        self,
-        hidden: Tensor,
-        kind: Tensor,
-        out: dict[str, Tensor],
-        control: Control,
-        request: Tensor | None,
-        as_probability: bool,
-    ) -> None:
-        places = ops.HeadRows(out["token"], out["gap"], out["logprob"])
-        if control.compacts:
-            picked = ops.select_rows(hidden, row=request, kind=kind, wanted=GREEDY)
-            with control.rows(picked.count):
+            index, states, few = self._picked(hidden, kind, control, request, GREEDY)
+            # Rows of several to a request are all placed, and those that need logits once more.
+            with few:
                 ops.place_head(
                     None,
-                    places,
-                    index=picked.index,
+                    ops.HeadRows(out["token"], out["gap"], out["logprob"]),
+                    index=index,
+                    kind=kind if index is None and request is None else None,
+                    wanted=GREEDY,
                     as_probability=as_probability,
                     measure=self._model.measure,
-                    hidden=picked.hidden,
+                    hidden=states,
                 )
-            return
-        # Rows of several to a request are all placed; those that need logits are placed once more.
-        ops.place_head(
-            None,
-            places,
-            kind=kind if request is None else None,
-            wanted=GREEDY,
-            as_probability=as_probability,
-            measure=self._model.measure,
-            hidden=hidden,
-        )
-
-    def _run_with_logits(
-        self,
-        hidden: Tensor,
-        kind: Tensor,
-        out: dict[str, Tensor],
-        control: Control,
-        work: HeadWork,
-        request: Tensor | None,
-        as_probability: bool,
-    ) -> Logits:
-        index = count = None
-        if control.compacts:
-            index, count, hidden = ops.select_rows(hidden, row=request, kind=kind, wanted=LOGITS)
-        with nullcontext() if count is None else control.rows(count):
-            logits = self._model.logits(hidden, few=True)
+        if not self.sizes.logits:
+            return None
+        assert work is not None
+        index, states, few = self._picked(hidden, kind, control, request, LOGITS)
+        with few:
+            logits = self._model.logits(states, few=True)
             ops.sample_tokens(
                 logits,
                 work.rows,
@@ -221,3 +186,14 @@ class Heads:
                 probs_by_step=work.probs_by_step,
             )
         return Logits(logits, index)
+
+    def _picked(
+        self, hidden: Tensor, kind: Tensor, control: Control, request: Tensor | None, wanted: int
+    ) -> tuple[Tensor | None, Tensor, AbstractContextManager[None]]:
+        """The rows of a kind, by index and state, and a context for calls about them; all rows
+        where a program does not compact.
+        """
+        if not control.compacts:
+            return None, hidden, nullcontext()
+        index, count, states = ops.select_rows(hidden, row=request, kind=kind, wanted=wanted)
+        return index, states, control.rows(count)

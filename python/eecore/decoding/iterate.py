@@ -137,16 +137,6 @@ class Iterations:
             encode(self.model, self.kv, unread)
         return Prefill(self.model, self.kv, prompts).run()
 
-    def _go_on(self, rows: list[Row]) -> list[Outcome] | None:
-        """The next step of the rows of the last run, where these are just they."""
-        last, self._last = self._last, None  # a run that fails leaves nothing to go on from
-        outcomes = None
-        if last is not None and last.goes_on(rows):
-            self.run(last)
-            outcomes = last.outcomes(list(enumerate(last.rows)), last.fetch())
-        self._last = last
-        return outcomes
-
     def _run_family(self, family: list[Row], since: float | None) -> list[Outcome]:
         """Run the program that these rows share, and learn from it.
 
@@ -156,8 +146,11 @@ class Iterations:
                 done in between.
         """
         outcomes, is_first = None, False
-        if family[0].route.path is None:
-            outcomes = self._go_on(family)
+        last, self._last = self._last, None  # a run that fails leaves nothing to go on from
+        if last is not None and family[0].route.path is None and last.goes_on(family):
+            self.run(last)
+            outcomes = last.outcomes(list(enumerate(last.rows)), last.fetch())
+        self._last = last
         if outcomes is None:
             flight = self._launch(family, None)
             assert flight is not None

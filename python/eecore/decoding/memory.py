@@ -26,9 +26,9 @@ __all__ = [
     "TwinMemory",
     "cross_batch",
     "cross_fields",
-    "fill_page_table",
     "input_pages",
     "numbers_of",
+    "page_table",
     "power_of_two",
     "slots_of",
 ]
@@ -120,10 +120,6 @@ class HostSide:
         if table is None:
             table = self._tables[name] = _Table(self.arrays[name])
         table.write(pages)
-
-    def numbers(self, count: int) -> dict[str, list[Any]]:
-        """The first ``count`` rows of every array, as Python's numbers."""
-        return {name: cells[:count].tolist() for name, cells in self.cells.items()}
 
 
 class _Table:
@@ -229,11 +225,11 @@ def slots_of(pages: Pages, first: int, stop: int, page_size: int) -> list[int]:
     return [pages[p // page_size] * page_size + p % page_size for p in range(first, stop)]
 
 
-def fill_page_table(table: Array, pages: list[Pages]) -> Array:
-    """Write each sequence's pages into ``table`` [num_rows, max_pages], then zeros; returns it."""
-    table[:] = 0
-    for i, own in enumerate(pages):
-        table[i, : len(own)] = own
+def page_table(pages: list[Pages]) -> Array:
+    """Each sequence's pages, then zeros: int32 [num_rows, max_pages]."""
+    table = np.zeros((len(pages), max(map(len, pages))), dtype=np.int32)
+    for row, own in zip(table, pages, strict=True):
+        row[: len(own)] = own
     return table
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eecore.decoding.control import OnHost
 from eecore.decoding.heads import GREEDY, LOGITS, Heads, HeadWork, head_fields
-from eecore.decoding.memory import Array, HostSide, TwinMemory, fill_page_table, slots_of
+from eecore.decoding.memory import Array, HostSide, TwinMemory, numbers_of, page_table, slots_of
 from eecore.decoding.prompt_logprobs import Scored, prompt_logprobs
 from eecore.decoding.sampling import (
     DRAWS_TOKEN,
@@ -111,17 +111,11 @@ class Prefill:
         self._leave = whole([chunk.leave for chunk in chunks])
         self._sequence = np.repeat(np.arange(len(chunks)), counts)
         self._ends = np.cumsum(counts)
-        pages = [sequence.pages for sequence in sequences]
-        self._page_table = fill_page_table(
-            np.empty((len(chunks), max(map(len, pages))), dtype=np.int32), pages
-        )
+        self._page_table = page_table([sequence.pages for sequence in sequences])
         self._cross: tuple[Array, Array] | None = None
         if sequences[0].input_ids is not None:
-            pages = [sequence.input_pages for sequence in sequences]
             self._cross = (
-                fill_page_table(
-                    np.empty((len(chunks), max(map(len, pages))), dtype=np.int32), pages
-                ),
+                page_table([sequence.input_pages for sequence in sequences]),
                 np.array([len(s.input_ids or ()) for s in sequences], dtype=np.int32),
             )
 
@@ -254,21 +248,17 @@ class Prefill:
         return self._read(emitting, results.fetch())
 
     def _read(self, emitting: list[int], side: HostSide) -> list[TokenRecord | None]:
-        got = side.wait().numbers(len(emitting))
+        got = side.wait().cells
         records: list[TokenRecord | None] = []
         for k, i in enumerate(emitting):
-            chunk = self._chunks[i]
-            if got["token"][k] < 0 or isnan(got["logprob"][k]):
+            chunk, token = self._chunks[i], got["token"][k]
+            if token < 0 or isnan(got["logprob"][k]):
                 records.append(None)
                 continue
-            logprob, best = top_logprobs(
-                chunk.sequence.sampling.logprobs,
-                got["logprob"][k],
-                *(got[name][k] if name in got else [] for name in ("top_ids", "top_logprobs")),
-            )
-            records.append(
-                TokenRecord(got["token"][k], chunk.leave[-1], got["gap"][k], logprob, best)
-            )
+            top = [numbers_of(got, name, k) for name in ("top_ids", "top_logprobs")]
+            asked = chunk.sequence.sampling.logprobs
+            logprob, best = top_logprobs(asked, got["logprob"][k], *top)
+            records.append(TokenRecord(token, chunk.leave[-1], got["gap"][k], logprob, best))
         return records
 
     def _tensor(self, array: Array) -> Tensor:

@@ -121,7 +121,7 @@ def sampling_fields(num_rows: int, sizes: HeadSizes) -> dict[str, Field]:
     if not sizes.logits:
         return {}
     row = (num_rows,)
-    return {
+    fields: dict[str, Field] = {
         "temperature": (torch.float32, row),
         "top_k": (torch.int32, row),
         "top_p": (torch.float32, row),
@@ -129,15 +129,9 @@ def sampling_fields(num_rows: int, sizes: HeadSizes) -> dict[str, Field]:
         "repetition_penalty": (torch.float32, row),
         "seed": (torch.int64, row),
         "seen": (torch.int64, (num_rows, sizes.seen)),
-        **_optional_fields(num_rows, sizes),
     }
-
-
-def _optional_fields(num_rows: int, sizes: HeadSizes) -> dict[str, Field]:
-    """Of settings that most requests leave alone."""
-    fields: dict[str, Field] = {}
     if sizes.generated:
-        fields["presence_penalty"] = fields["frequency_penalty"] = (torch.float32, (num_rows,))
+        fields["presence_penalty"] = fields["frequency_penalty"] = (torch.float32, row)
         fields["generated"] = (torch.int64, (num_rows, sizes.generated))
     if sizes.biases:
         fields["bias_ids"] = (torch.int64, (num_rows, sizes.biases))
@@ -159,23 +153,16 @@ def write_sampling(
     """Write each row's settings, and which tokens may come behind its drafts."""
     settings = [sequence.sampling for sequence in sequences]
     count = len(settings)
-    host.write(
-        temperature=[s.temperature for s in settings],
-        top_k=[s.top_k for s in settings],
-        top_p=[s.top_p for s in settings],
-        min_p=[s.min_p for s in settings],
-        repetition_penalty=[s.repetition_penalty for s in settings],
-    )
+    names = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
+    if "generated" in host.arrays:
+        names += ["presence_penalty", "frequency_penalty"]
+    host.write(**{name: [getattr(s, name) for s in settings] for name in names})
     host.arrays["seed"][:count] = np.array([s.seed or 0 for s in settings], dtype=np.uint64).view(
         np.int64
     )
     if host.arrays["seen"].shape[1]:
         _write_ids(host.arrays["seen"], (sorted(_seen(s)) for s in sequences))
     if "generated" in host.arrays:
-        host.write(
-            presence_penalty=[s.presence_penalty for s in settings],
-            frequency_penalty=[s.frequency_penalty for s in settings],
-        )
         _write_ids(
             host.arrays["generated"],
             (s.output_ids if s.sampling.counts_tokens else [] for s in sequences),

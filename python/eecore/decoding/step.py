@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,7 +110,7 @@ class Step:
         self._host = self._given.host()
         self.num_bytes = self._given.num_bytes + self._results.num_bytes
 
-    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         """Memory of the program's own."""
         return self.unset(*shape, dtype=dtype).zero_()
 
@@ -119,18 +120,20 @@ class Step:
         self.num_bytes += memory.nbytes
         return memory
 
-    def _active_rows(self, **own: Tensor) -> tuple[ops.ActiveRows, AttentionBatch]:
-        """The rows that go on, and how they attend; ``own``: their positions, slots and lengths."""
+    def active_rows(self, **own: Tensor) -> tuple[ops.ActiveRows, AttentionBatch]:
+        """The rows that go on, and how they attend; ``own``: their positions, slots and lengths,
+        and what else is not what the program was given.
+        """
         given = self._given.device
         cross = cross_batch(given, "open_")
-        active = ops.ActiveRows(
-            row=given["row"],
-            page_table=given["open_page_table"],
-            num_active=given["num_active"],
-            cross_page_table=None if cross is None else cross.page_table,
-            cross_seq_lens=None if cross is None else cross.seq_lens,
-            **own,
-        )
+        fields: dict[str, Any] = {
+            "row": given["row"],
+            "page_table": given["open_page_table"],
+            "num_active": given["num_active"],
+            "cross_page_table": None if cross is None else cross.page_table,
+            "cross_seq_lens": None if cross is None else cross.seq_lens,
+        }
+        active = ops.ActiveRows(**fields | own)
         device = self._model.device
         starts = torch.arange(self.sizes.num_rows + 1, dtype=torch.int32, device=device)
         where = active.positions, active.slot_mapping, active.page_table, active.seq_lens

@@ -9,6 +9,7 @@ all ``Auto`` requests of a round together, since weights are read once for all. 
 from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
+from dataclasses import replace
 from math import exp
 from typing import NamedTuple
 
@@ -248,17 +249,14 @@ class Chooser:
         return (requests + accepted) / taken, choice
 
     def _rounds_of(self, draft: DraftState, requests: int) -> HeadRounds:
+        """The means of a request, which begin as those of all."""
         about = requests.bit_length()
-        mean = draft.head_rounds.get(about)
-        if mean is None:
-            mean = draft.head_rounds[about] = self._all_rounds(about).copy()
-        return mean
+        if about not in draft.head_rounds:
+            draft.head_rounds[about] = replace(self._all_rounds(about))
+        return draft.head_rounds[about]
 
     def _all_rounds(self, about: int) -> HeadRounds:
-        mean = self._head_rounds.get(about)
-        if mean is None:
-            mean = self._head_rounds[about] = self._usual_head.copy()
-        return mean
+        return self._head_rounds.setdefault(about, replace(self._usual_head))
 
     def _layer(self, layer: int, written: Ordered[int], most: int) -> tuple[float, Choice]:
         """Rounds in which a layer drafts: the number of drafts that gives most tokens a second."""

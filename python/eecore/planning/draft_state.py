@@ -23,7 +23,7 @@ class DraftState:
     guided: Guided | None = None
     """The request's way through its guide."""
     stop: AdaptiveDraftStop | None = None
-    """The adaptive draft threshold of DraftAndVerify, once a round has moved it."""
+    """The adaptive draft threshold of DraftAndVerify, which follows the committed rounds."""
     ahead: Ahead | None = None
     """What a draft head drafted after the last round."""
     index: NgramIndex | None = None
@@ -52,7 +52,11 @@ def draft_state(sequence: Sequence, num_layers: int, guided: Guided | None = Non
         if guided is not None and route.path is not None and not route.path.is_given:
             # Drafts have to be known before the masks after them can be.
             route = Route(sequence.exit, num_layers, path=GIVEN)
-        state = sequence.draft = DraftState(route, guided)
+        stop = None
+        if route.adaptive:
+            assert route.draft_threshold is not None
+            stop = AdaptiveDraftStop(route.draft_threshold)
+        state = sequence.draft = DraftState(route, guided, stop)
     return state
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eecore.planning.route import Route
-from eecore.scheduling.sequence import Sequence
-
-__all__ = ["AdaptiveDraftStop", "stop_rule"]
+__all__ = ["AdaptiveDraftStop"]
 
 
 @dataclass(frozen=True)
@@ -26,12 +23,3 @@ class AdaptiveDraftStop:
         step = 0.01 if acceptance < 0.9 else easy
         threshold = 0.9 * self.threshold + 0.1 * (self.threshold + step)
         return AdaptiveDraftStop(threshold, acceptance)
-
-
-def stop_rule(sequence: Sequence, route: Route) -> AdaptiveDraftStop:
-    """The stop rule of a request; a committed round puts the next one in its place."""
-    rule: AdaptiveDraftStop | None = sequence.draft.stop
-    if rule is None:
-        assert route.draft_threshold is not None
-        return AdaptiveDraftStop(route.draft_threshold)
-    return rule

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence as Ordered
 from concurrent.futures import Future
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -241,9 +242,4 @@ def _has_ended(known: Future[GuideProcess]) -> bool:
 
 def _before(stops: frozenset[int], tokens: Ordered[int]) -> list[int]:
     """Tokens before the first that is a stop."""
-    kept: list[int] = []
-    for token in tokens:
-        if token in stops:
-            break
-        kept.append(token)
-    return kept
+    return list(takewhile(lambda token: token not in stops, tokens))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 __all__ = ["NEW", "HeadRounds", "Key", "Odds"]
 
@@ -72,7 +72,3 @@ class HeadRounds:
         self.accepted += NEW * (accepted - self.accepted)
         self.verified += NEW * (verified - self.verified)
         self.steps += NEW * (steps - self.steps)
-
-    def copy(self) -> HeadRounds:
-        """Means that go their own way from here."""
-        return replace(self)

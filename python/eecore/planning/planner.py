@@ -209,7 +209,9 @@ class Planner:
         chooser, path = self.chooser, rows[0].route.path
         chooser.count_round()
         if path is None:
-            if seconds is not None and rows is self._last and self._all_full(rows):
+            depths = [(row.route.depth, row.route.points) for row in rows]
+            is_full = all(depth == (self._num_layers, ()) for depth in depths)
+            if seconds is not None and rows is self._last and is_full:
                 chooser.costs.learn_full(len(rows), seconds)
             self._last = rows
             return
@@ -242,10 +244,6 @@ class Planner:
             if row.ahead and draft.ahead is not None and row.given.source != "text":
                 steps = _num_ahead(row, outcome)
                 chooser.learn_head(draft, len(free), accepted, verified, steps)
-
-    def _all_full(self, rows: Ordered[Row]) -> bool:
-        """Whether all rows go through all layers."""
-        return all(row.route.depth == self._num_layers and not row.route.points for row in rows)
 
 
 def _rest(sequences: list[Sequence], is_resting: bool) -> None:

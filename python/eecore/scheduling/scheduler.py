@@ -175,10 +175,6 @@ class Scheduler:
         if missing > 0:
             sequence.pages += self.pages.allocate(missing)
 
-    def _input_pages(self, sequence: Sequence) -> int:
-        """Pages of an encoder's input."""
-        return 0 if sequence.input_ids is None else self.pages.pages_for(len(sequence.input_ids))
-
     def _reserve(self, sequence: Sequence, work: Work) -> bool:
         """Pages for the work, preempting the youngest as needed; False if that was the sequence."""
         positions = sequence.num_computed + work.num_tokens + work.max_drafts
@@ -217,7 +213,7 @@ class Scheduler:
         cached = self.pages.share(sequence)
         following = min(1, sequence.tokens_left) + _required_drafts(sequence)
         needed = self.pages.pages_for(sequence.num_tokens + following)
-        inputs = self._input_pages(sequence)
+        inputs = self.pages.pages_for(len(sequence.input_ids or ()))
         if not self._reclaim(needed - len(cached) + inputs):
             self.pages.free(cached)
             return False
