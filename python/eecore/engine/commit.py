@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from eecore.engine.faults import described
 from eecore.engine.text import Decoded, TextStream
 from eecore.output import Output, PromptLogprob, RequestStats, StepOutput
-from eecore.planning.draft_state import guided_of, route_of
+from eecore.planning.draft_state import route_of
 from eecore.planning.row import Outcome
 from eecore.scheduling.scheduler import Scheduler
 from eecore.scheduling.sequence import Sequence, TokenRecord
@@ -163,7 +163,7 @@ class Commits:
         """The new tokens, as many as there are up to the end of the request."""
         text: TextStream | None = sequence.text
         decoded = text.decoded if text is not None and text.watches else None
-        guided = guided_of(sequence)
+        guided = None if sequence.draft is None else sequence.draft.guided
         left, reason, token_ids = sequence.tokens_left, None, taken.token_ids
         num_text = len(sequence.output_ids)
         for added, record in enumerate(taken.records, 1):
