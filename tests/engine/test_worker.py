@@ -613,3 +613,14 @@ def test_a_forked_child_has_an_engine_of_its_own(
 def test_a_client_without_requests_has_nothing_to_read(model: eecore.Model) -> None:
     assert eecore.generate(model, []) == []
     assert list(eecore.stream(model, [])) == []
+
+
+def test_the_requests_of_a_call_arrive_together(model: eecore.Model) -> None:
+    """No step has some of them and not the others: a policy may look at the whole batch."""
+    shared = callers.Callers()
+    client = Client(shared)
+    worker = model.shared_engine()
+    requests = [worker.engine.prepare(prompt, sampling=SHORT) for prompt in PROMPTS]
+    client.open(requests)
+    assert shared.inbox.qsize() == 1
+    assert [add.sequence for add in shared.messages(shared.inbox.get())] == requests

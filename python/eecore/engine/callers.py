@@ -138,8 +138,7 @@ class Callers:
             self._forget(caller)
             return
         caller.unfinished = dict.fromkeys(caller.requests.values())
-        for message in added:
-            self.inbox.put(message)
+        self.inbox.put(added)  # at once: no step has some of them and not the others
 
     def close(self, caller: Caller) -> None:
         """Cancel what is unfinished. It waits for nothing, from any thread, any number of times."""
@@ -186,13 +185,15 @@ class Callers:
 
     # For whoever steps the engine
 
-    def messages(self, item: Message | Caller) -> Iterator[Message]:
+    def messages(self, item: Message | list[Add] | Caller) -> Iterator[Message]:
         """What something from the inbox asks for."""
         if isinstance(item, Caller):
             self._forget(item)
             unfinished, item.unfinished = item.unfinished, {}
             yield from map(Cancel, unfinished)
-        elif not isinstance(item, Add) or self._waiting_for(item.key) is not None:
+        elif isinstance(item, list):
+            yield from (add for add in item if self._waiting_for(add.key) is not None)
+        else:
             yield item
 
     def deliver(self, news: Iterable[News]) -> None:
