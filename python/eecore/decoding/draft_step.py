@@ -56,8 +56,7 @@ from eecore.planning.route import DraftPath
 from eecore.planning.row import Outcome, Row
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
-__all__ = ["DraftKind", "DraftStep", "Row", "draft_kind"]
-
+__all__ = ["DraftKind", "DraftStep", "draft_kind"]
 
 # Programs of fewer drafts are not made as the end of a text comes near.
 MIN_STEPS = 16

@@ -256,10 +256,9 @@ class ExitStep(Step):
             condition = None if is_last else control.condition(rows.all_gone)
             if not checks:
                 ops.exit_rows(hidden, end, rows, active, condition=condition)
-            for check in checks[:-1]:
-                self._check(end, check, previous, hidden, control, decide=False)
-            for check in checks[-1:]:
-                self._check(end, check, previous, hidden, control, condition=condition)
+            for check in checks:
+                decides = check is checks[-1]
+                self._check(end, check, previous, hidden, control, condition, decide=decides)
             if is_last:
                 return
             if control.compacts:
@@ -275,9 +274,9 @@ class ExitStep(Step):
         previous: Tensor,
         hidden: Tensor,
         control: Control,
+        condition: int | None,
         *,
-        decide: bool = True,
-        condition: int | None = None,
+        decide: bool,
     ) -> None:
         """Measure the rows that ask for it; those that may leave do when ``decide``."""
         rows, active, model = self._rows, self._active, self._model
@@ -309,7 +308,7 @@ class ExitStep(Step):
                 asked=asked,
                 decide=decide,
                 measure=measure,
-                condition=condition,
+                condition=condition if decide else None,
             )
 
     # What came of it

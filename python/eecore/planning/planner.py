@@ -209,8 +209,8 @@ class Planner:
         chooser, path = self.chooser, rows[0].route.path
         chooser.count_round()
         if path is None:
-            depths = [(row.route.depth, row.route.points) for row in rows]
-            is_full = all(depth == (self._num_layers, ()) for depth in depths)
+            ways = {(row.route.depth, row.route.points) for row in rows}
+            is_full = ways == {(self._num_layers, ())}
             if seconds is not None and rows is self._last and is_full:
                 chooser.costs.learn_full(len(rows), seconds)
             self._last = rows
