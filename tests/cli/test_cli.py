@@ -155,7 +155,8 @@ def test_a_file_of_prompts_comes_back_in_order(
     captured = capsys.readouterr()
     heads = [line for line in captured.out.splitlines() if line.startswith("==> ")]
     assert heads == ["==> 1/3: first", "==> 2/3: second one", "==> 3/3: third"]
-    assert "mean exit layer" in captured.err
+    assert "layers run a token (100% of full depth's 4)" in captured.err
+    assert "mean exit layer" not in captured.err
 
 
 def test_json_lines_of_prompts_may_be_strings_tokens_or_objects(

@@ -1,5 +1,5 @@
-"""The command line: ``eecore generate``, ``serve``, ``info``, ``convert``, ``search``, ``train``,
-``train-classifier``, ``calibrate``, ``evaluate``, ``sweep`` and ``exits``.
+"""The command line: ``eecore chat``, ``generate``, ``serve``, ``info``, ``convert``, ``search``,
+``train``, ``train-classifier``, ``calibrate``, ``evaluate``, ``sweep`` and ``exits``.
 
 Heavy modules are imported by the command that needs them, so that ``eecore --help`` is quick.
 """

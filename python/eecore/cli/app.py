@@ -16,6 +16,7 @@ from eecore.console.streams import say
 __all__ = ["COMMANDS", "command_line", "run"]
 
 COMMANDS = {
+    "chat": "cli.chat:chat",
     "generate": "cli.generate:generate",
     "serve": "cli.serve:serve",
     "info": "cli.info:info",

@@ -27,7 +27,6 @@ from eecore.exit_text import parse_exit, usual_exit
 from eecore.values import help_of
 
 if TYPE_CHECKING:
-    from eecore import Engine
     from eecore.exits import Exit
     from eecore.generation import Model
     from eecore.output import Output
@@ -70,9 +69,6 @@ class SamplingOptions:
     seed: int | None = _sampling("seed")
     stop: list[str] | None = option(None, "End before this string; may be repeated.")
     ignore_eos: bool = option(False, f"{help_of(SamplingParams, 'ignore_eos')}.")
-    logprobs: int | None = option(
-        None, "With --json: log-probabilities, and of so many other tokens."
-    )
 
     @property
     def given(self) -> dict[str, Any]:
@@ -84,19 +80,18 @@ class SamplingOptions:
         """Raise a RequestError for a setting that no model takes."""
         SamplingParams(**self.given)
 
-    def params(self, model: Model, engine: Engine, answers: list[int] | None) -> SamplingParams:
+    def params(self, model: Model, answers: list[int] | None) -> SamplingParams:
         """The settings for a prompt: those that are given, then the model's own.
 
         Args:
             model: that is asked.
-            engine: that runs it.
             answers: the prompt, where it asks for an answer, which may fill the context; None for a
                 text that is continued.
         """
         params = SamplingParams.of(model, **self.given)
         if self.max_tokens is not None or answers is None:
             return params
-        room = engine.config.room(model.config, len(answers))
+        room = model.engine_config.room(model.config, len(answers))
         return replace(params, max_tokens=max(1, room))
 
 
@@ -107,6 +102,9 @@ class OutputOptions:
     PANEL: ClassVar = "Output"
 
     json: bool = option(False, "One JSON object a prompt.")
+    logprobs: int | None = option(
+        None, "With --json: log-probabilities, and of so many other tokens."
+    )
     depth: bool = option(False, "Colour each token by its exit layer.")
     stats: bool = option(False, "What was run, and what was saved, on stderr at the end.")
 
@@ -144,21 +142,21 @@ def generate(
         raise UsageError("--system: goes with a chat template, not with --raw")
     if printed.json and printed.depth:
         raise UsageError("--depth: goes with text, not with --json (which has exit_layers)")
-    if sampling.logprobs is not None and not printed.json:
+    if printed.logprobs is not None and not printed.json:
         raise UsageError("--logprobs: goes with --json")
     model, prompt = model_and_prompt(model, prompt, has_file=file is not None)
     directory = check_path(model)
     prompts = read_prompts(prompt, file)
     sampling.check()
+    SamplingParams(logprobs=printed.logprobs)
     if not engine.debug:  # an error of a prompt is reported in a line
         logging.getLogger("eecore").addHandler(logging.NullHandler())
     said = None if depths.exit is None else depths.policy(directory)
     loaded = engine.load(directory, said)
     policy = said or parse_exit(usual_exit(loaded.network.device))
-    runner = loaded.engine()
     answers = [None if raw else _in_template(loaded, text, system) for text in prompts]
     asked = [text if ids is None else ids for text, ids in zip(prompts, answers, strict=True)]
-    params = [sampling.params(loaded, runner, ids) for ids in answers]
+    params = [replace(sampling.params(loaded, ids), logprobs=printed.logprobs) for ids in answers]
     lowest = policy.lowest_exit if printed.depth else None
     # On one terminal bar and text share a console, which keeps the bar below the text.
     console, has_bar = Console(stderr=not sys.stdout.isatty()), False
@@ -170,7 +168,7 @@ def generate(
         kind = JsonLines if printed.json else TextByPrompt
         results = kind(prompts, loaded, lowest, console if has_bar and not console.stderr else None)
     bar = _Bar(console, len(prompts)) if has_bar else None
-    code, outputs = _run(runner, asked, policy, params, results, bar, printed.stats)
+    code, outputs = _run(loaded, asked, policy, params, results, bar, printed.stats)
     if sampling.max_tokens is None and not printed.json:
         _say_what_was_cut(outputs, are_answers=None not in answers)
     return code
@@ -221,7 +219,7 @@ class _Bar(Progress):
 
 
 def _run(
-    engine: Engine,
+    model: Model,
     prompts: list[Prompt],
     policy: Exit,
     samplings: list[SamplingParams],
@@ -234,6 +232,7 @@ def _run(
     Returns:
         The exit code, and the output of each prompt, in any order.
     """
+    engine = model.engine()
     order = {
         engine.add_request(prompt, exit=policy, sampling=sampling): index
         for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))

@@ -8,18 +8,25 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from eecore.cli.prompts import Prompt
 from eecore.console.depth import DepthPainter, has_colours, runs
-from eecore.console.streams import says_all
+from eecore.console.streams import say, says_all
 
 if TYPE_CHECKING:
     from eecore.generation import Model
     from eecore.output import Output, StepOutput
 
-__all__ = ["JsonLines", "Results", "StreamedText", "TextByPrompt", "print_stats", "stats_dict"]
+__all__ = [
+    "JsonLines",
+    "Results",
+    "StreamedText",
+    "TextByPrompt",
+    "print_stats",
+    "saved",
+    "stats_dict",
+]
 
 
 class Results:
@@ -168,30 +175,47 @@ def stats_dict(output: Output) -> dict[str, Any]:
     }
 
 
-def print_stats(outputs: list[Output], seconds: float) -> None:
-    """A table of all requests together, on stderr."""
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+def saved(outputs: list[Output], seconds: float) -> str:
+    """What answers took, in a line: tokens/s, and layers run beside what full depth runs."""
     tokens = sum(len(output.token_ids) for output in outputs)
-    drafted = sum(output.stats.drafted for output in outputs)
-    accepted = sum(output.stats.accepted for output in outputs)
-    depth = sum(sum(output.exit_layers) for output in outputs)
-    first = max(output.stats.time_to_first_token_s for output in outputs)
     num_layers = outputs[0].stats.num_layers
     run = sum(output.stats.layers_run for output in outputs)
+    after_first = tokens - sum(bool(output.token_ids) for output in outputs)
+    said = f"{tokens / seconds:.1f} tokens/s"
+    if after_first > 0:  # the first token of each comes from its prompt
+        share = run / (after_first * num_layers)
+        said += f", {run / after_first:.1f} layers run a token ({share:.0%} of full depth's "
+        said += f"{num_layers})"
+    drafted = sum(output.stats.drafted for output in outputs)
+    accepted = sum(output.stats.accepted for output in outputs)
+    if drafted:
+        said += f", {accepted} of {drafted} drafted tokens accepted"
+    if _exits_early(outputs):
+        depth = sum(sum(output.exit_layers) for output in outputs)
+        said += f", mean exit layer {depth / tokens:.2f}"
+    elif accepted:
+        said += f" and verified by all {num_layers} layers"
+    return said
+
+
+def _exits_early(outputs: list[Output]) -> bool:
+    """Whether tokens came from fewer than all layers, and were not verified by the others."""
+    return any(
+        "lossless" not in output.stats.contract
+        and any(layer < output.stats.num_layers for layer in output.exit_layers)
+        for output in outputs
+    )
+
+
+def print_stats(outputs: list[Output], seconds: float) -> None:
+    """A table of all requests together, on stderr."""
+    tokens = sum(len(output.token_ids) for output in outputs)
+    first = max(output.stats.time_to_first_token_s for output in outputs)
     for name, value in (
         ("mode", outputs[0].stats.contract),
         ("tokens", f"{tokens} new, {sum(o.stats.prompt_tokens for o in outputs)} of prompts"),
-        ("speed", f"{tokens / seconds:.1f} tokens/s, first token after {first:.2f} s"),
-        ("mean exit layer", f"{depth / tokens:.2f} of {num_layers}" if tokens else "none"),
-        (
-            "layers run",
-            f"{run} in generation ({run / tokens:.1f} a token)" if tokens else "0",
-        ),
-        (
-            "draft acceptance",
-            f"{accepted / drafted:.1%} of {drafted}" if drafted else "nothing drafted",
-        ),
+        ("first token", f"after {first:.2f} s"),
+        ("speed", saved(outputs, seconds)),
         ("ended by", ", ".join(sorted({output.finish_reason for output in outputs}))),
     ):
-        table.add_row(name, value)
-    Console(stderr=True, markup=False).print(table)
+        say(f"{name:<13}{value}")

@@ -18,9 +18,18 @@ from rich.text import Text
 from eecore.depth_colours import depth_colour
 
 if TYPE_CHECKING:
+    from eecore.exits import Exit
     from eecore.generation import Model
 
-__all__ = ["DepthPainter", "depth_legend", "depth_style", "has_colours", "runs"]
+__all__ = [
+    "DepthPainter",
+    "depth_legend",
+    "depth_style",
+    "has_colours",
+    "is_lossless",
+    "legend_of",
+    "runs",
+]
 
 
 def has_colours(console: Console) -> bool:
@@ -42,6 +51,22 @@ def depth_legend(lowest: int, num_layers: int) -> Text:
     return legend
 
 
+def is_lossless(policy: Exit) -> bool:
+    """Whether all layers verify each token that fewer of them, or none, have drafted."""
+    return policy.contract.endswith("lossless")
+
+
+def legend_of(policy: Exit, num_layers: int) -> Text:
+    """What the colours of a policy's tokens mean, as one line."""
+    if not is_lossless(policy):
+        return depth_legend(min(policy.lowest_exit, num_layers), num_layers)
+    legend = Text()
+    for layer, words in ((0, "drafted, and verified by"), (num_layers, "computed by")):
+        legend.append("█", depth_style(layer, 0, num_layers))
+        legend.append(f" {words} all {num_layers} layers  ")
+    return legend
+
+
 def runs(layers: Sequence[int]) -> str:
     """Exit layers as ``12 30x4 12x2``."""
     groups = ((layer, len(list(group))) for layer, group in groupby(layers))
@@ -53,11 +78,25 @@ class DepthPainter:
 
     The text is the engine's. It may come later than its tokens (half a character, the beginning of
     a stop string), so how much of it belongs to each token is counted from the tokens themselves.
+
+    Args:
+        model: that writes it.
+        prompt_ids: what it follows.
+        lowest: the layer of the first colour.
+        verified: all layers verify what is drafted: there are two colours, for tokens that were
+            drafted and for those that were not.
     """
 
-    def __init__(self, model: Model, prompt_ids: Sequence[int], lowest: int = 1) -> None:
+    def __init__(
+        self,
+        model: Model,
+        prompt_ids: Sequence[int],
+        lowest: int = 1,
+        *,
+        verified: bool = False,
+    ) -> None:
         self._num_layers = model.config.num_layers
-        self._lowest = lowest
+        self._lowest, self._verified = (0 if verified else lowest), verified
         assert model.tokenizer is not None
         self._decoder = model.tokenizer.incremental(prompt_ids)
         self._pieces: deque[list[int]] = deque()  # [exit layer, characters still to come]
@@ -66,6 +105,8 @@ class DepthPainter:
     def add(self, token_ids: Sequence[int], exit_layers: Sequence[int], text: str) -> Text:
         """The text that a step added, in colour."""
         for token, layer in zip(token_ids, exit_layers, strict=True):
+            if self._verified and layer < self._num_layers:
+                layer = 0
             self._pieces.append([layer, len(self._decoder.add(token))])
         return self.paint(text)
 

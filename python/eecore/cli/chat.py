@@ -1,0 +1,401 @@
+"""``eecore chat``: a conversation, on a terminal or line by line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
+
+from eecore.cli.generate import SamplingOptions
+from eecore.cli.results import saved
+from eecore.console.depth import DepthPainter, has_colours, is_lossless, legend_of
+from eecore.console.exit_options import ExitOptions
+from eecore.console.failures import UsageError
+from eecore.console.loading import MODEL_HELP, check_path
+from eecore.console.options import EngineOptions, option, takes_options
+from eecore.console.signals import SIGNALS
+from eecore.console.streams import say
+from eecore.errors import EecoreError, RequestError
+from eecore.exit_text import parse_exit, usual_exit
+from eecore.files import write_text
+
+if TYPE_CHECKING:
+    from eecore.config import SamplingParams
+    from eecore.exits import Exit
+    from eecore.generation import Model
+    from eecore.output import Output
+
+TALKS = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""A small model that can talk."""
+FENCES = ("```", "~~~")
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What is shown beside the answers."""
+
+    PANEL: ClassVar = "Output"
+
+    depth: bool = option(False, "Colour each token by how it was made (/depth).")
+    stats: bool = option(False, "A line after each answer: what it took (/stats).")
+
+
+@takes_options
+def chat(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    *,
+    depths: ExitOptions,
+    sampling: SamplingOptions,
+    printed: ChatOptions,
+    engine: EngineOptions,
+) -> int:
+    """Talk with a model.
+
+    Enter sends, Alt-Enter begins another line, arrows bring back what was said, Ctrl-C ends an
+    answer, Ctrl-D or /quit the conversation; /help lists the commands. Without a terminal each line
+    of stdin is a message.
+    """
+    if model is None:
+        raise UsageError(
+            f"MODEL: expected a model that can talk, got none; a small one: eecore chat {TALKS}"
+        )
+    directory = check_path(model)
+    sampling.check()
+    if not engine.debug:  # an error of an answer is reported in a line
+        logging.getLogger("eecore").addHandler(logging.NullHandler())
+    said = None if depths.exit is None else depths.policy(directory)
+    loaded = engine.load(directory, said)
+    if loaded.tokenizer is None or loaded.tokenizer.chat_template is None:
+        raise UsageError(
+            f"{model}: expected a model with a chat template, got one without: eecore generate "
+            "continues texts"
+        )
+    policy = said or parse_exit(usual_exit(loaded.network.device))
+    talk = _Talk(loaded, directory, policy, sampling, system, printed.depth, printed.stats)
+    if not sys.stdin.isatty():
+        for line in _lines():
+            talk.take(line)
+        return 0
+    say(f"{model}: {policy.contract}. /help lists the commands, Ctrl-D ends.")
+    for line in _typed():
+        try:
+            talk.take(line)
+        except (EecoreError, UsageError, OSError) as error:
+            say(f"error: {error}")
+    return 0
+
+
+class _Talk:
+    """One conversation and what is shown of it.
+
+    Args:
+        model: that answers.
+        directory: of the model, where calibrations may be.
+        policy: how deep it goes.
+        sampling: the options of the command line.
+        system: the system message, if there is one.
+        depth: whether tokens are coloured by how they were made.
+        stats: whether a line says what an answer took.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        directory: Path,
+        policy: Exit,
+        sampling: SamplingOptions,
+        system: str | None,
+        depth: bool,
+        stats: bool,
+    ) -> None:
+        self.model, self.directory, self.policy = model, directory, policy
+        self.sampling, self.system = sampling, system
+        self.depth, self.stats = depth, stats
+        self.console = Console()
+        self.turns: list[dict[str, str]] = []
+        self.last = ""
+        """What the last answer took."""
+        self.commands: dict[str, Callable[[str], None]] = {
+            "system": self._system,
+            "exit-mode": self._exit_mode,
+            "depth": self._depth,
+            "stats": self._stats,
+            "save": self._save,
+            "clear": self._clear,
+            "help": self._help,
+        }
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation as the chat template takes it."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return system + self.turns
+
+    def take(self, line: str) -> None:
+        """Do what a command says, or answer a message.
+
+        Raises:
+            UsageError: there is no such command, or it cannot do this.
+            EecoreError: the message cannot be answered, and is no part of the conversation.
+        """
+        if not line.startswith("/"):
+            self._answer(line)
+            return
+        name, _, rest = line[1:].partition(" ")
+        if name not in self.commands:
+            known = ", ".join(f"/{each}" for each in self.commands)
+            raise UsageError(f"/{name}: expected one of {known}, /quit")
+        self.commands[name](rest.strip())
+
+    def _answer(self, message: str) -> None:
+        """Stream the answer to a message; Ctrl-C ends it, and what there is by then stays."""
+        self.turns.append({"role": "user", "content": message})
+        text, started = "", time.perf_counter()
+        output: Output | None = None
+        try:
+            ids, params = self._prepared()
+            steps = self._steps(ids, params)
+            with self._shown(ids) as show:
+                try:
+                    for step in steps:
+                        new, output = step.text, step.output
+                        if output is not None:  # what was held back when it was cut short
+                            new = (output.text or "")[len(text) :]
+                        text += new
+                        show(step.token_ids, step.exit_layers, new)
+                except KeyboardInterrupt:
+                    SIGNALS.arrived()
+                    if not sys.stdin.isatty():
+                        raise
+                finally:
+                    steps.close()
+        except BaseException:
+            self.turns.pop()
+            raise
+        self.turns.append({"role": "assistant", "content": text})
+        if output is None:
+            say("interrupted")
+            return
+        if output.error is not None:
+            say(f"error: {output.error}")
+        if output.finish_reason == "length" and self.sampling.max_tokens is None:
+            say("note: the answer was cut at the end of the context; /clear begins anew")
+        self.last = saved([output], time.perf_counter() - started)
+        if self.stats:
+            say(self.last)
+
+    def _prepared(self) -> tuple[list[int], SamplingParams]:
+        """The conversation in tokens, and how it is answered."""
+        assert self.model.tokenizer is not None
+        ids = self.model.tokenizer.encode_chat(self.messages)
+        room = self.model.engine_config.room(self.model.config, len(ids))
+        if room < 1:
+            raise RequestError(
+                f"conversation of {len(ids)} tokens: expected at most {room + len(ids) - 1}, what "
+                "the context holds; /clear begins anew"
+            )
+        return ids, self.sampling.params(self.model, ids)
+
+    def _steps(self, ids: list[int], params: SamplingParams) -> Any:
+        import eecore
+
+        return eecore.stream(self.model, ids, exit=self.policy, sampling=params)
+
+    def _shown(self, ids: list[int]) -> AbstractContextManager[Any]:
+        """What shows an answer: in colours of depth, as markdown, or as it is."""
+        if self.depth and has_colours(self.console):
+            lowest = self.policy.lowest_exit
+            painter = DepthPainter(self.model, ids, lowest, verified=is_lossless(self.policy))
+            return _Painted(self.console, painter)
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
+            return _Rendered(self.console)
+        return _Plain()
+
+    def _system(self, text: str) -> None:
+        if text:
+            self.system = text
+        say(f"system message: {self.system or 'none'}")
+
+    def _exit_mode(self, text: str) -> None:
+        if text:
+            policy = ExitOptions(text).policy(self.directory)
+            params = self.sampling.params(self.model, None)
+            prepare = self.model.shared_engine().engine.prepare
+            prepare([0], exit=policy, sampling=replace(params, max_tokens=1))
+            self.policy = policy
+        say(f"exit mode: {self.policy.contract}")
+
+    def _depth(self, _text: str) -> None:
+        self.depth = not self.depth
+        if not self.depth:
+            say("depth: not shown")
+        elif not has_colours(self.console):
+            say("depth: expected a terminal with colours to show it")
+        else:
+            self.console.print(legend_of(self.policy, self.model.config.num_layers))
+
+    def _stats(self, _text: str) -> None:
+        self.stats = not self.stats
+        say(f"stats: {'after each answer' if self.stats else 'not shown'}")
+        if self.stats and self.last:
+            say(f"last answer: {self.last}")
+
+    def _save(self, text: str) -> None:
+        if not text:
+            raise UsageError("/save: expected the name of a file, got none")
+        write_text(text, json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+        say(f"wrote {text}")
+
+    def _clear(self, _text: str) -> None:
+        self.turns.clear()
+        say("the conversation begins anew")
+
+    def _help(self, _text: str) -> None:
+        for line in (
+            "/system [TEXT]     show the system message, or set it",
+            "/exit-mode [MODE]  show how deep a token goes, or set it: auto, full, confident:0.9",
+            "/depth             colour tokens by how they were made, or no longer",
+            "/stats             a line after each answer: what it took, or no longer",
+            "/save FILE         write the conversation as JSON",
+            "/clear             begin anew",
+            "/quit              end, as Ctrl-D does",
+            "Alt-Enter begins another line, arrows bring back what was said, Ctrl-C ends an answer",
+        ):
+            say(line)
+
+
+class _Plain(AbstractContextManager["_Plain"]):
+    """An answer as it is."""
+
+    def __init__(self) -> None:
+        self._ends_line = False
+
+    def __call__(self, _tokens: list[int], _layers: list[int], text: str) -> None:
+        print(text, end="", flush=True)
+        self._ends_line = text.endswith("\n") if text else self._ends_line
+
+    def __exit__(self, *_error: object) -> None:
+        if not self._ends_line:
+            print(flush=True)
+
+
+class _Painted(AbstractContextManager["_Painted"]):
+    """An answer whose tokens have colours."""
+
+    def __init__(self, console: Console, painter: DepthPainter) -> None:
+        self._console, self._painter = console, painter
+
+    def __call__(self, tokens: list[int], layers: list[int], text: str) -> None:
+        painted = self._painter.add(tokens, layers, text)
+        self._console.print(painted, end="", soft_wrap=True)
+
+    def __exit__(self, *_error: object) -> None:
+        self._console.print()
+
+
+class _Rendered(AbstractContextManager["_Rendered"]):
+    """An answer as markdown: paragraphs that are whole stay, the last one is drawn anew."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._rest, self._has_shown = "", False
+        self._live = Live(console=console, transient=True, auto_refresh=False)
+
+    def __enter__(self) -> _Rendered:
+        self._live.start()
+        return self
+
+    def __call__(self, _tokens: list[int], _layers: list[int], text: str) -> None:
+        self._rest += text
+        while end := whole_block(self._rest):
+            self._print(self._rest[:end])
+            self._rest = self._rest[end:]
+        self._live.update(Markdown(self._rest), refresh=True)
+
+    def __exit__(self, *_error: object) -> None:
+        self._live.update("", refresh=True)
+        self._live.stop()
+        self._print(self._rest)
+
+    def _print(self, block: str) -> None:
+        if block.strip():
+            if self._has_shown:
+                self._console.print()
+            self._console.print(Markdown(block))
+            self._has_shown = True
+
+
+def whole_block(text: str) -> int:
+    """Where the first paragraph, list or code of a markdown text ends, with the empty line after
+    it; 0 while it may go on."""
+    at, fence, has_words = 0, "", False
+    for line in text.splitlines(keepends=True):
+        at += len(line)
+        if not line.endswith("\n"):
+            return 0
+        mark = line.strip()[:3]
+        if fence:
+            fence = "" if mark == fence else fence
+        elif mark in FENCES:
+            fence = mark
+        elif not mark and has_words:
+            return at
+        has_words = has_words or bool(mark)
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    """The messages on a stdin that is no terminal, a line each."""
+    for line in sys.stdin.buffer:
+        try:
+            text = line.decode().strip()
+        except UnicodeDecodeError:
+            raise RequestError(f"stdin: expected UTF-8 text, got {line[:80]!r}") from None
+        if text == "/quit":
+            return
+        if text:
+            yield text
+
+
+def _typed() -> Iterator[str]:
+    """The messages that are typed; Ctrl-C drops one, Ctrl-D ends."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _send(event: Any) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _another_line(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    session: PromptSession[str] = PromptSession(
+        multiline=True, key_bindings=keys, prompt_continuation="... "
+    )
+    while True:
+        try:
+            text = session.prompt(">>> ").strip()
+        except KeyboardInterrupt:
+            say("Ctrl-D ends")
+            continue
+        except EOFError:
+            return
+        if text == "/quit":
+            return
+        if text:
+            yield text

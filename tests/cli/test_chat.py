@@ -1,0 +1,201 @@
+"""``eecore chat``: several turns, its commands, what a terminal shows, what ends what."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import eecore
+from command_line import REQUEST, USAGE, error_of
+from eecore.cli.app import run
+from eecore.cli.chat import _Rendered, whole_block
+from eecore.console.depth import DepthPainter, depth_style, legend_of
+from tiny_models import write_model
+
+Talk = Callable[..., Any]
+
+
+@pytest.fixture
+def talk(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Talk:
+    """Says lines to a chat; what it printed, and its exit code."""
+
+    def said(*lines: str, options: tuple[str, ...] = ("-n", "6"), code: int = 0) -> Any:
+        text = "".join(f"{line}\n" for line in lines)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        assert run(["chat", model, *options]) == code
+        return capsys.readouterr()
+
+    return said
+
+
+def answers_to(model: str, *said: str, system: str | None = None, **settings: Any) -> list[str]:
+    """What the library answers, turn by turn."""
+    loaded = eecore.load(model)
+    assert loaded.tokenizer is not None
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    answers = []
+    for message in said:
+        messages.append({"role": "user", "content": message})
+        ids = loaded.tokenizer.encode_chat(messages)
+        sampling = eecore.SamplingParams.of(loaded, **{"max_tokens": 6, **settings})
+        (output,) = eecore.generate(loaded, ids, sampling=sampling)
+        answers.append(output.text or "")
+        messages.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+def test_each_line_is_a_turn(model: str, talk: Talk, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    shown = talk("hello", "", "and then?", f"/save {file}")
+    expected = answers_to(model, "hello", "and then?")
+    assert shown.out == "".join(text if text.endswith("\n") else f"{text}\n" for text in expected)
+    assert shown.err == f"wrote {file}\n"
+    saved = json.loads(file.read_text())["messages"]
+    assert [each["role"] for each in saved] == ["user", "assistant"] * 2
+    assert [each["content"] for each in saved] == ["hello", expected[0], "and then?", expected[1]]
+
+
+def test_a_system_message_and_a_new_beginning(model: str, talk: Talk, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    lines = (
+        "hello",
+        "/clear",
+        "/system be short",
+        "/system",
+        "again",
+        f"/save {file}",
+        "/quit",
+        "x",
+    )
+    shown = talk(*lines, options=("-n", "6", "--system", "be long"))
+    (again,) = answers_to(model, "again", system="be short")
+    assert [each["content"] for each in json.loads(file.read_text())["messages"]] == [
+        *("be short", "again", again)
+    ]
+    assert shown.err.splitlines()[:3] == [
+        "the conversation begins anew",
+        *["system message: be short"] * 2,
+    ]
+
+
+def test_exit_modes_and_stats(talk: Talk) -> None:
+    shown = talk("/stats", "a", "/exit-mode fixed:2", "b", "/exit-mode", "/stats")
+    lines = shown.err.splitlines()
+    assert lines[0] == "stats: after each answer"
+    assert "layers run a token (100% of full depth's 4)" in lines[1]
+    assert "mean exit layer" not in lines[1]
+    assert lines[2].startswith("exit mode: fixed exit after layer 2")
+    of_two = next(line for line in lines if "(50% of full depth's 4)" in line)
+    assert of_two.endswith("mean exit layer 2.00")
+    assert lines[-1] == "stats: not shown"
+
+
+def test_a_drafted_token_is_shown_as_verified(talk: Talk) -> None:
+    options = ("-n", "60", "--ignore-eos", "--exit", "lookup", "--stats")
+    said = talk("abc abc abc abc abc abc", options=options).err
+    assert "mean exit layer" not in said
+    if "0 of" not in said and "drafted tokens accepted" in said:
+        assert "drafted tokens accepted and verified by all 4 layers" in said
+
+
+def test_what_cannot_be_is_said(talk: Talk) -> None:
+    assert "/nothing: expected one of /system" in error_of(talk("/nothing", code=USAGE))
+    assert "/save: expected the name" in error_of(talk("/save", code=USAGE))
+    assert "--exit: expected full" in error_of(talk("/exit-mode deep", code=USAGE))
+    assert "exit_layer: expected 1..4" in error_of(talk("/exit-mode fixed:9", code=REQUEST))
+    assert "expected at most 511" in error_of(talk("x" * 600, code=REQUEST))
+    assert "temperature" in error_of(talk("a", options=("-t", "-1"), code=REQUEST))
+
+
+def test_the_model_has_to_talk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["chat"]) == USAGE
+    said = error_of(capsys.readouterr())
+    assert "MODEL: expected a model that can talk, got none" in said
+    assert "eecore chat HuggingFaceTB/SmolLM2-135M-Instruct" in said
+    bare = str(write_model(tmp_path / "bare", tokenizer=False))
+    assert run(["chat", bare]) == USAGE
+    assert "expected a model with a chat template, got one without" in error_of(capsys.readouterr())
+
+
+def test_an_answer_runs_to_the_end_of_the_context(talk: Talk) -> None:
+    said = talk("a", options=("--ignore-eos",)).err
+    assert said == "note: the answer was cut at the end of the context; /clear begins anew\n"
+
+
+def test_a_model_samples_as_its_files_say(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hot = tmp_path / "hot"
+    shutil.copytree(model, hot)
+    (hot / "generation_config.json").write_text('{"do_sample": true, "temperature": 1.5}')
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
+    assert run(["chat", str(hot), "-n", "6", "--seed", "3"]) == 0
+    (expected,) = answers_to(str(hot), "hello", seed=3)
+    assert capsys.readouterr().out.rstrip("\n") == expected.rstrip("\n")
+
+
+# What is shown
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("", 0),
+        ("one line", 0),
+        ("one\ntwo\n", 0),
+        ("one\n\ntwo", 5),
+        ("\n\none\n\n", 7),
+        ("```\na\n\nb\n", 0),
+        ("```\na\n\nb\n```\n\nc", 14),
+        ("~~~\n```\n\n~~~\n\n", 14),
+    ],
+)
+def test_a_whole_block_of_markdown(text: str, end: int) -> None:
+    assert whole_block(text) == end
+
+
+def test_markdown_is_rendered_once() -> None:
+    written = io.StringIO()
+    text = "# Title\n\nSome **bold** words.\n\n```python\nx = 1\n\ny = 2\n```\n\n- one\n- two\n"
+    with _Rendered(Console(file=written, force_terminal=True, width=60)) as show:
+        for letter in text:
+            show([], [], letter)
+    # Lines that were drawn anew were erased first.
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written.getvalue().split("\x1b[?25h")[-1])
+    assert "**" not in written.getvalue().split("Title")[-1].split("\x1b[2K")[-1]
+    assert "• two" in plain
+
+
+def test_a_legend_says_how_tokens_were_made() -> None:
+    lossless = legend_of(eecore.SelfSpeculative(2, 2), 4).plain
+    assert lossless == "█ drafted, and verified by all 4 layers  █ computed by all 4 layers  "
+    assert legend_of(eecore.ConfidentExit(0.9), 4).plain == "exit layer  1 ██ 4 "
+
+
+def test_drafts_that_were_verified_have_one_colour(tiny: eecore.Model) -> None:
+    assert tiny.tokenizer is not None
+    ids = tiny.tokenizer.encode("ab", add_special_tokens=False)
+    for verified, drafted in ((True, 0), (False, 2)):
+        painter = DepthPainter(tiny, ids, 0 if verified else 1, verified=verified)
+        painted = painter.add(ids, [2, 4], "ab")
+        lowest = 0 if verified else 1
+        expected = [depth_style(drafted, lowest, 4), depth_style(4, lowest, 4)]
+        assert [span.style for span in painted.spans] == expected
+
+
+def test_smollm2_talks(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = b"What is the capital of France?\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    assert run(["chat", str(smollm2), "-n", "24"]) == 0
+    assert "Paris" in capsys.readouterr().out
