@@ -95,6 +95,7 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     ) as process:
         try:
             assert process.stderr is not None
+            assert process.stderr.readline().startswith("loading ")
             line = process.stderr.readline()
             found = re.search(r"http://[\d.]+:\d+", line)
             assert found, line + process.stderr.read()

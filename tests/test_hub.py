@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import huggingface_hub
 import pytest
 
@@ -23,6 +24,7 @@ from eecore import hub
 from eecore.errors import ModelError
 from head_packs import write_pack
 from hub_server import TOKEN, Hub
+from servers import started
 from tiny_gguf import write_gguf
 from tiny_models import write_model
 
@@ -312,3 +314,20 @@ def test_commands_take_ids(online: Hub, tmp_path: Path, environment: dict[str, s
     assert missing.returncode == 3
     (line,) = missing.stderr.splitlines()
     assert line.startswith("error: model: expected a path, or a repository of http://127.0.0.1")
+
+
+def test_a_server_calls_a_model_as_its_repository_is_called(
+    online: Hub, tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    online.add("org/name-1.5", write_model(tmp_path / "model"))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    with started("org/name-1.5", "--alias", "full") as (process, address):
+        models = httpx.get(f"{address}/v1/models").json()["data"]
+        assert [model["id"] for model in models] == ["org/name-1.5", "org/name-1.5:full"]
+        assert httpx.get(f"{address}/v1/models/org/name-1.5").status_code == 200
+        body = {"model": "org/name-1.5:full", "prompt": "hi", "max_tokens": 2}
+        assert httpx.post(f"{address}/v1/completions", json=body).status_code == 200
+        process.terminate()
+        assert process.wait(60) == 0

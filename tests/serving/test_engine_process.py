@@ -553,4 +553,4 @@ def test_models_that_cannot_be_loaded(
         said.append((code, captured.err))
     assert said[0] == said[1]
     assert said[0][0] in (1, 3, 4)
-    assert said[0][1].startswith("error: ")
+    assert said[0][1].startswith(f"loading {directory.name}\nerror: ")

@@ -285,6 +285,11 @@ def test_sigterm_drains(endless_directory: str, engine: str) -> None:
         assert answer.json()["usage"]["completion_tokens"] == 2500
         client.close()
         assert process.wait(120) == 0
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert said == (
+            "ending: 1 answer is still written, for 30 s at most (Ctrl-C again cuts them off)\n"
+        )
 
 
 @pytest.mark.parametrize(("options", "cached"), [((), 48), (("--no-prefix-cache",), 0)])
@@ -342,7 +347,7 @@ def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tup
     code = run(["serve", *arguments])
     captured = capsys.readouterr()
     assert captured.out == ""
-    (line,) = captured.err.strip().splitlines()
+    (line,) = [said for said in captured.err.splitlines() if not said.startswith("loading ")]
     return code, line
 
 

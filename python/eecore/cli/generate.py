@@ -21,6 +21,7 @@ from eecore.console.exit_options import ExitOptions
 from eecore.console.failures import FAILED, UsageError
 from eecore.console.loading import OptionalModel, check_path, model_and_prompt
 from eecore.console.options import EngineOptions, option, takes_options
+from eecore.console.prompt_bar import with_prompt_bar
 from eecore.console.signals import INTERRUPTED, SIGNALS
 from eecore.console.streams import say
 from eecore.exit_text import parse_exit, usual_exit
@@ -242,7 +243,7 @@ def _run(
     code = num_tokens = 0
     with bar or nullcontext():
         try:
-            for step in engine.run():
+            for step in engine.run() if bar else with_prompt_bar(engine):
                 index = order[step.request_id]
                 num_tokens += len(step.token_ids)
                 results.step(index, step)

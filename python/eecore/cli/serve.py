@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import signal
+import sys
+import time
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
+
+from rich.console import Console
+from rich.status import Status
 
 from eecore.builtin import BUILTIN
 from eecore.console.exit_options import PANEL, USUAL_EXIT
@@ -16,6 +21,7 @@ from eecore.console.options import EngineOptions, option, takes_options
 from eecore.console.signals import INTERRUPTED, TERMINATED
 from eecore.console.streams import say
 from eecore.exit_text import FORMS
+from eecore.hub import name_of
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MAX_BODY = 1 << 30
@@ -133,6 +139,7 @@ def serve(
     engine: ServerEngineOptions,
 ) -> int:
     """Serve a model to OpenAI's clients; every request may say how deep to go."""
+    started = time.monotonic()
     from eecore.serving import require_extra
 
     if http.api_key is not None and not all(key.strip() == key != "" for key in http.api_key):
@@ -164,12 +171,14 @@ def serve(
     settings.check(policies)
     listener = listen(http.host, http.port)
     policy = None if depths.exit is None else policies.of(depths.exit)
+    if not sys.stderr.isatty():  # which has a spinner
+        say(f"loading {name_of(directory)}")
     with ExitStack() as stack:
         loaded: Servable
         if engine.engine is Where.THREAD:
             loaded = engine.load(directory, policy)
         else:
-            with spinner(f"loading {path}"):
+            with spinner(f"loading {name_of(directory)}"):
                 options = options_for(directory, policy, engine.settings)
                 start = Start(directory, options, engine.threads, engine.max_num_seqs)
                 remote = RemoteModel(start)
@@ -184,12 +193,40 @@ def serve(
             listener,
             http.api_key or (),
             drain_seconds=bounds.drain,
-            ready=lambda: say(f"{words} (exit {service.served.depths.default}; Ctrl-C ends)"),
+            ready=lambda: say(
+                f"{words} (exit {service.served.depths.default}; ready after "
+                f"{time.monotonic() - started:.1f} s; Ctrl-C ends)"
+            ),
+            draining=stack.enter_context(_Drain(bounds.drain)).show,
             access_log=_write if http.access_log else None,
         )
     if not cut_off:
         return 0
     return INTERRUPTED if cut_off == signal.SIGINT else TERMINATED
+
+
+class _Drain:
+    """What is said while requests end: a line, and on a terminal how many answers are left."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._status: Status | None = None
+
+    def __enter__(self) -> _Drain:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def show(self, left: int) -> None:
+        """How many answers are left now."""
+        words = f"{left} answers are still written" if left != 1 else "1 answer is still written"
+        if self._status is None:
+            say(f"ending: {words}, for {self._seconds:g} s at most (Ctrl-C again cuts them off)")
+            self._status = Console(stderr=True).status(words)
+            self._status.start()
+        self._status.update(words)
 
 
 def _write(line: str) -> None:

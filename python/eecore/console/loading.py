@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from eecore.builtin import BUILTIN, model_directory
 from eecore.console.streams import says_all
@@ -159,8 +159,16 @@ def options_for(directory: Path, policy: Exit | None, options: dict[str, Any]) -
 
 
 def spinner(what: str) -> AbstractContextManager[Any]:
-    """A spinner on stderr; nothing where that is not a terminal."""
+    """A spinner on stderr, with the time that has passed; nothing where that is not a terminal."""
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not console.is_interactive:
         return nullcontext()
-    return console.status(escape(what), spinner="dots" if says_all(sys.stderr) else "line")
+    spinning = Progress(
+        SpinnerColumn("dots" if says_all(sys.stderr) else "line"),
+        TextColumn("{task.description}", markup=False),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    spinning.add_task(what, total=None)
+    return spinning

@@ -56,6 +56,7 @@ def serve(
     *,
     drain_seconds: float,
     ready: Callable[[], None],
+    draining: Callable[[int], object] | None = None,
     access_log: Callable[[str], object] | None = None,
 ) -> int:
     """Serve until a signal says otherwise.
@@ -66,6 +67,8 @@ def serve(
         api_keys: one of which has to come with a request.
         drain_seconds: that requests have to end after the first signal.
         ready: called when there is somebody to answer.
+        draining: called after the first signal with the number of answers that are not whole yet,
+            and again whenever it has changed.
         access_log: takes a line for each request.
 
     Raises:
@@ -86,7 +89,7 @@ def serve(
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=CLOSING_SECONDS,
     )
-    server = _Server(config, service, drain_seconds, ready)
+    server = _Server(config, service, drain_seconds, ready, draining)
     try:
         server.run(sockets=[listener])  # on uvloop, with httptools, where they are installed
     finally:
@@ -107,9 +110,12 @@ class _Server(uvicorn.Server):
         service: Service,
         drain_seconds: float,
         ready: Callable[[], None],
+        draining: Callable[[int], object] | None,
     ) -> None:
         super().__init__(config)
         self._ready = ready
+        self._draining = draining
+        self._left = 0
         self._service = service
         self._drain_seconds = drain_seconds
         self._signal = 0
@@ -137,6 +143,9 @@ class _Server(uvicorn.Server):
         if self._service.served.engine.failure is not None:
             self.should_exit = self.force_exit = True
         elif admission.is_closing and not self.should_exit:
+            if self._draining is not None and admission.taken != self._left:
+                self._left = admission.taken
+                self._draining(self._left)
             is_late = time.monotonic() > self._until
             if is_late and admission.taken:
                 self.cut_off = self._signal
