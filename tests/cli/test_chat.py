@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
 import re
 import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,7 @@ import pytest
 from rich.console import Console
 
 import eecore
-from command_line import REQUEST, USAGE, error_of
+from command_line import LONG, QUIET, REQUEST, USAGE, error_of
 from eecore.cli.app import run
 from eecore.cli.chat import _Rendered, whole_block
 from eecore.console.depth import DepthPainter, depth_style, legend_of
@@ -190,6 +195,71 @@ def test_drafts_that_were_verified_have_one_colour(tiny: eecore.Model) -> None:
         lowest = 0 if verified else 1
         expected = [depth_style(drafted, lowest, 4), depth_style(4, lowest, 4)]
         assert [span.style for span in painted.spans] == expected
+
+
+class Terminal:
+    """A chat on a terminal of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], end: int) -> None:
+        self.process, self._end, self.shown, self._at = process, end, "", 0
+
+    def type(self, text: str) -> None:
+        os.write(self._end, text.encode())
+
+    def wait_for(self, words: str) -> None:
+        """Read until the words have come after what was waited for before."""
+        while words not in self.shown[self._at :]:
+            try:
+                chunk = os.read(self._end, 4096)
+            except OSError:  # the other side is closed
+                chunk = b""
+            assert chunk, self.shown
+            self.shown += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", chunk.decode(errors="replace"))
+        self._at = self.shown.index(words, self._at) + len(words)
+
+
+@contextmanager
+def on_a_terminal(*arguments: str) -> Iterator[Terminal]:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "eecore", "chat", *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, **QUIET, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        start_new_session=True,
+    )
+    os.close(theirs)
+    try:
+        yield Terminal(process, ours)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_ctrl_c_ends_the_answer_and_ctrl_d_the_program(endless: str) -> None:
+    with on_a_terminal(endless, "-n", str(LONG), "--ignore-eos", "--depth") as terminal:
+        terminal.wait_for(">>>")
+        terminal.type("hello\r")
+        terminal.wait_for("hello")
+        terminal.wait_for("\n")
+        terminal.wait_for("\n")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.wait_for("interrupted")
+        terminal.wait_for(">>>")
+        terminal.type("/nothing\r")
+        terminal.wait_for("error: /nothing: expected one of")
+        terminal.wait_for(">>>")
+        terminal.type("/depth\r")
+        terminal.wait_for("depth: not shown")
+        terminal.wait_for(">>>")
+        terminal.type("/depth\r")
+        terminal.wait_for("computed by all 4 layers")
+        terminal.wait_for(">>>")
+        terminal.type("\x04")
+        assert terminal.process.wait(timeout=120) == 0
 
 
 def test_smollm2_talks(
