@@ -12,9 +12,9 @@ import pytest
 TESTS = Path(__file__).parent
 CASES_OF_AN_OP = 1
 """Cases of every test of ops, on each of these kernels."""
-CAPABILITIES = ("cpu-portable", "cpu-avx2", "cpu-avx512_bf16")
+CAPABILITIES = ("cpu-portable", "cpu-avx512_bf16")
 SLOW_OF_AN_OP = ("opcheck", "compiles", "emulated")
-OF_OPS = ("ops", "across_ops")
+OF_OPS = ("ops",)
 
 # All tests of these files of a folder are quick.
 WHOLE = {

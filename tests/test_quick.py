@@ -25,7 +25,7 @@ def test_the_quick_tests_are_there() -> None:
 
 
 # The emulator may have to be compiled; the others are of no floor.
-WITHOUT = ("bench", "docs", "emulator")
+WITHOUT = ("across_ops", "bench", "docs", "emulator")
 
 
 def test_every_folder_has_quick_tests() -> None:
