@@ -102,6 +102,7 @@ def test_rotary_table_is_that_of_transformers(family: str, tmp_path: Path) -> No
     [
         ({}, {}),
         ({"do_sample": True}, {"temperature": 1.0}),
+        ({"": 0, "do_sample": True}, {"temperature": 1.0}),
         ({"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}),
         ({"top_k": 20, "min_p": 0.1}, {"top_k": 20, "min_p": 0.1, "temperature": 1.0}),
         ({"do_sample": True, "top_k": -1, "temperature": None}, {"top_k": 0, "temperature": 1.0}),

@@ -184,7 +184,8 @@ def own_sampling(generation: ConfigFields) -> OwnSampling:
     """
     samples = generation.flag("do_sample", None)
     given = {n: generation.values[n] for n in (*FILTERS, "repetition_penalty") if n in generation}
-    unused = [n for n in generation.names if n not in (*given, *NOT_SAMPLING) and n[0] != "_"]
+    known = {*given, *NOT_SAMPLING}
+    unused = [n for n in generation.names if n not in known and not n.startswith("_")]
     unused = [n for n in unused if generation.values[n] not in (None, 0, 1, "", [], {})]
     if given.get("top_k") == -1:
         given["top_k"] = 0
