@@ -22,7 +22,7 @@ ARCH = "arch=compute_90a,code=sm_90a"
 
 
 def program() -> Path:
-    """Its place beside the carried kernels; the name says from which source it was compiled."""
+    """The place beside the carried kernels; the name says from which source it was compiled."""
     folder = os.environ.get("EECORE_CUDA_OBJECTS") or ROOT / "build" / "cuda-objects"
     return Path(folder) / f"boundaries-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}"
 

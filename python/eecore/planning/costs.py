@@ -31,11 +31,6 @@ class Times:
         self._means: dict[int, float] = {} if base is None else {0: base}
         self._counts: dict[int, int] = {}
 
-    @property
-    def most(self) -> int:
-        """The largest number that was measured; 0 where none was."""
-        return self._places[-1] if self._places else 0
-
     def measured(self, place: int) -> bool:
         """Whether so many were measured, or half or twice as many, or lie between two that were."""
         places = self._places
