@@ -415,6 +415,10 @@ class EngineConfig:
             keep what they hold until others need them. No output depends on it, bit for bit: on a
             GPU, where a prompt's rows round by how many there are, nothing is shared, and neither
             is it by models with an encoder.
+        draft_history_tokens: tokens of past outputs that are kept, so that ``Auto`` drafts what the
+            engine wrote before where a text goes the same way; 0: none. No output depends on it,
+            but how fast an answer comes tells that it was given before: not for callers that must
+            not know of each other.
     """
 
     kv_cache_tokens: AtLeastOne = 16384
@@ -424,6 +428,7 @@ class EngineConfig:
     max_prefill_chunk: AtLeastOne = 512
     max_input_tokens: Annotated[int | None, whole(1)] = None
     prefix_cache: Annotated[bool, FLAG] = True
+    draft_history_tokens: Annotated[int, whole(0)] = 0
     kv_cache_dtype: Annotated[str, choice(*KV_CACHE_DTYPES)] = "auto"
 
     def __post_init__(self) -> None:

@@ -118,6 +118,13 @@ class ServerEngineOptions(EngineOptions):
         "Prompts that begin alike share what was computed for the beginning (CPU).",
         "--prefix-cache/--no-prefix-cache",
     )
+    draft_history_tokens: int | None = option(
+        None,
+        "Tokens of past outputs that auto drafts from: faster where answers recur. How fast an "
+        "answer comes tells that it was given before: for one --api-key at most.",
+        min=0,
+        show_default="0",
+    )
     engine: Where = option(
         Where.PROCESS,
         "process: the engine has a process of its own; no step waits for HTTP, and it is started "
@@ -126,7 +133,11 @@ class ServerEngineOptions(EngineOptions):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {**super().settings, "prefix_cache": self.prefix_cache}
+        return {
+            **super().settings,
+            "prefix_cache": self.prefix_cache,
+            "draft_history_tokens": self.draft_history_tokens,
+        }
 
 
 @takes_options
@@ -144,6 +155,11 @@ def serve(
 
     if http.api_key is not None and not all(key.strip() == key != "" for key in http.api_key):
         raise UsageError("--api-key: expected keys without spaces around them, none empty")
+    if engine.draft_history_tokens and len(http.api_key or ()) > 1:
+        raise UsageError(
+            "--draft-history-tokens: expected 0 with several keys, whose callers it would tell of "
+            f"each other's answers, got {engine.draft_history_tokens}"
+        )
     require_extra()
     path = model or BUILTIN
     directory = check_path(path)

@@ -79,16 +79,23 @@ class Iterations:
         run: how programs run.
         ahead: launch a program's next run before the outcome of this one is known; where the run
             returns early when None.
+        history_tokens: tokens of past outputs that are kept to draft from.
     """
 
     def __init__(
-        self, model: Network, kv: KVCache, run: RunProgram, *, ahead: bool | None = None
+        self,
+        model: Network,
+        kv: KVCache,
+        run: RunProgram,
+        *,
+        ahead: bool | None = None,
+        history_tokens: int = 0,
     ) -> None:
         self.model, self.kv = model, kv
         model.prepare(kv)
         self.ahead = run.returns_early if ahead is None else ahead
         self.run = run
-        self.planner = Planner(model, torch.get_num_threads())
+        self.planner = Planner(model, torch.get_num_threads(), history_tokens)
         self._last: ExitStep | None = None
         # The last rounds of drafts behind which a draft head drafted, and behind which none did.
         self._drafted: dict[bool, DraftStep] = {}

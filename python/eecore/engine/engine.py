@@ -74,7 +74,11 @@ class Engine:
             dtype=cache_dtype(network, self.config.kv_cache_dtype),
         )
         self.iterations = Iterations(
-            network, kv, run or run_program_on(network.device), ahead=ahead
+            network,
+            kv,
+            run or run_program_on(network.device),
+            ahead=ahead,
+            history_tokens=self.config.draft_history_tokens,
         )
         self.intake = Intake(network, tokenizer, self.config)
         self.num_failed_iterations = 0
@@ -243,6 +247,7 @@ class Engine:
         with self._or_end_all():
             output = self._commits.end(sequence, time.perf_counter()).output
             self.scheduler.finish(sequence)
+            self.iterations.planner.ended(sequence)
         return output
 
     def hold(self, request_id: str) -> None:
@@ -354,6 +359,7 @@ class Engine:
                 steps.append(step)
                 if step.output is not None:
                     self.scheduler.finish(sequence)
+                    self.iterations.planner.ended(sequence)
 
     def _failed(self, what: str) -> None:
         """Count and log what has just raised."""

@@ -160,7 +160,9 @@ def from_transformers(
         adopted = adopt.Adopted(config, tensors, owner, before)
         network = adopted.network(config, source)
         network.draft_head = find_head(network, directory if known else Path(owner), exits)
-        limits = engine_limits(network, engine, kv_cache_tokens, prefix_cache)
+        limits = engine_limits(
+            network, engine, kv_cache_tokens=kv_cache_tokens, prefix_cache=prefix_cache
+        )
         watch = _Watch(model, config, adopted)
         network.check_held = watch.check
         made = Model(network, text, limits)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from eecore.models import DraftHead, Network
 from eecore.planning.auto import FULL, Choice, Chooser
 from eecore.planning.draft_state import DraftState, draft_state
+from eecore.planning.past_outputs import PastOutputs
 from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
 from eecore.planning.route import GIVEN, DraftPath, Route
 from eecore.planning.row import Outcome, Row
@@ -40,11 +41,14 @@ class Planner:
     Args:
         model: the model.
         num_threads: CPU threads, on which it depends how long rounds take.
+        history_tokens: tokens of past outputs that are kept to draft from; 0: none.
     """
 
-    def __init__(self, model: Network, num_threads: int = 1) -> None:
+    def __init__(self, model: Network, num_threads: int = 1, history_tokens: int = 0) -> None:
         self._model, self._num_layers = model, model.config.num_layers
         self.num_threads = num_threads
+        self.past = PastOutputs(history_tokens) if history_tokens else None
+        """The outputs of requests that have ended, where they are kept."""
         self.held: Held | None = None
         """What ``Auto`` requests do, since it was last chosen."""
         self._steady: tuple[list[Sequence], list[Row]] | None = None
@@ -92,6 +96,7 @@ class Planner:
             draft = draft_state(work.sequence, self._num_layers)
             route = draft.route
             if route.auto is not None:
+                draft.past = self.past
                 free.append(len(rows))
                 rows.append(Row(work, route))
             elif route.path is None:
@@ -193,6 +198,11 @@ class Planner:
         return made
 
     # Learning
+
+    def ended(self, sequence: Sequence) -> None:
+        """Keep what a request wrote, whose text is complete or was cut."""
+        if self.past is not None:
+            self.past.add(sequence)
 
     def learn(self, rows: Ordered[Row], outcomes: Ordered[Outcome], seconds: float | None) -> None:
         """Learn from a run of rows that share a program.
