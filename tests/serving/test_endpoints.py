@@ -38,12 +38,17 @@ def test_a_completion(server: Asker, intent: eecore.Model) -> None:
     assert usage["prompt_tokens"] == len(expected.prompt_token_ids)
     assert usage["completion_tokens"] == len(expected.token_ids)
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["eecore"].pop("tokens_per_s") > 0.0
     assert usage["eecore"] == {
         "contract": "full: every layer",
         "num_layers": 12,
         "mean_exit_layer": 12.0,
         "layers_run": 12 * (len(expected.token_ids) - 1),
         "layers_skipped": 0,
+        "layers_per_token": 12.0,
+        "full_depth_tokens_per_s": None,  # it ran so
+        "speedup": None,
+        "lossless": True,
         "drafted": 0,
         "accepted": 0,
     }

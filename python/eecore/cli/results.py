@@ -13,6 +13,7 @@ from rich.text import Text
 from eecore.cli.prompts import Prompt
 from eecore.console.depth import DepthPainter, has_colours, runs
 from eecore.console.streams import say, says_all
+from eecore.output import Saved
 
 if TYPE_CHECKING:
     from eecore.generation import Model
@@ -171,21 +172,23 @@ def stats_dict(output: Output) -> dict[str, Any]:
         **asdict(stats),
         "draft_acceptance": stats.draft_acceptance,
         "tokens_per_s": stats.tokens_per_s,
+        "speedup": Saved.of([stats]).speedup,
         "inner_token_latency_s": stats.inner_token_latency_s,
     }
 
 
 def saved(outputs: list[Output], seconds: float) -> str:
-    """What answers took, in a line: tokens/s, and layers run beside what full depth runs."""
+    """What answers took, in a line: tokens/s, and layers run, beside those of full depth."""
+    took = Saved.of([output.stats for output in outputs], seconds)
     tokens = sum(len(output.token_ids) for output in outputs)
-    num_layers = outputs[0].stats.num_layers
-    run = sum(output.stats.layers_run for output in outputs)
-    after_first = tokens - sum(bool(output.token_ids) for output in outputs)
-    said = f"{tokens / seconds:.1f} tokens/s"
-    if after_first > 0:  # the first token of each comes from its prompt
-        share = run / (after_first * num_layers)
-        said += f", {run / after_first:.1f} layers run a token ({share:.0%} of full depth's "
-        said += f"{num_layers})"
+    num_layers = took.num_layers
+    said = f"{took.tokens_per_s:.1f} tokens/s"
+    if took.speedup is not None:
+        text = "the same text" if took.is_lossless else "a text as long"
+        said += f", full depth {took.full_depth_tokens_per_s:.1f} on {text} ({took.speedup:.1f}x)"
+    if took.layers_run is not None:
+        said += f", {took.layers_run:.1f} layers run a token ({took.layers_run / num_layers:.0%} "
+        said += f"of full depth's {num_layers})"
     drafted = sum(output.stats.drafted for output in outputs)
     accepted = sum(output.stats.accepted for output in outputs)
     if drafted:
@@ -201,7 +204,7 @@ def saved(outputs: list[Output], seconds: float) -> str:
 def _exits_early(outputs: list[Output]) -> bool:
     """Whether tokens came from fewer than all layers, and were not verified by the others."""
     return any(
-        "lossless" not in output.stats.contract
+        not output.stats.is_lossless
         and any(layer < output.stats.num_layers for layer in output.exit_layers)
         for output in outputs
     )

@@ -20,6 +20,11 @@ from eecore.scheduling.sequence import Sequence, TokenRecord
 
 __all__ = ["Commits", "Taken"]
 
+TIMED = 0.5
+"""Share of a request's tokens, without the first, that timed rounds have to give before it is said
+what full depth would have taken.
+"""
+
 
 @dataclass(slots=True)
 class Taken:
@@ -89,6 +94,10 @@ class Commits:
         sequence.output_ids += taken.token_ids
         sequence.records += taken.records
         times = sequence.times
+        if outcome.seconds:
+            times.timed_tokens += len(taken.records)
+            times.timed_s += outcome.seconds
+            times.full_depth_s += len(taken.records) * outcome.full_depth_s
         publishes = not taken.records
         if not publishes and times.first_token is None:
             times.first_token, publishes = now, True
@@ -223,15 +232,18 @@ class Commits:
         count, first = len(records), times.first_token
         exit_layers = [record.exit_layer for record in records]
         logprobs, top_logprobs = _logprobs(sequence, records)
+        total = now - times.arrived
+        is_timed = 0 < times.timed_tokens >= TIMED * (count - 1)
         stats = RequestStats(
             contract=sequence.contract,
             num_layers=self._num_layers,
             prompt_tokens=len(sequence.given_ids),
             generated_tokens=count,
             time_to_first_token_s=(now if first is None else first) - times.arrived,
-            total_s=now - times.arrived,
+            total_s=total,
             mean_exit_layer=sum(exit_layers) / count if count else 0.0,
             cached_tokens=sequence.cached_tokens,
+            full_depth_s=total + times.full_depth_s - times.timed_s if is_timed else None,
             **asdict(sequence.counters),
         )
         return Output(

@@ -63,11 +63,17 @@ class Counters:
 
 @dataclass(slots=True)
 class Times:
-    """When things happened to a request, in seconds of ``time.perf_counter``."""
+    """When things happened to a request, in seconds of ``time.perf_counter``, and for how long."""
 
     arrived: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     finished: float | None = None
+    timed_tokens: int = 0
+    """Tokens of rounds for which a pass of full depth was known."""
+    timed_s: float = 0.0
+    """Seconds of these rounds."""
+    full_depth_s: float = 0.0
+    """Seconds of passes of full depth for as many tokens, among as many requests."""
 
 
 @dataclass(eq=False, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eecore.output import Output, StepOutput
+from eecore.output import Output, Saved, StepOutput
 from eecore.serving.asking import Asked
 from eecore.serving.offsets import TextOffsets
 from eecore.serving.scored_prompts import echoed, finite, in_vllms_words, tops_by_text
@@ -295,6 +295,7 @@ def usage(served: ServedModel, asked: Asked, outputs: Sequence[Output]) -> dict[
     cached = sum(output.stats.cached_tokens for output in outputs[::per_prompt])
     generated = sum(len(output.token_ids) for output in outputs)
     stats = [output.stats for output in outputs]
+    took = Saved.of(stats)
     layers = sum(sum(output.exit_layers) for output in outputs)
     run = sum(each.layers_run for each in stats)
     # The first token comes with the prompt.
@@ -310,6 +311,11 @@ def usage(served: ServedModel, asked: Asked, outputs: Sequence[Output]) -> dict[
             "mean_exit_layer": layers / generated if generated else 0.0,
             "layers_run": run,
             "layers_skipped": max(full - run, 0),
+            "layers_per_token": took.layers_run,
+            "tokens_per_s": took.tokens_per_s,
+            "full_depth_tokens_per_s": took.full_depth_tokens_per_s,
+            "speedup": took.speedup,
+            "lossless": took.is_lossless,
             "drafted": sum(each.drafted for each in stats),
             "accepted": sum(each.accepted for each in stats),
         },
