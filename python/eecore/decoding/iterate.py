@@ -59,7 +59,7 @@ class Flight:
     @cached_property
     def places(self) -> dict[Sequence, int]:
         """The program's row for each sequence on board."""
-        return {row.sequence: i for i, row in enumerate(self.rows)}
+        return {row.work.sequence: i for i, row in enumerate(self.rows)}
 
     def land(self) -> list[Outcome]:
         """What it did for its sequences; those that have ended meanwhile are left out."""
@@ -184,7 +184,15 @@ class Iterations:
             after: the flight that is still out, if any. Its sequences go on where it leaves them;
                 that takes the same program.
         """
-        if not self.ahead or any(map(self._must_land, works)):
+        if not self.ahead:
+            return None
+        if after is not None and isinstance(after.program, ExitStep):
+            step = after.program
+            if step.follow([work.sequence for work in works]):
+                self.run(step)
+                self._last = step
+                return Flight(step, step.rows, step.fetch())
+        if any(map(self._must_land, works)):
             return None
         families = _families(self.planner.plan(works))
         if len(families) != 1:

@@ -334,8 +334,10 @@ class Engine:
         except Exception:
             self._failed("an iteration that was under way failed")
             return None
-        fails = any(outcome.error is not None or outcome.is_cut for outcome in outcomes)
-        return None if fails else outcomes
+        for outcome in outcomes:
+            if outcome.error is not None or outcome.is_cut:
+                return None
+        return outcomes
 
     def _commit(self, outcomes: list[Outcome], going_on: Container[Sequence]) -> None:
         """Make the outcomes of an iteration the state of the requests."""

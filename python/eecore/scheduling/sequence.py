@@ -48,17 +48,15 @@ class Counters:
     accepted: int = 0
     preemptions: int = 0
 
-    def plus(self, more: Counters) -> Counters:
-        """With more work."""
-        return Counters(
-            self.layers_run + more.layers_run,
-            self.prompt_layers_run + more.prompt_layers_run,
-            self.layers_filled + more.layers_filled,
-            self.fill_calls + more.fill_calls,
-            self.drafted + more.drafted,
-            self.accepted + more.accepted,
-            self.preemptions + more.preemptions,
-        )
+    def add(self, more: Counters) -> None:
+        """Count more work."""
+        self.layers_run += more.layers_run
+        self.prompt_layers_run += more.prompt_layers_run
+        self.layers_filled += more.layers_filled
+        self.fill_calls += more.fill_calls
+        self.drafted += more.drafted
+        self.accepted += more.accepted
+        self.preemptions += more.preemptions
 
 
 @dataclass(slots=True)
