@@ -612,7 +612,7 @@ def test_a_request_is_checked_once(agreeing: eecore.Model) -> None:
     assert calls.total() <= 50
 
 
-@pytest.mark.parametrize("policy", [Full(), ConfidentExit(0.9)], ids=["full", "confident"])
+@pytest.mark.parametrize("policy", [Full(), ConfidentExit(0.9), SelfSpeculative(2, 3)], ids=str)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_rows_that_go_on_cost_few_calls(
     agreeing: eecore.Model, policy: eecore.Exit, sampling: SamplingParams
@@ -641,8 +641,8 @@ def test_rows_that_go_on_cost_few_calls(
             sys.setprofile(before)
         found[rows] = calls / 8
         list(engine.run())
-    assert found[1] <= 70
-    assert found[8] - found[1] <= 7 * 14  # 10 each, 3 more where a row exits early
+    assert found[1] <= 76
+    assert found[8] - found[1] <= 7 * 20  # 10 each, more where rows exit early or draft
 
 
 def test_tokens_are_kept_as_pythons_own(agreeing: eecore.Model) -> None:

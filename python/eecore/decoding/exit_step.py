@@ -31,6 +31,7 @@ from eecore.errors import NotFiniteError
 from eecore.models import KVCache, Network
 from eecore.planning.route import Check
 from eecore.planning.row import Outcome, Row
+from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
 __all__ = ["ExitKind", "ExitStep", "exit_kind"]
@@ -88,7 +89,6 @@ class ExitStep(Step):
         self._thresholds_of: list[Row] | None = None  # whose lie there, and stay the same
         self._decays = False  # whether thresholds of some row do not stay the same
         self._reads_text = False  # whether settings of some row change with its text
-        self._fixed = object()  # what the columns are known by that stay while rows go on
         self._counters: dict[tuple[int, int], Counters] = {}  # by exit layer and layers filled
         self._zeros = [0] * num_rows
         given = self._given.device
@@ -176,12 +176,13 @@ class ExitStep(Step):
         self._write_state(self.rows, sequences, positions)
         return True
 
-    def follow(self, sequences: list[Sequence]) -> bool:
+    def follow(self, works: list[Work]) -> bool:
         """Have the rows of the run that is out go on, each after the one token that it gets there.
 
         False, and nothing has happened, where these requests are not they, do not fit any more, or
         have thresholds that change.
         """
+        sequences = [work.sequence for work in works]
         if not self.sizes.follows or sequences != self._sequences or self._decays:
             return False
         positions = []
@@ -191,9 +192,7 @@ class ExitStep(Step):
             positions.append(len(sequence.prompt_ids) + len(sequence.output_ids))
         rows = self.rows
         self.rows, self._sequences = [], []  # until all is written
-        if [row.follows for row in rows] != list(range(len(rows))):
-            rows = [row._replace(follows=i, pending=1) for i, row in enumerate(rows)]
-            self._fixed = object()
+        rows = self._followers(rows)
         self._host = self._given.host()
         if self._host.holds is not self._fixed:
             self._write_fixed(rows)

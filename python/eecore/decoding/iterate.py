@@ -186,12 +186,12 @@ class Iterations:
         """
         if not self.ahead:
             return None
-        if after is not None and isinstance(after.program, ExitStep):
+        if after is not None and after.program.follow(works):
             step = after.program
-            if step.follow([work.sequence for work in works]):
-                self.run(step)
+            self.run(step)
+            if isinstance(step, ExitStep):
                 self._last = step
-                return Flight(step, step.rows, step.fetch())
+            return Flight(step, step.rows, step.fetch())
         if any(map(self._must_land, works)):
             return None
         families = _families(self.planner.plan(works))
