@@ -25,6 +25,7 @@ from eecore.console.prompt_bar import with_prompt_bar
 from eecore.console.signals import INTERRUPTED, SIGNALS
 from eecore.console.streams import say
 from eecore.exit_text import parse_exit, usual_exit
+from eecore.exits import Auto, Full
 from eecore.values import help_of
 
 if TYPE_CHECKING:
@@ -169,6 +170,8 @@ def generate(
         kind = JsonLines if printed.json else TextByPrompt
         results = kind(prompts, loaded, lowest, console if has_bar and not console.stderr else None)
     bar = _Bar(console, len(prompts)) if has_bar else None
+    if printed.stats and not isinstance(policy, (Auto, Full)):
+        loaded.measure_full_depth(len(prompts))
     code, outputs = _run(loaded, asked, policy, params, results, bar, printed.stats)
     if sampling.max_tokens is None and not printed.json:
         _say_what_was_cut(outputs, are_answers=None not in answers)

@@ -71,6 +71,9 @@ function showLegend() {
   }
   at("legend").replaceChildren(...parts);
   at("legend").hidden = !at("marks").checked;
+  for (const menu of [at("mode"), at("rival")]) {
+    menu.previousElementSibling.textContent = wordsOf(menu.value)[0];
+  }
 }
 
 const isRacing = () => at("race").getAttribute("aria-pressed") === "true";
@@ -345,7 +348,9 @@ class Answer {
     const isFull = usage.contract.startsWith("full:");
     if (usage.speedup && !this.pace) {
       const text = usage.lossless ? "same text" : "the text may differ";
-      parts.push(element("b", "", `${usage.speedup.toFixed(1)}× full depth, ${text}`));
+      const isEqual = Math.abs(usage.speedup - 1) < 0.05;
+      const times = isEqual ? "As fast as" : `${usage.speedup.toFixed(1)}×`;
+      parts.push(element("b", "", `${times} full depth, ${text}`));
     }
     if (!this.pace && usage.tokens_per_s) {
       const full = usage.full_depth_tokens_per_s;
