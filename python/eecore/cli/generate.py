@@ -170,8 +170,6 @@ def generate(
         kind = JsonLines if printed.json else TextByPrompt
         results = kind(prompts, loaded, lowest, console if has_bar and not console.stderr else None)
     bar = _Bar(console, len(prompts)) if has_bar else None
-    if printed.stats and not isinstance(policy, (Auto, Full)):
-        loaded.measure_full_depth(len(prompts))
     code, outputs = _run(loaded, asked, policy, params, results, bar, printed.stats)
     if sampling.max_tokens is None and not printed.json:
         _say_what_was_cut(outputs, are_answers=None not in answers)
@@ -237,6 +235,8 @@ def _run(
         The exit code, and the output of each prompt, in any order.
     """
     engine = model.engine()
+    if stats and not isinstance(policy, (Auto, Full)):
+        model.measure_full_depth(len(prompts), engine)
     order = {
         engine.add_request(prompt, exit=policy, sampling=sampling): index
         for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))

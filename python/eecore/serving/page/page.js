@@ -24,8 +24,11 @@ const WORDS = {
   speculative: (layer) => [`${layer} layers draft`, "the others verify, same text"],
   "draft-verify": () => ["Thinned drafts", "all layers verify, same text"],
   fixed: (layer) => [`Only ${layer} layers`, "the others never run"],
-  confident: (threshold) => ["Early exit", `once ${Math.round(100 * threshold)}% sure`],
-  calibrated: (measure) => ["Early exit", `calibrated by ${measure || "softmax"}`],
+  confident: (sure) => [`Early exit at ${Math.round(100 * sure)}%`, "once a layer is that sure"],
+  calibrated: (measure) => [
+    `Early exit (${measure || "softmax"})`,
+    "once a layer is sure, by a measured threshold",
+  ],
 };
 
 // A mode's name, and what it does.
