@@ -32,7 +32,7 @@ def test_the_page_and_its_files(server: Asker) -> None:
 
 def test_what_the_page_asks_for_exists(server: Asker) -> None:
     script, page = server.get("/page/page.js").text, server.get("/").text
-    assert set(re.findall(r'at\("(\w+)"\)', script)) <= set(re.findall(r'id="(\w+)"', page))
+    assert set(re.findall(r'at\("([\w-]+)"\)', script)) <= set(re.findall(r'id="([\w-]+)"', page))
     for path in re.findall(r'fetch\("([^"]+)"', script):
         assert server.get(f"/{path}").status_code in (200, 405)
     about = server.get("/page/depth.json").json()

@@ -228,6 +228,25 @@ def test_the_settings_are_sent(page: Page) -> None:
     assert asked["max_completion_tokens"] == 128  # half of the context, where that is less than 512
 
 
+def own(page: Page, mode: str) -> None:
+    page.run(
+        f"{{ const own = document.getElementById('own'); own.value = {json.dumps(mode)};"
+        "own.dispatchEvent(new Event('change')); }"
+    )
+
+
+def test_another_mode_is_checked_and_offered(page: Page) -> None:
+    page.run("document.getElementById('adjust').click()")
+    own(page, "confident:7")
+    page.until("!!document.getElementById('own-error').textContent")
+    assert "7" in text_of(page, "#own-error")
+    own(page, "lookup:4")
+    page.until("document.getElementById('mode').value === 'lookup:4'")
+    assert text_of(page, "#own-error") == ""
+    assert text_of(page, ".pick span") == "Text lookup"
+    assert "drafted, and verified by all 12 layers" in text_of(page, "#legend")
+
+
 def test_a_refusal_is_shown(page: Page) -> None:
     fake(page, [], status=400)
     ask(page, "hello")

@@ -3,9 +3,10 @@
 import { blocksOf } from "./markdown.js";
 
 const MAX_TOKENS = 512; // of an answer, if the settings say no other limit
+const WARM_TOKENS = 64; // of an answer that is not shown
 
 const at = (id) => document.getElementById(id);
-const state = { about: null, messages: [], running: null, seen: new Set() };
+const state = { about: null, messages: [], running: null, seen: new Set(), warm: new Set() };
 
 function element(kind, name, text) {
   const made = document.createElement(kind);
@@ -113,7 +114,8 @@ function asked(body, signal) {
 async function refusalOf(answer) {
   if (answer.status === 401) return "This server wants a key: put it into the settings.";
   try {
-    return (await answer.json()).error.message;
+    const { message, code } = (await answer.json()).error;
+    return message + (code === "context_length_exceeded" ? ". New chat begins anew." : "");
   } catch {
     return `The server answered ${answer.status}.`;
   }
@@ -471,6 +473,12 @@ function ready(answer) {
 async function race(place, talk, signal) {
   const lanes = [at("mode").value, at("rival").value].map((exit) => new Answer(place, exit, true));
   const [first, second] = lanes[1].exit === "full" ? [lanes[1], lanes[0]] : lanes;
+  for (const lane of lanes) {
+    if (state.warm.has(lane.exit)) continue;
+    lane.say("Warming up: the first passes of a mode are slower.");
+    await warm(bodyOf(lane.exit, talk, { temperature: 0 }), signal);
+    if (!signal.aborted) state.warm.add(lane.exit);
+  }
   const same = { seed: Math.floor(Math.random() * 2 ** 31), temperature: 0 };
   first.say("Each has the machine to itself: this one goes first, then again beside the other.");
   second.say("Waits for the other, so that neither slows the other down.");
@@ -491,6 +499,15 @@ async function race(place, talk, signal) {
     toEnd();
   }
   return second;
+}
+
+// Let a mode do what it does later, where nobody looks; what is wrong is said then.
+async function warm(body, signal) {
+  try {
+    const limit = Math.min(body.max_completion_tokens ?? WARM_TOKENS, WARM_TOKENS);
+    const answer = await asked({ ...body, max_completion_tokens: limit }, signal);
+    await answer.text();
+  } catch {} // stopped, or without a server
 }
 
 function verdict(...lanes) {
@@ -588,9 +605,23 @@ at("race").addEventListener("click", () => {
 });
 for (const menu of [at("mode"), at("rival")]) menu.addEventListener("change", showLegend);
 at("adjust").addEventListener("click", () => at("settings").showModal());
-at("own").addEventListener("change", () => {
+at("own").addEventListener("change", async () => {
   const exit = at("own").value.trim();
+  at("own-error").textContent = "";
   if (!exit) return;
+  if (!knownMode(exit)) {
+    // The server lists a mode under the model's name as well, and says what it promises.
+    const name = `${state.about.model}:${exit.replace(/[:,]/g, "-")}`;
+    const path = name.split("/").map(encodeURIComponent).join("/");
+    const answer = await fetch(`v1/models/${path}`, { headers: headers() });
+    if (!answer.ok) {
+      at("own-error").textContent = await refusalOf(answer);
+      return;
+    }
+    const { contract } = await answer.json();
+    const lossless = contract.startsWith("full:") || contract.endsWith("lossless");
+    state.about.policies.push({ exit, lossless, lowest: 1 });
+  }
   for (const menu of [at("mode"), at("rival")]) offer(menu, exit);
   at("mode").value = exit;
   showLegend();
