@@ -84,4 +84,8 @@ def test_passes_of_full_depth_are_measured_as_they_run(agreeing: eecore.Model) -
         assert took.full_depth_s is not None
         assert took.full_depth_s > 0.0
         assert Saved.of([took]).full_depth_tokens_per_s == pytest.approx(40 / took.full_depth_s)
+    for engine in (None, agreeing.engine()):
+        agreeing.network.learnt.clear()
+        agreeing.measure_full_depth(1, engine)
+        assert ask(PromptLookup(4)).full_depth_s is not None
     assert ask(PromptLookup(4), 1).full_depth_s is None  # its only token is the prompt's

@@ -18,7 +18,7 @@ from eecore.engine.callers import Client
 from eecore.engine.engine import Engine, RunProgram
 from eecore.engine.worker import Worker
 from eecore.errors import RequestError
-from eecore.exits import Exit
+from eecore.exits import Auto, Exit
 from eecore.free_memory import free_memory
 from eecore.models import KVCache, Network, Tokenizer, cache_dtype, find_head, load_model
 from eecore.output import Output, StepOutput
@@ -26,6 +26,9 @@ from eecore.output import Output, StepOutput
 __all__ = ["Model", "engine_limits", "generate", "load", "stream"]
 
 Prompt = str | list[int]
+
+PASSES = 6
+"""Passes of full depth that are run to measure them; the first is not counted."""
 
 
 @dataclass(eq=False)
@@ -55,6 +58,31 @@ class Model:
             return self
         config = replace(self.engine_config, prefix_cache=False)
         return Model(self.network, self.tokenizer, config, self.run_program)
+
+    def measure_full_depth(self, num_requests: int = 1, engine: Engine | None = None) -> None:
+        """Run some passes of full depth, unless it is known how long they take, so that the
+        statistics of later requests can say what full depth would have taken.
+
+        Args:
+            num_requests: of a batch; no more than the engine runs together.
+            engine: of this model, without requests; the one of :func:`generate` when None.
+
+        Raises:
+            RequestError: the model's context has no room for these passes.
+        """
+        runs = self.shared_engine().engine if engine is None else engine
+        prompts = [[0]] * min(num_requests, runs.config.max_num_seqs)
+        if runs.knows_full_depth(len(prompts)):
+            return
+        plain = Auto(lookup=False, head=False, exit_layers=())  # it times each of its passes
+        sampling = SamplingParams(max_tokens=PASSES + 1, ignore_eos=True)
+        if engine is None:
+            generate(self, list(prompts), exit=plain, sampling=sampling)
+            return
+        for prompt in prompts:
+            engine.add_request(prompt, exit=plain, sampling=sampling)
+        for _ in engine.run():
+            pass
 
     def shared_engine(self) -> Worker:
         """The engine that serves :func:`generate`, :func:`stream` and :meth:`async_engine`.

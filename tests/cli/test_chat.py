@@ -107,6 +107,7 @@ def test_exit_modes_and_stats(talk: Talk) -> None:
 def test_a_drafted_token_is_shown_as_verified(talk: Talk) -> None:
     options = ("-n", "60", "--ignore-eos", "--exit", "lookup", "--stats")
     said = talk("abc abc abc abc abc abc", options=options).err
+    assert re.search(r"tokens/s, full depth [\d.]+ on the same text \([\d.]+x\), ", said)
     assert "mean exit layer" not in said
     if "0 of" not in said and "drafted tokens accepted" in said:
         assert "drafted tokens accepted and verified by all 4 layers" in said

@@ -28,6 +28,7 @@ from eecore.console.signals import SIGNALS
 from eecore.console.streams import say
 from eecore.errors import EecoreError, RequestError
 from eecore.exit_text import parse_exit, usual_exit
+from eecore.exits import Auto, Full
 from eecore.files import write_text
 
 if TYPE_CHECKING:
@@ -169,6 +170,9 @@ class _Talk:
             steps = self._steps(ids, params)
             with self._shown(ids) as show:
                 try:
+                    if self.stats and not isinstance(self.policy, (Auto, Full)):
+                        self.model.measure_full_depth()
+                        started = time.perf_counter()
                     for step in steps:
                         new, output = step.text, step.output
                         if output is not None:  # what was held back when it was cut short

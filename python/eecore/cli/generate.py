@@ -25,6 +25,7 @@ from eecore.console.prompt_bar import with_prompt_bar
 from eecore.console.signals import INTERRUPTED, SIGNALS
 from eecore.console.streams import say
 from eecore.exit_text import parse_exit, usual_exit
+from eecore.exits import Auto, Full
 from eecore.values import help_of
 
 if TYPE_CHECKING:
@@ -234,6 +235,8 @@ def _run(
         The exit code, and the output of each prompt, in any order.
     """
     engine = model.engine()
+    if stats and not isinstance(policy, (Auto, Full)):
+        model.measure_full_depth(len(prompts), engine)
     order = {
         engine.add_request(prompt, exit=policy, sampling=sampling): index
         for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))

@@ -197,6 +197,7 @@ class Iterations:
         families = _families(self.planner.plan(works))
         if len(families) != 1:
             return None
+        self._ended = None  # the next iteration would be timed from the one before this
         return self._launch(families[0], after)
 
     def land(self, flight: Flight) -> list[Outcome]:

@@ -148,6 +148,10 @@ class Engine:
         """Decoding programs captured so far, with the time and memory that each took."""
         return self.iterations.captures
 
+    def knows_full_depth(self, num_requests: int) -> bool:
+        """Whether it is known how long a pass of full depth takes with so many requests."""
+        return self.iterations.planner.chooser.costs.full(num_requests) is not None
+
     @property
     def requests(self) -> dict[str, Sequence]:
         """The unfinished requests, by id."""
