@@ -681,8 +681,8 @@ SERVER = (
     Mutant(
         "last-chunk-lost",
         "python/eecore/serving/answering.py",
-        "await _send_text(send, text + DONE, more=False)",
-        "await _send_text(send, DONE, more=False)",
+        "text += shape.end([outputs[index] for index in sorted(outputs)])",
+        "text = shape.end([outputs[index] for index in sorted(outputs)])",
         "tests/serving/test_endpoints.py tests/serving/test_streams.py",
     ),
     Mutant(
