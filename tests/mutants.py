@@ -728,6 +728,27 @@ SERVER = (
         "tests/serving/test_tool_calls.py",
     ),
     Mutant(
+        "any-site-has-a-browser-ask",
+        "python/eecore/serving/bodies.py",
+        "(is_of_browser or kind not in UNSAID)",
+        "kind not in UNSAID",
+        "tests/serving/test_refusals.py",
+    ),
+    Mutant(
+        "cut-off-response-is-complete",
+        "python/eecore/serving/response_shape.py",
+        'ended = "incomplete" if is_cut else "completed"',
+        'ended = "completed"',
+        "tests/serving/test_responses.py",
+    ),
+    Mutant(
+        "message-goes-on-after-a-call",
+        "python/eecore/serving/response_shape.py",
+        '        closed = self._closed("completed")\n',
+        "        closed = []\n",
+        "tests/serving/test_responses.py",
+    ),
+    Mutant(
         "stop-token-in-the-text",
         "python/eecore/serving/remote.py",
         "count = len(ids) - (bool(ids) and ids[-1] in request.stop_set)",

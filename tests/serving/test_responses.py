@@ -297,9 +297,21 @@ CONVERSATIONS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"input": "a", "instructions": "b"},
         [{"role": "system", "content": "b"}, USER],
     ),
-    "two system messages": (
-        {"input": [{"role": "developer", "content": "c"}, USER], "instructions": "b"},
-        [{"role": "system", "content": ["b", "c"]}, USER],
+    "several system messages": (
+        {
+            "instructions": "b",
+            "input": [
+                {"role": "developer", "content": "c"},
+                {"role": "system", "content": [{"type": "input_text", "text": "d"}]},
+                USER,
+                {"role": "developer", "content": "e"},
+            ],
+        },
+        [
+            {"role": "system", "content": ["b", "c", {"type": "input_text", "text": "d"}]},
+            USER,
+            {"role": "developer", "content": "e"},
+        ],
     ),
     "two calls and their outputs": (
         {

@@ -19,7 +19,8 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 h2 { font-size: 1.1rem; margin-top: 2.5rem; }
 table { border-collapse: collapse; width: 100%; }
 td, th { border-top: 1px solid #8886; padding: .3rem .6rem; text-align: left; vertical-align: top; }
-code { overflow-wrap: anywhere; }
+td { overflow-wrap: anywhere; }
+td:first-child { overflow-wrap: normal; }
 """
 # Nothing runs on it, and nothing is fetched for it; its style is in it.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"

@@ -178,7 +178,7 @@ class ResponseShape(ChatShape):
             "text": {"format": {"type": "text"}, **(request.text or {})},
             "reasoning": {"effort": None, "summary": None, **(request.reasoning or {})},
             "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
+            "top_p": sampling.top_p if request.top_p is None else request.top_p,
             "top_logprobs": request.top_logprobs or 0,
             "truncation": "disabled",
             "background": False,

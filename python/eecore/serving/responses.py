@@ -126,6 +126,7 @@ class _Items:
         self._thoughts: list[str] = []
         """Those of the answer that comes next."""
         self._calls: set[str] = set()
+        self._has_instructions = False
         self._kinds: dict[str, Callable[[str, Mapping[str, Any]], None]] = {
             "message": self._message,
             "function_call": self._call,
@@ -135,7 +136,8 @@ class _Items:
 
     def read(self, request: ResponsesRequest) -> None:
         """All items of a request, after its instructions."""
-        if request.instructions:
+        self._has_instructions = bool(request.instructions)
+        if self._has_instructions:
             self._add("instructions", {"role": "system", "content": request.instructions})
         if isinstance(request.input, str):
             self._add("input", {"role": "user", "content": request.input})
@@ -162,12 +164,11 @@ class _Items:
             raise invalid(f"{where}.role: expected one of {', '.join(ROLES)}, got {shown(role)}")
         if role == "assistant":
             self._add_answer(where, content=content)
-        elif role != "user" and self.sources == ["instructions"]:
+        elif role != "user" and len(self.messages) == 1 and self._has_instructions:
             # Most templates have a place for one system message alone.
-            first = self.messages.pop()["content"]
+            before = _parts(self.messages.pop()["content"])
             self.sources.pop()
-            parts = [content] if isinstance(content, str) else content
-            both = [first, *parts] if isinstance(parts, list) else parts
+            both = [*before, *_parts(content)] if isinstance(content, list | str) else content
             self._add(where, {"role": "system", "content": both})
         else:
             self._add(where, {"role": role, "content": content})
@@ -182,13 +183,8 @@ class _Items:
             self._add(where, last)
         self._thoughts = []
         for name, value in parts.items():
-            if name in last and isinstance(value, list | str):
-                before, after = (
-                    [each] if isinstance(each, str) else each or () for each in (last[name], value)
-                )
-                last[name] = [*before, *after]
-            else:
-                last[name] = value
+            is_more = name in last and isinstance(value, list | str)
+            last[name] = [*_parts(last[name]), *_parts(value)] if is_more else value
 
     def _call(self, where: str, item: Mapping[str, Any]) -> None:
         name, call_id = _text(where, item, "name"), _text(where, item, "call_id")
@@ -219,6 +215,10 @@ class _Items:
             if found:
                 self._thoughts += found
                 return
+
+
+def _parts(content: Any) -> list[Any]:
+    return [content] if isinstance(content, str) else list(content or ())
 
 
 def _text(where: str, item: Mapping[str, Any], name: str) -> str:
