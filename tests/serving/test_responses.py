@@ -185,11 +185,13 @@ def test_an_answer_of_nothing_is_an_empty_message(intent: eecore.Model) -> None:
 def test_a_stream_that_fails(intent: eecore.Model) -> None:
     server = saying(intent, PIECES[:2], "error")
     with client_of(server) as client, client.responses.stream(model="intent", input="a") as stream:
-        last: Any = list(stream)[-1]
+        *before, last = list[Any](stream)
+    numbers = [event.sequence_number for event in (*before, last)]
+    assert numbers == list(range(len(numbers)))
     assert last.type == "response.failed"
     assert (last.response.status, last.response.error.message) == ("failed", "by accident")
     (item,) = last.response.output
-    assert item.content[0].text == "I'll "
+    assert (item.content[0].text, item.status) == ("I'll ", "incomplete")
 
 
 def test_an_agent_of_three_turns(client: openai.OpenAI) -> None:

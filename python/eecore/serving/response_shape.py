@@ -10,14 +10,18 @@ from typing import Any
 from eecore.output import Output, StepOutput
 from eecore.serving.refusals import ApiError
 from eecore.serving.responses import ResponseChat
-from eecore.serving.shapes import JSON, ChatShape, Tokens, usage
+from eecore.serving.shapes import JSON, PLACE, ChatShape, Tokens, usage
 from eecore.serving.tool_calls import ToolCall
 
 __all__ = ["ResponseShape"]
 
+DELTA = "response.output_text.delta"
+BEGINNING = ("created", "in_progress")
+"""The events before any item."""
+
 
 class ResponseShape(ChatShape):
-    """Of /v1/responses, which has one answer: messages and calls of functions, in their order."""
+    """The answer to a request to /v1/responses: messages and calls of functions, in their order."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -28,9 +32,13 @@ class ResponseShape(ChatShape):
         self._items: list[dict[str, Any]] = []
         self._is_open = False
         """Whether the last item is a message that goes on."""
+        self._texts: list[str] = []
+        """What that message says, piece by piece."""
         self._details_left: dict[str, list[Any]] = {}
         """What is known of tokens that no event has told of yet."""
         self._num_events = 0
+        self._frame = ("", "")
+        """What stands around the text in a delta of the message that goes on, up to its number."""
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         (output,) = outputs
@@ -49,15 +57,17 @@ class ResponseShape(ChatShape):
         return self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: ApiError) -> str:
+        closed = self._closed("incomplete")
         # OpenAI's codes of failures; a chat's are finer.
         problem = {"code": "server_error", "message": error.message}
         response = {**self._response(None), "status": "failed", "error": problem}
-        return self._event("response.failed", response=response)
+        return "".join([*closed, self._event("response.failed", response=response)])
 
     def _added_events(self, text: str, tokens: Tokens, output: Output | None) -> list[str]:
         """The events of a text that is added, the last one where there is an output."""
-        for name, values in self._named_details(tokens).items():
-            self._details_left.setdefault(name, []).extend(values)
+        if self._wants_tokens:
+            for name, values in self._named_details(tokens).items():
+                self._details_left.setdefault(name, []).extend(values)
         parts: list[str | ToolCall] = [text] if text else []
         if self._readers:
             parts = self._readers[0].add(text, last=output is not None)
@@ -79,13 +89,15 @@ class ResponseShape(ChatShape):
 
     def _text_events(self, text: str) -> list[str]:
         events = [] if self._is_open else self._message_events()
-        item = self._items[-1]
-        part = item["content"][0]
-        part["text"] += text
+        self._texts.append(text)
+        if not self._details_left:
+            number, (before, after) = self._num_events, self._frame
+            self._num_events += 1
+            return [*events, f"{before}{JSON.encode(text)}{after}{number}}}\n\n"]
         details, self._details_left = self._details_left, {}
-        part["logprobs"] += details.setdefault("logprobs", [])
+        self._items[-1]["content"][0]["logprobs"] += details.setdefault("logprobs", [])
         place = {**self._place(), "content_index": 0}
-        return [*events, self._event("response.output_text.delta", **place, delta=text, **details)]
+        return [*events, self._event(DELTA, **place, **details, delta=text)]
 
     def _message_events(self) -> list[str]:
         """A message begins."""
@@ -96,16 +108,21 @@ class ResponseShape(ChatShape):
         events = [self._item_event("added")]
         self._items[-1]["content"] = [{**empty, "logprobs": []}]
         place = {**self._place(), "content_index": 0}
-        return [*events, self._event("response.content_part.added", **place, part=empty)]
+        events.append(self._event("response.content_part.added", **place, part=empty))
+        delta = {"type": DELTA, **place, "logprobs": [], "delta": PLACE, "sequence_number": 0}
+        before, after = JSON.encode(delta).split(JSON.encode(PLACE))
+        self._frame = (f"event: {DELTA}\ndata: {before}", after.removesuffix("0}"))
+        return events
 
     def _closed(self, status: str) -> list[str]:
-        """The message that went on, if there is one, does so no more."""
+        """The events that end the message that goes on; none where no message does."""
         if not self._is_open:
             return []
         self._is_open = False
         item = self._items[-1]
         item["status"] = status
         part = item["content"][0]
+        part["text"], self._texts = "".join(self._texts), []
         place = {**self._place(), "content_index": 0}
         said = {"text": part["text"], "logprobs": part["logprobs"]}
         return [
@@ -140,7 +157,7 @@ class ResponseShape(ChatShape):
         ]
 
     def _place(self) -> dict[str, Any]:
-        """Of the last item."""
+        """The id and the index of the last item."""
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _item_event(self, kind: str) -> str:
@@ -148,7 +165,7 @@ class ResponseShape(ChatShape):
         return self._event(f"response.output_item.{kind}", **place, item=self._items[-1])
 
     def _event(self, kind: str, **fields: Any) -> str:
-        content = {"type": kind, "sequence_number": self._num_events, **fields}
+        content = {"type": kind, **fields, "sequence_number": self._num_events}
         self._num_events += 1
         return f"event: {kind}\ndata: {JSON.encode(content)}\n\n"
 
@@ -202,7 +219,3 @@ class ResponseShape(ChatShape):
             "total_tokens": known["total_tokens"],
             "eecore": known["eecore"],
         }
-
-
-BEGINNING = ("created", "in_progress")
-"""The events before any item."""
