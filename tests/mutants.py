@@ -681,8 +681,8 @@ SERVER = (
     Mutant(
         "last-chunk-lost",
         "python/eecore/serving/answering.py",
-        "await _send_text(send, text + DONE, more=False)",
-        "await _send_text(send, DONE, more=False)",
+        "text += shape.end([outputs[index] for index in sorted(outputs)])",
+        "text = shape.end([outputs[index] for index in sorted(outputs)])",
         "tests/serving/test_endpoints.py tests/serving/test_streams.py",
     ),
     Mutant(
@@ -726,6 +726,27 @@ SERVER = (
         '"tool_calls" if has_calls and output.finish_reason == "stop" else output.finish_reason',
         '"tool_calls" if has_calls else output.finish_reason',
         "tests/serving/test_tool_calls.py",
+    ),
+    Mutant(
+        "any-site-has-a-browser-ask",
+        "python/eecore/serving/bodies.py",
+        "(is_of_browser or kind not in UNSAID)",
+        "kind not in UNSAID",
+        "tests/serving/test_refusals.py",
+    ),
+    Mutant(
+        "cut-off-response-is-complete",
+        "python/eecore/serving/response_shape.py",
+        'ended = "incomplete" if is_cut else "completed"',
+        'ended = "completed"',
+        "tests/serving/test_responses.py",
+    ),
+    Mutant(
+        "message-goes-on-after-a-call",
+        "python/eecore/serving/response_shape.py",
+        '        closed = self._closed("completed")\n',
+        "        closed = []\n",
+        "tests/serving/test_responses.py",
     ),
     Mutant(
         "stop-token-in-the-text",

@@ -49,6 +49,12 @@ class HttpOptions:
         envvar="EECORE_API_KEY",
         show_envvar=True,
     )
+    cors_origin: list[str] | None = option(
+        None,
+        "A site whose pages may ask from a browser, such as https://example.org; * for all; may "
+        "be repeated.",
+        show_default="none",
+    )
     access_log: bool = option(
         False, "A line of JSON on stdout for each request, without what is said."
     )
@@ -182,6 +188,7 @@ def serve(
         max_num_seqs=engine.max_num_seqs,
         tool_parser=http.tool_parser,
         generation_config=http.generation_config,
+        cors_origins=tuple(http.cors_origin or ()),
     )
     policies = Policies(directory)
     settings.check(policies)
@@ -208,6 +215,7 @@ def serve(
             service,
             listener,
             http.api_key or (),
+            cors_origins=settings.cors_origins,
             drain_seconds=bounds.drain,
             ready=lambda: say(
                 f"{words} (exit {service.served.depths.default}; ready after "
