@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from eecore.builtin import BUILTIN, model_directory
+from eecore.console.imports import kept
 from eecore.console.streams import says_all
 from eecore.errors import ModelError, ModelNotFoundError
 from eecore.hub import fetch_head, name_of
@@ -129,13 +130,16 @@ def load(
     """The model; its shape is checked against the exit policy before weights are read."""
     directory = check_path(path)
     with spinner(f"loading {name_of(directory)}"):
-        import torch
+        with kept():
+            import torch
 
-        import eecore
+            import eecore
+
+            load_model = eecore.load
 
         if threads is not None:
             torch.set_num_threads(threads)
-        return eecore.load(directory, **options_for(directory, policy, options))
+        return load_model(directory, **options_for(directory, policy, options))
 
 
 def options_for(directory: Path, policy: Exit | None, options: dict[str, Any]) -> dict[str, Any]:
