@@ -32,7 +32,7 @@ from command_line import (
     start,
 )
 from eecore.cli.app import run
-from eecore.console.depth import DepthPainter, depth_style, runs
+from eecore.console.depth import DepthPainter, depth_style, runs, said_depths
 from eecore.console.exit_options import ExitOptions, parse_layers
 from eecore.console.failures import UsageError
 from eecore.decoding.iterate import Iterations
@@ -284,6 +284,13 @@ def test_depth_comes_as_numbers_where_there_are_no_colours(
     captured = capsys.readouterr()
     assert captured.err.endswith("\n[exit layers: 2x3]\n")
     assert "\x1b" not in captured.out
+
+
+def test_depth_in_words() -> None:
+    assert said_depths(eecore.Full(), [4, 4], 4) == "exit layers: 4x2"
+    assert said_depths(eecore.ConfidentExit(0.9), [4, 2, 2], 4) == "exit layers: 4 2x2"
+    lossless = said_depths(eecore.PromptLookup(), [4, 0, 0, 4, 2], 4)
+    assert lossless == "3 of 5 tokens drafted, and verified by all 4 layers"
 
 
 def test_depth_runs_and_colours() -> None:
@@ -566,14 +573,22 @@ def on_a_terminal(arguments: list[str], **env: str) -> str:
     return shown.decode(errors="replace")
 
 
+def without_colours(shown: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+
+
 def test_depth_is_colour_on_a_terminal(model: str) -> None:
     command = ["generate", model, "abc", "-n", "8", "--ignore-eos", "--depth"]
     shown = on_a_terminal([*command, "--exit", "speculative:2,2"])
     assert "\x1b[38;2;" in shown
-    assert "exit layers" not in shown
+    words = without_colours(shown)
+    assert "█ drafted, and verified by all 4 layers  █ computed by all 4 layers  " in words
+    assert "tokens drafted" not in words
+    early = on_a_terminal([*command, "--exit", "confident:0.9"])
+    assert "exit layer  1 ██ 4 " in without_colours(early)
     plain = on_a_terminal([*command, "--exit", "speculative:2,2"], NO_COLOR="1")
     assert "\x1b[38;2;" not in plain
-    assert "[exit layers: " in plain
+    assert re.search(r"\[\d of 8 tokens drafted, and verified by all 4 layers\]", plain)
 
 
 def test_many_prompts_have_a_progress_bar_on_a_terminal(
@@ -584,7 +599,7 @@ def test_many_prompts_have_a_progress_bar_on_a_terminal(
     file = lines("prompts.jsonl", "".join(f"{prompt}\n" for prompt in prompts))
     shown = on_a_terminal(["generate", bare, "-f", file, "-n", "4", "--ignore-eos"])
     assert "generating" in shown
-    shown_lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown).replace("\r", "\n").splitlines()
+    shown_lines = without_colours(shown).replace("\r", "\n").splitlines()
     outputs = eecore.generate(eecore.load(bare), prompts, max_tokens=4, ignore_eos=True)
     for index, output in enumerate(outputs):
         at = shown_lines.index(f"==> {index + 1}/3: {len(prompts[index])} token ids")
