@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -41,6 +42,7 @@ from eecore.scheduling.scheduler import Work
 from tiny_models import write_model
 from tripwire import Fault
 
+ASKS_PYDANTIC = importlib.util.find_spec("typer._adapters") is not None
 SKIPS = [
     {
         "skip_attention": [1],
@@ -571,6 +573,33 @@ def on_a_terminal(arguments: list[str], **env: str) -> str:
     os.close(ours)
     assert command.wait(timeout=120) == 0, shown
     return shown.decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("generate", "a b", "-n", "x"), "--max-tokens: expected a valid integer, got 'x'"),
+        (("generate", "a b", "-t", "hot"), "--temperature: expected a valid number, got 'hot'"),
+        (("serve", "--port", "65536"), "--port: expected less than or equal to 65535, got '65536'"),
+    ],
+)
+@pytest.mark.skipif(not ASKS_PYDANTIC, reason="this typer has words of its own")
+def test_a_value_that_cannot_be_is_named(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(list(arguments)) == USAGE
+    assert error_of(capsys.readouterr()).startswith(f"error: {said} (see eecore {arguments[0]}")
+
+
+def test_a_prompt_of_one_word_is_taken_as_a_model_and_the_error_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hint = "; if it is the prompt: intent hello, or another model before it"
+    assert run(["generate", "hello"]) == MODEL
+    assert error_of(capsys.readouterr()).endswith(f"or intent, got nothing{hint}")
+    for no_word in (["generate", "hello", "there"], ["generate", "./hello"], ["info", "hello"]):
+        assert run(no_word) == MODEL
+        assert "if it is the prompt" not in error_of(capsys.readouterr())
 
 
 def without_colours(shown: str) -> str:

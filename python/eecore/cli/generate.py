@@ -19,7 +19,7 @@ from eecore.cli.results import JsonLines, Results, StreamedText, TextByPrompt, p
 from eecore.config import SamplingParams
 from eecore.console.exit_options import ExitOptions
 from eecore.console.failures import FAILED, UsageError
-from eecore.console.loading import OptionalModel, check_path, model_and_prompt
+from eecore.console.loading import OptionalModel, model_and_prompt, path_before_prompt
 from eecore.console.options import EngineOptions, option, takes_options
 from eecore.console.prompt_bar import with_prompt_bar
 from eecore.console.signals import INTERRUPTED, SIGNALS
@@ -148,7 +148,7 @@ def generate(
     if printed.logprobs is not None and not printed.json:
         raise UsageError("--logprobs: goes with --json")
     model, prompt = model_and_prompt(model, prompt, has_file=file is not None)
-    directory = check_path(model)
+    directory = path_before_prompt(model, prompt if file is None else str(file))
     prompts = read_prompts(prompt, file)
     sampling.check()
     SamplingParams(logprobs=printed.logprobs)

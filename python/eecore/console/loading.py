@@ -39,6 +39,7 @@ __all__ = [
     "load",
     "model_and_prompt",
     "options_for",
+    "path_before_prompt",
     "spinner",
 ]
 
@@ -122,6 +123,19 @@ def model_and_prompt(
     if prompt is None and (model == "-" or (words and not has_file and not os.path.exists(model))):
         return BUILTIN, model
     return model, prompt
+
+
+def path_before_prompt(model: str, prompt: str | None) -> Path:
+    """What :func:`check_path` gives of a MODEL that a prompt may follow. A word without one may be
+    a prompt, which the error says.
+    """
+    try:
+        return check_path(model)
+    except ModelNotFoundError as error:
+        if prompt is not None or not model.isalnum():
+            raise
+        hint = f"if it is the prompt: {BUILTIN} {model}, or another model before it"
+        raise ModelNotFoundError(f"{error}; {hint}") from None
 
 
 def load(
