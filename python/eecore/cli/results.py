@@ -11,11 +11,18 @@ from rich.console import Console
 from rich.text import Text
 
 from eecore.cli.prompts import Prompt
-from eecore.console.depth import DepthPainter, has_colours, runs
+from eecore.console.depth import (
+    DepthPainter,
+    has_colours,
+    is_lossless,
+    legend_of,
+    said_depths,
+)
 from eecore.console.streams import say, says_all
 from eecore.output import Saved
 
 if TYPE_CHECKING:
+    from eecore.exits import Exit
     from eecore.generation import Model
     from eecore.output import Output, StepOutput
 
@@ -36,7 +43,7 @@ class Results:
     Args:
         prompts: as they were given.
         model: what answers them.
-        lowest: paint text by depth from this layer up; None: do not.
+        policy: show how deep it went for each token; None: do not.
         console: the terminal that a progress bar shares with the outputs.
     """
 
@@ -44,10 +51,10 @@ class Results:
         self,
         prompts: list[Prompt],
         model: Model,
-        lowest: int | None,
+        policy: Exit | None,
         console: Console | None = None,
     ) -> None:
-        self.prompts, self.model, self.lowest = prompts, model, lowest
+        self.prompts, self.model, self.policy = prompts, model, policy
         self.console = console or Console()
         self._is_shared = console is not None
         self._waiting: dict[int, Output] = {}
@@ -77,11 +84,29 @@ class Results:
         elif text or end:
             print(text, end=end, flush=True)
 
+    @property
+    def has_paint(self) -> bool:
+        """Whether tokens have the colours of their depths."""
+        can = self.model.tokenizer is not None and has_colours(self.console)
+        return self.policy is not None and can
+
+    def explain(self) -> None:
+        """Say what the colours mean, where there are any."""
+        if self.policy is not None and self.has_paint:
+            self.line(legend_of(self.policy, self.model.config.num_layers))
+
     def painter(self, prompt_ids: list[int]) -> DepthPainter | None:
         """Colours the answer to a prompt; None where there are no colours."""
-        if self.lowest is None or self.model.tokenizer is None or not has_colours(self.console):
+        if self.policy is None or not self.has_paint:
             return None
-        return DepthPainter(self.model, prompt_ids, self.lowest)
+        verified = is_lossless(self.policy)
+        return DepthPainter(self.model, prompt_ids, self.policy.lowest_exit, verified=verified)
+
+    def depths(self, layers: list[int]) -> str | None:
+        """How deep the tokens of an answer went, where they are not painted but it is asked for."""
+        if self.policy is None or self.has_paint:
+            return None
+        return f"[{said_depths(self.policy, layers, self.model.config.num_layers)}]"
 
 
 class JsonLines(Results):
@@ -116,8 +141,8 @@ class TextByPrompt(Results):
             self.line(painter.add(output.token_ids, output.exit_layers, output.text))
         else:
             self.line(output.text)
-            if self.lowest is not None:
-                self.line(f"[exit layers: {runs(output.exit_layers)}]")
+            if said := self.depths(output.exit_layers):
+                self.line(said)
 
 
 class StreamedText(Results):
@@ -126,14 +151,14 @@ class StreamedText(Results):
     Args:
         prompts: as it was given.
         model: what answers it.
-        lowest: paint text by depth from this layer up; None: do not.
+        policy: show how deep it went for each token; None: do not.
         asked: what the model is asked.
     """
 
     def __init__(
-        self, prompts: list[Prompt], model: Model, lowest: int | None, asked: Prompt
+        self, prompts: list[Prompt], model: Model, policy: Exit | None, asked: Prompt
     ) -> None:
-        super().__init__(prompts, model, lowest)
+        super().__init__(prompts, model, policy)
         if model.tokenizer is not None and isinstance(asked, str):
             asked = model.tokenizer.encode(asked)
         self._painter = None if isinstance(asked, str) else self.painter(asked)
@@ -157,8 +182,8 @@ class StreamedText(Results):
             self._put(rest if self._painter is None else self._painter.paint(rest))
         if not self._written.endswith("\n"):
             print(flush=True)
-        if self.lowest is not None and self._painter is None:
-            print(f"[exit layers: {runs(self._layers)}]", file=sys.stderr)
+        if said := self.depths(self._layers):
+            print(said, file=sys.stderr)
 
     def _put(self, text: str | Text) -> None:
         self._written += str(text)

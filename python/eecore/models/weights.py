@@ -28,6 +28,10 @@ BLOCK_FORMATS: dict[Coding, dict[Care, str]] = {
     "int4": {"usual": "Q4_1", "more": "Q5_1", "most": "Q8_0"},
 }
 """Blocks of matrices whose rows they fill; others get a scale per row of int8."""
+MAX_SMALL = 1 << 20
+"""Elements of a tensor that is copied by one thread."""
+PART = 1 << 14
+"""Elements of a part of it: below the 32768 from which torch shares an element-wise loop."""
 BLOCK_COLUMNS = 32
 INT8_BLOCK_DEVICES = frozenset({"cpu"})
 """The types of devices on which int8 is in blocks; on others its rows have a scale each."""
@@ -157,7 +161,7 @@ class WeightView:
     def fill(self, stored: Tensor) -> None:
         """Copy a stored tensor, converted to the weight's dtype and device, or made int8."""
         if self.scale is None:
-            self.weight.copy_(stored)
+            _copy(self.weight, stored)
             return
         self.fill_int8(*quantise_rows(stored))
 
@@ -166,6 +170,20 @@ class WeightView:
         assert self.scale is not None
         self.weight.copy_(whole)
         self.scale.copy_(scale)
+
+
+def _copy(place: Tensor, stored: Tensor) -> None:
+    """Copy a tensor; a small one in parts, each too small for torch to wake other threads, which
+    takes them longer than the copy where the processors are busy."""
+    is_near = place.device.type == "cpu" and place.is_contiguous()
+    if stored.numel() > MAX_SMALL or not is_near:
+        place.copy_(stored)
+        return
+    parts = zip(
+        torch.split(place.view(-1), PART), torch.split(stored.reshape(-1), PART), strict=True
+    )
+    for part, given in parts:
+        part.copy_(given)
 
 
 def layer_views(
