@@ -12,7 +12,8 @@ from eecore.console.failures import UsageError
 from eecore.console.files import check_out
 from eecore.console.loading import SEEDS, Device, ModelPath, check_path, spinner
 from eecore.console.options import ProcessOptions, option, takes_options
-from eecore.lab.commands.train import MAX_BATCH, MAX_STEPS, Sequences, training_device
+from eecore.lab.commands.settings import MAX_BATCH, MAX_STEPS
+from eecore.lab.commands.train import Sequences, training_device
 
 
 @dataclass(frozen=True, kw_only=True)
