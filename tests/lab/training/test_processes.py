@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,10 +30,11 @@ from eecore.lab.training import (
 from eecore.lab.training.harness import STATE_FILE
 from eecore.lab.training.run_log import read_logs
 from eecore.lab.training.run_state import read_state
+from tiny_models import write_model
 from tiny_training import make_model, make_pairs
 
 SIZE = 2
-STEPS = 6
+STEPS = 5
 COMMON: dict[str, Any] = {
     # 40 pairs: the last batch of an epoch has four, fewer than there are pieces of a batch.
     "batch_size": 9,
@@ -37,11 +44,9 @@ COMMON: dict[str, Any] = {
     "layer_dropout": LayerDropout(0.7),
 }
 RUNS: dict[str, dict[str, Any]] = {
-    "whole": {"accumulate": 3},
-    "packed adapters": {"packing": 24, "lora": LoraSettings(2)},
+    "whole": {"accumulate": 3, "packing": 24},
     "sharded": {"shard": True, "accumulate": 3, "gradient_checkpointing": True},
-    "sharded adapters": {"shard": True, "lora": LoraSettings(2)},
-    "sharded t5": {"shard": True, "loss": CalmLoss(), "relative_rate": True},
+    "t5": {"shard": True, "loss": CalmLoss(), "relative_rate": True, "lora": LoraSettings(2)},
 }
 ALONE = {"shard": False, "accumulate": 1}
 """Settings of one process, which learns the same."""
@@ -50,8 +55,8 @@ STOPPED = ("whole", "sharded")
 
 def run_of(name: str, out: Path, changes: dict[str, Any], **options: Any) -> TrainingResult:
     config = TrainingConfig(steps=STEPS, **{**COMMON, **RUNS[name], **changes})
-    tied = {} if "t5" in name else {"tie_word_embeddings": True}
-    model = make_model("t5" if "t5" in name else "llama", **tied)
+    tied = {} if name == "t5" else {"tie_word_embeddings": True}
+    model = make_model("t5" if name == "t5" else "llama", **tied)
     return train(model, make_pairs(), config, out, held_out=make_pairs(), **options)
 
 
@@ -155,3 +160,37 @@ def test_what_several_processes_need_is_said(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"accumulate: expected 1\.\.batch_size=9, got 10"):
         run_of("whole", tmp_path / "out", {"accumulate": 10})
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [(), ("--shard",)])
+def test_torchrun_trains_and_ctrl_c_of_one_process_ends_all(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    model = write_model(tmp_path / "model", num_hidden_layers=3)
+    lines = [{"input": f"{word}=", "target": word[::-1]} for word in ("ab", "cde", "fg", "hij")]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(SIZE)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "eecore"]
+    command += ["train", str(model), "--data", str(tmp_path / "data.jsonl"), "--out", str(out)]
+    command += ["--steps", "200", "--batch-size", "4", "--device", "cpu", *options]
+    with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file) as launcher:
+        try:
+            children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+            while "step 1/200" not in log.read_text():
+                assert launcher.poll() is None, log.read_text()
+                time.sleep(0.1)
+            os.kill(int(children.read_text().split()[-1]), signal.SIGINT)
+            assert launcher.wait(120) != 0
+        finally:
+            launcher.kill()
+    assert log.read_text().count("\nschedule: cosine\n") == 1  # the first process alone speaks
+    step = read_state(out / "training" / STATE_FILE).step
+    assert 1 <= step < 200
+    assert f"interrupted after step {step} of 200" in log.read_text()
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert f"resuming after step {step} of 200" in done.stderr
+    assert done.stdout == f"wrote {out}\n"
+    assert (out / "model.safetensors").is_file()

@@ -221,6 +221,33 @@ def test_a_second_ctrl_c_interrupts_at_once() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
+def test_torchrun_passes_a_ctrl_c_on_which_is_no_second_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert stop()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_commands_of_one_process_refuse_several(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    out = tmp_path / "out"
+    data = ("--data", str(folder / "data.jsonl"))
+    for name, *more in (("train-exits",), ("train-classifier", *data)):
+        assert run([name, str(folder / "model"), "--out", str(out), *more]) == USAGE
+        assert f"{name}: expected one process, got several of torchrun" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_the_exit_classifier(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

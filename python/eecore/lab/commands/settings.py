@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from eecore.console.failures import UsageError
 from eecore.console.loading import SEEDS
 from eecore.console.options import option
 
-__all__ = ["MAX_BATCH", "MAX_STEPS", "Kept", "Rates", "say_settings"]
+__all__ = ["MAX_BATCH", "MAX_STEPS", "Kept", "Rates", "say_settings", "want_one_process"]
 
 MAX_STEPS, MAX_BATCH = 1 << 40, 1 << 20
 
@@ -46,6 +47,18 @@ class Kept:
     PANEL: ClassVar[str] = "Run"
     resume: bool = option(False, "Go on with the run that was stopped.")
     tensorboard: bool = option(False, "Write the logs for TensorBoard too.")
+
+
+def want_one_process(command: str) -> None:
+    """Refuse several processes of torchrun, of which each would write the same files.
+
+    Raises:
+        UsageError: there are several.
+    """
+    from eecore.lab.training.processes import is_launched
+
+    if is_launched():
+        raise UsageError(f"{command}: expected one process, got several of torchrun")
 
 
 def say_settings(panels: Iterable[Any], **known: object) -> None:

@@ -22,7 +22,7 @@ from eecore.lab.commands.head_texts import (
     write_and_read,
 )
 from eecore.lab.commands.progress import ProgressLine
-from eecore.lab.commands.settings import MAX_STEPS, Kept, Rates, say_settings
+from eecore.lab.commands.settings import MAX_STEPS, Kept, Rates, say_settings, want_one_process
 from eecore.readable import is_file, shown_path
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ def train_exits(
     what comes next. Each of the three steps survives a kill and Ctrl-C: the same command with
     --resume goes on.
     """
+    want_one_process("train-exits")
     path = check_path(model)
     if run.minutes is not None and run.epochs is not None:
         raise UsageError("--minutes: expected it or --epochs, got both")
