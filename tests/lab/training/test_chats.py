@@ -33,7 +33,7 @@ THINKS = (  # Qwen3's way: thoughts are shown of the last answer alone
     "{% set said = m.content.split('</think>')[-1].lstrip('\n') %}"
     "{% if m.role == 'assistant' and loop.last %}<think>\n"
     "{{ m.content.split('</think>')[0].split('<think>')[-1].strip() if '</think>' in m.content }}"
-    "\n</think>\n\n{% endif %}{{ said }}<|im_end|>\n{% endfor %}"
+    "\n</think>\n\n{% endif %}{{ said }}{{ m.calls or '' }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOOLS = (
@@ -85,6 +85,16 @@ def texts(tokenizer: Tokenizer, messages: list[dict[str, Any]], **variables: Any
                 *TWO_TURNS[3:],
             ],
             ["Hello<|im_end|>", "<think>\n\n</think>\n\nYes, Hello<|im_end|>"],
+        ),
+        (
+            THINKS,
+            [
+                TWO_TURNS[1],
+                {"role": "assistant", "content": "", "calls": "CALL"},
+                {"role": "tool", "content": "waved"},
+                {"role": "assistant", "content": "Done"},
+            ],
+            ["CALL<|im_end|>", "<think>\n\n</think>\n\nDone<|im_end|>"],
         ),
         (
             TOOLS,

@@ -62,7 +62,7 @@ def chat_pieces(
         if message["role"] != "assistant":
             continue
         before = text_of(index, asks=True) if index else ""
-        said = _said(message, before, text_of(index + 1), whole)
+        said = _said(before, text_of(index + 1), whole)
         if said is None:
             raise TrainingError(
                 f"messages[{index}]: expected a chat template that shows an answer after its "
@@ -82,17 +82,13 @@ def chat_pieces(
     return pieces
 
 
-def _said(message: Mapping[str, Any], before: str, answered: str, whole: str) -> str | None:
+def _said(before: str, answered: str, whole: str) -> str | None:
     """The answer as the whole conversation has it, with what ends it; None where it is not seen."""
     if not answered.startswith(before):
         return None
     said = answered[len(before) :].rstrip()
-    if said and whole.startswith(said, len(before)):
-        return said
     # Templates of models that think show the thoughts of the last answer alone.
-    content = message.get("content")
-    spoken = content.rpartition(END_OF_THOUGHTS)[2].strip() if isinstance(content, str) else ""
-    if not spoken or spoken not in said:
-        return None
-    said = spoken + said.rpartition(spoken)[2]
-    return said if whole.startswith(said, len(before)) else None
+    for text in (said, said.rpartition(END_OF_THOUGHTS)[2].lstrip()):
+        if text and whole.startswith(text, len(before)):
+            return text
+    return None
