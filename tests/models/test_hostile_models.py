@@ -347,10 +347,10 @@ def test_a_large_config_is_not_read(model_dir: Path) -> None:
 def test_rows_of_a_table_do_not_depend_on_how_long_it_is(family: str, tmp_path: Path) -> None:
     config = read_model_config(write_model(tmp_path, family))
     assert isinstance(config, ModelConfig)
-    longest = cos_sin_table(config.rope, 300, CPU)
+    longest = cos_sin_table(config.ropes[0], 300, CPU)
     assert torch.isfinite(longest).all()
     for count in (1, 2, 3, 7, 64, 255):
-        assert torch.equal(cos_sin_table(config.rope, count, CPU), longest[:count]), count
+        assert torch.equal(cos_sin_table(config.ropes[0], count, CPU), longest[:count]), count
 
 
 def test_a_table_reaches_as_far_as_a_cache_and_no_further() -> None:

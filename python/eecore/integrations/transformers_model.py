@@ -185,7 +185,8 @@ def _read(model: PreTrainedModel) -> tuple[AnyModelConfig, dict[str, Tensor]]:
     config = model_config(_fields(model.config, owner), _fields(model.generation_config, owner))
     check_modules(model)
     if isinstance(config, ModelConfig):
-        config = replace(config, rope=_rope(config.rope, model.get_submodule("model.rotary_emb")))
+        module = model.get_submodule("model.rotary_emb")
+        config = replace(config, ropes=tuple(_rope(rope, module) for rope in config.ropes))
     return config, dict(model.named_parameters(remove_duplicate=False))
 
 

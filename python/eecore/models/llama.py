@@ -68,7 +68,7 @@ class LlamaWeights:
         qkv = (config.q_size, config.kv_size, config.kv_size)
         shape, tied = (config.vocab_size, hidden), config.tie_word_embeddings
         embeddings = new.matrix("embed_tokens", *shape, is_head=tied)
-        head_norm = (layers, config.head_dim)
+        q_norm, k_norm = config.qk_norm_sizes
         return cls(
             embed_tokens=embeddings,
             lm_head=embeddings if tied else new.matrix("lm_head", *shape, is_head=True),
@@ -89,8 +89,8 @@ class LlamaWeights:
                 "gate_up", layers, 2 * inner, hidden, parts=(inner, inner), bias=config.mlp_bias
             ),
             down=new.matrix("down", layers, hidden, inner, bias=config.mlp_bias),
-            q_norm=new.tensor(*head_norm) if config.qk_norm else None,
-            k_norm=new.tensor(*head_norm) if config.qk_norm else None,
+            q_norm=new.tensor(layers, q_norm) if q_norm else None,
+            k_norm=new.tensor(layers, k_norm) if k_norm else None,
         )
 
     def stacked(self) -> ops.DecoderWeights:
@@ -140,7 +140,7 @@ class LlamaModel(Decoder):
         head = weights.embed_tokens, weights.lm_head, weights.final_norm
         super().__init__(config, source, *head)
         self.config, self.weights = config, weights
-        self._rope = RopeTable(config.rope, config.max_position, self.device)
+        self._rope = RopeTable(config.ropes[0], config.max_position, self.device)
         self._scale = config.head_dim**-0.5
         self._stacked = weights.stacked()
         self._layers = self._stacked.unbind()
