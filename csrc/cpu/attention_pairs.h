@@ -274,8 +274,8 @@ struct InPairs {
       ReadAhead ahead = block.ahead_of(head, block_size(head_dim), head_dim);
       pack_keys(k, num_keys, head_dim, [&] { ahead.ask(kLinesOfKeys); }, scratch);
       const auto attend_with = [&](const auto& values) {
-        attend_head(scratch, tile.num_rows, tile.held(head, 0), head_dim, keys,
-                    PairBlock{values, scale_of_head(head), &ahead});
+        attend_head<kGroupRows>(scratch, tile.num_rows, tile.held(head, 0), head_dim, keys,
+                                PairBlock{values, scale_of_head(head), &ahead});
       };
       if (tile.num_rows <= kGroupRows && head_dim <= kColumnPairs * kPairWidth) {
         attend_with(LooseValues{v, head_dim});

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention_block.h"
+#include "turn.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
@@ -36,16 +37,22 @@ void score_keys(const float* q, int64_t width, int64_t head_dim, HeadRows<W> row
   for (int64_t j = begin; j < end; j += kKeys) {
     if (ahead != nullptr) ahead->ask(kLinesOfRows * kKeys / 4);
     const W* k[kKeys];
+#pragma GCC unroll 8
     for (int i = 0; i < kKeys; ++i) k[i] = rows[j + i];
     Vec dots[kRows][kKeys];
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
       for (int i = 0; i < kKeys; ++i) dots[r][i] = zero();
     }
     const auto multiply = [&]<int kVector>(int64_t d, const auto& key_at) {
       Vec queries[kRows];
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) queries[r] = load(q + r * width + d + kVector * kWidth);
+#pragma GCC unroll 8
       for (int i = 0; i < kKeys; ++i) {
         const Vec key = key_at(i);
+#pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) dots[r][i] = add_product(dots[r][i], queries[r], key);
       }
     };
@@ -55,10 +62,12 @@ void score_keys(const float* q, int64_t width, int64_t head_dim, HeadRows<W> row
     }
     if (whole < head_dim) {
       Pair keys[kKeys];
+#pragma GCC unroll 8
       for (int i = 0; i < kKeys; ++i) keys[i] = load_pair_partial(k[i] + whole, head_dim - whole);
       multiply.template operator()<0>(whole, [&](int i) { return keys[i].a; });
       multiply.template operator()<1>(whole, [&](int i) { return keys[i].b; });
     }
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       for (int i = 0; i < kKeys; i += 4) sum_four(dots[r] + i, scores + r * kMaxBlock + j + i);
     }
@@ -73,7 +82,9 @@ void add_value_columns(const float* scores, const Vec* correction, HeadRows<W> r
                        int64_t rest, int64_t begin, int64_t end, ReadAhead* ahead, int64_t width,
                        float* acc) {
   Pair sums[kRows][kPairs];
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
     for (int i = 0; i < kPairs; ++i) {
       sums[r][i] = load_kept(acc + r * width + d + i * kPairWidth) * correction[r];
     }
@@ -82,17 +93,23 @@ void add_value_columns(const float* scores, const Vec* correction, HeadRows<W> r
     if (ahead != nullptr) ahead->ask(kLinesOfRows / 4 * kPairs / 2);
     const W* v = rows[j] + d;
     Vec weights[kRows];
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) weights[r] = broadcast(scores[r * kMaxBlock + j]);
+#pragma GCC unroll 8
     for (int i = 0; i < kPairs; ++i) {
       const W* at = v + i * kPairWidth;
       const Pair partial = kPartial ? load_pair_partial(at, rest) : Pair{zero(), zero()};
       const Vec a = kPartial ? partial.a : load_of_pair<0>(at);
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) sums[r][i].a = add_product(sums[r][i].a, weights[r], a);
       const Vec b = kPartial ? partial.b : load_of_pair<1>(at);
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) sums[r][i].b = add_product(sums[r][i].b, weights[r], b);
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
     for (int i = 0; i < kPairs; ++i) store_kept(acc + r * width + d + i * kPairWidth, sums[r][i]);
   }
 }
@@ -139,24 +156,155 @@ struct RowBlock {
   }
 };
 
-// Whether so many rows share a block that it pays to lay it out as consecutive float32 rows first:
-// bfloat16 is widened once, and slots a power of two apart no longer fall into the same cache sets.
-inline bool gathers_block(int64_t num_rows) { return num_rows > 2 * kGroupRows; }
+// Whether so many rows share a block that it pays to lay it out for them first.
+inline bool takes_panel(int64_t num_rows) { return num_rows > 2 * kGroupRows; }
 
+// Vectors of keys that a group of rows takes at a time.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kPanelVectors = 4;
+#else
+constexpr int kPanelVectors = 2;
+#endif
+static_assert(kMaxBlock % (kPanelVectors * kWidth) == 0);
+
+// Whole vectors of a row of so many columns, in pairs.
+inline int64_t vectors_of(int64_t head_dim) { return ceil_div(head_dim, kPairWidth) * 2; }
+
+// Lanes of a panel that are summed at a time, each in registers of its own.
+#if defined(__AVX512F__)
+constexpr int kPanelLanes = 2;
+#else
+constexpr int kPanelLanes = 1;
+#endif
+
+// Lays the keys of a block out as columns in float32: kPanelLanes lanes after each other in the
+// order in which sum_four adds them, and of those vector by vector; and its values as rows in
+// float32. `ahead` asks for the lines of a row at each.
 template <typename W>
-void gather_block(const HeadBlock<W>& block, int64_t num_keys, int64_t head_dim,
-                  TileScratch& scratch, BlockRows<float>& gathered) {
-  const int64_t width = row_width(head_dim);
-  const Vec one = broadcast(1.0f);
+void lay_out_panel(const HeadBlock<W>& block, int64_t num_keys, int64_t head_dim, ReadAhead& ahead,
+                   TileScratch& scratch, const float** values) {
+  const int64_t width = row_width(head_dim), num_vectors = vectors_of(head_dim);
+  const int lines = static_cast<int>(ceil_div(head_dim * int64_t{sizeof(W)}, 64)) * 2;
+  for (int64_t j = 0; j < kMaxBlock; j += kWidth) {
+    const auto put = [&](Vec(&lanes)[kWidth], int64_t vector) {
+      turn(lanes);
+#pragma GCC unroll 16
+      for (int i = 0; i < kWidth; ++i) {
+        const int64_t place = (i / kPanelLanes * num_vectors + vector) * kPanelLanes;
+        store(scratch.k_block + (place + i % kPanelLanes) * kMaxBlock + j, lanes[lane_of(i)]);
+      }
+    };
+    for (int64_t vector = 0; vector < num_vectors; vector += 2) {
+      const int64_t d = vector * kWidth, rest = head_dim - d;
+      Vec a[kWidth], b[kWidth];
+#pragma GCC unroll 16
+      for (int i = 0; i < kWidth; ++i) {
+        const W* key = block.k[j + i] + d;
+        const Pair pair = rest >= kPairWidth ? load_pair(key) : load_pair_partial(key, rest);
+        a[i] = pair.a;
+        b[i] = pair.b;
+      }
+      put(a, vector);
+      put(b, vector + 1);
+    }
+  }
   for (int64_t j = 0; j < num_keys; ++j) {
-    float* k = scratch.k_block + j * width;
-    float* v = scratch.v_block + j * width;
-    widen_row<W>(block.k[j], head_dim, one, width, k);
-    widen_row<W>(block.v[j], head_dim, one, width, v);
-    gathered.k[j] = k;
-    gathered.v[j] = v;
+    float* value = scratch.v_block + j * width;
+    widen_row<W>(block.v[j], head_dim, broadcast(1.0f), width, value);
+    values[j] = value;
+    ahead.ask(lines);
   }
 }
+
+// scores[r][j] = q[r] . k[j] for j of so many vectors, from a panel: the same sums as score_keys',
+// with keys in the place of lanes.
+template <int kRows, int kVectors>
+void score_panel(const float* q, int64_t width, int64_t num_vectors, const float* k,
+                 float* scores) {
+  struct Sums {
+    Vec of[kRows][kVectors];
+
+    void add(const Sums& others) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kVectors; ++i) of[r][i] = others.of[r][i] + of[r][i];
+      }
+    }
+  };
+  constexpr int kNumPlaces = kWidth / kPanelLanes;
+  Sums earlier[3];  // at level i of 2^i places
+  for (int place = 0; place < kNumPlaces; ++place) {
+    Sums sums[kPanelLanes];
+#pragma GCC unroll 2
+    for (int l = 0; l < kPanelLanes; ++l) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kVectors; ++i) sums[l].of[r][i] = zero();
+      }
+    }
+    const float* queries = q;
+    for (int64_t vector = 0; vector < num_vectors; ++vector, queries += kWidth) {
+#pragma GCC unroll 2
+      for (int l = 0; l < kPanelLanes; ++l, k += kMaxBlock) {
+        const float* query = queries + lane_of(place * kPanelLanes + l);
+        Vec keys[kVectors];
+#pragma GCC unroll 8
+        for (int i = 0; i < kVectors; ++i) keys[i] = load(k + i * kWidth);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          const Vec x = broadcast(query[r * width]);
+#pragma GCC unroll 8
+          for (int i = 0; i < kVectors; ++i) {
+            sums[l].of[r][i] = add_product(sums[l].of[r][i], x, keys[i]);
+          }
+        }
+      }
+    }
+    if constexpr (kPanelLanes == 2) sums[1].add(sums[0]);
+    Sums& sum = sums[kPanelLanes - 1];
+    int level = 0;
+    for (; place >> level & 1; ++level) sum.add(earlier[level]);
+    if (place + 1 < kNumPlaces) {
+      earlier[level] = sum;
+      continue;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kVectors; ++i) store(scores + r * kMaxBlock + i * kWidth, sum.of[r][i]);
+    }
+  }
+}
+
+// A panel of keys, and values in float32.
+struct PanelBlock {
+  static constexpr int64_t kStep = 1;
+  const float* k;
+  HeadRows<float> v;
+
+  PanelBlock quiet() const { return *this; }
+
+  template <int kRows>
+  void score(TileScratch& scratch, int64_t at, Range seen, int64_t head_dim) const {
+    constexpr int kKeys = kPanelVectors * kWidth;
+    const int64_t width = row_width(head_dim);
+    for (int64_t j = seen.begin / kKeys * kKeys; j < seen.end; j += kKeys) {
+      score_panel<kRows, kPanelVectors>(scratch.q + at * width, width, vectors_of(head_dim), k + j,
+                                        scratch.scores + j);
+    }
+  }
+  template <int kRows>
+  void weigh(TileScratch&) const {}
+  template <int kRows>
+  void add(TileScratch& scratch, int64_t r, Range keys, const Vec* correction, int64_t head_dim,
+           float* acc) const {
+    add_values<kRows>(scratch.scores + r * kMaxBlock, correction, v,
+                      ceil_div(head_dim, kPairWidth) * kPairWidth, keys.begin, keys.end, nullptr,
+                      row_width(head_dim), acc);
+  }
+};
 
 // In float32, of rows of W.
 template <typename W>
@@ -185,27 +333,18 @@ struct InFloats {
       const HeadBlock<W> rows = {rows_as(own.k, num_keys, head_dim, scratch.k_widened, wide_k),
                                  rows_as(own.v, num_keys, head_dim, scratch.v_widened, wide_v)};
       ReadAhead ahead = block.ahead_of(head, block_size(head_dim), head_dim);
-      attend_rows_of(scratch, tile, head, head_dim, keys, rows, &ahead, !kIsSame<C, W>);
+      const int64_t num_rows = tile.num_rows, at = tile.held(head, 0);
+      if (takes_panel(num_rows)) {
+        const float* values[kMaxBlock];
+        lay_out_panel(rows, num_keys, head_dim, ahead, scratch, values);
+        attend_head<kPanelRows>(scratch, num_rows, at, head_dim, keys,
+                                PanelBlock{scratch.k_block, {values, 0}});
+      } else {
+        attend_head<kGroupRows>(scratch, num_rows, at, head_dim, keys,
+                                RowBlock<W>{&rows, &ahead});
+      }
       ahead.ask_rest();
     }
-  }
-
- private:
-  // is_laid_out: the block's rows lie side by side already.
-  static void attend_rows_of(TileScratch& scratch, const AttentionTile& tile, int64_t head,
-                             int64_t head_dim, Range keys, const HeadBlock<W>& block,
-                             ReadAhead* ahead, bool is_laid_out) {
-    const int64_t num_rows = tile.num_rows, at = tile.held(head, 0);
-    if ((kIsSame<W, float> && is_laid_out) || !gathers_block(num_rows)) {
-      return attend_head(scratch, num_rows, at, head_dim, keys, RowBlock<W>{&block, ahead});
-    }
-    BlockRows<float> gathered;
-    const int64_t num_keys = ceil_div(keys.end - keys.begin, kMaxGroupKeys) * kMaxGroupKeys;
-    gather_block(block, num_keys, head_dim, scratch, gathered);
-    const HeadBlock<float> rows{{gathered.k, 0}, {gathered.v, 0}};
-    // A gathered row is made of whole pairs.
-    attend_head(scratch, num_rows, at, ceil_div(head_dim, kPairWidth) * kPairWidth, keys,
-                RowBlock<float>{&rows, ahead});
   }
 };
 

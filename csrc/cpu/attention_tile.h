@@ -11,13 +11,15 @@ namespace eecore::cpu::EECORE_CAPABILITY {
 
 // Keys of a block: those of one, and of the next that is being prefetched, stay in cache.
 constexpr int64_t kMaxBlock = 32;
-// Rows that share a key in registers.
+// Rows that share a key in registers, and that share a panel of keys.
 #if defined(__AVX512F__)
-constexpr int kGroupRows = 4;
+constexpr int kGroupRows = 4, kPanelRows = 6;
 #elif defined(__AVX2__)
-constexpr int kGroupRows = 3;
+constexpr int kGroupRows = 3, kPanelRows = 3;
+#elif defined(__aarch64__)
+constexpr int kGroupRows = 2, kPanelRows = 4;
 #else
-constexpr int kGroupRows = 2;
+constexpr int kGroupRows = 2, kPanelRows = 2;
 #endif
 constexpr float kInfinity = __builtin_inff();
 
@@ -74,11 +76,11 @@ struct TileScratch {
   alignas(64) float q[kTileFloats];        // [rows, width], as the blocks take them
   alignas(64) float acc[kTileFloats];      // [rows, width]: weights times values
   alignas(64) float total[kTileFloats];    // the same, of the splits merged so far
-  alignas(64) float k_block[kTileFloats];  // [block, width], when gathered
-  alignas(64) float v_block[kTileFloats];  // [block, width], when gathered
+  alignas(64) float k_block[kTileFloats];  // [width, block], a panel
+  alignas(64) float v_block[kTileFloats];  // [block, width], beside it
   alignas(64) uint8_t k_widened[kTileFloats * sizeof(float)];  // [block, width], of float8
   alignas(64) uint8_t v_widened[kTileFloats * sizeof(float)];  // [block, width], of float8
-  alignas(64) float scores[kGroupRows * kMaxBlock];            // [rows of a group, block]
+  alignas(64) float scores[kPanelRows * kMaxBlock];            // [rows of a group, block]
 #if defined(__AVX512BF16__)
   alignas(64) uint32_t q_pairs[kTileFloats / 2];  // [rows, width / 2], of pairs of bfloat16
   alignas(64) uint32_t k_pairs[kMaxAttentionHeadDim / 2 * kMaxBlock];
@@ -245,20 +247,18 @@ void attend_rows(TileScratch& scratch, int64_t row, int64_t at, int64_t head_dim
   }
 }
 
-// All rows of one kv head; the first of them ask for the next block.
-template <typename Block>
+// All rows of one kv head, kRows at a time; the first of them ask for the next block.
+template <int kRows, typename Block>
 void attend_head(TileScratch& scratch, int64_t num_rows, int64_t at, int64_t head_dim, Range keys,
                  Block block) {
-  const auto rows = [&]<int kRows>(int64_t row) {
-    attend_rows<kRows>(scratch, row, at + row, head_dim, keys, block);
-    block = block.quiet();
+  const auto rows = [&]<int kSome>(int64_t row, const auto& fewer) {
+    for (; row + kSome <= num_rows; row += kSome) {
+      attend_rows<kSome>(scratch, row, at + row, head_dim, keys, block);
+      block = block.quiet();
+    }
+    if constexpr (kSome > 1) fewer.template operator()<kSome - 1>(row, fewer);
   };
-  int64_t row = 0;
-  for (; row + kGroupRows <= num_rows; row += kGroupRows) rows.template operator()<kGroupRows>(row);
-  const int64_t rest = num_rows - row;
-  if (kGroupRows > 3 && rest == 3) rows.template operator()<3>(row);
-  if (kGroupRows > 2 && rest == 2) rows.template operator()<2>(row);
-  if (rest == 1) rows.template operator()<1>(row);
+  rows.template operator()<kRows>(0, rows);
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

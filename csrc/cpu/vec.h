@@ -313,7 +313,8 @@ inline Vec round_to<BFloat16>(Vec x) {
 #endif
 }
 
-// out[i] = sum(v[i]) for the four vectors, each in the same order.
+// out[i]: the sum of the elements of v[i], of lane_of(0) and lane_of(1), of lane_of(2) and
+// lane_of(3), and so on, then of each two of these sums, up to the last.
 inline void sum_four(const Vec* v, float* out) {
 #if defined(__AVX512F__)
   const __m512 ab =
@@ -336,6 +337,15 @@ inline void sum_four(const Vec* v, float* out) {
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 #else
   for (int i = 0; i < 4; ++i) out[i] = sum(v[i]);
+#endif
+}
+constexpr int lane_of(int place) {
+#if defined(__AVX512F__)
+  return (place & 4) << 1 | (place & 8) >> 1 | (place & 1) << 1 | (place & 2) >> 1;
+#elif defined(__AVX2__)
+  return (place & 4) | (place & 1) << 1 | (place & 2) >> 1;
+#else
+  return (place & 1) << 2 | (place & 2) | (place & 4) >> 2;
 #endif
 }
 
