@@ -858,6 +858,37 @@ READERS = (
     ),
 )
 
+TRAINING = (
+    Mutant(
+        "pieces-of-a-batch-weigh-alike",
+        "python/eecore/lab/training/early_exit_loss.py",
+        "return total / (len(self.tokens) if self.count is None else self.count)",
+        "return total / max(1, len(self.tokens))",
+        "tests/lab/training/test_packing.py",
+    ),
+    Mutant(
+        "packed-texts-see-each-other",
+        "python/eecore/lab/training/data.py",
+        "if any(len(row) > 1 for row in packed):",
+        "if False:",
+        "tests/lab/training/test_packing.py",
+    ),
+    Mutant(
+        "a-piece-drops-layers-of-its-own",
+        "python/eecore/lab/training/layer_dropout.py",
+        "else kept_of_step[self._rows]",
+        "else kept_of_step[: len(hidden)]",
+        "tests/lab/training/test_packing.py",
+    ),
+    Mutant(
+        "divided-gradients-stay-means",
+        "python/eecore/lab/training/processes.py",
+        "parameter.grad.mul_(self.size)",
+        "parameter.grad.mul_(1)",
+        "tests/lab/training/test_processes.py",
+    ),
+)
+
 MUTANTS = (
     *SCHEDULING,
     *DECODING,
@@ -867,4 +898,5 @@ MUTANTS = (
     *CHECKS,
     *CPU_KERNELS,
     *CUDA_KERNELS,
+    *TRAINING,
 )

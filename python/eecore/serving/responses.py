@@ -124,7 +124,7 @@ class _Items:
         self.messages: list[dict[str, Any]] = []
         self.sources: list[str] = []
         self._thoughts: list[str] = []
-        """Those of the answer that comes next."""
+        """Thoughts of the answer that comes next."""
         self._calls: set[str] = set()
         self._has_instructions = False
         self._kinds: dict[str, Callable[[str, Mapping[str, Any]], None]] = {

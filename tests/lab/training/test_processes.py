@@ -28,6 +28,7 @@ from eecore.lab.training import (
     train,
 )
 from eecore.lab.training.harness import STATE_FILE
+from eecore.lab.training.processes import launched
 from eecore.lab.training.run_log import read_logs
 from eecore.lab.training.run_state import read_state
 from tiny_models import write_model
@@ -160,6 +161,17 @@ def test_what_several_processes_need_is_said(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"accumulate: expected 1\.\.batch_size=9, got 10"):
         run_of("whole", tmp_path / "out", {"accumulate": 10})
     assert not (tmp_path / "out").exists()
+
+
+def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with (
+        pytest.raises(TrainingError, match="processes: expected at most 2 here, one a GPU, got 4"),
+        launched("cuda"),
+    ):
+        pass
 
 
 @pytest.mark.long

@@ -225,6 +225,7 @@ def test_torchrun_passes_a_ctrl_c_on_which_is_no_second_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
     with stop_on_signals() as stop:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
@@ -240,6 +241,7 @@ def test_commands_of_one_process_refuse_several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
     out = tmp_path / "out"
     data = ("--data", str(folder / "data.jsonl"))
     for name, *more in (("train-exits",), ("train-classifier", *data)):

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributed, nn
 
+from eecore.errors import TrainingError
+
 __all__ = ["Processes", "is_divided", "is_launched", "launched", "whole"]
 
 SENT_TOGETHER = 1 << 24
@@ -136,7 +138,7 @@ def whole(tensor: Tensor) -> Tensor:
 def is_launched() -> bool:
     """Whether torchrun has started this process beside others."""
     size = os.environ.get("WORLD_SIZE", "1")
-    return size.isdecimal() and int(size) > 1
+    return "RANK" in os.environ and size.isdecimal() and int(size) > 1
 
 
 @contextlib.contextmanager
@@ -147,12 +149,20 @@ def launched(device: str) -> Iterator[Processes]:
 
     Args:
         device: ``cuda``: each process takes a GPU of its own.
+
+    Raises:
+        TrainingError: a machine has more of them than GPUs.
     """
     if not is_launched():
         yield Processes()
         return
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        place, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if place >= there:
+            raise TrainingError(
+                f"processes: expected at most {there} here, one a GPU, got {place + 1} or more"
+            )
+        torch.cuda.set_device(place)
     # Numbers on the CPU go by gloo, gradients on GPUs by NCCL.
     distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     try:

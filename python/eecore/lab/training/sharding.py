@@ -62,7 +62,7 @@ class ShardedExitModel(ExitModel):
         return states
 
     def release(self) -> None:
-        """Let go of what a pass without gradients has gathered."""
+        """Free the weights that a pass without gradients has gathered."""
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
