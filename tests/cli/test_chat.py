@@ -24,17 +24,20 @@ from command_line import LONG, QUIET, REQUEST, USAGE, error_of
 from eecore.cli import chat
 from eecore.cli.app import run
 from eecore.cli.chat import _Rendered, whole_block
+from eecore.cli.generate import ANSWERS
 from eecore.console.depth import DepthPainter, depth_style, legend_of
 from tiny_models import write_model
 
 Talk = Callable[..., Any]
+SIX = ("-n", "6", "--seed", "3")
+"""Options of answers of six tokens, the same each time."""
 
 
 @pytest.fixture
 def talk(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Talk:
     """Says lines to a chat; what it printed, and its exit code."""
 
-    def said(*lines: str, options: tuple[str, ...] = ("-n", "6"), code: int = 0) -> Any:
+    def said(*lines: str, options: tuple[str, ...] = SIX, code: int = 0) -> Any:
         text = "".join(f"{line}\n" for line in lines)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         assert run(["chat", model, *options]) == code
@@ -52,7 +55,10 @@ def answers_to(model: str, *said: str, system: str | None = None, **settings: An
     for message in said:
         messages.append({"role": "user", "content": message})
         ids = loaded.tokenizer.encode_chat(messages)
-        sampling = eecore.SamplingParams.of(loaded, **{"max_tokens": 6, **settings})
+        usual = {} if loaded.config.sampling else ANSWERS
+        sampling = eecore.SamplingParams.of(
+            loaded, **{**usual, "max_tokens": 6, "seed": 3, **settings}
+        )
         (output,) = eecore.generate(loaded, ids, sampling=sampling)
         answers.append(output.text or "")
         messages.append({"role": "assistant", "content": answers[-1]})
@@ -82,7 +88,7 @@ def test_a_system_message_and_a_new_beginning(model: str, talk: Talk, tmp_path: 
         "/quit",
         "x",
     )
-    shown = talk(*lines, options=("-n", "6", "--system", "be long"))
+    shown = talk(*lines, options=(*SIX, "--system", "be long"))
     (again,) = answers_to(model, "again", system="be short")
     assert [each["content"] for each in json.loads(file.read_text())["messages"]] == [
         *("be short", "again", again)
@@ -129,7 +135,7 @@ def test_without_a_model_it_is_the_small_one_that_is_at_hand(
     monkeypatch.setattr(chat, "is_at_hand", lambda name: name == chat.TALKS)
     monkeypatch.setattr(chat, "TALKS", model)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
-    assert run(["chat", "-n", "6"]) == 0
+    assert run(["chat", *SIX]) == 0
     assert capsys.readouterr().out.rstrip("\n") == answers_to(model, "hello")[0].rstrip("\n")
 
 
@@ -158,8 +164,8 @@ def test_a_model_samples_as_its_files_say(
     shutil.copytree(model, hot)
     (hot / "generation_config.json").write_text('{"do_sample": true, "temperature": 1.5}')
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
-    assert run(["chat", str(hot), "-n", "6", "--seed", "3"]) == 0
-    (expected,) = answers_to(str(hot), "hello", seed=3)
+    assert run(["chat", str(hot), *SIX]) == 0
+    (expected,) = answers_to(str(hot), "hello")
     assert capsys.readouterr().out.rstrip("\n") == expected.rstrip("\n")
 
 
@@ -282,5 +288,5 @@ def test_smollm2_talks(
 ) -> None:
     lines = b"What is the capital of France?\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
-    assert run(["chat", str(smollm2), "-n", "24"]) == 0
+    assert run(["chat", str(smollm2), "-n", "24", "-t", "0"]) == 0
     assert "Paris" in capsys.readouterr().out

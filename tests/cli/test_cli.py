@@ -33,6 +33,7 @@ from command_line import (
     start,
 )
 from eecore.cli.app import run
+from eecore.cli.generate import ANSWERS
 from eecore.console.depth import DepthPainter, depth_style, runs, said_depths
 from eecore.console.exit_options import ExitOptions, parse_layers
 from eecore.console.failures import UsageError
@@ -114,7 +115,7 @@ def test_json_has_everything_of_an_output(model: str, capsys: pytest.CaptureFixt
 def test_every_exit_mode_runs(
     model: str, options: list[str], contract: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["generate", model, "abc", "-n", "10", "--json", "--exit"]
+    command = ["generate", model, "abc", "-n", "10", "-t", "0", "--json", "--exit"]
     assert run([*command, *options]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["stats"]["contract"].startswith(contract)
@@ -165,7 +166,7 @@ def test_json_lines_of_prompts_may_be_strings_tokens_or_objects(
     model: str, lines: Callable[[str, str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = lines("prompts.jsonl", '"abc"\n[97, 98, 99]\n{"prompt": "abc", "id": 3}\n')
-    assert run(["generate", model, "-f", file, "-n", "5", "--json"]) == 0
+    assert run(["generate", model, "-f", file, "-n", "5", "--seed", "3", "--json"]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(records) == 3
     assert records[0]["token_ids"] == records[2]["token_ids"]
@@ -262,8 +263,69 @@ def test_a_model_samples_as_its_own_files_say(
     assert shown == {name: value for name, value in own.items() if name != "do_sample"}
     assert run(["info", str(directory)]) == 0
     assert "temperature 1.5, top_k 40, repetition_penalty 1.1" in capsys.readouterr().out
+    (directory / "generation_config.json").write_text('{"do_sample": false}')
+    assert run(["info", str(directory)]) == 0
+    assert re.search(r"sampling +greedy *\n", capsys.readouterr().out)
     assert run(["info", model]) == 0
-    assert re.search(r"sampling +greedy", capsys.readouterr().out)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "sampling none of its own: texts greedy, answers temperature" in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((), ANSWERS),
+        (("--raw",), {}),
+        (("--min-p", "0.1"), {"min_p": 0.1}),
+        (("--presence-penalty", "0.5"), {"presence_penalty": 0.5}),
+        (("-t", "0"), {}),
+    ],
+)
+def test_answers_are_sampled_where_neither_model_nor_caller_says_how(
+    model: str,
+    given: tuple[str, ...],
+    expected: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["generate", model, "abc", "-n", "16", "--ignore-eos", "--seed", "7", "--json"]
+    assert run([*command, *given]) == 0
+    loaded = eecore.load(model)
+    assert loaded.tokenizer is not None
+    ids = loaded.tokenizer.encode_chat([{"role": "user", "content": "abc"}])
+    asked = "abc" if "--raw" in given else ids
+    fixed = {"max_tokens": 16, "ignore_eos": True, "seed": 7}
+    (output,) = eecore.generate(loaded, asked, **fixed, **expected)
+    assert json.loads(capsys.readouterr().out)["token_ids"] == output.token_ids
+
+
+@pytest.mark.parametrize("exit", ["full", "auto", "lookup", "speculative:2,3", "confident:0.5"])
+def test_answers_are_sampled_where_a_seed_gives_the_text_of_full_depth(
+    exit: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", model, "abc", "-n", "24", "--ignore-eos", "--json", "--exit", exit]
+    texts = []
+    for seed in ("7", "7", "8"):
+        assert run([*command, "--seed", seed]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert texts[0] == texts[1]
+    is_sampled = exit in ("full", "auto", "lookup")
+    assert (texts[0] != texts[2]) == is_sampled
+    if is_sampled:
+        assert run([*command[:-1], "full", "--seed", "7"]) == 0
+        assert json.loads(capsys.readouterr().out)["token_ids"] == texts[0]
+
+
+def test_a_model_that_was_trained_to_exit_answers_greedily(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = tmp_path / "trained"
+    shutil.copytree(model, trained)
+    (trained / "exits.json").write_text('{"training": {"loss": {"kind": "layerskip"}}}')
+    texts = []
+    for path, settings in ((trained, ()), (model, ("-t", "0"))):
+        assert run(["generate", str(path), "abc", "-n", "16", "--json", *settings]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert texts[0] == texts[1]
 
 
 def test_same_seed_same_text(model: str, capsys: pytest.CaptureFixture[str]) -> None:

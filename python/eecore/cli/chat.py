@@ -218,7 +218,7 @@ class _Talk:
                 f"conversation of {len(ids)} tokens: expected at most {room + len(ids) - 1}, what "
                 "the context holds; /clear begins anew"
             )
-        return ids, self.sampling.params(self.model, ids)
+        return ids, self.sampling.params(self.model, self.policy, ids)
 
     def _steps(self, ids: list[int], params: SamplingParams) -> Any:
         import eecore
@@ -243,7 +243,7 @@ class _Talk:
     def _exit_mode(self, text: str) -> None:
         if text:
             policy = ExitOptions(text).policy(self.directory)
-            params = self.sampling.params(self.model, None)
+            params = self.sampling.params(self.model, policy, None)
             prepare = self.model.shared_engine().engine.prepare
             prepare([0], exit=policy, sampling=replace(params, max_tokens=1))
             self.policy = policy

@@ -25,7 +25,7 @@ from eecore.console.prompt_bar import with_prompt_bar
 from eecore.console.signals import INTERRUPTED, SIGNALS
 from eecore.console.streams import say
 from eecore.exit_text import parse_exit, usual_exit
-from eecore.exits import Auto, Full
+from eecore.exits import Auto, Full, HeadDrafts, PromptLookup
 from eecore.values import help_of
 
 if TYPE_CHECKING:
@@ -34,19 +34,30 @@ if TYPE_CHECKING:
     from eecore.output import Output
 
 
+ANSWERS = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}
+"""How a chat model answers where neither its files nor the caller say. SmolLM2-135M-Instruct, asked
+for summaries of ten long pages, ended 8 in a loop greedily, 4 of 10 with llama.cpp's settings, none
+with these or ollama's. Of four simple questions it answered 3 right greedily; with eight seeds each,
+25 of 32 with these and 18 with ollama's.
+"""
+OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""The settings that a model may come with."""
+CHOOSING = (*OWN, "presence_penalty", "frequency_penalty")
+"""The settings that say how tokens are chosen."""
+
+
 def _sampling(name: str, *flags: str, **details: Any) -> Any:
     """A field of SamplingParams as an option; None where it is not given."""
-    usual = f"the model's, or {getattr(SamplingParams, name):g}" if name in OWN else None
+    usual = None
+    if name in OWN:
+        usual = f"the model's, or {getattr(SamplingParams, name):g}"
+        usual += f"; of answers {ANSWERS[name]:g}" if name in ANSWERS else ""
     return option(
         None,
         f"{help_of(SamplingParams, name)}.",
         *flags,
         **{"show_default": usual or False, **details},
     )
-
-
-OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""The settings that a model may come with."""
 
 
 @dataclass(frozen=True)
@@ -82,19 +93,35 @@ class SamplingOptions:
         """Raise a RequestError for a setting that no model takes."""
         SamplingParams(**self.given)
 
-    def params(self, model: Model, answers: list[int] | None) -> SamplingParams:
-        """The settings for a prompt: those that are given, then the model's own.
+    def params(self, model: Model, policy: Exit, answers: list[int] | None) -> SamplingParams:
+        """The settings for a prompt: those that are given, then the model's own. Where neither says
+        how tokens are chosen, answers have those of ``ANSWERS``, and texts are continued greedily.
 
         Args:
             model: that is asked.
+            policy: how deep it goes.
             answers: the prompt, where it asks for an answer, which may fill the context; None for a
                 text that is continued.
         """
-        params = SamplingParams.of(model, **self.given)
+        given = self.given
+        if answers is not None and given.keys().isdisjoint(CHOOSING) and _samples(model, policy):
+            given = {**ANSWERS, **given}
+        params = SamplingParams.of(model, **given)
         if self.max_tokens is not None or answers is None:
             return params
         room = model.engine_config.room(model.config, len(answers))
         return replace(params, max_tokens=max(1, room))
+
+
+def _samples(model: Model, policy: Exit) -> bool:
+    """Whether answers are sampled where nothing says how tokens are chosen: where the text is full
+    depth's of the same seed. Where layers draft, or exits were trained to, that is so of greedy
+    text alone.
+    """
+    source = model.network.source
+    is_trained = source is not None and source.is_trained_to_exit
+    same_text = isinstance(policy, (Full, Auto, HeadDrafts, PromptLookup))
+    return same_text and not is_trained and not model.config.sampling
 
 
 @dataclass(frozen=True)
@@ -160,7 +187,9 @@ def generate(
     policy = said or parse_exit(usual_exit(loaded.network.device))
     answers = [None if raw else _in_template(loaded, text, system) for text in prompts]
     asked = [text if ids is None else ids for text, ids in zip(prompts, answers, strict=True)]
-    params = [replace(sampling.params(loaded, ids), logprobs=printed.logprobs) for ids in answers]
+    params = [
+        replace(sampling.params(loaded, policy, ids), logprobs=printed.logprobs) for ids in answers
+    ]
     shown = policy if printed.depth else None
     # On one terminal bar and text share a console, which keeps the bar below the text.
     console, has_bar = Console(stderr=not sys.stdout.isatty()), False

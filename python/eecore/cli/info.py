@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_format
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eecore.builtin import BUILTIN
+from eecore.cli.generate import ANSWERS
 from eecore.console.loading import Debug, ModelPath, check_path, spinner
 from eecore.console.streams import says_all
 
@@ -156,7 +158,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         text = f"{tokenizer['vocab_size']} tokens, {chat} a chat template"
         ends += f" ({' '.join(tokenizer['eos_tokens'])})" if tokenizer["eos_tokens"] else ""
     encoder, heads, context = _family_rows(config)
-    cuda = ", ".join(map(str, build["cuda_architectures"])) if build["cuda"] else build["cuda_note"]
+    cuda = build["cuda_architectures" if build["cuda"] else "cuda_note"]
     return [
         ("model", facts["path"]),
         ("architecture", config["architecture"]),
@@ -172,7 +174,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         *context,
         ("tokenizer", text),
         ("end tokens", ends),
-        ("sampling", _sampling(config["sampling"])),
+        ("sampling", _sampling(config["sampling"], facts["tokenizer"])),
         ("on disk", f"{_size(facts['bytes_on_disk'])}, {', '.join(facts['stored_dtypes'])}"),
         ("runs as", f"{facts['dtype']} on {facts['device']}"),
         ("weights", _size(facts["weight_bytes"])),
@@ -185,10 +187,18 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _sampling(own: dict[str, float]) -> str:
-    """The model's own sampling settings."""
-    named = ", ".join(f"{name} {value:g}" for name, value in own.items())
-    return named if own.get("temperature") else ", ".join(filter(None, ("greedy", named)))
+def _sampling(own: dict[str, float], tokenizer: dict[str, Any] | None) -> str:
+    """The model's own sampling settings, or those of its answers where it has none."""
+    if not own and tokenizer is not None and tokenizer["chat_template"]:
+        return f"none of its own: texts greedy, answers {_named(ANSWERS)}"
+    if own.get("temperature"):
+        return _named(own)
+    others = _named({name: value for name, value in own.items() if name != "temperature"})
+    return ", ".join(filter(None, ("greedy", others)))
+
+
+def _named(settings: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in settings.items())
 
 
 def _head_row(head: dict[str, Any] | None) -> list[tuple[str, str]]:

@@ -199,7 +199,8 @@ def own_sampling(generation: ConfigFields) -> OwnSampling:
     if samples is False:
         dropped = [n for n in FILTERS if n in given and given[n] not in USUAL_FILTERS[n]]
         unused = [*unused, *dropped]
-        given = {n: value for n, value in given.items() if n not in FILTERS}
+        given = {n: value for n, value in given.items() if n not in FILTERS} | {"temperature": 0.0}
+        checked = replace(checked, temperature=0.0)
     for name in unused:
         expected = "none without do_sample" if name in FILTERS else "no such setting"
         got = shown(generation.values[name])
