@@ -28,7 +28,8 @@ from eecore.models import (
     find_head,
     model_digest,
 )
-from eecore.models.readers.config_json import ConfigFields, model_config
+from eecore.models.readers.config_fields import ConfigFields
+from eecore.models.readers.config_json import model_config
 from eecore.models.rope import frequencies
 from eecore.values import shown
 

@@ -16,7 +16,8 @@ from eecore.config import AnyModelConfig, ModelConfig
 from eecore.errors import CheckpointError, UnsupportedModelError
 from eecore.json_fields import JsonFields
 from eecore.models.readers.checkpoint import StoredTensors, check_tensors
-from eecore.models.readers.config_json import ConfigFields, model_config, own_sampling
+from eecore.models.readers.config_fields import ConfigFields
+from eecore.models.readers.config_json import model_config, own_sampling
 from eecore.models.readers.gguf_config import (
     ROPE_FACTORS,
     config_values,

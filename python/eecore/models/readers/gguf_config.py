@@ -20,7 +20,7 @@ from eecore.config import (
 )
 from eecore.errors import CheckpointError, UnsupportedModelError
 from eecore.json_fields import ABOVE_ZERO, JsonFields
-from eecore.models.readers.config_json import FACTORS, THETAS
+from eecore.models.readers.config_fields import FACTORS, THETAS
 from eecore.models.readers.gguf_file import GGUFFile
 from eecore.models.readers.gguf_tokenizer import special_token_ids
 from eecore.models.rope import frequencies
