@@ -95,14 +95,25 @@ _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CASE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{_CASE}|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{_CASE}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _GPT2 = _Split()
 _SINGLE_DIGITS = _Split(single_digits=True)
 _LLAMA3 = _Split(_words(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
+_GPT4 = _Split(_words(r"\p{N}{1,3}"))
 _QWEN2 = _Split(_words(r"\p{N}"), composes=True)
 
 # The kinds of tokenizer.ggml.pre.
 SPLITS = {
     "gpt-2": _GPT2,
+    "olmo": _GPT2,
+    "dbrx": _GPT4,  # OLMo 2 and 3, Granite 4, Phi-4
+    "smaug-bpe": _GPT4,  # SmolLM3
+    "gpt-4o": _Split(_GPT4O),  # Phi-4-mini
     "smollm": _SINGLE_DIGITS,
     "starcoder": _SINGLE_DIGITS,
     "refact": _SINGLE_DIGITS,
