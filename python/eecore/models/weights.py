@@ -148,6 +148,8 @@ class WeightView:
     """int64, of that shape too; the weight is packed bytes then."""
     care: Care = "usual"
     """Where it is quantised."""
+    offset: float = 0.0
+    """Added to what a checkpoint stores, in float32; of norms alone."""
 
     @classmethod
     def of(cls, matrix: Matrix, care: Care = "usual") -> WeightView:
@@ -157,7 +159,7 @@ class WeightView:
     def fill(self, stored: Tensor) -> None:
         """Copy a stored tensor, converted to the weight's dtype and device, or made int8."""
         if self.scale is None:
-            self.weight.copy_(stored)
+            self.weight.copy_(stored.float() + self.offset if self.offset else stored)
             return
         self.fill_int8(*quantise_rows(stored))
 
@@ -169,7 +171,10 @@ class WeightView:
 
 
 def layer_views(
-    block: str, matrices: Mapping[str, Matrix], norms: Mapping[str, Tensor | None]
+    block: str,
+    matrices: Mapping[str, Matrix],
+    norms: Mapping[str, Tensor | None],
+    norm_offset: float = 0.0,
 ) -> dict[str, WeightView]:
     """What the tensors of a stack of layers fill, by their names in a checkpoint.
 
@@ -178,6 +183,7 @@ def layer_views(
         matrices: of all layers, by the rest of their names, the last part of which says whether
             they make keys or values.
         norms: of all layers likewise; None where there is none.
+        norm_offset: added to each norm weight of the checkpoint.
     """
     by_layer: dict[str, list[WeightView]] = {}
     for name, matrix in matrices.items():
@@ -187,7 +193,7 @@ def layer_views(
             by_layer[f"{name}.bias"] = [WeightView(part) for part in matrix.bias]
     for name, norm in norms.items():
         if norm is not None:
-            by_layer[f"{name}.weight"] = [WeightView(part) for part in norm]
+            by_layer[f"{name}.weight"] = [WeightView(part, offset=norm_offset) for part in norm]
     num_layers = len(next(iter(by_layer.values())))
     return {
         f"{block.format(layer)}.{name}": views[layer]
