@@ -204,7 +204,7 @@ def _rope(rope: RopeConfig, kind: str, module: Any) -> RopeConfig:
     where it has several."""
     of_kind = f"{kind}_" if hasattr(module, f"{kind}_inv_freq") else ""
     given: Tensor = getattr(module, f"{of_kind}inv_freq")
-    if given.is_meta:
+    if given.is_meta or rope.type == "longrope":  # which changes with the text
         return rope
     factor = float(getattr(module, f"{of_kind}attention_scaling"))
     given = given.float().cpu()
