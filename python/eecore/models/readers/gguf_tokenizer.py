@@ -297,11 +297,15 @@ def _merges_of_scores(tokens: tuple[str, ...], scores: tuple[float, ...]) -> lis
 def _add_whole_tokens(vocabulary: _Vocabulary, tokenizer: Tokenizer) -> None:
     """Tokens that are never cut: control tokens, which are special, and user-defined ones."""
     unknown = UNKNOWN if vocabulary.kind == "llama" else CONTROL
-    for token, token_type in zip(vocabulary.tokens, vocabulary.types, strict=False):
-        if token_type in (CONTROL, unknown):
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif token_type == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
+    kinds = dict(zip(vocabulary.tokens, vocabulary.types, strict=False))
+
+    def made(wanted: tuple[int, ...], special: bool) -> list[AddedToken]:
+        tokens = (token for token, kind in kinds.items() if kind in wanted)
+        return [AddedToken(token, special=special, normalized=False) for token in tokens]
+
+    # All in one call: each builds what finds them in a text anew, and Gemma has thousands.
+    tokenizer.add_special_tokens(made((CONTROL, unknown), special=True))
+    tokenizer.add_tokens(made((USER_DEFINED,), special=False))
 
 
 def _token_id(fields: JsonFields, name: str, count: int) -> int | None:
