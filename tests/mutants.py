@@ -257,8 +257,8 @@ CUDA_KERNELS = (
     Mutant(
         "head-norm-of-half-the-lanes",
         "include/eecore/append_kv.cuh",
-        "for (int distance = blockDim.x / 2; distance > 0; distance /= 2) {",
-        "for (int distance = blockDim.x / 2; distance > 1; distance /= 2) {",
+        "for (int distance = at.num_lanes / 2; distance > 0; distance /= 2) {",
+        "for (int distance = at.num_lanes / 2; distance > 1; distance /= 2) {",
         "tests/ops/test_append_kv.py -k emulated",
     ),
     Mutant(
