@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from bench.decode.models import interleave_rotary
+from tiny_gguf import ALPHABET, SPECIAL
+
 SIZES: dict[str, Any] = {
-    "vocab_size": 128,
+    "vocab_size": 320,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
@@ -52,20 +57,21 @@ ALL_ATTENTION = ["full_attention"] * 4
 
 # A config class of transformers and its fields, by the names of families and their shapes.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma2": ("Gemma2Config", {**HEADS, "sliding_window": 7, "query_pre_attn_scalar": 24}),
+    "gemma2": ("Gemma2Config", {**HEADS, "sliding_window": 7, "query_pre_attn_scalar": 32}),
     "gemma3": (
         "Gemma3TextConfig",
         {
             **HEADS,
             "sliding_window": 7,
             "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 32,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         },
     ),
-    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
+    "smollm3": ("SmolLM3Config", {}),
     "olmo2": ("Olmo2Config", {}),
     "olmo3": (
         "Olmo3Config",
@@ -98,7 +104,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": (
         "Phi3Config",
         {
-            "original_max_position_embeddings": 64,
+            "original_max_position_embeddings": 256,
             "rope_parameters": LONGROPE,
             "sliding_window": 21,
         },
@@ -107,14 +113,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo": ("Qwen2Config", {}),
 }
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma2_large": ("gemma2", {"num_key_value_heads": 4, "final_logit_softcapping": None}),
-    "gemma3_one_kv_head": ("gemma3", {"num_key_value_heads": 1, "tie_word_embeddings": False}),
+    "gemma2_large": ("gemma2", {"num_key_value_heads": 4, "query_pre_attn_scalar": 24}),
+    "gemma3_one_kv_head": (
+        "gemma3",
+        {"num_key_value_heads": 1, "query_pre_attn_scalar": 20, "tie_word_embeddings": False},
+    ),
     "gemma3_old_pattern": ("gemma3", {"sliding_window_pattern": 2, "rope_parameters": None}),
     "smollm3_windows": (
         "smollm3",
         {"use_sliding_window": True, "sliding_window": 5, "tie_word_embeddings": False},
     ),
-    "smollm3_odd": ("smollm3", ODD),
+    "smollm3_odd": ("smollm3", {**ODD, "no_rope_layer_interval": 2}),
     "olmo2_odd": ("olmo2", {**ODD, "tie_word_embeddings": True}),
     "olmo3_no_gqa": ("olmo3", {"num_key_value_heads": 4, "sliding_window": 3}),
     "granite_tied": ("granite", {"tie_word_embeddings": True, "attention_bias": True}),
@@ -179,3 +188,132 @@ def make_mimo(directory: Path) -> None:
     }
     drafts["model.mtp_layers.0.input_proj.weight"] = torch.zeros(64, 128)
     save_file(tensors | drafts, directory / "model.safetensors", {"format": "pt"})
+
+
+# GGUF, as llama.cpp's own converter writes it.
+
+GGUF_NAMES = {"mimo": "qwen2", "olmo3": "olmo2", "granite4": "granite", "ministral3": "mistral3"}
+"""llama.cpp's names of architectures, where they are others."""
+INTERLEAVED = ("smollm3", "granite", "mistral3")
+"""Architectures whose queries and keys are rotated in neighbouring pairs."""
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "shared_mlp.output_linear": "ffn_down",
+}
+WHOLE_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def write_family_gguf(path: Path, directory: Path, family: str) -> Path:
+    """The model of a directory as a GGUF file in float32, with a byte-level tokenizer."""
+    config = json.loads((directory / "config.json").read_text())
+    architecture = GGUF_NAMES.get(family, family)
+    writer = gguf.GGUFWriter(path, architecture)
+    add_settings(writer, config, family)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("dbrx")
+    writer.add_token_list(ALPHABET + SPECIAL)
+    writer.add_token_types([1] * 256 + [3] * 4)
+    writer.add_token_merges([])
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(257)
+    tensors = load_file(directory / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "mtp_layers" in name:
+            continue
+        for stored, values in stored_tensors(name, tensor, architecture, config):
+            writer.add_tensor(stored, values.contiguous().numpy())
+    if family == "phi3":
+        for kind in ("short", "long"):
+            factors = torch.tensor(config["rope_parameters"][f"{kind}_factor"])
+            writer.add_tensor(f"rope_factors_{kind}.weight", factors.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def stored_tensors(
+    name: str, tensor: torch.Tensor, architecture: str, config: dict[str, Any]
+) -> list[tuple[str, torch.Tensor]]:
+    """What a tensor of a checkpoint is in a GGUF file."""
+    layer, part, kind = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)\.(\w+)", name).groups()
+    if architecture.startswith("gemma") and tensor.ndim == 1:
+        tensor = tensor + 1
+    for projection, heads in (("q_proj", "attention"), ("k_proj", "key_value")):
+        if part.endswith(projection) and architecture in INTERLEAVED:
+            rows = interleave_rotary(tensor.numpy(), config[f"num_{heads}_heads"])
+            tensor = torch.from_numpy(rows)
+    if layer is None:
+        return [(f"{WHOLE_NAMES[part]}.{kind}", tensor)]
+    if part == "shared_mlp.input_linear":
+        halves = zip(("ffn_gate", "ffn_up"), tensor.chunk(2), strict=True)
+        return [(f"blk.{layer}.{half}.weight", rows) for half, rows in halves]
+    after = architecture in ("gemma2", "gemma3", "olmo2")
+    norm = {"post_attention_layernorm": "post_attention_norm" if after else "ffn_norm"}
+    return [(f"blk.{layer}.{(LAYER_NAMES | norm)[part]}.{kind}", tensor)]
+
+
+def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], family: str) -> None:
+    """Sizes, and what the family says of itself."""
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    ropes = config["rope_parameters"]
+    rope = ropes.get("full_attention", ropes)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if config.get("sliding_window") and family not in ("smollm3", "mimo"):
+        writer.add_sliding_window(config["sliding_window"])
+    if family in ("gemma3", "olmo3"):
+        slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+        writer.add_sliding_window_pattern(3 if family == "gemma3" else slides)
+    if family == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if family.startswith("granite"):
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if family == "gemma3":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if family == "olmo3":
+        usual = 0.1 * math.log(rope["factor"]) + 1
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"] / usual)
+    if family == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if family == "phi3":
+        original = config["original_max_position_embeddings"]
+        scale = config["max_position_embeddings"] / original
+        writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim))
+        writer.add_rope_scaling_orig_ctx_len(original)
+        factor = math.sqrt(1 + math.log(scale) / math.log(original))
+        writer.add_rope_scaling_attn_factors(factor)
