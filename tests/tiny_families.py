@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -139,7 +140,7 @@ def make_oracle(family: str, seed: int = 0) -> Any:
     """The model of transformers, in float32."""
     base, changes = SHAPES.get(family, (family, {}))
     kind, fields = FAMILIES[base]
-    config = getattr(transformers, kind)(**{**SIZES, **fields, **changes})
+    config = getattr(transformers, kind)(**copy.deepcopy({**SIZES, **fields, **changes}))
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -224,9 +225,9 @@ def write_family_gguf(path: Path, directory: Path, family: str) -> Path:
     add_settings(writer, config, family)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("dbrx")
-    writer.add_token_list(ALPHABET + SPECIAL)
+    writer.add_token_list([*ALPHABET[:255], "he", *SPECIAL])  # a merge and what it makes
     writer.add_token_types([1] * 256 + [3] * 4)
-    writer.add_token_merges([])
+    writer.add_token_merges(["h e"])
     writer.add_bos_token_id(256)
     writer.add_eos_token_id(257)
     tensors = load_file(directory / "model.safetensors")
