@@ -217,12 +217,22 @@ LAYER_NAMES = {
 WHOLE_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def write_family_gguf(path: Path, directory: Path, family: str) -> Path:
-    """The model of a directory as a GGUF file in float32, with a byte-level tokenizer."""
+def write_family_gguf(
+    path: Path, directory: Path, family: str, settings: dict[str, Any] | None = None
+) -> Path:
+    """The model of a directory as a GGUF file in float32, with a byte-level tokenizer.
+
+    ``settings`` are fields of its architecture, which win over its own.
+    """
     config = json.loads((directory / "config.json").read_text())
     architecture = GGUF_NAMES.get(family, family)
     writer = gguf.GGUFWriter(path, architecture)
     add_settings(writer, config, family)
+    for name, value in (settings or {}).items():
+        add = {list: writer.add_array, bool: writer.add_bool, int: writer.add_uint32}[type(value)]
+        for fields in writer.kv_data:
+            fields.pop(f"{architecture}.{name}", None)
+        add(f"{architecture}.{name}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("dbrx")
     writer.add_token_list([*ALPHABET[:255], "he", *SPECIAL])  # a merge and what it makes

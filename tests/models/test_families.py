@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers
@@ -16,6 +17,8 @@ from test_llama import TOLERANCE, Session
 
 import eecore
 from eecore import ConfidentExit, EngineConfig, FixedExit, Full, SelfSpeculative
+from eecore.errors import ModelError
+from eecore.integrations.transformers_model import from_transformers
 from eecore.models import convert_gguf, load_model, read_config
 from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
 from tiers import in_all
@@ -178,3 +181,116 @@ def test_a_longrope_has_its_long_factors_where_texts_may_be_long(written: Any) -
     for count, expected in ((30, short), (270, long), (30, short)):
         got = Session(network, count).logits(token_ids[:count], [count])
         torch.testing.assert_close(got, expected, rtol=0, atol=2 * TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "olmo3", "phi3", "granite4"])
+def test_a_model_that_transformers_holds(family: str) -> None:
+    oracle = make_oracle(family)
+    expected = greedy(oracle, PROMPTS[2])
+    model = from_transformers(oracle, kv_cache_tokens=256)
+    assert generated(model)[2] == expected
+    assert greedy(oracle, PROMPTS[2]) == expected
+
+
+# What cannot be
+
+
+def changed(directory: Path, target: Path, **changes: Any) -> Path:
+    """A directory with a config.json alone; ``...`` takes a field out."""
+    fields = {**json.loads((directory / "config.json").read_text()), **changes}
+    kept = {name: value for name, value in fields.items() if value is not ...}
+    (target / "config.json").write_text(json.dumps(kept))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gemma3", {"rope_parameters": {"rope_type": "default"}}, "one set for each of full_att"),
+        ("gemma3", {"use_bidirectional_attention": True}, "supported are false, a causal model"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "layer_types: expected a list of 4 kinds"),
+        ("gemma3", {"sliding_window": None}, "sliding_window: expected a size for its layers"),
+        ("gemma2", {"hidden_activation": "gelu"}, "supported are silu, swish, gelu_pytorch_tanh"),
+        ("gemma2", {"final_logit_softcapping": 0}, "expected a number above 0"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers: expected a list of 4 numbers"),
+        ("granite4", {"num_local_experts": 8}, "0, a dense model .*MoE.*, got 8"),
+        ("granite4", {"layer_types": ...}, r"hybrid layers \(Mamba\).*dense Granite 4.*'mamba'"),
+        ("granite4", {"position_embedding_type": "alibi"}, "supported are rope, nope, got 'alibi'"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "short_factor: expected a list"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "su", "short_factor": [1], "long_factor": [1]}},
+            "short_factor: expected 8 numbers, one a pair of dimensions, got 1",
+        ),
+        ("phi3", {"partial_rotary_factor": 1.5, "rope_parameters": {}}, "partial_rotary_factor"),
+        ("olmo2", {"rope_parameters": {"rope_type": "spiral"}}, "yarn, longrope, got 'spiral'"),
+        ("olmo2", {"architectures": ["Gemma3nForCausalLM"]}, "shared keys and values; .*Gemma 3"),
+        ("olmo2", {"architectures": ["OlmoeForCausalLM"]}, r"\(MoE\); .* is Olmo2ForCausalLM"),
+        ("olmo2", {"architectures": ["NewMoeForCausalLM"]}, r"\(MoE\); dense models run"),
+        (
+            "gemma3",
+            {"architectures": ["Gemma3ForConditionalGeneration"]},
+            "text_config: expected the config of the text part, got None",
+        ),
+    ],
+)
+def test_a_config_that_cannot_run(
+    family: str, changes: dict[str, Any], message: str, written: Any, tmp_path: Path
+) -> None:
+    directory = changed(written(family)[0], tmp_path, **changes)
+    with pytest.raises(ModelError, match=message) as caught:
+        read_config(directory)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("gemma3", {"attention.sliding_window_pattern": [True]}, "expected 4 flags, one a layer"),
+        ("gemma3", {"attention.shared_kv_layers": 2}, "supported are models without it, got 2"),
+        ("granite", {"rope.scaling.finetuned": False}, "supported is true, which rotates"),
+        ("ministral3", {"attention.temperature_length": 7}, "expected the original context len"),
+        ("phi3", {"rope.dimension_count": 9}, "rope.dimension_count: expected head_dim=16, got 9"),
+        (
+            "phi3",
+            {"rope.dimension_count": 8},
+            r"rope_factors_short.weight: expected \[4\], got \[6\]",
+        ),
+        ("smollm3", {"attention.sliding_window": 9}, "expected full attention, got a sliding wind"),
+    ],
+)
+def test_metadata_that_cannot_be(
+    family: str, settings: dict[str, Any], message: str, written: Any, tmp_path: Path
+) -> None:
+    file = write_family_gguf(tmp_path / "t.gguf", written(family)[0], family, settings)
+    with pytest.raises(ModelError, match=message):
+        read_config(file)
+
+
+def test_a_gguf_file_without_its_window_has_none(written: Any, tmp_path: Path) -> None:
+    file = write_family_gguf(
+        tmp_path / "t.gguf", written("gemma3")[0], "gemma3", {"attention.sliding_window": 0}
+    )
+    config = read_config(file)
+    assert config.layer_windows == (0,) * 4
+    assert set(config.layer_ropes) == {0}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gemma3n", "per-layer inputs"),
+        ("qwen3moe", "MoE"),
+        ("granitehybrid", r"hybrid layers \(Mamba\)"),
+        ("mamba2", "Mamba"),
+    ],
+)
+def test_a_gguf_architecture_that_does_not_run(name: str, message: str, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", name)
+    writer.add_tensor("token_embd.weight", torch.zeros(8, 8).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=rf"{message}.*nearest that runs.*, got {name}"):
+        read_config(tmp_path / "t.gguf")

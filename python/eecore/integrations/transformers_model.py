@@ -127,7 +127,7 @@ def from_transformers(
     be called again.
 
     Args:
-        model: of the Llama, Mistral, Qwen2, Qwen3, T5 or mT5 family, in float32 or bfloat16, on a
+        model: of the families that :func:`eecore.load` takes, in float32 or bfloat16, on a
             GPU in float16 too; adapters merged.
         tokenizer: for prompts and stop strings as text; a fast one of transformers.
         kv_cache_tokens: as in :func:`eecore.load`; so are the next three.
