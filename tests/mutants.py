@@ -788,9 +788,9 @@ READERS = (
     ),
     Mutant(
         "other-default-of-rope-theta",
-        "python/eecore/models/readers/config_json.py",
-        'fields.number("rope_theta", *THETAS, 10000.0)',
-        'fields.number("rope_theta", *THETAS, 1000000.0)',
+        "python/eecore/models/readers/families.py",
+        "theta: float = 10000.0",
+        "theta: float = 1000000.0",
         "tests/models/test_checkpoint.py tests/models/test_llama.py -k 'not real'",
     ),
     Mutant(
@@ -802,10 +802,24 @@ READERS = (
     ),
     Mutant(
         "yarn-without-its-temperature",
-        "python/eecore/models/readers/config_json.py",
+        "python/eecore/models/readers/rope_fields.py",
         "return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0",
         "return 1.0",
         "tests/models/test_checkpoint.py tests/models/test_llama.py -k 'not real'",
+    ),
+    Mutant(
+        "long-factors-in-short-texts",
+        "python/eecore/models/rope.py",
+        "divisors = rope.long_factors if is_long else rope.short_factors",
+        "divisors = rope.long_factors",
+        "tests/models/test_families.py -k longrope",
+    ),
+    Mutant(
+        "whole-matrices-quantised-with-one-care",
+        "python/eecore/models/weights.py",
+        "part = replace(view, table=view.table[some], care=care, cares=())",
+        "part = replace(view, table=view.table[some], cares=())",
+        "tests/models/test_families.py -k fewer_bits",
     ),
     Mutant(
         "llama3-frequencies-blended-backwards",

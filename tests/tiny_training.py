@@ -31,6 +31,7 @@ def make_model(
         )
         return transformers.T5ForConditionalGeneration(config)
     names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    names |= {"gemma2": "Gemma2", "granite": "Granite", "olmo2": "Olmo2", "smollm3": "SmolLM3"}
     config = getattr(transformers, f"{names[family]}Config")(
         vocab_size=40,
         hidden_size=16,

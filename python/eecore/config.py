@@ -27,7 +27,7 @@ from eecore.values import (
 __all__ = ["EngineConfig", "ModelConfig", "RopeConfig", "SamplingParams", "T5Config"]
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 # No model comes near these: what a file may say before its tensors are looked at.
 MOST_LAYERS = 4096
@@ -65,7 +65,8 @@ OwnSampling = tuple[tuple[str, int | float], ...]
 class RopeConfig:
     """The rotary embedding: which frequencies, and how they are stretched for long contexts.
 
-    ``type`` is "default", "linear", "llama3" or "yarn"; a field that names other types is ignored.
+    ``type`` is "default", "linear", "llama3", "yarn" or "longrope"; a field that names other types
+    is ignored.
     """
 
     type: Annotated[str, choice(*ROPE_TYPES)] = "default"
@@ -75,7 +76,7 @@ class RopeConfig:
     factor: Positive = 1.0
     """linear, llama3, yarn: how many times longer the context is than the original."""
     original_max_position: int = 0
-    """llama3, yarn, query_scale_beta: the context that the model was first trained on."""
+    """llama3, yarn, longrope, query_scale_beta: the context that the model was first trained on."""
     low_freq_factor: Positive = 1.0
     """llama3"""
     high_freq_factor: Positive = 4.0
@@ -87,7 +88,12 @@ class RopeConfig:
     truncate: Annotated[bool, FLAG] = True
     """yarn: round the correction range to whole dimensions."""
     attention_factor: Positive = 1.0
-    """Multiplies cosines and sines; 1 but for yarn."""
+    """Multiplies cosines and sines; 1 but for yarn and longrope."""
+    short_factors: tuple[float, ...] = ()
+    """longrope: [rotary_dim / 2], divisors of the frequencies of a model whose texts are no longer
+    than the original context."""
+    long_factors: tuple[float, ...] = ()
+    """longrope: [rotary_dim / 2], divisors where texts may be longer."""
     frequencies: tuple[float, ...] = ()
     """[rotary_dim / 2], where they are not those of the type."""
     query_scale_beta: Annotated[float, real(0.0, MOST_STRETCH)] = 0.0
@@ -95,7 +101,7 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, ModelError, "rope.")
-        needs_original = self.type in ("llama3", "yarn") or self.query_scale_beta > 0
+        needs_original = self.type in ("llama3", "yarn", "longrope") or self.query_scale_beta > 0
         positions = whole(int(needs_original), MOST_POSITIONS)
         check_fields(self, ModelError, "rope.", {"original_max_position": positions})
         for name, ok, expected in (
@@ -104,6 +110,14 @@ class RopeConfig:
                 "frequencies",
                 len(self.frequencies) in (0, self.rotary_dim // 2),
                 f"none or {self.rotary_dim // 2}",
+            ),
+            *(
+                (
+                    name,
+                    len(getattr(self, name)) == (self.type == "longrope") * (self.rotary_dim // 2),
+                    f"{self.rotary_dim // 2} numbers for longrope, else none",
+                )
+                for name in ("short_factors", "long_factors")
             ),
             ("factor", self.type == "default" or self.factor >= 1, "at least 1"),
             ("theta", self.type != "yarn" or self.theta > 1, "more than 1 for yarn"),

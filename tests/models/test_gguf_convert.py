@@ -191,8 +191,8 @@ def test_an_unreasonable_header_is_refused(tmp_path: Path, empty: Path) -> None:
 
 
 def test_an_unsupported_architecture_is_refused(tmp_path: Path, empty: Path) -> None:
-    file = write_gguf(tmp_path / "t.gguf", write_model(tmp_path / "o"), architecture="gemma3")
-    with pytest.raises(UnsupportedModelError, match=r"supported are llama, .*, got gemma3"):
+    file = write_gguf(tmp_path / "t.gguf", write_model(tmp_path / "o"), architecture="gemma3n")
+    with pytest.raises(UnsupportedModelError, match=r"supported are llama, .*, got gemma3n"):
         convert_gguf(file, empty)
 
 

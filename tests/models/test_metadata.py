@@ -15,7 +15,8 @@ import eecore
 from eecore.config import ModelConfig, RopeConfig, T5Config
 from eecore.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from eecore.models import Tokenizer, load_model
-from eecore.models.readers.config_json import ConfigFields, model_config, read_model_config
+from eecore.models.readers.config_fields import ConfigFields
+from eecore.models.readers.config_json import model_config, read_model_config
 from tiny_models import write_byte_tokenizer, write_model
 from tiny_t5 import write_t5
 
@@ -51,6 +52,15 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("Qwen2ForCausalLM", "Qwen2Config", SIZES),
     ("Qwen2ForCausalLM", "Qwen2Config", {**SIZES, "use_sliding_window": True}),
     ("Qwen3ForCausalLM", "Qwen3Config", {**SIZES, "use_sliding_window": True}),
+    ("Ministral3ForCausalLM", "Ministral3Config", SIZES),
+    ("Gemma2ForCausalLM", "Gemma2Config", SIZES),
+    ("Gemma3ForCausalLM", "Gemma3TextConfig", SIZES),
+    ("SmolLM3ForCausalLM", "SmolLM3Config", SIZES),
+    ("SmolLM3ForCausalLM", "SmolLM3Config", {**SIZES, "use_sliding_window": True}),
+    ("Olmo2ForCausalLM", "Olmo2Config", SIZES),
+    ("Olmo3ForCausalLM", "Olmo3Config", SIZES),
+    ("GraniteForCausalLM", "GraniteConfig", SIZES),
+    ("Phi3ForCausalLM", "Phi3Config", SIZES),
     ("T5ForConditionalGeneration", "T5Config", {**T5_SIZES, "vocab_size": 320}),
     ("MT5ForConditionalGeneration", "MT5Config", {**T5_SIZES, "vocab_size": 320}),
 ]
@@ -64,6 +74,39 @@ def windows(config: Any) -> tuple[int, ...]:
     if kinds is None:
         return (size,) * config.num_hidden_layers
     return tuple(size if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def ropes(config: Any, head_dim: int) -> tuple[RopeConfig, ...]:
+    """The rotary embeddings of a config of transformers, that of full attention first."""
+    given = config.rope_parameters
+    nested = "full_attention" in given
+    sets = [given[f"{kind}_attention"] for kind in ("full", "sliding")] if nested else [given]
+    made = {}
+    for each in sets:
+        settings: dict[str, Any] = {"type": each["rope_type"], "theta": each["rope_theta"]}
+        if each["rope_type"] == "yarn":
+            settings |= {name: each[name] for name in ("factor", "beta_fast", "beta_slow")}
+            settings["original_max_position"] = each["original_max_position_embeddings"]
+            settings["query_scale_beta"] = each["llama_4_scaling_beta"]
+        made[RopeConfig(rotary_dim=head_dim, **settings)] = None
+    return tuple(made)
+
+
+def layer_ropes(config: Any) -> tuple[int | None, ...]:
+    """Which of them each layer of a config of transformers has."""
+    layers = range(config.num_hidden_layers)
+    if getattr(config, "no_rope_layers", None) is not None:
+        return tuple(0 if config.no_rope_layers[layer] else None for layer in layers)
+    if "full_attention" not in config.rope_parameters or len(ropes(config, 8)) == 1:
+        return (0,) * len(layers)
+    return tuple(int(config.layer_types[layer] == "sliding_attention") for layer in layers)
+
+
+def attention_scale(config: Any) -> float | None:
+    """What multiplies the scores, where that is not head_dim**-0.5."""
+    if hasattr(config, "query_pre_attn_scalar"):
+        return float(config.query_pre_attn_scalar**-0.5)
+    return getattr(config, "attention_multiplier", None)
 
 
 def expected(config: Any) -> dict[str, Any]:
@@ -92,7 +135,13 @@ def expected(config: Any) -> dict[str, Any]:
         "mlp_bias": getattr(config, "mlp_bias", False),
         "output_bias": getattr(config, "attention_bias", False),
         "layer_windows": windows(config),
-        "ropes": (RopeConfig(theta=config.rope_parameters["rope_theta"], rotary_dim=head_dim),),
+        "ropes": ropes(config, head_dim),
+        "layer_ropes": layer_ropes(config),
+        "attention_scale": attention_scale(config),
+        "attention_soft_cap": getattr(config, "attn_logit_softcapping", None),
+        "logits_soft_cap": getattr(config, "final_logit_softcapping", None),
+        "residual_multiplier": getattr(config, "residual_multiplier", 1.0),
+        "logits_divisor": getattr(config, "logits_scaling", 1.0),
         "bos_token_id": config.bos_token_id,
         "eos_token_ids": ends,
     }

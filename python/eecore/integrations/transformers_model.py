@@ -28,7 +28,8 @@ from eecore.models import (
     find_head,
     model_digest,
 )
-from eecore.models.readers.config_json import ConfigFields, model_config
+from eecore.models.readers.config_fields import ConfigFields
+from eecore.models.readers.config_json import model_config
 from eecore.models.rope import frequencies
 from eecore.values import shown
 
@@ -126,7 +127,7 @@ def from_transformers(
     be called again.
 
     Args:
-        model: of the Llama, Mistral, Qwen2, Qwen3, T5 or mT5 family, in float32 or bfloat16, on a
+        model: of the families that :func:`eecore.load` takes, in float32 or bfloat16, on a
             GPU in float16 too; adapters merged.
         tokenizer: for prompts and stop strings as text; a fast one of transformers.
         kv_cache_tokens: as in :func:`eecore.load`; so are the next three.
@@ -205,7 +206,7 @@ def _rope(rope: RopeConfig, kind: str, module: Any) -> RopeConfig:
     where it has several."""
     of_kind = f"{kind}_" if hasattr(module, f"{kind}_inv_freq") else ""
     given: Tensor = getattr(module, f"{of_kind}inv_freq")
-    if given.is_meta:
+    if given.is_meta or rope.type == "longrope":  # which changes with the text
         return rope
     factor = float(getattr(module, f"{of_kind}attention_scaling"))
     given = given.float().cpu()

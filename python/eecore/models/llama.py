@@ -56,6 +56,15 @@ NORM_NAMES = {
     "OuroForCausalLM": OURO_NORMS,
 }
 """The names of architectures whose names are not :class:`NormNames`' own."""
+WHOLE_MATRICES = {
+    "Phi3ForCausalLM": {"self_attn.qkv_proj": "qkv", "mlp.gate_up_proj": "gate_up"},
+    "GraniteMoeHybridForCausalLM": {
+        "shared_mlp.input_linear": "gate_up",
+        "shared_mlp.output_linear": "down",
+    },
+}
+"""Tensors of architectures that are a whole field of :class:`LlamaWeights`, where others have its
+parts, or call it otherwise."""
 
 
 @dataclass(frozen=True)
@@ -145,15 +154,24 @@ class LlamaWeights:
             embeddings: what the checkpoint calls them.
         """
         q_size, kv_size, inner = config.q_size, config.kv_size, config.intermediate_size
-        matrices = {
-            "self_attn.q_proj": self.qkv.rows(slice(q_size)),
-            "self_attn.k_proj": self.qkv.rows(slice(q_size, q_size + kv_size)),
-            "self_attn.v_proj": self.qkv.rows(slice(q_size + kv_size, None)),
-            "self_attn.o_proj": self.o,
-            "mlp.gate_proj": self.gate_up.rows(slice(inner)),
-            "mlp.up_proj": self.gate_up.rows(slice(inner, None)),
-            "mlp.down_proj": self.down,
+        parts = {
+            "qkv": {
+                "self_attn.q_proj": self.qkv.rows(slice(q_size)),
+                "self_attn.k_proj": self.qkv.rows(slice(q_size, q_size + kv_size)),
+                "self_attn.v_proj": self.qkv.rows(slice(q_size + kv_size, None)),
+            },
+            "o": {"self_attn.o_proj": self.o},
+            "gate_up": {
+                "mlp.gate_proj": self.gate_up.rows(slice(inner)),
+                "mlp.up_proj": self.gate_up.rows(slice(inner, None)),
+            },
+            "down": {"mlp.down_proj": self.down},
         }
+        whole = WHOLE_MATRICES.get(config.architecture, {})
+        for name, field in whole.items():
+            parts[field] = {name: getattr(self, field)}
+        matrices = {name: matrix for each in parts.values() for name, matrix in each.items()}
+        rows = {"self_attn.qkv_proj": {"q": q_size, "k": kv_size, "v": kv_size}}
         names = NORM_NAMES.get(config.architecture, NormNames())
         norms = {"self_attn.q_norm": self.q_norm, "self_attn.k_norm": self.k_norm}
         if config.pre_norm:
@@ -167,7 +185,7 @@ class LlamaWeights:
         }
         if not config.tie_word_embeddings:
             views[HEAD] = WeightView.of(self.lm_head, "most")
-        return views | layer_views("model.layers.{}", matrices, norms, config.norm_offset)
+        return views | layer_views("model.layers.{}", matrices, norms, config.norm_offset, rows)
 
 
 class LlamaModel(Decoder):

@@ -23,6 +23,10 @@ class RopeTables:
     be at, and a larger cache gets longer ones. Tables that were given out stay as they are, for
     programs that hold on to them.
 
+    A rotary embedding of type longrope has divisors for short texts and for long ones. A table has
+    those for long ones where a text in its cache can be longer than the original context, as in
+    llama.cpp and vLLM. (transformers goes by each text, and computes keys anew when one grows.)
+
     Args:
         config: of the model.
         device: of the tables.
@@ -45,24 +49,31 @@ class RopeTables:
         self.by_layer: Tensor | None = None
         if len(self._kinds) > 1:
             self.by_layer = torch.tensor(self.places, dtype=torch.int32, device=device)
-        self._made: list[Tensor] = []
+        self._made: dict[bool, list[Tensor]] = {False: [], True: []}
+        """By whether they are for texts beyond the original context of a longrope."""
 
     def reaching(self, num_slots: int) -> Tensor:
         """Float32 [num_tables, >= num_slots, or max_position, rotary_dim]: see
         :func:`cos_sin_table`."""
         needed = min(num_slots, self._max_position)
-        if not self._made or self._made[-1].shape[1] < needed:
+        is_long = any(
+            rope is not None and rope.type == "longrope" and needed > rope.original_max_position
+            for rope, _ in self._kinds
+        )
+        made = self._made[is_long]
+        if not made or made[-1].shape[1] < needed:
             rows = min(1 << max(needed - 1, 0).bit_length(), self._max_position)
-            tables = [self._table(*kind, rows) for kind in self._kinds]
-            self._made.append(torch.stack(tables))
-        return self._made[-1]
+            made.append(torch.stack([self._table(*kind, rows, is_long) for kind in self._kinds]))
+        return made[-1]
 
-    def _table(self, rope: RopeConfig | None, scales_queries: bool, rows: int) -> Tensor:
+    def _table(
+        self, rope: RopeConfig | None, scales_queries: bool, rows: int, is_long: bool
+    ) -> Tensor:
         if rope is None:
             table = torch.zeros(rows, self._rotary_dim, dtype=torch.float32, device=self._device)
             table[:, : self._rotary_dim // 2] = 1.0
             return table
-        table = cos_sin_table(rope, rows, self._device)
+        table = cos_sin_table(rope, rows, self._device, is_long=is_long)
         if scales_queries:
             table *= query_scales(rope, rows).to(self._device)[:, None]
         return table
@@ -80,10 +91,14 @@ def query_scales(rope: RopeConfig, max_position: int) -> Tensor:
     return 1 + rope.query_scale_beta * torch.log(1 + wraps)
 
 
-def cos_sin_table(rope: RopeConfig, max_position: int, device: torch.device) -> Tensor:
+def cos_sin_table(
+    rope: RopeConfig, max_position: int, device: torch.device, *, is_long: bool = False
+) -> Tensor:
     """Float32 [max_position, rotary_dim]: rotary_dim/2 cosines, then as many sines."""
     positions = torch.arange(max_position, dtype=torch.float32)
-    angles = positions[:, None] * frequencies(rope)  # [max_position, rotary_dim / 2]
+    angles = positions[:, None] * frequencies(
+        rope, is_long=is_long
+    )  # [max_position, rotary_dim / 2]
     table = torch.empty(max_position, rope.rotary_dim, dtype=torch.float32)
     half = rope.rotary_dim // 2
     torch.cos(angles, out=table[:, :half])
@@ -93,8 +108,12 @@ def cos_sin_table(rope: RopeConfig, max_position: int, device: torch.device) -> 
     return table.to(device)
 
 
-def frequencies(rope: RopeConfig) -> Tensor:
-    """Float32 [rotary_dim / 2]: the angle in radians that each pair turns per position."""
+def frequencies(rope: RopeConfig, *, is_long: bool = False) -> Tensor:
+    """Float32 [rotary_dim / 2]: the angle in radians that each pair turns per position; of a
+    longrope in long texts where that is asked for."""
+    if rope.type == "longrope":
+        divisors = rope.long_factors if is_long else rope.short_factors
+        return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * _periods(rope))
     if rope.frequencies:
         return torch.tensor(rope.frequencies, dtype=torch.float32)
     return _FREQUENCIES[rope.type](rope)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -154,6 +154,8 @@ class WeightView:
     """Where it is quantised."""
     offset: float = 0.0
     """Added to what a checkpoint stores, in float32; of norms alone."""
+    cares: tuple[tuple[int, Care], ...] = ()
+    """Where it is quantised, how many rows have which care, from the first; empty: all the one."""
 
     @classmethod
     def of(cls, matrix: Matrix, care: Care = "usual") -> WeightView:
@@ -193,6 +195,7 @@ def layer_views(
     matrices: Mapping[str, Matrix],
     norms: Mapping[str, Tensor | None],
     norm_offset: float = 0.0,
+    rows: Mapping[str, Mapping[str, int]] | None = None,
 ) -> dict[str, WeightView]:
     """What the tensors of a stack of layers fill, by their names in a checkpoint.
 
@@ -202,11 +205,16 @@ def layer_views(
             they make keys or values.
         norms: of all layers likewise; None where there is none.
         norm_offset: added to each norm weight of the checkpoint.
+        rows: of matrices that hold several, how many rows each of these has, by the last part of
+            the name that it would have alone.
     """
     by_layer: dict[str, list[WeightView]] = {}
     for name, matrix in matrices.items():
         care = CARES.get(name.split(".")[-1], "usual")
-        by_layer[f"{name}.weight"] = [WeightView.of(part, care) for part in matrix.unbind()]
+        held = (rows or {}).get(name, {})
+        cares = tuple((count, CARES.get(each, "usual")) for each, count in held.items())
+        views = [WeightView.of(part, care) for part in matrix.unbind()]
+        by_layer[f"{name}.weight"] = [replace(view, cares=cares) for view in views]
         if matrix.bias is not None:
             by_layer[f"{name}.bias"] = [WeightView(part) for part in matrix.bias]
     for name, norm in norms.items():
@@ -235,6 +243,14 @@ class Filling:
         """With a tensor of floats, converted or quantised as its place wants it."""
         if view.table is None:
             view.fill(stored)
+            return
+        if view.cares:
+            begin = 0
+            for count, care in view.cares:
+                some = slice(begin, begin + count)
+                part = replace(view, table=view.table[some], care=care, cares=())
+                self.fill(part, stored[some])
+                begin += count
             return
         floats = stored if stored.dtype in (torch.float32, torch.bfloat16) else stored.float()
         assert self._coding is not None

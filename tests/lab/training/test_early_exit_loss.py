@@ -84,9 +84,19 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> N
         EarlyExitLoss(**settings)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "t5"])
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gemma2": {"final_logit_softcapping": 2.0},
+    "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.3},
+    "smollm3": {"pad_token_id": 0},
+}
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "mistral", "qwen2", "qwen3", "t5", "gemma2", "granite", "olmo2", "smollm3"],
+)
 def test_the_last_exit_is_the_model_itself(make_model: Any, pairs: Any, family: str) -> None:
-    model = make_model(family)
+    model = make_model(family, **SETTINGS.get(family, {}))
     exits = ExitModel.of(model)
     batch = collate(pairs, range(5), decoder_start=0 if family == "t5" else None)
     states = exits.states(batch.inputs)

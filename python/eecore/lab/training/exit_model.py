@@ -22,7 +22,11 @@ from eecore.lab.training.processes import Processes
 
 __all__ = ["DECODERS", "ENCODER_DECODERS", "ExitModel", "ExitScores", "evaluate_exits"]
 
-DECODERS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DECODERS = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "SmolLM3ForCausalLM", "Olmo2ForCausalLM"),
+    *("Olmo3ForCausalLM", "GraniteForCausalLM", "Phi3ForCausalLM", "Ministral3ForCausalLM"),
+)
 ENCODER_DECODERS = ("T5ForConditionalGeneration",)
 
 
@@ -140,7 +144,17 @@ class ExitModel:
         """``head(h)``: states [..., hidden_size] to logits [..., vocab_size]."""
         base = self.base
         if not self.has_encoder:
-            return lambda state: base.lm_head(base.model.norm(state))
+            # Granite divides its logits, Gemma 2 caps them.
+            divisor = float(getattr(base.config, "logits_scaling", 1.0))
+            cap = getattr(base.config, "final_logit_softcapping", None)
+
+            def decoder_head(state: Tensor) -> Tensor:
+                logits: Tensor = base.lm_head(base.model.norm(state))
+                if divisor != 1:
+                    logits = logits / divisor
+                return logits if cap is None else cap * torch.tanh(logits / cap)
+
+            return decoder_head
         decoder = base.decoder
         scale = base.model_dim**-0.5 if base.config.scale_decoder_outputs else 1.0
 

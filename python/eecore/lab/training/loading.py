@@ -14,11 +14,8 @@ from eecore.errors import ModelError, TrainingError
 from eecore.lab.training.libraries import library, no_progress_bars
 from eecore.models import Tokenizer
 from eecore.models.readers.checkpoint import Checkpoint, with_stored_tying
-from eecore.models.readers.config_json import (
-    ConfigFields,
-    read_config_file,
-    refuse_quantised,
-)
+from eecore.models.readers.config_fields import ConfigFields
+from eecore.models.readers.config_json import read_config_file, refuse_quantised
 from eecore.readable import kind_of, path_of
 
 __all__ = ["StartingPoint", "load_starting_point"]

@@ -46,6 +46,19 @@ DERIVED = (
     ".EncDecAttention.relative_attention_bias.weight",  # of the first T5; never used
 )
 
+TEXT_PARTS = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+"""How the names of the text part of a model with several parts begin, and what the text model alone
+calls them."""
+OTHER_PARTS = (
+    *("vision_tower.", "multi_modal_projector."),
+    *("model.vision_tower.", "model.multi_modal_projector."),
+    "model.mtp_layers.",  # which draft the tokens after the next one
+)
+"""How the names of tensors begin that no text needs."""
 
 Config = TypeVar("Config", bound=AnyModelConfig)
 
@@ -121,7 +134,8 @@ class Checkpoint(StoredTensors):
         except BaseException:
             self._files.close()
             raise
-        self.names = list(self._file_of)
+        self._stored_as = _names_of_text(list(self._file_of))
+        self.names = list(self._stored_as)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -131,13 +145,13 @@ class Checkpoint(StoredTensors):
         self._files.close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._stored_as
 
     def path_of(self, name: str) -> Path:
-        return self._file_of[name].path
+        return self._file(name).path
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file_of[name].shape(name)
+        return self._file(name).shape(self._stored_as[name])
 
     def dtype(self, name: str) -> torch.dtype:
         """What the tensor is stored in; an UnsupportedModelError when that is not a float type."""
@@ -151,11 +165,14 @@ class Checkpoint(StoredTensors):
 
     def stored_dtype(self, name: str) -> str:
         """What the file's header calls it: F32, BF16, I32, ..."""
-        return self._file_of[name].stored_dtype(name)
+        return self._file(name).stored_dtype(self._stored_as[name])
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor as it is stored, on the CPU."""
-        return self._file_of[name].tensor(name)
+        return self._file(name).tensor(self._stored_as[name])
+
+    def _file(self, name: str) -> TensorFile:
+        return self._file_of[self._stored_as[name]]
 
     def _open_all(self) -> None:
         index, whole = self.place / INDEX, self.place / WHOLE
@@ -213,6 +230,17 @@ class Checkpoint(StoredTensors):
 
     def _open(self, path: Path) -> TensorFile:
         return self._files.enter_context(TensorFile(path, CheckpointError, ModelNotFoundError))
+
+
+def _names_of_text(names: list[str]) -> dict[str, str]:
+    """The tensors of a text model by their names, and what a checkpoint calls them."""
+    found = {}
+    for name in names:
+        if name.startswith(OTHER_PARTS):
+            continue
+        start = next((start for start in TEXT_PARTS if name.startswith(start)), "")
+        found[f"{TEXT_PARTS.get(start, '')}{name.removeprefix(start)}"] = name
+    return found
 
 
 def embeddings_name(config: AnyModelConfig, checkpoint: StoredTensors) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eecore.models.readers.config_json import ConfigFields
+from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.readers.quantised_layout import (
     BITS,
     FLOATS,

@@ -7,16 +7,12 @@ architecture's class in transformers, or is an error. What is not understood is 
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from eecore.config import (
     MOST_DISTANCE,
-    MOST_END_TOKENS,
     MOST_HEADS,
     MOST_HIDDEN,
     MOST_INNER,
@@ -28,8 +24,6 @@ from eecore.config import (
     AnyModelConfig,
     ModelConfig,
     OwnSampling,
-    QKNorm,
-    RopeConfig,
     SamplingParams,
     T5Config,
 )
@@ -40,54 +34,27 @@ from eecore.errors import (
     RequestError,
     UnsupportedModelError,
 )
-from eecore.json_fields import ABOVE_ZERO, REQUIRED, JsonFields
+from eecore.json_fields import ABOVE_ZERO
+from eecore.models.readers.config_fields import FACTORS, ConfigFields
+from eecore.models.readers.families import FAMILIES, MULTIMODAL, Family, why_not
+from eecore.models.readers.rope_fields import read_ropes, rotated_layers
 from eecore.readable import kind_of, shown_path
 from eecore.values import shown
 
-
-@dataclass(frozen=True)
-class _Family:
-    """What an architecture's config.json may leave out: what is always so, and the defaults."""
-
-    max_position: int
-    num_kv_heads: int | None = None
-    """None: one for each query head."""
-    head_dim: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | None = None
-    qkv_bias: bool = False
-    qk_norm: QKNorm = "none"
-    windows: str = "none"
-    """Sliding windows: "none", of "all" layers, or "some" of them."""
-
-
-FAMILIES = {
-    "LlamaForCausalLM": _Family(max_position=2048, bos_token_id=1, eos_token_id=2),
-    "MistralForCausalLM": _Family(
-        max_position=131072, num_kv_heads=8, bos_token_id=1, eos_token_id=2, windows="all"
-    ),
-    "Qwen2ForCausalLM": _Family(max_position=32768, num_kv_heads=32, qkv_bias=True, windows="some"),
-    "Qwen3ForCausalLM": _Family(
-        max_position=32768, num_kv_heads=32, head_dim=128, qk_norm="head", windows="some"
-    ),
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
 }
-WINDOW = 4096
-"""The sliding window of a config.json that has none; null is no window."""
-ROPE_FIELDS = {
-    "default": {"rope_theta", "rope_type", "type", "partial_rotary_factor"},
-    "linear": {"factor"},
-    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
-    "yarn": {
-        *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
-        *("attention_factor", "mscale", "mscale_all_dim", "finetuned"),
-    },
+"""The activations of a gated MLP by the names of transformers."""
+ATTENTION = {
+    "attention": "full_attention",
+    "full_attention": "full_attention",
+    "sliding_attention": "sliding_attention",
 }
-"""The fields that each type of rotary embedding reads; those of "default" are read for all."""
+"""The kinds of layers that run, by what layer_types calls them."""
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-HEAD_DIMS = range(8, 256 + 1, 8)
 T5_ARCHITECTURES = ("T5ForConditionalGeneration", "MT5ForConditionalGeneration")
-THETAS = (1.0, 1e12)
-FACTORS = (1.0, 1e6)
 T5_ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "gated-gelu": "gelu_tanh",  # what the name has always meant in transformers
@@ -110,44 +77,6 @@ NOT_SAMPLING = frozenset(
 """Fields of a generation_config.json that are read elsewhere, or change no text."""
 T5_FUNCTIONS = {"relu": "relu", "gelu_tanh": "gelu_new", "silu": "silu"}
 """The names of ``dense_act_fn``, which says again what ``feed_forward_proj`` says."""
-
-
-class ConfigFields(JsonFields):
-    """The fields of a model: what is valid and yet not supported is an error of its own."""
-
-    def unsupported(self, name: str, expected: str, got: Any) -> UnsupportedModelError:
-        """The error of a field."""
-        return UnsupportedModelError(
-            f"{self.where}: {self.prefix}{name}: supported are {expected}, got {shown(got)}"
-        )
-
-    def choice(self, name: str, supported: Collection[str], default: Any = REQUIRED) -> str:
-        """A text, of those that are supported."""
-        text: str = self.text(name, default)
-        if text not in supported:
-            raise self.unsupported(name, ", ".join(supported), text)
-        return text
-
-    def head_dim(self, name: str, default: Any = REQUIRED) -> int:
-        """A head's size, of those that there are kernels for."""
-        size: int = self.integer(name, default=default)
-        if size not in HEAD_DIMS:
-            raise self.unsupported(
-                name, f"multiples of {HEAD_DIMS.step} up to {HEAD_DIMS[-1]}", size
-            )
-        return size
-
-    def default(self, name: str, value: Any, null: Any = None) -> Any:
-        """The default of a field: ``value`` where it is absent, ``null`` where it is null."""
-        return null if name in self.names else value
-
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        """An id or a list of them; none where the field is absent."""
-        is_one = name in self and not self.has_list(name)
-        ids = (self.integer(name, 0, MOST_VOCAB),) if is_one else ()
-        if not is_one:
-            ids = self.integers(name, 0, MOST_VOCAB, (), most=MOST_END_TOKENS)
-        return tuple(dict.fromkeys(ids))
 
 
 def read_model_config(directory: Path) -> AnyModelConfig:
@@ -223,6 +152,7 @@ def _refuse_adapter(directory: Path) -> None:
 
 def model_config(fields: ConfigFields, generation: ConfigFields) -> AnyModelConfig:
     """The config of a config.json's fields and a generation_config.json's."""
+    fields = _text_part(fields)
     architecture = _architecture(fields)
     try:
         if architecture in T5_ARCHITECTURES:
@@ -238,61 +168,118 @@ def model_config(fields: ConfigFields, generation: ConfigFields) -> AnyModelConf
 
 def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFields) -> ModelConfig:
     family = FAMILIES[architecture]
-    activation = fields.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise fields.unsupported("hidden_act", "silu", activation)
+    fields = ConfigFields(
+        {**family.defaults, **fields.values}, fields.where, fields.error, fields.prefix
+    )
+    usual = family.defaults.get(family.activation, "silu")
+    activation = fields.choice(family.activation, ACTIVATIONS, usual)
     num_layers = fields.integer("num_hidden_layers", 1, MOST_LAYERS)
     num_q_heads = fields.integer("num_attention_heads", 1, MOST_HEADS)
     hidden_size = fields.integer("hidden_size", 1, MOST_HIDDEN)
-    head_dim = fields.head_dim("head_dim", family.head_dim or hidden_size // num_q_heads)
-    max_position = fields.integer("max_position_embeddings", 1, MOST_POSITIONS, family.max_position)
-    rope = _rope(fields, head_dim, max_position)
-    if rope.type == "yarn":
-        max_position = max(max_position, round(rope.factor * rope.original_max_position))
-    attention_bias = fields.flag("attention_bias", False) and architecture != "MistralForCausalLM"
+    head_dim = fields.head_dim("head_dim", hidden_size // num_q_heads)
+    max_position = fields.integer("max_position_embeddings", 1, MOST_POSITIONS)
+    windows = _layer_windows(fields, family, num_layers)
+    slides = tuple(window > 0 for window in windows) or (False,) * num_layers
+    ropes, layer_ropes = read_ropes(fields, family, head_dim, max_position, slides)
+    for rope in ropes:
+        if rope.type == "yarn":
+            max_position = max(max_position, round(rope.factor * rope.original_max_position))
+    _refuse_parts(fields)
+    biases = {name: fields.flag(name, False) for name in sorted(family.flags)}
+    attention_bias = biases.get("attention_bias", False)
+    settings = {
+        "attention_bias": attention_bias,
+        "output_bias": attention_bias,
+        "mlp_bias": biases.get("mlp_bias", False),
+        "activation": ACTIVATIONS[activation],
+        **_numbers(fields, family, hidden_size),
+        **family.switches,
+    }
     return ModelConfig(
         architecture=architecture,
         num_layers=num_layers,
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size", 1, MOST_INNER),
+        intermediate_size=fields.integer(family.inner_size, 1, MOST_INNER),
         num_q_heads=num_q_heads,
-        num_kv_heads=fields.integer(
-            "num_key_value_heads",
-            1,
-            num_q_heads,
-            fields.default("num_key_value_heads", family.num_kv_heads) or num_q_heads,
-        ),
+        num_kv_heads=fields.integer("num_key_value_heads", 1, num_q_heads, num_q_heads),
         head_dim=head_dim,
         vocab_size=fields.integer("vocab_size", 2, MOST_VOCAB),
         rms_norm_eps=fields.number("rms_norm_eps", 0.0, 1.0, 1e-6),
         max_position=max_position,
-        ropes=(rope,),
+        ropes=ropes,
+        layer_ropes=layer_ropes,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        attention_bias=family.qkv_bias or attention_bias,
-        output_bias=attention_bias and not family.qkv_bias,
-        mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias", False),
-        qk_norm=family.qk_norm,
-        layer_windows=_layer_windows(fields, family, num_layers),
-        bos_token_id=_bos_token_id(fields, generation, family),
-        eos_token_ids=_eos_token_ids(fields, generation, family.eos_token_id),
+        layer_windows=windows,
+        bos_token_id=_bos_token_id(fields, generation),
+        eos_token_ids=_eos_token_ids(fields, generation, None),
         dtype=_dtype(fields),
+        **settings,
     )
+
+
+def _numbers(fields: ConfigFields, family: Family, hidden_size: int) -> dict[str, float]:
+    """Factors and caps of a family, by the fields of ModelConfig; null ones are left out."""
+    found = {}
+    for name, own in family.numbers.items():
+        value = fields.number(name, ABOVE_ZERO, FACTORS[1], None)
+        if value is not None:
+            found[own] = value
+    if family.scales_embeddings:
+        found["embedding_multiplier"] = hidden_size**0.5
+    scalar = fields.number("query_pre_attn_scalar", ABOVE_ZERO, FACTORS[1], None)
+    if scalar is not None:
+        found["attention_scale"] = scalar**-0.5
+    return found
+
+
+def _refuse_parts(fields: ConfigFields) -> None:
+    """Raise where a model of a family that runs has a part that does not."""
+    if fields.integer("num_local_experts", 0, default=0):
+        listed = f"0, a dense model{why_not('granitemoe')}"
+        raise fields.unsupported("num_local_experts", listed, fields.values["num_local_experts"])
+    if fields.flag("use_bidirectional_attention", False):
+        raise fields.unsupported("use_bidirectional_attention", "false, a causal model", True)
+
+
+def _text_part(fields: ConfigFields) -> ConfigFields:
+    """The fields of the text part of a model with several; of any other model its own."""
+    names = fields.texts("architectures", ())
+    if not names or names[0] not in MULTIMODAL:
+        return fields
+    text = fields.inner("text_config")
+    if text is None:
+        raise fields.wrong("text_config", "the config of the text part", None)
+    values = {**MULTIMODAL[names[0]], **text.values}
+    values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", True)
+    for name in ("bos_token_id", "eos_token_id", "dtype", "torch_dtype"):
+        if values.get(name) is None and name in fields:
+            values[name] = fields.values[name]
+    values.pop("architectures", None)
+    return ConfigFields(values, fields.where, fields.error, "text_config.")
 
 
 def _architecture(fields: ConfigFields) -> str:
     known = (*FAMILIES, *T5_ARCHITECTURES)
     names = fields.texts("architectures", ())
     if names and names[0] not in known:
-        raise fields.unsupported("architectures", ", ".join(known), list(names))
+        listed = ", ".join((*known, *MULTIMODAL)) + why_not(names[0])
+        raise fields.unsupported("architectures", listed, list(names))
     model_type = str(fields.text("model_type", None)).lower()
-    of_type = [name for name in known if name.lower().startswith(f"{model_type}for")]
+    of_type = [name for name in known if model_type_of(name) == model_type]
     if not (names or of_type):
-        raise fields.unsupported("architectures", ", ".join(known), model_type)
+        listed = ", ".join(known) + why_not(model_type)
+        raise fields.unsupported("architectures", listed, model_type)
     if names and "model_type" in fields and names[0] not in of_type:
         raise fields.unsupported("model_type", f"that of {names[0]}", model_type)
     if "per_layer_config" in fields:
         raise fields.unsupported("per_layer_config", "one for all layers", "several")
     return str([*names, *of_type][0])
+
+
+def model_type_of(architecture: str) -> str:
+    """The model_type that a config.json of an architecture has."""
+    own = FAMILIES[architecture].model_type if architecture in FAMILIES else ""
+    return own or architecture.lower().split("for", maxsplit=1)[0]
 
 
 def refuse_quantised(fields: ConfigFields, supported: str) -> None:
@@ -308,9 +295,8 @@ def _dtype(fields: ConfigFields) -> str | None:
     return name.removeprefix("torch.") if isinstance(name, str) else None
 
 
-def _bos_token_id(fields: ConfigFields, generation: ConfigFields, family: _Family) -> int | None:
-    default = fields.default("bos_token_id", family.bos_token_id)
-    of_generation = generation.integer("bos_token_id", 0, MOST_VOCAB, default)
+def _bos_token_id(fields: ConfigFields, generation: ConfigFields) -> int | None:
+    of_generation = generation.integer("bos_token_id", 0, MOST_VOCAB, None)
     own: int | None = fields.integer("bos_token_id", 0, MOST_VOCAB, of_generation)
     return own
 
@@ -368,24 +354,25 @@ def _t5_config(architecture: str, fields: ConfigFields, generation: ConfigFields
     )
 
 
-def _layer_windows(fields: ConfigFields, family: _Family, num_layers: int) -> tuple[int, ...]:
+def _layer_windows(fields: ConfigFields, family: Family, num_layers: int) -> tuple[int, ...]:
     """Keys that a query sees in each layer; 0 for all of them."""
-    if family.windows == "none":
+    if family.windows == "none" and not family.is_hybrid:
         return ()
-    some = family.windows == "some"
-    uses = not some or fields.flag("use_sliding_window", False)
-    default = fields.default("sliding_window", WINDOW)
-    window = fields.integer("sliding_window", 1, MOST_POSITIONS, default) if uses else None
     kinds = fields.texts("layer_types", None, most=MOST_LAYERS)
-    if kinds is None:
-        first = fields.integer("max_window_layers", default=28) if some else 0
-        return tuple((window or 0) if layer >= first else 0 for layer in range(num_layers))
-    if len(kinds) != num_layers:
-        raise fields.wrong("layer_types", f"a list of {num_layers} kinds", list(kinds))
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise fields.unsupported("layer_types", "full_attention, sliding_attention", kind)
-    slides = [kind == "sliding_attention" for kind in kinds]
+    if kinds is None and family.is_hybrid:
+        kinds = ("mamba",) * num_layers
+    if kinds is not None:
+        if len(kinds) != num_layers:
+            raise fields.wrong("layer_types", f"a list of {num_layers} kinds", list(kinds))
+        for kind in kinds:
+            if kind not in ATTENTION:
+                listed = ", ".join(ATTENTION) + why_not(kind)
+                raise fields.unsupported("layer_types", listed, kind)
+    if family.is_hybrid:
+        return ()
+    uses = family.windows in ("all", "typed") or fields.flag("use_sliding_window", False)
+    window = fields.integer("sliding_window", 1, MOST_POSITIONS, None) if uses else None
+    slides = _slides(fields, family, num_layers, kinds, uses and window is not None)
     if any(slides) and not uses:
         raise fields.wrong("use_sliding_window", "true for its layers", False)
     if any(slides) and window is None:
@@ -393,72 +380,24 @@ def _layer_windows(fields: ConfigFields, family: _Family, num_layers: int) -> tu
     return tuple((window or 0) if slide else 0 for slide in slides)
 
 
-def _rope(fields: ConfigFields, head_dim: int, max_position: int) -> RopeConfig:
-    """The rotary embedding; where two fields describe it, that of ``rope_scaling``, as in
-    transformers."""
-    given = [fields.inner(name) for name in ("rope_scaling", "rope_parameters")]
-    none = ConfigFields({}, fields.where, fields.error, "rope_parameters.")
-    found = [rope for rope in given if rope is not None and rope.names] or [none]
-    ropes = [_rope_of(rope, fields, head_dim, max_position) for rope in found]
-    if ropes[0] != ropes[-1]:
-        warnings.warn(
-            f"{fields.where}: rope_parameters: expected what rope_scaling says, got another "
-            "rotary embedding; that of rope_scaling is used",
-            stacklevel=2,
-        )
-    return ropes[0]
-
-
-def _rope_of(
-    rope: ConfigFields, fields: ConfigFields, head_dim: int, max_position: int
-) -> RopeConfig:
-    for name in rope.names:
-        if rope.has_inner(name):
-            raise fields.unsupported("rope_parameters", "one set for all layers", rope.names)
-    partial = rope.number(
-        "partial_rotary_factor", default=fields.number("partial_rotary_factor", default=1.0)
-    )
-    if partial != 1:
-        raise rope.unsupported("partial_rotary_factor", "1", partial)
-    rope_type = rope.choice("rope_type", ROPE_FIELDS, rope.text("type", "default"))
-    unread = set(rope.names) - ROPE_FIELDS["default"] - ROPE_FIELDS[rope_type]
-    for name in sorted(unread):
-        warnings.warn(
-            f"{rope.where}: {rope.prefix}{name}: expected no such field for a rope_type of "
-            f"{rope_type}; it is not used",
-            stacklevel=2,
-        )
-    theta = rope.number("rope_theta", *THETAS, fields.number("rope_theta", *THETAS, 10000.0))
-    name = "original_max_position_embeddings"
-    original = rope.integer(name, 1, MOST_POSITIONS, max_position)
-    original = fields.integer(name, 1, MOST_POSITIONS, original)
-    settings: dict[str, Any] = {}
-    if rope_type != "default":
-        default = max_position / original if rope_type == "yarn" else REQUIRED
-        settings["factor"] = rope.number("factor", *FACTORS, default)
-    if rope_type in ("llama3", "yarn"):
-        settings["original_max_position"] = original
-    if rope_type == "llama3":
-        for name in ("low_freq_factor", "high_freq_factor"):
-            settings[name] = rope.number(name, ABOVE_ZERO, FACTORS[1])
-    if rope_type == "yarn":
-        for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
-            settings[name] = rope.number(name, 0.0, FACTORS[1], 0.0) or usual
-        settings["truncate"] = rope.flag("truncate", True)
-        settings["attention_factor"] = _yarn_attention_factor(rope, settings["factor"])
-    return RopeConfig(rope_type, theta=theta, rotary_dim=head_dim, **settings)
-
-
-def _yarn_attention_factor(rope: ConfigFields, factor: float) -> float:
-    """YaRN §3.3: attention gets hotter with the logarithm of the factor, unless told otherwise."""
-
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    given: float | None = rope.number("attention_factor", ABOVE_ZERO, FACTORS[1], None)
-    if given is not None:
-        return given
-    above, below = (
-        rope.number(name, 0.0, FACTORS[1], 0.0) for name in ("mscale", "mscale_all_dim")
-    )
-    return mscale(above) / mscale(below) if above and below else mscale(1.0)
+def _slides(
+    fields: ConfigFields,
+    family: Family,
+    num_layers: int,
+    kinds: tuple[str, ...] | None,
+    uses: bool,
+) -> list[bool]:
+    """Whether each layer slides: as layer_types says, else as the family has it."""
+    layers = range(num_layers)
+    if kinds is not None:
+        return [ATTENTION[kind] == "sliding_attention" for kind in kinds]
+    if family.windows == "all":
+        return [uses] * num_layers
+    if family.windows == "flagged":
+        first = fields.integer("max_window_layers", default=28)
+        return [uses and layer >= first for layer in layers]
+    if family.windows == "unrotated":
+        rotates = rotated_layers(fields, num_layers)
+        return [uses and not rotates[layer] for layer in layers]
+    period = fields.integer("sliding_window_pattern", 1, MOST_LAYERS, family.window_period)
+    return [(layer + 1) % period != 0 for layer in layers]

@@ -16,12 +16,14 @@ from eecore.config import AnyModelConfig, ModelConfig
 from eecore.errors import CheckpointError, UnsupportedModelError
 from eecore.json_fields import JsonFields
 from eecore.models.readers.checkpoint import StoredTensors, check_tensors
-from eecore.models.readers.config_json import ConfigFields, model_config, own_sampling
+from eecore.models.readers.config_fields import ConfigFields
+from eecore.models.readers.config_json import model_config, own_sampling
 from eecore.models.readers.gguf_config import (
-    ROPE_FACTORS,
+    ROPE_TENSORS,
     config_values,
     generation_values,
 )
+from eecore.models.readers.gguf_families import GGUF_FAMILIES
 from eecore.models.readers.gguf_file import GGUFFile
 from eecore.models.readers.gguf_tokenizer import build_tokenizer
 from eecore.models.readers.stored_weights import field_of
@@ -74,7 +76,7 @@ class GGUFCheckpoint(StoredTensors):
         self.stored_as = {
             _checkpoint_name(self.file, name): name
             for name in self.file.names
-            if name != ROPE_FACTORS
+            if name not in ROPE_TENSORS
         }
         self.names, self.place = list(self.stored_as), path
         where = shown_path(path)
@@ -112,20 +114,23 @@ class GGUFCheckpoint(StoredTensors):
         return self.file.num_bytes(self.stored_as[name])
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor in float32, with its rows in the order of a checkpoint."""
-        return self._reordered(name, self.file.read(self.stored_as[name]))
+        """A tensor in float32 as a checkpoint has it: rows in its order, norms without offset."""
+        values = self._reordered(name, self.file.read(self.stored_as[name]))
+        offset = GGUF_FAMILIES[self.file.architecture].norm_offset
+        return values - offset if offset and values.ndim == 1 else values
 
     def blocks(self, name: str) -> Tensor:
         """uint8 [num_rows, row_bytes]: a matrix as it is stored, its rows in that order."""
         return self._reordered(name, self.file.blocks(self.stored_as[name]))
 
     def _reordered(self, name: str, rows: Tensor) -> Tensor:
-        """Llama's Q and K rows are stored for a rotary embedding of neighbouring pairs (2i, 2i+1).
+        """Q and K rows of some are stored for a rotary embedding of neighbouring pairs (2i, 2i+1).
 
         In a checkpoint pairs are (i, i + head_dim/2).
         """
         part = name.split(".")[-2]
-        if self.file.architecture != "llama" or part not in self._num_heads:
+        interleaved = GGUF_FAMILIES[self.file.architecture].is_interleaved
+        if not interleaved or part not in self._num_heads:
             return rows
         pairs = rows.reshape(self._num_heads[part], self.config.head_dim // 2, 2, *rows.shape[1:])
         return pairs.transpose(1, 2).reshape(rows.shape)
@@ -167,10 +172,11 @@ class GGUFCheckpoint(StoredTensors):
 
 
 def _checkpoint_name(file: GGUFFile, name: str) -> str:
+    names = TENSOR_NAMES | dict(GGUF_FAMILIES[file.architecture].tensors)
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in TENSOR_NAMES:
+    if match is None or match[2] not in names:
         raise UnsupportedModelError(
             f"{file.path}: expected the tensors of a decoder, got {shown_name(name)}"
         )
     layer = "" if match[1] is None else f"model.layers.{match[1]}."
-    return f"{layer}{TENSOR_NAMES[match[2]]}.{match[3]}"
+    return f"{layer}{names[match[2]]}.{match[3]}"

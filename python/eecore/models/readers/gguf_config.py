@@ -20,21 +20,28 @@ from eecore.config import (
 )
 from eecore.errors import CheckpointError, UnsupportedModelError
 from eecore.json_fields import ABOVE_ZERO, JsonFields
-from eecore.models.readers.config_json import FACTORS, THETAS
+from eecore.models.readers.config_fields import FACTORS, THETAS
+from eecore.models.readers.config_json import model_type_of
+from eecore.models.readers.families import FAMILIES, why_not
+from eecore.models.readers.gguf_families import (
+    GGUF_FAMILIES,
+    PATTERN,
+    SLIDING_THETA,
+    WINDOW,
+    GGUFFamily,
+)
 from eecore.models.readers.gguf_file import GGUFFile
 from eecore.models.readers.gguf_tokenizer import special_token_ids
 from eecore.models.rope import frequencies
 from eecore.tensor_files import shown_name
 from eecore.values import shown
 
-__all__ = ["ROPE_FACTORS", "config_values", "generation_values"]
+__all__ = ["ROPE_TENSORS", "config_values", "generation_values"]
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 ROPE_FACTORS = "rope_freqs.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+ROPE_TENSORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
+"""Tensors that say how the rotary embedding is stretched."""
 SAMPLING = {
     **{name: name for name in ("top_k", "top_p", "min_p")},
     "temp": "temperature",
@@ -67,16 +74,19 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
     kind = fields.text("general.type", "model")
     if kind != "model":
         raise file.unsupported("general.type", "is model", shown_name(kind))
-    if architecture not in ARCHITECTURES:
-        known = f"are {', '.join(ARCHITECTURES)}"
+    if architecture not in GGUF_FAMILIES:
+        known = f"are {', '.join(GGUF_FAMILIES)}{why_not(architecture)}"
         raise file.unsupported("general.architecture", known, shown_name(architecture))
+    family = GGUF_FAMILIES[architecture]
     own = file.fields_under(f"{architecture}.")
     if own.integer("expert_count", default=0):
         raise UnsupportedModelError(f"{file.path}: expected a dense model, got one of experts")
-    if own.integer("attention.sliding_window", default=0):
+    if family.window is None and own.integer(WINDOW, default=0):
         raise UnsupportedModelError(f"{file.path}: expected full attention, got a sliding window")
     # A field of the architecture that is not read may change what the model computes.
-    for name, value in file.unread(f"{architecture}.", FIELDS).items():
+    read = {*FIELDS, *family.fields, *family.numbers}
+    read |= set() if family.window is None else {WINDOW, PATTERN}
+    for name, value in file.unread(f"{architecture}.", read).items():
         raise file.unsupported(shown_name(name), "are models without it", shown(value))
     if "token_embd.weight" not in file.names:
         raise CheckpointError(f"{file.path}: expected tensor token_embd.weight, got none")
@@ -88,13 +98,14 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
     max_position = own.integer("context_length", 1, MOST_POSITIONS)
     vocab_size = file.shape("token_embd.weight")[0]
     bos, ends = special_token_ids(file, vocab_size)
-    return {
-        "architectures": [ARCHITECTURES[architecture]],
-        "model_type": architecture,
+    num_layers = own.integer("block_count", 1, MOST_LAYERS)
+    rope, partial = _rope_parameters(file, own, family, head_dim, max_position)
+    values = {
+        "architectures": [family.architecture],
         "hidden_act": "silu",
         "hidden_size": hidden_size,
         "intermediate_size": own.integer("feed_forward_length", 1, MOST_INNER),
-        "num_hidden_layers": own.integer("block_count", 1, MOST_LAYERS),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": own.integer("attention.head_count_kv", 1, num_heads, num_heads),
         "head_dim": head_dim,
@@ -104,10 +115,63 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.names,
         "attention_bias": architecture != "qwen2" and "blk.0.attn_q.bias" in file.names,
         "mlp_bias": "blk.0.ffn_up.bias" in file.names,
-        "rope_parameters": _rope_parameters(file, own, head_dim, max_position),
+        "rope_parameters": rope,
         "bos_token_id": bos,
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
     }
+    if partial != 1:
+        values["partial_rotary_factor"] = partial
+    if rope["rope_type"] == "longrope":
+        values["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    for name, theirs in family.numbers.items():
+        value = _real(own, name, 0.0, FACTORS[1], 0.0)
+        if value or name in own:
+            values[theirs] = value or None
+    if architecture == "granite":
+        values.setdefault("attention_multiplier", None)
+        values["attention_multiplier"] = values["attention_multiplier"] or head_dim**-0.5
+        if not own.flag("rope.scaling.finetuned", True):
+            known = "is true, which rotates, for granite"
+            raise file.unsupported("rope.scaling.finetuned", known, False)
+    if family.large_layers:
+        by_heads = num_layers == family.large_layers
+        values["query_pre_attn_scalar"] = hidden_size / num_heads if by_heads else head_dim
+        values["hidden_activation"] = "gelu_pytorch_tanh"
+    if family.window is not None:
+        _add_windows(own, family, num_layers, values)
+    values["model_type"] = model_type_of(values["architectures"][0])
+    return values
+
+
+def _add_windows(
+    own: JsonFields, family: GGUFFamily, num_layers: int, values: dict[str, Any]
+) -> None:
+    """The sliding windows of layers, and where some slide the rotary embedding of each kind."""
+    window = own.integer(WINDOW, 0, MOST_POSITIONS, family.window)
+    values["sliding_window"] = window or None
+    if not family.window_period:
+        return
+    pattern = own.values.get(PATTERN, family.window_period)
+    if isinstance(pattern, list):
+        slides = [bool(each) for each in pattern]
+        if len(slides) != num_layers:
+            raise own.wrong(PATTERN, f"{num_layers} flags, one a layer", len(slides))
+    else:
+        period = own.integer(PATTERN, 1, MOST_LAYERS, family.window_period)
+        slides = [(layer + 1) % period != 0 for layer in range(num_layers)]
+    kinds = ("full_attention", "sliding_attention")
+    typed = [kinds[slide and window > 0] for slide in slides]
+    if family.with_windows and "sliding_attention" not in typed:
+        return
+    values["architectures"] = [family.with_windows or family.architecture]
+    values["layer_types"] = typed
+    if family.sliding_theta is None and SLIDING_THETA not in family.fields:
+        return
+    rope = values["rope_parameters"]
+    usual = rope["rope_theta"] if family.sliding_theta is None else family.sliding_theta
+    theta = _real(own, SLIDING_THETA, *THETAS, usual)
+    sliding = {"rope_type": "default", "rope_theta": theta}
+    values["rope_parameters"] = dict(zip(kinds, (rope, sliding), strict=True))
 
 
 def generation_values(file: GGUFFile) -> dict[str, Any]:
@@ -134,14 +198,58 @@ def _real(own: JsonFields, name: str, low: float, high: float, default: float) -
 
 
 def _rope_parameters(
-    file: GGUFFile, own: JsonFields, head_dim: int, max_position: int
-) -> dict[str, Any]:
-    theta = _real(own, "rope.freq_base", *THETAS, 10000.0)
+    file: GGUFFile, own: JsonFields, family: GGUFFamily, head_dim: int, max_position: int
+) -> tuple[dict[str, Any], float]:
+    """The rotary embedding, and the share of a head that it rotates."""
     rotary_dim = own.integer("rope.dimension_count", default=head_dim)
-    if rotary_dim != head_dim:
+    partial = FAMILIES[family.architecture].partial_rotary
+    if rotary_dim != head_dim and not (partial and rotary_dim in range(2, head_dim, 2)):
         raise UnsupportedModelError(
             f"{file.path}: rope.dimension_count: expected head_dim={head_dim}, got {rotary_dim}"
         )
+    if LONG_FACTORS in file.names or SHORT_FACTORS in file.names:
+        rope = _longrope(file, own, family, rotary_dim, max_position)
+    else:
+        rope = _one_rope(file, own, head_dim, max_position)
+    beta = 0.0
+    if "attention.temperature_scale" in family.fields:
+        beta = _real(own, "attention.temperature_scale", 0.0, FACTORS[1], 0.0)
+        original = own.integer(
+            "rope.scaling.original_context_length", 1, MOST_POSITIONS, max_position
+        )
+        length = own.integer("attention.temperature_length", 0, MOST_POSITIONS, 0) or original
+        if beta and length != original:
+            name = "attention.temperature_length"
+            raise own.wrong(name, f"the original context length, {original}", length)
+        rope |= {"llama_4_scaling_beta": beta, "original_max_position_embeddings": original}
+    return rope, rotary_dim / head_dim
+
+
+def _longrope(
+    file: GGUFFile, own: JsonFields, family: GGUFFamily, rotary_dim: int, max_position: int
+) -> dict[str, Any]:
+    """The divisors of frequencies for short and for long texts, which the file has as tensors."""
+    if "longrope" not in FAMILIES[family.architecture].rope_types.values():
+        raise file.unsupported(LONG_FACTORS, "are models without it", "a tensor")
+    rope: dict[str, Any] = {
+        "rope_type": "longrope",
+        "rope_theta": _real(own, "rope.freq_base", *THETAS, 10000.0),
+        "original_max_position_embeddings": own.integer(
+            "rope.scaling.original_context_length", 1, MOST_POSITIONS, max_position
+        ),
+        "attention_factor": _real(own, "rope.scaling.attn_factor", ABOVE_ZERO, FACTORS[1], 1.0),
+    }
+    for key, name in (("short_factor", SHORT_FACTORS), ("long_factor", LONG_FACTORS)):
+        shape = file.shape(name) if name in file.names else None
+        if shape != (rotary_dim // 2,):
+            got = "nothing" if shape is None else list(shape)
+            raise CheckpointError(f"{file.path}: {name}: expected [{rotary_dim // 2}], got {got}")
+        rope[key] = [float(f"{value:.7g}") for value in file.read(name).tolist()]
+    return rope
+
+
+def _one_rope(file: GGUFFile, own: JsonFields, head_dim: int, max_position: int) -> dict[str, Any]:
+    theta = _real(own, "rope.freq_base", *THETAS, 10000.0)
     kind = own.text("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
         raise file.unsupported("rope.scaling.type", "are none, linear, yarn", shown_name(kind))

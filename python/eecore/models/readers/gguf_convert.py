@@ -1,6 +1,6 @@
 """A GGUF file into a Hugging Face model directory: config, dequantised safetensors, tokenizer.
 
-Read: the llama, qwen2 and qwen3 architectures in every tensor type that the ``gguf`` package
+Read: the architectures of ``GGUF_FAMILIES`` in every tensor type that the ``gguf`` package
 dequantises. The directory appears whole or not at all.
 """
 
@@ -32,7 +32,7 @@ def convert_gguf(
     """Convert a GGUF file into a new model directory, which is returned.
 
     Args:
-        file: llama, qwen2 or qwen3 architecture.
+        file: of an architecture that runs.
         directory: must not exist, or be empty.
         dtype: of the written tensors. Only float32 keeps every dequantised value exactly.
 

@@ -95,14 +95,25 @@ _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CASE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{_CASE}|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{_CASE}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _GPT2 = _Split()
 _SINGLE_DIGITS = _Split(single_digits=True)
 _LLAMA3 = _Split(_words(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
+_GPT4 = _Split(_words(r"\p{N}{1,3}"))
 _QWEN2 = _Split(_words(r"\p{N}"), composes=True)
 
 # The kinds of tokenizer.ggml.pre.
 SPLITS = {
     "gpt-2": _GPT2,
+    "olmo": _GPT2,
+    "dbrx": _GPT4,  # OLMo 2 and 3, Granite 4, Phi-4
+    "smaug-bpe": _GPT4,  # SmolLM3
+    "gpt-4o": _Split(_GPT4O),  # Phi-4-mini
     "smollm": _SINGLE_DIGITS,
     "starcoder": _SINGLE_DIGITS,
     "refact": _SINGLE_DIGITS,
@@ -286,11 +297,15 @@ def _merges_of_scores(tokens: tuple[str, ...], scores: tuple[float, ...]) -> lis
 def _add_whole_tokens(vocabulary: _Vocabulary, tokenizer: Tokenizer) -> None:
     """Tokens that are never cut: control tokens, which are special, and user-defined ones."""
     unknown = UNKNOWN if vocabulary.kind == "llama" else CONTROL
-    for token, token_type in zip(vocabulary.tokens, vocabulary.types, strict=False):
-        if token_type in (CONTROL, unknown):
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif token_type == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
+    kinds = dict(zip(vocabulary.tokens, vocabulary.types, strict=False))
+
+    def made(wanted: tuple[int, ...], special: bool) -> list[AddedToken]:
+        tokens = (token for token, kind in kinds.items() if kind in wanted)
+        return [AddedToken(token, special=special, normalized=False) for token in tokens]
+
+    # All in one call: each builds what finds them in a text anew, and Gemma has thousands.
+    tokenizer.add_special_tokens(made((CONTROL, unknown), special=True))
+    tokenizer.add_tokens(made((USER_DEFINED,), special=False))
 
 
 def _token_id(fields: JsonFields, name: str, count: int) -> int | None:

@@ -19,7 +19,7 @@ from eecore.errors import CheckpointError, ModelNotFoundError
 from eecore.models.readers.awq import awq
 from eecore.models.readers.checkpoint import Checkpoint, StoredTensors, expected_shapes
 from eecore.models.readers.compressed_tensors import compressed_tensors
-from eecore.models.readers.config_json import ConfigFields
+from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.readers.gptq import gptq
 from eecore.models.readers.quantised_layout import FLOATS, Layout, Scheme, StoredModule
 from eecore.models.readers.quantised_matrix import QuantisedMatrix

@@ -12,7 +12,7 @@ from torch import Tensor
 from eecore.errors import CheckpointError, UnsupportedModelError
 from eecore.json_fields import REQUIRED
 from eecore.models.readers.checkpoint import FLOAT_DTYPES, Checkpoint
-from eecore.models.readers.config_json import ConfigFields
+from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.readers.quantised_matrix import QuantisedMatrix
 from eecore.values import shown
 

@@ -1,0 +1,53 @@
+"""Typed look-ups in a model's config.json, and the ranges of its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from eecore.config import MOST_END_TOKENS, MOST_VOCAB
+from eecore.errors import UnsupportedModelError
+from eecore.json_fields import REQUIRED, JsonFields
+from eecore.values import shown
+
+HEAD_DIMS = range(8, 256 + 1, 8)
+THETAS = (1.0, 1e12)
+FACTORS = (1.0, 1e6)
+
+
+class ConfigFields(JsonFields):
+    """The fields of a model: what is valid and yet not supported is an error of its own."""
+
+    def unsupported(self, name: str, expected: str, got: Any) -> UnsupportedModelError:
+        """The error of a field."""
+        return UnsupportedModelError(
+            f"{self.where}: {self.prefix}{name}: supported are {expected}, got {shown(got)}"
+        )
+
+    def choice(self, name: str, supported: Collection[str], default: Any = REQUIRED) -> str:
+        """A text, of those that are supported."""
+        text: str = self.text(name, default)
+        if text not in supported:
+            raise self.unsupported(name, ", ".join(supported), text)
+        return text
+
+    def head_dim(self, name: str, default: Any = REQUIRED) -> int:
+        """A head's size, of those that there are kernels for."""
+        size: int = self.integer(name, default=default)
+        if size not in HEAD_DIMS:
+            raise self.unsupported(
+                name, f"multiples of {HEAD_DIMS.step} up to {HEAD_DIMS[-1]}", size
+            )
+        return size
+
+    def default(self, name: str, value: Any, null: Any = None) -> Any:
+        """The default of a field: ``value`` where it is absent, ``null`` where it is null."""
+        return null if name in self.names else value
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """An id or a list of them; none where the field is absent."""
+        is_one = name in self and not self.has_list(name)
+        ids = (self.integer(name, 0, MOST_VOCAB),) if is_one else ()
+        if not is_one:
+            ids = self.integers(name, 0, MOST_VOCAB, (), most=MOST_END_TOKENS)
+        return tuple(dict.fromkeys(ids))

@@ -1,0 +1,324 @@
+"""The decoders that a config.json may name, and what sets each of them apart.
+
+The table has no code: what a family's files leave out, and what its layers do that Llama's do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["FAMILIES", "MULTIMODAL", "Family", "why_not"]
+
+Windows = Literal["none", "all", "flagged", "typed", "unrotated"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One decoder of config.json."""
+
+    defaults: Mapping[str, Any]
+    """What an absent field stands for: the defaults of the class in transformers that differ from
+    null and from those of the reader."""
+    model_type: str = ""
+    """The model_type of its config; empty: its name without ForCausalLM, in lower case."""
+    flags: frozenset[str] = frozenset({"attention_bias"})
+    """The flags of biases that it reads, of attention_bias and mlp_bias."""
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ModelConfig that are always so."""
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    """Fields of config.json that are numbers, and those of ModelConfig that they become."""
+    activation: str = "hidden_act"
+    """The field of the MLP's activation."""
+    inner_size: str = "intermediate_size"
+    """The field of the MLP's size."""
+    windows: Windows = "none"
+    """Sliding windows: none; of all layers; of the last layers, where use_sliding_window says so;
+    of those that layer_types says; of those without a rotary embedding."""
+    window_period: int = 0
+    """Without layer_types every layer slides but each one of this number; for windows "typed"."""
+    theta: float = 10000.0
+    """The base of the rotary embedding."""
+    sliding_theta: tuple[str, float] | None = None
+    """Layers that slide have a rotary embedding of their own: the field of its base, empty for
+    none, and the default."""
+    partial_rotary: bool = False
+    """Whether partial_rotary_factor is read."""
+    rope_types: Mapping[str, str] = field(default_factory=dict)
+    """Types of rope_scaling that are called otherwise here."""
+    is_hybrid: bool = False
+    """Whether a layer is Mamba's unless layer_types says that it is attention's, and rotates only
+    where position_embedding_type says so."""
+    scales_embeddings: bool = False
+    """Embeddings are multiplied by hidden_size**0.5."""
+
+
+_LLAMA_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
+_LLAMA_FLAGS = frozenset({"attention_bias", "mlp_bias"})
+_GEMMA: dict[str, Any] = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+_GEMMA_SWITCHES = {"post_norm": True, "norm_offset": 1.0}
+_GEMMA_NUMBERS = {
+    "attn_logit_softcapping": "attention_soft_cap",
+    "final_logit_softcapping": "logits_soft_cap",
+}
+_OLMO: dict[str, Any] = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
+_OLMO_SWITCHES = {"pre_norm": False, "post_norm": True, "qk_norm": "projection"}
+_GRANITE: dict[str, Any] = {**_LLAMA_TOKENS, "attention_multiplier": 1.0}
+_GRANITE_NUMBERS = {
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "attention_multiplier": "attention_scale",
+    "logits_scaling": "logits_divisor",
+}
+MINISTRAL_ROPE = {
+    "type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(
+        {"max_position_embeddings": 2048, **_LLAMA_TOKENS}, flags=_LLAMA_FLAGS
+    ),
+    "MistralForCausalLM": Family(
+        {
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+            **_LLAMA_TOKENS,
+        },
+        flags=frozenset(),
+        windows="all",
+    ),
+    "Ministral3ForCausalLM": Family(
+        {
+            "max_position_embeddings": 262144,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": MINISTRAL_ROPE,
+            **_LLAMA_TOKENS,
+        },
+        flags=frozenset(),
+        windows="all",
+    ),
+    "Qwen2ForCausalLM": Family(
+        {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
+        flags=frozenset(),
+        switches={"attention_bias": True},
+        windows="flagged",
+    ),
+    "MiMoForCausalLM": Family(
+        {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
+        flags=frozenset(),
+        switches={"attention_bias": True},
+        windows="flagged",
+    ),
+    "Qwen3ForCausalLM": Family(
+        {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "sliding_window": 4096,
+        },
+        switches={"qk_norm": "head"},
+        windows="flagged",
+    ),
+    "Gemma2ForCausalLM": Family(
+        {
+            **_GEMMA,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        switches=_GEMMA_SWITCHES,
+        numbers=_GEMMA_NUMBERS,
+        activation="hidden_activation",
+        windows="typed",
+        window_period=2,
+        scales_embeddings=True,
+    ),
+    "Gemma3ForCausalLM": Family(
+        {**_GEMMA, "max_position_embeddings": 131072},
+        model_type="gemma3_text",
+        switches={**_GEMMA_SWITCHES, "qk_norm": "head"},
+        numbers=_GEMMA_NUMBERS,
+        activation="hidden_activation",
+        windows="typed",
+        window_period=6,
+        theta=1000000.0,
+        sliding_theta=("rope_local_base_freq", 10000.0),
+        scales_embeddings=True,
+    ),
+    "SmolLM3ForCausalLM": Family(
+        {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "no_rope_layer_interval": 4,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+        },
+        flags=_LLAMA_FLAGS,
+        windows="unrotated",
+        theta=2000000.0,
+    ),
+    "Olmo2ForCausalLM": Family({**_OLMO, "max_position_embeddings": 2048}, switches=_OLMO_SWITCHES),
+    "Olmo3ForCausalLM": Family(
+        {**_OLMO, "max_position_embeddings": 2048, "sliding_window": 4096},
+        switches=_OLMO_SWITCHES,
+        windows="typed",
+        window_period=4,
+        theta=500000.0,
+        sliding_theta=("", 500000.0),
+    ),
+    "GraniteForCausalLM": Family(
+        {**_GRANITE, "max_position_embeddings": 2048}, flags=_LLAMA_FLAGS, numbers=_GRANITE_NUMBERS
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        {
+            **_GRANITE,
+            "max_position_embeddings": 2048,
+            "shared_intermediate_size": 1024,
+            "num_local_experts": 8,
+        },
+        numbers=_GRANITE_NUMBERS,
+        inner_size="shared_intermediate_size",
+        is_hybrid=True,
+    ),
+    "Phi3ForCausalLM": Family(
+        {
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 1,
+            "eos_token_id": 32000,
+        },
+        flags=frozenset(),
+        windows="all",
+        partial_rotary=True,
+        rope_types={"su": "longrope", "yarn": "longrope"},
+    ),
+}
+
+MULTIMODAL: dict[str, Mapping[str, Any]] = {
+    "Gemma3ForConditionalGeneration": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+    },
+    "Mistral3ForConditionalGeneration": {
+        "model_type": "mistral",
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "vocab_size": 131072,
+    },
+}
+"""Models of which the text part runs, and what their text_config may leave out."""
+
+
+@dataclass(frozen=True)
+class _Missing:
+    """What keeps models from running, and what runs instead."""
+
+    feature: str
+    nearest: str
+    names: tuple[str, ...] = field(kw_only=True)
+    """How their names begin, in lower case and letters and digits alone, in config.json or GGUF."""
+
+
+_MISSING = (
+    _Missing("per-layer inputs and shared keys and values", "Gemma 3", names=("gemma3n", "gemma4")),
+    _Missing("an encoder that pools", "Gemma 3", names=("gemmaembedding",)),
+    _Missing(
+        "hybrid layers (gated delta rule)",
+        "Qwen3ForCausalLM",
+        names=("qwen3next", "qwen35", "kimilinear"),
+    ),
+    _Missing(
+        "a mixture of experts (MoE) and attention sinks", "Qwen3ForCausalLM", names=("gptoss",)
+    ),
+    _Missing(
+        "a mixture of experts (MoE) and latent attention (MLA)",
+        "Qwen3ForCausalLM",
+        names=("deepseek", "glmdsa", "mistral4"),
+    ),
+    _Missing(
+        "attention sinks and a mixture of experts (MoE)",
+        "MiMoForCausalLM",
+        names=("mimov2", "mimo2"),
+    ),
+    _Missing("hybrid layers (short convolutions)", "Qwen3ForCausalLM", names=("lfm2",)),
+    _Missing(
+        "hybrid layers (Mamba)",
+        "the dense Granite 4 (GraniteMoeHybridForCausalLM without Mamba layers)",
+        names=(
+            "granitehybrid",
+            "bamba",
+            "jamba",
+            "falconh1",
+            "nemotronh",
+            "zamba",
+            "mamba",
+            "linearattention",
+        ),
+    ),
+    _Missing("a mixture of experts (MoE)", "Granite 4", names=("granitemoe",)),
+    _Missing("a mixture of experts (MoE)", "MistralForCausalLM", names=("mixtral",)),
+    _Missing("a mixture of experts (MoE)", "Qwen3ForCausalLM", names=("qwen2moe", "qwen3moe")),
+    _Missing("a mixture of experts (MoE)", "Olmo2ForCausalLM", names=("olmoe", "flexolmo")),
+    _Missing("a mixture of experts (MoE)", "Phi3ForCausalLM", names=("phimoe",)),
+    _Missing("layers with chunked attention and experts", "LlamaForCausalLM", names=("llama4",)),
+    _Missing("layer norms with a mean", "Olmo2ForCausalLM", names=("olmofor",)),
+    _Missing("layer norms with a mean", "Phi3ForCausalLM", names=("phifor", "phi2")),
+    _Missing("latent attention (MLA)", "LlamaForCausalLM", names=("minicpm3",)),
+    _Missing(
+        "layer norms with a mean",
+        "LlamaForCausalLM",
+        names=(
+            *("gpt2", "gptneox", "gptj", "bloom", "opt", "falcon", "starcoder", "stablelm"),
+            *("cohere", "commandr", "mpt", "persimmon"),
+        ),
+    ),
+)
+
+
+def why_not(name: str) -> str:
+    """What an architecture's models need that is not there, and the nearest that run, as the end
+    of a sentence; empty where that is not known.
+
+    Args:
+        name: of config.json's architectures, its model_type, or general.architecture of GGUF.
+    """
+    plain = "".join(letter for letter in name.lower() if letter.isalnum())
+    for missing in _MISSING:
+        if plain.startswith(missing.names):
+            return f" (it has {missing.feature}; the nearest that runs is {missing.nearest})"
+    if "moe" in plain:
+        return " (it has a mixture of experts (MoE); dense models run)"
+    return ""

@@ -1,0 +1,106 @@
+"""The decoders that a GGUF file may hold: its own names of architectures, fields and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["GGUF_FAMILIES", "GGUFFamily"]
+
+WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+SLIDING_THETA = "rope.freq_base_swa"
+
+
+@dataclass(frozen=True)
+class GGUFFamily:
+    """One architecture of llama.cpp's."""
+
+    architecture: str
+    """The name in config.json."""
+    with_windows: str = ""
+    """The name in config.json of a file with a sliding window, where that is another."""
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    """Fields of the architecture that are numbers, and what config.json calls them; 0 is absent."""
+    fields: tuple[str, ...] = ()
+    """Further fields that are read."""
+    window: int | None = None
+    """The sliding window of a file without the field; None where there is none in any file."""
+    window_period: int = 0
+    """Without a pattern every layer slides but each one of this number; 0: all slide."""
+    sliding_theta: float | None = None
+    """The base of the rotary embedding of layers that slide; None: that of the others."""
+    large_layers: int = 0
+    """How many layers the model has whose scores are scaled by (hidden_size / heads)**-0.5, which
+    no field says; that of others is head_dim**-0.5."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Names of tensors, and what a checkpoint calls them, where that is not as in Llama's files."""
+    is_interleaved: bool = False
+    """Whether rows of queries and keys lie for a rotary embedding of neighbouring pairs."""
+    norm_offset: float = 0.0
+    """What the file's norms are more than a checkpoint's."""
+
+
+_CAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA_TENSORS = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+
+GGUF_FAMILIES: dict[str, GGUFFamily] = {
+    "llama": GGUFFamily("LlamaForCausalLM", is_interleaved=True),
+    "qwen2": GGUFFamily("Qwen2ForCausalLM"),
+    "qwen3": GGUFFamily("Qwen3ForCausalLM"),
+    "gemma2": GGUFFamily(
+        "Gemma2ForCausalLM",
+        numbers=_CAPS,
+        window=4096,
+        window_period=2,
+        large_layers=46,
+        tensors=_GEMMA_TENSORS,
+        norm_offset=1.0,
+    ),
+    "gemma3": GGUFFamily(
+        "Gemma3ForCausalLM",
+        numbers=_CAPS,
+        fields=(SLIDING_THETA,),
+        window=0,
+        window_period=6,
+        sliding_theta=10000.0,
+        large_layers=62,
+        tensors=_GEMMA_TENSORS,
+        norm_offset=1.0,
+    ),
+    "smollm3": GGUFFamily("SmolLM3ForCausalLM", is_interleaved=True),
+    "olmo2": GGUFFamily(
+        "Olmo2ForCausalLM",
+        with_windows="Olmo3ForCausalLM",
+        fields=(SLIDING_THETA,),
+        window=0,
+        window_period=4,
+        tensors=_POST_NORMS,
+    ),
+    "granite": GGUFFamily(
+        "GraniteForCausalLM",
+        numbers={
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "attention.scale": "attention_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        is_interleaved=True,
+    ),
+    "phi3": GGUFFamily(
+        "Phi3ForCausalLM",
+        window=0,
+        tensors={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    ),
+    "mistral3": GGUFFamily(
+        "Ministral3ForCausalLM",
+        fields=("attention.temperature_scale", "attention.temperature_length"),
+        is_interleaved=True,
+    ),
+}

@@ -1,0 +1,296 @@
+"""Families beyond Llama's, from files of transformers and of GGUF: the tokens of transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from test_llama import TOLERANCE, Session
+
+import eecore
+from eecore import ConfidentExit, EngineConfig, FixedExit, Full, SelfSpeculative
+from eecore.errors import ModelError
+from eecore.integrations.transformers_model import from_transformers
+from eecore.models import convert_gguf, load_model, read_config
+from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
+from tiers import in_all
+from tiny_families import FAMILIES, SHAPES, make_oracle, write_family, write_family_gguf
+from tiny_models import random_prompts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = random_prompts(5, 1, 23, 9, seed=2)
+NEW = 12
+CACHE = {"device": "cpu", "kv_cache_tokens": 256}
+ALL = [*FAMILIES, *in_all(*SHAPES)]
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Directories and oracles of families, each made once."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def of(family: str) -> tuple[Path, Any]:
+        if family not in made:
+            directory = tmp_path_factory.mktemp(family)
+            made[family] = (directory, write_family(directory, family))
+        return made[family]
+
+    return of
+
+
+def greedy(oracle: Any, prompt: list[int]) -> list[int]:
+    """The tokens of transformers, each from the whole text."""
+    text = list(prompt)
+    for _ in range(NEW):
+        text.append(int(oracle(torch.tensor([text])).logits[0, -1].argmax()))
+    return text[len(prompt) :]
+
+
+def generated(model: eecore.Model, exit: Any = None, **options: Any) -> list[list[int]]:
+    options = {"max_tokens": NEW, "ignore_eos": True, **options}
+    outputs = eecore.generate(model, PROMPTS, exit=exit or Full(), **options)
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_logits_and_tokens_are_those_of_transformers(family: str, written: Any) -> None:
+    directory, oracle = written(family)
+    model = eecore.load(directory, **CACHE)
+    token_ids = torch.tensor(random_prompts(41, seed=1)[0])
+    expected = oracle(token_ids[None]).logits[0]
+    assert expected.std() > 0.5
+    for chunks in ([41], [17, 1, 23]):
+        got = Session(model.network, 41).logits(token_ids, chunks)
+        torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
+    for prompt, tokens in zip(PROMPTS, generated(model), strict=True):
+        # With a longrope transformers has the short factors for texts of up to 16 tokens.
+        if family != "phi3_long" or len(prompt) > 16:
+            assert tokens == greedy(oracle, prompt)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_exits_batches_chunks_and_shared_pages(family: str, written: Any) -> None:
+    model = eecore.load(written(family)[0], **CACHE)
+    full = generated(model)
+    for policy in (SelfSpeculative(2, 3), FixedExit(4), ConfidentExit(1.0)):
+        assert generated(model, policy) == full, policy
+    for policy in (FixedExit(2), ConfidentExit(0.4)):
+        together = generated(model, policy)
+        alone = eecore.generate(model, PROMPTS[2], exit=policy, max_tokens=NEW, ignore_eos=True)
+        assert alone[0].token_ids == together[2], policy
+    limits = EngineConfig(kv_cache_tokens=256, page_size=4, max_prefill_chunk=3)
+    chunked = eecore.load(written(family)[0], device="cpu", engine=limits)
+    assert generated(chunked) == full
+    assert generated(chunked) == full  # now with pages of before
+
+
+@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_weights_of_fewer_bits(family: str, weights: str, written: Any) -> None:
+    directory, oracle = written(family)
+    model = eecore.load(directory, weights=weights, kv_cache_dtype="float32", **CACHE)
+    token_ids = torch.tensor(random_prompts(41, seed=1)[0])
+    expected = oracle(token_ids[None]).logits[0]
+    got = Session(model.network, 41).logits(token_ids, [41])
+    assert (got - expected).std() < {"int8": 0.1, "int4": 0.6}[weights] * expected.std()
+    assert generated(model, SelfSpeculative(2, 3)) == generated(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gguf_file_gives_the_same_tokens(family: str, written: Any, tmp_path: Path) -> None:
+    directory, _ = written(family)
+    file = write_family_gguf(tmp_path / "tiny.gguf", directory, family)
+    of_file, of_directory = read_config(file), read_config(directory)
+    same = {"architecture": of_directory.architecture, "bos_token_id": 1, "eos_token_ids": (2,)}
+    for each, other in zip(of_file.ropes, of_directory.ropes, strict=True):
+        assert each.attention_factor == pytest.approx(other.attention_factor)
+    assert replace(
+        of_file, dtype="float32", ropes=of_directory.ropes, sampling=of_directory.sampling, **same
+    ) == replace(of_directory, attention_scale=of_file.attention_scale)
+    expected = generated(eecore.load(directory, **CACHE))
+    loaded = eecore.load(file, **CACHE)
+    assert generated(loaded) == expected
+    assert loaded.tokenizer is not None
+    converted = convert_gguf(file, tmp_path / "converted")
+    assert read_config(converted).ropes == of_file.ropes
+    assert generated(eecore.load(converted, **CACHE)) == expected
+
+
+def test_norms_of_a_gguf_file_are_those_of_the_checkpoint(written: Any, tmp_path: Path) -> None:
+    directory, _ = written("gemma3")
+    file = GGUFCheckpoint(write_family_gguf(tmp_path / "tiny.gguf", directory, "gemma3"))
+    tensors = load_file(directory / "model.safetensors")
+    for name in ("model.norm.weight", "model.layers.1.self_attn.q_norm.weight"):
+        torch.testing.assert_close(file.tensor(name), tensors[name], rtol=0, atol=1e-7)
+
+
+TEXTS = {"gemma3": "Gemma3", "ministral3": "Mistral3"}
+
+
+@pytest.mark.parametrize("old_names", [False, True])
+@pytest.mark.parametrize("family", TEXTS)
+def test_the_text_part_of_a_multimodal_checkpoint(
+    family: str, old_names: bool, tmp_path: Path
+) -> None:
+    text = make_oracle(family)
+    tied = text.config.tie_word_embeddings
+    parts = {"text_config": text.config.to_dict(), "tie_word_embeddings": tied}
+    config = getattr(transformers, f"{TEXTS[family]}Config")(**parts).to_dict()
+    config["architectures"] = [f"{TEXTS[family]}ForConditionalGeneration"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    start = "language_model.model." if old_names else "model.language_model."
+    head = "language_model.lm_head." if old_names else "lm_head."
+    tensors = {
+        name.replace("lm_head.", head) if "lm_head" in name else start + name[6:]: tensor
+        for name, tensor in text.state_dict().items()
+        if not (name == "lm_head.weight" and tied)
+    }
+    tensors["vision_tower.post_layernorm.weight"] = torch.zeros(3)
+    tensors["model.multi_modal_projector.norm.weight"] = torch.zeros(3)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model = load_model(tmp_path, "cpu")[1]
+    token_ids = torch.tensor(random_prompts(30, seed=1)[0])
+    got = Session(model, 30).logits(token_ids, [30])
+    expected = text(token_ids[None]).logits[0]
+    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_a_longrope_has_its_long_factors_where_texts_may_be_long(written: Any) -> None:
+    """In a cache of more than the original context, and in a smaller one of the same model again
+    the short ones."""
+    directory, oracle = written("phi3")
+    network = load_model(directory, "cpu")[1]
+    token_ids = torch.tensor(random_prompts(270, seed=1)[0])
+    short = oracle(token_ids[None, :30]).logits[0]
+    long = oracle(token_ids[None]).logits[0]
+    for count, expected in ((30, short), (270, long), (30, short)):
+        got = Session(network, count).logits(token_ids[:count], [count])
+        torch.testing.assert_close(got, expected, rtol=0, atol=2 * TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "olmo3", "phi3", "granite4"])
+def test_a_model_that_transformers_holds(family: str) -> None:
+    oracle = make_oracle(family)
+    expected = greedy(oracle, PROMPTS[2])
+    model = from_transformers(oracle, kv_cache_tokens=256)
+    assert generated(model)[2] == expected
+    assert greedy(oracle, PROMPTS[2]) == expected
+
+
+# What cannot be
+
+
+def changed(directory: Path, target: Path, **changes: Any) -> Path:
+    """A directory with a config.json alone; ``...`` takes a field out."""
+    fields = {**json.loads((directory / "config.json").read_text()), **changes}
+    kept = {name: value for name, value in fields.items() if value is not ...}
+    (target / "config.json").write_text(json.dumps(kept))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gemma3", {"rope_parameters": {"rope_type": "default"}}, "one set for each of full_att"),
+        ("gemma3", {"use_bidirectional_attention": True}, "supported are false, a causal model"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "layer_types: expected a list of 4 kinds"),
+        ("gemma3", {"sliding_window": None}, "sliding_window: expected a size for its layers"),
+        ("gemma2", {"hidden_activation": "gelu"}, "supported are silu, swish, gelu_pytorch_tanh"),
+        ("gemma2", {"final_logit_softcapping": 0}, "expected a number above 0"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers: expected a list of 4 numbers"),
+        ("granite4", {"num_local_experts": 8}, "0, a dense model .*MoE.*, got 8"),
+        ("granite4", {"layer_types": ...}, r"hybrid layers \(Mamba\).*dense Granite 4.*'mamba'"),
+        ("granite4", {"position_embedding_type": "alibi"}, "supported are rope, nope, got 'alibi'"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "short_factor: expected a list"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "su", "short_factor": [1], "long_factor": [1]}},
+            "short_factor: expected 8 numbers, one a pair of dimensions, got 1",
+        ),
+        ("phi3", {"partial_rotary_factor": 1.5, "rope_parameters": {}}, "partial_rotary_factor"),
+        ("olmo2", {"rope_parameters": {"rope_type": "spiral"}}, "yarn, longrope, got 'spiral'"),
+        ("olmo2", {"architectures": ["Gemma3nForCausalLM"]}, "shared keys and values; .*Gemma 3"),
+        ("olmo2", {"architectures": ["OlmoeForCausalLM"]}, r"\(MoE\); .* is Olmo2ForCausalLM"),
+        ("olmo2", {"architectures": ["NewMoeForCausalLM"]}, r"\(MoE\); dense models run"),
+        (
+            "gemma3",
+            {"architectures": ["Gemma3ForConditionalGeneration"]},
+            "text_config: expected the config of the text part, got None",
+        ),
+    ],
+)
+def test_a_config_that_cannot_run(
+    family: str, changes: dict[str, Any], message: str, written: Any, tmp_path: Path
+) -> None:
+    directory = changed(written(family)[0], tmp_path, **changes)
+    with pytest.raises(ModelError, match=message) as caught:
+        read_config(directory)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("gemma3", {"attention.sliding_window_pattern": [True]}, "expected 4 flags, one a layer"),
+        ("gemma3", {"attention.shared_kv_layers": 2}, "supported are models without it, got 2"),
+        ("granite", {"rope.scaling.finetuned": False}, "supported is true, which rotates"),
+        ("ministral3", {"attention.temperature_length": 7}, "expected the original context len"),
+        ("phi3", {"rope.dimension_count": 9}, "rope.dimension_count: expected head_dim=16, got 9"),
+        (
+            "phi3",
+            {"rope.dimension_count": 8},
+            r"rope_factors_short.weight: expected \[4\], got \[6\]",
+        ),
+        ("smollm3", {"attention.sliding_window": 9}, "expected full attention, got a sliding wind"),
+    ],
+)
+def test_metadata_that_cannot_be(
+    family: str, settings: dict[str, Any], message: str, written: Any, tmp_path: Path
+) -> None:
+    file = write_family_gguf(tmp_path / "t.gguf", written(family)[0], family, settings)
+    with pytest.raises(ModelError, match=message):
+        read_config(file)
+
+
+def test_a_gguf_file_without_its_window_has_none(written: Any, tmp_path: Path) -> None:
+    file = write_family_gguf(
+        tmp_path / "t.gguf", written("gemma3")[0], "gemma3", {"attention.sliding_window": 0}
+    )
+    config = read_config(file)
+    assert config.layer_windows == (0,) * 4
+    assert set(config.layer_ropes) == {0}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gemma3n", "per-layer inputs"),
+        ("qwen3moe", "MoE"),
+        ("granitehybrid", r"hybrid layers \(Mamba\)"),
+        ("mamba2", "Mamba"),
+    ],
+)
+def test_a_gguf_architecture_that_does_not_run(name: str, message: str, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", name)
+    writer.add_tensor("token_embd.weight", torch.zeros(8, 8).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=rf"{message}.*nearest that runs.*, got {name}"):
+        read_config(tmp_path / "t.gguf")
