@@ -20,7 +20,7 @@ CXX_SOURCES = $$(git ls-files --cached --others --exclude-standard '*.cpp' '*.h'
 help:  ## this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## /make \1\t/' | expand -t 16
 
-demo:  ## a real model, streamed in every exit mode
+demo:  ## real models in their modes, streamed, then timed beside full depth
 	@$(SETUP)
 	@$(PYTHON_IN_VENV) scripts/demo.py $(ARGS)
 

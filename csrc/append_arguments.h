@@ -10,12 +10,22 @@ struct AppendTensors {
   const Tensor &k_cache, &v_cache, &slot_mapping;
   const std::optional<Tensor>&positions, &cos_sin, &q_norm_weight, &k_norm_weight;
   double eps;
-  const std::optional<Tensor>&key_scales, &value_scales;
+  const std::optional<Tensor>&key_scales, &value_scales, &q_cos_sin;
 };
 
+// Whether a norm's weight is of all heads' features at once; else it is of a head, or not there.
+inline bool check_head_norm(Checker& check, const std::optional<Tensor>& weight, const char* name,
+                            int64_t all_features) {
+  const bool is_of_all = weight && weight->dim() == 1 && weight->size(0) == all_features &&
+                         all_features != check["head_dim"];
+  check(weight, name, Accept::kModel, {is_of_all ? Dim(all_features) : Dim("head_dim")});
+  return is_of_all;
+}
+
 // Checks them, of num_tokens rows; heads that were checked before have the caches' sizes. Of the
-// heads themselves nothing is set.
-inline AppendKvParams append_params(Checker& check, const AppendTensors& tensors) {
+// heads themselves nothing is set. qkv_size: features of all heads of a token.
+inline AppendKvParams append_params(Checker& check, const AppendTensors& tensors,
+                                    int64_t qkv_size) {
   for (const auto& [cache, name] :
        {std::pair(&tensors.k_cache, "k_cache"), {&tensors.v_cache, "v_cache"}}) {
     check.written(*cache, name, Accept::kCache,
@@ -25,10 +35,15 @@ inline AppendKvParams append_params(Checker& check, const AppendTensors& tensors
   const bool has_positions = check(tensors.positions, "positions", Accept::kInt64, {"num_tokens"});
   const bool has_cos_sin =
       check(tensors.cos_sin, "cos_sin", Accept::kFloat32, {"max_position", "rotary_dim"});
-  check(tensors.q_norm_weight, "q_norm_weight", Accept::kModel, {"head_dim"});
-  check(tensors.k_norm_weight, "k_norm_weight", Accept::kModel, {"head_dim"});
-
+  const bool has_q_cos_sin =
+      check(tensors.q_cos_sin, "q_cos_sin", Accept::kFloat32, {"max_position", "rotary_dim"});
+  check.require(has_cos_sin || !has_q_cos_sin,
+                "q_cos_sin: expected None without cos_sin, got a tensor");
   AppendKvParams params{};
+  const int64_t kv_size = check["num_kv_heads"] * check["head_dim"];
+  params.norms_all_q =
+      check_head_norm(check, tensors.q_norm_weight, "q_norm_weight", qkv_size - 2 * kv_size);
+  params.norms_all_k = check_head_norm(check, tensors.k_norm_weight, "k_norm_weight", kv_size);
   params.cache_format =
       check_cache_format(check, tensors.k_cache, tensors.v_cache, tensors.key_scales,
                          tensors.value_scales, {"num_kv_heads"});
@@ -54,6 +69,7 @@ inline AppendKvParams append_params(Checker& check, const AppendTensors& tensors
   params.slot_mapping = data<const int64_t>(tensors.slot_mapping);
   params.positions = data_or_null<const int64_t>(tensors.positions);
   params.cos_sin = data_or_null<const float>(tensors.cos_sin);
+  params.q_cos_sin = data_or_null<const float>(tensors.q_cos_sin);
   params.q_norm_weight = data_or_null<const void>(tensors.q_norm_weight);
   params.k_norm_weight = data_or_null<const void>(tensors.k_norm_weight);
   params.eps = static_cast<float>(tensors.eps);

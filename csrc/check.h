@@ -135,7 +135,7 @@ class Checker {
   const char* op_;
   std::array<Binding, 16> bindings_{};
   int num_bindings_ = 0;
-  std::array<Given, 48> given_;
+  std::array<Given, 56> given_;
   int num_given_ = 0;
   bool has_device_ = false;
   int32_t device_type_ = 0, device_index_ = 0;

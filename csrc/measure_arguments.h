@@ -80,7 +80,7 @@ struct HeadWeights {
   const std::optional<Tensor>& norm_weight;
   const Tensor& lm_head;
   const std::optional<Tensor>&lm_head_scale, &lm_head_table;
-  double eps;
+  double eps, multiplier, soft_cap;
 };
 // Holds what goes with an LM head to come with one.
 inline void require_head(const Checker& check, const std::optional<Tensor>& lm_head,
@@ -112,6 +112,7 @@ inline ExitConfidenceSoftmaxParams softmax_params(Checker& check, const char* ro
   check.require(check["vocab_size"] >= 2 && check["vocab_size"] <= INT32_MAX,
                 "lm_head: expected vocab_size of 2 to 2147483647, got ", check["vocab_size"]);
   check.require(head.eps >= 0, "eps: expected a number >= 0, got ", head.eps);
+  check.require(head.soft_cap >= 0, "soft_cap: expected a number >= 0, got ", head.soft_cap);
 
   ExitConfidenceSoftmaxParams params{};
   params.hidden = data<const void>(hidden);
@@ -129,6 +130,8 @@ inline ExitConfidenceSoftmaxParams softmax_params(Checker& check, const char* ro
   params.hidden_stride = hidden.stride(0);
   params.lm_head_stride = head.lm_head.stride(0);
   params.eps = static_cast<float>(head.eps);
+  params.multiplier = static_cast<float>(head.multiplier);
+  params.soft_cap = static_cast<float>(head.soft_cap);
   params.dtype = check.dtype();
   return params;
 }

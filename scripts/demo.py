@@ -1,15 +1,17 @@
-"""Real models in every exit mode: streamed text with each token's exit depth, and a table.
+"""What early exit and drafts are for: real models in every mode, each beside full depth.
 
 First the model that ships with eecore, which was trained for early exit; then one that was not,
-SmolLM2-135M-Instruct, which is fetched on the first run. What each mode means for them is said
-along the way.
+SmolLM2-135M-Instruct, which is fetched on the first run. Each mode first writes its texts, token by
+token in the colours of their depth; then all take turns, and a table has the medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 import eecore
-from eecore.console.depth import DepthPainter, depth_legend, has_colours, runs
+from eecore.console.depth import DepthPainter, has_colours, is_lossless, legend_of, said_depths
 from eecore.exits import Exit
+from eecore.lab.evaluation.timed import TimedRun, time_policies
 from get_smollm2 import get_smollm2
 
 UTTERANCES = (
@@ -29,20 +32,24 @@ UTTERANCES = (
 )
 PROMPTS = (
     "Explain in two sentences why the sky is blue.",
-    "Write a Python function that returns the n-th Fibonacci number.",
+    "Write a short email that says: the meeting on Monday is moved to Tuesday at ten, in the same "
+    "room.",
 )
-SKIPS = Path(__file__).parent / "smollm2_skips.json"
+ROUNDS = 5
+"""How often all modes take their turn."""
+SECONDS = 30.0
+"""For the turns of a model; each mode has one in any case."""
+UNTRAINED_TOKENS = 16
+"""Of the text that shows what an exit without training says."""
 
 
 @dataclass
 class Mode:
-    """One way to run the model, and what came of it."""
+    """One way to run the model."""
 
     name: str
     says: str
     exit: Exit
-    outputs: list[eecore.Output] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 @dataclass
@@ -51,24 +58,24 @@ class Part:
 
     Attributes:
         name: of the model.
-        waiting: what is said while it is being had.
+        waiting: what is said while it is fetched.
         directory: has it.
         prompts: as shown.
-        tokens: a prompt as the model reads it.
-        modes: for a model of so many layers.
-        colours_from: no mode leaves before this layer.
+        modes: for a model of so many layers; full depth is the first.
         dtype: to run in; None for the device's own.
+        untrained: a share of the layers after which the model was not trained to speak, which a
+            line shows; 0: none.
+        runs: of the modes, what has been timed so far.
     """
 
     name: str
     waiting: str
     directory: Callable[[], Path]
     prompts: Sequence[str]
-    tokens: Callable[[eecore.Model, str], list[int]]
     modes: Callable[[int], list[Mode]]
-    colours_from: int
     dtype: str | None = None
-    done: list[Mode] = field(default_factory=list)
+    untrained: float = 0.0
+    runs: list[TimedRun] = field(default_factory=list)
 
 
 def intent_modes(num_layers: int) -> list[Mode]:
@@ -78,9 +85,19 @@ def intent_modes(num_layers: int) -> list[Mode]:
     return [
         Mode("full", "every layer for every token", eecore.Full()),
         Mode(
+            "auto",
+            "round by round what is fastest: full depth, or a few layers draft and all verify",
+            eecore.Auto(),
+        ),
+        Mode(
+            "self-speculative",
+            f"the first {quarter} layers draft, all verify",
+            eecore.SelfSpeculative(exit_layer=quarter, num_drafts=6),
+        ),
+        Mode(
             "confident exit",
-            "a token leaves once its two best candidates are far apart. The threshold is "
-            "calibrated: what it may cost is promised, see the model card",
+            "a token leaves once its two best candidates are far apart; a calibration promises "
+            "what that may cost, see the model card",
             eecore.ConfidentExit.calibrated(calibration),
         ),
         Mode(
@@ -88,55 +105,28 @@ def intent_modes(num_layers: int) -> list[Mode]:
             f"the model cut after layer {half}, where it was trained to speak too",
             eecore.FixedExit(half),
         ),
-        Mode(
-            "self-speculative",
-            f"the first {quarter} layers draft, all verify: the text is that of full, sooner",
-            eecore.SelfSpeculative(exit_layer=quarter, num_drafts=6),
-        ),
     ]
 
 
-def smollm2_modes(num_layers: int) -> list[Mode]:
-    """The modes, for a model of so many layers that was never trained for early exit."""
+def smollm2_modes(_num_layers: int) -> list[Mode]:
+    """The modes, for a model that was never trained for early exit."""
     return [
         Mode("full", "every layer for every token", eecore.Full()),
-        Mode(
-            "confident exit",
-            "a token leaves once its two best candidates are far apart; the layers it skips get "
-            "their keys and values from the exit state. The threshold was picked by hand: no "
-            "promise about the text. Asking costs an LM head, for a model this small as much as 8 "
-            "layers",
-            eecore.ConfidentExit(0.9, exit_points=tuple(range(num_layers - 6, num_layers, 2))),
-        ),
-        Mode(
-            "fixed exit",
-            f"the model cut after layer {num_layers - 3}. It was not trained to stop there, and it "
-            "shows",
-            eecore.FixedExit(num_layers - 3),
-        ),
-        Mode(
-            "self-speculative",
-            f"the first {num_layers - 3} layers draft, all verify: the text is that of full. "
-            "Drafts this deep save nothing; models trained for early exit draft with far fewer "
-            "layers",
-            eecore.SelfSpeculative(exit_layer=num_layers - 3, num_drafts=2),
-        ),
-        Mode(
-            "draft and verify",
-            "the draft leaves out sublayers that a search on real text found least missed, all "
-            "layers verify: the text is that of full, and the model needs no training",
-            eecore.SkipSearch.load(SKIPS).policy(),
-        ),
-        Mode(
-            "draft head",
-            "a small head behind the last layer drafts, all layers verify: the text is that of "
-            "full. It was trained in half an hour on what the model writes itself; no layer drafts",
-            eecore.HeadDrafts(),
-        ),
         Mode(
             "auto",
             "round by round what is fastest: full depth, drafts of the head, or of the text itself",
             eecore.Auto(),
+        ),
+        Mode(
+            "draft head",
+            "a small head after the last layer drafts, all layers verify; it was trained in half "
+            "an hour on what the model writes itself",
+            eecore.HeadDrafts(),
+        ),
+        Mode(
+            "lookup",
+            "what followed the same words earlier in the text is the draft, all layers verify",
+            eecore.PromptLookup(),
         ),
     ]
 
@@ -149,9 +139,7 @@ def parts(prompts: Sequence[str]) -> list[Part]:
             "loading the model",
             eecore.default_model,
             UTTERANCES,
-            encode,
             intent_modes,
-            colours_from=1,
             dtype="float32",  # the calibration's
         ),
         Part(
@@ -159,16 +147,15 @@ def parts(prompts: Sequence[str]) -> list[Part]:
             "getting SmolLM2-135M-Instruct (a 93 MB download the first time)",
             get_smollm2,
             prompts,
-            chat,
             smollm2_modes,
-            colours_from=12,
+            untrained=0.8,
         ),
     ]
 
 
 def main(command_line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("prompts", nargs="*", default=PROMPTS, help="for SmolLM2")
     arguments = parser.parse_args(command_line)
@@ -185,48 +172,49 @@ def main(command_line: list[str] | None = None) -> int:
         except (eecore.EecoreError, RuntimeError, OSError) as error:
             print(f"demo: {error}", file=sys.stderr)
             code = 1
-        if part.done:
-            console.print()
-            console.print(table(part.done))
         if code:
             return code
     console.print(CLOSING)
     return 0
 
 
-CLOSING = """\
+CLOSING = """
 Next: eecore generate "dim the bedroom lamp to 40%" --depth --stats, or eecore generate --help.
 Checkpoints trained for early exit, such as LayerSkip's, load the same way."""
 
 
 def show(console: Console, part: Part, max_tokens: int) -> None:
-    """Run every mode on every prompt; finished modes go into ``part.done``."""
+    """Run every mode on every prompt, then all in turns; a table has what was timed."""
     with console.status(part.waiting):
         directory = part.directory()
     with console.status("loading the model"):
-        model = eecore.load(directory, dtype=part.dtype, kv_cache_tokens=4096)
-        asked = [part.tokens(model, prompt) for prompt in part.prompts]
-        eecore.generate(model, asked[0], max_tokens=2)  # the first pass touches all weights
+        # No prompt is shared: each turn computes what the others did.
+        model = eecore.load(directory, dtype=part.dtype, kv_cache_tokens=4096, prefix_cache=False)
+    num_layers = model.config.num_layers
     build = eecore.build_info()
     console.print(
-        f"\n[bold]{part.name}[/bold]: {model.config.num_layers} layers, "
+        f"\n[bold]{part.name}[/bold]: {num_layers} layers, "
         f"{str(model.network.dtype).removeprefix('torch.')} on {model.network.device.type} "
         f"({build['cpu_capability']}, {torch.get_num_threads()} threads)"
     )
-    if has_colours(console):
-        console.print(depth_legend(part.colours_from, model.config.num_layers))
-    for mode in part.modes(model.config.num_layers):
-        console.print(f"\n[bold]{mode.name}[/bold]: {mode.says}")
+    asked = [chat(model, prompt) for prompt in part.prompts]
+    modes = part.modes(num_layers)
+    for mode in modes:  # which also warms them: programs are recorded, drafts are learnt from
+        lossless = ". Lossless: the text is full depth's" if is_lossless(mode.exit) else ""
+        console.print(f"\n[bold]{mode.name}[/bold]: {mode.says}{lossless}.")
+        if has_colours(console):
+            console.print(legend_of(mode.exit, num_layers))
         for prompt, ids in zip(part.prompts, asked, strict=True):
             console.print(f"[dim]> {prompt}[/dim]")
-            stream(console, model, ids, mode, max_tokens, part.colours_from)
-        part.done.append(mode)
-
-
-def encode(model: eecore.Model, prompt: str) -> list[int]:
-    """The tokens of a prompt as it is."""
-    assert model.tokenizer is not None
-    return model.tokenizer.encode(prompt)
+            stream(console, model, ids, mode.exit, max_tokens)
+    try:
+        take_turns(console, part, model, asked, modes, max_tokens)
+    finally:
+        if part.runs:
+            console.print()
+            console.print(table(modes, part.runs))
+    if part.untrained:
+        console.print(without_training(model, asked[0], int(part.untrained * num_layers)))
 
 
 def chat(model: eecore.Model, prompt: str) -> list[int]:
@@ -236,46 +224,92 @@ def chat(model: eecore.Model, prompt: str) -> list[int]:
 
 
 def stream(
-    console: Console,
-    model: eecore.Model,
-    prompt: list[int],
-    mode: Mode,
-    max_tokens: int,
-    colours_from: int,
+    console: Console, model: eecore.Model, prompt: list[int], policy: Exit, max_tokens: int
 ) -> None:
-    """Generate one text, printed as it comes, each token in the colour of its exit layer."""
-    painter = DepthPainter(model, prompt, colours_from)
-    started = time.perf_counter()
-    for step in eecore.stream(model, prompt, exit=mode.exit, max_tokens=max_tokens):
+    """Generate one text, printed as it comes, each token in the colour of how it was made."""
+    painter = DepthPainter(model, prompt, policy.lowest_exit, verified=is_lossless(policy))
+    layers: list[int] = []
+    for step in eecore.stream(model, prompt, exit=policy, max_tokens=max_tokens):
+        layers += step.exit_layers
         console.print(painter.add(step.token_ids, step.exit_layers, step.text), end="")
-        if step.output is not None:
-            mode.outputs.append(step.output)
-    mode.seconds += time.perf_counter() - started
     console.print()
     if not has_colours(console):
-        console.print(f"(exit layers: {runs(mode.outputs[-1].exit_layers)})")
+        console.print(f"({said_depths(policy, layers, model.config.num_layers)})")
 
 
-def table(done: list[Mode]) -> Table:
-    """What the modes did, side by side."""
-    result = Table(title="all prompts together", title_justify="left")
-    for name in ("mode", "tokens/s", "mean exit layer", "drafts accepted", "same text as full?"):
-        result.add_column(name, justify="left" if name == "mode" else "right")
-    full = [output.token_ids for output in done[0].outputs]
-    for mode in done:
-        tokens = sum(len(output.token_ids) for output in mode.outputs)
-        depth = sum(sum(output.exit_layers) for output in mode.outputs)
-        drafted = sum(output.stats.drafted for output in mode.outputs)
-        accepted = sum(output.stats.accepted for output in mode.outputs)
-        same = sum(o.token_ids == f for o, f in zip(mode.outputs, full, strict=True))
+def take_turns(
+    console: Console,
+    part: Part,
+    model: eecore.Model,
+    asked: list[list[int]],
+    modes: list[Mode],
+    max_tokens: int,
+) -> None:
+    """Time the modes; runs with a turn go into ``part.runs``, full depth's first."""
+    begin = time.perf_counter()
+
+    def seen(_round: int, run: TimedRun) -> None:
+        if run not in part.runs:
+            part.runs.append(run)
+
+    def should_stop() -> bool:
+        return len(part.runs) == len(modes) and time.perf_counter() > begin + SECONDS
+
+    with console.status("all modes in turns"):
+        time_policies(
+            model,
+            asked,
+            [mode.exit for mode in modes[1:]],
+            max_tokens=max_tokens,
+            rounds=ROUNDS,
+            progress=seen,
+            should_stop=should_stop,
+        )
+
+
+def table(modes: Sequence[Mode], runs: Sequence[TimedRun]) -> Table:
+    """What the modes did, side by side; full depth is the first run."""
+    full, rounds = runs[0], len(runs[0].seconds)
+    many = f"medians of {rounds} rounds" if rounds > 1 else "one round"
+    result = Table(title=f"all prompts together, {many}", title_justify="left")
+    for name in ("mode", "tokens/s", "beside full depth", "layers run a token", "text"):
+        result.add_column(name, justify="left" if name in ("mode", "text") else "right")
+    for mode, run in zip(modes, runs, strict=False):
+        run_layers = sum(output.stats.layers_run for output in run.outputs)
+        after_first = run.tokens - len(run.outputs)  # the first token of each is its prompt's
+        num_layers = run.outputs[0].stats.num_layers
         result.add_row(
             mode.name,
-            f"{tokens / mode.seconds:.1f}",
-            f"{depth / tokens:.1f}",
-            f"{accepted / drafted:.0%} of {drafted}" if drafted else "-",
-            "yes" if same == len(full) else f"{same} of {len(full)}",
+            f"{run.tokens / statistics.median(run.seconds):.1f}",
+            f"{run.speedup_over(full):.2f}x",
+            f"{run_layers / after_first:.1f} of {num_layers}" if after_first else "-",
+            said_text(mode.exit, run, full),
         )
     return result
+
+
+def said_text(policy: Exit, run: TimedRun, full: TimedRun) -> str:
+    """Whose text it is, compared with full depth's."""
+    if run is full:
+        return "full depth's"
+    pairs = zip(run.outputs, full.outputs, strict=True)
+    same = sum(ours.token_ids == theirs.token_ids for ours, theirs in pairs)
+    if is_lossless(policy):
+        return "lossless: the same" if run.same_tokens(full) else "lossless, yet not the same"
+    return f"the same for {same} of {len(full.outputs)}"
+
+
+def without_training(model: eecore.Model, prompt: list[int], layer: int) -> str:
+    """What an exit says that the model was never trained for, in a line."""
+    policy = eecore.FixedExit(layer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one that says the same
+        (output,) = eecore.generate(model, prompt, exit=policy, max_tokens=UNTRAINED_TOKENS)
+    text = " ".join((output.text or "").split())
+    return (
+        f"\nAn exit that a model was not trained for says nothing: after layer {layer} of "
+        f"{model.config.num_layers} the first answer begins {text!r}. eecore train trains exits."
+    )
 
 
 if __name__ == "__main__":

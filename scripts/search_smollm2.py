@@ -1,4 +1,5 @@
-"""Find the sublayers that SmolLM2's drafts can leave out: writes smollm2_skips.json, for the demo.
+"""Find the sublayers that SmolLM2's drafts can leave out: writes smollm2_skips.json, for the
+benchmark of all modes.
 
 The search looks at what the model itself writes, in answer to questions that neither the demo nor a
 benchmark asks. Takes a few minutes.

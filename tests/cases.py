@@ -172,6 +172,9 @@ class KvFillCase:
     page_size: int = 16
     bias: bool = False
     k_norm: bool = False
+    norms_all_k: bool = False  # all heads at once, where there is a norm
+    pre_norm: bool = True
+    num_ropes: int = 0  # tables that layers choose from; 0: one for all
 
 
 KV_FILL_CASES = (
@@ -189,6 +192,19 @@ KV_FILL_CASES = (
     KvFillCase(20, hidden_size=200, num_kv_heads=3, head_dim=80, rotary_dim=48, bias=True),
     KvFillCase(33, hidden_size=72, head_dim=36, rotary_dim=20, k_norm=True),
     KvFillCase(257, num_layers=4, hidden_size=100),
+    KvFillCase(5, num_kv_heads=3, head_dim=48, rotary_dim=32, num_ropes=2, pre_norm=False),
+    KvFillCase(9, num_kv_heads=2, k_norm=True, norms_all_k=True, bias=True),
+    KvFillCase(
+        20,
+        hidden_size=72,
+        num_kv_heads=3,
+        head_dim=36,
+        rotary_dim=20,
+        k_norm=True,
+        norms_all_k=True,
+        pre_norm=False,
+        num_ropes=3,
+    ),
 )
 
 
@@ -201,6 +217,8 @@ class AppendKvCase:
     page_size: int
     rotary_dim: int = 0
     norm: bool = False
+    norms_all: bool = False  # all heads of a token at once, where there is a norm
+    q_table: bool = False  # queries are rotated by one of their own
 
 
 APPEND_KV_CASES = (
@@ -213,6 +231,10 @@ APPEND_KV_CASES = (
     AppendKvCase(6, 4, 2, 72, 16, norm=True),
     AppendKvCase(3, 2, 1, 36, 8, rotary_dim=6, norm=True),
     AppendKvCase(100, 32, 8, 64, 16),
+    AppendKvCase(5, 9, 3, 64, 16, rotary_dim=64, q_table=True),
+    AppendKvCase(9, 5, 5, 80, 4, rotary_dim=20, norm=True, norms_all=True),
+    AppendKvCase(3, 8, 1, 36, 8, rotary_dim=6, norm=True, norms_all=True, q_table=True),
+    AppendKvCase(2, 4, 2, 256, 16, norm=True, norms_all=True),
 )
 
 
@@ -230,6 +252,7 @@ class AttentionCase:
     num_buckets: int = 0  # of a position bias; 0: there is none
     max_distance: int = 128
     bidirectional: bool = False
+    soft_cap: float = 0.0
 
 
 ATTENTION_CASES = (
@@ -289,6 +312,8 @@ ATTENTION_CASES = (
     AttentionCase((40,), (40,), 71, 1, 64, 3, causal=False, num_buckets=256, bidirectional=True),
     AttentionCase((9,), (200,), 4, 2, 64, 16, num_buckets=16, bidirectional=True),
     AttentionCase((150,), (150,), 4, 2, 64, 16, causal=False, num_buckets=32, fixed_split_size=40),
+    AttentionCase((1, 5, 40), (300, 9, 90), 6, 2, 64, 16, soft_cap=1.5),
+    AttentionCase((3,), (200,), 4, 1, 96, 8, sliding_window=30, soft_cap=0.5),
 )
 
 
@@ -319,6 +344,12 @@ class DecoderLayersCase:
     num_buckets: int = 0  # of a position bias; 0: there is none
     max_distance: int = 128
     activation: str = "silu"
+    pre_norm: bool = True
+    post_norm: bool = False
+    norms_all: bool = False  # all heads of a token at once, where there is a norm of them
+    num_ropes: int = 0  # tables that layers choose from; 0: one for all
+    residual_multiplier: float = 1.0
+    soft_cap: float = 0.0
 
 
 DECODER_LAYERS_CASES = (
@@ -338,6 +369,12 @@ DECODER_LAYERS_CASES = (
     DecoderLayersCase((1,), (900,), fixed_split_size=0, sliding_window=(0, 300, 0)),
     DecoderLayersCase((1, 3), (9, 20), rotary=False, qk_norm=True),
     DecoderLayersCase((2,), (30,), activation="gelu_tanh", bias=True),
+    DecoderLayersCase((3, 1), (40, 9), post_norm=True, num_ropes=2, activation="gelu_tanh"),
+    DecoderLayersCase(
+        (1, 2), (9, 30), pre_norm=False, post_norm=True, qk_norm=True, norms_all=True
+    ),
+    DecoderLayersCase((2, 1), (200, 7), residual_multiplier=0.22, num_ropes=3, rotary_dim=32),
+    DecoderLayersCase((1, 5), (90, 40), soft_cap=1.5, sliding_window=(0, 7, 50), post_norm=True),
     DecoderLayersCase((1, 4), (9, 30), activation="relu", bias=True),
     DecoderLayersCase((3, 1), (200, 40), num_buckets=32, max_distance=100),
     DecoderLayersCase((), (), cross_lens=()),

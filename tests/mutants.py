@@ -257,8 +257,8 @@ CUDA_KERNELS = (
     Mutant(
         "head-norm-of-half-the-lanes",
         "include/eecore/append_kv.cuh",
-        "for (int distance = blockDim.x / 2; distance > 0; distance /= 2) {",
-        "for (int distance = blockDim.x / 2; distance > 1; distance /= 2) {",
+        "for (int distance = at.num_lanes / 2; distance > 0; distance /= 2) {",
+        "for (int distance = at.num_lanes / 2; distance > 1; distance /= 2) {",
         "tests/ops/test_append_kv.py -k emulated",
     ),
     Mutant(
@@ -563,8 +563,8 @@ DECODING = (
     Mutant(
         "lookup-compares-a-token-too-late",
         "python/eecore/planning/ngrams.py",
-        "tokens[place - 1 - length] == tokens[-1 - length]",
-        "tokens[place - length] == tokens[-1 - length]",
+        "tokens[place - 1 - length] == ending[-1 - length]",
+        "tokens[place - length] == ending[-1 - length]",
         "tests/planning/test_lookup.py",
     ),
     Mutant(
@@ -681,8 +681,8 @@ SERVER = (
     Mutant(
         "last-chunk-lost",
         "python/eecore/serving/answering.py",
-        "await _send_text(send, text + DONE, more=False)",
-        "await _send_text(send, DONE, more=False)",
+        "text += shape.end([outputs[index] for index in sorted(outputs)])",
+        "text = shape.end([outputs[index] for index in sorted(outputs)])",
         "tests/serving/test_endpoints.py tests/serving/test_streams.py",
     ),
     Mutant(
@@ -726,6 +726,27 @@ SERVER = (
         '"tool_calls" if has_calls and output.finish_reason == "stop" else output.finish_reason',
         '"tool_calls" if has_calls else output.finish_reason',
         "tests/serving/test_tool_calls.py",
+    ),
+    Mutant(
+        "any-site-has-a-browser-ask",
+        "python/eecore/serving/bodies.py",
+        "(is_of_browser or kind not in UNSAID)",
+        "kind not in UNSAID",
+        "tests/serving/test_refusals.py",
+    ),
+    Mutant(
+        "cut-off-response-is-complete",
+        "python/eecore/serving/response_shape.py",
+        'ended = "incomplete" if is_cut else "completed"',
+        'ended = "completed"',
+        "tests/serving/test_responses.py",
+    ),
+    Mutant(
+        "message-goes-on-after-a-call",
+        "python/eecore/serving/response_shape.py",
+        '        closed = self._closed("completed")\n',
+        "        closed = []\n",
+        "tests/serving/test_responses.py",
     ),
     Mutant(
         "stop-token-in-the-text",
@@ -837,6 +858,37 @@ READERS = (
     ),
 )
 
+TRAINING = (
+    Mutant(
+        "pieces-of-a-batch-weigh-alike",
+        "python/eecore/lab/training/early_exit_loss.py",
+        "return total / (len(self.tokens) if self.count is None else self.count)",
+        "return total / max(1, len(self.tokens))",
+        "tests/lab/training/test_packing.py",
+    ),
+    Mutant(
+        "packed-texts-see-each-other",
+        "python/eecore/lab/training/data.py",
+        "if any(len(row) > 1 for row in packed):",
+        "if False:",
+        "tests/lab/training/test_packing.py",
+    ),
+    Mutant(
+        "a-piece-drops-layers-of-its-own",
+        "python/eecore/lab/training/layer_dropout.py",
+        "else kept_of_step[self._rows]",
+        "else kept_of_step[: len(hidden)]",
+        "tests/lab/training/test_packing.py",
+    ),
+    Mutant(
+        "divided-gradients-stay-means",
+        "python/eecore/lab/training/processes.py",
+        "parameter.grad.mul_(self.size)",
+        "parameter.grad.mul_(1)",
+        "tests/lab/training/test_processes.py",
+    ),
+)
+
 MUTANTS = (
     *SCHEDULING,
     *DECODING,
@@ -846,4 +898,5 @@ MUTANTS = (
     *CHECKS,
     *CPU_KERNELS,
     *CUDA_KERNELS,
+    *TRAINING,
 )

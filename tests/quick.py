@@ -23,7 +23,7 @@ WHOLE = {
     "cli": "options",
     "decoding": "company confident_exit cut_vocabulary penalties sampling speculation",
     "lab/evaluation": "exit_map",
-    "lab/training": "calm data draft_head early_exit_loss layer_dropout recipe",
+    "lab/training": "calm chats data draft_head early_exit_loss layer_dropout recipe",
     "models": "checkpoint gguf_file llama tokenizer tokenizer_files",
     "planning": "auto guide lookup",
     "scheduling": "pages scheduler",

@@ -422,12 +422,19 @@ def exit_confidence_softmax(
     *,
     lm_head_scale: Tensor | None = None,
     lm_head_table: Tensor | None = None,
+    multiplier: float = 1.0,
+    soft_cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gap of the two largest probabilities, log-sum-exp, logits), all float64."""
     x = hidden if norm_weight is None else rms_norm(hidden, norm_weight, eps)
-    logits = linear(x, lm_head, lm_head_scale, lm_head_table)
+    logits = soft_capped(linear(x, lm_head, lm_head_scale, lm_head_table) * multiplier, soft_cap)
     top = logits.softmax(-1).topk(2, dim=-1).values
     return top[:, 0] - top[:, 1], logits.logsumexp(-1), logits
+
+
+def soft_capped(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap); x as it is where the cap is 0."""
+    return cap * torch.tanh(x / cap) if cap else x
 
 
 def rotary(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
@@ -441,7 +448,7 @@ def rotary(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
 def kv_fill(
     hidden: Tensor,
     exit_layer: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     kv: ops.Matrix,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -453,12 +460,15 @@ def kv_fill(
     eps: float = 1e-6,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    layer_ropes: Tensor | None = None,
 ) -> None:
     """What the layers from each row's exit layer on would have written, in place."""
     num_layers, _, _, num_kv_heads, head_dim = k_cache.shape
     for layer in range(num_layers):
         rows = ((exit_layer <= layer) & (slot_mapping >= 0)).nonzero().flatten()
-        x = rms_norm(hidden[rows], norm_weight[layer], eps)
+        x = hidden[rows]
+        if norm_weight is not None:
+            x = rms_norm(x, norm_weight[layer], eps)
         matrix = kv.unbind()[layer]
         projected = linear(x, matrix.weight, matrix.scale, matrix.table)
         if kv.bias is not None:
@@ -466,10 +476,10 @@ def kv_fill(
         projected = projected.to(hidden.dtype).view(len(rows), 2, num_kv_heads, head_dim)
         k, v = projected[:, 0].double(), projected[:, 1]
         if k_norm_weight is not None:
-            k = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + eps)
-            k = k * k_norm_weight[layer].double()
+            k = norm_heads(k, k_norm_weight[layer], eps)
         if positions is not None and cos_sin is not None:
-            k = rotary(k, positions[rows], cos_sin)
+            table = cos_sin if layer_ropes is None else cos_sin[layer_ropes[layer, 1]]
+            k = rotary(k, positions[rows], table)
         page, offset = slot_mapping[rows] // k_cache.shape[2], slot_mapping[rows] % k_cache.shape[2]
         scales = (None if each is None else each[layer] for each in (key_scales, value_scales))
         for cache, x, scale in zip((k_cache, v_cache), (k, v), scales, strict=True):
@@ -499,10 +509,18 @@ def norm_and_rotate(
     """Head norm and rotary embedding in float64, each where it is asked for."""
     x = x.double()
     if weight is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.double()
+        x = norm_heads(x, weight, eps)
     if positions is not None and cos_sin is not None:
         x = rotary(x, positions, cos_sin)
     return x
+
+
+def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of heads, float64 [num_tokens, num_heads, head_dim], or of all of a token's at once,
+    as the weight has it."""
+    heads = x if len(weight) == x.shape[-1] else x.flatten(1)
+    heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps) * weight.double()
+    return heads.view(x.shape)
 
 
 def append_kv(
@@ -519,10 +537,12 @@ def append_kv(
     eps: float = 1e-6,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    q_cos_sin: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """New (q, k_cache, v_cache) in float64; see eecore.ops.append_kv."""
     if q is not None:
-        q = norm_and_rotate(q, q_norm_weight, positions, cos_sin, eps)
+        table = cos_sin if q_cos_sin is None else q_cos_sin
+        q = norm_and_rotate(q, q_norm_weight, positions, table, eps)
     k = norm_and_rotate(k, k_norm_weight, positions, cos_sin, eps)
     new_k, new_v = k_cache.double(), v_cache.double()
     written = slot_mapping >= 0
@@ -556,6 +576,7 @@ def paged_attention(
     query_start_loc: Tensor,
     *,
     scale: float,
+    soft_cap: float = 0.0,
     causal: bool = True,
     sliding_window: int = 0,
     position_bias: Tensor | None = None,
@@ -586,6 +607,7 @@ def paged_attention(
             for cache, scales in ((k_cache, key_scales), (v_cache, value_scales))
         )
         scores = torch.einsum("qhd,khd->hqk", q[begin:end][rows].double(), k) * scale
+        scores = soft_capped(scores, soft_cap)
         if position_bias is not None:
             relative = used - positions[rows, None]
             num_buckets = position_bias.shape[0]
@@ -617,6 +639,8 @@ def skinny_linear(
     eps: float = 1e-6,
     bias: Tensor | None = None,
     activation: str | None = None,
+    multiplier: float = 1.0,
+    soft_cap: float = 0.0,
     residual: Tensor | None = None,
 ) -> Tensor:
     """Norm, linear layer with activation, residual, rounded to x's dtype each; see eecore.ops."""
@@ -628,7 +652,17 @@ def skinny_linear(
     projected = projected.to(x.dtype)
     if activation == "relu":
         projected = projected.relu()
+    projected = (projected.double() * multiplier).to(x.dtype)
+    projected = soft_capped(projected.double(), soft_cap).to(x.dtype)
     return projected if residual is None else projected + residual
+
+
+def add_normed(
+    x: Tensor, norm_weight: Tensor, residual: Tensor, eps: float, multiplier: float
+) -> Tensor:
+    """Norm, its multiple and the sum, rounded to x's dtype each; see eecore.ops.add_normed."""
+    given = rms_norm(x, norm_weight, eps).double() * multiplier
+    return residual + given.to(x.dtype)
 
 
 def skinny_gated_linear(
@@ -700,11 +734,22 @@ def decoder_layers(
     activation: str = "silu",
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    layer_ropes: Tensor | None = None,
+    residual_multiplier: float = 1.0,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """The residual stream after the layers; keys and values are written in place."""
     dtype = hidden.dtype
     num_kv_heads, head_dim = k_cache.shape[-2:]
     layers = weights.unbind()
+
+    def onto(hidden: Tensor, x: Tensor, matrix: ops.Matrix, norm: Tensor | None) -> Tensor:
+        if norm is not None:
+            given = skinny_linear(x, **_of_matrix(matrix))
+            return add_normed(given, norm, hidden, eps, residual_multiplier)
+        multiplied = {"multiplier": residual_multiplier, "residual": hidden}
+        return skinny_linear(x, **_of_matrix(matrix), **multiplied)
+
     for layer in range(begin_layer, end_layer):
         w = layers[layer]
         scales = {
@@ -725,10 +770,11 @@ def decoder_layers(
                 v_cache[layer],
                 slot_mapping,
                 positions,
-                cos_sin,
+                cos_sin if layer_ropes is None else cos_sin[layer_ropes[layer, 1]],
                 w.q_norm,
                 w.k_norm,
                 eps,
+                q_cos_sin=None if layer_ropes is None else cos_sin[layer_ropes[layer, 0]],
                 **scales,
             )
             assert rotated is not None
@@ -741,13 +787,14 @@ def decoder_layers(
                 seq_lens,
                 query_start_loc,
                 scale=scale,
+                soft_cap=soft_cap,
                 sliding_window=0 if sliding_window is None else int(sliding_window[layer]),
                 position_bias=position_bias,
                 max_distance=max_distance,
                 **scales,
             )
             attended = attended.to(dtype).flatten(1)
-            hidden = skinny_linear(attended, residual=hidden, **_of_matrix(w.o))
+            hidden = onto(hidden, attended, w.o, w.attention_post_norm)
             if cross is not None:
                 cross_q, cross_o = cross.q.unbind()[layer], cross.o.unbind()[layer]
                 q = skinny_linear(
@@ -775,5 +822,5 @@ def decoder_layers(
                 activation=activation,
                 **_of_matrix(w.gate_up),
             )
-            hidden = skinny_linear(inner, residual=hidden, **_of_matrix(w.down))
+            hidden = onto(hidden, inner, w.down, w.mlp_post_norm)
     return hidden

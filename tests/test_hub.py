@@ -178,6 +178,13 @@ def test_a_draft_head(online: Hub, tmp_path: Path, fetch: Fetch) -> None:
     assert "exits: expected a repository with head.json" in fetch("org/none", "fetch_head")
 
 
+def test_a_model_is_at_hand_once_it_was_fetched(online: Hub, tmp_path: Path, fetch: Fetch) -> None:
+    online.add("org/name", write_model(tmp_path / "made"))
+    assert fetch("org/name", "is_at_hand", **OFFLINE) == "False"
+    fetch("org/name")
+    assert fetch("org/name", "is_at_hand", **OFFLINE) == "True"
+
+
 # What is said where nothing can be fetched
 
 

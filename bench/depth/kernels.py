@@ -110,7 +110,7 @@ class Kernels:
         """Of the rotary embedding, which a T5 does not have."""
         if self._is_t5:
             return {"positions": None, "cos_sin": None}
-        rotary_dim = self._config.rope.rotary_dim
+        rotary_dim = self._config.ropes[0].rotary_dim
         return {
             "positions": torch.full((rows,), PAGE_SIZE - 1),
             "cos_sin": torch.ones(PAGE_SIZE, rotary_dim),

@@ -81,7 +81,7 @@ def model_config(name: str) -> ModelConfig:
         vocab_size=vocab_size,
         rms_norm_eps=1e-5,
         max_position=2048,
-        rope=RopeConfig(theta=500000.0, rotary_dim=head_dim),
+        ropes=(RopeConfig(theta=500000.0, rotary_dim=head_dim),),
         tie_word_embeddings=name != "8b",
         **MODELS[name],
     )

@@ -190,6 +190,7 @@ ONE_BLOCK = one_pass(lambda _: 1)
 """Of the ops that have no plan of their own."""
 
 PLANS: dict[str, Plan] = {
+    "add_normed": one_pass(lambda call: call["x"].shape[0]),
     "accept_round": one_pass(lambda call: call["num_drafted"].shape[0]),
     "append_drafts": one_pass(lambda call: 1 + call["hidden"].shape[0], parts={"states": "hidden"}),
     "append_kv": append_kv,

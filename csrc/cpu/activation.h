@@ -15,6 +15,13 @@ inline Vec gelu_tanh(Vec x) {
   return x / (broadcast(1.0f) + exp(zero() - twice_y));
 }
 
+// cap * tanh(x / cap), written so that nothing overflows; a NaN stays one.
+inline Vec soft_capped(Vec x, float cap) {
+  const Vec one = broadcast(1.0f), two = broadcast(2.0f);
+  const Vec grown = exp(x * broadcast(2.0f / cap));
+  return broadcast(cap) * (one - two / (one + grown));
+}
+
 // Of a gate: kSilu or kGeluTanh.
 inline Vec activate_gate(Activation activation, Vec gate) {
   return activation == Activation::kGeluTanh ? gelu_tanh(gate) : silu(gate);

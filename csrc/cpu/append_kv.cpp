@@ -6,44 +6,70 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-// A head of float32 through norm and rotary. Null weight: no norm; null cos_sin: no rotary.
+// What is done to a head on its way. Null weight: no norm; null cos_sin: no rotary.
 template <typename T>
-void transform_row(const AppendKvParams& params, const T* in, const T* weight, const float* cos_sin,
+struct HeadChange {
+  const T* weight;       // [head_dim]
+  const float* cos_sin;  // [rotary_dim]
+  float scale;           // 1 / rms of all heads; below 0: that of the head itself
+};
+
+// A head of float32 through norm and rotary.
+template <typename T>
+void transform_row(const AppendKvParams& params, const T* in, const HeadChange<T>& change,
                    float* row) {
-  load_row(in, params.head_dim, row);
-  if (weight != nullptr) norm_row(row, weight, params.head_dim, params.eps);
-  if (cos_sin != nullptr) rotate_row(row, cos_sin, params.rotary_dim / 2);
+  const int64_t n = params.head_dim;
+  load_row(in, n, row);
+  if (change.weight != nullptr) {
+    const float scale = change.scale < 0.0f ? inverse_rms(row, n, params.eps) : change.scale;
+    scale_head(row, change.weight, n, scale);
+  }
+  if (change.cos_sin != nullptr) rotate_row(row, change.cos_sin, params.rotary_dim / 2);
 }
 
 // One head from `in` to `out`, which may be the same place. Without norm and rotary the bits as
 // they are.
 template <typename T>
-void transform_head(const AppendKvParams& params, const T* in, const T* weight,
-                    const float* cos_sin, const float*, T* out) {
-  if (weight == nullptr && cos_sin == nullptr) {
+void transform_head(const AppendKvParams& params, const T* in, const HeadChange<T>& change,
+                    const float*, T* out) {
+  if (change.weight == nullptr && change.cos_sin == nullptr) {
     if (in != out) copy_bytes(out, in, params.head_dim * sizeof(T));
     return;
   }
   alignas(64) float row[kMaxHeadDim];
-  transform_row(params, in, weight, cos_sin, row);
+  transform_row(params, in, change, row);
   store_row(row, params.head_dim, out);
 }
 
 // The same of float32 into bfloat16.
-inline void transform_head(const AppendKvParams& params, const float* in, const float* weight,
-                           const float* cos_sin, const float*, BFloat16* out) {
+inline void transform_head(const AppendKvParams& params, const float* in,
+                           const HeadChange<float>& change, const float*, BFloat16* out) {
   alignas(64) float row[kMaxHeadDim];
-  transform_row(params, in, weight, cos_sin, row);
+  transform_row(params, in, change, row);
   store_row(row, params.head_dim, out);
 }
 
 // The same into float8, relative to a scale.
 template <typename T>
-void transform_head(const AppendKvParams& params, const T* in, const T* weight,
-                    const float* cos_sin, const float* scale, Float8* out) {
+void transform_head(const AppendKvParams& params, const T* in, const HeadChange<T>& change,
+                    const float* scale, Float8* out) {
   alignas(64) float row[kMaxHeadDim];
-  transform_row(params, in, weight, cos_sin, row);
+  transform_row(params, in, change, row);
   store_scaled_row(row, params.head_dim, scale, out);
+}
+
+// The change of a token's first head, at `heads`. Where `norms_all`, all are normed at once, and
+// the others have weights of their own after it.
+template <typename T>
+HeadChange<T> change_of(const AppendKvParams& params, const T* heads, int64_t num_heads,
+                        int64_t head_stride, const void* weight, bool norms_all,
+                        const float* cos_sin) {
+  HeadChange<T> change{static_cast<const T*>(weight), cos_sin, -1.0f};
+  if (norms_all) {
+    change.scale =
+        inverse_rms_of_heads(heads, num_heads, head_stride, params.head_dim, params.eps);
+  }
+  return change;
 }
 
 // C: what the caches hold.
@@ -54,25 +80,36 @@ void append_tokens(const AppendKvParams& params, int64_t begin, int64_t end) {
   const T* v = static_cast<const T*>(params.v);
   C* k_cache = static_cast<C*>(params.k_cache);
   C* v_cache = static_cast<C*>(params.v_cache);
-  const T* q_norm_weight = static_cast<const T*>(params.q_norm_weight);
-  const T* k_norm_weight = static_cast<const T*>(params.k_norm_weight);
+  const float* const q_table = params.q_cos_sin ? params.q_cos_sin : params.cos_sin;
+  const int64_t q_weight_step = params.norms_all_q ? params.head_dim : 0;
+  const int64_t k_weight_step = params.norms_all_k ? params.head_dim : 0;
   for (int64_t token = begin; token < end; ++token) {
-    const float* cos_sin = params.positions == nullptr
-                               ? nullptr
-                               : params.cos_sin + params.positions[token] * params.rotary_dim;
-    for (int64_t head = 0; head < params.num_q_heads; ++head) {
-      T* row = q + token * params.q_token_stride + head * params.q_head_stride;
-      transform_head(params, row, q_norm_weight, cos_sin, nullptr, row);
+    const bool rotates = params.positions != nullptr;
+    const int64_t angle = rotates ? params.positions[token] * params.rotary_dim : 0;
+    if (params.num_q_heads > 0) {
+      T* heads = q + token * params.q_token_stride;
+      HeadChange<T> change = change_of<T>(params, heads, params.num_q_heads, params.q_head_stride,
+                                          params.q_norm_weight, params.norms_all_q,
+                                          rotates ? q_table + angle : nullptr);
+      for (int64_t head = 0; head < params.num_q_heads; ++head) {
+        T* row = heads + head * params.q_head_stride;
+        transform_head(params, row, change, nullptr, row);
+        if (change.weight) change.weight += q_weight_step;
+      }
     }
     if (params.slot_mapping[token] < 0) continue;
     const CacheSlot slot = cache_slot(params.slot_mapping[token], params.page_size);
+    const T* k_heads = k + token * params.k_token_stride;
+    HeadChange<T> change = change_of<T>(params, k_heads, params.num_kv_heads, params.k_head_stride,
+                                        params.k_norm_weight, params.norms_all_k,
+                                        rotates ? params.cos_sin + angle : nullptr);
     for (int64_t head = 0; head < params.num_kv_heads; ++head) {
-      const T* k_row = k + token * params.k_token_stride + head * params.k_head_stride;
       const T* v_row = v + token * params.v_token_stride + head * params.v_head_stride;
-      transform_head(params, k_row, k_norm_weight, cos_sin,
+      transform_head(params, k_heads + head * params.k_head_stride, change,
                      scale_of(params.cache_format.key_scales, head),
                      k_cache + cache_offset(params.k_cache_strides, slot, head));
-      transform_head(params, v_row, static_cast<const T*>(nullptr), nullptr,
+      if (change.weight) change.weight += k_weight_step;
+      transform_head(params, v_row, HeadChange<T>{},
                      scale_of(params.cache_format.value_scales, head),
                      v_cache + cache_offset(params.v_cache_strides, slot, head));
     }

@@ -2,6 +2,7 @@
 // what a thread holds of them; and the softmax of a row over a block of keys.
 #pragma once
 
+#include "activation.h"
 #include "attention_plan.h"
 #include "pair.h"
 #include "scratch.h"
@@ -97,6 +98,7 @@ struct TileScratch {
   Range visible[kMaxTileRows];          // [rows of one kv head]
   int64_t position[kMaxTileRows];       // [rows of one kv head]
   PositionBias bias;                    // of the call
+  float soft_cap;                       // of the call; 0: none
   const float* bias_row[kMaxTileRows];  // where there is one
 };
 
@@ -234,6 +236,11 @@ void attend_rows(TileScratch& scratch, int64_t row, int64_t at, int64_t head_dim
     if (scratch.bias.data != nullptr) {
       scratch.bias.add(scratch.bias_row[at + r], keys.begin - scratch.position[row + r],
                        vector_begin, vector_end, scores);
+    }
+    if (scratch.soft_cap > 0.0f) {
+      for (int64_t i = vector_begin; i < vector_end; i += kWidth) {
+        store(scores + i, soft_capped(load(scores + i), scratch.soft_cap));
+      }
     }
     for (int64_t i = vector_begin; i < min_of(visible[r].begin, vector_end); ++i) {
       scores[i] = -kInfinity;

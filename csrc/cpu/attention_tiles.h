@@ -228,6 +228,10 @@ struct InTiles {
       if (scratch.bias.data != nullptr && seen != 0) {
         add_bias(scratch, at + r, keys.begin - scratch.position[row + r], &low[r], &high[r]);
       }
+      if (scratch.soft_cap > 0.0f) {
+        low[r] = soft_capped(low[r], scratch.soft_cap);
+        high[r] = soft_capped(high[r], scratch.soft_cap);
+      }
       const __m512 hidden = broadcast(-kInfinity).v;
       low[r].v = _mm512_mask_mov_ps(hidden, static_cast<__mmask16>(seen), low[r].v);
       high[r].v = _mm512_mask_mov_ps(hidden, static_cast<__mmask16>(seen >> 16), high[r].v);

@@ -33,6 +33,7 @@ struct Buffers {
   T* qkv;       // [num_tokens, q_size + 2 * kv_size]; [num_tokens, q_size] of cross attention
   T* attended;  // [num_tokens, q_size]
   T* inner;     // [num_tokens, inner_size]
+  T* given;     // [num_tokens, hidden_size], of a sublayer whose output is normed; else null
 };
 
 // The residual stream where a sublayer finds it: `hidden` of the call, or its `out`.
@@ -61,7 +62,8 @@ SkinnyLinearParams linear_of(const DecoderLayersParams& params, const StackedLin
   return call;
 }
 
-// projected = linear(norm(rows)), its rows one behind the other; norm: [num_layers, hidden_size].
+// projected = linear(norm(rows)), its rows one behind the other; norm: [num_layers, hidden_size],
+// or null.
 template <typename T>
 void project(const DecoderLayersParams& params, const StackedLinear& linear, int64_t layer,
              const void* norm, Rows rows, Activation activation, T* projected,
@@ -76,13 +78,41 @@ void project(const DecoderLayersParams& params, const StackedLinear& linear, int
   EECORE_CAPABILITY::run_skinny_linear(call, parallel);
 }
 
-// out = rows + linear(x); x: [num_tokens, in_features], rows may be out.
+// out = rows + the multiple of norm(given); norm: [num_layers, hidden_size], rows may be out.
+template <typename T>
+void add_normed(const DecoderLayersParams& params, int64_t layer, const void* norm, const T* given,
+                Rows rows, const Parallel& parallel) {
+  AddNormedParams call{};
+  call.x = given;
+  call.norm_weight = at<T>(norm, layer * params.hidden_size);
+  call.residual = rows.data;
+  call.out = params.out;
+  call.num_tokens = params.num_tokens;
+  call.hidden_size = call.x_stride = params.hidden_size;
+  call.residual_stride = rows.stride;
+  call.out_stride = params.out_stride;
+  call.eps = params.eps;
+  call.multiplier = params.residual_multiplier;
+  call.dtype = params.dtype;
+  EECORE_CAPABILITY::run_add_normed(call, parallel);
+}
+
+// out = rows + the multiple of linear(x), or of norm(linear(x)); x: [num_tokens, in_features], rows
+// may be out.
 template <typename T>
 void add_to_rows(const DecoderLayersParams& params, const StackedLinear& linear, int64_t layer,
-                 const T* x, Rows rows, const Parallel& parallel) {
+                 const T* x, const void* norm, const Buffers<T>& buffers, Rows rows,
+                 const Parallel& parallel) {
   SkinnyLinearParams call = linear_of<T>(params, linear, layer);
   call.x = x;
   call.x_stride = call.in_features;
+  if (norm != nullptr) {
+    call.out = buffers.given;
+    call.out_stride = params.hidden_size;
+    EECORE_CAPABILITY::run_skinny_linear(call, parallel);
+    return add_normed(params, layer, norm, buffers.given, rows, parallel);
+  }
+  call.multiplier = params.residual_multiplier;
   call.residual = rows.data;
   call.residual_stride = rows.stride;
   call.out = params.out;
@@ -105,7 +135,7 @@ void attend(const DecoderLayersParams& params, PagedAttentionParams call, int64_
   EECORE_CAPABILITY::run_paged_attention(call, parallel);
 }
 
-// out = rows + attention(norm(rows)); rows may be out.
+// out = rows + attention(norm(rows)), or the norm of that; rows may be out.
 template <typename T>
 void run_self_attention(const DecoderLayersParams& params, int64_t layer, const Buffers<T>& buffers,
                         Rows rows, const Parallel& parallel) {
@@ -117,8 +147,12 @@ void run_self_attention(const DecoderLayersParams& params, int64_t layer, const 
   append.q = buffers.qkv;
   append.k = buffers.qkv + append.num_q_heads * head_dim;
   append.v = buffers.qkv + (append.num_q_heads + append.num_kv_heads) * head_dim;
-  append.q_norm_weight = at<T>(params.q_norm, layer * head_dim);
-  append.k_norm_weight = at<T>(params.k_norm, layer * head_dim);
+  append.q_norm_weight = at<T>(params.q_norm, layer * params.q_norm_size);
+  append.k_norm_weight = at<T>(params.k_norm, layer * params.k_norm_size);
+  if (params.layer_ropes != nullptr) {
+    append.q_cos_sin = append.cos_sin + params.layer_ropes[2 * layer] * params.rope_stride;
+    append.cos_sin += params.layer_ropes[2 * layer + 1] * params.rope_stride;
+  }
   append.k_cache = layer_cache<T>(params, append.k_cache, params.k_cache_layer_stride, layer);
   append.v_cache = layer_cache<T>(params, append.v_cache, params.v_cache_layer_stride, layer);
   append.cache_format = layer_format(params, layer);
@@ -129,7 +163,8 @@ void run_self_attention(const DecoderLayersParams& params, int64_t layer, const 
   PagedAttentionParams call = params.attend;
   call.sliding_window = params.sliding_window ? params.sliding_window[layer] : 0;
   attend(params, call, layer, buffers, params.qkv.out_features, parallel);
-  add_to_rows(params, params.o, layer, buffers.attended, rows, parallel);
+  add_to_rows(params, params.o, layer, buffers.attended, params.attention_post_norm, buffers, rows,
+              parallel);
 }
 
 // out = rows + attention(norm(rows)) over the encoder's keys and values; rows may be out.
@@ -139,7 +174,7 @@ void run_cross_attention(const DecoderLayersParams& params, int64_t layer,
   project(params, params.cross_q, layer, params.cross_norm, rows, Activation::kNone, buffers.qkv,
           parallel);
   attend(params, params.cross, layer, buffers, params.cross_q.out_features, parallel);
-  add_to_rows(params, params.cross_o, layer, buffers.attended, rows, parallel);
+  add_to_rows(params, params.cross_o, layer, buffers.attended, nullptr, buffers, rows, parallel);
 }
 
 // buffers.inner = activation(gate) * up of norm(rows).
@@ -167,7 +202,7 @@ void run_gate_up(const DecoderLayersParams& params, int64_t layer, const Buffers
   EECORE_CAPABILITY::run_skinny_gated_linear(gated, parallel);
 }
 
-// out = rows + mlp(norm(rows)); rows may be out.
+// out = rows + mlp(norm(rows)), or the norm of that; rows may be out.
 template <typename T>
 void run_mlp(const DecoderLayersParams& params, int64_t layer, const Buffers<T>& buffers, Rows rows,
              const Parallel& parallel) {
@@ -177,7 +212,8 @@ void run_mlp(const DecoderLayersParams& params, int64_t layer, const Buffers<T>&
   } else {
     run_gate_up(params, layer, buffers, rows, parallel);
   }
-  add_to_rows(params, params.down, layer, buffers.inner, rows, parallel);
+  add_to_rows(params, params.down, layer, buffers.inner, params.mlp_post_norm, buffers, rows,
+              parallel);
 }
 
 template <typename T>
@@ -188,9 +224,14 @@ void run(const DecoderLayersParams& params, const Parallel& parallel) {
   };
   const int64_t qkv_size = size_of(params.qkv.out_features);
   const int64_t attended_size = size_of(params.o.in_features);
-  const Scratch<T> memory(qkv_size + attended_size + size_of(params.down.in_features));
-  const Buffers<T> buffers{memory.data(), memory.data() + qkv_size,
-                           memory.data() + qkv_size + attended_size};
+  const int64_t inner_size = size_of(params.down.in_features);
+  const bool norms_given = params.attention_post_norm != nullptr || params.mlp_post_norm != nullptr;
+  const int64_t given_size = norms_given ? size_of(params.hidden_size) : 0;
+  const Scratch<T> memory(qkv_size + attended_size + inner_size + given_size);
+  T* const attended = memory.data() + qkv_size;
+  T* const inner = attended + attended_size;
+  const Buffers<T> buffers{memory.data(), attended, inner,
+                           norms_given ? inner + inner_size : nullptr};
 
   // The states are read from `hidden` until a sublayer has written `out`.
   Rows rows{params.hidden, params.hidden_stride};

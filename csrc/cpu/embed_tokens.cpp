@@ -26,6 +26,16 @@ void unpack_into(const EmbedTokensParams& params, int64_t token, float* row, cha
   for (int64_t i = 0; i < params.hidden_size; ++i) from_float(row[i], rounded + i);
 }
 
+// out: [hidden_size], times a number, rounded again.
+template <typename T>
+void multiply_row(float multiplier, int64_t hidden_size, T* out) {
+  const Vec factor = broadcast(multiplier);
+  for (int64_t i = 0; i < hidden_size; i += kWidth) {
+    const int64_t lanes = min_of(hidden_size - i, kWidth);
+    store_partial(out + i, load_partial(out + i, lanes) * factor, lanes);
+  }
+}
+
 void embed_row(const EmbedTokensParams& params, int64_t row, float* unpacked) {
   const int32_t source = params.sources == nullptr ? -1 : params.sources[row];
   const int64_t token = source < 0 ? params.token_ids[row] : params.previous[source];
@@ -51,7 +61,16 @@ void run_embed_tokens(const EmbedTokensParams& params, const Parallel& parallel)
   const int64_t grain = parallel.bytes_per_range / max_of(params.row_bytes, 1) + 1;
   parallel_for(parallel, params.num_tokens, grain, [&](int64_t begin, int64_t end) {
     const Scratch<float> unpacked(params.table ? params.hidden_size : 0);
-    for (int64_t row = begin; row < end; ++row) embed_row(params, row, unpacked.data());
+    for (int64_t row = begin; row < end; ++row) {
+      embed_row(params, row, unpacked.data());
+      if (params.multiplier == 1.0f) continue;
+      char* out = static_cast<char*>(params.out) + row * params.out_stride;
+      if (params.dtype == DType::kFloat32) {
+        multiply_row(params.multiplier, params.hidden_size, reinterpret_cast<float*>(out));
+      } else {
+        multiply_row(params.multiplier, params.hidden_size, reinterpret_cast<BFloat16*>(out));
+      }
+    }
   });
 }
 

@@ -2,6 +2,7 @@
 // logits of a tile live in a buffer, and leave it as one partial per row and tile.
 // Tiles have a fixed size and are merged in order, so the result does not depend on the number of
 // threads.
+#include "activation.h"
 #include "packed_rows.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
@@ -86,6 +87,15 @@ void merge(const Partial& later, Partial* partial) {
   partial->total = partial->total * a + later.total * b;
 }
 
+// What becomes of n logits, with room to fill the last vector, before they are measured.
+void scale_logits(const ExitConfidenceSoftmaxParams& params, int64_t n, float* logits) {
+  for (int64_t i = 0; i < n; i += kWidth) {
+    Vec x = load(logits + i) * broadcast(params.multiplier);
+    if (params.soft_cap > 0.0f) x = soft_capped(x, params.soft_cap);
+    store(logits + i, x);
+  }
+}
+
 void write_row(const ExitConfidenceSoftmaxParams& params, int64_t row, const Partial& partial) {
   const float total = partial.total, largest = partial.largest;
   const bool finite = __builtin_isfinite(largest);
@@ -111,6 +121,7 @@ void measure(const ExitConfidenceSoftmaxParams& params, const Parallel& parallel
   // Partials: [num_tiles, num_seqs].
   const int64_t num_tiles = ceil_div(params.vocab_size, kTile);
   Scratch<Partial> partials(num_tiles * num_seqs);
+  const bool scales = params.multiplier != 1.0f || params.soft_cap > 0.0f;
   const int64_t grain = ceil_div(65536, kTile * n);
   parallel_for(parallel, num_tiles, grain, [&](int64_t begin, int64_t end) {
     const Unit<W> unit(num_seqs);
@@ -128,6 +139,7 @@ void measure(const ExitConfidenceSoftmaxParams& params, const Parallel& parallel
         }
       }
       for (int64_t row = 0; row < num_seqs; ++row) {
+        if (scales) scale_logits(params, last - first, &logits[row * kTile]);
         partials[tile * num_seqs + row] = fold(&logits[row * kTile], last - first, first);
       }
     }

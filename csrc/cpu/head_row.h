@@ -36,14 +36,36 @@ inline void store_row(const float* row, int64_t head_dim, T* out) {
   if (i < head_dim) store_partial(out + i, load_partial(row + i, head_dim - i), head_dim - i);
 }
 
-// row = row / rms(row) * weight
+// row = row * factor * weight
 template <typename T>
-inline void norm_row(float* row, const T* weight, int64_t head_dim, float eps) {
-  const Vec scale = broadcast(inverse_rms(row, head_dim, eps));
+inline void scale_head(float* row, const T* weight, int64_t head_dim, float factor) {
+  const Vec scale = broadcast(factor);
   for (int64_t i = 0; i < head_dim; i += kWidth) {
     const int64_t n = min_of(kWidth, head_dim - i);
     store_partial(row + i, load_partial(row + i, n) * scale * load_partial(weight + i, n), n);
   }
+}
+
+// row = row / rms(row) * weight
+template <typename T>
+inline void norm_row(float* row, const T* weight, int64_t head_dim, float eps) {
+  scale_head(row, weight, head_dim, inverse_rms(row, head_dim, eps));
+}
+
+// 1 / rms of num_heads heads at once, head_stride apart.
+template <typename T>
+inline float inverse_rms_of_heads(const T* heads, int64_t num_heads, int64_t head_stride,
+                                  int64_t head_dim, float eps) {
+  Vec squares = zero();
+  for (int64_t head = 0; head < num_heads; ++head) {
+    const T* first = heads + head * head_stride;
+    for (int64_t i = 0; i < head_dim; i += kWidth) {
+      const Vec x = load_partial(first + i, min_of(kWidth, head_dim - i));
+      squares = fma(x, x, squares);
+    }
+  }
+  const float size = static_cast<float>(num_heads * head_dim);
+  return 1.0f / __builtin_sqrtf(sum(squares) / size + eps);
 }
 
 // Rotates the pairs (i, i + half) by the angles whose cosines, then sines, are given.

@@ -43,18 +43,22 @@ class Worker {
         x_stride_(packed_stride<W>(params.hidden_size)),
         x_(rows_held<W>(block) * x_stride_),
         normed_(params.hidden_size),
-        head_(block * params.head_dim),
+        heads_(block * params.head_dim * (params.norms_all_k ? params.num_kv_heads : 1)),
         rounded_(params.head_dim) {
     clear_rows<W>(0, rows_held<W>(block), x_stride_, x_.data());
   }
 
-  // Norms and packs rows: [num_rows] with the weight of `layer`.
+  // Norms, where there is a weight for it, and packs rows: [num_rows] with the weight of `layer`.
   void norm(int64_t layer, const int32_t* rows, int64_t num_rows) {
     const int64_t n = params_.hidden_size;
-    const T* weight =
-        static_cast<const T*>(params_.norm_weight) + layer * params_.norm_layer_stride;
+    const T* weights = static_cast<const T*>(params_.norm_weight);
     for (int64_t i = 0; i < num_rows; ++i) {
       const T* hidden = static_cast<const T*>(params_.hidden) + rows[i] * params_.hidden_stride;
+      if (weights == nullptr) {
+        pack_row<W>(hidden, n, i, x_stride_, x_.data());
+        continue;
+      }
+      const T* weight = weights + layer * params_.norm_layer_stride;
       scale_row(hidden, weight, inverse_rms(hidden, n, params_.eps), n, normed_.data());
       pack_row<W>(normed_.data(), n, i, x_stride_, x_.data());
     }
@@ -62,6 +66,34 @@ class Worker {
 
   // Projects the normed rows to `head` (K heads, then V heads) and writes it to their slots.
   void fill(int64_t layer, int64_t head, const int32_t* rows, int64_t num_rows) {
+    project(layer, head, num_rows, heads_.data());
+    const int64_t n = params_.head_dim;
+    for (int64_t i = 0; i < num_rows; ++i) {
+      round(layer, head, heads_.data() + i * n);
+      write(layer, head, rows[i], -1.0f, heads_.data() + i * n);
+    }
+  }
+
+  // The same of all K heads, which are normed at once.
+  void fill_keys(int64_t layer, const int32_t* rows, int64_t num_rows) {
+    const int64_t n = params_.head_dim, num_heads = params_.num_kv_heads;
+    const int64_t stride = num_rows * n;  // from a head to the next
+    for (int64_t head = 0; head < num_heads; ++head) {
+      project(layer, head, num_rows, heads_.data() + head * stride);
+    }
+    for (int64_t i = 0; i < num_rows; ++i) {
+      float* first = heads_.data() + i * n;
+      for (int64_t head = 0; head < num_heads; ++head) round(layer, head, first + head * stride);
+      const float scale = inverse_rms_of_heads(first, num_heads, stride, n, params_.eps);
+      for (int64_t head = 0; head < num_heads; ++head) {
+        write(layer, head, rows[i], scale, first + head * stride);
+      }
+    }
+  }
+
+ private:
+  // out: [num_rows, head_dim]
+  void project(int64_t layer, int64_t head, int64_t num_rows, float* out) {
     const int64_t n = params_.head_dim;
     const WeightRows<W> weight = layer_weight(layer);
     const bool last_head = head + 1 == 2 * params_.num_kv_heads;
@@ -73,12 +105,10 @@ class Worker {
                            : last_layer                ? nullptr
                                                        : layer_weight(layer + 1).row(0);
       multiply(unit_, weight.from(head * n + r), count, x_.data(), x_stride_, num_rows,
-               params_.hidden_size, following, head_.data() + r, n);
+               params_.hidden_size, following, out + r, n);
     }
-    for (int64_t i = 0; i < num_rows; ++i) write(layer, head, rows[i], head_.data() + i * n);
   }
 
- private:
   WeightRows<W> layer_weight(int64_t layer) const {
     return weight_rows<W>(
         static_cast<const W*>(params_.kv_weight) + layer * params_.weight_layer_stride,
@@ -87,11 +117,10 @@ class Worker {
         params_.kv_table ? params_.kv_table + layer * params_.table_layer_stride : nullptr);
   }
 
-  // Finishes one projected head of one row, values: [head_dim], and writes it to the row's slot.
-  void write(int64_t layer, int64_t head, int32_t row, float* values) const {
+  // Adds the bias to a projected head, values: [head_dim], and rounds it: a model of dtype T rounds
+  // its projections. What follows is rounded once, at the store.
+  void round(int64_t layer, int64_t head, float* values) {
     const int64_t n = params_.head_dim;
-    const CacheSlot slot = cache_slot(params_.slot_mapping[row], params_.page_size);
-    // A model of dtype T rounds its projections; what follows is rounded once, at the store.
     T* rounded = rounded_.data();
     if (params_.kv_bias) {
       add(static_cast<const T*>(params_.kv_bias) + layer * params_.bias_layer_stride + head * n, n,
@@ -99,6 +128,13 @@ class Worker {
     }
     store_row(values, n, rounded);
     load_row(rounded, n, values);
+  }
+
+  // Writes a head of one row to the row's slot, a key normed and rotated. scale: 1 / rms of all of
+  // the row's K heads; below 0: that of the head itself.
+  void write(int64_t layer, int64_t head, int32_t row, float scale, float* values) const {
+    const int64_t n = params_.head_dim;
+    const CacheSlot slot = cache_slot(params_.slot_mapping[row], params_.page_size);
     const CacheFormat& format = params_.cache_format;
     if (head >= params_.num_kv_heads) {
       const int64_t at = layer * params_.v_cache_layer_stride +
@@ -107,12 +143,16 @@ class Worker {
                  at, params_.v_cache);
     }
     if (params_.k_norm_weight) {
-      norm_row(values,
-               static_cast<const T*>(params_.k_norm_weight) + layer * params_.k_norm_layer_stride,
-               n, params_.eps);
+      const T* weight =
+          static_cast<const T*>(params_.k_norm_weight) + layer * params_.k_norm_layer_stride;
+      if (params_.norms_all_k) weight += head * n;
+      scale_head(values, weight, n, scale < 0.0f ? inverse_rms(values, n, params_.eps) : scale);
     }
     if (params_.positions) {
-      rotate_row(values, params_.cos_sin + params_.positions[row] * params_.rotary_dim,
+      const int64_t table = params_.layer_ropes ? params_.layer_ropes[2 * layer + 1] : 0;
+      rotate_row(values,
+                 params_.cos_sin + table * params_.rope_stride +
+                     params_.positions[row] * params_.rotary_dim,
                  params_.rotary_dim / 2);
     }
     const int64_t at =
@@ -146,14 +186,21 @@ class Worker {
   int64_t x_stride_;
   Scratch<PackedX<W>> x_;  // [block, x_stride]
   Scratch<T> normed_;      // [hidden_size]
-  Scratch<float> head_;    // [block, head_dim]
+  Scratch<float> heads_;   // [block, head_dim], or of all K heads, [num_kv_heads, rows, head_dim]
   Scratch<T> rounded_;     // [head_dim]
 };
+
+// How many items the heads of a block of rows are: the K heads are one where all are normed at
+// once.
+inline int64_t items_of_heads(const KvFillParams& params) {
+  return params.num_kv_heads + (params.norms_all_k ? 1 : params.num_kv_heads);
+}
 
 // Work items [begin, end) of the list (layer, block of rows, head).
 template <typename T, typename W>
 void fill_items(const KvFillParams& params, const Rows& rows, int64_t begin, int64_t end) {
-  const int64_t num_heads = 2 * params.num_kv_heads;
+  const int64_t num_heads = items_of_heads(params);
+  const int64_t joined = 2 * params.num_kv_heads - num_heads;  // heads that are no items
   Worker<T, W> worker(params, min_of(kTileBatch, params.num_tokens));
   int64_t item = begin, first = 0;
   for (int64_t layer = 0; layer < params.num_layers && item < end; ++layer) {
@@ -164,7 +211,11 @@ void fill_items(const KvFillParams& params, const Rows& rows, int64_t begin, int
       const int64_t num_rows = min_of(kTileBatch, needed - row);
       worker.norm(layer, block, num_rows);
       for (; item < min_of(first + num_heads, end); ++item) {
-        worker.fill(layer, item - first, block, num_rows);
+        if (params.norms_all_k && item == first) {
+          worker.fill_keys(layer, block, num_rows);
+        } else {
+          worker.fill(layer, item - first + joined, block, num_rows);
+        }
       }
     }
   }
@@ -175,7 +226,7 @@ void fill_layers(const KvFillParams& params, const Parallel& parallel) {
   const Rows rows(params);
   int64_t num_items = 0;
   for (int64_t layer = 0; layer < params.num_layers; ++layer) {
-    num_items += ceil_div(rows.counts[layer], kTileBatch) * 2 * params.num_kv_heads;
+    num_items += ceil_div(rows.counts[layer], kTileBatch) * items_of_heads(params);
   }
   // Each range norms its rows anew, so a range should hold a good many heads' work.
   const int64_t grain = ceil_div(65536, params.head_dim * params.hidden_size);

@@ -165,6 +165,7 @@ void attend_tile(const AttentionPlan& params, const AttentionTile& tile, int64_t
     scratch.position[row] = position_of(tile.seq, tile.query(row));
   }
   scratch.bias = params.bias;
+  scratch.soft_cap = params.soft_cap;
 
   const Range splits = splits_of(params, tile.used);
   if (params.partials != nullptr) {

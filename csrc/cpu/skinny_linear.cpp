@@ -1,19 +1,25 @@
 // skinny_linear on the CPU: the weight is read in row order, each thread a contiguous range of its
 // rows. A tile of products is finished with bias and residual while it is in cache.
+#include "activation.h"
 #include "product_tiles.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-// Finishes values: [n] into out[n], which may be residual[n].
+// Finishes values: [n] into out[n], which may be residual[n]. What a multiplier or a cap makes of
+// them is rounded to T, too.
 template <typename T>
-void finish_row(const float* values, const T* bias, Activation activation, const T* residual,
-                int64_t n, T* out) {
+void finish_row(const SkinnyLinearParams& params, const float* values, const T* bias,
+                const T* residual, int64_t n, T* out) {
   for (int64_t i = 0; i < n; i += kWidth) {
     const int64_t lanes = min_of(n - i, kWidth);
     Vec result = finish(values + i, bias ? bias + i : nullptr, lanes);
     // Zero first: of a NaN the maximum is its second operand.
-    if (activation == Activation::kRelu) result = max(zero(), result);
+    if (params.activation == Activation::kRelu) result = max(zero(), result);
+    if (params.multiplier != 1.0f) {
+      result = round_to<T>(result * broadcast(params.multiplier));
+    }
+    if (params.soft_cap > 0.0f) result = round_to<T>(soft_capped(result, params.soft_cap));
     if (residual) result = load_lanes(residual + i, lanes) + result;
     store_lanes(out + i, result, lanes);
   }
@@ -38,7 +44,7 @@ void multiply_range(const SkinnyLinearParams& params, const PackedRows<T, W>& x,
              products[0], kTileRows);
     for (int64_t i = 0; i < tile.num_batch; ++i) {
       const int64_t token = tile.batch + i;
-      finish_row(products[i], bias ? bias + row : nullptr, params.activation,
+      finish_row(params, products[i], bias ? bias + row : nullptr,
                  residual ? residual + token * params.residual_stride + row : nullptr,
                  tile.num_rows, static_cast<T*>(params.out) + token * params.out_stride + row);
     }

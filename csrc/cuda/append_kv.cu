@@ -1,4 +1,5 @@
-// append_kv on CUDA: one grid over the tokens and their heads of q, k and v.
+// append_kv on CUDA: one grid over the tokens and their heads of q, k and v, or, where all heads of
+// a token are normed at once, over the tokens.
 #include "dispatch.h"
 #include "eecore/append_kv.cuh"
 #include "launch.cuh"
@@ -19,6 +20,16 @@ void run_append_kv(const AppendKvParams& params, Stream stream) {
         dim3(lanes, heads_per_block), 0, Launch::kAfterPrevious};
     dispatch_at_least<1, 3>(
         (items.count<T>() + lanes - 1) / lanes, "append_kv", "items of a lane", [&](auto per_lane) {
+          if (params.norms_all_q || params.norms_all_k) {
+            const auto kernel = params.cache_format.is_float8
+                                    ? append_normed_kv_kernel<T, per_lane(), Float8>
+                                    : append_normed_kv_kernel<T, per_lane(), T>;
+            launch("append_kv", kernel,
+                   {dim3(static_cast<unsigned>(params.num_tokens)), dim3(kAppendKvThreads), 0,
+                    Launch::kAfterPrevious},
+                   stream, params, items, lanes);
+            return;
+          }
           const auto kernel = params.cache_format.is_float8 ? append_kv_float8_kernel<T, per_lane()>
                                                             : append_kv_kernel<T, per_lane()>;
           launch("append_kv", kernel, shape, stream, params, items);

@@ -1,5 +1,6 @@
 // kv_fill on CUDA: one kernel orders the rows and norms them for the layers that need them, one
-// multiplies, finishes and writes the heads of all those layers.
+// multiplies, finishes and writes the heads of all those layers. Keys that are normed all heads at
+// once are finished by a third.
 #include "eecore/kv_fill.cuh"
 #include "eecore/kv_fill_pairs.cuh"
 #include "skinny_launch.cuh"
@@ -10,6 +11,13 @@ namespace {
 // Bytes of order and counts, and where the normed rows begin: at a whole cache line.
 int64_t order_bytes(const KvFillParams& params) {
   return ceil_div((params.num_tokens + params.num_layers) * int64_t{sizeof(int32_t)}, 128) * 128;
+}
+
+// Of projected keys that are normed all heads at once.
+int64_t keys_bytes(const KvFillParams& params) {
+  if (!params.norms_all_k) return 0;
+  return params.num_layers * params.num_tokens * params.num_kv_heads * params.head_dim *
+         size_of(params.dtype);
 }
 
 RowForm row_form(const KvFillParams& params) {
@@ -23,6 +31,10 @@ KvFillRows rows_in_workspace(const KvFillParams& params) {
   rows.counts = rows.order + params.num_tokens;
   rows.normed = static_cast<char*>(params.workspace) + order_bytes(params);
   rows.padded_size = row_form(params).padded_size();
+  if (params.norms_all_k) {
+    rows.keys = static_cast<char*>(rows.normed) +
+                params.num_layers * params.num_tokens * row_form(params).padded_bytes();
+  }
   rows.hidden_aligned = is_aligned(params.hidden, params.hidden_stride, sizeof(T));
   rows.norm_weight_aligned = is_aligned(params.norm_weight, params.norm_layer_stride, sizeof(T));
   return rows;
@@ -100,7 +112,8 @@ void fill(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
 
 int64_t kv_fill_workspace(const KvFillParams& params, int) {
   return order_bytes(params) +
-         params.num_layers * params.num_tokens * row_form(params).padded_bytes();
+         params.num_layers * params.num_tokens * row_form(params).padded_bytes() +
+         keys_bytes(params);
 }
 
 void run_kv_fill(const KvFillParams& params, Stream stream) {
@@ -121,6 +134,10 @@ void run_kv_fill(const KvFillParams& params, Stream stream) {
                               [&](auto n_tiles) { fill<T, W, n_tiles()>(params, rows, stream); });
       }
     });
+    if (params.norms_all_k) {
+      launch("kv_fill", kv_fill_keys_kernel<T>,
+             {grid, dim3(kRmsNormThreads), 0, Launch::kAfterPrevious}, stream, params, rows);
+    }
   });
 }
 

@@ -199,6 +199,7 @@ Call plan_call(const PagedAttentionParams& params, int device) {
   plan.fixed_split_size =
       static_cast<int32_t>(std::min<int64_t>(params.fixed_split_size, kMostSplitKeys));
   plan.scale = params.scale * kLog2E;
+  plan.soft_cap = params.soft_cap * kLog2E;
   plan.q_aligned =
       is_aligned(params.q, {params.q_token_stride, params.q_head_stride}, params.dtype);
   constexpr int64_t kCacheSize = sizeof(typename Kernel::C);

@@ -8,6 +8,7 @@
 #include "index_checks.h"
 #include "packed_check.h"
 #include "position_buckets.h"
+#include "rope_arguments.h"
 
 namespace eecore {
 namespace {
@@ -53,6 +54,17 @@ StackedLinear check_matrix(Checker& check, const MatrixTensors& matrix, Dim out_
                   ": expected a contiguous tensor, got layer stride ", matrix.scale->stride(0));
   }
   return stacked;
+}
+
+// Whether a norm's weights are of all heads' features at once; else they are of a head, or not
+// there.
+bool check_layers_norm(Checker& check, const std::optional<Tensor>& weight, const char* name,
+                       int64_t all_features) {
+  const bool is_of_all = weight && weight->dim() == 2 && weight->size(1) == all_features &&
+                         all_features != check["head_dim"];
+  check(weight, name, Accept::kModel,
+        {"num_layers", is_of_all ? Dim(all_features) : Dim("head_dim")});
+  return is_of_all;
 }
 
 // The widest window of the layers that attend: the keys that must be there. 0: all.
@@ -140,42 +152,48 @@ void set_cross_attention(Checker& check, const CrossTensors& cross, DecoderLayer
 }
 
 void decoder_layers(
-    const Tensor& hidden, const Tensor& attention_norm, const Tensor& qkv_weight,
+    const Tensor& hidden, const std::optional<Tensor>& attention_norm, const Tensor& qkv_weight,
     const std::optional<Tensor>& qkv_bias, const std::optional<Tensor>& qkv_scale,
     const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm,
     const Tensor& o_weight, const std::optional<Tensor>& o_bias,
-    const std::optional<Tensor>& o_scale, const Tensor& mlp_norm, const Tensor& gate_up_weight,
-    const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& gate_up_scale,
-    const Tensor& down_weight, const std::optional<Tensor>& down_bias,
-    const std::optional<Tensor>& down_scale, Tensor k_cache, Tensor v_cache,
-    const Tensor& slot_mapping, const std::optional<Tensor>& positions,
-    const std::optional<Tensor>& cos_sin, const Tensor& page_table, const Tensor& seq_lens,
-    const Tensor& query_start_loc, const std::optional<Tensor>& sliding_window,
-    const std::optional<Tensor>& skip_attention, const std::optional<Tensor>& skip_mlp, Tensor out,
-    int64_t begin_layer, int64_t end_layer, double scale, double eps, int64_t fixed_split_size,
-    const std::optional<Tensor>& cross_norm, const std::optional<Tensor>& cross_q_weight,
-    const std::optional<Tensor>& cross_q_bias, const std::optional<Tensor>& cross_q_scale,
-    const std::optional<Tensor>& cross_o_weight, const std::optional<Tensor>& cross_o_bias,
-    const std::optional<Tensor>& cross_o_scale, const std::optional<Tensor>& cross_page_table,
-    const std::optional<Tensor>& cross_seq_lens, const std::optional<Tensor>& position_bias,
-    int64_t max_distance, const Text& activation, const std::optional<Tensor>& qkv_table,
-    const std::optional<Tensor>& o_table, const std::optional<Tensor>& gate_up_table,
-    const std::optional<Tensor>& down_table, const std::optional<Tensor>& cross_q_table,
-    const std::optional<Tensor>& cross_o_table, const std::optional<Tensor>& key_scales,
-    const std::optional<Tensor>& value_scales) {
+    const std::optional<Tensor>& o_scale, const std::optional<Tensor>& mlp_norm,
+    const Tensor& gate_up_weight, const std::optional<Tensor>& gate_up_bias,
+    const std::optional<Tensor>& gate_up_scale, const Tensor& down_weight,
+    const std::optional<Tensor>& down_bias, const std::optional<Tensor>& down_scale,
+    const std::optional<Tensor>& attention_post_norm, const std::optional<Tensor>& mlp_post_norm,
+    Tensor k_cache, Tensor v_cache, const Tensor& slot_mapping,
+    const std::optional<Tensor>& positions, const std::optional<Tensor>& cos_sin,
+    const Tensor& page_table, const Tensor& seq_lens, const Tensor& query_start_loc,
+    const std::optional<Tensor>& sliding_window, const std::optional<Tensor>& skip_attention,
+    const std::optional<Tensor>& skip_mlp, Tensor out, int64_t begin_layer, int64_t end_layer,
+    double scale, double eps, int64_t fixed_split_size, const std::optional<Tensor>& cross_norm,
+    const std::optional<Tensor>& cross_q_weight, const std::optional<Tensor>& cross_q_bias,
+    const std::optional<Tensor>& cross_q_scale, const std::optional<Tensor>& cross_o_weight,
+    const std::optional<Tensor>& cross_o_bias, const std::optional<Tensor>& cross_o_scale,
+    const std::optional<Tensor>& cross_page_table, const std::optional<Tensor>& cross_seq_lens,
+    const std::optional<Tensor>& position_bias, int64_t max_distance, const Text& activation,
+    const std::optional<Tensor>& qkv_table, const std::optional<Tensor>& o_table,
+    const std::optional<Tensor>& gate_up_table, const std::optional<Tensor>& down_table,
+    const std::optional<Tensor>& cross_q_table, const std::optional<Tensor>& cross_o_table,
+    const std::optional<Tensor>& key_scales, const std::optional<Tensor>& value_scales,
+    const std::optional<Tensor>& layer_ropes, double residual_multiplier, double soft_cap) {
   Checker check("decoder_layers");
   check(hidden, "hidden", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
-  check(attention_norm, "attention_norm", Accept::kModel, {"num_layers", "hidden_size"});
-  check(mlp_norm, "mlp_norm", Accept::kModel, {"num_layers", "hidden_size"});
+  for (const auto& [norm, name] : {std::pair(&attention_norm, "attention_norm"),
+                                   {&mlp_norm, "mlp_norm"},
+                                   {&attention_post_norm, "attention_post_norm"},
+                                   {&mlp_post_norm, "mlp_post_norm"}}) {
+    check(*norm, name, Accept::kModel, {"num_layers", "hidden_size"});
+  }
   for (const auto& [cache, name] : {std::pair(&k_cache, "k_cache"), {&v_cache, "v_cache"}}) {
     check.written(*cache, name, Accept::kCache,
                   {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 1);
   }
   const int64_t num_kv_heads = check["num_kv_heads"], head_dim = check["head_dim"];
-  check(q_norm, "q_norm", Accept::kModel, {"num_layers", "head_dim"});
-  check(k_norm, "k_norm", Accept::kModel, {"num_layers", "head_dim"});
   DecoderLayersParams params{};
   params.o = check_matrix(check, EECORE_MATRIX(o), "hidden_size", "q_size");
+  params.append.norms_all_q = check_layers_norm(check, q_norm, "q_norm", check["q_size"]);
+  params.append.norms_all_k = check_layers_norm(check, k_norm, "k_norm", num_kv_heads * head_dim);
   const int64_t q_size = check["q_size"], qkv_size = q_size + 2 * num_kv_heads * head_dim;
   params.qkv = check_matrix(check, EECORE_MATRIX(qkv), qkv_size, "hidden_size");
   params.down = check_matrix(check, EECORE_MATRIX(down), "hidden_size", "inner_size");
@@ -188,8 +206,7 @@ void decoder_layers(
       check_matrix(check, EECORE_MATRIX(gate_up), halves * check["inner_size"], "hidden_size");
   check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_tokens"});
   const bool has_positions = check(positions, "positions", Accept::kInt64, {"num_tokens"});
-  const bool has_cos_sin =
-      check(cos_sin, "cos_sin", Accept::kFloat32, {"max_position", "rotary_dim"});
+  const bool has_cos_sin = check_ropes(check, cos_sin, layer_ropes);
   check(page_table, "page_table", Accept::kInt32, {"num_seqs", "max_pages_per_seq"}, 1);
   check(seq_lens, "seq_lens", Accept::kInt32, {"num_seqs"});
   check(query_start_loc, "query_start_loc", Accept::kInt32, {check["num_seqs"] + 1});
@@ -218,14 +235,20 @@ void decoder_layers(
                 "begin_layer, end_layer: expected 0 <= begin_layer <= end_layer <= num_layers=",
                 num_layers, ", got ", begin_layer, " and ", end_layer);
   check.require(eps >= 0, "eps: expected a number >= 0, got ", eps);
+  check.require(soft_cap >= 0, "soft_cap: expected a number >= 0, got ", soft_cap);
+  check.require(soft_cap == 0 || !position_bias.has_value(),
+                "soft_cap: expected 0 with position_bias, got ", soft_cap);
   check.require(fixed_split_size >= 0 && fixed_split_size <= INT32_MAX,
                 "fixed_split_size: expected 0 or more keys, got ", fixed_split_size);
 
   params.hidden = data<const void>(hidden);
-  params.attention_norm = data<const void>(attention_norm);
+  params.attention_norm = data_or_null<const void>(attention_norm);
   params.q_norm = data_or_null<const void>(q_norm);
   params.k_norm = data_or_null<const void>(k_norm);
-  params.mlp_norm = data<const void>(mlp_norm);
+  params.mlp_norm = data_or_null<const void>(mlp_norm);
+  params.attention_post_norm = data_or_null<const void>(attention_post_norm);
+  params.mlp_post_norm = data_or_null<const void>(mlp_post_norm);
+  params.layer_ropes = data_or_null<const int32_t>(layer_ropes);
   params.sliding_window = data_or_null<const int32_t>(sliding_window);
   params.skip_attention = data_or_null<const uint8_t>(skip_attention);
   params.skip_mlp = data_or_null<const uint8_t>(skip_mlp);
@@ -238,6 +261,10 @@ void decoder_layers(
   params.out_stride = out.stride(0);
   params.k_cache_layer_stride = k_cache.stride(0);
   params.v_cache_layer_stride = v_cache.stride(0);
+  params.q_norm_size = q_norm ? q_norm->size(1) : 0;
+  params.k_norm_size = k_norm ? k_norm->size(1) : 0;
+  params.rope_stride = layer_ropes && has_positions ? check["max_position"] * rotary_dim : 0;
+  params.residual_multiplier = static_cast<float>(residual_multiplier);
   params.eps = static_cast<float>(eps);
   params.dtype = check.dtype();
 
@@ -277,6 +304,7 @@ void decoder_layers(
   attend.fixed_split_size = fixed_split_size;
   attend.max_pages_per_seq = check["max_pages_per_seq"];
   attend.scale = static_cast<float>(scale);
+  attend.soft_cap = static_cast<float>(soft_cap);
   attend.causal = true;
   attend.dtype = params.dtype;
   set_cross_attention(
@@ -291,6 +319,7 @@ void decoder_layers(
   if (has_positions) {
     check_range(check, "positions", append.positions, params.num_tokens, 0, check["max_position"]);
   }
+  check_rope_places(check, layer_ropes);
   attend.sliding_window = widest_window(check, params);
   check_sequences(check, attend);
   if (params.cross_norm != nullptr) {
@@ -308,10 +337,11 @@ void decoder_layers(
 }
 
 EECORE_OP(decoder_layers,
-          "Tensor hidden, Tensor attention_norm, Tensor qkv_weight, Tensor? qkv_bias, "
+          "Tensor hidden, Tensor? attention_norm, Tensor qkv_weight, Tensor? qkv_bias, "
           "Tensor? qkv_scale, Tensor? q_norm, Tensor? k_norm, Tensor o_weight, Tensor? o_bias, "
-          "Tensor? o_scale, Tensor mlp_norm, Tensor gate_up_weight, Tensor? gate_up_bias, "
+          "Tensor? o_scale, Tensor? mlp_norm, Tensor gate_up_weight, Tensor? gate_up_bias, "
           "Tensor? gate_up_scale, Tensor down_weight, Tensor? down_bias, Tensor? down_scale, "
+          "Tensor? attention_post_norm, Tensor? mlp_post_norm, "
           "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor? positions, "
           "Tensor? cos_sin, Tensor page_table, Tensor seq_lens, Tensor query_start_loc, "
           "Tensor? sliding_window, Tensor? skip_attention, Tensor? skip_mlp, Tensor(c!) out, "
@@ -322,7 +352,8 @@ EECORE_OP(decoder_layers,
           "Tensor? cross_seq_lens=None, Tensor? position_bias=None, int max_distance=128, "
           "str activation='silu', Tensor? qkv_table=None, Tensor? o_table=None, "
           "Tensor? gate_up_table=None, Tensor? down_table=None, Tensor? cross_q_table=None, "
-          "Tensor? cross_o_table=None, Tensor? key_scales=None, Tensor? value_scales=None")
+          "Tensor? cross_o_table=None, Tensor? key_scales=None, Tensor? value_scales=None, "
+          "Tensor? layer_ropes=None, float residual_multiplier=1., float soft_cap=0.")
 
 }  // namespace
 }  // namespace eecore

@@ -8,7 +8,7 @@ namespace {
 
 void embed_tokens(const Tensor& token_ids, const Tensor& weight, const std::optional<Tensor>& scale,
                   const std::optional<Tensor>& previous, const std::optional<Tensor>& sources,
-                  Tensor out, const std::optional<Tensor>& table) {
+                  Tensor out, const std::optional<Tensor>& table, double multiplier) {
   Checker check("embed_tokens");
   check(token_ids, "token_ids", Accept::kInt64, {"num_tokens"});
   EmbedTokensParams params{};
@@ -31,6 +31,7 @@ void embed_tokens(const Tensor& token_ids, const Tensor& weight, const std::opti
   params.out = data<void>(out);
   params.num_tokens = check["num_tokens"];
   params.hidden_size = check["hidden_size"];
+  params.multiplier = static_cast<float>(multiplier);
   params.dtype = check.dtype();
   const int64_t element = size_of(params.dtype);
   params.row_bytes = params.hidden_size * element;
@@ -44,7 +45,7 @@ void embed_tokens(const Tensor& token_ids, const Tensor& weight, const std::opti
 
 EECORE_OP(embed_tokens,
           "Tensor token_ids, Tensor weight, Tensor? scale, Tensor? previous, Tensor? sources, "
-          "Tensor(a!) out, Tensor? table=None")
+          "Tensor(a!) out, Tensor? table=None, float multiplier=1.")
 
 }  // namespace
 }  // namespace eecore

@@ -48,7 +48,7 @@ void exit_rows(const Tensor& hidden, int64_t layer, std::optional<Tensor> confid
                const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& lm_head,
                const std::optional<Tensor>& lm_head_scale,
                const std::optional<Tensor>& lm_head_table, double eps,
-               std::optional<int64_t> condition) {
+               std::optional<int64_t> condition, double multiplier, double soft_cap) {
   Checker check("exit_rows");
   check(hidden, "hidden", Accept::kModel, {"num_active", "hidden_size"}, 1);
   check.require(layer >= 1 && layer <= INT32_MAX,
@@ -78,9 +78,10 @@ void exit_rows(const Tensor& hidden, int64_t layer, std::optional<Tensor> confid
                 "token: expected token, top_logit and logsumexp with lm_head, got none of them");
   Measure measure;
   if (lm_head.has_value()) {
-    measure.softmax =
-        softmax_params(check, measured, {norm_weight, *lm_head, lm_head_scale, lm_head_table, eps},
-                       hidden, {*confidence, *token, logsumexp, top_logit});
+    measure.softmax = softmax_params(
+        check, measured,
+        {norm_weight, *lm_head, lm_head_scale, lm_head_table, eps, multiplier, soft_cap}, hidden,
+        {*confidence, *token, logsumexp, top_logit});
   } else {
     if (previous.has_value()) {
       measure.cosine = cosine_params(check, measured, *previous, hidden, *confidence);
@@ -171,7 +172,7 @@ EECORE_OP(exit_rows,
           "Tensor(n!) seq_lens, Tensor? previous=None, Tensor? weight1=None, Tensor? bias1=None, "
           "Tensor? weight2=None, Tensor? bias2=None, Tensor? norm_weight=None, "
           "Tensor? lm_head=None, Tensor? lm_head_scale=None, Tensor? lm_head_table=None, "
-          "float eps=0., int? condition=None")
+          "float eps=0., int? condition=None, float multiplier=1., float soft_cap=0.")
 
 }  // namespace
 }  // namespace eecore

@@ -3,17 +3,19 @@
 #include "cache_format.h"
 #include "index_checks.h"
 #include "packed_check.h"
+#include "rope_arguments.h"
 
 namespace eecore {
 namespace {
 
-void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_weight,
-             const Tensor& kv_weight, const std::optional<Tensor>& kv_bias,
-             const std::optional<Tensor>& kv_scale, const std::optional<Tensor>& k_norm_weight,
-             const std::optional<Tensor>& positions, const std::optional<Tensor>& cos_sin,
-             Tensor k_cache, Tensor v_cache, const Tensor& slot_mapping, double eps,
-             const std::optional<Tensor>& kv_table, const std::optional<Tensor>& key_scales,
-             const std::optional<Tensor>& value_scales) {
+void kv_fill(const Tensor& hidden, const Tensor& exit_layer,
+             const std::optional<Tensor>& norm_weight, const Tensor& kv_weight,
+             const std::optional<Tensor>& kv_bias, const std::optional<Tensor>& kv_scale,
+             const std::optional<Tensor>& k_norm_weight, const std::optional<Tensor>& positions,
+             const std::optional<Tensor>& cos_sin, Tensor k_cache, Tensor v_cache,
+             const Tensor& slot_mapping, double eps, const std::optional<Tensor>& kv_table,
+             const std::optional<Tensor>& key_scales, const std::optional<Tensor>& value_scales,
+             const std::optional<Tensor>& layer_ropes) {
   Checker check("kv_fill");
   check(hidden, "hidden", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
   check(exit_layer, "exit_layer", Accept::kInt32, {"num_tokens"});
@@ -27,10 +29,13 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
                                            {"num_layers", kv_size, "hidden_size"}, kv_scale,
                                            kv_table, {"num_layers", kv_size});
   check(kv_bias, "kv_bias", Accept::kModel, {"num_layers", kv_size}, 1);
-  check(k_norm_weight, "k_norm_weight", Accept::kModel, {"num_layers", "head_dim"}, 1);
+  const bool norms_all_k = k_norm_weight && k_norm_weight->dim() == 2 &&
+                           k_norm_weight->size(1) == kv_size / 2 && kv_size / 2 != head_dim;
+  check(k_norm_weight, "k_norm_weight", Accept::kModel,
+        {"num_layers", norms_all_k ? Dim(kv_size / 2) : Dim("head_dim")}, 1);
   check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_tokens"});
   check(positions, "positions", Accept::kInt64, {"num_tokens"});
-  check(cos_sin, "cos_sin", Accept::kFloat32, {"max_position", "rotary_dim"});
+  check_ropes(check, cos_sin, layer_ropes);
   check.require(positions.has_value() == cos_sin.has_value(),
                 "cos_sin: expected together with positions, or neither");
   const int64_t rotary_dim = cos_sin.has_value() ? check["rotary_dim"] : 0;
@@ -57,10 +62,11 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
     check_range(check, "positions", data<const int64_t>(*positions), num_tokens, 0,
                 check["max_position"]);
   }
+  check_rope_places(check, layer_ropes);
 #endif
   params.hidden = data<const void>(hidden);
   params.exit_layer = data<const int32_t>(exit_layer);
-  params.norm_weight = data<const void>(norm_weight);
+  params.norm_weight = data_or_null<const void>(norm_weight);
   params.kv_weight = data<const void>(kv_weight);
   params.kv_scale = coding.scale;
   params.kv_table = coding.table;
@@ -68,6 +74,9 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
   params.k_norm_weight = data_or_null<const void>(k_norm_weight);
   params.positions = data_or_null<const int64_t>(positions);
   params.cos_sin = data_or_null<const float>(cos_sin);
+  params.layer_ropes = data_or_null<const int32_t>(layer_ropes);
+  params.rope_stride = layer_ropes ? check["max_position"] * rotary_dim : 0;
+  params.norms_all_k = norms_all_k;
   params.k_cache = data<void>(k_cache);
   params.v_cache = data<void>(v_cache);
   params.slot_mapping = data<const int64_t>(slot_mapping);
@@ -78,7 +87,7 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
   params.head_dim = head_dim;
   params.rotary_dim = rotary_dim;
   params.hidden_stride = hidden.stride(0);
-  params.norm_layer_stride = norm_weight.stride(0);
+  params.norm_layer_stride = norm_weight ? norm_weight->stride(0) : 0;
   params.weight_layer_stride = kv_table ? 0 : kv_weight.stride(0);
   params.weight_row_stride = kv_table ? 0 : kv_weight.stride(1);
   params.scale_layer_stride = kv_scale ? kv_scale->stride(0) : 0;
@@ -98,10 +107,11 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
 }
 
 EECORE_OP(kv_fill,
-          "Tensor hidden, Tensor exit_layer, Tensor norm_weight, Tensor kv_weight, "
+          "Tensor hidden, Tensor exit_layer, Tensor? norm_weight, Tensor kv_weight, "
           "Tensor? kv_bias, Tensor? kv_scale, Tensor? k_norm_weight, Tensor? positions, "
           "Tensor? cos_sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
-          "float eps, Tensor? kv_table=None, Tensor? key_scales=None, Tensor? value_scales=None")
+          "float eps, Tensor? kv_table=None, Tensor? key_scales=None, Tensor? value_scales=None, "
+          "Tensor? layer_ropes=None")
 
 }  // namespace
 }  // namespace eecore

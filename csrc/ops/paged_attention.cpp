@@ -14,7 +14,7 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
                      const std::optional<Tensor>& position_bias, int64_t max_distance,
                      bool bidirectional, const std::optional<Tensor>& arrivals,
                      const std::optional<Tensor>& key_scales,
-                     const std::optional<Tensor>& value_scales) {
+                     const std::optional<Tensor>& value_scales, double soft_cap) {
   Checker check("paged_attention");
   check(q, "q", Accept::kModel, {"num_tokens", "num_q_heads", "head_dim"}, 1);
   for (const auto& [cache, name] : {std::pair(&k_cache, "k_cache"), {&v_cache, "v_cache"}}) {
@@ -38,6 +38,9 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
                 sliding_window);
   check.require(fixed_split_size >= 0 && fixed_split_size <= INT32_MAX,
                 "fixed_split_size: expected 0 or more keys, got ", fixed_split_size);
+  check.require(soft_cap >= 0, "soft_cap: expected a number >= 0, got ", soft_cap);
+  check.require(soft_cap == 0 || !position_bias.has_value(),
+                "soft_cap: expected 0 with position_bias, got ", soft_cap);
 
   PagedAttentionParams params{};
   params.cache_format =
@@ -71,6 +74,7 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   params.fixed_split_size = fixed_split_size;
   params.max_pages_per_seq = check["max_pages_per_seq"];
   params.scale = static_cast<float>(scale);
+  params.soft_cap = static_cast<float>(soft_cap);
   params.causal = causal;
   params.dtype = check.dtype();
   set_position_bias(check, position_bias, max_distance, bidirectional, params);
@@ -92,7 +96,7 @@ EECORE_OP(paged_attention,
           "Tensor query_start_loc, Tensor(a!) out, float scale, bool causal, int sliding_window, "
           "int fixed_split_size, Tensor? position_bias=None, int max_distance=128, "
           "bool bidirectional=False, Tensor(b!)? arrivals=None, Tensor? key_scales=None, "
-          "Tensor? value_scales=None")
+          "Tensor? value_scales=None, float soft_cap=0.")
 
 }  // namespace
 }  // namespace eecore

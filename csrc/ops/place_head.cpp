@@ -14,7 +14,8 @@ void place_head(Tensor confidence, Tensor token, Tensor logsumexp, Tensor top_lo
                 Tensor out_logprob, const std::optional<Tensor>& hidden,
                 const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& lm_head,
                 const std::optional<Tensor>& lm_head_scale,
-                const std::optional<Tensor>& lm_head_table, double eps) {
+                const std::optional<Tensor>& lm_head_table, double eps, double multiplier,
+                double soft_cap) {
   Checker check("place_head");
   check.require(hidden.has_value() == lm_head.has_value(),
                 "hidden: expected it with lm_head, or neither, got one");
@@ -22,9 +23,10 @@ void place_head(Tensor confidence, Tensor token, Tensor logsumexp, Tensor top_lo
   std::optional<ExitConfidenceSoftmaxParams> measure;
   if (hidden.has_value()) {
     check(*hidden, "hidden", Accept::kModel, {"num_selected", "hidden_size"}, 1);
-    measure = softmax_params(check, "num_selected",
-                             {norm_weight, *lm_head, lm_head_scale, lm_head_table, eps}, *hidden,
-                             {confidence, token, logsumexp, top_logit});
+    measure = softmax_params(
+        check, "num_selected",
+        {norm_weight, *lm_head, lm_head_scale, lm_head_table, eps, multiplier, soft_cap}, *hidden,
+        {confidence, token, logsumexp, top_logit});
   } else {
     check.written(confidence, "confidence", Accept::kFloat32, {"num_selected"});
     check.written(token, "token", Accept::kInt64, {"num_selected"});
@@ -85,7 +87,7 @@ EECORE_OP(place_head,
           "bool as_probability, Tensor? vocabulary, Tensor(a!) out_token, "
           "Tensor(b!) out_confidence, Tensor(c!) out_logprob, Tensor? hidden=None, "
           "Tensor? norm_weight=None, Tensor? lm_head=None, Tensor? lm_head_scale=None, "
-          "Tensor? lm_head_table=None, float eps=0.")
+          "Tensor? lm_head_table=None, float eps=0., float multiplier=1., float soft_cap=0.")
 
 }  // namespace
 }  // namespace eecore

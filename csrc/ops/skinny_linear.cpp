@@ -10,8 +10,9 @@ namespace {
 // Of heads of q, k and v that lie side by side in the rows of `out`, which has been checked.
 AppendKvParams append_params_of_rows(Checker& check, const AppendTensors& tensors,
                                      const Tensor& out) {
-  AppendKvParams params = append_params(check, tensors);
-  const int64_t size = check["out_features"], head_dim = params.head_dim;
+  const int64_t size = check["out_features"];
+  AppendKvParams params = append_params(check, tensors, size);
+  const int64_t head_dim = params.head_dim;
   const int64_t kv_size = params.num_kv_heads * head_dim, q_size = size - 2 * kv_size;
   check.require(q_size >= 0 && q_size % head_dim == 0,
                 "weight: expected out_features of some heads of head_dim=", head_dim,
@@ -36,7 +37,8 @@ void skinny_linear(
     std::optional<Tensor> v_cache, const std::optional<Tensor>& slot_mapping,
     const std::optional<Tensor>& positions, const std::optional<Tensor>& cos_sin,
     const std::optional<Tensor>& q_norm_weight, const std::optional<Tensor>& k_norm_weight,
-    const std::optional<Tensor>& key_scales, const std::optional<Tensor>& value_scales) {
+    const std::optional<Tensor>& key_scales, const std::optional<Tensor>& value_scales,
+    double multiplier, double soft_cap, const std::optional<Tensor>& q_cos_sin) {
   Checker check("skinny_linear");
   check(x, "x", Accept::kModel, {"num_tokens", "in_features"}, 1);
   check(norm_weight, "norm_weight", Accept::kModel, {"in_features"});
@@ -58,12 +60,17 @@ void skinny_linear(
                                      {&q_norm_weight, "q_norm_weight"},
                                      {&k_norm_weight, "k_norm_weight"},
                                      {&key_scales, "key_scales"},
-                                     {&value_scales, "value_scales"}}) {
+                                     {&value_scales, "value_scales"},
+                                     {&q_cos_sin, "q_cos_sin"}}) {
     check.require(appended > 0 || !tensor->has_value(), name,
                   ": expected None without k_cache, got a tensor");
   }
   check.require(appended == 0 || !(residual || activation),
                 "residual, activation: expected neither with k_cache, got one");
+  check.require(soft_cap >= 0, "soft_cap: expected a number >= 0, got ", soft_cap);
+  check.require(appended == 0 || (multiplier == 1 && soft_cap == 0),
+                "multiplier, soft_cap: expected 1 and 0 with k_cache, got ", multiplier, " and ",
+                soft_cap);
 
   SkinnyLinearParams params{};
   params.dtype = check.dtype();
@@ -85,12 +92,14 @@ void skinny_linear(
   params.eps = static_cast<float>(eps);
   params.activation = activation ? activation_of(check, *activation, {{"relu", Activation::kRelu}})
                                  : Activation::kNone;
+  params.multiplier = static_cast<float>(multiplier);
+  params.soft_cap = static_cast<float>(soft_cap);
   params.constant_weight = constant_weight;
   if (appended > 0) {
     params.append =
         append_params_of_rows(check,
                               {*k_cache, *v_cache, *slot_mapping, positions, cos_sin, q_norm_weight,
-                               k_norm_weight, eps, key_scales, value_scales},
+                               k_norm_weight, eps, key_scales, value_scales, q_cos_sin},
                               out);
   }
 #ifdef EECORE_BACKEND_CUDA
@@ -110,7 +119,8 @@ EECORE_OP(skinny_linear,
           "Tensor? weight_table=None, bool constant_weight=False, Tensor(b!)? k_cache=None, "
           "Tensor(c!)? v_cache=None, Tensor? slot_mapping=None, Tensor? positions=None, "
           "Tensor? cos_sin=None, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, "
-          "Tensor? key_scales=None, Tensor? value_scales=None")
+          "Tensor? key_scales=None, Tensor? value_scales=None, float multiplier=1., "
+          "float soft_cap=0., Tensor? q_cos_sin=None")
 
 }  // namespace
 }  // namespace eecore

@@ -68,23 +68,32 @@ __device__ __forceinline__ bool is_aligned16(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % 16 == 0;
 }
 
-// Grid: (num_tokens, heads of q, k and v by the block's rows). Block: (lanes, heads), the lanes of
-// a head being a power of two of at most 32, which hold it in kItems items each. C: what the caches
-// hold, T or float8.
+// A thread's head, and its place among the lanes that hold it.
+struct AppendLane {
+  int64_t head;  // of q, then of k, then of v
+  int lane, num_lanes;
+};
+
+// 1 / rms of all heads of a token at once; below 0: each head has its own.
+struct HeadScales {
+  float q, k;
+};
+
+// A token's heads. The lanes of a head are a power of two of at most 32, which hold it in kItems
+// items each. C: what the caches hold, T or float8.
 template <typename T, int kItems, typename C>
-__device__ __forceinline__ void append_heads(const AppendKvParams& params, const HeadItems& items) {
+__device__ __forceinline__ void append_heads(const AppendKvParams& params, const HeadItems& items,
+                                             int64_t token, const AppendLane& at,
+                                             const HeadScales& of_all) {
   constexpr int kSize = Pack<T>::kSize;
   constexpr bool kNarrows = !std::is_same_v<T, C>;
-  wait_for_previous_kernel();
-  let_next_kernel_start();
 
   // This thread's head: where it is, where it goes and what is done to it on the way.
-  const int64_t token = blockIdx.x;
   const int64_t slot = params.slot_mapping[token];
   const float* cos_sin = params.rotary_dim > 0
                              ? params.cos_sin + params.positions[token] * params.rotary_dim
                              : nullptr;
-  const int64_t q_head = static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y;
+  const int64_t q_head = at.head;
   const int64_t k_head = q_head - params.num_q_heads;
   const int64_t v_head = k_head - params.num_kv_heads;
   const T* in = nullptr;  // stays null where there is no head, or nothing to do with it
@@ -92,8 +101,14 @@ __device__ __forceinline__ void append_heads(const AppendKvParams& params, const
   Float8* narrow_out = nullptr;  // where float8 goes instead
   float factor = 1.0f;
   const T* weight = nullptr;
+  float scale = -1.0f;  // 1 / rms of all heads, where they are normed at once
   if (k_head < 0) {
     weight = static_cast<const T*>(params.q_norm_weight);
+    if (params.norms_all_q) weight += q_head * params.head_dim;
+    scale = of_all.q;
+    if (cos_sin != nullptr && params.q_cos_sin != nullptr) {
+      cos_sin = params.q_cos_sin + params.positions[token] * params.rotary_dim;
+    }
     if (weight != nullptr || cos_sin != nullptr) {
       out =
           static_cast<T*>(params.q) + token * params.q_token_stride + q_head * params.q_head_stride;
@@ -101,6 +116,8 @@ __device__ __forceinline__ void append_heads(const AppendKvParams& params, const
     }
   } else if (slot >= 0 && v_head < 0) {
     weight = static_cast<const T*>(params.k_norm_weight);
+    if (params.norms_all_k) weight += k_head * params.head_dim;
+    scale = of_all.k;
     in = static_cast<const T*>(params.k) + token * params.k_token_stride +
          k_head * params.k_head_stride;
     const int64_t to =
@@ -137,7 +154,7 @@ __device__ __forceinline__ void append_heads(const AppendKvParams& params, const
   Pack<float> cosine[kItems][kQuads], sine[kItems][kQuads];
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const int index = threadIdx.x + i * blockDim.x;
+    const int index = at.lane + i * at.num_lanes;
     item[i] = head_item<T>(items, index);
     if (in == nullptr || index >= items.count<T>()) {
       item[i].first_count = item[i].second_count = 0;
@@ -161,7 +178,6 @@ __device__ __forceinline__ void append_heads(const AppendKvParams& params, const
   }
 
   // 1 / rms of the head. Every lane of the warp takes part, whatever its own head asks for.
-  float scale = 1.0f;
   if (params.q_norm_weight != nullptr || params.k_norm_weight != nullptr) {
     float squares = 0.0f;
 #pragma unroll
@@ -173,10 +189,11 @@ __device__ __forceinline__ void append_heads(const AppendKvParams& params, const
         squares = fmaf(y, y, squares);
       }
     }
-    for (int distance = blockDim.x / 2; distance > 0; distance /= 2) {
+    for (int distance = at.num_lanes / 2; distance > 0; distance /= 2) {
       squares += __shfl_xor_sync(kWholeWarp, squares, distance);
     }
-    scale = rsqrtf(squares / static_cast<float>(params.head_dim) + params.eps);
+    const float of_head = rsqrtf(squares / static_cast<float>(params.head_dim) + params.eps);
+    if (scale < 0.0f) scale = of_head;
   }
 
   // Norm, rotary, and out; what needs neither goes bit by bit.
@@ -218,16 +235,70 @@ __device__ __forceinline__ void append_heads(const AppendKvParams& params, const
   }
 }
 
+// Grid: (num_tokens, heads of q, k and v by the block's rows). Block: (lanes, heads).
+template <typename T, int kItems, typename C>
+__device__ __forceinline__ void append_some_heads(const AppendKvParams& params,
+                                                  const HeadItems& items) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t head = static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y;
+  append_heads<T, kItems, C>(params, items, blockIdx.x,
+                             {head, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x)},
+                             {-1.0f, -1.0f});
+}
+
 template <typename T, int kItems>
 __global__ void __launch_bounds__(kAppendKvThreads)
     append_kv_kernel(AppendKvParams params, HeadItems items) {
-  append_heads<T, kItems, T>(params, items);
+  append_some_heads<T, kItems, T>(params, items);
 }
 
 template <typename T, int kItems>
 __global__ void __launch_bounds__(kAppendKvThreads)
     append_kv_float8_kernel(AppendKvParams params, HeadItems items) {
-  append_heads<T, kItems, Float8>(params, items);
+  append_some_heads<T, kItems, Float8>(params, items);
+}
+
+// 1 / rms of num_heads heads at once, head_stride apart. All threads of the block call it.
+template <typename T>
+__device__ __forceinline__ float inverse_rms_of_heads(const T* heads, int64_t num_heads,
+                                                      int64_t head_stride, int head_dim,
+                                                      float eps) {
+  const int size = static_cast<int>(num_heads) * head_dim;
+  float squares = 0.0f;
+  for (int i = static_cast<int>(threadIdx.x); i < size; i += kAppendKvThreads) {
+    const float x = to_float(heads[i / head_dim * head_stride + i % head_dim]);
+    squares = fmaf(x, x, squares);
+  }
+  squares = reduce_block<kAppendKvThreads>(squares);
+  return rsqrtf(squares / static_cast<float>(size) + eps);
+}
+
+// Where all heads of a token are normed at once one block has them all. Grid: num_tokens. Block:
+// kAppendKvThreads, num_lanes of which hold a head.
+template <typename T, int kItems, typename C>
+__global__ void __launch_bounds__(kAppendKvThreads)
+    append_normed_kv_kernel(AppendKvParams params, HeadItems items, int num_lanes) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t token = blockIdx.x;
+  const int head_dim = static_cast<int>(params.head_dim);
+  HeadScales scales = {-1.0f, -1.0f};
+  if (params.norms_all_q && params.num_q_heads > 0) {
+    scales.q = inverse_rms_of_heads(static_cast<const T*>(params.q) + token * params.q_token_stride,
+                                    params.num_q_heads, params.q_head_stride, head_dim, params.eps);
+  }
+  if (params.norms_all_k) {
+    scales.k =
+        inverse_rms_of_heads(static_cast<const T*>(params.k) + token * params.k_token_stride,
+                             params.num_kv_heads, params.k_head_stride, head_dim, params.eps);
+  }
+  const int thread = static_cast<int>(threadIdx.x);
+  const int64_t num_heads = params.num_q_heads + 2 * params.num_kv_heads;
+  for (int64_t first = 0; first < num_heads; first += kAppendKvThreads / num_lanes) {
+    append_heads<T, kItems, C>(params, items, token,
+                               {first + thread / num_lanes, thread % num_lanes, num_lanes}, scales);
+  }
 }
 
 }  // namespace eecore::cuda

@@ -17,6 +17,9 @@ namespace eecore::cuda {
 __device__ __forceinline__ float attention_score(float dot, float scale) {
   return __fmul_rn(dot, scale);
 }
+__device__ __forceinline__ float soft_capped(float score, float cap) {
+  return __fmul_rn(cap, tanhf(score / cap));
+}
 __device__ __forceinline__ float attention_score(float dot, float scale, float bias) {
   return fmaf(dot, scale, bias);
 }
@@ -141,6 +144,13 @@ class TensorCoreRows {
       for (int j = 0; j < kStepKeys / 8; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) scores[j][i] = attention_score(scores[j][i], scale_.of(plan_));
+      }
+      if (plan_.soft_cap > 0.0f) {
+#pragma unroll
+        for (int j = 0; j < kStepKeys / 8; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) scores[j][i] = soft_capped(scores[j][i], plan_.soft_cap);
+        }
       }
     }
     if (first_key < last.begin || first_key + kStepKeys > min(first.end, end)) {
@@ -425,6 +435,7 @@ class PlainRows {
           scores[j][r] = attention_score(dot, scale_.of(plan_), bias_[r].of(plan_, key));
         } else {
           scores[j][r] = attention_score(dot, scale_.of(plan_));
+          if (plan_.soft_cap > 0.0f) scores[j][r] = soft_capped(scores[j][r], plan_.soft_cap);
         }
         if (key < seen.begin || key >= min(seen.end, end)) scores[j][r] = -INFINITY;
         largest[r] = fmaxf(largest[r], scores[j][r]);

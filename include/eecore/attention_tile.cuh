@@ -35,6 +35,7 @@ struct AttentionPlan {
   int32_t bias_origin, bias_width;          // of a head's biases in shared memory
   bool last_merges;                         // of the blocks that share a tile, not a second kernel
   float scale;                              // of the scores, times log2(e)
+  float soft_cap;                           // of what they are then; 0: none
   bool q_aligned, kv_aligned, out_aligned;  // whether 16-byte accesses are possible
 };
 

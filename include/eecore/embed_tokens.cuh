@@ -16,6 +16,12 @@ __device__ __forceinline__ int64_t token_of_row(const EmbedTokensParams& params,
   return source < 0 ? params.token_ids[row] : params.previous[source];
 }
 
+// The multiple of a number that is rounded to T first.
+template <typename T>
+__device__ __forceinline__ T embedded(const EmbedTokensParams& params, float x) {
+  return from_float<T>(__fmul_rn(rounded<T>(x), params.multiplier));
+}
+
 // Grid: num_tokens. A table of int8, whose rows have a scale each.
 template <typename T>
 __global__ void __launch_bounds__(kEmbedTokensThreads)
@@ -38,7 +44,8 @@ __global__ void __launch_bounds__(kEmbedTokensThreads)
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const int64_t at = i + j * kEmbedTokensThreads;
-      if (at < params.hidden_size) to[at] = from_float<T>(static_cast<float>(batch[j]) * scale);
+      if (at < params.hidden_size)
+        to[at] = embedded<T>(params, static_cast<float>(batch[j]) * scale);
     }
   }
 }
@@ -64,7 +71,22 @@ __global__ void __launch_bounds__(kEmbedTokensThreads)
     to_floats(q.first, from.form, scale, scales.minimum, floats[0]);
     to_floats(q.last, from.form, scale, scales.minimum, floats[1]);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) to[8 * i + j] = from_float<T>(floats[j / 4][j % 4]);
+    for (int j = 0; j < 8; ++j) to[8 * i + j] = embedded<T>(params, floats[j / 4][j % 4]);
+  }
+}
+
+// Grid: num_tokens. A table of out's dtype, whose rows are multiplied.
+template <typename T>
+__global__ void __launch_bounds__(kEmbedTokensThreads)
+    embed_multiplied_tokens_kernel(EmbedTokensParams params) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t row = blockIdx.x, token = token_of_row(params, row);
+  const T* from = reinterpret_cast<const T*>(static_cast<const char*>(params.weight) +
+                                             token * params.weight_stride);
+  T* to = reinterpret_cast<T*>(static_cast<char*>(params.out) + row * params.out_stride);
+  for (int64_t i = threadIdx.x; i < params.hidden_size; i += kEmbedTokensThreads) {
+    to[i] = embedded<T>(params, to_float(from[i]));
   }
 }
 

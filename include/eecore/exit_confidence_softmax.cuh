@@ -191,6 +191,10 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
         for (int i = 0; i < 2 * kHeadMTiles; ++i) {
           logits[i] = sums[i / 2][n][i % 2 * 2 + j];
           if constexpr (kHasScales<W>) logits[i] = __fmul_rn(logits[i], scales[i]);  // no fma
+          if (params.multiplier != 1.0f) logits[i] = __fmul_rn(logits[i], params.multiplier);
+          if (params.soft_cap > 0.0f) {
+            logits[i] = __fmul_rn(params.soft_cap, tanhf(logits[i] / params.soft_cap));
+          }
         }
         LogitSummary summary = summary_of(logits, first_row(tile), params.vocab_size);
 #pragma unroll

@@ -12,9 +12,11 @@ namespace eecore::cuda {
 
 // What the first kernel leaves to the second.
 struct KvFillRows {
-  void* normed;         // [num_layers, num_tokens, padded_size], rows in order
-  int32_t* order;       // [num_tokens], rows with a slot by exit layer
-  int32_t* counts;      // [num_layers], how many of them the layer needs
+  void* normed;     // [num_layers, num_tokens, padded_size], rows in order
+  int32_t* order;   // [num_tokens], rows with a slot by exit layer
+  int32_t* counts;  // [num_layers], how many of them the layer needs
+  void* keys;  // [num_layers, num_tokens, num_kv_heads * head_dim], rows in order: projected keys
+               // whose heads a third kernel norms at once; else null
   int64_t padded_size;  // of hidden_size
   bool hidden_aligned, norm_weight_aligned;
 };
@@ -49,10 +51,14 @@ __global__ void __launch_bounds__(kRmsNormThreads)
   if (!needed) return;
 
   const T* hidden = static_cast<const T*>(params.hidden) + row * params.hidden_stride;
-  const float scale = inverse_rms(hidden, params.hidden_size, rows.hidden_aligned, params.eps);
-  scale_row(hidden, static_cast<const T*>(params.norm_weight) + layer * params.norm_layer_stride,
-            scale, params.hidden_size, rows.hidden_aligned, rows.norm_weight_aligned,
-            rows.padded_size,
+  const T* weight = static_cast<const T*>(params.norm_weight);
+  float scale = 1.0f;
+  if (weight != nullptr) {
+    weight += layer * params.norm_layer_stride;
+    scale = inverse_rms(hidden, params.hidden_size, rows.hidden_aligned, params.eps);
+  }
+  scale_row(hidden, weight, scale, params.hidden_size, rows.hidden_aligned,
+            rows.norm_weight_aligned, rows.padded_size,
             static_cast<T*>(rows.normed) + (layer * params.num_tokens + place) * rows.padded_size);
 }
 
@@ -70,12 +76,69 @@ __host__ __device__ inline int head_floats(const SkinnyPlan& plan, const HeadPla
   return plan.num_slices * 8 * n_tiles * head.column;
 }
 
-// Finishes one head of one row and writes it to its slot. values: [head_dim], with `num_slices`
-// sums still to be added that lie `slice_stride` apart. The lanes of a warp share the head.
+// The cosines and sines of a layer's keys, position by position.
+__device__ __forceinline__ const float* key_angles(const KvFillParams& params, int64_t layer) {
+  if (params.layer_ropes == nullptr) return params.cos_sin;
+  return params.cos_sin + params.layer_ropes[2 * layer + 1] * params.rope_stride;
+}
+
+// A key's element and the other of its pair, x and y, turned: element i of its head.
+__device__ __forceinline__ float turned(float x, float y, int i, int half, const float* cos_sin) {
+  if (i >= 2 * half) return x;
+  const int angle = i < half ? i : i - half;
+  const float other = y * cos_sin[half + angle];
+  return fmaf(x, cos_sin[angle], i < half ? -other : other);
+}
+
+// Grid: (num_tokens, num_layers). Norms all key heads of a row and layer at once, rotates them and
+// writes them to the row's slot.
+template <typename T>
+__global__ void __launch_bounds__(kRmsNormThreads)
+    kv_fill_keys_kernel(KvFillParams params, KvFillRows rows) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t place = blockIdx.x, layer = blockIdx.y;
+  if (place >= rows.counts[layer]) return;
+  const int32_t row = rows.order[place];
+  const int head_dim = static_cast<int>(params.head_dim);
+  const int num_heads = static_cast<int>(params.num_kv_heads), size = num_heads * head_dim;
+  const T* keys = static_cast<const T*>(rows.keys) + (layer * params.num_tokens + place) * size;
+  float squares = 0.0f;
+  for (int i = static_cast<int>(threadIdx.x); i < size; i += kRmsNormThreads) {
+    const float x = to_float(keys[i]);
+    squares = fmaf(x, x, squares);
+  }
+  const float scale = inverse_rms(reduce_block<kRmsNormThreads>(squares), size, params.eps);
+  const T* weight =
+      static_cast<const T*>(params.k_norm_weight) + layer * params.k_norm_layer_stride;
+  const int half = params.positions != nullptr ? static_cast<int>(params.rotary_dim / 2) : 0;
+  const float* cos_sin =
+      half > 0 ? key_angles(params, layer) + params.positions[row] * params.rotary_dim : nullptr;
+  const CacheSlot slot = cache_slot(params.slot_mapping[row], params.page_size);
+  const auto normed = [&](int i) { return to_float(keys[i]) * (scale * to_float(weight[i])); };
+  for (int i = static_cast<int>(threadIdx.x); i < size; i += kRmsNormThreads) {
+    const int head = i / head_dim, in_head = i % head_dim;
+    const int other = in_head < half ? i + half : in_head < 2 * half ? i - half : i;
+    const float key = turned(normed(i), normed(other), in_head, half, cos_sin);
+    const int64_t to = layer * params.k_cache_layer_stride +
+                       cache_offset(params.k_cache_strides, slot, head) + in_head;
+    if (params.cache_format.is_float8) {
+      const float factor = float8_factor(params.cache_format.key_scales, layer * num_heads + head);
+      static_cast<Float8*>(params.k_cache)[to] = float_to_float8(__fmul_rn(key, factor));
+    } else {
+      static_cast<T*>(params.k_cache)[to] = from_float<T>(key);
+    }
+  }
+}
+
+// Finishes one head of one row and writes it to its slot, or, where all key heads are normed at
+// once, leaves a key as it is projected at `keys`: [head_dim]. values: [head_dim], with
+// `num_slices` sums still to be added that lie `slice_stride` apart. The lanes of a warp share the
+// head.
 template <typename T, typename W>
 __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t layer, int head,
                                            CacheSlot slot, int64_t position, Shared<float> values,
-                                           int num_slices, int slice_stride) {
+                                           int num_slices, int slice_stride, T* keys) {
   // Elements of a lane whose loads are under way together.
   constexpr int kBatch = 4;
   const int lane = threadIdx.x % 32, head_dim = static_cast<int>(params.head_dim);
@@ -137,6 +200,10 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
     }
   }
   if (!is_key) return;
+  if (keys != nullptr) {
+    for (int i = lane; i < head_dim; i += 32) keys[i] = from_float<T>(values[i]);
+    return;
+  }
 
   // Head norm and rotary: pairs of elements half of rotary_dim apart.
   const T* weight = static_cast<const T*>(params.k_norm_weight);
@@ -148,7 +215,8 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
   }
   __syncwarp();
   const int half = params.positions != nullptr ? static_cast<int>(params.rotary_dim / 2) : 0;
-  const float* cos_sin = params.cos_sin + position * params.rotary_dim;  // where half is not 0
+  const float* cos_sin = nullptr;
+  if (half > 0) cos_sin = key_angles(params, layer) + position * params.rotary_dim;
   for (int first = lane; first < head_dim; first += 32 * kBatch) {
     float x[kBatch], y[kBatch], cosine[kBatch], sine[kBatch];  // y: the other of the pair
 #pragma unroll
@@ -283,8 +351,14 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
     }
     __syncthreads();
     for (int column = threadIdx.x / 32; column < x.count; column += kSkinnyWarps) {
+      T* keys = nullptr;
+      if (rows.keys != nullptr && head < params.num_kv_heads) {
+        keys = static_cast<T*>(rows.keys) +
+               ((layer * params.num_tokens + first_place + column) * params.num_kv_heads + head) *
+                   params.head_dim;
+      }
       write_head<T, W>(params, layer, head, slots[column], positions[column],
-                       products + column * cut.column, plan.num_slices, slice_stride);
+                       products + column * cut.column, plan.num_slices, slice_stride, keys);
     }
     __syncthreads();  // the products are read before those of the next head are written
   }

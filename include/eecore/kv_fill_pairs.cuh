@@ -63,7 +63,8 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
           const bool is_key = at.head < num_kv_heads, is_turned = at.is_rotary && is_key;
           float cosine = 0.0f, sine = 0.0f;
           if (is_turned) {
-            const float* cos_sin = params.cos_sin + (positions[column] * params.rotary_dim + first);
+            const float* cos_sin =
+                key_angles(params, layer) + (positions[column] * params.rotary_dim + first);
             cosine = cos_sin[0];
             sine = cos_sin[tiles.half];
           }

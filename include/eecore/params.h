@@ -131,7 +131,9 @@ struct ExitConfidenceSoftmaxParams {
   int64_t num_seqs, hidden_size, vocab_size;
   int64_t hidden_stride, lm_head_stride;
   float eps;
-  ExitRowsParams leave;   // CUDA only, with what is measured here; all_gone null: nobody leaves
+  float multiplier = 1.0f;  // of the logits
+  float soft_cap;           // c: multiplied logits l become c * tanh(l / c); 0: they stay
+  ExitRowsParams leave;     // CUDA only, with what is measured here; all_gone null: nobody leaves
   PlaceHeadParams place;  // CUDA only, of what is measured here; out_token null: nothing is placed
   DType dtype;
   void* workspace;  // CUDA only, [exit_confidence_softmax_workspace bytes]; may be null on the CPU
@@ -179,6 +181,7 @@ struct EmbedTokensParams {
   void* out;                 // [num_tokens, hidden_size], row stride out_stride
   int64_t num_tokens, hidden_size, row_bytes;  // row_bytes: of a row of out
   int64_t weight_stride, out_stride;           // in bytes
+  float multiplier = 1.0f;                     // of the rows, once they are rounded to dtype
   DType dtype;                                 // of out
 };
 inline RowCounts row_counts(EmbedTokensParams& p) { return {{&p.num_tokens}, {}}; }
@@ -371,14 +374,16 @@ struct AppendKvParams {
   const int64_t* slot_mapping;  // [num_tokens]; -1 writes nothing
   const int64_t* positions;     // [num_tokens]; may be null: no rotary
   const float* cos_sin;         // [max_position, rotary_dim]: cosines, then sines; may be null
-  const void* q_norm_weight;    // [head_dim]; may be null
-  const void* k_norm_weight;    // [head_dim]; may be null
+  const float* q_cos_sin;       // of queries alone, likewise; may be null: that of keys
+  const void* q_norm_weight;    // [head_dim], or of all heads; may be null
+  const void* k_norm_weight;    // [head_dim], or of all heads; may be null
   int64_t num_tokens, num_q_heads, num_kv_heads, head_dim, rotary_dim, page_size;
   int64_t q_token_stride, q_head_stride;
   int64_t k_token_stride, k_head_stride;
   int64_t v_token_stride, v_head_stride;
   CacheStrides k_cache_strides, v_cache_strides;
   CacheFormat cache_format;
+  bool norms_all_q, norms_all_k;  // all heads of a token at once, by a weight of all
   float eps;
   DType dtype;
 };
@@ -417,6 +422,7 @@ struct PagedAttentionParams {
   int64_t fixed_split_size;  // keys per split; 0: chosen from the shape of the call
   int64_t max_pages_per_seq;
   float scale;
+  float soft_cap;  // c: scaled scores s become c * tanh(s / c); 0: they stay
   bool causal;
   DType dtype;
   void* workspace;  // CUDA only, [paged_attention_workspace bytes]; may be null on the CPU
@@ -427,16 +433,18 @@ inline RowCounts row_counts(PagedAttentionParams& p) { return {{&p.num_tokens}, 
 struct KvFillParams {
   const void* hidden;           // [num_tokens, hidden_size], row stride hidden_stride
   const int32_t* exit_layer;    // [num_tokens], 0..num_layers
-  const void* norm_weight;      // [num_layers, hidden_size]
+  const void* norm_weight;      // [num_layers, hidden_size]; may be null: states are not normed
   const void* kv_weight;        // [num_layers, 2 * num_kv_heads * head_dim, hidden_size]
   const float* kv_scale;        // [num_layers, 2 * num_kv_heads * head_dim]; may be null, else the
                                 // weight is int8 times this
   const int64_t* kv_table;      // [num_layers, 2 * num_kv_heads * head_dim]; may be null, else the
                                 // weight is packed
   const void* kv_bias;          // [num_layers, 2 * num_kv_heads * head_dim]; may be null
-  const void* k_norm_weight;    // [num_layers, head_dim]; may be null
+  const void* k_norm_weight;    // [num_layers, head_dim], or of all heads; may be null
   const int64_t* positions;     // [num_tokens]; may be null: no rotary
   const float* cos_sin;         // [max_position, rotary_dim]: cosines, then sines; may be null
+  const int32_t* layer_ropes;   // [num_layers, 2], of many such tables that of a layer's queries,
+                                // then that of its keys; may be null: there is one
   void* k_cache;                // [num_layers, num_pages, page_size, num_kv_heads, head_dim]
   void* v_cache;                // [num_layers, num_pages, page_size, num_kv_heads, head_dim]
   const int64_t* slot_mapping;  // [num_tokens]; -1 writes nothing
@@ -445,16 +453,19 @@ struct KvFillParams {
   int64_t norm_layer_stride, weight_layer_stride, weight_row_stride;
   int64_t scale_layer_stride, table_layer_stride, bias_layer_stride;
   int64_t k_norm_layer_stride;
+  int64_t rope_stride;  // from a table to the next
   int64_t k_cache_layer_stride, v_cache_layer_stride;
   CacheStrides k_cache_strides, v_cache_strides;  // of a layer
   CacheFormat cache_format;                       // of layer 0, those of a layer after another
+  bool norms_all_k;                               // all heads of a token at once
   float eps;
   DType dtype;
   void* workspace;  // CUDA only, [kv_fill_workspace bytes]; may be null on the CPU
 };
 inline RowCounts row_counts(KvFillParams& p) { return {{&p.num_tokens}, {}}; }
 
-// out = norm(x) weight^T + bias + residual; for few rows of x weight is read once.
+// out = soft_cap(multiplier * (norm(x) weight^T + bias)) + residual; for few rows of x weight is
+// read once.
 struct SkinnyLinearParams {
   const void* x;                // [num_tokens, in_features], row stride x_stride
   const void* norm_weight;      // [in_features]; may be null: x is not normed
@@ -468,13 +479,29 @@ struct SkinnyLinearParams {
   int64_t num_tokens, in_features, out_features;
   int64_t x_stride, weight_stride, residual_stride, out_stride;
   float eps;
-  Activation activation;  // of the product with its bias, before the residual: kNone or kRelu
-  bool constant_weight;   // no work that may still be under way writes the weight
-  AppendKvParams append;  // CUDA only, of heads in out; slot_mapping null: nothing is appended
+  float multiplier = 1.0f;  // of the product with its bias
+  float soft_cap;           // c: what comes of that, y, becomes c * tanh(y / c); 0: it stays
+  Activation activation;    // of the product with its bias, before the residual: kNone or kRelu
+  bool constant_weight;     // no work that may still be under way writes the weight
+  AppendKvParams append;    // CUDA only, of heads in out; slot_mapping null: nothing is appended
   DType dtype;
   void* workspace;  // CUDA only, [skinny_linear_workspace bytes]; may be null on the CPU
 };
 inline RowCounts row_counts(SkinnyLinearParams& p) { return {{&p.num_tokens}, {}}; }
+
+// out = residual + multiplier * norm(x): what a sublayer gives, normed, onto the residual stream.
+struct AddNormedParams {
+  const void* x;            // [num_tokens, hidden_size], row stride x_stride
+  const void* norm_weight;  // [hidden_size]
+  const void* residual;     // [num_tokens, hidden_size], row stride residual_stride
+  void* out;                // [num_tokens, hidden_size], row stride out_stride; may be residual
+  int64_t num_tokens, hidden_size;
+  int64_t x_stride, residual_stride, out_stride;
+  float eps;
+  float multiplier = 1.0f;
+  DType dtype;
+};
+inline RowCounts row_counts(AddNormedParams& p) { return {{&p.num_tokens}, {}}; }
 
 // out = activation(gate) * up of the two halves of norm(x) weight^T + bias.
 struct SkinnyGatedLinearParams {
@@ -511,11 +538,14 @@ struct StackedLinear {
 // normed states gives, then, where there is an encoder, what attention over its keys and values
 // gives, then what the MLP gives.
 struct DecoderLayersParams {
-  const void* hidden;             // [num_tokens, hidden_size], row stride hidden_stride
-  const void* attention_norm;     // [num_layers, hidden_size]
-  const void* q_norm;             // [num_layers, head_dim]; may be null
-  const void* k_norm;             // [num_layers, head_dim]; may be null
-  const void* mlp_norm;           // [num_layers, hidden_size]
+  const void* hidden;          // [num_tokens, hidden_size], row stride hidden_stride
+  const void* attention_norm;  // [num_layers, hidden_size]; may be null: states are not normed
+  const void* q_norm;          // [num_layers, head_dim], or of all heads; may be null
+  const void* k_norm;          // [num_layers, head_dim], or of all heads; may be null
+  const void* mlp_norm;        // [num_layers, hidden_size]; may be null: states are not normed
+  const void*
+      attention_post_norm;        // [num_layers, hidden_size], of what attention gives; may be null
+  const void* mlp_post_norm;      // [num_layers, hidden_size], of what the MLP gives; may be null
   StackedLinear qkv;              // to the heads of q, then of k, then of v
   StackedLinear o;                // from the heads of q
   const void* cross_norm;         // [num_layers, hidden_size]; null: no cross attention
@@ -527,6 +557,7 @@ struct DecoderLayersParams {
   AppendKvParams append;          // of layer 0, but for q, k, v and their norms
   PagedAttentionParams attend;    // of layer 0, but for q, out and the sliding window
   PagedAttentionParams cross;     // of layer 0, but for q and out
+  const int32_t* layer_ropes;     // [num_layers, 2], as in KvFillParams; may be null
   const int32_t* sliding_window;  // [num_layers], keys a query sees; 0: all; null: all in any layer
   const uint8_t* skip_attention;  // [num_layers], 0 or 1; may be null: none is left out
   const uint8_t* skip_mlp;        // [num_layers], 0 or 1; may be null: none is left out
@@ -535,7 +566,10 @@ struct DecoderLayersParams {
   int64_t num_tokens, hidden_size;
   int64_t hidden_stride, out_stride;
   int64_t k_cache_layer_stride, v_cache_layer_stride;
+  int64_t q_norm_size, k_norm_size;  // of a layer
+  int64_t rope_stride;               // from a table to the next
   float eps;
+  float residual_multiplier = 1.0f;  // of what attention and the MLP give
   DType dtype;
 };
 inline RowCounts row_counts(DecoderLayersParams& p) {
@@ -650,6 +684,7 @@ inline RowCounts row_counts(SpeculativeAcceptParams&) { return {}; }
 #define EECORE_FOR_EACH_OP(X) \
   X(accept_mask, AcceptMaskParams) \
   X(accept_round, AcceptRoundParams) \
+  X(add_normed, AddNormedParams) \
   X(append_drafts, AppendDraftsParams) \
   X(append_kv, AppendKvParams) \
   X(begin_round, BeginRoundParams) \

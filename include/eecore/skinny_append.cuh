@@ -65,7 +65,9 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
           float cosine = 0.0f, sine = 0.0f;
           if (is_turned) {
             const int64_t position = positions[column];
-            const float* cos_sin = append.cos_sin + (position * append.rotary_dim + first);
+            const bool is_query = kv_head < 0 && append.q_cos_sin != nullptr;
+            const float* cos_sin = is_query ? append.q_cos_sin : append.cos_sin;
+            cos_sin += position * append.rotary_dim + first;
             cosine = cos_sin[0];
             sine = cos_sin[tiles.half];
           }

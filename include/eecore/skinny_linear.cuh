@@ -68,6 +68,13 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 && kNTiles <= 2 ?
                          // Compared so that NaN stays NaN.
                          if (params.activation == Activation::kRelu && sum < 0.0f) sum = 0.0f;
                          T result = from_float<T>(sum);
+                         if (params.multiplier != 1.0f) {
+                           result = from_float<T>(__fmul_rn(to_float(result), params.multiplier));
+                         }
+                         if (params.soft_cap > 0.0f) {
+                           result = from_float<T>(__fmul_rn(
+                               params.soft_cap, tanhf(to_float(result) / params.soft_cap)));
+                         }
                          if (residual != nullptr) result = from_float<T>(before + to_float(result));
                          out[token * params.out_stride + row] = result;
                        }

@@ -14,6 +14,8 @@ from eecore.values import (
     check_fields,
     choice,
     instance,
+    instances,
+    is_whole,
     real,
     shown,
     texts,
@@ -51,6 +53,10 @@ Vocabulary = Annotated[int, whole(2, MOST_VOCAB)]
 Epsilon = Annotated[float, real(0.0, 1.0)]
 AtLeastOne = Annotated[int, whole(1)]
 EndTokens = Annotated[tuple[int, ...], wholes(0, MOST_VOCAB, most=MOST_END_TOKENS)]
+Activation = Literal["relu", "gelu_tanh", "silu"]
+"""Of an MLP; all but relu are of a gate."""
+QKNorm = Literal["none", "head", "projection"]
+"""Whether queries and keys are normed, and what is normed at a time."""
 OwnSampling = tuple[tuple[str, int | float], ...]
 """Fields of :class:`SamplingParams` and their values, as the files of a model have them."""
 
@@ -69,7 +75,7 @@ class RopeConfig:
     factor: Positive = 1.0
     """linear, llama3, yarn: how many times longer the context is than the original."""
     original_max_position: int = 0
-    """llama3, yarn: the context that the model was first trained on."""
+    """llama3, yarn, query_scale_beta: the context that the model was first trained on."""
     low_freq_factor: Positive = 1.0
     """llama3"""
     high_freq_factor: Positive = 4.0
@@ -84,10 +90,13 @@ class RopeConfig:
     """Multiplies cosines and sines; 1 but for yarn."""
     frequencies: tuple[float, ...] = ()
     """[rotary_dim / 2], where they are not those of the type."""
+    query_scale_beta: Annotated[float, real(0.0, MOST_STRETCH)] = 0.0
+    """Queries are scaled by 1 + beta * log(1 + floor(position / original_max_position))."""
 
     def __post_init__(self) -> None:
         check_fields(self, ModelError, "rope.")
-        positions = whole(int(self.type in ("llama3", "yarn")), MOST_POSITIONS)
+        needs_original = self.type in ("llama3", "yarn") or self.query_scale_beta > 0
+        positions = whole(int(needs_original), MOST_POSITIONS)
         check_fields(self, ModelError, "rope.", {"original_max_position": positions})
         for name, ok, expected in (
             ("rotary_dim", self.rotary_dim % 2 == 0, "an even size"),
@@ -115,7 +124,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and switches of one decoder of the Llama family."""
+    """Sizes and switches of one decoder; the defaults of the switches are Llama's."""
 
     architecture: str
     """The name in config.json: "LlamaForCausalLM", "Qwen2ForCausalLM", ..."""
@@ -129,15 +138,40 @@ class ModelConfig:
     rms_norm_eps: Epsilon
     max_position: Positions
     """How many positions the rotary embedding reaches; no sequence may be longer."""
-    rope: Annotated[RopeConfig, instance(RopeConfig)]
+    ropes: Annotated[tuple[RopeConfig, ...], instances(RopeConfig, most=MOST_LAYERS)]
+    """The rotary embeddings that layers use; all rotate as many dimensions."""
+    layer_ropes: tuple[int | None, ...] = ()
+    """The place of each layer's rotary embedding in ropes; None: that layer has none. Empty: all
+    layers 0."""
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     """A bias on the q, k and v projections."""
     output_bias: bool = False
     """A bias on attention's output projection."""
     mlp_bias: bool = False
-    qk_norm: bool = False
-    """An RMS norm of each query and key head before the rotary embedding."""
+    qk_norm: Annotated[QKNorm, choice(*get_args(QKNorm))] = "none"
+    """An RMS norm before the rotary embedding: of each query and key head, or of all query heads
+    at once and of all key heads at once ("projection")."""
+    pre_norm: Annotated[bool, FLAG] = True
+    """An RMS norm of what each sublayer is given."""
+    post_norm: Annotated[bool, FLAG] = False
+    """An RMS norm of what each sublayer gives, before it is added to the residual stream."""
+    norm_offset: Annotated[float, real(-1.0, 1.0)] = 0.0
+    """Added to each norm weight of the checkpoint when it is loaded."""
+    activation: Annotated[Activation, choice(*get_args(Activation))] = "silu"
+    """Of the MLP's gate."""
+    embedding_multiplier: Positive = 1.0
+    """Multiplies the embeddings, rounded to the model's dtype."""
+    residual_multiplier: Positive = 1.0
+    """Multiplies what a sublayer gives before it is added to the residual stream."""
+    attention_scale: Annotated[float | None, real(MIN_POSITIVE, MOST_STRETCH)] = None
+    """Multiplies the scores of attention; None: head_dim**-0.5."""
+    logits_divisor: Positive = 1.0
+    """Divides the logits."""
+    attention_soft_cap: Annotated[float | None, real(MIN_POSITIVE, MOST_STRETCH)] = None
+    """Scaled scores s of attention become cap * tanh(s / cap); None: they stay."""
+    logits_soft_cap: Annotated[float | None, real(MIN_POSITIVE, MOST_STRETCH)] = None
+    """Logits become cap * tanh(logit / cap), after the divisor; None: they stay."""
     layer_windows: Annotated[tuple[int, ...], wholes(0, MOST_POSITIONS, most=MOST_LAYERS)] = ()
     """How many keys a query sees in each layer, itself included; 0 for all. Empty: all layers 0."""
     bos_token_id: int | None = None
@@ -154,10 +188,8 @@ class ModelConfig:
                 f"num_kv_heads: expected a divisor of num_q_heads={self.num_q_heads}, "
                 f"got {self.num_kv_heads}"
             )
-        if self.rope.rotary_dim > self.head_dim:
-            raise ModelError(
-                f"rotary_dim: expected at most head_dim={self.head_dim}, got {self.rope.rotary_dim}"
-            )
+        if not self.layer_ropes:
+            object.__setattr__(self, "layer_ropes", (0,) * self.num_layers)
         if not self.layer_windows:
             object.__setattr__(self, "layer_windows", (0,) * self.num_layers)
         if len(self.layer_windows) != self.num_layers:
@@ -165,10 +197,43 @@ class ModelConfig:
                 f"layer_windows: expected {self.num_layers} sizes, 0 for none, "
                 f"got {len(self.layer_windows)}"
             )
+        self._check_ropes()
+        if not (self.pre_norm or self.post_norm):
+            raise ModelError("pre_norm, post_norm: expected one or both, got neither")
+        if self.activation == "relu":
+            raise ModelError("activation: expected that of a gate, gelu_tanh or silu, got relu")
+
+    def _check_ropes(self) -> None:
+        dims = [rope.rotary_dim for rope in self.ropes]
+        if len(set(dims)) != 1:
+            raise ModelError(f"ropes: expected one or more of one rotary_dim, got {dims}")
+        if dims[0] > self.head_dim:
+            raise ModelError(
+                f"rotary_dim: expected at most head_dim={self.head_dim}, got {dims[0]}"
+            )
+        if dims[0] < self.head_dim and any(rope.query_scale_beta for rope in self.ropes):
+            raise ModelError(
+                f"rope.query_scale_beta: expected 0 unless rotary_dim is head_dim={self.head_dim}, "
+                f"got rotary_dim={dims[0]}"
+            )
+        places = range(len(self.ropes))
+        good = isinstance(self.layer_ropes, tuple) and all(
+            place is None or (is_whole(place, 0) and place in places) for place in self.layer_ropes
+        )
+        if not good or len(self.layer_ropes) != self.num_layers:
+            raise ModelError(
+                f"layer_ropes: expected {self.num_layers} places below {len(self.ropes)}, or None, "
+                f"got {shown(self.layer_ropes)}"
+            )
 
     def first_layers(self, num_layers: int) -> ModelConfig:
         """The config of a model that ends after so many layers."""
-        return replace(self, num_layers=num_layers, layer_windows=self.layer_windows[:num_layers])
+        return replace(
+            self,
+            num_layers=num_layers,
+            layer_windows=self.layer_windows[:num_layers],
+            layer_ropes=self.layer_ropes[:num_layers],
+        )
 
     @property
     def sliding_window(self) -> int:
@@ -184,19 +249,23 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """How many weights a layer's norm of queries has, and that of keys; 0: there is none."""
+        of_norm = {"none": (0, 0), "head": (self.head_dim,) * 2}
+        return of_norm.get(self.qk_norm, (self.q_size, self.kv_size))
+
+    @property
     def num_parameters(self) -> int:
         """Weights and biases, each counted once."""
         qkv_size = self.q_size + 2 * self.kv_size
         hidden, inner = self.hidden_size, self.intermediate_size
-        layer = hidden * (qkv_size + self.q_size + 3 * inner + 2)
+        layer = hidden * (qkv_size + self.q_size + 3 * inner)
+        layer += 2 * hidden * (self.pre_norm + self.post_norm)
         layer += qkv_size * self.attention_bias + hidden * self.output_bias
-        layer += (2 * inner + hidden) * self.mlp_bias + 2 * self.head_dim * self.qk_norm
+        layer += (2 * inner + hidden) * self.mlp_bias
+        layer += sum(self.qk_norm_sizes)
         embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * layer + embeddings + hidden
-
-
-# Of T5's MLP; all but relu are of a gate.
-Activation = Literal["relu", "gelu_tanh", "silu"]
 
 
 @dataclass(frozen=True)
@@ -415,6 +484,10 @@ class EngineConfig:
             keep what they hold until others need them. No output depends on it, bit for bit: on a
             GPU, where a prompt's rows round by how many there are, nothing is shared, and neither
             is it by models with an encoder.
+        draft_history_tokens: tokens of past outputs that are kept, so that ``Auto`` drafts what the
+            engine wrote before where a text goes the same way; 0: none. No output depends on it,
+            but how fast an answer comes tells that it was given before: not for callers that must
+            not know of each other.
     """
 
     kv_cache_tokens: AtLeastOne = 16384
@@ -424,6 +497,7 @@ class EngineConfig:
     max_prefill_chunk: AtLeastOne = 512
     max_input_tokens: Annotated[int | None, whole(1)] = None
     prefix_cache: Annotated[bool, FLAG] = True
+    draft_history_tokens: Annotated[int, whole(0)] = 0
     kv_cache_dtype: Annotated[str, choice(*KV_CACHE_DTYPES)] = "auto"
 
     def __post_init__(self) -> None:

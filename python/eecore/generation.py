@@ -18,7 +18,7 @@ from eecore.engine.callers import Client
 from eecore.engine.engine import Engine, RunProgram
 from eecore.engine.worker import Worker
 from eecore.errors import RequestError
-from eecore.exits import Exit
+from eecore.exits import Auto, Exit
 from eecore.free_memory import free_memory
 from eecore.models import KVCache, Network, Tokenizer, cache_dtype, find_head, load_model
 from eecore.output import Output, StepOutput
@@ -26,6 +26,9 @@ from eecore.output import Output, StepOutput
 __all__ = ["Model", "engine_limits", "generate", "load", "stream"]
 
 Prompt = str | list[int]
+
+PASSES = 6
+"""Passes of full depth that are run to measure them; the first is not counted."""
 
 
 @dataclass(eq=False)
@@ -55,6 +58,31 @@ class Model:
             return self
         config = replace(self.engine_config, prefix_cache=False)
         return Model(self.network, self.tokenizer, config, self.run_program)
+
+    def measure_full_depth(self, num_requests: int = 1, engine: Engine | None = None) -> None:
+        """Run some passes of full depth, unless it is known how long they take, so that the
+        statistics of later requests can say what full depth would have taken.
+
+        Args:
+            num_requests: of a batch; no more than the engine runs together.
+            engine: of this model, without requests; the one of :func:`generate` when None.
+
+        Raises:
+            RequestError: the model's context has no room for these passes.
+        """
+        runs = self.shared_engine().engine if engine is None else engine
+        prompts = [[0]] * min(num_requests, runs.config.max_num_seqs)
+        if runs.knows_full_depth(len(prompts)):
+            return
+        plain = Auto(lookup=False, head=False, exit_layers=())  # it times each of its passes
+        sampling = SamplingParams(max_tokens=PASSES + 1, ignore_eos=True)
+        if engine is None:
+            generate(self, list(prompts), exit=plain, sampling=sampling)
+            return
+        for prompt in prompts:
+            engine.add_request(prompt, exit=plain, sampling=sampling)
+        for _ in engine.run():
+            pass
 
     def shared_engine(self) -> Worker:
         """The engine that serves :func:`generate`, :func:`stream` and :meth:`async_engine`.
@@ -86,6 +114,7 @@ def load(
     kv_cache_dtype: str | None = None,
     engine: EngineConfig | None = None,
     prefix_cache: bool | None = None,
+    draft_history_tokens: int | None = None,
     exits: str | Path | Literal[False] | None = None,
 ) -> Model:
     """Load a model directory in Hugging Face layout, a GGUF file, or a repository of the hub.
@@ -120,6 +149,8 @@ def load(
         engine: batching limits.
         prefix_cache: whether prompts that begin alike share what was computed for the beginning;
             when None what ``engine`` says, which is to do so. It changes no output.
+        draft_history_tokens: tokens of past outputs that :class:`eecore.Auto` drafts from; when
+            None what ``engine`` says, which is 0. It changes no output.
         exits: the directory of a draft head that ``eecore train-exits`` made for the model, or a
             repository of the hub with one (``org/name``), for :class:`eecore.HeadDrafts` and
             :class:`eecore.Auto`; False: none. When None the one in
@@ -134,28 +165,29 @@ def load(
     directory = model_directory(path)
     _, network, tokenizer = load_model(directory, device=device, dtype=dtype, weights=weights)
     network.draft_head = find_head(network, directory, exits)
-    limits = engine_limits(network, engine, kv_cache_tokens, prefix_cache, kv_cache_dtype)
+    given = {
+        "kv_cache_tokens": kv_cache_tokens,
+        "prefix_cache": prefix_cache,
+        "kv_cache_dtype": kv_cache_dtype,
+        "draft_history_tokens": draft_history_tokens,
+    }
+    limits = engine_limits(network, engine, **given)
     return Model(network, tokenizer, limits)
 
 
-def engine_limits(
-    network: Network,
-    engine: EngineConfig | None,
-    kv_cache_tokens: int | None,
-    prefix_cache: bool | None,
-    kv_cache_dtype: str | None = None,
-) -> EngineConfig:
-    """The limits of a model, by what was said when it was loaded; see :func:`load`."""
+def engine_limits(network: Network, engine: EngineConfig | None, **given: Any) -> EngineConfig:
+    """The limits of a model, by what was said when it was loaded; see :func:`load`.
+
+    Args:
+        network: the model.
+        engine: limits that hold where nothing else is said; None: the usual ones.
+        given: fields of :class:`EngineConfig`; None where nothing is said.
+    """
     limits = {f.name: getattr(engine, f.name) for f in fields(EngineConfig)} if engine else {}
-    if kv_cache_tokens is not None:
-        limits["kv_cache_tokens"] = kv_cache_tokens
-    if prefix_cache is not None:
-        limits["prefix_cache"] = prefix_cache
-    if kv_cache_dtype is not None:
-        limits["kv_cache_dtype"] = kv_cache_dtype
+    limits |= {name: value for name, value in given.items() if value is not None}
     config = EngineConfig(**limits)
     dtype = cache_dtype(network, config.kv_cache_dtype)
-    if engine is None and kv_cache_tokens is None:
+    if engine is None and given.get("kv_cache_tokens") is None:
         return replace(config, kv_cache_tokens=_default_kv_cache_tokens(network, dtype))
     return config
 

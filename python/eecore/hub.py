@@ -21,7 +21,7 @@ from eecore.errors import ModelError, ModelNotFoundError
 from eecore.readable import is_file, kind_of, path_of
 from eecore.values import shown
 
-__all__ = ["fetch_head", "fetch_model", "name_of"]
+__all__ = ["fetch_head", "fetch_model", "is_at_hand", "name_of"]
 
 ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)((?:[@:][^@:]+)*)", re.ASCII)
 MAX_LETTERS = 96
@@ -102,6 +102,14 @@ def fetch_model(path: str | os.PathLike[str]) -> Path:
     if not is_file(directory / "tokenizer.json"):
         _snapshot("model", repository, OTHER_TOKENIZERS)
     return directory
+
+
+def is_at_hand(name: str) -> bool:
+    """Whether the hub's cache has the config, weights and tokenizer of a repository."""
+    from huggingface_hub import try_to_load_from_cache
+
+    files = ("config.json", "model.safetensors", "tokenizer.json")
+    return all(isinstance(try_to_load_from_cache(name, file), str) for file in files)
 
 
 def fetch_head(path: str | os.PathLike[str]) -> Path:

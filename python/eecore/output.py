@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from eecore.errors import EecoreError
 
-__all__ = ["Output", "PromptLogprob", "RequestFailedError", "RequestStats", "StepOutput"]
+__all__ = ["Output", "PromptLogprob", "RequestFailedError", "RequestStats", "Saved", "StepOutput"]
 
 
 class PromptLogprob(NamedTuple):
@@ -50,6 +50,10 @@ class RequestStats:
     """Over the generated tokens; accepted drafts count with the depth that drafted them."""
     cached_tokens: int = 0
     """Of ``prompt_tokens`` those that came from the prefix cache: no layer ran for them."""
+    full_depth_s: float | None = None
+    """Seconds that as many tokens would have taken at full depth among the same requests. Passes
+    are counted as they were measured on this model; what was not timed, prompts above all, as it
+    was. None where too little is known."""
 
     @property
     def draft_acceptance(self) -> float | None:
@@ -67,6 +71,66 @@ class RequestStats:
         if not self.generated_tokens:
             return 0.0
         return (self.total_s - self.time_to_first_token_s) / self.generated_tokens
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether full depth gives the same text, or one of the same distribution."""
+        return self.is_full or self.contract.endswith("lossless")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the request ran at full depth, and nothing drafted for it."""
+        return self.contract.startswith("full:")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What requests took, beside what full depth takes for them."""
+
+    tokens_per_s: float
+    full_depth_tokens_per_s: float | None
+    """At full depth, from passes that were measured; None where that is not known, and for requests
+    that ran so."""
+    layers_run: float | None
+    """Layer executions for each token after the first of a request, whose are its prompt's, drafts
+    included; None without such a token."""
+    num_layers: int
+    """Layer executions of a token at full depth."""
+    is_lossless: bool
+    """Whether full depth gives the same text, or one of the same distribution."""
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times as fast as full depth; None where that is not known."""
+        full = self.full_depth_tokens_per_s
+        return None if full is None else self.tokens_per_s / full
+
+    @classmethod
+    def of(cls, stats: Sequence[RequestStats], seconds: float | None = None) -> Saved:
+        """What some requests took together.
+
+        Args:
+            stats: of the requests, which are one or more of one model.
+            seconds: in which all of them were served; those of the longest when None.
+        """
+        tokens = sum(each.generated_tokens for each in stats)
+        after_first = sum(max(each.generated_tokens - 1, 0) for each in stats)
+        run = sum(each.layers_run for each in stats)
+        took = full = 0.0
+        known = 0
+        for each in stats:
+            if each.full_depth_s is not None and not each.is_full:
+                took, full = took + each.total_s, full + each.full_depth_s
+                known += each.generated_tokens
+        seconds = max(each.total_s for each in stats) if seconds is None else seconds
+        speed = tokens / seconds if seconds > 0.0 else 0.0
+        return cls(
+            tokens_per_s=speed,
+            full_depth_tokens_per_s=speed * took / full if 0 < known >= tokens / 2 else None,
+            layers_run=run / after_first if after_first else None,
+            num_layers=stats[0].num_layers,
+            is_lossless=all(each.is_lossless for each in stats),
+        )
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ __all__ = [
     "described",
     "help_of",
     "instance",
+    "instances",
     "is_whole",
     "is_within",
     "real",
@@ -181,6 +182,17 @@ def instance(kind: type) -> Rule:
     article = "an" if kind.__name__[0] in "AEIOU" else "a"
     expected = f"{article} {kind.__name__}"
     return Rule(lambda value: value if isinstance(value, kind) else None, expected, is_plain=False)
+
+
+def instances(kind: type, *, most: int) -> Rule:
+    """A tuple of objects of a class, at least one."""
+
+    def own(value: object) -> Any:
+        items = None if isinstance(value, kind) else as_items(value, most)
+        good = bool(items) and all(isinstance(item, kind) for item in items or ())
+        return tuple(items or ()) if good else None
+
+    return Rule(own, f"1 to {most} objects of {kind.__name__}", is_plain=False)
 
 
 def texts(*, most: int, longest: int) -> Rule:

@@ -21,6 +21,7 @@ from rich.console import Console
 
 import eecore
 from command_line import LONG, QUIET, REQUEST, USAGE, error_of
+from eecore.cli import chat
 from eecore.cli.app import run
 from eecore.cli.chat import _Rendered, whole_block
 from eecore.console.depth import DepthPainter, depth_style, legend_of
@@ -107,6 +108,7 @@ def test_exit_modes_and_stats(talk: Talk) -> None:
 def test_a_drafted_token_is_shown_as_verified(talk: Talk) -> None:
     options = ("-n", "60", "--ignore-eos", "--exit", "lookup", "--stats")
     said = talk("abc abc abc abc abc abc", options=options).err
+    assert re.search(r"tokens/s, full depth [\d.]+ on the same text \([\d.]+x\), ", said)
     assert "mean exit layer" not in said
     if "0 of" not in said and "drafted tokens accepted" in said:
         assert "drafted tokens accepted and verified by all 4 layers" in said
@@ -121,7 +123,20 @@ def test_what_cannot_be_is_said(talk: Talk) -> None:
     assert "temperature" in error_of(talk("a", options=("-t", "-1"), code=REQUEST))
 
 
-def test_the_model_has_to_talk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_model_it_is_the_small_one_that_is_at_hand(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(chat, "is_at_hand", lambda name: name == chat.TALKS)
+    monkeypatch.setattr(chat, "TALKS", model)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
+    assert run(["chat", "-n", "6"]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == answers_to(model, "hello")[0].rstrip("\n")
+
+
+def test_the_model_has_to_talk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(chat, "is_at_hand", lambda _: False)
     assert run(["chat"]) == USAGE
     said = error_of(capsys.readouterr())
     assert "MODEL: expected a model that can talk, got none" in said

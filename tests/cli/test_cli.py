@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -32,7 +33,7 @@ from command_line import (
     start,
 )
 from eecore.cli.app import run
-from eecore.console.depth import DepthPainter, depth_style, runs
+from eecore.console.depth import DepthPainter, depth_style, runs, said_depths
 from eecore.console.exit_options import ExitOptions, parse_layers
 from eecore.console.failures import UsageError
 from eecore.decoding.iterate import Iterations
@@ -41,6 +42,7 @@ from eecore.scheduling.scheduler import Work
 from tiny_models import write_model
 from tripwire import Fault
 
+ASKS_PYDANTIC = importlib.util.find_spec("typer._adapters") is not None
 SKIPS = [
     {
         "skip_attention": [1],
@@ -284,6 +286,13 @@ def test_depth_comes_as_numbers_where_there_are_no_colours(
     captured = capsys.readouterr()
     assert captured.err.endswith("\n[exit layers: 2x3]\n")
     assert "\x1b" not in captured.out
+
+
+def test_depth_in_words() -> None:
+    assert said_depths(eecore.Full(), [4, 4], 4) == "exit layers: 4x2"
+    assert said_depths(eecore.ConfidentExit(0.9), [4, 2, 2], 4) == "exit layers: 4 2x2"
+    lossless = said_depths(eecore.PromptLookup(), [4, 0, 0, 4, 2], 4)
+    assert lossless == "3 of 5 tokens drafted, and verified by all 4 layers"
 
 
 def test_depth_runs_and_colours() -> None:
@@ -566,14 +575,49 @@ def on_a_terminal(arguments: list[str], **env: str) -> str:
     return shown.decode(errors="replace")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("generate", "a b", "-n", "x"), "--max-tokens: expected a valid integer, got 'x'"),
+        (("generate", "a b", "-t", "hot"), "--temperature: expected a valid number, got 'hot'"),
+        (("serve", "--port", "65536"), "--port: expected less than or equal to 65535, got '65536'"),
+    ],
+)
+@pytest.mark.skipif(not ASKS_PYDANTIC, reason="this typer has words of its own")
+def test_a_value_that_cannot_be_is_named(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(list(arguments)) == USAGE
+    assert error_of(capsys.readouterr()).startswith(f"error: {said} (see eecore {arguments[0]}")
+
+
+def test_a_prompt_of_one_word_is_taken_as_a_model_and_the_error_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hint = "; if it is the prompt: intent hello, or another model before it"
+    assert run(["generate", "hello"]) == MODEL
+    assert error_of(capsys.readouterr()).endswith(f"or intent, got nothing{hint}")
+    for no_word in (["generate", "hello", "there"], ["generate", "./hello"], ["info", "hello"]):
+        assert run(no_word) == MODEL
+        assert "if it is the prompt" not in error_of(capsys.readouterr())
+
+
+def without_colours(shown: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+
+
 def test_depth_is_colour_on_a_terminal(model: str) -> None:
     command = ["generate", model, "abc", "-n", "8", "--ignore-eos", "--depth"]
     shown = on_a_terminal([*command, "--exit", "speculative:2,2"])
     assert "\x1b[38;2;" in shown
-    assert "exit layers" not in shown
+    words = without_colours(shown)
+    assert "█ drafted, and verified by all 4 layers  █ computed by all 4 layers  " in words
+    assert "tokens drafted" not in words
+    early = on_a_terminal([*command, "--exit", "confident:0.9"])
+    assert "exit layer  1 ██ 4 " in without_colours(early)
     plain = on_a_terminal([*command, "--exit", "speculative:2,2"], NO_COLOR="1")
     assert "\x1b[38;2;" not in plain
-    assert "[exit layers: " in plain
+    assert re.search(r"\[\d of 8 tokens drafted, and verified by all 4 layers\]", plain)
 
 
 def test_many_prompts_have_a_progress_bar_on_a_terminal(
@@ -584,7 +628,7 @@ def test_many_prompts_have_a_progress_bar_on_a_terminal(
     file = lines("prompts.jsonl", "".join(f"{prompt}\n" for prompt in prompts))
     shown = on_a_terminal(["generate", bare, "-f", file, "-n", "4", "--ignore-eos"])
     assert "generating" in shown
-    shown_lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown).replace("\r", "\n").splitlines()
+    shown_lines = without_colours(shown).replace("\r", "\n").splitlines()
     outputs = eecore.generate(eecore.load(bare), prompts, max_tokens=4, ignore_eos=True)
     for index, output in enumerate(outputs):
         at = shown_lines.index(f"==> {index + 1}/3: {len(prompts[index])} token ids")

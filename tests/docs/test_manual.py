@@ -16,8 +16,10 @@ from eecore.exit_text import MODES
 from eecore.serving.protocol import (
     NOT_SUPPORTED,
     WITHOUT_EFFECT,
+    AnswerRequest,
     ChatRequest,
     CompletionRequest,
+    ResponsesRequest,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -204,3 +206,15 @@ def test_the_fields_that_are_described_are_those_of_requests() -> None:
     assert beside - {"n", "exit", "serving/protocol", "WITHOUT_EFFECT"} <= known | others
     everywhere = {name for code in INLINE.findall(page) for name in re.findall(r"\w+", code)}
     assert known - everywhere <= OPENAIS
+
+
+def test_the_fields_of_responses_that_are_described_are_those_of_requests() -> None:
+    _, _, after = (DOCS / "serving.md").read_text().partition("\n## Responses\n")
+    section = after.partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \| ", section, re.MULTILINE)
+    own = {*ResponsesRequest.model_fields} - {*AnswerRequest.model_fields}
+    named = {name for row in rows for name in INLINE.findall(row)}
+    (refused,) = re.findall(r"^\| refused \| (.*) \|$", section, re.MULTILINE)
+    beside = {*INLINE.findall(refused)} - {"disabled"}
+    assert named == own - beside
+    assert beside <= own | {*NOT_SUPPORTED, *CompletionRequest.model_fields}

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -609,6 +610,39 @@ def test_a_request_is_checked_once(agreeing: eecore.Model) -> None:
         assert output is not None
     assert calls["values.py"] == 0
     assert calls.total() <= 50
+
+
+@pytest.mark.parametrize("policy", [Full(), ConfidentExit(0.9), SelfSpeculative(2, 3)], ids=str)
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_rows_that_go_on_cost_few_calls(
+    agreeing: eecore.Model, policy: eecore.Exit, sampling: SamplingParams
+) -> None:
+    """Launched ahead of what is known, an iteration costs little more than its rows' results."""
+    calls = 0
+
+    def counts(_frame: Any, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    found = {}
+    for rows in (1, 8):
+        engine = engine_of(agreeing, EngineConfig(kv_cache_tokens=2048), ahead=True)
+        settings = replace(sampling, max_tokens=64, ignore_eos=True)
+        for prompt in random_prompts(*[5] * rows, seed=rows):
+            engine.add_request(prompt, exit=policy, sampling=settings)
+        for _ in range(8):
+            engine.step()
+        calls, before = 0, sys.getprofile()
+        sys.setprofile(counts)
+        try:
+            for _ in range(8):
+                engine.step()
+        finally:
+            sys.setprofile(before)
+        found[rows] = calls / 8
+        list(engine.run())
+    assert found[1] <= 76
+    assert found[8] - found[1] <= 7 * 20  # 10 each, more where rows exit early or draft
 
 
 def test_tokens_are_kept_as_pythons_own(agreeing: eecore.Model) -> None:

@@ -35,6 +35,32 @@ def of_transformers(template: str, messages: Any, **variables: Any) -> str:
     return str(rendered[0])
 
 
+LAST = "<s>{{ messages[-1]['content'] }} <|parse|>"
+CONTENTS = ["Hello", " a\nb\n", "", "{{ bos_token }}", [{"type": "text", "text": "ü"}], None]
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_the_last_message_between_two_texts_is_as_in_transformers(content: Any) -> None:
+    messages = [{"role": "system", "content": "no"}, {"role": "user", "content": content}]
+    expected = of_transformers(LAST, messages, tools=None, documents=None)
+    assert render(LAST, messages) == expected
+
+
+def test_the_last_message_between_two_texts_needs_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chat_template.PROCESS, "ask", lambda _: pytest.fail("asked"))
+    assert render(LAST, [{"role": "user", "content": "Hi"}]) == "<s>Hi <|parse|>"
+
+
+def test_a_template_that_is_nearly_so_is_run_as_any_other() -> None:
+    for source in (LAST + "{# a #}", LAST + "\n", LAST + LAST, "{{ 1 }}" + LAST):
+        for messages in (CONVERSATIONS["one"], CONVERSATIONS["one"] * 2):
+            assert render(source, messages) == of_transformers(source, messages)
+    with pytest.raises(ChatTemplateError, match=r"undefined|no element|range"):
+        render(LAST, [])
+
+
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("template", TEMPLATES)

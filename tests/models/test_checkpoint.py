@@ -91,7 +91,7 @@ def test_rotary_table_is_that_of_transformers(family: str, tmp_path: Path) -> No
     positions = torch.arange(config.max_position)
     cos, sin = oracle(torch.zeros(1), positions[None])
     half = config.head_dim // 2
-    table = cos_sin_table(config.rope, config.max_position, torch.device("cpu"))
+    table = cos_sin_table(config.ropes[0], config.max_position, torch.device("cpu"))
     assert table.shape == (config.max_position, config.head_dim)
     assert torch.equal(table[:, :half], cos[0, :, :half])
     assert torch.equal(table[:, half:], sin[0, :, :half])
@@ -181,7 +181,7 @@ def test_theta_is_ten_thousand_unless_the_config_says_otherwise(model_dir: Path)
     for name in ("rope_theta", "rope_scaling", "rope_parameters"):
         values.pop(name, None)
     path.write_text(json.dumps(values))
-    assert read_model_config(model_dir).rope.theta == 10000.0  # type: ignore[union-attr]
+    assert read_model_config(model_dir).ropes[0].theta == 10000.0  # type: ignore[union-attr]
 
 
 def test_windows_are_per_layer(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_llama3_rope_is_recognised_by_its_table(tmp_path: Path) -> None:
     divisors = (frequencies(plain) / frequencies(llama3)).numpy()
     table = {"rope_freqs.weight": divisors}
     out = convert_gguf(write_gguf(tmp_path / "t.gguf", original, extra=table), tmp_path / "out")
-    assert load_model(out, "cpu")[0].rope == llama3
+    assert load_model(out, "cpu")[0].ropes == (llama3,)
     table = {"rope_freqs.weight": divisors[::-1].copy()}
     file = write_gguf(tmp_path / "other.gguf", original, extra=table)
     with pytest.raises(UnsupportedModelError, match=r"rope_freqs.weight: expected the divisors"):

@@ -36,8 +36,8 @@ def gguf_file(folder: Path, family: str = "llama", **metadata: Any) -> Path:
 def rope_of(folder: Path, family: str = "llama", **fields: Any) -> RopeConfig:
     """The rotary embedding of a file, which must be that of the directory it converts to."""
     file = gguf_file(folder, family, **{f"rope.{name}": value for name, value in fields.items()})
-    rope = GGUFCheckpoint(file).config.rope
-    assert read_config(convert_gguf(file, folder / "converted")).rope == rope
+    rope = GGUFCheckpoint(file).config.ropes[0]
+    assert read_config(convert_gguf(file, folder / "converted")).ropes == (rope,)
     return rope
 
 

@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from eecore.errors import (
 )
 from eecore.models import load_model
 from eecore.models.readers.config_json import read_model_config
-from eecore.models.rope import RopeTable, cos_sin_table, frequencies
+from eecore.models.rope import RopeTables, cos_sin_table, frequencies
 from tiny_models import FAMILIES, write_model
 from tiny_t5 import write_t5
 
@@ -347,20 +348,24 @@ def test_a_large_config_is_not_read(model_dir: Path) -> None:
 def test_rows_of_a_table_do_not_depend_on_how_long_it_is(family: str, tmp_path: Path) -> None:
     config = read_model_config(write_model(tmp_path, family))
     assert isinstance(config, ModelConfig)
-    longest = cos_sin_table(config.rope, 300, CPU)
+    longest = cos_sin_table(config.ropes[0], 300, CPU)
     assert torch.isfinite(longest).all()
     for count in (1, 2, 3, 7, 64, 255):
-        assert torch.equal(cos_sin_table(config.rope, count, CPU), longest[:count]), count
+        assert torch.equal(cos_sin_table(config.ropes[0], count, CPU), longest[:count]), count
 
 
-def test_a_table_reaches_as_far_as_a_cache_and_no_further() -> None:
-    table = RopeTable(RopeConfig(rotary_dim=64), 10**8, CPU)
-    first = table.reaching(100)
-    assert first.shape == (128, 64)
-    assert table.reaching(64) is first
-    assert table.reaching(129).shape == (256, 64)
-    assert torch.equal(table.reaching(129)[:128], first)
-    assert RopeTable(RopeConfig(rotary_dim=64), 70, CPU).reaching(100).shape == (70, 64)
+def test_a_table_reaches_as_far_as_a_cache_and_no_further(tmp_path: Path) -> None:
+    config = read_model_config(write_model(tmp_path, "llama"))
+    assert isinstance(config, ModelConfig)
+    far = replace(config, max_position=10**8)
+    tables = RopeTables(far, CPU)
+    first = tables.reaching(100)
+    dim = config.head_dim
+    assert first.shape == (1, 128, dim)
+    assert tables.reaching(64) is first
+    assert tables.reaching(129).shape == (1, 256, dim)
+    assert torch.equal(tables.reaching(129)[:, :128], first)
+    assert RopeTables(replace(far, max_position=70), CPU).reaching(100).shape == (1, 70, dim)
 
 
 @pytest.mark.parametrize("policy", [eecore.Full(), eecore.SelfSpeculative(2, num_drafts=16)])

@@ -92,7 +92,7 @@ def expected(config: Any) -> dict[str, Any]:
         "mlp_bias": getattr(config, "mlp_bias", False),
         "output_bias": getattr(config, "attention_bias", False),
         "layer_windows": windows(config),
-        "rope": RopeConfig(theta=config.rope_parameters["rope_theta"], rotary_dim=head_dim),
+        "ropes": (RopeConfig(theta=config.rope_parameters["rope_theta"], rotary_dim=head_dim),),
         "bos_token_id": config.bos_token_id,
         "eos_token_ids": ends,
     }
@@ -149,17 +149,17 @@ def test_rope_scaling_beside_rope_parameters(both: dict[str, Any], tmp_path: Pat
     edit(directory / "config.json", rope_scaling=both)
     theirs = transformers.AutoConfig.from_pretrained(directory).rope_parameters
     with pytest.warns(UserWarning, match="rope_parameters: expected what rope_scaling says"):
-        rope = read_model_config(directory).rope
+        rope = read_model_config(directory).ropes[0]
     assert (rope.type, rope.theta) == (theirs["rope_type"], theirs["rope_theta"])
     assert rope.factor == theirs.get("factor", 1.0)
     edit(directory / "config.json", rope_scaling={})
-    assert read_model_config(directory).rope.theta == 1e6
+    assert read_model_config(directory).ropes[0].theta == 1e6
 
 
 def test_a_field_that_the_type_of_rope_does_not_read_is_named(tmp_path: Path) -> None:
     directory = write_model(tmp_path, rope_scaling={"factor": 4.0}, **SMALL)
     with pytest.warns(UserWarning, match=r"rope_scaling.factor: expected no such field .*default"):
-        assert read_model_config(directory).rope.type == "default"
+        assert read_model_config(directory).ropes[0].type == "default"
 
 
 @pytest.mark.parametrize(

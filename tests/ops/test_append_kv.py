@@ -47,9 +47,12 @@ def random_call(case: AppendKvCase, dtype: torch.dtype, device: torch.device) ->
         angles = torch.rand(MAX_POSITION, case.rotary_dim // 2, generator=generator) * 100
         call["positions"] = positions.to(device)
         call["cos_sin"] = torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
+        if case.q_table:
+            call["q_cos_sin"] = 3 * torch.cat([angles.sin(), angles.cos()], dim=-1).to(device)
     if case.norm:
-        call["q_norm_weight"] = random(case.head_dim)
-        call["k_norm_weight"] = random(case.head_dim)
+        q_heads, k_heads = (case.num_q_heads, case.num_kv_heads) if case.norms_all else (1, 1)
+        call["q_norm_weight"] = random(q_heads * case.head_dim)
+        call["k_norm_weight"] = random(k_heads * case.head_dim)
     return call
 
 
@@ -249,11 +252,15 @@ def fuzzed_call(m: Maker) -> Checked:
         "v_cache": v_cache,
         "positions": m.placed(m.whole(30, tokens)) if rotates else None,
         "cos_sin": m.rotary(30, width) if rotates else None,
-        "q_norm_weight": m.maybe(lambda: m.placed((1 + m.normal(width) / 8).to(dtype))),
-        "k_norm_weight": m.maybe(lambda: m.placed((1 + m.normal(width) / 8).to(dtype))),
         "eps": 1e-6,
         **scales,
     }
+    q_heads = 0 if given["q"] is None else given["q"].shape[1]
+    for name, count in (("q_norm_weight", q_heads), ("k_norm_weight", heads)):
+        columns = width * m.one_of(1, max(count, 1))
+        given[name] = m.maybe(lambda n=columns: m.placed((1 + m.normal(n) / 8).to(dtype)))
+    if rotates and m.chance():
+        given["q_cos_sin"] = m.placed(given["cos_sin"].flip(0) * 2)
     tokens = min(tokens, cache[0] * cache[1])
     if m.chance(0.3) and given["q"] is not None:  # of one projection
         heads_of = {name: given[name].shape[1] for name in "qkv"}

@@ -48,14 +48,16 @@ def random_weights(case: DecoderLayersCase, dtype: torch.dtype) -> ops.DecoderWe
         return ops.Matrix(weight.to(dtype), bias)
 
     return ops.DecoderWeights(
-        attention_norm=norm(True, hidden),
+        attention_norm=norm(case.pre_norm, hidden),
         qkv=linear(qkv_size, hidden),
-        q_norm=norm(case.qk_norm, case.head_dim),
-        k_norm=norm(case.qk_norm, case.head_dim),
+        q_norm=norm(case.qk_norm, q_size if case.norms_all else case.head_dim),
+        k_norm=norm(case.qk_norm, (qkv_size - q_size) // 2 if case.norms_all else case.head_dim),
         o=linear(hidden, q_size),
-        mlp_norm=norm(True, hidden),
+        mlp_norm=norm(case.pre_norm, hidden),
         gate_up=linear(halves * inner, hidden),
         down=linear(hidden, inner),
+        attention_post_norm=norm(case.post_norm, hidden),
+        mlp_post_norm=norm(case.post_norm, hidden),
     )
 
 
@@ -118,7 +120,9 @@ def random_call(
                 for cache in caches:
                     keys = torch.randn(cache[:, page, offset].shape, generator=generator)
                     cache[:, page, offset] = keys.to(dtype)
-    angles = torch.randn(MAX_POSITION, case.rotary_dim // 2, generator=generator)
+    tables = (case.num_ropes,) if case.num_ropes else ()
+    angles = torch.randn(*tables, MAX_POSITION, case.rotary_dim // 2, generator=generator)
+    places = torch.arange(2 * case.num_layers).view(-1, 2) % max(case.num_ropes, 1)
     hidden = 3 * torch.randn(len(positions), case.hidden_size, generator=generator)
     bias = torch.randn(case.num_buckets, case.num_q_heads, generator=generator)
 
@@ -135,7 +139,8 @@ def random_call(
         "v_cache": caches[1],
         "slot_mapping": torch.tensor(slots, dtype=torch.int64),
         "positions": torch.tensor(positions, dtype=torch.int64) if case.rotary else None,
-        "cos_sin": torch.cat((angles.cos(), angles.sin()), 1) if case.rotary else None,
+        "cos_sin": torch.cat((angles.cos(), angles.sin()), -1) if case.rotary else None,
+        "layer_ropes": places.int() if case.num_ropes else None,
         "page_table": page_table.to(torch.int32),
         "seq_lens": torch.tensor(case.seq_lens, dtype=torch.int32),
         "query_start_loc": torch.tensor(
@@ -153,6 +158,8 @@ def random_call(
         "position_bias": bias if case.num_buckets else None,
         "max_distance": case.max_distance,
         "activation": case.activation,
+        "residual_multiplier": case.residual_multiplier,
+        "soft_cap": case.soft_cap,
     }
     if device is not None:
         assert device.type == "cpu", "tensors of the call are made on the CPU"
@@ -197,6 +204,21 @@ def compose_cross(call: dict[str, Any], hidden: torch.Tensor, layer: int) -> tor
     return linear_of(out_of, attended.view(q.shape), residual=hidden)
 
 
+def onto(
+    call: dict[str, Any],
+    hidden: torch.Tensor,
+    x: torch.Tensor,
+    matrix: ops.Matrix,
+    norm: torch.Tensor | None,
+) -> torch.Tensor:
+    """What a sublayer gives, onto the residual stream."""
+    multiplier = call["residual_multiplier"]
+    if norm is None:
+        return linear_of(matrix, x, residual=hidden, multiplier=multiplier)
+    given = linear_of(matrix, x)
+    return ops.add_normed(given, norm, hidden, eps=call["eps"], multiplier=multiplier)
+
+
 def compose(call: dict[str, Any]) -> torch.Tensor:
     """The same layers, one op after the other."""
     hidden, weights, eps = call["hidden"], call["weights"], call["eps"]
@@ -211,6 +233,7 @@ def compose(call: dict[str, Any]) -> torch.Tensor:
             qkv = qkv.view(num_tokens, qkv.shape[1] // head_dim, head_dim)
             sizes = (qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads)
             q, k, v = qkv.split(sizes, dim=1)
+            tables, places = call["cos_sin"], call["layer_ropes"]
             ops.append_kv(
                 q,
                 k,
@@ -219,7 +242,8 @@ def compose(call: dict[str, Any]) -> torch.Tensor:
                 v_cache,
                 call["slot_mapping"],
                 positions=call["positions"],
-                cos_sin=call["cos_sin"],
+                cos_sin=tables if places is None else tables[places[layer, 1]],
+                q_cos_sin=None if places is None else tables[places[layer, 0]],
                 q_norm_weight=w.q_norm,
                 k_norm_weight=w.k_norm,
                 eps=eps,
@@ -233,13 +257,14 @@ def compose(call: dict[str, Any]) -> torch.Tensor:
                 call["seq_lens"],
                 call["query_start_loc"],
                 scale=call["scale"],
+                soft_cap=call["soft_cap"],
                 sliding_window=0 if window is None else int(window[layer]),
                 fixed_split_size=call["fixed_split_size"],
                 position_bias=call["position_bias"],
                 max_distance=call["max_distance"],
                 **scales_of(call, layer),
             ).flatten(1)
-            hidden = linear_of(w.o, attended, residual=hidden)
+            hidden = onto(call, hidden, attended, w.o, w.attention_post_norm)
             if call["cross"] is not None:
                 hidden = compose_cross(call, hidden, layer)
         if call["skip_mlp"] is None or not call["skip_mlp"][layer]:
@@ -255,7 +280,7 @@ def compose(call: dict[str, Any]) -> torch.Tensor:
                 bias=w.gate_up.bias,
                 activation=call["activation"],
             )
-            hidden = linear_of(w.down, inner, residual=hidden)
+            hidden = onto(call, hidden, inner, w.down, w.mlp_post_norm)
     return hidden
 
 
@@ -516,7 +541,7 @@ def with_arguments(fields: Any, changed: dict[str, Any]) -> Any:
 def test_the_schema_lists_what_the_wrapper_is_given() -> None:
     """The stable ABI has no structs: a matrix is four arguments, its field's name before each.
 
-    Those of its table stand at the end of the schema, before the scales of a cache.
+    Those of its table stand at the end of the schema, before the scales of a cache and switches.
     """
 
     def names(fields: type, prefix: str = "") -> list[str]:
@@ -530,7 +555,7 @@ def test_the_schema_lists_what_the_wrapper_is_given() -> None:
         return [name for name in listed if name.endswith("_table") and name != "cross_page_table"]
 
     schema = torch.ops.eecore.decoder_layers.default._schema
-    given = without_scales_of_a_cache([argument.name for argument in schema.arguments])
+    given = up_to_a_cache([argument.name for argument in schema.arguments])
     weights, cross = names(ops.DecoderWeights), names(ops.CrossAttention, "cross_")
     at_the_end = tables(weights) + tables(cross)
     assert len(at_the_end) == 6
@@ -541,14 +566,16 @@ def test_the_schema_lists_what_the_wrapper_is_given() -> None:
     assert given[begin : begin + len(cross)] == cross
 
 
-def without_scales_of_a_cache(names: list[str]) -> list[str]:
-    assert names[-2:] == ["key_scales", "value_scales"]
-    return names[:-2]
+def up_to_a_cache(names: list[str]) -> list[str]:
+    """The arguments before the scales of a cache, after which are numbers and switches."""
+    end = names.index("key_scales")
+    assert names[end + 1] == "value_scales"
+    return names[:end]
 
 
 def test_the_schema_of_kv_fill_lists_a_matrix_too() -> None:
     arguments = torch.ops.eecore.kv_fill.default._schema.arguments
-    given = without_scales_of_a_cache([argument.name for argument in arguments])
+    given = up_to_a_cache([argument.name for argument in arguments])
     assert [*given[3:6], given[-1]] == [f"kv_{part}" for part in ops.Matrix._fields]
 
 
@@ -603,6 +630,10 @@ def replaced(**weights: Any) -> dict[str, Any]:
         ({"begin_layer": 2, "end_layer": 1}, r"begin_layer, end_layer: expected .* got 2 and 1"),
         ({"end_layer": 4}, r"begin_layer, end_layer: expected .* <= num_layers=3, got 0 and 4"),
         ({"eps": -1.0}, r"eps: expected a number >= 0, got -1"),
+        ({"soft_cap": -1.0}, r"soft_cap: expected a number >= 0, got -1"),
+        ({"layer_ropes": torch.zeros(3, 2).int()}, r"cos_sin: expected float32 \[num_ropes, max_p"),
+        ({"layer_ropes": torch.tensor([[0, 0], [1, 2], [0, 0]]).int(),
+          "cos_sin": torch.zeros(2, 1024, 64)}, r"layer_ropes: expected values in \[0, 2\), got 2"),
         ({"fixed_split_size": -1}, r"fixed_split_size: expected 0 or more keys, got -1"),
         ({"out": torch.zeros(3, 63)}, r"out: expected float32 \[num_tokens=3, hidden_size=64\], g"),
         ({"out": torch.zeros(64).expand(3, 64)}, r"out: expected elements that do not overlap"),
@@ -743,14 +774,16 @@ def fuzzed_call(m: Maker) -> Checked:
     hidden = m.states(tokens, size, dtype)
     given = {
         "hidden": hidden,
-        "attention_norm": norm(size),
+        "attention_norm": m.maybe(lambda: norm(size)),
         **matrix("qkv", q_size + 2 * kv_size, size),
-        "q_norm": m.maybe(lambda: norm(width)),
-        "k_norm": m.maybe(lambda: norm(width)),
+        "q_norm": m.maybe(lambda: norm(m.one_of(width, q_size))),
+        "k_norm": m.maybe(lambda: norm(m.one_of(width, kv_size))),
         **matrix("o", size, q_size),
-        "mlp_norm": norm(size),
+        "mlp_norm": m.maybe(lambda: norm(size)),
         **matrix("gate_up", inner if relu else 2 * inner, size),
         **matrix("down", size, inner),
+        "attention_post_norm": m.maybe(lambda: norm(size)),
+        "mlp_post_norm": m.maybe(lambda: norm(size)),
         "k_cache": k_cache,
         "v_cache": v_cache,
         "slot_mapping": m.placed(torch.tensor(slots, dtype=torch.int64)),
@@ -771,8 +804,14 @@ def fuzzed_call(m: Maker) -> Checked:
         "position_bias": m.maybe(lambda: m.placed(m.normal(8, heads * group))),
         "max_distance": 30,
         "activation": "relu" if relu else m.one_of("silu", "gelu_tanh"),
+        "residual_multiplier": m.one_of(1.0, 0.3),
         **scales,
     }
+    if given["position_bias"] is None:
+        given["soft_cap"] = m.one_of(0.0, 1.5)
+    if rotates and m.chance():
+        given["cos_sin"] = m.placed(torch.stack([given["cos_sin"], given["cos_sin"].flip(0)]))
+        given["layer_ropes"] = m.placed(m.whole(2, layers, 2).int())
     if has_cross:
         given |= {
             "cross_norm": norm(size),
@@ -797,6 +836,8 @@ def fuzzed_call(m: Maker) -> Checked:
             made.pop("mlp_norm"),
             parts["gate_up"],
             parts["down"],
+            made.pop("attention_post_norm"),
+            made.pop("mlp_post_norm"),
         )
         cross = None
         if has_cross:

@@ -24,6 +24,7 @@ def embed_tokens(
     table: Tensor | None = None,
     previous: Tensor | None = None,
     sources: Tensor | None = None,
+    multiplier: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Indexing; see eecore.ops.embed_tokens."""
@@ -32,10 +33,12 @@ def embed_tokens(
         looked_up = previous[sources.clamp(min=0).long()] if len(previous) else token_ids
         token_ids = torch.where(given, token_ids, looked_up)
     if table is not None:
-        return ops.unpack_weight(weight, table[token_ids]).to(dtype)
-    if scale is None:
-        return weight[token_ids]
-    return (weight[token_ids] * scale[token_ids, None]).to(dtype)
+        rows = ops.unpack_weight(weight, table[token_ids]).to(dtype)
+    elif scale is None:
+        rows = weight[token_ids]
+    else:
+        rows = (weight[token_ids] * scale[token_ids, None]).to(dtype)
+    return rows if multiplier == 1 else rows * multiplier
 
 
 def table(hidden_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -65,6 +68,24 @@ def test_matches_the_reference(hidden_size: int, dtype: torch.dtype, device: tor
     weight, given = table(hidden_size, dtype, device), tokens(7, device)
     expected = embed_tokens(weight=weight, **given)
     assert torch.equal(ops.embed_tokens(weight=weight, **given), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["floats", "int8", "Q8_0"])
+def test_multiplied_rows(form: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Rounded to the dtype before they are multiplied, and after it."""
+    if not emulated.supports(device, dtype):
+        pytest.skip("float16 is for CUDA")
+    weight, given = table(96, torch.float32, device), tokens(7, device)
+    coded: Arguments = {"weight": weight.to(dtype)}
+    if form == "int8":
+        coded = dict(zip(("weight", "scale"), quantise_rows(weight), strict=True))
+    if form == "Q8_0":
+        packed = ops.pack_weight(ops.quantise_weight(weight.cpu().contiguous(), form), form)
+        coded = {"weight": packed.weight.to(device), "table": packed.table}
+    out = torch.zeros(7, 96, dtype=dtype, device=device)
+    expected = embed_tokens(**coded, **given, multiplier=11.3125, dtype=dtype)
+    assert torch.equal(ops.embed_tokens(**coded, **given, multiplier=11.3125, out=out), expected)
 
 
 @pytest.mark.parametrize("num_tokens", BATCH_SIZES)
@@ -172,8 +193,9 @@ def fuzzed_call(m: Maker) -> Checked:
         "sources": m.placed((m.whole(previous + 1, tokens) - 1).int()) if follows else None,
         "out": m.states(tokens, size, dtype),
         "table": matrix.table,
+        "multiplier": m.one_of(1.0, 7.5),
     }
-    names = ("token_ids", "weight", "scale", "previous", "sources", "table")
+    names = ("token_ids", "weight", "scale", "previous", "sources", "table", "multiplier")
 
     def oracle(before: Arguments) -> dict[str, Tensor]:
         given = {n: before[n] for n in names}

@@ -46,13 +46,11 @@ def random_case(
 
 
 def check_against_reference(
-    case: dict[str, torch.Tensor], eps: float = 1e-5, norm: bool = True
+    case: dict[str, torch.Tensor], eps: float = 1e-5, norm: bool = True, **numbers: float
 ) -> None:
-    norm_weight = case["norm_weight"] if norm else None
-    confidence, logsumexp, logits = reference.exit_confidence_softmax(
-        case["hidden"], norm_weight, case["lm_head"], eps
-    )
-    got = ops.exit_confidence_softmax(case["hidden"], norm_weight, case["lm_head"], eps)
+    given = case["hidden"], case["norm_weight"] if norm else None, case["lm_head"], eps
+    confidence, logsumexp, logits = reference.exit_confidence_softmax(*given, **numbers)
+    got = ops.exit_confidence_softmax(*given, **numbers)
     tolerance = TOLERANCES[case["hidden"].dtype]
     close = {"rtol": tolerance.rtol, "atol": tolerance.atol, "check_dtype": False}
     torch.testing.assert_close(got.confidence, confidence, **close)
@@ -69,6 +67,15 @@ def test_matches_the_reference(
     hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     check_against_reference(random_case(3, hidden_size, vocab_size, dtype, device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("multiplier", "soft_cap"), [(0.3, 0.0), (1.0, 1.5), (2.0, 3.0)])
+def test_multiplied_and_capped_logits(
+    multiplier: float, soft_cap: float, dtype: torch.dtype, device: torch.device
+) -> None:
+    numbers = {"multiplier": multiplier, "soft_cap": soft_cap}
+    check_against_reference(random_case(3, 72, 323, dtype, device), **numbers)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -307,13 +314,15 @@ def fuzzed_call(m: Maker) -> Checked:
         "logsumexp": m.maybe(lambda: m.placed(m.uniform(rows))),
         "top_logit": m.maybe(lambda: m.placed(m.uniform(rows))),
         "lm_head_table": head.table,
+        "multiplier": m.one_of(1.0, 0.3),
+        "soft_cap": m.one_of(0.0, 2.0),
     }
 
     def check(before: Arguments, after: Arguments) -> None:
         confidence, logsumexp, logits = reference.exit_confidence_softmax(
             *(before[n] for n in ("hidden", "norm_weight", "lm_head", "eps")),
             lm_head_scale=before["lm_head_scale"],
-            lm_head_table=before["lm_head_table"],
+            **{name: before[name] for name in ("lm_head_table", "multiplier", "soft_cap")},
         )
         loose = Tolerance(2e-3, 2e-3)
         assert_close(after["confidence"], confidence, loose, "confidence")

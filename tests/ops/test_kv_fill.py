@@ -44,7 +44,7 @@ def random_call(
     call: dict[str, Any] = {
         "hidden": 3 * normal(case.num_tokens, case.hidden_size),
         "exit_layer": integers(0, layers + 1, torch.int32),
-        "norm_weight": 1 + 0.1 * normal(layers, case.hidden_size),
+        "norm_weight": 1 + 0.1 * normal(layers, case.hidden_size) if case.pre_norm else None,
         "kv_weight": qkv,
         "k_cache": cache,
         "v_cache": cache.clone(),
@@ -54,11 +54,15 @@ def random_call(
     if case.bias:
         call["kv_bias"] = normal(layers, 2 * heads * width)
     if case.k_norm:
-        call["k_norm_weight"] = 1 + 0.1 * normal(layers, width)
+        call["k_norm_weight"] = 1 + 0.1 * normal(layers, width * (heads if case.norms_all_k else 1))
     if case.rotary_dim:
-        angles = normal(MAX_POSITION, case.rotary_dim // 2)
+        tables = (case.num_ropes,) if case.num_ropes else ()
+        angles = normal(*tables, MAX_POSITION, case.rotary_dim // 2)
         call["positions"] = integers(0, MAX_POSITION)
         call["cos_sin"] = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    if case.num_ropes:
+        places = torch.randint(0, case.num_ropes, (layers, 2), generator=generator)
+        call["layer_ropes"] = places.int()
     for name, value in call.items():
         if isinstance(value, torch.Tensor):
             is_model = value.is_floating_point() and name != "cos_sin"
@@ -320,15 +324,19 @@ def fuzzed_call(m: Maker) -> Checked:
     k_cache, v_cache = m.caches(*cache, dtype=kept)
     tokens = min(m.size(40), cache[1] * cache[2])
     kv = m.weight(dtype, layers, 2 * heads * width, size)
+
+    def norm(columns: int) -> Tensor:
+        return m.placed((1 + m.normal(layers, columns) / 8).to(dtype), 1)
+
     given = {
         "hidden": m.inputs(kv, tokens, size, dtype, 3.0),
         "exit_layer": m.placed(m.whole(layers + 1, tokens).int()),
-        "norm_weight": m.norm_of(kv, dtype, layers, size),
+        "norm_weight": m.maybe(lambda: m.norm_of(kv, dtype, layers, size)),
         "kv_weight": kv.weight,
         "kv_bias": m.maybe(lambda: m.placed(m.normal(layers, 2 * heads * width).to(dtype), 1)),
         "kv_scale": kv.scale,
         "kv_table": kv.table,
-        "k_norm_weight": m.maybe(lambda: m.placed((1 + m.normal(layers, width) / 8).to(dtype), 1)),
+        "k_norm_weight": m.maybe(lambda: norm(width * m.one_of(1, heads))),
         "positions": m.placed(m.whole(30, tokens)) if rotates else None,
         "cos_sin": m.rotary(30, width) if rotates else None,
         "k_cache": k_cache,
@@ -337,6 +345,9 @@ def fuzzed_call(m: Maker) -> Checked:
         "eps": 1e-5,
         **scales,
     }
+    if rotates and m.chance():
+        given["cos_sin"] = m.placed(torch.stack([given["cos_sin"], given["cos_sin"].flip(0)]))
+        given["layer_ropes"] = m.placed(m.whole(2, layers, 2).int())
 
     def oracle(before: Arguments) -> dict[str, Tensor]:
         made = dict(before)

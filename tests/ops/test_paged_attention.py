@@ -85,6 +85,7 @@ def random_call(case: AttentionCase, dtype: torch.dtype, device: torch.device) -
         "position_bias": own.bias if case.num_buckets else None,
         "max_distance": case.max_distance,
         "bidirectional": case.bidirectional,
+        "soft_cap": case.soft_cap,
     }
 
 
@@ -518,5 +519,7 @@ def fuzzed_call(m: Maker) -> Checked:
         "arrivals": m.maybe(lambda: m.placed(torch.zeros(m.size(40), dtype=torch.int32))),
         **scales,
     }
+    if given["position_bias"] is None:
+        given["soft_cap"] = m.one_of(0.0, 0.0, 1.5)
     oracle = out_of(reference.paged_attention, "fixed_split_size", "arrivals")
     return given, compare(oracle, looser(dtype))

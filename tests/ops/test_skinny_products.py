@@ -125,6 +125,17 @@ def test_matches_the_reference(
             product.check(call, device)
 
 
+@on_linear
+@each_form
+@pytest.mark.parametrize(("multiplier", "soft_cap"), [(0.22, 0.0), (1.0, 1.5), (0.5, 0.7)])
+@pytest.mark.parametrize("num_tokens", [1, 9, 40])
+def test_multiplied_and_capped_match_the_reference(
+    num_tokens: int, multiplier: float, soft_cap: float, product: Product, device: torch.device
+) -> None:
+    call = product.call(num_tokens, 72, 33, device=device)
+    product.check({**call, "multiplier": multiplier, "soft_cap": soft_cap}, device)
+
+
 @products(*FORMATS)
 @each_dtype
 def test_packed_products_match_the_reference(
@@ -560,6 +571,8 @@ def fuzzed_skinny_linear(m: Maker) -> Checked:
     own = residual is None or m.chance()
     given = {
         **m.product(tokens, rows, dtype, (None, "relu")),
+        "multiplier": m.one_of(1.0, 0.3),
+        "soft_cap": m.one_of(0.0, 2.0),
         "residual": residual,
         "out": m.states(tokens, rows, dtype) if own else residual,
     }

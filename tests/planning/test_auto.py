@@ -109,6 +109,7 @@ class Machine:
         self.hopeless = 0  # first requests whose drafts are never accepted
         self.others_wait = False
         self.rows: list[Row] = []
+        self.timed = self.at_full_depth = 0.0
 
     def requests(self, count: int) -> list[Sequence]:
         prompt = [1, 2, 3] * 8 if self.text is not None else list(range(24))
@@ -167,6 +168,8 @@ class Machine:
             del outcome.sequence.output_ids[-len(outcome.records) :]
         self.planner.learn(rows, outcomes, None if is_first else took)
         for outcome in outcomes:
+            self.timed += outcome.seconds
+            self.at_full_depth += len(outcome.records) * outcome.full_depth_s
             outcome.sequence.output_ids += [record.token_id for record in outcome.records]
             outcome.sequence.draft.ahead = outcome.ahead
         return took
@@ -227,6 +230,17 @@ def test_drafts_that_pay_are_made(fields: dict[str, float], gain: float) -> None
     machine.run(60)
     seconds, full = machine.run(400)
     assert full > gain * seconds
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_rounds_say_what_full_depth_would_have_taken(requests: int) -> None:
+    """Among as many requests, whose rounds each of them waits for."""
+    machine = Machine(cheap_rows, text=0.7)
+    machine.run(60, requests)
+    machine.timed = machine.at_full_depth = 0.0
+    seconds, full = machine.run(400, requests)
+    assert machine.timed == pytest.approx(requests * seconds, rel=0.01)  # all but the first
+    assert machine.at_full_depth == pytest.approx(requests * full, rel=0.05)
 
 
 def test_a_head_that_believes_what_is_wrong_is_found_out() -> None:

@@ -101,6 +101,14 @@ class TestLangChain:
         model = chat(max_tokens=200).with_structured_output(Door, method=method)
         assert isinstance(model.invoke(SAID), Door)
 
+    def test_responses(self, chat: Any) -> None:
+        model = chat(use_responses_api=True)
+        assert model.invoke(SAID).text == MEANT
+        chunks = list(model.stream(SAID))
+        assert "".join(chunk.text for chunk in chunks) == MEANT
+        (usage,) = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
+        assert usage["output_tokens"] == 8
+
     @pytest.mark.parametrize("choice", ["any", "Door"])
     def test_tools(self, chat: Any, choice: str) -> None:
         model = chat(max_tokens=200).bind_tools([Door], tool_choice=choice)
@@ -109,6 +117,41 @@ class TestLangChain:
         assert Door(**call["args"])
         chunks = [chunk for chunk in model.stream(SAID) if chunk.tool_call_chunks]
         assert chunks[0].tool_call_chunks[0]["name"] == "Door"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_openais_agents_loop(address: str, streams: bool) -> None:
+    """Over /v1/responses, which they speak by themselves."""
+    agents = pytest.importorskip("agents")
+    openai = pytest.importorskip("openai")
+    opened = []
+
+    def open_door(door: Literal["front", "back"]) -> str:
+        """Opens a door."""
+        opened.append(door)
+        return SAID
+
+    client = openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0)
+    agent = agents.Agent(
+        name="home",
+        instructions="Be brief.",
+        model=agents.OpenAIResponsesModel("intent", client),
+        model_settings=agents.ModelSettings(tool_choice="required", max_tokens=64),
+        tools=[agents.function_tool(open_door)],
+    )
+    settings = {"run_config": agents.RunConfig(tracing_disabled=True)}
+
+    async def main() -> Any:
+        if not streams:
+            return await agents.Runner.run(agent, SAID, **settings)
+        result = agents.Runner.run_streamed(agent, SAID, **settings)
+        async for _ in result.stream_events():
+            pass
+        return result
+
+    # Once a tool has been called none has to be.
+    assert asyncio.run(main()).final_output == MEANT
+    assert len(opened) == 1
 
 
 def test_what_the_schema_allows_and_what_it_forbids(caller: Asker) -> None:

@@ -139,7 +139,8 @@ def test_every_way_to_say_it(server: Asker) -> None:
 def test_exit_layers_of_each_token(server: Asker, intent: eecore.Model, stream: bool) -> None:
     (expected,) = eecore.generate(intent, PROMPT, max_tokens=64, exit=SelfSpeculative(3, 6))
     body = {"prompt": PROMPT, "max_tokens": 64, "exit": "speculative:3,6", "stream": stream}
-    body |= {"return_exit_layers": True, "stream_options": {"include_usage": True}}
+    body |= {"return_exit_layers": True}
+    body |= {"stream_options": {"include_usage": True}} if stream else {}
     answer = server.post("/v1/completions", body)
     chunks = events(answer.text) if stream else [answer.json()]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]

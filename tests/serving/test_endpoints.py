@@ -38,12 +38,17 @@ def test_a_completion(server: Asker, intent: eecore.Model) -> None:
     assert usage["prompt_tokens"] == len(expected.prompt_token_ids)
     assert usage["completion_tokens"] == len(expected.token_ids)
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["eecore"].pop("tokens_per_s") > 0.0
     assert usage["eecore"] == {
         "contract": "full: every layer",
         "num_layers": 12,
         "mean_exit_layer": 12.0,
         "layers_run": 12 * (len(expected.token_ids) - 1),
         "layers_skipped": 0,
+        "layers_per_token": 12.0,
+        "full_depth_tokens_per_s": None,  # it ran so
+        "speedup": None,
+        "lossless": True,
         "drafted": 0,
         "accepted": 0,
     }
@@ -206,7 +211,8 @@ def test_health_version_and_schema(server: Asker) -> None:
         ("/v1/chat/completions", "post", b'{"messages": [], "model": "it"}', "400"),
         ("/v1/completions", "post", b'{"prompt": "a", "model": "other"}', "404"),
         ("/tokenize", "post", b"x" * (5 << 20), "413"),
-        ("/detokenize", "post", None, "415"),
+        ("/detokenize", "post", b"tokens", "415"),
+        ("/v1/responses", "post", b"{}", "400"),
         ("/v1/models/{name}", "get", None, "404"),
     ],
 )
@@ -214,7 +220,8 @@ def test_refusals_are_in_the_schema(
     server: Asker, path: str, method: str, body: bytes | None, status: str
 ) -> None:
     schema = server.get("/openapi.json").json()
-    settings: dict[str, Any] = {"content": body, "headers": {"content-type": "application/json"}}
+    kind = "text/plain" if status == "415" else "application/json"
+    settings: dict[str, Any] = {"content": body, "headers": {"content-type": kind}}
     ask = getattr(server, method)
     answer = ask(path.format(name="other"), **(settings if body is not None else {}))
     assert answer.status_code == int(status)
@@ -223,6 +230,24 @@ def test_refusals_are_in_the_schema(
     parts = schema["components"]["schemas"]
     assert set(answer.json()) == set(parts[name]["properties"]) == {"error"}
     assert set(answer.json()["error"]) == set(parts["Problem"]["properties"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_no_other_tokens(server: Asker, stream: bool) -> None:
+    """Those of the tokens themselves, as OpenAI has it."""
+    asked = completion(logprobs=0, stream=stream)
+    answer = server.post("/v1/completions", asked)
+    bodies = events(answer.text) if stream else [answer.json()]
+    parts = [c["logprobs"] for body in bodies for c in body["choices"] if c["logprobs"]]
+    assert len([value for part in parts for value in part["token_logprobs"]]) == 8
+    assert {part["top_logprobs"] for part in parts} == {None}
+    for top in (0, None):
+        asked = chat(PROMPT, logprobs=True, top_logprobs=top, stream=stream)
+        answer = server.post("/v1/chat/completions", asked)
+        bodies = events(answer.text) if stream else [answer.json()]
+        parts = [c["logprobs"] for body in bodies for c in body["choices"] if c["logprobs"]]
+        entries = [entry for part in parts for entry in part["content"]]
+        assert [entry["top_logprobs"] for entry in entries] == [[]] * 8
 
 
 def test_tools_reach_the_template(endless: eecore.Model) -> None:

@@ -85,7 +85,8 @@ def test_replicas_answer_as_one_server_does(address: str, server: Asker) -> None
 
 def test_refusals_come_through(address: str) -> None:
     assert httpx.post(f"{address}/v1/completions", json={"prompt": 3}).status_code == 400
-    assert httpx.post(f"{address}/v1/completions", content=b"{}").status_code == 415
+    text = {"content": b"{}", "headers": {"content-type": "text/plain"}}
+    assert httpx.post(f"{address}/v1/completions", **text).status_code == 415
     assert httpx.get(f"{address}/nothing").status_code == 404
     assert httpx.get(f"{address}/health").json() == {"status": "ok"}
 

@@ -143,8 +143,10 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
     ),
     ("/tokenize", {}, "prompt", "got both or none"),
     ("/tokenize", {"messages": []}, "messages", "at least 1 item"),
-    ("/detokenize", {"tokens": [10**30]}, "tokens", "tokens: expected token ids"),
-    ("/detokenize", {"tokens": [-1]}, "tokens", "tokens: expected token ids"),
+    ("/detokenize", {"tokens": [10**30]}, "tokens", r"tokens: expected token ids 0\.\.2047"),
+    ("/detokenize", {"tokens": [-1]}, "tokens", r"expected token ids 0\.\.2047, got -1"),
+    ("/detokenize", {"tokens": [1, 2048]}, "tokens", r"expected token ids 0\.\.2047, got 2048"),
+    (CHATS, {"messages": USER, "logprobs": 0}, "logprobs", "valid boolean"),
 ]
 
 
@@ -240,12 +242,31 @@ def test_the_roads_that_are_not_there(server: Asker) -> None:
         assert error["code"] == "exit_not_possible"
 
 
-def test_a_body_has_to_say_that_it_is_json(server: Asker) -> None:
+@pytest.mark.parametrize(
+    ("kind", "more", "status"),
+    [
+        ("application/json; charset=utf-8", {}, 200),
+        ("application/json", {"origin": "https://example.org"}, 200),
+        (None, {}, 200),
+        ("application/x-www-form-urlencoded", {}, 200),  # what curl says by itself
+        ("text/plain", {}, 415),
+        ("multipart/form-data", {}, 415),
+        # What a page of another site can have a browser send without asking.
+        (None, {"origin": "https://example.org"}, 415),
+        (None, {"origin": "null"}, 415),
+        (None, {"sec-fetch-site": "cross-site"}, 415),
+        ("application/x-www-form-urlencoded", {"origin": "https://example.org"}, 415),
+    ],
+)
+def test_a_body_need_not_say_that_it_is_json_unless_a_browser_sends_it(
+    server: Asker, kind: str | None, more: dict[str, str], status: int
+) -> None:
     body = json.dumps({"prompt": PROMPT}).encode()
-    error = error_of(server.post(COMPLETIONS, content=body), 415)
-    assert "expected application/json" in error["message"]
-    headers = {"content-type": "application/json; charset=utf-8"}
-    assert server.post(COMPLETIONS, content=body, headers=headers).status_code == 200
+    headers = {**({} if kind is None else {"content-type": kind}), **more}
+    answer = server.post(COMPLETIONS, content=body, headers=headers)
+    assert answer.status_code == status
+    if status == 415:
+        assert "expected application/json" in error_of(answer, 415)["message"]
 
 
 def test_a_large_body_is_passed_over(intent: eecore.Model) -> None:

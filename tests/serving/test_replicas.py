@@ -50,6 +50,15 @@ def test_conversations_that_go_on_begin_as_they_did() -> None:
     assert in_common(first, chat(SYSTEM, tools=tools)) == 0  # they stand in front
 
 
+def test_responses_begin_with_their_tools_and_instructions() -> None:
+    def response(**fields: Any) -> bytes:
+        return json.dumps({"instructions": SYSTEM, "input": "lock", **fields}).encode()
+
+    whole = len(SYSTEM) // BLOCK
+    assert in_common(response(), response(input=[{"role": "user", "content": "a"}])) >= whole
+    assert in_common(response(), response(tools=[{"name": "lock"}])) == 0
+
+
 def test_the_rest_of_the_body_does_not_matter() -> None:
     assert in_common(chat(SYSTEM, stream=True, model="it"), chat(SYSTEM)) > 3
 

@@ -303,14 +303,23 @@ def test_the_prefix_cache_can_be_left_out(
 
 
 def test_the_access_log(endless_directory: str) -> None:
-    arguments = [endless_directory, "--access-log", "--api-key", "secret"]
+    site = "https://example.org"
+    options = ["--access-log", "--api-key", "secret", "--cors-origin", site]
+    arguments = [endless_directory, *options, "--cors-origin", "http://localhost:3000"]
     with started(*arguments) as (process, address):
         body = {"prompt": "whatever", "max_tokens": 2, "stream": True}
         headers = {"authorization": "Bearer secret"}
         httpx.post(f"{address}/v1/completions", json=body, headers=headers)
         httpx.get(f"{address}/nothing")
+        body = {"input": "whatever", "max_output_tokens": 2}
+        answer = httpx.post(
+            f"{address}/v1/responses", json=body, headers={**headers, "origin": site}
+        )
+        assert answer.headers["access-control-allow-origin"] == site
+        asks = {"origin": "https://example.com", "access-control-request-method": "POST"}
+        httpx.options(f"{address}/v1/responses", headers=asks)
         assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(2)]
+        lines = [process.stdout.readline() for _ in range(4)]
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
     assert not any("secret" in line or "whatever" in line for line in lines)
@@ -318,6 +327,8 @@ def test_the_access_log(endless_directory: str) -> None:
     assert [(each["method"], each["path"], each["status"]) for each in found] == [
         ("POST", "/v1/completions", 200),
         ("GET", "/nothing", 404),
+        ("POST", "/v1/responses", 200),
+        ("OPTIONS", "/v1/responses", 400),
     ]
     assert found[0]["client"] == "127.0.0.1"
     assert found[0]["bytes"] > 100
@@ -370,10 +381,18 @@ def test_commands_that_cannot_serve(
     code, line = refused(["--tool-parser", "json"], capsys)
     assert code == 4
     assert "tool_parser: expected auto, hermes, llama3, mistral, none, got 'json'" in line
+    code, line = refused(["--cors-origin", "example.org"], capsys)
+    assert code == 4
+    assert "cors_origins: expected * or the origin of a site" in line
     code, line = refused(["--exit", "fixed:40", "--port", "0"], capsys)
     assert code == 4
     assert "1..12" in line
     assert refused(["--api-key", ""], capsys)[0] == 2
+    two_keys = ["--api-key", "a", "--api-key", "b", "--draft-history-tokens"]
+    code, line = refused([*two_keys, "9"], capsys)
+    assert code == 2
+    assert "--draft-history-tokens: expected 0 with several keys" in line
+    assert "got 9" in line
     assert refused(["--port", "70000"], capsys)[0] == 2
     code, line = refused(["--host", "no.such.host.invalid"], capsys)
     assert code == 4

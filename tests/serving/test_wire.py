@@ -137,7 +137,7 @@ def test_what_is_started_and_loaded(intent: eecore.Model, tmp_path: Path) -> Non
     loaded = Loaded(intent.config, None, "cpu", source, None, limits, True)
     found = crossed(FromEngine(loaded=loaded)).loaded
     assert found == loaded
-    assert found.model.rope == intent.config.rope
+    assert found.model.ropes == intent.config.ropes
 
 
 def test_steps_and_outputs(intent: eecore.Model) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from eecore.console.failures import EXIT_CODES, UsageError, failure, reports_failures
+from eecore.console.imports import kept
 from eecore.console.streams import say
 
 __all__ = ["COMMANDS", "command_line", "run"]
@@ -54,7 +55,8 @@ def command_line(*names: str) -> Any:
         group, _, own = name.rpartition(" ")
         if not names or name.split()[0] in names:
             module, _, function = place.partition(":")
-            command = getattr(import_module(f"eecore.{module}"), function)
+            with kept():
+                command = getattr(import_module(f"eecore.{module}"), function)
             where = evaluations if group else app
             where.command(own, epilog=EXIT_CODES)(reports_failures(command))
     if evaluations.registered_commands:

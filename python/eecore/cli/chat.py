@@ -28,7 +28,9 @@ from eecore.console.signals import SIGNALS
 from eecore.console.streams import say
 from eecore.errors import EecoreError, RequestError
 from eecore.exit_text import parse_exit, usual_exit
+from eecore.exits import Auto, Full
 from eecore.files import write_text
+from eecore.hub import is_at_hand
 
 if TYPE_CHECKING:
     from eecore.config import SamplingParams
@@ -53,7 +55,12 @@ class ChatOptions:
 
 @takes_options
 def chat(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help=MODEL_HELP, show_default=f"{TALKS} where the cache has it"
+        ),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     *,
     depths: ExitOptions,
@@ -68,9 +75,11 @@ def chat(
     of stdin is a message.
     """
     if model is None:
-        raise UsageError(
-            f"MODEL: expected a model that can talk, got none; a small one: eecore chat {TALKS}"
-        )
+        if not is_at_hand(TALKS):
+            raise UsageError(
+                f"MODEL: expected a model that can talk, got none; a small one: eecore chat {TALKS}"
+            )
+        model = TALKS
     directory = check_path(model)
     sampling.check()
     if not engine.debug:  # an error of an answer is reported in a line
@@ -169,6 +178,9 @@ class _Talk:
             steps = self._steps(ids, params)
             with self._shown(ids) as show:
                 try:
+                    if self.stats and not isinstance(self.policy, (Auto, Full)):
+                        self.model.measure_full_depth()
+                        started = time.perf_counter()
                     for step in steps:
                         new, output = step.text, step.output
                         if output is not None:  # what was held back when it was cut short

@@ -19,12 +19,13 @@ from eecore.cli.results import JsonLines, Results, StreamedText, TextByPrompt, p
 from eecore.config import SamplingParams
 from eecore.console.exit_options import ExitOptions
 from eecore.console.failures import FAILED, UsageError
-from eecore.console.loading import OptionalModel, check_path, model_and_prompt
+from eecore.console.loading import OptionalModel, model_and_prompt, path_before_prompt
 from eecore.console.options import EngineOptions, option, takes_options
 from eecore.console.prompt_bar import with_prompt_bar
 from eecore.console.signals import INTERRUPTED, SIGNALS
 from eecore.console.streams import say
 from eecore.exit_text import parse_exit, usual_exit
+from eecore.exits import Auto, Full
 from eecore.values import help_of
 
 if TYPE_CHECKING:
@@ -106,7 +107,9 @@ class OutputOptions:
     logprobs: int | None = option(
         None, "With --json: log-probabilities, and of so many other tokens."
     )
-    depth: bool = option(False, "Colour each token by its exit layer.")
+    depth: bool = option(
+        False, "Colour each token by how it was made, under a line that says what colours mean."
+    )
     stats: bool = option(False, "What was run, and what was saved, on stderr at the end.")
 
 
@@ -146,7 +149,7 @@ def generate(
     if printed.logprobs is not None and not printed.json:
         raise UsageError("--logprobs: goes with --json")
     model, prompt = model_and_prompt(model, prompt, has_file=file is not None)
-    directory = check_path(model)
+    directory = path_before_prompt(model, prompt if file is None else str(file))
     prompts = read_prompts(prompt, file)
     sampling.check()
     SamplingParams(logprobs=printed.logprobs)
@@ -158,16 +161,17 @@ def generate(
     answers = [None if raw else _in_template(loaded, text, system) for text in prompts]
     asked = [text if ids is None else ids for text, ids in zip(prompts, answers, strict=True)]
     params = [replace(sampling.params(loaded, ids), logprobs=printed.logprobs) for ids in answers]
-    lowest = policy.lowest_exit if printed.depth else None
+    shown = policy if printed.depth else None
     # On one terminal bar and text share a console, which keeps the bar below the text.
     console, has_bar = Console(stderr=not sys.stdout.isatty()), False
     results: Results
     if len(prompts) == 1 and not printed.json:
-        results = StreamedText(prompts, loaded, lowest, asked[0])
+        results = StreamedText(prompts, loaded, shown, asked[0])
     else:
         has_bar = len(prompts) > 1 and sys.stderr.isatty()
         kind = JsonLines if printed.json else TextByPrompt
-        results = kind(prompts, loaded, lowest, console if has_bar and not console.stderr else None)
+        results = kind(prompts, loaded, shown, console if has_bar and not console.stderr else None)
+    results.explain()
     bar = _Bar(console, len(prompts)) if has_bar else None
     code, outputs = _run(loaded, asked, policy, params, results, bar, printed.stats)
     if sampling.max_tokens is None and not printed.json:
@@ -234,6 +238,8 @@ def _run(
         The exit code, and the output of each prompt, in any order.
     """
     engine = model.engine()
+    if stats and not isinstance(policy, (Auto, Full)):
+        model.measure_full_depth(len(prompts), engine)
     order = {
         engine.add_request(prompt, exit=policy, sampling=sampling): index
         for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))

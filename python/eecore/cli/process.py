@@ -5,10 +5,12 @@ Imports little, since what happens before it has run meets Python's own manners.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from typing import Any
 
+from eecore.console.imports import kept
 from eecore.console.signals import INTERRUPTED, SIGNALS
 from eecore.console.streams import finish_output, prepare_streams, say
 
@@ -23,7 +25,9 @@ def run_process() -> int:
     except KeyboardInterrupt:
         SIGNALS.ignore()
         code = _interrupted()
-    return finish_output(code)
+    code = finish_output(code)
+    gc.freeze()  # Python's end need not look through all modules for cycles
+    return code
 
 
 def _run() -> int:
@@ -31,7 +35,8 @@ def _run() -> int:
     threading.excepthook = _of_thread
     SIGNALS.listen()
     try:
-        from eecore.cli.app import run
+        with kept():
+            from eecore.cli.app import run
 
         return run(sys.argv[1:])
     except SystemExit as left:

@@ -11,10 +11,18 @@ from rich.console import Console
 from rich.text import Text
 
 from eecore.cli.prompts import Prompt
-from eecore.console.depth import DepthPainter, has_colours, runs
+from eecore.console.depth import (
+    DepthPainter,
+    has_colours,
+    is_lossless,
+    legend_of,
+    said_depths,
+)
 from eecore.console.streams import say, says_all
+from eecore.output import Saved
 
 if TYPE_CHECKING:
+    from eecore.exits import Exit
     from eecore.generation import Model
     from eecore.output import Output, StepOutput
 
@@ -35,7 +43,7 @@ class Results:
     Args:
         prompts: as they were given.
         model: what answers them.
-        lowest: paint text by depth from this layer up; None: do not.
+        policy: show how deep it went for each token; None: do not.
         console: the terminal that a progress bar shares with the outputs.
     """
 
@@ -43,10 +51,10 @@ class Results:
         self,
         prompts: list[Prompt],
         model: Model,
-        lowest: int | None,
+        policy: Exit | None,
         console: Console | None = None,
     ) -> None:
-        self.prompts, self.model, self.lowest = prompts, model, lowest
+        self.prompts, self.model, self.policy = prompts, model, policy
         self.console = console or Console()
         self._is_shared = console is not None
         self._waiting: dict[int, Output] = {}
@@ -76,11 +84,29 @@ class Results:
         elif text or end:
             print(text, end=end, flush=True)
 
+    @property
+    def has_paint(self) -> bool:
+        """Whether tokens have the colours of their depths."""
+        can = self.model.tokenizer is not None and has_colours(self.console)
+        return self.policy is not None and can
+
+    def explain(self) -> None:
+        """Say what the colours mean, where there are any."""
+        if self.policy is not None and self.has_paint:
+            self.line(legend_of(self.policy, self.model.config.num_layers))
+
     def painter(self, prompt_ids: list[int]) -> DepthPainter | None:
         """Colours the answer to a prompt; None where there are no colours."""
-        if self.lowest is None or self.model.tokenizer is None or not has_colours(self.console):
+        if self.policy is None or not self.has_paint:
             return None
-        return DepthPainter(self.model, prompt_ids, self.lowest)
+        verified = is_lossless(self.policy)
+        return DepthPainter(self.model, prompt_ids, self.policy.lowest_exit, verified=verified)
+
+    def depths(self, layers: list[int]) -> str | None:
+        """How deep the tokens of an answer went, where they are not painted but it is asked for."""
+        if self.policy is None or self.has_paint:
+            return None
+        return f"[{said_depths(self.policy, layers, self.model.config.num_layers)}]"
 
 
 class JsonLines(Results):
@@ -115,8 +141,8 @@ class TextByPrompt(Results):
             self.line(painter.add(output.token_ids, output.exit_layers, output.text))
         else:
             self.line(output.text)
-            if self.lowest is not None:
-                self.line(f"[exit layers: {runs(output.exit_layers)}]")
+            if said := self.depths(output.exit_layers):
+                self.line(said)
 
 
 class StreamedText(Results):
@@ -125,14 +151,14 @@ class StreamedText(Results):
     Args:
         prompts: as it was given.
         model: what answers it.
-        lowest: paint text by depth from this layer up; None: do not.
+        policy: show how deep it went for each token; None: do not.
         asked: what the model is asked.
     """
 
     def __init__(
-        self, prompts: list[Prompt], model: Model, lowest: int | None, asked: Prompt
+        self, prompts: list[Prompt], model: Model, policy: Exit | None, asked: Prompt
     ) -> None:
-        super().__init__(prompts, model, lowest)
+        super().__init__(prompts, model, policy)
         if model.tokenizer is not None and isinstance(asked, str):
             asked = model.tokenizer.encode(asked)
         self._painter = None if isinstance(asked, str) else self.painter(asked)
@@ -156,8 +182,8 @@ class StreamedText(Results):
             self._put(rest if self._painter is None else self._painter.paint(rest))
         if not self._written.endswith("\n"):
             print(flush=True)
-        if self.lowest is not None and self._painter is None:
-            print(f"[exit layers: {runs(self._layers)}]", file=sys.stderr)
+        if said := self.depths(self._layers):
+            print(said, file=sys.stderr)
 
     def _put(self, text: str | Text) -> None:
         self._written += str(text)
@@ -171,21 +197,23 @@ def stats_dict(output: Output) -> dict[str, Any]:
         **asdict(stats),
         "draft_acceptance": stats.draft_acceptance,
         "tokens_per_s": stats.tokens_per_s,
+        "speedup": Saved.of([stats]).speedup,
         "inner_token_latency_s": stats.inner_token_latency_s,
     }
 
 
 def saved(outputs: list[Output], seconds: float) -> str:
-    """What answers took, in a line: tokens/s, and layers run beside what full depth runs."""
+    """What answers took, in a line: tokens/s, and layers run, beside those of full depth."""
+    took = Saved.of([output.stats for output in outputs], seconds)
     tokens = sum(len(output.token_ids) for output in outputs)
-    num_layers = outputs[0].stats.num_layers
-    run = sum(output.stats.layers_run for output in outputs)
-    after_first = tokens - sum(bool(output.token_ids) for output in outputs)
-    said = f"{tokens / seconds:.1f} tokens/s"
-    if after_first > 0:  # the first token of each comes from its prompt
-        share = run / (after_first * num_layers)
-        said += f", {run / after_first:.1f} layers run a token ({share:.0%} of full depth's "
-        said += f"{num_layers})"
+    num_layers = took.num_layers
+    said = f"{took.tokens_per_s:.1f} tokens/s"
+    if took.speedup is not None:
+        text = "the same text" if took.is_lossless else "a text as long"
+        said += f", full depth {took.full_depth_tokens_per_s:.1f} on {text} ({took.speedup:.1f}x)"
+    if took.layers_run is not None:
+        said += f", {took.layers_run:.1f} layers run a token ({took.layers_run / num_layers:.0%} "
+        said += f"of full depth's {num_layers})"
     drafted = sum(output.stats.drafted for output in outputs)
     accepted = sum(output.stats.accepted for output in outputs)
     if drafted:
@@ -201,7 +229,7 @@ def saved(outputs: list[Output], seconds: float) -> str:
 def _exits_early(outputs: list[Output]) -> bool:
     """Whether tokens came from fewer than all layers, and were not verified by the others."""
     return any(
-        "lossless" not in output.stats.contract
+        not output.stats.is_lossless
         and any(layer < output.stats.num_layers for layer in output.exit_layers)
         for output in outputs
     )

@@ -49,6 +49,12 @@ class HttpOptions:
         envvar="EECORE_API_KEY",
         show_envvar=True,
     )
+    cors_origin: list[str] | None = option(
+        None,
+        "A site whose pages may ask from a browser, such as https://example.org; * for all; may "
+        "be repeated.",
+        show_default="none",
+    )
     access_log: bool = option(
         False, "A line of JSON on stdout for each request, without what is said."
     )
@@ -118,6 +124,13 @@ class ServerEngineOptions(EngineOptions):
         "Prompts that begin alike share what was computed for the beginning (CPU).",
         "--prefix-cache/--no-prefix-cache",
     )
+    draft_history_tokens: int | None = option(
+        None,
+        "Tokens of past outputs that auto drafts from: faster where answers recur. How fast an "
+        "answer comes tells that it was given before: for one --api-key at most.",
+        min=0,
+        show_default="0",
+    )
     engine: Where = option(
         Where.PROCESS,
         "process: the engine has a process of its own; no step waits for HTTP, and it is started "
@@ -126,7 +139,11 @@ class ServerEngineOptions(EngineOptions):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {**super().settings, "prefix_cache": self.prefix_cache}
+        return {
+            **super().settings,
+            "prefix_cache": self.prefix_cache,
+            "draft_history_tokens": self.draft_history_tokens,
+        }
 
 
 @takes_options
@@ -144,6 +161,11 @@ def serve(
 
     if http.api_key is not None and not all(key.strip() == key != "" for key in http.api_key):
         raise UsageError("--api-key: expected keys without spaces around them, none empty")
+    if engine.draft_history_tokens and len(http.api_key or ()) > 1:
+        raise UsageError(
+            "--draft-history-tokens: expected 0 with several keys, whose callers it would tell of "
+            f"each other's answers, got {engine.draft_history_tokens}"
+        )
     require_extra()
     path = model or BUILTIN
     directory = check_path(path)
@@ -166,6 +188,7 @@ def serve(
         max_num_seqs=engine.max_num_seqs,
         tool_parser=http.tool_parser,
         generation_config=http.generation_config,
+        cors_origins=tuple(http.cors_origin or ()),
     )
     policies = Policies(directory)
     settings.check(policies)
@@ -192,6 +215,7 @@ def serve(
             service,
             listener,
             http.api_key or (),
+            cors_origins=settings.cors_origins,
             drain_seconds=bounds.drain,
             ready=lambda: say(
                 f"{words} (exit {service.served.depths.default}; ready after "

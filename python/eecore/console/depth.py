@@ -29,6 +29,7 @@ __all__ = [
     "is_lossless",
     "legend_of",
     "runs",
+    "said_depths",
 ]
 
 
@@ -71,6 +72,14 @@ def runs(layers: Sequence[int]) -> str:
     """Exit layers as ``12 30x4 12x2``."""
     groups = ((layer, len(list(group))) for layer, group in groupby(layers))
     return " ".join(str(layer) if count == 1 else f"{layer}x{count}" for layer, count in groups)
+
+
+def said_depths(policy: Exit, layers: Sequence[int], num_layers: int) -> str:
+    """How a policy's tokens were made, in words, where colours cannot say it."""
+    if not is_lossless(policy):
+        return f"exit layers: {runs(layers)}"
+    drafted = sum(layer < num_layers for layer in layers)
+    return f"{drafted} of {len(layers)} tokens drafted, and verified by all {num_layers} layers"
 
 
 class DepthPainter:

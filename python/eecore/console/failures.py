@@ -83,9 +83,24 @@ def _usage_message(error: Exception) -> str:
     """The message of a usage error, empty where help has been shown."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "eecore"
-    message = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+    said = _bad_value(error) or error.format_message()  # type: ignore[attr-defined]
+    message = " ".join(said.split())
     message = _short(message.removeprefix("Invalid value: "))
     return f"error: {message} (see {command} --help)" if message else ""
+
+
+def _bad_value(error: Exception) -> str:
+    """An option's value that cannot be, as our own errors say it; empty where pydantic, which some
+    releases of typer ask, did not refuse it.
+    """
+    refused = getattr(error.__cause__, "errors", None)
+    parameter = getattr(error, "param", None)
+    if not callable(refused) or parameter is None:
+        return ""
+    first = refused()[0]
+    name = max(parameter.opts, key=len)
+    expected = first["msg"].removeprefix("Input should be ").partition(", unable to parse")[0]
+    return f"{name}: expected {expected}, got {first['input']!r}"
 
 
 def _code(error: BaseException) -> int:

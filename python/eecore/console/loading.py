@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from eecore.builtin import BUILTIN, model_directory
+from eecore.console.imports import kept
 from eecore.console.streams import says_all
 from eecore.errors import ModelError, ModelNotFoundError
 from eecore.hub import fetch_head, name_of
@@ -38,6 +39,7 @@ __all__ = [
     "load",
     "model_and_prompt",
     "options_for",
+    "path_before_prompt",
     "spinner",
 ]
 
@@ -123,19 +125,35 @@ def model_and_prompt(
     return model, prompt
 
 
+def path_before_prompt(model: str, prompt: str | None) -> Path:
+    """What :func:`check_path` gives of a MODEL that a prompt may follow. A word without one may be
+    a prompt, which the error says.
+    """
+    try:
+        return check_path(model)
+    except ModelNotFoundError as error:
+        if prompt is not None or not model.isalnum():
+            raise
+        hint = f"if it is the prompt: {BUILTIN} {model}, or another model before it"
+        raise ModelNotFoundError(f"{error}; {hint}") from None
+
+
 def load(
     path: str | Path, *, threads: int | None, policy: Exit | None = None, **options: Any
 ) -> Model:
     """The model; its shape is checked against the exit policy before weights are read."""
     directory = check_path(path)
     with spinner(f"loading {name_of(directory)}"):
-        import torch
+        with kept():
+            import torch
 
-        import eecore
+            import eecore
+
+            load_model = eecore.load
 
         if threads is not None:
             torch.set_num_threads(threads)
-        return eecore.load(directory, **options_for(directory, policy, options))
+        return load_model(directory, **options_for(directory, policy, options))
 
 
 def options_for(directory: Path, policy: Exit | None, options: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import isnan
+from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ from eecore.errors import NotFiniteError
 from eecore.models import AttentionBatch, KVCache, LlamaModel, Network
 from eecore.planning.route import DraftPath
 from eecore.planning.row import Outcome, Row
+from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
 __all__ = ["DraftKind", "DraftStep", "draft_kind"]
@@ -147,8 +149,9 @@ class DraftStep(Step):
             name: zeros(*shape, dtype=dtype)
             for name, (dtype, shape) in head_fields(rows, replace(kind.sizes.heads, top=0)).items()
         }
-        # Whose still part was written last, and where.
-        self._written: tuple[HostSide, list[Sequence]] | None = None
+        self.rows: list[Row] = []
+        self._sequences: list[Sequence] = []
+        self._adapts = False  # whether the threshold of some row follows its rounds
         self._draft_layers = kind.path.layers_run - kind.path.shared_layers
         self._cross = cross_batch(given)
         vocab = model.config.vocab_size if kind.samples else 0
@@ -198,10 +201,10 @@ class DraftStep(Step):
 
     def fits(self, rows: list[Row]) -> bool:
         """Whether these rows are those that were loaded last, and need this very program again."""
-        if rows[0].route.path is not self.kind.path or self._written is None:
+        if rows[0].route.path is not self.kind.path:
             return False
         sequences = [row.work.sequence for row in rows]
-        if self._written[1] != sequences:
+        if self._sequences != sequences:
             return False
         heads = self.sizes.heads
         if heads.logits and head_sizes(sequences, self.kind.num_steps + 1) != heads:
@@ -219,24 +222,49 @@ class DraftStep(Step):
     def load(self, rows: list[Row]) -> None:
         """Say who speculates next: at most ``sizes.num_rows`` sequences."""
         sequences = [row.work.sequence for row in rows]
-        self._host = host = self._given.host()
         changes = self.sizes.follows or self.sizes.heads.logits
-        if changes or self._written != (host, sequences):
-            self._written = None
-            self._write_still(rows, sequences)
-            self._written = host, sequences
+        if changes or self._sequences != sequences:
+            self._fixed = object()
+        self._write(rows, sequences)
+
+    def follow(self, works: list[Work]) -> bool:
+        """Have the rows of the run that is out go on, each after what it gets there.
+
+        False, and nothing has happened, where these requests are not they, or do not fit any more.
+        """
+        sequences = [work.sequence for work in works]
+        if not self.sizes.follows or self._sequences != sequences:
+            return False
+        for work in works:
+            if len(work.sequence.pages) > self.sizes.num_pages:
+                return False
+        rows = self._followers(self.rows)
+        if any(map(is_not, [row.work for row in rows], works)):
+            rows = [row._replace(work=work) for row, work in zip(rows, works, strict=True)]
+        self._write(rows, sequences)
+        return True
+
+    def _write(self, rows: list[Row], sequences: list[Sequence]) -> None:
+        """All that a round is told."""
+        self.rows, self._sequences = [], []  # until all is written
+        self._host = host = self._given.host()
+        if host.holds is not self._fixed:
+            self._write_fixed(rows, sequences)
+        elif self._adapts:
+            host.write(thresholds=[_threshold(row) for row in rows])
         self._write_state(rows)
         pages = [sequence.pages for sequence in sequences]
-        if not self.kind.path.is_given:
-            host.write(thresholds=[_threshold(row) for row in rows])
         for prefix in ("", "open_"):
             host.write_pages(f"{prefix}page_table", pages)
             if self.sizes.num_input_pages:
                 self._write_inputs(sequences, prefix)
         self.send()
+        self.rows, self._sequences = rows, sequences
 
-    def _write_still(self, rows: list[Row], sequences: list[Sequence]) -> None:
+    def _write_fixed(self, rows: list[Row], sequences: list[Sequence]) -> None:
         """What does not change from round to round of the same rows."""
+        self._host.holds = None
+        self._adapts = any(row.route.adaptive for row in rows)
         self._write_rows(rows)
         padding = [False] * (self.sizes.num_rows - len(rows))
         self._host.write(
@@ -247,13 +275,15 @@ class DraftStep(Step):
         stops[:] = -1
         for i, sequence in enumerate(sequences):
             stops[i, : len(sequence.stop_ids)] = sequence.stop_ids
+        self._host.holds = self._fixed
 
     def _write_state(self, rows: list[Row]) -> None:
         """Where each row is, and what it is given."""
         cells, states = self._host.cells, []
         for i, row in enumerate(rows):
             work, sequence, drafts = row.work, row.work.sequence, row.given.tokens
-            where = sequence.output_ids[-1], sequence.num_tokens - 1, sequence.tokens_left
+            output = sequence.output_ids
+            where = output[-1], len(sequence.prompt_ids) + len(output) - 1, sequence.tokens_left
             states.append((*where, work.max_drafts, len(drafts), row.ahead))
             for k, token in enumerate(drafts):
                 cells["drafts"][i, k] = token

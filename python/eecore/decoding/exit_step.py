@@ -18,13 +18,20 @@ from torch import Tensor
 from eecore import ops
 from eecore.decoding.control import Control
 from eecore.decoding.heads import KNOWN, HeadWork, head_fields, measure_states, state_measure
-from eecore.decoding.memory import Array, Cells, Field, HostSide, numbers_of
-from eecore.decoding.sampling import DRAWS_TOKEN, NO_TOKEN, sampling_rows, top_logprobs
+from eecore.decoding.memory import Array, Field, HostSide, numbers_of
+from eecore.decoding.sampling import (
+    DRAWS_TOKEN,
+    NO_TOKEN,
+    follows_text,
+    sampling_rows,
+    top_logprobs,
+)
 from eecore.decoding.step import Sizes, Step, sizes_for
 from eecore.errors import NotFiniteError
 from eecore.models import KVCache, Network
 from eecore.planning.route import Check
 from eecore.planning.row import Outcome, Row
+from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
 __all__ = ["ExitKind", "ExitStep", "exit_kind"]
@@ -80,6 +87,9 @@ class ExitStep(Step):
         self.rows: list[Row] = []
         self._sequences: list[Sequence] = []
         self._thresholds_of: list[Row] | None = None  # whose lie there, and stay the same
+        self._decays = False  # whether thresholds of some row do not stay the same
+        self._reads_text = False  # whether settings of some row change with its text
+        self._counters: dict[tuple[int, int], Counters] = {}  # by exit layer and layers filled
         self._zeros = [0] * num_rows
         given = self._given.device
         memory = given | self._results.device
@@ -127,8 +137,18 @@ class ExitStep(Step):
 
     def load(self, rows: list[Row]) -> None:
         """Say who decodes next: at most ``sizes.num_rows`` rows."""
-        self.rows, self._sequences, self._thresholds_of = [], [], None  # until all is written
-        self._host = self._given.host()
+        self.rows, self._sequences = [], []  # until all is written
+        self._host, self._fixed = self._given.host(), object()
+        self._write_fixed(rows)
+        sequences = [row.sequence for row in rows]
+        self._write_state(rows, sequences, [row.position for row in rows])
+        self.rows, self._sequences = rows, sequences
+
+    def _write_fixed(self, rows: list[Row]) -> None:
+        """What does not change while these rows go on."""
+        self._thresholds_of = self._host.holds = None
+        self._decays = any(row.route.decays for row in rows)
+        self._reads_text = any(follows_text(row.sequence.sampling) for row in rows)
         self._write_rows(rows)
         routes = [row.route for row in rows]
         self._host.write(
@@ -136,16 +156,14 @@ class ExitStep(Step):
             together=[route.together for route in routes],
             fills=[route.fills for route in routes],
         )
-        sequences = [row.sequence for row in rows]
-        self._write_state(rows, sequences, [row.position for row in rows])
-        self.rows, self._sequences = rows, sequences
+        self._host.holds = self._fixed
 
     def goes_on(self, rows: list[Row]) -> bool:
         """Have the rows of the last run go on, each after the token that it got there.
 
         False, and nothing has happened, where these rows are not they, or do not fit any more.
         """
-        if self.sizes.follows or self.sizes.heads.logits:
+        if self.sizes.follows or self._reads_text:
             return False
         sequences = [row.work.sequence for row in rows]
         if sequences != self._sequences:
@@ -156,6 +174,32 @@ class ExitStep(Step):
                 return False
             positions.append(sequence.num_computed)
         self._write_state(self.rows, sequences, positions)
+        return True
+
+    def follow(self, works: list[Work]) -> bool:
+        """Have the rows of the run that is out go on, each after the one token that it gets there.
+
+        False, and nothing has happened, where these requests are not they, do not fit any more, or
+        have thresholds that change.
+        """
+        sequences = [work.sequence for work in works]
+        if not self.sizes.follows or sequences != self._sequences or self._decays:
+            return False
+        positions = []
+        for sequence in sequences:
+            if len(sequence.pages) > self.sizes.num_pages:
+                return False
+            positions.append(len(sequence.prompt_ids) + len(sequence.output_ids))
+        rows = self.rows
+        self.rows, self._sequences = [], []  # until all is written
+        rows = self._followers(rows)
+        self._host = self._given.host()
+        if self._host.holds is not self._fixed:
+            self._write_fixed(rows)
+        else:
+            self._thresholds_of = rows
+        self._write_state(rows, sequences, positions)
+        self.rows, self._sequences = rows, sequences
         return True
 
     def _write_state(
@@ -217,7 +261,7 @@ class ExitStep(Step):
             for k, (point, check) in enumerate(self._checks):
                 if check == route.check and point in at:
                     thresholds[k, i] = at[point]
-        if not any(row.route.decays for row in rows):
+        if not self._decays:
             self._thresholds_of = rows
 
     # The program
@@ -315,26 +359,32 @@ class ExitStep(Step):
 
     def outcomes(self, rows: list[tuple[int, Row]], arrived: HostSide) -> list[Outcome]:
         """Of some of the rows of a run; waits for what was fetched to come."""
-        got = arrived.wait().cells
-        return [self._outcome(row, i, got) for i, row in rows]
-
-    def _outcome(self, row: Row, i: int, got: Cells) -> Outcome:
-        sequence, route, num_layers = row.work.sequence, row.route, self._model.config.num_layers
-        exit_layer, token = got["exit_layer"][i], got["token"][i]
-        is_measured = got["pending"][i] == KNOWN
-        if route.check is not None and route.check.measure != "softmax":
-            is_measured = exit_layer in route.points or (
-                exit_layer == route.depth and route.check.measure not in GAPS
+        got, num_layers = arrived.wait().cells, self._model.config.num_layers
+        found = []
+        for i, row in rows:
+            sequence, route = row.work.sequence, row.route
+            exit_layer, token = got["exit_layer"][i], got["token"][i]
+            is_measured = got["pending"][i] == KNOWN
+            if route.check is not None and route.check.measure != "softmax":
+                is_measured = exit_layer in route.points or (
+                    exit_layer == route.depth and route.check.measure not in GAPS
+                )
+            confidence = got["confidence" if is_measured else "gap"][i]
+            if token < 0 or isnan(got["logprob"][i]) or isnan(confidence):
+                error = NotFiniteError(NO_TOKEN)
+                found.append(Outcome(sequence, sequence.num_computed, error=error))
+                continue
+            logprob = best = None
+            if sequence.sampling.logprobs is not None:
+                top = [numbers_of(got, name, i) for name in ("top_ids", "top_logprobs")]
+                logprob, best = top_logprobs(sequence.sampling.logprobs, got["logprob"][i], *top)
+            filled = num_layers - exit_layer if route.fills else 0
+            counters = self._counters.get((exit_layer, filled))
+            if counters is None:
+                counters = Counters(exit_layer, layers_filled=filled, fill_calls=int(filled > 0))
+                self._counters[exit_layer, filled] = counters
+            record = TokenRecord(token, exit_layer, confidence, logprob, best)
+            found.append(
+                Outcome(sequence, sequence.num_computed + 1, [record], [exit_layer], counters)
             )
-        confidence = got["confidence" if is_measured else "gap"][i]
-        if token < 0 or isnan(got["logprob"][i]) or isnan(confidence):
-            return Outcome(sequence, sequence.num_computed, error=NotFiniteError(NO_TOKEN))
-        logprob = best = None
-        if sequence.sampling.logprobs is not None:
-            top = [numbers_of(got, name, i) for name in ("top_ids", "top_logprobs")]
-            logprob, best = top_logprobs(sequence.sampling.logprobs, got["logprob"][i], *top)
-        counters = Counters(exit_layer)
-        if route.fills and exit_layer < num_layers:
-            counters.layers_filled, counters.fill_calls = num_layers - exit_layer, 1
-        record = TokenRecord(token, exit_layer, confidence, logprob, best)
-        return Outcome(sequence, sequence.num_computed + 1, [record], [exit_layer], counters)
+        return found

@@ -59,7 +59,7 @@ class Flight:
     @cached_property
     def places(self) -> dict[Sequence, int]:
         """The program's row for each sequence on board."""
-        return {row.sequence: i for i, row in enumerate(self.rows)}
+        return {row.work.sequence: i for i, row in enumerate(self.rows)}
 
     def land(self) -> list[Outcome]:
         """What it did for its sequences; those that have ended meanwhile are left out."""
@@ -79,16 +79,23 @@ class Iterations:
         run: how programs run.
         ahead: launch a program's next run before the outcome of this one is known; where the run
             returns early when None.
+        history_tokens: tokens of past outputs that are kept to draft from.
     """
 
     def __init__(
-        self, model: Network, kv: KVCache, run: RunProgram, *, ahead: bool | None = None
+        self,
+        model: Network,
+        kv: KVCache,
+        run: RunProgram,
+        *,
+        ahead: bool | None = None,
+        history_tokens: int = 0,
     ) -> None:
         self.model, self.kv = model, kv
         model.prepare(kv)
         self.ahead = run.returns_early if ahead is None else ahead
         self.run = run
-        self.planner = Planner(model, torch.get_num_threads())
+        self.planner = Planner(model, torch.get_num_threads(), history_tokens)
         self._last: ExitStep | None = None
         # The last rounds of drafts behind which a draft head drafted, and behind which none did.
         self._drafted: dict[bool, DraftStep] = {}
@@ -177,11 +184,20 @@ class Iterations:
             after: the flight that is still out, if any. Its sequences go on where it leaves them;
                 that takes the same program.
         """
-        if not self.ahead or any(map(self._must_land, works)):
+        if not self.ahead:
+            return None
+        if after is not None and after.program.follow(works):
+            step = after.program
+            self.run(step)
+            if isinstance(step, ExitStep):
+                self._last = step
+            return Flight(step, step.rows, step.fetch())
+        if any(map(self._must_land, works)):
             return None
         families = _families(self.planner.plan(works))
         if len(families) != 1:
             return None
+        self._ended = None  # the next iteration would be timed from the one before this
         return self._launch(families[0], after)
 
     def land(self, flight: Flight) -> list[Outcome]:

@@ -73,6 +73,8 @@ class HostSide:
         self.arrays: dict[str, Array] = {name: t.numpy() for name, t in tensors.items()}
         self.cells: Cells = {name: array.data for name, array in self.arrays.items()}
         self._tensors = tensors
+        self.holds: object = None
+        """What the program that writes here knows its fixed columns by."""
         self._moved: torch.cuda.Event | None = None
         self._tables: dict[str, _Table] = {}
         self._packs: dict[tuple[str, ...], Callable[..., None]] = {}

@@ -27,6 +27,7 @@ from eecore.decoding.sampling import (
     write_sampling,
 )
 from eecore.models import AttentionBatch, KVCache, Network
+from eecore.planning.proposal import NOTHING
 from eecore.planning.row import Row
 from eecore.scheduling.sequence import Sequence
 
@@ -108,6 +109,7 @@ class Step:
         self._given = TwinMemory(model.device, shared | given)
         self._results = TwinMemory(model.device, results)
         self._host = self._given.host()
+        self._fixed = object()  # what the columns are known by that stay while rows go on
         self.num_bytes = self._given.num_bytes + self._results.num_bytes
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -150,6 +152,18 @@ class Step:
             self._host.write(sources=[-1 if row.follows is None else row.follows for row in rows])
         if self.sizes.heads.logits:
             write_sampling(self._host, sequences, [row.given.tokens for row in rows])
+
+    def _followers(self, rows: list[Row]) -> list[Row]:
+        """The rows of the last run, each after what it gets there; the same list where they were
+        that in the last run.
+        """
+        if [row.follows for row in rows] == list(range(len(rows))):
+            return rows
+        self._fixed = object()
+        return [
+            row._replace(follows=i, pending=row.work.most_tokens, given=NOTHING)
+            for i, row in enumerate(rows)
+        ]
 
     def _write_inputs(self, sequences: list[Sequence], prefix: str) -> None:
         """Where the encoded inputs lie, with an encoder."""

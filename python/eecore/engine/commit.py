@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 from eecore.engine.faults import described
-from eecore.engine.text import Decoded, TextStream
+from eecore.engine.text import Decoded, Piece, TextStream
 from eecore.output import Output, PromptLogprob, RequestStats, StepOutput
 from eecore.planning.draft_state import route_of
 from eecore.planning.row import Outcome
@@ -19,6 +19,11 @@ from eecore.scheduling.scheduler import Scheduler
 from eecore.scheduling.sequence import Sequence, TokenRecord
 
 __all__ = ["Commits", "Taken"]
+
+TIMED = 0.5
+"""Share of a request's tokens, without the first, that timed rounds have to give before it is said
+what full depth would have taken.
+"""
 
 
 @dataclass(slots=True)
@@ -81,7 +86,7 @@ class Commits:
         is_first = not sequence.output_ids
         sequence.num_computed = outcome.num_computed
         sequence.is_encoded = sequence.input_ids is not None
-        sequence.counters = sequence.counters.plus(outcome.counters)
+        sequence.counters.add(outcome.counters)
         if outcome.draft_stop is not None:
             sequence.draft.stop = outcome.draft_stop
         sequence.kv_exit_layers += outcome.kv_exit_layers
@@ -89,10 +94,15 @@ class Commits:
         sequence.output_ids += taken.token_ids
         sequence.records += taken.records
         times = sequence.times
+        if outcome.seconds:
+            times.timed_tokens += len(taken.records)
+            times.timed_s += outcome.seconds
+            times.full_depth_s += len(taken.records) * outcome.full_depth_s
         publishes = not taken.records
         if not publishes and times.first_token is None:
             times.first_token, publishes = now, True
-        _keep_text(sequence.text, taken)
+        if taken.decoded is not None:
+            _keep_text(sequence.text, taken)
         if taken.approximate:
             pages.mark_approximate(taken.approximate)
         output = None
@@ -104,13 +114,22 @@ class Commits:
             return None
         if output is None and sequence.max_drafts > 0 and sequence not in going_on:
             self._scheduler.crop(sequence)
+        exit_layers: list[int] = []
+        confidences: list[float] = []
+        for record in taken.records:
+            exit_layers.append(record.exit_layer)
+            confidences.append(record.confidence)
+        logprobs = top_logprobs = None
+        if sequence.sampling.logprobs is not None:
+            logprobs, top_logprobs = _logprobs(sequence, taken.records)
         return StepOutput(
             sequence.request_id,
             taken.token_ids,
-            [record.exit_layer for record in taken.records],
-            [record.confidence for record in taken.records],
+            exit_layers,
+            confidences,
             output,
-            *_logprobs(sequence, taken.records),
+            logprobs,
+            top_logprobs,
             _prompt_logprobs(sequence) if is_first else None,
             taken.piece,
         )
@@ -144,20 +163,19 @@ class Commits:
     def _approximate(self, outcome: Outcome) -> set[int]:
         """Pages of newly computed positions for which not every layer ran."""
         sequence, num_layers = outcome.sequence, self._num_layers
-        first, stop = sequence.num_computed, outcome.num_computed
-        if route_of(sequence, num_layers).depth == num_layers:
-            prompt = sequence.num_prompt_tokens
-            before, fresh = sequence.kv_exit_layers, outcome.kv_exit_layers
-            split = prompt + len(before)
-            replayed = range(max(prompt, first), min(split, stop))
-            positions: Iterable[int] = [
-                *(p for p in replayed if before[p - prompt] < num_layers),
-                *(p for p in range(max(split, first), stop) if fresh[p - split] < num_layers),
-            ]
-        else:
-            positions = range(first, stop)
-        page_size = self._scheduler.pages.page_size
-        return {sequence.pages[position // page_size] for position in positions}
+        first, prompt = sequence.num_computed, len(sequence.prompt_ids)
+        before, fresh = sequence.kv_exit_layers, outcome.kv_exit_layers
+        is_deep = route_of(sequence, num_layers).depth == num_layers
+        split, page_size = prompt + len(before), self._scheduler.pages.page_size
+        pages = set()
+        for position in range(max(first, prompt) if is_deep else first, outcome.num_computed):
+            if is_deep:  # and a position before the split is replayed
+                is_old = position < split
+                layer = before[position - prompt] if is_old else fresh[position - split]
+                if layer == num_layers:
+                    continue
+            pages.add(sequence.pages[position // page_size])
+        return pages
 
     def _take_tokens(self, taken: Taken, sequence: Sequence) -> None:
         """The new tokens, as many as there are up to the end of the request."""
@@ -191,7 +209,7 @@ class Commits:
             assert text is not None
             _show(taken, text, decoded)
         elif text is not None:
-            taken.piece = text.piece(num_text, final=False)
+            taken.piece = Piece(text, num_text, final=False)
 
     def _end_text(
         self, taken: Taken, sequence: Sequence, decoded: Decoded | None, num_tokens: int
@@ -208,7 +226,7 @@ class Commits:
         if text.watches:
             _show(taken, text, taken.decoded, final=True)
         else:
-            taken.piece = text.piece(num_tokens, final=True)
+            taken.piece = Piece(text, num_tokens, final=True)
 
     def _output(
         self,
@@ -223,15 +241,18 @@ class Commits:
         count, first = len(records), times.first_token
         exit_layers = [record.exit_layer for record in records]
         logprobs, top_logprobs = _logprobs(sequence, records)
+        total = now - times.arrived
+        is_timed = 0 < times.timed_tokens >= TIMED * (count - 1)
         stats = RequestStats(
             contract=sequence.contract,
             num_layers=self._num_layers,
             prompt_tokens=len(sequence.given_ids),
             generated_tokens=count,
             time_to_first_token_s=(now if first is None else first) - times.arrived,
-            total_s=now - times.arrived,
+            total_s=total,
             mean_exit_layer=sum(exit_layers) / count if count else 0.0,
             cached_tokens=sequence.cached_tokens,
+            full_depth_s=total + times.full_depth_s - times.timed_s if is_timed else None,
             **asdict(sequence.counters),
         )
         return Output(

@@ -74,7 +74,11 @@ class Engine:
             dtype=cache_dtype(network, self.config.kv_cache_dtype),
         )
         self.iterations = Iterations(
-            network, kv, run or run_program_on(network.device), ahead=ahead
+            network,
+            kv,
+            run or run_program_on(network.device),
+            ahead=ahead,
+            history_tokens=self.config.draft_history_tokens,
         )
         self.intake = Intake(network, tokenizer, self.config)
         self.num_failed_iterations = 0
@@ -143,6 +147,10 @@ class Engine:
     def captures(self) -> list[Capture]:
         """Decoding programs captured so far, with the time and memory that each took."""
         return self.iterations.captures
+
+    def knows_full_depth(self, num_requests: int) -> bool:
+        """Whether it is known how long a pass of full depth takes with so many requests."""
+        return self.iterations.planner.chooser.costs.full(num_requests) is not None
 
     @property
     def requests(self) -> dict[str, Sequence]:
@@ -243,6 +251,7 @@ class Engine:
         with self._or_end_all():
             output = self._commits.end(sequence, time.perf_counter()).output
             self.scheduler.finish(sequence)
+            self.iterations.planner.ended(sequence)
         return output
 
     def hold(self, request_id: str) -> None:
@@ -329,8 +338,10 @@ class Engine:
         except Exception:
             self._failed("an iteration that was under way failed")
             return None
-        fails = any(outcome.error is not None or outcome.is_cut for outcome in outcomes)
-        return None if fails else outcomes
+        for outcome in outcomes:
+            if outcome.error is not None or outcome.is_cut:
+                return None
+        return outcomes
 
     def _commit(self, outcomes: list[Outcome], going_on: Container[Sequence]) -> None:
         """Make the outcomes of an iteration the state of the requests."""
@@ -354,6 +365,7 @@ class Engine:
                 steps.append(step)
                 if step.output is not None:
                     self.scheduler.finish(sequence)
+                    self.iterations.planner.ended(sequence)
 
     def _failed(self, what: str) -> None:
         """Count and log what has just raised."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from eecore.models import IncrementalDecoder, Tokenizer
 
-__all__ = ["Decoded", "TextStream"]
+__all__ = ["Decoded", "Piece", "TextStream"]
 
 
 class Decoded(NamedTuple):
@@ -46,6 +46,8 @@ class TextStream:
     ) -> None:
         self._tokenizer, self._prompt_ids = tokenizer, prompt_ids
         self._stop = stop
+        self.watches = bool(stop)
+        """Whether there are stop strings."""
         self._longest = max(map(len, stop), default=1)
         self._token_ids = token_ids
         self._decoded = Decoded(tokenizer.incremental(prompt_ids))
@@ -57,11 +59,6 @@ class TextStream:
         """Give special tokens a text, before there are any tokens."""
         self.special_texts = tokens
         self._decoded = Decoded(self._tokenizer.incremental(self._prompt_ids, shown=tokens))
-
-    @property
-    def watches(self) -> bool:
-        """Whether there are stop strings."""
-        return bool(self._stop)
 
     @property
     def decoded(self) -> Decoded:
@@ -98,10 +95,6 @@ class TextStream:
         """So much of the text has been."""
         self._shown = shown
 
-    def piece(self, num_tokens: int, *, final: bool) -> Callable[[], str]:
-        """What gives, once it is asked for, the text that is new with the first ``num_tokens``."""
-        return _Piece(self, num_tokens, final)
-
     def _with(
         self,
         before: Decoded,
@@ -133,12 +126,18 @@ class TextStream:
         return longest
 
 
-class _Piece:
-    """New text that is decoded when it is first asked for."""
+class Piece:
+    """The text that is new with the first ``num_tokens``, decoded when it is first asked for.
+
+    Args:
+        stream: the request's text.
+        num_tokens: tokens of the request.
+        final: whether no more of them come.
+    """
 
     __slots__ = ("_final", "_num_tokens", "_stream", "_text")
 
-    def __init__(self, stream: TextStream, num_tokens: int, final: bool) -> None:
+    def __init__(self, stream: TextStream, num_tokens: int, *, final: bool) -> None:
         self._stream, self._num_tokens, self._final = stream, num_tokens, final
         self._text: str | None = None
 

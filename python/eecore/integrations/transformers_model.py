@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -160,7 +160,9 @@ def from_transformers(
         adopted = adopt.Adopted(config, tensors, owner, before)
         network = adopted.network(config, source)
         network.draft_head = find_head(network, directory if known else Path(owner), exits)
-        limits = engine_limits(network, engine, kv_cache_tokens, prefix_cache)
+        limits = engine_limits(
+            network, engine, kv_cache_tokens=kv_cache_tokens, prefix_cache=prefix_cache
+        )
         watch = _Watch(model, config, adopted)
         network.check_held = watch.check
         made = Model(network, text, limits)
@@ -185,16 +187,28 @@ def _read(model: PreTrainedModel) -> tuple[AnyModelConfig, dict[str, Tensor]]:
     config = model_config(_fields(model.config, owner), _fields(model.generation_config, owner))
     check_modules(model)
     if isinstance(config, ModelConfig):
-        config = replace(config, rope=_rope(config.rope, model.get_submodule("model.rotary_emb")))
+        module = model.get_submodule("model.rotary_emb")
+        kinds = _rope_kinds(config, getattr(model.config, "layer_types", None) or ())
+        ropes = [_rope(*each, module) for each in zip(config.ropes, kinds, strict=True)]
+        config = replace(config, ropes=tuple(ropes))
     return config, dict(model.named_parameters(remove_duplicate=False))
 
 
-def _rope(rope: RopeConfig, module: Any) -> RopeConfig:
-    """The rotary embedding of a module, which keeps what it was made with."""
-    given: Tensor = module.inv_freq
+def _rope_kinds(config: ModelConfig, layer_types: Sequence[str]) -> list[str]:
+    """The kind of layers that each rotary embedding is of, "" where there are no kinds."""
+    kinds = dict(zip(config.layer_ropes, layer_types, strict=False))
+    return [kinds.get(place, "") for place in range(len(config.ropes))]
+
+
+def _rope(rope: RopeConfig, kind: str, module: Any) -> RopeConfig:
+    """The rotary embedding of a module, which keeps what it was made with, of a kind of layers
+    where it has several."""
+    of_kind = f"{kind}_" if hasattr(module, f"{kind}_inv_freq") else ""
+    given: Tensor = getattr(module, f"{of_kind}inv_freq")
     if given.is_meta:
         return rope
-    given, factor = given.float().cpu(), float(module.attention_scaling)
+    factor = float(getattr(module, f"{of_kind}attention_scaling"))
+    given = given.float().cpu()
     if torch.equal(given, frequencies(rope)) and factor == rope.attention_factor:
         return rope
     return replace(rope, frequencies=tuple(given.tolist()), attention_factor=factor)

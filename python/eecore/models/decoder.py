@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -16,7 +18,21 @@ from eecore.models.linear import Linear
 from eecore.models.source import ModelSource
 from eecore.ops import Matrix
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "Multipliers"]
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Numbers between the parts of a model; the defaults change nothing."""
+
+    embedding: float = 1.0
+    """Of embeddings; it is rounded to the model's dtype."""
+    residual: float = 1.0
+    """Of what a sublayer gives."""
+    logits: float = 1.0
+    """Of logits."""
+    logits_soft_cap: float = 0.0
+    """c > 0: multiplied logits l become ``c * tanh(l / c)``."""
 
 
 class Decoder:
@@ -32,6 +48,7 @@ class Decoder:
         lm_head: [vocab_size, hidden_size].
         head_norm: [hidden_size], the norm before the LM head.
         activation: of the MLPs, which are gated unless it is relu.
+        multipliers: between the parts.
     """
 
     def __init__(
@@ -42,6 +59,7 @@ class Decoder:
         lm_head: Matrix,
         head_norm: Tensor,
         activation: Activation = "silu",
+        multipliers: Multipliers = Multipliers(),
     ) -> None:
         self.source = source
         self.device, self.dtype = head_norm.device, head_norm.dtype
@@ -58,6 +76,8 @@ class Decoder:
         self._embed_tokens, self._lm_head, self._head_norm = embed_tokens, lm_head, head_norm
         self._hidden_size, self._q_size = config.hidden_size, config.q_size
         self._eps, self._activation = config.rms_norm_eps, activation
+        self._multipliers = multipliers
+        self._embedding_multiplier = float(torch.tensor(multipliers.embedding, dtype=self.dtype))
         self._keys_per_split = keys_per_split(self.device)
         self._flags = LayerFlags(config.num_layers)
 
@@ -77,6 +97,7 @@ class Decoder:
             table=table.table,
             previous=previous,
             sources=sources,
+            multiplier=self._embedding_multiplier,
             out=self._head_norm.new_empty(len(token_ids), self._hidden_size),
         )
 
@@ -85,7 +106,14 @@ class Decoder:
 
         With ``few`` in the model's dtype, by one of eecore's ops, however many rows there are.
         """
-        logits = self.linear(hidden, self._lm_head, norm=self._head_norm, few=few)
+        logits = self.linear(
+            hidden,
+            self._lm_head,
+            norm=self._head_norm,
+            multiplier=self._multipliers.logits,
+            soft_cap=self._multipliers.logits_soft_cap,
+            few=few,
+        )
         return logits if few else logits.float()
 
     def confidence(self, hidden: Tensor) -> ops.SoftmaxConfidence:
@@ -95,12 +123,30 @@ class Decoder:
     @property
     def measure(self) -> ops.SoftmaxMeasure:
         """What :meth:`confidence` measures with."""
-        head = self._lm_head
-        return ops.SoftmaxMeasure(self._head_norm, head.weight, self._eps, head.scale, head.table)
+        head, numbers = self._lm_head, self._multipliers
+        return ops.SoftmaxMeasure(
+            self._head_norm,
+            head.weight,
+            self._eps,
+            head.scale,
+            head.table,
+            numbers.logits,
+            numbers.logits_soft_cap,
+        )
 
-    def _projected(self, attended: Tensor, o: Matrix, hidden: Tensor) -> Tensor:
-        """Attention's output, added to the residual stream."""
-        return self.linear(attended.view(-1, self._q_size), o, residual=hidden)
+    def _projected(
+        self, attended: Tensor, o: Matrix, hidden: Tensor, post_norm: Tensor | None = None
+    ) -> Tensor:
+        """Attention's output, normed where there is a norm, added to the residual stream."""
+        return self._onto(hidden, attended.view(-1, self._q_size), o, post_norm)
+
+    def _onto(self, hidden: Tensor, x: Tensor, matrix: Matrix, post_norm: Tensor | None) -> Tensor:
+        """The residual stream and the multiple of a linear layer of x, normed or not."""
+        multiplier = self._multipliers.residual
+        if post_norm is None:
+            return self.linear(x, matrix, residual=hidden, multiplier=multiplier)
+        given = self.linear(x, matrix)
+        return ops.add_normed(given, post_norm, hidden, eps=self._eps, multiplier=multiplier)
 
     def _mlp(self, layer: ops.DecoderWeights, hidden: Tensor) -> Tensor:
         activation, norm = self._activation, layer.mlp_norm
@@ -119,7 +165,7 @@ class Decoder:
                 activation=activation,
                 constant_weight=True,
             )
-        return self.linear(inner, layer.down, residual=hidden)
+        return self._onto(hidden, inner, layer.down, layer.mlp_post_norm)
 
 
 def _activated(inner: Tensor, activation: Activation) -> Tensor:

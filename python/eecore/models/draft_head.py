@@ -84,14 +84,24 @@ class HeadModel(Protocol):
     linear: Linear
 
     @property
+    def measure(self) -> ops.SoftmaxMeasure:
+        """What the model's own confidence is measured with."""
+        ...
+
+    @property
     def weights(self) -> HeadWeights:
         """The model's own, which are not changed."""
         ...
 
     def rotate(
-        self, q: Tensor, positions: Tensor, kv: KVCache, no_keys: tuple[Tensor, Tensor]
+        self,
+        q: Tensor,
+        layer: int,
+        positions: Tensor,
+        kv: KVCache,
+        no_keys: tuple[Tensor, Tensor],
     ) -> None:
-        """Give queries their rotary embedding, in place."""
+        """Give queries the rotary embedding of a layer, in place."""
         ...
 
     def attend(
@@ -276,7 +286,8 @@ class DraftHead:
         texts = seen.page_table, seen.seq_lens, seen.starts
         q = self._linear(hidden, attention.query, norm=attention.norm, few=True)
         q = q.view(len(q), -1, network.config.head_dim)
-        network.rotate(q, seen.positions, kv, seen.no_keys)
+        # A head attends to keys that are rotated alike: it is trained so.
+        network.rotate(q, attention.asked[0].layer, seen.positions, kv, seen.no_keys)
         for asked in attention.asked:
             found = network.attend(q[:, asked.queries], asked.layer, asked.heads, kv, texts)
             hidden = self._linear(found.flatten(1), asked.output, residual=hidden, few=True)
@@ -285,8 +296,16 @@ class DraftHead:
     @property
     def measure(self) -> ops.SoftmaxMeasure:
         """The measure of a state: over :attr:`tokens`, by their places among them."""
-        return ops.SoftmaxMeasure(
-            self._norm, self._head.weight, self._eps, lm_head_table=self._head.table
+        return self._measured_by(self._norm, self._head)
+
+    def _measured_by(self, norm: Tensor, head: Matrix) -> ops.SoftmaxMeasure:
+        """The model's own measure, with another norm and some rows of the LM head."""
+        own = self._network.measure
+        return own._replace(
+            norm_weight=norm,
+            lm_head=head.weight,
+            lm_head_scale=head.scale,
+            lm_head_table=head.table,
         )
 
     def gap(self, hidden: Tensor) -> Tensor:
@@ -298,11 +317,7 @@ class DraftHead:
         Returns:
             float32 [num_rows].
         """
-        rows = self._own_rows
-        measure = ops.SoftmaxMeasure(
-            self._final_norm, rows.weight, self._eps, lm_head_table=rows.table
-        )
-        return measure(hidden).confidence
+        return self._measured_by(self._final_norm, self._own_rows)(hidden).confidence
 
     def prepare_gap(self) -> None:
         """Have what :meth:`gap` multiplies by, before a program that calls it is recorded."""

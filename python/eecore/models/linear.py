@@ -54,15 +54,21 @@ class Linear:
         *,
         norm: Tensor | None = None,
         residual: Tensor | None = None,
+        multiplier: float = 1.0,
+        soft_cap: float = 0.0,
         few: bool = False,
     ) -> Tensor:
         """Linear layer of x, normed first when there is a norm, added to the residual if any.
+
+        ``multiplier`` and ``soft_cap`` are those of :func:`eecore.ops.skinny_linear`.
 
         ``few``: by eecore's product, however many rows there are. For others quantised weights
         become floats of x's dtype first, rounded to it.
         """
         if few or self.is_skinny(x):
-            return self._skinny(x, matrix, norm, residual=residual)
+            return self._skinny(
+                x, matrix, norm, residual=residual, multiplier=multiplier, soft_cap=soft_cap
+            )
         weight, bias, scale, table = matrix
         if norm is not None:
             x = self.normed(x, norm)
@@ -73,12 +79,16 @@ class Linear:
             weight = x.new_empty(len(table), x.shape[1])
             ops.embed_tokens(every, matrix.weight, table=table, out=weight)
         out = functional.linear(x, weight, bias)
+        if multiplier != 1:
+            out.mul_(multiplier)
+        if soft_cap:
+            out.div_(soft_cap).tanh_().mul_(soft_cap)
         return out if residual is None else out.add_(residual)
 
-    def into_cache(self, x: Tensor, qkv: Matrix, norm: Tensor, append: AppendKv) -> Tensor:
+    def into_cache(self, x: Tensor, qkv: Matrix, norm: Tensor | None, append: AppendKv) -> Tensor:
         """Queries [num_tokens, num_q_heads, head_dim] of x, its keys and values in the cache.
 
-        ``qkv`` has heads of q, then of k, then of v; x is normed first.
+        ``qkv`` has heads of q, then of k, then of v; x is normed first when there is a norm.
         """
         num_kv_heads, head_dim = append.k_cache.shape[-2:]
         skinny = self.is_skinny(x)
@@ -101,6 +111,8 @@ class Linear:
         norm: Tensor | None,
         *,
         residual: Tensor | None = None,
+        multiplier: float = 1.0,
+        soft_cap: float = 0.0,
         append: AppendKv | None = None,
     ) -> Tensor:
         return ops.skinny_linear(
@@ -111,6 +123,8 @@ class Linear:
             norm_weight=norm,
             eps=self._eps,
             bias=matrix.bias,
+            multiplier=multiplier,
+            soft_cap=soft_cap,
             residual=residual,
             constant_weight=True,
             append=append,

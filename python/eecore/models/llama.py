@@ -1,5 +1,7 @@
 """The forward pass of the Llama family (Llama, SmolLM2, Mistral, Qwen2, Qwen3).
 
+Its members differ by the switches of :class:`eecore.config.ModelConfig`.
+
 Layers run in stretches: on the CPU a whole stretch is one op, elsewhere they go layer by layer.
 Weights of all layers are stacked, and a layer works on views: the K/V projections that
 ``kv_fill`` reads for every layer at once are the very ones that the layers use. No weight needs a
@@ -9,6 +11,7 @@ float8.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +20,9 @@ from torch import Tensor
 from eecore import ops
 from eecore.config import ModelConfig
 from eecore.models.attention import AttentionBatch
-from eecore.models.decoder import Decoder
+from eecore.models.decoder import Decoder, Multipliers
 from eecore.models.kv_cache import KVCache
-from eecore.models.rope import RopeTable
+from eecore.models.rope import RopeTables
 from eecore.models.source import ModelSource
 from eecore.models.weights import NewWeights, WeightView, layer_views
 from eecore.ops import Matrix
@@ -28,6 +31,31 @@ from eecore.ops import Matrix
 EMBEDDINGS = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class NormNames:
+    """What a family calls the norms of its layers in a checkpoint, without ``.weight``."""
+
+    attention: str = "input_layernorm"
+    """Before attention."""
+    mlp: str = "post_attention_layernorm"
+    """Before the MLP."""
+    attention_post: str = "post_attention_layernorm"
+    """Of what attention gives."""
+    mlp_post: str = "post_feedforward_layernorm"
+    """Of what the MLP gives."""
+
+
+GEMMA_NORMS = NormNames(mlp="pre_feedforward_layernorm")
+OURO_NORMS = NormNames(attention_post="input_layernorm_2", mlp_post="post_attention_layernorm_2")
+NORM_NAMES = {
+    "Gemma2ForCausalLM": GEMMA_NORMS,
+    "Gemma3ForCausalLM": GEMMA_NORMS,
+    "Gemma3ForConditionalGeneration": GEMMA_NORMS,
+    "OuroForCausalLM": OURO_NORMS,
+}
+"""The names of architectures whose names are not :class:`NormNames`' own."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +72,10 @@ class LlamaWeights:
     """[vocab_size, hidden_size]; the same as embed_tokens when they are tied."""
     final_norm: Tensor
     """[hidden_size]"""
-    attention_norm: Tensor
-    """[num_layers, hidden_size]"""
-    mlp_norm: Tensor
-    """[num_layers, hidden_size]"""
+    attention_norm: Tensor | None
+    """[num_layers, hidden_size], before attention."""
+    mlp_norm: Tensor | None
+    """[num_layers, hidden_size], before the MLP."""
     qkv: Matrix
     """[num_layers, q_size + 2 * kv_size, hidden_size]"""
     o: Matrix
@@ -57,9 +85,13 @@ class LlamaWeights:
     down: Matrix
     """[num_layers, hidden_size, intermediate_size]"""
     q_norm: Tensor | None
-    """[num_layers, head_dim]"""
+    """[num_layers, head_dim], or [num_layers, q_size]"""
     k_norm: Tensor | None
-    """[num_layers, head_dim]"""
+    """[num_layers, head_dim], or [num_layers, kv_size]"""
+    attention_post_norm: Tensor | None = None
+    """[num_layers, hidden_size], of what attention gives."""
+    mlp_post_norm: Tensor | None = None
+    """[num_layers, hidden_size], of what the MLP gives."""
 
     @classmethod
     def empty(cls, config: ModelConfig, new: NewWeights) -> LlamaWeights:
@@ -68,13 +100,17 @@ class LlamaWeights:
         qkv = (config.q_size, config.kv_size, config.kv_size)
         shape, tied = (config.vocab_size, hidden), config.tie_word_embeddings
         embeddings = new.matrix("embed_tokens", *shape, is_head=tied)
-        head_norm = (layers, config.head_dim)
+
+        def norms(are_there: bool) -> Tensor | None:
+            return new.tensor(layers, hidden) if are_there else None
+
+        q_norm, k_norm = config.qk_norm_sizes
         return cls(
             embed_tokens=embeddings,
             lm_head=embeddings if tied else new.matrix("lm_head", *shape, is_head=True),
             final_norm=new.tensor(hidden),
-            attention_norm=new.tensor(layers, hidden),
-            mlp_norm=new.tensor(layers, hidden),
+            attention_norm=norms(config.pre_norm),
+            mlp_norm=norms(config.pre_norm),
             qkv=new.matrix(
                 "qkv",
                 layers,
@@ -89,8 +125,10 @@ class LlamaWeights:
                 "gate_up", layers, 2 * inner, hidden, parts=(inner, inner), bias=config.mlp_bias
             ),
             down=new.matrix("down", layers, hidden, inner, bias=config.mlp_bias),
-            q_norm=new.tensor(*head_norm) if config.qk_norm else None,
-            k_norm=new.tensor(*head_norm) if config.qk_norm else None,
+            q_norm=new.tensor(layers, q_norm) if q_norm else None,
+            k_norm=new.tensor(layers, k_norm) if k_norm else None,
+            attention_post_norm=norms(config.post_norm),
+            mlp_post_norm=norms(config.post_norm),
         )
 
     def stacked(self) -> ops.DecoderWeights:
@@ -116,19 +154,20 @@ class LlamaWeights:
             "mlp.up_proj": self.gate_up.rows(slice(inner, None)),
             "mlp.down_proj": self.down,
         }
-        norms = {
-            "self_attn.q_norm": self.q_norm,
-            "self_attn.k_norm": self.k_norm,
-            "input_layernorm": self.attention_norm,
-            "post_attention_layernorm": self.mlp_norm,
-        }
+        names = NORM_NAMES.get(config.architecture, NormNames())
+        norms = {"self_attn.q_norm": self.q_norm, "self_attn.k_norm": self.k_norm}
+        if config.pre_norm:
+            norms |= {names.attention: self.attention_norm, names.mlp: self.mlp_norm}
+        if config.post_norm:
+            norms[names.attention_post] = self.attention_post_norm
+            norms[names.mlp_post] = self.mlp_post_norm
         views = {
             embeddings: WeightView.of(self.embed_tokens, "most"),
-            NORM: WeightView(self.final_norm),
+            NORM: WeightView(self.final_norm, offset=config.norm_offset),
         }
         if not config.tie_word_embeddings:
             views[HEAD] = WeightView.of(self.lm_head, "most")
-        return views | layer_views("model.layers.{}", matrices, norms)
+        return views | layer_views("model.layers.{}", matrices, norms, config.norm_offset)
 
 
 class LlamaModel(Decoder):
@@ -138,10 +177,20 @@ class LlamaModel(Decoder):
         self, config: ModelConfig, weights: LlamaWeights, source: ModelSource | None = None
     ) -> None:
         head = weights.embed_tokens, weights.lm_head, weights.final_norm
-        super().__init__(config, source, *head)
+        multipliers = Multipliers(
+            config.embedding_multiplier,
+            config.residual_multiplier,
+            1 / config.logits_divisor,
+            config.logits_soft_cap or 0.0,
+        )
+        super().__init__(config, source, *head, config.activation, multipliers)
         self.config, self.weights = config, weights
-        self._rope = RopeTable(config.rope, config.max_position, self.device)
-        self._scale = config.head_dim**-0.5
+        self._ropes = RopeTables(config, self.device)
+        self.attention_scale = (
+            config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        )
+        """Multiplies the scores of attention."""
+        self._soft_cap = config.attention_soft_cap or 0.0
         self._stacked = weights.stacked()
         self._layers = self._stacked.unbind()
         windows = torch.tensor(config.layer_windows, dtype=torch.int32)
@@ -150,7 +199,7 @@ class LlamaModel(Decoder):
 
     def prepare(self, kv: KVCache) -> None:
         """Compute what programs need beside a cache; without a program that is done by itself."""
-        self._cos_sin(kv)
+        self._tables(kv)
 
     def layers(
         self,
@@ -170,6 +219,7 @@ class LlamaModel(Decoder):
         the same bit for bit whatever runs beside it.
         """
         if not self.calls_single_ops:
+            cos_sin, layer_ropes = self._layer_tables(kv)
             return ops.decoder_layers(
                 hidden,
                 self._stacked,
@@ -177,15 +227,19 @@ class LlamaModel(Decoder):
                 kv.v,
                 batch.slot_mapping,
                 batch.positions,
-                self._cos_sin(kv),
+                cos_sin,
                 batch.page_table,
                 batch.seq_lens,
                 batch.query_start_loc,
                 begin_layer=begin,
                 end_layer=end,
-                scale=self._scale,
+                scale=self.attention_scale,
                 eps=self.config.rms_norm_eps,
                 sliding_window=self._windows,
+                activation=self.config.activation,
+                residual_multiplier=self.config.residual_multiplier,
+                soft_cap=self._soft_cap,
+                layer_ropes=layer_ropes,
                 skip_attention=self._flags.of(skip_attention),
                 skip_mlp=self._flags.of(skip_mlp),
                 fixed_split_size=self._keys_per_split,
@@ -215,12 +269,22 @@ class LlamaModel(Decoder):
         rotated."""
         config, weights = self.config, self._layers[layer]
         rows = self.linear(hidden, weights.qkv, norm=weights.attention_norm)
-        q = rows[:, : config.q_size].reshape(len(rows), -1, config.head_dim)
-        return q if weights.q_norm is None else self.linear.normed(q, weights.q_norm)
+        q, norm = rows[:, : config.q_size], weights.q_norm
+        if norm is not None and config.qk_norm == "projection":
+            q = self.linear.normed(q, norm)
+        q = q.reshape(len(rows), -1, config.head_dim)
+        if norm is not None and config.qk_norm == "head":
+            q = self.linear.normed(q, norm)
+        return q
 
-    def cos_sin(self, num_positions: int) -> Tensor:
-        """Float32 [num_positions or more, rotary_dim], as :func:`append_kv` takes it."""
-        return self._rope.reaching(num_positions)
+    def cos_sin(self, num_positions: int, layer: int) -> Tensor:
+        """Of the queries of a layer, from 0: float32 [num_positions or more, rotary_dim], as
+        :func:`append_kv` takes it."""
+        return self._ropes.reaching(num_positions)[self._ropes.places[layer][0]]
+
+    def turn_alike(self, layers: Iterable[int]) -> bool:
+        """Whether queries of these layers are rotated alike."""
+        return len({self._ropes.places[layer][0] for layer in layers}) <= 1
 
     def no_keys(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """Keys that go nowhere, which :meth:`rotate` takes: the keys, and slots of -1."""
@@ -228,12 +292,18 @@ class LlamaModel(Decoder):
         return keys, torch.full((num_rows,), -1, device=self.device)
 
     def rotate(
-        self, q: Tensor, positions: Tensor, kv: KVCache, no_keys: tuple[Tensor, Tensor]
+        self,
+        q: Tensor,
+        layer: int,
+        positions: Tensor,
+        kv: KVCache,
+        no_keys: tuple[Tensor, Tensor],
     ) -> None:
-        """Give queries their rotary embedding, in place.
+        """Give queries the rotary embedding of a layer, in place.
 
         Args:
             q: [num_rows, num_heads, head_dim].
+            layer: from 0.
             positions: int64 [num_rows].
             kv: that they are for; nothing is written there.
             no_keys: of as many rows.
@@ -244,7 +314,7 @@ class LlamaModel(Decoder):
         ops.append_kv(
             *(q, keys, keys, k_cache, v_cache, slots),
             positions=positions,
-            cos_sin=self._cos_sin(kv),
+            cos_sin=self._tables(kv)[self._ropes.places[layer][0]],
             key_scales=scales[0],
             value_scales=scales[1],
         )
@@ -265,7 +335,8 @@ class LlamaModel(Decoder):
         scales = [None if s is None else s[heads] for s in kv.layer_scales[layer]]
         return ops.paged_attention(
             *(q, k_cache, v_cache, *texts),
-            scale=self._scale,
+            scale=self.attention_scale,
+            soft_cap=self._soft_cap,
             fixed_split_size=self._keys_per_split,
             arrivals=kv.arrivals,
             key_scales=scales[0],
@@ -285,6 +356,7 @@ class LlamaModel(Decoder):
         Row t fills layers ``exit_layer[t]..num_layers-1`` (int32) at ``slot_mapping[t]``, each with
         the layer's own norm, projection and rotary embedding. (Early-exit framework §3.2.)
         """
+        cos_sin, layer_ropes = self._layer_tables(kv)
         ops.kv_fill(
             hidden,
             exit_layer,
@@ -295,30 +367,38 @@ class LlamaModel(Decoder):
             slot_mapping,
             k_norm_weight=self.weights.k_norm,
             positions=positions,
-            cos_sin=self._cos_sin(kv),
+            cos_sin=cos_sin,
             eps=self.config.rms_norm_eps,
             key_scales=kv.key_scales,
             value_scales=kv.value_scales,
+            layer_ropes=layer_ropes,
         )
 
-    def _cos_sin(self, kv: KVCache) -> Tensor:
-        """The table of all positions that a sequence in the cache can be at: each has its slot."""
-        return self._rope.reaching(kv.num_pages * kv.page_size)
+    def _tables(self, kv: KVCache) -> Tensor:
+        """The tables of all positions that a sequence in the cache can be at: each has its slot."""
+        return self._ropes.reaching(kv.num_pages * kv.page_size)
+
+    def _layer_tables(self, kv: KVCache) -> tuple[Tensor, Tensor | None]:
+        """``cos_sin`` and ``layer_ropes`` of the ops that are about several layers."""
+        tables, by_layer = self._tables(kv), self._ropes.by_layer
+        return (tables[0] if by_layer is None else tables), by_layer
 
     def _attention(self, index: int, hidden: Tensor, kv: KVCache, batch: AttentionBatch) -> Tensor:
         config, layer = self.config, self._layers[index]
         k_cache, v_cache = kv.layers[index]
         key_scales, value_scales = kv.layer_scales[index]
+        tables, (of_queries, of_keys) = self._tables(kv), self._ropes.places[index]
         append = ops.AppendKv(
             k_cache,
             v_cache,
             batch.slot_mapping,
             batch.positions,
-            self._cos_sin(kv),
+            tables[of_keys],
             layer.q_norm,
             layer.k_norm,
             key_scales,
             value_scales,
+            None if of_queries == of_keys else tables[of_queries],
         )
         q = self.linear.into_cache(hidden, layer.qkv, layer.attention_norm, append)
         attended = ops.paged_attention(
@@ -328,11 +408,12 @@ class LlamaModel(Decoder):
             batch.page_table,
             batch.seq_lens,
             batch.query_start_loc,
-            scale=self._scale,
+            scale=self.attention_scale,
+            soft_cap=self._soft_cap,
             sliding_window=config.layer_windows[index],
             fixed_split_size=self._keys_per_split,
             arrivals=kv.arrivals,
             key_scales=key_scales,
             value_scales=value_scales,
         )
-        return self._projected(attended, layer.o, hidden)
+        return self._projected(attended, layer.o, hidden, layer.attention_post_norm)

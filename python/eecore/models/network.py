@@ -50,13 +50,17 @@ def network_digest(network: LlamaModel) -> str:
 
     Quantising leaves norms alone, so that a draft head that was trained for a model goes with every
     quantisation of it. In this order: ``"num_layers hidden_size vocab_size"``, final_norm
-    [hidden_size], attention_norm [num_layers, hidden_size] and mlp_norm [num_layers, hidden_size].
+    [hidden_size], attention_norm [num_layers, hidden_size] and mlp_norm [num_layers, hidden_size];
+    of a model without norms before its sublayers those of what they give.
     """
     config, weights = network.config, network.weights
     digest = hashlib.sha256(
         f"{config.num_layers} {config.hidden_size} {config.vocab_size}".encode("ascii")
     )
-    for norm in (weights.final_norm, weights.attention_norm, weights.mlp_norm):
+    before = weights.attention_norm, weights.mlp_norm
+    after = weights.attention_post_norm, weights.mlp_post_norm
+    for norm in (weights.final_norm, *(before if config.pre_norm else after)):
+        assert norm is not None
         digest.update(_little_endian(norm))
     return digest.hexdigest()
 

@@ -11,35 +11,73 @@ import math
 import torch
 from torch import Tensor
 
-from eecore.config import RopeConfig
+from eecore.config import ModelConfig, RopeConfig
 
 
-class RopeTable:
+class RopeTables:
     """Cosines and sines of as many positions as a cache has slots, or as the model reaches.
 
-    A model may say that it reaches a hundred million positions: the table has none that no sequence
-    can be at, and a larger cache gets a longer one. A table that was given out stays as it is, for
-    programs that hold on to it.
+    There is a table for each rotary embedding that layers differ by, one of its own for queries
+    that are scaled by their position, and one that turns nothing for layers without any. A model
+    may say that it reaches a hundred million positions: the tables have none that no sequence can
+    be at, and a larger cache gets longer ones. Tables that were given out stay as they are, for
+    programs that hold on to them.
 
     Args:
-        rope: the rotary embedding.
-        max_position: that it is made for.
-        device: of the table.
+        config: of the model.
+        device: of the tables.
+
+    Attributes:
+        places: of each layer, the table of its queries and that of its keys.
+        by_layer: int32 [num_layers, 2] of these, on the device; None where there is one table.
     """
 
-    def __init__(self, rope: RopeConfig, max_position: int, device: torch.device) -> None:
-        self._rope = rope
-        self._max_position = max_position
-        self._device = device
-        self._tables: list[Tensor] = []
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self._max_position, self._device = config.max_position, device
+        self._rotary_dim = config.ropes[0].rotary_dim
+        ropes = [None if place is None else config.ropes[place] for place in config.layer_ropes]
+        wanted = [((rope, True), (rope, False)) for rope in ropes]
+        self._kinds = list(dict.fromkeys(_kind(*each) for pair in wanted for each in pair))
+        self.places = tuple(
+            (self._kinds.index(_kind(*queries)), self._kinds.index(_kind(*keys)))
+            for queries, keys in wanted
+        )
+        self.by_layer: Tensor | None = None
+        if len(self._kinds) > 1:
+            self.by_layer = torch.tensor(self.places, dtype=torch.int32, device=device)
+        self._made: list[Tensor] = []
 
     def reaching(self, num_slots: int) -> Tensor:
-        """Float32 [>= num_slots, or max_position, rotary_dim]: see :func:`cos_sin_table`."""
+        """Float32 [num_tables, >= num_slots, or max_position, rotary_dim]: see
+        :func:`cos_sin_table`."""
         needed = min(num_slots, self._max_position)
-        if not self._tables or len(self._tables[-1]) < needed:
+        if not self._made or self._made[-1].shape[1] < needed:
             rows = min(1 << max(needed - 1, 0).bit_length(), self._max_position)
-            self._tables.append(cos_sin_table(self._rope, rows, self._device))
-        return self._tables[-1]
+            tables = [self._table(*kind, rows) for kind in self._kinds]
+            self._made.append(torch.stack(tables))
+        return self._made[-1]
+
+    def _table(self, rope: RopeConfig | None, scales_queries: bool, rows: int) -> Tensor:
+        if rope is None:
+            table = torch.zeros(rows, self._rotary_dim, dtype=torch.float32, device=self._device)
+            table[:, : self._rotary_dim // 2] = 1.0
+            return table
+        table = cos_sin_table(rope, rows, self._device)
+        if scales_queries:
+            table *= query_scales(rope, rows).to(self._device)[:, None]
+        return table
+
+
+def _kind(rope: RopeConfig | None, is_of_queries: bool) -> tuple[RopeConfig | None, bool]:
+    """What tells tables apart: a rotary embedding, and whether queries are scaled by position."""
+    return rope, is_of_queries and rope is not None and rope.query_scale_beta > 0
+
+
+def query_scales(rope: RopeConfig, max_position: int) -> Tensor:
+    """Float32 [max_position]: the factor of a query by its position (Llama 4, Ministral 3)."""
+    positions = torch.arange(max_position, dtype=torch.float32)
+    wraps = torch.floor(positions / rope.original_max_position)
+    return 1 + rope.query_scale_beta * torch.log(1 + wraps)
 
 
 def cos_sin_table(rope: RopeConfig, max_position: int, device: torch.device) -> Tensor:

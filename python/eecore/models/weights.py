@@ -28,6 +28,10 @@ BLOCK_FORMATS: dict[Coding, dict[Care, str]] = {
     "int4": {"usual": "Q4_1", "more": "Q5_1", "most": "Q8_0"},
 }
 """Blocks of matrices whose rows they fill; others get a scale per row of int8."""
+MAX_SMALL = 1 << 20
+"""Elements of a tensor that is copied by one thread."""
+PART = 1 << 14
+"""Elements of a part of it: below the 32768 from which torch shares an element-wise loop."""
 BLOCK_COLUMNS = 32
 INT8_BLOCK_DEVICES = frozenset({"cpu"})
 """The types of devices on which int8 is in blocks; on others its rows have a scale each."""
@@ -148,6 +152,8 @@ class WeightView:
     """int64, of that shape too; the weight is packed bytes then."""
     care: Care = "usual"
     """Where it is quantised."""
+    offset: float = 0.0
+    """Added to what a checkpoint stores, in float32; of norms alone."""
 
     @classmethod
     def of(cls, matrix: Matrix, care: Care = "usual") -> WeightView:
@@ -157,7 +163,7 @@ class WeightView:
     def fill(self, stored: Tensor) -> None:
         """Copy a stored tensor, converted to the weight's dtype and device, or made int8."""
         if self.scale is None:
-            self.weight.copy_(stored)
+            _copy(self.weight, stored.float() + self.offset if self.offset else stored)
             return
         self.fill_int8(*quantise_rows(stored))
 
@@ -168,8 +174,25 @@ class WeightView:
         self.scale.copy_(scale)
 
 
+def _copy(place: Tensor, stored: Tensor) -> None:
+    """Copy a tensor; a small one in parts, each too small for torch to wake other threads, which
+    takes them longer than the copy where the processors are busy."""
+    is_near = place.device.type == "cpu" and place.is_contiguous()
+    if stored.numel() > MAX_SMALL or not is_near:
+        place.copy_(stored)
+        return
+    parts = zip(
+        torch.split(place.view(-1), PART), torch.split(stored.reshape(-1), PART), strict=True
+    )
+    for part, given in parts:
+        part.copy_(given)
+
+
 def layer_views(
-    block: str, matrices: Mapping[str, Matrix], norms: Mapping[str, Tensor | None]
+    block: str,
+    matrices: Mapping[str, Matrix],
+    norms: Mapping[str, Tensor | None],
+    norm_offset: float = 0.0,
 ) -> dict[str, WeightView]:
     """What the tensors of a stack of layers fill, by their names in a checkpoint.
 
@@ -178,6 +201,7 @@ def layer_views(
         matrices: of all layers, by the rest of their names, the last part of which says whether
             they make keys or values.
         norms: of all layers likewise; None where there is none.
+        norm_offset: added to each norm weight of the checkpoint.
     """
     by_layer: dict[str, list[WeightView]] = {}
     for name, matrix in matrices.items():
@@ -187,7 +211,7 @@ def layer_views(
             by_layer[f"{name}.bias"] = [WeightView(part) for part in matrix.bias]
     for name, norm in norms.items():
         if norm is not None:
-            by_layer[f"{name}.weight"] = [WeightView(part) for part in norm]
+            by_layer[f"{name}.weight"] = [WeightView(part, offset=norm_offset) for part in norm]
     num_layers = len(next(iter(by_layer.values())))
     return {
         f"{block.format(layer)}.{name}": views[layer]

@@ -36,13 +36,15 @@ class AppendKv(NamedTuple):
     cos_sin: Tensor | None = None
     """float32 [max_position, rotary_dim]"""
     q_norm_weight: Tensor | None = None
-    """[head_dim]"""
+    """[head_dim], or [num_q_heads * head_dim]"""
     k_norm_weight: Tensor | None = None
-    """[head_dim]"""
+    """[head_dim], or [num_kv_heads * head_dim]"""
     key_scales: Tensor | None = None
     """float32 [num_kv_heads], of keys in float8"""
     value_scales: Tensor | None = None
     """float32 [num_kv_heads]"""
+    q_cos_sin: Tensor | None = None
+    """float32 [max_position, rotary_dim], of queries alone"""
 
 
 def append_kv(
@@ -60,6 +62,7 @@ def append_kv(
     eps: float = 1e-6,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    q_cos_sin: Tensor | None = None,
 ) -> None:
     """Write new keys and values to their cache slots, with head norms and rotary embedding fused.
 
@@ -82,11 +85,14 @@ def append_kv(
         positions: int64 [num_tokens]; None switches the rotary embedding off.
         cos_sin: float32 [max_position, rotary_dim]: rotary_dim/2 cosines, then as many sines; pairs
             (i, i + rotary_dim/2) are rotated.
-        q_norm_weight: [head_dim], RMS norm of each query head.
-        k_norm_weight: [head_dim], RMS norm of each key head.
+        q_norm_weight: [head_dim], RMS norm of each query head; or [num_q_heads * head_dim], of all
+            query heads of a token at once.
+        k_norm_weight: [head_dim] of key heads, or [num_kv_heads * head_dim], likewise.
         eps: of the head norms.
         key_scales: float32 [num_kv_heads], positive, of keys in float8; None: 1.
         value_scales: float32 [num_kv_heads], likewise of values.
+        q_cos_sin: float32 [max_position, rotary_dim], that queries are rotated by in place of
+            ``cos_sin``: one of other frequencies, or with a factor by position.
     """
     _append_kv(
         q,
@@ -102,6 +108,7 @@ def append_kv(
         eps,
         key_scales,
         value_scales,
+        q_cos_sin,
     )
 
 
@@ -114,6 +121,7 @@ def paged_attention(
     query_start_loc: Tensor,
     *,
     scale: float,
+    soft_cap: float = 0.0,
     causal: bool = True,
     sliding_window: int = 0,
     fixed_split_size: int = 0,
@@ -155,6 +163,8 @@ def paged_attention(
         seq_lens: int32 [num_seqs], keys in the cache, this call's included.
         query_start_loc: int32 [num_seqs + 1], from 0 to num_tokens.
         scale: of the scores, usually head_dim ** -0.5.
+        soft_cap: c > 0: scaled scores s become ``c * tanh(s / c)``; 0: they stay. Not with a
+            ``position_bias``.
         causal: False for cross attention and encoders.
         sliding_window: how many keys a query sees, itself included; 0 for all.
         fixed_split_size: keys per split of a long context; 0 lets the call's shape decide. With a
@@ -198,6 +208,7 @@ def paged_attention(
         arrivals,
         key_scales,
         value_scales,
+        soft_cap,
     )
     return out
 
@@ -205,7 +216,7 @@ def paged_attention(
 def kv_fill(
     hidden: Tensor,
     exit_layer: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     kv: Matrix,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -217,6 +228,7 @@ def kv_fill(
     eps: float = 1e-6,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    layer_ropes: Tensor | None = None,
 ) -> None:
     """Fill the KV cache of the layers that each row skipped, all layers in one call.
 
@@ -227,19 +239,23 @@ def kv_fill(
     Args:
         hidden: [num_tokens, hidden_size], each row's exit state before any norm.
         exit_layer: int32 [num_tokens], 0..num_layers; num_layers fills nothing.
-        norm_weight: [num_layers, hidden_size], the norms before attention.
+        norm_weight: [num_layers, hidden_size], the norms before attention; None: there are none.
         kv: [num_layers, 2 * num_kv_heads * head_dim, hidden_size], K rows then V rows; any layer
             and row stride, so a view of a stacked QKV matrix does.
         k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], any strides with
             contiguous head_dim; dtype as in :func:`append_kv`.
         v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], likewise.
         slot_mapping: int64 [num_tokens]; -1 writes nothing.
-        k_norm_weight: [num_layers, head_dim].
+        k_norm_weight: [num_layers, head_dim]; or [num_layers, num_kv_heads * head_dim], of all key
+            heads at once.
         positions: int64 [num_tokens]; None switches the rotary embedding off.
-        cos_sin: float32 [max_position, rotary_dim], as in :func:`append_kv`.
+        cos_sin: float32 [max_position, rotary_dim], as in :func:`append_kv`; with ``layer_ropes``
+            [num_ropes, max_position, rotary_dim].
         eps: of the norms.
         key_scales: float32 [num_layers, num_kv_heads], as in :func:`append_kv`.
         value_scales: float32 [num_layers, num_kv_heads], likewise.
+        layer_ropes: int32 [num_layers, 2]: of ``cos_sin`` the table of each layer's queries, and
+            that of its keys.
     """
     _kv_fill(
         hidden,
@@ -258,4 +274,5 @@ def kv_fill(
         kv.table,
         key_scales,
         value_scales,
+        layer_ropes,
     )

@@ -122,6 +122,8 @@ def exit_confidence_softmax(
     *,
     lm_head_scale: Tensor | None = None,
     lm_head_table: Tensor | None = None,
+    multiplier: float = 1.0,
+    soft_cap: float = 0.0,
 ) -> SoftmaxConfidence:
     """Final RMS norm, LM head, top-2 gap, argmax and log-sum-exp; no logits in memory.
 
@@ -136,9 +138,12 @@ def exit_confidence_softmax(
         eps: of the RMS norm.
         lm_head_scale: float32 [vocab_size], see :func:`skinny_linear`.
         lm_head_table: int64 [vocab_size], see :func:`pack_weight`.
+        multiplier: of the logits.
+        soft_cap: c > 0: multiplied logits l become ``c * tanh(l / c)``; 0: they stay.
     """
     out = _empty_head(hidden)
-    _exit_confidence_softmax(hidden, norm_weight, lm_head, lm_head_scale, eps, *out, lm_head_table)
+    head = norm_weight, lm_head, lm_head_scale, eps
+    _exit_confidence_softmax(hidden, *head, *out, lm_head_table, multiplier, soft_cap)
     return out
 
 
@@ -228,12 +233,21 @@ class SoftmaxMeasure(NamedTuple):
     eps: float
     lm_head_scale: Tensor | None = None
     lm_head_table: Tensor | None = None
+    multiplier: float = 1.0
+    soft_cap: float = 0.0
 
     def __call__(self, hidden: Tensor) -> SoftmaxConfidence:
         """Of [num_seqs, hidden_size]."""
-        norm_weight, lm_head, eps, scale, table = self
+        norm_weight, lm_head, eps, scale, table, multiplier, soft_cap = self
         return exit_confidence_softmax(
-            hidden, norm_weight, lm_head, eps, lm_head_scale=scale, lm_head_table=table
+            hidden,
+            norm_weight,
+            lm_head,
+            eps,
+            lm_head_scale=scale,
+            lm_head_table=table,
+            multiplier=multiplier,
+            soft_cap=soft_cap,
         )
 
 

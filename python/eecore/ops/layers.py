@@ -19,28 +19,33 @@ _decoder_layers = compiled("decoder_layers", cpu_only=True)
 class DecoderWeights(NamedTuple):
     """The weights of a decoder's layers, each of all layers at once."""
 
-    attention_norm: Tensor
-    """[num_layers, hidden_size]"""
+    attention_norm: Tensor | None
+    """[num_layers, hidden_size], before attention."""
     qkv: Matrix
     """[num_layers, q_size + 2 * num_kv_heads * head_dim, hidden_size]; rows of the heads of q, then
     of k, then of v."""
     q_norm: Tensor | None
-    """[num_layers, head_dim], RMS norm of each query head."""
+    """[num_layers, head_dim], RMS norm of each query head, or [num_layers, q_size], of all of them
+    at once."""
     k_norm: Tensor | None
-    """[num_layers, head_dim], RMS norm of each key head."""
+    """[num_layers, head_dim], of keys likewise, or [num_layers, num_kv_heads * head_dim]."""
     o: Matrix
     """[num_layers, hidden_size, q_size]"""
-    mlp_norm: Tensor
-    """[num_layers, hidden_size]"""
+    mlp_norm: Tensor | None
+    """[num_layers, hidden_size], before the MLP."""
     gate_up: Matrix
     """[num_layers, 2 * inner_size, hidden_size]; gate, then up rows. Of an MLP that is not gated
     [num_layers, inner_size, hidden_size]."""
     down: Matrix
     """[num_layers, hidden_size, inner_size]"""
+    attention_post_norm: Tensor | None = None
+    """[num_layers, hidden_size], of what attention gives."""
+    mlp_post_norm: Tensor | None = None
+    """[num_layers, hidden_size], of what the MLP gives."""
 
     def unbind(self) -> list[DecoderWeights]:
         """Layer by layer: views."""
-        num_layers = len(self.attention_norm)
+        num_layers = len(self.o.unbind())
         each = ([None] * num_layers if f is None else f.unbind() for f in self)
         return [DecoderWeights(*fields) for fields in zip(*each, strict=True)]
 
@@ -93,6 +98,9 @@ def decoder_layers(
     position_bias: Tensor | None = None,
     max_distance: int = 128,
     activation: str = "silu",
+    residual_multiplier: float = 1.0,
+    soft_cap: float = 0.0,
+    layer_ropes: Tensor | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
     out: Tensor | None = None,
@@ -104,7 +112,8 @@ def decoder_layers(
     residual stream; with ``cross`` :func:`skinny_linear` with its norm to queries,
     :func:`paged_attention` without ``causal``, :func:`skinny_linear` onto the residual stream;
     :func:`skinny_gated_linear` with the norm (:func:`skinny_linear` where the activation is
-    "relu"), :func:`skinny_linear` onto the residual stream.
+    "relu"), :func:`skinny_linear` onto the residual stream. What is normed on its way there comes
+    by :func:`skinny_linear` and :func:`add_normed`.
 
     Args:
         hidden: [num_tokens, hidden_size], the residual stream, any row stride.
@@ -114,7 +123,8 @@ def decoder_layers(
         v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], likewise.
         slot_mapping: int64 [num_tokens]; slot -1 writes nothing.
         positions: int64 [num_tokens]; None switches the rotary embedding off.
-        cos_sin: float32 [max_position, rotary_dim], as in :func:`append_kv`.
+        cos_sin: float32 [max_position, rotary_dim], as in :func:`append_kv`; with ``layer_ropes``
+            [num_ropes, max_position, rotary_dim].
         page_table: int32 [num_seqs, max_pages_per_seq].
         seq_lens: int32 [num_seqs], keys in the cache, this call's included.
         query_start_loc: int32 [num_seqs + 1], from 0 to num_tokens.
@@ -134,6 +144,9 @@ def decoder_layers(
             in :func:`paged_attention`.
         max_distance: of ``position_bias``.
         activation: "silu" or "gelu_tanh" of a gated MLP, "relu" of one that is not.
+        residual_multiplier: of what self attention and the MLP give.
+        soft_cap: of the scores of self attention, as in :func:`paged_attention`.
+        layer_ropes: int32 [num_layers, 2], as in :func:`kv_fill`.
         key_scales: float32 [num_layers, num_kv_heads], as in :func:`kv_fill`.
         value_scales: float32 [num_layers, num_kv_heads], likewise.
         out: [num_tokens, hidden_size], any row stride that keeps rows apart; ``hidden`` itself, or
@@ -172,5 +185,8 @@ def decoder_layers(
         *(_NO_CROSS_TABLES if cross is None else tables_of(cross)),
         key_scales,
         value_scales,
+        layer_ropes,
+        residual_multiplier,
+        soft_cap,
     )
     return out

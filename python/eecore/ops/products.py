@@ -8,11 +8,43 @@ from torch import Tensor
 from eecore.ops.attention import AppendKv
 from eecore.ops.registered import compiled
 
-__all__ = ["embed_tokens", "skinny_gated_linear", "skinny_linear"]
+__all__ = ["add_normed", "embed_tokens", "skinny_gated_linear", "skinny_linear"]
 
+_add_normed = compiled("add_normed")
 _embed_tokens = compiled("embed_tokens")
 _skinny_gated_linear = compiled("skinny_gated_linear")
 _skinny_linear = compiled("skinny_linear")
+
+
+def add_normed(
+    x: Tensor,
+    norm_weight: Tensor,
+    residual: Tensor,
+    *,
+    eps: float = 1e-6,
+    multiplier: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``residual + multiplier * norm(x)``: what a sublayer gives, normed, onto the residual stream.
+
+    As in a model of x's dtype, the RMS norm, its multiple and the sum are each rounded to that
+    dtype. A row's result depends neither on the other rows nor on the number of threads.
+
+    Args:
+        x: [num_tokens, hidden_size], any row stride.
+        norm_weight: [hidden_size].
+        residual: [num_tokens, hidden_size], any row stride; ``out`` itself, or apart from it.
+        eps: of the RMS norm.
+        multiplier: of the normed rows.
+        out: [num_tokens, hidden_size], any row stride that keeps rows apart.
+
+    Returns:
+        ``out``, allocated when left out.
+    """
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _add_normed(x, norm_weight, eps, multiplier, residual, out)
+    return out
 
 
 def embed_tokens(
@@ -23,6 +55,7 @@ def embed_tokens(
     table: Tensor | None = None,
     previous: Tensor | None = None,
     sources: Tensor | None = None,
+    multiplier: float = 1.0,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -37,6 +70,7 @@ def embed_tokens(
         table: int64 [vocab_size], see :func:`pack_weight`; rounded to out's dtype.
         previous: int64 [num_previous], with ``sources``.
         sources: int32 [num_tokens]: the token is ``previous[sources[i]]``; -1: ``token_ids[i]``.
+        multiplier: of the rows, once they are in out's dtype; rounded to it again.
         dtype: of out where it is allocated; weight's when None. With ``table`` out must be given.
         out: [num_tokens, hidden_size], any row stride that keeps rows apart.
 
@@ -46,7 +80,7 @@ def embed_tokens(
     if out is None:
         shape = (token_ids.shape[0], weight.shape[1])
         out = torch.empty(shape, dtype=dtype or weight.dtype, device=weight.device)
-    _embed_tokens(token_ids, weight, scale, previous, sources, out, table)
+    _embed_tokens(token_ids, weight, scale, previous, sources, out, table, multiplier)
     return out
 
 
@@ -60,6 +94,8 @@ def skinny_linear(
     eps: float = 1e-6,
     bias: Tensor | None = None,
     activation: str | None = None,
+    multiplier: float = 1.0,
+    soft_cap: float = 0.0,
     residual: Tensor | None = None,
     constant_weight: bool = False,
     append: AppendKv | None = None,
@@ -68,8 +104,8 @@ def skinny_linear(
     """``activation(norm(x) @ weight.T + bias) + residual``: the weight read once for few rows.
 
     As in a model of x's dtype, the RMS norm (with ``norm_weight`` only), the linear layer with its
-    bias and the sum with the residual are each rounded to that dtype. A row's result depends
-    neither on the other rows nor on the number of threads.
+    bias, its multiple, the cap and the sum with the residual are each rounded to that dtype. A
+    row's result depends neither on the other rows nor on the number of threads.
 
     With ``weight_scale`` the weight is int8 and row r of it stands for ``weight[r] *
     weight_scale[r]``. On the CPU each (normed) row of x is then quantised to 16 bits, at 1/32767 of
@@ -87,12 +123,14 @@ def skinny_linear(
         eps: of the RMS norm.
         bias: [out_features].
         activation: None or "relu".
+        multiplier: of the linear layer with its bias, before the residual.
+        soft_cap: c > 0: what comes of that, y, becomes ``c * tanh(y / c)``; 0: it stays.
         residual: [num_tokens, out_features], any row stride; ``out`` itself, or apart from it.
         constant_weight: nothing that was launched and may be under way writes the weight: on a GPU
             it is read then while what is ahead still runs.
         append: the columns of out are heads, those of q, then num_kv_heads of k, then as many of v;
             do with them as :func:`append_kv` does, with ``eps`` for their norms too. Neither
-            activation nor residual then.
+            activation, residual, multiplier nor cap then.
         out: [num_tokens, out_features], any row stride that keeps rows apart.
 
     Returns:
@@ -113,7 +151,10 @@ def skinny_linear(
         activation,
         weight_table,
         constant_weight,
-        *(append or ()),
+        *((None,) * 9 if append is None else append[:9]),
+        multiplier,
+        soft_cap,
+        None if append is None else append.q_cos_sin,
     )
     return out
 

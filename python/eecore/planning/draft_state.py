@@ -8,6 +8,7 @@ from eecore.planning.draft_stop import AdaptiveDraftStop
 from eecore.planning.guided import Guided
 from eecore.planning.ngrams import NgramIndex
 from eecore.planning.odds import HeadRounds, Odds
+from eecore.planning.past_outputs import PastOutputs
 from eecore.planning.proposal import Ahead
 from eecore.planning.route import GIVEN, Route, make_route
 from eecore.scheduling.sequence import Sequence
@@ -28,6 +29,8 @@ class DraftState:
     """What a draft head drafted after the last round."""
     index: NgramIndex | None = None
     """The n-grams of the text, for a request whose drafts are looked up."""
+    past: PastOutputs | None = None
+    """The outputs of the engine's past requests, for a request of ``Auto``, where they are kept."""
     num_known: int = 0
     """Tokens of the text that a draft head has been told of."""
     odds: Odds | None = None

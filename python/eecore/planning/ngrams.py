@@ -15,7 +15,7 @@ from eecore.scheduling.sequence import Sequence
 if TYPE_CHECKING:
     from eecore.planning.draft_state import DraftState
 
-__all__ = ["NgramIndex", "TextDrafts"]
+__all__ = ["TOKEN_BITS", "NgramIndex", "TextDrafts", "match_scores", "until"]
 
 MAX_CANDIDATES = 64
 """Earlier places that are compared, the latest ones."""
@@ -71,28 +71,41 @@ class NgramIndex:
             most: maximum number of tokens.
             stops: tokens after which there is nothing.
         """
-        place, match = self._place()
+        if len(self._tokens) < self._shortest:
+            return [], 0
+        place, match = self._place(self._end, self._tokens)
         if not match:
             return [], 0
         drafts = self._tokens[place : place + most]
         size = len(drafts)
         for at in range(most - size):  # a text that repeats itself goes on with what it drafts
             drafts.append(drafts[at])
-        if not stops.isdisjoint(drafts):
-            first = next(k for k, draft in enumerate(drafts) if draft in stops)
-            del drafts[first + 1 :]
-        return drafts, match
+        return until(drafts, stops), match
 
-    def _place(self) -> tuple[int, int]:
-        """The place after the longest n-gram that also ends the text, and its length; or 0, 0."""
+    def following(self, ending: Ordered[int], most: int) -> tuple[list[int], int]:
+        """What followed in this text the longest n-gram that ends another one, at its latest place,
+        and the length of that n-gram; nothing and 0 where there is none.
+
+        Args:
+            ending: the last tokens of the other text.
+            most: maximum number of tokens.
+        """
+        if len(ending) < self._shortest:
+            return [], 0
+        end = 0
+        for token in ending[-self._shortest :]:
+            end = end << TOKEN_BITS | token
+        place, match = self._place(end, ending)
+        return (self._tokens[place : place + most] if match else []), match
+
+    def _place(self, end: int, ending: Ordered[int]) -> tuple[int, int]:
+        """The place after the longest n-gram that also ends ``ending``, and its length; or 0, 0."""
         best, longest = 0, 0
-        if len(self._tokens) < self._shortest:
-            return best, longest
-        place = self._latest.get(self._end, 0)
+        place = self._latest.get(end, 0)
         for _ in range(MAX_CANDIDATES):
             if not place:
                 break
-            length = self._match(place)
+            length = self._match(place, ending)
             if length > longest:
                 best, longest = place, length
             if length == self._longest:
@@ -100,11 +113,11 @@ class NgramIndex:
             place = self._before[place]
         return best, longest
 
-    def _match(self, place: int) -> int:
-        """How many tokens before ``place`` are those that end the text."""
+    def _match(self, place: int, ending: Ordered[int]) -> int:
+        """How many tokens before ``place`` are those that end ``ending``."""
         tokens, length = self._tokens, self._shortest
-        most = min(self._longest, place)
-        while length < most and tokens[place - 1 - length] == tokens[-1 - length]:
+        most = min(self._longest, place, len(ending))
+        while length < most and tokens[place - 1 - length] == ending[-1 - length]:
             length += 1
         return length
 
@@ -128,5 +141,18 @@ class TextDrafts:
         if most <= 0:
             return NOTHING
         tokens, match = index.propose(most, sequence.stop_set)
-        scores = MATCH_SCORES[match : match + len(tokens)]
-        return Proposal(tokens, self.name, scores + MATCH_SCORES[-1:] * (len(tokens) - len(scores)))
+        return Proposal(tokens, self.name, match_scores(match, len(tokens)))
+
+
+def until(drafts: list[int], stops: Set[int]) -> list[int]:
+    """The drafts up to the first after which there is nothing."""
+    if not stops.isdisjoint(drafts):
+        first = next(k for k, draft in enumerate(drafts) if draft in stops)
+        del drafts[first + 1 :]
+    return drafts
+
+
+def match_scores(match: int, count: int) -> tuple[float, ...]:
+    """The scores of as many drafts after so many tokens that matched."""
+    scores = MATCH_SCORES[match : match + count]
+    return scores + MATCH_SCORES[-1:] * (count - len(scores))

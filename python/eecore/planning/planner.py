@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from eecore.models import DraftHead, Network
 from eecore.planning.auto import FULL, Choice, Chooser
 from eecore.planning.draft_state import DraftState, draft_state
+from eecore.planning.past_outputs import PastOutputs
 from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
 from eecore.planning.route import GIVEN, DraftPath, Route
 from eecore.planning.row import Outcome, Row
@@ -20,6 +21,9 @@ from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Sequence
 
 __all__ = ["Held", "Planner"]
+
+PLAIN_ROUNDS = 4
+"""Of so many rounds of full depth without ``Auto`` requests one is learnt from."""
 
 
 @dataclass(slots=True)
@@ -40,17 +44,24 @@ class Planner:
     Args:
         model: the model.
         num_threads: CPU threads, on which it depends how long rounds take.
+        history_tokens: tokens of past outputs that are kept to draft from; 0: none.
     """
 
-    def __init__(self, model: Network, num_threads: int = 1) -> None:
+    def __init__(self, model: Network, num_threads: int = 1, history_tokens: int = 0) -> None:
         self._model, self._num_layers = model, model.config.num_layers
         self.num_threads = num_threads
+        self.past = PastOutputs(history_tokens) if history_tokens else None
+        """The outputs of requests that have ended, where they are kept."""
         self.held: Held | None = None
         """What ``Auto`` requests do, since it was last chosen."""
         self._steady: tuple[list[Sequence], list[Row]] | None = None
         """Requests at full depth, and their rows as long as they are the same."""
         self._last: Ordered[Row] | None = None
-        """What was planned for the last round, if it was of full depth."""
+        """What was planned for the last round, if nothing was drafted in it."""
+        self._is_full = False
+        """Whether all its rows ran all layers."""
+        self._num_plain = 0
+        """Rounds of full depth that went on as the one before, without ``Auto`` requests."""
         self._routes: dict[tuple[Route, int], Route] = {}
 
     @property
@@ -92,6 +103,7 @@ class Planner:
             draft = draft_state(work.sequence, self._num_layers)
             route = draft.route
             if route.auto is not None:
+                draft.past = self.past
                 free.append(len(rows))
                 rows.append(Row(work, route))
             elif route.path is None:
@@ -194,6 +206,11 @@ class Planner:
 
     # Learning
 
+    def ended(self, sequence: Sequence) -> None:
+        """Keep what a request wrote, whose text is complete or was cut."""
+        if self.past is not None:
+            self.past.add(sequence)
+
     def learn(self, rows: Ordered[Row], outcomes: Ordered[Outcome], seconds: float | None) -> None:
         """Learn from a run of rows that share a program.
 
@@ -203,19 +220,38 @@ class Planner:
             seconds: from the end of the iteration before to the end of this one; None where other
                 things were done in that time.
         """
-        held = self.held
-        if held is None:
-            return
-        chooser, path = self.chooser, rows[0].route.path
-        chooser.count_round()
-        if path is None:
+        path = rows[0].route.path
+        goes_on = path is None and rows is self._last
+        if not goes_on:
+            self._last = rows if path is None else None
             ways = {(row.route.depth, row.route.points) for row in rows}
-            is_full = ways == {(self._num_layers, ())}
-            if seconds is not None and rows is self._last and is_full:
-                chooser.costs.learn_full(len(rows), seconds)
-            self._last = rows
-            return
-        self._last = None
+            self._is_full = ways == {(self._num_layers, ())}
+        is_full = goes_on and self._is_full
+        if is_full and self.held is None:  # nothing depends on it: it is to cost nothing
+            self._num_plain += 1
+            if self._num_plain % PLAIN_ROUNDS:
+                return
+        chooser = self.chooser
+        if is_full and seconds is not None:
+            chooser.costs.learn_full(len(rows), seconds)
+        if self.held is not None:
+            chooser.count_round()
+            if path is not None:
+                self._learn_drafts(path, rows, outcomes, seconds)
+        full = chooser.costs.full(len(rows))
+        if seconds is not None and full is not None:
+            for outcome in outcomes:
+                outcome.seconds, outcome.full_depth_s = seconds, full
+
+    def _learn_drafts(
+        self,
+        path: DraftPath,
+        rows: Ordered[Row],
+        outcomes: Ordered[Outcome],
+        seconds: float | None,
+    ) -> None:
+        """Learn from a round of drafts in which ``Auto`` requests may have been."""
+        chooser = self.chooser
         free = [
             (row, outcome)
             for row, outcome in zip(rows, outcomes, strict=True)

@@ -59,6 +59,10 @@ class Outcome:
     """The next adaptive draft threshold, of a round that had one."""
     ahead: Ahead | None = None
     """What a draft head drafted for the next round."""
+    seconds: float = 0.0
+    """The round's, from the end of the one before, where a pass of full depth is known; else 0."""
+    full_depth_s: float = 0.0
+    """Seconds that a pass of full depth takes, with as many requests as the round had."""
     is_cut: bool = False
     """Fewer tokens count than the device would go on from."""
     error: Exception | None = None

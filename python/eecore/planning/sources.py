@@ -7,12 +7,13 @@ from itertools import takewhile
 from eecore.planning.draft_state import DraftState
 from eecore.planning.heads import HeadDrafts
 from eecore.planning.ngrams import TextDrafts
+from eecore.planning.past_outputs import PastDrafts
 from eecore.planning.proposal import NOTHING, DraftSource, Proposal
 from eecore.scheduling.scheduler import Work
 
 __all__ = ["SOURCES", "given_by_policy", "proposals"]
 
-SOURCES: tuple[DraftSource, ...] = (HeadDrafts(), TextDrafts())
+SOURCES: tuple[DraftSource, ...] = (HeadDrafts(), TextDrafts(), PastDrafts())
 """All sources; a request is asked for proposals of those that serve it."""
 
 

@@ -104,9 +104,10 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.status is not SequenceStatus.RUNNING or budget <= 0:
                 continue  # preempted by an older one just now, or out of budget
-            if sequence.is_decoding:
+            num_tokens = sequence.num_tokens
+            if sequence.output_ids and sequence.num_computed == num_tokens - 1:
                 drafts = _wanted_drafts(sequence) if sequence.max_drafts else 0
-                positions = sequence.num_tokens + drafts
+                positions = num_tokens + drafts
                 missing = positions - len(sequence.pages) * page_size
                 if missing <= 0 or missing <= self.pages.num_free * page_size:
                     if missing > 0:
@@ -129,28 +130,34 @@ class Scheduler:
         Empty when nobody goes on for certain, or when :meth:`schedule` would do more than let them:
         admit somebody, take pages from somebody, split the batch.
         """
-        going = [work for work in running if work.sequence.status is SequenceStatus.RUNNING]
-        admits = self.waiting and len(self.running) < self._config.max_num_seqs
-        if admits or len(going) < len(self.running):
+        if self.waiting and len(self.running) < self._config.max_num_seqs:
             return []
         works: list[Work] = []
-        positions: list[int] = []
-        for work in going:
-            sequence = work.sequence
-            left = sequence.tokens_left - 1  # when the iteration gives the fewest
-            if left > 0:
-                works.append(Work(sequence, 1, max(0, min(sequence.max_drafts, left - 1))))
-                most = sequence.num_computed + work.most_tokens + works[-1].most_tokens
-                positions.append(min(most, sequence.num_computed + sequence.tokens_left))
-        missing = sum(
-            max(0, self.pages.pages_for(most) - len(work.sequence.pages))
-            for work, most in zip(works, positions, strict=True)
-        )
-        most_tokens = sum(work.most_tokens for work in works)
-        if missing > self.pages.num_free or most_tokens > self._config.max_batch_tokens:
+        growing: list[tuple[Sequence, int]] = []
+        page_size, num_going, missing, most_tokens = self.pages.page_size, 0, 0, 0
+        for work in running:
+            sequence, before = work.sequence, work.max_drafts
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            num_going += 1
+            # When the iteration gives the fewest.
+            left = sequence.sampling.max_tokens - len(sequence.output_ids) - 1
+            if left <= 0:
+                continue
+            drafts = max(0, min(sequence.max_drafts, left - 1))
+            works.append(work if drafts == before else Work(sequence, 1, drafts))
+            most = sequence.num_computed + min(1 + before + 1 + drafts, left + 1)
+            pages = -(-most // page_size) - len(sequence.pages)
+            if pages > 0:
+                missing += pages
+                growing.append((sequence, most))
+            most_tokens += 1 + drafts
+        if num_going < len(self.running) or missing > self.pages.num_free:
             return []
-        for work, most in zip(works, positions, strict=True):
-            self._grow(work.sequence, most)
+        if most_tokens > self._config.max_batch_tokens:
+            return []
+        for sequence, most in growing:
+            self._grow(sequence, most)
         return works
 
     def _work_for(self, sequence: Sequence, budget: int) -> Work:

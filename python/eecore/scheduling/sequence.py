@@ -48,26 +48,30 @@ class Counters:
     accepted: int = 0
     preemptions: int = 0
 
-    def plus(self, more: Counters) -> Counters:
-        """With more work."""
-        return Counters(
-            self.layers_run + more.layers_run,
-            self.prompt_layers_run + more.prompt_layers_run,
-            self.layers_filled + more.layers_filled,
-            self.fill_calls + more.fill_calls,
-            self.drafted + more.drafted,
-            self.accepted + more.accepted,
-            self.preemptions + more.preemptions,
-        )
+    def add(self, more: Counters) -> None:
+        """Count more work."""
+        self.layers_run += more.layers_run
+        self.prompt_layers_run += more.prompt_layers_run
+        self.layers_filled += more.layers_filled
+        self.fill_calls += more.fill_calls
+        self.drafted += more.drafted
+        self.accepted += more.accepted
+        self.preemptions += more.preemptions
 
 
 @dataclass(slots=True)
 class Times:
-    """When things happened to a request, in seconds of ``time.perf_counter``."""
+    """When things happened to a request, in seconds of ``time.perf_counter``, and for how long."""
 
     arrived: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     finished: float | None = None
+    timed_tokens: int = 0
+    """Tokens of rounds for which a pass of full depth was known."""
+    timed_s: float = 0.0
+    """Seconds of these rounds."""
+    full_depth_s: float = 0.0
+    """Seconds of passes of full depth for as many tokens, among as many requests."""
 
 
 @dataclass(eq=False, slots=True)

@@ -3,9 +3,11 @@
 A request goes through ``app.py`` (the endpoints), ``admission.py`` (who is let in), ``bodies.py``,
 ``protocol.py`` (the fields), ``asking.py`` (requests of the engine, made in a thread),
 ``answering.py`` (which runs them), ``tool_calls.py`` (calls in the answers) and ``shapes.py``
-(OpenAI's words for what came). ``depth.py`` knows the exit policies that may be asked for,
-``served.py`` the model, ``metrics.py`` counts, ``tracing.py`` makes spans, ``server.py`` is the
-process. ``ray.py`` runs several on Ray Serve, ``replicas.py`` says which of them a request goes to.
+(OpenAI's words for what came). ``responses.py`` makes a chat of a request to /v1/responses,
+``response_shape.py`` items and events of what came of it. ``depth.py`` knows the exit policies that
+may be asked for, ``served.py`` the model, ``metrics.py`` counts, ``tracing.py`` makes spans,
+``server.py`` is the process. ``ray.py`` runs several on Ray Serve, ``replicas.py`` says which of
+them a request goes to.
 Needs ``pip install 'eecore[serve]'``; to import the package alone does not.
 
 An engine may run in a process of its own: ``remote.py`` starts it, and again when it has ended, and

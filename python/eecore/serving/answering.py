@@ -28,10 +28,10 @@ from eecore.serving.asking import Asked, compile_guide
 from eecore.serving.bodies import ClientGoneError, gone, read_body
 from eecore.serving.guides import has_guide
 from eecore.serving.metrics import Metrics
-from eecore.serving.protocol import GenerationRequest, Request, read
+from eecore.serving.protocol import GenerationRequest, Request
 from eecore.serving.refusals import ApiError, as_api_error
 from eecore.serving.served import ServedModel
-from eecore.serving.shapes import Shape, Tokens, event
+from eecore.serving.shapes import Shape, Tokens
 from eecore.serving.tracing import RequestSpan, Tracing
 
 __all__ = ["Answer", "Generation", "Service", "refusal"]
@@ -50,8 +50,6 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-DONE = "data: [DONE]\n\n"
 
 Body = TypeVar("Body", bound=Request)
 Asking = TypeVar("Asking", bound=GenerationRequest)
@@ -109,15 +107,18 @@ class Answer(Response, Generic[Body]):
 
     Args:
         service: of the server.
-        kind: of the body.
+        reads: makes a request of a body, in a thread.
         says: makes the answer, in a thread.
     """
 
     def __init__(
-        self, service: Service, kind: type[Body], says: Callable[[ServedModel, Body], Any]
+        self,
+        service: Service,
+        reads: Callable[[bytes], Body],
+        says: Callable[[ServedModel, Body], Any],
     ) -> None:
         super().__init__()
-        self._service, self._kind, self._says = service, kind, says
+        self._service, self._reads, self._says = service, reads, says
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -138,7 +139,7 @@ class Answer(Response, Generic[Body]):
         send: Send,
     ) -> None:
         service = self._service
-        said = await service.beside(lambda: self._says(service.served, read(self._kind, body)))
+        said = await service.beside(lambda: self._says(service.served, self._reads(body)))
         await JSONResponse(said)(scope, receive, send)
 
     async def _refuse(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
@@ -150,20 +151,22 @@ class Generation(Answer[Asking]):
 
     Args:
         service: of the server.
-        kind: of the body.
-        ask: makes requests of it.
+        reads: makes a request of a body, in a thread.
+        ask: makes requests of the engine of it.
         shape: of the answer.
     """
 
     def __init__(
         self,
         service: Service,
-        kind: type[Asking],
+        reads: Callable[[bytes], Asking],
         ask: Callable[[ServedModel, Asking], Asked],
         shape: type[Shape],
     ) -> None:
-        super().__init__(service, kind, ask)
+        super().__init__(service, reads, ask)
         self._shape = shape
+        self._stream_of: Shape | None = None
+        """The answer that is streamed."""
         self._is_started = False
         self._began = time.time_ns()
 
@@ -180,7 +183,7 @@ class Generation(Answer[Asking]):
         self, body: bytes, seats: Seats, scope: Scope, receive: Receive, send: Send
     ) -> None:
         service = self._service
-        said = await service.beside(lambda: read(self._kind, body))
+        said = await service.beside(lambda: self._reads(body))
         if has_guide(said):
             await service.compiled(said)
         asked: Asked = await service.beside(lambda: self._says(service.served, said))
@@ -193,6 +196,7 @@ class Generation(Answer[Asking]):
             try:
                 with anyio.fail_after(service.timeout):
                     if asked.body.stream:
+                        self._stream_of = shape
                         await self._stream(asked, shape, tally, send)
                         return
                     outputs = await self._outputs(asked, tally)
@@ -250,9 +254,8 @@ class Generation(Answer[Asking]):
         finally:
             for stream in streams:
                 stream.close()
-        if asked.includes_usage:
-            text += event(shape.total([outputs[i] for i in sorted(outputs)]))
-        await _send_text(send, text + DONE, more=False)
+        text += shape.end([outputs[index] for index in sorted(outputs)])
+        await _send_text(send, text, more=False)
 
     async def _refuse(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         """An error in place of the answer, or at the end of a stream that has begun."""
@@ -262,8 +265,11 @@ class Generation(Answer[Asking]):
             self._service.metrics.refused()
             await refusal(error)(scope, receive, send)
             return
+        shape = self._stream_of
+        if shape is None:  # what is left of a whole answer is no place for an error
+            return
         with suppress(TimeoutError), anyio.fail_after(FAREWELL_SECONDS):
-            await _send_text(send, event(_api_error(error).body) + DONE, more=False)
+            await _send_text(send, shape.failed(_api_error(error)), more=False)
 
 
 class Tally:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import Depends, FastAPI
 from fastapi import Request as HttpRequest
+from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from eecore import build_info
-from eecore.errors import EecoreError, RequestError
+from eecore.errors import EecoreError
 from eecore.serving.answering import Answer, Generation, Service, refusal
 from eecore.serving.asking import ask_chat, ask_completion, tokens_of
+from eecore.serving.docs_page import docs_page
 from eecore.serving.metrics import CONTENT_TYPE
 from eecore.serving.page_files import about, page_file
 from eecore.serving.protocol import (
@@ -23,45 +26,68 @@ from eecore.serving.protocol import (
     DetokenizeRequest,
     Refusal,
     Request,
+    ResponsesRequest,
     TokenizeRequest,
+    read,
 )
 from eecore.serving.refusals import ApiError, invalid
+from eecore.serving.response_shape import ResponseShape
+from eecore.serving.responses import ask_response, read_response
 from eecore.serving.served import ServedModel
 from eecore.serving.shapes import ChatShape, CompletionShape
+from eecore.values import shown
 
 __all__ = ["create_app"]
 
 
-def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
+def create_app(
+    service: Service, api_keys: Sequence[str] = (), cors_origins: Sequence[str] = ()
+) -> FastAPI:
     """The application of a server.
 
     Args:
         service: what its requests share.
         api_keys: one of them has to come with what costs anything; empty: none has to.
+        cors_origins: sites whose pages may ask from a browser; "*": all of them.
     """
     app = FastAPI(title="eecore", version=_version(), docs_url=None, redoc_url=None)
     guarded = [Depends(_key_check(api_keys))] if api_keys else []
     served, metrics = service.served, service.metrics
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
 
     @app.post("/v1/chat/completions", **_generates(ChatRequest), dependencies=guarded)
     async def chat() -> Response:
         """The answer to a conversation."""
-        return Generation(service, ChatRequest, ask_chat, ChatShape)
+        return Generation(service, partial(read, ChatRequest), ask_chat, ChatShape)
 
     @app.post("/v1/completions", **_generates(CompletionRequest), dependencies=guarded)
     async def completions() -> Response:
         """What follows a prompt."""
-        return Generation(service, CompletionRequest, ask_completion, CompletionShape)
+        return Generation(
+            service, partial(read, CompletionRequest), ask_completion, CompletionShape
+        )
+
+    @app.post("/v1/responses", **_generates(ResponsesRequest), dependencies=guarded)
+    async def responses() -> Response:
+        """The answer to input items, as newer clients of OpenAI's ask for it."""
+        return Generation(service, read_response, ask_response, ResponseShape)
 
     @app.post("/tokenize", **_takes(TokenizeRequest), dependencies=guarded)
     async def tokenize() -> Response:
         """The tokens of a prompt or a conversation."""
-        return Answer(service, TokenizeRequest, _tokenized)
+        return Answer(service, partial(read, TokenizeRequest), _tokenized)
 
     @app.post("/detokenize", **_takes(DetokenizeRequest), dependencies=guarded)
     async def detokenize() -> Response:
         """The text of tokens."""
-        return Answer(service, DetokenizeRequest, _detokenized)
+        return Answer(service, partial(read, DetokenizeRequest), _detokenized)
 
     @app.get("/v1/models", dependencies=guarded, responses=_refuses(401))
     async def models() -> Response:
@@ -84,6 +110,10 @@ def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     @app.get("/page/{name}", include_in_schema=False)
     async def file_of_page(name: str) -> Response:
         return page_file(name)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return docs_page(app.openapi())
 
     @app.get("/health", responses={503: {"description": "Not all requests are taken."}})
     async def health() -> Response:
@@ -125,10 +155,11 @@ def _tokenized(served: ServedModel, body: TokenizeRequest) -> dict[str, Any]:
 
 
 def _detokenized(served: ServedModel, body: DetokenizeRequest) -> dict[str, Any]:
-    try:
-        return {"prompt": served.tokenizer.decode(body.tokens)}
-    except RequestError as error:  # it names its own argument
-        raise invalid(str(error).replace("token_ids", "tokens", 1)) from None
+    tokenizer, vocabulary = served.tokenizer, served.model.config.vocab_size
+    strange = next((token for token in body.tokens if not 0 <= token < vocabulary), None)
+    if strange is not None:
+        raise invalid(f"tokens: expected token ids 0..{vocabulary - 1}, got {shown(strange)}")
+    return {"prompt": tokenizer.decode(body.tokens)}
 
 
 def _key_check(keys: Sequence[str]) -> Callable[[HttpRequest], Awaitable[None]]:

@@ -137,6 +137,9 @@ def _asked(
     logprobs: int | None,
     calls: ExpectedCalls | None = None,
 ) -> Asked:
+    options = body.stream_options
+    if options is not None and not body.stream and (set_ := options.model_dump(exclude_none=True)):
+        raise invalid(f"stream_options: expected stream=true beside it, got {shown(set_)}")
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs: expected none in a stream")
     echoes = isinstance(body, CompletionRequest) and bool(body.echo)

@@ -36,7 +36,7 @@ class Policies:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._calibrated: dict[str, Exit] = {}
 
     def of(self, said: str | dict[str, Any]) -> Exit:
@@ -74,7 +74,7 @@ class Policies:
         if measure not in MEASURES:
             raise ExitError(f"exit: expected a measure of {', '.join(MEASURES)}, got {measure!r}")
         if measure not in self._calibrated:
-            path = self._directory / f"calibration-{measure}.json"
+            path = self.directory / f"calibration-{measure}.json"
             if not path.is_file():
                 raise ExitError(f"exit: expected {path.name} beside the model, got nothing")
             classifier = self._classifier() if measure == "classifier" else None
@@ -82,7 +82,7 @@ class Policies:
         return self._calibrated[measure]
 
     def _classifier(self) -> ExitClassifier:
-        path = beside_model(self._directory, "classifier.safetensors")
+        path = beside_model(self.directory, "classifier.safetensors")
         if not path.is_file():
             raise ExitError(f"exit: expected {path.name} beside the model, got nothing")
         return ExitClassifier.load(path)

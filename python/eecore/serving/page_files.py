@@ -7,14 +7,43 @@ from typing import Any
 
 from starlette.responses import FileResponse
 
+import eecore
 from eecore.depth_colours import depth_colour
+from eecore.exits import Exit, Full
 from eecore.serving.refusals import ApiError
 from eecore.serving.served import ServedModel
 
 __all__ = ["about", "page_file"]
 
 FOLDER = Path(__file__).resolve().parent / "page"
-KINDS = {"index.html": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
+KINDS = {
+    "index.html": "text/html",
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "markdown.js": "text/javascript",
+}
+CHAT: dict[str, Any] = {
+    "hello": "What would you like to know?",
+    "says": "Colours show how each word was made. Under an answer you see how much faster it was "
+    "than with all layers for every token.",
+    "prompts": [
+        "Explain to a ten-year-old why the sky is blue.",
+        "Write a Python function that checks whether a word is a palindrome, with an example.",
+        "Correct the spelling: My freind and me went to the libary yesterday to reed a book.",
+    ],
+    "remembers": True,
+}
+HOME: dict[str, Any] = {
+    "hello": "Tell a home what to do.",
+    "says": "This small model ships with eecore: it turns what you say to a home into a command. "
+    "To talk, serve a chat model: eecore serve HuggingFaceTB/SmolLM2-135M-Instruct",
+    "prompts": [
+        "turn the kitchen lights down to 20 percent",
+        "play some jazz in the kitchen",
+        "what is the temperature in the living room",
+    ],
+    "remembers": False,
+}
 # It talks to its own server and nobody else, and nobody puts it into a frame.
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -38,12 +67,25 @@ def page_file(name: str) -> FileResponse:
 
 
 def about(served: ServedModel) -> dict[str, Any]:
-    """The model's name, the colour of each exit layer from 0, and the policies that suit it."""
+    """The model's name, how it is introduced, the colour of each exit layer from 0, and the
+    policies that suit it.
+    """
     layers = range(served.num_layers + 1)
+    depths = served.depths
+    policies = dict.fromkeys((depths.default, *depths.aliases))
+    is_home = depths.policies.directory == eecore.default_model()
     return {
         "model": served.name,
         "num_layers": served.num_layers,
+        "max_model_len": served.max_model_len,
         "colours": [depth_colour(layer, 1, served.num_layers) for layer in layers],
-        "exit": served.depths.default,
-        "policies": list(served.depths.aliases),
+        "exit": depths.default,
+        "policies": [_mode(said, depths.policies.of(said)) for said in policies],
+        **(HOME if is_home else CHAT),
     }
+
+
+def _mode(said: str, policy: Exit) -> dict[str, Any]:
+    """What the colours of a policy's tokens mean."""
+    is_lossless = policy == Full() or policy.contract.endswith("lossless")
+    return {"exit": said, "lossless": is_lossless, "lowest": policy.lowest_exit}

@@ -21,12 +21,14 @@ __all__ = [
     "MAX_CHOICES",
     "NOT_SUPPORTED",
     "WITHOUT_EFFECT",
+    "AnswerRequest",
     "ChatRequest",
     "CompletionRequest",
     "Conversation",
     "DetokenizeRequest",
     "GenerationRequest",
     "Refusal",
+    "ResponsesRequest",
     "StreamOptions",
     "TokenizeRequest",
     "read",
@@ -35,6 +37,8 @@ __all__ = [
 MAX_CHOICES = 128
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 1024
+MAX_INPUT = MAX_MESSAGES - 1
+"""Items of a response's input, whose instructions are one more message."""
 MAX_UNKNOWN = 256
 """Names of unknown fields that are logged."""
 LOGGER = logging.getLogger("eecore")
@@ -42,10 +46,12 @@ LOGGER = logging.getLogger("eecore")
 # Fields without effect on an answer: who asks, how a request is queued, billed, stored, sped up.
 WITHOUT_EFFECT = frozenset(
     {
+        "access_programs",
         "cache_prompt",
         "guided_decoding_backend",
         "id_slot",
         "keep_alive",
+        "max_tool_calls",  # of the tools that a server has itself
         "prediction",
         "priority",
         "prompt_cache_key",
@@ -68,17 +74,18 @@ WITHOUT_EFFECT = frozenset(
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     # OpenAI's
     "audio": (),
+    "background": (False,),
+    "background_options": ({},),
     "best_of": (1,),
+    "context_management": ([],),
+    "conversation": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "input": (),
-    "instructions": (),
-    "max_output_tokens": (),
+    "image": ({},),
     "modalities": (["text"], []),
     "moderation": (),
-    "previous_response_id": (),
-    "reasoning": (),
     "suffix": ("",),
+    "truncation": ("disabled",),
     "web_search_options": (),
     # vLLM's
     "allowed_token_ids": (),
@@ -136,7 +143,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,),
     "xtc_probability": (0,),
 }
-# Values with which a field of the other endpoint asks for nothing.
+# Values with which a field of another endpoint asks for nothing.
 NOTHING: tuple[Any, ...] = (False, "", [], {})
 
 
@@ -144,6 +151,18 @@ NOTHING: tuple[Any, ...] = (False, "", [], {})
 Prompts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 Tokens = Annotated[list[int], Field(fail_fast=True)]
 TokenPrompts = Annotated[list[Tokens], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+
+
+Included = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 class Request(BaseModel):
@@ -172,10 +191,9 @@ def _setting(name: str, more: str = "") -> Any:
     return Field(None, description=f"{help_of(SamplingParams, name)}.{more}")
 
 
-class GenerationRequest(Request):
-    """What completions and chats have in common."""
+class AnswerRequest(Request):
+    """What all requests for an answer of the model have in common."""
 
-    max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = _setting(
         "temperature", " When left out the model's own, as all of these; else 0."
     )
@@ -190,15 +208,9 @@ class GenerationRequest(Request):
     stop: str | list[str] | None = _setting("stop")
     stop_token_ids: list[int] | None = _setting("stop_token_ids")
     ignore_eos: bool | None = _setting("ignore_eos")
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(
-        None, description="For a stream; a whole answer has its usage anyway."
-    )
-    response_format: dict[str, Any] | None = Field(
-        None,
-        description="text, json_object or json_schema.",
-        examples=[{"type": "json_schema", "json_schema": {"name": "it", "schema": {}}}],
+        None, description="With `stream` alone; a whole answer has its usage anyway."
     )
     user: str | None = None
     metadata: dict[str, Any] | None = Field(
@@ -213,6 +225,21 @@ class GenerationRequest(Request):
     return_exit_layers: bool | None = Field(
         None, description="Exit layer and confidence of each token."
     )
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of `json`, `regex`, `choice`, `grammar`, `json_object`."
+    )
+
+
+class GenerationRequest(AnswerRequest):
+    """What completions and chats have in common."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    response_format: dict[str, Any] | None = Field(
+        None,
+        description="text, json_object or json_schema.",
+        examples=[{"type": "json_schema", "json_schema": {"name": "it", "schema": {}}}],
+    )
     prompt_logprobs: int | None = Field(
         None,
         ge=0,
@@ -223,9 +250,6 @@ class GenerationRequest(Request):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = Field(None, description="In Lark's syntax, or GBNF.")
-    structured_outputs: dict[str, Any] | None = Field(
-        None, description="One of `json`, `regex`, `choice`, `grammar`, `json_object`."
-    )
 
 
 class Conversation(Request):
@@ -266,6 +290,36 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     best_of: int | None = Field(None, description="As n alone.")
     add_special_tokens: bool | None = None
+
+
+class ResponsesRequest(AnswerRequest):
+    input: str | list[dict[str, Any]] = Field(
+        max_length=MAX_INPUT,
+        description="Text, or items: message, function_call, function_call_output, reasoning.",
+    )
+    instructions: str | None = Field(None, description="A system message before the input.")
+    max_output_tokens: int | None = Field(None, ge=1)
+    tools: list[dict[str, Any]] | None = Field(None, description="Functions, for the template.")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="none, auto, required, a function, or allowed_tools."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: one call at most.")
+    text: dict[str, Any] | None = Field(
+        None,
+        description="`format`: text, json_object or json_schema; `verbosity` for a chat template "
+        "that names it.",
+        examples=[{"format": {"type": "json_schema", "name": "it", "schema": {}}}],
+    )
+    reasoning: dict[str, Any] | None = Field(
+        None, description="`effort` for a chat template that names it."
+    )
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    include: list[Included] | None = Field(
+        None, description="message.output_text.logprobs; the others ask for what is not there."
+    )
+    previous_response_id: str | None = Field(
+        None, description="Refused: nothing is stored, and the input has the whole conversation."
+    )
 
 
 class TokenizeRequest(Conversation):
@@ -317,7 +371,7 @@ def _check_others(request: Request) -> None:
         if value is None or name in WITHOUT_EFFECT:
             continue
         if name in NOT_SUPPORTED or name in FIELDS:
-            matters = name in NOT_SUPPORTED or isinstance(request, GenerationRequest)
+            matters = name in NOT_SUPPORTED or isinstance(request, AnswerRequest)
             if matters and value not in NOT_SUPPORTED.get(name, NOTHING):
                 said = f"{name}: is not supported, got {shown(value)}"
                 raise invalid(said, name, "not_supported")
@@ -326,7 +380,11 @@ def _check_others(request: Request) -> None:
             LOGGER.warning("requests have a field that is not known, and ignored: %s", shown(name))
 
 
-FIELDS = frozenset({*ChatRequest.model_fields, *CompletionRequest.model_fields})
+FIELDS = frozenset(
+    name
+    for kind in (ChatRequest, CompletionRequest, ResponsesRequest)
+    for name in kind.model_fields
+)
 _unknown: set[str] = set()
 
 

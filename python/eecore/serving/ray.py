@@ -49,13 +49,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 import eecore
 from eecore.errors import EngineClosedError, RequestError
-from eecore.serving.answering import DONE, refusal
+from eecore.serving.answering import refusal
 from eecore.serving.app import create_app
 from eecore.serving.bodies import ClientGoneError, read_body
 from eecore.serving.refusals import ApiError
 from eecore.serving.replicas import Load, Routes, beginning_of, replicas_wanted
 from eecore.serving.settings import ServerSettings, service_of
-from eecore.serving.shapes import event
+from eecore.serving.shapes import DONE, event
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
@@ -245,7 +245,7 @@ class Engine:
             exits=False if arguments.exits == "none" else arguments.exits,
         )
         self._service = service_of(model, arguments)
-        self._app = create_app(self._service, api_keys)
+        self._app = create_app(self._service, api_keys, arguments.cors_origins)
         self._progress: dict[str, int] = {}
         self._since = time.monotonic()
 

@@ -32,7 +32,7 @@ def beginning_of(body: bytes) -> list[bytes]:
     """What a request begins with, as a chain of hashes: of the first block, the first two, ...
 
     Args:
-        body: JSON of a completion or a chat. What is none begins with nothing.
+        body: JSON of a completion, a chat or a response. What is none begins with nothing.
 
     Returns:
         At most :data:`MOST_BLOCKS`; none for a text shorter than a block.
@@ -56,7 +56,8 @@ def _text(said: dict[str, Any]) -> str:
     if isinstance(prompt, str):
         return prompt[: BLOCK * MOST_BLOCKS]
     # Templates write tools in front of messages.
-    return json.dumps([said.get("tools"), said.get("messages"), prompt])
+    names = ("tools", "instructions", "messages", "input")
+    return json.dumps([*map(said.get, names), prompt])
 
 
 class Routes:

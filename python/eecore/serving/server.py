@@ -54,6 +54,7 @@ def serve(
     listener: socket.socket,
     api_keys: Sequence[str],
     *,
+    cors_origins: Sequence[str] = (),
     drain_seconds: float,
     ready: Callable[[], None],
     draining: Callable[[int], object] | None = None,
@@ -65,6 +66,7 @@ def serve(
         service: what requests share.
         listener: from :func:`listen`.
         api_keys: one of which has to come with a request.
+        cors_origins: see :func:`~eecore.serving.app.create_app`.
         drain_seconds: that requests have to end after the first signal.
         ready: called when there is somebody to answer.
         draining: called after the first signal with the number of answers that are not whole yet,
@@ -77,7 +79,7 @@ def serve(
     Returns:
         The signal that ended it before all requests were answered; 0: they were.
     """
-    app = create_app(service, api_keys)
+    app = create_app(service, api_keys, cors_origins)
     if access_log is not None:
         app.add_middleware(AccessLog, write=access_log)
     config = uvicorn.Config(

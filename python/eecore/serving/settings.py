@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from eecore.values import shown
 __all__ = ["ServerSettings", "service_of"]
 
 GENERATION_CONFIGS = ("auto", "none")
+# As browsers write it: no path, and no slash at the end.
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+")
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class ServerSettings:
         tool_parser: how the model writes calls of tools; auto: as its chat template does.
         generation_config: where sampling settings come from that requests leave out; auto: the
             model's own files; none: greedy.
+        cors_origins: sites whose pages may ask from a browser; "*": all of them.
     """
 
     name: str | None = None
@@ -54,6 +58,7 @@ class ServerSettings:
     max_num_seqs: int | None = None
     tool_parser: str = "auto"
     generation_config: str = "auto"
+    cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.tool_parser not in TOOL_PARSERS:
@@ -62,6 +67,12 @@ class ServerSettings:
         if self.generation_config not in GENERATION_CONFIGS:
             expected, got = ", ".join(GENERATION_CONFIGS), shown(self.generation_config)
             raise RequestError(f"generation_config: expected {expected}, got {got}")
+        for origin in self.cors_origins:
+            if not ORIGIN.fullmatch(origin):
+                raise RequestError(
+                    "cors_origins: expected * or the origin of a site, such as https://example.org "
+                    f"or http://localhost:3000, got {shown(origin)}"
+                )
 
     def check(self, policies: Policies) -> None:
         """Check the policies as far as they can be without the model.

@@ -10,18 +10,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eecore.output import Output, StepOutput
+from eecore.output import Output, Saved, StepOutput
 from eecore.serving.asking import Asked
 from eecore.serving.offsets import TextOffsets
+from eecore.serving.refusals import ApiError
 from eecore.serving.scored_prompts import echoed, finite, in_vllms_words, tops_by_text
 from eecore.serving.served import ServedModel
 from eecore.serving.tool_calls import ToolCall
 
-__all__ = ["ChatShape", "CompletionShape", "Shape", "Tokens", "event", "usage"]
+__all__ = [
+    "DONE",
+    "JSON",
+    "PLACE",
+    "ChatShape",
+    "CompletionShape",
+    "Shape",
+    "Tokens",
+    "event",
+    "usage",
+]
 
 Tokens = Output | StepOutput
 
 JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+DONE = "data: [DONE]\n\n"
+"""The end of a stream."""
 PLACE = "\0"
 """Stands for the text of a chunk, of which all else is the same from token to token."""
 
@@ -97,6 +110,15 @@ class Shape:
         """The chunk with the usage, after all choices."""
         total = usage(self.served, self.asked, outputs)
         return {**self._head(self.chunk_object), "choices": [], "usage": total}
+
+    def end(self, outputs: Sequence[Output]) -> str:
+        """The end of a stream, after all choices; ready to be sent."""
+        total = event(self.total(outputs)) if self.asked.includes_usage else ""
+        return total + DONE
+
+    def failed(self, error: ApiError) -> str:
+        """The end of a stream that an error cut off; ready to be sent."""
+        return event(error.body) + DONE
 
     @property
     def _wants_tokens(self) -> bool:
@@ -295,6 +317,7 @@ def usage(served: ServedModel, asked: Asked, outputs: Sequence[Output]) -> dict[
     cached = sum(output.stats.cached_tokens for output in outputs[::per_prompt])
     generated = sum(len(output.token_ids) for output in outputs)
     stats = [output.stats for output in outputs]
+    took = Saved.of(stats)
     layers = sum(sum(output.exit_layers) for output in outputs)
     run = sum(each.layers_run for each in stats)
     # The first token comes with the prompt.
@@ -310,6 +333,11 @@ def usage(served: ServedModel, asked: Asked, outputs: Sequence[Output]) -> dict[
             "mean_exit_layer": layers / generated if generated else 0.0,
             "layers_run": run,
             "layers_skipped": max(full - run, 0),
+            "layers_per_token": took.layers_run,
+            "tokens_per_s": took.tokens_per_s,
+            "full_depth_tokens_per_s": took.full_depth_tokens_per_s,
+            "speedup": took.speedup,
+            "lossless": took.is_lossless,
             "drafted": sum(each.drafted for each in stats),
             "accepted": sum(each.accepted for each in stats),
         },

@@ -65,7 +65,7 @@ class Tracing:
             asked: the request.
             began: when it came, in nanoseconds since 1970.
         """
-        operation = "chat" if "/chat/" in scope["path"] else "text_completion"
+        operation = "text_completion" if scope["path"] == "/v1/completions" else "chat"
         headers = {str(name, "latin-1"): str(value, "latin-1") for name, value in scope["headers"]}
         span = self._tracer.start_span(
             f"{operation} {asked.model}",

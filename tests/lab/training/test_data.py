@@ -66,7 +66,7 @@ def test_texts_are_packed(tokenizer: Tokenizer, tmp_path: Path) -> None:
     data = read_data([lines, plain], tokenizer, **options)
     whole = [*tokenizer.encode("abcdef"), END, *tokenizer.encode("ghi"), END]
     whole += [*tokenizer.encode("jkl\n"), END]
-    assert data.is_text
+    assert data.for_decoders
     # Windows predict five tokens each, every token but the first once.
     assert [data.sequence(i)[0].tolist() for i in range(len(data))] == [
         whole[0:6],

@@ -36,6 +36,17 @@ def test_the_learning_rate_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [("linear", [4, 8, 8, 6, 4, 2]), ("constant", [4, 8, 8, 8, 8, 8])],
+)
+def test_other_schedules_by_hand(schedule: Any, rates: list[float]) -> None:
+    config = TrainingConfig(
+        steps=6, learning_rate=8.0, warmup_steps=2, final_learning_rate=0.25, schedule=schedule
+    )
+    assert [config.learning_rate_at(step) for step in range(6)] == pytest.approx(rates)
+
+
+@pytest.mark.parametrize(
     "config",
     [
         TrainingConfig(steps=5),
@@ -55,6 +66,8 @@ def test_a_config_survives_json(config: TrainingConfig) -> None:
         ({"steps": 2.5}, r"steps: expected a whole number, .*, got 2\.5"),
         ({"steps": "x", "warmup_steps": 3}, "^steps: expected a whole number, .*, got 'x'"),
         ({"steps": 10**30}, "steps: expected a whole number, 1"),
+        ({"schedule": "step"}, "schedule: expected cosine, linear or constant, got 'step'"),
+        ({"accumulate": 17}, r"accumulate: expected 1\.\.batch_size=16, got 17"),
         ({"batch_size": 0}, "batch_size: expected a whole number, 1"),
         ({"batch_size": 2**40}, "batch_size: expected a whole number, 1"),
         ({"learning_rate": 0.0}, "learning_rate: expected a number above 0"),

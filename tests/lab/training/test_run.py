@@ -211,7 +211,7 @@ def test_tensorboard_gets_what_the_csv_gets(
 ) -> None:
     reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     out = tmp_path / "out"
-    train(make_model(), pairs, small(5), out, held_out=pairs)
+    train(make_model(), pairs, small(5, tensorboard=True), out, held_out=pairs)
     events = reading.EventAccumulator(str(out / "training" / "tensorboard")).Reload()
     log = read_log(out / "training" / "steps.csv")
     assert [event.value for event in events.Scalars("steps/loss")] == pytest.approx(log["loss"])

@@ -142,7 +142,10 @@ def test_an_optimizer_that_has_done_fewer_steps(
         ({"tokens": -1}, "tokens: expected an integer of at least 0"),
         ({"tokens": 1e3}, "tokens: expected an integer of at least 0"),
         ({"data_digest": None}, "data_digest: expected a string"),
-        ({"more": 1}, "expected the fields config, data_digest, seconds, step, tokens, got"),
+        (
+            {"more": 1},
+            "expected the fields config, data_digest, processes, seconds, step, tokens, got",
+        ),
         ({"config": []}, r"config: expected the settings of TrainingConfig, got \[\]"),
         ({"config": None}, "config: expected the settings of TrainingConfig, got None"),
         (

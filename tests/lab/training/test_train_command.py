@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,12 @@ def test_a_run_from_start_to_generation(
     assert run(arguments(folder, out, *options, "--evaluate-steps", "6")) == 0
     shown = capsys.readouterr()
     assert shown.out == f"wrote {out}\n"
-    assert "from the weights that are there: 4 sequences, 12 steps of 2 (6.0 epochs)" in shown.err
+    settings = {
+        *("steps: 12", "batch-size: 2", "epochs: 6", "sequences: 4", "weights: pretrained"),
+        *("learning-rate: 0.0001", "schedule: cosine", "curriculum: gradual", "lora: none"),
+        *("packing: no", "accumulate: 1", f"data: {held_out}", "processes: 1", f"out: {out}"),
+    }
+    assert settings <= set(shown.err.splitlines())
     assert re.search(r"step 12/12, \d+ tokens/s, 0 s left, loss [\d.]+, by exit 2:", shown.err)
     assert re.search(
         r"step 6: held-out loss [\d.]+, agreement .* by exit: [\d. ]+ 1\.00", shown.err
@@ -85,6 +91,47 @@ def test_settings_reach_the_run(folder: Path, tmp_path: Path) -> None:
     assert training["lora"] == {"rank": 2, "alpha": 4.0, "dropout": 0.0}
     assert (calm / "adapter" / "adapter_config.json").is_file()
     assert eecore.load(calm, device="cpu", kv_cache_tokens=64).config.num_layers == 3
+
+
+def test_conversations_in_packed_rows_and_pieces(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats = tmp_path / "chats.jsonl"
+    messages = [
+        [{"role": "user", "content": word}, {"role": "assistant", "content": word[::-1]}]
+        for word in ("ab", "cde", "fg", "hij", "klm")
+    ]
+    chats.write_text("\n".join(json.dumps({"messages": each}) for each in messages))
+    out = tmp_path / "out"
+    command = ["train", str(folder / "model"), "--data", str(chats), "--out", str(out)]
+    options = ("--packing", "--context", "70", "--batch-size", "2", "--accumulate", "2")
+    more = ("--schedule", "linear", "--final-learning-rate", "0", "--steps", "4", "--device", "cpu")
+    assert run([*command, *options, *more]) == 0
+    shown = capsys.readouterr().err
+    # Some 30 tokens each, so two in a row, and two rows in a batch: the second one has one row.
+    assert {"sequences: 5", "packing: yes", "epochs: 2"} <= set(shown.splitlines())
+    training = json.loads((out / "exits.json").read_text())["training"]
+    expected = {"packing": 70, "accumulate": 2, "schedule": "linear", "final_learning_rate": 0.0}
+    assert {name: training[name] for name in expected} == expected
+    rates = read_log(out / "training" / "steps.csv")["learning_rate"]
+    assert rates == pytest.approx([1e-4, 2e-4 / 3, 1e-4 / 3, 0])
+    ask = ["generate", str(out), "ab", "--max-tokens", "2", "--device", "cpu"]
+    assert run(ask) == 0
+
+
+def test_tensorboard_is_asked_for_and_says_what_it_needs(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setattr(loading, "load_starting_point", lambda *_, **__: pytest.fail("read"))
+    assert run(arguments(folder, tmp_path / "out", "--tensorboard")) == REQUEST
+    said = capsys.readouterr().err
+    assert "expected the package tensorboard" in said
+    assert "pip install 'eecore[tensorboard]'" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_with_an_encoder(folder: Path, tmp_path: Path) -> None:
@@ -174,6 +221,35 @@ def test_a_second_ctrl_c_interrupts_at_once() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
+def test_torchrun_passes_a_ctrl_c_on_which_is_no_second_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert stop()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_commands_of_one_process_refuse_several(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    out = tmp_path / "out"
+    data = ("--data", str(folder / "data.jsonl"))
+    for name, *more in (("train-exits",), ("train-classifier", *data)):
+        assert run([name, str(folder / "model"), "--out", str(out), *more]) == USAGE
+        assert f"{name}: expected one process, got several of torchrun" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_the_exit_classifier(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +292,8 @@ def test_the_exit_classifier(
         (("--learning-rate", "0"), REQUEST, "learning_rate: expected a number above 0"),
         (("--precision", "int4"), REQUEST, "precision: expected float32 or bfloat16"),
         (("--device", "tpu"), USAGE, "--device: expected cpu or cuda, got tpu"),
+        (("--shard",), REQUEST, "shard: expected several processes (torchrun), got one"),
+        (("--accumulate", "17"), REQUEST, "accumulate: expected 1..batch_size=16, got 17"),
         (("--context", "4"), REQUEST, "data.jsonl:1: expected at most context=4 tokens"),
         (("--resume",), REQUEST, "expected the state of a run, got nothing"),
     ],
@@ -275,4 +353,4 @@ def test_the_model_that_ships_with_eecore_goes_by_its_name(
     command = arguments(folder, tmp_path / "out", "--steps", "1", "--batch-size", "1")
     command[1] = "intent"
     assert run(command) == 0
-    assert "from the weights that are there" in capsys.readouterr().err
+    assert "weights: pretrained\n" in capsys.readouterr().err

@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from eecore.console.failures import UsageError
-from eecore.console.loading import SEEDS, check_path, spinner
+from eecore.console.loading import check_path, spinner
 from eecore.console.options import ProcessOptions, option, takes_options
 from eecore.console.signals import INTERRUPTED
 from eecore.errors import RequestError
 from eecore.lab.commands.progress import ProgressLine
+from eecore.lab.commands.settings import MAX_BATCH, MAX_STEPS, Kept, Rates, say_settings
 from eecore.readable import is_file, kind_of, shown_path
 
 if TYPE_CHECKING:
-    from eecore.lab.training import LossWeights, TokenData, TrainingConfig
+    from eecore.lab.training import LossWeights, TokenData
     from eecore.models import Tokenizer
 
 __all__ = ["Sequences", "train", "training_device"]
-
-MAX_STEPS, MAX_BATCH = 1 << 40, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +31,16 @@ class Sequences:
     """The training data."""
 
     data: list[Path] = option(
-        help='JSON lines of {"input", "target"} or {"text"}, or plain text; may be repeated.'
+        help='JSON lines of {"input", "target"}, {"messages"} or {"text"}, or plain text; may be '
+        "repeated."
     )
     context: int = option(256, "Most tokens of a sequence.", min=2, max=1 << 24)
-    truncate_inputs: bool = option(False, "Cut inputs that leave no room for targets.")
+    truncate_inputs: bool = option(
+        False, "Cut inputs that leave no room for targets, and conversations, at their end."
+    )
+    train_on_input: bool = option(
+        False, "Learn inputs and all messages too, not targets and the assistant's alone."
+    )
 
     def read(self, paths: list[Path], tokenizer: Tokenizer, eos_token_id: int) -> TokenData:
         """The sequences of files."""
@@ -47,6 +52,7 @@ class Sequences:
             context=self.context,
             eos_token_id=eos_token_id,
             truncate_inputs=self.truncate_inputs,
+            train_on_input=self.train_on_input,
         )
 
 
@@ -118,6 +124,13 @@ class Exits:
                 raise UsageError(f"{flag}: expected none with --loss {self.loss}, got {value}")
         return CalmLoss() if self.loss == "calm" else LastLayerLoss()
 
+    def settings(self, loss: LossWeights) -> dict[str, object]:
+        """The options of a loss as they have come out."""
+        found = {name: getattr(loss, name, None) for name in ("e_scale", "curriculum")}
+        if rotation := getattr(loss, "rotation", None):
+            found["curriculum"] = f"rotational:{rotation}"
+        return found
+
     def dropout(self, pretrained: bool) -> Any:
         """The layer dropout that is asked for, or None."""
         from eecore.lab.training import LayerDropout
@@ -135,37 +148,45 @@ class Exits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
+class Optimizer(Rates):
     """The optimizer and its batches."""
 
-    PANEL: ClassVar[str] = "Optimizer"
     lora: int | None = option(
         None, "Train adapters of this rank.", min=1, show_default="every weight"
     )
-    learning_rate: float = option(1e-4)
     relative_rate: bool = option(
         False,
         "The learning rate is a share of what each weight starts from; for a T5 from "
         "scratch, with --learning-rate 0.01.",
     )
-    warmup_steps: int | None = option(None, min=0, max=MAX_STEPS, show_default="3 %")
     weight_decay: float = option(0.1)
-    batch_size: int = option(16, "Sequences a step.", min=1, max=MAX_BATCH)
-    seed: int = option(0, min=0, max=SEEDS)
+    accumulate: int = option(
+        1,
+        "In how many pieces a process computes its share of a batch, one after the other: less "
+        "memory, the same steps.",
+        min=1,
+        max=MAX_BATCH,
+    )
+    packing: bool = option(
+        False, "Several sequences share a row of --context tokens; --batch-size counts rows."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Kept):
     """How the run goes on, is saved and computed."""
 
-    PANEL: ClassVar[str] = "Run"
-    resume: bool = option(False, "Go on with the run in --out.")
     checkpoint_minutes: float = option(10.0, "Save the state so often.", min=0)
     evaluate_steps: int = option(500, "Score the exits so often.", min=1, max=MAX_STEPS)
     precision: str | None = option(
         None, "float32, or bfloat16 (autocast).", show_default="bfloat16 on a GPU"
     )
     gradient_checkpointing: bool = option(False, "Less memory, more time.")
+    shard: bool = option(
+        False,
+        "Divide weights and optimizer among the processes of torchrun (FSDP2), for a model that "
+        "does not fit beside them.",
+    )
     device: str | None = option(None, show_default="cuda where there is a GPU")
 
 
@@ -203,51 +224,95 @@ def train(
         if kind_of(place) == "nothing":
             raise RequestError(f"{shown_path(place)}: No such file or directory")
     with spinner(f"loading {model}"):
+        from eecore.lab.training.processes import launched
+
+        where = training_device(run.device)
+    options = (sequences, length, exits, optimizer, run)
+    with launched(where) as processes:
+        return _train(beginning, out, *options, loss, where, process.threads, processes.size)
+
+
+def _train(
+    model: Path,
+    out: Path,
+    sequences: Sequences,
+    length: Length,
+    exits: Exits,
+    optimizer: Optimizer,
+    run: Run,
+    loss: LossWeights,
+    where: str,
+    threads: int | None,
+    num_processes: int,
+) -> int:
+    with spinner(f"loading {model}"):
         import torch
 
         from eecore.lab.training import LoraSettings, TrainingConfig, loading, state_path
         from eecore.lab.training import train as run_training
         from eecore.lab.training.interrupts import stop_on_signals
         from eecore.lab.training.model_run import check_new
+        from eecore.lab.training.run_log import tensorboard_writer
         from eecore.lab.training.run_state import read_state
 
-        if process.threads is not None:
-            torch.set_num_threads(process.threads)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if run.tensorboard:
+            tensorboard_writer()
         begun = 0
         if run.resume:
             begun = read_state(state_path(out)).step
         else:
             check_new(out)
-        start = loading.load_starting_point(
-            beginning, tokenizer=length.tokenizer, seed=optimizer.seed
-        )
+        start = loading.load_starting_point(model, tokenizer=length.tokenizer, seed=optimizer.seed)
         learnt = sequences.read(sequences.data, start.tokenizer, start.eos_token_id)
         held_out = None
         if length.held_out:
             held_out = sequences.read(length.held_out, start.tokenizer, start.eos_token_id)
-        where = training_device(run.device)
-        start.model.to(where)
-    per_epoch = -(-len(learnt) // optimizer.batch_size)
+        if not run.shard:  # its layers go there one by one
+            start.model.to(where)
+    packing = sequences.context if optimizer.packing else None
+    per_epoch = -(-len(learnt.rows(packing)) // optimizer.batch_size)
     times = 1.0 if length.epochs is None else length.epochs
     steps = length.steps or max(1, round(times * per_epoch))
     warmup, lora = optimizer.warmup_steps, optimizer.lora
     config = TrainingConfig(
         steps=steps,
-        batch_size=optimizer.batch_size,
-        learning_rate=optimizer.learning_rate,
+        **optimizer.of_config,
         relative_rate=optimizer.relative_rate,
         warmup_steps=steps * 3 // 100 if warmup is None else warmup,
         weight_decay=optimizer.weight_decay,
+        accumulate=optimizer.accumulate,
+        packing=packing,
         loss=loss,
         layer_dropout=exits.dropout(start.pretrained),
         lora=None if lora is None else LoraSettings(lora, alpha=2.0 * lora),
         precision=run.precision or ("bfloat16" if where == "cuda" else "float32"),  # type: ignore[arg-type]
         gradient_checkpointing=run.gradient_checkpointing,
-        seed=optimizer.seed,
+        shard=run.shard,
         checkpoint_seconds=60 * run.checkpoint_minutes,
         evaluate_steps=run.evaluate_steps,
+        tensorboard=run.tensorboard,
     )
-    _say_what_follows(config, len(learnt), start.pretrained, where)
+    dropout = config.layer_dropout
+    say_settings(
+        (sequences, length, exits, optimizer, run),
+        **exits.settings(loss),
+        layer_dropout=0.0 if dropout is None else dropout.max_rate,
+        dropout_over_time=None if dropout is None else dropout.over_time,
+        tokenizer=start.tokenizer_directory,
+        steps=steps,
+        epochs=steps / per_epoch,
+        warmup_steps=config.warmup_steps,
+        precision=config.precision,
+        device=where,
+        model=model,
+        weights="pretrained" if start.pretrained else "random",
+        out=out,
+        sequences=len(learnt),
+        learnt_tokens=int(learnt.num_learnt.sum()),
+        processes=num_processes,
+    )
     with stop_on_signals() as stop, ProgressLine() as line:
         if run.resume:
             line.keep(f"resuming after step {begun} of {steps}")
@@ -283,15 +348,3 @@ def training_device(name: str | None) -> str:
     if chosen == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device: expected cpu, got cuda on a machine without a GPU")
     return chosen
-
-
-def _say_what_follows(
-    config: TrainingConfig, num_sequences: int, pretrained: bool, device: str
-) -> None:
-    print(
-        f"from {'the weights that are there' if pretrained else 'random weights'}: "
-        f"{num_sequences} sequences, {config.steps} steps of {config.batch_size} "
-        f"({config.steps * config.batch_size / num_sequences:.1f} epochs), on {device}; "
-        f"{config.loss}, {config.layer_dropout or 'no layer dropout'}",
-        file=sys.stderr,
-    )

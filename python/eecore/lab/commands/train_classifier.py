@@ -12,7 +12,8 @@ from eecore.console.failures import UsageError
 from eecore.console.files import check_out
 from eecore.console.loading import SEEDS, Device, ModelPath, check_path, spinner
 from eecore.console.options import ProcessOptions, option, takes_options
-from eecore.lab.commands.train import MAX_BATCH, MAX_STEPS, Sequences, training_device
+from eecore.lab.commands.settings import MAX_BATCH, MAX_STEPS, want_one_process
+from eecore.lab.commands.train import Sequences, training_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ def train_classifier(
     It learns from a layer's state whether exiting there would give the last layer's token. The
     states of quantised models are those that eecore runs, in their own bits, on the CPU.
     """
+    want_one_process("train-classifier")
     directory = check_path(model)
     check_out("--out", out)
     with spinner(f"loading {model}"):

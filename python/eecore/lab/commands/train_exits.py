@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import typer
 
 from eecore.console.failures import UsageError
-from eecore.console.loading import SEEDS, check_path, load
+from eecore.console.loading import check_path, load
 from eecore.console.options import ProcessOptions, option, takes_options
 from eecore.console.signals import INTERRUPTED
 from eecore.lab.commands.head_texts import (
@@ -22,6 +22,7 @@ from eecore.lab.commands.head_texts import (
     write_and_read,
 )
 from eecore.lab.commands.progress import ProgressLine
+from eecore.lab.commands.settings import MAX_STEPS, Kept, Rates, say_settings, want_one_process
 from eecore.readable import is_file, shown_path
 
 if TYPE_CHECKING:
@@ -73,25 +74,28 @@ class Head:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Kept, Rates):
     """The training of the head."""
 
     PANEL: ClassVar[str] = "Run"
+    learning_rate: float = option(1e-3)
+    final_learning_rate: float = option(
+        0.05, "At the schedule's end, as a share of --learning-rate.", min=0, max=1
+    )
+    warmup_steps: int | None = option(None, min=0, max=MAX_STEPS, show_default="5 %")
+    batch_size: int = option(32, f"Stretches of {STRETCH} tokens a step.", min=1, max=1 << 16)
+    resume: bool = option(False, "Go on with what is in the work directory.")
     minutes: float | None = option(None, "Training time, instead of --epochs.", min=0.001, max=1e6)
     epochs: float | None = option(
         None, "Times through the text.", min=0.001, max=1e6, show_default="4"
     )
     drafts: int = option(3, "Of each row in training.", min=1, max=8)
-    learning_rate: float = option(1e-3)
-    batch_size: int = option(32, f"Stretches of {STRETCH} tokens a step.", min=1, max=1 << 16)
     precision: Literal["float32", "bfloat16"] = option(
         "float32", "Of products; bfloat16 is faster on a CPU that multiplies it."
     )
     learning_curve: bool = option(
         False, "Train on a quarter and on half of the text too, to see what more of it brings."
     )
-    seed: int = option(0, min=0, max=SEEDS)
-    resume: bool = option(False, "Go on with what is in the work directory.")
 
 
 @takes_options
@@ -114,6 +118,7 @@ def train_exits(
     what comes next. Each of the three steps survives a kill and Ctrl-C: the same command with
     --resume goes on.
     """
+    want_one_process("train-exits")
     path = check_path(model)
     if run.minutes is not None and run.epochs is not None:
         raise UsageError("--minutes: expected it or --epochs, got both")
@@ -153,15 +158,22 @@ def train_exits(
         num_blocks=head.blocks,
         vocabulary_size=head.vocabulary,
         num_drafts=run.drafts,
-        learning_rate=run.learning_rate,
-        batch_size=run.batch_size,
+        **run.of_config,
         stretch=STRETCH,
-        seed=run.seed,
         precision=run.precision,
+        tensorboard=run.tensorboard,
         keep_vocabulary=head.keep_vocabulary,
         begins_with="" if beginning is None else beginning.sha256,
     )
     where.mkdir(parents=True, exist_ok=True)
+    say_settings(
+        (texts, head, run),
+        taps=states.taps,
+        intermediate_size=inner,
+        model=path,
+        out=out,
+        work=where,
+    )
     with stop_on_signals() as stop, ProgressLine() as line:
         if not write_and_read(loaded, asked, texts.tokens, where, settings, states, stop, line):
             return _interrupted(line)
@@ -297,7 +309,8 @@ def _train(
     else:
         steps = round((4.0 if run.epochs is None else run.epochs) * trainee.steps_per_epoch)
     steps = max(1, steps)
-    trainee.config = replace(trainee.config, steps=steps, warmup_steps=steps // WARMUP)
+    warmup = steps // WARMUP if run.warmup_steps is None else run.warmup_steps
+    trainee.config = replace(trainee.config, steps=steps, warmup_steps=warmup)
     if is_begun:
         saved = state_to_resume(state, trainee.config, trainee.digest())
     with TrainingRun(trainee, directory, saved) as trained:

@@ -117,7 +117,7 @@ def median_ratio(over: Iterable[float], under: Iterable[float]) -> float:
 
 def time_policies(
     model: Model,
-    prompts: Sequence[str],
+    prompts: Sequence[str | list[int]],
     policies: Sequence[Exit],
     *,
     max_tokens: int,
@@ -132,7 +132,7 @@ def time_policies(
 
     Args:
         model: from :func:`eecore.load`.
-        prompts: texts.
+        prompts: texts, or token ids.
         policies: beside ``Full()``.
         max_tokens: new tokens a prompt.
         batch_size: prompts that run together.

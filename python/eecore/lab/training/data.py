@@ -1,21 +1,27 @@
 """Training data: JSON lines or plain text in, batches of token ids out, in an order of its own.
 
-A line is ``{"input": ..., "target": ...}``, of which the target alone is learnt, or ``{"text":
-...}``. Texts are packed: joined, each ended, and cut into windows of the context. A pair's target
-follows its input as ``eecore.generate`` would see it: the input is encoded as a prompt is.
+A line is ``{"input": ..., "target": ...}``, of which the target alone is learnt, ``{"messages":
+[...]}``, of which what the assistant says is, or ``{"text": ...}``. Texts are joined, each ended,
+and cut into windows of the context. A pair's target follows its input as ``eecore.generate`` would
+see it: the input is encoded as a prompt is, and so are messages.
 """
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from eecore.errors import TrainingError
+from eecore.errors import RequestError, TrainingError
+from eecore.lab.training.chats import Piece, chat_pieces
 from eecore.lab.training.early_exit_loss import Targets
 from eecore.models import Tokenizer
 from eecore.textfiles import JsonLine, has_json_lines, json_lines, read_text
@@ -29,7 +35,7 @@ BUCKET_BATCHES = 64
 
 @dataclass(frozen=True, eq=False)
 class TokenData:
-    """Sequences of token ids; those after the prompt are learnt.
+    """Sequences of token ids; those after the prompt are learnt, or some of them.
 
     Attributes:
         tokens: int32 [num_tokens], all sequences'; neighbouring windows of a text share a token.
@@ -37,14 +43,17 @@ class TokenData:
         ends: int64 [n], where it ends.
         prompt_lens: int64 [n], how many of its tokens are given, 1 or more; a decoder with an
             encoder gets these in the encoder.
-        is_text: whether these are windows of texts, which an encoder has no use for.
+        learnt: bool [num_tokens], which are learnt, in sequences that go back and forth; None: all
+            that follow the prompt.
+        for_decoders: whether a model with an encoder has no use for these: texts, conversations.
     """
 
     tokens: Tensor
     starts: Tensor
     ends: Tensor
     prompt_lens: Tensor
-    is_text: bool = False
+    learnt: Tensor | None = None
+    for_decoders: bool = False
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -54,15 +63,44 @@ class TokenData:
         start, end = int(self.starts[index]), int(self.ends[index])
         return self.tokens[start:end].long(), int(self.prompt_lens[index])
 
+    def learnt_of(self, index: int) -> Tensor:
+        """bool [length], which tokens of one sequence are learnt; never the first one."""
+        start, end = int(self.starts[index]), int(self.ends[index])
+        if self.learnt is not None:
+            return self.learnt[start:end]
+        return torch.arange(end - start) >= self.prompt_lens[index]
+
     @property
     def lengths(self) -> Tensor:
         """int64 [n]"""
         return self.ends - self.starts
 
+    @property
+    def num_learnt(self) -> Tensor:
+        """int64 [n], how many tokens of each sequence are learnt."""
+        if self.learnt is None:
+            return self.ends - self.starts - self.prompt_lens
+        sums = torch.cat([torch.zeros(1, dtype=torch.int64), self.learnt.cumsum(0)])
+        return sums[self.ends] - sums[self.starts]
+
+    def rows(self, packing: int | None = None) -> list[list[int]]:
+        """What goes into a row of a batch: one sequence, or with packing as many as fit.
+
+        Args:
+            packing: how many positions a row has; None puts each sequence into its own.
+
+        Raises:
+            TrainingError: a sequence is longer.
+        """
+        if packing is None:
+            return [[index] for index in range(len(self))]
+        return _packed((self.lengths - 1).tolist(), packing)
+
     def digest(self) -> str:
         """A hash of everything: the same data gives the same one."""
         digest = hashlib.sha256()
-        for tensor in (self.tokens, self.starts, self.ends, self.prompt_lens):
+        masks = () if self.learnt is None else (self.learnt,)
+        for tensor in (self.tokens, self.starts, self.ends, self.prompt_lens, *masks):
             digest.update(tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()
 
@@ -86,8 +124,7 @@ class Batch:
         if device.type == "cpu":
             return self
         inputs = {name: tensor.to(device) for name, tensor in self.inputs.items()}
-        targets = Targets(self.targets.positions.to(device), self.targets.tokens.to(device))
-        return Batch(inputs, targets, self.num_tokens)
+        return Batch(inputs, self.targets.to(device), self.num_tokens)
 
 
 # Reading
@@ -100,37 +137,46 @@ def read_data(
     context: int,
     eos_token_id: int,
     truncate_inputs: bool = False,
+    train_on_input: bool = False,
 ) -> TokenData:
-    """Read files of pairs, or files of texts; ``.jsonl`` and ``.ndjson`` are JSON lines.
+    """Read files of pairs and conversations, or of texts; ``.jsonl``, ``.ndjson``: JSON lines.
 
     Args:
         paths: read in order. A file that is not JSON lines is one text.
-        tokenizer: the model's.
+        tokenizer: the model's; conversations go through its chat template.
         context: most tokens of a sequence, its end included.
         eos_token_id: ends each target and each text.
-        truncate_inputs: cut an input, at its end, that leaves no room for its target; refused
-            otherwise.
+        truncate_inputs: cut an input, at its end, that leaves no room for its target, and a
+            conversation at its end; refused otherwise.
+        train_on_input: learn inputs and all messages too, not targets and the assistant's alone.
 
     Raises:
         TrainingError: names the file and the line that is malformed or too long.
+        ModelError: there are conversations, and no chat template, or one that fails.
     """
     if not is_whole(context, 2):
         raise TrainingError(f"context: expected 2 tokens or more, got {context!r}")
-    pairs: list[tuple[list[int], list[int]]] = []
+    sequences: list[list[Piece]] = []
     text: list[int] = []
     for path in map(Path, paths):
         for where, record in _records(path):
             if isinstance(record, str):
                 text += [*tokenizer.encode(record), eos_token_id]
+            elif isinstance(record, _Chat):
+                pieces = _chat(record, tokenizer, eos_token_id, train_on_input, where)
+                sequences.append(_cut_to(pieces, context, truncate_inputs, where))
             else:
                 given = tokenizer.encode(record[0])
                 learnt = [*tokenizer.encode(record[1], add_special_tokens=False), eos_token_id]
-                pairs.append(_fitted(given, learnt, context, truncate_inputs, where))
-            if pairs and text:
-                raise TrainingError(f"{where}: expected pairs alone or texts alone, got both")
+                given, learnt = _fitted(given, learnt, context, truncate_inputs, where)
+                sequences.append([(given, train_on_input), (learnt, True)])
+            if sequences and text:
+                raise TrainingError(
+                    f"{where}: expected pairs and conversations alone or texts alone, got both"
+                )
     names = ", ".join(map(str, paths))
-    if pairs:
-        return from_pairs(pairs)
+    if sequences:
+        return from_pieces(sequences)
     if len(text) < 2:
         raise TrainingError(f"{names}: expected some text or pairs, got none")
     return from_text(text, context)
@@ -138,19 +184,31 @@ def read_data(
 
 def from_pairs(pairs: Iterable[tuple[list[int], list[int]]]) -> TokenData:
     """Each pair a sequence: the given tokens, then the learnt ones."""
+    return from_pieces([(given, False), (learnt, True)] for given, learnt in pairs)
+
+
+def from_pieces(sequences: Iterable[Sequence[Piece]]) -> TokenData:
+    """Each sequence of pieces: tokens, and whether these are learnt; its first token never is."""
     tokens: list[int] = []
+    learnt: list[bool] = []
     starts, ends, prompt_lens = [], [], []
-    for given, learnt in pairs:
+    are_pairs = True
+    for pieces in sequences:
         starts.append(len(tokens))
-        tokens += given
-        tokens += learnt
+        for ids, is_learnt in pieces:
+            tokens += ids
+            learnt += [is_learnt] * len(ids)
         ends.append(len(tokens))
-        prompt_lens.append(len(given))
+        learnt[starts[-1]] = False
+        prompt_lens.append(learnt.index(True, starts[-1]) - starts[-1])
+        are_pairs &= [is_learnt for _, is_learnt in pieces] == [False, True]
     return TokenData(
         torch.tensor(tokens, dtype=torch.int32),
         torch.tensor(starts),
         torch.tensor(ends),
         torch.tensor(prompt_lens),
+        None if are_pairs else torch.tensor(learnt),
+        for_decoders=not are_pairs,
     )
 
 
@@ -161,9 +219,8 @@ def from_text(tokens: Sequence[int], context: int) -> TokenData:
     """
     starts = torch.arange(0, len(tokens) - 1, context)
     ends = (starts + context + 1).clamp(max=len(tokens))
-    return TokenData(
-        torch.tensor(tokens, dtype=torch.int32), starts, ends, torch.ones_like(starts), is_text=True
-    )
+    windows = torch.tensor(tokens, dtype=torch.int32)
+    return TokenData(windows, starts, ends, torch.ones_like(starts), for_decoders=True)
 
 
 def _fitted(
@@ -185,8 +242,49 @@ def _fitted(
     return given[:room], learnt
 
 
-def _records(path: Path) -> Iterator[tuple[str, str | tuple[str, str]]]:
-    """Where it stands, and a text or a pair."""
+class _Chat(NamedTuple):
+    """The messages of a line, and what else reaches the chat template."""
+
+    messages: list[dict[str, object]]
+    variables: dict[str, object]
+
+
+def _chat(
+    chat: _Chat, tokenizer: Tokenizer, eos_token_id: int, train_on_input: bool, where: str
+) -> list[Piece]:
+    messages, variables = chat
+    try:
+        return chat_pieces(
+            tokenizer, messages, eos_token_id, train_on_input=train_on_input, **variables
+        )
+    except RequestError as error:
+        raise TrainingError(f"{where}: {error}") from None
+
+
+def _cut_to(pieces: list[Piece], context: int, truncate: bool, where: str) -> list[Piece]:
+    """A conversation of at most the context's tokens, in which something is learnt."""
+    ends = list(accumulate(len(ids) for ids, _ in pieces))
+    if ends[-1] > context and not truncate:
+        raise TrainingError(
+            f"{where}: expected at most context={context} tokens, got {ends[-1]} "
+            "(truncate_inputs cuts conversations at their end)"
+        )
+    begins = [0, *ends[:-1]]
+    kept = [
+        (ids[: context - begin], learnt)
+        for begin, (ids, learnt) in zip(begins, pieces, strict=True)
+        if begin < context
+    ]
+    num_learnt = sum(len(ids) for ids, learnt in kept if learnt)
+    if num_learnt - kept[0][1] < 1:  # the first token is never learnt
+        raise TrainingError(
+            f"{where}: expected an answer within context={context} tokens, got none there"
+        )
+    return kept
+
+
+def _records(path: Path) -> Iterator[tuple[str, str | tuple[str, str] | _Chat]]:
+    """Where it stands, and a text, a pair or a conversation."""
     if has_json_lines(path):
         for line in json_lines(path, TrainingError):
             yield line.where, _record(line)
@@ -196,15 +294,21 @@ def _records(path: Path) -> Iterator[tuple[str, str | tuple[str, str]]]:
         yield str(path), content
 
 
-def _record(line: JsonLine) -> str | tuple[str, str]:
-    given, learnt, text = line.fields("input", "target", "text")
-    if isinstance(text, str) and text and given is None and learnt is None:
+def _record(line: JsonLine) -> str | tuple[str, str] | _Chat:
+    given, learnt, text, messages, tools = line.fields(
+        "input", "target", "text", "messages", "tools"
+    )
+    there = [value is not None for value in (given, learnt, text, messages)]
+    if there == [False, False, True, False] and isinstance(text, str) and text:
         return text
-    if isinstance(given, str) and isinstance(learnt, str) and given and learnt and text is None:
+    is_pair = there == [True, True, False, False]
+    if is_pair and isinstance(given, str) and isinstance(learnt, str) and given and learnt:
         return given, learnt
+    if there == [False, False, False, True] and isinstance(messages, list) and messages:
+        return _Chat(messages, {} if tools is None else {"tools": tools})
     raise TrainingError(
-        f'{line.where}: expected {{"input": text, "target": text}} or {{"text": text}}, none '
-        f"empty, got {line.shown}"
+        f'{line.where}: expected {{"input": text, "target": text}}, {{"messages": [...]}} or '
+        f'{{"text": text}}, none empty, got {line.shown}'
     )
 
 
@@ -254,39 +358,84 @@ def _cut(indices: Tensor, size: int) -> list[Tensor]:
     return [indices[start : start + size] for start in range(0, len(indices), size)]
 
 
-def collate(data: TokenData, indices: Iterable[int], *, decoder_start: int | None = None) -> Batch:
+def _packed(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of sequences in rows, the longest first, each where it leaves the least room."""
+    rows: list[list[int]] = []
+    with_room: dict[int, list[list[int]]] = defaultdict(list)
+    rooms: list[int] = []  # ascending, each once
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[index]
+        if length > capacity:
+            raise TrainingError(
+                f"packing: expected sequences of at most {capacity} positions, got {length}"
+            )
+        place = bisect_left(rooms, length)
+        if place == len(rooms):
+            room = capacity
+            rows.append(row := [])
+        else:
+            room = rooms[place]
+            row = with_room[room].pop()
+            if not with_room[room]:
+                del rooms[place]
+        row.append(index)
+        if not with_room[room - length]:
+            insort(rooms, room - length)
+        with_room[room - length].append(row)
+    return rows
+
+
+def collate(
+    data: TokenData, rows: Iterable[int | Sequence[int]], *, decoder_start: int | None = None
+) -> Batch:
     """Sequences side by side, padded on the right with token 0.
 
     Args:
         data: the sequences.
-        indices: which of them.
+        rows: which of them; several in one row are packed: ``inputs`` has ``position_ids`` then,
+            which begin at 0 with each, and attention does not cross them.
         decoder_start: the token that starts a decoder which has an encoder; the prompt then goes
             into the encoder. None for a decoder alone.
     """
-    sequences = [data.sequence(int(index)) for index in indices]
-    num_tokens = sum(len(tokens) for tokens, _ in sequences)
-    if decoder_start is None:
-        read = [tokens[:-1] for tokens, _ in sequences]
-        learnt = [tokens[prompt_len:] for tokens, prompt_len in sequences]
-        inputs = {"input_ids": _padded(read)}
-        firsts = [prompt_len - 1 for _, prompt_len in sequences]
-    else:
-        start = torch.tensor([decoder_start])
-        given = [tokens[:prompt_len] for tokens, prompt_len in sequences]
-        learnt = [tokens[prompt_len:] for tokens, prompt_len in sequences]
-        read = [torch.cat([start, tokens[:-1]]) for tokens in learnt]
-        inputs = {
-            "input_ids": _padded(given),
-            "attention_mask": _padded([torch.ones_like(tokens) for tokens in given]),
-            "decoder_input_ids": _padded(read),
-        }
-        firsts = [0] * len(sequences)
-    width = max(len(tokens) for tokens in read)
-    positions = [
-        row * width + first + torch.arange(len(tokens))
-        for row, (first, tokens) in enumerate(zip(firsts, learnt, strict=True))
-    ]
-    return Batch(inputs, Targets(torch.cat(positions), torch.cat(learnt)), num_tokens)
+    packed = [list(row) if isinstance(row, Sequence) else [int(row)] for row in rows]
+    if decoder_start is not None:
+        return _with_encoder(data, [index for row in packed for index in row], decoder_start)
+    read, places, firsts, learnt = [], [], [], []
+    num_tokens = 0
+    for row in packed:
+        sequences = [data.sequence(index)[0] for index in row]
+        masks = [data.learnt_of(index)[1:] for index in row]
+        read.append(torch.cat([tokens[:-1] for tokens in sequences]))
+        places.append(torch.cat([torch.arange(len(mask)) for mask in masks]))
+        firsts.append(torch.cat(masks).nonzero().squeeze(1))
+        learnt += [tokens[1:][mask] for tokens, mask in zip(sequences, masks, strict=True)]
+        num_tokens += sum(map(len, sequences))
+    inputs = {"input_ids": _padded(read)}
+    if any(len(row) > 1 for row in packed):
+        inputs["position_ids"] = _padded(places)
+    return Batch(inputs, _targets(firsts, learnt, inputs["input_ids"]), num_tokens)
+
+
+def _with_encoder(data: TokenData, indices: list[int], decoder_start: int) -> Batch:
+    start = torch.tensor([decoder_start])
+    sequences = [data.sequence(index) for index in indices]
+    given = [tokens[:prompt_len] for tokens, prompt_len in sequences]
+    learnt = [tokens[prompt_len:] for tokens, prompt_len in sequences]
+    read = _padded([torch.cat([start, tokens[:-1]]) for tokens in learnt])
+    inputs = {
+        "input_ids": _padded(given),
+        "attention_mask": _padded([torch.ones_like(tokens) for tokens in given]),
+        "decoder_input_ids": read,
+    }
+    targets = _targets([torch.arange(len(tokens)) for tokens in learnt], learnt, read)
+    return Batch(inputs, targets, sum(len(tokens) for tokens, _ in sequences))
+
+
+def _targets(places: list[Tensor], learnt: list[Tensor], read: Tensor) -> Targets:
+    """What is learnt, at places of each row of what is read."""
+    width = read.shape[1]
+    positions = [row * width + place for row, place in enumerate(places)]
+    return Targets(torch.cat(positions), torch.cat(learnt))
 
 
 def _padded(rows: list[Tensor]) -> Tensor:

@@ -116,18 +116,31 @@ class Targets:
     Attributes:
         positions: int64 [n], into the flattened [batch * length] of the states.
         tokens: int64 [n], the token that each of them should predict.
+        count: over how many the loss is a mean: more than n where a batch is computed in pieces,
+            whose losses add up; None for n.
     """
 
     positions: Tensor
     tokens: Tensor
+    count: int | None = None
+
+    def to(self, device: torch.device) -> Targets:
+        """The targets on a device."""
+        return Targets(self.positions.to(device), self.tokens.to(device), self.count)
+
+    def share(self, count: int, is_real: bool = True) -> Targets:
+        """These as a share of so many targets; none of them where a piece only fills a place."""
+        end = None if is_real else 0
+        return Targets(self.positions[:end], self.tokens[:end], count)
 
     def logits(self, head: Head, state: Tensor) -> Tensor:
         """head(h) at the target positions alone: float32 [n, vocab_size]."""
         return head(state.flatten(0, 1).index_select(0, self.positions)).float()
 
     def loss(self, head: Head, state: Tensor) -> Tensor:
-        """The mean cross entropy of one exit."""
-        return cross_entropy(self.logits(head, state), self.tokens)
+        """The mean cross entropy of one exit; its share where there are more targets."""
+        total = cross_entropy(self.logits(head, state), self.tokens, reduction="sum")
+        return total / (len(self.tokens) if self.count is None else self.count)
 
 
 def early_exit_backward(

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from eecore.errors import TrainingError
 from eecore.lab.training.data import Batch
+from eecore.lab.training.processes import Processes
 
 __all__ = ["DECODERS", "ENCODER_DECODERS", "ExitModel", "ExitScores", "evaluate_exits"]
 
@@ -87,8 +88,9 @@ class ExitModel:
 
         Args:
             inputs: for a decoder ``input_ids`` [batch, length], padded on the right (what is right
-                of a token never reaches it); with an encoder ``input_ids``, ``attention_mask``
-                and ``decoder_input_ids``.
+                of a token never reaches it), and where rows are packed ``position_ids``, which
+                begin at 0 with each text; with an encoder ``input_ids``, ``attention_mask`` and
+                ``decoder_input_ids``.
         """
         with self._recorded_states() as states:
             if self.has_encoder:
@@ -101,7 +103,12 @@ class ExitModel:
                     use_cache=False,
                 )
             else:
-                self.base.model(input_ids=inputs["input_ids"], use_cache=False)
+                # Of position_ids that begin anew, transformers makes masks that keep texts apart.
+                self.base.model(
+                    input_ids=inputs["input_ids"],
+                    position_ids=inputs.get("position_ids"),
+                    use_cache=False,
+                )
         return states
 
     @contextmanager
@@ -163,7 +170,10 @@ class ExitScores:
 
 @torch.no_grad()
 def evaluate_exits(model: ExitModel, batches: Iterable[Batch]) -> ExitScores:
-    """Score every exit of a model, in eval mode, which is then as it was."""
+    """Score every exit of a model, in eval mode, which is then as it was.
+
+    Of several processes each gives its share of the batches, as many as the others.
+    """
     was_training = model.model.training
     model.model.eval()
     sums = torch.zeros(3, model.num_layers, dtype=torch.float64)
@@ -174,6 +184,9 @@ def evaluate_exits(model: ExitModel, batches: Iterable[Batch]) -> ExitScores:
             num_tokens += len(batch.targets.tokens)
     finally:
         model.model.train(was_training)
+    counts = torch.tensor([num_tokens], dtype=torch.float64)
+    totals = Processes.current().total(torch.cat([sums.flatten(), counts]))
+    sums, num_tokens = totals[:-1].view_as(sums), int(totals[-1])
     if not num_tokens:
         raise TrainingError("batches: expected at least one, got none")
     loss, accuracy, agreement = (sums / num_tokens).tolist()

@@ -2,7 +2,8 @@
 
 What is trained is a :class:`Trainee`, which knows its data and its loss; the run owns the steps,
 the learning rates, the optimizer, the logs and the state. A run that was stopped or killed goes on,
-resumed, exactly as if it had not been.
+resumed, exactly as if it had not been. Of several processes (:class:`Processes`) each computes its
+share of a step, and the first one writes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from eecore.errors import TrainingError
+from eecore.lab.training.processes import Processes, whole
 from eecore.lab.training.recipe import RunConfig
 from eecore.lab.training.run_log import EVALUATIONS, STEPS, RunLog
 from eecore.lab.training.run_state import RunState, load_state, save_state
@@ -31,12 +33,13 @@ STEP_COLUMNS = ("step", "tokens", "learning_rate", "gradient_norm", "loss")
 
 @dataclass(frozen=True)
 class Losses:
-    """What a step has found.
+    """What a step has found; of several processes each has its share, and these add up.
 
     Attributes:
         loss: what its gradients are of.
         tokens: read by it.
-        values: what else is logged, by column; a column that is not there is left empty.
+        values: what else is logged, by column; a column that is not there is left empty. Every
+            process has the same columns.
     """
 
     loss: Tensor
@@ -65,11 +68,11 @@ class Trainee(ABC):
 
     @abstractmethod
     def backward(self, step: int) -> Losses:
-        """Add the gradients of the batch of a step."""
+        """Add the gradients of this process's share of the batch of a step."""
 
     @abstractmethod
     def evaluate(self) -> tuple[float, ...] | None:
-        """The values of the evaluation columns; None where nothing is held out."""
+        """The values of the evaluation columns, of all processes; None: nothing is held out."""
 
     @abstractmethod
     def describe(self, values: Mapping[str, float]) -> str:
@@ -124,32 +127,40 @@ class TrainingRun:
         self, trainee: Trainee, directory: Path, saved: RunState[Any] | None = None
     ) -> None:
         self.trainee, self.directory, self._path = trainee, directory, directory / STATE_FILE
+        self._processes = Processes.current()
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self._is_fresh, self._digest = saved is None, trainee.digest()
+        self._parameters = [each for each in trainee.module.parameters() if each.requires_grad]
         self._optimizer = _optimizer(trainee)
         if saved is not None:
             load_state(self._path, saved.step, trainee.module, self._optimizer)
             self.step, self.tokens, self.seconds = saved.step, saved.tokens, saved.seconds
-        directory.mkdir(parents=True, exist_ok=True)
         columns = {
             STEPS: (*STEP_COLUMNS, *trainee.step_columns),
             EVALUATIONS: ("step", "tokens", *trainee.evaluation_columns),
         }
-        self._log = RunLog(directory, columns, self.step)
+        self._log = None
+        if self._processes.is_first:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._log = RunLog(directory, columns, self.step, trainee.config.tensorboard)
         self._saved_at = time.monotonic()
 
     def __enter__(self) -> TrainingRun:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._log.close()
+        if self._log is not None:
+            self._log.close()
 
     def all_steps(
         self,
         progress: Callable[[StepReport], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> bool:
-        """Train to the end, True, or until told to stop, False; the state is saved either way."""
+        """Train to the end, True, or until told to stop, False; the state is saved either way.
+
+        A process that is told to stop stops all of them.
+        """
         config, trainee = self.trainee.config, self.trainee
         trainee.module.train()
         if self._is_fresh:
@@ -163,8 +174,9 @@ class TrainingRun:
             evaluated = self._evaluate() if evaluates else None
             spent = time.monotonic() - begun
             self.seconds = seconds + spent
-            stops = should_stop is not None and should_stop() and not is_last
-            if stops or is_last or self._save_is_due():
+            asked = should_stop is not None and should_stop()
+            stops, saves = self._processes.any(asked and not is_last, self._save_is_due())
+            if stops or is_last or saves:
                 self._save()
             if progress is not None:
                 progress(
@@ -192,10 +204,13 @@ class TrainingRun:
             group["lr"] = rate * group["rate_scale"]
         self._optimizer.zero_grad()
         found = trainee.backward(self.step)
-        norm = nn.utils.clip_grad_norm_(trainee.module.parameters(), config.max_grad_norm)
-        numbers = torch.stack([norm, found.loss.detach(), *found.values.values()]).tolist()
-        gradient_norm, loss = numbers[:2]
-        values = dict(zip(found.values, numbers[2:], strict=True))
+        self._processes.add_gradients(self._parameters)
+        norm = nn.utils.clip_grad_norm_(self._parameters, config.max_grad_norm)
+        gradient_norm = float(whole(norm))
+        shares = torch.stack([found.loss.detach(), *found.values.values()]).double().cpu()
+        tokens = torch.tensor([found.tokens], dtype=torch.float64)
+        num_tokens, loss, *others = self._processes.total(torch.cat([tokens, shares])).tolist()
+        values = dict(zip(found.values, others, strict=True))
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
             raise TrainingError(
                 f"step {self.step + 1}: expected finite numbers, got loss {loss} and gradient norm "
@@ -203,9 +218,10 @@ class TrainingRun:
             )
         self._optimizer.step()
         self.step += 1
-        self.tokens += found.tokens
+        self.tokens += int(num_tokens)
         own = [values.get(column) for column in trainee.step_columns]
-        self._log.write(STEPS, (self.step, self.tokens, rate, gradient_norm, loss, *own))
+        if self._log is not None:
+            self._log.write(STEPS, (self.step, self.tokens, rate, gradient_norm, loss, *own))
         return loss, values
 
     def _evaluate(self) -> str | None:
@@ -213,7 +229,8 @@ class TrainingRun:
         scores, columns = self.trainee.evaluate(), self.trainee.evaluation_columns
         if scores is None:
             return None
-        self._log.write(EVALUATIONS, (self.step, self.tokens, *scores))
+        if self._log is not None:
+            self._log.write(EVALUATIONS, (self.step, self.tokens, *scores))
         return self.trainee.describe_evaluation(dict(zip(columns, scores, strict=True)))
 
     def _save_is_due(self) -> bool:
@@ -224,7 +241,8 @@ class TrainingRun:
 
     def _save(self) -> None:
         config, module = self.trainee.config, self.trainee.module
-        state = RunState(self.step, self.tokens, self.seconds, self._digest, config)
+        size = self._processes.size
+        state = RunState(self.step, self.tokens, self.seconds, self._digest, config, size)
         save_state(self._path, state, module, self._optimizer)
         self._saved_at = time.monotonic()
 

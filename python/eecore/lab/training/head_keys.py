@@ -25,9 +25,14 @@ def choose_attended(network: LlamaModel, count: int) -> Attended:
     """The key heads of a model that most look for what came after the same token before.
 
     These are its induction heads (Olsson et al. 2022): their queries say of a token where it was,
-    and their values what followed. At most so many, of layers that attend to whole texts.
+    and their values what followed. At most so many, of layers that attend to whole texts and whose
+    queries are rotated alike. None of a model that caps scores, which a head learns without.
     """
     config = network.config
+    whole = [layer for layer, window in enumerate(config.layer_windows) if not window]
+    alike = {layer for layer in whole if network.turn_alike((whole[0], layer))}
+    if config.attention_soft_cap is not None:
+        return ()
     repeated = min(REPEATED, (config.max_position - 1) // 2)
     if repeated < 2:
         return ()
@@ -42,19 +47,19 @@ def choose_attended(network: LlamaModel, count: int) -> Attended:
     groups = (config.num_kv_heads, config.num_q_heads // config.num_kv_heads)
     for layer in range(config.num_layers):
         queries = network.queries(layer, hidden)
-        network.rotate(queries, batch.positions, kv, network.no_keys(length))
+        network.rotate(queries, layer, batch.positions, kv, network.no_keys(length))
         hidden = network.layers(layer, layer + 1, hidden, kv, batch)
-        if config.layer_windows[layer]:
+        if layer not in alike:
             continue
         keys = kv.k[layer, 0].float().transpose(0, 1)  # [key heads, length, head_dim]
         heads = queries.float().transpose(0, 1).reshape(*groups, length, -1)
-        looks = heads @ keys[:, None].transpose(2, 3) * config.head_dim**-0.5
+        looks = heads @ keys[:, None].transpose(2, 3) * network.attention_scale
         later = torch.ones(length, length, dtype=torch.bool, device=keys.device).triu(1)
         shares = looks.masked_fill(later, -torch.inf).softmax(-1)
         scores[layer] = shares[:, :, rows, rows - repeated + 1].sum((1, 2)).cpu()
     best = torch.argsort(scores.flatten(), descending=True, stable=True)[:count]
     found = [divmod(int(place), config.num_kv_heads) for place in best]
-    return tuple(sorted(pair for pair in found if not config.layer_windows[pair[0]]))
+    return tuple(sorted(pair for pair in found if pair[0] in alike))
 
 
 def keys_at(kv: KVCache, attended: Attended, slots: Tensor) -> Tensor:
@@ -98,6 +103,7 @@ class TextKeys:
         seen: int64 [n], keys that the row sees: those that were there before it drafted.
         positions: int64 [n], of the tokens that a step takes.
         cos_sin: float32 [max_position, rotary_dim].
+        scale: of the scores; None: head_dim**-0.5.
     """
 
     keys: Tensor
@@ -106,10 +112,16 @@ class TextKeys:
     seen: Tensor
     positions: Tensor
     cos_sin: Tensor
+    scale: float | None = None
 
     @classmethod
     def of(
-        cls, parts: Sequence[Tensor], begins: Tensor, positions: Tensor, cos_sin: Tensor
+        cls,
+        parts: Sequence[Tensor],
+        begins: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        scale: float | None = None,
     ) -> TextKeys:
         """Of rows that start to draft.
 
@@ -118,6 +130,7 @@ class TextKeys:
             begins: int64 [n], where the keys of each row's text begin among all of them.
             positions: int64 [n], of the rows.
             cos_sin: of the model.
+            scale: of its scores; None: head_dim**-0.5.
         """
         firsts, place = torch.unique_consecutive(begins, return_inverse=True)
         lengths = torch.zeros_like(firsts).scatter_reduce_(0, place, positions + 1, "amax")
@@ -132,7 +145,7 @@ class TextKeys:
                     break
                 first -= len(part)
         keys, values = both.unbind(1)
-        return cls(keys, values, place, positions + 1, positions + 1, cos_sin)
+        return cls(keys, values, place, positions + 1, positions + 1, cos_sin, scale)
 
     def rows(self, index: Tensor) -> TextKeys:
         """Of some of the rows, in their order: int64 of them, or bool."""
@@ -170,6 +183,7 @@ class TextKeys:
             self.keys[:, :, None].expand(-1, -1, q.shape[2], -1, -1).flatten(0, 1),
             self.values[:, :, None].expand(-1, -1, q.shape[2], -1, -1).flatten(0, 1),
             attn_mask=sees[:, None].expand(-1, count, -1, -1).flatten(0, 1)[:, None],
+            scale=self.scale,
         )
         found: Tensor = out.view(q.shape).permute(0, 3, 1, 2, 4)[self.place, offset]
         return found.flatten(2).float()

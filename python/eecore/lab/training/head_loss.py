@@ -42,6 +42,12 @@ class FrozenSide:
     eps: float
     cos_sin: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
     """float32 [num_positions, rotary_dim], of positions that are attended from, if any are."""
+    attention_scale: float | None = None
+    """Of the scores of what is attended to; None: head_dim**-0.5."""
+    multiplier: float = 1.0
+    """Of the logits."""
+    soft_cap: float = 0.0
+    """c > 0: multiplied logits l become ``c * tanh(l / c)``."""
     rows_of: Callable[[Tensor], Tensor] | None = None
     """Rows of the LM head, float32 [n, hidden_size], of any tokens, int64 [n]."""
 
@@ -65,7 +71,10 @@ class FrozenSide:
         """float32 [n, vocabulary_size] of normed states, [n, hidden_size]."""
         short = torch.is_autocast_enabled("cpu")
         rows = self.short_rows if short else self.head_rows
-        return functional.linear(values, rows).float()
+        logits = functional.linear(values, rows).float()
+        if self.multiplier != 1:
+            logits = logits * self.multiplier
+        return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
 
     def place(self, tokens: Tensor) -> Tensor:
         """Where tokens are in the vocabulary; -1 for those outside."""
@@ -147,7 +156,7 @@ def draft_loss(
     with torch.no_grad():
         teacher = frozen.distribution(data.states.last(wanted))
     state = head.begin(data.states[starts].float())
-    seen = data.seen(starts, frozen.cos_sin)
+    seen = data.seen(starts, frozen.cos_sin, frozen.attention_scale)
     total = torch.zeros(())
     agreement = 0.0
     for k, target in enumerate(targets):
@@ -187,7 +196,7 @@ def agreement_by_position(
         rows = starts[begin : begin + ROWS_AT_ONCE]
         row_ends = ends[begin : begin + ROWS_AT_ONCE]
         state = head.begin(data.states[rows].float())
-        seen = data.seen(rows, frozen.cos_sin)
+        seen = data.seen(rows, frozen.cos_sin, frozen.attention_scale)
         for k in range(num_steps):
             there = rows + k + 1 < row_ends
             rows, row_ends, state = rows[there], row_ends[there], state[there]

@@ -15,6 +15,7 @@ from torch.nn import functional
 from eecore.errors import TrainingError
 from eecore.lab.training.draft_head import DraftHead
 from eecore.lab.training.harness import Losses, Trainee
+from eecore.lab.training.head_keys import Attended
 from eecore.lab.training.head_loss import (
     FrozenSide,
     StretchOrder,
@@ -117,7 +118,7 @@ class HeadTrainee(Trainee):
         else:
             vocabulary = beginning.vocabulary
         reached = int(data.positions.max()) + MAX_DRAFTS + 1 if data.keys else 0
-        self.frozen = frozen_side(network, vocabulary, reached)
+        self.frozen = frozen_side(network, vocabulary, reached, data.settings.attended)
         sizes = data.settings.sizes(config.intermediate_size, config.num_blocks)
         self.head = DraftHead(sizes, self.frozen.eps, self.frozen.final_norm, config.seed)
         self.module: nn.Module = self.head
@@ -195,14 +196,19 @@ def choose_vocabulary(network: LlamaModel, tokens: list[Tensor], size: int) -> T
 
 
 @torch.no_grad()
-def frozen_side(network: LlamaModel, vocabulary: Tensor, num_positions: int = 0) -> FrozenSide:
+def frozen_side(
+    network: LlamaModel, vocabulary: Tensor, num_positions: int = 0, attended: Attended = ()
+) -> FrozenSide:
     """What a head uses of a model, in float32 on the CPU.
 
     Args:
         network: the model.
         vocabulary: int64 [vocabulary_size], tokens that can be drafted.
         num_positions: that drafts attend from.
+        attended: what they attend to, of layers whose queries are rotated alike.
     """
+    layer = attended[0][0] if attended else 0
+    measure = network.measure
     every = torch.arange(network.config.vocab_size, device=network.device)
 
     def rows_of(tokens: Tensor) -> Tensor:
@@ -214,7 +220,10 @@ def frozen_side(network: LlamaModel, vocabulary: Tensor, num_positions: int = 0)
         vocabulary=vocabulary,
         final_norm=network.weights.final_norm.detach().float().cpu().clone(),
         eps=network.config.rms_norm_eps,
-        cos_sin=network.cos_sin(num_positions).float().cpu(),
+        cos_sin=network.cos_sin(num_positions, layer).float().cpu(),
+        attention_scale=network.attention_scale,
+        multiplier=measure.multiplier,
+        soft_cap=measure.soft_cap,
         rows_of=rows_of,
     )
 

@@ -152,11 +152,12 @@ class HeadStates:
     def __len__(self) -> int:
         return len(self.token)
 
-    def seen(self, rows: Tensor, cos_sin: Tensor) -> TextKeys | None:
+    def seen(self, rows: Tensor, cos_sin: Tensor, scale: float | None = None) -> TextKeys | None:
         """What drafts behind rows, int64 of them, attend to; None where there are no keys."""
         if not self.keys:
             return None
-        return TextKeys.of(self.keys, self.key_begins[rows], self.positions[rows], cos_sin)
+        begins, positions = self.key_begins[rows], self.positions[rows]
+        return TextKeys.of(self.keys, begins, positions, cos_sin, scale)
 
     def part(self, rows: Tensor) -> HeadStates:
         """Some of the rows, bool [n]; nothing is read."""

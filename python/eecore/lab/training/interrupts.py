@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from eecore.lab.training.processes import is_launched
+
 __all__ = ["StopRequest", "stop_on_signals"]
 
 
@@ -16,6 +18,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
+        self.interrupts = 0
 
     def __call__(self) -> bool:
         return self.requested
@@ -25,7 +28,9 @@ class StopRequest:
 def stop_on_signals() -> Iterator[StopRequest]:
     """While this lasts, Ctrl-C and SIGTERM ask for a stop; a second Ctrl-C interrupts at once.
 
-    Outside the main thread, which alone sees signals, nothing changes.
+    Under torchrun the third one does: torchrun passes on the Ctrl-C of a terminal, which each of
+    its processes has got from there already. Outside the main thread, which alone sees signals,
+    nothing changes.
     """
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -33,10 +38,12 @@ def stop_on_signals() -> Iterator[StopRequest]:
         return
 
     def ask(number: int, _frame: FrameType | None) -> None:
-        if stop.requested and number == signal.SIGINT:
+        stop.interrupts += number == signal.SIGINT
+        if stop.requested and number == signal.SIGINT and stop.interrupts > passed_on:
             raise KeyboardInterrupt
         stop.requested = True
 
+    passed_on = 2 if is_launched() else 0
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop

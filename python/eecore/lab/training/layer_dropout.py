@@ -60,11 +60,19 @@ class LayerDropoutHandle(AbstractContextManager["LayerDropoutHandle"]):
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], schedule: LayerDropout, num_steps: int, seed: int
+        self,
+        layers: Sequence[nn.Module],
+        schedule: LayerDropout,
+        num_steps: int,
+        seed: int,
+        sharded: bool = False,
     ) -> None:
         self.schedule = schedule
         self.num_steps = num_steps
         self.seed = seed
+        self.sharded = sharded
+        self._batch: int | None = None
+        self._rows: list[int] = []
         self._layers = tuple(layers)
         self._rates = [0.0] * len(self._layers)
         self._generator = torch.Generator()
@@ -79,8 +87,16 @@ class LayerDropoutHandle(AbstractContextManager["LayerDropoutHandle"]):
             layer.forward = partial(self._forward, index, layer.forward)
         self.begin_step(0)
 
-    def begin_step(self, step: int) -> None:
-        """Set t of the forward passes that follow."""
+    def begin_step(self, step: int, rows: Sequence[int] = (), batch: int | None = None) -> None:
+        """Set t of the forward passes that follow.
+
+        Args:
+            step: t.
+            rows: which of a step's samples the next forward pass has, where a step is computed in
+                pieces: a sample leaves out the same layers in a piece as in the whole.
+            batch: how many samples the step has; None where a forward pass has all of them.
+        """
+        self._rows, self._batch = list(rows), batch
         count = len(self._layers)
         self._rates = [
             self.schedule.rate(layer, count, step, self.num_steps) for layer in range(count)
@@ -101,23 +117,38 @@ class LayerDropoutHandle(AbstractContextManager["LayerDropoutHandle"]):
         arguments = self._signatures[index].bind(*args, **kwargs).arguments
         _refuse_caches({**arguments, **kwargs})
         hidden: Tensor = arguments["hidden_states"]  # [batch, length, hidden_size]
-        kept = torch.rand(len(hidden), generator=self._generator) >= self._rates[index]
+        count = len(hidden) if self._batch is None else self._batch
+        kept_of_step = torch.rand(count, generator=self._generator) >= self._rates[index]
+        kept = kept_of_step if self._batch is None else kept_of_step[self._rows]
         if kept.all():
             return forward(*args, **kwargs)
+        is_run_for_others = False
         if not kept.any():
-            return _as_the_layer_returns(hidden, arguments)
+            if not (self.sharded and kept_of_step.any()):
+                return _as_the_layer_returns(hidden, arguments)
+            # The other processes wait for this one's gradients, if of zeros.
+            is_run_for_others = True
+            kept = torch.arange(len(hidden)) == 0
         rows = kept.nonzero().squeeze(1).to(hidden.device, non_blocking=True)
         # What came by position goes on by position: reentrant checkpointing needs it so.
         chosen = [_rows_of(value, rows, len(hidden)) for value in args]
         named = {name: _rows_of(value, rows, len(hidden)) for name, value in kwargs.items()}
         output = forward(*chosen, **named)
         states = output[0] if isinstance(output, tuple) else output
-        merged = hidden.index_copy(0, rows, states.to(hidden.dtype))
+        states = states.to(hidden.dtype)
+        if is_run_for_others:
+            states = hidden.index_select(0, rows) + 0 * states
+        merged = hidden.index_copy(0, rows, states)
         return _as_the_layer_returns(merged, arguments)
 
 
 def drop_layers(
-    layers: Sequence[nn.Module], schedule: LayerDropout, *, num_steps: int, seed: int = 0
+    layers: Sequence[nn.Module],
+    schedule: LayerDropout,
+    *,
+    num_steps: int,
+    seed: int = 0,
+    sharded: bool = False,
 ) -> LayerDropoutHandle:
     """Wrap the decoder layers of a Hugging Face model (or the blocks of a T5) with layer dropout.
 
@@ -126,11 +157,13 @@ def drop_layers(
         schedule: the rates.
         num_steps: T.
         seed: of the random numbers.
+        sharded: whether several processes share a layer's weights, so that each has to run it
+            where any of them does.
 
     Call ``begin_step(t)`` of the handle before each training step. Caches of keys and values do not
     go with it: call the model with ``use_cache=False``. Gradient checkpointing does.
     """
-    return LayerDropoutHandle(layers, schedule, num_steps, seed)
+    return LayerDropoutHandle(layers, schedule, num_steps, seed, sharded)
 
 
 def _refuse_caches(arguments: Mapping[str, Any]) -> None:

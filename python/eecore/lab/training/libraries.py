@@ -12,14 +12,14 @@ from eecore.errors import TrainingError
 __all__ = ["library", "no_progress_bars"]
 
 
-def library(name: str) -> Any:
+def library(name: str, extra: str = "lab") -> Any:
     """The module of that name; a TrainingError says which extra has it."""
     try:
         return import_module(name)
     except ImportError as error:
         raise TrainingError(
             f"training: expected the package {name.partition('.')[0]}, got: {error} "
-            "(pip install 'eecore[lab]')"
+            f"(pip install 'eecore[{extra}]')"
         ) from None
 
 

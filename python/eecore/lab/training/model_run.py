@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,15 @@ from eecore.lab.training.exit_model import ExitModel, ExitScores, evaluate_exits
 from eecore.lab.training.harness import STATE_FILE, Losses, StepReport, Trainee, TrainingRun
 from eecore.lab.training.layer_dropout import drop_layers
 from eecore.lab.training.libraries import library, no_progress_bars
+from eecore.lab.training.processes import Processes
 from eecore.lab.training.recipe import LoraSettings, TrainingConfig
-from eecore.lab.training.run_log import read_logs
+from eecore.lab.training.run_log import read_logs, tensorboard_writer
 from eecore.lab.training.run_state import state_to_resume
 from eecore.models import model_digest
 from eecore.readable import is_file, kind_of, path_of, shown_path
+
+if TYPE_CHECKING:
+    from eecore.lab.training.sharding import ShardedExitModel
 
 __all__ = ["ModelTrainee", "TrainingResult", "check_new", "state_path", "train"]
 
@@ -80,8 +84,13 @@ def train(
     had not been: with the same model, data and config on the same machine and number of threads it
     writes the same logs bit for bit.
 
+    In a process of several (``torchrun``, after ``torch.distributed.init_process_group``; all on
+    one file system) each computes its share of every batch, and what is learnt is what one alone
+    would learn, rounding aside; the first one writes. A run goes on with as many as it began with.
+
     Args:
-        model: of a class that :class:`ExitModel` knows; is trained in place, on its device.
+        model: of a class that :class:`ExitModel` knows; is trained in place, on its device, with
+            ``config.shard`` on that of the processes.
         data: sequences to learn.
         config: everything else.
         out: a new or empty directory, or with ``resume`` that of the run.
@@ -89,24 +98,36 @@ def train(
         tokenizer_directory: its tokenizer files are copied to ``out``.
         resume: go on with the run in ``out``.
         progress: called after each step.
-        should_stop: asked after each step; once it says True the state is saved and the run ends.
+        should_stop: asked after each step; once it says True, in any process, the state is saved
+            and the run ends.
 
     Raises:
         TrainingError: a setting, the data or the directory cannot be used.
     """
+    processes = Processes.current()
+    _check_processes(config, processes)
+    if config.tensorboard:
+        tensorboard_writer()
     directory = path_of(out, TrainingError)
     state = state_path(directory)
     saved = state_to_resume(state, config, data.digest()) if resume else None
     if saved is None:
         check_new(directory)
+    processes.wait()  # the first one makes the directory
     torch.manual_seed(config.seed)
     trained = model if config.lora is None else _with_lora(model, config.lora)
+    processes.same_weights(trained)
     trainee = ModelTrainee(trained, data, config, held_out)
+    if processes.rank:
+        torch.manual_seed(config.seed * 1_000_003 + processes.rank)
     with closing(trainee), TrainingRun(trainee, state.parent, saved) as run:
         finished = run.all_steps(progress, should_stop)
     if finished:
         if trainee.scores is None:  # stopped between the last step and here
             trainee.evaluate()
+        if trainee.sharded is not None:
+            trainee.sharded.gather(keep=processes.is_first)
+    if finished and processes.is_first:
         _save(
             trained,
             directory,
@@ -117,6 +138,7 @@ def train(
         )
         plot_run(state.parent / "run.svg", *read_logs(state.parent))
         state.unlink(missing_ok=True)
+    processes.wait()
     return TrainingResult(finished, run.step, run.tokens, trainee.scores)
 
 
@@ -145,22 +167,38 @@ class ModelTrainee(Trainee):
         held_out: TokenData | None = None,
     ) -> None:
         self.config, self._data, self._held_out = config, data, held_out
+        self._processes = Processes.current()
         self.exits = ExitModel.of(model)
-        if self.exits.has_encoder and data.is_text:
-            raise TrainingError("data: expected pairs for a model with an encoder, got texts")
+        if self.exits.has_encoder:
+            _check_for_encoder(data, config)
+        self._rows = data.rows(config.packing)
+        self._num_learnt = data.num_learnt
+        self._held_out_rows = [] if held_out is None else held_out.rows(config.packing)
+        self.sharded: ShardedExitModel | None = None
+        if config.shard:
+            from eecore.lab.training.sharding import ShardedExitModel
+
+            self.sharded = ShardedExitModel.divide(self.exits, self._processes.device)
+            self.exits = self.sharded
         self.module = model
         self.scores: ExitScores | None = None
         exits = range(1, self.exits.num_layers + 1)
         self.step_columns = tuple(f"loss_exit_{layer}" for layer in exits)
         measures = ("loss", "accuracy", "agreement")
         self.evaluation_columns = tuple(f"{m}_exit_{layer}" for m in measures for layer in exits)
-        self._order = BatchOrder(data.lengths, config.batch_size, config.seed)
+        self._order = _order(data, self._rows, config)
         self._wrapped = ExitStack()
         stacks = (self.exits.layers, self.exits.encoder_layers)
         schedule = config.layer_dropout
         self._dropouts = [
             self._wrapped.enter_context(
-                drop_layers(stack, schedule, num_steps=config.steps, seed=config.seed + index)
+                drop_layers(
+                    stack,
+                    schedule,
+                    num_steps=config.steps,
+                    seed=config.seed + index,
+                    sharded=config.shard,
+                )
             )
             for index, stack in enumerate(stacks)
             if schedule is not None and stack
@@ -177,26 +215,34 @@ class ModelTrainee(Trainee):
         return self._data.digest()
 
     def backward(self, step: int) -> Losses:
-        for dropout in self._dropouts:
-            dropout.begin_step(step)
-        batch = self._batch(self._data, self._order.indices(step))
-        weights = self.config.loss.weights(step, self.config.steps, self.exits.num_layers)
-        with self.config.autocast(self.exits.device):
-            states = self.exits.states(batch.inputs)
-            losses = early_exit_backward(self.exits.head, states, batch.targets, weights)
+        config = self.config
+        rows = [self._rows[index] for index in self._order.indices(step).tolist()]
+        count = int(self._num_learnt[[index for row in rows for index in row]].sum())
+        weights = config.loss.weights(step, config.steps, self.exits.num_layers)
+        losses: dict[int, Tensor] = {}
+        num_tokens = 0
+        for piece in range(config.accumulate):
+            places, are_real = self._processes.share(len(rows), piece, config.accumulate)
+            for dropout in self._dropouts:
+                dropout.begin_step(step, places, len(rows))
+            batch = self._batch(self._data, [rows[place] for place in places])
+            targets = batch.targets.share(count, are_real)
+            with config.autocast(self.exits.device):
+                states = self.exits.states(batch.inputs)
+                found = early_exit_backward(self.exits.head, states, targets, weights)
+            losses = {layer: losses.get(layer, 0) + loss for layer, loss in found.items()}
+            num_tokens += batch.num_tokens * are_real
         total = torch.stack([weights[layer] * loss for layer, loss in losses.items()]).sum()
         by_column = {self.step_columns[layer]: loss for layer, loss in losses.items()}
-        return Losses(total, batch.num_tokens, by_column)
+        return Losses(total, num_tokens, by_column)
 
     def evaluate(self) -> tuple[float, ...] | None:
         if self._held_out is None:
             return None
-        config = self.config
-        order = BatchOrder(self._held_out.lengths, config.batch_size, config.seed)
-        count = min(config.evaluate_batches, order.steps_per_epoch)
-        batches = (self._batch(self._held_out, order.indices(index)) for index in range(count))
-        with config.autocast(self.exits.device):
-            self.scores = evaluate_exits(self.exits, batches)
+        with self.config.autocast(self.exits.device):
+            self.scores = evaluate_exits(self.exits, self._held_out_batches(self._held_out))
+        if self.sharded is not None:
+            self.sharded.release()
         return (*self.scores.loss, *self.scores.accuracy, *self.scores.agreement)
 
     def describe(self, values: Mapping[str, float]) -> str:
@@ -217,9 +263,47 @@ class ModelTrainee(Trainee):
             rate = max(size, MIN_SIZE) * (1.0 if decays else VECTOR_SHARE)
         return decays, rate
 
-    def _batch(self, data: TokenData, indices: Tensor) -> Batch:
-        batch = collate(data, indices.tolist(), decoder_start=self.exits.decoder_start)
+    def _held_out_batches(self, data: TokenData) -> Iterator[Batch]:
+        """This process's share of them."""
+        order = _order(data, self._held_out_rows, self.config)
+        for step in range(min(self.config.evaluate_batches, order.steps_per_epoch)):
+            rows = [self._held_out_rows[index] for index in order.indices(step).tolist()]
+            places, are_real = self._processes.share(len(rows))
+            batch = self._batch(data, [rows[place] for place in places])
+            count = len(batch.targets.tokens)
+            yield replace(batch, targets=batch.targets.share(count, are_real))
+
+    def _batch(self, data: TokenData, rows: list[list[int]]) -> Batch:
+        batch = collate(data, rows, decoder_start=self.exits.decoder_start)
         return batch.to(self.exits.device)
+
+
+def _order(data: TokenData, rows: list[list[int]], config: TrainingConfig) -> BatchOrder:
+    lengths = data.lengths.tolist()
+    in_rows = [sum(lengths[index] for index in row) for row in rows]
+    return BatchOrder(torch.tensor(in_rows), config.batch_size, config.seed)
+
+
+def _check_for_encoder(data: TokenData, config: TrainingConfig) -> None:
+    if data.for_decoders:
+        raise TrainingError(
+            "data: expected pairs for a model with an encoder, got texts or conversations"
+        )
+    if config.packing is not None:
+        raise TrainingError(
+            f"packing: expected none for a model with an encoder, got {config.packing}"
+        )
+
+
+def _check_processes(config: TrainingConfig, processes: Processes) -> None:
+    if config.shard and processes.size == 1:
+        raise TrainingError("shard: expected several processes (torchrun), got one")
+    pieces = processes.size * config.accumulate
+    if config.batch_size < pieces:
+        raise TrainingError(
+            f"batch_size: expected {pieces} or more, for {processes.size} processes and "
+            f"accumulate={config.accumulate}, got {config.batch_size}"
+        )
 
 
 def check_new(out: Path) -> None:

@@ -42,7 +42,13 @@ MAX_SIZE = 2**20
 """The largest batch and rank."""
 BELOW_1 = real(0.0, math.nextafter(1.0, 0.0), expected="0 up to below 1")
 # What a resumed run may set anew: none of it changes what is learnt.
-FREE_TO_CHANGE = ("checkpoint_steps", "checkpoint_seconds", "evaluate_steps", "evaluate_batches")
+FREE_TO_CHANGE = (
+    "checkpoint_steps",
+    "checkpoint_seconds",
+    "evaluate_steps",
+    "evaluate_batches",
+    "tensorboard",
+)
 
 
 @dataclass(frozen=True)
@@ -59,14 +65,16 @@ class LoraSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """AdamW with warm-up and a cosine: what every run has, of a model or a draft head.
+    """AdamW under a schedule of rates: what every run has, of a model or a draft head.
 
     Args:
         steps: T.
         batch_size: sequences a step.
         learning_rate: after the warm-up.
+        schedule: how the rate falls after the warm-up: half a ``cosine``, a ``linear`` line, or not
+            at all, ``constant``.
         warmup_steps: the rate grows linearly over them.
-        final_learning_rate: the cosine's end, as a share of ``learning_rate``.
+        final_learning_rate: the schedule's end, as a share of ``learning_rate``.
         weight_decay: of matrices; vectors have none.
         beta1: of AdamW.
         beta2: of AdamW.
@@ -76,11 +84,15 @@ class RunConfig:
         checkpoint_steps: save every so many steps; None for never by steps.
         checkpoint_seconds: save when so long has passed; None for never by time.
         evaluate_steps: measure on the held-out data every so many steps, and at the end.
+        tensorboard: write the logs for TensorBoard too.
     """
 
     steps: Annotated[int, whole(1, MAX_STEPS)]
     batch_size: Annotated[int, whole(1, MAX_SIZE)] = 16
     learning_rate: Annotated[float, real(MIN_POSITIVE, 1e6, expected="a number above 0")] = 1e-4
+    schedule: Annotated[
+        Literal["cosine", "linear", "constant"], choice("cosine", "linear", "constant")
+    ] = "cosine"
     warmup_steps: Annotated[int, whole(0, MAX_STEPS)] = 0
     final_learning_rate: Annotated[float, real(0.0, 1.0)] = 0.1
     weight_decay: Annotated[float, real(0.0, 1e6, expected="0 or more")] = 0.1
@@ -92,6 +104,7 @@ class RunConfig:
     checkpoint_steps: Annotated[int | None, whole(1, MAX_STEPS)] = None
     checkpoint_seconds: Annotated[float | None, real(0.0, math.inf, expected="0 or more")] = 600.0
     evaluate_steps: Annotated[int, whole(1, MAX_STEPS)] = 500
+    tensorboard: Annotated[bool, FLAG] = False
 
     def __post_init__(self) -> None:
         check_fields(self, TrainingError)
@@ -101,13 +114,15 @@ class RunConfig:
             )
 
     def learning_rate_at(self, step: int) -> float:
-        """The rate of step 0..steps-1: a linear warm-up, then half a cosine."""
+        """The rate of step 0..steps-1: a linear warm-up, then the schedule."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
-        span = max(self.steps - self.warmup_steps - 1, 1)
-        cosine = (1 + math.cos(math.pi * (step - self.warmup_steps) / span)) / 2
+        if self.schedule == "constant":
+            return self.learning_rate
+        done = (step - self.warmup_steps) / max(self.steps - self.warmup_steps - 1, 1)
+        left = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
         floor = self.final_learning_rate
-        return self.learning_rate * (floor + (1 - floor) * cosine)
+        return self.learning_rate * (floor + (1 - floor) * left)
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """What products are computed under."""
@@ -153,6 +168,12 @@ class TrainingConfig(RunConfig):
             small, since they hold the scale of the scores, and its embeddings large. (Shazeer &
             Stern 2018 §8.)
         gradient_checkpointing: compute the layers' inner states again in the backward pass.
+        accumulate: in how many pieces, one after the other, each process computes its share of a
+            batch; what is learnt is that of the whole batch.
+        packing: how many positions a row of a batch has, which several sequences share; the batch
+            is of so many rows then. None for a row for each sequence.
+        shard: divide weights, gradients and the optimizer's state among the processes (FSDP2), not
+            the batch alone.
         evaluate_batches: on how many batches of the held-out data the exits are scored.
     """
 
@@ -163,6 +184,9 @@ class TrainingConfig(RunConfig):
     lora: Annotated[LoraSettings | None, instance(LoraSettings)] = None
     relative_rate: Annotated[bool, FLAG] = False
     gradient_checkpointing: Annotated[bool, FLAG] = False
+    accumulate: Annotated[int, whole(1, MAX_SIZE)] = 1
+    packing: Annotated[int | None, whole(1, MAX_STEPS)] = None
+    shard: Annotated[bool, FLAG] = False
     evaluate_batches: Annotated[int, whole(1, MAX_STEPS)] = 16
 
     def __post_init__(self) -> None:
@@ -170,6 +194,10 @@ class TrainingConfig(RunConfig):
         if type(self.loss) not in LOSSES.values():
             expected = "EarlyExitLoss, CalmLoss, LastLayerLoss"
             raise TrainingError(f"loss: expected {expected}, got {shown(self.loss)}")
+        if self.accumulate > self.batch_size:
+            raise TrainingError(
+                f"accumulate: expected 1..batch_size={self.batch_size}, got {self.accumulate}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()

@@ -1,4 +1,6 @@
-"""What a run writes down as it goes: a row a step and a row an evaluation, as CSV and TensorBoard.
+"""What a run writes down as it goes: a row a step and a row an evaluation.
+
+CSV always, and for TensorBoard where that is asked for.
 
 Rows hold nothing of the clock, and numbers in full: two runs that learn alike write the same bytes.
 """
@@ -7,7 +9,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,15 @@ from eecore.lab.training.libraries import library
 from eecore.readable import regular_file
 from eecore.values import shown
 
-__all__ = ["EVALUATIONS", "STEPS", "CsvLog", "RunLog", "read_log", "read_logs"]
+__all__ = [
+    "EVALUATIONS",
+    "STEPS",
+    "CsvLog",
+    "RunLog",
+    "read_log",
+    "read_logs",
+    "tensorboard_writer",
+]
 
 STEPS, EVALUATIONS = "steps", "evaluations"
 
@@ -68,13 +77,18 @@ class RunLog:
     """All logs of a run, in a directory: by name the columns of each, the first of them a step."""
 
     def __init__(
-        self, directory: Path, columns: Mapping[str, Sequence[str]], resume_at: int
+        self,
+        directory: Path,
+        columns: Mapping[str, Sequence[str]],
+        resume_at: int,
+        tensorboard: bool = False,
     ) -> None:
         self._columns = columns
+        # It is the first to be made: it may not be installed.
+        self._board = _board(directory, resume_at) if tensorboard else None
         self._logs = {
             name: CsvLog(directory / f"{name}.csv", own, resume_at) for name, own in columns.items()
         }
-        self._board = _board(directory, resume_at)
 
     def write(self, name: str, row: Sequence[int | float | None]) -> None:
         """A row of a log; None leaves a field empty."""
@@ -90,11 +104,15 @@ class RunLog:
 
 
 def _board(directory: Path, resume_at: int) -> Any:
-    """TensorBoard's writer where it is installed; None where it is not."""
-    if find_spec("tensorboard") is None:
-        return None
-    writer = library("torch.utils.tensorboard").SummaryWriter
+    """TensorBoard's writer."""
+    writer = tensorboard_writer()
     return writer(str(directory / "tensorboard"), purge_step=resume_at or None)
+
+
+def tensorboard_writer() -> Any:
+    """The class of TensorBoard's writers; a TrainingError says what to install for it."""
+    library("tensorboard", "tensorboard")
+    return library("torch.utils.tensorboard", "tensorboard").SummaryWriter
 
 
 Columns = dict[str, list[float | None]]

@@ -1,7 +1,7 @@
 """The state of a run in one safetensors file: weights, optimizer, random numbers, steps done.
 
-The file is complete or not there (:mod:`eecore.files`).
-Nothing in it is pickled.
+The file is complete or not there (:mod:`eecore.files`). Nothing in it is pickled. Of several
+processes the first one writes it, with the random numbers of all.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from eecore.errors import TrainingError
 from eecore.files import replacing
 from eecore.json_fields import JsonFields, parse_json
+from eecore.lab.training.processes import Processes, is_divided, whole
 from eecore.lab.training.recipe import RunConfig, TrainingConfig
 from eecore.tensor_files import TensorFile, shown_name
 from eecore.values import shown
@@ -27,7 +28,7 @@ __all__ = ["RunState", "load_state", "read_state", "save_state", "state_to_resum
 
 Config = TypeVar("Config", bound=RunConfig)
 
-FORMAT = "eecore training state 2"
+FORMAT = "eecore training state 3"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 OPTIMIZER_PARTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -42,6 +43,7 @@ class RunState(Generic[Config]):
         seconds: spent on these steps.
         data_digest: of the training data.
         config: its settings.
+        processes: how many compute it.
     """
 
     step: int
@@ -49,19 +51,30 @@ class RunState(Generic[Config]):
     seconds: float
     data_digest: str
     config: Config
+    processes: int = 1
 
 
 def save_state(
     path: Path, state: RunState[Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Write the state, in place of the one before."""
-    tensors = {f"parameter.{name}": p.detach() for name, p in _trained(model)}
+    """Write the state, in place of the one before; every process of the run has to call it."""
+    processes = Processes.current()
+    tensors: dict[str, Tensor] = {}
+
+    def keep(name: str, value: Tensor) -> None:
+        tensor = whole(value.detach())
+        if processes.is_first:
+            tensors[name] = tensor.cpu() if is_divided(value) else tensor
+
     for name, parameter in _trained(model):
+        keep(f"parameter.{name}", parameter)
         for part, value in optimizer.state.get(parameter, {}).items():
-            tensors[_part(part, name)] = value
-    tensors["random.cpu"] = torch.get_rng_state()
-    if torch.cuda.is_available():
-        tensors["random.cuda"] = torch.cuda.get_rng_state()
+            keep(_part(part, name), value)
+    for name, numbers in _random_states(torch.cuda.is_available()).items():
+        for rank, own in enumerate(processes.gathered(numbers)):
+            tensors[_of_process(name, rank)] = own
+    if not processes.is_first:
+        return
     about = {**asdict(state), "config": state.config.to_dict()}
     with replacing(path) as partial:
         save_file(
@@ -81,7 +94,7 @@ def read_state(path: Path, kind: type[Config] = TrainingConfig) -> RunState[Conf
         )
     about = parse_json(metadata["state"], str(path), TrainingError)
     fields = JsonFields.of(about, str(path), TrainingError)
-    fields.only("step", "tokens", "seconds", "data_digest", "config")
+    fields.only("step", "tokens", "seconds", "data_digest", "config", "processes")
     try:
         config = kind.from_dict(about["config"])
     except TrainingError as error:
@@ -92,11 +105,12 @@ def read_state(path: Path, kind: type[Config] = TrainingConfig) -> RunState[Conf
         seconds=fields.number("seconds", 0.0),
         data_digest=fields.text("data_digest"),
         config=config,
+        processes=fields.integer("processes", 1),
     )
 
 
 def state_to_resume(path: Path, config: Config, data_digest: str) -> RunState[Config]:
-    """The state of a run of these settings and data.
+    """The state of a run of these settings and data, and of as many processes.
 
     Raises:
         TrainingError: it is of others.
@@ -107,6 +121,12 @@ def state_to_resume(path: Path, config: Config, data_digest: str) -> RunState[Co
         raise TrainingError(f"{path}: expected the settings that the run began with: {difference}")
     if saved.data_digest != data_digest:
         raise TrainingError(f"{path}: expected the data that the run began with, got other data")
+    size = Processes.current().size
+    if saved.processes != size:
+        raise TrainingError(
+            f"{path}: processes: expected {saved.processes}, as the run began with, got {size} "
+            f"(torchrun --nproc-per-node {saved.processes})"
+        )
     return saved
 
 
@@ -117,34 +137,54 @@ def load_state(path: Path, step: int, model: nn.Module, optimizer: torch.optim.O
         TrainingError: something is missing, too much, or not what this model has; nothing has
             changed then.
     """
-    trained = dict(_trained(model))
+    trained, rank = dict(_trained(model)), Processes.current().rank
     device = next(model.parameters()).device
-    random = {"random.cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        random["random.cuda"] = torch.cuda.get_rng_state(device)
+    random = _random_states(device.type == "cuda")
     with _opened(path) as file:
-        _check(file, trained, random)
+        _check(file, trained, random, Processes.current().size)
         states = {
             name: {
-                part: file.tensor(_part(part, name)).to(parameter.device)
+                part: _like(parameter, file.tensor(_part(part, name)))
                 for part in OPTIMIZER_PARTS
                 if _part(part, name) in file.names
             }
             for name, parameter in trained.items()
         }
         _check_steps(file, states, step)
-        random = {name: file.tensor(name) for name in random}
+        random = {name: file.tensor(_of_process(name, rank)) for name in random}
         try:
             torch.Generator().set_state(random["random.cpu"])
         except RuntimeError as error:
             got = str(error).splitlines()[0]
             raise file.wrong("random.cpu", "the state of a generator", got) from None
         for name, parameter in trained.items():
-            parameter.data.copy_(file.tensor(f"parameter.{name}"))
+            parameter.data.copy_(_like(parameter, file.tensor(f"parameter.{name}")))
             optimizer.state[parameter] = states[name]
     torch.set_rng_state(random["random.cpu"])
     if "random.cuda" in random:
         torch.cuda.set_rng_state(random["random.cuda"], device)
+
+
+def _random_states(has_gpu: bool) -> dict[str, Tensor]:
+    """The states of this process's generators, by name."""
+    states = {"random.cpu": torch.get_rng_state()}
+    return {**states, "random.cuda": torch.cuda.get_rng_state()} if has_gpu else states
+
+
+def _of_process(name: str, rank: int) -> str:
+    """What a generator of a process is called in the file."""
+    return f"{name}.{rank}" if rank else name
+
+
+def _like(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    """A tensor of a parameter, divided among processes as the parameter is; scalars are not."""
+    moved = tensor.to(parameter.device)
+    if not is_divided(parameter) or not tensor.ndim:
+        return moved
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(parameter, DTensor)
+    return distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _opened(path: Path) -> TensorFile:
@@ -152,7 +192,10 @@ def _opened(path: Path) -> TensorFile:
 
 
 def _check(
-    file: TensorFile, trained: Mapping[str, nn.Parameter], random: Mapping[str, Tensor]
+    file: TensorFile,
+    trained: Mapping[str, nn.Parameter],
+    random: Mapping[str, Tensor],
+    processes: int,
 ) -> None:
     """The weights of this model, each with all of AdamW's numbers or none, and nothing else."""
     wanted = {f"parameter.{name}" for name in trained}
@@ -174,13 +217,17 @@ def _check(
         like = DTYPES.get(parameter.dtype, "none"), tuple(parameter.shape)
         expected[f"parameter.{name}"] = like
         expected |= {_part(part, name): ("F32", ()) if part == "step" else like for part in there}
-    strangers = file.names - expected.keys() - {"random.cpu", "random.cuda"}
+    generators = {
+        _of_process(f"random.{on}", r) for on in ("cpu", "cuda") for r in range(processes)
+    }
+    strangers = file.names - expected.keys() - generators
     if strangers:
         raise file.wrong(min(strangers), "no such tensor in the state of this run", "one")
     for name, numbers in random.items():
-        if name not in file.names:
-            raise file.wrong(name, "the state of the random numbers", "none")
-        expected[name] = "U8", tuple(numbers.shape)
+        for own in (_of_process(name, rank) for rank in range(processes)):
+            if own not in file.names:
+                raise file.wrong(own, "the state of the random numbers", "none")
+            expected[own] = "U8", tuple(numbers.shape)
     for name, (dtype, shape) in expected.items():
         got = file.stored_dtype(name), file.shape(name)
         if got != (dtype, shape):

@@ -27,7 +27,7 @@ from eecore.models.readers.load import choose_device, choose_dtype, network_of
 from eecore.models.source import ModelSource
 from eecore.models.t5 import T5Model
 from eecore.models.t5_weights import T5Weights
-from eecore.models.weights import NewWeights
+from eecore.models.weights import NewWeights, WeightView
 
 __all__ = ["Adopted", "HeldTensors"]
 
@@ -99,8 +99,8 @@ class Adopted:
     """Weights of a model over tensors that somebody else holds too.
 
     Each tensor becomes a view of the weights, and what is written into it afterwards is theirs at
-    once. Where a dtype differs, as for the position biases of a T5 in bfloat16, there is a copy,
-    which :meth:`refresh` brings up to date.
+    once. Where a dtype differs, as for the position biases of a T5 in bfloat16, or an offset is
+    added, as to the norms of a Gemma, there is a copy, which :meth:`refresh` brings up to date.
 
     Args:
         config: of the model.
@@ -133,19 +133,18 @@ class Adopted:
         self._shapes = expected_shapes(held, config)
         held.check_apart(list(self._shapes), embeddings)
         self._weights: LlamaWeights | T5Weights
-        self._views: dict[str, Tensor]
+        self._views: dict[str, WeightView]
         if before is not None and before._shapes == self._shapes and not before.moved(tensors):
             self._weights, self._views = before._weights, before._views
         else:
             self._weights, views = empty_weights(config, embeddings, NewWeights(device, dtype))
-            self._views = {name: view.weight for name, view in views.items()}
             aliases = {HEAD, *T5_EMBEDDINGS} & set(tensors) - set(views)
-            self._views |= dict.fromkeys(aliases, self._views[embeddings])
+            self._views = views | dict.fromkeys(aliases, views[embeddings])
             for name, view in self._views.items():
-                view.copy_(tensors[name])
+                view.fill(tensors[name])
             for name, view in self._views.items():
-                if tensors[name].dtype == view.dtype:
-                    tensors[name].data = view
+                if not _is_copy(view, tensors[name]):
+                    tensors[name].data = view.weight
         self._tensors: dict[str, Tensor] = {name: tensors[name] for name in self._views}
         self._layouts = {name: _layout(tensor) for name, tensor in self._tensors.items()}
 
@@ -170,11 +169,15 @@ class Adopted:
     def refresh(self, network: Network) -> None:
         """Bring up to date what is a copy of tensors, or computed of them."""
         for name, tensor in self._tensors.items():
-            view = self._views[name]
-            if tensor.dtype != view.dtype:
-                view.copy_(tensor)
+            if _is_copy(self._views[name], tensor):
+                self._views[name].fill(tensor)
         if isinstance(network, T5Model):
             network.refresh()
+
+
+def _is_copy(view: WeightView, tensor: Tensor) -> bool:
+    """Whether a tensor cannot be the memory that it fills."""
+    return view.offset != 0 or tensor.dtype != view.weight.dtype
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

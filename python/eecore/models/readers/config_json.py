@@ -28,6 +28,7 @@ from eecore.config import (
     AnyModelConfig,
     ModelConfig,
     OwnSampling,
+    QKNorm,
     RopeConfig,
     SamplingParams,
     T5Config,
@@ -55,7 +56,7 @@ class _Family:
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: QKNorm = "none"
     windows: str = "none"
     """Sliding windows: "none", of "all" layers, or "some" of them."""
 
@@ -67,7 +68,7 @@ FAMILIES = {
     ),
     "Qwen2ForCausalLM": _Family(max_position=32768, num_kv_heads=32, qkv_bias=True, windows="some"),
     "Qwen3ForCausalLM": _Family(
-        max_position=32768, num_kv_heads=32, head_dim=128, qk_norm=True, windows="some"
+        max_position=32768, num_kv_heads=32, head_dim=128, qk_norm="head", windows="some"
     ),
 }
 WINDOW = 4096
@@ -264,7 +265,7 @@ def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFie
         vocab_size=fields.integer("vocab_size", 2, MOST_VOCAB),
         rms_norm_eps=fields.number("rms_norm_eps", 0.0, 1.0, 1e-6),
         max_position=max_position,
-        rope=rope,
+        ropes=(rope,),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         attention_bias=family.qkv_bias or attention_bias,
         output_bias=attention_bias and not family.qkv_bias,

@@ -7,6 +7,7 @@ kernel ends when a rendering takes more than it may.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -27,6 +28,8 @@ MEMORY, MEMORY_PER_CHARACTER = 256 << 20, 32
 """Bytes of a rendering, and more of them for what the template is given."""
 CHARACTERS, CHARACTERS_PER_CHARACTER = 4 << 20, 16
 """Characters of a text, and more of them for what the template is given."""
+LAST_MESSAGE = re.compile(r"([^{}\n]*)\{\{ messages\[-1\]\['content'\] \}\}([^{}\n]*)")
+"""A template that is the last message between two texts: no program that a process has to run."""
 MARK = "(the answer goes on here) "
 """In the place where a message is to be continued."""
 
@@ -57,7 +60,9 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"{name}: expected at most {MAX_SOURCE} characters, got {len(source)}"
             )
-        self._asked(None, 0)
+        self._around = LAST_MESSAGE.fullmatch(source)
+        if self._around is None:
+            self._asked(None, 0)
 
     def render(
         self, messages: Any, variables: Mapping[str, Any], *, continues: bool = False
@@ -76,7 +81,11 @@ class ChatTemplate:
         """
         values, num_characters = given_values(messages, variables)
         last = _marked(values["messages"]) if continues else ""
-        text = self._asked(values, num_characters)
+        content = values["messages"][-1].get("content") if values["messages"] else None
+        if self._around is not None and isinstance(content, str):
+            text = content.join(self._around.groups())
+        else:
+            text = self._asked(values, num_characters)
         return _before_mark(text, last) if continues else text
 
     def _asked(self, values: dict[str, Any] | None, given: int) -> str:

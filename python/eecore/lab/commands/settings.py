@@ -1,0 +1,85 @@
+"""The options that commands which train have in common, and the settings that they print."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from eecore.console.failures import UsageError
+from eecore.console.loading import SEEDS
+from eecore.console.options import option
+
+__all__ = ["MAX_BATCH", "MAX_STEPS", "Kept", "Rates", "say_settings", "want_one_process"]
+
+MAX_STEPS, MAX_BATCH = 1 << 40, 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """The learning rates and the batches."""
+
+    PANEL: ClassVar[str] = "Optimizer"
+    learning_rate: float = option(1e-4)
+    schedule: Literal["cosine", "linear", "constant"] = option(
+        "cosine", "How the learning rate falls after the warm-up."
+    )
+    final_learning_rate: float = option(
+        0.1, "At the schedule's end, as a share of --learning-rate.", min=0, max=1
+    )
+    warmup_steps: int | None = option(None, min=0, max=MAX_STEPS, show_default="3 %")
+    batch_size: int = option(16, "Sequences a step.", min=1, max=MAX_BATCH)
+    seed: int = option(0, min=0, max=SEEDS)
+
+    @property
+    def of_config(self) -> dict[str, Any]:
+        """The settings of a run's config, the warm-up aside."""
+        names = ("learning_rate", "schedule", "final_learning_rate", "batch_size", "seed")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What of a run is kept."""
+
+    PANEL: ClassVar[str] = "Run"
+    resume: bool = option(False, "Go on with the run that was stopped.")
+    tensorboard: bool = option(False, "Write the logs for TensorBoard too.")
+
+
+def want_one_process(command: str) -> None:
+    """Refuse several processes of torchrun, of which each would write the same files.
+
+    Raises:
+        UsageError: there are several.
+    """
+    from eecore.lab.training.processes import is_launched
+
+    if is_launched():
+        raise UsageError(f"{command}: expected one process, got several of torchrun")
+
+
+def say_settings(panels: Iterable[Any], **known: object) -> None:
+    """Print the settings of a run on stderr, one a line, by the names of their options.
+
+    Args:
+        panels: options, as they were given.
+        **known: what else is to be said, and in place of options what they come to.
+    """
+    given = {
+        each.name: getattr(panel, each.name)
+        for panel in panels
+        for each in dataclasses.fields(panel)
+    }
+    for name, value in {**given, **known}.items():
+        print(f"{name.replace('_', '-')}: {_shown(value)}", file=sys.stderr)
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,83 @@
+"""Drafts out of what an engine wrote before: requests that are asked again, agents, evaluations.
+
+(SuffixDecoding, Oliaro et al. 2024.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from eecore.planning.ngrams import TOKEN_BITS, NgramIndex, match_scores, until
+from eecore.planning.proposal import NOTHING, Proposal
+from eecore.scheduling.sequence import Sequence
+
+if TYPE_CHECKING:
+    from eecore.planning.draft_state import DraftState
+
+__all__ = ["PastDrafts", "PastOutputs"]
+
+LONGEST, SHORTEST = 16, 3
+"""Tokens of the n-grams by which outputs are compared, as in the lookup of a request's own text but
+longer: many texts have more in common by chance."""
+END = (1 << TOKEN_BITS) - 1
+"""A token that no vocabulary has, between two outputs."""
+
+
+class PastOutputs:
+    """The last outputs of an engine's requests, each after the end of its prompt.
+
+    They lie in two halves, of which the older one goes once the newer one is full. An output that
+    comes again is kept again, so that what recurs stays.
+
+    Args:
+        max_tokens: tokens that are kept at most.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._half = max_tokens // 2
+        self._newer, self._older = NgramIndex(LONGEST, SHORTEST), NgramIndex(LONGEST, SHORTEST)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are kept."""
+        return self._newer.num_tokens + self._older.num_tokens
+
+    def add(self, sequence: Sequence) -> None:
+        """Keep the output of a request that has ended; of a long one the beginning."""
+        first = max(sequence.num_prompt_tokens - LONGEST, 0)
+        end = min(sequence.num_tokens, first + self._half - 1)
+        if end <= sequence.num_prompt_tokens:
+            return
+        tokens = [*sequence.tokens(first, end), END]
+        if self._newer.num_tokens + len(tokens) > self._half:
+            self._newer, self._older = NgramIndex(LONGEST, SHORTEST), self._newer
+        self._newer.extend(tokens)
+
+    def following(self, ending: list[int], most: int) -> tuple[list[int], int]:
+        """What followed the longest n-gram that ends a text, and its length; see NgramIndex."""
+        newer = self._newer.following(ending, most)
+        older = self._older.following(ending, most)
+        return newer if newer[1] >= older[1] else older
+
+
+class PastDrafts:
+    """Drafts that are looked up in past outputs: a :class:`DraftSource` of ``Auto``."""
+
+    name = "past"
+
+    def serves(self, draft: DraftState) -> bool:
+        """Whether the engine keeps past outputs for a request that chooses its drafts."""
+        return draft.past is not None and draft.route.ngrams is not None
+
+    def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Proposal:
+        """What followed the longest n-gram that ends the text in an output before."""
+        if most <= 0:
+            return NOTHING
+        assert draft.past is not None
+        num_tokens = sequence.num_tokens
+        ending = sequence.tokens(max(num_tokens - LONGEST, 0), num_tokens)
+        tokens, match = draft.past.following(ending, most)
+        tokens = until(tokens, sequence.stop_set | {END})
+        if tokens and tokens[-1] == END:
+            del tokens[-1]
+        return Proposal(tokens, self.name, match_scores(match, len(tokens)))

@@ -1,0 +1,221 @@
+"""What came of a request to /v1/responses: items, and the events that tell of them."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from eecore.output import Output, StepOutput
+from eecore.serving.refusals import ApiError
+from eecore.serving.responses import ResponseChat
+from eecore.serving.shapes import JSON, PLACE, ChatShape, Tokens, usage
+from eecore.serving.tool_calls import ToolCall
+
+__all__ = ["ResponseShape"]
+
+DELTA = "response.output_text.delta"
+BEGINNING = ("created", "in_progress")
+"""The events before any item."""
+
+
+class ResponseShape(ChatShape):
+    """The answer to a request to /v1/responses: messages and calls of functions, in their order."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.id = f"resp_{uuid.uuid4().hex}"
+        body = self.asked.body
+        assert isinstance(body, ResponseChat)
+        self._request = body.request
+        self._items: list[dict[str, Any]] = []
+        self._is_open = False
+        """Whether the last item is a message that goes on."""
+        self._texts: list[str] = []
+        """What that message says, piece by piece."""
+        self._details_left: dict[str, list[Any]] = {}
+        """What is known of tokens that no event has told of yet."""
+        self._num_events = 0
+        self._frame = ("", "")
+        """What stands around the text in a delta of the message that goes on, up to its number."""
+
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        (output,) = outputs
+        self._added_events(output.text or "", output, output)
+        return self._response(output)
+
+    def events(self, index: int, step: StepOutput) -> str:  # noqa: ARG002
+        found = []
+        if not self._num_events:
+            begun = self._response(None)
+            found += [self._event(f"response.{kind}", response=begun) for kind in BEGINNING]
+        return "".join([*found, *self._added_events(step.text, step, step.output)])
+
+    def end(self, outputs: Sequence[Output]) -> str:
+        response = self._response(outputs[0])
+        return self._event(f"response.{response['status']}", response=response)
+
+    def failed(self, error: ApiError) -> str:
+        closed = self._closed("incomplete")
+        # OpenAI's codes of failures; a chat's are finer.
+        problem = {"code": "server_error", "message": error.message}
+        response = {**self._response(None), "status": "failed", "error": problem}
+        return "".join([*closed, self._event("response.failed", response=response)])
+
+    def _added_events(self, text: str, tokens: Tokens, output: Output | None) -> list[str]:
+        """The events of a text that is added, the last one where there is an output."""
+        if self._wants_tokens:
+            for name, values in self._named_details(tokens).items():
+                self._details_left.setdefault(name, []).extend(values)
+        parts: list[str | ToolCall] = [text] if text else []
+        if self._readers:
+            parts = self._readers[0].add(text, last=output is not None)
+        events: list[str] = []
+        for part in parts:
+            events += self._text_events(part) if isinstance(part, str) else self._call_events(part)
+        if output is not None:
+            if not self._items or (self._is_open and self._details_left):
+                events += self._text_events("")
+            events += self._closed(
+                "incomplete" if output.finish_reason == "length" else "completed"
+            )
+        return events
+
+    def _named_details(self, tokens: Tokens) -> dict[str, list[Any]]:
+        details = self._details(0, tokens)
+        logprobs = details.pop("logprobs")
+        return {**details, **({} if logprobs is None else {"logprobs": logprobs["content"]})}
+
+    def _text_events(self, text: str) -> list[str]:
+        events = [] if self._is_open else self._message_events()
+        self._texts.append(text)
+        if not self._details_left:
+            number, (before, after) = self._num_events, self._frame
+            self._num_events += 1
+            return [*events, f"{before}{JSON.encode(text)}{after}{number}}}\n\n"]
+        details, self._details_left = self._details_left, {}
+        self._items[-1]["content"][0]["logprobs"] += details.setdefault("logprobs", [])
+        place = {**self._place(), "content_index": 0}
+        return [*events, self._event(DELTA, **place, **details, delta=text)]
+
+    def _message_events(self) -> list[str]:
+        """A message begins."""
+        item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+        empty = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._items.append({**item, "status": "in_progress", "content": []})
+        self._is_open = True
+        events = [self._item_event("added")]
+        self._items[-1]["content"] = [{**empty, "logprobs": []}]
+        place = {**self._place(), "content_index": 0}
+        events.append(self._event("response.content_part.added", **place, part=empty))
+        delta = {"type": DELTA, **place, "logprobs": [], "delta": PLACE, "sequence_number": 0}
+        before, after = JSON.encode(delta).split(JSON.encode(PLACE))
+        self._frame = (f"event: {DELTA}\ndata: {before}", after.removesuffix("0}"))
+        return events
+
+    def _closed(self, status: str) -> list[str]:
+        """The events that end the message that goes on; none where no message does."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self._items[-1]
+        item["status"] = status
+        part = item["content"][0]
+        part["text"], self._texts = "".join(self._texts), []
+        place = {**self._place(), "content_index": 0}
+        said = {"text": part["text"], "logprobs": part["logprobs"]}
+        return [
+            self._event("response.output_text.done", **place, **said),
+            self._event("response.content_part.done", **place, part=part),
+            self._item_event("done"),
+        ]
+
+    def _call_events(self, call: ToolCall) -> list[str]:
+        closed = self._closed("completed")
+        item = {
+            "id": f"fc_{uuid.uuid4().hex}",
+            "type": "function_call",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": "",
+            "status": "in_progress",
+        }
+        self._items.append(item)
+        added = self._item_event("added")
+        item |= {"arguments": call.arguments, "status": "completed"}
+        details, self._details_left = self._details_left, {}
+        details.pop("logprobs", None)  # those are of texts
+        place, arguments = self._place(), call.arguments
+        kind = "response.function_call_arguments"
+        return [
+            *closed,
+            added,
+            self._event(f"{kind}.delta", **place, delta=arguments, **details),
+            self._event(f"{kind}.done", **place, name=call.name, arguments=arguments),
+            self._item_event("done"),
+        ]
+
+    def _place(self) -> dict[str, Any]:
+        """The id and the index of the last item."""
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _item_event(self, kind: str) -> str:
+        place = {"output_index": len(self._items) - 1}
+        return self._event(f"response.output_item.{kind}", **place, item=self._items[-1])
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        content = {"type": kind, **fields, "sequence_number": self._num_events}
+        self._num_events += 1
+        return f"event: {kind}\ndata: {JSON.encode(content)}\n\n"
+
+    def _response(self, output: Output | None) -> dict[str, Any]:
+        """The response as it is now, with an output as it ends."""
+        asked, request = self.asked, self._request
+        sampling = asked.choices[0].prepared.sampling
+        is_cut = output is not None and output.finish_reason == "length"
+        ended = "incomplete" if is_cut else "completed"
+        details = {} if output is None else self._details(0, output)
+        details.pop("logprobs", None)
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": None if output is None or is_cut else int(time.time()),
+            "status": "in_progress" if output is None else ended,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "model": asked.model,
+            "instructions": request.instructions,
+            "output": self._items,
+            "max_output_tokens": request.max_output_tokens,
+            "tools": request.tools or [],
+            "tool_choice": request.tool_choice or "auto",
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "text": {"format": {"type": "text"}, **(request.text or {})},
+            "reasoning": {"effort": None, "summary": None, **(request.reasoning or {})},
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p if request.top_p is None else request.top_p,
+            "top_logprobs": request.top_logprobs or 0,
+            "truncation": "disabled",
+            "background": False,
+            "store": False,
+            "previous_response_id": None,
+            "metadata": request.metadata or {},
+            "user": request.user,
+            "usage": None if output is None else self._usage(output),
+            **details,
+        }
+
+    def _usage(self, output: Output) -> dict[str, Any]:
+        """Tokens by the names of /v1/responses."""
+        known = usage(self.served, self.asked, [output])
+        cached = known["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": known["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": known["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": known["total_tokens"],
+            "eecore": known["eecore"],
+        }

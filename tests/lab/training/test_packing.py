@@ -1,0 +1,102 @@
+"""Several sequences in a row: they do not see each other, and are learnt as alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from eecore.errors import TrainingError
+from eecore.lab.training import (
+    EarlyExitLoss,
+    ExitModel,
+    TokenData,
+    TrainingConfig,
+    collate,
+    early_exit_backward,
+    evaluate_exits,
+)
+from eecore.lab.training.data import from_pairs
+from eecore.lab.training.model_run import ModelTrainee
+
+
+@pytest.mark.parametrize("lengths", [[], [1], [5, 5, 5], [8, 1, 7, 2, 6, 3, 5, 4, 4], [8] * 3])
+def test_every_sequence_has_one_place_and_rows_are_full(lengths: list[int]) -> None:
+    data = from_pairs([([3] * length, [2]) for length in lengths])
+    rows = data.rows(8)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    sums = [sum(lengths[index] for index in row) for row in rows]
+    assert all(total <= 8 for total in sums)
+    # Best fit: two rows that are half empty would be one.
+    assert sum(total <= 4 for total in sums) <= 1
+    assert data.rows() == [[index] for index in range(len(lengths))]
+
+
+def test_packed_rows_by_hand() -> None:
+    data = from_pairs([([5, 6], [7, 2]), ([8], [9, 2]), ([4], [2])])
+    batch = collate(data, [[0, 2], [1]])
+    assert batch.inputs["input_ids"].tolist() == [[5, 6, 7, 4], [8, 9, 0, 0]]
+    assert batch.inputs["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 0, 0]]
+    assert batch.targets.positions.tolist() == [1, 2, 3, 4, 5]
+    assert batch.targets.tokens.tolist() == [7, 2, 2, 9, 2]
+    assert batch.num_tokens == 9
+    assert "position_ids" not in collate(data, [[0], [1]]).inputs
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_losses_and_gradients_are_those_of_rows_alone(
+    make_model: Any, pairs: TokenData, family: str
+) -> None:
+    more = {"sliding_window": 4} if family == "mistral" else {}
+    weights = EarlyExitLoss(1.0, "all").weights(0, 10, 4)
+    rows = pairs.rows(40)
+    assert max(map(len, rows)) > 2
+    found: list[dict[str, torch.Tensor]] = []
+    for chosen in (rows, pairs.rows()):
+        model = make_model(family, **more)
+        exits = ExitModel.of(model)
+        batch = collate(pairs, chosen)
+        losses = early_exit_backward(exits.head, exits.states(batch.inputs), batch.targets, weights)
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found.append({**{str(layer): loss for layer, loss in losses.items()}, **gradients})
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("settings", [{}, {"packing": 24}])
+def test_a_batch_in_pieces_has_the_gradients_of_the_whole(
+    make_model: Any, pairs: TokenData, settings: dict[str, Any]
+) -> None:
+    """Targets of a piece count as much as those of the whole batch, however they fall."""
+    found: list[dict[str, torch.Tensor]] = []
+    for accumulate in (1, 3):
+        model = make_model()
+        config = TrainingConfig(steps=9, batch_size=7, accumulate=accumulate, **settings)
+        trainee = ModelTrainee(model, pairs, config, pairs)
+        model.train()
+        losses = trainee.backward(4)
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found.append({"loss": losses.loss, "tokens": torch.tensor(losses.tokens), **gradients})
+        trainee.close()
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_packed_held_out_data_has_the_same_scores(make_model: Any, pairs: TokenData) -> None:
+    exits = ExitModel.of(make_model())
+    alone, packed = (
+        evaluate_exits(exits, [collate(pairs, rows)]) for rows in (pairs.rows(), pairs.rows(24))
+    )
+    assert packed.num_tokens == alone.num_tokens
+    assert packed.loss == pytest.approx(alone.loss, rel=1e-5)
+    assert packed.agreement == alone.agreement
+
+
+def test_what_cannot_be_packed_is_refused(make_model: Any, pairs: TokenData) -> None:
+    longest = int(pairs.lengths.max()) - 1
+    with pytest.raises(TrainingError, match=rf"of at most {longest - 1} positions, got {longest}"):
+        ModelTrainee(make_model(), pairs, TrainingConfig(steps=1, packing=longest - 1))
+    with pytest.raises(TrainingError, match="packing: expected none for a model with an encoder"):
+        ModelTrainee(make_model("t5"), pairs, TrainingConfig(steps=1, packing=64))
