@@ -124,8 +124,11 @@ inline void widen_cached_row(const C* in, int64_t n, W* out) {
 }
 #if defined(__AVX512F__)
 inline void widen_cached_row(const Float8* in, int64_t n, BFloat16* out) {
-  for (int64_t i = 0; i < n; i += 32)
-    _mm512_storeu_si512(out + i, load_float8_words(in + i, n - i));
+  for (int64_t i = 0; i < n; i += 64) {
+    const Float8Words words = load_float8_words(in + i, n - i);
+    _mm512_storeu_si512(out + i, words.low);
+    if (n - i > 32) _mm512_storeu_si512(out + i + 32, words.high);
+  }
 }
 #endif
 

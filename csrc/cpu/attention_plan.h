@@ -5,9 +5,10 @@
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-constexpr int64_t kMaxTileRows = 64;
-constexpr int64_t kMaxTileGroups = 8;      // of rows that matrix tiles hold
-constexpr int64_t kTileFloats = 64 * 128;  // of a tile of queries, or a block of keys
+constexpr int64_t kMaxTileRows = 128;
+constexpr int64_t kMaxTileGroups = 8;       // of rows that matrix tiles hold
+constexpr int64_t kTileFloats = 128 * 128;  // of a tile of queries
+constexpr int64_t kBlockFloats = 64 * 128;  // of a block of keys
 
 // A call with its plan. Split s holds the keys [s * split_size, (s + 1) * split_size).
 struct AttentionPlan : PagedAttentionParams {
@@ -83,7 +84,7 @@ inline AttentionPlan plan_attention(const PagedAttentionParams& params, const Pa
   plan.has_tiles = has_tiles;
   const int64_t width = ceil_div(plan.head_dim, 32) * 32;
   plan.partial_size = width + 2;
-  plan.tile_rows = min_of(kMaxTileRows, kTileFloats / width);
+  plan.tile_rows = min_of(has_tiles ? 64 : kMaxTileRows, kTileFloats / width);
   const AttentionWork work = measure_work(plan);
   const int64_t per_thread =
       min_of(parallel.bytes_per_range / kBytesPerMultiply + 1, kMostPerThread);

@@ -37,22 +37,22 @@ void score_keys(const float* q, int64_t width, int64_t head_dim, HeadRows<W> row
   for (int64_t j = begin; j < end; j += kKeys) {
     if (ahead != nullptr) ahead->ask(kLinesOfRows * kKeys / 4);
     const W* k[kKeys];
-#pragma GCC unroll 8
+    EECORE_UNROLL
     for (int i = 0; i < kKeys; ++i) k[i] = rows[j + i];
     Vec dots[kRows][kKeys];
-#pragma GCC unroll 8
+    EECORE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
+      EECORE_UNROLL
       for (int i = 0; i < kKeys; ++i) dots[r][i] = zero();
     }
     const auto multiply = [&]<int kVector>(int64_t d, const auto& key_at) {
       Vec queries[kRows];
-#pragma GCC unroll 8
+      EECORE_UNROLL
       for (int r = 0; r < kRows; ++r) queries[r] = load(q + r * width + d + kVector * kWidth);
-#pragma GCC unroll 8
+      EECORE_UNROLL
       for (int i = 0; i < kKeys; ++i) {
         const Vec key = key_at(i);
-#pragma GCC unroll 8
+        EECORE_UNROLL
         for (int r = 0; r < kRows; ++r) dots[r][i] = add_product(dots[r][i], queries[r], key);
       }
     };
@@ -62,12 +62,12 @@ void score_keys(const float* q, int64_t width, int64_t head_dim, HeadRows<W> row
     }
     if (whole < head_dim) {
       Pair keys[kKeys];
-#pragma GCC unroll 8
+      EECORE_UNROLL
       for (int i = 0; i < kKeys; ++i) keys[i] = load_pair_partial(k[i] + whole, head_dim - whole);
       multiply.template operator()<0>(whole, [&](int i) { return keys[i].a; });
       multiply.template operator()<1>(whole, [&](int i) { return keys[i].b; });
     }
-#pragma GCC unroll 8
+    EECORE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       for (int i = 0; i < kKeys; i += 4) sum_four(dots[r] + i, scores + r * kMaxBlock + j + i);
     }
@@ -82,9 +82,9 @@ void add_value_columns(const float* scores, const Vec* correction, HeadRows<W> r
                        int64_t rest, int64_t begin, int64_t end, ReadAhead* ahead, int64_t width,
                        float* acc) {
   Pair sums[kRows][kPairs];
-#pragma GCC unroll 8
+  EECORE_UNROLL
   for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
+    EECORE_UNROLL
     for (int i = 0; i < kPairs; ++i) {
       sums[r][i] = load_kept(acc + r * width + d + i * kPairWidth) * correction[r];
     }
@@ -93,23 +93,23 @@ void add_value_columns(const float* scores, const Vec* correction, HeadRows<W> r
     if (ahead != nullptr) ahead->ask(kLinesOfRows / 4 * kPairs / 2);
     const W* v = rows[j] + d;
     Vec weights[kRows];
-#pragma GCC unroll 8
+    EECORE_UNROLL
     for (int r = 0; r < kRows; ++r) weights[r] = broadcast(scores[r * kMaxBlock + j]);
-#pragma GCC unroll 8
+    EECORE_UNROLL
     for (int i = 0; i < kPairs; ++i) {
       const W* at = v + i * kPairWidth;
       const Pair partial = kPartial ? load_pair_partial(at, rest) : Pair{zero(), zero()};
       const Vec a = kPartial ? partial.a : load_of_pair<0>(at);
-#pragma GCC unroll 8
+      EECORE_UNROLL
       for (int r = 0; r < kRows; ++r) sums[r][i].a = add_product(sums[r][i].a, weights[r], a);
       const Vec b = kPartial ? partial.b : load_of_pair<1>(at);
-#pragma GCC unroll 8
+      EECORE_UNROLL
       for (int r = 0; r < kRows; ++r) sums[r][i].b = add_product(sums[r][i].b, weights[r], b);
     }
   }
-#pragma GCC unroll 8
+  EECORE_UNROLL
   for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
+    EECORE_UNROLL
     for (int i = 0; i < kPairs; ++i) store_kept(acc + r * width + d + i * kPairWidth, sums[r][i]);
   }
 }
@@ -156,50 +156,56 @@ struct RowBlock {
   }
 };
 
-// Whether so many rows share a block that it pays to lay it out for them first.
-inline bool takes_panel(int64_t num_rows) { return num_rows > 2 * kGroupRows; }
+// Whether so many rows share a block that it pays to lay it out for them first: bfloat16 is widened
+// once, and slots a power of two apart no longer fall into the same cache sets.
+inline bool lays_out_block(int64_t num_rows) { return num_rows > 2 * kGroupRows; }
 
-// Vectors of keys that a group of rows takes at a time.
-#if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int kPanelVectors = 4;
-#else
-constexpr int kPanelVectors = 2;
-#endif
-static_assert(kMaxBlock % (kPanelVectors * kWidth) == 0);
+// Asks for as many lines of the next block at each row as two of its rows have.
+template <typename W>
+void gather_rows(const HeadRows<W>& rows, int64_t num_keys, int64_t head_dim, ReadAhead& ahead,
+                 float* room, const float** gathered) {
+  const int64_t width = row_width(head_dim);
+  const int64_t lines = ceil_div(2 * head_dim * int64_t{sizeof(W)}, 64);
+  for (int64_t j = 0; j < num_keys; ++j) {
+    ahead.ask(static_cast<int>(lines));
+    gathered[j] = room + j * width;
+    widen_row<W>(rows[j], head_dim, broadcast(1.0f), width, room + j * width);
+  }
+}
 
-// Whole vectors of a row of so many columns, in pairs.
+#if defined(__AVX512F__)
+
+// Lanes of a panel that are summed at a time.
+constexpr int kPanelLanes = 2;
+
+// The lane whose products sum_four adds at such a place: those of places 0 and 1, of 2 and 3, and
+// so on, then each two of these sums.
+constexpr int lane_of(int place) {
+  return (place & 4) << 1 | (place & 8) >> 1 | (place & 1) << 1 | (place & 2) >> 1;
+}
+
+// Vectors of a row of so many columns: whole pairs.
 inline int64_t vectors_of(int64_t head_dim) { return ceil_div(head_dim, kPairWidth) * 2; }
 
-// Lanes of a panel that are summed at a time, each in registers of its own.
-#if defined(__AVX512F__)
-constexpr int kPanelLanes = 2;
-#else
-constexpr int kPanelLanes = 1;
-#endif
-
-// Lays the keys of a block out as columns in float32: kPanelLanes lanes after each other in the
-// order in which sum_four adds them, and of those vector by vector; and its values as rows in
-// float32. `ahead` asks for the lines of a row at each.
+// The keys of a block as a panel: [places / kPanelLanes, vectors, kPanelLanes, block].
 template <typename W>
-void lay_out_panel(const HeadBlock<W>& block, int64_t num_keys, int64_t head_dim, ReadAhead& ahead,
-                   TileScratch& scratch, const float** values) {
-  const int64_t width = row_width(head_dim), num_vectors = vectors_of(head_dim);
-  const int lines = static_cast<int>(ceil_div(head_dim * int64_t{sizeof(W)}, 64)) * 2;
+void lay_out_keys(const HeadRows<W>& keys, int64_t head_dim, float* panel) {
+  const int64_t num_vectors = vectors_of(head_dim);
   for (int64_t j = 0; j < kMaxBlock; j += kWidth) {
     const auto put = [&](Vec(&lanes)[kWidth], int64_t vector) {
       turn(lanes);
-#pragma GCC unroll 16
+      EECORE_UNROLL
       for (int i = 0; i < kWidth; ++i) {
         const int64_t place = (i / kPanelLanes * num_vectors + vector) * kPanelLanes;
-        store(scratch.k_block + (place + i % kPanelLanes) * kMaxBlock + j, lanes[lane_of(i)]);
+        store(panel + (place + i % kPanelLanes) * kMaxBlock + j, lanes[lane_of(i)]);
       }
     };
     for (int64_t vector = 0; vector < num_vectors; vector += 2) {
       const int64_t d = vector * kWidth, rest = head_dim - d;
       Vec a[kWidth], b[kWidth];
-#pragma GCC unroll 16
+      EECORE_UNROLL
       for (int i = 0; i < kWidth; ++i) {
-        const W* key = block.k[j + i] + d;
+        const W* key = keys[j + i] + d;
         const Pair pair = rest >= kPairWidth ? load_pair(key) : load_pair_partial(key, rest);
         a[i] = pair.a;
         b[i] = pair.b;
@@ -208,71 +214,60 @@ void lay_out_panel(const HeadBlock<W>& block, int64_t num_keys, int64_t head_dim
       put(b, vector + 1);
     }
   }
-  for (int64_t j = 0; j < num_keys; ++j) {
-    float* value = scratch.v_block + j * width;
-    widen_row<W>(block.v[j], head_dim, broadcast(1.0f), width, value);
-    values[j] = value;
-    ahead.ask(lines);
-  }
 }
 
-// scores[r][j] = q[r] . k[j] for j of so many vectors, from a panel: the same sums as score_keys',
-// with keys in the place of lanes.
-template <int kRows, int kVectors>
+// scores[r][j] = q[r] . k[j] for all j of a block, from a panel: the sums of score_keys, in their
+// order.
+template <int kRows>
 void score_panel(const float* q, int64_t width, int64_t num_vectors, const float* k,
                  float* scores) {
+  constexpr int kVectors = kMaxBlock / kWidth;
   struct Sums {
     Vec of[kRows][kVectors];
 
     void add(const Sums& others) {
-#pragma GCC unroll 8
+      EECORE_UNROLL
       for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
+        EECORE_UNROLL
         for (int i = 0; i < kVectors; ++i) of[r][i] = others.of[r][i] + of[r][i];
       }
     }
   };
   constexpr int kNumPlaces = kWidth / kPanelLanes;
-  Sums earlier[3];  // at level i of 2^i places
+  Sums earlier[3];  // earlier[i]: of 2^i places
+  EECORE_UNROLL
   for (int place = 0; place < kNumPlaces; ++place) {
     Sums sums[kPanelLanes];
-#pragma GCC unroll 2
-    for (int l = 0; l < kPanelLanes; ++l) {
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-        for (int i = 0; i < kVectors; ++i) sums[l].of[r][i] = zero();
-      }
-    }
-    const float* queries = q;
-    for (int64_t vector = 0; vector < num_vectors; ++vector, queries += kWidth) {
-#pragma GCC unroll 2
+    const auto multiply = [&](const float* queries, const auto& put) {
+      EECORE_UNROLL
       for (int l = 0; l < kPanelLanes; ++l, k += kMaxBlock) {
         const float* query = queries + lane_of(place * kPanelLanes + l);
         Vec keys[kVectors];
-#pragma GCC unroll 8
+        EECORE_UNROLL
         for (int i = 0; i < kVectors; ++i) keys[i] = load(k + i * kWidth);
-#pragma GCC unroll 8
+        EECORE_UNROLL
         for (int r = 0; r < kRows; ++r) {
           const Vec x = broadcast(query[r * width]);
-#pragma GCC unroll 8
-          for (int i = 0; i < kVectors; ++i) {
-            sums[l].of[r][i] = add_product(sums[l].of[r][i], x, keys[i]);
-          }
+          EECORE_UNROLL
+          for (int i = 0; i < kVectors; ++i) put(sums[l].of[r][i], x, keys[i]);
         }
       }
+    };
+    multiply(q, [](Vec& sum, Vec x, Vec y) { sum = x * y; });
+    for (int64_t vector = 1; vector < num_vectors; ++vector) {
+      multiply(q + vector * kWidth, [](Vec& sum, Vec x, Vec y) { sum = add_product(sum, x, y); });
     }
-    if constexpr (kPanelLanes == 2) sums[1].add(sums[0]);
-    Sums& sum = sums[kPanelLanes - 1];
+    Sums& sum = sums[1];
+    sum.add(sums[0]);
     int level = 0;
     for (; place >> level & 1; ++level) sum.add(earlier[level]);
     if (place + 1 < kNumPlaces) {
       earlier[level] = sum;
       continue;
     }
-#pragma GCC unroll 8
+    EECORE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
+      EECORE_UNROLL
       for (int i = 0; i < kVectors; ++i) store(scores + r * kMaxBlock + i * kWidth, sum.of[r][i]);
     }
   }
@@ -287,24 +282,21 @@ struct PanelBlock {
   PanelBlock quiet() const { return *this; }
 
   template <int kRows>
-  void score(TileScratch& scratch, int64_t at, Range seen, int64_t head_dim) const {
-    constexpr int kKeys = kPanelVectors * kWidth;
+  void score(TileScratch& scratch, int64_t at, Range, int64_t head_dim) const {
     const int64_t width = row_width(head_dim);
-    for (int64_t j = seen.begin / kKeys * kKeys; j < seen.end; j += kKeys) {
-      score_panel<kRows, kPanelVectors>(scratch.q + at * width, width, vectors_of(head_dim), k + j,
-                                        scratch.scores + j);
-    }
+    score_panel<kRows>(scratch.q + at * width, width, vectors_of(head_dim), k, scratch.scores);
   }
   template <int kRows>
   void weigh(TileScratch&) const {}
   template <int kRows>
   void add(TileScratch& scratch, int64_t r, Range keys, const Vec* correction, int64_t head_dim,
            float* acc) const {
-    add_values<kRows>(scratch.scores + r * kMaxBlock, correction, v,
-                      ceil_div(head_dim, kPairWidth) * kPairWidth, keys.begin, keys.end, nullptr,
-                      row_width(head_dim), acc);
+    add_values<kRows>(scratch.scores + r * kMaxBlock, correction, v, head_dim, keys.begin, keys.end,
+                      nullptr, row_width(head_dim), acc);
   }
 };
+
+#endif
 
 // In float32, of rows of W.
 template <typename W>
@@ -334,17 +326,32 @@ struct InFloats {
                                  rows_as(own.v, num_keys, head_dim, scratch.v_widened, wide_v)};
       ReadAhead ahead = block.ahead_of(head, block_size(head_dim), head_dim);
       const int64_t num_rows = tile.num_rows, at = tile.held(head, 0);
-      if (takes_panel(num_rows)) {
-        const float* values[kMaxBlock];
-        lay_out_panel(rows, num_keys, head_dim, ahead, scratch, values);
-        attend_head<kPanelRows>(scratch, num_rows, at, head_dim, keys,
-                                PanelBlock{scratch.k_block, {values, 0}});
+      if (lays_out_block(num_rows)) {
+        attend_laid_out(scratch, num_rows, at, head_dim, keys, rows, ahead);
       } else {
-        attend_head<kGroupRows>(scratch, num_rows, at, head_dim, keys,
-                                RowBlock<W>{&rows, &ahead});
+        attend_head<kGroupRows>(scratch, num_rows, at, head_dim, keys, RowBlock<W>{&rows, &ahead});
       }
       ahead.ask_rest();
     }
+  }
+
+ private:
+  static void attend_laid_out(TileScratch& scratch, int64_t num_rows, int64_t at, int64_t head_dim,
+                              Range keys, const HeadBlock<W>& rows, ReadAhead& ahead) {
+    const int64_t num_keys = ceil_div(keys.end - keys.begin, kMaxGroupKeys) * kMaxGroupKeys;
+    // A laid out row is made of whole pairs.
+    const int64_t columns = ceil_div(head_dim, kPairWidth) * kPairWidth;
+    BlockRows<float> gathered;
+    gather_rows(rows.v, num_keys, head_dim, ahead, scratch.v_block, gathered.v);
+#if defined(__AVX512F__)
+    lay_out_keys(rows.k, head_dim, scratch.k_block);
+    const PanelBlock block{scratch.k_block, {gathered.v, 0}};
+#else
+    gather_rows(rows.k, num_keys, head_dim, ahead, scratch.k_block, gathered.k);
+    const HeadBlock<float> held{{gathered.k, 0}, {gathered.v, 0}};
+    const RowBlock<float> block{&held, nullptr};
+#endif
+    attend_head<kPanelRows>(scratch, num_rows, at, columns, keys, block);
   }
 };
 

@@ -11,15 +11,13 @@ namespace eecore::cpu::EECORE_CAPABILITY {
 
 // Keys of a block: those of one, and of the next that is being prefetched, stay in cache.
 constexpr int64_t kMaxBlock = 32;
-// Rows that share a key in registers, and that share a panel of keys.
+// Rows that share a key in registers; kPanelRows: where keys are laid out for many rows.
 #if defined(__AVX512F__)
 constexpr int kGroupRows = 4, kPanelRows = 6;
 #elif defined(__AVX2__)
-constexpr int kGroupRows = 3, kPanelRows = 3;
-#elif defined(__aarch64__)
-constexpr int kGroupRows = 2, kPanelRows = 4;
+constexpr int kGroupRows = 3, kPanelRows = kGroupRows;
 #else
-constexpr int kGroupRows = 2, kPanelRows = 2;
+constexpr int kGroupRows = 2, kPanelRows = kGroupRows;
 #endif
 constexpr float kInfinity = __builtin_inff();
 
@@ -73,14 +71,14 @@ struct AttentionTile {
 // What a thread holds of a tile, the rows of one kv head after those of another; with matrix tiles
 // so many that they make whole groups.
 struct TileScratch {
-  alignas(64) float q[kTileFloats];        // [rows, width], as the blocks take them
-  alignas(64) float acc[kTileFloats];      // [rows, width]: weights times values
-  alignas(64) float total[kTileFloats];    // the same, of the splits merged so far
-  alignas(64) float k_block[kTileFloats];  // [width, block], a panel
-  alignas(64) float v_block[kTileFloats];  // [block, width], beside it
-  alignas(64) uint8_t k_widened[kTileFloats * sizeof(float)];  // [block, width], of float8
-  alignas(64) uint8_t v_widened[kTileFloats * sizeof(float)];  // [block, width], of float8
-  alignas(64) float scores[kPanelRows * kMaxBlock];            // [rows of a group, block]
+  alignas(64) float q[kTileFloats];         // [rows, width], as the blocks take them
+  alignas(64) float acc[kTileFloats];       // [rows, width]: weights times values
+  alignas(64) float total[kTileFloats];     // the same, of the splits merged so far
+  alignas(64) float k_block[kBlockFloats];  // [block, width], when gathered, or a panel
+  alignas(64) float v_block[kBlockFloats];  // [block, width], when gathered
+  alignas(64) uint8_t k_widened[kBlockFloats * sizeof(float)];  // [block, width], of float8
+  alignas(64) uint8_t v_widened[kBlockFloats * sizeof(float)];  // [block, width], of float8
+  alignas(64) float scores[kPanelRows * kMaxBlock];             // [rows of a group, block]
 #if defined(__AVX512BF16__)
   alignas(64) uint32_t q_pairs[kTileFloats / 2];  // [rows, width / 2], of pairs of bfloat16
   alignas(64) uint32_t k_pairs[kMaxAttentionHeadDim / 2 * kMaxBlock];
@@ -133,33 +131,48 @@ inline int64_t row_width(int64_t head_dim) { return ceil_div(head_dim, 32) * 32;
 
 // Keys per block: a block of float32 keys fits the scratch.
 inline int64_t block_size(int64_t head_dim) {
-  return min_of(kMaxBlock, kTileFloats / row_width(head_dim) / 16 * 16);
+  return min_of(kMaxBlock, kBlockFloats / row_width(head_dim) / 16 * 16);
 }
 
 // What scores are taken relative to: the largest so far, of rows without one 0 and not -inf.
 inline float base_of(float maximum) { return maximum == -kInfinity ? 0.0f : maximum; }
 
-// Turns a row's scores into weights relative to its new maximum; returns what its earlier weights
-// are to be multiplied by. A score of NaN is never the maximum, and its weight is NaN.
-inline Vec softmax_row(float* scores, int64_t begin, int64_t end, float* maximum,
-                       float* weight_sum) {
-  Vec largest = broadcast(-kInfinity);
-  for (int64_t j = begin; j < end; j += kWidth) largest = max(largest, load(scores + j));
-  const float block_maximum = max_element(largest);
-  Vec correction = broadcast(1.0f);
-  if (block_maximum > *maximum) {
-    correction = exp_at_most_one(broadcast(*maximum - block_maximum));
-    *maximum = block_maximum;
+// Turns the scores of some rows into weights relative to each row's new maximum; corrections: what
+// their earlier weights are to be multiplied by. A score of NaN is never the maximum; its weight is
+// NaN.
+template <int kRows>
+void softmax_rows(float* scores, int64_t begin, int64_t end, float* maximum, float* weight_sums,
+                  Vec* corrections) {
+  float largest[kRows];
+  bool is_larger = false;
+  EECORE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    const float* row = scores + r * kMaxBlock;
+    Vec of_row = load(row + begin);
+    for (int64_t j = begin + kWidth; j < end; j += kWidth) of_row = max(of_row, load(row + j));
+    largest[r] = max_element(max(broadcast(-kInfinity), of_row));
+    is_larger = is_larger || largest[r] > maximum[r];
+    corrections[r] = broadcast(1.0f);
   }
-  const float base = base_of(*maximum);
-  Vec weights = load(weight_sum) * correction;
+  for (int r = 0; is_larger && r < kRows; ++r) {
+    if (!(largest[r] > maximum[r])) continue;
+    corrections[r] = exp_at_most_one(broadcast(maximum[r] - largest[r]));
+    maximum[r] = largest[r];
+  }
+  Vec sums[kRows];
+  EECORE_UNROLL
+  for (int r = 0; r < kRows; ++r) sums[r] = load(weight_sums + r * kWidth) * corrections[r];
   for (int64_t j = begin; j < end; j += kWidth) {
-    const Vec weight = exp_at_most_one(load(scores + j) - broadcast(base));
-    store(scores + j, weight);
-    weights = weights + weight;
+    EECORE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float* at = scores + r * kMaxBlock + j;
+      const Vec weight = exp_at_most_one(load(at) - broadcast(base_of(maximum[r])));
+      store(at, weight);
+      sums[r] = sums[r] + weight;
+    }
   }
-  store(weight_sum, weights);
-  return correction;
+  EECORE_UNROLL
+  for (int r = 0; r < kRows; ++r) store(weight_sums + r * kWidth, sums[r]);
 }
 
 // What follows takes a block of keys as the rows of one kv head meet it. Its score<kRows> writes
@@ -235,9 +248,9 @@ void attend_rows(TileScratch& scratch, int64_t row, int64_t at, int64_t head_dim
     for (int64_t i = max_of(visible[r].end, vector_begin); i < vector_end; ++i) {
       scores[i] = -kInfinity;
     }
-    correction[r] = softmax_row(scores, vector_begin, vector_end, &scratch.maximum[at + r],
-                                scratch.weight_sum + (at + r) * kWidth);
   }
+  softmax_rows<kRows>(scratch.scores, vector_begin, vector_end, scratch.maximum + at,
+                      scratch.weight_sum + at * kWidth, correction);
   block.template weigh<kRows>(scratch);
   float* acc = scratch.acc + at * row_width(head_dim);
   if (shared.begin == seen.begin && shared.end == seen.end) [[likely]] {

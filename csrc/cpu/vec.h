@@ -13,6 +13,14 @@
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
+// Unrolls the loop below it early, so that an array of vectors of which each is named by a constant
+// stays in registers. Not where a vector is a loop itself: what is unrolled becomes none.
+#if defined(__AVX2__)
+#define EECORE_UNROLL _Pragma("GCC unroll 16")
+#else
+#define EECORE_UNROLL
+#endif
+
 // Asks for a line of 64 bytes that is read soon, into the second-level cache: the first level waits
 // for too few lines at a time to keep memory busy.
 // Always inline: GCC finds that a function that only does this does nothing, and drops calls of it.
@@ -313,8 +321,7 @@ inline Vec round_to<BFloat16>(Vec x) {
 #endif
 }
 
-// out[i]: the sum of the elements of v[i], of lane_of(0) and lane_of(1), of lane_of(2) and
-// lane_of(3), and so on, then of each two of these sums, up to the last.
+// out[i] = sum(v[i]) for the four vectors, each in the same order.
 inline void sum_four(const Vec* v, float* out) {
 #if defined(__AVX512F__)
   const __m512 ab =
@@ -337,15 +344,6 @@ inline void sum_four(const Vec* v, float* out) {
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 #else
   for (int i = 0; i < 4; ++i) out[i] = sum(v[i]);
-#endif
-}
-constexpr int lane_of(int place) {
-#if defined(__AVX512F__)
-  return (place & 4) << 1 | (place & 8) >> 1 | (place & 1) << 1 | (place & 2) >> 1;
-#elif defined(__AVX2__)
-  return (place & 4) | (place & 1) << 1 | (place & 2) >> 1;
-#else
-  return (place & 1) << 2 | (place & 2) | (place & 4) >> 2;
 #endif
 }
 
@@ -377,9 +375,34 @@ inline Vec exp(Vec x) {
   return zero_below(broadcast(kLeastExponent), x, scale_by_power_of_two(p, n));
 }
 
+#if defined(__AVX512F__)
+// The bits of 2^(i / 16) less i << 19: with n << 19 they are those of 2^(n / 16) where the last
+// four bits of n are i.
+inline __m512i powers_of_sixteenths() {
+  return _mm512_setr_epi32(0x3f800000, 0x3f7daac3, 0x3f7b95c2, 0x3f79c3d3, 0x3f7837f0, 0x3f76f532,
+                           0x3f75fed7, 0x3f75583f, 0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c,
+                           0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d);
+}
+#endif
+
 // The same of x <= 0 alone.
 inline Vec exp_at_most_one(Vec x) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+  // A sum this large keeps no fraction, and its last bits are n.
+  const Vec large = broadcast(12582912.0f);
+  const Vec bounded = max(broadcast(kLeastExponent), x);
+  const Vec sum = fma(bounded, broadcast(16.0f * kLog2OfE), large);
+  const Vec n = sum - large;
+  const Vec r =
+      fma(n, broadcast(-1.42860677e-6f / 16), fma(n, broadcast(-0.693145752f / 16), bounded));
+  const __m512i bits = _mm512_castps_si512(sum.v);
+  const __m512i power = _mm512_add_epi32(_mm512_permutexvar_epi32(bits, powers_of_sixteenths()),
+                                         _mm512_slli_epi32(bits, 19));
+  const Vec whole = {_mm512_castsi512_ps(power)};
+  const Vec p =
+      fma(fma(broadcast(1.66666657e-1f), r, broadcast(5.00000000e-1f)), r, broadcast(1.0f)) * r;
+  return zero_below(broadcast(kLeastExponent), x, fma(whole, p, whole));
+#elif defined(__AVX2__)
   // A sum this large keeps no fraction, and its last bits are n + 127: the exponent of 2^n.
   const Vec large = broadcast(12582912.0f + 127.0f);
   const Vec bounded = max(broadcast(kLeastExponent), x);
