@@ -63,6 +63,13 @@ CPU_KERNELS = (
         "tests/ops/test_paged_attention.py -k cpu",
     ),
     Mutant(
+        "attention-panel-sums-in-another-order",
+        "csrc/cpu/attention_rows.h",
+        "return (place & 4) << 1 | (place & 8) >> 1 | (place & 1) << 1 | (place & 2) >> 1;",
+        "return place;",
+        "tests/ops/test_paged_attention.py -k 'cpu and company'",
+    ),
+    Mutant(
         "attention-value-scale-dropped",
         "csrc/cpu/paged_attention.cpp",
         "(scale != nullptr ? *scale : 1.0f) / weight);",

@@ -307,7 +307,7 @@ def test_commands_take_ids(online: Hub, tmp_path: Path, environment: dict[str, s
             command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
         )
 
-    asked = ("hi", "--json", "--max-tokens", "4", "--exit", "head")
+    asked = ("hi", "--json", "--max-tokens", "4", "-t", "0", "--exit", "head")
     there = run("generate", "org/name", *asked, "--exits", "org/pack")
     assert there.returncode == 0, there.stderr
     assert there.stderr == ""

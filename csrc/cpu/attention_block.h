@@ -116,20 +116,28 @@ inline void prefetch_rows(const HeadRows<T>& rows, int64_t first, int64_t count,
   for (int64_t i = first; i < first + count; ++i) prefetch_row(rows[i], n);
 }
 
+// Writes rows of C as rows of W.
 template <typename C, typename W>
-inline void widen_cached_row(const C* in, int64_t n, W* out) {
-  int64_t i = 0;
-  for (; i + kWidth <= n; i += kWidth) store(out + i, load(in + i));
-  if (i < n) store(out + i, load_partial(in + i, n - i));
-}
-#if defined(__AVX512F__)
-inline void widen_cached_row(const Float8* in, int64_t n, BFloat16* out) {
-  for (int64_t i = 0; i < n; i += 64) {
-    const Float8Words words = load_float8_words(in + i, n - i);
-    _mm512_storeu_si512(out + i, words.low);
-    if (n - i > 32) _mm512_storeu_si512(out + i + 32, words.high);
+struct RowWidener {
+  void widen(const C* in, int64_t n, W* out) const {
+    int64_t i = 0;
+    for (; i + kWidth <= n; i += kWidth) store(out + i, load(in + i));
+    if (i < n) store(out + i, load_partial(in + i, n - i));
   }
-}
+};
+#if defined(__AVX512F__)
+template <>
+struct RowWidener<Float8, BFloat16> {
+  Float8Widener widener;
+
+  void widen(const Float8* in, int64_t n, BFloat16* out) const {
+    for (int64_t i = 0; i < n; i += 64) {
+      const Float8Words words = widener.load(in + i, n - i);
+      _mm512_storeu_si512(out + i, words.low);
+      if (n - i > 32) _mm512_storeu_si512(out + i + 32, words.high);
+    }
+  }
+};
 #endif
 
 // Rows as W: where they lie, or in `room` with pointers to them in `widened`. Past the last key
@@ -142,8 +150,9 @@ HeadRows<W> rows_as(const HeadRows<C>& rows, int64_t num_keys, int64_t head_dim,
   } else {
     W* wide = reinterpret_cast<W*>(room);
     const int64_t width = row_width(head_dim);
+    const RowWidener<C, W> widener;
     for (int64_t j = 0; j < kMaxBlock; ++j) {
-      if (j < num_keys) widen_cached_row(rows[j], head_dim, wide + j * width);
+      if (j < num_keys) widener.widen(rows[j], head_dim, wide + j * width);
       widened[j] = wide + min_of(j, num_keys - 1) * width;
     }
     return {widened, 0};

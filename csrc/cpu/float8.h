@@ -97,37 +97,51 @@ inline void store_partial(Float8* p, Vec x, int64_t n) {
   _mm_mask_storeu_epi8(p, first(n), narrow_float8(x));
 }
 
-// The first n elements as bfloat16, n up to 64, zeros in place of the rest; `high` holds those from
-// the 32nd on. Bytes are made apart and then put together: the upper ones from a table by sign and
-// exponent, those of the multiples of 2^-9 from tables by mantissa.
+// The first n elements as bfloat16, zeros in place of the rest, 64 at a time.
 struct Float8Words {
-  __m512i low, high;
+  __m512i low, high;  // 32 each
 };
-inline Float8Words load_float8_words(const Float8* p, int64_t n) {
-  const auto each_16 = [](__m128i bytes) { return _mm512_broadcast_i32x4(bytes); };
-  const auto all = [](int byte) { return _mm512_set1_epi8(static_cast<char>(byte)); };
-  const __m512i upper = each_16(_mm_setr_epi8(0x3c, 0x3d, 0x3e, 0x3f, 0x40, 0x41, 0x42, 0x43, -0x44,
-                                              -0x43, -0x42, -0x41, -0x40, -0x3f, -0x3e, -0x3d));
-  const __m512i upper_of_small =
+
+// Makes such words: their upper bytes from a table by sign and exponent, both bytes of the
+// multiples of 2^-9 from tables by mantissa. It holds what it takes in registers: the compiler
+// would make it anew for each row, with the unit that shuffles, which has the most to do.
+class Float8Widener {
+ public:
+  Float8Words load(const Float8* p, int64_t n) const {
+    const __m512i loaded =
+        n >= 64 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8((uint64_t{1} << n) - 1, p);
+    // An unpacking takes the lower or the upper half of each of four parts.
+    const __m512i x = _mm512_permutexvar_epi64(order_, loaded);
+    const __mmask64 is_small = _mm512_testn_epi8_mask(x, exponent_);
+    const __mmask64 is_nan = _mm512_cmpeq_epi8_mask(_mm512_or_si512(x, sign_), ones_);
+    const __m512i nibble = _mm512_and_si512(x, nibble_);
+    __m512i high = _mm512_shuffle_epi8(upper_, _mm512_and_si512(_mm512_srli_epi16(x, 4), nibble_));
+    high = _mm512_mask_shuffle_epi8(high, is_small, upper_of_small_, nibble);
+    high = _mm512_mask_mov_epi8(high, is_nan, nan_);
+    high = _mm512_or_si512(high, _mm512_and_si512(x, sign_));
+    __m512i low = _mm512_slli_epi16(nibble, 4);
+    low = _mm512_mask_shuffle_epi8(low, is_small, lower_of_small_, nibble);
+    return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+  }
+
+ private:
+  static __m512i held(__m512i x) {
+    asm("" : "+v"(x));
+    return x;
+  }
+  static __m512i all(int byte) { return held(_mm512_set1_epi8(static_cast<char>(byte))); }
+  static __m512i each_16(__m128i bytes) { return held(_mm512_broadcast_i32x4(bytes)); }
+
+  __m512i exponent_ = all(0x78), sign_ = all(0x80), ones_ = all(0xff), nibble_ = all(0x0f);
+  __m512i nan_ = all(0x7f);
+  __m512i order_ = held(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7));
+  __m512i upper_ = each_16(_mm_setr_epi8(0x3c, 0x3d, 0x3e, 0x3f, 0x40, 0x41, 0x42, 0x43, -0x44,
+                                         -0x43, -0x42, -0x41, -0x40, -0x3f, -0x3e, -0x3d));
+  __m512i upper_of_small_ =
       each_16(_mm_setr_epi8(0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c, 0, 0, 0, 0, 0, 0, 0, 0));
-  const __m512i lower_of_small =
+  __m512i lower_of_small_ =
       each_16(_mm_setr_epi8(0, 0, -0x80, -0x40, 0, 0x20, 0x40, 0x60, 0, 0, 0, 0, 0, 0, 0, 0));
-  const __m512i loaded =
-      n >= 64 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8((uint64_t{1} << n) - 1, p);
-  // What is put together of the lower and the upper halves of all four parts follows one another.
-  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-  const __m512i x = _mm512_permutexvar_epi64(order, loaded);
-  const __mmask64 is_small = _mm512_testn_epi8_mask(x, all(0x78));
-  const __mmask64 is_nan = _mm512_cmpeq_epi8_mask(_mm512_or_si512(x, all(0x80)), all(0xff));
-  const __m512i nibble = _mm512_and_si512(x, all(0x0f));
-  __m512i high = _mm512_shuffle_epi8(upper, _mm512_and_si512(_mm512_srli_epi16(x, 4), all(0x0f)));
-  high = _mm512_mask_shuffle_epi8(high, is_small, upper_of_small, nibble);
-  high = _mm512_mask_mov_epi8(high, is_nan, all(0x7f));
-  high = _mm512_or_si512(high, _mm512_and_si512(x, all(0x80)));
-  __m512i low = _mm512_slli_epi16(nibble, 4);
-  low = _mm512_mask_shuffle_epi8(low, is_small, lower_of_small, nibble);
-  return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
-}
+};
 
 #elif defined(__AVX2__)
 

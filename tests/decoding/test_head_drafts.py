@@ -588,7 +588,7 @@ def test_generate_takes_a_pack_or_none(
 ) -> None:
     from eecore.cli.app import run
 
-    command = ["generate", str(directory), "abc", "-n", "12", "--ignore-eos"]
+    command = ["generate", str(directory), "abc", "-n", "12", "--ignore-eos", "-t", "0"]
 
     def text_of(*options: str) -> str:
         assert run([*command, *options]) == 0

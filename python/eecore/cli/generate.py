@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 ANSWERS = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}
 """How a chat model answers where neither its files nor the caller say. SmolLM2-135M-Instruct, asked
 for summaries of ten long pages, ended 8 in a loop greedily, 4 of 10 with llama.cpp's settings, none
-with these or ollama's. Of four simple questions it answered 3 right greedily; with eight seeds each,
-25 of 32 with these and 18 with ollama's.
+with these or ollama's. Of four simple questions it answered 3 right greedily; with eight seeds
+each, 25 of 32 with these and 18 with ollama's.
 """
 OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """The settings that a model may come with."""
