@@ -401,7 +401,8 @@ def test_a_config_that_is_not_json(
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             UnsupportedModelError,
-            r"rope_scaling.rope_type: supported are default, linear, llama3, yarn, longrope, got 'dynamic'",
+            r"rope_scaling.rope_type: supported are default, linear, llama3, yarn, longrope, "
+            r"got 'dynamic'",
         ),
         (
             {"rope_parameters": {"full_attention": {}, "sliding_attention": {}}},

@@ -104,7 +104,7 @@ def run(network: LlamaModel, tokens: list[int]) -> tuple[list[Tensor], KVCache, 
 
 
 def loaded(network: LlamaModel) -> eecore.Model:
-    return eecore.Model(network, None, engine_limits(network, None, 256, None))
+    return eecore.Model(network, None, engine_limits(network, None, kv_cache_tokens=256))
 
 
 def answers(model: eecore.Model, exit: eecore.Exit, max_tokens: int = 12) -> list[list[int]]:

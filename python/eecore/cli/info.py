@@ -212,19 +212,28 @@ def _head_row(head: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 def _family_rows(config: dict[str, Any]) -> tuple[str, str, list[tuple[str, str]]]:
     """What is said of an encoder, of the heads, and of how far a model sees."""
-    if "rope" not in config:
+    if "ropes" not in config:
         positions = f"{config['num_buckets']} relative positions up to {config['max_distance']}"
         return (
             f" of the decoder, {config['num_encoder_layers']} of the encoder",
             str(config["num_heads"]),
             [("input", f"{config['max_input']} tokens, {positions}")],
         )
-    rope, windows = config["rope"], max(config["layer_windows"])
-    scaling = "" if rope["type"] == "default" else f", {rope['type']} x{rope['factor']:g}"
-    rows = [("context", f"{config['max_position']} tokens, rope theta {rope['theta']:g}{scaling}")]
+    windows, ropes = max(config["layer_windows"]), map(_rope, config["ropes"])
+    without = list(config["layer_ropes"]).count(None)
+    parts = [f"{config['max_position']} tokens", " and ".join(ropes)]
+    if without:
+        parts.append(f"none in {without} layers")
+    rows = [("context", ", ".join(filter(None, parts)))]
     if windows:
         rows.append(("sliding window", f"{windows} tokens"))
     return "", f"{config['num_q_heads']} query, {config['num_kv_heads']} key/value", rows
+
+
+def _rope(rope: dict[str, Any]) -> str:
+    scaling = "" if rope["type"] == "default" else f" {rope['type']}"
+    factor = f" x{rope['factor']:g}" if rope["factor"] != 1 else ""
+    return f"rope theta {rope['theta']:g}{scaling}{factor}"
 
 
 def _size(count: float) -> str:
