@@ -17,6 +17,7 @@ from test_llama import TOLERANCE, Session
 
 import eecore
 from eecore import ConfidentExit, EngineConfig, FixedExit, Full, SelfSpeculative
+from eecore.cli.app import run
 from eecore.errors import ModelError
 from eecore.integrations.transformers_model import from_transformers
 from eecore.models import convert_gguf, load_model, read_config
@@ -315,3 +316,17 @@ def test_text_is_split_as_the_file_says(
     backend, _ = build_tokenizer(GGUFFile(file), 320)
     split = backend.pre_tokenizer.pre_tokenize_str(text)
     assert [text[begin:end] for _, (begin, end) in split] == pieces
+
+
+def test_what_info_says_of_layers_that_differ(
+    written: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = {
+        "gemma3": ("rope theta 1e+06, linear x8; theta 10000", "7 tokens in 3 layers"),
+        "smollm3": ("rope theta 2e+06", "1 layer"),
+    }
+    for family, texts in expected.items():
+        assert run(["info", str(written(family)[0])]) == 0
+        said = capsys.readouterr().out
+        for text in texts:
+            assert text in said
