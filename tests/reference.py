@@ -812,7 +812,7 @@ def decoder_layers(
                     **scales,
                 )
                 attended = attended.to(dtype).flatten(1)
-                hidden = skinny_linear(attended, residual=hidden, **_of_matrix(cross_o))
+                hidden = onto(hidden, attended, cross_o, None)
         if skip_mlp is None or not skip_mlp[layer]:
             into_inner = skinny_linear if activation == "relu" else skinny_gated_linear
             inner = into_inner(

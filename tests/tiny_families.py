@@ -218,11 +218,17 @@ WHOLE_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", 
 
 
 def write_family_gguf(
-    path: Path, directory: Path, family: str, settings: dict[str, Any] | None = None
+    path: Path,
+    directory: Path,
+    family: str,
+    settings: dict[str, Any] | None = None,
+    *,
+    pre: str = "dbrx",
 ) -> Path:
     """The model of a directory as a GGUF file in float32, with a byte-level tokenizer.
 
-    ``settings`` are fields of its architecture, which win over its own.
+    ``settings`` are fields of its architecture, which win over its own; ``pre`` is how its
+    tokenizer splits a text.
     """
     config = json.loads((directory / "config.json").read_text())
     architecture = GGUF_NAMES.get(family, family)
@@ -234,7 +240,7 @@ def write_family_gguf(
             fields.pop(f"{architecture}.{name}", None)
         add(f"{architecture}.{name}", value)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("dbrx")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list([*ALPHABET[:255], "he", *SPECIAL])  # a merge and what it makes
     writer.add_token_types([1] * 256 + [3] * 4)
     writer.add_token_merges(["h e"])

@@ -149,6 +149,7 @@ void set_cross_attention(Checker& check, const CrossTensors& cross, DecoderLayer
   params.cross.page_table_stride = cross.page_table->stride(0);
   params.cross.max_pages_per_seq = check["max_cross_pages"];
   params.cross.causal = false;
+  params.cross.soft_cap = 0;
 }
 
 void decoder_layers(

@@ -366,7 +366,7 @@ def test_a_config_that_is_not_json(
         (
             {"hidden_act": "gelu"},
             UnsupportedModelError,
-            r"hidden_act: supported are silu, swish, gelu_pytorch_tanh, got 'ge",
+            r"hidden_act: supported are silu, .*got 'ge",
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedModelError, r"got 'fp8'"),
         (
@@ -401,8 +401,7 @@ def test_a_config_that_is_not_json(
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             UnsupportedModelError,
-            r"rope_scaling.rope_type: supported are default, linear, llama3, yarn, longrope, "
-            r"got 'dynamic'",
+            r"rope_scaling.rope_type: supported are default, .*longrope, got 'dynamic'",
         ),
         (
             {"rope_parameters": {"full_attention": {}, "sliding_attention": {}}},

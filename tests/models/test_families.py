@@ -17,10 +17,13 @@ from test_llama import TOLERANCE, Session
 
 import eecore
 from eecore import ConfidentExit, EngineConfig, FixedExit, Full, SelfSpeculative
+from eecore.cli.app import run
 from eecore.errors import ModelError
 from eecore.integrations.transformers_model import from_transformers
 from eecore.models import convert_gguf, load_model, read_config
 from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
+from eecore.models.readers.gguf_file import GGUFFile
+from eecore.models.readers.gguf_tokenizer import build_tokenizer
 from tiers import in_all
 from tiny_families import FAMILIES, SHAPES, make_oracle, write_family, write_family_gguf
 from tiny_models import random_prompts
@@ -294,3 +297,36 @@ def test_a_gguf_architecture_that_does_not_run(name: str, message: str, tmp_path
     writer.close()
     with pytest.raises(ModelError, match=rf"{message}.*nearest that runs.*, got {name}"):
         read_config(tmp_path / "t.gguf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "pieces"),
+    [
+        ("dbrx", "We'll pay 12345", ["We", "'ll", " pay", " ", "123", "45"]),
+        ("smaug-bpe", "We'll pay 12345", ["We", "'ll", " pay", " ", "123", "45"]),
+        ("gpt-4o", "We'll pay 12345", ["We'll", " pay", " ", "123", "45"]),
+        ("gpt-4o", "aBc HTTPServer", ["a", "Bc", " HTTPServer"]),
+        ("olmo", "We'll pay 12345", ["We", "'ll", " pay", " 12345"]),
+    ],
+)
+def test_text_is_split_as_the_file_says(
+    kind: str, text: str, pieces: list[str], written: Any, tmp_path: Path
+) -> None:
+    file = write_family_gguf(tmp_path / "t.gguf", written("olmo2")[0], "olmo2", pre=kind)
+    backend, _ = build_tokenizer(GGUFFile(file), 320)
+    split = backend.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in split] == pieces
+
+
+def test_what_info_says_of_layers_that_differ(
+    written: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = {
+        "gemma3": ("rope theta 1e+06, linear x8; theta 10000", "7 tokens in 3 layers"),
+        "smollm3": ("rope theta 2e+06", "1 layer"),
+    }
+    for family, texts in expected.items():
+        assert run(["info", str(written(family)[0])]) == 0
+        said = capsys.readouterr().out
+        for text in texts:
+            assert text in said

@@ -201,7 +201,7 @@ def compose_cross(call: dict[str, Any], hidden: torch.Tensor, layer: int) -> tor
         fixed_split_size=call["fixed_split_size"],
         **scales_of(call, layer),
     )
-    return linear_of(out_of, attended.view(q.shape), residual=hidden)
+    return onto(call, hidden, attended.view(q.shape), out_of, None)
 
 
 def onto(

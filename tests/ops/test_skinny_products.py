@@ -604,7 +604,10 @@ def appended_call(m: Maker, tokens: int, dtype: torch.dtype) -> Checked:
         "k_norm_weight": norm() if normed else None,
         "key_scales": None,
         "value_scales": None,
+        "q_cos_sin": None,
     }
+    if rotates and m.chance(0.3):
+        given["q_cos_sin"] = m.placed(given["cos_sin"].flip(0) * 2)
     appended = AppendKv._fields
 
     def oracle(before: Arguments) -> dict[str, Tensor]:

@@ -219,21 +219,24 @@ def _family_rows(config: dict[str, Any]) -> tuple[str, str, list[tuple[str, str]
             str(config["num_heads"]),
             [("input", f"{config['max_input']} tokens, {positions}")],
         )
-    windows, ropes = max(config["layer_windows"]), map(_rope, config["ropes"])
-    without = list(config["layer_ropes"]).count(None)
-    parts = [f"{config['max_position']} tokens", " and ".join(ropes)]
-    if without:
-        parts.append(f"none in {without} layers")
-    rows = [("context", ", ".join(filter(None, parts)))]
+    used = [place for place in config["layer_ropes"] if place is not None]
+    ropes = [_rope_text(config["ropes"][place]) for place in sorted(set(used))] or ["none"]
+    rows = [("context", f"{config['max_position']} tokens, rope {'; '.join(ropes)}")]
+    count = config["num_layers"] - len(used)
+    if count and used:
+        rows.append(("without rope", f"{count} layer{'s' if count > 1 else ''}"))
+    windows = [window for window in config["layer_windows"] if window]
     if windows:
-        rows.append(("sliding window", f"{windows} tokens"))
+        some = f" in {len(windows)} layers" if len(windows) < config["num_layers"] else ""
+        rows.append(("sliding window", f"{max(windows)} tokens{some}"))
     return "", f"{config['num_q_heads']} query, {config['num_kv_heads']} key/value", rows
 
 
-def _rope(rope: dict[str, Any]) -> str:
-    scaling = "" if rope["type"] == "default" else f" {rope['type']}"
+def _rope_text(rope: dict[str, Any]) -> str:
+    """A rotary embedding in words."""
     factor = f" x{rope['factor']:g}" if rope["factor"] != 1 else ""
-    return f"rope theta {rope['theta']:g}{scaling}{factor}"
+    scaling = "" if rope["type"] == "default" else f", {rope['type']}{factor}"
+    return f"theta {rope['theta']:g}{scaling}"
 
 
 def _size(count: float) -> str:

@@ -144,7 +144,7 @@ def decoder_layers(
             in :func:`paged_attention`.
         max_distance: of ``position_bias``.
         activation: "silu" or "gelu_tanh" of a gated MLP, "relu" of one that is not.
-        residual_multiplier: of what self attention and the MLP give.
+        residual_multiplier: of what attention, ``cross`` included, and the MLP give.
         soft_cap: of the scores of self attention, as in :func:`paged_attention`.
         layer_ropes: int32 [num_layers, 2], as in :func:`kv_fill`.
         key_scales: float32 [num_layers, num_kv_heads], as in :func:`kv_fill`.
