@@ -202,19 +202,31 @@ def _head_row(head: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 def _family_rows(config: dict[str, Any]) -> tuple[str, str, list[tuple[str, str]]]:
     """What is said of an encoder, of the heads, and of how far a model sees."""
-    if "rope" not in config:
+    if "ropes" not in config:
         positions = f"{config['num_buckets']} relative positions up to {config['max_distance']}"
         return (
             f" of the decoder, {config['num_encoder_layers']} of the encoder",
             str(config["num_heads"]),
             [("input", f"{config['max_input']} tokens, {positions}")],
         )
-    rope, windows = config["rope"], max(config["layer_windows"])
-    scaling = "" if rope["type"] == "default" else f", {rope['type']} x{rope['factor']:g}"
-    rows = [("context", f"{config['max_position']} tokens, rope theta {rope['theta']:g}{scaling}")]
+    used = [place for place in config["layer_ropes"] if place is not None]
+    ropes = [_rope_text(config["ropes"][place]) for place in sorted(set(used))] or ["none"]
+    rows = [("context", f"{config['max_position']} tokens, rope {'; '.join(ropes)}")]
+    count = config["num_layers"] - len(used)
+    if count and used:
+        rows.append(("without rope", f"{count} layer{'s' if count > 1 else ''}"))
+    windows = [window for window in config["layer_windows"] if window]
     if windows:
-        rows.append(("sliding window", f"{windows} tokens"))
+        some = f" in {len(windows)} layers" if len(windows) < config["num_layers"] else ""
+        rows.append(("sliding window", f"{max(windows)} tokens{some}"))
     return "", f"{config['num_q_heads']} query, {config['num_kv_heads']} key/value", rows
+
+
+def _rope_text(rope: dict[str, Any]) -> str:
+    """A rotary embedding in words."""
+    factor = f" x{rope['factor']:g}" if rope["factor"] != 1 else ""
+    scaling = "" if rope["type"] == "default" else f", {rope['type']}{factor}"
+    return f"theta {rope['theta']:g}{scaling}"
 
 
 def _size(count: float) -> str:
