@@ -135,7 +135,7 @@ class Head:
             return states, None
         keys = keys_at(kv, self._attended, batch.slot_mapping).bfloat16()
         positions = batch.positions[first:]
-        cos_sin = network.cos_sin(len(text) + MOST_ROWS)
+        cos_sin = network.cos_sin(len(text) + MOST_ROWS, self._attended[0][0])
         begins = torch.zeros_like(positions)
         return states, TextKeys.of([keys], begins, positions, cos_sin)
 

@@ -93,7 +93,7 @@ def states_at_the_end(
         begin = end
     attended = model.network.draft_head.settings.attended
     keys = [(kv.k[layer, 0, :, head], kv.v[layer, 0, :, head]) for layer, head in attended]
-    return states, Seen(keys, network.cos_sin(count + MAX_AHEAD))
+    return states, Seen(keys, network.cos_sin(count + MAX_AHEAD, 0))
 
 
 @cpu_only

@@ -163,7 +163,7 @@ def test_the_runtime_drafts_by_it(
     network.layers(0, 3, network.embed(torch.tensor(text)), kv, network.whole_text(len(text)))
     positions = torch.tensor([3, 9, 4, 8, 12])  # of the tokens; as many keys are before them
     keys = keys_at(kv, runs.settings.attended, torch.arange(len(text)))
-    cos_sin = network.cos_sin(20)
+    cos_sin = network.cos_sin(20, 0)
     seen = TextKeys.of([keys], torch.zeros(5).long(), positions - 1, cos_sin)
     with torch.no_grad():
         state = head.step(head.begin(states), embedded, seen)
