@@ -94,7 +94,10 @@ def index() -> str:
 
 def fill(page: Path, section: str, text: str) -> None:
     """Put a text between the marks of a section."""
-    marks = re.compile(f"(?<=<!-- {section} -->\n).*?(?=<!-- end of {section} -->)", re.DOTALL)
+    marks = re.compile(
+        f"(?<=<!-- {re.escape(section)} -->\n).*?(?=<!-- end of {re.escape(section)} -->)",
+        re.DOTALL,
+    )
     filled, count = marks.subn(lambda _: f"{text}\n", page.read_text())
     if count != 1:
         raise ValueError(f"{page}: expected one section {section} between marks, got {count}")
