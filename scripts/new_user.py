@@ -1,4 +1,4 @@
-"""A walk of a new user: clone, install, generate, chat, serve, an agent, training; steps are timed.
+"""The walk of a new user: clone, install, generate, chat, serve, an agent, training; all timed.
 
     python scripts/new_user.py [FOLDER]        # from nothing: fetches torch, compiles the kernels
     python scripts/new_user.py --built         # with this interpreter's packages and this build
