@@ -66,8 +66,7 @@ HeadChange<T> change_of(const AppendKvParams& params, const T* heads, int64_t nu
                         const float* cos_sin) {
   HeadChange<T> change{static_cast<const T*>(weight), cos_sin, -1.0f};
   if (norms_all) {
-    change.scale =
-        inverse_rms_of_heads(heads, num_heads, head_stride, params.head_dim, params.eps);
+    change.scale = inverse_rms_of_heads(heads, num_heads, head_stride, params.head_dim, params.eps);
   }
   return change;
 }
