@@ -92,7 +92,9 @@ void fill_heads(const KvFillParams& params, const KvFillRows& rows, Stream strea
   set_stages(plan, 1, blocks, products_bytes, stream.device);
   const dim3 grid(static_cast<unsigned>(blocks),
                   static_cast<unsigned>(ceil_div(params.num_tokens, 8 * kNTiles)));
-  launch("kv_fill", kv_fill_kernel<T, kNTiles, W>,
+  const auto kernel =
+      rows.keys != nullptr ? kv_fill_kernel<T, kNTiles, W, true> : kv_fill_kernel<T, kNTiles, W>;
+  launch("kv_fill", kernel,
          {grid, dim3(kSkinnyThreads),
           static_cast<size_t>(skinny_ring_bytes(plan, 1) + products_bytes), Launch::kAfterPrevious},
          stream, params, rows, plan, cut);

@@ -294,8 +294,9 @@ __global__ void __launch_bounds__(kAppendKvThreads)
                              params.num_kv_heads, params.k_head_stride, head_dim, params.eps);
   }
   const int thread = static_cast<int>(threadIdx.x);
-  const int64_t num_heads = params.num_q_heads + 2 * params.num_kv_heads;
-  for (int64_t first = 0; first < num_heads; first += kAppendKvThreads / num_lanes) {
+  const int num_heads = static_cast<int>(params.num_q_heads + 2 * params.num_kv_heads);
+#pragma unroll 1
+  for (int first = 0; first < num_heads; first += kAppendKvThreads / num_lanes) {
     append_heads<T, kItems, C>(params, items, token,
                                {first + thread / num_lanes, thread % num_lanes, num_lanes}, scales);
   }

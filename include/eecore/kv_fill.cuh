@@ -76,10 +76,15 @@ __host__ __device__ inline int head_floats(const SkinnyPlan& plan, const HeadPla
   return plan.num_slices * 8 * n_tiles * head.column;
 }
 
+// Where in cos_sin those of a layer's keys begin.
+__device__ __forceinline__ int64_t key_table_of(const KvFillParams& params, int64_t layer) {
+  const int32_t* const ropes = params.layer_ropes;
+  return ropes == nullptr ? 0 : ropes[2 * layer + 1] * params.rope_stride;
+}
+
 // The cosines and sines of a layer's keys, position by position.
 __device__ __forceinline__ const float* key_angles(const KvFillParams& params, int64_t layer) {
-  if (params.layer_ropes == nullptr) return params.cos_sin;
-  return params.cos_sin + params.layer_ropes[2 * layer + 1] * params.rope_stride;
+  return params.cos_sin + key_table_of(params, layer);
 }
 
 // A key's element and the other of its pair, x and y, turned: element i of its head.
@@ -132,13 +137,14 @@ __global__ void __launch_bounds__(kRmsNormThreads)
 }
 
 // Finishes one head of one row and writes it to its slot, or, where all key heads are normed at
-// once, leaves a key as it is projected at `keys`: [head_dim]. values: [head_dim], with
-// `num_slices` sums still to be added that lie `slice_stride` apart. The lanes of a warp share the
-// head.
-template <typename T, typename W>
+// once, leaves a key as it is projected in rows.keys, for the row at `place`. values: [head_dim],
+// with `num_slices` sums still to be added that lie `slice_stride` apart. The lanes of a warp share
+// the head.
+template <typename T, typename W, bool kLeavesKeys>
 __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t layer, int head,
-                                           CacheSlot slot, int64_t position, Shared<float> values,
-                                           int num_slices, int slice_stride, T* keys) {
+                                           CacheSlot slot, int64_t angles, Shared<float> values,
+                                           int num_slices, int slice_stride, const KvFillRows& rows,
+                                           int64_t place) {
   // Elements of a lane whose loads are under way together.
   constexpr int kBatch = 4;
   const int lane = threadIdx.x % 32, head_dim = static_cast<int>(params.head_dim);
@@ -200,7 +206,9 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
     }
   }
   if (!is_key) return;
-  if (keys != nullptr) {
+  if constexpr (kLeavesKeys) {
+    T* keys = static_cast<T*>(rows.keys) +
+              ((layer * params.num_tokens + place) * params.num_kv_heads + head) * params.head_dim;
     for (int i = lane; i < head_dim; i += 32) keys[i] = from_float<T>(values[i]);
     return;
   }
@@ -215,8 +223,7 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
   }
   __syncwarp();
   const int half = params.positions != nullptr ? static_cast<int>(params.rotary_dim / 2) : 0;
-  const float* cos_sin = nullptr;
-  if (half > 0) cos_sin = key_angles(params, layer) + position * params.rotary_dim;
+  const float* cos_sin = params.cos_sin + angles;  // where half is not 0
   for (int first = lane; first < head_dim; first += 32 * kBatch) {
     float x[kBatch], y[kBatch], cosine[kBatch], sine[kBatch];  // y: the other of the pair
 #pragma unroll
@@ -282,17 +289,17 @@ __device__ __forceinline__ int start_fill(const KvFillParams& params, const KvFi
 // Where the rows of a group go: the same for every head.
 __device__ __forceinline__ void load_places(const KvFillParams& params, const KvFillRows& rows,
                                             int64_t first_place, int most, Shared<CacheSlot> slots,
-                                            Shared<int64_t> positions) {
+                                            Shared<int64_t> angles) {
   const int column = static_cast<int>(threadIdx.x);
   if (column >= most || first_place + column >= rows.counts[params.num_layers - 1]) return;
   const int64_t token = rows.order[first_place + column];
   slots[column] = cache_slot(params.slot_mapping[token], params.page_size);
-  positions[column] = params.positions == nullptr ? 0 : params.positions[token];
+  angles[column] = params.positions == nullptr ? 0 : params.positions[token] * params.rotary_dim;
 }
 
 // Grid: (blocks that share the heads, groups of 8 * kNTiles rows in order). Dynamic shared memory:
-// the ring, then the products of a head.
-template <typename T, int kNTiles, typename W = T>
+// the ring, then the products of a head. kLeavesKeys: all key heads are normed at once, later.
+template <typename T, int kNTiles, typename W = T, bool kLeavesKeys = false>
 __global__ void __launch_bounds__(kSkinnyThreads, 2)
     kv_fill_kernel(KvFillParams params, KvFillRows rows, SkinnyPlan plan, HeadPlan cut) {
   const SkinnyLane lane(plan);
@@ -324,8 +331,9 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
                                   cut.num_parts, first_place);
 
   EECORE_SHARED(CacheSlot, slots, 8 * kNTiles);
-  EECORE_SHARED(int64_t, positions, 8 * kNTiles);
-  load_places(params, rows, first_place, 8 * kNTiles, slots, positions);
+  EECORE_SHARED(int64_t, angles, 8 * kNTiles);
+  EECORE_SHARED(int64_t, key_table, 1);  // where those of a layer begin
+  load_places(params, rows, first_place, 8 * kNTiles, slots, angles);
 
   const Shared<float> products = dynamic_shared<float>(skinny_ring_bytes(plan, 1));
   const int slice_stride = 8 * kNTiles * cut.column;
@@ -349,16 +357,12 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
         }
       }
     }
+    if (threadIdx.x == 0) key_table[0] = key_table_of(params, layer);
     __syncthreads();
     for (int column = threadIdx.x / 32; column < x.count; column += kSkinnyWarps) {
-      T* keys = nullptr;
-      if (rows.keys != nullptr && head < params.num_kv_heads) {
-        keys = static_cast<T*>(rows.keys) +
-               ((layer * params.num_tokens + first_place + column) * params.num_kv_heads + head) *
-                   params.head_dim;
-      }
-      write_head<T, W>(params, layer, head, slots[column], positions[column],
-                       products + column * cut.column, plan.num_slices, slice_stride, keys);
+      write_head<T, W, kLeavesKeys>(params, layer, head, slots[column],
+                                    key_table[0] + angles[column], products + column * cut.column,
+                                    plan.num_slices, slice_stride, rows, first_place + column);
     }
     __syncthreads();  // the products are read before those of the next head are written
   }

@@ -34,8 +34,8 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
       start_fill(params, rows, weight, rows_of, num_layers, plan.num_tiles, true, 1, first_place);
 
   EECORE_SHARED(CacheSlot, slots, 8 * kNTiles);
-  EECORE_SHARED(int64_t, positions, 8 * kNTiles);
-  load_places(params, rows, first_place, 8 * kNTiles, slots, positions);
+  EECORE_SHARED(int64_t, angles, 8 * kNTiles);
+  load_places(params, rows, first_place, 8 * kNTiles, slots, angles);
   if (plan.num_slices == 1) __syncthreads();  // else the exchange has a barrier
 
   const Shared<float> exchange = dynamic_shared<float>(skinny_ring_bytes(plan, kMTiles));
@@ -63,8 +63,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
           const bool is_key = at.head < num_kv_heads, is_turned = at.is_rotary && is_key;
           float cosine = 0.0f, sine = 0.0f;
           if (is_turned) {
-            const float* cos_sin =
-                key_angles(params, layer) + (positions[column] * params.rotary_dim + first);
+            const float* cos_sin = key_angles(params, layer) + (angles[column] + first);
             cosine = cos_sin[0];
             sine = cos_sin[tiles.half];
           }

@@ -9,6 +9,7 @@ and one through the layers.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -141,6 +142,13 @@ def is_launched() -> bool:
     return "RANK" in os.environ and size.isdecimal() and int(size) > 1
 
 
+class _Nowhere(io.TextIOBase):
+    """A stream that keeps nothing of what is printed."""
+
+    def write(self, text: str, /) -> int:
+        return len(text)
+
+
 @contextlib.contextmanager
 def launched(device: str) -> Iterator[Processes]:
     """The processes that torchrun has started; one alone where it has not.
@@ -169,7 +177,7 @@ def launched(device: str) -> Iterator[Processes]:
         processes = Processes.current()
         with contextlib.ExitStack() as silenced:
             if not processes.is_first:
-                nowhere = silenced.enter_context(open(os.devnull, "w"))
+                nowhere = _Nowhere()
                 silenced.enter_context(contextlib.redirect_stdout(nowhere))
                 silenced.enter_context(contextlib.redirect_stderr(nowhere))
             yield processes
