@@ -110,14 +110,21 @@ def test_openais_client_parses_what_it_asked_for(address: str) -> None:
     assert caught.value.param == "response_format"
 
 
-def test_the_example_of_the_manual(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("asks", ["chat.completions", "responses"])
+def test_the_example_of_the_manual(
+    address: str, asks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text()
     found = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    (code,) = [each for each in found if "OpenAI(" in each]
+    (code,) = [each for each in found if f"client.{asks}.create" in each]
     assert "http://127.0.0.1:8000" in code
     code = code.replace("http://127.0.0.1:8000", address)
     exec(compile(code, "serving.md", "exec"), {"__name__": "__main__"})
-    assert "".join(line.rpartition(" [")[0] for line in capsys.readouterr().out.splitlines())
+    said = capsys.readouterr().out
+    if asks == "responses":
+        assert "lossless" in said
+    else:
+        assert "".join(line.rpartition(" [")[0] for line in said.splitlines())
 
 
 def test_openais_client_is_refused_in_its_own_words(address: str) -> None:
