@@ -28,7 +28,7 @@ from eecore.serving.server import listen
 from eecore.serving.settings import ServerSettings, service_of
 from workloads import until
 
-LONG = 20_000
+LONG = 60_000
 """Tokens of a request that still runs when a test has long made its point."""
 
 
