@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["PastDrafts", "PastOutputs"]
 
 LONGEST, SHORTEST = 16, 3
-"""Tokens of the n-grams by which outputs are compared, as in the lookup of a request's own text but
-longer: many texts have more in common by chance."""
+"""Sizes of the n-grams that are looked up: longer than in a request's own text, since many outputs
+share short n-grams by chance."""
 END = (1 << TOKEN_BITS) - 1
 """A token that no vocabulary has, between two outputs."""
 
