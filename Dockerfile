@@ -20,7 +20,7 @@ RUN apt-get update \
 RUN --mount=type=cache,target=/var/cache/pip \
     pip install "setuptools>=77" wheel "cmake>=3.25" ninja "pybind11>=2.13"
 WORKDIR /src
-COPY pyproject.toml setup.py CMakeLists.txt README.md LICENSE ./
+COPY pyproject.toml setup.py CMakeLists.txt README.md LICENSE NOTICE ./
 COPY include include
 COPY csrc csrc
 COPY python python

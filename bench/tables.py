@@ -2,8 +2,8 @@
 
 python -m bench tables
 
-Writes the marked sections of bench/RESULTS.md, the one table of README.md, and
-bench/results/decode.svg, which README.md shows; what is too long for either goes into build/bench.
+Writes the marked sections of bench/RESULTS.md and bench/results/*.md, the one table of README.md,
+and bench/results/decode.svg, which README.md shows; the pages of the T5s go into build/bench.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv in this checkout: torch, eecore built in place, and the extras named as arguments.
+# Makes .venv in this checkout: torch, eecore built in place, and the extras and dependency groups named
+# as arguments.
 #
 #   scripts/setup_venv.sh test lint
 #
@@ -124,10 +125,11 @@ install_torch() {
   mark_done torch "$torch_requirement"
 }
 
-# The requirements of pyproject.toml, one a line: of the build (torch aside, it is there already) or of
-# extras.
+# The requirements of pyproject.toml, one a line: of the build (torch aside, it is there already), of extras
+# or of dependency groups, with what they take from eecore's own extras.
 requirements() {
   "$python" - "$@" <<'PYTHON'
+import re
 import sys
 
 try:
@@ -136,12 +138,24 @@ except ModuleNotFoundError:
     from pip._vendor import tomli as tomllib
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)
-groups = {**project["project"]["optional-dependencies"]}
+groups = {**project["project"]["optional-dependencies"], **project["dependency-groups"]}
 groups["build"] = [r for r in project["build-system"]["requires"] if not r.startswith("torch")]
+
+
+def expanded(name):
+    for requirement in groups[name]:
+        own = re.fullmatch(r"eecore\[([\w,-]+)\]", requirement)
+        if own is None:
+            yield requirement
+        else:
+            for extra in own[1].split(","):
+                yield from expanded(extra)
+
+
 for name in sys.argv[1:]:
     if name not in groups:
-        sys.exit(f"setup: no extra {name!r} in pyproject.toml: there are {', '.join(groups)}")
-    print(*groups[name], sep="\n")
+        sys.exit(f"setup: no extra or group {name!r} in pyproject.toml: there are {', '.join(groups)}")
+    print(*dict.fromkeys(expanded(name)), sep="\n")
 PYTHON
 }
 

@@ -2,12 +2,10 @@
 
 python -m bench auto                          batch 1 and 8, float32, bfloat16 and int8
 python -m bench auto --count 64 --rounds 12
-python -m bench auto --name auto-avx2         the table of another machine
 
 Held-out utterances, prompts included. Each pair takes turns with full depth and ``Auto``, batch by
 batch, and with no other, as programs of many policies would push each other out of memory; the
-first round is left out. Writes bench/results/NAME.json and the table of that name in
-bench/RESULTS.md.
+first round is left out. Writes bench/results/auto.json and its table in bench/results/drafts.md.
 """
 
 from __future__ import annotations
@@ -111,7 +109,6 @@ def markdown(result: Figures) -> str:
         ]
         for row in result["rows"]
     ]
-    named = "" if result.get("name", "auto") == "auto" else f" --name {result['name']}"
     rounds = result["rounds"]
     turns = f"medians of {rounds} turns"
     if result.get("by_batch"):
@@ -122,25 +119,18 @@ def markdown(result: Figures) -> str:
         f"{', '.join(map(str, NUM_DRAFTS))} drafts; the best of it is known only "
         f"afterwards. Each pair beside full depth and `Auto` alone, {turns}, behind one that is "
         f"left out; {result['threads']} thread(s), {in_words(result)}. "
-        f"`python -m bench auto{named}`"
+        f"`python -m bench auto`"
     )
     return f"{markdown_table(head, lines)}\n\n{about}"
 
 
-REPORTS = tuple(
-    Report(name, {name: markdown}, {"rows": ("weights", "batch")})
-    for name in ("auto", "auto-amx", "auto-avx2")
-)
+REPORTS = (Report("auto", {"auto": markdown}, {"rows": ("weights", "batch")}),)
 
 
 def main(words: Sequence[str]) -> None:
     made = parser("auto", __doc__, batches=(1, 8), rounds=8, threads=1)
     made.add_argument("--weights", nargs="+", default=KINDS, choices=KINDS)
     made.add_argument("--count", type=int, default=48, help="utterances")
-    reports = {report.name: report for report in REPORTS}
-    made.add_argument(
-        "--name", default="auto", choices=reports, help="of the table: of which machine"
-    )
     arguments = made.parse_args(words)
     torch.set_num_threads(arguments.threads)
     prompts = [record["input"] for record in utterances(arguments.count)]
@@ -153,10 +143,9 @@ def main(words: Sequence[str]) -> None:
     result = {
         **machine(),
         "threads": arguments.threads,
-        "name": arguments.name,
         "count": arguments.count,
         "rounds": arguments.rounds,
         "by_batch": True,
         "rows": rows,
     }
-    reports[arguments.name].finish(result, arguments)
+    REPORTS[0].finish(result, arguments)

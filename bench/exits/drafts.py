@@ -11,12 +11,13 @@ A batch of more prompts than there are of one kind is of all kinds.
 All modes answer a group of prompts in turns; their tokens have to be those of ``Full()``, on a GPU,
 where sums of many rows are in another order, most of them. What counts is the time of decoding,
 from when the last prompt of the group has its first token. Writes
-bench/results/NAME.json and the table of that name in bench/RESULTS.md.
+bench/results/NAME.json and the tables of that name in bench/results/drafts.md and RESULTS.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -213,16 +214,31 @@ def markdown(result: Figures) -> str:
     return f"{markdown_table(columns, lines, text_columns=2)}\n\n{about}"
 
 
-REPORTS = tuple(
-    Report(name, {name: markdown}, {"rows": ("weights", "kind", "batch", "mode")})
-    for name in (
-        "drafts",
-        "drafts-amx",
-        "drafts-amx-threads",
-        "drafts-avx2",
-        "drafts-noise",
-        "drafts-coder",
+def short(result: Figures) -> str:
+    """Medians over the kinds of prompts, by weights and batch."""
+    lines = []
+    rows = [row for row in result["rows"] if row["kind"] != MIXED]
+    for weights, batch in dict.fromkeys((row["weights"], row["batch"]) for row in rows):
+        here = [row for row in rows if (row["weights"], row["batch"]) == (weights, batch)]
+
+        def median(mode: str, what: str, here: Sequence[Figures] = here) -> float:
+            return statistics.median(row[what] for row in here if row["mode"] == mode)
+
+        speedups = [f"{median(mode, 'speedup'):.2f}x" for mode in ("lookup", "head", "auto")]
+        lines.append([weights, str(batch), f"{median('full', 'tokens_per_s'):.0f}", *speedups])
+    columns = ["weights", "batch", "full, tokens/s", "lookup", "head", "auto"]
+    about = (
+        f"{result['model']}: medians over chat, summaries, code and rewriting, greedy, decoding "
+        f"alone; {result['threads']} thread(s), {in_words(result)}. `python -m bench drafts`"
     )
+    return f"{markdown_table(columns, lines, text_columns=1)}\n\n{about}"
+
+
+ROWS = {"rows": ("weights", "kind", "batch", "mode")}
+REPORTS = (
+    Report("drafts", {"drafts in short": short, "drafts": markdown}, ROWS),
+    Report("drafts-noise", {"drafts-noise": markdown}, ROWS),
+    Report("drafts-coder", {"drafts-coder": markdown}, ROWS),
 )
 
 
@@ -236,9 +252,7 @@ def main(words: Sequence[str]) -> None:
     made.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     made.add_argument("--noise", action="store_true", help="with a draft head of noise")
     reports = {report.name: report for report in REPORTS}
-    made.add_argument(
-        "--name", default="drafts", choices=reports, help="of the table: of which machine"
-    )
+    made.add_argument("--name", default="drafts", choices=reports, help="of the table")
     arguments = made.parse_args(words)
     if arguments.device == "cuda" and not (arguments.dry_run or arguments.json):
         made.error("--device cuda: expected --dry-run or --json, as the tables are of CPUs")

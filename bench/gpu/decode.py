@@ -489,10 +489,42 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def short(result: dict[str, Any]) -> str:
+    """Captured programs alone: full depth, half of the layers, self-speculation."""
+    rows = {
+        (row["model"], row["batch"], row["mode"]): row
+        for row in result["rows"]
+        if row["way"] == "captured"
+    }
+    lines = [
+        "| model | batch | full depth, ms | of the weight-bandwidth limit | half of the layers | "
+        "confident exit there | self-speculation |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for model, batch in dict.fromkeys(key[:2] for key in rows):
+        full = rows[model, batch, "full"]
+        cells = [f"{full['seconds_per_iteration'] * 1e3:.2f}", f"{full['of_bandwidth']:.0%}"]
+        for mode in ("fixed exit", "confident exit", "self-speculation"):
+            speed_ups = [
+                f"{row['speed_up']:.2f}x"
+                for key, row in rows.items()
+                if key[:2] == (model, batch) and key[2].startswith(mode) and "speed_up" in row
+            ]
+            cells.append(", ".join(speed_ups))
+        lines.append(f"| {model} | {batch} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"{result['device']}, torch {result['torch']}; shapes of SmolLM2-135M and Llama-3.2-1B, "
+        "random weights in bfloat16, the engine's wall clock; speed-ups over full depth. "
+        "`bench/gpu.sh`",
+    ]
+    return "\n".join(lines)
+
+
 REPORTS = (
     Report(
         "gpu-nvidia-h100-80gb-hbm3-decode",
-        {"gpu_decode": table},
+        {"gpu_decode in short": short, "gpu_decode": table},
         {"rows": ("model", "batch", "mode", "way")},
         ("read", "not_run"),
         ("torch",),

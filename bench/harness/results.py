@@ -1,8 +1,8 @@
 """What benchmarks leave: figures in bench/results, and tables that are made of them alone.
 
-A table stands between the marks of its section, in bench/RESULTS.md or README.md. A run of some
-cases changes those alone. One with other settings, or on another machine, changes nothing unless it
-is told to: its figures go to build/bench.
+A table stands between the marks of its section, in bench/RESULTS.md, in one of the pages beside the
+figures or in README.md. A run of some cases changes those alone. One with other settings, or on
+another machine, changes nothing unless it is told to: its figures go to build/bench.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Report:
 
     Args:
         name: of bench/results/NAME.json.
-        tables: what makes the text of each section of bench/RESULTS.md.
+        tables: what makes the text of each section of bench/RESULTS.md and bench/results/*.md.
         cases: the lists of rows among the figures, ``a.b`` of a list b in a, and the names under
             which a row says which case it is. Without any a run replaces the one before.
         measured: what else is measured anew in each run; the rest are settings.
@@ -60,7 +60,7 @@ class Report:
 
     def write_tables(self, figures: Figures) -> None:
         for section, table in self.tables.items():
-            insert(RESULTS_PAGE, section, table(figures))
+            insert(page_with(section), section, table(figures))
 
     def finish(self, figures: Figures, arguments: argparse.Namespace) -> None:
         """Print the tables, and keep the figures as :func:`bench.harness.command.parser` says."""
@@ -152,6 +152,24 @@ def joined_rows(
 
 def write_json(file: Path, figures: Figures) -> None:
     write_text(file, json.dumps(figures, indent=1) + "\n")
+
+
+def pages() -> list[Path]:
+    """The pages of tables: bench/RESULTS.md and those beside the figures."""
+    return [RESULTS_PAGE, *sorted(RESULTS.glob("*.md"))]
+
+
+def page_with(section: str) -> Path:
+    """The page that has the marks of a section.
+
+    Raises:
+        ValueError: not exactly one page has them.
+    """
+    found = [page for page in pages() if f"<!-- {section} -->" in page.read_text()]
+    if len(found) != 1:
+        names = ", ".join(page.name for page in found) or "none"
+        raise ValueError(f"<!-- {section} -->: expected one page with this mark, got {names}")
+    return found[0]
 
 
 def insert(page: Path, section: str, text: str) -> None:

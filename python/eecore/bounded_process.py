@@ -87,6 +87,7 @@ class Fork:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a Ctrl-C does not reach it, not even while it starts
             )
         channel = Channel(ours)
         with suppress(OSError):
@@ -157,9 +158,13 @@ def serve(end: int, module: str) -> None:
         end: a file descriptor, of a socket to the process that asks.
         module: see :class:`Fork`.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):  # Ctrl-C reaches all processes
+    for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_IGN)
-    server = socket.socket(fileno=end)
+    with suppress(ConnectionError):  # the other end may go at any moment
+        _serve(socket.socket(fileno=end), module)
+
+
+def _serve(server: socket.socket, module: str) -> None:
     channel = Channel(server)
     message = channel.receive()
     if message is None:

@@ -98,7 +98,7 @@ def test_orders_and_groups() -> None:
 def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
     (tmp_path / "RESULTS.md").write_text("a\n<!-- it -->\nold\n<!-- end of it -->\nb\n")
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    monkeypatch.setattr(results, "RESULTS_PAGE", tmp_path / "RESULTS.md")
+    monkeypatch.setattr(results, "pages", lambda: [tmp_path / "RESULTS.md"])
     return Report("its", {"it": lambda figures: f"| {figures['x']} |"})
 
 

@@ -25,9 +25,10 @@ SHOWN_ELSEWHERE = {"soak"}
 @pytest.fixture
 def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the command writes instead: copies of the pages."""
-    for page in (README, RESULTS_PAGE):
+    for page in (README, *results.pages()):
         shutil.copy(page, tmp_path)
-    monkeypatch.setattr(results, "RESULTS_PAGE", tmp_path / RESULTS_PAGE.name)
+    copied = [tmp_path / page.name for page in results.pages()]
+    monkeypatch.setattr(results, "pages", lambda: copied)
     monkeypatch.setattr(tables, "README", tmp_path / README.name)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(calm_tables, "PAGES", tmp_path / "pages")
@@ -42,7 +43,7 @@ def same_matplotlib(one: Path, other: Path) -> bool:
 def test_the_committed_tables_are_those_of_the_committed_figures(copies: Path) -> None:
     pytest.importorskip("matplotlib")
     tables.main([])
-    for page in (README, RESULTS_PAGE):
+    for page in (README, RESULTS_PAGE, *RESULTS.glob("*.md")):
         assert (copies / page.name).read_text() == page.read_text(), page.name
     if same_matplotlib(copies / PLOT, RESULTS / PLOT):
         assert (copies / PLOT).read_bytes() == (RESULTS / PLOT).read_bytes()
@@ -58,9 +59,9 @@ def test_a_changed_figure_changes_its_table(copies: Path) -> None:
     figures = report.read()
     figures["count"] += 1
     report.write_tables(figures)
-    page = (copies / RESULTS_PAGE.name).read_text()
+    page = (copies / "drafts.md").read_text()
     assert f"on {figures['count']} held-out utterances" in page
-    assert page != RESULTS_PAGE.read_text()
+    assert page != (RESULTS / "drafts.md").read_text()
 
 
 def test_one_microbenchmark_changes_its_own_line(
@@ -84,8 +85,8 @@ def test_one_microbenchmark_changes_its_own_line(
     assert [(row["op"], row["case"], row["min"]) for row in changed] == [
         ("accept_mask", "8", 123.4)
     ]
-    lines = (copies / RESULTS_PAGE.name).read_text().splitlines()
-    old_lines = RESULTS_PAGE.read_text().splitlines()
+    lines = (copies / "ops.md").read_text().splitlines()
+    old_lines = (RESULTS / "ops.md").read_text().splitlines()
     assert sum(now != old for now, old in zip(lines, old_lines, strict=True)) == 1
     capsys.readouterr()
     with pytest.raises(SystemExit):
@@ -99,13 +100,30 @@ def test_all_figures_are_shown() -> None:
 
 
 def test_figures_and_the_plot_of_the_readme_alone_are_kept() -> None:
-    others = {file.name for file in RESULTS.iterdir() if file.suffix != ".json"}
+    others = {file.name for file in RESULTS.iterdir() if file.suffix not in (".json", ".md")}
     assert {name for name in others if not name.startswith("gpu-")} == {
         PLOT,
         "calm-synopsis-training.csv",
     }
     assert f"bench/results/{PLOT}" in README.read_text()
-    assert "calm-synopsis-training.csv" in RESULTS_PAGE.read_text()
+    assert "calm-synopsis-training.csv" in (RESULTS / "tasks.md").read_text()
+
+
+def test_the_page_of_results_is_short_and_leads_to_all_others() -> None:
+    text = RESULTS_PAGE.read_text()
+    assert len(text.splitlines()) <= 150
+    assert len(re.findall(r"(?m)^## .*\?$", text)) == len(re.findall(r"(?m)^## ", text)) == 5
+    for page in RESULTS.glob("*.md"):
+        assert f"(results/{page.name})" in text, page.name
+
+
+def test_a_section_stands_in_one_page(copies: Path) -> None:
+    with pytest.raises(ValueError, match="expected one page with this mark, got none"):
+        results.page_with("nothing of this name")
+    with (copies / "ops.md").open("a") as page:
+        page.write("<!-- decode -->")
+    with pytest.raises(ValueError, match=r"got RESULTS\.md, ops\.md"):
+        results.page_with("decode")
 
 
 def test_the_soak_that_is_shown_found_nothing() -> None:
@@ -116,21 +134,16 @@ def test_the_soak_that_is_shown_found_nothing() -> None:
 def test_the_overview_is_short_and_says_where_it_was_measured() -> None:
     kept = {report.name: report.read() for report in tables.reports()}
     text = overview.markdown(kept)
-    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
-    assert 5 <= len(rows) <= 10
-    assert kept["decode"]["cpu"] in text
-    full = overview.find(
-        kept["decode"]["rows"],
-        model=overview.SMOLLM2,
-        bits="f32",
-        engine="eecore",
-        threads=1,
-        batch=1,
-    )
-    assert full is not None
-    assert f"| float32 | memory | {full['tokens_per_s_best']:.0f} |" in text
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == 6
+    assert {len(row) for row in rows} == {5}
+    assert kept["gguf"]["cpu"] in text
+    file = overview.find(kept["gguf"]["rows"], file=overview.CHAT_FILE, threads=1, batch=8)
+    assert file is not None
+    speeds = f"{file['tokens_per_s']:.0f} | {file['llama_cpp_tokens_per_s']:.0f}"
+    assert f"| {overview.CHAT} | 8 | {speeds} | " in text
 
 
-def test_gains_that_were_not_measured_are_left_out() -> None:
-    assert overview.joined((1.5, None, 0.986)) == "1.50x / – / 0.99x"
-    assert overview.joined((None, None, None)) == ""
+def test_what_was_not_measured_is_left_empty() -> None:
+    line = overview.Line("it", 32, 1200.4, None, None)
+    assert line.cells() == ["it", "32", "1200", "", ""]

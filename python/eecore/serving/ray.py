@@ -21,7 +21,7 @@ What Ray cannot promise:
 - Ray holds no slow reader back: what a replica says is kept in memory until the client reads it.
 
 ``EECORE_API_KEY`` in the environment of ``serve run`` (for a file: its ``runtime_env``) has the
-keys that requests have to come with. Needs ``pip install 'eecore[serve,ray]'``.
+keys that requests have to come with. Needs ``pip install 'eecore[ray]'``.
 """
 
 from __future__ import annotations
