@@ -4,8 +4,8 @@
 #
 #   scripts/build_wheel.sh [FOLDER]      where they go (dist)
 #
-# A wheel is for the Python that made it, for every x86-64 CPU and for every torch that eecore runs with. It
-# runs on Linux as old as the machine that built it: CI builds in manylinux_2_28, as torch does.
+# A wheel is for the Python that made it (pybind11 has no stable ABI), for every x86-64 CPU, for every torch that
+# eecore runs with, and for Linux as old as the machine that built it: CI builds in manylinux_2_28, as torch does.
 #
 #   PYTHON         the interpreter to build for (python3)
 #   EECORE_TORCH   the torch to build against (torch==2.13.0)
