@@ -33,7 +33,7 @@ from command_line import (
     start,
 )
 from eecore.cli.app import run
-from eecore.cli.generate import ANSWERS
+from eecore.config import ANSWERS
 from eecore.console.depth import DepthPainter, depth_style, runs, said_depths
 from eecore.console.exit_options import ExitOptions, parse_layers
 from eecore.console.failures import UsageError
@@ -278,6 +278,7 @@ def test_a_model_samples_as_its_own_files_say(
         (("--raw",), {}),
         (("--min-p", "0.1"), {"min_p": 0.1}),
         (("--presence-penalty", "0.5"), {"presence_penalty": 0.5}),
+        (("--presence-penalty", "0", "--top-p", "1"), {**ANSWERS, "top_p": 1.0}),
         (("-t", "0"), {}),
     ],
 )

@@ -63,7 +63,8 @@ class HttpOptions:
     )
     generation_config: str = option(
         "auto",
-        "Sampling settings that requests leave out: auto (the model's own) | none (greedy).",
+        "Sampling settings that requests leave out: auto (the model's own; of a chat model without "
+        "any those of eecore chat) | none (greedy).",
     )
     tool_parser: str = option(
         "auto",

@@ -195,7 +195,9 @@ class AnswerRequest(Request):
     """What all requests for an answer of the model have in common."""
 
     temperature: float | None = _setting(
-        "temperature", " When left out the model's own, as all of these; else 0."
+        "temperature",
+        " Left out, it is the model's own, as all of these; where that says nothing, an answer in "
+        "free text is sampled as `eecore chat` does, and anything else is greedy.",
     )
     top_p: float | None = _setting("top_p", " 0 keeps the most probable token alone.")
     top_k: int | None = _setting("top_k", " -1 does, too.")

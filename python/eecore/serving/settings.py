@@ -44,7 +44,7 @@ class ServerSettings:
         max_num_seqs: sequences that run at once; None for the model's.
         tool_parser: how the model writes calls of tools; auto: as its chat template does.
         generation_config: where sampling settings come from that requests leave out; auto: the
-            model's own files; none: greedy.
+            model's own files, or the usual ones of answers; none: greedy.
         cors_origins: sites whose pages may ask from a browser; "*": all of them.
     """
 
@@ -124,10 +124,8 @@ def service_of(model: Servable, settings: ServerSettings) -> Service:
     name = settings.name or name_of(directory) or "model"
     most_choices = min(MAX_CHOICES, admission.capacity)
     calls = tool_format(settings.tool_parser, _tools_template(model))
-    sampling = SamplingParams.of(model) if settings.generation_config == "auto" else None
-    served = ServedModel(
-        model, name, depths, engine, most_choices, calls, sampling or SamplingParams()
-    )
+    samples_as_model = settings.generation_config == "auto"
+    served = ServedModel(model, name, depths, engine, most_choices, calls, samples_as_model)
     labelled = map(policies.of, (usual, *aliases))
     metrics = Metrics(engine.engine, name, labelled, lambda: engine.num_restarts)
     bounds = (settings.max_body, settings.timeout)
