@@ -220,8 +220,8 @@ class AnswerRequest(Request):
     )
     exit: str | dict[str, Any] | None = Field(
         None,
-        description=f"How deep to go: {', '.join(FORMS)}, calibrated[:MEASURE], or an object with "
-        "a mode and its settings.",
+        description=f"How deep to go: {', '.join(FORMS)}, or an object with a mode and its "
+        "settings.",
         examples=["auto", "speculative:3,6", {"mode": "confident", "threshold": 0.9}],
     )
     return_exit_layers: bool | None = Field(
