@@ -16,8 +16,10 @@ from eecore import (
     PromptLookup,
     SelfSpeculative,
 )
+from eecore.cli.app import run
+from eecore.console.exit_options import ExitOptions
 from eecore.engine import intake
-from eecore.exit_text import MODES, ExitTextError, exit_text, parse_exit, usual_exit
+from eecore.exit_text import MODES, ExitTextError, Policies, exit_text, parse_exit, usual_exit
 
 SAID = {
     "full": Full(),
@@ -47,8 +49,34 @@ def test_policies_that_have_no_text_are_named_all_the_same() -> None:
     assert exit_text(ConfidentExit.calibrated(path)) == "calibrated:state"
 
 
+def test_a_calibration_beside_the_model_has_a_text_everywhere(
+    tiny: eecore.Model, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In Python, on the command line and in a server: the same policy, the same sentences."""
+    directory = eecore.default_model()
+    policy = ConfidentExit.calibrated(directory / "calibration-softmax.json")
+    for text in ("calibrated", "calibrated:softmax"):
+        for said in (text, {"mode": "calibrated", "measure": "softmax"}):
+            assert Policies(directory).of(said) == policy
+        assert ExitOptions(text).policy(directory) == policy
+    command = ["generate", "intent", "lock the front door", "--stats", "--exit"]
+    assert run([*command, "calibrated:softmax"]) == 0
+    assert "calibrated (delta" in capsys.readouterr().err
+    missing = "exit: expected calibration-state.json beside the model, got nothing"
+    with pytest.raises(ExitError, match=missing):
+        eecore.generate(tiny, [[1, 2]], exit="calibrated:state", max_tokens=2)
+    with pytest.raises(ExitError, match="expected a model from a directory with calibration-state"):
+        parse_exit("calibrated:state")
+    path = str(tiny.network.source.directory)  # type: ignore[union-attr]
+    for start in (["generate", path, "abc"], ["serve", path]):
+        assert run([*start, "--exit", "calibrated:state"]) != 0
+        assert missing in capsys.readouterr().err
+        assert run([*start, "--exit", "deep"]) != 0
+        assert f"exit: expected {', '.join(MODES)}, got 'deep'" in capsys.readouterr().err
+
+
 def test_every_policy_but_one_has_a_text() -> None:
-    assert {text.partition(":")[0] for text in SAID} == set(MODES) - {"draft-verify"}
+    assert {text.partition(":")[0] for text in SAID} == set(MODES) - {"draft-verify", "calibrated"}
     kinds = {type(policy) for policy in SAID.values()}
     assert {mode.policy for mode in MODES.values()} == kinds | {eecore.DraftAndVerify}
     exported = {getattr(eecore, name) for name in eecore.__all__}
@@ -77,6 +105,9 @@ def test_every_policy_but_one_has_a_text() -> None:
         ("lookup:1,2", r"lookup\[:D\]"),
         ("head:x", r"head\[:D\]"),
         ("auto:", None),
+        ("draft-verify:5", "with skip_attention or skip_mlp, .* eecore.DraftAndVerify"),
+        ("calibrated:best", "expected a measure of softmax, state"),
+        ("calibrated:softmax,2", r"expected calibrated\[:MEASURE\], such as calibrated:state"),
     ],
 )
 def test_what_says_none(text: str, message: str | None) -> None:

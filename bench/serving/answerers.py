@@ -22,7 +22,7 @@ from urllib.request import urlopen
 import eecore
 from bench.harness import peers
 from bench.serving.load import Ask, Connection, Load, cpu_seconds, load_of, of_engine, of_server
-from eecore.serving.depth import Policies
+from eecore.exit_text import Policies
 
 KV_CACHE_TOKENS = 8192
 START_TIMEOUT_S = 120

@@ -371,6 +371,16 @@ AnyModelConfig = ModelConfig | T5Config
 
 
 _SOME_TOKENS = {"max_tokens": whole(1)}
+ANSWERS = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}
+"""How a chat model answers where neither its files nor the caller say. SmolLM2-135M-Instruct, asked
+for summaries of ten long pages, ended 8 in a loop greedily, 4 of 10 with llama.cpp's settings, none
+with these or ollama's. Of four simple questions it answered 3 right greedily; with eight seeds
+each, 25 of 32 with these and 18 with ollama's.
+"""
+OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""The settings that a model may come with."""
+CHOOSING = (*OWN, "presence_penalty", "frequency_penalty")
+"""The settings that say how tokens are chosen."""
 
 
 @dataclass(frozen=True)
@@ -379,7 +389,8 @@ class SamplingParams:
 
     ``SamplingParams()``, which is also what :func:`eecore.generate` uses where nothing is said, is
     greedy and ends after 128 tokens, whatever the model. :meth:`of` begins with what the model's
-    own files say, as the command line and the server do.
+    own files say, as the command line and the server do; :meth:`of_answer` adds what they do for
+    chats.
 
     Logits change in vLLM's order: logit bias, repetition penalty, frequency penalty, presence
     penalty. Then come temperature and the filters, in transformers' order: top-k, top-p, min-p.
@@ -456,10 +467,35 @@ class SamplingParams:
         Raises:
             RequestError: for what is no model, or a value that cannot be.
         """
-        own = getattr(getattr(model, "config", None), "sampling", None)
-        if own is None:
-            raise RequestError(f"model: expected one of eecore.load, got {shown(model)}")
-        return cls(**{**dict(own), **fields})
+        return cls(**{**_own_sampling(model), **fields})
+
+    @classmethod
+    def of_answer(cls, model: Any, exit: Any, **fields: Any) -> SamplingParams:
+        """The sampling settings of a chat model's answers: :meth:`of`, but sampled where neither
+        the model nor the caller says how tokens are chosen.
+
+        Then they are temperature 0.7, ``top_k`` 20, ``top_p`` 0.8 and ``repetition_penalty`` 1.1:
+        greedily a small model repeats itself in long answers. The caller says it by a temperature,
+        0 too, or by a value that is not its default in ``top_k``, ``top_p``, ``min_p`` or a
+        penalty; a default is kept and the rest stays. Greedy all the same are models that were
+        trained for early exit, and exit policies whose sampled text is not that of
+        :class:`eecore.Full` with the same seed (``exit.samples_as_full``): what they promise is
+        about greedy text.
+
+        Args:
+            model: from :func:`eecore.load`.
+            exit: the policy of the request.
+            **fields: fields of this class, which win over all else.
+
+        Raises:
+            RequestError: for what is no model, or a value that cannot be.
+        """
+        usual = _own_sampling(model)
+        source = model.network.source
+        is_trained = source is not None and source.is_trained_to_exit
+        if not usual and exit.samples_as_full and not is_trained and not _chooses(fields):
+            usual = ANSWERS
+        return cls(**{**usual, **fields})
 
     def with_seed(self, seed: int) -> SamplingParams:
         """The same with a seed; what has been checked is not checked again."""
@@ -476,6 +512,21 @@ class SamplingParams:
     def counts_tokens(self) -> bool:
         """Whether a penalty counts generated tokens."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _own_sampling(model: Any) -> dict[str, Any]:
+    """The sampling settings that a model comes with."""
+    own = getattr(getattr(model, "config", None), "sampling", None)
+    if own is None:
+        raise RequestError(f"model: expected one of eecore.load, got {shown(model)}")
+    return dict(own)
+
+
+def _chooses(fields: Mapping[str, Any]) -> bool:
+    """Whether settings say how tokens are chosen: a temperature, or more than a default."""
+    return "temperature" in fields or any(
+        name in fields and fields[name] != getattr(SamplingParams, name) for name in CHOOSING
+    )
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,31 @@
 """The list of exit modes, and policies in words: ``full``, ``confident:0.9``, ``auto``, ...
 
-Command line, server and documentation take names, fields and words of a mode from :data:`MODES`.
+Command line, server, Python and documentation take names, fields and words of a mode from
+:data:`MODES`, and read what is said by :class:`Policies`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eecore.errors import ExitError
 from eecore.exits import (
+    MEASURES,
     Auto,
     ConfidentExit,
     DraftAndVerify,
     Exit,
+    ExitClassifier,
     FixedExit,
     Full,
     HeadDrafts,
     PromptLookup,
     SelfSpeculative,
 )
+from eecore.readable import beside_model, is_file
 from eecore.values import rules_of, shown
 
 if TYPE_CHECKING:
@@ -31,6 +36,7 @@ __all__ = [
     "MODES",
     "ExitTextError",
     "Mode",
+    "Policies",
     "exit_text",
     "parse_exit",
     "said_exit",
@@ -53,6 +59,7 @@ class Mode:
         said: the fields that its text has after the colon, and what stands for them in help.
         example: such a text, after the colon.
         is_partial: a text alone does not say enough.
+        is_beside_model: what its text does not have is in files beside the model.
     """
 
     name: str
@@ -61,12 +68,14 @@ class Mode:
     said: Mapping[str, str] = field(default_factory=dict)
     example: str = ""
     is_partial: bool = False
+    is_beside_model: bool = False
 
     @property
     def fields(self) -> dict[str, Any]:
         """The fields that JSON can say, and their defaults; ``MISSING`` where there is none."""
         rules = rules_of(self.policy)
         named = {name for name, rule in rules.items() if rule.is_plain}
+        named &= set(self.said) if self.is_beside_model else named
         return {each.name: each.default for each in fields(self.policy) if each.name in named}
 
     @property
@@ -101,6 +110,14 @@ MODES = {
             "stop once confident; 1 never",
             {"threshold": "THRESHOLD"},
             "0.8",
+        ),
+        Mode(
+            "calibrated",
+            ConfidentExit,
+            "confident by the calibration beside the model",
+            {"measure": "MEASURE"},
+            "state",
+            is_beside_model=True,
         ),
         Mode(
             "speculative",
@@ -160,22 +177,98 @@ def said_exit(text: str) -> tuple[Mode, dict[str, Any]]:
         raise ExitTextError(f"exit: expected {mode.form}{example}, got {shown(text)}") from None
 
 
-def parse_exit(text: str) -> Exit:
-    """The policy that a text says. Of ``draft-verify`` a text alone does not say enough.
+class Policies:
+    """The exit policies that a user says, for one model.
 
-    Raises:
-        ExitTextError: it says none.
-        ExitError: it says one that contradicts itself.
+    Args:
+        directory: of the model, which may hold calibrations and a classifier; None where it was not
+            loaded from one.
     """
-    mode, settings = said_exit(text)
-    return mode.policy(**settings)
+
+    def __init__(self, directory: Path | None) -> None:
+        self.directory = directory
+        self._calibrated: dict[str, Exit] = {}
+
+    def of(self, said: str | Mapping[str, Any]) -> Exit:
+        """The policy of a text, or of an object with ``mode`` and fields of its policy.
+
+        Raises:
+            ExitTextError: it is none of the modes, or lacks something.
+            ExitError: it contradicts itself, or needs a file that is not beside the model.
+        """
+        if isinstance(said, str):
+            mode, settings = said_exit(said)
+            if mode.is_partial:
+                missing = " or ".join(list(mode.fields)[:2])
+                raise ExitTextError(
+                    f"exit: expected {mode.name} with {missing}, as an object over HTTP or "
+                    f"eecore.{mode.policy.__name__} in Python, got {shown(said)}"
+                )
+        else:
+            mode, settings = _said_object(said)
+        if mode.is_beside_model:
+            return self.calibrated(settings.get("measure", "softmax"))
+        if settings.get("measure") == "classifier" and "classifier" not in settings:
+            settings["classifier"] = self._classifier()
+        return mode.policy(**settings)
+
+    def calibrated(self, measure: str) -> Exit:
+        """The policy of the calibration that lies beside the model.
+
+        Raises:
+            ExitError: there is none for this measure.
+        """
+        if measure not in MEASURES:
+            expected = ", ".join(MEASURES)
+            raise ExitTextError(f"exit: expected a measure of {expected}, got {shown(measure)}")
+        if measure not in self._calibrated:
+            path = self._beside(f"calibration-{measure}.json", "calibrate")
+            classifier = self._classifier() if measure == "classifier" else None
+            self._calibrated[measure] = ConfidentExit.calibrated(path, classifier)
+        return self._calibrated[measure]
+
+    def _classifier(self) -> ExitClassifier:
+        return ExitClassifier.load(self._beside("classifier.safetensors", "train-classifier"))
+
+    def _beside(self, name: str, command: str) -> Path:
+        """A file beside the model, which a command writes."""
+        if self.directory is None:
+            raise ExitError(f"exit: expected a model from a directory with {name}, got another")
+        path = beside_model(self.directory, name)
+        if not is_file(path):
+            raise ExitError(
+                f"exit: expected {name} beside the model, got nothing (eecore {command} writes one)"
+            )
+        return path
+
+
+def parse_exit(text: str, directory: Path | None = None) -> Exit:
+    """The policy that a text says; see :meth:`Policies.of`."""
+    return Policies(directory).of(text)
+
+
+def _said_object(said: Mapping[str, Any]) -> tuple[Mode, dict[str, Any]]:
+    """The mode of an object, and the fields that it says."""
+    name = said.get("mode")
+    mode = MODES.get(name) if isinstance(name, str) else None
+    if mode is None:
+        raise ExitTextError(f"exit.mode: expected {', '.join(MODES)}, got {shown(name)}")
+    settings = {name: value for name, value in said.items() if name != "mode"}
+    for name in settings:
+        if name not in mode.fields:
+            expected = ", ".join(mode.fields) or "nothing but the mode"
+            raise ExitTextError(f"exit: expected {expected} for {mode.name}, got {shown(name)}")
+    missing = [name for name in mode.required if name not in settings]
+    if missing:
+        expected = rules_of(mode.policy)[missing[0]].expected
+        raise ExitTextError(f"exit.{missing[0]}: expected {expected} for {mode.name}, got none")
+    return mode, settings
 
 
 def exit_text(policy: Exit) -> str:
     """A policy in a few words: those that :func:`parse_exit` takes, where they say all of it.
 
-    What they have no room for is left out. ``calibrated:MEASURE`` is a threshold that was
-    calibrated.
+    What they have no room for is left out.
     """
     if isinstance(policy, ConfidentExit) and policy.calibration is not None:
         return f"calibrated:{policy.measure}"

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from eecore.calibration_file import MEASURES, Calibration, Measure, Source
 from eecore.errors import ExitError, RequestError
@@ -102,6 +102,9 @@ Drafts = Annotated[int, whole(1)]
 class Exit:
     """Base of every exit policy. Its fields are checked by their rules."""
 
+    samples_as_full: ClassVar[bool] = False
+    """Whether sampled text is that of :class:`Full` with the same seed."""
+
     def __post_init__(self) -> None:
         check_fields(self, ExitError, f"{type(self).__name__}.")
 
@@ -154,6 +157,8 @@ class Exit:
 @dataclass(frozen=True)
 class Full(Exit):
     """Every layer for every token."""
+
+    samples_as_full = True
 
     @property
     def contract(self) -> str:
@@ -508,6 +513,8 @@ class PromptLookup(Exit):
         min_ngram: how many have to be found at least.
     """
 
+    samples_as_full = True
+
     num_drafts: Drafts = 8
     max_ngram: Annotated[int, whole(1, MAX_NGRAM)] = 8
     min_ngram: Annotated[int, whole(1, MAX_NGRAM)] = 2
@@ -547,6 +554,8 @@ class HeadDrafts(Exit):
             is there one behind it.
     """
 
+    samples_as_full = True
+
     num_drafts: Drafts = 4
     threshold: Annotated[float, real(0.0, 1.0)] = 0.3
     needs_head = True
@@ -576,6 +585,8 @@ class Auto(Exit):
         lookup: whether drafts are looked up.
         head: whether the model's draft head drafts, if it has one.
     """
+
+    samples_as_full = True
 
     num_drafts: Drafts = 10
     exit_layers: Annotated[tuple[int, ...] | None, layers(spare=1)] = None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from eecore.errors import ModelError, ModelNotFoundError
-from eecore.readable import is_file, kind_of, path_of
+from eecore.readable import contents_of, is_file, kind_of, path_of, shown_path
 from eecore.values import shown
 
 __all__ = ["fetch_head", "fetch_model", "is_at_hand", "name_of"]
@@ -113,26 +113,37 @@ def is_at_hand(name: str) -> bool:
 
 
 def fetch_head(path: str | os.PathLike[str]) -> Path:
-    """The directory of a draft head: a path as it is, an id once its files are here.
+    """The directory of a draft head: that at a path, an id's once its files are here.
 
-    A repository has the head's files, or a folder ``exits`` with them.
+    A directory or repository has the head's files, or a folder ``exits`` with them.
 
     Raises:
-        ModelError: as :func:`fetch_model`.
+        ModelError: as :func:`fetch_model`; what is there is no draft head.
     """
     repository = Repository.of(path)
     if repository is None:
-        return path_of(path, ModelError)
+        directory = path_of(path, ModelError)
+        if (found := _head_in(directory)) is not None:
+            return found
+        raise ModelNotFoundError(
+            "exits: expected a directory with head.json, which eecore train-exits makes, got "
+            f"{shown_path(directory)}, {contents_of(directory)}"
+        )
     if repository.file is not None:
         raise ModelError(f"exits: expected org/name or org/name@revision, got {repository.said}")
     directory = _snapshot("exits", repository, HEAD_FILES)
-    for folder in (directory, directory / "exits"):
-        if is_file(folder / "head.json"):
-            return folder
+    if (found := _head_in(directory)) is not None:
+        return found
     raise ModelNotFoundError(
         f"exits: expected a repository with head.json or exits/head.json, got {repository.said}, "
         "which has neither"
     )
+
+
+def _head_in(directory: Path) -> Path | None:
+    """The directory with a draft head's files: a directory, or its folder ``exits``."""
+    folders = (directory, directory / "exits")
+    return next((folder for folder in folders if is_file(folder / "head.json")), None)
 
 
 def name_of(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
@@ -12,6 +13,7 @@ from eecore.values import shown
 
 __all__ = [
     "beside_model",
+    "contents_of",
     "is_file",
     "kind_of",
     "path_of",
@@ -31,6 +33,9 @@ KINDS = {
 CHUNK = 1 << 20
 NOTHING = (errno.ENOENT, errno.ENOTDIR)
 MEASURES_FOLDER = "measures"
+MOST_CONFIG = 4 << 20
+FOREIGN_HEADS = ("eagle", "medusa", "hydra", "speculator", "hass")
+"""Parts of the names of architectures that draft for another model."""
 
 
 def path_of(path: str | os.PathLike[str], error: type[EecoreError]) -> Path:
@@ -56,6 +61,47 @@ def kind_of(path: Path) -> str:
     except ValueError:  # a NUL, or what no file system can spell
         return "a name that no file can have"
     return KINDS.get(stat.S_IFMT(mode), "something else")
+
+
+def contents_of(path: Path) -> str:
+    """What is at a path, for the error that says what was expected: "a model" where a directory has
+    a config.json of one, else what it is and where that belongs.
+    """
+    kind = kind_of(path)
+    if kind == "a file":
+        if is_file(path.parent / "head.json"):
+            return f"a file of a draft head, {shown_path(path.parent)}"
+        if is_file(path.parent / "config.json"):
+            return f"a file of a model, {shown_path(path.parent)}"
+    if kind != "a directory":
+        return kind
+    if is_file(path / "head.json"):
+        return "a draft head (head.json), which --exits takes, with the model that it drafts for"
+    if not is_file(path / "config.json"):
+        return _without_config(path)
+    name = _architecture(path / "config.json")
+    if any(part in name.lower() for part in FOREIGN_HEADS):
+        return f"a draft head of another kind ({name}), which eecore does not read"
+    return "a model"
+
+
+def _without_config(directory: Path) -> str:
+    """What a directory is that has no config.json."""
+    names = sorted(file.name for file in directory.glob("*.gguf"))
+    if names:
+        return f"a directory of GGUF files: name one, such as {shown_path(directory / names[0])}"
+    inner = next((file.parent for file in directory.glob("*/config.json")), None)
+    hint = "" if inner is None else f"; {shown_path(inner)} has one"
+    return f"a directory without config.json{hint}"
+
+
+def _architecture(config: Path) -> str:
+    """The first architecture that a config.json names; "" where it cannot be read."""
+    try:
+        names = json.loads(read_bytes(config, MOST_CONFIG, EecoreError))["architectures"]
+        return names[0] if isinstance(names[0], str) and names[0].isidentifier() else ""
+    except (EecoreError, ValueError, TypeError, LookupError, RecursionError):
+        return ""
 
 
 def is_file(path: Path) -> bool:

@@ -33,13 +33,15 @@ from command_line import (
     start,
 )
 from eecore.cli.app import run
-from eecore.cli.generate import ANSWERS
+from eecore.config import ANSWERS
 from eecore.console.depth import DepthPainter, depth_style, runs, said_depths
 from eecore.console.exit_options import ExitOptions, parse_layers
 from eecore.console.failures import UsageError
 from eecore.decoding.iterate import Iterations
 from eecore.decoding.prefill import Prefill
+from eecore.models.readers import load
 from eecore.scheduling.scheduler import Work
+from head_packs import write_pack
 from tiny_models import write_model
 from tripwire import Fault
 
@@ -278,6 +280,7 @@ def test_a_model_samples_as_its_own_files_say(
         (("--raw",), {}),
         (("--min-p", "0.1"), {"min_p": 0.1}),
         (("--presence-penalty", "0.5"), {"presence_penalty": 0.5}),
+        (("--presence-penalty", "0", "--top-p", "1"), {**ANSWERS, "top_p": 1.0}),
         (("-t", "0"), {}),
     ],
 )
@@ -739,3 +742,62 @@ def test_a_prompt_that_fails_is_reported_and_the_others_are_served(
     records = [json.loads(line) for line in captured.out.splitlines()]
     assert [record["finish_reason"] for record in records] == ["length", "error", "length"]
     assert [record.get("error") for record in records] == [None, "Fault: no b today", None]
+
+
+A_MODEL, A_HEAD = "expected a model directory", "exits: expected a directory with head.json"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "got"),
+    [
+        ("pack", A_MODEL, "a draft head (head.json), which --exits takes"),
+        ("pack/head.safetensors", A_MODEL, "a file of a draft head, pack"),
+        ("model/config.json", A_MODEL, "a file of a model, model"),
+        ("eagle", A_MODEL, "a draft head of another kind (LlamaForCausalLMEagle3)"),
+        (".", A_MODEL, "a directory without config.json; "),
+        ("ggufs", A_MODEL, "a directory of GGUF files: name one, such as ggufs/a.gguf"),
+        ("model --exits eagle", A_HEAD, "a draft head of another kind (LlamaForCausalLMEagle3)"),
+        ("model --exits model", A_HEAD, "got model, a model"),
+        ("model --exits pack/head.json", A_HEAD, "a file of a draft head, pack"),
+        ("model --exits ggufs/a.gguf", A_HEAD, "a.gguf, a file"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_what_is_something_else_is_named_before_anything_is_loaded(
+    command: str,
+    given: str,
+    expected: str,
+    got: str,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(load, "load_weights", lambda *_, **__: pytest.fail("weights were read"))
+    Path("model").symlink_to(model)
+    for name, files in (
+        ("pack", ("head.json", "head.safetensors")),
+        ("eagle", ("config.json",)),
+        ("ggufs", ("a.gguf",)),
+    ):
+        Path(name).mkdir()
+        for file in files:
+            Path(name, file).touch()
+    Path("eagle/config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    path, *options = given.split()
+    prompt = ["hello"] if command == "generate" else ["--engine", "thread"]
+    assert run([command, path, *prompt, *options]) == MODEL
+    said = capsys.readouterr().err.splitlines()[-1]  # serve has said that it loads the model
+    assert expected in said
+    assert got in said
+
+
+def test_a_model_with_a_draft_head_beside_it_is_taken_as_its_head(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_pack(tmp_path / "exits", eecore.load(model))
+    assert (
+        run(["generate", model, "abc", "-n", "4", "--exit", "head", "--exits", str(tmp_path)]) == 0
+    )
+    assert capsys.readouterr().err == ""

@@ -16,7 +16,6 @@ from eecore import ExitError, exit_text, exits
 from eecore.cli.app import run
 from eecore.exit_text import parse_exit
 from eecore.planning import draft_state, route
-from eecore.serving import depth
 from servers import asker
 from tiny_models import write_model
 
@@ -34,7 +33,6 @@ def policy() -> Iterator[Any]:
         kind = exits.PartOfModel  # type: ignore[attr-defined]
         mode = eval(row, {**vars(exit_text), "PartOfModel": kind})
         patch.setitem(exit_text.MODES, mode.name, mode)
-        patch.setattr(depth, "MODES", (*depth.MODES, mode.name))
         source = inspect.getsource(route.make_route)
         head, last, tail = source.rpartition("    return Route(policy, num_layers)\n")
         followed = f"{head}{textwrap.indent(textwrap.dedent(branch), '    ')}{last}{tail}"

@@ -22,8 +22,9 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.console.exit_options import ExitOptions
+from eecore.exit_text import Policies
 from eecore.exits import Exit
-from eecore.serving.depth import Depths, Policies
+from eecore.serving.depth import Depths
 from servers import Asker, asker, assert_idle, events
 
 PROMPT = "turn the kitchen lights down to 20 percent"
@@ -51,7 +52,7 @@ WRONG: list[tuple[Any, str]] = [
     ("speculative:a,b", "expected speculative:E,D"),
     ("speculative:3,6,9", "expected speculative:E,D"),
     ("speculative:3,0", "num_drafts: expected"),
-    ("draft-verify", "expected an object"),
+    ("draft-verify", "expected draft-verify with skip_attention or skip_mlp, as an object"),
     ("calibrated:../softmax", "expected a measure of softmax"),
     ({}, r"exit\.mode: expected full"),
     ({"mode": 3}, r"exit\.mode: expected full"),

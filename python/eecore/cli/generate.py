@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from eecore.cli.prompts import Prompt, read_prompts
 from eecore.cli.results import JsonLines, Results, StreamedText, TextByPrompt, print_stats
-from eecore.config import SamplingParams
+from eecore.config import ANSWERS, OWN, SamplingParams
 from eecore.console.exit_options import ExitOptions
 from eecore.console.failures import FAILED, UsageError
 from eecore.console.loading import OptionalModel, model_and_prompt, path_before_prompt
@@ -25,25 +25,13 @@ from eecore.console.prompt_bar import with_prompt_bar
 from eecore.console.signals import INTERRUPTED, SIGNALS
 from eecore.console.streams import say
 from eecore.exit_text import parse_exit, usual_exit
-from eecore.exits import Auto, Full, HeadDrafts, PromptLookup
+from eecore.exits import Auto, Full
 from eecore.values import help_of
 
 if TYPE_CHECKING:
     from eecore.exits import Exit
     from eecore.generation import Model
     from eecore.output import Output
-
-
-ANSWERS = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}
-"""How a chat model answers where neither its files nor the caller say. SmolLM2-135M-Instruct, asked
-for summaries of ten long pages, ended 8 in a loop greedily, 4 of 10 with llama.cpp's settings, none
-with these or ollama's. Of four simple questions it answered 3 right greedily; with eight seeds
-each, 25 of 32 with these and 18 with ollama's.
-"""
-OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""The settings that a model may come with."""
-CHOOSING = (*OWN, "presence_penalty", "frequency_penalty")
-"""The settings that say how tokens are chosen."""
 
 
 def _sampling(name: str, *flags: str, **details: Any) -> Any:
@@ -94,8 +82,8 @@ class SamplingOptions:
         SamplingParams(**self.given)
 
     def params(self, model: Model, policy: Exit, answers: list[int] | None) -> SamplingParams:
-        """The settings for a prompt: those that are given, then the model's own. Where neither says
-        how tokens are chosen, answers have those of ``ANSWERS``, and texts are continued greedily.
+        """The settings for a prompt: those that are given, then the model's own, then the usual
+        ones of answers (:meth:`SamplingParams.of_answer`); texts are continued greedily.
 
         Args:
             model: that is asked.
@@ -103,25 +91,14 @@ class SamplingOptions:
             answers: the prompt, where it asks for an answer, which may fill the context; None for a
                 text that is continued.
         """
-        given = self.given
-        if answers is not None and given.keys().isdisjoint(CHOOSING) and _samples(model, policy):
-            given = {**ANSWERS, **given}
-        params = SamplingParams.of(model, **given)
+        if answers is None:
+            params = SamplingParams.of(model, **self.given)
+        else:
+            params = SamplingParams.of_answer(model, policy, **self.given)
         if self.max_tokens is not None or answers is None:
             return params
         room = model.engine_config.room(model.config, len(answers))
         return replace(params, max_tokens=max(1, room))
-
-
-def _samples(model: Model, policy: Exit) -> bool:
-    """Whether answers are sampled where nothing says how tokens are chosen: where the text is full
-    depth's of the same seed. Where layers draft, or exits were trained to, that is so of greedy
-    text alone.
-    """
-    source = model.network.source
-    is_trained = source is not None and source.is_trained_to_exit
-    same_text = isinstance(policy, (Full, Auto, HeadDrafts, PromptLookup))
-    return same_text and not is_trained and not model.config.sampling
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eecore.builtin import BUILTIN
-from eecore.cli.generate import ANSWERS
+from eecore.config import ANSWERS
 from eecore.console.loading import Debug, ModelPath, check_path, spinner
 from eecore.console.streams import says_all
 

@@ -20,7 +20,7 @@ from eecore.console.loading import OptionalModel, check_path, options_for, spinn
 from eecore.console.options import EngineOptions, option, takes_options
 from eecore.console.signals import INTERRUPTED, TERMINATED
 from eecore.console.streams import say
-from eecore.exit_text import FORMS
+from eecore.exit_text import FORMS, Policies
 from eecore.hub import name_of
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -63,7 +63,8 @@ class HttpOptions:
     )
     generation_config: str = option(
         "auto",
-        "Sampling settings that requests leave out: auto (the model's own) | none (greedy).",
+        "Sampling settings that requests leave out: auto (the model's own; of a chat model without "
+        "any those of eecore chat) | none (greedy).",
     )
     tool_parser: str = option(
         "auto",
@@ -80,8 +81,7 @@ class DepthOptions:
 
     exit: str | None = option(
         None,
-        f"The policy of requests that say nothing: {' | '.join(FORMS)} | calibrated[:MEASURE] (the "
-        "threshold beside the model).",
+        f"The policy of requests that say nothing: {' | '.join(FORMS)}.",
         show_default=USUAL_EXIT,
     )
     allow_exit: list[str] | None = option(
@@ -170,7 +170,6 @@ def serve(
     path = model or BUILTIN
     directory = check_path(path)
 
-    from eecore.serving.depth import Policies
     from eecore.serving.remote import RemoteModel, Start
     from eecore.serving.served import Servable
     from eecore.serving.server import listen

@@ -12,7 +12,7 @@ from eecore.console.failures import UsageError
 from eecore.console.model_files import in_model, load_classifier
 from eecore.console.options import option
 from eecore.errors import RequestError
-from eecore.exit_text import MODES, ExitTextError, Mode, said_exit
+from eecore.exit_text import MODES, ExitTextError, Mode, Policies, said_exit
 from eecore.values import help_of
 
 if TYPE_CHECKING:
@@ -159,6 +159,8 @@ class ExitOptions(MeasureOptions, _Said):
         mode, said = self._parsed
         if self.skips is not None:
             return self._searched(said)
+        if mode.is_beside_model:
+            return Policies(directory).of(self.exit or "")
         settings = said | self.settings(directory)
         if self.calibration is not None:
             return self._calibrated(directory, settings)

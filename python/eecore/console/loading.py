@@ -17,7 +17,7 @@ from eecore.console.imports import kept
 from eecore.console.streams import says_all
 from eecore.errors import ModelError, ModelNotFoundError
 from eecore.hub import fetch_head, name_of
-from eecore.readable import kind_of
+from eecore.readable import contents_of, kind_of
 
 if TYPE_CHECKING:
     from eecore.exits import Exit
@@ -105,7 +105,7 @@ def check_path(path: str | Path, *, takes_gguf: bool = True) -> Path:
     file = ", a GGUF file (*.gguf)" if takes_gguf else ""
     raise ModelNotFoundError(
         f"{path}: expected a model directory (config.json, *.safetensors){file}, a repository "
-        f"(org/name) or {BUILTIN}, got {found}"
+        f"(org/name) or {BUILTIN}, got {contents_of(directory)}"
     )
 
 

@@ -10,7 +10,7 @@ from eecore.config import EngineConfig, SamplingParams, T5Config
 from eecore.engine.text import TextStream
 from eecore.engine.view import ModelFacts
 from eecore.errors import ExitError, RequestError
-from eecore.exit_text import parse_exit, usual_exit
+from eecore.exit_text import Policies, usual_exit
 from eecore.exits import Exit
 from eecore.models import Tokenizer
 from eecore.planning.auto import best_exit_layers
@@ -43,6 +43,8 @@ class Intake:
         guides: FollowsGuides | None = None,
     ) -> None:
         self._network, self._tokenizer, self._limits = network, tokenizer, config
+        source = network.source
+        self._policies = Policies(None if source is None else source.directory)
         self._seeds = random.Random()
         ends = network.config.eos_token_ids
         self.guides = guides or Guides(tokenizer, network.config.vocab_size, ends)
@@ -62,7 +64,7 @@ class Intake:
             raise RequestError(f"sampling: expected SamplingParams, got {shown(sampling)}")
         policy: object = usual_exit(self._network.device) if exit is None else exit
         if isinstance(policy, str):
-            policy = parse_exit(policy)
+            policy = self._policies.of(policy)
         if not isinstance(policy, Exit) or type(policy) is Exit:
             raise RequestError(f"exit: expected an exit policy such as Full(), got {shown(policy)}")
         prompt_ids = self._tokens(prompt)

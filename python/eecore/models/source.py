@@ -42,9 +42,10 @@ class ModelSource:
             warnings.warn(f"{error}; it is not used", stacklevel=2)
             return None
 
-    @property
+    @cached_property
     def is_trained_to_exit(self) -> bool:
-        """Whether :func:`exits_file` says that ``eecore train`` trained all of its exits."""
+        """Whether :func:`exits_file` says that ``eecore train`` trained all of its exits; it is
+        read when this is first asked for."""
         try:
             fields = JsonFields.read_if_there(exits_file(self.directory), ModelError)
             training = fields.inner("training")

@@ -152,10 +152,12 @@ def _asked(
             raise invalid(f"metadata.exit: expected text or an object, got {shown(each)}")
     policy = served.depths.chosen(said)
     guided = guide_of(body, calls)
+    answers = isinstance(body, ChatRequest) and guided is None and not body.tools
     choices = []
     for ids, echo in given:
         max_tokens = _most_tokens(served, len(ids), most)
-        sampling = _sampling(served.sampling, body, max_tokens, logprobs, echoes=echoes)
+        settings = _settings(body, max_tokens, logprobs, echoes=echoes)
+        sampling = served.sampling(policy, settings, answers=answers)
         if guided is not None:
             sampling = replace(sampling, guide=guided[1])
         for index in range(body.n or 1):
@@ -178,14 +180,10 @@ def _with_calls(served: ServedModel, asked: Asked, calls: ExpectedCalls) -> Aske
     return replace(asked, calls=calls)
 
 
-def _sampling(
-    usual: SamplingParams,
-    body: GenerationRequest,
-    max_tokens: int,
-    logprobs: int | None,
-    *,
-    echoes: bool,
-) -> SamplingParams:
+def _settings(
+    body: GenerationRequest, max_tokens: int, logprobs: int | None, *, echoes: bool
+) -> dict[str, Any]:
+    """The fields of SamplingParams that a request has."""
     settings: dict[str, Any] = {
         "max_tokens": max_tokens,
         "logprobs": logprobs,
@@ -203,7 +201,7 @@ def _sampling(
         settings["seed"] %= SEEDS
     if "logit_bias" in settings:
         settings["logit_bias"] = _biases(settings["logit_bias"])
-    return replace(usual, **settings)
+    return settings
 
 
 def _prompt_logprobs(body: GenerationRequest, max_tokens: int, echoed: int | None) -> int | None:

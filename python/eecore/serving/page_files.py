@@ -80,6 +80,7 @@ def about(served: ServedModel) -> dict[str, Any]:
         "max_model_len": served.max_model_len,
         "colours": [depth_colour(layer, 1, served.num_layers) for layer in layers],
         "exit": depths.default,
+        "temperature": served.usual_sampling(depths.policies.of(depths.default))["temperature"],
         "policies": [_mode(said, depths.policies.of(said)) for said in policies],
         **(HOME if is_home else CHAT),
     }

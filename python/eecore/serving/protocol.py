@@ -195,7 +195,9 @@ class AnswerRequest(Request):
     """What all requests for an answer of the model have in common."""
 
     temperature: float | None = _setting(
-        "temperature", " When left out the model's own, as all of these; else 0."
+        "temperature",
+        " Left out, it is the model's own, as all of these; where that says nothing, an answer in "
+        "free text is sampled as `eecore chat` does, and anything else is greedy.",
     )
     top_p: float | None = _setting("top_p", " 0 keeps the most probable token alone.")
     top_k: int | None = _setting("top_k", " -1 does, too.")
@@ -218,8 +220,8 @@ class AnswerRequest(Request):
     )
     exit: str | dict[str, Any] | None = Field(
         None,
-        description=f"How deep to go: {', '.join(FORMS)}, calibrated[:MEASURE], or an object with "
-        "a mode and its settings.",
+        description=f"How deep to go: {', '.join(FORMS)}, or an object with a mode and its "
+        "settings.",
         examples=["auto", "speculative:3,6", {"mode": "confident", "threshold": 0.9}],
     )
     return_exit_layers: bool | None = Field(

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
-from eecore.config import AnyModelConfig, EngineConfig, SamplingParams, T5Config
+from eecore.config import OWN, AnyModelConfig, EngineConfig, SamplingParams, T5Config
 from eecore.engine.async_engine import AsyncEngine
 from eecore.engine.view import ModelFacts
+from eecore.exits import Exit
 from eecore.models import Tokenizer
 from eecore.models.text.tokenizer import REPLACEMENT
 from eecore.serving.depth import Depths
@@ -50,7 +51,7 @@ class ServedModel:
         engine: that runs them.
         max_choices: of one request.
         tool_format: how it writes calls of tools; None: they are text.
-        sampling: the settings that a request leaves out.
+        samples_as_model: settings that a request leaves out are the model's, not greedy.
     """
 
     model: Servable
@@ -59,7 +60,7 @@ class ServedModel:
     engine: AsyncEngine
     max_choices: int = 128
     tool_format: ToolFormat | None = None
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    samples_as_model: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -115,6 +116,30 @@ class ServedModel:
             )
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
+    def sampling(self, policy: Exit, given: dict[str, Any], *, answers: bool) -> SamplingParams:
+        """The settings of a request.
+
+        Args:
+            policy: of the request.
+            given: the settings that it has.
+            answers: whether it is for an answer in free text; else a text is continued, or has to
+                follow a guide or call tools.
+
+        Raises:
+            RequestError: a value that cannot be.
+        """
+        if not self.samples_as_model:
+            return SamplingParams(**given)
+        if answers:
+            return SamplingParams.of_answer(self.model, policy, **given)
+        return SamplingParams.of(self.model, **given)
+
+    def usual_sampling(self, policy: Exit) -> dict[str, float]:
+        """The settings of an answer whose request has none; of a completion without a template."""
+        has_chats = self.model.tokenizer is not None and self.model.tokenizer.chat_template
+        sampling = self.sampling(policy, {}, answers=bool(has_chats))
+        return {name: getattr(sampling, name) for name in OWN}
+
     def says(self, asked: str | None) -> str | None:
         """The exit policy that a model's name asks for; None for the model alone.
 
@@ -154,6 +179,7 @@ class ServedModel:
         return self._card(asked, said)
 
     def _card(self, name: str, said: str) -> dict[str, Any]:
+        policy = self.depths.policies.of(said)
         return {
             "id": name,
             "object": "model",
@@ -163,7 +189,8 @@ class ServedModel:
             "parent": None if name == self.name else self.name,
             "max_model_len": self.max_model_len,
             "exit": said,
-            "contract": self.depths.policies.of(said).contract,
+            "contract": policy.contract,
+            "sampling": self.usual_sampling(policy),
             "num_layers": self.num_layers,
         }
 

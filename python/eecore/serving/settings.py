@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from eecore.config import SamplingParams
 from eecore.errors import ExitError, GuideError, RequestError
-from eecore.exit_text import usual_exit
+from eecore.exit_text import MODES, Policies, usual_exit
 from eecore.guide import Guide
 from eecore.hub import name_of
 from eecore.serving.admission import Admission
 from eecore.serving.answering import Service
-from eecore.serving.depth import MODES, Depths, Policies, recommended
+from eecore.serving.depth import Depths, recommended
 from eecore.serving.metrics import Metrics
 from eecore.serving.protocol import MAX_CHOICES
 from eecore.serving.served import Servable, ServedModel
@@ -44,7 +43,7 @@ class ServerSettings:
         max_num_seqs: sequences that run at once; None for the model's.
         tool_parser: how the model writes calls of tools; auto: as its chat template does.
         generation_config: where sampling settings come from that requests leave out; auto: the
-            model's own files; none: greedy.
+            model's own files, or the usual ones of answers; none: greedy.
         cors_origins: sites whose pages may ask from a browser; "*": all of them.
     """
 
@@ -97,7 +96,7 @@ def service_of(model: Servable, settings: ServerSettings) -> Service:
         ExitError: a policy of the settings that the model cannot run.
     """
     source = model.network.source
-    directory = source.directory if source is not None else Path()
+    directory = None if source is None else source.directory
     policies = Policies(directory)
     config = model.config
     aliases = settings.aliases
@@ -121,13 +120,11 @@ def service_of(model: Servable, settings: ServerSettings) -> Service:
         guide = Guide.choice(["a"])
         engine.prepare([0], sampling=SamplingParams(max_tokens=1, guide=guide))
     admission = Admission(limits.max_num_seqs, settings.max_waiting)
-    name = settings.name or name_of(directory) or "model"
+    name = settings.name or ("model" if directory is None else name_of(directory))
     most_choices = min(MAX_CHOICES, admission.capacity)
     calls = tool_format(settings.tool_parser, _tools_template(model))
-    sampling = SamplingParams.of(model) if settings.generation_config == "auto" else None
-    served = ServedModel(
-        model, name, depths, engine, most_choices, calls, sampling or SamplingParams()
-    )
+    samples_as_model = settings.generation_config == "auto"
+    served = ServedModel(model, name, depths, engine, most_choices, calls, samples_as_model)
     labelled = map(policies.of, (usual, *aliases))
     metrics = Metrics(engine.engine, name, labelled, lambda: engine.num_restarts)
     bounds = (settings.max_body, settings.timeout)

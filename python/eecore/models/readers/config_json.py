@@ -38,7 +38,7 @@ from eecore.json_fields import ABOVE_ZERO
 from eecore.models.readers.config_fields import FACTORS, ConfigFields
 from eecore.models.readers.families import FAMILIES, MULTIMODAL, Family, why_not
 from eecore.models.readers.rope_fields import read_ropes, rotated_layers
-from eecore.readable import kind_of, shown_path
+from eecore.readable import contents_of, kind_of, shown_path
 from eecore.values import shown
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -81,10 +81,12 @@ T5_FUNCTIONS = {"relu": "relu", "gelu_tanh": "gelu_new", "silu": "silu"}
 
 def read_model_config(directory: Path) -> AnyModelConfig:
     """The model's sizes and switches; a ModelError says which file is missing or wrong, and how."""
-    if (kind := kind_of(directory)) != "a directory":
-        raise ModelNotFoundError(
+    _refuse_adapter(directory)
+    config, contents = kind_of(directory / "config.json"), contents_of(directory)
+    if config in ("a file", "nothing") and contents != "a model":
+        raise (ModelNotFoundError if config == "nothing" else UnsupportedModelError)(
             f"{shown_path(directory)}: expected a model directory (config.json, *.safetensors) "
-            f"or a GGUF file, got {kind}"
+            f"or a GGUF file, got {contents}"
         )
     return read_config_file(directory / "config.json")
 

@@ -554,6 +554,7 @@ async function begin() {
   const about = await (await fetch("page/depth.json")).json();
   state.about = about;
   document.title = `${about.model} · eecore`;
+  at("temperature").placeholder = `${about.temperature}`;
   at("model").textContent = about.model;
   for (const menu of [at("mode"), at("rival")]) {
     for (const mode of about.policies) offer(menu, mode.exit);
