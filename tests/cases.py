@@ -350,6 +350,7 @@ class DecoderLayersCase:
     num_ropes: int = 0  # tables that layers choose from; 0: one for all
     residual_multiplier: float = 1.0
     soft_cap: float = 0.0
+    causal: bool = True
 
 
 DECODER_LAYERS_CASES = (
@@ -376,6 +377,8 @@ DECODER_LAYERS_CASES = (
     DecoderLayersCase((2, 1), (200, 7), residual_multiplier=0.22, num_ropes=3, rotary_dim=32),
     DecoderLayersCase((1, 5), (90, 40), soft_cap=1.5, sliding_window=(0, 7, 50), post_norm=True),
     DecoderLayersCase((1, 4), (9, 30), activation="relu", bias=True),
+    DecoderLayersCase((7, 1, 16), (90, 9, 30), causal=False, qk_norm=True),
+    DecoderLayersCase((5,), (40,), causal=False, sliding_window=(0, 7, 50)),
     DecoderLayersCase((3, 1), (200, 40), num_buckets=32, max_distance=100),
     DecoderLayersCase((), (), cross_lens=()),
     DecoderLayersCase((1, 5, 2), (3, 40, 150), cross_lens=(70, 0, 3), skip_mlp=(1,)),

@@ -737,6 +737,7 @@ def decoder_layers(
     layer_ropes: Tensor | None = None,
     residual_multiplier: float = 1.0,
     soft_cap: float = 0.0,
+    causal: bool = True,
 ) -> Tensor:
     """The residual stream after the layers; keys and values are written in place."""
     dtype = hidden.dtype
@@ -788,6 +789,7 @@ def decoder_layers(
                 query_start_loc,
                 scale=scale,
                 soft_cap=soft_cap,
+                causal=causal,
                 sliding_window=0 if sliding_window is None else int(sliding_window[layer]),
                 position_bias=position_bias,
                 max_distance=max_distance,

@@ -177,7 +177,8 @@ void decoder_layers(
     const std::optional<Tensor>& gate_up_table, const std::optional<Tensor>& down_table,
     const std::optional<Tensor>& cross_q_table, const std::optional<Tensor>& cross_o_table,
     const std::optional<Tensor>& key_scales, const std::optional<Tensor>& value_scales,
-    const std::optional<Tensor>& layer_ropes, double residual_multiplier, double soft_cap) {
+    const std::optional<Tensor>& layer_ropes, double residual_multiplier, double soft_cap,
+    bool causal) {
   Checker check("decoder_layers");
   check(hidden, "hidden", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
   for (const auto& [norm, name] : {std::pair(&attention_norm, "attention_norm"),
@@ -306,7 +307,7 @@ void decoder_layers(
   attend.max_pages_per_seq = check["max_pages_per_seq"];
   attend.scale = static_cast<float>(scale);
   attend.soft_cap = static_cast<float>(soft_cap);
-  attend.causal = true;
+  attend.causal = causal;
   attend.dtype = params.dtype;
   set_cross_attention(
       check,
@@ -354,7 +355,8 @@ EECORE_OP(decoder_layers,
           "str activation='silu', Tensor? qkv_table=None, Tensor? o_table=None, "
           "Tensor? gate_up_table=None, Tensor? down_table=None, Tensor? cross_q_table=None, "
           "Tensor? cross_o_table=None, Tensor? key_scales=None, Tensor? value_scales=None, "
-          "Tensor? layer_ropes=None, float residual_multiplier=1., float soft_cap=0.")
+          "Tensor? layer_ropes=None, float residual_multiplier=1., float soft_cap=0., "
+          "bool causal=True")
 
 }  // namespace
 }  // namespace eecore

@@ -160,6 +160,7 @@ def random_call(
         "activation": case.activation,
         "residual_multiplier": case.residual_multiplier,
         "soft_cap": case.soft_cap,
+        "causal": case.causal,
     }
     if device is not None:
         assert device.type == "cpu", "tensors of the call are made on the CPU"
@@ -258,6 +259,7 @@ def compose(call: dict[str, Any]) -> torch.Tensor:
                 call["query_start_loc"],
                 scale=call["scale"],
                 soft_cap=call["soft_cap"],
+                causal=call["causal"],
                 sliding_window=0 if window is None else int(window[layer]),
                 fixed_split_size=call["fixed_split_size"],
                 position_bias=call["position_bias"],
@@ -805,6 +807,7 @@ def fuzzed_call(m: Maker) -> Checked:
         "max_distance": 30,
         "activation": "relu" if relu else m.one_of("silu", "gelu_tanh"),
         "residual_multiplier": m.one_of(1.0, 0.3),
+        "causal": m.chance(),
         **scales,
     }
     if given["position_bias"] is None:

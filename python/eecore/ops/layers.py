@@ -103,6 +103,7 @@ def decoder_layers(
     layer_ropes: Tensor | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    causal: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
     """A stretch of a decoder's layers, in one call that wakes its threads once.
@@ -149,6 +150,8 @@ def decoder_layers(
         layer_ropes: int32 [num_layers, 2], as in :func:`kv_fill`.
         key_scales: float32 [num_layers, num_kv_heads], as in :func:`kv_fill`.
         value_scales: float32 [num_layers, num_kv_heads], likewise.
+        causal: of self attention; False: a query sees all keys of its sequence, those of the
+            positions after its own too, as where a block of drafts is made in one pass.
         out: [num_tokens, hidden_size], any row stride that keeps rows apart; ``hidden`` itself, or
             apart from it.
 
@@ -188,5 +191,6 @@ def decoder_layers(
         layer_ropes,
         residual_multiplier,
         soft_cap,
+        causal,
     )
     return out
