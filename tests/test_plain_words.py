@@ -1,0 +1,144 @@
+"""Plain words: docstrings are sentences or noun phrases of their own, in the terms of the field."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "python" / "eecore"
+NOT_YET: tuple[str, ...] = (
+    "calibration",
+    "cli",
+    "console",
+    "decoding",
+    "eecore",
+    "engine",
+    "integrations",
+    "lab",
+    "models",
+    "ops",
+    "planning",
+    "scheduling",
+    "serving",
+)
+"""Packages that still have findings; the list only gets shorter."""
+PLAIN = {
+    "behind": "after",
+    "besides": "also",
+    "of late": "recently",
+    "in vain": "without result",
+    "whoever": "the caller, the request, the worker",
+    "nobody": "the caller, the request, the worker",
+    "(?:come|comes|came|coming) to": "reach",
+    "draft(?:s|ed)?[^.;:]{0,60} (?:stand|stands|stood)": "accepted",
+    "rows? (?:leave|leaves|left)": "exit",
+}
+"""What is not written, as a pattern, and what is written for it."""
+OPENINGS = ("Of", "That", "Those", "Its", "It")
+"""First words of docstrings that only the line above makes sense of."""
+NAME = re.compile(r"\b_?(?:MOST|LEAST)_\w+|\bclass (?:Ear|Turn|Bell|Mail|Rest|Pace)\b")
+"""Names for which the field has others: MAX_ and MIN_, listener, owner, event, message."""
+
+
+def word_pattern(words: str) -> re.Pattern[str]:
+    """Words in prose and in names, also where a line or a comment's line ends between them."""
+    spaced = words.replace(" ", r"\s+(?:#\s*)?")
+    return re.compile(rf"(?<![a-z])(?:{spaced})(?![a-z])", re.I)
+
+
+PATTERNS = {word_pattern(words): plain for words, plain in PLAIN.items()}
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """The line and text of each docstring: a module's, class's, function's or attribute's."""
+    for node in ast.walk(ast.parse(source)):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                text = statement.value.value
+                if isinstance(text, str):
+                    yield statement.lineno, text
+
+
+def findings(source: str) -> list[str]:
+    """What is not plain in a module, each with its line."""
+    found = [
+        (line, f"a docstring begins with {opening[0]}")
+        for line, text in docstrings(source)
+        if (opening := text.split()) and opening[0].rstrip(".,:") in OPENINGS
+    ]
+    for pattern, plain in PATTERNS.items():
+        for match in pattern.finditer(source):
+            line = source.count("\n", 0, match.start()) + 1
+            found.append((line, f"{' '.join(match[0].split())!r}: expected {plain}"))
+    for match in NAME.finditer(source):
+        found.append((source.count("\n", 0, match.start()) + 1, f"the name {match[0]}"))
+    return [f"line {line}: {what}" for line, what in sorted(found)]
+
+
+def package_of(module: Path) -> str:
+    """The package of a module: the first folder under python/eecore, or eecore itself."""
+    parts = module.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else "eecore"
+
+
+PACKAGES = sorted({package_of(module) for module in PACKAGE.rglob("*.py")})
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_words_are_plain(package: str) -> None:
+    found = [
+        f"{module.relative_to(PACKAGE)}: {each}"
+        for module in sorted(PACKAGE.rglob("*.py"))
+        if package_of(module) == package
+        for each in findings(module.read_text())
+    ]
+    if package in NOT_YET:
+        assert found, f"{package} is clean: take it out of NOT_YET"
+    else:
+        assert not found, "\n".join(found)
+
+
+def test_not_yet_names_packages() -> None:
+    assert set(NOT_YET) <= set(PACKAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Of the rows."""',
+        'class Row:\n    """A row."""\n\n    size: int\n    """Its size."""',
+        'def rows() -> None:\n    """It is a row."""',
+        "# what comes behind it",
+        "# so many, and others\n# besides",
+        "# what was tried of\n# late",
+        "behind = 3",
+        "drop_behind = 3",
+        "MOST_ROWS = 3",
+        "def f(rows: int = _LEAST_ROWS) -> None: ...",
+        "class Turn: ...",
+        '"""How many of the drafts of a round have stood."""',
+        '"""Rows leave after this layer."""',
+        'ERROR = f"{name}: whoever asks waits"',
+    ],
+)
+def test_unplain_words_are_found(source: str) -> None:
+    assert findings(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""The rows of a program."""',
+        'TEXT = "Of the rows."',
+        "# drafts are accepted. Where the prompt stands is another matter.",
+        "ALMOST_ONE = 1 - 2**-24",
+        "become_to = 1",
+    ],
+)
+def test_plain_words_pass(source: str) -> None:
+    assert findings(source) == []
