@@ -106,7 +106,7 @@ def test_every_mode_gives_the_tokens_of_the_cpu(
 
 
 @pytest.mark.parametrize(
-    "mode", ["full", "softmax_each", "speculative", "head", *in_all("verify", "lookup")]
+    "mode", ["full", "speculative", *in_all("softmax_each", "head", "verify", "lookup")]
 )
 def test_a_seed_draws_the_tokens_of_the_cpu(
     tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch, mode: str

@@ -124,9 +124,11 @@ DISTRIBUTIONS = {
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_the_first_token_has_the_distribution_of_the_target(
-    name: str, device: torch.device
+    name: str, device: torch.device, request: pytest.FixtureRequest
 ) -> None:
     num_trials, num_drafts = 20000, 2
+    if request.node.callspec.params["device"] == "emulated":
+        num_trials = 2000  # a block each
     generator = torch.Generator().manual_seed(17)
     p, q = (torch.tensor(probs) for probs in DISTRIBUTIONS[name])
     drafts = torch.multinomial(q, num_trials * num_drafts, replacement=True, generator=generator)
@@ -154,7 +156,7 @@ def test_the_first_token_has_the_distribution_of_the_target(
     # Positions behind accepted drafts too: what has been emitted there is independent of them.
     for position in range(1, num_drafts + 1):
         reached = num_accepted >= position
-        if int(reached.sum()) > 1000:
+        if int(reached.sum()) > num_trials // 20:
             assert_drawn_from_target(emitted[reached, position])
 
 

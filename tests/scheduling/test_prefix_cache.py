@@ -32,6 +32,7 @@ from eecore.errors import RequestError
 from eecore.exits import Exit
 from eecore.scheduling.scheduler import Work
 from head_packs import write_pack
+from tiers import in_all
 from tiny_models import random_prompts, scale_layers, write_model
 from tiny_t5 import write_t5
 from tripwire import Fault, Interrupt
@@ -607,14 +608,18 @@ class Chance:
             assert bits(output) == bits(expected)
 
 
-@pytest.mark.parametrize("config", SMALL, ids=lambda config: f"pages of {config.page_size}")
-@pytest.mark.parametrize("kind", [None, Interrupt, Fault], ids=["calm", "interrupts", "faults"])
+STEPS = [(size, kind) for size in (1, 2, 4, 8) for kind in ("calm", "interrupts", "faults")]
+SHORT = [(1, "calm"), (2, "interrupts"), (4, "faults"), (8, "calm"), (1, "faults")]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "kind"), [*SHORT, *in_all(*(each for each in STEPS if each not in SHORT))]
+)
 def test_random_steps(
-    model: eecore.Model,
-    config: EngineConfig,
-    kind: type[BaseException] | None,
-    caplog: pytest.LogCaptureFixture,
+    model: eecore.Model, page_size: int, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (config,) = (config for config in SMALL if config.page_size == page_size)
+    fault = {"calm": None, "interrupts": Interrupt, "faults": Fault}[kind]
     caplog.set_level(logging.CRITICAL, logger="eecore")
     chance = Chance(model, seed=SMALL.index(config))
     random = chance.random
@@ -622,8 +627,8 @@ def test_random_steps(
 
     def faults() -> Iterator[tuple[int, type[BaseException]] | None]:
         while True:
-            trips = kind is not None and random.random() < 0.2
-            yield (random.randint(1, 900), kind) if trips and kind is not None else None
+            trips = fault is not None and random.random() < 0.2
+            yield (random.randint(1, 900), fault) if trips and fault is not None else None
 
     driver = Driver(engine, faults())
     numbers: dict[str, int] = {}
@@ -653,7 +658,7 @@ def test_random_steps(
         chance.check(output, numbers[name])
     stats = [output.stats for output in driver.outputs.values()]
     assert sum(each.cached_tokens for each in stats) > 50
-    assert (kind is None) == (not driver.tripped)
+    assert (fault is None) == (not driver.tripped)
     engine.reset_prefix_cache()
     assert engine.num_cached_pages == 0
     assert engine.pages.num_free == len(engine.pages._free) == engine.pages.num_pages
