@@ -1,11 +1,12 @@
-"""The walk of a new user: clone, install, generate, chat, serve, an agent, training; all timed.
+"""The walk of a new user: clone, install, generate, chat, serve, agents, training; all timed.
 
     python scripts/new_user.py [FOLDER]        # from nothing: fetches torch, compiles the kernels
     python scripts/new_user.py --built         # with this interpreter's packages and this build
 
 What is cloned is the last commit of this repository. FOLDER, which must not be there, keeps what
 the walk made; without one it is gone at the end. ``--model`` names a model that can talk, in place
-of SmolLM2-135M-Instruct, which pip fetches. The transcript is on stdout.
+of SmolLM2-135M-Instruct, which pip fetches. The chat is on a terminal where tmux is installed. The
+transcript is on stdout.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,99 @@ def expect(holds: bool, expected: str, got: str) -> None:
         raise WalkError(f"expected {expected}, got {got!r}")
 
 
+class Terminal:
+    """A program on a terminal of its own, by tmux, until the block ends.
+
+    Args:
+        command: the program and its arguments.
+        cwd: where it runs.
+        environment: of it.
+    """
+
+    def __init__(self, command: Sequence[str], cwd: Path, environment: dict[str, str]) -> None:
+        self._socket = f"eecore-{os.getpid()}-{id(self)}"
+        self._start = f"{shlex.join(command)}; echo exit code $?; exec cat"
+        self._cwd, self._environment = cwd, {**environment, "TERM": "xterm-256color"}
+
+    def __enter__(self) -> Terminal:
+        size = ("-x", "100", "-y", "50")
+        self._tmux("-f", "/dev/null", "new-session", "-d", *size, "-c", str(self._cwd), self._start)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tmux("kill-server")
+
+    def _tmux(self, *words: str) -> str:
+        command = ["tmux", "-L", self._socket, *words]
+        done = subprocess.run(command, env=self._environment, capture_output=True, check=True)
+        return done.stdout.decode(errors="replace")
+
+    @property
+    def shown(self) -> str:
+        """What is and was on the screen, without the empty lines at the end."""
+        return self._tmux("capture-pane", "-p", "-S", "-2000").rstrip()
+
+    def press(self, *keys: str) -> None:
+        """Press keys by tmux's names: Enter, M-Enter, Up, C-c."""
+        self._tmux("send-keys", *keys)
+
+    def say(self, text: str) -> None:
+        """Type a text."""
+        self._tmux("send-keys", "-l", text)
+
+    def until(self, holds: Callable[[str], object], what: str, seconds: float = 120.0) -> str:
+        """The screen, once something holds of it; a WalkError where it never does."""
+        end = time.monotonic() + seconds
+        while not holds(shown := self.shown):
+            expect(time.monotonic() < end, what, shown[-500:])
+            time.sleep(0.1)
+        return shown
+
+
+def is_asked(shown: str) -> bool:
+    """Whether the chat waits for a message."""
+    return shown.endswith(">>>")
+
+
+def answers(question: str) -> Callable[[str], bool]:
+    """Whether words stand under a question."""
+    return lambda shown: len(shown.rpartition(question)[2].split()) > 2
+
+
+def talk(terminal: Terminal, saved: Path) -> None:
+    """A conversation: answers that Ctrl-C ends, lines, arrows, statistics, a file, the end."""
+    terminal.until(is_asked, "the prompt of the chat")
+    terminal.say("Tell me a long story.")
+    terminal.press("Enter")
+    terminal.until(answers("long story."), "an answer")
+    terminal.press("C-c")
+    terminal.until(lambda shown: "interrupted" in shown and is_asked(shown), "the end of an answer")
+    terminal.say("/stats")
+    terminal.press("Enter")
+    terminal.until(lambda shown: "stats: after each answer" in shown, "/stats")
+    terminal.say("It has two parts.")
+    terminal.press("M-Enter")
+    terminal.say("Which ones?")
+    terminal.press("Enter")
+    terminal.until(answers("... Which ones?"), "an answer to two lines")
+    terminal.press("C-c")
+    terminal.until(is_asked, "the end of an answer")
+    terminal.press("Up")
+    terminal.until(lambda shown: shown.endswith("... Which ones?"), "the last message")
+    terminal.press("C-c")
+    terminal.until(is_asked, "a prompt without the last message")
+    terminal.say(f"/save {saved}")
+    terminal.press("Enter")
+    terminal.until(lambda shown: "wrote " in shown and is_asked(shown), "a file")
+    terminal.press("C-d")
+    shown = terminal.until(lambda shown: "exit code" in shown, "the end of the chat")
+    print(*shown.splitlines()[-SHOWN_LINES:], sep="\n", flush=True)
+    expect("exit code 0" in shown, "exit code 0", shown[-100:])
+    messages = json.loads(saved.read_text())["messages"]
+    said = [each["content"] for each in messages if each["role"] == "user"]
+    expect(said == ["Tell me a long story.", "It has two parts.\nWhich ones?"], "both", str(said))
+
+
 def install(walk: Walk, built: bool) -> None:
     """Install the clone, or give it the compiled modules of this checkout."""
     if built:
@@ -229,6 +323,41 @@ def agent(address: str) -> dict[str, bool]:
     return lights
 
 
+def responses_agent(address: str) -> dict[str, bool]:
+    """The same by /v1/responses, where what was answered goes back as it is."""
+    from openai import OpenAI
+
+    client: Any = OpenAI(base_url=f"{address}/v1", api_key="none")
+    model = client.models.list().data[0].id
+    lights = dict.fromkeys(ROOMS, False)
+    tool = {"type": "function", **LIGHT["function"]}  # type: ignore[dict-item]
+    items: list[Any] = []
+    for request, choice in TURNS:
+        items.append({"role": "user", "content": request})
+        answer = client.responses.create(
+            model=model,
+            instructions=f"You switch lights: {json.dumps(tool)}",
+            input=items,
+            tools=[tool],
+            tool_choice=choice,
+            max_output_tokens=96,
+            temperature=0,
+        )
+        print(f"user: {request}", flush=True)
+        calls = [item for item in answer.output if item.type == "function_call"]
+        expect(bool(calls) == (choice == "required"), f"tool_choice {choice}", str(answer.output))
+        items += answer.output
+        for call in calls:
+            given = json.loads(call.arguments)
+            lights[given["room"]] = given["on"]
+            result = {"type": "function_call_output", "call_id": call.call_id}
+            items.append({**result, "output": json.dumps(lights)})
+            print(f"call: {call.name}({call.arguments})", flush=True)
+        if not calls:
+            print(f"assistant: {answer.output_text}", flush=True)
+    return lights
+
+
 def write_pairs(path: Path) -> None:
     """Lines to learn from: what is said, and what it means."""
     pairs = [
@@ -261,8 +390,14 @@ def walk_through(walk: Walk, built: bool, model: Path | None) -> None:
         said = "Why is the sky blue? One sentence.\nAnd at sunset? One sentence.\n/stats\n"
         text = walk.run("eecore", "chat", "model", "--max-tokens", "64", said=said)
         expect(len(text.split()) > 20, "two answers", text)
+        if shutil.which("tmux") is None:
+            print("(no tmux here, so there is no chat on a terminal)")
+        else:
+            command = walk.program(("eecore", "chat", "model", "--max-tokens", "200"))
+            with Terminal(command, walk.clone, walk.environment) as terminal:
+                talk(terminal, walk.folder / "talk.json")
     options = ("model", "--tool-parser", "hermes")
-    with walk.step("a served model, its page, an agent"), served(walk, *options) as address:
+    with walk.step("a served model, its page, agents"), served(walk, *options) as address:
         expect("<html" in answered(f"{address}/").lower(), "a page", "another answer")
         look(address, walk.folder)
         agent_command = ("python", "scripts/new_user.py", "--agent", address)
@@ -284,10 +419,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", nargs="?", type=Path, help="where the walk goes, and stays")
     parser.add_argument("--built", action="store_true", help="install nothing, compile nothing")
     parser.add_argument("--model", type=Path, help="a directory of a model that can talk")
-    parser.add_argument("--agent", metavar="URL", help="the agent alone, against a server")
+    parser.add_argument("--agent", metavar="URL", help="the agents alone, against a server")
     given = parser.parse_args(arguments)
     if given.agent is not None:
         agent(given.agent)
+        responses_agent(given.agent)
         return 0
     environment = {**os.environ, "PIP_EXTRA_INDEX_URL": CPU_TORCH, "PIP_NO_INPUT": "1"}
     with tempfile.TemporaryDirectory(prefix="eecore-walk-") as scratch:

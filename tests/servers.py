@@ -85,7 +85,7 @@ def listening(service: Service) -> Iterator[str]:
 def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command in a process of its own, and its address."""
     with subprocess.Popen(
-        [sys.executable, "-m", "eecore", "serve", *arguments, "--port", "0"],
+        [sys.executable, "-m", "eecore", "serve", *arguments, "--no-warm-up", "--port", "0"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

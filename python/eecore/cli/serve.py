@@ -131,6 +131,12 @@ class ServerEngineOptions(EngineOptions):
         min=0,
         show_default="0",
     )
+    warm_up: bool = option(
+        True,
+        "Run a few short requests first, for 10 s at most, so that the first answer need not wait "
+        "for programs that are recorded once.",
+        "--warm-up/--no-warm-up",
+    )
     engine: Where = option(
         Where.PROCESS,
         "process: the engine has a process of its own; no step waits for HTTP, and it is started "
@@ -175,6 +181,7 @@ def serve(
     from eecore.serving.server import listen
     from eecore.serving.server import serve as run
     from eecore.serving.settings import ServerSettings, service_of
+    from eecore.serving.warm_up import warm_up
 
     settings = ServerSettings(
         name=http.served_model_name,
@@ -206,6 +213,11 @@ def serve(
                 remote = RemoteModel(start)
             loaded = stack.enter_context(closing(remote))
         service = service_of(loaded, settings)
+        if engine.warm_up:
+            if not sys.stderr.isatty():
+                say("warming up (--no-warm-up leaves it out)")
+            with spinner("warming up"):
+                warm_up(service.served)
         if http.host not in LOOPBACK and not http.api_key:
             say(f"warning: {http.host} can be reached by others: --api-key keeps them out")
         shown = f"[{http.host}]" if ":" in http.host else http.host
