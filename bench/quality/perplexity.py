@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -41,13 +41,22 @@ def scored(window: int) -> slice:
     return slice(window // 2, window - 1)
 
 
-def window_losses(model: LlamaModel, token_ids: Sequence[int], window: int) -> list[float]:
-    """Mean nats of the scored tokens of each whole window."""
+def windows_of(token_ids: Sequence[int], window: int, bos: int | None = None) -> list[list[int]]:
+    """The whole windows of a text, each with the token that begins a text as its first, if any."""
+    begins = range(0, len(token_ids) - window + 1, window)
+    windows = [list(token_ids[begin : begin + window]) for begin in begins]
+    return windows if bos is None else [[bos, *each[1:]] for each in windows]
+
+
+def window_losses(
+    model: LlamaModel, windows: Iterable[Sequence[int]], cache_dtype: torch.dtype | None = None
+) -> list[float]:
+    """Mean nats of the scored tokens of each window."""
     losses = []
-    for begin in range(0, len(token_ids) - window + 1, window):
-        ids = torch.tensor(token_ids[begin : begin + window])
-        logits = model.logits(states_of(model, ids)[scored(window)])
-        losses.append(float(functional.cross_entropy(logits.float(), ids[1:][scored(window)])))
+    for window in windows:
+        ids, places = torch.tensor(window), scored(len(window))
+        logits = model.logits(states_of(model, ids, cache_dtype)[places])
+        losses.append(float(functional.cross_entropy(logits.float(), ids[1:][places])))
     return losses
 
 

@@ -29,7 +29,7 @@ from bench.harness.machine import in_words, machine
 from bench.harness.processes import EngineError
 from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import WEIGHTS, smollm2_file
-from bench.quality.perplexity import losses_of_output, perplexity, window_losses
+from bench.quality.perplexity import losses_of_output, perplexity, window_losses, windows_of
 from bench.quality.rescaled import rescaled_file
 from eecore.lab.evaluation.tables import markdown_table
 from eecore.models import LlamaModel, convert_gguf
@@ -52,7 +52,7 @@ def our_losses(path: Path, windows: int, **options: Any) -> list[float]:
     ids = model.tokenizer.encode(text())[: windows * WINDOW]
     if len(ids) < windows * WINDOW:
         raise ValueError(f"windows: expected up to {len(ids) // WINDOW}, got {windows}")
-    return window_losses(model.network, ids, WINDOW)
+    return window_losses(model.network, windows_of(ids, WINDOW))
 
 
 def llama_cpp_losses(file: Path, windows: int, threads: int, scratch: Path) -> list[float]:

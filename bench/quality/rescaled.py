@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
+Change = Callable[[dict[str, Floats], int], None]
+"""Changes weights in place, given their names and the number of key heads."""
 SPREAD = 0.25  # factors lie between exp(-SPREAD) and exp(SPREAD)
 FED_BY_NORM = {
     "attn_norm": ("attn_q", "attn_k", "attn_v"),
@@ -74,6 +76,11 @@ def _rescale_rows(
 
 def rescaled_file(source: Path, target: Path) -> Path:
     """Write a GGUF file's model, rescaled, in float32."""
+    return float_file(source, target, rescale)
+
+
+def float_file(source: Path, target: Path, change: Change | None = None) -> Path:
+    """Write a GGUF file's model in float32, with its numbers or with changed ones."""
     import gguf
 
     reader = gguf.GGUFReader(source)
@@ -82,7 +89,8 @@ def rescaled_file(source: Path, target: Path) -> Path:
         tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         for tensor in reader.tensors
     }
-    rescale(weights, reader.fields[f"{architecture}.attention.head_count_kv"].contents())
+    if change is not None:
+        change(weights, reader.fields[f"{architecture}.attention.head_count_kv"].contents())
     writer = gguf.GGUFWriter(target, architecture)
     for field in reader.fields.values():
         if field.name.startswith("GGUF.") or field.name == "general.architecture":

@@ -205,7 +205,7 @@ class JsonFields:
     ) -> Any:
         """A tuple of integers of ``low..high``."""
         values = self._list(name, f"integers{_range(low, high)}", default, most)
-        if values is not default and not all(_is_integer(value, low, high) for value in values):
+        if values is not default and not _are_within(values, (int,), low, high):
             raise self.wrong(name, f"a list of integers{_range(low, high)}", values)
         return values if values is default else tuple(values)
 
@@ -220,7 +220,7 @@ class JsonFields:
     ) -> Any:
         """A tuple of finite floats of ``low..high``."""
         values = self._list(name, f"numbers{_range(low, high)}", default, most)
-        if values is not default and not all(_is_number(value, low, high) for value in values):
+        if values is not default and not _are_within(values, (int, float), low, high):
             raise self.wrong(name, f"a list of numbers{_range(low, high)}", values)
         return values if values is default else tuple(map(float, values))
 
@@ -287,6 +287,18 @@ def _is_number(value: Any, low: float, high: float) -> bool:
         return False
     finite = sys.float_info.max
     return max(low, -finite) <= value <= min(high, finite)
+
+
+def _are_within(values: list[Any], kinds: tuple[type, ...], low: float, high: float) -> bool:
+    """Whether all are finite numbers of a kind and a range; quick, since lists may be long."""
+    if not set(map(type, values)) <= set(kinds):
+        return False
+    finite = sys.float_info.max
+    return not values or (
+        max(low, -finite) <= min(values)
+        and max(values) <= min(high, finite)
+        and all(map(math.isfinite, values))
+    )
 
 
 def _range(low: float, high: float) -> str:

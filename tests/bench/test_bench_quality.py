@@ -29,7 +29,7 @@ def test_the_second_half_of_each_window_is_scored_by_what_stands_before_it(
     network: LlamaModel,
 ) -> None:
     (ids,) = tiny_models.random_prompts(2 * WINDOW + 5)  # the rest fills no window
-    losses = perplexity.window_losses(network, ids, WINDOW)
+    losses = perplexity.window_losses(network, perplexity.windows_of(ids, WINDOW))
     expected = []
     for begin in (0, WINDOW):
         window, nats = ids[begin : begin + WINDOW], []

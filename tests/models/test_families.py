@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from test_llama import TOLERANCE, Session
 
 import eecore
+import emulated
+from devices import as_on_cuda
 from eecore import ConfidentExit, EngineConfig, FixedExit, Full, SelfSpeculative
 from eecore.cli.app import run
 from eecore.errors import ModelError
@@ -34,6 +36,8 @@ PROMPTS = random_prompts(5, 1, 23, 9, seed=2)
 NEW = 12
 CACHE = {"device": "cpu", "kv_cache_tokens": 256}
 ALL = [*FAMILIES, *in_all(*SHAPES)]
+EMULATED = ("gemma3", "phi3")
+"""Families that the short suite runs over the emulator: together they have most switches."""
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +66,65 @@ def greedy(oracle: Any, prompt: list[int]) -> list[int]:
     for _ in range(NEW):
         text.append(int(oracle(torch.tensor([text])).logits[0, -1].argmax()))
     return text[len(prompt) :]
+
+
+def head(oracle: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """The logits of a state, as transformers makes them after the last layer."""
+    logits = oracle.lm_head(oracle.model.norm(hidden)) / getattr(oracle.config, "logits_scaling", 1)
+    cap = getattr(oracle.config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * (logits / cap).tanh()
+
+
+class Exits:
+    """transformers' layers, left early: a skipped layer makes keys and values of the exit state.
+
+    Args:
+        oracle: the model.
+        policy: the layer that all tokens exit after, or the confidence at which those after the
+            first new one do.
+    """
+
+    def __init__(self, oracle: Any, policy: FixedExit | ConfidentExit) -> None:
+        self.oracle, self.policy = oracle, policy
+        self.reads_prompt, self.exit = True, 0
+
+    def after(self, number: int, state: torch.Tensor, made: Any) -> Any:
+        """What goes into the next layer, and after the last one into the head."""
+        hidden = made[0] if isinstance(made, tuple) else made
+        if self.exit:
+            return (state, *made[1:]) if isinstance(made, tuple) else state
+        exits = number == self.oracle.config.num_hidden_layers
+        if isinstance(self.policy, FixedExit):
+            exits = number == self.policy.exit_layer
+        elif not self.reads_prompt:
+            best = head(self.oracle, hidden[0, -1]).softmax(-1).topk(2).values
+            exits |= bool(best[0] - best[1] >= self.policy.threshold)
+        self.exit = number if exits else 0
+        return made
+
+    def generate(self, prompt: list[int]) -> tuple[list[int], list[int]]:
+        """Greedy tokens, and the layer that each of them exited after."""
+        cache: dict[str, Any] = {}
+        tokens: list[int] = []
+        layers: list[int] = []
+        hooks = [
+            layer.register_forward_hook(
+                lambda _, inputs, made, number=number: self.after(number, inputs[0], made)
+            )
+            for number, layer in enumerate(self.oracle.model.layers, 1)
+        ]
+        for _ in range(NEW):
+            self.exit = 0
+            given = torch.tensor([[tokens[-1]] if tokens else prompt])
+            made = self.oracle(given, use_cache=True, **cache)
+            name = "cache" if "cache" in made else "past_key_values"  # from transformers 5.24 on
+            cache = {name: made[name]}
+            tokens.append(int(made.logits[0, -1].argmax()))
+            layers.append(self.exit)
+            self.reads_prompt = False
+        for hook in hooks:
+            hook.remove()
+        return tokens, layers
 
 
 def generated(model: eecore.Model, exit: Any = None, **options: Any) -> list[list[int]]:
@@ -100,6 +163,42 @@ def test_exits_batches_chunks_and_shared_pages(family: str, written: Any) -> Non
     chunked = eecore.load(written(family)[0], device="cpu", engine=limits)
     assert generated(chunked) == full
     assert generated(chunked) == full  # now with pages of before
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_rows_exit_as_transformers_layers_would(family: str, written: Any) -> None:
+    directory, oracle = written(family)
+    model = eecore.load(directory, **CACHE)
+    exited = set()
+    for policy in (FixedExit(2), ConfidentExit(0.03), ConfidentExit(0.6)):
+        outputs = eecore.generate(model, PROMPTS, exit=policy, max_tokens=NEW, ignore_eos=True)
+        tokens, layers = Exits(oracle, policy).generate(PROMPTS[2])
+        assert outputs[2].token_ids == tokens, policy
+        assert outputs[2].exit_layers == layers, policy
+        exited |= {*layers}
+    assert exited >= {1, 2, 4}
+
+
+@pytest.mark.parametrize(
+    "family", [*EMULATED, *in_all(*({**FAMILIES, **SHAPES}.keys() - set(EMULATED)))]
+)
+def test_the_cuda_path_gives_the_tokens_of_the_cpu(
+    family: str, written: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the emulator: a prompt that is longer than the windows beside a short one."""
+    exits = Full(), ConfidentExit(0.4)
+    options = {"max_tokens": 4, "ignore_eos": True}
+    directory = written(family)[0]
+    expected = [
+        eecore.generate(eecore.load(directory, **CACHE), PROMPTS[2:], exit=exit, **options)
+        for exit in exits
+    ]
+    emulated.route(monkeypatch)
+    for exit, wanted in zip(exits, expected, strict=True):
+        model = as_on_cuda(eecore.load(directory, **CACHE))
+        got = eecore.generate(model, PROMPTS[2:], exit=exit, **options)
+        assert [each.token_ids for each in got] == [each.token_ids for each in wanted]
+        assert [each.exit_layers for each in got] == [each.exit_layers for each in wanted]
 
 
 @pytest.mark.parametrize("family", ALL)

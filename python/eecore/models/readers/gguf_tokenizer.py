@@ -10,6 +10,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
@@ -283,15 +284,18 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _merges_of_scores(tokens: tuple[str, ...], scores: tuple[float, ...]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, the best-scored token first."""
+    """Every way to make a token of two others, the best-scored token first, then by ids."""
     ids = {token: index for index, token in enumerate(tokens)}
-    merges = []
-    for token, score in zip(tokens, scores, strict=True):
+    places: list[int] = []  # of a token and its halves; as plain numbers, since there are a million
+    for made, token in enumerate(tokens):
         for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in ids and right in ids:
-                merges.append((-score, ids[left], ids[right], (left, right)))
-    return [pair for *_, pair in sorted(merges)]
+            right = ids.get(token[cut:])
+            if right is not None and (left := ids.get(token[:cut])) is not None:
+                places += (made, left, right)
+    made, left, right = np.array(places, dtype=np.int64).reshape(-1, 3).T
+    order = np.lexsort((right, left, -np.array(scores)[made]))
+    halves = np.array(tokens, dtype=object)[np.stack((left, right))[:, order]]
+    return list(zip(*halves.tolist(), strict=True))
 
 
 def _add_whole_tokens(vocabulary: _Vocabulary, tokenizer: Tokenizer) -> None:
