@@ -35,14 +35,14 @@ void check_range(const Checker& check, const char* name, const Value* values, in
   }
 }
 
-// Every token that is looked up must lie in the vocabulary, and every source be -1 or in previous.
+// Every token that is looked up must lie in the vocabulary, one that a step before made may be -1,
+// and every source be -1 or in previous.
 inline void check_tokens(const Checker& check, const EmbedTokensParams& params,
                          int64_t num_previous, int64_t vocab_size) {
   if (!holds_values()) return;
-  const auto check_token = [&](const char* name, int64_t token, int64_t row) {
-    check.require(token >= 0 && token < vocab_size, name,
-                  ": expected tokens in [0, vocab_size=", vocab_size, "), got ", token, " for row ",
-                  row);
+  const auto check_token = [&](const char* name, int64_t first, int64_t token, int64_t row) {
+    check.require(token >= first && token < vocab_size, name, ": expected tokens in [", first,
+                  ", vocab_size=", vocab_size, "), got ", token, " for row ", row);
   };
   if (params.sources != nullptr) {
     check_range(check, "sources", params.sources, params.num_tokens, -1, num_previous);
@@ -50,9 +50,9 @@ inline void check_tokens(const Checker& check, const EmbedTokensParams& params,
   for (int64_t row = 0; row < params.num_tokens; ++row) {
     const int32_t source = params.sources == nullptr ? -1 : params.sources[row];
     if (source < 0) {
-      check_token("token_ids", params.token_ids[row], row);
+      check_token("token_ids", 0, params.token_ids[row], row);
     } else {
-      check_token("previous", params.previous[source], row);
+      check_token("previous", -1, params.previous[source], row);
     }
   }
 }

@@ -38,7 +38,7 @@ void multiply_row(float multiplier, int64_t hidden_size, T* out) {
 
 void embed_row(const EmbedTokensParams& params, int64_t row, float* unpacked) {
   const int32_t source = params.sources == nullptr ? -1 : params.sources[row];
-  const int64_t token = source < 0 ? params.token_ids[row] : params.previous[source];
+  const int64_t token = source < 0 ? params.token_ids[row] : max_of(params.previous[source], 0);
   char* out = static_cast<char*>(params.out) + row * params.out_stride;
   if (params.table != nullptr) return unpack_into(params, token, unpacked, out);
   const char* weight = static_cast<const char*>(params.weight) + token * params.weight_stride;

@@ -10,10 +10,10 @@ namespace eecore::cuda {
 
 constexpr int kEmbedTokensThreads = 128;
 
-// Of a row: where it is not its own, a step before has made it.
+// Of a row: where it is not its own, a step before has made it, or none: -1, embedded as 0.
 __device__ __forceinline__ int64_t token_of_row(const EmbedTokensParams& params, int64_t row) {
   const int32_t source = params.sources == nullptr ? -1 : params.sources[row];
-  return source < 0 ? params.token_ids[row] : params.previous[source];
+  return source < 0 ? params.token_ids[row] : max(params.previous[source], int64_t{0});
 }
 
 // The multiple of a number that is rounded to T first.

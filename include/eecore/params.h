@@ -173,7 +173,7 @@ inline RowCounts row_counts(ExitConfidenceMlpParams& p) { return {{&p.num_seqs},
 // Rows of an embedding table, by token.
 struct EmbedTokensParams {
   const int64_t* token_ids;  // [num_tokens]
-  const int64_t* previous;   // [num_previous]; may be null, with sources
+  const int64_t* previous;   // [num_previous]; may be null, with sources; -1 is embedded as 0
   const int32_t* sources;    // [num_tokens], the token's place in previous; -1: token_ids has it
   const void* weight;        // [vocab_size, hidden_size], row stride weight_stride
   const float* scale;        // [vocab_size]; may be null, else the weight is int8 times this

@@ -121,6 +121,13 @@ class Exit:
         return False
 
     @property
+    def needs_vocabulary(self) -> bool:
+        """Whether the draft head has to be of the kind that ``eecore train-exits`` makes, with rows
+        of the model's own LM head.
+        """
+        return False
+
+    @property
     def lowest_exit(self) -> int:
         """The lowest layer that a token can come from; 0 where no layer drafts it."""
         return int(getattr(self, "exit_layer", 1))
@@ -365,6 +372,10 @@ class ConfidentExit(Exit):
     @property
     def needs_head(self) -> bool:
         return self.measure == "cut"
+
+    @property
+    def needs_vocabulary(self) -> bool:
+        return self.needs_head
 
     @property
     def lowest_exit(self) -> int:

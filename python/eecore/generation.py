@@ -20,7 +20,7 @@ from eecore.engine.worker import Worker
 from eecore.errors import RequestError
 from eecore.exits import Auto, Exit
 from eecore.free_memory import free_memory
-from eecore.models import KVCache, Network, Tokenizer, cache_dtype, find_head, load_model
+from eecore.models import Network, Tokenizer, bytes_per_token, cache_dtype, find_head, load_model
 from eecore.output import Output, StepOutput
 
 __all__ = ["Model", "engine_limits", "generate", "load", "stream"]
@@ -193,7 +193,7 @@ def engine_limits(network: Network, engine: EngineConfig | None, **given: Any) -
 
 
 def _default_kv_cache_tokens(network: Network, dtype: torch.dtype) -> int:
-    per_token = KVCache.bytes_per_token(network.config, dtype)
+    per_token = bytes_per_token(network, dtype)
     if network.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(network.device)
         return max(1, int(0.8 * free) // per_token)

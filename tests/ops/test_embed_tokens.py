@@ -31,7 +31,7 @@ def embed_tokens(
     if previous is not None and sources is not None:
         given = sources < 0
         looked_up = previous[sources.clamp(min=0).long()] if len(previous) else token_ids
-        token_ids = torch.where(given, token_ids, looked_up)
+        token_ids = torch.where(given, token_ids, looked_up.clamp(min=0))
     if table is not None:
         rows = ops.unpack_weight(weight, table[token_ids]).to(dtype)
     elif scale is None:
@@ -53,9 +53,11 @@ def tokens(count: int, device: torch.device) -> dict[str, Any]:
     draw = {"generator": generator}
     sources = torch.randint(-1, NUM_PREVIOUS, (count,), **draw)
     token_ids = torch.randint(0, VOCAB_SIZE, (count,), **draw)
+    previous = torch.randint(0, VOCAB_SIZE, (NUM_PREVIOUS,), **draw)
+    previous[0] = -1  # no token, which is embedded as 0
     return {
         "token_ids": torch.where(sources < 0, token_ids, -99).to(device),
-        "previous": torch.randint(0, VOCAB_SIZE, (NUM_PREVIOUS,), **draw).to(device),
+        "previous": previous.to(device),
         "sources": sources.int().to(device),
     }
 
@@ -189,7 +191,7 @@ def fuzzed_call(m: Maker) -> Checked:
         "token_ids": m.placed(m.whole(vocab, tokens)),
         "weight": matrix.weight,
         "scale": matrix.scale,
-        "previous": m.placed(m.whole(vocab, previous)) if follows else None,
+        "previous": m.placed(m.whole(vocab + 1, previous) - 1) if follows else None,
         "sources": m.placed((m.whole(previous + 1, tokens) - 1).int()) if follows else None,
         "out": m.states(tokens, size, dtype),
         "table": matrix.table,

@@ -27,10 +27,12 @@ from eecore import ops
 from eecore.decoding.control import Control
 from eecore.decoding.head_drafts import (
     HeadDrafting,
+    HeadKeys,
     drafted_ahead,
     head_drafting_fields,
     head_results,
     new_round,
+    new_verification,
 )
 from eecore.decoding.heads import HeadWork, Logits, head_fields
 from eecore.decoding.memory import (
@@ -50,9 +52,16 @@ from eecore.decoding.sampling import (
     sampling_rows,
     top_logprobs,
 )
-from eecore.decoding.step import Sizes, Step, sizes_for
+from eecore.decoding.step import Sizes, Step, sizes_for, tapped_layers
 from eecore.errors import NotFiniteError
-from eecore.models import AttentionBatch, KVCache, LlamaModel, Network
+from eecore.models import (
+    AttentionBatch,
+    DraftHead,
+    KeyedHead,
+    KVCache,
+    LlamaModel,
+    Network,
+)
 from eecore.planning.route import DraftPath
 from eecore.planning.row import Outcome, Row
 from eecore.scheduling.scheduler import Work
@@ -77,10 +86,18 @@ class DraftKind:
     """Most tokens that end a row's text."""
     drafts_ahead: bool
     """A draft head drafts for the next round."""
+    taps: tuple[int, ...]
+    """Layers after which a draft head takes the states of what is verified; () where none does."""
     sizes: Sizes
 
 
-def draft_kind(rows: list[Row], *, page_size: int, ahead: bool) -> DraftKind:
+def draft_kind(
+    rows: list[Row],
+    *,
+    page_size: int,
+    ahead: bool,
+    head: DraftHead | KeyedHead | None = None,
+) -> DraftKind:
     """The program that these rows need, sizes rounded up."""
     sequences = [row.sequence for row in rows]
     path = rows[0].route.path
@@ -89,12 +106,15 @@ def draft_kind(rows: list[Row], *, page_size: int, ahead: bool) -> DraftKind:
     # Nor of more than the requests can ever have.
     longest = max(sequence.sampling.max_tokens - 1 for sequence in sequences)
     steps = min(steps, max(s.max_drafts for s in sequences), power_of_two(max(1, longest)))
+    drafts_ahead = any(row.ahead > 0 for row in rows)
+    takes = path.is_given and (drafts_ahead or isinstance(head, KeyedHead))
     return DraftKind(
         path,
         steps,
         not path.is_given and any(s.sampling.temperature > 0.0 for s in sequences),
         power_of_two(max(1, *(len(sequence.stop_ids) for sequence in sequences))),
-        any(row.ahead > 0 for row in rows),
+        drafts_ahead,
+        head.taps if takes and head is not None else (),
         sizes_for(rows, steps + 1, page_size=page_size, ahead=ahead),
     )
 
@@ -131,18 +151,8 @@ class DraftStep(Step):
             seq_lens=zeros(rows, dtype=torch.int32),
             token_ids=zeros(rows),
         )
-        self._verification = ops.Verification(
-            last_tokens=zeros(rows),
-            last_positions=zeros(rows),
-            last_slots=zeros(rows),
-            last_seq_lens=zeros(rows, dtype=torch.int32),
-            token_ids=zeros(rows * width),
-            positions=zeros(rows * width),
-            slot_mapping=zeros(rows * width),
-            sequence=zeros(rows * width, dtype=torch.int32),
-            seq_lens=zeros(rows, dtype=torch.int32),
-            query_start_loc=results["query_start_loc"],
-            num_tokens=zeros(1, dtype=torch.int32),
+        self._verification = new_verification(self, width)._replace(
+            query_start_loc=results["query_start_loc"]
         )
         # What the heads say of the drafts, of one step at a time.
         self._drafted = {
@@ -160,11 +170,15 @@ class DraftStep(Step):
         self._target_probs = self.unset(rows * width, vocab, dtype=torch.float32)
         self._uniform = zeros(rows * width, 2, dtype=torch.float32)
         self._logits: Logits | None = None
+        self._keys: HeadKeys | None = None
+        if kind.taps and isinstance(model.draft_head, KeyedHead):
+            self._keys = HeadKeys(model, kv, rows * width)
         self._ahead: HeadDrafting | None = None
         if kind.drafts_ahead:
             assert isinstance(model, LlamaModel)
             assert kind.path.is_given  # or drafting would move the rows of open_page_table
-            self._ahead = HeadDrafting(self, model, given, results, self._ended, kv)
+            accepted = self._round._replace(num_drafted=results["num_accepted"])
+            self._ahead = HeadDrafting(self, model, given, results, self._ended, accepted, kv)
 
     def _given_fields(self) -> dict[str, Field]:
         sizes = self.kind.sizes
@@ -284,7 +298,7 @@ class DraftStep(Step):
             work, sequence, drafts = row.work, row.work.sequence, row.given.tokens
             output = sequence.output_ids
             where = output[-1], len(sequence.prompt_ids) + len(output) - 1, sequence.tokens_left
-            states.append((*where, work.max_drafts, len(drafts), row.ahead))
+            states.append((*where, work.max_drafts, len(drafts), self._num_ahead(row)))
             for k, token in enumerate(drafts):
                 cells["drafts"][i, k] = token
             if self.kind.drafts_ahead:
@@ -304,6 +318,17 @@ class DraftStep(Step):
         if self.kind.drafts_ahead:
             columns |= {"ahead": ahead, "num_ahead": (len(rows),)}
         self._host.write_whole(**columns)
+
+    def _num_ahead(self, row: Row) -> int:
+        """Drafts that a head may make for the next round: no more than it has slots for, where
+        they have keys.
+        """
+        if self._keys is None:
+            return row.ahead
+        verified = len(row.given.tokens) if row.follows is None else row.work.max_drafts
+        # The first draft's key is at the last position that is verified, at most.
+        slots = len(row.sequence.pages) * self._page_size - row.position - verified
+        return min(row.ahead, slots)
 
     # The program
 
@@ -401,8 +426,10 @@ class DraftStep(Step):
                 checked.query_start_loc,
                 self._cross,
             )
-            states = self._layers(shared, hidden, batch)
-            hidden = states[-1]
+            layers = model.config.num_layers
+            hidden, states = tapped_layers(
+                model, shared, layers, self.kind.taps, hidden, self._kv, batch
+            )
             self._logits = self._heads.run(
                 hidden,
                 given["kind"],
@@ -425,19 +452,13 @@ class DraftStep(Step):
             ops.accept_round(
                 made, checked, results["token"], self._ended, results["num_accepted"], **drawn
             )
+        if self._keys is not None:
+            # What is behind the last accepted token is written over before it is read.
+            with control.rows(checked.num_tokens):
+                where = checked.positions, checked.slot_mapping
+                states = [self._keys.fill(states, results["token"], *where)]
         if self._ahead is not None:
             self._ahead.run(states, control, given["num_rows"])
-
-    def _layers(self, begin: int, hidden: Tensor, batch: AttentionBatch) -> list[Tensor]:
-        """States after the layers that a draft head wants to see, the last one at least."""
-        head = self._model.draft_head if self._ahead is not None else None
-        ends = (self._model.config.num_layers,) if head is None else head.settings.taps
-        states: list[Tensor] = []
-        for end in ends:
-            hidden = self._model.layers(begin, end, hidden, self._kv, batch)
-            states.append(hidden)
-            begin = end
-        return states
 
     def _work(self, purpose: int, positions: Tensor) -> HeadWork | None:
         """Of rows that need logits, where there are any."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.decoding.control import Control
+from eecore.decoding.head_drafts import HeadKeys
 from eecore.decoding.heads import KNOWN, HeadWork, head_fields, measure_states, state_measure
 from eecore.decoding.memory import Array, Field, HostSide, numbers_of
 from eecore.decoding.sampling import (
@@ -26,9 +27,9 @@ from eecore.decoding.sampling import (
     sampling_rows,
     top_logprobs,
 )
-from eecore.decoding.step import Sizes, Step, sizes_for
+from eecore.decoding.step import Sizes, Step, sizes_for, tapped_layers
 from eecore.errors import NotFiniteError
-from eecore.models import KVCache, Network
+from eecore.models import DraftHead, KeyedHead, KVCache, Network
 from eecore.planning.route import Check
 from eecore.planning.row import Outcome, Row
 from eecore.scheduling.scheduler import Work
@@ -47,11 +48,18 @@ class ExitKind:
     points: tuple[tuple[int, tuple[Check, ...]], ...]
     """Exit points, ascending, with what is measured there; at the last one everybody leaves."""
     fills: bool
+    taps: tuple[int, ...]
+    """Layers after which a draft head with layers of its own takes the states of all rows, none of
+    which leaves before the last; () where none does."""
     sizes: Sizes
 
 
-def exit_kind(rows: list[Row], *, page_size: int, ahead: bool) -> ExitKind:
-    """The program that these rows need, sizes rounded up."""
+def exit_kind(
+    rows: list[Row], *, page_size: int, ahead: bool, head: KeyedHead | None = None
+) -> ExitKind:
+    """The program that these rows need, sizes rounded up; with keys for a head where no row leaves
+    early.
+    """
     checks: dict[int, set[Check]] = defaultdict(set)
     for route in dict.fromkeys(row.route for row in rows):
         leaves_with = set[Check]()
@@ -67,6 +75,7 @@ def exit_kind(rows: list[Row], *, page_size: int, ahead: bool) -> ExitKind:
             for point in sorted(checks)
         ),
         any(row.route.fills and row.route.points for row in rows),
+        () if head is None or not all(row.route.fills_head for row in rows) else head.taps,
         sizes_for(rows, 1, page_size=page_size, ahead=ahead),
     )
 
@@ -80,7 +89,7 @@ class ExitStep(Step):
         for _, check in self._checks:
             if check.classifier is not None:
                 check.classifier.on(model.device)  # no program can move it while it is recorded
-            if check.measure == "cut" and model.draft_head is not None:
+            if check.measure == "cut" and isinstance(model.draft_head, DraftHead):
                 model.draft_head.prepare_gap()  # nor copy rows
         num_rows = kind.sizes.num_rows
         super().__init__(model, kv, kind.sizes, self._given_fields(), self._result_fields())
@@ -92,6 +101,7 @@ class ExitStep(Step):
         self._counters: dict[tuple[int, int], Counters] = {}  # by exit layer and layers filled
         self._zeros = [0] * num_rows
         given = self._given.device
+        self._keys = HeadKeys(model, kv, num_rows) if kind.taps else None
         memory = given | self._results.device
         memory["hidden"] = self.zeros(num_rows, model.config.hidden_size, dtype=model.dtype)
         memory["all_gone"] = self.zeros(1, dtype=torch.bool)
@@ -285,6 +295,9 @@ class ExitStep(Step):
                 self._model.fill_kv(
                     rows.hidden, rows.fill_from, self._kv, given["positions"], given["slots"]
                 )
+            if self._keys is not None:
+                where = given["positions"], given["slots"]
+                self._keys.fill(self._tapped, results["token"], *where)
 
     def _layers_to(self, index: int, begin: int, hidden: Tensor, control: Control) -> None:
         """The stretch to exit point ``index``, the checks there, and what is behind it."""
@@ -295,7 +308,9 @@ class ExitStep(Step):
             if begin < end - 1 and any(check.measure == "state" for check in checks):
                 previous = model.layers(begin, end - 1, hidden, self._kv, self._batch)
                 begin = end - 1
-            hidden = model.layers(begin, end, previous, self._kv, self._batch)
+            hidden, self._tapped = tapped_layers(
+                model, begin, end, self.kind.taps, previous, self._kv, self._batch
+            )
             is_last = index + 1 == len(self.kind.points)
             condition = None if is_last else control.condition(rows.all_gone)
             if not checks:

@@ -17,11 +17,19 @@ from eecore import ops
 from eecore.decoding.control import Control
 from eecore.decoding.memory import Cells, Field
 from eecore.decoding.step import Step
-from eecore.models import KVCache, LlamaModel, SeenKeys
+from eecore.models import KeyedHead, KVCache, LlamaModel, Network, SeenKeys
 from eecore.planning.proposal import MAX_AHEAD, Ahead
 from eecore.planning.row import Row
 
-__all__ = ["HeadDrafting", "drafted_ahead", "head_drafting_fields", "head_results", "new_round"]
+__all__ = [
+    "HeadDrafting",
+    "HeadKeys",
+    "drafted_ahead",
+    "head_drafting_fields",
+    "head_results",
+    "new_round",
+    "new_verification",
+]
 
 
 def head_drafting_fields(num_rows: int) -> dict[str, Field]:
@@ -69,6 +77,59 @@ def new_round(step: Step, given: dict[str, Tensor], width: int, **own: Any) -> o
     )
 
 
+def new_verification(step: Step, width: int) -> ops.Verification:
+    """Memory of a program's own for a verification; ``width``: tokens of a row at most."""
+    rows, zeros = step.sizes.num_rows, step.zeros
+    return ops.Verification(
+        last_tokens=zeros(rows),
+        last_positions=zeros(rows),
+        last_slots=zeros(rows),
+        last_seq_lens=zeros(rows, dtype=torch.int32),
+        token_ids=zeros(rows * width),
+        positions=zeros(rows * width),
+        slot_mapping=zeros(rows * width),
+        sequence=zeros(rows * width, dtype=torch.int32),
+        seq_lens=zeros(rows, dtype=torch.int32),
+        query_start_loc=zeros(rows + 1, dtype=torch.int32),
+        num_tokens=zeros(1, dtype=torch.int32),
+    )
+
+
+class HeadKeys:
+    """The keys and values of a draft head's own layers, which a program writes.
+
+    Args:
+        model: with such a head.
+        kv: its cache, with pages for the head's layers.
+        num_rows: positions of a run at most.
+    """
+
+    def __init__(self, model: Network, kv: KVCache, num_rows: int) -> None:
+        assert isinstance(model.draft_head, KeyedHead)
+        assert kv.of_head is not None
+        self._head, self._kv = model.draft_head, kv.of_head
+        self._sources = torch.arange(num_rows, dtype=torch.int32, device=model.device)
+
+    def fill(
+        self, states: Ordered[Tensor], made: Tensor, positions: Tensor, slot_mapping: Tensor
+    ) -> Tensor:
+        """Write them where all layers ran.
+
+        Args:
+            states: after the layers of the head's taps, [num_rows, hidden_size].
+            made: int64 [num_rows]: the token after each position; -1 for none.
+            positions: int64 [num_rows].
+            slot_mapping: int64 [num_rows]; -1 writes nothing.
+
+        Returns:
+            [num_rows, hidden_size of the head]: what it drafts from at each position.
+        """
+        begun = self._head.begin(states)
+        sources = self._sources[: len(made)]
+        self._head.fill(begun, made, sources, self._kv, positions, slot_mapping)
+        return begun
+
+
 class HeadDrafting:
     """Its calls, over memory of a program's own.
 
@@ -78,6 +139,7 @@ class HeadDrafting:
         given: the program's fields, those of :func:`head_drafting_fields` among them.
         results: those of :func:`head_results`.
         ended: where the program's rounds end.
+        accepted: these rounds, with as many drafts as were accepted.
         kv: its cache.
     """
 
@@ -88,18 +150,24 @@ class HeadDrafting:
         given: dict[str, Tensor],
         results: dict[str, Tensor],
         ended: ops.EndedRound,
+        accepted: ops.DraftRound,
         kv: KVCache,
     ) -> None:
         num_rows, zeros = step.sizes.num_rows, step.zeros
         assert model.draft_head is not None
-        self._model, self._head = model, model.draft_head
-        self._ended, self._page_size = ended, kv.page_size
+        self._head = head = model.draft_head
+        self._page_size = kv.page_size
         self.last_row = zeros(num_rows)
         """int64 [num_rows]: the row of the verification whose states it starts from."""
-        self._begun = [
-            zeros(num_rows, model.config.hidden_size, dtype=model.dtype)
-            for _ in self._head.settings.taps
-        ]
+        sizes = [model.config.hidden_size] * len(head.taps)
+        self._ended, self._accepted = ended, accepted
+        self._last: ops.Verification | None = None
+        if isinstance(head, KeyedHead):
+            sizes = [head.config.hidden_size]
+            # Its key of a token is at the position before, the last one that was verified.
+            self._last = new_verification(step, accepted.tokens.shape[1])
+            self._ended = ended._replace(next_position=self._last.last_positions)
+        self._begun = [zeros(num_rows, size, dtype=model.dtype) for size in sizes]
         self._sources = torch.arange(num_rows, dtype=torch.int32, device=model.device)
         self._round = new_round(
             step,
@@ -132,21 +200,15 @@ class HeadDrafting:
         )
 
         self._seen: SeenKeys | None = None
-        if self._head.attends:
-            self._seen = SeenKeys(
-                kv=kv,
-                page_table=self._active.page_table,
-                seq_lens=self._active.seq_lens,
-                positions=self._active.positions,
-                no_keys=model.no_keys(num_rows),
-                starts=batch.query_start_loc,
-            )
+        if isinstance(head, KeyedHead) or head.attends:
+            self._seen = SeenKeys(kv, batch, model.no_keys(num_rows))
 
     def run(self, states: Ordered[Tensor], control: Control, num_rows: Tensor) -> None:
         """Draft behind the ended rounds.
 
         Args:
-            states: after the layers of the head's taps, of all rows that were verified.
+            states: of all rows that were verified, after the layers of the head's taps; or what
+                :meth:`HeadKeys.fill` gave.
             control: of the program.
             num_rows: int32 [1].
         """
@@ -155,7 +217,11 @@ class HeadDrafting:
                 ops.embed_tokens(self.last_row, state, out=out)
                 for state, out in zip(states, self._begun, strict=True)
             ]
-            state = self._head.begin(begun)
+            state = begun[0]
+            if self._last is None:
+                state = self._head.begin(begun)
+            else:
+                ops.begin_verification(self._accepted, self._last)
             condition = control.condition(self._round.all_done)
             ops.begin_round(
                 self._round,
@@ -164,7 +230,7 @@ class HeadDrafting:
                 ended=self._ended,
                 sources=self._sources,
                 condition=condition,
-                own_key=False,
+                own_key=self._last is not None,
             )
             if control.compacts:
                 ops.compact_rows(self._round.done, self._active, state)
@@ -178,7 +244,7 @@ class HeadDrafting:
         condition = control.condition(made.all_done) if goes_on else None
         with control.rows(active.num_active):
             assert active.token_ids is not None
-            state = self._head.step(state, self._model.embed(active.token_ids), self._seen)
+            state = self._head.step(state, self._head.embed(active.token_ids), self._seen)
             ops.place_head(
                 None,
                 self._drafted,
@@ -190,7 +256,7 @@ class HeadDrafting:
             ops.append_drafts(
                 *(None, self._drafted.token, self._drafted.confidence, step, made, active),
                 condition=condition,
-                own_key=False,
+                own_key=self._last is not None,
             )
             if control.compacts:
                 ops.compact_rows(made.done, active, state)

@@ -17,7 +17,7 @@ from eecore.decoding.control import Control
 from eecore.decoding.memory import Field
 from eecore.decoding.sampling import HeadSizes
 from eecore.exits import ExitClassifier, Measure
-from eecore.models import Network
+from eecore.models import DraftHead, Network
 
 __all__ = [
     "GREEDY",
@@ -46,7 +46,7 @@ def measure_states(
 ) -> Tensor:
     """A measure other than ``softmax`` of [num_rows, hidden_size]: float32 [num_rows]."""
     if measure == "cut":
-        assert model.draft_head is not None
+        assert isinstance(model.draft_head, DraftHead)
         return model.draft_head.gap(hidden)
     return state_measure(classifier, previous)(hidden)
 

@@ -20,7 +20,7 @@ from eecore.decoding.exit_step import ExitKind, ExitStep, exit_kind
 from eecore.decoding.memory import HostSide
 from eecore.decoding.prefill import Prefill, encode
 from eecore.decoding.sampling import follows_text, needs_logits
-from eecore.models import KVCache, Network
+from eecore.models import KeyedHead, KVCache, Network
 from eecore.planning.draft_state import draft_state
 from eecore.planning.planner import Planner
 from eecore.planning.proposal import NOTHING
@@ -92,6 +92,11 @@ class Iterations:
         history_tokens: int = 0,
     ) -> None:
         self.model, self.kv = model, kv
+        self._keyed: KeyedHead | None = None
+        if isinstance(model.draft_head, KeyedHead):
+            self._keyed = model.draft_head
+            assert kv.of_head is not None
+            self._keyed.prepare(kv.of_head)
         model.prepare(kv)
         self.ahead = run.returns_early if ahead is None else ahead
         self.run = run
@@ -126,7 +131,7 @@ class Iterations:
         if prompts:
             for outcome in self._prefill(prompts):
                 outcomes[outcome.sequence] = outcome
-        families = _families(self.planner.plan(decoding, others_wait=others_wait))
+        families = self._families(self.planner.plan(decoding, others_wait=others_wait))
         if len(families) == 1 and not prompts:
             came = self._run_family(families[0], since)
             self._ended = time.perf_counter(), sequences
@@ -194,7 +199,7 @@ class Iterations:
             return Flight(step, step.rows, step.fetch())
         if any(map(self._must_land, works)):
             return None
-        families = _families(self.planner.plan(works))
+        families = self._families(self.planner.plan(works))
         if len(families) != 1:
             return None
         self._ended = None  # the next iteration would be timed from the one before this
@@ -226,7 +231,8 @@ class Iterations:
         step: ExitStep | DraftStep | None = self._same_again(rows)
         if step is None:
             make_kind: Any = exit_kind if rows[0].route.path is None else draft_kind
-            kind = make_kind(rows, page_size=self.kv.page_size, ahead=self.ahead)
+            head = self._keyed if rows[0].route.path is None else self.model.draft_head
+            kind = make_kind(rows, page_size=self.kv.page_size, ahead=self.ahead, head=head)
             if after is not None and after.program.kind != kind:
                 return None
             step = self._program(kind)
@@ -252,6 +258,16 @@ class Iterations:
             return None
         step = self._drafted.get(max([row.ahead for row in rows]) > 0)
         return step if step is not None and step.fits(rows) else None
+
+    def _families(self, rows: list[Row]) -> list[list[Row]]:
+        """Rows that share a program, by how they draft; with a draft head that has keys of its own,
+        by whether rows may leave early, too: those that may leave it none.
+        """
+        families: dict[tuple[DraftPath | None, bool], list[Row]] = {}
+        for row in rows:
+            keeps = self._keyed is None or row.route.fills_head
+            families.setdefault((row.route.path, keeps), []).append(row)
+        return [rows] if len(families) == 1 else list(families.values())
 
     def _program(self, kind: ExitKind | DraftKind) -> ExitStep | DraftStep:
         """The program of a kind, made when it is first needed."""
@@ -279,14 +295,6 @@ class Iterations:
             if program is self._last:
                 self._last = None
             self._drafted = {k: v for k, v in self._drafted.items() if v is not program}
-
-
-def _families(rows: list[Row]) -> list[list[Row]]:
-    """Rows that share a program, by how they draft."""
-    families: dict[DraftPath | None, list[Row]] = {}
-    for row in rows:
-        families.setdefault(row.route.path, []).append(row)
-    return [rows] if len(families) == 1 else list(families.values())
 
 
 def _following(row: Row, flight: Flight) -> Row:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from eecore.decoding.control import OnHost
+from eecore.decoding.head_drafts import HeadKeys
 from eecore.decoding.heads import GREEDY, LOGITS, Heads, HeadWork, head_fields
 from eecore.decoding.memory import Array, HostSide, TwinMemory, numbers_of, page_table, slots_of
 from eecore.decoding.prompt_logprobs import Scored, prompt_logprobs
@@ -29,8 +30,9 @@ from eecore.decoding.sampling import (
     top_logprobs,
     write_sampling,
 )
+from eecore.decoding.step import tapped_layers
 from eecore.errors import NotFiniteError
-from eecore.models import AttentionBatch, CrossBatch, KVCache, Network, T5Model
+from eecore.models import AttentionBatch, CrossBatch, KeyedHead, KVCache, Network, T5Model
 from eecore.planning.draft_state import route_of
 from eecore.planning.row import Outcome
 from eecore.scheduling.scheduler import Work
@@ -112,6 +114,13 @@ class Prefill:
         self._sequence = np.repeat(np.arange(len(chunks)), counts)
         self._ends = np.cumsum(counts)
         self._page_table = page_table([sequence.pages for sequence in sequences])
+        self._keys: HeadKeys | None = None
+        self._taps: tuple[int, ...] = ()
+        self._tapped: dict[int, Tensor] = {}
+        self._deep = np.flatnonzero(self._leave == self._num_layers)
+        if isinstance(model.draft_head, KeyedHead) and len(self._deep):
+            self._keys = HeadKeys(model, kv, len(self._deep))
+            self._taps = model.draft_head.taps
         self._cross: tuple[Array, Array] | None = None
         if sequences[0].input_ids is not None:
             self._cross = (
@@ -139,6 +148,8 @@ class Prefill:
             records = dict(
                 zip(emitting, self._records(emitting, hidden.index_select(0, last)), strict=True)
             )
+        if self._keys is not None:
+            self._fill_head(self._keys, records)
         outcomes = []
         for i, chunk in enumerate(self._chunks):
             outcome = Outcome(chunk.sequence, chunk.stop)
@@ -173,7 +184,10 @@ class Prefill:
         active = np.arange(len(self._tokens))
         final = hidden
         for begin, end in itertools.pairwise([0, *stops]):
-            hidden = model.layers(begin, end, hidden, kv, self._batch(active))
+            taps = tuple(tap for tap in self._taps if begin < tap <= end)
+            hidden, tapped = tapped_layers(model, begin, end, taps, hidden, kv, self._batch(active))
+            for tap, state in zip(taps, tapped, strict=True):
+                self._tapped[tap] = self._of_deep(state, active)
             leaves = self._leave[active] == end
             if leaves.all() and len(active) == len(self._tokens):
                 self._fill(active, hidden, end)
@@ -186,6 +200,34 @@ class Prefill:
             hidden = hidden[self._tensor(np.flatnonzero(~leaves))]
             active = active[~leaves]
         return final
+
+    def _of_deep(self, state: Tensor, active: Int64Array) -> Tensor:
+        """The states of those rows that all layers run for."""
+        if len(active) == len(self._deep):
+            return state
+        return state[self._tensor(np.searchsorted(active, self._deep))]
+
+    def _fill_head(self, keys: HeadKeys, records: dict[int, TokenRecord | None]) -> None:
+        """The keys of a draft head's own layers, at positions that all layers ran for.
+
+        Args:
+            keys: of the head.
+            records: first tokens, of the chunks that give one.
+        """
+        following: list[int] = []
+        for i, chunk in enumerate(self._chunks):
+            tokens = chunk.sequence.tokens(chunk.first + 1, chunk.stop + 1)
+            if len(tokens) < chunk.stop - chunk.first:
+                record = records.get(i)
+                tokens = [*tokens, -1 if record is None else record.token_id]
+            following += tokens
+        deep = self._deep
+        keys.fill(
+            [self._tapped[tap] for tap in self._taps],
+            self._tensor(np.array(following, dtype=np.int64)[deep]),
+            self._tensor(self._positions[deep]),
+            self._tensor(self._slots[deep]),
+        )
 
     def _fill(self, leaving: Int64Array, final: Tensor, end: int) -> None:
         """The skipped layers' keys and values of rows that had them filled at first."""

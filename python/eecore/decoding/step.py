@@ -31,7 +31,7 @@ from eecore.planning.proposal import NOTHING
 from eecore.planning.row import Row
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["Sizes", "Step", "sizes_for"]
+__all__ = ["Sizes", "Step", "sizes_for", "tapped_layers"]
 
 # Programs are for no fewer pages of a sequence: for each number of its own they would be many.
 MIN_PAGES = 8
@@ -62,6 +62,38 @@ def sizes_for(rows: list[Row], positions: int, *, page_size: int, ahead: bool) -
         head_sizes(sequences, positions),
         ahead,
     )
+
+
+def tapped_layers(
+    model: Network,
+    begin: int,
+    end: int,
+    taps: tuple[int, ...],
+    hidden: Tensor,
+    kv: KVCache,
+    batch: AttentionBatch,
+) -> tuple[Tensor, list[Tensor]]:
+    """The residual stream after layers ``begin..end-1``, and after each of the taps among them.
+
+    Without taps it is one call.
+
+    Args:
+        model: the model.
+        begin: the first layer.
+        end: the layer before which it ends.
+        taps: numbers of layers, ``begin`` to ``end``, in any order.
+        hidden: [num_tokens, hidden_size], the residual stream before them.
+        kv: the cache.
+        batch: how the rows attend.
+
+    Returns:
+        [num_tokens, hidden_size], and one such for each tap in the order of the taps.
+    """
+    states = {begin: hidden}
+    for stop in sorted({*taps, end} - {begin}):
+        states[stop] = hidden = model.layers(begin, stop, hidden, kv, batch)
+        begin = stop
+    return hidden, [states[tap] for tap in taps]
 
 
 class Step:

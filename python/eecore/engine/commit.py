@@ -50,10 +50,11 @@ class Commits:
     Args:
         num_layers: of the model.
         scheduler: has the requests.
+        keyed: whether pages have keys of a draft head's own layers, too.
     """
 
-    def __init__(self, num_layers: int, scheduler: Scheduler) -> None:
-        self._num_layers, self._scheduler = num_layers, scheduler
+    def __init__(self, num_layers: int, scheduler: Scheduler, *, keyed: bool = False) -> None:
+        self._num_layers, self._scheduler, self._keyed = num_layers, scheduler, keyed
 
     def taken(self, outcome: Outcome) -> Taken:
         """What of an outcome without an error counts. Nothing changes, whatever its text or its
@@ -66,8 +67,9 @@ class Commits:
         elif not sequence.tokens_left and outcome.num_computed >= sequence.num_prompt_tokens:
             taken.reason = "length"
             self._end_text(taken, sequence, None, len(sequence.output_ids))
-        if not records or min(outcome.kv_exit_layers, default=0) < self._num_layers:
-            taken.approximate = self._approximate(outcome)
+        lacks_keys = self._lacks_keys(sequence)
+        if not records or lacks_keys or min(outcome.kv_exit_layers, default=0) < self._num_layers:
+            taken.approximate = self._approximate(outcome, lacks_keys)
         return taken
 
     def put(
@@ -160,8 +162,12 @@ class Commits:
             sequence.request_id, [], [], [], output, prompt_logprobs=scores, piece=taken.piece
         )
 
-    def _approximate(self, outcome: Outcome) -> set[int]:
-        """Pages of newly computed positions for which not every layer ran."""
+    def _lacks_keys(self, sequence: Sequence) -> bool:
+        """Whether a draft head's layers have no keys at the positions that a request generates."""
+        return self._keyed and not route_of(sequence, self._num_layers).fills_head
+
+    def _approximate(self, outcome: Outcome, lacks_keys: bool) -> set[int]:
+        """Pages of newly computed positions for which not every layer ran, a head's included."""
         sequence, num_layers = outcome.sequence, self._num_layers
         first, prompt = sequence.num_computed, len(sequence.prompt_ids)
         before, fresh = sequence.kv_exit_layers, outcome.kv_exit_layers
@@ -172,7 +178,7 @@ class Commits:
             if is_deep:  # and a position before the split is replayed
                 is_old = position < split
                 layer = before[position - prompt] if is_old else fresh[position - split]
-                if layer == num_layers:
+                if layer == num_layers and not lacks_keys:
                     continue
             pages.add(sequence.pages[position // page_size])
         return pages

@@ -22,9 +22,10 @@ from eecore.engine.intake import Intake
 from eecore.errors import RequestError
 from eecore.exits import Exit
 from eecore.guide import Guide
-from eecore.models import KVCache, Network, Tokenizer, cache_dtype
+from eecore.models import KVCache, Network, Tokenizer, allocate_cache, cache_dtype
 from eecore.output import Output, StepOutput
 from eecore.planning.guided import Guides
+from eecore.planning.proposal import MAX_AHEAD
 from eecore.planning.row import Outcome
 from eecore.scheduling.pages import PageAllocator
 from eecore.scheduling.prefix_cache import PrefixCache
@@ -66,13 +67,8 @@ class Engine:
         self.config = config or EngineConfig()
         self.network = network
         self.tokenizer = tokenizer
-        kv = KVCache.allocate(
-            network.config,
-            self.config.num_pages,
-            self.config.page_size,
-            device=network.device,
-            dtype=cache_dtype(network, self.config.kv_cache_dtype),
-        )
+        dtype = cache_dtype(network, self.config.kv_cache_dtype)
+        kv = allocate_cache(network, self.config.num_pages, self.config.page_size, dtype)
         self.iterations = Iterations(
             network,
             kv,
@@ -381,8 +377,9 @@ class Engine:
             cache = PrefixCache(self.config.page_size, self.network.config.num_layers)
         pages = PageAllocator(self.config.num_pages, self.config.page_size, cache)
         self._flight = None
-        self.scheduler = Scheduler(self.config, pages)
-        self._commits = Commits(self.network.config.num_layers, self.scheduler)
+        keyed = self.kv.of_head is not None
+        self.scheduler = Scheduler(self.config, pages, draft_keys=MAX_AHEAD if keyed else 0)
+        self._commits = Commits(self.network.config.num_layers, self.scheduler, keyed=keyed)
 
     def _end_all(self, error: BaseException) -> None:
         """End all requests by an error for which none can be blamed, and begin with nothing."""

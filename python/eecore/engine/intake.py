@@ -71,7 +71,12 @@ class Intake:
         if policy.needs_head and head is None:
             raise ExitError(
                 f"{type(policy).__name__}: expected a model with a draft head, got one without: "
-                "load(..., exits=PACK), which eecore train-exits makes"
+                "load(..., draft_head=PATH), or exits=PACK, which eecore train-exits makes"
+            )
+        if policy.needs_vocabulary and head is not None and not head.vocabulary_sha256:
+            raise ExitError(
+                f"{type(policy).__name__}: expected a draft head that eecore train-exits made for "
+                "the measure cut, got one with an LM head of its own"
             )
         if getattr(policy, "calibration", None) and self._limits.kv_cache_dtype != "auto":
             raise ExitError(

@@ -2,9 +2,16 @@
 
 from eecore.models.attention import AttentionBatch, CrossBatch
 from eecore.models.draft_head import DraftHead, SeenKeys
+from eecore.models.keyed_head import KeyedHead
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
-from eecore.models.network import Network, cache_dtype, network_digest
+from eecore.models.network import (
+    Network,
+    allocate_cache,
+    bytes_per_token,
+    cache_dtype,
+    network_digest,
+)
 from eecore.models.readers import adopt
 from eecore.models.readers.checkpoint import Checkpoint
 from eecore.models.readers.gguf_convert import convert_gguf
@@ -26,6 +33,7 @@ __all__ = [
     "DraftHead",
     "IncrementalDecoder",
     "KVCache",
+    "KeyedHead",
     "LlamaModel",
     "LlamaWeights",
     "ModelSource",
@@ -34,6 +42,8 @@ __all__ = [
     "T5Model",
     "Tokenizer",
     "adopt",
+    "allocate_cache",
+    "bytes_per_token",
     "cache_dtype",
     "convert_gguf",
     "exits_file",

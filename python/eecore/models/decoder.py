@@ -14,6 +14,7 @@ from eecore import ops
 from eecore.config import Activation, AnyModelConfig
 from eecore.models.attention import LayerFlags, keys_per_split
 from eecore.models.draft_head import DraftHead
+from eecore.models.keyed_head import KeyedHead
 from eecore.models.linear import Linear
 from eecore.models.source import ModelSource
 from eecore.ops import Matrix
@@ -63,7 +64,7 @@ class Decoder:
     ) -> None:
         self.source = source
         self.device, self.dtype = head_norm.device, head_norm.dtype
-        self.draft_head: DraftHead | None = None
+        self.draft_head: DraftHead | KeyedHead | None = None
         """What drafts after the last layer, where there is one; none is trained for a T5."""
         self.learnt: dict[object, Any] = {}
         """What decoding learnt of passes over it, by what they depend on."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.config import ModelConfig
+from eecore.models.attention import AttentionBatch
 from eecore.models.head_vocabulary import NUM_SPARE, HeadVocabulary, matrix_rows
 from eecore.models.kv_cache import KVCache
 from eecore.models.linear import Linear
@@ -93,6 +94,10 @@ class HeadModel(Protocol):
         """The model's own, which are not changed."""
         ...
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[num_tokens, hidden_size] of int64 ids [num_tokens]."""
+        ...
+
     def rotate(
         self,
         q: Tensor,
@@ -138,19 +143,15 @@ class _Attention:
 
 @dataclass(frozen=True)
 class SeenKeys:
-    """What a step attends to: the keys of rows' texts that the model has computed."""
+    """What a step attends to: the keys of rows' texts, in the model's layers or the head's own."""
 
     kv: KVCache
-    page_table: Tensor
-    """int32 [num_rows, max_pages]"""
-    seq_lens: Tensor
-    """int32 [num_rows]: keys of each row, those of drafts not among them."""
-    positions: Tensor
-    """int64 [num_rows], of the tokens that the step takes."""
+    batch: AttentionBatch
+    """One query a row, at the position of the token that the step takes; ``seq_lens``: the keys of
+    the model, those of drafts not among them. Of a :class:`KeyedHead` one query at the position
+    before it, whose key is written first; ``seq_lens`` count it."""
     no_keys: tuple[Tensor, Tensor]
     """See :meth:`LlamaModel.no_keys`."""
-    starts: Tensor
-    """int32 [num_rows + 1]: one query a row."""
 
 
 class DraftHead:
@@ -227,6 +228,16 @@ class DraftHead:
         )
 
     @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers after which it takes the state."""
+        return self.settings.taps
+
+    @property
+    def agreement(self) -> tuple[float, ...]:
+        """How often the first draft is the model's own token on held-out text, the second, ..."""
+        return self.settings.agreement
+
+    @property
     def tokens(self) -> Tensor:
         """int64 [num_rows]: the token of each row of its head, those of texts among them."""
         return self.vocabulary if self._texts is None else self._texts.tokens
@@ -247,6 +258,10 @@ class DraftHead:
             begun = self._linear(state, weight, norm=norm, residual=begun, few=True)
         assert begun is not None
         return begun
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """What :meth:`step` takes of tokens: [num_rows, hidden_size] of int64 ids [num_rows]."""
+        return self._network.embed(token_ids)
 
     @property
     def attends(self) -> bool:
@@ -282,12 +297,12 @@ class DraftHead:
 
     def _attended(self, hidden: Tensor, attention: _Attention, seen: SeenKeys) -> Tensor:
         """The state, and what its queries find."""
-        network, kv = self._network, seen.kv
-        texts = seen.page_table, seen.seq_lens, seen.starts
+        network, kv, batch = self._network, seen.kv, seen.batch
+        texts = batch.page_table, batch.seq_lens, batch.query_start_loc
         q = self._linear(hidden, attention.query, norm=attention.norm, few=True)
         q = q.view(len(q), -1, network.config.head_dim)
         # A head attends to keys that are rotated alike: it is trained so.
-        network.rotate(q, attention.asked[0].layer, seen.positions, kv, seen.no_keys)
+        network.rotate(q, attention.asked[0].layer, batch.positions, kv, seen.no_keys)
         for asked in attention.asked:
             found = network.attend(q[:, asked.queries], asked.layer, asked.heads, kv, texts)
             hidden = self._linear(found.flatten(1), asked.output, residual=hidden, few=True)

@@ -26,6 +26,9 @@ class KVCache:
     """Float32 [num_layers, num_kv_heads] of keys in float8; None: 1."""
     value_scales: Tensor | None = None
     """Float32 [num_layers, num_kv_heads] of values in float8; None: 1."""
+    of_head: KVCache | None = None
+    """The keys and values of a draft head's own layers, in the same pages and slots; None without
+    such a head."""
     layers: list[tuple[Tensor, Tensor]] = field(init=False, repr=False, compare=False)
     """Views (k, v) of each layer, [num_pages, page_size, num_kv_heads, head_dim]."""
     layer_scales: list[tuple[Tensor | None, Tensor | None]] = field(

@@ -3,17 +3,56 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from eecore.config import ModelConfig
 from eecore.errors import ModelError
+from eecore.models.keyed_head import KeyedHead
+from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel
 from eecore.models.t5 import T5Model
 
-__all__ = ["Network", "cache_dtype", "network_digest"]
+__all__ = ["Network", "allocate_cache", "bytes_per_token", "cache_dtype", "network_digest"]
 
 Network = LlamaModel | T5Model
+
+
+def allocate_cache(network: Network, num_pages: int, page_size: int, dtype: torch.dtype) -> KVCache:
+    """Pages for the layers of a model, and for those of its draft head where that has any.
+
+    Raises:
+        OutOfMemoryError: there is no room for them.
+    """
+    own, device = _layers_of_head(network), network.device
+    kv = KVCache.allocate(network.config, num_pages, page_size, device=device, dtype=dtype)
+    if own is None:
+        return kv
+    dtype = _dtype_of_head(network, dtype)
+    of_head = KVCache.allocate(own, num_pages, page_size, device=device, dtype=dtype)
+    return replace(kv, of_head=of_head)
+
+
+def bytes_per_token(network: Network, dtype: torch.dtype) -> int:
+    """Bytes that one token takes in the caches of all layers, those of a draft head included."""
+    own, num_bytes = _layers_of_head(network), KVCache.bytes_per_token(network.config, dtype)
+    if own is not None:
+        num_bytes += KVCache.bytes_per_token(own, _dtype_of_head(network, dtype))
+    return num_bytes
+
+
+def _layers_of_head(network: Network) -> ModelConfig | None:
+    head = network.draft_head
+    return head.config if isinstance(head, KeyedHead) else None
+
+
+def _dtype_of_head(network: Network, dtype: torch.dtype) -> torch.dtype:
+    """What a head's keys are kept in beside a cache of a dtype: float8 wants scales, which the
+    head's have none of.
+    """
+    return network.dtype if dtype == torch.float8_e4m3fn else dtype
 
 
 def cache_dtype(network: Network, kv_cache_dtype: str) -> torch.dtype:

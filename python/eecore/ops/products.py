@@ -68,7 +68,8 @@ def embed_tokens(
         scale: float32 [vocab_size], see :func:`skinny_linear`; the product is rounded to float32,
             then to out's dtype.
         table: int64 [vocab_size], see :func:`pack_weight`; rounded to out's dtype.
-        previous: int64 [num_previous], with ``sources``.
+        previous: int64 [num_previous], with ``sources``; -1, where a step made no token, is
+            embedded as 0.
         sources: int32 [num_tokens]: the token is ``previous[sources[i]]``; -1: ``token_ids[i]``.
         multiplier: of the rows, once they are in out's dtype; rounded to it again.
         dtype: of out where it is allocated; weight's when None. With ``table`` out must be given.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
 
-from eecore.models import DraftHead, Network
+from eecore.models import DraftHead, KeyedHead, Network
 from eecore.planning.auto import FULL, Choice, Chooser
 from eecore.planning.draft_state import DraftState, draft_state
 from eecore.planning.past_outputs import PastOutputs
@@ -72,7 +72,7 @@ class Planner:
         chooser: Chooser | None = self._model.learnt.get(key)
         if chooser is None:
             agreement = None if source is None else source.exit_agreement(self._num_layers)
-            of_head = () if head is None else head.settings.agreement
+            of_head = () if head is None else head.agreement
             chooser = self._model.learnt[key] = Chooser(self._num_layers, agreement, of_head)
         return chooser
 
@@ -180,6 +180,8 @@ class Planner:
             own = chooser.exit_layers if policy.exit_layers is None else policy.exit_layers
             if sequence.sampling.temperature > 0.0 or draft.guided is not None:
                 own = ()  # the tokens would be others
+            if isinstance(self._model.draft_head, KeyedHead):
+                own = ()  # which leave it no keys
             if exit_layers is not None:
                 own = tuple(layer for layer in exit_layers if layer in own)
             exit_layers = own
@@ -288,7 +290,7 @@ def _rest(sequences: list[Sequence], is_resting: bool) -> None:
         sequence.is_resting = is_resting
 
 
-def _tell(head: DraftHead, sequence: Sequence) -> None:
+def _tell(head: DraftHead | KeyedHead, sequence: Sequence) -> None:
     """Tell a head what its text has that it may draft from then on."""
     draft, num_tokens = sequence.draft, sequence.num_tokens
     head.know(sequence.tokens(draft.num_known, num_tokens))

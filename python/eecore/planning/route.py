@@ -87,6 +87,14 @@ class Route:
     auto: Auto | None = None
 
     @property
+    def fills_head(self) -> bool:
+        """Whether each row runs all layers, in one pass: a draft head with layers of its own gets
+        keys of every position then.
+        """
+        by_layers = self.path is not None and not self.path.is_given
+        return not (self.points or by_layers or isinstance(self.policy, FixedExit))
+
+    @property
     def decays(self) -> bool:
         """Whether the thresholds change from token to token."""
         return isinstance(self.policy, ConfidentExit) and self.policy.decay_tau != 0.0

@@ -52,14 +52,21 @@ class Work(NamedTuple):
 class Scheduler:
     """Owns the requests, the queues and the pages.
 
+    Args:
+        config: limits.
+        pages: of the cache.
+        draft_keys: positions after its drafts for which a request that speculates gets pages where
+            they are free: those of drafts that a head with layers of its own makes for the next
+            round.
+
     Attributes:
         requests: those that are unfinished by id, in the order of their arrival.
         running: those that are running, in the same order.
         held: those out of scheduling until they are resumed.
     """
 
-    def __init__(self, config: EngineConfig, pages: PageAllocator) -> None:
-        self._config = config
+    def __init__(self, config: EngineConfig, pages: PageAllocator, *, draft_keys: int = 0) -> None:
+        self._config, self._draft_keys = config, draft_keys
         self.pages = pages
         self.requests: dict[str, Sequence] = {}
         self.running: list[Sequence] = []
@@ -107,7 +114,7 @@ class Scheduler:
             num_tokens = sequence.num_tokens
             if sequence.output_ids and sequence.num_computed == num_tokens - 1:
                 drafts = _wanted_drafts(sequence) if sequence.max_drafts else 0
-                positions = num_tokens + drafts
+                positions = num_tokens + drafts + (self._draft_keys if drafts else 0)
                 missing = positions - len(sequence.pages) * page_size
                 if missing <= 0 or missing <= self.pages.num_free * page_size:
                     if missing > 0:
@@ -147,6 +154,8 @@ class Scheduler:
             drafts = max(0, min(sequence.max_drafts, left - 1))
             works.append(work if drafts == before else Work(sequence, 1, drafts))
             most = sequence.num_computed + min(1 + before + 1 + drafts, left + 1)
+            if drafts:
+                most += self._draft_keys
             pages = -(-most // page_size) - len(sequence.pages)
             if pages > 0:
                 missing += pages
