@@ -20,7 +20,7 @@ from eecore.config import ModelConfig
 from eecore.models.draft_head import SeenKeys
 from eecore.models.kv_cache import KVCache
 
-__all__ = ["KeyedHead"]
+__all__ = ["ChainHead", "KeyedHead"]
 
 
 class KeyedHead(ABC):
@@ -44,16 +44,6 @@ class KeyedHead(ABC):
 
     vocabulary_sha256 = ""
     """No exit is measured with its tokens, for which it has no rows of the model's LM head."""
-
-    @property
-    @abstractmethod
-    def tokens(self) -> Tensor:
-        """int64 [draft_vocab_size]: the model's token of each row of its LM head."""
-
-    @property
-    @abstractmethod
-    def measure(self) -> ops.SoftmaxMeasure:
-        """The measure of a state of :meth:`step`: over :attr:`tokens`, by their places."""
 
     @abstractmethod
     def prepare(self, kv: KVCache) -> None:
@@ -88,6 +78,26 @@ class KeyedHead(ABC):
             slot_mapping: int64 [num_rows]; -1 writes nothing.
         """
 
+    def reserve(self, num_rows: int) -> None:  # noqa: B027
+        """Have what :meth:`fill` needs of so many rows, before a program that calls it is recorded."""
+
+    def know(self, token_ids: Sequence[int]) -> None:  # noqa: B027
+        """Do nothing: its tokens stay the same."""
+
+
+class ChainHead(KeyedHead):
+    """A head that drafts token by token, each from the state of the one before."""
+
+    @property
+    @abstractmethod
+    def tokens(self) -> Tensor:
+        """int64 [draft_vocab_size]: the model's token of each row of its LM head."""
+
+    @property
+    @abstractmethod
+    def measure(self) -> ops.SoftmaxMeasure:
+        """The measure of a state of :meth:`step`: over :attr:`tokens`, by their places."""
+
     @abstractmethod
     def embed(self, token_ids: Tensor) -> Tensor:
         """What :meth:`step` takes of tokens, int64 [num_rows]."""
@@ -102,6 +112,3 @@ class KeyedHead(ABC):
             embedded: of the token after it.
             seen: where it attends, in ``kv.of_head``.
         """
-
-    def know(self, token_ids: Sequence[int]) -> None:  # noqa: B027
-        """Do nothing: its tokens stay the same."""
