@@ -17,11 +17,20 @@ from eecore.engine.async_engine import AsyncEngine
 from eecore.engine.callers import Client
 from eecore.engine.engine import Engine, RunProgram
 from eecore.engine.worker import Worker
-from eecore.errors import RequestError
+from eecore.errors import ModelError, RequestError
 from eecore.exits import Auto, Exit
 from eecore.free_memory import free_memory
-from eecore.models import Network, Tokenizer, bytes_per_token, cache_dtype, find_head, load_model
+from eecore.models import (
+    Network,
+    Tokenizer,
+    bytes_per_token,
+    cache_dtype,
+    find_head,
+    load_draft_head,
+    load_model,
+)
 from eecore.output import Output, StepOutput
+from eecore.values import shown
 
 __all__ = ["Model", "engine_limits", "generate", "load", "stream"]
 
@@ -116,6 +125,7 @@ def load(
     prefix_cache: bool | None = None,
     draft_history_tokens: int | None = None,
     exits: str | Path | Literal[False] | None = None,
+    draft_head: str | Path | None = None,
 ) -> Model:
     """Load a model directory in Hugging Face layout, a GGUF file, or a repository of the hub.
 
@@ -157,6 +167,9 @@ def load(
             ``exits`` in the model's directory, in ``NAME.exits`` beside a file ``NAME.gguf``, or
             one that ships with eecore for this model; it may have been trained beside other bits of
             it.
+        draft_head: a draft head of any kind, in place of ``exits``: the directory or repository of
+            an EAGLE-3 head in safetensors (SafeAILab's layout, SpecForge's, that of
+            ``speculators``), or of one that ``eecore train-exits`` made.
 
     Raises:
         ModelError: for a directory or file that is missing, corrupt, or of an unsupported
@@ -164,7 +177,12 @@ def load(
     """
     directory = model_directory(path)
     _, network, tokenizer = load_model(directory, device=device, dtype=dtype, weights=weights)
-    network.draft_head = find_head(network, directory, exits)
+    if draft_head is None:
+        network.draft_head = find_head(network, directory, exits)
+    elif exits not in (None, False):
+        raise ModelError(f"exits: expected None beside draft_head, got {shown(exits)}")
+    else:
+        network.draft_head = load_draft_head(draft_head, network)
     given = {
         "kv_cache_tokens": kv_cache_tokens,
         "prefix_cache": prefix_cache,

@@ -21,7 +21,7 @@ from eecore.errors import ModelError, ModelNotFoundError
 from eecore.readable import is_file, kind_of, path_of
 from eecore.values import shown
 
-__all__ = ["fetch_head", "fetch_model", "is_at_hand", "name_of"]
+__all__ = ["PICKLES", "fetch_draft_head", "fetch_head", "fetch_model", "is_at_hand", "name_of"]
 
 ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)((?:[@:][^@:]+)*)", re.ASCII)
 MAX_LETTERS = 96
@@ -50,6 +50,12 @@ MODEL_FILES = (
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
 """Fetched where there is no tokenizer.json, so that a warning can name what is there."""
 HEAD_FILES = ("head.json", "head.safetensors", "exits/head.json", "exits/head.safetensors")
+PUBLISHED_HEAD_FILES = (
+    "config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-*-of-*.safetensors",
+)
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 MAX_LISTED = 20
@@ -132,6 +138,34 @@ def fetch_head(path: str | os.PathLike[str]) -> Path:
     raise ModelNotFoundError(
         f"exits: expected a repository with head.json or exits/head.json, got {repository.said}, "
         "which has neither"
+    )
+
+
+def fetch_draft_head(path: str | os.PathLike[str]) -> Path:
+    """The directory of a draft head of any kind: a path as it is, an id once its files are here.
+
+    Raises:
+        ModelError: as :func:`fetch_model`.
+    """
+    repository = Repository.of(path)
+    if repository is None:
+        return path_of(path, ModelError)
+    if repository.file is not None:
+        raise ModelError(
+            f"draft_head: expected org/name or org/name@revision, got {repository.said}"
+        )
+    directory = _snapshot("draft_head", repository, (*HEAD_FILES, *PUBLISHED_HEAD_FILES))
+    for folder in (directory, directory / "exits"):
+        if is_file(folder / "head.json"):
+            return folder
+    weights = ("model.safetensors", "model.safetensors.index.json")
+    if is_file(directory / "config.json") and any(is_file(directory / w) for w in weights):
+        return directory
+    raise ModelNotFoundError(
+        "draft_head: expected a repository with head.json, or with config.json and "
+        f"model.safetensors, got {repository.said}, which has neither; a pickle is not opened: "
+        "heads in safetensors are RedHatAI/*-speculator.eagle3, AngelSlim/*_eagle3, "
+        "lmsys/SGLang-EAGLE3-*"
     )
 
 

@@ -16,7 +16,7 @@ from eecore.builtin import BUILTIN, model_directory
 from eecore.console.imports import kept
 from eecore.console.streams import says_all
 from eecore.errors import ModelError, ModelNotFoundError
-from eecore.hub import fetch_head, name_of
+from eecore.hub import fetch_draft_head, fetch_head, name_of
 from eecore.readable import kind_of
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ __all__ = [
     "Debug",
     "Device",
     "DraftHeadDirectory",
+    "DraftHeadOfAnyKind",
     "Dtype",
     "KVCacheDtype",
     "KVCacheTokens",
@@ -84,6 +85,14 @@ DraftHeadDirectory = Annotated[
     typer.Option(
         help="head, auto: a directory that eecore train-exits made, a repository with one; none.",
         show_default="the one beside the model, or one that ships for it",
+        rich_help_panel="Exit mode",
+    ),
+]
+DraftHeadOfAnyKind = Annotated[
+    str | None,
+    typer.Option(
+        help="head, auto: an EAGLE-3 head, a directory or repository, in place of --exits.",
+        show_default="that of --exits",
         rich_help_panel="Exit mode",
     ),
 ]
@@ -162,6 +171,8 @@ def options_for(directory: Path, policy: Exit | None, options: dict[str, Any]) -
     """
     if isinstance(options.get("exits"), str):
         options = {**options, "exits": fetch_head(options["exits"])}
+    if isinstance(options.get("draft_head"), str):
+        options = {**options, "draft_head": fetch_draft_head(options["draft_head"])}
     if policy is None:
         return options
     from eecore.models import read_config

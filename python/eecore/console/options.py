@@ -30,6 +30,7 @@ from eecore.console.loading import (
     Debug,
     Device,
     DraftHeadDirectory,
+    DraftHeadOfAnyKind,
     Dtype,
     KVCacheDtype,
     KVCacheTokens,
@@ -92,6 +93,7 @@ class EngineOptions(LoadOptions):
     kv_cache_tokens: KVCacheTokens = None
     kv_cache_dtype: KVCacheDtype = None
     exits: DraftHeadDirectory = None
+    draft_head: DraftHeadOfAnyKind = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -100,6 +102,7 @@ class EngineOptions(LoadOptions):
             "kv_cache_tokens": self.kv_cache_tokens,
             "kv_cache_dtype": self.kv_cache_dtype,
             "exits": False if self.exits == "none" else self.exits,
+            "draft_head": self.draft_head,
         }
 
 

@@ -29,7 +29,7 @@ from eecore.models.kv_cache import KVCache
 from eecore.models.linear import Linear
 from eecore.ops import Matrix
 
-__all__ = ["DraftHead", "HeadModel", "HeadSettings", "SeenKeys", "head_floats"]
+__all__ = ["DraftHead", "HeadModel", "HeadSettings", "SeenKeys", "head_floats", "packed"]
 
 LAYERS = "Q4_1"
 """Blocks of a head's own matrices."""
@@ -94,8 +94,10 @@ class HeadModel(Protocol):
         """The model's own, which are not changed."""
         ...
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] of int64 ids [num_tokens]."""
+    def embed(
+        self, token_ids: Tensor, *, previous: Tensor | None = None, sources: Tensor | None = None
+    ) -> Tensor:
+        """[num_tokens, hidden_size] of int64 ids [num_tokens]; see :meth:`Decoder.embed`."""
         ...
 
     def rotate(
@@ -344,7 +346,7 @@ class DraftHead:
         if self._texts is None:
             return self._head
         if self._lm_head.is_quantised:
-            return _packed(matrix_rows(self._lm_head, self.vocabulary), OWN_ROWS)
+            return packed(matrix_rows(self._lm_head, self.vocabulary), OWN_ROWS)
         return Matrix(self._lm_head.weight[self.vocabulary])
 
     @cached_property
@@ -392,7 +394,7 @@ class _Form:
         if self.packs and tensor.dtype == torch.uint8:
             return ops.pack_weight(tensor.contiguous(), LAYERS)
         if self.packs and tensor.shape[-1] % 32 == 0:
-            return _packed(tensor, LAYERS)
+            return packed(tensor, LAYERS)
         return Matrix(self.floats(head_floats(tensor)))
 
 
@@ -405,5 +407,6 @@ def head_floats(tensor: Tensor) -> Tensor:
     return ops.unpack_weight(packed.weight, packed.table).view(*tensor.shape[:-1], -1)
 
 
-def _packed(tensor: Tensor, format: str) -> Matrix:
+def packed(tensor: Tensor, format: str) -> Matrix:
+    """A matrix of floats in blocks of a format, of the bits that a CPU drafts with."""
     return ops.pack_weight(ops.quantise_weight(tensor.float().contiguous(), format), format)

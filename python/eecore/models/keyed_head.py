@@ -32,6 +32,7 @@ class KeyedHead(ABC):
         config: of its layers, as of a model that consists of them.
         taps: layers after which it takes the state, in the order in which it takes them; the last
             layer's state is not normed.
+        verifier: the name of the model that it was trained for; empty where nothing says it.
         agreement: how often its first draft is expected to be the model's own token, the second if
             the first was, ...
     """
@@ -41,6 +42,7 @@ class KeyedHead(ABC):
     config: ModelConfig
     taps: tuple[int, ...]
     agreement: tuple[float, ...]
+    verifier: str
 
     vocabulary_sha256 = ""
     """No exit is measured with its tokens, for which it has no rows of the model's LM head."""

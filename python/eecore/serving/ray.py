@@ -83,8 +83,8 @@ class Arguments(ServerSettings):
 
     Args:
         model: a directory or GGUF file, on every node; None: the one that ships with eecore.
-        device: cpu or cuda. dtype, weights, kv_cache_tokens, kv_cache_dtype, prefix_cache, exits:
-            as :func:`eecore.load` takes them.
+        device: cpu or cuda. dtype, weights, kv_cache_tokens, kv_cache_dtype, prefix_cache, exits,
+            draft_head: as :func:`eecore.load` takes them.
         threads: CPU threads of a replica; None: as many as it has CPUs.
         num_replicas: engines; with ``max_replicas`` those to begin with and the fewest.
         max_replicas: up to which Ray adds some under load; None: it adds none.
@@ -104,6 +104,7 @@ class Arguments(ServerSettings):
     kv_cache_dtype: str | None = None
     prefix_cache: bool = True
     exits: str | None = None
+    draft_head: str | None = None
     threads: int | None = None
     num_replicas: int = 1
     max_replicas: int | None = None
@@ -243,6 +244,7 @@ class Engine:
             kv_cache_dtype=arguments.kv_cache_dtype,
             prefix_cache=arguments.prefix_cache,
             exits=False if arguments.exits == "none" else arguments.exits,
+            draft_head=arguments.draft_head,
         )
         self._service = service_of(model, arguments)
         self._app = create_app(self._service, api_keys, arguments.cors_origins)

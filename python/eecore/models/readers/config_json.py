@@ -166,6 +166,27 @@ def model_config(fields: ConfigFields, generation: ConfigFields) -> AnyModelConf
         raise CheckpointError(f"{fields.where}: {error}") from None
 
 
+def layers_config(fields: ConfigFields) -> ModelConfig:
+    """The config of decoder layers alone, which a draft head has, by its ``model_type``.
+
+    Raises:
+        ModelError: says which field is missing or wrong, and how.
+    """
+    listed = {model_type_of(name): name for name in ("LlamaForCausalLM", "Qwen3ForCausalLM")}
+    architecture = listed[fields.choice("model_type", listed)]
+    config = model_config(
+        ConfigFields(
+            {**fields.values, "architectures": [architecture]},
+            fields.where,
+            fields.error,
+            fields.prefix,
+        ),
+        ConfigFields({}, fields.where, fields.error),
+    )
+    assert isinstance(config, ModelConfig)
+    return config
+
+
 def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFields) -> ModelConfig:
     family = FAMILIES[architecture]
     fields = ConfigFields(

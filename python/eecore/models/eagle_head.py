@@ -1,0 +1,304 @@
+"""EAGLE-3: a draft head of one layer that takes three states of the model.
+
+The states of a position, made one by ``fc``, and the embedding of the token after it go through a
+layer that attends to those of the positions before. What comes out of it gives a draft, and is the
+state of the next step. (EAGLE-3, Li et al. 2025; norms of EAGLE-3.1 as SpecForge has them.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eecore import ops
+from eecore.config import ModelConfig
+from eecore.models.attention import keys_per_split
+from eecore.models.draft_head import HeadModel, SeenKeys, packed
+from eecore.models.keyed_head import KeyedHead
+from eecore.models.kv_cache import KVCache
+from eecore.models.linear import Linear
+from eecore.models.rope import RopeTables
+from eecore.ops import Matrix
+
+__all__ = ["EagleHead", "EagleSettings"]
+
+USUAL_AGREEMENT = (0.7, 0.65, 0.6, 0.6, 0.55, 0.55, 0.5, 0.5)
+"""How often the drafts of a public head are accepted, about; requests of ``Auto`` begin with it."""
+LAYER, LM_HEAD = "Q4_1", "Q5_1"
+"""Blocks of the layer and of the LM head beside a model whose weights are quantised."""
+
+
+@dataclass(frozen=True)
+class EagleSettings:
+    """What a head's ``config.json`` says of it."""
+
+    kind: str
+    """EAGLE-3 or EAGLE-3.1."""
+    config: ModelConfig
+    """Of its layer; ``vocab_size`` is the model's."""
+    taps: tuple[int, ...]
+    """Layers of the model after which it takes the state, in the order in which ``fc`` does."""
+    target_size: int
+    """hidden_size of the model."""
+    draft_vocab_size: int
+    norm_before_residual: bool = False
+    """The residual stream of the layer is the normed state."""
+    norm_before_fc: bool = False
+    """An RMS norm of all states at once."""
+    fc_norm: bool = False
+    """An RMS norm of each state."""
+    norm_logits: bool = True
+    """An RMS norm before the LM head."""
+    norm_output: bool = False
+    """Each step takes the normed state of the step before; with ``norm_logits``."""
+    verifier: str = ""
+    """The name of the model that it was trained for; empty where the file does not say."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors that there have to be, by the names of ``midlayer.*`` files."""
+        c, taken = self.config, len(self.taps) * self.target_size
+        hidden, inner = c.hidden_size, c.intermediate_size
+        shapes: dict[str, tuple[int, ...]] = {
+            "fc.weight": (hidden, taken),
+            "midlayer.hidden_norm.weight": (hidden,),
+            "midlayer.input_layernorm.weight": (hidden,),
+            "midlayer.post_attention_layernorm.weight": (hidden,),
+            "midlayer.self_attn.q_proj.weight": (c.q_size, 2 * hidden),
+            "midlayer.self_attn.k_proj.weight": (c.kv_size, 2 * hidden),
+            "midlayer.self_attn.v_proj.weight": (c.kv_size, 2 * hidden),
+            "midlayer.self_attn.o_proj.weight": (hidden, c.q_size),
+            "midlayer.mlp.gate_proj.weight": (inner, hidden),
+            "midlayer.mlp.up_proj.weight": (inner, hidden),
+            "midlayer.mlp.down_proj.weight": (hidden, inner),
+            "norm.weight": (hidden,),
+            "lm_head.weight": (self.draft_vocab_size, hidden),
+        }
+        if c.attention_bias:
+            sizes = {"q": c.q_size, "k": c.kv_size, "v": c.kv_size}
+            shapes |= {f"midlayer.self_attn.{n}_proj.bias": (size,) for n, size in sizes.items()}
+        if c.output_bias:
+            shapes["midlayer.self_attn.o_proj.bias"] = (hidden,)
+        if c.mlp_bias:
+            sizes = {"gate": inner, "up": inner, "down": hidden}
+            shapes |= {f"midlayer.mlp.{n}_proj.bias": (size,) for n, size in sizes.items()}
+        if c.qk_norm == "head":
+            shapes["midlayer.self_attn.q_norm.weight"] = (c.head_dim,)
+            shapes["midlayer.self_attn.k_norm.weight"] = (c.head_dim,)
+        if self.norm_before_fc:
+            shapes["input_norm.weight"] = (taken,)
+        if self.fc_norm:
+            shapes |= {f"fc_norm.{i}.weight": (self.target_size,) for i in range(len(self.taps))}
+        return shapes
+
+
+class EagleHead(KeyedHead):
+    """A head beside the model that it drafts for.
+
+    Its matrices are floats of the model's dtype; on a CPU blocks of 4 and 5 bits where the model's
+    weights are quantised.
+
+    Args:
+        network: the model; not changed.
+        path: of the head's directory.
+        settings: what its ``config.json`` says.
+        tensors: those of :attr:`EagleSettings.shapes`, in floats; ``embed_tokens.weight`` where it
+            has embeddings of its own.
+        tokens: int64 [draft_vocab_size], the model's token of each row of its LM head.
+    """
+
+    def __init__(
+        self,
+        network: HeadModel,
+        path: Path,
+        settings: EagleSettings,
+        tensors: Mapping[str, Tensor],
+        tokens: Tensor,
+    ) -> None:
+        self.path, self.settings, self.kind = path, settings, settings.kind
+        self.verifier = settings.verifier
+        self.config, self.taps, self.agreement = settings.config, settings.taps, USUAL_AGREEMENT
+        self._network, self._eps = network, settings.config.rms_norm_eps
+        self._linear = Linear(network.device, self._eps)
+        self._keys_per_split = keys_per_split(network.device)
+        self._ropes = RopeTables(settings.config, network.device)
+        self._tokens = tokens.to(network.device)
+
+        def floats(tensor: Tensor) -> Tensor:
+            return tensor.to(network.device, network.dtype).contiguous()
+
+        def vector(name: str) -> Tensor | None:
+            return floats(tensors[name]) if name in tensors else None
+
+        quantised = network.weights.lm_head.is_quantised and network.device.type == "cpu"
+
+        def matrix(*names: str, columns: slice = slice(None), format: str = LAYER) -> Matrix:
+            weight = torch.cat([tensors[f"{name}.weight"][:, columns] for name in names])
+            biases = [tensors[f"{n}.bias"] for n in names if f"{n}.bias" in tensors]
+            bias = floats(torch.cat(biases)) if biases and not columns.start else None
+            if not quantised or weight.shape[1] % 32:
+                return Matrix(floats(weight), bias)
+            return packed(weight, format)._replace(bias=bias)
+
+        layer, hidden = "midlayer", settings.config.hidden_size
+        size = settings.target_size
+        self._fc = [
+            (vector(f"fc_norm.{i}.weight"), matrix("fc", columns=slice(i * size, (i + 1) * size)))
+            for i in range(len(self.taps))
+        ]
+        self._input_norm = vector("input_norm.weight")
+        if self._input_norm is not None:
+            self._fc = [(self._input_norm, matrix("fc"))]
+        qkv = [f"{layer}.self_attn.{name}_proj" for name in "qkv"]
+        self._token_norm = floats(tensors[f"{layer}.input_layernorm.weight"])
+        self._state_norm = floats(tensors[f"{layer}.hidden_norm.weight"])
+        self._qkv = matrix(*qkv, columns=slice(hidden)), matrix(*qkv, columns=slice(hidden, None))
+        self._head_norms = tuple(vector(f"{layer}.self_attn.{n}_norm.weight") for n in "qk")
+        self._o = matrix(f"{layer}.self_attn.o_proj")
+        self._mlp_norm = floats(tensors[f"{layer}.post_attention_layernorm.weight"])
+        self._gate_up = matrix(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj")
+        self._down = matrix(f"{layer}.mlp.down_proj")
+        self._norm, self._lm_head = (
+            floats(tensors["norm.weight"]),
+            matrix("lm_head", format=LM_HEAD),
+        )
+        self._embeddings = vector("embed_tokens.weight")
+        self._zeros = floats(torch.zeros(1, hidden))
+
+    @property
+    def tokens(self) -> Tensor:
+        return self._tokens
+
+    @property
+    def measure(self) -> ops.SoftmaxMeasure:
+        normed = self.settings.norm_output or not self.settings.norm_logits
+        norm = None if normed else self._norm
+        head = self._lm_head
+        return ops.SoftmaxMeasure(norm, head.weight, self._eps, head.scale, head.table)
+
+    def prepare(self, kv: KVCache) -> None:
+        self._tables(kv)
+
+    def begin(self, states: Sequence[Tensor]) -> Tensor:
+        begun: Tensor | None = None
+        if self._input_norm is not None:
+            states = [_beside(states)]
+        for state, (norm, weight) in zip(states, self._fc, strict=True):
+            begun = self._linear(state, weight, norm=norm, residual=begun)
+        assert begun is not None
+        return begun
+
+    def fill(
+        self,
+        begun: Tensor,
+        made: Tensor,
+        sources: Tensor,
+        kv: KVCache,
+        positions: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        embedded = self._embedded(made, made, sources)
+        _, k, v = self._projected(begun, embedded, slice(self.config.q_size, None))
+        self._append(None, k, v, kv, positions, slot_mapping)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self._embedded(token_ids)
+
+    def step(self, state: Tensor, embedded: Tensor, seen: SeenKeys | None = None) -> Tensor:
+        assert seen is not None
+        assert seen.kv.of_head is not None
+        kv, batch, config = seen.kv.of_head, seen.batch, self.config
+        q, k, v = self._projected(state, embedded, slice(None))
+        self._append(q, k, v, kv, batch.positions, batch.slot_mapping)
+        attended = ops.paged_attention(
+            *(q, *kv.layers[0], batch.page_table, batch.seq_lens, batch.query_start_loc),
+            scale=config.head_dim**-0.5,
+            sliding_window=config.layer_windows[0],
+            fixed_split_size=self._keys_per_split,
+            arrivals=kv.arrivals,
+        ).view(-1, config.q_size)
+        if self.settings.norm_before_residual:
+            attended = self._linear(attended, self._o, few=True)
+            hidden = ops.add_normed(state, self._state_norm, attended, eps=self._eps)
+        else:
+            hidden = self._linear(attended, self._o, residual=state, few=True)
+        gated = ops.skinny_gated_linear(
+            hidden,
+            self._gate_up.weight,
+            weight_table=self._gate_up.table,
+            bias=self._gate_up.bias,
+            norm_weight=self._mlp_norm,
+            eps=self._eps,
+            activation=config.activation,
+            constant_weight=True,
+        )
+        hidden = self._linear(gated, self._down, residual=hidden, few=True)
+        if not self.settings.norm_output:
+            return hidden
+        return ops.add_normed(hidden, self._norm, self._zeros.expand_as(hidden), eps=self._eps)
+
+    def _projected(
+        self, state: Tensor, embedded: Tensor, rows: slice
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, not rotated: [num_rows, heads, head_dim] each.
+
+        Args:
+            state: [num_rows, hidden_size].
+            embedded: [num_rows, hidden_size], of the token after it.
+            rows: of all heads' features.
+        """
+        of_token, of_state = (matrix.rows(rows) for matrix in self._qkv)
+        features = self._linear(embedded, of_token, norm=self._token_norm)
+        features = self._linear(state, of_state, norm=self._state_norm, residual=features)
+        heads = features.view(len(features), -1, self.config.head_dim)
+        keys = self.config.num_kv_heads
+        q, k, v = heads.split_with_sizes((heads.shape[1] - 2 * keys, keys, keys), 1)
+        return q, k, v
+
+    def _append(
+        self,
+        q: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        kv: KVCache,
+        positions: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Norm and rotate heads, and put keys and values into the cache."""
+        q_norm, k_norm = self._head_norms
+        ops.append_kv(
+            *(q, k, v, *kv.layers[0], slot_mapping),
+            positions=positions,
+            cos_sin=self._tables(kv)[0],
+            q_norm_weight=None if q is None else q_norm,
+            k_norm_weight=k_norm,
+            eps=self._eps,
+        )
+
+    def _tables(self, kv: KVCache) -> Tensor:
+        return self._ropes.reaching(kv.num_pages * kv.page_size)
+
+    def _embedded(
+        self, token_ids: Tensor, previous: Tensor | None = None, sources: Tensor | None = None
+    ) -> Tensor:
+        table = self._embeddings
+        if table is None:
+            return self._network.embed(token_ids, previous=previous, sources=sources)
+        return ops.embed_tokens(token_ids, table, previous=previous, sources=sources)
+
+
+def _beside(states: Sequence[Tensor]) -> Tensor:
+    """States side by side, [num_rows, all their columns]; a program may have it recorded."""
+    rows, size = states[0].shape
+    every = torch.from_numpy(np.arange(rows))
+    if states[0].device.type != "cpu":
+        every = torch.arange(rows, device=states[0].device)
+    beside = states[0].new_empty(rows, len(states) * size)
+    for i, state in enumerate(states):
+        ops.embed_tokens(every, state, out=beside[:, i * size : (i + 1) * size])
+    return beside

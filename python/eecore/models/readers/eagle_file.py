@@ -1,0 +1,201 @@
+"""EAGLE-3 heads as people publish them: config.json and safetensors.
+
+Two layouts: the raw one, of SafeAILab, SpecForge and AngelSlim (``midlayer.*``), and that of
+``speculators`` (``layers.0.*``). What ``eagle_aux_hidden_state_layer_ids`` counts differs: in raw
+files layers from 0, after which the state is taken; in ``speculators`` how many layers have run.
+Nor is ``norm_output`` the same: in raw files the norm before the LM head, which there is unless it
+is false; in ``speculators`` that each step takes the normed state of the step before.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eecore.config import MOST_VOCAB, ModelConfig
+from eecore.models.eagle_head import EagleHead, EagleSettings
+from eecore.models.llama import LlamaModel
+from eecore.models.readers.checkpoint import Checkpoint
+from eecore.models.readers.config_fields import ConfigFields
+from eecore.models.readers.config_json import layers_config
+from eecore.tensor_files import shown_name
+from eecore.values import shown
+
+__all__ = ["load_eagle", "read_eagle_settings"]
+
+MAX_TAPS = 16
+RAW, LISTED = "midlayer.", "layers.0."
+"""How the names of the layer's tensors begin."""
+LLAMA_SIZES: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA_SIZES,
+    "qwen3": {
+        **LLAMA_SIZES,
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+    },
+}
+"""What a ``transformer_layer_config`` may leave out: the defaults of transformers' classes."""
+
+
+def read_eagle_settings(fields: ConfigFields, target: ModelConfig) -> EagleSettings:
+    """What a head's ``config.json`` says, checked against the model that it is to draft for.
+
+    Args:
+        fields: of the file.
+        target: the config of that model.
+
+    Raises:
+        ModelError: it is of no head for this model, or has what eecore does not.
+    """
+    own = fields.inner("transformer_layer_config")
+    inner = fields.inner("eagle_config") or ConfigFields({}, fields.where, fields.error)
+    if own is None:  # raw: the layer's sizes are the file's own fields
+        if not inner.flag("use_aux_hidden_state", True):
+            raise inner.unsupported("use_aux_hidden_state", "true, several states", False)
+        layer = ConfigFields({"model_type": "llama", **fields.values}, fields.where, fields.error)
+        ids, first = inner, 1
+    else:
+        sizes = SIZES.get(str(own.values.get("model_type")), {})
+        layer = ConfigFields({**sizes, **own.values}, own.where, own.error, own.prefix)
+        ids, first = fields, 0
+    config = layers_config(layer)
+    if config.num_layers != 1:
+        raise layer.unsupported("num_hidden_layers", "1, a head of one layer", config.num_layers)
+    target_size = fields.integer("target_hidden_size", 1, default=config.hidden_size)
+    for name, got in (("hidden_size", target_size), ("vocab_size", config.vocab_size)):
+        expected = getattr(target, name)
+        if got != expected:
+            name = "target_hidden_size" if name in fields and name != "vocab_size" else name
+            raise layer.wrong(name, f"{expected}, as the model has it", got)
+    normed = fields.flag("norm_output", own is None)
+    fc_norm = fields.flag("fc_norm", False)
+    return EagleSettings(
+        kind="EAGLE-3.1" if fc_norm else "EAGLE-3",
+        config=config,
+        taps=_taps(ids, first, target.num_layers),
+        target_size=target_size,
+        draft_vocab_size=fields.integer(
+            "draft_vocab_size", 2, MOST_VOCAB, 32000 if own is not None else config.vocab_size
+        ),
+        norm_before_residual=fields.flag("norm_before_residual", False),
+        norm_before_fc=fields.flag("norm_before_fc", False),
+        fc_norm=fc_norm,
+        norm_logits=normed or own is not None,
+        norm_output=normed and own is not None,
+        verifier=_verifier(fields),
+    )
+
+
+def _taps(ids: ConfigFields, first: int, num_layers: int) -> tuple[int, ...]:
+    """Layers after which the states are taken; ``first``: what layers are counted from, 1 less."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    given = ids.integers(name, 1 - first, num_layers - first, None, most=MAX_TAPS)
+    if not given:
+        taps = (2, num_layers // 2, num_layers - 3)
+        if min(taps) < 1:
+            raise ids.wrong(name, f"layers of the {num_layers} that the model has", None)
+        return taps
+    return tuple(layer + first for layer in given)
+
+
+def _verifier(fields: ConfigFields) -> str:
+    """The name of the model that a head was trained for, where the file has it."""
+    settings = fields.inner("speculators_config")
+    verifier = None if settings is None else settings.inner("verifier")
+    name: str = "" if verifier is None else verifier.text("name_or_path", "")
+    return name
+
+
+def load_eagle(directory: Path, fields: ConfigFields, network: LlamaModel) -> EagleHead:
+    """The head of a directory.
+
+    Args:
+        directory: of its files.
+        fields: of its ``config.json``.
+        network: the model that it is to draft for.
+
+    Raises:
+        ModelError: it is no head for this model, or not whole. Raised before the head's tensors
+            are read.
+    """
+    settings = read_eagle_settings(fields, network.config)
+    with Checkpoint(directory) as stored:
+        prefix = RAW if any(name.startswith(RAW) for name in stored.names) else LISTED
+        names = {name.replace(RAW, prefix): name for name in settings.shapes}
+        shapes = {theirs: settings.shapes[name] for theirs, name in names.items()}
+        own = "embed_tokens.weight"
+        size = settings.config.vocab_size, settings.config.hidden_size
+        if own in stored:
+            names[own], shapes[own] = own, size
+        elif settings.config.hidden_size != settings.target_size:
+            raise fields.wrong(
+                "hidden_size",
+                f"{settings.target_size}, as the model has it, of a head without {own}",
+                settings.config.hidden_size,
+            )
+        _check_tensors(stored, shapes, prefix, fields)
+        tokens = _tokens(stored, settings, fields)
+        tensors = {name: stored.tensor(theirs) for theirs, name in names.items()}
+    return EagleHead(network, directory, settings, tensors, tokens)
+
+
+def _check_tensors(
+    stored: Checkpoint, shapes: dict[str, tuple[int, ...]], prefix: str, fields: ConfigFields
+) -> None:
+    """Raise unless the tensors are there, in their shapes, and no others of the layer."""
+    for name, shape in shapes.items():
+        if name not in stored:
+            raise fields.error(f"{stored.place}: expected tensor {name}, got none")
+        got = stored.shape(name)
+        if got != shape:
+            raise fields.error(
+                f"{stored.path_of(name)}: {name}: expected {list(shape)}, as config.json and the "
+                f"model say, got {shown(list(got))}"
+            )
+        stored.dtype(name)
+    for name in sorted(stored.names):
+        if name.startswith((prefix, "layers.")) and name not in shapes:
+            raise fields.error(
+                f"{stored.path_of(name)}: expected no tensor {shown_name(name)}, of which "
+                "config.json says nothing, got one"
+            )
+
+
+def _tokens(stored: Checkpoint, settings: EagleSettings, fields: ConfigFields) -> Tensor:
+    """int64 [draft_vocab_size]: the model's token of each row of the head's LM head."""
+    size, vocab_size = settings.draft_vocab_size, settings.config.vocab_size
+    tokens = torch.arange(size)
+    if "d2t" not in stored:
+        if size != vocab_size:
+            raise fields.error(
+                f"{stored.place}: expected tensor d2t, the model's token of each of {size} drafts, "
+                "got none"
+            )
+        return tokens
+    if stored.shape("d2t") != (size,) or stored.stored_dtype("d2t") not in ("I64", "I32"):
+        raise fields.error(
+            f"{stored.path_of('d2t')}: d2t: expected whole numbers [draft_vocab_size={size}], got "
+            f"{stored.stored_dtype('d2t')} {list(stored.shape('d2t'))}"
+        )
+    tokens = tokens + stored.tensor("d2t").long()
+    wrong = (tokens < 0) | (tokens >= vocab_size)
+    if wrong.any():
+        at = int(wrong.nonzero()[0, 0])
+        raise fields.error(
+            f"{stored.path_of('d2t')}: d2t: expected tokens of 0..{vocab_size - 1}, got "
+            f"{int(tokens[at])} for draft {at}"
+        )
+    return tokens
