@@ -1,5 +1,6 @@
-"""Heads that draft a block: what they draft, the tokens of full depth in any company, and files that
-are not for a model."""
+"""Heads that draft a block: what they draft, the tokens of full depth in any company, and files
+that are not for a model.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ from eecore.models import BlockHead, KVCache
 from tiny_models import random_prompts, scale_layers, write_model
 from workloads import Request, serve, tokens_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*expected a head for"),
+]
 
 PROMPTS = [[7, 8, 9] * 5, *random_prompts(1, 23, 9, 31, seed=4), [3, 4, 5, 6, 3, 4]]
 NAMES = ["noisy", "following"]
@@ -44,11 +48,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_head(directory: Path, head: Path, **settings: Any) -> eecore.Model:
-    from eecore.models.readers.block_file import load_block_head  # XXX
-
-    model = load(directory, **{"kv_cache_tokens": 2048, "exits": False, **settings})
-    model.network.draft_head = load_block_head(head, model.network)
-    return model
+    return load(directory, **{"kv_cache_tokens": 2048, "draft_head": head, **settings})
 
 
 @pytest.fixture(scope="module")

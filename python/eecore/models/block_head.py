@@ -101,6 +101,7 @@ class BlockHead(KeyedHead):
     def __init__(self, settings: BlockSettings, weights: BlockWeights, path: Path) -> None:
         self.settings, self.path, self.kind = settings, path, settings.kind
         self.config, self.taps = settings.config, settings.taps
+        self.verifier = settings.verifier
         self.agreement = tuple(0.8 - 0.02 * k for k in range(settings.num_drafts))
         self.markov, self.confidence = weights.markov, weights.confidence
         self._layers = LlamaModel(settings.config, weights.layers)

@@ -81,7 +81,7 @@ class KeyedHead(ABC):
         """
 
     def reserve(self, num_rows: int) -> None:  # noqa: B027
-        """Have what :meth:`fill` needs of so many rows, before a program that calls it is recorded."""
+        """Have what :meth:`fill` needs of so many rows, before it is recorded."""
 
     def know(self, token_ids: Sequence[int]) -> None:  # noqa: B027
         """Do nothing: its tokens stay the same."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.config import ModelConfig
-from eecore.errors import CheckpointError, ModelNotFoundError
+from eecore.errors import CheckpointError
 from eecore.models.block_head import BlockHead, BlockSettings, BlockWeights, Markov
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.readers.checkpoint import Checkpoint
@@ -33,7 +33,7 @@ from eecore.models.weights import (
 )
 from eecore.readable import shown_path
 
-__all__ = ["BLOCK_KINDS", "is_block_head", "load_block_head", "read_block_settings"]
+__all__ = ["BLOCK_KINDS", "load_block_head", "read_block_settings"]
 
 MOST_BLOCK, MOST_RANK = 64, 1 << 14
 NESTED = "logit_head."
@@ -73,11 +73,6 @@ BLOCK_KINDS: Mapping[str, _Kind] = {
     "dspark": replace(_SPECULATORS, kind="DSpark", from_last=True, has_confidence=True),
 }
 """The heads that are read, by their architecture, or by speculators_model_type."""
-
-
-def is_block_head(fields: ConfigFields) -> bool:
-    """Whether a config.json is that of a head that drafts a block."""
-    return _name_of(fields) in BLOCK_KINDS
 
 
 def _name_of(fields: ConfigFields) -> str:
@@ -182,14 +177,18 @@ def _verifier(fields: ConfigFields) -> str:
     return "" if verifier is None else str(verifier.text("name_or_path", ""))
 
 
-def load_block_head(directory: Path, network: LlamaModel) -> BlockHead:
-    """The head of a directory with a config.json and safetensors files.
+def load_block_head(directory: Path, fields: ConfigFields, network: LlamaModel) -> BlockHead:
+    """The head of a directory.
+
+    Args:
+        directory: with safetensors files.
+        fields: of its config.json.
+        network: the model that it drafts for.
 
     Raises:
         ModelError: it is not whole, of another model, or has what is not supported; raised before
             memory is taken.
     """
-    fields = ConfigFields.read(directory / "config.json", CheckpointError, ModelNotFoundError)
     settings = read_block_settings(fields, network.config)
     with Checkpoint(directory) as files:
         reader = _Reader(files, settings, network)
