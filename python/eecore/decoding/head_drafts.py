@@ -120,7 +120,12 @@ class HeadKeys:
         self._sources = torch.arange(num_rows, dtype=torch.int32, device=model.device)
 
     def fill(
-        self, states: Ordered[Tensor], made: Tensor, positions: Tensor, slot_mapping: Tensor
+        self,
+        states: Ordered[Tensor],
+        made: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        starts: Tensor | None = None,
     ) -> Tensor:
         """Write them where all layers ran.
 
@@ -129,13 +134,15 @@ class HeadKeys:
             made: int64 [num_rows]: the token after each position; -1 for none.
             positions: int64 [num_rows].
             slot_mapping: int64 [num_rows]; -1 writes nothing.
+            starts: int64 [num_starts], rows at position 0, of prompts alone.
 
         Returns:
             [num_rows, hidden_size of the head]: what it drafts from at each position.
         """
         begun = self._head.begin(states)
         sources = self._sources[: len(made)]
-        self._head.fill(begun, made, sources, self._kv, positions, slot_mapping)
+        where = positions, slot_mapping
+        self._head.fill(begun, made, sources, self._kv, *where, starts)
         return begun
 
 

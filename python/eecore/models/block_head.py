@@ -165,6 +165,7 @@ class BlockHead(KeyedHead):
         kv: KVCache,
         positions: Tensor,
         slot_mapping: Tensor,
+        starts: Tensor | None = None,  # noqa: ARG002
     ) -> None:
         """Write its keys and values at positions that the model has computed."""
         layers, config = self._layers, self.config

@@ -201,6 +201,7 @@ class EagleHead(ChainHead):
         kv: KVCache,
         positions: Tensor,
         slot_mapping: Tensor,
+        starts: Tensor | None = None,  # noqa: ARG002
     ) -> None:
         embedded = self._embedded(made, made, sources)
         _, k, v = self._projected(begun, embedded, slice(self.config.q_size, None))

@@ -68,6 +68,7 @@ class KeyedHead(ABC):
         kv: KVCache,
         positions: Tensor,
         slot_mapping: Tensor,
+        starts: Tensor | None = None,
     ) -> None:
         """Write its keys and values at positions that the model has computed.
 
@@ -78,6 +79,7 @@ class KeyedHead(ABC):
             kv: of the head's own layers.
             positions: int64 [num_rows].
             slot_mapping: int64 [num_rows]; -1 writes nothing.
+            starts: int64 [num_starts], rows at position 0; None where there are none.
         """
 
     def reserve(self, num_rows: int) -> None:  # noqa: B027
@@ -92,8 +94,10 @@ class ChainHead(KeyedHead):
 
     @property
     @abstractmethod
-    def tokens(self) -> Tensor:
-        """int64 [draft_vocab_size]: the model's token of each row of its LM head."""
+    def tokens(self) -> Tensor | None:
+        """int64 [draft_vocab_size]: the model's token of each row of its LM head; None: row t is
+        token t.
+        """
 
     @property
     @abstractmethod
