@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from eecore import ops
+from eecore.decoding.block_drafts import BlockDrafting
 from eecore.decoding.control import Control
 from eecore.decoding.head_drafts import (
     HeadDrafting,
@@ -56,12 +57,14 @@ from eecore.decoding.step import Sizes, Step, sizes_for, tapped_layers
 from eecore.errors import NotFiniteError
 from eecore.models import (
     AttentionBatch,
+    BlockHead,
     DraftHead,
     KeyedHead,
     KVCache,
     LlamaModel,
     Network,
 )
+from eecore.planning.heads import max_ahead
 from eecore.planning.route import DraftPath
 from eecore.planning.row import Outcome, Row
 from eecore.scheduling.scheduler import Work
@@ -84,11 +87,16 @@ class DraftKind:
     """Some rows draw their drafts."""
     num_stops: int
     """Most tokens that end a row's text."""
-    drafts_ahead: bool
-    """A draft head drafts for the next round."""
+    most_ahead: int
+    """Maximum number of drafts that a draft head makes for the next round; 0 where none does."""
     taps: tuple[int, ...]
     """Layers after which a draft head takes the states of what is verified; () where none does."""
     sizes: Sizes
+
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether a draft head drafts for the next round."""
+        return self.most_ahead > 0
 
 
 def draft_kind(
@@ -113,7 +121,7 @@ def draft_kind(
         steps,
         not path.is_given and any(s.sampling.temperature > 0.0 for s in sequences),
         power_of_two(max(1, *(len(sequence.stop_ids) for sequence in sequences))),
-        drafts_ahead,
+        max_ahead(head) if drafts_ahead else 0,
         head.taps if takes and head is not None else (),
         sizes_for(rows, steps + 1, page_size=page_size, ahead=ahead),
     )
@@ -173,22 +181,27 @@ class DraftStep(Step):
         self._keys: HeadKeys | None = None
         if kind.taps and isinstance(model.draft_head, KeyedHead):
             self._keys = HeadKeys(model, kv, rows * width)
-        self._ahead: HeadDrafting | None = None
+        self._ahead: HeadDrafting | BlockDrafting | None = None
         if kind.drafts_ahead:
             assert isinstance(model, LlamaModel)
             assert kind.path.is_given  # or drafting would move the rows of open_page_table
             accepted = self._round._replace(num_drafted=results["num_accepted"])
-            self._ahead = HeadDrafting(self, model, given, results, self._ended, accepted, kv)
+            head = model.draft_head
+            if isinstance(head, BlockHead):
+                self._ahead = BlockDrafting(self, head, given, results, self._ended, kv)
+            else:
+                self._ahead = HeadDrafting(self, model, given, results, self._ended, accepted, kv)
 
     def _given_fields(self) -> dict[str, Field]:
         sizes = self.kind.sizes
         row, drafts = (sizes.num_rows,), (sizes.num_rows, self.kind.num_steps)
+        ahead = self.kind.most_ahead
         return {
             "start": (torch.int64, row),
             "tokens_left": (torch.int64, row),
             "max_drafts": (torch.int64, row),
             **({"num_given": (torch.int64, row)} if self.kind.path.is_given else {}),
-            **(head_drafting_fields(sizes.num_rows) if self.kind.drafts_ahead else {}),
+            **(head_drafting_fields(sizes.num_rows, ahead) if ahead else {}),
             "page_table": (torch.int32, (sizes.num_rows, sizes.num_pages)),
             "thresholds": (torch.float32, row),
             "stop_tokens": (torch.int64, (sizes.num_rows, self.kind.num_stops)),
@@ -198,7 +211,7 @@ class DraftStep(Step):
         }
 
     def _result_fields(self) -> dict[str, Field]:
-        rows, steps = self.kind.sizes.num_rows, self.kind.num_steps
+        rows, steps, ahead = self.kind.sizes.num_rows, self.kind.num_steps, self.kind.most_ahead
         return {
             "num_drafted": (torch.int64, (rows,)),
             "num_accepted": (torch.int64, (rows,)),
@@ -206,7 +219,7 @@ class DraftStep(Step):
             "tokens": (torch.int64, (rows, steps + 1)),  # the first, then the drafts
             "draft_confidences": (torch.float32, (rows, steps)),
             "query_start_loc": (torch.int32, (rows + 1,)),
-            **(head_results(rows) if self.kind.drafts_ahead else {}),
+            **(head_results(rows, ahead) if ahead else {}),
             # Of the full model, at every verified position.
             **head_fields(rows * (steps + 1), self.kind.sizes.heads),
         }
@@ -327,7 +340,11 @@ class DraftStep(Step):
             return row.ahead
         verified = len(row.given.tokens) if row.follows is None else row.work.max_drafts
         # The first draft's key is at the last position that is verified, at most.
-        slots = len(row.sequence.pages) * self._page_size - row.position - verified
+        sequence = row.sequence
+        last = min(row.position + verified, sequence.num_tokens + sequence.tokens_left - 2)
+        slots = len(sequence.pages) * self._page_size - last
+        if isinstance(self._ahead, BlockDrafting):
+            return self._ahead.num_drafts(slots - 1) if row.ahead else -1
         return min(row.ahead, slots)
 
     # The program

@@ -17,7 +17,15 @@ from eecore import ops
 from eecore.decoding.control import Control
 from eecore.decoding.memory import Cells, Field
 from eecore.decoding.step import Step
-from eecore.models import KeyedHead, KVCache, LlamaModel, Network, SeenKeys
+from eecore.models import (
+    ChainHead,
+    DraftHead,
+    KeyedHead,
+    KVCache,
+    LlamaModel,
+    Network,
+    SeenKeys,
+)
 from eecore.planning.proposal import MAX_AHEAD, Ahead
 from eecore.planning.row import Row
 
@@ -32,21 +40,21 @@ __all__ = [
 ]
 
 
-def head_drafting_fields(num_rows: int) -> dict[str, Field]:
-    """What the host says of a round's drafting."""
+def head_drafting_fields(num_rows: int, most: int) -> dict[str, Field]:
+    """What the host says of a round's drafting, of at most so many drafts of a row."""
     return {
         "ahead": (torch.int64, (num_rows,)),
         "num_ahead": (torch.int32, (1,)),
-        "ahead_thresholds": (torch.float32, (MAX_AHEAD, num_rows)),
+        "ahead_thresholds": (torch.float32, (most, num_rows)),
     }
 
 
-def head_results(num_rows: int) -> dict[str, Field]:
+def head_results(num_rows: int, most: int) -> dict[str, Field]:
     """What comes of it."""
     return {
-        "ahead_tokens": (torch.int64, (num_rows, MAX_AHEAD + 1)),
+        "ahead_tokens": (torch.int64, (num_rows, most + 1)),
         "num_ahead_drafted": (torch.int64, (num_rows,)),
-        "ahead_probabilities": (torch.float32, (num_rows, MAX_AHEAD)),
+        "ahead_probabilities": (torch.float32, (num_rows, most)),
     }
 
 
@@ -108,10 +116,16 @@ class HeadKeys:
         assert isinstance(model.draft_head, KeyedHead)
         assert kv.of_head is not None
         self._head, self._kv = model.draft_head, kv.of_head
+        self._head.reserve(num_rows)
         self._sources = torch.arange(num_rows, dtype=torch.int32, device=model.device)
 
     def fill(
-        self, states: Ordered[Tensor], made: Tensor, positions: Tensor, slot_mapping: Tensor
+        self,
+        states: Ordered[Tensor],
+        made: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        starts: Tensor | None = None,
     ) -> Tensor:
         """Write them where all layers ran.
 
@@ -120,13 +134,15 @@ class HeadKeys:
             made: int64 [num_rows]: the token after each position; -1 for none.
             positions: int64 [num_rows].
             slot_mapping: int64 [num_rows]; -1 writes nothing.
+            starts: int64 [num_starts], rows at position 0, of prompts alone.
 
         Returns:
             [num_rows, hidden_size of the head]: what it drafts from at each position.
         """
         begun = self._head.begin(states)
         sources = self._sources[: len(made)]
-        self._head.fill(begun, made, sources, self._kv, positions, slot_mapping)
+        where = positions, slot_mapping
+        self._head.fill(begun, made, sources, self._kv, *where, starts)
         return begun
 
 
@@ -154,15 +170,16 @@ class HeadDrafting:
         kv: KVCache,
     ) -> None:
         num_rows, zeros = step.sizes.num_rows, step.zeros
-        assert model.draft_head is not None
-        self._head = head = model.draft_head
+        head = model.draft_head
+        assert isinstance(head, (DraftHead, ChainHead))
+        self._head = head
         self._page_size = kv.page_size
         self.last_row = zeros(num_rows)
         """int64 [num_rows]: the row of the verification whose states it starts from."""
         sizes = [model.config.hidden_size] * len(head.taps)
         self._ended, self._accepted = ended, accepted
         self._last: ops.Verification | None = None
-        if isinstance(head, KeyedHead):
+        if isinstance(head, ChainHead):
             sizes = [head.config.hidden_size]
             # Its key of a token is at the position before, the last one that was verified.
             self._last = new_verification(step, accepted.tokens.shape[1])
@@ -200,7 +217,7 @@ class HeadDrafting:
         )
 
         self._seen: SeenKeys | None = None
-        if isinstance(head, KeyedHead) or head.attends:
+        if isinstance(head, ChainHead) or head.attends:
             self._seen = SeenKeys(kv, batch, model.no_keys(num_rows))
 
     def run(self, states: Ordered[Tensor], control: Control, num_rows: Tensor) -> None:

@@ -222,11 +222,13 @@ class Prefill:
                 tokens = [*tokens, -1 if record is None else record.token_id]
             following += tokens
         deep = self._deep
+        starts = np.flatnonzero(self._positions[deep] == 0)
         keys.fill(
             [self._tapped[tap] for tap in self._taps],
             self._tensor(np.array(following, dtype=np.int64)[deep]),
             self._tensor(self._positions[deep]),
             self._tensor(self._slots[deep]),
+            self._tensor(starts) if len(starts) else None,
         )
 
     def _fill(self, leaving: Int64Array, final: Tensor, end: int) -> None:

@@ -25,7 +25,7 @@ from eecore.guide import Guide
 from eecore.models import KVCache, Network, Tokenizer, allocate_cache, cache_dtype
 from eecore.output import Output, StepOutput
 from eecore.planning.guided import Guides
-from eecore.planning.proposal import MAX_AHEAD
+from eecore.planning.heads import max_ahead
 from eecore.planning.row import Outcome
 from eecore.scheduling.pages import PageAllocator
 from eecore.scheduling.prefix_cache import PrefixCache
@@ -378,7 +378,8 @@ class Engine:
         pages = PageAllocator(self.config.num_pages, self.config.page_size, cache)
         self._flight = None
         keyed = self.kv.of_head is not None
-        self.scheduler = Scheduler(self.config, pages, draft_keys=MAX_AHEAD if keyed else 0)
+        draft_keys = max_ahead(self.network.draft_head) + 1 if keyed else 0
+        self.scheduler = Scheduler(self.config, pages, draft_keys=draft_keys)
         self._commits = Commits(self.network.config.num_layers, self.scheduler, keyed=keyed)
 
     def _end_all(self, error: BaseException) -> None:

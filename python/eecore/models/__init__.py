@@ -1,8 +1,9 @@
 """Models: a Hugging Face directory in, a forward pass of single layers out."""
 
 from eecore.models.attention import AttentionBatch, CrossBatch
+from eecore.models.block_head import BlockHead
 from eecore.models.draft_head import DraftHead, SeenKeys
-from eecore.models.keyed_head import KeyedHead
+from eecore.models.keyed_head import ChainHead, KeyedHead
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.network import (
@@ -27,6 +28,8 @@ from eecore.models.text.tokenizer_files import ChatSettings
 
 __all__ = [
     "AttentionBatch",
+    "BlockHead",
+    "ChainHead",
     "ChatSettings",
     "ChatTemplate",
     "Checkpoint",

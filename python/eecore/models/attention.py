@@ -51,6 +51,8 @@ class AttentionBatch:
     """int32 [num_seqs + 1], from 0 to num_tokens."""
     cross: CrossBatch | None = None
     """What the rows of a decoder with an encoder attend to."""
+    causal: bool = True
+    """False: a row sees all keys of its sequence, those of later positions too."""
 
 
 class LayerFlags:

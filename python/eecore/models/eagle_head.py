@@ -19,7 +19,7 @@ from eecore import ops
 from eecore.config import ModelConfig
 from eecore.models.attention import keys_per_split
 from eecore.models.draft_head import HeadModel, SeenKeys, packed
-from eecore.models.keyed_head import KeyedHead
+from eecore.models.keyed_head import ChainHead
 from eecore.models.kv_cache import KVCache
 from eecore.models.linear import Linear
 from eecore.models.rope import RopeTables
@@ -97,7 +97,7 @@ class EagleSettings:
         return shapes
 
 
-class EagleHead(KeyedHead):
+class EagleHead(ChainHead):
     """A head beside the model that it drafts for.
 
     Its matrices are floats of the model's dtype; on a CPU blocks of 4 and 5 bits where the model's
@@ -201,6 +201,7 @@ class EagleHead(KeyedHead):
         kv: KVCache,
         positions: Tensor,
         slot_mapping: Tensor,
+        starts: Tensor | None = None,  # noqa: ARG002
     ) -> None:
         embedded = self._embedded(made, made, sources)
         _, k, v = self._projected(begun, embedded, slice(self.config.q_size, None))

@@ -20,7 +20,7 @@ from eecore.config import ModelConfig
 from eecore.models.draft_head import SeenKeys
 from eecore.models.kv_cache import KVCache
 
-__all__ = ["KeyedHead"]
+__all__ = ["ChainHead", "KeyedHead"]
 
 
 class KeyedHead(ABC):
@@ -47,16 +47,6 @@ class KeyedHead(ABC):
     vocabulary_sha256 = ""
     """No exit is measured with its tokens, for which it has no rows of the model's LM head."""
 
-    @property
-    @abstractmethod
-    def tokens(self) -> Tensor:
-        """int64 [draft_vocab_size]: the model's token of each row of its LM head."""
-
-    @property
-    @abstractmethod
-    def measure(self) -> ops.SoftmaxMeasure:
-        """The measure of a state of :meth:`step`: over :attr:`tokens`, by their places."""
-
     @abstractmethod
     def prepare(self, kv: KVCache) -> None:
         """Compute what programs need beside a cache; ``kv``: of its own layers."""
@@ -78,6 +68,7 @@ class KeyedHead(ABC):
         kv: KVCache,
         positions: Tensor,
         slot_mapping: Tensor,
+        starts: Tensor | None = None,
     ) -> None:
         """Write its keys and values at positions that the model has computed.
 
@@ -88,7 +79,30 @@ class KeyedHead(ABC):
             kv: of the head's own layers.
             positions: int64 [num_rows].
             slot_mapping: int64 [num_rows]; -1 writes nothing.
+            starts: int64 [num_starts], rows at position 0; None where there are none.
         """
+
+    def reserve(self, num_rows: int) -> None:  # noqa: B027
+        """Have what :meth:`fill` needs of so many rows, before it is recorded."""
+
+    def know(self, token_ids: Sequence[int]) -> None:  # noqa: B027
+        """Do nothing: its tokens stay the same."""
+
+
+class ChainHead(KeyedHead):
+    """A head that drafts token by token, each from the state of the one before."""
+
+    @property
+    @abstractmethod
+    def tokens(self) -> Tensor | None:
+        """int64 [draft_vocab_size]: the model's token of each row of its LM head; None: row t is
+        token t.
+        """
+
+    @property
+    @abstractmethod
+    def measure(self) -> ops.SoftmaxMeasure:
+        """The measure of a state of :meth:`step`: over :attr:`tokens`, by their places."""
 
     @abstractmethod
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -104,6 +118,3 @@ class KeyedHead(ABC):
             embedded: of the token after it.
             seen: where it attends, in ``kv.of_head``.
         """
-
-    def know(self, token_ids: Sequence[int]) -> None:  # noqa: B027
-        """Do nothing: its tokens stay the same."""

@@ -103,12 +103,27 @@ class LlamaWeights:
     """[num_layers, hidden_size], of what the MLP gives."""
 
     @classmethod
-    def empty(cls, config: ModelConfig, new: NewWeights) -> LlamaWeights:
-        """Uninitialised weights of the config's sizes."""
+    def empty(
+        cls,
+        config: ModelConfig,
+        new: NewWeights,
+        shared: tuple[Matrix, Matrix] | None = None,
+    ) -> LlamaWeights:
+        """Uninitialised weights of the config's sizes.
+
+        Args:
+            config: of the model.
+            new: makes them.
+            shared: embeddings and LM head that another model has; None: new ones.
+        """
         layers, hidden, inner = config.num_layers, config.hidden_size, config.intermediate_size
         qkv = (config.q_size, config.kv_size, config.kv_size)
         shape, tied = (config.vocab_size, hidden), config.tie_word_embeddings
-        embeddings = new.matrix("embed_tokens", *shape, is_head=tied)
+        if shared is None:
+            embeddings = new.matrix("embed_tokens", *shape, is_head=tied)
+            lm_head = embeddings if tied else new.matrix("lm_head", *shape, is_head=True)
+        else:
+            embeddings, lm_head = shared
 
         def norms(are_there: bool) -> Tensor | None:
             return new.tensor(layers, hidden) if are_there else None
@@ -116,7 +131,7 @@ class LlamaWeights:
         q_norm, k_norm = config.qk_norm_sizes
         return cls(
             embed_tokens=embeddings,
-            lm_head=embeddings if tied else new.matrix("lm_head", *shape, is_head=True),
+            lm_head=lm_head,
             final_norm=new.tensor(hidden),
             attention_norm=norms(config.pre_norm),
             mlp_norm=norms(config.pre_norm),
@@ -215,9 +230,12 @@ class LlamaModel(Decoder):
         self._windows = windows if windows.any() else None
         self._kv = weights.qkv.rows(slice(config.q_size, None))
 
-    def prepare(self, kv: KVCache) -> None:
-        """Compute what programs need beside a cache; without a program that is done by itself."""
-        self._tables(kv)
+    def prepare(self, kv: KVCache, num_more: int = 0) -> None:
+        """Compute what programs need beside a cache; without a program that is done by itself.
+
+        ``num_more``: positions after those that have a slot, for rows without one.
+        """
+        self._ropes.reaching(kv.num_pages * kv.page_size + num_more)
 
     def layers(
         self,
@@ -237,7 +255,7 @@ class LlamaModel(Decoder):
         the same bit for bit whatever runs beside it.
         """
         if not self.calls_single_ops:
-            cos_sin, layer_ropes = self._layer_tables(kv)
+            cos_sin, layer_ropes = self.tables(kv)
             return ops.decoder_layers(
                 hidden,
                 self._stacked,
@@ -263,6 +281,7 @@ class LlamaModel(Decoder):
                 fixed_split_size=self._keys_per_split,
                 key_scales=kv.key_scales,
                 value_scales=kv.value_scales,
+                causal=batch.causal,
             )
         for index in range(begin, end):
             if index not in skip_attention:
@@ -374,7 +393,7 @@ class LlamaModel(Decoder):
         Row t fills layers ``exit_layer[t]..num_layers-1`` (int32) at ``slot_mapping[t]``, each with
         the layer's own norm, projection and rotary embedding. (Early-exit framework §3.2.)
         """
-        cos_sin, layer_ropes = self._layer_tables(kv)
+        cos_sin, layer_ropes = self.tables(kv)
         ops.kv_fill(
             hidden,
             exit_layer,
@@ -396,8 +415,8 @@ class LlamaModel(Decoder):
         """The tables of all positions that a sequence in the cache can be at: each has its slot."""
         return self._ropes.reaching(kv.num_pages * kv.page_size)
 
-    def _layer_tables(self, kv: KVCache) -> tuple[Tensor, Tensor | None]:
-        """``cos_sin`` and ``layer_ropes`` of the ops that are about several layers."""
+    def tables(self, kv: KVCache) -> tuple[Tensor, Tensor | None]:
+        """The rotary embeddings: ``cos_sin`` and ``layer_ropes`` of ops about several layers."""
         tables, by_layer = self._tables(kv), self._ropes.by_layer
         return (tables[0] if by_layer is None else tables), by_layer
 
@@ -428,6 +447,7 @@ class LlamaModel(Decoder):
             batch.query_start_loc,
             scale=self.attention_scale,
             soft_cap=self._soft_cap,
+            causal=batch.causal,
             sliding_window=config.layer_windows[index],
             fixed_split_size=self._keys_per_split,
             arrivals=kv.arrivals,

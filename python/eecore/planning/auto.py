@@ -73,11 +73,19 @@ class Chooser:
         agreement: of each exit layer with the last one; None where it was not measured.
         head_agreement: of a draft head's first draft with the model, its second, ...; empty without
             a head.
+        max_ahead: drafts that the head makes for a round, at most.
+        at_once: whether it makes all of them in one step.
     """
 
     def __init__(
-        self, num_layers: int, agreement: Ordered[float] | None, head_agreement: Ordered[float] = ()
+        self,
+        num_layers: int,
+        agreement: Ordered[float] | None,
+        head_agreement: Ordered[float] = (),
+        max_ahead: int = MAX_AHEAD,
+        at_once: bool = False,
     ) -> None:
+        self._max_ahead, self._at_once = max_ahead, at_once
         self._num_layers, self._agreement = num_layers, agreement
         self.costs = Costs()
         self.exit_layers = best_exit_layers(agreement)
@@ -88,7 +96,7 @@ class Chooser:
         for share in head_agreement:
             chance *= share
             accepted += chance
-        self._usual_head = HeadRounds(accepted, accepted, 1.0 + accepted)
+        self._usual_head = HeadRounds(accepted, accepted, 1.0 if at_once else 1.0 + accepted)
         self._head_rounds: dict[int, HeadRounds] = {}
         self._steps: dict[int, float] = {}
         self._clock = 0
@@ -242,10 +250,10 @@ class Chooser:
         step = self._step(requests)
         taken = _between(self._verified(requests), verified) + step * max(steps, 1.0)
         # A draft is worth its row and step if it is accepted often enough.
-        worth = self._row_cost(requests) + step
-        thresholds = tuple(min(worth / GOES_ON ** (k + 1), 1.0) for k in range(MAX_AHEAD))
+        worth = self._row_cost(requests) + (0.0 if self._at_once else step)
+        thresholds = tuple(min(worth / GOES_ON ** (k + 1), 1.0) for k in range(self._max_ahead))
         ahead = 1 + sum(threshold < 1.0 for threshold in thresholds)
-        choice = Choice(asks=True, ahead=min(ahead, MAX_AHEAD), thresholds=thresholds)
+        choice = Choice(asks=True, ahead=min(ahead, self._max_ahead), thresholds=thresholds)
         return (requests + accepted) / taken, choice
 
     def _rounds_of(self, draft: DraftState, requests: int) -> HeadRounds:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from eecore.models import BlockHead, DraftHead, KeyedHead
 from eecore.planning.draft_state import DraftState
-from eecore.planning.proposal import NOTHING, Proposal
+from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["HeadDrafts"]
+__all__ = ["HeadDrafts", "max_ahead"]
 
 
 class HeadDrafts:
@@ -29,3 +30,10 @@ class HeadDrafts:
         ):
             return NOTHING
         return Proposal(ahead.tokens[:most], self.name, ahead.probabilities[:most])
+
+
+def max_ahead(head: DraftHead | KeyedHead | None) -> int:
+    """Maximum number of drafts that a head makes at the end of a round: of one that drafts a block
+    those of the block.
+    """
+    return head.num_drafts if isinstance(head, BlockHead) else MAX_AHEAD

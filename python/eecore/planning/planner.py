@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
 
-from eecore.models import DraftHead, KeyedHead, Network
+from eecore.models import BlockHead, DraftHead, KeyedHead, Network
 from eecore.planning.auto import FULL, Choice, Chooser
 from eecore.planning.draft_state import DraftState, draft_state
+from eecore.planning.heads import max_ahead
 from eecore.planning.past_outputs import PastOutputs
-from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
+from eecore.planning.proposal import NOTHING, Proposal
 from eecore.planning.route import GIVEN, DraftPath, Route
 from eecore.planning.row import Outcome, Row
 from eecore.planning.sources import given_by_policy, proposals
@@ -73,7 +74,9 @@ class Planner:
         if chooser is None:
             agreement = None if source is None else source.exit_agreement(self._num_layers)
             of_head = () if head is None else head.agreement
-            chooser = self._model.learnt[key] = Chooser(self._num_layers, agreement, of_head)
+            chooser = self._model.learnt[key] = Chooser(
+                self._num_layers, agreement, of_head, max_ahead(head), isinstance(head, BlockHead)
+            )
         return chooser
 
     def plan(self, works: Ordered[Work], *, others_wait: bool = False) -> list[Row]:
@@ -110,8 +113,9 @@ class Planner:
                 rows.append(Row(work, route))
             else:
                 given = given_by_policy(work, draft) if route.path.is_given else NOTHING
-                thresholds = (route.draft_threshold or 0.0,) * MAX_AHEAD
-                rows.append(Row(work, route, given, min(route.ahead, MAX_AHEAD), thresholds))
+                most = max_ahead(self._model.draft_head)
+                thresholds = (route.draft_threshold or 0.0,) * most
+                rows.append(Row(work, route, given, min(route.ahead, most), thresholds))
         if free:
             for i, row in zip(free, self._chosen([rows[i] for i in free]), strict=True):
                 rows[i] = row
@@ -262,7 +266,7 @@ class Planner:
         verified = sum([outcome.counters.drafted for outcome in outcomes])
         if seconds is not None and len(free) == len(rows):
             if path.is_given:
-                steps = max([_num_ahead(row, outcome) for row, outcome in free])
+                steps = max([self._num_steps(row, outcome) for row, outcome in free])
                 chooser.learn_given(len(rows), verified, steps, seconds)
             else:
                 steps = max([outcome.counters.drafted for outcome in outcomes])
@@ -280,8 +284,15 @@ class Planner:
                 before = len(row.work.sequence.output_ids)
                 chooser.learn_layer_drafts(path.num_layers, before, verified, accepted)
             if row.ahead and draft.ahead is not None and row.given.source != "text":
-                steps = _num_ahead(row, outcome)
+                steps = self._num_steps(row, outcome)
                 chooser.learn_head(draft, len(free), accepted, verified, steps)
+
+    def _num_steps(self, row: Row, outcome: Outcome) -> int:
+        """Steps of a draft head that a round took for one request: one where it drafts a block."""
+        ahead = outcome.ahead
+        if ahead is None or isinstance(self._model.draft_head, BlockHead):
+            return min(row.ahead, 1)
+        return row.ahead and len(ahead.tokens)
 
 
 def _rest(sequences: list[Sequence], is_resting: bool) -> None:
@@ -295,9 +306,3 @@ def _tell(head: DraftHead | KeyedHead, sequence: Sequence) -> None:
     draft, num_tokens = sequence.draft, sequence.num_tokens
     head.know(sequence.tokens(draft.num_known, num_tokens))
     draft.num_known = num_tokens
-
-
-def _num_ahead(row: Row, outcome: Outcome) -> int:
-    """Steps of a draft head that a round took for one request."""
-    ahead = outcome.ahead
-    return row.ahead and (1 if ahead is None else len(ahead.tokens))

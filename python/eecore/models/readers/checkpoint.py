@@ -53,10 +53,12 @@ TEXT_PARTS = {
 }
 """How the names of the text part of a model with several parts begin, and what the text model alone
 calls them."""
+DRAFTING = "model.mtp_layers."
+"""How the names of tensors begin that draft the tokens after the next one."""
 OTHER_PARTS = (
     *("vision_tower.", "multi_modal_projector."),
     *("model.vision_tower.", "model.multi_modal_projector."),
-    "model.mtp_layers.",  # which draft the tokens after the next one
+    DRAFTING,
 )
 """How the names of tensors begin that no text needs."""
 
@@ -123,9 +125,14 @@ class StoredTensors(ABC):
 
 
 class Checkpoint(StoredTensors):
-    """The tensors of a model directory by name; a context manager that holds the files open."""
+    """The tensors of a model directory by name; a context manager that holds the files open.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: the directory.
+        drafts: also those of layers that draft further tokens.
+    """
+
+    def __init__(self, directory: Path, *, drafts: bool = False) -> None:
         self.place = directory
         self._files = ExitStack()
         self._file_of: dict[str, TensorFile] = {}
@@ -134,7 +141,7 @@ class Checkpoint(StoredTensors):
         except BaseException:
             self._files.close()
             raise
-        self._stored_as = _names_of_text(list(self._file_of))
+        self._stored_as = _names_of_text(list(self._file_of), drafts)
         self.names = list(self._stored_as)
 
     def __enter__(self) -> Checkpoint:
@@ -232,11 +239,13 @@ class Checkpoint(StoredTensors):
         return self._files.enter_context(TensorFile(path, CheckpointError, ModelNotFoundError))
 
 
-def _names_of_text(names: list[str]) -> dict[str, str]:
-    """The tensors of a text model by their names, and what a checkpoint calls them."""
+def _names_of_text(names: list[str], drafts: bool) -> dict[str, str]:
+    """The tensors of a text model by their names, and what a checkpoint calls them; ``drafts``:
+    with those that draft further tokens.
+    """
     found = {}
     for name in names:
-        if name.startswith(OTHER_PARTS):
+        if name.startswith(OTHER_PARTS) and not (drafts and name.startswith(DRAFTING)):
             continue
         start = next((start for start in TEXT_PARTS if name.startswith(start)), "")
         found[f"{TEXT_PARTS.get(start, '')}{name.removeprefix(start)}"] = name

@@ -13,16 +13,23 @@ from eecore.models.draft_head import DraftHead
 from eecore.models.keyed_head import KeyedHead
 from eecore.models.llama import LlamaModel
 from eecore.models.network import Network
+from eecore.models.readers.block_file import BLOCK_KINDS, load_block_head
 from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.readers.eagle_file import load_eagle
 from eecore.models.readers.head_file import CONFIG_NAME, load_head
+from eecore.models.readers.mtp_file import MTP_ARCHITECTURES, load_mtp
 from eecore.readable import is_file, kind_of, shown_path
 from eecore.values import shown
 
 __all__ = ["load_draft_head", "read_head_kind"]
 
 Reader = Callable[[Path, ConfigFields, LlamaModel], KeyedHead]
-READERS: dict[str, Reader] = {"eagle3": load_eagle}
+READERS: dict[str, Reader] = {
+    "eagle3": load_eagle,
+    "dflash": load_block_head,
+    "dspark": load_block_head,
+    "mtp": load_mtp,
+}
 """What reads the heads of a kind, by its ``speculators_model_type``."""
 PUBLIC = "RedHatAI/*-speculator.eagle3, AngelSlim/*_eagle3, lmsys/SGLang-EAGLE3-*"
 """Repositories of heads in safetensors, for those who have a pickle."""
@@ -81,6 +88,10 @@ def _kind(fields: ConfigFields) -> str:
         kind = "eagle3"
     if kind is None and any(name.endswith("Eagle3") for name in names):
         kind = "eagle3"
+    if kind is None and names and names[0] in BLOCK_KINDS:
+        kind = BLOCK_KINDS[names[0]].kind.lower()
+    if kind is None and names and names[0] in MTP_ARCHITECTURES:
+        kind = "mtp"
     if kind in READERS:
         return str(kind)
     if kind is None:

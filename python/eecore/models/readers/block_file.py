@@ -1,0 +1,341 @@
+"""Heads that draft a block, in files: DFlash and DSpark as z-lab, SpecForge, DeepSpec and
+speculators write them.
+
+Told apart by their config.json. What a list of layers in it counts differs: z-lab, SpecForge and
+DeepSpec name the layer, from 0, after which a state is taken, speculators the number of layers
+before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eecore import ops
+from eecore.config import ModelConfig
+from eecore.errors import CheckpointError
+from eecore.models.block_head import BlockHead, BlockSettings, BlockWeights, Markov
+from eecore.models.llama import LlamaModel, LlamaWeights
+from eecore.models.readers.checkpoint import Checkpoint
+from eecore.models.readers.config_fields import ConfigFields
+from eecore.models.readers.config_json import model_config
+from eecore.models.weights import (
+    INT8_BLOCK_DEVICES,
+    CodedForms,
+    Coding,
+    Filling,
+    NewWeights,
+    WeightView,
+)
+from eecore.readable import shown_path
+
+__all__ = ["BLOCK_KINDS", "load_block_head", "read_block_settings"]
+
+MOST_BLOCK, MOST_RANK = 64, 1 << 14
+NESTED = "logit_head."
+"""What early files of SpecForge put before the names of a DSpark's own tensors."""
+SHARED = frozenset({"embed_tokens.weight", "lm_head.weight", "t2d", "d2t"})
+"""Tensors that are the model's, or not needed."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One way in which heads are written."""
+
+    kind: str
+    """``DFlash`` or ``DSpark``."""
+    inner: str = ""
+    """The object of config.json that has the head's own fields; empty: config.json itself."""
+    layers: str = ""
+    """The object that has the fields of the layers; empty: config.json itself."""
+    taps: str = "target_layer_ids"
+    """The field with the layers after which states are taken."""
+    after: int = 1
+    """What is added to them to get the number of layers before a state."""
+    from_last: bool = False
+    """Whether the place of the text's last token gives a draft where nothing says so."""
+    has_confidence: bool = False
+    """Whether it says how likely a draft is to be accepted where nothing says so."""
+
+
+_SPECULATORS = replace(
+    _Kind("DFlash", layers="transformer_layer_config"), taps="aux_hidden_state_layer_ids", after=0
+)
+BLOCK_KINDS: Mapping[str, _Kind] = {
+    "DFlashDraftModel": _Kind("DFlash", inner="dflash_config"),
+    "DSparkDraftModel": _Kind("DSpark", inner="dflash_config"),
+    "Qwen3DSparkModel": _Kind("DSpark", from_last=True),
+    "dflash": _SPECULATORS,
+    "dspark": replace(_SPECULATORS, kind="DSpark", from_last=True, has_confidence=True),
+}
+"""The heads that are read, by their architecture, or by speculators_model_type."""
+
+
+def _name_of(fields: ConfigFields) -> str:
+    name = fields.text("speculators_model_type", "")
+    return str(name or (fields.texts("architectures", ()) or ("",))[0])
+
+
+def read_block_settings(fields: ConfigFields, model: ModelConfig) -> BlockSettings:
+    """What a head's config.json says.
+
+    Args:
+        fields: of it.
+        model: the config of the model that it drafts for.
+
+    Raises:
+        ModelError: it is another model's, or has what is not supported.
+    """
+    kind = BLOCK_KINDS[_name_of(fields)]
+    own = (fields.inner(kind.inner) if kind.inner else None) or fields
+    given = fields.inner(kind.layers) if kind.layers else fields
+    if given is None:
+        raise fields.wrong(kind.layers, "the config of its layers", None)
+    config = _layers(given, model)
+    for name in ("hidden_size", "vocab_size"):
+        _check(given, name, getattr(config, name), getattr(model, name))
+    if "num_target_layers" in fields:
+        _check(fields, "num_target_layers", fields.integer("num_target_layers"), model.num_layers)
+    block_size = _either(fields, own, "block_size").integer("block_size", 2, MOST_BLOCK)
+    rank = own.integer("markov_rank", 0, MOST_RANK, 256 if kind.layers else 0)
+    rank = rank if kind.kind == "DSpark" else 0
+    if rank:
+        own.choice("markov_head_type", ("vanilla",), "vanilla")
+    alpha = own.number("confidence_head_alpha", 0.0, default=float(kind.has_confidence))
+    confident = kind.kind == "DSpark" and own.flag("enable_confidence_head", alpha > 0.0)
+    sees = bool(confident and own.flag("confidence_head_with_markov", kind.has_confidence))
+    if sees and not rank:
+        raise own.wrong("markov_rank", "a rank with confidence_head_with_markov", rank)
+    draft_vocab = fields.integer("draft_vocab_size", 2, model.vocab_size, model.vocab_size)
+    return BlockSettings(
+        kind="DSpark" if rank or confident else "DFlash",
+        config=replace(config, max_position=model.max_position + block_size),
+        taps=_taps(own if kind.taps in own else fields, kind, model, config.num_layers),
+        block_size=block_size,
+        mask_token=_either(fields, own, "mask_token_id").integer(
+            "mask_token_id", 0, model.vocab_size - 1
+        ),
+        from_last=own.flag("sample_from_anchor", kind.from_last),
+        draft_vocab_size=draft_vocab,
+        markov_rank=rank,
+        has_confidence=bool(confident),
+        confidence_sees_token=sees,
+        verifier=_verifier(fields),
+    )
+
+
+def _either(fields: ConfigFields, own: ConfigFields, name: str) -> ConfigFields:
+    """The object that has a field which may be in either."""
+    return fields if name in fields else own
+
+
+def _check(fields: ConfigFields, name: str, got: int, expected: int) -> None:
+    if got != expected:
+        raise fields.wrong(name, f"{expected}, as the model has it", got)
+
+
+def _layers(fields: ConfigFields, model: ModelConfig) -> ModelConfig:
+    """The config of its layers, Qwen3's."""
+    fields.choice("model_type", ("qwen3",), "qwen3")
+    values = {
+        "max_position_embeddings": model.max_position,
+        **fields.values,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "tie_word_embeddings": False,
+    }
+    named = ConfigFields(values, fields.where, fields.error, fields.prefix)
+    config = model_config(named, ConfigFields({}, fields.where, fields.error))
+    assert isinstance(config, ModelConfig)
+    if any(config.layer_windows):
+        raise fields.unsupported("layer_types", "full_attention", "sliding_attention")
+    return config
+
+
+def _taps(
+    fields: ConfigFields, kind: _Kind, model: ModelConfig, num_layers: int
+) -> tuple[int, ...]:
+    """Layers after which it takes the state; z-lab's usual ones where none are named."""
+    last, first = model.num_layers - kind.after, 1 - kind.after
+    named = fields.integers(kind.taps, first, last, None, most=model.num_layers)
+    if named is None and not kind.layers:
+        end = model.num_layers - 3
+        steps = [round(1 + k * (end - 1) / max(num_layers - 1, 1)) for k in range(num_layers)]
+        named = tuple(steps) if num_layers > 1 else (model.num_layers // 2,)
+    if not named or len(set(named)) != len(named):
+        raise fields.wrong(kind.taps, "numbers of layers, each once", list(named or ()))
+    return tuple(layer + kind.after for layer in named)
+
+
+def _verifier(fields: ConfigFields) -> str:
+    speculators = fields.inner("speculators_config")
+    verifier = None if speculators is None else speculators.inner("verifier")
+    return "" if verifier is None else str(verifier.text("name_or_path", ""))
+
+
+def load_block_head(directory: Path, fields: ConfigFields, network: LlamaModel) -> BlockHead:
+    """The head of a directory.
+
+    Args:
+        directory: with safetensors files.
+        fields: of its config.json.
+        network: the model that it drafts for.
+
+    Raises:
+        ModelError: it is not whole, of another model, or has what is not supported; raised before
+            memory is taken.
+    """
+    settings = read_block_settings(fields, network.config)
+    with Checkpoint(directory) as files:
+        reader = _Reader(files, settings, network)
+        return BlockHead(settings, reader.weights(), directory)
+
+
+class _Reader:
+    """The tensors of a head, checked, and what they fill.
+
+    Args:
+        files: of the head.
+        settings: what its config.json says.
+        network: the model.
+    """
+
+    def __init__(self, files: Checkpoint, settings: BlockSettings, network: LlamaModel) -> None:
+        self._files, self._settings, self._network = files, settings, network
+        self._is_cut = settings.draft_vocab_size != network.config.vocab_size
+        self._names = {name.removeprefix(NESTED): name for name in files.names}
+        self._check()
+
+    def _check(self) -> None:
+        """Raise unless the tensors are there, in their shapes, and no others."""
+        expected = self._shapes()
+        place = shown_path(self._files.place)
+        missing = [name for name in expected if name not in self._names]
+        if missing:
+            raise CheckpointError(
+                f"{place}: expected {len(expected)} tensors, got none of the name {missing[0]}"
+            )
+        for name, shape in expected.items():
+            stored = self._names[name]
+            got = self._files.shape(stored)
+            if got != shape:
+                raise CheckpointError(
+                    f"{self._files.path_of(stored)}: {name}: expected {list(shape)} as config.json "
+                    f"says, got {list(got)}"
+                )
+            if name != "d2t":
+                self._files.dtype(stored)
+        others = set(self._names) - set(expected) - SHARED
+        others = {name for name in others if not name.endswith(".inv_freq")}
+        if others:
+            raise CheckpointError(
+                f"{place}: expected the tensors of a {self._settings.kind}, got {min(others)}, too"
+            )
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors that are read."""
+        settings, config = self._settings, self._settings.config
+        hidden, rank = config.hidden_size, settings.markov_rank
+        shapes: dict[str, tuple[int, ...]] = {
+            "fc.weight": (hidden, len(settings.taps) * hidden),
+            "hidden_norm.weight": (hidden,),
+        }
+        views = self._layer_views(self._empty_layers(NewWeights("meta", torch.float32)))
+        shapes |= {name: tuple(view.weight.shape) for name, view in views.items()}
+        if self._is_cut:
+            shapes["lm_head.weight"] = (settings.draft_vocab_size, hidden)
+            shapes["d2t"] = (settings.draft_vocab_size,)
+        if rank:
+            shapes["markov_head.markov_w1.weight"] = (config.vocab_size, rank)
+            shapes["markov_head.markov_w2.weight"] = (settings.draft_vocab_size, rank)
+        if settings.has_confidence:
+            seen = hidden + rank * settings.confidence_sees_token
+            shapes["confidence_head.proj.weight"] = (1, seen)
+            shapes["confidence_head.proj.bias"] = (1,)
+        return shapes
+
+    def _empty_layers(self, new: NewWeights) -> LlamaWeights:
+        """Uninitialised weights of the layers, with the model's embeddings."""
+        settings, config, own = self._settings, self._settings.config, self._network.weights
+        lm_head = own.lm_head
+        if self._is_cut:
+            shape = settings.draft_vocab_size, config.hidden_size
+            lm_head = new.matrix("lm_head", *shape, is_head=True)
+        return LlamaWeights.empty(config, new, (own.embed_tokens, lm_head))
+
+    def _layer_views(self, weights: LlamaWeights) -> dict[str, WeightView]:
+        """What the tensors of the layers fill, by the names that they have in a head's files."""
+        views = weights.by_checkpoint_name(self._settings.config)
+        kept = {n: v for n, v in views.items() if n.startswith(("model.layers.", "model.norm."))}
+        return {name.removeprefix("model."): view for name, view in kept.items()}
+
+    def weights(self) -> BlockWeights:
+        """All of them, in memory."""
+        network, settings = self._network, self._settings
+        coding = coding_of(network)
+        forms = CodedForms(coding, int8_blocks=network.device.type in INT8_BLOCK_DEVICES)
+        new, filling = NewWeights(network.device, network.dtype, forms), Filling(coding)
+        layers = self._empty_layers(new)
+        for name, view in self._layer_views(layers).items():
+            filling.fill(view, self._tensor(name))
+        tokens: Tensor | None = None
+        if self._is_cut:
+            filling.fill(WeightView.of(layers.lm_head, "most"), self._tensor("lm_head.weight"))
+            tokens = self._tokens().to(network.device)
+        hidden = settings.config.hidden_size
+        taps = new.matrix("fc", len(settings.taps), hidden, hidden)
+        stored = self._tensor("fc.weight").view(hidden, -1, hidden).transpose(0, 1).contiguous()
+        for matrix, part in zip(taps.unbind(), stored, strict=True):
+            filling.fill(WeightView.of(matrix), part)
+        norm = new.tensor(hidden)
+        norm.copy_(self._tensor("hidden_norm.weight"))
+        markov: Markov | None = None
+        if settings.markov_rank:
+            shape = settings.draft_vocab_size, settings.markov_rank
+            after = new.matrix("markov", *shape)
+            filling.fill(WeightView.of(after), self._tensor("markov_head.markov_w2.weight"))
+            before = new.tensor(settings.config.vocab_size, settings.markov_rank)
+            before.copy_(self._tensor("markov_head.markov_w1.weight"))
+            markov = Markov(before, after)
+        return BlockWeights(layers, taps, norm, markov, self._confidence(), tokens)
+
+    def _tensor(self, name: str) -> Tensor:
+        return self._files.tensor(self._names[name])
+
+    def _tokens(self) -> Tensor:
+        """int64 [draft_vocab_size]: the model's token of each row of the LM head."""
+        path = self._files.path_of(self._names["d2t"])
+        stored = self._tensor("d2t")
+        if stored.is_floating_point() or stored.dtype == torch.bool:
+            raise CheckpointError(f"{path}: d2t: expected whole numbers, got {stored.dtype}")
+        tokens = stored.long() + torch.arange(len(stored))
+        last = self._network.config.vocab_size - 1
+        if int(tokens.min()) < 0 or int(tokens.max()) > last:
+            wrong = int(tokens.min()) if int(tokens.min()) < 0 else int(tokens.max())
+            raise CheckpointError(f"{path}: d2t: expected tokens of 0..{last}, got {wrong}")
+        return tokens
+
+    def _confidence(self) -> ops.MlpMeasure | None:
+        """The chance that a draft is accepted: the sigmoid of one linear layer, which is the second
+        of two classes whose first has a score of 0."""
+        if not self._settings.has_confidence:
+            return None
+        weight = self._tensor("confidence_head.proj.weight").float()
+        bias = self._tensor("confidence_head.proj.bias").float()
+        device = self._network.device
+        return ops.MlpMeasure(
+            torch.cat((torch.zeros_like(weight), weight)).to(device),
+            torch.cat((torch.zeros_like(bias), bias)).to(device),
+        )
+
+
+def coding_of(network: LlamaModel) -> Coding | None:
+    """What a head's matrices are quantised to, by those of its model; None: they are floats."""
+    if not network.weights.qkv.is_quantised:
+        return None
+    source = network.source
+    return "int8" if source is not None and source.weights == "int8" else "int4"

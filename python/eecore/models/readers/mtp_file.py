@@ -1,0 +1,103 @@
+"""The layer that drafts further tokens (MTP) inside a MiMo's checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from eecore.errors import CheckpointError
+from eecore.models.llama import LlamaModel, LlamaWeights
+from eecore.models.mtp_head import MtpHead, MtpSettings, MtpWeights
+from eecore.models.readers.block_file import coding_of
+from eecore.models.readers.checkpoint import Checkpoint
+from eecore.models.readers.config_fields import ConfigFields
+from eecore.models.weights import INT8_BLOCK_DEVICES, CodedForms, Filling, NewWeights, WeightView
+from eecore.readable import shown_path
+from eecore.values import shown
+
+__all__ = ["MTP_ARCHITECTURES", "load_mtp", "read_mtp_settings"]
+
+MTP_ARCHITECTURES = ("MiMoForCausalLM",)
+LAYER = "model.mtp_layers.0."
+"""How the names of its tensors begin."""
+
+
+def read_mtp_settings(fields: ConfigFields, network: LlamaModel) -> MtpSettings:
+    """What a model's config.json says of the layer.
+
+    Args:
+        fields: of it.
+        network: the model that the layer is to draft for.
+
+    Raises:
+        ModelError: there is none, or it is another model's.
+    """
+    model = network.config
+    if not fields.integer("num_nextn_predict_layers", 0, default=0):
+        raise fields.wrong("num_nextn_predict_layers", "a layer that drafts further tokens", 0)
+    sizes = {"num_hidden_layers": model.num_layers, "hidden_size": model.hidden_size}
+    for name, expected in {**sizes, "vocab_size": model.vocab_size}.items():
+        got = fields.integer(name)
+        if got != expected:
+            raise fields.wrong(name, f"{expected}, as the model has it", got)
+    return MtpSettings(model.first_layers(1), model.num_layers)
+
+
+def load_mtp(directory: Path, fields: ConfigFields, network: LlamaModel) -> MtpHead:
+    """The layer in a checkpoint's directory.
+
+    Args:
+        directory: with safetensors files.
+        fields: of its config.json.
+        network: the model.
+
+    Raises:
+        ModelError: it is not whole, or of another model; raised before memory is taken.
+    """
+    settings = read_mtp_settings(fields, network)
+    config, hidden = settings.config, settings.config.hidden_size
+    shared = network.weights.embed_tokens, network.weights.lm_head
+
+    def views_of(layer: LlamaWeights) -> dict[str, WeightView]:
+        """What its tensors fill, by their names."""
+        start = "model.layers.0."
+        every = layer.by_checkpoint_name(config).items()
+        views = {LAYER + name.removeprefix(start): v for name, v in every if name.startswith(start)}
+        return {**views, f"{LAYER}final_layernorm.weight": WeightView(layer.final_norm)}
+
+    with Checkpoint(directory, drafts=True) as files:
+        meta = LlamaWeights.empty(config, NewWeights("meta", torch.float32), shared)
+        shapes = {name: tuple(view.weight.shape) for name, view in views_of(meta).items()}
+        projection = f"{LAYER}input_proj.weight"
+        norms = [f"{LAYER}{name}_layernorm.weight" for name in ("hidden", "token")]
+        shapes |= dict.fromkeys(norms, (hidden,)) | {projection: (hidden, 2 * hidden)}
+        _check(files, shapes)
+        coding = coding_of(network)
+        forms = CodedForms(coding, int8_blocks=network.device.type in INT8_BLOCK_DEVICES)
+        new, filling = NewWeights(network.device, network.dtype, forms), Filling(coding)
+        layer = LlamaWeights.empty(config, new, shared)
+        for name, view in views_of(layer).items():
+            filling.fill(view, files.tensor(name))
+        state_norm, token_norm = (new.tensor(hidden).copy_(files.tensor(name)) for name in norms)
+        # The state comes first.
+        of_state, of_token = (new.matrix("projection", hidden, hidden) for _ in range(2))
+        stored = files.tensor(projection)
+        filling.fill(WeightView.of(of_state), stored[:, :hidden].contiguous())
+        filling.fill(WeightView.of(of_token), stored[:, hidden:].contiguous())
+    weights = MtpWeights(layer, state_norm, token_norm, of_state, of_token)
+    return MtpHead(network, settings, weights, directory)
+
+
+def _check(files: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raise unless the tensors are there, in their shapes."""
+    for name, shape in shapes.items():
+        if name not in files:
+            raise CheckpointError(f"{shown_path(files.place)}: expected tensor {name}, got none")
+        got = files.shape(name)
+        if got != shape:
+            raise CheckpointError(
+                f"{files.path_of(name)}: {name}: expected {list(shape)} as config.json says, got "
+                f"{shown(list(got))}"
+            )
+        files.dtype(name)

@@ -1,0 +1,240 @@
+"""Small random heads that draft a block, in each layout that is read, and what they draft in plain
+PyTorch.
+
+The formulas are those of DFlash's and DSpark's own code (z-lab/dflash, deepseek-ai/DeepSpec,
+vllm-project/speculators), written down once more; they have been compared with the packages
+``speculators`` 0.9 and ``dflash`` 0.1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 320,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5000.0,
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
+TAPS, BLOCK, MASK, RANK, CUT = (1, 3), 6, 319, 16, 100
+LAYOUTS = ("z-lab", "SpecForge DSpark", "DeepSpec", "speculators dflash", "speculators dspark")
+
+
+def config_of(layout: str) -> dict[str, Any]:
+    """The config.json of a head with states after 1 and 3 of 4 layers."""
+    own = {"target_layer_ids": [tap - 1 for tap in TAPS], "mask_token_id": MASK}
+    markov = {
+        "markov_rank": RANK,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    top = {"block_size": BLOCK, "num_target_layers": 4}
+    if layout == "z-lab":
+        return {**SIZES, **top, "architectures": ["DFlashDraftModel"], "dflash_config": own}
+    if layout == "SpecForge DSpark":
+        inner = {**own, **markov, "confidence_head_with_markov": False, "projector_type": "dspark"}
+        return {**SIZES, **top, "architectures": ["DSparkDraftModel"], "dflash_config": inner}
+    if layout == "DeepSpec":
+        return {**SIZES, **top, **own, **markov, "architectures": ["Qwen3DSparkModel"]}
+    kind = layout.split()[1]
+    verifier = {"name_or_path": "someone/model", "architectures": ["LlamaForCausalLM"]}
+    return {
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "architectures": ["DFlashSpeculator" if kind == "dflash" else "DSparkSpeculator"],
+        "transformer_layer_config": SIZES,
+        "speculators_config": {"algorithm": kind, "verifier": verifier},
+        "aux_hidden_state_layer_ids": list(TAPS),
+        "mask_token_id": MASK,
+        "block_size": BLOCK,
+        "draft_vocab_size": CUT,
+        **(markov if kind == "dspark" else {}),
+    }
+
+
+def tensors_of(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """Random tensors of a head, float32."""
+    generator = torch.Generator().manual_seed(seed)
+    own = {**config, **config.get("dflash_config", {})}
+    sizes = config.get("transformer_layer_config", config)
+    hidden, inner, width = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
+    vocab = sizes["vocab_size"]
+    draft_vocab, rank = config.get("draft_vocab_size", vocab), own.get("markov_rank", 0)
+    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    made: dict[str, Tensor] = {}
+
+    def matrix(name: str, rows: int, columns: int, gain: float = 1.0) -> None:
+        weight = torch.randn(rows, columns, generator=generator)
+        made[name] = weight * (gain / math.sqrt(columns))
+
+    def norm(name: str, size: int) -> None:
+        made[name] = 1 + 0.2 * torch.randn(size, generator=generator)
+
+    matrix("fc.weight", hidden, len(TAPS) * hidden)
+    norm("hidden_norm.weight", hidden)
+    norm("norm.weight", hidden)
+    for layer in range(sizes["num_hidden_layers"]):
+        place = f"layers.{layer}"
+        norm(f"{place}.input_layernorm.weight", hidden)
+        norm(f"{place}.post_attention_layernorm.weight", hidden)
+        for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            matrix(f"{place}.self_attn.{name}_proj.weight", count * width, hidden, 1.5)
+        matrix(f"{place}.self_attn.o_proj.weight", hidden, heads * width)
+        norm(f"{place}.self_attn.q_norm.weight", width)
+        norm(f"{place}.self_attn.k_norm.weight", width)
+        matrix(f"{place}.mlp.gate_proj.weight", inner, hidden)
+        matrix(f"{place}.mlp.up_proj.weight", inner, hidden)
+        matrix(f"{place}.mlp.down_proj.weight", hidden, inner)
+    if draft_vocab != vocab:
+        matrix("lm_head.weight", draft_vocab, hidden, 3.0)
+        chosen = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+        made["d2t"] = chosen - torch.arange(draft_vocab)
+        made["t2d"] = torch.isin(torch.arange(vocab), chosen)
+    if rank:
+        matrix("markov_head.markov_w1.weight", vocab, rank, 4.0)
+        matrix("markov_head.markov_w2.weight", draft_vocab, rank, 2.0)
+    if own.get("enable_confidence_head"):
+        sees = own["confidence_head_with_markov"]
+        matrix("confidence_head.proj.weight", 1, hidden + rank * sees)
+        made["confidence_head.proj.bias"] = torch.randn(1, generator=generator)
+    return made
+
+
+def write_block_head(
+    directory: Path, layout: str = "z-lab", seed: int = 0, **overrides: Any
+) -> Path:
+    """Write a random head into a directory, which is returned."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {**config_of(layout), **overrides}
+    tensors = tensors_of(config, seed)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@dataclass
+class Drafted:
+    """What a head drafts after a text."""
+
+    logits: Tensor
+    """[num_drafts, draft_vocab_size]"""
+    tokens: list[int]
+    """The model's."""
+    scores: list[float]
+    """The probability of each, or how likely it is to be accepted where the head says so."""
+
+
+class BlockOracle:
+    """A head in plain PyTorch.
+
+    Args:
+        config: of config.json.
+        tensors: of the head.
+        embed_tokens: [vocab_size, hidden_size], the model's.
+        lm_head: [vocab_size, hidden_size], the model's.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        tensors: dict[str, Tensor],
+        embed_tokens: Tensor,
+        lm_head: Tensor,
+    ) -> None:
+        self.own = {**config, **config.get("dflash_config", {})}
+        self.sizes = config.get("transformer_layer_config", config)
+        self.tensors, self.embed_tokens = tensors, embed_tokens
+        self.lm_head = tensors.get("lm_head.weight", lm_head)
+        usual = config["architectures"][0] in ("Qwen3DSparkModel", "DSparkSpeculator")
+        self.from_last = self.own.get("sample_from_anchor", usual)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        weight = self.tensors[name]
+        return functional.rms_norm(x, weight.shape, weight, self.sizes["rms_norm_eps"])
+
+    def rotated(self, x: Tensor, first: int) -> Tensor:
+        """[num_tokens, num_heads, head_dim] at positions from ``first`` on."""
+        half = self.sizes["head_dim"] // 2
+        exponents = torch.arange(half, dtype=torch.float32) / half
+        positions = first + torch.arange(len(x), dtype=torch.float32)
+        angles = positions[:, None] / self.sizes["rope_theta"] ** exponents
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    def block(self, states: list[Tensor], token: int) -> Tensor:
+        """[block_size, hidden_size], normed: what stands behind the layers for a text.
+
+        Args:
+            states: of each tap, [num_tokens - 1, hidden_size] at all positions but the last.
+            token: the text's last token.
+        """
+        width, block_size = self.sizes["head_dim"], self.own["block_size"]
+        context = torch.cat(states, 1) @ self.tensors["fc.weight"].T
+        context = self.norm(context, "hidden_norm.weight")
+        ids = [token] + [self.own["mask_token_id"]] * (block_size - 1)
+        hidden = self.embed_tokens[torch.tensor(ids)]
+        for layer in range(self.sizes["num_hidden_layers"]):
+            place = f"layers.{layer}"
+            weights = {
+                name: self.tensors[f"{place}.self_attn.{name}_proj.weight"] for name in "qkvo"
+            }
+            x = self.norm(hidden, f"{place}.input_layernorm.weight")
+            seen = torch.cat((context, x))
+            q = (x @ weights["q"].T).unflatten(1, (-1, width))
+            k = (seen @ weights["k"].T).unflatten(1, (-1, width))
+            v = (seen @ weights["v"].T).unflatten(1, (-1, width))
+            q = self.rotated(self.norm(q, f"{place}.self_attn.q_norm.weight"), len(context))
+            k = self.rotated(self.norm(k, f"{place}.self_attn.k_norm.weight"), 0)
+            group = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+            scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(width)
+            found = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+            hidden = hidden + found @ weights["o"].T
+            x = self.norm(hidden, f"{place}.post_attention_layernorm.weight")
+            mlp = {n: self.tensors[f"{place}.mlp.{n}_proj.weight"] for n in ("gate", "up", "down")}
+            hidden = (
+                hidden + (functional.silu(x @ mlp["gate"].T) * (x @ mlp["up"].T)) @ mlp["down"].T
+            )
+        return self.norm(hidden, "norm.weight")
+
+    def drafts(self, states: list[Tensor], token: int) -> Drafted:
+        """What it drafts; arguments as for :meth:`block`."""
+        hidden = self.block(states, token)[0 if self.from_last else 1 :]
+        logits = hidden @ self.lm_head.T
+        before, tokens, scores = token, list[int](), list[float]()
+        d2t = self.tensors.get("d2t")
+        for k, state in enumerate(hidden):
+            row = torch.empty(0)
+            if self.own.get("markov_rank"):
+                row = self.tensors["markov_head.markov_w1.weight"][before]
+                logits[k] += self.tensors["markov_head.markov_w2.weight"] @ row
+            best = int(logits[k].argmax())
+            score = logits[k].softmax(0)[best]
+            if self.own.get("enable_confidence_head"):
+                weight = self.tensors["confidence_head.proj.weight"][0]
+                seen = torch.cat((state, row))[: len(weight)]
+                score = (weight @ seen + self.tensors["confidence_head.proj.bias"][0]).sigmoid()
+            before = best if d2t is None else best + int(d2t[best])
+            tokens.append(before)
+            scores.append(float(score))
+        return Drafted(logits, tokens, scores)
