@@ -18,7 +18,6 @@ NOT_YET: tuple[str, ...] = (
     "eecore",
     "engine",
     "integrations",
-    "lab",
     "models",
     "ops",
     "planning",
