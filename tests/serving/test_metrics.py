@@ -73,12 +73,12 @@ def test_acceptance_by_policy(intent: eecore.Model, counts: Metrics) -> None:
 def test_labels_of_policies_are_bounded(intent: eecore.Model, counts: Metrics) -> None:
     """Those that the server was set up with have theirs however many others come."""
     (output,) = eecore.generate(intent, PROMPT, max_tokens=2)
-    for number in range(3 * metrics.MOST_POLICIES):
+    for number in range(3 * metrics.MAX_POLICIES):
         counts.ended("stop", output, eecore.ConfidentExit(number / 1000))
     counts.ended("stop", output, eecore.SelfSpeculative(3, 6))
     found = counted(counts, "eecore_tokens_by_exit_layer")
     labels = {re.search('policy="(.*)"', each)[1] for each in found}  # type: ignore[index]
-    assert len(labels) == metrics.MOST_POLICIES + 2
+    assert len(labels) == metrics.MAX_POLICIES + 2
     assert {"other", "confident:0", "confident:0.001", "speculative:3,6"} <= labels
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from eecore.serving.replicas import (
     BLOCK,
-    MOST_BLOCKS,
+    MAX_BLOCKS,
     SLACK,
     Load,
     Routes,
@@ -72,12 +72,12 @@ def test_what_is_no_request_begins_with_nothing() -> None:
 def test_however_deep_it_is(depth: int) -> None:
     """Where one of those who read it gives up is no business of a router."""
     body = b'{"prompt": ' + b"[" * depth + b"]" * depth + b"}"
-    assert len(beginning_of(body)) <= MOST_BLOCKS
+    assert len(beginning_of(body)) <= MAX_BLOCKS
     assert beginning_of(b"[" * depth) == []
 
 
 def test_a_long_text_is_known_by_its_first_blocks() -> None:
-    assert len(beginning_of(completion("x" * 10**6))) == MOST_BLOCKS
+    assert len(beginning_of(completion("x" * 10**6))) == MAX_BLOCKS
 
 
 def test_a_request_goes_where_its_beginning_was() -> None:
@@ -118,7 +118,7 @@ def test_a_replica_that_has_gone_is_forgotten() -> None:
 
 
 def test_what_was_not_asked_for_for_long_is_forgotten() -> None:
-    routes = Routes(most_known=4)
+    routes = Routes(max_known=4)
     old, other = beginning_of(completion(SYSTEM))[:3], beginning_of(completion("z" * 500))[:3]
     routes.add(old, "a")
     routes.add(other, "b")

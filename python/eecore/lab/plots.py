@@ -1,4 +1,4 @@
-"""Pictures of runs and evaluations; they need matplotlib, which comes with the extra ``lab``."""
+"""Plots of runs and evaluations with matplotlib, which the extra ``lab`` installs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Columns = Mapping[str, Sequence[float | None]]
 COLOURS = ("#253b45", "#5c7c8a", "#9db4c0", "#c8d5db")
 IDEAL = "#a84510"
 SMOOTHED_POINTS = 200
-"""The most points of a curve."""
+"""Points of a curve, at most."""
 
 
 def figure(size: tuple[float, float]) -> Figure:
     """An empty figure, width and height in inches.
 
     Raises:
-        RequestError: matplotlib is not there.
+        RequestError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -39,7 +39,7 @@ def figure(size: tuple[float, float]) -> Figure:
 
 
 def save(drawn: Figure, path: str | Path) -> None:
-    """Write a figure in the format that the file's name says; the same figure, the same SVG."""
+    """Write a figure in the format of the file's suffix; the same figure gives the same SVG."""
     from matplotlib import rc_context
 
     metadata = {"Date": None} if Path(path).suffix == ".svg" else None
@@ -55,14 +55,14 @@ def bar_chart(
     *,
     label: str,
 ) -> None:
-    """Groups of bars side by side, each with a line where it would ideally end.
+    """Groups of bars side by side, each bar with a line at its ideal height.
 
     Args:
         path: the file to write.
         groups: names below the groups.
-        bars: heights by the name of a colour, one a group; None for no bar.
-        ideals: the same of the lines.
-        label: of the vertical axis.
+        bars: heights by the name of a series, one a group; None for no bar.
+        ideals: heights of the lines, likewise.
+        label: the vertical axis's.
     """
     drawn = figure((2.5 + 0.35 * len(groups) * len(bars), 3.6))
     axes: Any = drawn.subplots()
@@ -95,14 +95,14 @@ def heat_map(
     columns: str,
     label: str,
 ) -> None:
-    """Values by row and column as colours and numbers; what there is no value of is left white.
+    """Values by row and column as colours and numbers; missing values stay white.
 
     Args:
         path: the file to write.
         values: by row and column.
-        rows: what the rows are.
-        columns: what the columns are.
-        label: what the values are.
+        rows: the name of the row axis.
+        columns: the name of the column axis.
+        label: the name of the values.
     """
     down, across = (sorted({pair[axis] for pair in values}) for axis in (0, 1))
     drawn = figure((1.5 + 0.8 * len(across), 1.5 + 0.5 * len(down)))
@@ -125,12 +125,13 @@ def heat_map(
 
 
 def plot_run(path: Path, steps: Columns, evaluations: Columns) -> None:
-    """Draw the logs of a model's run: the loss in training, and the exits at the last evaluation.
+    """Draw the logs of a model's run: training loss by step, and the exits at the last
+    evaluation.
 
     Args:
         path: the file to write.
-        steps: a row a step, by column.
-        evaluations: a row an evaluation, by column.
+        steps: the log of steps, by column.
+        evaluations: the log of evaluations, by column.
     """
     drawn = figure((11, 4))
     left, right = drawn.subplots(1, 2)
@@ -162,7 +163,7 @@ def plot_head(
     by_position: Sequence[float],
     greedy_by_position: Sequence[float],
 ) -> None:
-    """Draw what more text brings to a draft head, and how often each of its drafts is right."""
+    """Draw a draft head's agreement by tokens learnt from, and by position of the draft."""
     drawn = figure((9, 3.5))
     left, right = drawn.subplots(1, 2)
     left.plot(*zip(*by_tokens, strict=True), marker="o")

@@ -1,18 +1,18 @@
-"""An OpenAI-compatible server in which every request says how deep it may go.
+"""An OpenAI-compatible server in which every request chooses its exit policy.
 
-A request goes through ``app.py`` (the endpoints), ``admission.py`` (who is let in), ``bodies.py``,
-``protocol.py`` (the fields), ``asking.py`` (requests of the engine, made in a thread),
-``answering.py`` (which runs them), ``tool_calls.py`` (calls in the answers) and ``shapes.py``
-(OpenAI's words for what came). ``responses.py`` makes a chat of a request to /v1/responses,
-``response_shape.py`` items and events of what came of it. ``depth.py`` knows the exit policies that
-may be asked for, ``served.py`` the model, ``metrics.py`` counts, ``tracing.py`` makes spans,
-``server.py`` is the process. ``ray.py`` runs several on Ray Serve, ``replicas.py`` says which of
-them a request goes to.
-Needs ``pip install 'eecore[serve]'``; to import the package alone does not.
+A request goes through ``app.py`` (the endpoints), ``admission.py`` (the limit of sequences),
+``bodies.py`` (bytes), ``protocol.py`` (fields), ``asking.py`` (makes requests for the engine, in a
+thread), ``answering.py`` (runs them), ``tool_calls.py`` (finds calls in the answers) and
+``shapes.py`` (writes the answer in OpenAI's format). ``responses.py`` turns a request to
+/v1/responses into a chat, ``response_shape.py`` its answer into items and events. ``depth.py``
+knows the exit policies that may be asked for, ``served.py`` the model, ``metrics.py`` counts,
+``tracing.py`` makes spans, ``server.py`` is the process. ``ray.py`` runs several servers on Ray
+Serve, ``replicas.py`` chooses the one that a request goes to. The server needs ``pip install
+'eecore[serve]'``; importing the package alone does not.
 
-An engine may run in a process of its own: ``remote.py`` starts it, and again when it has ended, and
-talks to it in the messages of ``wire.py``. ``engine_process.py`` and ``stepping.py`` are what it
-does.
+An engine may run in a process of its own: ``remote.py`` starts that process, starts it again when
+it has ended, and talks to it in the messages of ``wire.py``. ``engine_process.py`` and
+``stepping.py`` are the code of that process.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class MissingExtraError(EecoreError, ImportError):
 
 
 def require_extra() -> None:
-    """Raise unless the packages of the server are there.
+    """Raise an error unless the packages of the server are installed.
 
     Raises:
-        MissingExtraError: says how to install them.
+        MissingExtraError: a package is missing; the message says how to install it.
     """
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:

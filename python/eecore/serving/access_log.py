@@ -1,6 +1,7 @@
-"""A line of JSON for each request: who asked for what, how it went, how long it took.
+"""The access log: for each request a line of JSON with the client, the path, the status and the
+seconds.
 
-Nothing that a request or an answer says is in it, nor a key.
+The line holds neither text of the request or the answer, nor a key.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ __all__ = ["AccessLog"]
 
 
 class AccessLog:
-    """Around an application.
+    """Middleware that writes the access log of an application.
 
     Args:
-        app: the application.
+        app: the ASGI application.
         write: takes a line.
     """
 
@@ -30,7 +31,8 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        told: dict[str, Any] = {"status": None, "bytes": 0}  # None: the client left before
+        # None: the client left before the answer
+        told: dict[str, Any] = {"status": None, "bytes": 0}
 
         async def watched(message: Any) -> None:
             if message["type"] == "http.response.start":

@@ -1,4 +1,4 @@
-"""Who is let in: so many requests at once and no more, and nobody once the server is closing."""
+"""The limit of sequences that requests may have at once; none once the server is closing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eecore.serving.refusals import ApiError, unavailable
 
 __all__ = ["Admission", "Seats"]
 
-# Of the time that a request takes: how much the newest says.
+# Weight of the newest request in the mean of seconds.
 NEWEST = 0.1
 MAX_RETRY_S = 60
 
@@ -19,8 +19,8 @@ class Admission:
     """Counts the sequences that requests have in the engine, or are about to have.
 
     Args:
-        max_running: how many the engine runs at once.
-        max_waiting: how many may wait besides.
+        max_running: sequences that the engine runs at once.
+        max_waiting: sequences that may also wait.
     """
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
@@ -28,11 +28,11 @@ class Admission:
         self.capacity = max_running + max_waiting
         self.taken = 0
         self.is_closing = False
-        self._seconds = 1.0  # that a request takes, recently
+        self._seconds = 1.0  # mean seconds of a request, recent ones first
 
     @contextmanager
     def seats(self) -> Iterator[Seats]:
-        """The seats of a request, one for a start; given back when it is left.
+        """The seats of a request, at first one; the request gives them back when it ends.
 
         Raises:
             ApiError: 503: the server is closing. 429: all seats are taken.
@@ -50,7 +50,7 @@ class Admission:
 
     @property
     def retry_after(self) -> int:
-        """Seconds after which there may be a seat again."""
+        """Seconds until a client may expect a free seat."""
         turns = max(self.taken - self.max_running, 0) / self.max_running + 1
         return max(1, min(round(self._seconds * turns), MAX_RETRY_S))
 
@@ -63,10 +63,10 @@ class Seats:
         self.count = 0
 
     def take(self, count: int) -> None:
-        """Have so many in all.
+        """Raise the number of seats to ``count`` in all.
 
         Raises:
-            ApiError: 429: they are taken.
+            ApiError: 429: fewer are free.
         """
         admission = self._admission
         more = count - self.count

@@ -1,7 +1,7 @@
-"""One request from its body to the last byte of its answer.
+"""A request from its body to the last byte of its answer.
 
-A request has seats from before its body is read until its answer is sent or its client has gone;
-leaving, in whatever way, ends its streams, and the engine takes their pages back.
+A request has seats from before its body is read until its answer is sent or its client has gone.
+However a request ends, its streams end with it, and the engine takes their pages back.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ __all__ = ["Answer", "Generation", "Service", "refusal"]
 LOGGER = logging.getLogger("eecore")
 # Threads that read bodies and tokenize.
 PREPARING = 2
-# Threads that wait for guides to be compiled, each in a process of its own.
+# Threads that wait for guides to be compiled, each guide in a process of its own.
 COMPILING = 64
-# A guide that takes longer is one that none is compiled after: seconds.
+# Seconds after which a guide that is still being compiled marks the server as unhealthy.
 STUCK_SECONDS = 30.0
-# For the last words to a client that may not be reading.
+# Seconds for the last event to a client that may not be reading.
 FAREWELL_SECONDS = 1.0
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -58,15 +58,15 @@ Result = TypeVar("Result")
 
 @dataclass(eq=False)
 class Service:
-    """What all requests to a server share.
+    """The state that all requests to a server share.
 
     Args:
         served: the model.
-        admission: who is let in.
-        metrics: what is counted.
-        max_body: bytes.
+        admission: the limit of sequences.
+        metrics: the counters.
+        max_body: bytes of the largest body.
         timeout: seconds for a request; None for no limit.
-        tracing: makes a span of each request; None: nobody does.
+        tracing: makes a span of each request; None: no spans.
     """
 
     served: ServedModel
@@ -78,7 +78,7 @@ class Service:
     _preparing: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(PREPARING))
     _compiling: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(COMPILING))
     _waiting: dict[object, float] = field(default_factory=dict)
-    """When requests began to wait for their guides."""
+    """The time at which each request that waits for its guide began to wait."""
 
     @property
     def is_stuck(self) -> bool:
@@ -86,8 +86,8 @@ class Service:
         return time.monotonic() - min(self._waiting.values(), default=math.inf) > STUCK_SECONDS
 
     async def compiled(self, body: GenerationRequest) -> None:
-        """Wait until the guide of a request has been compiled, if it has one: not in a thread that
-        others need to get ready.
+        """Wait until the guide of a request, if it has one, has been compiled. The wait has threads
+        of its own, so that other requests can be prepared meanwhile.
         """
         key = object()
         self._waiting[key] = time.monotonic()
@@ -98,16 +98,16 @@ class Service:
             del self._waiting[key]
 
     async def beside(self, work: Callable[[], Result]) -> Result:
-        """Something that takes its time, in a thread."""
+        """Run slow work in a thread, beside the event loop."""
         return await anyio.to_thread.run_sync(work, limiter=self._preparing)
 
 
 class Answer(Response, Generic[Body]):
-    """What is said to a body, at once.
+    """The answer to a body, in one piece.
 
     Args:
-        service: of the server.
-        reads: makes a request of a body, in a thread.
+        service: the server's shared state.
+        reads: makes a request from the body, in a thread.
         says: makes the answer, in a thread.
     """
 
@@ -147,13 +147,13 @@ class Answer(Response, Generic[Body]):
 
 
 class Generation(Answer[Asking]):
-    """What a model says to a body, whole or as a stream.
+    """The model's answer to a body, whole or as a stream.
 
     Args:
-        service: of the server.
-        reads: makes a request of a body, in a thread.
-        ask: makes requests of the engine of it.
-        shape: of the answer.
+        service: the server's shared state.
+        reads: makes a request from the body, in a thread.
+        ask: makes requests for the engine from it.
+        shape: the format of the answer.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Generation(Answer[Asking]):
         super().__init__(service, reads, ask)
         self._shape = shape
         self._stream_of: Shape | None = None
-        """The answer that is streamed."""
+        """The shape of an answer that is streamed; None: the answer is whole."""
         self._is_started = False
         self._began = time.time_ns()
 
@@ -215,7 +215,7 @@ class Generation(Answer[Asking]):
         await response(scope, receive, send)
 
     async def _said(self, says: Callable[[], Result], tokens: Iterable[Tokens]) -> Result:
-        """What is said of tokens: in a thread where it is about a prompt, which has many."""
+        """The answer to some tokens, made in a thread where it covers a prompt's many tokens."""
         is_long = any(each.prompt_logprobs is not None for each in tokens)
         return await self._service.beside(says) if is_long else says()
 
@@ -234,7 +234,7 @@ class Generation(Answer[Asking]):
         try:
             async with aclosing(_ready(streams)) as ready:
                 async for steps in ready:
-                    if not self._is_started:  # by now most of what can go wrong has not
+                    if not self._is_started:  # by now most of what can go wrong has gone right
                         head = {"status": 200, "headers": STREAM_HEADERS}
                         await send({"type": "http.response.start", **head})
 
@@ -266,15 +266,15 @@ class Generation(Answer[Asking]):
             await refusal(error)(scope, receive, send)
             return
         shape = self._stream_of
-        if shape is None:  # what is left of a whole answer is no place for an error
+        if shape is None:  # a whole answer that was begun has no place for an error
             return
         with suppress(TimeoutError), anyio.fail_after(FAREWELL_SECONDS):
             await _send_text(send, shape.failed(_api_error(error)), more=False)
 
 
 class Tally:
-    """Counts the sequences of a request as they end; those that have not when it is left have been
-    cancelled.
+    """Counts the sequences of a request as they end. Those that have not ended when the request
+    does count as cancelled.
     """
 
     def __init__(self, metrics: Metrics, asked: Asked, span: RequestSpan | None) -> None:
@@ -294,7 +294,7 @@ class Tally:
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> None:
         if kind is not None and issubclass(kind, Exception) and self.outcome == "cancelled":
             self.outcome = "error"
-        output = getattr(error, "output", None)  # of the one that failed
+        output = getattr(error, "output", None)  # the output of the sequence that failed
         if self._span is not None:
             self._span.end(self._outputs, self.outcome if self._left else None)
         for _ in range(self._left):
@@ -303,7 +303,7 @@ class Tally:
 
 
 def refusal(error: Exception) -> Response:
-    """The answer that an error is."""
+    """The response for an error."""
     known = _api_error(error)
     return JSONResponse(known.body, known.status, headers=known.headers)
 
@@ -315,7 +315,7 @@ def _api_error(error: Exception) -> ApiError:
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do it, and stop when the client has gone."""
+    """Run ``work``; stop it when the client has gone."""
     tasks = [asyncio.create_task(work), asyncio.create_task(gone(receive))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -328,7 +328,7 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> Non
 
 
 async def _all_of(works: Sequence[Coroutine[Any, Any, Output]]) -> list[Output]:
-    """What all of them give; where one fails, or nobody waits any more, the others end."""
+    """The results of all of ``works``. Where one fails, or all are cancelled, the others end."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         return list(await asyncio.gather(*tasks))
@@ -341,7 +341,7 @@ Steps = list[tuple[int, StepOutput]]
 
 
 async def _ready(streams: Sequence[AsyncStream]) -> AsyncGenerator[Steps, None]:
-    """The steps of all streams as they come, those together that are there already. Who reads
+    """The steps of all streams as they come, together where several are there. A client that reads
     slowly holds all of them up.
     """
     if len(streams) == 1:

@@ -43,12 +43,13 @@ __all__ = ["create_app"]
 def create_app(
     service: Service, api_keys: Sequence[str] = (), cors_origins: Sequence[str] = ()
 ) -> FastAPI:
-    """The application of a server.
+    """The ASGI application of a server.
 
     Args:
-        service: what its requests share.
-        api_keys: one of them has to come with what costs anything; empty: none has to.
-        cors_origins: sites whose pages may ask from a browser; "*": all of them.
+        service: the state that its requests share.
+        api_keys: keys, one of which a request to an endpoint that costs compute must have; empty:
+            no key is needed.
+        cors_origins: sites whose pages may send requests from a browser; "*": all of them.
     """
     app = FastAPI(title="eecore", version=_version(), docs_url=None, redoc_url=None)
     guarded = [Depends(_key_check(api_keys))] if api_keys else []
@@ -69,14 +70,14 @@ def create_app(
 
     @app.post("/v1/completions", **_generates(CompletionRequest), dependencies=guarded)
     async def completions() -> Response:
-        """What follows a prompt."""
+        """The completion of a prompt."""
         return Generation(
             service, partial(read, CompletionRequest), ask_completion, CompletionShape
         )
 
     @app.post("/v1/responses", **_generates(ResponsesRequest), dependencies=guarded)
     async def responses() -> Response:
-        """The answer to input items, as newer clients of OpenAI's ask for it."""
+        """The answer to input items (OpenAI's newer protocol)."""
         return Generation(service, read_response, ask_response, ResponseShape)
 
     @app.post("/tokenize", **_takes(TokenizeRequest), dependencies=guarded)
@@ -91,7 +92,7 @@ def create_app(
 
     @app.get("/v1/models", dependencies=guarded, responses=_refuses(401))
     async def models() -> Response:
-        """The model, and once more under the name of each policy that is recommended."""
+        """The model, and an entry for each recommended policy."""
         return JSONResponse({"object": "list", "data": served.cards()})
 
     @app.get("/v1/models/{name:path}", dependencies=guarded, responses=_refuses(400, 401, 404))
@@ -117,7 +118,7 @@ def create_app(
 
     @app.get("/health", responses={503: {"description": "Not all requests are taken."}})
     async def health() -> Response:
-        """200 while requests are taken, 503 when the server is closing, has no engine, or compiles
+        """200 while the server takes requests; 503 when it is closing, has no engine, or compiles
         no guides.
         """
         up = "ok" if served.engine.is_up else "without an engine"
@@ -128,12 +129,12 @@ def create_app(
 
     @app.get("/version")
     async def version() -> Response:
-        """Of eecore."""
+        """The version of eecore."""
         return JSONResponse({"version": _version()})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def read_metrics() -> Response:
-        """For Prometheus."""
+        """Counters in Prometheus's format."""
         return Response(metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     app.add_exception_handler(HTTPException, _of_http)
@@ -168,7 +169,7 @@ def _key_check(keys: Sequence[str]) -> Callable[[HttpRequest], Awaitable[None]]:
     async def check(request: HttpRequest) -> None:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         given = key.strip().encode("latin-1", "replace")
-        same = [hmac.compare_digest(given, each) for each in known]  # all, at any rate
+        same = [hmac.compare_digest(given, each) for each in known]  # always compares with all keys
         if kind.lower() != "bearer" or not any(same):
             raise ApiError(
                 401,
@@ -181,7 +182,7 @@ def _key_check(keys: Sequence[str]) -> Callable[[HttpRequest], Awaitable[None]]:
 
 
 def _takes(kind: type[Request]) -> dict[str, Any]:
-    """Of an endpoint with a body."""
+    """The OpenAPI entry of an endpoint with a body."""
     content = {"application/json": {"schema": kind.model_json_schema()}}
     return {
         "openapi_extra": {"requestBody": {"required": True, "content": content}},
@@ -190,7 +191,7 @@ def _takes(kind: type[Request]) -> dict[str, Any]:
 
 
 def _generates(kind: type[Request]) -> dict[str, Any]:
-    """Of an endpoint that answers whole or as a stream."""
+    """The OpenAPI entry of an endpoint that answers whole or as a stream."""
     content: dict[str, Any] = {"application/json": {}, "text/event-stream": {}}
     said = _takes(kind)
     return {**said, "responses": {200: {"content": content}, **said["responses"], **_refuses(504)}}

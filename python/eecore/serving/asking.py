@@ -1,6 +1,6 @@
-"""From a request's body to requests of the engine: checked, tokenized, ready to run.
+"""Requests for the engine, made from a request's body: checked, tokenized, ready to run.
 
-All of it happens in a thread beside the event loop: a long text takes its time.
+All of it runs in a thread beside the event loop, since a long text takes time to tokenize.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from eecore.values import MIN_POSITIVE, shown
 
 __all__ = ["Asked", "Choice", "ask_chat", "ask_completion", "compile_guide", "tokens_of"]
 
-# Of a completion; OpenAI's. A chat may go on until the context is full.
+# OpenAI's default of a completion. A chat may go on until the context is full.
 MAX_TOKENS = 16
 SEEDS = 2**64
 LONGEST_ID = 10  # digits
@@ -36,43 +36,43 @@ LONGEST_ID = 10  # digits
 
 @dataclass(frozen=True)
 class Choice:
-    """One of the answers that a request wants."""
+    """One of the answers that a request asks for."""
 
     prompt_tokens: int
     echo: str
-    """What its text begins with."""
+    """The prompt's text, where the answer begins with it."""
     prepared: Prepared
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that can be served."""
+    """A request that has been checked and can be served."""
 
     model: str
-    """As the request calls it."""
+    """The model's name as the request has it."""
     choices: list[Choice]
     num_prompts: int
     body: GenerationRequest
     logprobs: int | None
-    """How many other tokens have theirs beside each token's own."""
+    """Alternative tokens reported at each position; None: no log-probabilities."""
     calls: ExpectedCalls | None = None
-    """Calls of tools, to be read out of the answer."""
+    """The tool calls that may be found in the answer."""
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """Whether a stream ends with the usage."""
         options = self.body.stream_options
         return options is not None and bool(options.include_usage)
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompts count once, however many answers they have."""
+        """Tokens of all prompts; a prompt with several answers counts once."""
         per_prompt = len(self.choices) // self.num_prompts
         return sum(choice.prompt_tokens for choice in self.choices[::per_prompt])
 
 
 def ask_completion(served: ServedModel, body: CompletionRequest) -> Asked:
-    """The prompts of a completion, each as often as is asked for.
+    """A request for completions: each prompt ``n`` times.
 
     Raises:
         ApiError, RequestError: it cannot be served.
@@ -92,13 +92,13 @@ def ask_completion(served: ServedModel, body: CompletionRequest) -> Asked:
 
 
 def ask_chat(served: ServedModel, body: ChatRequest) -> Asked:
-    """The answers to a conversation.
+    """A request for the answers to a conversation.
 
     Raises:
         ApiError, RequestError: it cannot be served.
     """
     if body.top_logprobs and not body.logprobs:
-        raise invalid("top_logprobs: expected logprobs=true beside it", "top_logprobs")
+        raise invalid("top_logprobs: expected logprobs=true with it", "top_logprobs")
     _count(served, body.n or 1)
     calls = expected_calls(body, served.tool_format)
     text = conversation(served, body, with_tools=body.tool_choice != "none")
@@ -110,7 +110,7 @@ def ask_chat(served: ServedModel, body: ChatRequest) -> Asked:
 
 
 def compile_guide(served: ServedModel, body: GenerationRequest) -> None:
-    """Compile what the answer has to follow. What is wrong with it is said when it is asked for."""
+    """Compile the guide of the answer. Errors in it are reported by the ``ask_`` functions."""
     form = served.tool_format
     with suppress(ApiError, GuideError):
         calls = expected_calls(body, form) if isinstance(body, ChatRequest) else None
@@ -121,7 +121,7 @@ def compile_guide(served: ServedModel, body: GenerationRequest) -> None:
 def tokens_of(served: ServedModel, body: TokenizeRequest) -> list[int]:
     """The tokens of a prompt or conversation."""
     if (body.prompt is None) == (body.messages is None):
-        raise invalid("prompt: expected it or messages, got both or none", "prompt")
+        raise invalid("prompt: expected either prompt or messages, got both or none", "prompt")
     if body.prompt is not None:
         special = body.add_special_tokens is not False
         return served.encode(body.prompt, add_special_tokens=special)
@@ -139,7 +139,7 @@ def _asked(
 ) -> Asked:
     options = body.stream_options
     if options is not None and not body.stream and (set_ := options.model_dump(exclude_none=True)):
-        raise invalid(f"stream_options: expected stream=true beside it, got {shown(set_)}")
+        raise invalid(f"stream_options: expected stream=true with it, got {shown(set_)}")
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs: expected none in a stream")
     echoes = isinstance(body, CompletionRequest) and bool(body.echo)
@@ -155,7 +155,7 @@ def _asked(
     answers = isinstance(body, ChatRequest) and guided is None and not body.tools
     choices = []
     for ids, echo in given:
-        max_tokens = _most_tokens(served, len(ids), most)
+        max_tokens = _max_tokens(served, len(ids), most)
         settings = _settings(body, max_tokens, logprobs, echoes=echoes)
         sampling = served.sampling(policy, settings, answers=answers)
         if guided is not None:
@@ -173,7 +173,9 @@ def _asked(
 
 
 def _with_calls(served: ServedModel, asked: Asked, calls: ExpectedCalls) -> Asked:
-    """A request whose answers show the markers of calls, special tokens or not."""
+    """The request, with answers that show the markers of tool calls even where these are special
+    tokens.
+    """
     if hidden := served.tokenizer.hidden(calls.format.markers):
         for choice in asked.choices:
             choice.prepared.text.show(hidden)
@@ -205,20 +207,22 @@ def _settings(
 
 
 def _prompt_logprobs(body: GenerationRequest, max_tokens: int, echoed: int | None) -> int | None:
-    """As many as any of those who show them need; a prompt behind which nothing comes has some."""
+    """Alternative tokens reported for the prompt: as many as its echo or the field asks for; 0
+    where the request generates nothing, None where nothing is to be reported.
+    """
     needed = [count for count in (body.prompt_logprobs, echoed) if count is not None]
     return max(needed, default=None if max_tokens else 0)
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
-    """With ids as numbers, which no name in JSON can be."""
+    """Biases by token id; JSON has the ids as text."""
     for token in given:
         if not (token.isascii() and token.isdigit() and len(token) <= LONGEST_ID):
             raise invalid(f"logit_bias: expected token ids, got {shown(token)}")
     return {int(token): bias for token, bias in given.items()}
 
 
-def _most_tokens(served: ServedModel, prompt_tokens: int, most: int | None) -> int:
+def _max_tokens(served: ServedModel, prompt_tokens: int, most: int | None) -> int:
     room = served.room(prompt_tokens)
     if room < (1 if most is None else most):
         wanted = f" and max_tokens={most}" if most is not None else ""
@@ -231,7 +235,7 @@ def _most_tokens(served: ServedModel, prompt_tokens: int, most: int | None) -> i
 
 
 def _count(served: ServedModel, count: int) -> None:
-    """Before a long list of prompts is tokenized."""
+    """Check the number of sequences, before a long list of prompts is tokenized."""
     if count > (most := served.max_choices):
         raise invalid(f"n: expected at most {most} choices, over all prompts, got {count}", "n")
 

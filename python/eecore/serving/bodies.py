@@ -1,4 +1,4 @@
-"""The body of a request, within bounds, and what is done beside the event loop with it."""
+"""The body of a request, read within bounds."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from eecore.serving.refusals import ApiError
 __all__ = ["ClientGoneError", "gone", "read_body"]
 
 BODY_SECONDS = 30.0
-"""How long a body may take to come."""
-MOST_PASSED_OVER = 64 << 20
-"""Bytes of one that is too large."""
+"""Seconds within which a body must arrive."""
+MAX_PASSED_OVER = 64 << 20
+"""Bytes of a body that is too large which are read and dropped."""
 
 
 UNSAID = (b"", b"application/x-www-form-urlencoded")
-"""Content types of bodies whose senders name none: nothing, and what curl says by itself."""
+"""Content types that senders set without meaning them: none, and curl's default."""
 BROWSERS = (b"origin", b"sec-fetch-site")
-"""Headers that browsers add to what a page of any site has them send."""
+"""Headers that browsers add to requests from pages of any site."""
 
 
 class ClientGoneError(Exception):
-    """The client went away, and hears nothing any more."""
+    """The client has gone: there is nothing to answer."""
 
 
 async def read_body(scope: Scope, receive: Receive, most: int) -> bytes:
-    """All of it.
+    """The whole body.
 
     Raises:
-        ApiError: 413: more than ``most`` bytes, 415: it is said to be something else than JSON,
-            408: it does not come.
-        ClientGoneError: the client left in the middle.
+        ApiError: 413: more than ``most`` bytes. 415: its content type is not JSON. 408: it takes
+            too long.
+        ClientGoneError: the client left before the end.
     """
     headers = {name.lower(): value for name, value in scope["headers"]}
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-    # Any site may have a browser send what it does not call JSON; JSON needs its leave (CORS).
+    # A page of any site can have a browser send a body, unless it is called JSON, which needs
+    # permission (CORS).
     is_of_browser = any(name in headers for name in BROWSERS)
     if kind != b"application/json" and (is_of_browser or kind not in UNSAID):
         raise ApiError(
@@ -43,7 +44,7 @@ async def read_body(scope: Scope, receive: Receive, most: int) -> bytes:
         )
     length = headers.get(b"content-length", b"0")
     is_large = length.isdigit() and int(length[:20]) > most
-    if is_large and b"expect" in headers:  # it has not begun to send
+    if is_large and b"expect" in headers:  # the client waits before it sends
         raise _too_large(most)
     try:
         with anyio.fail_after(BODY_SECONDS):
@@ -63,12 +64,12 @@ async def gone(receive: Receive) -> None:
 
 
 async def _all(receive: Receive, most: int) -> bytes | None:
-    """The body; None for one of more bytes than it may have, which is passed over: a client that is
-    still sending does not see an answer.
+    """The body; None where it has more than ``most`` bytes. The rest is then read and dropped,
+    since a client that is still sending reads no answer.
     """
     parts: list[bytes] = []
     size, more = 0, True
-    while more and size <= most + MOST_PASSED_OVER:
+    while more and size <= most + MAX_PASSED_OVER:
         part, more = await _part(receive)
         size += len(part)
         if size <= most:

@@ -1,8 +1,8 @@
-"""From the messages of a request to the text that the model's chat template makes of them.
+"""The text that the model's chat template makes from a request's messages.
 
-OpenAI's clients send back answers with nulls, parts, refusals and arguments as text. Most templates
-are made for text in one piece, arguments that are an object, and no nulls; what else a template
-needs is found out by rendering a call with it, once.
+OpenAI's clients send answers back with nulls, parts, refusals and arguments as text. Most templates
+expect text in one piece, arguments that are an object, and no nulls. What else a template needs is
+found out once, by rendering a call with it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ __all__ = ["conversation"]
 Message = dict[str, Any]
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""The kinds of parts that are text, and where it is."""
-# Names that servers and templates have for the thoughts of an answer.
+"""The kinds of parts that are text, and the field that has it."""
+# Names that servers and templates use for the reasoning in an answer.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-# Variables that are fields of the request, or not supported.
+# Template variables that are fields of the request, or not supported.
 OWN_FIELDS = ("messages", "add_generation_prompt", "continue_final_message", "chat_template")
-# The value of a field that a template without the variable follows anyway.
+# Values that a template without the variable follows anyway.
 USUAL = {"verbosity": "medium"}
 
 
 def conversation(served: ServedModel, body: Conversation, *, with_tools: bool = True) -> str:
-    """The text that the model's chat template makes of messages.
+    """The text that the model's chat template makes from messages.
 
     Raises:
-        ApiError: 400: they are no conversation, or none for the template.
+        ApiError: 400: the messages are malformed, or the template refuses them.
     """
     tokenizer = served.tokenizer
     variables = dict(body.chat_template_kwargs or {})
@@ -68,7 +68,7 @@ def conversation(served: ServedModel, body: Conversation, *, with_tools: bool = 
             continue_final_message=bool(body.continue_final_message),
             **variables,
         )
-    except (ModelError, RequestError) as error:  # where the model lies is the server's business
+    except (ModelError, RequestError) as error:  # a client does not get to see the model's path
         text = str(error).replace(f"{tokenizer.name}: ", "")
         field = text.partition(":")[0]
         raise invalid(text, field if field in type(body).model_fields else "messages") from None
@@ -106,7 +106,7 @@ def _message(where: str, given: Mapping[str, Any]) -> Message:
 
 
 def _texts(where: str, content: Any) -> list[str]:
-    """The texts of a content."""
+    """The texts of a message's content."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
@@ -127,7 +127,7 @@ def _text(where: str, part: Any) -> str:
 
 
 def _call(where: str, call: Any) -> Message:
-    """A call of a function in an answer, without what clients add to it."""
+    """A function call in an answer, without the fields that clients add to it."""
     function = call.get("function") if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if function is None or not isinstance(name, str):
@@ -138,7 +138,9 @@ def _call(where: str, call: Any) -> Message:
 
 
 def _arguments(given: Any) -> Any:
-    """What JSON says; an object without members for nothing. Other text stays as it is."""
+    """The value of JSON text; an empty object for None or an empty text. Text that is not JSON
+    stays as it is.
+    """
     if isinstance(given, str):
         try:
             given = json.loads(given) if given.strip() else None
@@ -149,11 +151,11 @@ def _arguments(given: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Habits:
-    """How a chat template wants answers with calls.
+    """The form in which a chat template expects answers with calls.
 
     Args:
-        null_content: calls are written of an answer whose content is null; its text is another.
-        text_arguments: arguments are JSON, written out.
+        null_content: the template writes calls only where the content is null.
+        text_arguments: arguments are JSON text.
         one_call: an answer has one call at most.
     """
 
@@ -162,7 +164,7 @@ class _Habits:
     one_call: bool = False
 
     def written(self, messages: Iterable[Message]) -> list[Message]:
-        """Messages as the template wants them."""
+        """Messages in the form that the template expects."""
         made = [each for message in messages for each in self._written(message)]
         return _one_by_one(made) if self.one_call else made
 
@@ -190,13 +192,13 @@ ARGUMENT = "of_this_name"
 
 @lru_cache(maxsize=16)
 def _habits(source: str, special_tokens: tuple[tuple[str, str], ...]) -> _Habits:
-    """The form of calls in which most of a call is in the rendered text."""
+    """The form of calls that a template renders most completely."""
     template = ChatTemplate(source)
     variables: dict[str, Any] = {"tools": None, "documents": None, **dict(special_tokens)}
     variables["add_generation_prompt"] = True
 
     def seen(habits: _Habits, names: Sequence[str]) -> int:
-        """How much of calls of some functions is in the text."""
+        """How many of the functions' names and arguments the rendered text has."""
         messages: list[Message] = [{"role": "user", "content": "a"}]
         messages.append({"role": "assistant", "content": "", "tool_calls": []})
         for number, name in enumerate(names):
@@ -217,7 +219,7 @@ def _habits(source: str, special_tokens: tuple[tuple[str, str], ...]) -> _Habits
 
 
 def _one_by_one(messages: Sequence[Message]) -> list[Message]:
-    """Answers with one call each, followed by the result of that call."""
+    """Answers with one call each, each followed by the result of its call."""
     made: list[Message] = []
     at = 0
     while at < len(messages):

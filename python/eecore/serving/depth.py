@@ -1,7 +1,6 @@
-"""The exit policies that requests may ask for: as text, as an object, as part of a model's name.
+"""The exit policies that requests may choose: as text, as an object, or in the model's name.
 
-They are read as everywhere, by :class:`eecore.exit_text.Policies`. Nothing that a request says
-names a file.
+The text is read by :class:`eecore.exit_text.Policies`, as everywhere. A request cannot name a file.
 """
 
 from __future__ import annotations
@@ -18,20 +17,21 @@ from eecore.values import shown
 
 __all__ = ["Depths", "recommended"]
 
-# An exit layer is recommended for drafts where so many of its tokens are the last layer's, of a
-# model that says so.
-AGREEMENT, NUM_DRAFTS = 0.97, 6
+AGREEMENT = 0.97
+"""Agreement with the last layer from which on an exit layer is recommended for drafts."""
+NUM_DRAFTS = 6
+"""The draft length that is recommended with it."""
 
 
 @dataclass(frozen=True)
 class Depths:
-    """What one server lets requests choose.
+    """The policies that a server lets requests choose.
 
     Args:
-        policies: as they are said.
-        default: that of requests that say nothing.
-        allowed: modes, and whole policies; None for all.
-        aliases: policies that are listed as models of their own, as they are said.
+        policies: the parser.
+        default: the policy of requests that name none.
+        allowed: modes and whole policies; None for all.
+        aliases: policies that are listed as models of their own.
     """
 
     policies: Policies
@@ -40,11 +40,11 @@ class Depths:
     aliases: tuple[str, ...] = ()
 
     def chosen(self, said: str | dict[str, Any] | None) -> Exit:
-        """The policy of a request.
+        """The policy of a request; the server's default for None.
 
         Raises:
-            ApiError: 400: it is one that this server does not let requests choose.
-            ExitError: there is none such.
+            ApiError: 400: this server does not let requests choose it.
+            ExitError: there is no such policy.
         """
         if said is None:
             return self.policies.of(self.default)
@@ -59,7 +59,7 @@ class Depths:
         )
 
     def allows(self, said: str | dict[str, Any], policy: Exit) -> bool:
-        """Whether requests may choose a policy, as it is said."""
+        """Whether requests may choose a policy, given its text or object too."""
         if self.allowed is None:
             return True
         mode = said.partition(":")[0] if isinstance(said, str) else said["mode"]
@@ -67,7 +67,7 @@ class Depths:
         return mode in self.allowed or any(policy == self.policies.of(each) for each in known)
 
     def of_name(self, suffix: str) -> str | None:
-        """What the part of a model's name behind the colon says; None if that is no policy."""
+        """The policy that the part after the colon of a model's name says; None if it says none."""
         for mode in MODES:
             if suffix == mode or suffix.startswith(f"{mode}-"):
                 numbers = suffix[len(mode) + 1 :].replace("-", ",")
@@ -76,7 +76,7 @@ class Depths:
 
     @staticmethod
     def name_of(said: str) -> str:
-        """The part of a model's name that says a policy."""
+        """The part of a model's name that names a policy."""
         return said.replace(":", "-").replace(",", "-")
 
 
@@ -87,14 +87,15 @@ def recommended(
     agreement: Sequence[float] | None,
     vocabulary: str | None,
 ) -> tuple[str, ...]:
-    """Policies that a model was made for: those that are listed where nobody says which.
+    """The policies that suit a model; a server lists them where its settings name none.
 
     Args:
-        policies: of the model.
-        num_layers: it has.
-        source: which model this is; a calibration for another is not listed.
-        agreement: of each exit layer with the last one, where the model says so.
-        vocabulary: SHA-256 of the tokens that its draft head knows; None without one.
+        policies: the parser.
+        num_layers: of the model.
+        source: the model's identity; a calibration for another model is not listed.
+        agreement: for each exit layer the share of tokens that are the last layer's, where the
+            model reports it.
+        vocabulary: SHA-256 of the tokens that the model's draft head knows; None without a head.
     """
     names = ["full", "auto"]
     if vocabulary is not None:

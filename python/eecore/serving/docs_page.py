@@ -1,4 +1,4 @@
-"""The page at ``/docs``: the schema of ``/openapi.json`` to read, without any script."""
+"""The page at ``/docs``: the schema of ``/openapi.json`` as text, without scripts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ td, th { border-top: 1px solid #8886; padding: .3rem .6rem; text-align: left; ve
 td { overflow-wrap: anywhere; }
 td:first-child { overflow-wrap: normal; }
 """
-# Nothing runs on it, and nothing is fetched for it; its style is in it.
+# The page runs no script and fetches nothing; its style is inline.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"
 
 
 def docs_page(schema: Mapping[str, Any]) -> HTMLResponse:
-    """The endpoints of a schema with the fields that they take.
+    """A page of the endpoints of a schema and their fields.
 
     Args:
         schema: OpenAPI's.
@@ -68,7 +68,7 @@ def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _kind(field: Mapping[str, Any]) -> str:
-    """What values a field takes, in words."""
+    """The values that a field takes, in words."""
     if "anyOf" in field:
         kinds = [_kind(each) for each in field["anyOf"] if each.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))

@@ -1,6 +1,6 @@
-"""The process of an engine, from its first moment: what it does before anything heavy is loaded.
+"""The entry of an engine's process: the listener starts before anything heavy is loaded.
 
-It ends with the server, however that ends: the channel between them closes then.
+The process ends with the server, however that ends, since the channel between them closes then.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ __all__ = ["Listener", "main"]
 
 
 class Listener:
-    """Listens to the server; when that goes, the process does."""
+    """Passes on the server's messages, and ends the process when the server has gone."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.does: Callable[[bytes], None] = self.heard.put
-        """What is done with a message."""
+        """Takes each message; at first it is queued."""
 
     def listen(self) -> None:
-        """Listen as long as there is a server."""
+        """Listen until the server goes."""
         while (data := self.channel.receive_bytes()) is not None:
             self.does(data)
-        os._exit(0)  # in the middle of a step, too
+        os._exit(0)  # even in the middle of a step
 
 
 def main(end: int) -> None:
     """Run until the server goes.
 
     Args:
-        end: of the channel, a file descriptor.
+        end: this process's end of the channel, a file descriptor.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches both, and the server drains
+    # Ctrl-C reaches both processes, and the server drains
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     listener = Listener(Channel(socket.socket(fileno=end)))
     threading.Thread(target=listener.listen, daemon=True).start()

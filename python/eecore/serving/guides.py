@@ -1,4 +1,4 @@
-"""What a request wants its text to look like, in OpenAI's words and in vLLM's."""
+"""The guide of a request, from OpenAI's fields and vLLM's."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ FORMS = "text, json_object or json_schema"
 
 
 def guide_of(body: GenerationRequest, calls: ExpectedCalls | None = None) -> Made | None:
-    """The guide of a request; None for one that may say anything.
+    """The guide of a request; None where its text is free.
 
     Args:
         body: the request.
-        calls: those that its answer may make; a response format is for answers without any.
+        calls: the tool calls that the answer may make; a response format applies to answers without
+            calls.
 
     Raises:
-        ApiError: 400: it is no guide, or there are several.
+        ApiError: 400: a guide is malformed, or there are several.
     """
     found = [*_formats(body.response_format, calls), *_structured(body.structured_outputs)]
     if calls is not None and calls.is_required:
@@ -58,20 +59,20 @@ def guide_of(body: GenerationRequest, calls: ExpectedCalls | None = None) -> Mad
 
 
 def has_guide(body: GenerationRequest) -> bool:
-    """Whether a request may have a guide; quick."""
+    """Whether a request may have a guide; a quick check."""
     fields = ("response_format", "structured_outputs", "tool_choice", *_GUIDED)
     return any(getattr(body, name, None) not in (None, "", [], {}) for name in fields)
 
 
 def expected_calls(body: ChatRequest, form: ToolFormat | None) -> ExpectedCalls | None:
-    """The calls that the answer to a chat may make, or has to; None where there can be none.
+    """The tool calls that the answer to a chat may or must make; None where it can make none.
 
     Args:
         body: the request.
-        form: how the model writes calls; None: it was not made for them.
+        form: the model's format of tool calls; None: it has none.
 
     Raises:
-        ApiError: 400: there is no such tool, or no format of calls, or a tool is none.
+        ApiError: 400: a tool is malformed, or unknown, or the model has no format of calls.
     """
     field = "tool_choice"
     given = [_function(index, tool) for index, tool in enumerate(body.tools or ())]
@@ -94,7 +95,7 @@ def expected_calls(body: ChatRequest, form: ToolFormat | None) -> ExpectedCalls 
 
 
 def _function(index: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The function that a tool is."""
+    """The function in a tool."""
     kind, function = tool.get("type", "function"), tool.get("function")
     if kind != "function":
         raise invalid(f"tools[{index}].type: expected function, got {shown(kind)}")
@@ -110,7 +111,7 @@ def _function(index: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _choice(choice: str | Mapping[str, Any] | None) -> tuple[bool, list[Any] | None]:
-    """Whether a tool has to be called, and the names of those that may be; None for all."""
+    """Whether a tool must be called, and the names of those that may be; None for all."""
     if choice is None or isinstance(choice, str):
         if choice in (None, "auto", "none", "required"):
             return choice == "required", [] if choice == "none" else None
@@ -125,20 +126,22 @@ def _choice(choice: str | Mapping[str, Any] | None) -> tuple[bool, list[Any] | N
 
 
 def _name(tool: Any) -> str | None:
-    """The name in a choice of a function; None where it is something else."""
+    """The name in a choice of a function; None where there is none."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
 
 
 def _parameters(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a call's arguments: a resource of its own, in which ``#`` is its root."""
+    """The schema of a call's arguments, as a resource of its own in which ``#`` is its root."""
     given = function.get("parameters") or {"properties": {}}
     return {"$id": f"tool:{index}", **given, "type": "object"}
 
 
 def _call(calls: ExpectedCalls, parameters: Iterable[Mapping[str, Any]]) -> str:
-    """The right side of a rule for a call as the family writes it, and the rules that it needs."""
+    """The right side of a grammar rule for a call in the model's format, followed by the rules that
+    it needs.
+    """
     form = calls.format
     kinds = [
         {
@@ -160,13 +163,13 @@ def _call(calls: ExpectedCalls, parameters: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _on_one_line(schema: Mapping[str, Any]) -> str:
-    """JSON of a schema, in a grammar."""
+    """A schema's JSON on one line, for a grammar."""
     known = without_unknown_formats(schema)
     return f"%json {json.dumps({**known, 'x-guidance': AS_TEMPLATES_HAVE_IT})}"
 
 
 def refusal_of(field: str, error: GuideError) -> ApiError:
-    """What cannot be followed, said of the field that it is from."""
+    """A guide's error as a refusal of the field that it is from."""
     return invalid(f"{field}:{str(error).partition(':')[2]}", field)
 
 

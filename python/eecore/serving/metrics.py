@@ -1,4 +1,4 @@
-"""What is counted, for Prometheus: eecore's names, and vLLM's where routers read them."""
+"""Counters for Prometheus: under eecore's names, and under vLLM's where routers read those."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["CONTENT_TYPE", "Metrics"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-# Labels of policies: requests may ask for any number of them.
-MOST_POLICIES = 32
+# Policies beyond the server's own that get a label each, since requests may name any number.
+MAX_POLICIES = 32
 OTHER_POLICY = "other"
-# What vLLM calls the end of a request.
+# vLLM's words for how a request ended.
 VLLM_REASONS = {"cancelled": "abort", "timeout": "abort"}
 
 
@@ -37,10 +37,10 @@ class Metrics:
     """The counters of one server.
 
     Args:
-        engine: whose state is read when somebody asks.
+        engine: its state is read with each scrape.
         model_name: the label of vLLM's metrics.
-        policies: that have a label of their own, however many others come.
-        restarts: how often the engine had to be started again; None: never.
+        policies: those that always have a label of their own.
+        restarts: the number of times that the engine was started again; None: never.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Metrics:
         self._has_prefix_cache = engine.has_prefix_cache
         self._num_layers = engine.num_layers
         self._policies = {exit_text(policy) for policy in policies}
-        self._most_policies = len(self._policies) + MOST_POLICIES
+        self._max_policies = len(self._policies) + MAX_POLICIES
         self.requests = self._counter("requests", "Requests by how they ended.", "outcome")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
         self.prefix_queries = self._counter(
@@ -67,45 +67,45 @@ class Metrics:
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.exits = self._counter(
             "tokens_by_exit_layer",
-            "Tokens by policy and exit layer: of a draft that stood the one that drafted it, 0 "
+            "Tokens by policy and exit layer: of an accepted draft the layer that drafted it, 0 "
             "where it was looked up.",
             "policy",
             "exit_layer",
         )
         self.layers_run = self._counter(
             "layers_run",
-            "Layers run behind the prompt, a position each, by exit layer; rounds of drafts under "
-            "the last one.",
+            "Layers run after the prompt, for each position, by exit layer; rounds of drafts count "
+            "under the last layer.",
             "exit_layer",
         )
         self.layers_skipped = self._counter(
             "layers_skipped",
-            "Layers below the last one that tokens left out, by exit layer.",
+            "Layers that tokens skipped, by exit layer.",
             "exit_layer",
         )
         self.drafted = self._counter("drafted_tokens", "Tokens drafted, by policy.", "policy")
-        self.accepted = self._counter("accepted_tokens", "Drafts that stood, by policy.", "policy")
+        self.accepted = self._counter("accepted_tokens", "Accepted drafts, by policy.", "policy")
         self.preemptions = self._counter(
             "preemptions", "Sequences that gave their pages to others."
         )
         self.first_token = self._seconds(
             "eecore_time_to_first_token_seconds",
-            "From the request to its first token.",
+            "Seconds from the request to its first token.",
             "vllm:time_to_first_token_seconds",
         )
         self.per_token = self._seconds(
             "eecore_inter_token_seconds",
-            "Between the tokens of a request, its mean; one a request.",
+            "Mean seconds between the tokens of a request, counted once a request.",
             "vllm:request_time_per_output_token_seconds",
         )
         self.each_token = self._seconds(
             "vllm:inter_token_latency_seconds",
-            "Between the tokens of a request, its mean; one a token.",
+            "Mean seconds between the tokens of a request, counted once a token.",
             "vllm:time_per_output_token_seconds",
         )
         self.duration = self._seconds(
             "eecore_request_seconds",
-            "From the request to its end.",
+            "Seconds from the request to its end.",
             "vllm:e2e_request_latency_seconds",
         )
         self._vllm_ends = self._vllm("request_success", "finished_reason")
@@ -119,7 +119,7 @@ class Metrics:
                 (self.prefix_hits, "prefix_cache_hits"),
             )
         ]
-        """Counted for every request, in vLLM's words too."""
+        """Pairs of a counter, under eecore's name and vLLM's."""
         self._drafts: dict[str, tuple[Counter, Counter]] = {
             field: (own, self._vllm(f"spec_decode_num_{name}_tokens").labels(model_name))
             for field, own, name in (
@@ -127,7 +127,8 @@ class Metrics:
                 ("accepted", self.accepted, "accepted"),
             )
         }
-        """The same of those that draft, by the field of their statistics."""
+        """Counters of drafts and accepted drafts in vLLM's words, for each field of the statistics.
+        """
         self.registry.register(_State(engine, model_name, restarts or int))
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
@@ -144,16 +145,16 @@ class Metrics:
         return seconds
 
     def refused(self) -> None:
-        """A request that did not get to the engine."""
+        """Count a request that did not reach the engine."""
         self.requests.labels("refused").inc()
 
     def ended(self, outcome: str, output: Output | None, policy: Exit) -> None:
-        """A sequence that ended.
+        """Count a sequence that ended.
 
         Args:
             outcome: stop, length, error, cancelled or timeout.
-            output: what there is of it.
-            policy: under which it ran.
+            output: the sequence's output, as far as it got; None: none.
+            policy: the one under which it ran.
         """
         self.requests.labels(outcome).inc()
         reason = VLLM_REASONS.get(outcome, outcome)
@@ -178,36 +179,36 @@ class Metrics:
         self.duration.observe(stats.total_s)
 
     def _count_depths(self, output: Output, policy: str) -> None:
-        """Drafts, and how deep tokens went."""
+        """Count drafts and exit layers."""
         stats, last = output.stats, self._num_layers
         for field, (own, alias) in self._drafts.items() if stats.drafted else ():
             own.labels(policy).inc(getattr(stats, field))
             alias.inc(getattr(stats, field))
         for layer, count in Counts(output.exit_layers).items():
             self.exits.labels(policy, str(layer)).inc(count)
-            if not stats.drafted:  # what verifies drafts runs all layers
+            if not stats.drafted:  # tokens that verified drafts ran all layers
                 self.layers_skipped.labels(str(layer)).inc(count * (last - layer))
-        # The first token comes with the prompt.
+        # The first token comes with the prompt, at full depth.
         early = [e for e in output.exit_layers[1:] if e < last and not stats.drafted]
         for layer, count in Counts(early).items():
             self.layers_run.labels(str(layer)).inc(layer * count)
         self.layers_run.labels(str(last)).inc(max(stats.layers_run - sum(early), 0))
 
     def _label(self, policy: Exit) -> str:
-        """A policy's; those that come when there are many share one."""
+        """A policy's label; policies after the first :data:`MAX_POLICIES` share one."""
         text = exit_text(policy)
-        if text not in self._policies and len(self._policies) >= self._most_policies:
+        if text not in self._policies and len(self._policies) >= self._max_policies:
             return OTHER_POLICY
         self._policies.add(text)
         return text
 
     def text(self) -> bytes:
-        """In Prometheus's own format."""
+        """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
 
 class _Seconds(Collector):
-    """A histogram under two names; those of vLLM's have the model's name as a label."""
+    """A histogram under two names; vLLM's also has the model's name as a label."""
 
     def __init__(self, name: str, what: str, alias: str, model_name: str) -> None:
         self._names = (name, alias)
@@ -217,7 +218,7 @@ class _Seconds(Collector):
         self._sum = 0.0
 
     def observe(self, seconds: float, count: int = 1) -> None:
-        """As many times."""
+        """Add a value ``count`` times."""
         self._counts[bisect_left(SECONDS, seconds)] += count
         self._sum += seconds * count
 
@@ -232,7 +233,7 @@ class _Seconds(Collector):
 
 
 class _State(Collector):
-    """What the engine does just now."""
+    """The engine's state at the time of a scrape."""
 
     def __init__(self, engine: EngineView, model_name: str, restarts: Callable[[], int]) -> None:
         self._engine = engine

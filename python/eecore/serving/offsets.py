@@ -1,4 +1,4 @@
-"""Where tokens begin in a text, in characters."""
+"""Offsets of tokens in a text, in characters."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["TextOffsets"]
 
 
 class TextOffsets:
-    """Counts the characters of a text as its tokens come.
+    """Counts the characters of a text token by token.
 
-    A token begins at the character that its first byte belongs to: parts of a character all begin
-    where it does. Special tokens have no place in a text unless it has them written out, nor does
-    the space that a decoder drops before the first word.
+    A token begins at the character that its first byte belongs to, so the parts of a character all
+    begin there. Special tokens take no room unless the text has them written out, nor does the
+    space that a decoder drops before the first word.
 
     Args:
         served: the model.
-        before: tokens that the first one follows, of which the last may be half a character.
+        before: tokens before the first one; the last of them may end within a character.
         begin: characters before the first token.
-        text: what the tokens are the text of, where it is known.
+        text: the text of the tokens, where it is known.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class TextOffsets:
         self._served, self._at, self._text = served, begin, text
         tokenizer = served.model.tokenizer
         each_byte = tokenizer is not None and tokenizer.replaces_each_byte
-        # One character for each byte of half a character, or one for all of them.
+        # One character for each byte of an incomplete character, or one for all of them.
         errors = "surrogateescape" if each_byte else "replace"
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
         spelled = b"".join(map(served.shown_bytes, before[-CONTEXT_TOKENS:]))
@@ -43,11 +43,11 @@ class TextOffsets:
         self._utf8.decode(spelled)
 
     def add(self, token: int) -> int:
-        """Where the next token begins."""
+        """The offset of the next token."""
         spelled = self._bytes(token)
         if not spelled:
             return self._capped(self._at)
-        # A byte that no character goes on with ends the half that is pending before it.
+        # A byte that does not continue the pending character ends it.
         ended = len(self._utf8.decode(spelled[:1]))
         is_pending = bool(self._utf8.getstate()[0])
         begins = self._at + ended - (not is_pending)
@@ -55,7 +55,7 @@ class TextOffsets:
         return self._capped(begins)
 
     def _bytes(self, token: int) -> bytes:
-        """What a token adds to the text."""
+        """The bytes that a token adds to the text."""
         served, shown = self._served, self._served.shown_bytes(token)
         if not shown and self._text is not None:
             written = served.token_text(token)

@@ -1,4 +1,4 @@
-"""The page at ``/``: plain files beside this one, and what they have to know of the model."""
+"""The page at ``/``: plain files, and the facts of the model that they show."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ HOME: dict[str, Any] = {
     ],
     "remembers": False,
 }
-# It talks to its own server and nobody else, and nobody puts it into a frame.
+# The page may talk to its own server only, and other sites cannot frame it.
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -59,7 +59,7 @@ def page_file(name: str) -> FileResponse:
     """One of the page's files.
 
     Raises:
-        ApiError: 404: there is none such.
+        ApiError: 404: there is no such file.
     """
     if name not in KINDS:
         raise ApiError(404, f"page: expected {', '.join(KINDS)}, got {name[:100]!r}")
@@ -87,6 +87,6 @@ def about(served: ServedModel) -> dict[str, Any]:
 
 
 def _mode(said: str, policy: Exit) -> dict[str, Any]:
-    """What the colours of a policy's tokens mean."""
+    """The meaning of the colours under a policy."""
     is_lossless = policy == Full() or policy.contract.endswith("lossless")
     return {"exit": said, "lossless": is_lossless, "lowest": policy.lowest_exit}

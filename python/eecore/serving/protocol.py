@@ -1,8 +1,8 @@
-"""What the endpoints take: the fields of OpenAI's requests, and eecore's own.
+"""The fields of requests: OpenAI's and eecore's own.
 
-A field of the wrong kind is a 400 that names it, and so is one that asks for what the server does
-not do. Fields without effect on an answer are listed here; the names of unknown fields are logged,
-once each.
+A field of the wrong kind is refused with a 400 that names it, as is one that asks for what the
+server does not do. Fields without effect on an answer are listed here; the names of unknown fields
+are logged, once each.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ MAX_CHOICES = 128
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 1024
 MAX_INPUT = MAX_MESSAGES - 1
-"""Items of a response's input, whose instructions are one more message."""
+"""Input items of a response; its instructions are one more message."""
 MAX_UNKNOWN = 256
 """Names of unknown fields that are logged."""
 LOGGER = logging.getLogger("eecore")
 
-# Fields without effect on an answer: who asks, how a request is queued, billed, stored, sped up.
+# Fields without effect on an answer: about the user, queues, bills, storage and speed.
 WITHOUT_EFFECT = frozenset(
     {
         "access_programs",
@@ -51,7 +51,7 @@ WITHOUT_EFFECT = frozenset(
         "guided_decoding_backend",
         "id_slot",
         "keep_alive",
-        "max_tool_calls",  # of the tools that a server has itself
+        "max_tool_calls",  # limits tools that a server itself has
         "prediction",
         "priority",
         "prompt_cache_key",
@@ -62,15 +62,15 @@ WITHOUT_EFFECT = frozenset(
         "safety_identifier",
         "service_tier",
         "store",
-        # Thoughts are part of the answer's text, whatever these say.
+        # Reasoning is part of the answer's text, whatever these say.
         "separate_reasoning",
         "stream_reasoning",
         # Tokenizers add no spaces between special tokens.
         "spaces_between_special_tokens",
     }
 )
-# Fields that are not supported, and the values that ask for nothing. Any other value is refused: an
-# answer that ignores it would not be what was asked for.
+# Fields that are not supported, each with the values that ask for nothing. Other values are
+# refused, since an answer that ignores one would be wrong.
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     # OpenAI's
     "audio": (),
@@ -121,7 +121,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_hidden_states": (False,),
     "session_params": (),
     "stop_regex": ("", []),
-    # llama.cpp's, Ollama's and others'
+    # of llama.cpp, Ollama and others
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
     "enable_thinking": (),
@@ -143,11 +143,11 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,),
     "xtc_probability": (0,),
 }
-# Values with which a field of another endpoint asks for nothing.
+# Values that ask for nothing in fields of other endpoints.
 NOTHING: tuple[Any, ...] = (False, "", [], {})
 
 
-# The first thing that is wrong is enough: a list may be long.
+# Validation stops at the first error, since a list may be long.
 Prompts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 Tokens = Annotated[list[int], Field(fail_fast=True)]
 TokenPrompts = Annotated[list[Tokens], Field(fail_fast=True, max_length=MAX_PROMPTS)]
@@ -166,7 +166,9 @@ Included = Literal[
 
 
 class Request(BaseModel):
-    """Strict: text is no number. What JSON cannot say, infinity for one, is refused."""
+    """The base of all requests. It is strict: text is no number, and what JSON cannot express, such
+    as infinity, is refused.
+    """
 
     model_config = ConfigDict(
         strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=()
@@ -176,7 +178,7 @@ class Request(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream has apart from the text."""
+    """Fields of a stream apart from its text."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -187,20 +189,20 @@ class StreamOptions(BaseModel):
 
 
 def _setting(name: str, more: str = "") -> Any:
-    """A field of SamplingParams, which has its range and its words."""
+    """A field of SamplingParams, with its range and description."""
     return Field(None, description=f"{help_of(SamplingParams, name)}.{more}")
 
 
 class AnswerRequest(Request):
-    """What all requests for an answer of the model have in common."""
+    """Fields that all requests for an answer share."""
 
     temperature: float | None = _setting(
         "temperature",
-        " Left out, it is the model's own, as all of these; where that says nothing, an answer in "
-        "free text is sampled as `eecore chat` does, and anything else is greedy.",
+        " When left out, the model's own, as all of these; where the model has none, an answer in "
+        "free text is sampled as `eecore chat` does, and everything else is greedy.",
     )
     top_p: float | None = _setting("top_p", " 0 keeps the most probable token alone.")
-    top_k: int | None = _setting("top_k", " -1 does, too.")
+    top_k: int | None = _setting("top_k", " -1 does the same.")
     min_p: float | None = _setting("min_p")
     repetition_penalty: float | None = _setting("repetition_penalty")
     presence_penalty: float | None = _setting("presence_penalty")
@@ -212,16 +214,15 @@ class AnswerRequest(Request):
     ignore_eos: bool | None = _setting("ignore_eos")
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(
-        None, description="With `stream` alone; a whole answer has its usage anyway."
+        None, description="With `stream` only; a whole answer always has its usage."
     )
     user: str | None = None
     metadata: dict[str, Any] | None = Field(
-        None, description="`exit` in it is heeded where the body has none."
+        None, description="Its `exit` counts where the body has none."
     )
     exit: str | dict[str, Any] | None = Field(
         None,
-        description=f"How deep to go: {', '.join(FORMS)}, or an object with a mode and its "
-        "settings.",
+        description=f"Exit policy: {', '.join(FORMS)}, or an object with a mode and its settings.",
         examples=["auto", "speculative:3,6", {"mode": "confident", "threshold": 0.9}],
     )
     return_exit_layers: bool | None = Field(
@@ -233,7 +234,7 @@ class AnswerRequest(Request):
 
 
 class GenerationRequest(AnswerRequest):
-    """What completions and chats have in common."""
+    """Fields that completions and chats share."""
 
     max_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -246,7 +247,8 @@ class GenerationRequest(AnswerRequest):
         None,
         ge=0,
         le=20,
-        description="vLLM's: of each token of the prompt, and of so many others. Not in a stream.",
+        description="vLLM's: log-probabilities of the prompt's tokens, and of so many others. Not "
+        "in a stream.",
     )
     guided_json: Any = Field(None, description="A JSON schema.")
     guided_regex: str | None = None
@@ -255,7 +257,7 @@ class GenerationRequest(AnswerRequest):
 
 
 class Conversation(Request):
-    """What the chat template makes a prompt of."""
+    """Fields that the chat template makes a prompt from."""
 
     messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     tools: list[dict[str, Any]] | None = Field(None, description="For the chat template.")
@@ -265,7 +267,7 @@ class Conversation(Request):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = Field(
-        None, description="The answer goes on where the last message ends."
+        None, description="The answer continues the last message."
     )
     add_special_tokens: bool | None = None
 
@@ -286,11 +288,9 @@ class CompletionRequest(GenerationRequest):
     max_tokens: int | None = Field(
         None, ge=0, description="0 goes with `echo` or `prompt_logprobs`."
     )
-    logprobs: int | None = Field(
-        None, ge=0, le=20, description="With `echo` those of the prompt, too."
-    )
+    logprobs: int | None = Field(None, ge=0, le=20, description="With `echo`, the prompt's too.")
     echo: bool | None = None
-    best_of: int | None = Field(None, description="As n alone.")
+    best_of: int | None = Field(None, description="The value of `n` only.")
     add_special_tokens: bool | None = None
 
 
@@ -334,7 +334,7 @@ class DetokenizeRequest(Request):
 
 
 class Problem(BaseModel):
-    """What is wrong."""
+    """An error of the API."""
 
     message: str
     type: str
@@ -343,7 +343,7 @@ class Problem(BaseModel):
 
 
 class Refusal(BaseModel):
-    """What an answer is that is none."""
+    """The body of a refusal."""
 
     error: Problem
 
@@ -368,7 +368,7 @@ def read(kind: type[Kind], body: bytes) -> Kind:
 
 
 def _check_others(request: Request) -> None:
-    """Refuses those fields that a kind of request does not have, and that mean something."""
+    """Refuse fields that this kind of request does not have and that would change its answer."""
     for name, value in (request.model_extra or {}).items():
         if value is None or name in WITHOUT_EFFECT:
             continue
@@ -391,7 +391,7 @@ _unknown: set[str] = set()
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    """Of many errors the first: kinds that a field might have had would fill the page."""
+    """The first of many errors, since the kinds that a field allows each report one."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if first["type"].startswith("json_"):
         return invalid(f"body: expected JSON, got: {first['msg']}", code="invalid_json")

@@ -1,27 +1,30 @@
-"""The server on Ray Serve: replicas with an engine each, behind gates that pass requests on.
+"""The server on Ray Serve: replicas with an engine each, and gates that pass requests on to them.
 
 ``serve run eecore.serving.ray:app model=PATH exit=auto num_replicas=2``, or a file such as
-``scripts/ray_serve.yaml``. Two deployments: a *gate* reads a request and routes it to an *engine*,
-a replica with the whole application of ``eecore serve`` and a KV cache of its own. A router sees
-no body at Ray's own proxy, and who routes by the prompt has to see it: hence the gates.
+``scripts/ray_serve.yaml``. There are two deployments: a *gate* reads a request and routes it to an
+*engine*, a replica with the whole application of ``eecore serve`` and a KV cache of its own.
+Routing by the prompt needs the body, which a router at Ray's own proxy does not see: hence the
+gates.
 
-Requests that begin alike go to the same replica (``replicas.py``). A request whose replica dies
-before its answer has begun is asked again of another one. One whose answer has begun is not, since
-another replica need not write the same: its stream ends with an error event. A client that leaves
-ends its request.
+Requests that begin alike go to the same replica (``replicas.py``). If a replica dies before an
+answer has begun, its request is sent to another replica. An answer that has begun cannot move,
+since another replica need not write the same text: its stream ends with an error event. When a
+client leaves, its request ends.
 
 What Ray cannot promise:
 
-- A gate that dies takes along the requests that it has: Ray's proxy does not ask again, but says
-  500 or breaks the connection off. What comes meanwhile waits for the gate that takes its place.
-- Each gate learns by itself which replica has which beginning, and counts its own requests alone.
+- A gate that dies takes along the requests that it has: Ray's proxy does not send them again, but
+  answers 500 or breaks the connection off. New requests wait for the gate that takes its place.
+- Each gate learns by itself which replica has which beginning, and counts its own requests only.
   With one gate, the default, it knows all of them.
-- ``/metrics``, ``/health`` and the page answer for one replica, whichever is asked. How many
-  requests a replica has, and its KV cache, go to the autoscaler; Ray's own metrics have the rest.
-- Ray holds no slow reader back: what a replica says is kept in memory until the client reads it.
+- ``/metrics``, ``/health`` and the page answer for one replica, whichever Ray chooses. Ray's
+  autoscaler gets each replica's number of requests and use of the KV cache; Ray's own metrics have
+  the rest.
+- Ray does not slow a replica down for a client that reads slowly: the answer is kept in memory
+  until the client reads it.
 
 ``EECORE_API_KEY`` in the environment of ``serve run`` (for a file: its ``runtime_env``) has the
-keys that requests have to come with. Needs ``pip install 'eecore[ray]'``.
+keys that the server accepts. Needs ``pip install 'eecore[ray]'``.
 """
 
 from __future__ import annotations
@@ -62,35 +65,36 @@ if TYPE_CHECKING:
 
 __all__ = ["Arguments", "Engine", "Gate", "PrefixRouter", "app", "autoscale"]
 
-MOST_TRIES = 5
-"""Replicas that one request is asked of."""
+MAX_TRIES = 5
+"""Replicas that one request is sent to, at most."""
 STUCK_SECONDS = 120.0
-"""Without any progress, after which an engine counts as ill."""
+"""Seconds without progress after which an engine counts as unhealthy."""
 MARGIN_SECONDS = 10.0
-"""Beyond its own time, that a replica has to say that it was too slow."""
+"""Seconds beyond the request's timeout in which a replica can report it."""
 DRAIN_SECONDS = 30.0
 LARGE = 1 << 16
-"""Bytes of a body, from which on it is read beside the event loop."""
+"""Bytes from which on a body is parsed in a thread."""
 PASSED_ON = (
     "type http_version method scheme path raw_path root_path query_string headers client server"
 ).split()
-"""Of a request's head."""
+"""The fields of an ASGI scope that a gate passes on."""
 
 
 @dataclass(frozen=True)
 class Arguments(ServerSettings):
-    """What ``serve run eecore.serving.ray:app`` takes, as NAME=VALUE, or a file under ``args``.
+    """The arguments of ``serve run eecore.serving.ray:app``, as NAME=VALUE or under ``args`` in a
+    file.
 
     Args:
         model: a directory or GGUF file, on every node; None: the one that ships with eecore.
         device: cpu or cuda. dtype, weights, kv_cache_tokens, kv_cache_dtype, prefix_cache, exits,
             draft_head: as :func:`eecore.load` takes them.
         threads: CPU threads of a replica; None: as many as it has CPUs.
-        num_replicas: engines; with ``max_replicas`` those to begin with and the fewest.
-        max_replicas: up to which Ray adds some under load; None: it adds none.
-        num_cpus: that Ray sets aside for a replica.
-        num_gpus: the same, of GPUs.
-        target_requests: that a replica should have at once, for the autoscaler.
+        num_replicas: engines; with ``max_replicas`` the number at the start and the minimum.
+        max_replicas: the number up to which Ray adds replicas under load; None: it adds none.
+        num_cpus: CPUs that Ray sets aside for a replica.
+        num_gpus: GPUs that Ray sets aside for a replica.
+        target_requests: requests that a replica should have at once, for the autoscaler.
         gates: processes that read requests and route them.
     """
 
@@ -115,10 +119,10 @@ class Arguments(ServerSettings):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Arguments:
-        """Of a command line, where all values are text, or a file.
+        """Arguments from a command line, where all values are text, or from a file.
 
         Raises:
-            RequestError: names the first that is not one.
+            RequestError: a value is wrong; the message names the first.
         """
         try:
             return TypeAdapter(cls).validate_python(dict(given))
@@ -129,13 +133,13 @@ class Arguments(ServerSettings):
 
 
 def app(args: dict[str, Any]) -> serve.Application:
-    """What ``serve run`` runs.
+    """The application that ``serve run`` runs.
 
     Args:
         args: see :class:`Arguments`.
 
     Raises:
-        RequestError: one of them is wrong.
+        RequestError: an argument is wrong.
     """
     arguments = Arguments.of(args)
     keys = os.environ.get("EECORE_API_KEY", "").split()
@@ -146,7 +150,7 @@ def app(args: dict[str, Any]) -> serve.Application:
         Engine,
         name="engine",
         ray_actor_options={"num_cpus": arguments.num_cpus, "num_gpus": arguments.num_gpus},
-        # What is too much an engine says itself, with a 429.
+        # The engine itself refuses what is too much, with a 429.
         max_ongoing_requests=1 << 16,
         request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
@@ -173,10 +177,12 @@ def _autoscaling(arguments: Arguments) -> AutoscalingConfig:
 
 
 def autoscale(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """A policy of Ray's autoscaler: by what runs, what waits, and how full the KV caches are."""
+    """A policy of Ray's autoscaler: the number of replicas from what runs, what waits, and how full
+    the KV caches are.
+    """
     found = context.aggregated_metrics or {}
     requests, shares = found.get("requests", {}), found.get("kv_share", {})
-    if not requests:  # no replica has said anything yet
+    if not requests:  # no replica has reported yet
         return context.target_num_replicas, {}
     loads = [Load(count, shares.get(replica, 0.0)) for replica, count in requests.items()]
     target = context.config.get_target_ongoing_requests()
@@ -184,39 +190,43 @@ def autoscale(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
 
 
 class PrefixRouter(RequestRouter):
-    """A router of Ray Serve: to the replica that has most of what a request begins with."""
+    """A router of Ray Serve: to the replica that has the most of a request's beginning in its
+    cache.
+    """
 
     def initialize_state(self, **settings: Any) -> None:
-        """``request_router_kwargs``: those of :class:`~eecore.serving.replicas.Routes`."""
+        """Create the routes; ``settings`` are the arguments of
+        :class:`~eecore.serving.replicas.Routes`.
+        """
         self._routes = Routes(**settings)
         self._ongoing: Counter[str] = Counter()
 
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> list[list[Any]]:
-        """All of them, best first."""
+        """All replicas, best first."""
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # when all of them are full
+        pending_request.routing_context.should_backoff = True  # where all of them are full
         known = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         loads = {name: float(self._ongoing[name]) for name in known}
         ranked = self._routes.ranked(pending_request.kwargs["beginning"], loads)
         return [[known[name]] for name in ranked]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
-        """A replica has it."""
+        """Note that a replica has taken a request."""
         super().on_request_routed(pending_request, replica_id, result)
         self._routes.add(pending_request.kwargs["beginning"], replica_id.unique_id)
         self._ongoing[replica_id.unique_id] += 1
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
-        """It has been answered, or not."""
+        """Note that a request has ended."""
         super().on_request_completed(replica_id, internal_request_id)
         if self._ongoing[replica_id.unique_id] > 0:
             self._ongoing[replica_id.unique_id] -= 1
 
     def update_replicas(self, replicas: list[Any]) -> None:
-        """Some have come or gone."""
+        """Take note of the replicas that there are now."""
         super().update_replicas(replicas)
         names = {replica.replica_id.unique_id for replica in replicas}
         self._routes.keep(names)
@@ -228,7 +238,7 @@ class Engine:
     """A replica: a model, its engine, and the application of ``eecore serve``.
 
     Args:
-        arguments: of the application.
+        arguments: the application's.
         api_keys: see :func:`~eecore.serving.app.create_app`.
     """
 
@@ -256,10 +266,10 @@ class Engine:
         scope: dict[str, Any],
         body: bytes,
         *,
-        beginning: list[bytes],  # noqa: ARG002 - what the router reads
+        beginning: list[bytes],  # noqa: ARG002 - for the router
     ) -> AsyncIterator[list[Message]]:
-        """What the application says to a request, as messages of ASGI, those together that are
-        there already.
+        """The application's answer to a request, as messages of ASGI, together where several are
+        there.
         """
         said: asyncio.Queue[Message | None] = asyncio.Queue()
         heard = [{"type": "http.request", "body": body, "more_body": False}]
@@ -290,14 +300,14 @@ class Engine:
     @property
     def _engine(self) -> eecore.Engine:
         engine = self._service.served.engine.engine
-        assert isinstance(engine, eecore.Engine)  # which a replica has in its own process
+        assert isinstance(engine, eecore.Engine)  # a replica's engine is in its own process
         return engine
 
     async def check_health(self) -> None:
-        """Raises where Ray should put another replica in this one's place.
+        """Raise an error where Ray should replace this replica.
 
         Raises:
-            EngineClosedError: the engine has requests, and for two minutes none got any further.
+            EngineClosedError: the engine has requests, and for two minutes none made progress.
         """
         engine = self._engine
         progress = {name: each.num_computed for name, each in list(engine.requests.items())}
@@ -310,7 +320,7 @@ class Engine:
             )
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For :func:`autoscale`."""
+        """The replica's statistics for :func:`autoscale`."""
         engine = self._engine
         share = engine.num_used_pages / engine.config.num_pages
         return {"requests": float(len(engine.requests)), "kv_share": share}
@@ -321,11 +331,11 @@ class Engine:
 
 
 class Gate:
-    """Reads requests and passes them on to the replicas that suit them.
+    """Reads requests and passes them on to replicas.
 
     Args:
         engines: the deployment of :class:`Engine`.
-        max_body: bytes of a request.
+        max_body: bytes of the largest body.
         timeout: seconds for a request; None for no limit.
     """
 
@@ -335,12 +345,12 @@ class Gate:
         self._timeout = None if timeout is None else timeout + MARGIN_SECONDS
 
     async def __call__(self, _request: HttpRequest) -> Response:
-        """A request of HTTP."""
+        """The answer to a request of HTTP."""
         return Passed(self._engines, self._max_body, self._timeout)
 
 
 class Passed(Response):
-    """An answer that a replica gives."""
+    """The answer of a replica, passed on."""
 
     def __init__(self, engines: DeploymentHandle, max_body: int, timeout: float | None) -> None:
         super().__init__()
@@ -372,13 +382,13 @@ class Passed(Response):
             await self._end(lost, scope, receive, send)
 
     async def _ask(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Replicas one after the other, until one has said something."""
+        """Ask one replica after the other until one has begun to answer."""
         known = {name: scope[name] for name in PASSED_ON if name in scope}
         if len(body) > LARGE:
             beginning = await anyio.to_thread.run_sync(beginning_of, body)
         else:
             beginning = beginning_of(body)
-        for left in reversed(range(MOST_TRIES)):
+        for left in reversed(range(MAX_TRIES)):
             answer = self._engines.answer.remote(known, body, beginning=beginning)
             try:
                 async for messages in answer:
@@ -395,7 +405,9 @@ class Passed(Response):
                 answer.cancel()
 
     async def _pass_on(self, message: Message, send: Send) -> None:
-        """The head waits for the first of the body: until then another replica may answer."""
+        """Send a message on. The head waits for the first part of the body, since another replica
+        may still answer until then.
+        """
         if message["type"] == "http.response.start":
             self._head = message
             return
@@ -405,12 +417,12 @@ class Passed(Response):
         await send(message)
 
     async def _end(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Say that there is no answer, or no more of it."""
+        """End the answer with an error."""
         if not self._is_started:
             await refusal(error)(scope, receive, send)
             return
         headers = dict((self._head or {}).get("headers", ()))
         if not headers.get(b"content-type", b"").startswith(b"text/event-stream"):
-            raise error  # the connection breaks off, as the answer does
+            raise error  # the connection breaks off
         text = event(error.body) + DONE
         await send({"type": "http.response.body", "body": text.encode(), "more_body": False})

@@ -1,4 +1,4 @@
-"""What a server says when it does not answer: OpenAI's shape of an error."""
+"""The server's errors, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 from eecore.errors import EngineClosedError, EngineLostError, ExitError, ModelError, RequestError
 from eecore.output import RequestFailedError
 
-__all__ = ["MOST_MESSAGE", "ApiError", "as_api_error", "invalid", "unavailable"]
+__all__ = ["MAX_MESSAGE", "ApiError", "as_api_error", "invalid", "unavailable"]
 
-MOST_MESSAGE = 1000
+MAX_MESSAGE = 1000
 
 TYPES = {
     401: "authentication_error",
@@ -18,14 +18,16 @@ TYPES = {
     429: "rate_limit_error",
     504: "timeout_error",
 }
-"""Other statuses are server_error from 500 on, and invalid_request_error below."""
+"""OpenAI's type of an error by status; other statuses are server_error from 500 on, and
+invalid_request_error below.
+"""
 
 
 class ApiError(Exception):
     """An answer that is an error.
 
     Args:
-        status: of HTTP.
+        status: the status of HTTP.
         message: what was expected, and what came.
         param: the field of the body that is wrong.
         code: a word for programs.
@@ -43,7 +45,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message if len(message) <= MOST_MESSAGE else message[:MOST_MESSAGE] + "..."
+        self.message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "..."
         self.param = param
         self.code = code
         self.retry_after = retry_after
@@ -67,7 +69,9 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A request that can never be served. Most messages begin with the name of the field."""
+    """The error for a request that can never be served. Most messages begin with the name of the
+    field.
+    """
     name = message.partition(":")[0].partition("[")[0]
     if param is None and name.isidentifier() and name != "body":
         param = name
@@ -75,12 +79,12 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def unavailable(message: str, retry_after: int = 1) -> ApiError:
-    """A server that is going away."""
+    """The error of a server that is closing or has no engine."""
     return ApiError(503, message, code="shutting_down", retry_after=retry_after)
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """What one of eecore's errors means to a client; None for what is nobody's fault but ours."""
+    """The answer for one of eecore's errors; None for one that is the server's own fault."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestFailedError):

@@ -1,7 +1,7 @@
 """A model whose engine runs in a process of its own, which is started again when it ends.
 
-Here are its tokenizer, its limits and all that decides whether a request can be served; its weights
-are there alone.
+The server's process has the tokenizer, the limits and everything that decides whether a request can
+be served. The engine's process alone has the weights.
 """
 
 from __future__ import annotations
@@ -52,35 +52,35 @@ from eecore.serving.wire import (
 
 __all__ = ["RemoteModel", "Start"]
 
-# Looks where this process does, not where it happens to be.
+# Import eecore from where this process does, whatever the working directory.
 PROGRAM = (
     "import sys; end = int(sys.argv[1]); sys.path[:] = sys.argv[2:]; "
     "from eecore.serving.engine_process import main; main(end)"
 )
-# For a process that has been told to end, before it is killed.
+# Seconds for a process that has been told to end, before it is killed.
 ENDING_SECONDS = 1.0
-# Between the end of a process and the start of the next.
+# Seconds between the end of a process and the start of the next.
 FIRST_WAIT_S = 1.0
-# The wait is doubled each time, up to this.
+# Seconds up to which the wait doubles with each failure.
 LAST_WAIT_S = 30.0
-# An engine that was there for so long has shown that it can be.
+# Seconds after which a process counts as started well.
 STEADY_S = 60.0
-# Starts in a row that may fail before there is no other one.
+# Failures in a row after which no further process is started.
 MAX_FAILURES = 5
-# For a guide to be compiled, which takes milliseconds.
+# Seconds for compiling a guide, which takes milliseconds.
 GUIDE_S = 60.0
 
 
 @dataclass(frozen=True)
 class _HeadFacts:
-    """What is known here of its draft head."""
+    """The facts of the draft head that the server needs."""
 
     vocabulary_sha256: str
 
 
 @dataclass(frozen=True, eq=False)
 class _Facts:
-    """What is known here of a model."""
+    """The facts of the model that the server needs."""
 
     config: AnyModelConfig
     device: torch.device
@@ -89,10 +89,10 @@ class _Facts:
 
 
 class RemoteModel:
-    """A model for :func:`eecore.serving.settings.service_of`.
+    """A model for :func:`eecore.serving.settings.service_of`, with its engine in another process.
 
     Args:
-        start: what the process is to load.
+        start: the first message to that process: what to load.
 
     Raises:
         ModelError: as :func:`eecore.load` raises it.
@@ -105,10 +105,10 @@ class RemoteModel:
         self.config, self.engine_config = engine.facts.config, engine.config
 
     def async_engine(self, config: EngineConfig | None = None) -> AsyncEngine:
-        """Streams of its engine; to close it ends the process.
+        """The engine as an :class:`~eecore.AsyncEngine`; closing it ends the process.
 
         Raises:
-            RequestError: for other limits than those it was started with.
+            RequestError: ``config`` has other limits than the engine was started with.
         """
         if config not in (None, self.engine_config):
             raise RequestError(f"config: expected {self.engine_config}, got {config}")
@@ -120,10 +120,10 @@ class RemoteModel:
 
 
 class _Process:
-    """A process that has been started.
+    """A running process of an engine.
 
     Args:
-        start: what it is to do.
+        start: the first message to it.
     """
 
     def __init__(self, start: Start) -> None:
@@ -138,14 +138,14 @@ class _Process:
         self._channel = Channel(ours)
         self.is_lost = False
         self.classifiers: set[str] = set()
-        """The digests of those that it has."""
+        """The digests of the classifiers that it has."""
         self.say(ToEngine(start=start))
 
     def say(self, message: ToEngine) -> None:
-        """Send a message; it is lost where the process is.
+        """Send a message; a process that has ended never reads it.
 
         Raises:
-            UnicodeEncodeError: it has text that UTF-8 cannot say.
+            UnicodeEncodeError: the message has text that UTF-8 cannot express.
         """
         data = encode(message)
         with suppress(OSError):
@@ -157,11 +157,11 @@ class _Process:
         return None if data is None else decode(data, FromEngine)
 
     def loaded(self) -> Loaded:
-        """Wait until model and engine are there.
+        """Wait until model and engine are loaded.
 
         Raises:
             EngineLostError: the process has ended.
-            Exception: what kept it from loading the model.
+            Exception: the error that loading the model raised there.
         """
         while (message := self.hear()) is not None:
             if message.failed is not None:
@@ -173,7 +173,7 @@ class _Process:
         raise EngineLostError(f"engine: expected it to load the model, but {self.end()}")
 
     def end(self) -> str:
-        """End the process, if it has not; how it ended, in words."""
+        """End the process, if it has not ended; returns how it ended, in words."""
         self._channel.close()
         try:
             code = self.process.wait(ENDING_SECONDS)
@@ -186,10 +186,10 @@ class _Process:
 
 
 class RemoteEngine(Callers):
-    """The engine of a process, as far as it can be seen from here, and its callers in this one.
+    """The engine of another process, and its callers in this one.
 
-    A thread tells the process what callers ask for. Another one hears it, and starts the next
-    process when it has ended: the requests that it had end by an error then.
+    One thread sends what the callers ask for. Another one receives, and starts the next process
+    when one has ended: requests that were running then end with an error.
     """
 
     num_running: int
@@ -207,7 +207,7 @@ class RemoteEngine(Callers):
             loaded = self._process.loaded()
             config = loaded.model or loaded.encoder_model
             assert config is not None
-            with warnings.catch_warnings():  # the process has said so
+            with warnings.catch_warnings():  # the other process has warned
                 warnings.simplefilter("ignore")
                 self.tokenizer = load_tokenizer(start.path, config.vocab_size)
         except BaseException:
@@ -217,7 +217,7 @@ class RemoteEngine(Callers):
         limits, vocabulary = loaded.limits, loaded.vocabulary_sha256
         head = None if vocabulary is None else _HeadFacts(vocabulary)
         self.facts = _Facts(config, torch.device(loaded.device), loaded.source, head)
-        # What is free then may be less: the limits stay.
+        # Less memory may be free at the next start: the limits stay.
         options = {**start.options, "kv_cache_tokens": limits.kv_cache_tokens}
         self._start = msgspec.structs.replace(start, options=options)
         self.config, self.has_prefix_cache = limits, loaded.has_prefix_cache
@@ -227,16 +227,16 @@ class RemoteEngine(Callers):
         self._retry_after = 1
         self._guides = itertools.count()
         self.answers: dict[int, Future[None]] = {}
-        """What is waited for, by the numbers of guides."""
+        """Replies that are waited for, by the numbers of guides."""
         self._closing = threading.Event()
         for work in (self._keep, self._send):
             threading.Thread(target=work, name="eecore", daemon=True).start()
 
-    # For callers, on any thread
+    # For callers, on any thread.
 
     @property
     def engine(self) -> RemoteEngine:  # type: ignore[override]
-        """What :class:`eecore.engine.view.EngineView` says of an engine."""
+        """The engine's state, as :class:`eecore.engine.view.EngineView` has it."""
         return self
 
     @property
@@ -245,14 +245,14 @@ class RemoteEngine(Callers):
 
     @property
     def is_up(self) -> bool:  # type: ignore[override]
-        """Whether there is a process that takes requests."""
+        """Whether a process takes requests."""
         return not self._process.is_lost
 
     def check(self) -> None:
-        """See to it that there is a process.
+        """Raise an error unless a process takes requests.
 
         Raises:
-            EngineLostError: there is none just now.
+            EngineLostError: there is no process just now.
         """
         if not self.is_up:
             raise self._lost("its process has ended")
@@ -264,7 +264,7 @@ class RemoteEngine(Callers):
         exit: Exit | str | None = None,
         sampling: SamplingParams | None = None,
     ) -> Prepared:
-        """A request, checked and tokenized here; what it follows is compiled there.
+        """A request, checked and tokenized here; its guide is compiled in the other process.
 
         Raises:
             RequestError: for a prompt, setting or length that the engine can never serve.
@@ -274,14 +274,14 @@ class RemoteEngine(Callers):
         return self._intake.sequence(prompt, exit, sampling)
 
     def follow(self, guide: Guide) -> None:
-        """As :meth:`compile`; the engine has the way through it."""
+        """The same as :meth:`compile`; the engine keeps track of the guide."""
         self.compile(guide)
 
     def compile(self, guide: Guide) -> None:
         """Have a guide compiled, and wait until it has been.
 
         Raises:
-            GuideError: it cannot be, or nothing can follow it.
+            GuideError: it cannot be compiled, or no text can follow it.
             EngineLostError: the process has ended, or does not answer.
         """
         self.check()
@@ -289,7 +289,8 @@ class RemoteEngine(Callers):
         self.answers[number] = answer
         try:
             self.inbox.put(ToEngine(compile=(number, guide)))
-            if not process.is_lost:  # after the above: what is lost now ends what is waited for
+            # after the put: a process that is lost from here on ends the wait
+            if not process.is_lost:
                 wait([answer], GUIDE_S)
             if not answer.done():
                 raise EngineLostError("engine: expected it to compile a guide, got no answer")
@@ -308,7 +309,7 @@ class RemoteEngine(Callers):
         words = f"engine: expected it to answer, but {how}; it is being started again"
         return EngineLostError(words, self._retry_after)
 
-    # The thread that tells it
+    # The thread that sends.
 
     def _send(self) -> None:
         looked_at = time.monotonic()
@@ -332,7 +333,8 @@ class RemoteEngine(Callers):
                 self._add(process, *message)
             except Exception as error:
                 self.deliver([(message.key, error)])
-            if process.is_lost:  # after the above: what is lost now has ended it
+            # after the put: a process that is lost from here on ends the request
+            if process.is_lost:
                 self.deliver([(message.key, self._lost("its process has ended"))])
         elif isinstance(message, Cancel):
             process.say(ToEngine(cancel=message.key))
@@ -359,10 +361,10 @@ class RemoteEngine(Callers):
         )
         process.say(ToEngine(add=plain))
 
-    # The thread that hears it
+    # The thread that receives.
 
     def _keep(self) -> None:
-        """Hear it, and start it again, until there is no need for it."""
+        """Receive from the process, and start it again when it ends, until the engine closes."""
         wait = FIRST_WAIT_S
         while True:
             process, since = self._process, time.monotonic()
@@ -370,7 +372,7 @@ class RemoteEngine(Callers):
                 while (message := process.hear()) is not None:
                     self._take(message)
             except Exception:
-                LOGGER.exception("what the engine's process says cannot be understood")
+                LOGGER.exception("a message of the engine's process cannot be read")
             how = process.end()
             if time.monotonic() - since > STEADY_S:
                 wait = FIRST_WAIT_S
@@ -381,7 +383,7 @@ class RemoteEngine(Callers):
             wait = min(2 * wait, LAST_WAIT_S)
 
     def _take(self, message: FromEngine) -> None:
-        """Pass on what the process says."""
+        """Pass a message on to callers."""
         if message.warning is not None:
             warnings.warn(message.warning, stacklevel=2)
         if message.occupancy is not None:
@@ -400,7 +402,7 @@ class RemoteEngine(Callers):
                 continue
             try:
                 news.append((key, _with_text(request, step, text)))
-            except Exception as error:  # of its tokenizer, say: it harms no other request
+            except Exception as error:  # an error of the tokenizer, say: it ends this request only
                 LOGGER.error("request %r ends by an error", request.request_id, exc_info=error)
                 news.append((key, RuntimeError(f"engine: {described(error)}")))
                 self.inbox.put(Cancel(key))
@@ -410,16 +412,16 @@ class RemoteEngine(Callers):
         vars(self).update(msgspec.structs.asdict(occupancy))
 
     def _lose(self, process: _Process, error: Exception) -> None:
-        """The process is gone, and so are its requests."""
+        """End the requests of a process that has ended."""
         process.is_lost = True
         self._take_occupancy(Occupancy())
         self.deliver([(key, error) for key in list(self._requests)])
         for answer in list(self.answers.values()):
-            with suppress(Exception):  # it has been given meanwhile
+            with suppress(Exception):  # the reply may have come meanwhile
                 answer.set_exception(error)
 
     def _start_again(self, how: str, wait: float) -> bool:
-        """Another process; False: there is no need for it any more, or it cannot be."""
+        """Start another process; False where the engine closes, or where too many starts failed."""
         for _ in range(MAX_FAILURES):
             if not self._closing.is_set():
                 LOGGER.error("engine: %s; it is started again in %g s", how, wait)
@@ -428,7 +430,8 @@ class RemoteEngine(Callers):
             wait = min(2 * wait, LAST_WAIT_S)
             try:
                 self._starting = _Process(self._start)
-                if self._closing.is_set():  # after the above: who closes now ends it
+                # after the process is in place: a close from here on ends it
+                if self._closing.is_set():
                     raise EngineLostError("engine: expected an open one, got one that closes")
                 self._starting.loaded()
             except Exception as error:
@@ -445,7 +448,7 @@ class RemoteEngine(Callers):
 
 
 def _with_text(request: Prepared, step: StepOutput, text: str | None) -> StepOutput:
-    """A step with its text; what the process has not decoded is decoded here."""
+    """A step with its text; tokens that the other process has not decoded are decoded here."""
     if text is not None:
         return replace(step, piece=lambda: text)
     stream: TextStream | None = request.text

@@ -1,7 +1,7 @@
-"""Which replica of a server a request goes to, and how many replicas there should be.
+"""The choice of a replica for a request, and the number of replicas that there should be.
 
-Requests that begin alike go where that beginning has been computed, since the prefix cache of that
-replica has it, unless the replica is much busier than the others. Nothing here knows what runs the
+Requests that begin alike go to the replica that has computed that beginning, since its prefix cache
+has it, unless it is much busier than the others. This module does not depend on what runs the
 replicas.
 """
 
@@ -18,24 +18,24 @@ __all__ = ["Load", "Routes", "beginning_of", "replicas_wanted"]
 
 BLOCK = 64
 """Characters that are compared at once, about a page of the KV cache."""
-MOST_BLOCKS = 64
-MOST_KNOWN = 1 << 16
+MAX_BLOCKS = 64
+MAX_KNOWN = 1 << 16
 """Blocks that are remembered."""
 SLACK = 8
 """Requests that the replica with the beginning may have more than the least busy one."""
 FULL_KV = 0.9
-"""Share of the KV cache in use, at which a replica has no room for another request."""
+"""Share of the KV cache in use from which on a replica has no room for another request."""
 DIGEST = 8  # bytes
 
 
 def beginning_of(body: bytes) -> list[bytes]:
-    """What a request begins with, as a chain of hashes: of the first block, the first two, ...
+    """The beginning of a request as a chain of hashes: of the first block, the first two, ...
 
     Args:
-        body: JSON of a completion, a chat or a response. What is none begins with nothing.
+        body: JSON of a completion, a chat or a response; anything else has no beginning.
 
     Returns:
-        At most :data:`MOST_BLOCKS`; none for a text shorter than a block.
+        At most :data:`MAX_BLOCKS` hashes; none for a text shorter than a block.
     """
     try:
         said = json.loads(body)
@@ -44,43 +44,44 @@ def beginning_of(body: bytes) -> list[bytes]:
         return []
     chain: list[bytes] = []
     state = hashlib.blake2b(digest_size=DIGEST)
-    for end in range(BLOCK, min(len(text), BLOCK * MOST_BLOCKS) + 1, BLOCK):
+    for end in range(BLOCK, min(len(text), BLOCK * MAX_BLOCKS) + 1, BLOCK):
         state.update(text[end - BLOCK : end].encode("utf-8", "surrogatepass"))
         chain.append(state.digest())
     return chain
 
 
 def _text(said: dict[str, Any]) -> str:
-    """Of a request, from its beginning on."""
+    """The text of a request, from its beginning on."""
     prompt = said.get("prompt")
     if isinstance(prompt, str):
-        return prompt[: BLOCK * MOST_BLOCKS]
-    # Templates write tools in front of messages.
+        return prompt[: BLOCK * MAX_BLOCKS]
+    # Templates write tools before messages.
     names = ("tools", "instructions", "messages", "input")
     return json.dumps([*map(said.get, names), prompt])
 
 
 class Routes:
-    """Remembers which replicas have computed which beginnings; the least recently used ones go.
+    """Remembers which replicas have computed which beginnings, and forgets the least recently used.
 
     Args:
-        most_known: blocks that are remembered.
+        max_known: blocks that are remembered.
         slack: requests that a replica with the beginning may have more than the least busy one.
     """
 
-    def __init__(self, most_known: int = MOST_KNOWN, slack: float = SLACK) -> None:
-        self._most_known, self._slack = most_known, slack
+    def __init__(self, max_known: int = MAX_KNOWN, slack: float = SLACK) -> None:
+        self._max_known, self._slack = max_known, slack
         self._homes: OrderedDict[bytes, set[str]] = OrderedDict()
         self._sizes: Counter[str] = Counter()
         """Blocks that each replica has."""
 
     def ranked(self, beginning: Sequence[bytes], loads: Mapping[str, float]) -> list[str]:
-        """All replicas, best first: those that are not much busier than the others by how much of
-        the beginning they have, then by load; of equals the one that has the least.
+        """All replicas, best first. Replicas that are not much busier than the least busy one come
+        first, by how much of the beginning they have, then by load, then by how few blocks they
+        have in all.
 
         Args:
             beginning: from :func:`beginning_of`.
-            loads: requests that each replica has.
+            loads: the number of requests of each replica.
         """
         least = min(loads.values(), default=0.0)
 
@@ -93,21 +94,21 @@ class Routes:
         return sorted(loads, key=place)
 
     def known(self, beginning: Sequence[bytes], replica: str) -> int:
-        """Blocks of a beginning that a replica has."""
+        """The number of blocks of a beginning that a replica has."""
         for count, block in enumerate(beginning):
             if replica not in self._homes.get(block, ()):
                 return count
         return len(beginning)
 
     def add(self, beginning: Iterable[bytes], replica: str) -> None:
-        """A replica computes a beginning."""
+        """Note that a replica computes a beginning."""
         for block in beginning:
             homes = self._homes.setdefault(block, set())
             self._homes.move_to_end(block)
             if replica not in homes:
                 homes.add(replica)
                 self._sizes[replica] += 1
-        while len(self._homes) > self._most_known:
+        while len(self._homes) > self._max_known:
             _, homes = self._homes.popitem(last=False)
             self._sizes.subtract(homes)
 
@@ -125,11 +126,11 @@ class Routes:
 
 @dataclass(frozen=True)
 class Load:
-    """What a replica has to do.
+    """The load of a replica.
 
     Args:
-        requests: that run or wait.
-        kv_share: of the KV cache that they have, 0 to 1.
+        requests: those that run or wait.
+        kv_share: share of the KV cache in use, 0 to 1.
     """
 
     requests: float
@@ -137,10 +138,10 @@ class Load:
 
 
 def replicas_wanted(loads: Iterable[Load], queued: float, target: float) -> float:
-    """How many replicas would be busy, but not too busy.
+    """The number of replicas that would be busy, but not too busy.
 
     Args:
-        loads: of those that run.
+        loads: of the replicas that run.
         queued: requests that no replica has yet.
         target: requests that a replica should have.
     """

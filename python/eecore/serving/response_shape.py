@@ -1,4 +1,4 @@
-"""What came of a request to /v1/responses: items, and the events that tell of them."""
+"""The answer to a request to /v1/responses: its items, and the events of its stream."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class ResponseShape(ChatShape):
         self._request = body.request
         self._items: list[dict[str, Any]] = []
         self._is_open = False
-        """Whether the last item is a message that goes on."""
+        """Whether the last item is an unfinished message."""
         self._texts: list[str] = []
-        """What that message says, piece by piece."""
+        """The text of that message, piece by piece."""
         self._details_left: dict[str, list[Any]] = {}
-        """What is known of tokens that no event has told of yet."""
+        """Details of tokens that no event has reported yet."""
         self._num_events = 0
         self._frame = ("", "")
-        """What stands around the text in a delta of the message that goes on, up to its number."""
+        """The parts of a delta event before and after its text, for the unfinished message."""
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         (output,) = outputs
@@ -58,13 +58,13 @@ class ResponseShape(ChatShape):
 
     def failed(self, error: ApiError) -> str:
         closed = self._closed("incomplete")
-        # OpenAI's codes of failures; a chat's are finer.
+        # OpenAI has fewer codes of failures than a chat.
         problem = {"code": "server_error", "message": error.message}
         response = {**self._response(None), "status": "failed", "error": problem}
         return "".join([*closed, self._event("response.failed", response=response)])
 
     def _added_events(self, text: str, tokens: Tokens, output: Output | None) -> list[str]:
-        """The events of a text that is added, the last one where there is an output."""
+        """The events of added text; the last ones where there is an output."""
         if self._wants_tokens:
             for name, values in self._named_details(tokens).items():
                 self._details_left.setdefault(name, []).extend(values)
@@ -100,7 +100,7 @@ class ResponseShape(ChatShape):
         return [*events, self._event(DELTA, **place, **details, delta=text)]
 
     def _message_events(self) -> list[str]:
-        """A message begins."""
+        """The events that begin a message."""
         item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
         empty = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         self._items.append({**item, "status": "in_progress", "content": []})
@@ -115,7 +115,7 @@ class ResponseShape(ChatShape):
         return events
 
     def _closed(self, status: str) -> list[str]:
-        """The events that end the message that goes on; none where no message does."""
+        """The events that end the unfinished message; none where there is none."""
         if not self._is_open:
             return []
         self._is_open = False
@@ -145,7 +145,7 @@ class ResponseShape(ChatShape):
         added = self._item_event("added")
         item |= {"arguments": call.arguments, "status": "completed"}
         details, self._details_left = self._details_left, {}
-        details.pop("logprobs", None)  # those are of texts
+        details.pop("logprobs", None)  # log-probabilities belong to texts
         place, arguments = self._place(), call.arguments
         kind = "response.function_call_arguments"
         return [
@@ -170,7 +170,7 @@ class ResponseShape(ChatShape):
         return f"event: {kind}\ndata: {JSON.encode(content)}\n\n"
 
     def _response(self, output: Output | None) -> dict[str, Any]:
-        """The response as it is now, with an output as it ends."""
+        """The response as it is now; with an output, as it ends."""
         asked, request = self.asked, self._request
         sampling = asked.choices[0].prepared.sampling
         is_cut = output is not None and output.finish_reason == "length"
@@ -208,7 +208,7 @@ class ResponseShape(ChatShape):
         }
 
     def _usage(self, output: Output) -> dict[str, Any]:
-        """Tokens by the names of /v1/responses."""
+        """Numbers of tokens by the names of /v1/responses."""
         known = usage(self.served, self.asked, [output])
         cached = known["prompt_tokens_details"]["cached_tokens"]
         return {

@@ -1,8 +1,8 @@
-"""From a request to /v1/responses to the chat that it means.
+"""The chat that a request to /v1/responses means.
 
-Its input items become messages, its functions tools, its format a response format. From there on it
-is a request to /v1/chat/completions; what is wrong is said in the words of /v1/responses. Nothing
-is stored: each request brings its whole conversation.
+Its input items become messages, its functions tools, its format a response format. After that it is
+a request to /v1/chat/completions, with refusals reworded for /v1/responses. Nothing is stored: each
+request brings its whole conversation.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from eecore.values import shown
 __all__ = ["LOGPROBS", "ResponseChat", "ask_response", "read_response"]
 
 LOGPROBS = "message.output_text.logprobs"
-"""What ``include`` calls log-probabilities."""
+"""The value of ``include`` that asks for log-probabilities."""
 ROLES = ("user", "assistant", "system", "developer")
-# Fields of a chat, and those of a response that they are from.
+# Fields of a chat, and the fields of a response that they are from.
 FIELDS = {
     "messages": "input",
     "response_format": "text",
@@ -31,7 +31,7 @@ FIELDS = {
     "reasoning_effort": "reasoning",
     "verbosity": "text",
 }
-# Words of a chat's refusals, and those of a response.
+# Words of a chat's refusals, and the words for a response.
 WORDS = (
     (re.compile(r"^tools\[(\d+)\]\.function\b"), r"tools[\1]"),
     (re.compile(r"\bresponse_format\b"), "text.format"),
@@ -55,7 +55,7 @@ def read_response(body: bytes) -> ResponseChat:
 
     Raises:
         ApiError: 400: it is not JSON, a field is missing or of the wrong kind, or asks for what is
-            not there.
+            not supported.
     """
     request = read(ResponsesRequest, body)
     if request.previous_response_id is not None:
@@ -86,7 +86,7 @@ def read_response(body: bytes) -> ResponseChat:
 
 
 def ask_response(served: ServedModel, chat: ResponseChat) -> Asked:
-    """The answer to a request.
+    """A request for the answer.
 
     Raises:
         ApiError: it cannot be served.
@@ -101,7 +101,7 @@ def ask_response(served: ServedModel, chat: ResponseChat) -> Asked:
 
 
 def _in_its_words(error: ApiError, chat: ResponseChat) -> ApiError:
-    """A refusal of a chat, as one of the request that the chat is from."""
+    """A chat's refusal, in the words of the request that the chat is from."""
 
     def source(found: re.Match[str]) -> str:
         index = int(found[1])
@@ -118,13 +118,13 @@ def _in_its_words(error: ApiError, chat: ResponseChat) -> ApiError:
 
 
 class _Items:
-    """The messages that input items make."""
+    """The messages made from input items."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.sources: list[str] = []
         self._thoughts: list[str] = []
-        """Thoughts of the answer that comes next."""
+        """Reasoning before the next answer."""
         self._calls: set[str] = set()
         self._has_instructions = False
         self._kinds: dict[str, Callable[[str, Mapping[str, Any]], None]] = {
@@ -135,7 +135,7 @@ class _Items:
         }
 
     def read(self, request: ResponsesRequest) -> None:
-        """All items of a request, after its instructions."""
+        """Read all items of a request, after its instructions."""
         self._has_instructions = bool(request.instructions)
         if self._has_instructions:
             self._add("instructions", {"role": "system", "content": request.instructions})
@@ -165,7 +165,7 @@ class _Items:
         if role == "assistant":
             self._add_answer(where, content=content)
         elif role != "user" and len(self.messages) == 1 and self._has_instructions:
-            # Most templates have a place for one system message alone.
+            # Most templates take one system message only.
             before = _parts(self.messages.pop()["content"])
             self.sources.pop()
             both = [*before, *_parts(content)] if isinstance(content, list | str) else content
@@ -174,7 +174,7 @@ class _Items:
             self._add(where, {"role": role, "content": content})
 
     def _add_answer(self, where: str, **parts: Any) -> None:
-        """Text or calls of an answer. What it says after its calls is of the same message."""
+        """Add text or calls to an answer. Text after calls belongs to the same message."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or ("content" in parts and "tool_calls" not in last):
             last = {"role": "assistant"}
@@ -205,7 +205,7 @@ class _Items:
         self._add(where, {"role": "tool", "tool_call_id": call_id, "content": item.get("output")})
 
     def _reasoning(self, where: str, item: Mapping[str, Any]) -> None:
-        """Thoughts of another server's; this one has them in the text of its answers."""
+        """Reasoning from another server; this one has it in the text of its answers."""
         for name in ("content", "summary"):
             parts = item.get(name) or []
             if not isinstance(parts, list):
@@ -235,7 +235,7 @@ def _word(where: str, value: Any) -> str | None:
 
 
 def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A function, as a chat has it."""
+    """A function in a chat's form."""
     kind = tool.get("type")
     if kind != "function":
         raise invalid(f"{where}.type: expected function, got {shown(kind)}")
@@ -245,7 +245,7 @@ def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool_choice(choice: str | Mapping[str, Any] | None) -> Any:
-    """A choice, as a chat has it. What is none stays as it is, and is refused there."""
+    """A tool choice in a chat's form. A malformed one stays as it is, and is refused there."""
     if choice is None or isinstance(choice, str):
         return choice
     if choice.get("type") != "allowed_tools":
@@ -256,14 +256,14 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> Any:
 
 
 def _named(tool: Any) -> Any:
-    """A function that is chosen by its name."""
+    """A choice of one function by its name."""
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         return tool
     return {"type": "function", "function": {"name": tool.get("name")}}
 
 
 def _format(given: Any) -> dict[str, Any] | None:
-    """A format of the text, as a chat has it."""
+    """A text format in a chat's form."""
     if given is None:
         return None
     kind = given.get("type") if isinstance(given, Mapping) else given

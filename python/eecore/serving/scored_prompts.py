@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts in OpenAI's words and in vLLM's."""
+"""Log-probabilities of prompts in OpenAI's format and in vLLM's."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from eecore.serving.served import ServedModel
 
 __all__ = ["echoed", "finite", "in_vllms_words", "tops_by_text"]
 
-LEAST_LOGPROB = -9999.0
-"""In place of minus infinity, which JSON cannot say."""
+MIN_LOGPROB = -9999.0
+"""Written for minus infinity, which JSON cannot express."""
 
 Entries = Sequence[PromptLogprob | None]
 
 
 def finite(logprob: float) -> float:
-    """A log-probability as JSON can say it."""
-    return max(logprob, LEAST_LOGPROB) if not math.isnan(logprob) else LEAST_LOGPROB
+    """A log-probability that JSON can express."""
+    return max(logprob, MIN_LOGPROB) if not math.isnan(logprob) else MIN_LOGPROB
 
 
 def tops_by_text(
     served: ServedModel, text: str, logprob: float, top: Mapping[int, float]
 ) -> dict[str, float]:
-    """The most probable tokens by their texts, best first, and the token itself. Of several with
-    one text, which parts of characters have, it is the most probable one.
+    """The most probable tokens by their texts, best first, and the token itself. Of several tokens
+    with one text, as parts of characters have, the most probable one counts.
     """
     found: dict[str, float] = {}
     for token, value in top.items():
@@ -39,13 +39,13 @@ def tops_by_text(
 def echoed(
     served: ServedModel, token_ids: Sequence[int], entries: Entries, text: str, num_top: int
 ) -> dict[str, Any]:
-    """A prompt that a completion begins with: its tokens, each with its log-probability.
+    """The log-probabilities of a prompt that a completion begins with.
 
     Args:
         served: the model.
-        token_ids: of the prompt.
-        entries: of each token, None for the first.
-        text: of the prompt, as it is shown.
+        token_ids: the prompt's.
+        entries: one for each token, None for the first.
+        text: the prompt as it is shown.
         num_top: how many of the most probable tokens to list.
     """
     texts = [served.token_text(token) for token in token_ids]
@@ -67,7 +67,9 @@ def echoed(
 def in_vllms_words(
     served: ServedModel, entries: Entries, num_top: int
 ) -> list[dict[str, Any] | None]:
-    """The token of each position and the most probable ones, by id; None for the first."""
+    """In vLLM's format: for each position its token and the most probable ones, by id; None for the
+    first.
+    """
     return [None if entry is None else _ranked(served, entry, num_top) for entry in entries]
 
 

@@ -19,13 +19,14 @@ from eecore.serving.tool_calls import ToolFormat
 
 __all__ = ["Servable", "ServedModel"]
 
-MOST_KNOWN_TOKENS = 1 << 16
-# How many characters a tokenizer may make one of, before it splits them into tokens.
+MAX_KNOWN_TOKENS = 1 << 16
+"""Tokens whose text is kept."""
+# Characters that a tokenizer may turn into one before it splits a text into tokens.
 SHRINKING = 4
 
 
 class Servable(Protocol):
-    """What a server needs of a model, whose weights may be in another process."""
+    """The parts of a model that a server needs; its weights may be in another process."""
 
     @property
     def network(self) -> ModelFacts: ...
@@ -37,21 +38,21 @@ class Servable(Protocol):
     def engine_config(self) -> EngineConfig: ...
 
     def async_engine(self, config: EngineConfig | None = None) -> AsyncEngine:
-        """Streams of its engine; with ``config`` of one with these limits."""
+        """The model's engine; with ``config``, one with these limits."""
 
 
 @dataclass(eq=False)
 class ServedModel:
-    """A model behind a server.
+    """A model and its engine, as a server offers them.
 
     Args:
         model: from :func:`eecore.load`, or with its engine in another process.
         name: what requests call it.
-        depths: the policies that they may choose.
-        engine: that runs them.
-        max_choices: of one request.
-        tool_format: how it writes calls of tools; None: they are text.
-        samples_as_model: settings that a request leaves out are the model's, not greedy.
+        depths: the policies that requests may choose.
+        engine: runs the requests.
+        max_choices: the most answers of one request.
+        tool_format: the model's format of tool calls; None: calls stay text.
+        samples_as_model: settings that a request leaves out are the model's own, not greedy.
     """
 
     model: Servable
@@ -64,9 +65,9 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.token_text = lru_cache(MOST_KNOWN_TOKENS)(self._token_text)
-        self.token_bytes = lru_cache(MOST_KNOWN_TOKENS)(self._token_bytes)
-        self.shown_bytes = lru_cache(MOST_KNOWN_TOKENS)(self._shown_bytes)
+        self.token_text = lru_cache(MAX_KNOWN_TOKENS)(self._token_text)
+        self.token_bytes = lru_cache(MAX_KNOWN_TOKENS)(self._token_bytes)
+        self.shown_bytes = lru_cache(MAX_KNOWN_TOKENS)(self._shown_bytes)
 
     @property
     def num_layers(self) -> int:
@@ -80,7 +81,7 @@ class ServedModel:
 
     @property
     def max_prompt(self) -> int:
-        """Tokens of the longest prompt, or about."""
+        """About the number of tokens of the longest prompt."""
         config, limits = self.model.config, self.engine.engine.config
         if isinstance(config, T5Config):
             return limits.max_input_tokens or config.max_input
@@ -88,21 +89,21 @@ class ServedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of the model.
+        """The model's tokenizer.
 
         Raises:
-            ApiError: 400: it has none.
+            ApiError: 400: the model has none.
         """
         if self.model.tokenizer is None:
             raise invalid("prompt: expected token ids, since the model has no tokenizer", "prompt")
         return self.model.tokenizer
 
     def room(self, prompt_tokens: int) -> int:
-        """Tokens that can follow a prompt; 0 or less: it is too long itself."""
+        """The number of tokens that can follow a prompt; 0 or less: it is too long itself."""
         return self.engine.engine.config.room(self.model.config, prompt_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Tokens of a text. One that is far too long is not looked at.
+        """The tokens of a text. A text that is far too long is refused before it is tokenized.
 
         Raises:
             ApiError: 400: it is far too long, or the model has no tokenizer.
@@ -141,10 +142,10 @@ class ServedModel:
         return {name: getattr(sampling, name) for name in OWN}
 
     def says(self, asked: str | None) -> str | None:
-        """The exit policy that a model's name asks for; None for the model alone.
+        """The exit policy in a model's name; None for the model's name alone.
 
         Raises:
-            ApiError: 404: no such model.
+            ApiError: 404: there is no such model.
         """
         if asked is None or asked == self.name:
             return None
@@ -160,18 +161,18 @@ class ServedModel:
         )
 
     def cards(self) -> list[dict[str, Any]]:
-        """What /v1/models lists: the model, and once more under each policy."""
+        """The entries of /v1/models: the model, and one for each listed policy."""
         depths = self.depths
         own = self._card(self.name, depths.default)
         named = [self._card(f"{self.name}:{depths.name_of(s)}", s) for s in depths.aliases]
         return [own, *named]
 
     def card(self, asked: str) -> dict[str, Any]:
-        """Of one name.
+        """The entry of one name.
 
         Raises:
-            ApiError: 404: no such model.
-            ExitError: one that the model cannot run.
+            ApiError: 404: there is no such model.
+            ExitError: the model cannot run the policy.
         """
         said = self.says(asked) or self.depths.default
         policy = self.depths.chosen(None if asked == self.name else said)
@@ -195,7 +196,9 @@ class ServedModel:
         }
 
     def _token_text(self, token: int, *, shows_special: bool = True) -> str:
-        """A token's text in the middle of one: a decoder drops a leading space at the start."""
+        """A token's text in the middle of a text, since a decoder drops a leading space at the
+        start.
+        """
         tokenizer = self.model.tokenizer
         if tokenizer is None:
             return f"token_id:{token}"
@@ -203,12 +206,12 @@ class ServedModel:
         return tokenizer.decode_after(before, [token], skip_special_tokens=not shows_special)
 
     def _token_bytes(self, token: int) -> bytes:
-        """A token's text in UTF-8; the bytes themselves where they are parts of characters."""
+        """A token's text in UTF-8; the bytes themselves for parts of characters."""
         text, tokenizer = self.token_text(token), self.model.tokenizer
         if tokenizer is None or REPLACEMENT not in text:
             return text.encode()
         return tokenizer.spelled_bytes(token) or text.encode()
 
     def _shown_bytes(self, token: int) -> bytes:
-        """What a token adds to a text; nothing where it is special."""
+        """The bytes that a token adds to a text; none where it is special."""
         return self.token_bytes(token) if self._token_text(token, shows_special=False) else b""

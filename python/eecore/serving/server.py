@@ -1,7 +1,7 @@
 """The process of a server: its socket, its signals, its end.
 
-The first signal closes the door: what runs is finished, within bounds, what comes is refused with a
-503. The second one ends it at once.
+At the first signal the server drains: running requests may finish, within a limit, and new ones are
+refused with a 503. The second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from eecore.serving.app import create_app
 __all__ = ["listen", "serve"]
 
 BACKLOG = 512
-# For what is left of connections when all requests have been answered.
+# Seconds for the rest of connections once all requests have been answered.
 CLOSING_SECONDS = 2
 KEEP_ALIVE_SECONDS = 30
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at an address.
+    """A listening socket at an address.
 
     Raises:
-        RequestError: it cannot be had.
+        RequestError: the address is not available.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -60,24 +60,24 @@ def serve(
     draining: Callable[[int], object] | None = None,
     access_log: Callable[[str], object] | None = None,
 ) -> int:
-    """Serve until a signal says otherwise.
+    """Run the server until a signal ends it.
 
     Args:
-        service: what requests share.
+        service: the state that requests share.
         listener: from :func:`listen`.
-        api_keys: one of which has to come with a request.
+        api_keys: the keys that requests may have; empty: no key is needed.
         cors_origins: see :func:`~eecore.serving.app.create_app`.
-        drain_seconds: that requests have to end after the first signal.
-        ready: called when there is somebody to answer.
-        draining: called after the first signal with the number of answers that are not whole yet,
-            and again whenever it has changed.
+        drain_seconds: the time for running requests after the first signal.
+        ready: called when the server takes requests.
+        draining: called after the first signal with the number of unfinished answers, and again
+            whenever it has changed.
         access_log: takes a line for each request.
 
     Raises:
-        EngineLostError: there is no engine any more, and cannot be another one.
+        EngineLostError: the engine's process has ended and cannot be started again.
 
     Returns:
-        The signal that ended it before all requests were answered; 0: they were.
+        The signal that ended the server before all requests were answered; 0: all were.
     """
     app = create_app(service, api_keys, cors_origins)
     if access_log is not None:
@@ -93,7 +93,7 @@ def serve(
     )
     server = _Server(config, service, drain_seconds, ready, draining)
     try:
-        server.run(sockets=[listener])  # on uvloop, with httptools, where they are installed
+        server.run(sockets=[listener])  # on uvloop and httptools, where they are installed
     finally:
         service.served.engine.close()
         if service.tracing is not None:
@@ -104,7 +104,7 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """Drains before it goes."""
+    """A uvicorn server that drains before it ends."""
 
     def __init__(
         self,
@@ -125,12 +125,12 @@ class _Server(uvicorn.Server):
         self.cut_off = 0
 
     async def startup(self, sockets: Any = None) -> None:
-        """Say so when it is done."""
+        """Start, then call ``ready``."""
         await super().startup(sockets)
         self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """A signal has come."""
+        """Drain at the first signal, end at the second."""
         if self._service.admission.is_closing:
             self.cut_off = sig
             self.should_exit = self.force_exit = True
@@ -140,7 +140,7 @@ class _Server(uvicorn.Server):
         self._service.admission.is_closing = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: whether it is time to go."""
+        """Whether it is time to end; called ten times a second."""
         admission = self._service.admission
         if self._service.served.engine.failure is not None:
             self.should_exit = self.force_exit = True

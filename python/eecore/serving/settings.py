@@ -1,4 +1,4 @@
-"""How a server is set up: from a model and settings to what its requests share."""
+"""The settings of a server, and the state that its requests share."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from eecore.values import shown
 __all__ = ["ServerSettings", "service_of"]
 
 GENERATION_CONFIGS = ("auto", "none")
-# As browsers write it: no path, and no slash at the end.
+# The form in which browsers write it: no path, and no slash at the end.
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+")
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Of a server.
+    """The settings of a server.
 
     Args:
-        name: what requests call the model; None for its directory's.
-        exit: the policy of requests that say nothing; None for the one that suits the device.
+        name: what requests call the model; None for its directory's name.
+        exit: the policy of requests that name none; None for the one that suits the device.
         allow_exit: modes and policies that requests may choose; None for all.
         aliases: policies that are listed as models; None for those that suit the model.
-        max_waiting: sequences that may wait beside those that run.
-        max_body: bytes of a request.
+        max_waiting: sequences that may wait while others run.
+        max_body: bytes of the largest body.
         timeout: seconds for a request; None for no limit.
-        max_num_seqs: sequences that run at once; None for the model's.
-        tool_parser: how the model writes calls of tools; auto: as its chat template does.
-        generation_config: where sampling settings come from that requests leave out; auto: the
-            model's own files, or the usual ones of answers; none: greedy.
-        cors_origins: sites whose pages may ask from a browser; "*": all of them.
+        max_num_seqs: sequences that run at once; None for the model's default.
+        tool_parser: the model's format of tool calls; auto: the one that its chat template uses.
+        generation_config: the source of sampling settings that requests leave out; auto: the
+            model's own files, or the usual settings of answers; none: greedy.
+        cors_origins: sites whose pages may send requests from a browser; "*": all of them.
     """
 
     name: str | None = None
@@ -74,10 +74,10 @@ class ServerSettings:
                 )
 
     def check(self, policies: Policies) -> None:
-        """Check the policies as far as they can be without the model.
+        """Check the policies as far as possible without the model.
 
         Raises:
-            ExitError: names the first that is none.
+            ExitError: a policy is malformed; the message names the first.
         """
         allowed = [each for each in self.allow_exit or () if each not in MODES]
         usual = [self.exit] if self.exit else []
@@ -90,7 +90,7 @@ class ServerSettings:
 
 
 def service_of(model: Servable, settings: ServerSettings) -> Service:
-    """What the requests to a server share.
+    """The state that the requests to a server share.
 
     Raises:
         ExitError: a policy of the settings that the model cannot run.
@@ -114,17 +114,18 @@ def service_of(model: Servable, settings: ServerSettings) -> Service:
     if settings.max_num_seqs is not None:
         limits = replace(limits, max_num_seqs=settings.max_num_seqs)
     engine = model.async_engine(None if limits == model.engine_config else limits)
-    for said in (usual, *aliases):  # as a request that may be served
+    for said in (usual, *aliases):  # the check of a real request
         engine.prepare([0], exit=policies.of(said), sampling=SamplingParams(max_tokens=1))
-    with suppress(GuideError):  # what guides need takes a second, in which no Python runs
+    # compiling for guides begins now: it takes a second, in which no Python runs
+    with suppress(GuideError):
         guide = Guide.choice(["a"])
         engine.prepare([0], sampling=SamplingParams(max_tokens=1, guide=guide))
     admission = Admission(limits.max_num_seqs, settings.max_waiting)
     name = settings.name or ("model" if directory is None else name_of(directory))
-    most_choices = min(MAX_CHOICES, admission.capacity)
+    max_choices = min(MAX_CHOICES, admission.capacity)
     calls = tool_format(settings.tool_parser, _tools_template(model))
     samples_as_model = settings.generation_config == "auto"
-    served = ServedModel(model, name, depths, engine, most_choices, calls, samples_as_model)
+    served = ServedModel(model, name, depths, engine, max_choices, calls, samples_as_model)
     labelled = map(policies.of, (usual, *aliases))
     metrics = Metrics(engine.engine, name, labelled, lambda: engine.num_restarts)
     bounds = (settings.max_body, settings.timeout)

@@ -1,4 +1,4 @@
-"""What came of a request in OpenAI's words: whole answers, and the chunks of a stream."""
+"""Answers in OpenAI's format: whole ones, and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":
 DONE = "data: [DONE]\n\n"
 """The end of a stream."""
 PLACE = "\0"
-"""Stands for the text of a chunk, of which all else is the same from token to token."""
+"""Stands for the text of a chunk, whose other parts are the same from token to token."""
 
 
 @dataclass
 class Shape:
-    """The answer to one request.
+    """The answer to one request, in the format of an endpoint.
 
     Args:
         served: the model.
@@ -58,18 +58,18 @@ class Shape:
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._frames: dict[int, list[str]] = {}
-        """Of each choice that has begun, what stands around the text in its chunks."""
+        """For each choice that has begun: the parts of its chunks before and after the text."""
         self._is_plain = not self._wants_tokens
-        """Whether a stream is text and nothing else."""
+        """Whether a stream has text only."""
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """All of it."""
+        """The whole answer."""
         choices = [self._choice(i, output) for i, output in enumerate(outputs)]
         body = {**self._head(self.whole_object), "choices": choices}
         return {**body, "usage": usage(self.served, self.asked, outputs)}
 
     def events(self, index: int, step: StepOutput) -> str:
-        """All that a step adds to the stream of a choice, ready to be sent."""
+        """The events that a step adds to the stream of a choice, ready to be sent."""
         found: list[str] = []
         frame = self._frames.get(index)
         if frame is None:
@@ -91,7 +91,7 @@ class Shape:
         raise NotImplementedError
 
     def deltas(self, index: int, step: StepOutput) -> list[dict[str, Any]]:
-        """What a step adds; nothing where that is nothing to be seen."""
+        """The chunks of a step; none where it adds nothing visible."""
         added = self._added(index, step)
         if not added and step.token_ids and self._wants_tokens:
             added = [self._text("")]
@@ -102,7 +102,7 @@ class Shape:
         ]
 
     def last(self, index: int, output: Output) -> dict[str, Any]:
-        """The end of a choice."""
+        """The last chunk of a choice."""
         reason = self._reason(index, output)
         return self._chunk(index, self._text(None), finish_reason=reason)
 
@@ -112,12 +112,12 @@ class Shape:
         return {**self._head(self.chunk_object), "choices": [], "usage": total}
 
     def end(self, outputs: Sequence[Output]) -> str:
-        """The end of a stream, after all choices; ready to be sent."""
+        """The end of a stream after all choices, ready to be sent."""
         total = event(self.total(outputs)) if self.asked.includes_usage else ""
         return total + DONE
 
     def failed(self, error: ApiError) -> str:
-        """The end of a stream that an error cut off; ready to be sent."""
+        """The end of a stream that an error cut off, ready to be sent."""
         return event(error.body) + DONE
 
     @property
@@ -140,7 +140,7 @@ class Shape:
         return {**chunk, "usage": None} if self.asked.includes_usage else chunk
 
     def _details(self, index: int, tokens: Tokens) -> dict[str, Any]:
-        """Log-probabilities, and how deep each token went."""
+        """Log-probabilities and exit layers of tokens."""
         known: dict[str, Any] = {"logprobs": None}
         if self.asked.logprobs is not None:
             known["logprobs"] = self._logprobs(index, tokens)
@@ -154,14 +154,14 @@ class Shape:
         return known
 
     def _added(self, index: int, step: StepOutput) -> list[dict[str, Any]]:  # noqa: ARG002
-        """Text, and whatever else it turns out to be, piece by piece."""
+        """The parts of a chunk for the text of a step: text, or what the format makes of it."""
         return [self._text(step.text)] if step.text else []
 
     def _reason(self, index: int, output: Output) -> str:  # noqa: ARG002
         return output.finish_reason
 
     def _scored(self, output: Output) -> dict[str, Any]:
-        """The prompt's log-probabilities in vLLM's words, when they were asked for."""
+        """The prompt's log-probabilities in vLLM's format, when the request asks for them."""
         count, entries = self.asked.body.prompt_logprobs, output.prompt_logprobs
         if count is None or entries is None:
             return {}
@@ -178,7 +178,7 @@ class Shape:
 
 
 class ChatShape(Shape):
-    """Of /v1/chat/completions."""
+    """The answer of /v1/chat/completions."""
 
     prefix = "chatcmpl"
     whole_object = "chat.completion"
@@ -222,7 +222,7 @@ class ChatShape(Shape):
         return added
 
     def _reason(self, index: int, output: Output) -> str:
-        """An answer that ends itself, behind calls, waits for what they give."""
+        """The finish reason: an answer that ends after tool calls waits for their results."""
         has_calls = bool(self._readers) and self._readers[index].num_calls > 0
         return (
             "tool_calls" if has_calls and output.finish_reason == "stop" else output.finish_reason
@@ -246,7 +246,7 @@ class ChatShape(Shape):
 
 
 class CompletionShape(Shape):
-    """Of /v1/completions."""
+    """The answer of /v1/completions."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -297,7 +297,7 @@ class CompletionShape(Shape):
         }
 
     def _offsets_of(self, index: int) -> TextOffsets:
-        """Where the tokens of a choice begin, after its prompt where that is echoed."""
+        """The offsets of a choice's tokens, after its prompt where that is echoed."""
         if index not in self._offsets:
             choice = self.asked.choices[index]
             prompt_ids = choice.prepared.prompt_ids
@@ -306,12 +306,12 @@ class CompletionShape(Shape):
 
 
 def event(content: Any) -> str:
-    """Of a stream."""
+    """An event of a stream."""
     return f"data: {JSON.encode(content)}\n\n"
 
 
 def usage(served: ServedModel, asked: Asked, outputs: Sequence[Output]) -> dict[str, Any]:
-    """Tokens, and the work behind them."""
+    """The usage of a request: its tokens, and the layers that they ran."""
     per_prompt = len(asked.choices) // asked.num_prompts
     prompt = asked.prompt_tokens
     cached = sum(output.stats.cached_tokens for output in outputs[::per_prompt])
@@ -320,7 +320,7 @@ def usage(served: ServedModel, asked: Asked, outputs: Sequence[Output]) -> dict[
     took = Saved.of(stats)
     layers = sum(sum(output.exit_layers) for output in outputs)
     run = sum(each.layers_run for each in stats)
-    # The first token comes with the prompt.
+    # The first token comes with the prompt, at full depth.
     full = sum(max(each.generated_tokens - 1, 0) for each in stats) * served.num_layers
     return {
         "prompt_tokens": prompt,

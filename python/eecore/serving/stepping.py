@@ -1,7 +1,8 @@
-"""What the process of an engine does: loads a model, steps its engine, says what came of it.
+"""The engine's process: it loads a model, steps its engine, and sends the server what each step
+added.
 
-The thread that listens to the server makes requests of what it says while the other one steps.
-What came of a step is one message.
+One thread turns the server's messages into requests while the other one steps. The results of a
+step are one message.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from eecore.serving.wire import (
 
 __all__ = ["run_engine"]
 
-# How often it says how full the engine is while no request comes or goes.
+# Seconds between reports of how full the engine is while no request comes or goes.
 SAYS_SECONDS = 0.1
-# Threads that wait for guides to be compiled; one that is known does not need one.
+# Threads that wait for guides to be compiled; a guide that is known needs none.
 COMPILING = 64
 
 
@@ -54,7 +55,7 @@ def run_engine(listener: Listener) -> None:
     """Run until the server has gone, or the model cannot be loaded.
 
     Args:
-        listener: hears what the server says, first a :class:`Start`.
+        listener: passes on the server's messages, first a :class:`Start`.
     """
 
     def say(message: FromEngine) -> None:
@@ -71,7 +72,7 @@ def run_engine(listener: Listener) -> None:
         say(FromEngine(failed=plain_error(error)))
         return
     network = engine.network
-    ASKED.add(network)  # the server itself asks, which outlives this process
+    ASKED.add(network)  # the server's process, which outlives this one, asks the user itself
     config, head = network.config, network.draft_head
     loaded = Loaded(
         model=None if isinstance(config, T5Config) else config,
@@ -104,11 +105,11 @@ def _load(start: Start) -> Engine:
 
 
 class _Requests:
-    """Makes messages to the engine of what the server says.
+    """Turns the server's messages into requests of the engine.
 
     Args:
-        engine: of this process.
-        say: answers the server.
+        engine: the one of this process.
+        say: sends a message to the server.
     """
 
     def __init__(self, engine: Engine, say: Any) -> None:
@@ -118,7 +119,7 @@ class _Requests:
         self._compiling = ThreadPoolExecutor(COMPILING)
 
     def take(self, data: bytes) -> None:
-        """Do what a message says; guides are compiled beside all else."""
+        """Carry out a message; guides are compiled in other threads."""
         message: ToEngine = decode(data, ToEngine)
         if message.add is not None:
             self._add(message.add)
@@ -146,7 +147,7 @@ class _Requests:
             sequence.request_id = request.name
             if sequence.text is not None and sequence.text.watches:
                 sequence.text.show(request.special_texts)
-            else:  # nothing here depends on it
+            else:  # nothing here depends on the guide
                 sequence.text = None
             self.inbox.put(Add(request.key, sequence, request.whole))
         except Exception as error:
@@ -164,7 +165,7 @@ class _Requests:
 
 
 def _step(stepper: Stepper, inbox: queue.SimpleQueue[Message], say: Any) -> None:
-    """Step the engine, and say what came of it, until the server has gone."""
+    """Step the engine and send what each step added, until the server has gone."""
     said_at, is_news = 0.0, True
     while True:
         if not stepper.can_step and not is_news:
@@ -186,7 +187,7 @@ def _step(stepper: Stepper, inbox: queue.SimpleQueue[Message], say: Any) -> None
 
 
 def _message(news: list[News]) -> FromEngine:
-    """What came of a step."""
+    """The message about a step."""
     message = FromEngine(steps=[], ended=[])
     for key, item in news:
         if isinstance(item, Exception):

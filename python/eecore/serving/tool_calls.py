@@ -1,8 +1,8 @@
-"""Calls of tools in the text of an answer, as families of models write them.
+"""Tool calls in the text of an answer, in the formats of families of models.
 
-An answer is text and blocks of calls. A block is all calls or all text: what is malformed,
-unfinished, or names what is no tool of the request stays text, and nothing of it is lost. A block
-is held back until that is known; other text is given at once, but for what may become a marker.
+An answer is text and blocks of calls. A block is all calls or all text: a block that is malformed,
+unfinished, or names no tool of the request stays text, and nothing of it is lost. A block is held
+back until that is known; other text is passed on at once, except for what may become a marker.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = [
 ]
 
 SPACE = re.compile(r"\s*")
-# What ends a run of a JSON text, outside of strings and within them.
+# The end of a run of JSON outside of strings, and within them.
 OUTSIDE = re.compile(r"[^\s\w,:.+-]")
 WITHIN = re.compile(r'["\\]')
-# Before the next of several calls of Llama's.
+# The separator before the next of several calls in Llama's format.
 BETWEEN = re.compile(r"(?:\s|;|<\|python_tag\|>)*")
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that an answer makes."""
+    """A tool call in an answer."""
 
     id: str
     name: str
@@ -42,12 +42,12 @@ class ToolCall:
     """JSON, as the model wrote it."""
 
     def whole(self) -> dict[str, Any]:
-        """In OpenAI's words."""
+        """The call in OpenAI's format."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
     def pieces(self, index: int) -> list[dict[str, Any]]:
-        """As a stream says it: the name first."""
+        """The parts of the call in a stream: the name first."""
         function = {"name": self.name, "arguments": ""}
         first = {"index": index, "id": self.id, "type": "function", "function": function}
         return [first, {"index": index, "function": {"arguments": self.arguments}}]
@@ -55,17 +55,17 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls.
+    """A family's format of tool calls.
 
     Args:
-        opens: what a block begins with.
-        closes: what it ends with; "": nothing.
+        opens: the marker before a block.
+        closes: the marker after it; "": none.
         is_rest: a block goes on to the end of the answer, call after call; one that is the whole
             answer may lack its marker.
-        arguments: what a call names them.
+        arguments: the name of the field of the arguments.
         is_list: a block has a list of calls.
-        id_length: of the ids, if the family's templates insist on one.
-        hints: a chat template with one of them is of this family.
+        id_length: length of the ids, where the family's templates insist on one.
+        hints: texts that only the family's chat templates have.
     """
 
     opens: str
@@ -78,12 +78,12 @@ class ToolFormat:
 
     @property
     def begins(self) -> str:
-        """What is before a call that has to be made."""
+        """The text before a call that has to be made."""
         return "" if self.is_rest else f"{self.opens}\n" if self.closes else self.opens
 
     @property
     def ends(self) -> str:
-        """What is behind it."""
+        """The text after it."""
         return f"\n{self.closes}" if self.closes else ""
 
     @property
@@ -91,7 +91,7 @@ class ToolFormat:
         return [marker for marker in (self.opens, self.closes) if marker]
 
     def new_id(self) -> str:
-        """Of a call."""
+        """A new id for a call."""
         number = uuid.uuid4().hex
         return f"call_{number[:24]}" if self.id_length is None else number[: self.id_length]
 
@@ -119,13 +119,13 @@ def tool_format(parser: str, template: str | None) -> ToolFormat | None:
 
 @dataclass(frozen=True)
 class ExpectedCalls:
-    """The calls that an answer may make.
+    """The tool calls that an answer may make.
 
     Args:
-        format: of the model.
+        format: the model's.
         functions: those that may be called, as OpenAI describes them.
-        is_required: whether one has to be.
-        max_calls: None for any number. Calls after so many are left out of the answer.
+        is_required: whether the answer must make a call.
+        max_calls: None for any number. Further calls are left out of the answer.
     """
 
     format: ToolFormat
@@ -134,20 +134,20 @@ class ExpectedCalls:
     max_calls: int | None = None
 
     def reader(self) -> CallReader:
-        """For one answer."""
+        """A reader for one answer."""
         names = frozenset(function["name"] for function in self.functions)
         return CallReader(self.format, names, self.max_calls)
 
 
 class CallReader:
-    """Text and calls of one answer, which may come piece by piece.
+    """Finds the text and the calls of one answer, which may come piece by piece.
 
-    Where there are calls, what is between, before or behind them and is space alone is left out.
+    Where there are calls, text before, between and after them is left out if it is only space.
 
     Args:
-        form: of the model.
-        names: of the tools.
-        max_calls: None for any number; calls after so many are left out.
+        form: the model's format.
+        names: the tools' names.
+        max_calls: None for any number; further calls are left out.
     """
 
     def __init__(
@@ -157,16 +157,16 @@ class CallReader:
         self._names = names
         self._max_calls = max_calls
         self._held = ""
-        """Of a block that is unfinished all; else what may become a marker."""
+        """Text that is not passed on yet: an unfinished block, or what may become a marker."""
         self._space = ""
-        """Since the last call, if nothing else has come since."""
+        """The space since the last call, while nothing else has come."""
         self._is_space = True
         self._block: _Block | None = None
         self._may_be_bare = form.is_rest
         self.num_calls = 0
 
     def add(self, text: str, *, last: bool = False) -> list[str | ToolCall]:
-        """What is certain with some more text; with the last of it that is all."""
+        """The parts that are certain after some more text, and all parts after the last text."""
         self._held += text
         parts: list[str | ToolCall] = []
         while True:
@@ -193,7 +193,7 @@ class CallReader:
         return parts
 
     def _open(self, parts: list[str | ToolCall], last: bool) -> bool:
-        """Go on to the next block; False: none has begun."""
+        """Go on to the next block; False where none has begun."""
         if self._may_be_bare:
             begin = _skip(SPACE, self._held, 0)
             self._may_be_bare = begin == len(self._held) and not last
@@ -211,7 +211,7 @@ class CallReader:
         return False
 
     def _give(self, parts: list[str | ToolCall], count: int) -> None:
-        """So many characters are text."""
+        """Pass on the next ``count`` characters as text."""
         text, self._held = self._space + self._held[:count], self._held[count:]
         self._is_space = self._is_space and (not text or text.isspace())
         self._space = text if self._is_space else ""
@@ -223,25 +223,25 @@ class _Block:
     """Calls in a row.
 
     Args:
-        form: of the model.
-        names: of the tools.
-        begin: where the first call begins: behind the marker, if there is one.
+        form: the model's format.
+        names: the tools' names.
+        begin: where the first call begins: after the marker, if there is one.
     """
 
     def __init__(self, form: ToolFormat, names: Collection[str], begin: int) -> None:
         self._format, self._names = form, names
         self.begin = max(begin, 1)
-        """Up to there it is text if it is no block."""
+        """Where the text ends that is passed on if this is no block."""
         self.calls: list[tuple[str, str]] = []
-        """Name and arguments of each."""
+        """Name and arguments of each call."""
         self._at = begin
         self._value: _Value | None = None
 
     def end(self, text: str, last: bool) -> int | None:
-        """Where it ends, in a text that begins with it; None: not yet.
+        """The block's end in a text that begins with it; None: not known yet.
 
         Raises:
-            ValueError, RecursionError: it is no block.
+            ValueError, RecursionError: the text is no block.
         """
         while True:
             if self._value is None:
@@ -261,24 +261,26 @@ class _Block:
                 self._at = end
             if not self._format.is_rest:
                 return self._closed(text, last)
-            behind = _skip(BETWEEN, text, end)
-            if behind == len(text):
-                return behind if last else None
-            if not last and self._format.opens.startswith(text[behind:]):
+            start = _skip(BETWEEN, text, end)
+            if start == len(text):
+                return start if last else None
+            if not last and self._format.opens.startswith(text[start:]):
                 return None
-            self._at, self._value = behind, None
+            self._at, self._value = start, None
 
     def _closed(self, text: str, last: bool) -> int | None:
-        """Behind the marker that closes it. Models leave it out before the next, or the end."""
+        """The position after the closing marker. Models leave the marker out before the next call,
+        or at the end.
+        """
         closes, opens = self._format.closes, self._format.opens
         if not closes:
             return self._at
-        behind = _skip(SPACE, text, self._at)
-        if text.startswith(closes, behind):
-            return behind + len(closes)
-        if text.startswith(opens, behind):
-            return behind
-        rest = text[behind:]
+        at = _skip(SPACE, text, self._at)
+        if text.startswith(closes, at):
+            return at + len(closes)
+        if text.startswith(opens, at):
+            return at
+        rest = text[at:]
         if closes.startswith(rest) or (opens.startswith(rest) and not last):
             return len(text) if last else None
         raise ValueError(rest)
@@ -294,10 +296,10 @@ class _Value:
         self._end: int | None = None
 
     def end(self, text: str) -> int | None:
-        """Where it ends; None: not yet.
+        """The value's end; None: not known yet.
 
         Raises:
-            ValueError: it is not JSON, as far as can be seen by then.
+            ValueError: the text cannot become JSON.
         """
         while self._end is None:
             found = (WITHIN if self._in_string else OUTSIDE).search(text, self._at)
@@ -326,7 +328,7 @@ def _calls(text: str, names: Collection[str], may_lack: bool) -> list[tuple[str,
     """Names and arguments of the calls that a JSON text makes: one, or a list of them.
 
     Raises:
-        ValueError, RecursionError: it is no JSON, or something else.
+        ValueError, RecursionError: the text is not JSON, or something else than calls.
     """
     json.loads(text, parse_constant=_refuse)
     found: list[dict[str, str]] = []
@@ -337,7 +339,7 @@ def _calls(text: str, names: Collection[str], may_lack: bool) -> list[tuple[str,
         while text[at] != "]":
             members, at = _members(text, at)
             found.append(members)
-            at = _behind_comma(text, at)
+            at = _after_comma(text, at)
     if not found:
         raise ValueError(text)
     return [_call(members, names, may_lack) for members in found]
@@ -350,33 +352,35 @@ def _call(members: Mapping[str, str], names: Collection[str], may_lack: bool) ->
     missing = "{}" if may_lack else "null"
     arguments = members.get("arguments", members.get("parameters", missing))
     value = json.loads(arguments)
-    if isinstance(value, str):  # JSON in JSON
+    if isinstance(value, str):  # JSON in a JSON string
         arguments, value = value, json.loads(value, parse_constant=_refuse)
-        arguments.encode()  # half a surrogate pair cannot be sent
+        arguments.encode()  # fails for half a surrogate pair, which cannot be sent
     if not isinstance(value, dict):
         raise ValueError(arguments)
     return name, arguments
 
 
 def _members(text: str, at: int) -> tuple[dict[str, str], int]:
-    """The JSON of each member of an object, and where it ends; the text is known to be JSON."""
+    """The JSON of each member of an object, and where the object ends; the text is known to be
+    JSON.
+    """
     if text[at] != "{":
         raise ValueError(text[at])
     members: dict[str, str] = {}
     at = _skip(SPACE, text, at + 1)
     while text[at] != "}":
         name, at = DECODER.raw_decode(text, at)
-        begin = _skip(SPACE, text, _skip(SPACE, text, at) + 1)  # behind the colon
+        begin = _skip(SPACE, text, _skip(SPACE, text, at) + 1)  # after the colon
         _, at = DECODER.raw_decode(text, begin)
         members[name] = text[begin:at]
-        at = _behind_comma(text, at)
+        at = _after_comma(text, at)
     return members, at + 1
 
 
 DECODER = json.JSONDecoder()
 
 
-def _behind_comma(text: str, at: int) -> int:
+def _after_comma(text: str, at: int) -> int:
     at = _skip(SPACE, text, at)
     return _skip(SPACE, text, at + 1) if text[at] == "," else at
 
@@ -387,7 +391,7 @@ def _skip(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 def _unless_last(last: bool) -> None:
-    """There must be more to come."""
+    """Raise an error if no more text can come."""
     if last:
         raise ValueError("unfinished")
 
@@ -397,6 +401,6 @@ def _refuse(constant: str) -> Any:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """Length of the longest tail of a text that begins a marker."""
+    """The length of the longest end of a text that begins a marker."""
     lengths = range(min(len(marker) - 1, len(text)), 0, -1)
     return next((length for length in lengths if text.endswith(marker[:length])), 0)

@@ -1,8 +1,8 @@
-"""A span of OpenTelemetry for each request that reached the engine, sent over HTTP to a collector.
+"""An OpenTelemetry span for each request that reached the engine, sent over HTTP to a collector.
 
-Where ``OTEL_EXPORTER_OTLP_ENDPOINT`` is set, and ``pip install 'eecore[otel]'`` was done; other
-settings are OpenTelemetry's own. A ``traceparent`` of the client's is the parent. What was said is
-in no span.
+Spans are made where ``OTEL_EXPORTER_OTLP_ENDPOINT`` is set and ``pip install 'eecore[otel]'`` was
+done; other settings are OpenTelemetry's own. The parent is the client's ``traceparent``. No span
+has text of prompts or answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FAILURES = ("error", "timeout")
 
 
 def tracing_of_environment() -> Tracing | None:
-    """What the environment asks for; None: nothing, or its packages are not installed."""
+    """The tracing that the environment asks for; None: none, or its packages are not installed."""
     if not any(os.environ.get(name) for name in ENDPOINTS):
         return None
     try:
@@ -61,9 +61,9 @@ class Tracing:
         """The span of a request.
 
         Args:
-            scope: of HTTP.
+            scope: the request's ASGI scope.
             asked: the request.
-            began: when it came, in nanoseconds since 1970.
+            began: when it arrived, in nanoseconds since 1970.
         """
         operation = "text_completion" if scope["path"] == "/v1/completions" else "chat"
         headers = {str(name, "latin-1"): str(value, "latin-1") for name, value in scope["headers"]}
@@ -83,22 +83,23 @@ class Tracing:
         return RequestSpan(span)
 
     def close(self) -> None:
-        """Send what has not been sent yet; where nobody calls it, that is done when Python ends."""
+        """Send what has not been sent yet; without this call that happens when Python ends."""
         self._provider.shutdown()
 
 
 class RequestSpan:
-    """The span of one request, whatever comes of it."""
+    """The span of one request, however that ends."""
 
     def __init__(self, span: Any) -> None:
         self._span = span
 
     def end(self, outputs: Sequence[Output], outcome: str | None) -> None:
-        """It has ended.
+        """End the span.
 
         Args:
-            outputs: what there is of its sequences.
-            outcome: why others have none: cancelled, error or timeout; None: there are none.
+            outputs: of the sequences that ended.
+            outcome: how the other sequences ended: cancelled, error or timeout; None: there are
+                none.
         """
         span, stats = self._span, [output.stats for output in outputs]
         reasons = [output.finish_reason for output in outputs]

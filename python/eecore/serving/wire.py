@@ -1,6 +1,6 @@
-"""What a server and the process of its engine say to each other: a message each way.
+"""The messages between a server and the process of its engine.
 
-Both are written with msgspec. What a client wrote is never more than text and numbers in them.
+Messages are written with msgspec. What a client wrote is only ever text and numbers in them.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ __all__ = [
 ]
 
 PlainExit = tuple[str, dict[str, Any]]
-"""The class of an exit policy and its fields; a classifier by its digest."""
+"""The class of an exit policy and its fields; a classifier is given by its digest."""
 
 
 class Start(msgspec.Struct, frozen=True):
-    """What the process of an engine is told first.
+    """The first message to an engine's process.
 
     Args:
-        path: of the model.
-        options: of :func:`eecore.load`, plain values.
-        threads: of the CPU; None for torch's choice.
-        max_num_seqs: sequences that run at once; None for the model's.
+        path: the model's.
+        options: plain values, as :func:`eecore.load` takes them.
+        threads: CPU threads; None for torch's choice.
+        max_num_seqs: sequences that run at once; None for the model's default.
     """
 
     path: Path
@@ -75,9 +75,9 @@ class Request(msgspec.Struct, array_like=True):
     exit: PlainExit
     sampling: SamplingParams
     special_texts: dict[int, str]
-    """What special tokens are shown as."""
+    """The text that special tokens are shown as."""
     whole: bool
-    """The server wants its output alone, not what each step adds."""
+    """Whether the server wants the output only, not the steps."""
 
 
 class ToEngine(msgspec.Struct, omit_defaults=True):
@@ -85,37 +85,37 @@ class ToEngine(msgspec.Struct, omit_defaults=True):
 
     start: Start | None = None
     classifier: tuple[str, bytes] | None = None
-    """A digest and tensors, before the first request with that classifier."""
+    """A digest and tensors, sent before the first request with that classifier."""
     add: Request | None = None
     cancel: int | None = None
-    """The key of a request that is to end."""
+    """The key of a request to cancel."""
     read: tuple[int, int] | None = None
-    """The key of a request, and how many steps of it have been read."""
+    """The key of a request, and the number of its steps that have been read."""
     resets_cache: bool = False
     compile: tuple[int, Guide] | None = None
-    """A guide, and the number of the answer."""
+    """The number of the reply, and the guide to compile."""
 
 
 class Error(msgspec.Struct, array_like=True):
     """An error, for :func:`error_of`."""
 
     kinds: list[str]
-    """The names of its class and of those that this derives from."""
+    """The names of the error's class and of its bases."""
     text: str
     of_system: tuple[int, str, str | None] | None
     where: str
 
 
 class Loaded(msgspec.Struct):
-    """The model and its engine, when they are there."""
+    """The loaded model and its engine."""
 
     model: ModelConfig | None
     encoder_model: T5Config | None
-    """The model, where it has an encoder."""
+    """The model's configuration, where it has an encoder."""
     device: str
     source: ModelSource | None
     vocabulary_sha256: str | None
-    """The digest of the tokens that the model's draft head knows; None without one."""
+    """The digest of the tokens that the model's draft head knows; None without a head."""
     limits: EngineConfig
     has_prefix_cache: bool
 
@@ -132,8 +132,9 @@ class Occupancy(msgspec.Struct, array_like=True):
 
 
 Step = tuple[int, StepOutput, str | None]
-"""The key of a request, what a step added to it, and the text of that, or None where the server
-decodes it."""
+"""The key of a request, what a step added to it, and the text of that; None where the server
+decodes it.
+"""
 
 
 class FromEngine(msgspec.Struct, omit_defaults=True):
@@ -141,27 +142,27 @@ class FromEngine(msgspec.Struct, omit_defaults=True):
 
     loaded: Loaded | None = None
     failed: Error | None = None
-    """Why there is no engine."""
+    """The reason for which there is no engine."""
     warning: str | None = None
     steps: list[Step] = []
     ended: list[tuple[int, Error]] = []
     """The keys of requests that ended without an output."""
     occupancy: Occupancy | None = None
     compiled: tuple[int, Error | None] | None = None
-    """The number of a guide, and why it cannot be followed."""
+    """The number of a guide, and the reason for which it cannot be followed."""
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
     """A message as bytes.
 
     Raises:
-        UnicodeEncodeError: it has text that UTF-8 cannot say.
+        UnicodeEncodeError: the message has text that UTF-8 cannot express.
     """
     return _ENCODER.encode(message)
 
 
 def decode(data: bytes, kind: type[Any]) -> Any:
-    """The message that bytes are."""
+    """The message in ``data``."""
     return _DECODERS[kind].decode(data)
 
 
@@ -184,7 +185,7 @@ _DECODERS: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {
 
 
 def plain_step(key: int, step: StepOutput) -> Step:
-    """A step of a request with a key; its text where it has to be decoded here."""
+    """A step of a request with a key; with its text where it has to be decoded here."""
     return key, replace(step, piece=None), None if step.piece is None else step.text
 
 
@@ -197,11 +198,11 @@ def plain_exit(policy: Exit) -> PlainExit:
 
 
 def exit_of(plain: PlainExit, classifiers: Mapping[str, ExitClassifier]) -> Exit:
-    """The exit policy that :func:`plain_exit` was given.
+    """The exit policy, back from :func:`plain_exit`.
 
     Args:
         plain: the policy.
-        classifiers: by their digests.
+        classifiers: by digest.
     """
     name, values = plain
     if values.get("classifier") is not None:
@@ -221,7 +222,7 @@ def plain_classifier(classifier: ExitClassifier) -> bytes:
 
 
 def classifier_of(tensors: bytes) -> ExitClassifier:
-    """The classifier that :func:`plain_classifier` was given."""
+    """The classifier, back from :func:`plain_classifier`."""
     return ExitClassifier(**tensors_of(tensors))
 
 
@@ -237,25 +238,25 @@ def plain_error(error: BaseException) -> Error:
 
 
 def _sayable(text: str) -> str:
-    """A text, with escapes for what UTF-8 cannot say."""
+    """A text with escapes for what UTF-8 cannot express."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def error_of(plain: Error) -> Exception:
-    """The error again: of the same type where it is eecore's or Python's, with the same text."""
+    """The error again: of the same type where that is eecore's or Python's, with the same text."""
     kinds, text = plain.kinds, plain.text
     known = next((found for name in kinds if (found := _error_kind(name))), RuntimeError)
     kind = known if known.__name__ == kinds[0] else type(kinds[0], (known,), {})
     try:
         error: Exception = kind(*(plain.of_system or (text,)))
-    except TypeError:  # it is made of something else than a text
+    except TypeError:  # its class takes something else than a text
         error = type(kinds[0], (RuntimeError,), {})(text)
     error.__cause__ = _ElsewhereError(plain.where)
     return error
 
 
 class _ElsewhereError(Exception):
-    """Where an error comes from, in the other process."""
+    """The traceback of an error in the other process."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"

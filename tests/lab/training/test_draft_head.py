@@ -137,7 +137,7 @@ def test_what_a_head_attends_to_is_the_formula() -> None:
                 shares = (q @ own[:, a, 0].T * HEAD_DIM**-0.5).softmax(1)
                 expected = (shares @ own[:, a, 1]).flatten()
                 torch.testing.assert_close(found[i, a], expected, atol=0.05, rtol=0.05)
-        seen = seen.behind()
+        seen = seen.advanced()
     embedded = frozen.embeddings[data.token[rows]]
     with torch.no_grad():
         seen = data.seen(rows, frozen.cos_sin)
@@ -164,7 +164,7 @@ def test_agreement_is_that_of_drafts_made_one_by_one(attends: bool) -> None:
                 if target >= len(data) or data.text[target] != data.text[start]:
                     break
                 state = head.step(state, frozen.embeddings[data.token[target - 1]][None], seen)
-                seen = seen and seen.behind()
+                seen = seen and seen.advanced()
                 place = int((head.output(state) @ frozen.head_rows.T).argmax())
                 tried[k] += 1
                 if frozen.vocabulary[place] != data.greedy[target]:

@@ -290,7 +290,7 @@ def test_questions_of_its_own_and_others_about_its_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asking = importlib.import_module("eecore.lab.answers.asking")
-    monkeypatch.setattr(asking, "LEAST_WORDS", 1)  # this model says noise
+    monkeypatch.setattr(asking, "MIN_WORDS", 1)  # this model says noise
     out = tmp_path / "head"
     command = own_arguments(folder, out)
     assert run(command) == 0
@@ -311,7 +311,7 @@ def test_questions_of_its_own_and_others_about_its_answers(
     capsys.readouterr()
     assert run([*command, "--resume"]) == 0
     assert lines_of(out / "work" / "questions.jsonl") == asked
-    monkeypatch.setattr(asking, "LEAST_WORDS", 1000)
+    monkeypatch.setattr(asking, "MIN_WORDS", 1000)
     assert run(own_arguments(folder, tmp_path / "mute")) == REQUEST
     assert (
         "expected questions, got none that the model ended in 64 tries" in capsys.readouterr().err
@@ -326,10 +326,10 @@ def test_it_asks_itself_until_there_is_enough(
 ) -> None:
     """However few of its questions a model ends; where there are no more, it says so."""
     asking = importlib.import_module("eecore.lab.answers.asking")
-    monkeypatch.setattr(asking, "LEAST_WORDS", 1)
-    monkeypatch.setattr(asking, "LEAST_QUESTIONS", 6)
+    monkeypatch.setattr(asking, "MIN_WORDS", 1)
+    monkeypatch.setattr(asking, "MIN_QUESTIONS", 6)
     monkeypatch.setattr(asking, "TOKENS_A_QUESTION", 500)
-    monkeypatch.setattr(asking, "LEAST_CHARACTERS", 10**6)  # nothing to ask about
+    monkeypatch.setattr(asking, "MIN_CHARACTERS", 10**6)  # nothing to ask about
     out = tmp_path / "head"
     command = own_arguments(folder, out)
     assert run(command) == 0

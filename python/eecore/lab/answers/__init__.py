@@ -1,1 +1,1 @@
-"""What a model writes by itself, as text to learn from: questions, and its answers to them."""
+"""Text that a model writes as its own training data: questions, and its answers to them."""

@@ -1,9 +1,8 @@
-"""Questions that a chat model asks itself, and others about what it answered.
+"""Questions that a chat model asks itself, and questions about its answers.
 
-A model that has learnt conversations goes on with a conversation in which the user is about to
-speak, and so says what it may be asked (Magpie, Xu et al. 2024). Some of the questions begin as one
-of a list does, so that code comes up, too. What it answered is a text to summarise, and code to
-change, in turn.
+A model that has learnt conversations continues one in which the user is about to speak, and so
+writes a question (Magpie, Xu et al. 2024). Some of the questions are given a beginning from a list,
+so that code is asked for, too. The answers then become texts to summarise and code to change.
 """
 
 from __future__ import annotations
@@ -47,36 +46,43 @@ __all__ = [
 ]
 
 MARK = "\uf8ff"
-"""In a question's place in the chat template: no template has a character for private use."""
+"""Marks a question's place in the chat template: no template has a character for private use."""
 ABOUT = 40 << 20
-"""Added to the index of an answer that is asked about: another pair of indices of the same sort."""
+"""Added to the index of an answer that is asked about; even and odd indices stay so."""
 OPENED = 0.4
-"""Of the questions; the others begin as the model likes."""
+"""Share of the questions that are given a beginning."""
 OWN_SHARE = 0.65
-"""Of the text, what answers questions of the model's own."""
+"""Share of the text that answers the model's own questions."""
 TOKENS_A_QUESTION = 160
-"""Of its answer; a few more than there are on the whole, questions without any counted."""
-LEAST_QUESTIONS = 64
-"""That are thought of at once."""
+"""Tokens of an answer, first guess: a little above the mean, questions without an answer
+included.
+"""
+MIN_QUESTIONS = 64
+"""The fewest questions that are written at once."""
 MAX_WITHOUT_RESULT = 3
-"""Times that more questions, each time twice as many, brought no answer."""
-LEAST_WORDS, MOST_TOKENS = 3, 160
-LEAST_CHARACTERS, MOST_CHARACTERS = 200, 1600
-"""Of a text to summarise or to rewrite."""
+"""Rounds in a row, each with twice as many questions, that may bring no answer."""
+MIN_WORDS = 3
+"""Words of a question, at least."""
+MAX_TOKENS = 160
+"""Tokens of a question, at most."""
+MIN_CHARACTERS = 200
+"""Characters of a text to summarise or to rewrite, at least."""
+MAX_CHARACTERS = 1600
+"""Characters that are quoted of it, at most."""
 CODE_BLOCK = re.compile(r"```\w*\n(.+?)```", re.DOTALL)
 CODE_SHARE = 0.7
-"""Of answers with code in them, those whose code is asked about."""
+"""Share of the answers with code whose code is asked about."""
 
 
 @dataclass(frozen=True)
 class QuestionSettings:
-    """Whose questions, and how they are written.
+    """The settings of a file of questions.
 
     Attributes:
         model: the model's digest.
-        weights: what its weights are stored in.
-        temperature: of sampling.
-        seed: of sampling, and of how questions begin.
+        weights: the format that its weights are stored in.
+        temperature: the sampling temperature.
+        seed: of sampling, and of the beginnings of questions.
     """
 
     model: str
@@ -87,7 +93,7 @@ class QuestionSettings:
 
 @dataclass(frozen=True)
 class Round:
-    """Questions, when their turn has come, and how many tokens of answers there are behind them."""
+    """A round of questions, and the tokens of answers that there should be after it."""
 
     questions: Callable[[], Iterable[tuple[int, str]]]
     num_tokens: int
@@ -103,21 +109,21 @@ def write_questions(
     progress: Callable[[int, int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> bool:
-    """Go on with a file of questions, or begin it, until it has so many lines.
+    """Write questions into a file until it has ``count`` lines; a file that exists is continued.
 
-    A question that does not end, or says next to nothing, leaves a line without one.
+    A question that does not end, or has too few words, leaves a line without one.
 
     Args:
         model: with a tokenizer and a chat template that begins every turn in the same way.
-        path: the file; one of other settings is refused.
-        count: lines that are wanted.
+        path: the file; a file with other settings is refused.
+        count: the number of lines.
         settings: of the file.
-        rows: as for :meth:`LinesFile.write`, whose result this has.
-        progress: called with the lines that there are, and those that are wanted.
-        should_stop: likewise.
+        rows: questions that are written at once. The result is that of :meth:`LinesFile.write`.
+        progress: called with the number of lines, and the number wanted.
+        should_stop: called after each step; True stops.
 
     Raises:
-        RequestError: the template has no place for a question, or the file is of other settings.
+        RequestError: the template has no place for a question, or the file has other settings.
     """
     tokenizer = tokenizer_of(model)
     before, after = _turn(tokenizer)
@@ -132,7 +138,7 @@ def write_questions(
         for index in sorted(set(range(count)) - done):
             seed = seed_of(settings.seed, index)
             sampling = SamplingParams(
-                max_tokens=MOST_TOKENS, temperature=settings.temperature, seed=seed
+                max_tokens=MAX_TOKENS, temperature=settings.temperature, seed=seed
             )
             ids = tokenizer.encode(before + _opening(seed), add_special_tokens=False)
             yield Ask(index, f"own question {index + 1}", ids, sampling)
@@ -140,7 +146,7 @@ def write_questions(
     def fields_of(index: int, output: Output) -> dict[str, Any]:
         said = tokenizer.decode_after(output.prompt_token_ids, output.token_ids)
         question = (_opening(seed_of(settings.seed, index)) + said).split(after)[0].strip()
-        is_one = output.finish_reason == "stop" and len(question.split()) >= LEAST_WORDS
+        is_one = output.finish_reason == "stop" and len(question.split()) >= MIN_WORDS
         done.add(index)
         told()
         return {"question": question if is_one else ""}
@@ -153,7 +159,7 @@ def read_own_questions(path: Path, settings: QuestionSettings) -> list[tuple[int
     """The questions of a file with their indices, each question once.
 
     Raises:
-        RequestError: it is not such a file, or of other settings.
+        RequestError: the file is malformed, or has other settings.
     """
     found: dict[str, int] = {}
     for line in sorted(_file(path, settings).lines(), key=lambda line: line.index):
@@ -166,15 +172,15 @@ def read_own_questions(path: Path, settings: QuestionSettings) -> list[tuple[int
 def follow_ups(
     tokenizer: Tokenizer, answers: Iterable[Answer], seed: int
 ) -> Iterator[tuple[int, str]]:
-    """Questions about answers: to summarise or to rewrite a text, or to change code.
+    """Questions about answers: to summarise or rewrite a text, or to change code.
 
-    Their indices are the answers' and :data:`ABOUT`. Answers to such questions are left out, and
-    those that are too short.
+    A question's index is the answer's plus :data:`ABOUT`. Answers to such questions and short
+    answers are left out.
 
     Args:
         tokenizer: the model's.
-        answers: the model's.
-        seed: of what is asked.
+        answers: written by the model.
+        seed: of the choice of questions.
     """
     for answer in answers:
         index = ABOUT + answer.index
@@ -187,7 +193,7 @@ def follow_ups(
             lines = _cut(code[1].rstrip(), "\n")
             if lines.count("\n") >= 2:
                 yield index, about(chance, CODE_CHANGES, lines)
-        elif len(text) >= LEAST_CHARACTERS:
+        elif len(text) >= MIN_CHARACTERS:
             yield index, about(chance, TEXT_CHANGES, _cut(text.strip(), "\n", ". "))
 
 
@@ -201,23 +207,23 @@ def own_rounds(
     progress: Callable[[int, int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Iterator[Round | None]:
-    """Questions of the model's own, then others about what it answered, and so on.
+    """Rounds of the model's own questions and of questions about its answers, by turns.
 
-    Each round is to be answered before the next one is asked for: there are more until there is as
-    much text as is wanted, or more and more questions bring none. How many that takes depends on
-    the model: one of everyday talk ends nearly each, one of code a third.
+    The caller answers each round before it asks for the next. Rounds go on until there are as many
+    tokens as wanted, or until more and more questions bring no answer. The number depends on the
+    model: a model for everyday talk ends nearly every answer, one for code a third.
 
     Args:
         model: with a tokenizer and a chat template.
-        path: of the file of questions, which is begun or gone on with.
-        answers: of the file that the answers to all of them will be in.
-        num_tokens: of answers that are wanted.
+        path: the file of questions, new or to be continued.
+        answers: the file that the caller writes all answers to.
+        num_tokens: tokens of answers that are wanted.
         settings: of the answers.
         progress: called after each question.
-        should_stop: asked after each step; when it says True None comes, and no more.
+        should_stop: called after each step; True makes the next round None, the last one.
 
     Raises:
-        RequestError: see :func:`write_questions`; the model ends none of many questions.
+        RequestError: see :func:`write_questions`; or the model ended none of many questions.
     """
     of = QuestionSettings(settings.model, settings.weights, seed=settings.seed)
     most = model.network.config.max_position - settings.max_tokens
@@ -226,14 +232,14 @@ def own_rounds(
         written = read_answers(answers, settings)
         return _fitting(model, follow_ups(tokenizer_of(model), written, settings.seed), most)
 
-    # What an earlier run wrote or was at.
+    # The number that an earlier run has written, or was about to write.
     asked = 1 + max((line.index for line in _file(path, of).lines()), default=-1)
     tokens_a_question = float(TOKENS_A_QUESTION)
     count = have = without_result = 0
     while True:
         own = math.ceil(OWN_SHARE * (num_tokens - have))
         more = max(
-            LEAST_QUESTIONS, math.ceil(own / tokens_a_question), count if without_result else 0
+            MIN_QUESTIONS, math.ceil(own / tokens_a_question), count if without_result else 0
         )
         count = max(asked, count + more)
         if not write_questions(model, path, count, of, progress=progress, should_stop=should_stop):
@@ -257,16 +263,16 @@ def own_rounds(
 def _fitting(
     model: Model, questions: Iterable[tuple[int, str]], most: int
 ) -> Iterator[tuple[int, str]]:
-    """Those that the model can read, and answer behind them."""
+    """The questions that fit into the model's context together with an answer."""
     return ((i, question) for i, question in questions if len(chat_ids(model, question)) <= most)
 
 
 def _cut(text: str, *ends: str) -> str:
-    """At most so many characters, up to a line's or a sentence's end."""
-    if len(text) <= MOST_CHARACTERS:
+    """The text up to an end of a line or sentence within :data:`MAX_CHARACTERS`."""
+    if len(text) <= MAX_CHARACTERS:
         return text
-    cut = max(text.rfind(end, 0, MOST_CHARACTERS) for end in ends)
-    return text[: cut + 1].rstrip() if cut > 0 else text[:MOST_CHARACTERS]
+    cut = max(text.rfind(end, 0, MAX_CHARACTERS) for end in ends)
+    return text[: cut + 1].rstrip() if cut > 0 else text[:MAX_CHARACTERS]
 
 
 def _opening(seed: int) -> str:
@@ -275,10 +281,10 @@ def _opening(seed: int) -> str:
 
 
 def _turn(tokenizer: Tokenizer) -> tuple[str, str]:
-    """What the chat template writes before a user's question, and behind it."""
+    """The chat template's text before and after a user's question."""
     text = tokenizer.apply_chat_template([{"role": "user", "content": MARK}])
-    before, mark, behind = text.partition(MARK)
-    end = behind.strip().split("\n")[0]
+    before, mark, after = text.partition(MARK)
+    end = after.strip().split("\n")[0]
     if not mark or not before or not end:
         raise RequestError(
             f"{tokenizer.name}: chat_template: expected text around a question, got {text!r}"

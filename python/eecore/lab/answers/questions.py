@@ -1,8 +1,9 @@
-"""Questions to a chat model: made of templates that ship, a user's own, or about a user's texts.
+"""Questions to a chat model: from built-in templates, from a user's file, or about a user's
+texts.
 
-Of the built-in ones 60 % are everyday questions, 25 % ask for code, 15 % are texts and code to
-summarise or to rewrite, the texts made of sentences. A user's files are cut into passages: of
-Python files functions, classes and docstrings, of other texts paragraphs that follow each other.
+Of the built-in questions, 60 % are everyday ones, 25 % ask for code, and 15 % give a text or code
+to summarise or rewrite. A user's files are cut into passages: Python files into functions, classes
+and docstrings, other texts into runs of paragraphs.
 """
 
 from __future__ import annotations
@@ -41,27 +42,31 @@ DATA = Path(__file__).resolve().parents[2] / "data" / "prompts"
 CODE_CHANGES, TEXT_CHANGES = "code_changes", "text_changes"
 SHARES = {"chat": 0.60, "code": 0.25, "rewriting": 0.15}
 CODE_TO_CHANGE = 0.3
-"""Of what is to be rewritten; the rest is text."""
-MOST_REPEATS = 1000
-"""As many in a row, and there is nothing new to be had."""
-SHORTEST, LONGEST = 300, 2000
-"""Characters of a passage."""
+"""Share of code in what is to be rewritten; the rest is text."""
+MAX_REPEATS = 1000
+"""Repeated questions in a row after which the templates count as used up."""
+SHORTEST = 300
+"""Characters of the shortest passage."""
+LONGEST = 2000
+"""Characters of the longest passage."""
 CODE_SUFFIXES = (".py", ".pyi")
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
-"""Of the files that are read in a directory, and code; a file that is named is read anyway."""
+"""Suffixes of texts that are read in a directory, as Python code is; a named file is always
+read.
+"""
 BLANK_LINES = re.compile(r"\n[ \t]*\n\s*")
 ENDS_OF_SENTENCES = re.compile(r"(?<=[.!?])\s+")
-MOST_MARKS = 0.3
-"""Of a passage's characters that are no letters and no spaces: tables and the like are no text."""
+MAX_MARKS = 0.3
+"""Share of characters other than letters and spaces in a passage, at most: tables are not text."""
 
 
 def builtin_questions(seed: int) -> Iterator[str]:
-    """Questions without end, or until the templates give no other; the same for the same seed."""
+    """Questions without end, or until the templates give no new one; the same for the same seed."""
     chance = random.Random(seed)
     makers = {"chat": _chat, "code": _code, "rewriting": _rewriting}
     given: set[str] = set()
     repeats = 0
-    while repeats < MOST_REPEATS:
+    while repeats < MAX_REPEATS:
         (kind,) = chance.choices(list(SHARES), list(SHARES.values()))
         question = makers[kind](chance)
         repeats = repeats + 1 if question in given else 0
@@ -71,10 +76,11 @@ def builtin_questions(seed: int) -> Iterator[str]:
 
 
 def read_questions(path: Path) -> list[str]:
-    """One a line, or of JSON lines the strings, or the ``prompt`` of each object.
+    """The questions of a file: one a line, or JSON lines of strings or objects with a
+    ``prompt``.
 
     Raises:
-        RequestError: the file cannot be read, has no questions, or something else in it.
+        RequestError: the file cannot be read, has no questions, or has other JSON.
     """
     if has_json_lines(path):
         questions = []
@@ -95,7 +101,7 @@ def read_questions(path: Path) -> list[str]:
 
 @cache
 def templates(name: str) -> tuple[str, ...]:
-    """Lines of a file that ships; ``{}`` is a place in them, and ``\\n`` a new line."""
+    """The lines of a built-in file; ``{}`` is a place for a word, and ``\\n`` a new line."""
     text = (DATA / f"{name}.txt").read_text(encoding="utf-8")
     return tuple(line.replace("\\n", "\n") for line in text.splitlines() if line.strip())
 
@@ -127,7 +133,7 @@ def _rewriting(chance: random.Random) -> str:
 
 
 def about(chance: random.Random, kind: str, text: str) -> str:
-    """One of the questions of a kind, such as :data:`CODE_CHANGES`, about a text of that kind."""
+    """A question of one kind, such as :data:`CODE_CHANGES`, about a text."""
     return chance.choice(templates(kind)).replace("{}", text)
 
 
@@ -146,22 +152,23 @@ def _capital(sentence: str) -> str:
 
 
 class Passage(NamedTuple):
-    """What a model can be asked about."""
+    """A text that a model can be asked about."""
 
     text: str
     is_code: bool
-    """Python's."""
+    """Whether it is Python code."""
 
 
 def read_passages(paths: Iterable[Path]) -> list[Passage]:
     """All passages of files and of directories, each once, in the order of their names.
 
     Args:
-        paths: files of UTF-8 text or of Python code; of directories those named ``.txt``, ``.md``,
-            ``.rst``, ``.py`` or ``.pyi`` count, and what in them cannot be read is passed over.
+        paths: files of UTF-8 text or of Python code, or directories, of which files named ``.txt``,
+            ``.md``, ``.rst``, ``.py`` or ``.pyi`` are read, and unreadable files skipped.
 
     Raises:
-        RequestError: a path is neither, a file cannot be read, or there is no passage.
+        RequestError: a path is neither a file nor a directory, a file cannot be read, or there is
+            no passage.
     """
     given = list(paths)
     found: dict[Passage, None] = {}
@@ -178,10 +185,10 @@ def read_passages(paths: Iterable[Path]) -> list[Passage]:
 
 
 def questions_about(passages: Sequence[Passage], seed: int) -> Iterator[str]:
-    """What to do with each passage: to summarise, to rewrite, to explain, ...
+    """Questions about each passage: to summarise, to rewrite, to explain, ...
 
-    Code and text take turns for as long as there are both. Each passage comes once before one comes
-    again with another question, until all have been asked; the order is the seed's.
+    Code and text take turns as long as there are both. Each passage is used once before one is used
+    again with another question, until all questions have been asked; the seed sets the order.
     """
     chance = random.Random(seed)
     kinds = [[each for each in passages if each.is_code is is_code] for is_code in (False, True)]
@@ -196,7 +203,7 @@ def questions_about(passages: Sequence[Passage], seed: int) -> Iterator[str]:
 
 
 def digest_of(passages: Iterable[Passage]) -> str:
-    """A hash of all of them, in their order."""
+    """A hash of passages in their order."""
     digest = hashlib.sha256()
     for passage in passages:
         digest.update(f"{passage.is_code}\0{passage.text}\0".encode())
@@ -204,7 +211,7 @@ def digest_of(passages: Iterable[Passage]) -> str:
 
 
 def _about(passages: Sequence[Passage], chance: random.Random) -> Iterator[str]:
-    """Of passages of one kind."""
+    """Questions about passages of one kind."""
     changes = templates(CODE_CHANGES if passages[0].is_code else TEXT_CHANGES)
     firsts = [chance.randrange(len(changes)) for _ in passages]
     for turn in range(len(changes)):
@@ -232,7 +239,9 @@ def _in_file(path: Path) -> Iterator[Passage]:
 
 
 def _of_text(text: str) -> Iterator[Passage]:
-    """Paragraphs, as many of them together as a passage can have; of a longer one sentences."""
+    """Paragraphs, joined up to the length of a passage; a longer paragraph is cut into
+    sentences.
+    """
     for part in _together(BLANK_LINES.split(text.strip()), "\n\n"):
         if len(part) <= LONGEST:
             yield from _passage(part)
@@ -242,7 +251,7 @@ def _of_text(text: str) -> Iterator[Passage]:
 
 
 def _together(parts: Iterable[str], between: str) -> Iterator[str]:
-    """As many parts as a passage can have; one that is longer is by itself."""
+    """Parts, joined up to the length of a passage; a longer part stays alone."""
     joined = ""
     for part in parts:
         longer = f"{joined}{between}{part}" if joined else part
@@ -256,7 +265,7 @@ def _together(parts: Iterable[str], between: str) -> Iterator[str]:
 def _of_python(source: str, path: Path) -> Iterator[Passage]:
     """Functions and classes, methods where a class is too long, and docstrings."""
     try:
-        with warnings.catch_warnings():  # of escapes in strings that are none
+        with warnings.catch_warnings():  # about invalid escapes in strings
             warnings.simplefilter("ignore")
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -286,8 +295,8 @@ def _definitions(nodes: Iterable[ast.stmt], lines: Sequence[str]) -> Iterator[Pa
 
 
 def _passage(text: str) -> Iterator[Passage]:
-    """It, if it has the length of one and is made of words."""
+    """The text as a passage, where it has the length of one and consists mostly of words."""
     text = text.strip()
     words = sum(each.isalpha() or each.isspace() for each in text)
-    if SHORTEST <= len(text) <= LONGEST and words >= (1 - MOST_MARKS) * len(text):
+    if SHORTEST <= len(text) <= LONGEST and words >= (1 - MAX_MARKS) * len(text):
         yield Passage(text, is_code=False)

@@ -1,9 +1,8 @@
-"""What a model writes into files that survive whatever ends the run: lines, and so its answers.
+"""Files of lines that a model writes, such as its answers, which survive an interrupted run.
 
-A file's first line says of which model and settings the others are; each of these has a number of
-its own and is written as soon as its text is finished. Half a line, which a kill leaves, is
-dropped. What was running is written again by the next run: every text depends on its prompt and its
-seed alone.
+A file's first line has the model and the settings; each other line has its own index and is written
+as soon as its text is finished. Half a line, which a kill leaves, is dropped. A text that was
+unfinished is written again by the next run: every text depends only on its prompt and its seed.
 """
 
 from __future__ import annotations
@@ -42,29 +41,29 @@ __all__ = [
 ]
 
 SEEDS = 1 << 31
-MAX_TOKENS = 1 << 24
-"""The largest id of a token in a file."""
+MAX_TOKEN_ID = 1 << 24
+"""The largest token id in a file."""
 
 
 def seed_of(seed: int, index: int) -> int:
-    """The seed of one of many texts, whatever others there are."""
+    """The seed of one of many texts, independent of the others."""
     return (seed * 1_000_003 + index) % SEEDS
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A text that is wanted of a model."""
+    """A text that a model should write."""
 
     index: int
     name: str
-    """What errors call it."""
+    """The name in error messages."""
     prompt: list[int]
     sampling: SamplingParams
 
 
 @dataclass(frozen=True)
 class NumberedLine:
-    """A line behind the first."""
+    """A line after the first."""
 
     index: int
     fields: JsonFields
@@ -74,12 +73,12 @@ class NumberedLine:
 
 @dataclass(frozen=True)
 class LinesFile:
-    """Such a file, which need not exist yet.
+    """A file of lines, which need not exist yet.
 
     Attributes:
-        path: where it is.
-        what: it holds, in the plural, as errors call it.
-        settings: of all its lines; a file of others is refused.
+        path: of the file.
+        what: the kind of lines, in the plural, for errors.
+        settings: of all lines; a file with other settings is refused.
     """
 
     path: Path
@@ -88,14 +87,14 @@ class LinesFile:
 
     @property
     def format(self) -> str:
-        """What its first line says that it is."""
+        """The format that the first line names."""
         return f"eecore {self.what} 1"
 
     def begin(self) -> list[NumberedLine]:
-        """What is in the file, which begins with its settings when this returns.
+        """The lines of the file; a new or empty file gets its first line.
 
         Raises:
-            RequestError: it is not such a file, or of other settings.
+            RequestError: the file is malformed, or has other settings.
         """
         content = self.path.read_bytes() if is_file(self.path) else b""
         whole = content.rfind(b"\n") + 1
@@ -110,10 +109,10 @@ class LinesFile:
         return lines
 
     def lines(self) -> Iterator[NumberedLine]:
-        """What has been written so far, in the order in which it was finished.
+        """The lines so far, in the order in which they were finished.
 
         Raises:
-            RequestError: it is not such a file, or of other settings.
+            RequestError: the file is malformed, or has other settings.
         """
         if kind_of(self.path) == "nothing":
             return
@@ -121,7 +120,7 @@ class LinesFile:
             content = self.path.read_bytes()
         except OSError as error:
             raise RequestError(f"{shown_path(self.path)}: {error.strerror or error}") from None
-        first, *lines = content.split(b"\n")[:-1] or [b""]  # the last is empty, or half a line
+        first, *lines = content.split(b"\n")[:-1] or [b""]  # the last part is empty, or half a line
         self._check_header(first)
         seen = set()
         for number, line in enumerate(lines, 2):
@@ -143,21 +142,21 @@ class LinesFile:
         wants_more: Callable[[], bool] = lambda: True,
         should_stop: Callable[[], bool] | None = None,
     ) -> bool:
-        """Have texts written at full depth, a line each, until there are enough or no more.
+        """Write texts at full depth, a line each, until there are enough or ``asked`` ends.
 
         Args:
-            model: whose engine writes nothing else.
-            asked: what is wanted; taken as there is room.
-            fields_of: a text's line, of its index and its output.
+            model: its engine runs nothing else meanwhile.
+            asked: the texts, taken as the engine has room.
+            fields_of: the fields of a line, from a text's index and output.
             rows: texts that are written at once.
-            wants_more: asked before others are begun; those that are running are finished.
-            should_stop: asked after each step; when it says True what is running is lost.
+            wants_more: called before another text begins; running texts are finished.
+            should_stop: called after each step; True stops, and running texts are lost.
 
         Returns:
-            Whether it was finished; False when it was told to stop.
+            True: finished; False: stopped by ``should_stop``.
 
         Raises:
-            RequestError: a text cannot be asked for, or its request failed; it names which.
+            RequestError: a request failed or was refused; the message names the text.
         """
         engine, running = model.engine(), dict[str, Ask]()
         with self.path.open("a", encoding="utf-8") as file:
@@ -197,14 +196,14 @@ class LinesFile:
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """Whose answers, and how they are written.
+    """The settings of a file of answers.
 
     Attributes:
         model: the model's digest.
-        weights: what its weights are stored in.
-        questions: where they are from: ``built in``, or a digest of the user's.
-        max_tokens: most of an answer.
-        temperature: of every other answer; those between are greedy.
+        weights: the format that its weights are stored in.
+        questions: their source: ``built in``, or a digest of the user's.
+        max_tokens: tokens of an answer, at most.
+        temperature: of every other answer; the answers between are greedy.
         seed: of the built-in questions and of sampling.
     """
 
@@ -218,10 +217,10 @@ class AnswerSettings:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, and what was asked: in tokens of the model, a stop token included."""
+    """A question and its answer in tokens of the model, a stop token included."""
 
     index: int
-    """Of the question."""
+    """The question's index."""
     prompt: list[int]
     answer: list[int]
 
@@ -237,24 +236,25 @@ def write_answers(
     progress: Callable[[int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> bool:
-    """Go on with a file of answers, or begin it, until it has so many tokens of answers.
+    """Write answers into a file until it has ``num_tokens`` tokens of answers; a file that exists
+    is continued.
 
-    Questions are asked as ``eecore generate`` asks them, each once, those with an even
-    index greedily.
+    Questions are asked as ``eecore generate`` asks them, each once, those with an even index
+    greedily.
 
     Args:
         model: with a tokenizer and a chat template.
         questions: each with its index, in an order that is always the same.
-        path: the file; one of other settings is refused.
-        num_tokens: how many are wanted at least, with those that are there; fewer where there are
-            no more questions.
+        path: the file; a file with other settings is refused.
+        num_tokens: the fewest tokens wanted, the existing ones included; there are fewer where the
+            questions run out.
         settings: of the file.
-        rows: as for :meth:`LinesFile.write`, whose result this has.
-        progress: called with the tokens that there are, at the beginning and after each answer.
-        should_stop: likewise.
+        rows: answers that are written at once. The result is that of :meth:`LinesFile.write`.
+        progress: called with the number of tokens, at the beginning and after each answer.
+        should_stop: called after each step; True stops.
 
     Raises:
-        RequestError: a question cannot be asked, or the file is of other settings.
+        RequestError: a question cannot be asked, or the file has other settings.
     """
     lines = _file(path, settings)
     done = {answer.index: len(answer.answer) for answer in map(_answer, lines.begin())}
@@ -285,7 +285,7 @@ def read_answers(path: Path, settings: AnswerSettings) -> list[Answer]:
     """The answers of a file, in the order of their questions.
 
     Raises:
-        RequestError: it is not such a file, or of other settings.
+        RequestError: the file is malformed, or has other settings.
     """
     answers = map(_answer, _file(path, settings).lines())
     return sorted(answers, key=lambda answer: answer.index)
@@ -305,7 +305,9 @@ def _asked(model: Model, index: int, question: str, settings: AnswerSettings) ->
 
 
 def chat_ids(model: Model, question: str) -> list[int]:
-    """A question as the model is asked it; a RequestError where its template refuses it."""
+    """The tokens of a question in the model's chat template; a RequestError where the template
+    refuses it.
+    """
     return tokenizer_of(model).encode_chat([{"role": "user", "content": question}])
 
 
@@ -322,7 +324,7 @@ def _file(path: Path, settings: AnswerSettings) -> LinesFile:
 
 def _answer(line: NumberedLine) -> Answer:
     prompt, answer = (
-        list(line.fields.integers(name, 0, MAX_TOKENS)) for name in ("prompt", "answer")
+        list(line.fields.integers(name, 0, MAX_TOKEN_ID)) for name in ("prompt", "answer")
     )
     if not prompt or not answer:
         raise RequestError(f"{line.where}: expected tokens of a prompt and an answer, got none")

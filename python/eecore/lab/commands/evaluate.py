@@ -1,4 +1,4 @@
-"""``eecore evaluate layerskip`` and ``eecore sweep``: what exits and speculation are worth."""
+"""``eecore evaluate layerskip`` and ``eecore sweep``: what exits and speculation gain."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from eecore.lab.evaluation.timed import TimedRun
 
 Batch = Annotated[int, typer.Option(min=1, help="Prompts that run together.")]
-Rounds = Annotated[int, typer.Option(min=1, help="How often all take their turn.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds, in which each takes its turn.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """The prompts of an evaluation, and how much is generated."""
+    """The prompts of an evaluation, and the length of the answers."""
 
     data: Path = option(help='JSON lines of {"input": prompt, "target": label}.')
     max_tokens: int = option(64, "New tokens a prompt.", min=1)
@@ -51,7 +51,7 @@ def layerskip(
     mode: Annotated[
         list[str] | None,
         typer.Option(
-            help="fixed:E, speculative:E,D or draft-verify; may be given several times.",
+            help="fixed:E, speculative:E,D or draft-verify; repeatable.",
             show_default="exits after a quarter, half and three quarters of the layers",
         ),
     ] = None,
@@ -66,7 +66,7 @@ def layerskip(
         Path | None, typer.Option(help="Also write NAME.json and NAME.md.", metavar="NAME")
     ] = None,
 ) -> int:
-    """LayerSkip's tables: exits one by one, modes side by side, what reuse saves."""
+    """LayerSkip's tables: every exit, modes side by side, and what reuse saves."""
     directory = check_path(model)
     check_out("--out", out, is_stem=True)
 
@@ -110,9 +110,9 @@ def sweep(
     loading: LoadOptions,
     exit_layers: Annotated[
         str | None,
-        typer.Option(help="Of the draft: 4,8,12.", show_default="eighths, to three quarters"),
+        typer.Option(help="Layers that draft: 4,8,12.", show_default="eighths, to three quarters"),
     ] = None,
-    num_drafts: Annotated[str, typer.Option(help="Most drafts a round.")] = "2,4,6,8",
+    num_drafts: Annotated[str, typer.Option(help="Draft lengths.")] = "2,4,6,8",
     batch_size: Batch = 1,
     rounds: Rounds = 1,
     out: Annotated[
@@ -125,12 +125,13 @@ def sweep(
         bool,
         typer.Option(
             "--write",
-            help="Record in exits.json beside the model how its exits agree with its last layer, "
-            "by which --exit auto drafts with its first layers.",
+            help="Record in the model's exits.json how often its exits agree with its last layer; "
+            "--exit auto chooses the layers that draft by it.",
         ),
     ] = False,
 ) -> int:
-    """Time self-speculation over exit layers and drafts on your prompts; answer with the best.
+    """Time self-speculation over exit layers and draft lengths on your prompts; print the
+    fastest.
 
     Ctrl-C keeps what was measured so far.
     """
@@ -220,10 +221,10 @@ def _default_modes(num_layers: int) -> list[str]:
 
 
 def show_turn(number: int, run: TimedRun, where: str = "") -> None:
-    """A line on stderr about a run that has had its turn in a round."""
+    """Print a line on stderr about a run's turn in a round."""
     print(f"{where}{described_turn(number, run)}", file=sys.stderr, flush=True)
 
 
 def described_turn(number: int, run: TimedRun) -> str:
-    """How fast a run was in a round."""
+    """The speed of a run in a round, in words."""
     return f"round {number + 1}: {run.name}: {run.tokens / run.seconds[-1]:.1f} tokens/s"

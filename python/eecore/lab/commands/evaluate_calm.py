@@ -55,12 +55,12 @@ class ConfidentExits:
     def policies(self, directory: Path) -> list[ConfidentExit]:
         """The policies for a model's directory, in the order of the paper's Table 1.
 
-        Calibrations hold all of their settings; exit points, the earliest exit and tau are those of
-        the other measures.
+        Calibrations have all of their settings; exit points, the earliest exit and tau are for the
+        other measures.
 
         Raises:
-            UsageError: for settings that contradict each other.
-            RequestError: for files that cannot be used.
+            UsageError: the settings contradict each other.
+            RequestError: a file cannot be used.
         """
         from eecore.exits import ConfidentExit
         from eecore.lab.evaluation.calm import PAPER_THRESHOLDS
@@ -115,7 +115,7 @@ def calm(
     exits: ConfidentExits,
     batch: Annotated[
         str,
-        typer.Option(help="A row leaves by itself, or all together (Algorithm 1): each, all, both"),
+        typer.Option(help="Rows exit alone, or the batch together (Algorithm 1): each, all, both"),
     ] = "both",
     batch_size: Annotated[
         list[int] | None,
@@ -135,7 +135,7 @@ def calm(
 ) -> int:
     """Quality, throughput and latency of confident exits (early-exit framework: Table 1, Figures).
 
-    Beside full depth, half of the layers, and what is ideal for the layers that ran.
+    They run beside full depth, half of the layers, and the ideal for the layers that ran.
     """
     directory = check_path(model)
     check_out("--out", out, is_stem=True)
@@ -175,7 +175,7 @@ def calm(
 
 
 def _thresholds(text: str | None) -> dict[str, float]:
-    """By measure."""
+    """Thresholds by measure."""
     from eecore.lab.evaluation.calm import PAPER_THRESHOLDS
 
     found: dict[str, float] = {}
@@ -194,7 +194,7 @@ def _thresholds(text: str | None) -> dict[str, float]:
 
 
 def _calibrations(files: Sequence[Path]) -> dict[str, Calibration]:
-    """By measure."""
+    """Calibrations by measure."""
     from eecore.calibration_file import Calibration
 
     found: dict[str, Calibration] = {}

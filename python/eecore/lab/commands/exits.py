@@ -1,4 +1,4 @@
-"""``eecore exits``: how deep each token of a text goes, in the terminal and as a page."""
+"""``eecore exits``: the exit layer of each token of a text, in the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def exits(
     prompt: Annotated[str | None, typer.Argument(help="What is given.")] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="Map this text behind the prompt, instead of one that is written."),
+        typer.Option(help="Map this text after the prompt, instead of a generated one."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 64,
     exit: Annotated[str, typer.Option(help=EXIT_HELP, rich_help_panel=PANEL)] = "confident",
@@ -45,7 +45,9 @@ def exits(
     exit_points: ExitPoints = None,
     html: Annotated[Path | None, typer.Option(help="Also write a page to this file.")] = None,
 ) -> int:
-    """Show how deep each token goes; the page tells the confidence after every layer on hover."""
+    """Show the exit layer of each token; the page shows the confidence after every layer on
+    hover.
+    """
     model, prompt = model_and_prompt(model, prompt)
     directory = check_path(model)
     if prompt is None:

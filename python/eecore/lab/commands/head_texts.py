@@ -1,4 +1,6 @@
-"""What a draft head learns from, in a work directory: questions, answers, and states over these."""
+"""The work directory of a draft head's training: questions, answers, and states over the
+answers.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ SHORTEST_ANSWER = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """The questions to the model, and the text that it writes."""
+    """The questions to the model, and the amount of text that it writes."""
 
     PANEL: ClassVar[str] = "Answers"
     prompts: Path | None = option(
@@ -45,19 +47,20 @@ class Answers:
     own_questions: bool = option(
         False, "Questions that the model thinks of, and others about its answers."
     )
-    tokens: int = option(500_000, "Of answers, to learn from.", min=1, max=1 << 34)
-    answer_tokens: int = option(256, "Most of an answer.", min=3)
+    tokens: int = option(500_000, "Tokens of answers to learn from.", min=1, max=1 << 34)
+    answer_tokens: int = option(256, "Tokens of an answer, at most.", min=3)
     work: Path | None = option(None, "Where answers and states are kept.", show_default="OUT/work")
     also: list[Path] | None = option(
-        None, "The work directory of another run, which is learnt from, too; repeatable."
+        None, "The work directory of another run, to learn from as well; repeatable."
     )
 
 
 def check_directories(out: Path, work: Path, resume: bool, also: list[Path]) -> None:
-    """A new head, in a new work directory or in that of a run to resume, and those of others.
+    """Check the directories: a new head, a new work directory or one to resume, and other runs'
+    directories.
 
     Raises:
-        UsageError: they are not.
+        UsageError: a directory is wrong.
     """
     _check_others(also, work)
     for flag, path in (("--out", out), ("--work", work)):
@@ -96,22 +99,23 @@ def _check_others(also: list[Path], work: Path) -> None:
 
 
 class Asked(NamedTuple):
-    """Where questions are from."""
+    """The source of questions."""
 
     name: str
-    """What a file of answers calls it."""
+    """The source's name in a file of answers."""
     questions: Callable[[], Iterable[str]] | None
-    """In the order in which they are asked; None where the model thinks of them."""
+    """The questions in their order; None where the model thinks of them."""
     about_texts: bool = False
-    """Of a user's own texts: those that are too long for the model are left out."""
+    """Whether questions are about a user's own texts; those too long for the model are left out."""
 
 
 def what_is_asked(answers: Answers, seed: int) -> Asked:
-    """A user's questions, others about a user's texts, the model's own, or those that ship.
+    """The source of questions: a user's file, a user's texts, the model itself, or built-in
+    templates.
 
     Raises:
-        UsageError: more than one of these.
-        RequestError: a file of them cannot be read, or there is nothing in it.
+        UsageError: more than one was chosen.
+        RequestError: a file cannot be read, or is empty.
     """
     from eecore.lab.answers.questions import (
         builtin_questions,
@@ -152,10 +156,10 @@ def write_and_read(
     stop: Callable[[], bool],
     line: ProgressLine,
 ) -> bool:
-    """The model's answers to what it is asked, and its states over them.
+    """Write the model's answers, and its states over them.
 
     Returns:
-        Whether it came to its end; False when told to stop.
+        True: finished; False: stopped.
     """
     from eecore.lab.answers.writing import read_answers, write_answers
     from eecore.lab.training.head_states import collect_states
@@ -201,7 +205,7 @@ def _rounds(
     stop: Callable[[], bool],
     line: ProgressLine,
 ) -> Iterator[Round | None]:
-    """What the model is asked, round by round, each answered before the next; None: stopped."""
+    """Rounds of questions, each answered before the next; None: stopped."""
     from eecore.lab.answers.asking import Round, own_rounds
     from eecore.lab.answers.writing import chat_ids
 

@@ -1,4 +1,4 @@
-"""Where a run of a command stands, in a line on stderr."""
+"""The progress of a command, in a line on stderr."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ LINE_SECONDS = 10.0
 
 
 class ProgressLine:
-    """Where a run stands, in a line on stderr: overwritten on a terminal, else every 10 seconds."""
+    """The progress of a run, in a line on stderr: overwritten on a terminal, else every 10
+    seconds.
+    """
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._status = self._console.status("starting") if self._console.is_terminal else None
         self._shown_at = -LINE_SECONDS
-        self._begun: dict[str, tuple[float, float]] = {}  # of each part: when, and at what count
+        # of each part: the time and the count of its beginning
+        self._begun: dict[str, tuple[float, float]] = {}
         self.last = ""
-        """What was said last, shown or not."""
+        """The last text, shown or not."""
 
     def __enter__(self) -> ProgressLine:
         if self._status is not None:
@@ -39,7 +42,7 @@ class ProgressLine:
             self._status.stop()
 
     def show(self, report: StepReport) -> None:
-        """A training step that has been done; an evaluation gets a line that stays."""
+        """Show a training step; an evaluation gets a line that stays."""
         self.say(
             f"step {report.step}/{report.steps}, {report.tokens_per_s:.0f} tokens/s, "
             f"{shown_seconds(report.seconds_left)} left, loss {report.loss:.3f}, "
@@ -50,7 +53,7 @@ class ProgressLine:
             self.keep(f"step {report.step}: {report.evaluated}")
 
     def say(self, text: str, *, last: bool = False) -> None:
-        """Where the run stands; the last one is always shown."""
+        """Show the state of the run; the last text is always shown."""
         now = time.monotonic()
         self.last = text
         if self._status is not None:
@@ -60,7 +63,7 @@ class ProgressLine:
             print(text, file=sys.stderr, flush=True)
 
     def count(self, part: str, done: float, wanted: float, unit: str) -> None:
-        """How far a part of the run has come, and about how long the rest of it takes."""
+        """Show the progress of a part of the run, and about how long the rest of it takes."""
         now = time.monotonic()
         if part not in self._begun and 0 < done < wanted:
             self.keep(f"resuming {part} after {done:.0f} of {wanted:.0f} {unit}")
@@ -72,10 +75,10 @@ class ProgressLine:
         self.say(f"{part}: {of} {unit}{left if done < wanted else ''}", last=done >= wanted)
 
     def keep(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._console.print(text, soft_wrap=True, markup=False)
 
 
 def shown_seconds(seconds: float) -> str:
-    """A stretch of time, about."""
+    """A rounded length of time."""
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

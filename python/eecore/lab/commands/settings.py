@@ -1,4 +1,4 @@
-"""The options that commands which train have in common, and the settings that they print."""
+"""Options that the training commands share, and the settings that they print."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Rates:
         "cosine", "How the learning rate falls after the warm-up."
     )
     final_learning_rate: float = option(
-        0.1, "At the schedule's end, as a share of --learning-rate.", min=0, max=1
+        0.1, "Rate at the schedule's end, as a share of --learning-rate.", min=0, max=1
     )
     warmup_steps: int | None = option(None, min=0, max=MAX_STEPS, show_default="3 %")
     batch_size: int = option(16, "Sequences a step.", min=1, max=MAX_BATCH)
@@ -35,25 +35,25 @@ class Rates:
 
     @property
     def of_config(self) -> dict[str, Any]:
-        """The settings of a run's config, the warm-up aside."""
+        """The settings of a run's config, without the warm-up."""
         names = ("learning_rate", "schedule", "final_learning_rate", "batch_size", "seed")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What of a run is kept."""
+    """The options for resuming a run and for its logs."""
 
     PANEL: ClassVar[str] = "Run"
-    resume: bool = option(False, "Go on with the run that was stopped.")
-    tensorboard: bool = option(False, "Write the logs for TensorBoard too.")
+    resume: bool = option(False, "Continue the run that was stopped.")
+    tensorboard: bool = option(False, "Also write logs for TensorBoard.")
 
 
 def want_one_process(command: str) -> None:
-    """Refuse several processes of torchrun, of which each would write the same files.
+    """Refuse several processes of torchrun, each of which would write the same files.
 
     Raises:
-        UsageError: there are several.
+        UsageError: there are several processes.
     """
     from eecore.lab.training.processes import is_launched
 
@@ -65,8 +65,8 @@ def say_settings(panels: Iterable[Any], **known: object) -> None:
     """Print the settings of a run on stderr, one a line, by the names of their options.
 
     Args:
-        panels: options, as they were given.
-        **known: what else is to be said, and in place of options what they come to.
+        panels: the options, as they were given.
+        **known: further settings, and settings whose value differs from the option's.
     """
     given = {
         each.name: getattr(panel, each.name)

@@ -1,4 +1,4 @@
-"""``eecore train``: a model learns to exit early."""
+"""``eecore train``: trains a model for early exits."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class Sequences:
         help='JSON lines of {"input", "target"}, {"messages"} or {"text"}, or plain text; may be '
         "repeated."
     )
-    context: int = option(256, "Most tokens of a sequence.", min=2, max=1 << 24)
+    context: int = option(256, "Tokens of a sequence, at most.", min=2, max=1 << 24)
     truncate_inputs: bool = option(
         False, "Cut inputs that leave no room for targets, and conversations, at their end."
     )
     train_on_input: bool = option(
-        False, "Learn inputs and all messages too, not targets and the assistant's alone."
+        False, "Also learn inputs and all messages, not only targets and the assistant's."
     )
 
     def read(self, paths: list[Path], tokenizer: Tokenizer, eos_token_id: int) -> TokenData:
-        """The sequences of files."""
+        """The sequences of the data files."""
         from eecore.lab.training import read_data
 
         return read_data(
@@ -67,14 +67,12 @@ class Length:
     steps: int | None = option(
         None, "Training steps.", min=1, max=MAX_STEPS, show_default="one epoch"
     )
-    epochs: float | None = option(
-        None, "Times through the data, instead of --steps.", min=0, max=1e9
-    )
+    epochs: float | None = option(None, "Passes over the data, instead of --steps.", min=0, max=1e9)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exits:
-    """The loss of the exits, and the dropout of layers."""
+    """The loss over exits, and layer dropout."""
 
     PANEL: ClassVar[str] = "Early exits"
     loss: str = option(
@@ -83,7 +81,7 @@ class Exits:
         "last: no early exits.",
     )
     e_scale: float | None = option(
-        None, "layerskip: how heavy earlier layers are, 0..1.", show_default="1"
+        None, "layerskip: the weight of earlier layers, 0..1.", show_default="1"
     )
     curriculum: str | None = option(
         None,
@@ -103,7 +101,7 @@ class Exits:
     )
 
     def weights(self) -> LossWeights:
-        """The loss that is asked for."""
+        """The loss that the options name."""
         from eecore.lab.training import CalmLoss, EarlyExitLoss, LastLayerLoss
 
         if self.loss == "layerskip":
@@ -125,14 +123,14 @@ class Exits:
         return CalmLoss() if self.loss == "calm" else LastLayerLoss()
 
     def settings(self, loss: LossWeights) -> dict[str, object]:
-        """The options of a loss as they have come out."""
+        """The settings of the loss, defaults filled in."""
         found = {name: getattr(loss, name, None) for name in ("e_scale", "curriculum")}
         if rotation := getattr(loss, "rotation", None):
             found["curriculum"] = f"rotational:{rotation}"
         return found
 
     def dropout(self, pretrained: bool) -> Any:
-        """The layer dropout that is asked for, or None."""
+        """The layer dropout that the options name, or None."""
         from eecore.lab.training import LayerDropout
 
         rate, over_time = self.layer_dropout, self.dropout_over_time
@@ -156,13 +154,13 @@ class Optimizer(Rates):
     )
     relative_rate: bool = option(
         False,
-        "The learning rate is a share of what each weight starts from; for a T5 from "
-        "scratch, with --learning-rate 0.01.",
+        "Scale each weight's rate by its initial size; for a T5 from scratch, with "
+        "--learning-rate 0.01.",
     )
     weight_decay: float = option(0.1)
     accumulate: int = option(
         1,
-        "In how many pieces a process computes its share of a batch, one after the other: less "
+        "Pieces in which a process computes its share of a batch, one after the other: less "
         "memory, the same steps.",
         min=1,
         max=MAX_BATCH,
@@ -174,10 +172,10 @@ class Optimizer(Rates):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Kept):
-    """How the run goes on, is saved and computed."""
+    """How a run is computed, saved and evaluated."""
 
-    checkpoint_minutes: float = option(10.0, "Save the state so often.", min=0)
-    evaluate_steps: int = option(500, "Score the exits so often.", min=1, max=MAX_STEPS)
+    checkpoint_minutes: float = option(10.0, "Minutes between saves of the state.", min=0)
+    evaluate_steps: int = option(500, "Steps between scores of the exits.", min=1, max=MAX_STEPS)
     precision: str | None = option(
         None, "float32, or bfloat16 (autocast).", show_default="bfloat16 on a GPU"
     )
@@ -185,7 +183,7 @@ class Run(Kept):
     shard: bool = option(
         False,
         "Divide weights and optimizer among the processes of torchrun (FSDP2), for a model that "
-        "does not fit beside them.",
+        "does not fit into each of them.",
     )
     device: str | None = option(None, show_default="cuda where there is a GPU")
 
@@ -220,7 +218,7 @@ def train(
     if length.steps is not None and length.epochs is not None:
         raise UsageError("--steps: expected it or --epochs, got both")
     loss = exits.weights()
-    for place in (*sequences.data, *(length.held_out or ())):  # before a model is loaded
+    for place in (*sequences.data, *(length.held_out or ())):  # checked before a model is loaded
         if kind_of(place) == "nothing":
             raise RequestError(f"{shown_path(place)}: No such file or directory")
     with spinner(f"loading {model}"):
@@ -269,7 +267,7 @@ def _train(
         held_out = None
         if length.held_out:
             held_out = sequences.read(length.held_out, start.tokenizer, start.eos_token_id)
-        if not run.shard:  # its layers go there one by one
+        if not run.shard:  # with --shard, layers move to the device one by one
             start.model.to(where)
     packing = sequences.context if optimizer.packing else None
     per_epoch = -(-len(learnt.rows(packing)) // optimizer.batch_size)
@@ -339,7 +337,7 @@ def _train(
 
 
 def training_device(name: str | None) -> str:
-    """The device asked for, or the best there is."""
+    """The device that the options name, or the best one."""
     import torch
 
     chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")

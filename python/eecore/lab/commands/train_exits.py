@@ -1,4 +1,4 @@
-"""``eecore train-exits``: a draft head for a frozen model, from text that it writes itself."""
+"""``eecore train-exits``: trains a draft head for a frozen model, on text that the model writes."""
 
 from __future__ import annotations
 
@@ -37,39 +37,39 @@ __all__ = ["stored_weights", "train_exits"]
 
 TRAINING = "training"
 PARTS = (0.25, 0.5)
-"""Of the texts, with --learning-curve."""
+"""Shares of the texts for --learning-curve."""
 STRETCH = 32
 WARMUP = 20
-"""One step in so many has a rate that still grows."""
+"""The learning rate grows over one step in so many."""
 TIMED_STEPS = 1000
-"""Of the run whose pace --minutes is measured by."""
+"""Steps of the run whose speed converts --minutes to steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """The parts of the head, and what it begins with."""
+    """The parts of the head, and the weights that it starts from."""
 
     PANEL: ClassVar[str] = "Head"
     taps: str | None = option(
         None,
-        "After which layers states are read; the last is all of them.",
-        show_default="a third, two thirds and all of them",
+        "Layers whose states are read; the last is the number of layers.",
+        show_default="a third, two thirds and all of the layers",
     )
     vocabulary: int = option(8192, "Tokens that can be drafted.", min=1)
     blocks: int = option(1, "MLPs, one after the other.", min=1, max=16)
     intermediate_size: int | None = option(
-        None, "Of an MLP.", min=1, max=1 << 16, show_default="the model's"
+        None, "Size of an MLP.", min=1, max=1 << 16, show_default="the model's"
     )
     attend: int = option(
         4,
-        "Key heads of the model that it attends to: those that most look for what came "
-        "after the same token.",
+        "Key heads of the model that the head attends to: those that attend most to what "
+        "followed the same token.",
         min=0,
         max=64,
     )
-    begin: Path | None = option(None, "A head of this model whose weights it begins with.")
+    begin: Path | None = option(None, "A head of this model to start from.")
     keep_vocabulary: bool = option(
-        False, "Draft the tokens that the head of --begin drafts, not those of the answers."
+        False, "Keep the vocabulary of the head of --begin, instead of choosing one."
     )
 
 
@@ -80,21 +80,21 @@ class Run(Kept, Rates):
     PANEL: ClassVar[str] = "Run"
     learning_rate: float = option(1e-3)
     final_learning_rate: float = option(
-        0.05, "At the schedule's end, as a share of --learning-rate.", min=0, max=1
+        0.05, "Rate at the schedule's end, as a share of --learning-rate.", min=0, max=1
     )
     warmup_steps: int | None = option(None, min=0, max=MAX_STEPS, show_default="5 %")
     batch_size: int = option(32, f"Stretches of {STRETCH} tokens a step.", min=1, max=1 << 16)
-    resume: bool = option(False, "Go on with what is in the work directory.")
+    resume: bool = option(False, "Continue with the files in the work directory.")
     minutes: float | None = option(None, "Training time, instead of --epochs.", min=0.001, max=1e6)
     epochs: float | None = option(
-        None, "Times through the text.", min=0.001, max=1e6, show_default="4"
+        None, "Passes over the text.", min=0.001, max=1e6, show_default="4"
     )
-    drafts: int = option(3, "Of each row in training.", min=1, max=8)
+    drafts: int = option(3, "Drafts of each row in training.", min=1, max=8)
     precision: Literal["float32", "bfloat16"] = option(
-        "float32", "Of products; bfloat16 is faster on a CPU that multiplies it."
+        "float32", "Precision of products; bfloat16 is faster on a CPU that has it."
     )
     learning_curve: bool = option(
-        False, "Train on a quarter and on half of the text too, to see what more of it brings."
+        False, "Also train on a quarter and on half of the text, to see what more text gains."
     )
 
 
@@ -114,9 +114,9 @@ def train_exits(
 ) -> int:
     """Train a draft head for a model, which itself is not changed.
 
-    The model answers questions, its states over the answers are kept, and the head learns to say
-    what comes next. Each of the three steps survives a kill and Ctrl-C: the same command with
-    --resume goes on.
+    The model answers questions, its states over the answers are kept, and the head learns to
+    predict the next tokens. Each of the three parts survives a kill and Ctrl-C: the same command
+    with --resume continues.
     """
     want_one_process("train-exits")
     path = check_path(model)
@@ -195,7 +195,7 @@ def train_exits(
 
 
 def stored_weights(path: Path, network: LlamaModel) -> str:
-    """What most of a model's weights are stored in: ``Q4_1``, ``int8``, ``float32``, ..."""
+    """The most frequent format of a model's weights: ``Q4_1``, ``int8``, ``float32``, ..."""
     if is_file(path):
         from collections import Counter
 
@@ -220,7 +220,7 @@ def _interrupted(line: ProgressLine) -> int:
 
 
 def _check_model(path: Path, taps: str | None, vocabulary: int) -> None:
-    """What the header of a model says is enough to refuse it."""
+    """Refuse an unsuitable model by its header, before its weights are loaded."""
     from eecore.config import ModelConfig
     from eecore.errors import ModelError
     from eecore.models import read_config
@@ -239,7 +239,7 @@ def _check_model(path: Path, taps: str | None, vocabulary: int) -> None:
 
 
 def _taps(given: str | None, config: ModelConfig) -> tuple[int, ...]:
-    """Ascending layer counts, the last of all layers."""
+    """The layers whose states are taken, ascending; the last is the number of layers."""
     layers = config.num_layers
     if given is None:
         return tuple(sorted({max(1, layers // 3), max(1, 2 * layers // 3), layers}))
@@ -296,7 +296,9 @@ def _train(
     stop: Callable[[], bool],
     line: ProgressLine,
 ) -> TrainingRun | None:
-    """A run over so much of the text, from where it stopped; None when told to stop."""
+    """A training run over a share of the text, resumed where it stopped; None when stopped
+    again.
+    """
     from eecore.lab.training.harness import STATE_FILE, TrainingRun, seconds_per_step
     from eecore.lab.training.run_state import read_state, state_to_resume
 

@@ -1,1 +1,1 @@
-"""What exits and modes are worth: quality exit by exit, modes side by side, sweeps."""
+"""Evaluation of exits and modes: quality exit by exit, modes side by side, sweeps."""

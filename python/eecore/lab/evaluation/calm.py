@@ -1,8 +1,8 @@
 """The early-exit framework's evaluation for any model and data: quality, throughput, latency.
 
-Full depth, half of the layers, and confident exit by each measure, row by row and all together:
-score and exit rate (Table 1 of the paper), token generation throughput (Figure 1) and inner-token
-latency (Figure 2), each beside what it would be if time were proportional to the layers that ran.
+Full depth, half of the layers, and confident exit by each measure, each row by itself and the batch
+together: score and exit rate (Table 1 of the paper), token generation throughput (Figure 1) and
+inner-token latency (Figure 2), each beside the value for time proportional to the layers that ran.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from eecore.output import Output
 __all__ = ["PAPER_THRESHOLDS", "evaluate_calm", "exit_rate", "inner_token_latency", "throughput"]
 
 PAPER_THRESHOLDS: dict[Measure, float] = {"softmax": 0.85, "classifier": 0.9, "state": 0.95}
-"""What the early-exit framework's Table 1 has for a T5 v1.1."""
+"""The thresholds of the early-exit framework's Table 1, for a T5 v1.1."""
 
 
 def evaluate_calm(
@@ -41,19 +41,19 @@ def evaluate_calm(
 ) -> CalmReport:
     """Measure full depth, half of the layers, and confident exits.
 
-    At each size of batch all of them take turns in the same rounds.
+    At each batch size, all of them take turns in the same rounds.
 
     Args:
         model: from :func:`eecore.load`, with a tokenizer.
-        examples: prompts, with targets where texts are to be held against labels.
-        policies: at most one of each measure, in whichever batch mode: each is run in all of
-            ``batch_modes``. A calibrated one keeps its promise in its own, ``each``.
+        examples: prompts, with targets where texts are to be compared with labels.
+        policies: at most one of each measure, in any batch mode: each is run in all of
+            ``batch_modes``. A calibrated policy keeps its promise in its own mode, ``each``.
         batch_modes: ``each`` and ``all`` of :class:`eecore.ConfidentExit`.
         batch_sizes: how many prompts run together.
         metric: ``rougeL``, ``rouge2`` or ``exact``.
         max_tokens: new tokens a prompt.
-        rounds: how often all take their turn.
-        progress: called with the batch size, the round and a run when it has had its turn.
+        rounds: the number of times that each takes its turn.
+        progress: called with the batch size, the round and the run after each turn.
 
     Raises:
         RequestError: for settings or examples that cannot be used; nothing has run then.
@@ -103,7 +103,7 @@ def evaluate_calm(
 
 
 def _in_mode(policy: ConfidentExit, mode: BatchMode) -> ConfidentExit:
-    """The policy in a batch mode; one that it was not calibrated in has no guarantee."""
+    """The policy in a batch mode; outside the mode of its calibration it has no guarantee."""
     if policy.batch == mode:
         return policy
     return dataclasses.replace(policy, batch=mode, calibration=None)
@@ -150,10 +150,10 @@ def _row(
 
 
 def exit_rate(outputs: Sequence[Output]) -> float | None:
-    """Skipped layer executions / all, of the tokens after the first of each output.
+    """Skipped layer executions / all, over the tokens after the first of each output.
 
     The first token comes from the prompt's pass, which confident exits run in full. None where
-    there is no other.
+    there are no other tokens.
     """
     layers = sum(output.stats.num_layers * len(output.exit_layers[1:]) for output in outputs)
     return 1.0 - _decode_layers(outputs) / layers if layers else None
@@ -165,7 +165,7 @@ def _decode_layers(outputs: Sequence[Output]) -> int:
 
 
 def _prompt_share(outputs: Sequence[Output], full: Sequence[Output]) -> float:
-    """Layers run for prompts / the same of full depth; 1 where prompts go through an encoder."""
+    """Layers run for prompts over the same at full depth; 1 where prompts go through an encoder."""
     layers, all_layers = (
         sum(output.stats.prompt_layers_run for output in of) for of in (outputs, full)
     )
@@ -173,7 +173,7 @@ def _prompt_share(outputs: Sequence[Output], full: Sequence[Output]) -> float:
     return layers / all_layers if all_layers >= decoded else 1.0
 
 
-# Speeds, and what they would be
+# Speeds, and their ideals
 
 
 def throughput(run: TimedRun, full: TimedRun, half: TimedRun) -> Speed:
@@ -185,13 +185,12 @@ def throughput(run: TimedRun, full: TimedRun, half: TimedRun) -> Speed:
     Ideal: the run's tokens in ``F * p / p_full + D * d / d_full`` seconds, where ``p`` are the
     layer executions for prompts and ``d`` those for tokens after the first. A confident exit runs
     prompts in full, p = p_full; with as many tokens as full depth, its d / d_full is 1 -
-    :func:`exit_rate`. Prompts that go through an encoder, which nobody leaves early, have p /
-    p_full = 1. All that full depth does beside layers, the head of each token above all, is scaled
-    like them.
+    :func:`exit_rate`. Prompts of an encoder, which has no exits, have p / p_full = 1. Work of full
+    depth outside the layers, above all the head of each token, is scaled in the same way.
 
-    As of a cut model: the seconds for each token are on the line, over the layers run for it,
-    through full depth and half of the layers (a model without checks and without keys and values to
-    fill). What a token costs beside layers, its head above all, is not scaled here.
+    Cut model: the seconds for each token are on the line, over the layers run for it, through full
+    depth and half of the layers (a model without checks and without keys and values to fill). The
+    cost of a token outside the layers, above all its head, is not scaled here.
     """
     layers, all_layers = _decode_layers(run.outputs), _decode_layers(full.outputs)
     to_full = run.speedup_over(full)
@@ -214,8 +213,8 @@ def throughput(run: TimedRun, full: TimedRun, half: TimedRun) -> Speed:
 def inner_token_latency(run: TimedRun, full: TimedRun, half: TimedRun) -> Speed | None:
     """Sum over sequences of (finish - first token) / generated tokens (early-exit framework §5.2).
 
-    Ideal: full depth's of the same round, times the layers run after the first tokens for each
-    generated token over the same of full depth. As of a cut model: as for :func:`throughput`. None
+    Ideal: full depth's latency of the same round, times the layers run after the first tokens for
+    each generated token over the same of full depth. Cut model: as for :func:`throughput`. None
     where full depth or the run has no token after the first.
     """
     layers = _decode_layers(run.outputs) / run.tokens
@@ -238,6 +237,8 @@ def inner_token_latency(run: TimedRun, full: TimedRun, half: TimedRun) -> Speed 
 def _on_line(
     run: TimedRun, full: TimedRun, half: TimedRun, at_full: np.ndarray, at_half: np.ndarray
 ) -> np.ndarray | None:
-    """Seconds a token, by round, at the run's layers a token; None where there is no line."""
+    """Seconds a token by round, on the line at the run's layers a token; None where there is no
+    line.
+    """
     x, high, low = (_decode_layers(of.outputs) / of.tokens for of in (run, full, half))
     return None if high <= low else at_half + (at_full - at_half) * (x - low) / (high - low)

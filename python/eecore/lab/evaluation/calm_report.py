@@ -1,4 +1,4 @@
-"""What the early-exit framework's evaluation found: its table and its two figures."""
+"""The report of the early-exit framework's evaluation: its table and its two figures."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ __all__ = ["CalmReport", "CalmRow", "Speed"]
 
 @dataclass(frozen=True)
 class Speed:
-    """A throughput or a latency, held against full depth's in the same rounds.
+    """A throughput or a latency, compared with full depth's in the same rounds.
 
     ``to_full`` and ``ideal_to_full`` are times as fast as full depth: 2 is half the time a token.
     Ideals are None where full depth wrote no token after the first.
     """
 
     value: float
-    """tokens/s, or seconds a token; of the best round."""
+    """Tokens/s, or seconds a token; of the best round."""
     to_full: float
     ideal: float | None
-    """What ``value`` would be if time were proportional to the layers that ran."""
+    """The value for time proportional to the layers that ran."""
     ideal_to_full: float | None
     share_of_ideal: float | None
     """Achieved over ideal: 1 where time is proportional to the layers that ran."""
     share_of_cut: float | None
-    """Achieved over a model cut at the run's mean depth: 1 where checks, filled keys and values and
-    ragged depths cost nothing. None where half of the layers is all of them."""
+    """Achieved over a model cut at the run's mean depth: 1 where checks, filling of keys and values
+    and ragged depths cost nothing. None where half of the layers is all of them.
+    """
 
 
 @dataclass(frozen=True)
@@ -55,23 +56,24 @@ class CalmRow:
     """None without targets."""
     exact_to_label: float | None
     exit_rate: float | None
-    """Layers skipped / all layers, of the tokens after the first, which comes from the prompt's
-    pass; None where there are none."""
+    """Layers skipped / all layers, over the tokens after the first, which comes from the prompt's
+    pass; None where there are none.
+    """
     mean_exit_layer: float
-    """Over all tokens."""
+    """Mean over all tokens."""
     tokens: int
     throughput: Speed
     latency: Speed | None
     """Inner-token latency; None where there is no token after the first."""
 
     @property
-    def leaving(self) -> str:
-        """Which rows of a batch leave early, in words."""
+    def exiting(self) -> str:
+        """Which rows of a batch exit early, in words."""
         return {None: "", "each": "each", "all": f"all {self.batch_size}"}[self.batch]
 
     @property
     def threshold(self) -> str:
-        """With those of single layers behind it."""
+        """The threshold, followed by those of single layers."""
         if self.settings is None:
             return ""
         single = (f"{layer}: {value:g}" for layer, value in self.settings["thresholds"].items())
@@ -96,12 +98,12 @@ class CalmReport:
     rows: tuple[CalmRow, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """What goes into JSON."""
+        """The report's fields for JSON."""
         return asdict(self)
 
     @property
     def techniques(self) -> list[str]:
-        """In the order of the tables."""
+        """The techniques in the order of the tables."""
         return list(dict.fromkeys(row.technique for row in self.rows))
 
     def row(self, technique: str, batch: BatchMode, batch_size: int) -> CalmRow:
@@ -138,7 +140,7 @@ class CalmReport:
         """Draw Figures 1 and 2 into STEM-throughput.svg and STEM-latency.svg.
 
         Raises:
-            RequestError: matplotlib is not there.
+            RequestError: matplotlib is not installed.
         """
         for name, label, speed_of in (
             ("throughput", "tokens/s", _throughput),
@@ -149,7 +151,7 @@ class CalmReport:
     def _quality(self) -> str:
         columns: dict[str, Callable[[CalmRow], str]] = {
             "technique": lambda row: row.technique,
-            "rows leave": lambda row: row.leaving,
+            "rows exit": lambda row: row.exiting,
             "threshold": lambda row: row.threshold,
             f"{self.metric} to full": lambda row: number(row.score_to_full, ".4f"),
             "exact to full": lambda row: number(row.exact_to_full, ".4f"),
@@ -160,7 +162,7 @@ class CalmReport:
         }
         if not self.num_targets:
             columns = {name: cell for name, cell in columns.items() if "label" not in name}
-        # Where all leave together, what is written depends on the neighbours.
+        # Where the batch exits together, the text depends on the other rows.
         first = self.batch_sizes[0]
         rows = [row for row in self.rows if row.batch_size == first or row.batch == "all"]
         return table_of(columns, rows, text_columns=2)
@@ -180,7 +182,7 @@ class CalmReport:
 
     def _notes(self) -> str:
         lines = [
-            "- each: a row leaves where it is confident itself; all: the batch leaves together "
+            "- each: a row exits where it is confident itself; all: the batch exits together "
             "(Algorithm 1)",
             "- exit rate: layers skipped, of the tokens after the first; the first comes from the "
             "prompt's pass, which confident exits run in full",
@@ -192,7 +194,7 @@ class CalmReport:
         ]
         confident = [row for row in self.rows if row.settings is not None]
         for row in confident:
-            line = f"- {row.contract}{', rows leave together' if row.batch == 'all' else ''}"
+            line = f"- {row.contract}{', rows exit together' if row.batch == 'all' else ''}"
             if line not in lines:
                 lines.append(line)
         return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""How deep each token of a text goes: the exit layer, and the confidence after every layer.
+"""The map of a text: each token's exit layer, and the confidence after every layer.
 
-The text is one that the model writes under a policy, or a given one: then every token is predicted
-from what stands before it, and its exit is where the policy would have accepted the prediction. The
-confidences are those of the whole text run through all layers.
+The text is written by the model under a policy, or given. In a given text every token is predicted
+from the tokens before it, and its exit is where the policy would have accepted the prediction. The
+confidences come from one pass over the whole text through all layers.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class MapToken:
     exit_layer: int | None
     """None for the prompt's tokens, which are not predicted."""
     confidences: dict[int, float]
-    """By exit layer: the policy's measure of the state that predicts this token."""
+    """By exit layer: the policy's measure on the state that predicts this token."""
 
 
 @dataclass(frozen=True)
 class ExitMap:
-    """A text and its depths."""
+    """A text with its exit layers."""
 
     num_layers: int
     lowest: int
-    """The earliest exit there can be."""
+    """The earliest possible exit."""
     measure: str
     contract: str
     tokens: tuple[MapToken, ...]
@@ -53,7 +53,7 @@ class ExitMap:
         return sum(layers) / len(layers)
 
     def html(self) -> str:
-        """A page that needs nothing else: tokens as boxes, the rest on hover or focus."""
+        """A page without other files: tokens as boxes, details on hover or focus."""
         boxes = "".join(self._box(token) for token in self.tokens)
         scale = "".join(
             f'<span style="background:{self._colour(layer)}">{layer}</span>'
@@ -120,18 +120,17 @@ header {{ margin-bottom: 1.5rem; line-height: 1.5; }}
 def map_exits(
     model: Model, prompt: str, policy: Exit, *, text: str = "", max_tokens: int = 0
 ) -> ExitMap:
-    """The depths of a text after a prompt.
+    """The exit layers of a text after a prompt.
 
     Args:
         model: from :func:`eecore.load`, with a tokenizer.
-        prompt: what is given; its tokens have no exit.
-        policy: who exits where.
-        text: a given text, behind the prompt.
-        max_tokens: tokens to write greedily behind the prompt instead; 0 maps ``text``.
+        prompt: the text before; its tokens have no exit.
+        policy: the exit policy.
+        text: a given text to map after the prompt.
+        max_tokens: tokens to write greedily after the prompt instead; 0 maps ``text``.
 
     Raises:
-        RequestError: for settings that cannot be used, or a given text under a policy that has no
-            exits of its own to predict.
+        RequestError: the settings cannot be used, or a given text needs another policy.
     """
     tokenizer, config = model.tokenizer, model.config
     if tokenizer is None:
@@ -180,7 +179,7 @@ def map_exits(
 
 
 def _exit(policy: ConfidentExit, confidences: dict[int, float], t: int, count: int) -> int:
-    """Where the policy would have accepted the prediction of token ``t``."""
+    """The layer at which the policy would have accepted the prediction of token ``t``."""
     last = max(confidences)
     for layer in sorted(policy.points(last)):
         threshold = policy.threshold_at(layer, t, count)
@@ -193,7 +192,7 @@ def _exit(policy: ConfidentExit, confidences: dict[int, float], t: int, count: i
 def _confidences(
     network: Network, sequence: Scored, policy: ConfidentExit
 ) -> list[dict[int, float]]:
-    """By predicted token and exit layer, from one pass through all layers."""
+    """Confidences by predicted token and exit layer, from one pass through all layers."""
     rows = slice(sequence.first - 1, len(sequence.token_ids) - 1)
     every = range(1, network.config.num_layers + 1)
     columns = [

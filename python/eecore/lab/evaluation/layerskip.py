@@ -1,8 +1,8 @@
-"""LayerSkip's evaluation for any model and data: exits one by one, and the modes side by side.
+"""LayerSkip's evaluation for any model and data: every exit, and the modes side by side.
 
 Perplexity and task score after each layer (Tables 1 and 2, Figure 6 of the paper); full depth,
-early exit, self-speculation and Draft & Verify with score, token acceptance and speed (Tables 3 to
-6 and 11); what the reuse of the draft's keys, values and exit states saves (Table 7).
+early exit, self-speculation and Draft & Verify with score, acceptance rate and speed (Tables 3 to 6
+and 11); the time that reusing the draft's keys, values and exit states saves (Table 7).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ModeRow:
     mean_exit_layer: float
     tokens_per_s: float
     speedup: float
-    """Over full depth in the same rounds."""
+    """Speed over full depth's in the same rounds."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class LayerSkipReport:
     exits: tuple[ExitScore, ...]
     modes: tuple[ModeRow, ...]
     ablation: tuple[ModeRow, ...]
-    """Self-speculation without and with reuse, where one was asked for."""
+    """Self-speculation without and with reuse; empty where the ablation was not asked for."""
 
     def to_dict(self) -> dict[str, Any]:
-        """What goes into JSON."""
+        """The report's fields for JSON."""
         return asdict(self)
 
     def markdown(self) -> str:
-        """The tables."""
+        """All tables in Markdown."""
         parts = [
             f"{self.num_examples} examples, {self.max_tokens} new tokens at most, greedy; score: "
             f"{self.metric} against the targets."
@@ -109,17 +109,17 @@ def evaluate_layerskip(
     Args:
         model: from :func:`eecore.load`, with a tokenizer.
         examples: prompts, with targets where exits are to be scored.
-        modes: beside full depth; of the self-speculative ones the first is taken for the ablation.
+        modes: compared with full depth; the first self-speculative one is taken for the ablation.
         layers: exits to score on the targets; all when None, none when empty.
         metric: ``rouge2``, ``rougeL`` or ``exact``.
         max_tokens: new tokens a prompt.
         batch_size: prompts that run together.
-        rounds: how often all modes take their turn.
+        rounds: the number of times that each mode takes its turn.
         ablation: whether to measure self-speculation without reuse as well.
-        progress: called with the round and a run when it has had its turn.
+        progress: called with the round and the run after each turn.
 
     Raises:
-        RequestError: for settings or examples that cannot be used.
+        RequestError: the settings or examples cannot be used.
     """
     tokenizer = checked_tokenizer(model, metric)
     num_layers = model.config.num_layers

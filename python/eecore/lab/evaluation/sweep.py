@@ -1,4 +1,4 @@
-"""Which self-speculation is fastest on one's own prompts: a grid of exit layers and drafts."""
+"""The fastest self-speculation on a user's own prompts: a grid of exit layers and draft lengths."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ class SweepCell:
     acceptance: float | None
     tokens_per_s: float
     speedup: float
-    """Over full depth, in the same rounds."""
+    """Speed over full depth's in the same rounds."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The grid as far as it was measured, and what ``Auto`` made of the same prompts."""
+    """The grid as far as it was measured, and ``Auto`` on the same prompts."""
 
     num_layers: int
     full_tokens_per_s: float
     cells: tuple[SweepCell, ...]
     auto_speedup: float
-    """Of :class:`eecore.Auto` over full depth, in the same rounds."""
+    """Speed of :class:`eecore.Auto` over full depth's in the same rounds."""
     finished: bool = True
-    """False where it was stopped: pairs are missing, or have had fewer rounds."""
+    """False where the sweep was stopped: pairs are missing, or have had fewer rounds."""
     agreement: tuple[float, ...] = ()
-    """How often each exit layer's likeliest token is the last one's, on what full depth wrote;
-    empty where that was not asked for."""
+    """For each exit layer the share of tokens on which it agrees with the last layer, on the text
+    of full depth; empty where it was not measured.
+    """
     agreement_tokens: int = 0
 
     @property
@@ -59,18 +60,18 @@ class Sweep:
 
     @property
     def speedups(self) -> dict[tuple[int, int], float]:
-        """By exit layer and number of drafts."""
+        """Speed-ups by exit layer and draft length."""
         return {(cell.exit_layer, cell.num_drafts): cell.speedup for cell in self.cells}
 
     @property
     def drafting_layers(self) -> tuple[int, ...]:
-        """The exit layers with which :class:`eecore.Auto` drafts where this is recorded, the most
-        promising first; none where none promises enough.
+        """The exit layers with which :class:`eecore.Auto` would draft, the best first; none where
+        none is good enough.
         """
         return best_exit_layers(self.agreement or None)
 
     def markdown(self) -> str:
-        """Speed-up by exit layer (down) and number of drafts (across)."""
+        """A table of speed-ups by exit layer (down) and draft length (across)."""
         layers, drafts = (sorted({pair[axis] for pair in self.speedups}) for axis in (0, 1))
         rows = [
             [str(layer), *(number(self.speedups.get((layer, d))) for d in drafts)]
@@ -79,23 +80,23 @@ class Sweep:
         return markdown_table(["exit layer", *(f"d={d}" for d in drafts)], rows, text_columns=0)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
+        """Write the sweep as JSON."""
         stored = {**asdict(self), "best": asdict(self.best)}
         write_text(path, json.dumps(stored, indent=2) + "\n")
 
     def record(self, directory: Path) -> Path:
-        """Write the agreement where :class:`eecore.Auto` reads it when the model is loaded: which
-        layers may draft follows from it. What else is known of the exits stays.
+        """Write the agreement where :class:`eecore.Auto` reads it when the model is loaded, and
+        chooses the layers that may draft by it. Other entries of the file stay.
 
         Args:
-            directory: of the model, or its GGUF file.
+            directory: the model's directory, or its GGUF file.
 
         Returns:
             The file: ``exits.json`` in the directory, ``NAME.exits.json`` beside the file.
 
         Raises:
-            RequestError: no agreement was measured.
-            ModelError: the file that is there is not of this model.
+            RequestError: the agreement was not measured.
+            ModelError: the existing file is of another model.
         """
         if not self.agreement:
             raise RequestError("record: expected a sweep with its agreement, got one without")
@@ -113,7 +114,7 @@ class Sweep:
         return path
 
     def plot(self, path: str | Path) -> None:
-        """A heat map of the speed-ups, as a picture of the format that the file's name says."""
+        """Draw the speed-ups as a heat map, in the format of the file's suffix."""
         label = "speed-up over full depth"
         plots.heat_map(
             path, self.speedups, rows="exit layer", columns="drafts a round", label=label
@@ -121,10 +122,10 @@ class Sweep:
 
 
 def known_exits(directory: Path, num_layers: int) -> dict[str, Any]:
-    """What is written of the exits of a model already.
+    """What a model's exits file has so far.
 
     Raises:
-        ModelError: it cannot be read, or is of another model.
+        ModelError: the file cannot be read, or is of another model.
     """
     fields = JsonFields.read_if_there(exits_file(directory), ModelError)
     if fields.names:
@@ -133,7 +134,7 @@ def known_exits(directory: Path, num_layers: int) -> dict[str, Any]:
 
 
 def default_exit_layers(num_layers: int) -> list[int]:
-    """An eighth to three quarters of the layers, in steps of an eighth."""
+    """Exit layers from an eighth to three quarters of the layers, in steps of an eighth."""
     return sorted({max(1, min(num_layers - 1, num_layers * i // 8)) for i in range(1, 7)})
 
 
@@ -150,25 +151,25 @@ def sweep_speculation(
     progress: Callable[[int, TimedRun], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Sweep:
-    """Time :class:`eecore.SelfSpeculative` over exit layers and numbers of drafts, and
-    :class:`eecore.Auto`, which chooses by itself.
+    """Time :class:`eecore.SelfSpeculative` over exit layers and draft lengths, and
+    :class:`eecore.Auto`.
 
     Args:
         model: from :func:`eecore.load`.
-        prompts: like those to come.
-        exit_layers: of the draft, 1..num_layers-1; :func:`default_exit_layers` when None.
-        num_drafts: most drafts a round.
+        prompts: similar to those of the intended use.
+        exit_layers: layers of the draft, 1..num_layers-1; :func:`default_exit_layers` when None.
+        num_drafts: draft lengths.
         max_tokens: new tokens a prompt.
         batch_size: prompts that run together.
-        rounds: how often all pairs take their turn.
+        rounds: the number of times that each pair takes its turn.
         measures_agreement: also measure how often each exit agrees with the last layer, for
-            :meth:`Sweep.record`; not of a sweep that was stopped.
-        progress: called with the round and a run when it has had its turn.
-        should_stop: asked after each group of prompts; when it says True what has been measured is
-            returned, perhaps no pair.
+            :meth:`Sweep.record`, unless the sweep is stopped.
+        progress: called with the round and the run after each turn.
+        should_stop: called after each group of prompts; True returns what has been measured,
+            perhaps no pair.
 
     Raises:
-        RequestError: for settings that cannot be used; nothing has run then.
+        RequestError: the settings cannot be used; nothing has run then.
     """
     layers = default_exit_layers(model.config.num_layers) if exit_layers is None else exit_layers
     pairs = [(layer, drafts) for layer in layers for drafts in num_drafts]
@@ -202,7 +203,9 @@ def sweep_speculation(
 
 
 def _agreement(model: Model, full: TimedRun) -> tuple[tuple[float, ...], int]:
-    """The agreement of every exit layer on the texts of full depth, and their tokens."""
+    """The agreement of every exit layer on the texts of full depth, and the number of their
+    tokens.
+    """
     texts = [
         Scored.of(model.config, output.prompt_token_ids, output.token_ids)
         for output in full.outputs

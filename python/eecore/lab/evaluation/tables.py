@@ -13,7 +13,7 @@ Row = TypeVar("Row")
 def markdown_table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1
 ) -> str:
-    """Cells under a head; columns after the first ``text_columns`` are numbers."""
+    """A table with a header row; columns after the first ``text_columns`` are numbers."""
     marks = ["---" if column < text_columns else "---:" for column in range(len(head))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, marks, *rows])
 
@@ -21,11 +21,11 @@ def markdown_table(
 def table_of(
     columns: Mapping[str, Callable[[Row], str]], rows: Iterable[Row], *, text_columns: int = 1
 ) -> str:
-    """A table of objects, by the head of each column what its cells say."""
+    """A table with a row for each object; ``columns`` maps a header to the text of its cells."""
     cells = [[cell(row) for cell in columns.values()] for row in rows]
     return markdown_table(list(columns), cells, text_columns=text_columns)
 
 
 def number(value: float | None, form: str = ".2f") -> str:
-    """A number in a format; nothing where there is none."""
+    """A formatted number; an empty text for None."""
     return "" if value is None else format(value, form)

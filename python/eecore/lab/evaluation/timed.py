@@ -1,4 +1,4 @@
-"""Exit policies on the same prompts, in turns: what they write, how fast, at what depth."""
+"""Exit policies on the same prompts in turns: their texts, speeds and depths."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ class TimedRun:
     outputs: list[Output] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     first_seconds: list[float] = field(default_factory=list)
-    """Of ``seconds``, those until every prompt that ran together had its first token."""
+    """Seconds of a round until every prompt that ran together had its first token."""
     latencies: list[float] = field(default_factory=list)
-    """Inner-token latency: the sum over sequences of (finish - first token) / generated tokens
-    (early-exit framework §5.2)."""
+    """Inner-token latency of each round: the sum over sequences of (finish - first token) /
+    generated tokens (early-exit framework §5.2).
+    """
 
     @property
     def name(self) -> str:
-        """The policy as a row of a table is called."""
+        """The policy's name in a table."""
         return _name_of(self.policy)
 
     @property
@@ -51,7 +52,7 @@ class TimedRun:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the fastest round."""
+        """Tokens/s of the fastest round."""
         return self.tokens / min(self.seconds)
 
     @property
@@ -61,17 +62,17 @@ class TimedRun:
 
     @property
     def acceptance(self) -> float | None:
-        """Accepted drafts / drafted tokens; None when nothing was drafted."""
+        """Acceptance rate: accepted drafts / drafted tokens; None when nothing was drafted."""
         drafted = sum(output.stats.drafted for output in self.outputs)
         accepted = sum(output.stats.accepted for output in self.outputs)
         return accepted / drafted if drafted else None
 
     def speedup_over(self, other: TimedRun) -> float:
-        """tokens/s over another run's, the median of the rounds' ratios: both ran in turns."""
+        """Tokens/s over another run's: the median of the rounds' ratios, as both ran in turns."""
         return self.tokens / other.tokens * median_ratio(other.seconds, self.seconds)
 
     def mean_similarity(self, metric: str, references: Sequence[str | None]) -> float | None:
-        """The mean similarity to the references that there are, one a prompt; None without any."""
+        """The mean similarity to the references, one a prompt; None where there are none."""
         found = [
             SIMILARITIES[metric](output.text or "", reference)
             for output, reference in zip(self.outputs, references, strict=True)
@@ -80,11 +81,11 @@ class TimedRun:
         return statistics.fmean(found) if found else None
 
     def same_tokens(self, other: TimedRun) -> bool:
-        """Whether both wrote the same, token for token."""
+        """Whether both runs have the same tokens."""
         return [o.token_ids for o in self.outputs] == [o.token_ids for o in other.outputs]
 
     def record(self, outputs: Sequence[list[Output]], seconds: float) -> None:
-        """One more round: what each group of prompts gave, in place of the round before."""
+        """Add a round; its outputs, by group of prompts, replace the last round's."""
         self.outputs = [output for group in outputs for output in group]
         self.seconds.append(seconds)
         first = (max(o.stats.time_to_first_token_s for o in group) for group in outputs)
@@ -95,10 +96,10 @@ class TimedRun:
 
 
 def checked_tokenizer(model: Model, metric: str) -> Tokenizer:
-    """The tokenizer of a model that is evaluated by a metric of :data:`SIMILARITIES`.
+    """The tokenizer of a model, for a metric of :data:`SIMILARITIES`.
 
     Raises:
-        RequestError: there is none, or no such metric, or its package is missing.
+        RequestError: there is no tokenizer or no such metric, or a package is missing.
     """
     if model.tokenizer is None:
         raise RequestError("evaluate: expected a model with a tokenizer, got one without")
@@ -109,8 +110,8 @@ def checked_tokenizer(model: Model, metric: str) -> Tokenizer:
 
 
 def median_ratio(over: Iterable[float], under: Iterable[float]) -> float:
-    """The median of the rounds' ratios, of two runs that took turns; a run that was stopped has had
-    fewer than another.
+    """The median of the ratios of rounds, of two runs that took turns; a run that was stopped may
+    have fewer rounds.
     """
     return float(statistics.median(a / b for a, b in zip(over, under, strict=False)))
 
@@ -126,20 +127,20 @@ def time_policies(
     progress: Callable[[int, TimedRun], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> list[TimedRun]:
-    """Generate greedily with each policy, and with :class:`eecore.Full`, which is the first of what
-    is returned. In each round another one begins. Every prompt is computed each time: there is no
+    """Generate greedily with each policy and with :class:`eecore.Full`, which is the first of the
+    result. Each round begins with another policy. Every prompt is computed each time: there is no
     prefix cache.
 
     Args:
         model: from :func:`eecore.load`.
         prompts: texts, or token ids.
-        policies: beside ``Full()``.
+        policies: compared with ``Full()``.
         max_tokens: new tokens a prompt.
         batch_size: prompts that run together.
-        rounds: how often all policies take their turn.
-        progress: called with the round and a run when it has had its turn.
-        should_stop: asked after each group of prompts; when it says True the runs have the turns
-            that were finished, some of them one less than others, or none.
+        rounds: the number of times that each policy takes its turn.
+        progress: called with the round and the run after each turn.
+        should_stop: called after each group of prompts; True returns the runs with their finished
+            turns: some have one less than others, or none.
     """
     for name, value in (("max_tokens", max_tokens), ("batch_size", batch_size), ("rounds", rounds)):
         if value < 1:

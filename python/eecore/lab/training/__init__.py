@@ -1,6 +1,6 @@
 """Training for early exit: LayerSkip's and CALM's recipes, as pieces and as a loop.
 
-The pieces work alone, on any transformers model that :class:`ExitModel` knows: layer dropout
+The parts work alone, on any transformers model that :class:`ExitModel` supports: layer dropout
 (:func:`drop_layers`), losses over exits (:class:`EarlyExitLoss`, :class:`CalmLoss`), the exit
 classifier (:func:`train_exit_classifier`). :func:`train` puts them together. Needs the extra
 ``lab``: ``pip install 'eecore[lab]'``.

@@ -1,4 +1,5 @@
-"""CALM's training (Schuster et al. 2022, §3.2 and §3.3): all layers' loss, and the exit classifier.
+"""CALM's training (Schuster et al. 2022, §3.2 and §3.3): the loss over all layers, and the exit
+classifier.
 
 The loss is a mean over layers i = 1..L weighted by i. The classifier is one linear layer to two
 classes, shared by all layers, that learns on a frozen model whether exiting there would give the
@@ -39,7 +40,7 @@ class CalmLoss:
     """``sum_i w_i CE(head(h[i]), y)``, ``w_i = i / (1 + ... + L)`` (CALM §3.2)."""
 
     def weights(self, step: int, num_steps: int, num_layers: int) -> tuple[float, ...]:  # noqa: ARG002
-        """w_i for i = 1..num_layers, whatever the step."""
+        """w_i for i = 1..num_layers; the same at every step."""
         total = num_layers * (num_layers + 1) / 2
         return tuple(i / total for i in range(1, num_layers + 1))
 
@@ -50,7 +51,7 @@ def agreement_labels(head: Head, states: Sequence[Tensor], targets: Targets) -> 
     Args:
         head: final norm and LM head.
         states: h[1..L], each [batch, length, hidden_size].
-        targets: whose positions are looked at.
+        targets: the positions that are compared.
 
     Returns:
         int64 [L-1, n], 1 where the exit gives the last layer's token.
@@ -64,7 +65,7 @@ def classifier_loss(scores: Tensor, labels: Tensor) -> Tensor:
     """Class-weighted cross entropy, mean over tokens, then over layers (CALM's independent one).
 
     A layer's classes weigh ``1 - n_pos/n`` (exit) and ``1 - n_neg/n`` (go on), so that both count
-    alike there; a layer at which all tokens are of one class adds nothing.
+    alike; a layer at which all tokens are of one class adds nothing.
 
     Args:
         scores: float32 [L-1, n, 2], of going on and of exiting.
@@ -78,7 +79,7 @@ def classifier_loss(scores: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ClassifierConfig:
-    """How the exit classifier is trained."""
+    """The settings of the exit classifier's training."""
 
     learning_rate: Annotated[float, real(1e-12, 1e3, expected="above 0")] = 1e-3
     weight_decay: Annotated[float, real(0.0, 1e3, expected="0 or more")] = 0.0
@@ -94,11 +95,13 @@ def train_exit_classifier(
     config: ClassifierConfig | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> ExitClassifier:
-    """Train M on the un-normed states of a frozen model: one step a batch (CALM §3.3).
+    """Train an exit classifier on the un-normed states of a frozen model: one step a batch (CALM
+    §3.3).
 
     Args:
-        model: is not changed: an :class:`ExitModel`, or a :class:`RunningModel` in its own bits.
-        batches: like those that the model was trained on.
+        model: not changed: an :class:`ExitModel`, or a :class:`RunningModel` in its stored
+            precision.
+        batches: similar to the model's training data.
         config: learning rate and seed.
         progress: called with the number of steps done and the step's loss.
     """
@@ -129,7 +132,7 @@ def train_exit_classifier(
 
 @torch.no_grad()
 def _frozen_pass(model: FrozenModel, batch: Batch) -> tuple[Tensor, Tensor]:
-    """float32 [L-1, n, hidden_size], the targets' states below the last layer; their labels."""
+    """The targets' states below the last layer, float32 [L-1, n, hidden_size], and their labels."""
     states = model.states(batch.inputs)
     labels = agreement_labels(model.head, states, batch.targets)
     rows = [s.flatten(0, 1).index_select(0, batch.targets.positions) for s in states[:-1]]
@@ -142,10 +145,10 @@ def save_classifier(
     """Write the safetensors file that :meth:`eecore.ExitClassifier.load` reads.
 
     Args:
-        classifier: what :func:`train_exit_classifier` returned.
+        classifier: returned by :func:`train_exit_classifier`.
         path: of the file.
-        metadata: goes into the file's header; say there which model it belongs to
-            (``{"model_sha256": model_digest(directory)}``).
+        metadata: for the file's header; it should name the model (``{"model_sha256":
+            model_digest(directory)}``).
     """
     from safetensors.torch import save_file
 

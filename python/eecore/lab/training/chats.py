@@ -1,7 +1,7 @@
-"""Conversations as training data: what the assistant says in the text of a chat template.
+"""Conversations as training data: the assistant's text in a chat template.
 
-A template is a program, so what it makes of a conversation is cut by comparing texts: where an
-answer is asked for, the conversation so far ends, and what follows there is the answer.
+A template is a program, so its text is cut by comparison: the answer is what the template adds,
+from the place where it asks for an answer, once it is given the answer.
 """
 
 from __future__ import annotations
@@ -26,23 +26,21 @@ def chat_pieces(
     train_on_input: bool = False,
     **variables: Any,
 ) -> list[Piece]:
-    """The token ids of a conversation in pieces, and of each piece whether the assistant says it.
+    """The token ids of a conversation in pieces, each with whether the assistant says it.
 
-    The pieces are encoded one by one, as a prompt and its answer are when a model is asked. An
-    answer includes the token that ends it; the last one gets ``eos_token_id`` where the template
-    has no such token.
+    The pieces are encoded one by one, as a prompt and its answer are in use. An answer includes the
+    token that ends it; the last one gets ``eos_token_id`` where the template has no such token.
 
     Args:
-        tokenizer: of the model, with a chat template.
+        tokenizer: the model's, with a chat template.
         messages: each with a ``role`` and a ``content``.
-        eos_token_id: ends a text.
-        train_on_input: whether all messages are learnt, not the assistant's alone.
-        **variables: that reach the template (``tools``, ...).
+        eos_token_id: the token that ends a text.
+        train_on_input: whether all messages are learnt, or only the assistant's.
+        **variables: further variables of the template (``tools``, ...).
 
     Raises:
-        TrainingError: no message is the assistant's, or the template does not show where an answer
-            begins or ends.
-        RequestError: the messages are no conversation.
+        TrainingError: no message is the assistant's, or the answers cannot be told apart.
+        RequestError: the messages are malformed.
         ModelError: there is no template, or it fails.
     """
 
@@ -83,11 +81,13 @@ def chat_pieces(
 
 
 def _said(before: str, answered: str, whole: str) -> str | None:
-    """The answer as the whole conversation has it, with what ends it; None where it is not seen."""
+    """The answer and its end, as the text of the whole conversation has them; None where they
+    cannot be found.
+    """
     if not answered.startswith(before):
         return None
     said = answered[len(before) :].rstrip()
-    # Templates of models that think show the thoughts of the last answer alone.
+    # Templates of models that think show the thoughts of the last answer only.
     for text in (said, said.rpartition(END_OF_THOUGHTS)[2].lstrip()):
         if text and whole.startswith(text, len(before)):
             return text

@@ -1,9 +1,9 @@
-"""Training data: JSON lines or plain text in, batches of token ids out, in an order of its own.
+"""Training data: JSON lines or plain text in, batches of token ids out, in a reproducible order.
 
-A line is ``{"input": ..., "target": ...}``, of which the target alone is learnt, ``{"messages":
-[...]}``, of which what the assistant says is, or ``{"text": ...}``. Texts are joined, each ended,
-and cut into windows of the context. A pair's target follows its input as ``eecore.generate`` would
-see it: the input is encoded as a prompt is, and so are messages.
+A line is ``{"input": ..., "target": ...}``, of which only the target is learnt, ``{"messages":
+[...]}``, of which the assistant's text is learnt, or ``{"text": ...}``. Texts are joined, each with
+an end token, and cut into windows of the context. A pair's target follows its input as in
+``eecore.generate``: the input is encoded as a prompt is, and so are messages.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from eecore.values import is_whole
 
 __all__ = ["Batch", "BatchOrder", "TokenData", "collate", "read_data"]
 
-# How many batches' worth of sequences are sorted by length together.
+# Batches whose sequences are sorted by length together.
 BUCKET_BATCHES = 64
 
 
 @dataclass(frozen=True, eq=False)
 class TokenData:
-    """Sequences of token ids; those after the prompt are learnt, or some of them.
+    """Sequences of token ids, of which the tokens after the prompt are learnt, or some of them.
 
     Attributes:
         tokens: int32 [num_tokens], all sequences'; neighbouring windows of a text share a token.
         starts: int64 [n], where each sequence starts in ``tokens``.
         ends: int64 [n], where it ends.
-        prompt_lens: int64 [n], how many of its tokens are given, 1 or more; a decoder with an
-            encoder gets these in the encoder.
-        learnt: bool [num_tokens], which are learnt, in sequences that go back and forth; None: all
-            that follow the prompt.
-        for_decoders: whether a model with an encoder has no use for these: texts, conversations.
+        prompt_lens: int64 [n], tokens of the prompt, 1 or more; a model with an encoder reads them
+            in the encoder.
+        learnt: bool [num_tokens], the tokens that are learnt, for sequences that alternate; None:
+            all tokens after the prompt.
+        for_decoders: whether the data only suits a model without an encoder: texts, conversations.
     """
 
     tokens: Tensor
@@ -59,12 +59,12 @@ class TokenData:
         return len(self.starts)
 
     def sequence(self, index: int) -> tuple[Tensor, int]:
-        """The token ids of one sequence, and how many of them are the prompt."""
+        """The token ids of one sequence, and the length of its prompt."""
         start, end = int(self.starts[index]), int(self.ends[index])
         return self.tokens[start:end].long(), int(self.prompt_lens[index])
 
     def learnt_of(self, index: int) -> Tensor:
-        """bool [length], which tokens of one sequence are learnt; never the first one."""
+        """bool [length], the tokens of one sequence that are learnt; never the first one."""
         start, end = int(self.starts[index]), int(self.ends[index])
         if self.learnt is not None:
             return self.learnt[start:end]
@@ -72,22 +72,22 @@ class TokenData:
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [n]"""
+        """int64 [n], tokens of each sequence."""
         return self.ends - self.starts
 
     @property
     def num_learnt(self) -> Tensor:
-        """int64 [n], how many tokens of each sequence are learnt."""
+        """int64 [n], tokens of each sequence that are learnt."""
         if self.learnt is None:
             return self.ends - self.starts - self.prompt_lens
         sums = torch.cat([torch.zeros(1, dtype=torch.int64), self.learnt.cumsum(0)])
         return sums[self.ends] - sums[self.starts]
 
     def rows(self, packing: int | None = None) -> list[list[int]]:
-        """What goes into a row of a batch: one sequence, or with packing as many as fit.
+        """The sequences of each row of a batch: one, or with packing as many as fit.
 
         Args:
-            packing: how many positions a row has; None puts each sequence into its own.
+            packing: positions of a row; None puts each sequence into its own row.
 
         Raises:
             TrainingError: a sequence is longer.
@@ -97,7 +97,7 @@ class TokenData:
         return _packed((self.lengths - 1).tolist(), packing)
 
     def digest(self) -> str:
-        """A hash of everything: the same data gives the same one."""
+        """A hash of the data: equal data has an equal hash."""
         digest = hashlib.sha256()
         masks = () if self.learnt is None else (self.learnt,)
         for tensor in (self.tokens, self.starts, self.ends, self.prompt_lens, *masks):
@@ -107,12 +107,12 @@ class TokenData:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Sequences side by side.
+    """Sequences side by side, padded.
 
     Attributes:
-        inputs: what :meth:`ExitModel.states` takes, each [batch, length].
+        inputs: for :meth:`ExitModel.states`, each [batch, length].
         targets: the positions that are learnt.
-        num_tokens: tokens read, padding aside.
+        num_tokens: tokens read, padding excluded.
     """
 
     inputs: dict[str, Tensor]
@@ -139,20 +139,22 @@ def read_data(
     truncate_inputs: bool = False,
     train_on_input: bool = False,
 ) -> TokenData:
-    """Read files of pairs and conversations, or of texts; ``.jsonl``, ``.ndjson``: JSON lines.
+    """Read files of pairs and conversations, or of texts; ``.jsonl`` and ``.ndjson`` are JSON
+    lines.
 
     Args:
         paths: read in order. A file that is not JSON lines is one text.
-        tokenizer: the model's; conversations go through its chat template.
-        context: most tokens of a sequence, its end included.
+        tokenizer: the model's; conversations use its chat template.
+        context: tokens of a sequence, at most, its end included.
         eos_token_id: ends each target and each text.
-        truncate_inputs: cut an input, at its end, that leaves no room for its target, and a
-            conversation at its end; refused otherwise.
-        train_on_input: learn inputs and all messages too, not targets and the assistant's alone.
+        truncate_inputs: cut inputs that leave no room for their target, and conversations that are
+            too long, at their end; otherwise they are refused.
+        train_on_input: learn inputs and all messages too, not only targets and the assistant's
+            messages.
 
     Raises:
-        TrainingError: names the file and the line that is malformed or too long.
-        ModelError: there are conversations, and no chat template, or one that fails.
+        TrainingError: a line is malformed or too long; the message names file and line.
+        ModelError: there are conversations, and the chat template is missing or fails.
     """
     if not is_whole(context, 2):
         raise TrainingError(f"context: expected 2 tokens or more, got {context!r}")
@@ -183,12 +185,14 @@ def read_data(
 
 
 def from_pairs(pairs: Iterable[tuple[list[int], list[int]]]) -> TokenData:
-    """Each pair a sequence: the given tokens, then the learnt ones."""
+    """A sequence for each pair: the given tokens, then the learnt ones."""
     return from_pieces([(given, False), (learnt, True)] for given, learnt in pairs)
 
 
 def from_pieces(sequences: Iterable[Sequence[Piece]]) -> TokenData:
-    """Each sequence of pieces: tokens, and whether these are learnt; its first token never is."""
+    """A sequence for each list of pieces (tokens, and whether they are learnt); its first token
+    never is.
+    """
     tokens: list[int] = []
     learnt: list[bool] = []
     starts, ends, prompt_lens = [], [], []
@@ -213,9 +217,10 @@ def from_pieces(sequences: Iterable[Sequence[Piece]]) -> TokenData:
 
 
 def from_text(tokens: Sequence[int], context: int) -> TokenData:
-    """Windows of ``context`` tokens to predict; each starts with the last token of the one before.
+    """Windows of ``context`` tokens to predict; each starts with the last token of the previous
+    one.
 
-    What is left at the end is a shorter window.
+    The last window may be shorter.
     """
     starts = torch.arange(0, len(tokens) - 1, context)
     ends = (starts + context + 1).clamp(max=len(tokens))
@@ -243,7 +248,7 @@ def _fitted(
 
 
 class _Chat(NamedTuple):
-    """The messages of a line, and what else reaches the chat template."""
+    """The messages of a line, and further variables of the chat template."""
 
     messages: list[dict[str, object]]
     variables: dict[str, object]
@@ -262,7 +267,7 @@ def _chat(
 
 
 def _cut_to(pieces: list[Piece], context: int, truncate: bool, where: str) -> list[Piece]:
-    """A conversation of at most the context's tokens, in which something is learnt."""
+    """A conversation cut to the context, in which something is learnt."""
     ends = list(accumulate(len(ids) for ids, _ in pieces))
     if ends[-1] > context and not truncate:
         raise TrainingError(
@@ -284,7 +289,7 @@ def _cut_to(pieces: list[Piece], context: int, truncate: bool, where: str) -> li
 
 
 def _records(path: Path) -> Iterator[tuple[str, str | tuple[str, str] | _Chat]]:
-    """Where it stands, and a text, a pair or a conversation."""
+    """The place of each record, and its text, pair or conversation."""
     if has_json_lines(path):
         for line in json_lines(path, TrainingError):
             yield line.where, _record(line)
@@ -316,10 +321,11 @@ def _record(line: JsonLine) -> str | tuple[str, str] | _Chat:
 
 
 class BatchOrder:
-    """Which sequences make up the batch of a step: a function of the seed and the step alone.
+    """The sequences in the batch of a step, which depend on the seed and the step only.
 
     Each epoch shuffles all sequences, sorts them by length within buckets, cuts these into batches
-    and shuffles the batches; so a batch has little padding, and each sequence comes once an epoch.
+    and shuffles the batches; so a batch has little padding, and each sequence is used once an
+    epoch.
     """
 
     def __init__(self, lengths: Tensor, batch_size: int, seed: int) -> None:
@@ -336,7 +342,7 @@ class BatchOrder:
         return -(-len(self._lengths) // self._batch_size)
 
     def indices(self, step: int) -> Tensor:
-        """int64 [batch_size, or fewer in one batch of an epoch]"""
+        """int64 [batch_size], or fewer in one batch of an epoch: the sequences of a step."""
         epoch, position = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._batches = epoch, self._shuffled(epoch)
@@ -359,7 +365,7 @@ def _cut(indices: Tensor, size: int) -> list[Tensor]:
 
 
 def _packed(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of sequences in rows, the longest first, each where it leaves the least room."""
+    """Rows of sequences by index, the longest first, each put where it leaves the least room."""
     rows: list[list[int]] = []
     with_room: dict[int, list[list[int]]] = defaultdict(list)
     rooms: list[int] = []  # ascending, each once
@@ -388,14 +394,14 @@ def _packed(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def collate(
     data: TokenData, rows: Iterable[int | Sequence[int]], *, decoder_start: int | None = None
 ) -> Batch:
-    """Sequences side by side, padded on the right with token 0.
+    """A batch of sequences, padded on the right with token 0.
 
     Args:
         data: the sequences.
-        rows: which of them; several in one row are packed: ``inputs`` has ``position_ids`` then,
-            which begin at 0 with each, and attention does not cross them.
-        decoder_start: the token that starts a decoder which has an encoder; the prompt then goes
-            into the encoder. None for a decoder alone.
+        rows: the sequences; several in one row are packed: ``inputs`` then has ``position_ids``,
+            which begin at 0 with each sequence, and attention does not cross sequences.
+        decoder_start: the token that starts the decoder of a model with an encoder; the prompt then
+            goes into the encoder. None for a decoder alone.
     """
     packed = [list(row) if isinstance(row, Sequence) else [int(row)] for row in rows]
     if decoder_start is not None:
@@ -432,7 +438,7 @@ def _with_encoder(data: TokenData, indices: list[int], decoder_start: int) -> Ba
 
 
 def _targets(places: list[Tensor], learnt: list[Tensor], read: Tensor) -> Targets:
-    """What is learnt, at places of each row of what is read."""
+    """The tokens that are learnt, at their places in the rows that are read."""
     width = read.shape[1]
     positions = [row * width + place for row, place in enumerate(places)]
     return Targets(torch.cat(positions), torch.cat(learnt))

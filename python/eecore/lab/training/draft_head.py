@@ -1,4 +1,4 @@
-"""A draft head: from the states of a frozen model to tokens that may come next, one after another.
+"""A draft head: predicts the next tokens, one after another, from the states of a frozen model.
 
 It is recurrent, as in Hydra (Ankner et al. 2024) and ReDrafter (Zhang et al. 2024), and starts from
 states of several layers, as EAGLE-3 does (Li et al. 2025). ``norm`` is RMSNorm with the model's
@@ -10,9 +10,9 @@ eps::
     u = u + W_down (silu(W_gate norm(u; g_mlp)) * W_up norm(u; g_mlp))      for each block
     logits = W_head norm(u; g),  s = u
 
-with ``W_head`` the rows of the model's own LM head of the tokens that can be drafted. Attention is
-that of some of the model's own key heads, over the keys that it has computed (GLIDE, Du et al.
-2024): those of drafts are not among them.
+with ``W_head`` the rows of the model's own LM head for the tokens that can be drafted. A head
+attends through some of the model's own key heads, to the keys that the model has computed (GLIDE,
+Du et al. 2024); drafts have no keys of their own.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class HeadSizes:
     num_attended: int = 0
     """Key heads of the model that it attends to."""
     queries: int = 0
-    """Features of the queries to each."""
+    """Features of the queries to each key head."""
 
 
 class DraftHead(nn.Module):
-    """The weights of a head, in float32, and its two moves.
+    """The weights of a head, in float32, and its two operations, :meth:`begin` and :meth:`step`.
 
     Args:
         sizes: of the tensors.
         eps: of the model's norms.
-        final_norm: the model's, [hidden_size], which the output's begins with.
-        seed: of the random beginning.
+        final_norm: the model's, [hidden_size], the initial value of the head's output norm.
+        seed: of the random initial weights.
     """
 
     def __init__(self, sizes: HeadSizes, eps: float, final_norm: Tensor, seed: int = 0) -> None:
@@ -67,7 +67,7 @@ class DraftHead(nn.Module):
         def ones(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.ones(*shape))
 
-        # The last tap and the state begin as they are, what else there is adds a little to them.
+        # The last tap and the state start as identities; the other weights add a little to them.
         tap_weight, state_weight = random(taps, hidden, hidden, gain=0.1), random(hidden, hidden)
         with torch.no_grad():
             tap_weight[-1] = torch.eye(hidden)
@@ -90,7 +90,9 @@ class DraftHead(nn.Module):
             self.attention_output = nn.Parameter(torch.zeros(count, hidden, queries))
 
     def begin(self, states: Tensor) -> Tensor:
-        """s [n, hidden_size] of the taps' states, float32 [n, num_taps, hidden_size]."""
+        """The state s [n, hidden_size] from the taps' states, float32 [n, num_taps,
+        hidden_size].
+        """
         total = torch.zeros_like(states[:, 0])
         for tap in range(self.sizes.num_taps):
             normed = self._normed(states[:, tap], self.tap_norm[tap])
@@ -98,9 +100,10 @@ class DraftHead(nn.Module):
         return total
 
     def step(self, state: Tensor, embedded: Tensor, seen: TextKeys | None = None) -> Tensor:
-        """The next s [n, hidden_size] of s and the next token's embedding, both [n, hidden_size].
+        """The next s [n, hidden_size] from s and the next token's embedding, both [n,
+        hidden_size].
 
-        It is what :meth:`output` reads, too. A head that attends is told what the rows see.
+        :meth:`output` reads it, too. A head that attends needs the keys that the rows see.
         """
         u = self.asked(state, embedded)
         if self.sizes.num_attended:
@@ -116,28 +119,28 @@ class DraftHead(nn.Module):
         return u
 
     def asked(self, state: Tensor, embedded: Tensor) -> Tensor:
-        """u as it is before it attends to anything: [n, hidden_size]."""
+        """u before it attends: [n, hidden_size]."""
         u = _product(self._normed(state, self.state_norm), self.state_weight)
         return u + _product(self._normed(embedded, self.token_norm), self.token_weight)
 
     def queries(self, asked: Tensor) -> Tensor:
-        """Not rotated, of :meth:`asked`: [n, num_attended, queries]."""
+        """Queries from :meth:`asked`, not rotated: [n, num_attended, queries]."""
         normed = self._normed(asked, self.attention_norm)
         asked = _product(normed, self.attention_query.flatten(0, 1))
         return asked.view(len(asked), self.sizes.num_attended, -1)
 
     def output(self, state: Tensor) -> Tensor:
-        """What the rows of the LM head are multiplied with: [n, hidden_size]."""
+        """The states that the rows of the LM head are multiplied with: [n, hidden_size]."""
         return self._normed(state, self.norm)
 
     @property
     def tensor_names(self) -> dict[str, str]:
-        """The names in the file of a head, such as ``taps.norm``, by parameter."""
+        """The names in a head's file, such as ``taps.norm``, by parameter."""
         names = (name for name, _ in self.named_parameters())
         return {name: name.replace("_", ".", 1).replace("tap.", "taps.") for name in names}
 
     def tensors(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-        """By the names that the file of a head has."""
+        """The tensors by their names in a head's file."""
         return {
             stored: self.get_parameter(name).detach().to(dtype).contiguous()
             for name, stored in self.tensor_names.items()
@@ -148,5 +151,5 @@ class DraftHead(nn.Module):
 
 
 def _product(values: Tensor, weight: Tensor) -> Tensor:
-    """In float32, whatever autocast multiplies in."""
+    """The product in float32, whatever autocast says."""
     return functional.linear(values, weight).float()

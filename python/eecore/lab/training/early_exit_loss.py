@@ -31,7 +31,7 @@ Head = Callable[[Tensor], Tensor]
 
 
 class LossWeights(Protocol):
-    """How much the loss of each layer counts at a step."""
+    """The weight of each layer's loss at a step."""
 
     def weights(self, step: int, num_steps: int, num_layers: int) -> tuple[float, ...]:
         """w(t,l) for l = 0..num_layers-1; they sum to 1."""
@@ -49,12 +49,12 @@ def layer_scale(layer: int, num_layers: int, e_scale: float) -> float:
 
 @dataclass(frozen=True)
 class EarlyExitLoss:
-    """Every layer's loss, later ones heavier, under a curriculum.
+    """The loss of every layer, later ones heavier, under a curriculum.
 
     The first layer has e(0) = 0: an exit after it is never trained.
 
     Args:
-        e_scale: how heavy the layers below the last are, 0..1.
+        e_scale: the weight of the layers below the last, 0..1.
         curriculum: C(t,l). ``rotational``: every ``rotation``-th layer, shifted by one each step.
             ``gradual``: from the last layer down, one more every T/2L steps. ``all``: every layer
             at every step. The last layer is always on.
@@ -77,7 +77,7 @@ class EarlyExitLoss:
             )
 
     def enabled(self, layer: int, step: int, num_steps: int, num_layers: int) -> bool:
-        """C(t,l)."""
+        """C(t,l): whether the curriculum has a layer switched on."""
         if layer == num_layers - 1 or self.curriculum == "all":
             return True
         if self.rotation is not None:
@@ -98,7 +98,7 @@ class EarlyExitLoss:
 
 @dataclass(frozen=True)
 class LastLayerLoss:
-    """The last layer's loss alone: ordinary training."""
+    """The loss of the last layer only: ordinary training."""
 
     def weights(self, step: int, num_steps: int, num_layers: int) -> tuple[float, ...]:  # noqa: ARG002
         """1 for the last layer."""
@@ -111,12 +111,12 @@ def _last_alone(num_layers: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """What should be predicted, and where.
+    """The positions at which tokens are predicted, and these tokens.
 
     Attributes:
         positions: int64 [n], into the flattened [batch * length] of the states.
-        tokens: int64 [n], the token that each of them should predict.
-        count: over how many the loss is a mean: more than n where a batch is computed in pieces,
+        tokens: int64 [n], the tokens to predict there.
+        count: the number that the mean is over: more than n where a batch is computed in pieces,
             whose losses add up; None for n.
     """
 
@@ -129,16 +129,18 @@ class Targets:
         return Targets(self.positions.to(device), self.tokens.to(device), self.count)
 
     def share(self, count: int, is_real: bool = True) -> Targets:
-        """These as a share of so many targets; none of them where a piece only fills a place."""
+        """These targets as a part of ``count`` targets; none where the piece only fills a place."""
         end = None if is_real else 0
         return Targets(self.positions[:end], self.tokens[:end], count)
 
     def logits(self, head: Head, state: Tensor) -> Tensor:
-        """head(h) at the target positions alone: float32 [n, vocab_size]."""
+        """head(h) at the target positions only: float32 [n, vocab_size]."""
         return head(state.flatten(0, 1).index_select(0, self.positions)).float()
 
     def loss(self, head: Head, state: Tensor) -> Tensor:
-        """The mean cross entropy of one exit; its share where there are more targets."""
+        """The mean cross entropy of one exit; this piece's share of it where there are more
+        targets.
+        """
         total = cross_entropy(self.logits(head, state), self.tokens, reduction="sum")
         return total / (len(self.tokens) if self.count is None else self.count)
 
@@ -148,14 +150,14 @@ def early_exit_backward(
 ) -> dict[int, Tensor]:
     """Accumulate the gradients of J (eq. 5) without all logits at once.
 
-    Each exit's head runs forwards and backwards by itself, down to the state's gradient; one pass
-    then takes all of these through the layers.
+    Each exit's head runs forwards and backwards by itself, down to the state's gradient; one
+    backward pass then takes all gradients through the layers.
 
     Args:
-        head: final norm and LM head; runs for layers with a weight alone.
+        head: final norm and LM head; runs only for layers with a weight.
         states: h[1..L], each [batch, length, hidden_size].
-        targets: where and what.
-        weights: w(t,l), one a state.
+        targets: the positions and tokens to learn.
+        weights: w(t,l), one for each state.
 
     Returns:
         The loss of each layer that has a weight, detached, by l.

@@ -1,8 +1,8 @@
-"""A transformers model taken apart for early exits: its layers, what comes after each, its head.
+"""A transformers model as the parts that exits need: layers, the state after each, and the head.
 
 ``h[l]`` is the residual stream after l layers, before the final norm, and ``head(h)`` is the final
-norm and the LM head: every exit shares them (LayerSkip §4.1.2; CALM §3). How good each exit is on
-held-out data: :func:`evaluate_exits`.
+norm and the LM head: every exit shares them (LayerSkip §4.1.2; CALM §3). :func:`evaluate_exits`
+scores the exits on held-out data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ExitModel:
     """Layers, states and head of a model of :data:`DECODERS` or :data:`ENCODER_DECODERS`.
 
     Attributes:
-        model: what is trained: the transformers model, or the peft model around it.
+        model: the model that is trained: the transformers model, or the peft model around it.
         base: the transformers model itself.
         layers: the decoder's layers; the l-th one makes h[l] (l from 1).
         encoder_layers: the encoder's; none in a decoder-only model.
@@ -48,7 +48,9 @@ class ExitModel:
 
     @staticmethod
     def of(model: nn.Module) -> ExitModel:
-        """Take a model apart, peft's wrapper or not; a TrainingError names a class not known."""
+        """The parts of a model, with peft's wrapper or without; a TrainingError for an unsupported
+        class.
+        """
         base: Any = model
         if hasattr(model, "get_base_model"):
             active: Any = getattr(model, "active_peft_config", None)
@@ -84,15 +86,17 @@ class ExitModel:
 
     @property
     def decoder_start(self) -> int | None:
-        """The token that starts a decoder which has an encoder; None for a decoder alone."""
+        """The token that starts the decoder of a model with an encoder; None for a decoder
+        alone.
+        """
         return int(self.base.config.decoder_start_token_id) if self.has_encoder else None
 
     def states(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         """Run all layers: ``[h[1], ..., h[L]]``, each [batch, length, hidden_size].
 
         Args:
-            inputs: for a decoder ``input_ids`` [batch, length], padded on the right (what is right
-                of a token never reaches it), and where rows are packed ``position_ids``, which
+            inputs: for a decoder ``input_ids`` [batch, length], padded on the right (a token does
+                not depend on tokens to its right), and for packed rows ``position_ids``, which
                 begin at 0 with each text; with an encoder ``input_ids``, ``attention_mask`` and
                 ``decoder_input_ids``.
         """
@@ -107,7 +111,7 @@ class ExitModel:
                     use_cache=False,
                 )
             else:
-                # Of position_ids that begin anew, transformers makes masks that keep texts apart.
+                # From position_ids that begin anew, transformers makes masks that keep texts apart.
                 self.base.model(
                     input_ids=inputs["input_ids"],
                     position_ids=inputs.get("position_ids"),
@@ -131,7 +135,7 @@ class ExitModel:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """In eval mode: nothing is dropped."""
+        """Puts the model into eval mode, without dropout, and back."""
         was_training = self.model.training
         self.model.eval()
         try:
@@ -173,7 +177,7 @@ class ExitScores:
         loss: cross entropy of head(h[E]).
         accuracy: how often its argmax is the target.
         agreement: how often its argmax is that of the last layer.
-        num_tokens: how many targets these are means of.
+        num_tokens: the number of targets.
     """
 
     loss: tuple[float, ...]
@@ -184,9 +188,9 @@ class ExitScores:
 
 @torch.no_grad()
 def evaluate_exits(model: ExitModel, batches: Iterable[Batch]) -> ExitScores:
-    """Score every exit of a model, in eval mode, which is then as it was.
+    """Score every exit of a model in eval mode; the model's own mode is restored.
 
-    Of several processes each gives its share of the batches, as many as the others.
+    Of several processes each passes its share of the batches, all equally many.
     """
     was_training = model.model.training
     model.model.eval()
@@ -208,7 +212,7 @@ def evaluate_exits(model: ExitModel, batches: Iterable[Batch]) -> ExitScores:
 
 
 def _sums(model: ExitModel, batch: Batch) -> Tensor:
-    """float64 [3, L]: loss, right ones, agreeing ones, summed over the batch's targets."""
+    """float64 [3, L]: loss, correct tokens and agreeing tokens, summed over the batch's targets."""
     states = model.states(batch.inputs)
     head, targets = model.head, batch.targets
     last = targets.logits(head, states[-1]).argmax(-1)

@@ -1,4 +1,4 @@
-"""Models that training leaves as they are: their states and head are all that is asked of them."""
+"""Models that training reads but does not change: their states and their head."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["FrozenModel", "RunningModel", "is_quantised", "load_running_model"]
 
 @dataclass(frozen=True, eq=False)
 class RunningModel:
-    """A model as eecore runs it, in its own bits where it has them."""
+    """A model as eecore runs it, quantised weights included."""
 
     network: LlamaModel
     tokenizer: Tokenizer
     eos_token_id: int
-    """Ends a text."""
+    """The token that ends a text."""
 
     @property
     def num_layers(self) -> int:
@@ -74,12 +74,12 @@ class RunningModel:
         return self.network.logits
 
     def frozen(self) -> AbstractContextManager[object]:
-        """It always is."""
+        """A context without effect: the model is always frozen."""
         return nullcontext()
 
 
 FrozenModel = ExitModel | RunningModel
-"""What an exit classifier learns from."""
+"""Models that an exit classifier learns from."""
 
 
 def is_quantised(path: Path) -> bool:
@@ -92,12 +92,12 @@ def load_running_model(path: Path, device: str | None = None) -> RunningModel:
 
     Raises:
         ModelError: it cannot be read, or the device is not the CPU.
-        TrainingError: it has no tokenizer, or nothing that ends a text.
+        TrainingError: it has no tokenizer, or no token that ends a text.
     """
     config, network, tokenizer = load_model(path, device)
     if tokenizer is None:
         raise TrainingError(f"{path}: expected a model with a tokenizer, got none")
     if not config.eos_token_ids:
         raise TrainingError(f"{path}: expected an eos_token_id, which ends texts, got none")
-    assert isinstance(network, LlamaModel)  # nothing else is quantised
+    assert isinstance(network, LlamaModel)  # only these are quantised
     return RunningModel(network, tokenizer, config.eos_token_ids[0])

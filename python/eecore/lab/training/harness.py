@@ -1,9 +1,9 @@
-"""A run of training, of a model or a draft head: step, log, evaluate, save, and resume.
+"""A training run, of a model or a draft head: step, log, evaluate, save, and resume.
 
-What is trained is a :class:`Trainee`, which knows its data and its loss; the run owns the steps,
-the learning rates, the optimizer, the logs and the state. A run that was stopped or killed goes on,
-resumed, exactly as if it had not been. Of several processes (:class:`Processes`) each computes its
-share of a step, and the first one writes.
+A :class:`Trainee` knows its data and its loss; the run owns the steps, the learning rates, the
+optimizer, the logs and the state. A stopped or killed run continues, once resumed, exactly as if it
+had not been stopped. Of several processes (:class:`Processes`) each computes its share of a step,
+and the first one writes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ STEP_COLUMNS = ("step", "tokens", "learning_rate", "gradient_norm", "loss")
 
 @dataclass(frozen=True)
 class Losses:
-    """What a step has found; of several processes each has its share, and these add up.
+    """The losses of a step; those of several processes add up.
 
     Attributes:
-        loss: what its gradients are of.
+        loss: the value whose gradients were computed.
         tokens: read by it.
-        values: what else is logged, by column; a column that is not there is left empty. Every
-            process has the same columns.
+        values: further values for the log, by column; missing columns stay empty. Every process has
+            the same columns.
     """
 
     loss: Tensor
@@ -48,13 +48,13 @@ class Losses:
 
 
 class Trainee(ABC):
-    """What a run trains.
+    """A model or head that a run trains.
 
     Attributes:
         config: the settings of the run.
-        module: whose parameters with gradients are trained, and saved.
-        step_columns: of the log of steps, after those that every run has.
-        evaluation_columns: of the log of evaluations, after the step and the tokens.
+        module: its parameters with gradients are trained and saved.
+        step_columns: columns of the log of steps, after those of every run.
+        evaluation_columns: columns of the log of evaluations, after the step and the tokens.
     """
 
     config: RunConfig
@@ -72,7 +72,9 @@ class Trainee(ABC):
 
     @abstractmethod
     def evaluate(self) -> tuple[float, ...] | None:
-        """The values of the evaluation columns, of all processes; None: nothing is held out."""
+        """The values of the evaluation columns over all processes; None: there is no held-out
+        data.
+        """
 
     @abstractmethod
     def describe(self, values: Mapping[str, float]) -> str:
@@ -89,16 +91,16 @@ class Trainee(ABC):
 
 @dataclass(frozen=True)
 class StepReport:
-    """A training step that has been done.
+    """A finished training step.
 
     Attributes:
-        step: how many have been, this one included.
-        steps: how many will be.
+        step: steps done, this one included.
+        steps: steps of the run.
         tokens: read so far.
         loss: of this step.
-        values: what else its log has, by column.
+        values: further values of its log, by column.
         tokens_per_s: since the run started or was resumed.
-        seconds_left: as long as the steps since then have taken.
+        seconds_left: at the speed of the steps since then.
         described: the values in words.
         evaluated: the evaluation after this step in words, when there was one.
     """
@@ -118,9 +120,9 @@ class TrainingRun:
     """A run between two steps; its state and its logs are in a directory.
 
     Args:
-        trainee: is trained in place.
-        directory: of the run's files.
-        saved: the state in the directory, checked, to go on from; None begins.
+        trainee: trained in place.
+        directory: for the run's files.
+        saved: the checked state in the directory to resume from; None begins.
     """
 
     def __init__(
@@ -157,15 +159,15 @@ class TrainingRun:
         progress: Callable[[StepReport], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> bool:
-        """Train to the end, True, or until told to stop, False; the state is saved either way.
+        """Train to the end (True), or until stopped (False); the state is saved either way.
 
-        A process that is told to stop stops all of them.
+        When one process is told to stop, all stop.
         """
         config, trainee = self.trainee.config, self.trainee
         trainee.module.train()
         if self._is_fresh:
             self._evaluate()
-            self._save()  # a disk that cannot take it is found out now, not in an hour
+            self._save()  # a full disk is found out now, not in an hour
         begun, first, tokens, seconds = time.monotonic(), self.step, self.tokens, self.seconds
         while self.step < config.steps:
             loss, values = self._one_step()
@@ -197,7 +199,7 @@ class TrainingRun:
         return True
 
     def _one_step(self) -> tuple[float, dict[str, float]]:
-        """The loss, and the values by column."""
+        """The loss of a step, and its values by column."""
         config, trainee = self.trainee.config, self.trainee
         rate = config.learning_rate_at(self.step)
         for group in self._optimizer.param_groups:
@@ -225,7 +227,7 @@ class TrainingRun:
         return loss, values
 
     def _evaluate(self) -> str | None:
-        """The evaluation in words, if there is one."""
+        """The evaluation in words, where there is held-out data."""
         scores, columns = self.trainee.evaluate(), self.trainee.evaluation_columns
         if scores is None:
             return None
@@ -254,10 +256,10 @@ def seconds_per_step(
     steps_a_point: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """The mean over a run, whose number of steps does not matter much, before it starts.
+    """The mean seconds of a step over a run, measured before it starts.
 
     Curricula make steps dearer or cheaper as a run goes on, so steps are timed at points spread
-    over it. Weights, gradients and the state of random numbers are left as they were.
+    over it. Weights, gradients and random states are restored.
     """
     module, random_state = trainee.module, torch.get_rng_state()
     was_training = module.training
@@ -265,7 +267,7 @@ def seconds_per_step(
     spent = 0.0
     for point in range(points):
         first = (2 * point + 1) * trainee.config.steps // (2 * points)
-        for repeat in range(steps_a_point + 1):  # the first one only warms up
+        for repeat in range(steps_a_point + 1):  # the first one warms up
             if repeat == 1:
                 started = clock()
             trainee.backward(min(first + repeat, trainee.config.steps - 1))

@@ -1,4 +1,4 @@
-"""What a draft head attends to while it learns: keys and values of its model over the texts."""
+"""The keys and values of a model that a draft head attends to while it is trained."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from eecore.models import KVCache, LlamaModel
 __all__ = ["Attended", "TextKeys", "choose_attended", "is_last", "key_begins", "keys_at"]
 
 REPEATED = 120
-"""Random tokens that are said twice, to see which heads look for what came after the first; as many
-as a model has positions for."""
+"""Random tokens, repeated once, to find the heads that attend to what came after the first
+occurrence; fewer where the model has fewer positions.
+"""
 
 Attended = tuple[tuple[int, int], ...]
-"""Layers, from 0, and key heads."""
+"""Pairs of a layer, from 0, and a key head."""
 
 
 @torch.inference_mode()
 def choose_attended(network: LlamaModel, count: int) -> Attended:
-    """The key heads of a model that most look for what came after the same token before.
+    """The key heads of a model that attend most to what followed an earlier occurrence of a
+    token.
 
-    These are its induction heads (Olsson et al. 2022): their queries say of a token where it was,
-    and their values what followed. At most so many, of layers that attend to whole texts and whose
-    queries are rotated alike. None of a model that caps scores, which a head learns without.
+    These are its induction heads (Olsson et al. 2022): their queries ask where a token was before,
+    and their values say what followed. At most ``count``, from layers that attend to whole texts
+    and whose queries are rotated alike. None for a model that caps scores, which a head does not
+    learn.
     """
     config = network.config
     whole = [layer for layer, window in enumerate(config.layer_windows) if not window]
@@ -63,7 +66,7 @@ def choose_attended(network: LlamaModel, count: int) -> Attended:
 
 
 def keys_at(kv: KVCache, attended: Attended, slots: Tensor) -> Tensor:
-    """[num_tokens, num_attended, 2, head_dim]: keys and values of slots, int64 [num_tokens]."""
+    """The keys and values of slots, int64 [num_tokens]: [num_tokens, num_attended, 2, head_dim]."""
     found = [
         torch.stack([cache[:, :, head].flatten(0, 1)[slots] for cache in kv.layers[layer]], 1)
         for layer, head in attended
@@ -72,14 +75,15 @@ def keys_at(kv: KVCache, attended: Attended, slots: Tensor) -> Tensor:
 
 
 def is_last(text: Tensor) -> Tensor:
-    """bool [n]: whether a row is the last of its text, int64 [n] of these."""
+    """Whether each row is the last of its text: bool [n], for int64 [n] text indices."""
     last = torch.ones_like(text, dtype=torch.bool)
     last[:-1] = text[1:] != text[:-1]
     return last
 
 
 def key_begins(text: Tensor, positions: Tensor) -> Tensor:
-    """int64 [n]: of each row, where the keys of its text begin, texts one after the other.
+    """For each row the place where the keys of its text begin: int64 [n]; texts follow each
+    other.
 
     Args:
         text: int64 [n], the rows' texts.
@@ -94,16 +98,16 @@ def key_begins(text: Tensor, positions: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TextKeys:
-    """What some rows attend to; rows of one text follow one another.
+    """Keys and values that rows attend to; rows of one text follow one another.
 
     Attributes:
         keys: bfloat16 [num_texts, num_attended, longest, head_dim].
         values: likewise.
         place: int64 [n], the text of each row, ascending.
-        seen: int64 [n], keys that the row sees: those that were there before it drafted.
-        positions: int64 [n], of the tokens that a step takes.
+        seen: int64 [n], the number of keys that the row sees: those before it drafted.
+        positions: int64 [n], positions of the tokens of the next step.
         cos_sin: float32 [max_position, rotary_dim].
-        scale: of the scores; None: head_dim**-0.5.
+        scale: the scores' factor; None: head_dim**-0.5.
     """
 
     keys: Tensor
@@ -123,14 +127,14 @@ class TextKeys:
         cos_sin: Tensor,
         scale: float | None = None,
     ) -> TextKeys:
-        """Of rows that start to draft.
+        """The keys and values for rows that start to draft.
 
         Args:
-            parts: keys on the disk, [m, num_attended, 2, head_dim] each, one after the other.
+            parts: keys on disk, [m, num_attended, 2, head_dim] each, one after the other.
             begins: int64 [n], where the keys of each row's text begin among all of them.
-            positions: int64 [n], of the rows.
-            cos_sin: of the model.
-            scale: of its scores; None: head_dim**-0.5.
+            positions: int64 [n], the rows' positions.
+            cos_sin: the model's.
+            scale: the scores' factor; None: head_dim**-0.5.
         """
         firsts, place = torch.unique_consecutive(begins, return_inverse=True)
         lengths = torch.zeros_like(firsts).scatter_reduce_(0, place, positions + 1, "amax")
@@ -148,7 +152,7 @@ class TextKeys:
         return cls(keys, values, place, positions + 1, positions + 1, cos_sin, scale)
 
     def rows(self, index: Tensor) -> TextKeys:
-        """Of some of the rows, in their order: int64 of them, or bool."""
+        """Some of the rows, in their order: int64 indices, or bool."""
         return replace(
             self,
             place=self.place[index],
@@ -156,19 +160,19 @@ class TextKeys:
             positions=self.positions[index],
         )
 
-    def behind(self) -> TextKeys:
-        """Of the same rows a token later; the keys stay what they are."""
+    def advanced(self) -> TextKeys:
+        """The same rows a token later; the keys stay as they are."""
         return replace(self, positions=self.positions + 1)
 
     def found(self, queries: Tensor) -> Tensor:
-        """What queries find: float32 [n, num_attended, queries].
+        """The attention of queries over the keys: float32 [n, num_attended, queries].
 
         Args:
             queries: [n, num_attended, queries], not rotated.
         """
         count, head_dim = self.keys.shape[1], self.keys.shape[3]
         heads = self._rotated(queries.reshape(*queries.shape[:2], -1, head_dim))
-        # Rows of one text beside each other, filled up to as many as the longest has.
+        # Rows of one text side by side, padded to the longest.
         counts = torch.bincount(self.place, minlength=len(self.keys))
         offset = torch.arange(len(self.place)) - (counts.cumsum(0) - counts)[self.place]
         shape = (len(self.keys), int(counts.max()))

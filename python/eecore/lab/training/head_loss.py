@@ -1,8 +1,8 @@
-"""How a draft head learns, and how often it is right: over stretches of the model's own texts.
+"""The loss of a draft head, and its agreement with the model, over stretches of the model's
+texts.
 
-A stretch is some rows that follow one another in one text. From each of them the head drafts, given
-the text's own tokens and its own states, and draft k is held against what the model said k rows
-later.
+A stretch is a run of rows of one text. From each of them the head drafts, given the text's own
+tokens and its own states, and draft k is compared with the model's prediction k rows later.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from eecore.lab.training.head_states import HeadStates, ends_of
 __all__ = ["FrozenSide", "StretchOrder", "agreement_by_position", "draft_loss", "starts_of"]
 
 LATER_ROWS = 2
-"""One row in so many goes on behind the first draft, which nothing else stands without."""
+"""One row in so many goes on to drafts after the first, since the first one matters most."""
 STEP_WEIGHTS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class FrozenSide:
-    """What a head uses of its model, in float32."""
+    """The parts of the model that a head uses, in float32."""
 
     embeddings: Tensor
     """[vocab_size, hidden_size]"""
     head_rows: Tensor
-    """[vocabulary_size, hidden_size], the LM head's of the tokens that can be drafted."""
+    """[vocabulary_size, hidden_size], the LM head's rows for the tokens that can be drafted."""
     vocabulary: Tensor
-    """int64 [vocabulary_size], these tokens, ascending."""
+    """int64 [vocabulary_size], the tokens that can be drafted, ascending."""
     final_norm: Tensor
     """[hidden_size]"""
     eps: float
     cos_sin: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
-    """float32 [num_positions, rotary_dim], of positions that are attended from, if any are."""
+    """float32 [num_positions, rotary_dim], for the positions that are attended from, if any."""
     attention_scale: float | None = None
-    """Of the scores of what is attended to; None: head_dim**-0.5."""
+    """The attention scores' factor; None: head_dim**-0.5."""
     multiplier: float = 1.0
-    """Of the logits."""
+    """The logits' factor."""
     soft_cap: float = 0.0
     """c > 0: multiplied logits l become ``c * tanh(l / c)``."""
     rows_of: Callable[[Tensor], Tensor] | None = None
-    """Rows of the LM head, float32 [n, hidden_size], of any tokens, int64 [n]."""
+    """The LM head's rows, float32 [n, hidden_size], for any tokens, int64 [n]."""
 
     def with_tokens(self, tokens: Tensor) -> FrozenSide:
-        """With other tokens in its vocabulary, too, int64 [n]; the same one where there is none."""
+        """The same with further tokens, int64 [n], in the vocabulary; itself where none is new."""
         if self.rows_of is None:
             return self
         new = torch.unique(tokens[self.place(tokens) < 0])
@@ -64,11 +64,11 @@ class FrozenSide:
 
     @cached_property
     def short_rows(self) -> Tensor:
-        """``head_rows`` in bfloat16, which autocast would make anew for every product."""
+        """``head_rows`` in bfloat16, which autocast would convert for every product."""
         return self.head_rows.bfloat16()
 
     def logits(self, values: Tensor) -> Tensor:
-        """float32 [n, vocabulary_size] of normed states, [n, hidden_size]."""
+        """Logits, float32 [n, vocabulary_size], of normed states, [n, hidden_size]."""
         short = torch.is_autocast_enabled("cpu")
         rows = self.short_rows if short else self.head_rows
         logits = functional.linear(values, rows).float()
@@ -77,13 +77,15 @@ class FrozenSide:
         return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
 
     def place(self, tokens: Tensor) -> Tensor:
-        """Where tokens are in the vocabulary; -1 for those outside."""
+        """The places of tokens in the vocabulary; -1 for tokens outside."""
         places = torch.searchsorted(self.vocabulary, tokens)
         places = places.clamp_(max=len(self.vocabulary) - 1)
         return torch.where(self.vocabulary[places] == tokens, places, -1)
 
     def distribution(self, last_states: Tensor) -> Tensor:
-        """The model's own over the vocabulary, [n, vocabulary_size], of its last states [n, H]."""
+        """The model's own distribution over the vocabulary, [n, vocabulary_size], from its last
+        states [n, H].
+        """
         normed = functional.rms_norm(
             last_states.float(), self.final_norm.shape, self.final_norm, self.eps
         )
@@ -94,7 +96,7 @@ class StretchOrder:
     """Stretches of ``length`` rows, shuffled for each epoch; the same for the same seed.
 
     Args:
-        text: int64 [n], of each row.
+        text: int64 [n], each row's text.
         length: rows that drafts start from; a text's last stretch may be shorter.
         batch_size: stretches of a step.
         seed: of the order.
@@ -103,7 +105,7 @@ class StretchOrder:
     def __init__(self, text: Tensor, length: int, batch_size: int, seed: int) -> None:
         ends = ends_of(text)
         rows = torch.arange(len(text))
-        starts_text = is_last(text).roll(1)  # the first row follows the last one's
+        starts_text = is_last(text).roll(1)  # the first row follows the last text's end
         first = torch.where(starts_text, rows, 0).cummax(0).values
         begins = rows[((rows - first) % length == 0) & (rows + 1 < ends)]
         self._begins, self._ends = begins, torch.minimum(begins + length, ends[begins] - 1)
@@ -126,7 +128,7 @@ class StretchOrder:
 
 
 def starts_of(text: Tensor) -> Tensor:
-    """Rows that a draft can start from: all but the last of each text."""
+    """The rows that a draft can start from: all but the last of each text."""
     rows = torch.arange(len(text))
     return rows[rows + 1 < ends_of(text)]
 
@@ -134,14 +136,16 @@ def starts_of(text: Tensor) -> Tensor:
 def draft_loss(
     head: DraftHead, frozen: FrozenSide, data: HeadStates, starts: Tensor, num_steps: int
 ) -> tuple[Tensor, float]:
-    """Cross entropy with the model's distribution, weighted over steps; the first step's agreement.
+    """Cross entropy with the model's distribution, weighted over steps; and the first step's
+    agreement.
 
-    What the model says at these positions can be drafted beside the vocabulary, as tokens of a text
-    at hand can be. Without the model's rows for them, positions that want others add nothing.
+    Tokens that the model predicts at these positions may be outside the vocabulary, since a request
+    can add tokens of its text. Without the model's rows for them, positions that need other tokens
+    add nothing.
 
     Args:
-        head: what learns.
-        frozen: of the model.
+        head: the head that learns.
+        frozen: the model's part.
         data: states and tokens.
         starts: int64 [n], the rows that drafts start from.
         num_steps: tokens of a draft.
@@ -165,7 +169,7 @@ def draft_loss(
             seen = seen and seen.rows(torch.arange(0, len(starts), LATER_ROWS))
         given = data.token[(target - 1).clamp(max=len(data) - 1)]
         state = head.step(state, frozen.embeddings[given], seen)
-        seen = seen and seen.behind()
+        seen = seen and seen.advanced()
         there = target[inside[k]]
         place = frozen.place(data.greedy[there])
         can_draft = place >= 0
@@ -183,10 +187,12 @@ def draft_loss(
 def agreement_by_position(
     head: DraftHead, frozen: FrozenSide, data: HeadStates, starts: Tensor, num_steps: int
 ) -> list[float]:
-    """How often each draft is the model's own greedy token, where all drafts before it were.
+    """For each position how often the draft is the model's own greedy token, where all drafts
+    before it were.
 
-    The tokens are those of the text, and a draft goes on only while they are the greedy ones. What
-    is not in the vocabulary counts as wrong: which others a text at hand has is not known here.
+    The tokens are the text's, and a draft goes on only while they are the greedy ones. A token
+    outside the vocabulary counts as wrong, since the tokens that a request would add are not known
+    here.
     """
     place = frozen.place(data.greedy)
     ends = data.ends[starts]
@@ -205,7 +211,7 @@ def agreement_by_position(
                 break
             target = rows + k + 1
             state = head.step(state, frozen.embeddings[data.token[target - 1]], seen)
-            seen = seen and seen.behind()
+            seen = seen and seen.advanced()
             drafts = frozen.logits(head.output(state)).argmax(-1)
             hits = drafts == place[target]
             tried[k] += len(hits)

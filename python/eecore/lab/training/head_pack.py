@@ -27,11 +27,12 @@ from eecore.models.readers.head_file import (
 
 __all__ = ["save_head"]
 
-LEAST_WORTH = 0.05
-"""How often a draft stands, that is made by default at least."""
-MOST_DRAFTS = 6
+MIN_ACCEPTED = 0.05
+"""Acceptance rate from which on a draft is made by default."""
+MAX_DRAFTS = 6
+"""The longest draft that is made by default."""
 THRESHOLD = 0.3
-"""Less sure than this a draft is not worth the model's look at it."""
+"""The confidence below which a draft is not worth verifying."""
 
 
 def save_head(
@@ -41,18 +42,18 @@ def save_head(
     run: TrainingRun,
     by_tokens: Sequence[tuple[int, float]],
 ) -> list[float]:
-    """Write a head into a directory, which may be there; the rest of it is left alone.
+    """Write a head into a directory, which may exist; its other files stay.
 
     Args:
         out: the directory.
         network: the head's model.
         trainee: the head.
-        run: that trained it.
-        by_tokens: tokens of answers that heads learnt from, and how often their first draft was
-            right.
+        run: the run that trained it.
+        by_tokens: tokens of answers that heads learnt from, with their first draft's agreement.
 
     Returns:
-        How often each draft is right where those before it were, on held-out texts.
+        For each position how often the draft is right where those before it were, on held-out
+        texts.
     """
     by_position, greedy = trainee.agreement(), trainee.agreement(greedy=True)
     about = {
@@ -77,11 +78,11 @@ def save_head(
 
 
 def num_drafts(by_position: Sequence[float]) -> int:
-    """Drafts that all stand often enough to be worth making; one at least."""
-    stands, count = 1.0, 0
-    for agreement in by_position[:MOST_DRAFTS]:
-        stands *= agreement
-        if stands < LEAST_WORTH:
+    """The draft length up to which drafts are accepted often enough; at least one."""
+    accepted, count = 1.0, 0
+    for agreement in by_position[:MAX_DRAFTS]:
+        accepted *= agreement
+        if accepted < MIN_ACCEPTED:
             break
         count += 1
     return max(1, count)
@@ -124,7 +125,7 @@ def _about(network: LlamaModel, trainee: HeadTrainee, run: TrainingRun) -> dict[
 
 
 def _curve(directory: Path) -> list[list[float]]:
-    """Step, loss in training and held-out agreement of the first draft."""
+    """Step, training loss and held-out agreement of the first draft."""
     steps, evaluations = read_logs(directory)
     losses = dict(zip(steps["step"], steps["loss"], strict=True))
     pairs = zip(evaluations["step"], evaluations["agreement_1"], strict=True)

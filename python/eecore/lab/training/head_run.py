@@ -1,4 +1,4 @@
-"""The training of a draft head: what it learns from, what it learns, and how good it is."""
+"""The training of a draft head: its data, its settings, and its evaluation."""
 
 from __future__ import annotations
 
@@ -33,30 +33,31 @@ from eecore.values import FLAG, MIN_POSITIVE, real, whole
 __all__ = ["HeadConfig", "HeadTrainee", "begin_queries", "choose_vocabulary", "is_held_out"]
 
 MAX_DRAFTS = 8
-"""The most drafts of a row in training."""
+"""Drafts of a row in training, at most."""
 SIZE, DRAFTS = whole(1, MAX_SIZE), whole(1, MAX_DRAFTS)
 ONE_IN = 20
 """One pair of texts in so many is held out."""
 FITTED_ROWS = 4096
 """Rows that are fitted at once."""
 RIDGE = 1e-2
-"""The share of the mean square of what is known that is added to its squares."""
+"""The ridge of the least squares, as a share of the mean square of the inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(RunConfig):
-    """A run of a draft head; a batch is of stretches of texts.
+    """The settings of a draft head's run; a batch consists of stretches of texts.
 
     Args:
         intermediate_size: of the head's MLP.
         num_blocks: MLPs, one after the other.
-        vocabulary_size: tokens that can be drafted.
+        vocabulary_size: the number of tokens that can be drafted.
         num_drafts: tokens of a draft in training.
         stretch: rows of a text that drafts start from.
-        evaluated_rows: of the held-out texts, at most, while the run lasts.
-        measured_drafts: how many positions agreement is measured at.
-        keep_vocabulary: that of the head it begins with; otherwise it is chosen from the texts.
-        begins_with: SHA-256 of the file of a head whose weights it begins with; empty for none.
+        evaluated_rows: held-out rows, at most, in evaluations during the run.
+        measured_drafts: positions at which agreement is measured.
+        keep_vocabulary: whether the vocabulary is that of the head it starts from; otherwise it is
+            chosen from the texts.
+        begins_with: SHA-256 of the weights file of the head that it starts from; empty for none.
     """
 
     intermediate_size: Annotated[int, SIZE]
@@ -82,9 +83,9 @@ class HeadTrainee(Trainee):
     Args:
         network: the model, which is not changed.
         data: states and tokens of its own texts.
-        config: of the run.
-        share: of the texts that are trained on, for seeing what more of them bring.
-        beginning: the head whose weights it begins with, of the same sizes.
+        config: the run's settings.
+        share: share of the texts that are trained on, to see what more text gains.
+        beginning: the head that it starts from, of the same sizes.
 
     Raises:
         TrainingError: there are too few texts, or the vocabulary is larger than the model's.
@@ -162,7 +163,7 @@ class HeadTrainee(Trainee):
         return not name.endswith("norm"), 1.0
 
     def agreement(self, max_rows: int | None = None, *, greedy: bool = False) -> list[float]:
-        """By position, on texts that are held out; on the greedy ones alone if asked for."""
+        """Agreement by position on held-out texts; with ``greedy`` on the greedy ones only."""
         starts = starts_of(self.held_out.text)
         if greedy:
             starts = starts[self.held_out.text[starts] % 2 == 0]
@@ -174,15 +175,15 @@ class HeadTrainee(Trainee):
 
 
 def is_held_out(text: Tensor) -> Tensor:
-    """Whether texts, int64 of their indices, are kept for measuring: two in 40."""
+    """Whether texts, int64 indices, are held out: two in 40."""
     return (text // 2) % ONE_IN == ONE_IN - 1
 
 
 def choose_vocabulary(network: LlamaModel, tokens: list[Tensor], size: int) -> Tensor:
-    """int64 [size], ascending: the tokens that end a text, and those that came most often.
+    """int64 [size], ascending: the tokens that end a text, and the most frequent tokens.
 
     Raises:
-        TrainingError: the model has fewer.
+        TrainingError: the model has fewer tokens.
     """
     config = network.config
     if not 1 <= size <= config.vocab_size:
@@ -199,13 +200,13 @@ def choose_vocabulary(network: LlamaModel, tokens: list[Tensor], size: int) -> T
 def frozen_side(
     network: LlamaModel, vocabulary: Tensor, num_positions: int = 0, attended: Attended = ()
 ) -> FrozenSide:
-    """What a head uses of a model, in float32 on the CPU.
+    """The parts of a model that a head uses, in float32 on the CPU.
 
     Args:
         network: the model.
-        vocabulary: int64 [vocabulary_size], tokens that can be drafted.
-        num_positions: that drafts attend from.
-        attended: what they attend to, of layers whose queries are rotated alike.
+        vocabulary: int64 [vocabulary_size], the tokens that can be drafted.
+        num_positions: positions that drafts attend from.
+        attended: the key heads that they attend to, in layers whose queries are rotated alike.
     """
     layer = attended[0][0] if attended else 0
     measure = network.measure
@@ -230,17 +231,17 @@ def frozen_side(
 
 @torch.no_grad()
 def begin_queries(head: DraftHead, frozen: FrozenSide, data: HeadStates, rows: Tensor) -> None:
-    """Fit a head's queries to the model's own, by least squares.
+    """Fit a head's queries to the model's own queries, by least squares.
 
-    They begin as what the model itself asks the same keys, as nearly as a linear layer can say it
-    from what the head knows. Random ones would find nothing to learn from for a long time: keys are
-    looked for long before what is found there is of use.
+    They start as the model's own queries to the same keys, as far as a linear layer can compute
+    them from the head's state. Random queries would learn nothing for a long time, since values are
+    of use only after the right keys are found.
 
     Args:
-        head: its ``attention_query`` is written; its other weights are what it begins with.
-        frozen: of the model.
+        head: its ``attention_query`` is written; the other weights have their initial values.
+        frozen: the model's part.
         data: all of it, with queries.
-        rows: bool [n], which of it may be learnt from.
+        rows: bool [n], the rows that may be learnt from.
     """
     hidden = head.sizes.hidden_size
     squares = torch.zeros(hidden, hidden)

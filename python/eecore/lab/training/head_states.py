@@ -1,12 +1,12 @@
-"""What a draft head learns from: the states of a frozen model over the answers that it wrote.
+"""The training data of a draft head: the states of a frozen model over its own answers.
 
 A directory holds them, text by text, in plain files that grow: ``states.bin`` bfloat16 [n,
 num_taps, hidden_size] and ``rows.bin`` int32 [n, 3]: for each row the text's number, the token that
-follows in the text, and the model's own greedy next token. Where a head is to attend to keys of the
-model there are three more: ``keys.bin`` bfloat16 [m, num_attended, 2, head_dim], of every position
+follows in the text, and the model's own greedy next token. Where a head attends to keys of the
+model there are three more: ``keys.bin`` bfloat16 [m, num_attended, 2, head_dim], for every position
 of every text, the prompt's too, ``positions.bin`` int32 [n], and ``queries.bin`` bfloat16 [.,
-num_attended, queries], of the first rows: the model's own queries to the same keys, not rotated,
-which a head's begin as. A run that is killed loses the texts that it was at.
+num_attended, queries], for the first rows: the model's own queries to the same keys, not rotated,
+from which a head's queries start. A killed run loses the texts that it was working on.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ TOKENS_AT_ONCE = 512
 MAX_QUERIES = 50_000
 """Rows whose queries are kept."""
 APART = 40 << 32
-"""Between the numbers of texts in two directories; of any, more than there are."""
+"""The distance between the numbers of texts of two directories, more than a directory can have."""
 
 
 @dataclass(frozen=True)
 class StatesSettings:
-    """Whose states they are.
+    """The settings of a directory of states.
 
     Attributes:
         model: the model's digest.
-        weights: what its weights are stored in.
-        hidden_size: of the model.
-        taps: after how many layers states are taken, ascending; the last is all of them.
-        attended: whose keys and values are kept, too.
-        head_dim: of these; 0 without any.
+        weights: the format that its weights are stored in.
+        hidden_size: the model's.
+        taps: the layers after which states are taken, ascending; the last is the number of layers.
+        attended: the key heads whose keys and values are kept, too.
+        head_dim: the key heads'; 0 without any.
         queries: features of the queries to one key head; 0 without any.
     """
 
@@ -74,7 +74,7 @@ class StatesSettings:
     queries: int = 0
 
     def sizes(self, intermediate_size: int, num_blocks: int) -> HeadSizes:
-        """The sizes of a head that learns from such states."""
+        """The sizes of a head that learns from these states."""
         return HeadSizes(
             self.hidden_size,
             len(self.taps),
@@ -86,11 +86,12 @@ class StatesSettings:
 
 
 class MappedStates:
-    """bfloat16 [n, num_taps, hidden_size] in several files, of which what is asked for is read.
+    """bfloat16 [n, num_taps, hidden_size] in several files, of which only the indexed rows are
+    read.
 
     Args:
-        parts: one after the other.
-        rows: int64 [n], which of all of them it is; None: all.
+        parts: the files' tensors, one after the other.
+        rows: int64 [n], the rows of all of them that these are; None: all.
     """
 
     def __init__(self, parts: Sequence[Tensor], rows: Tensor | None = None) -> None:
@@ -102,11 +103,11 @@ class MappedStates:
         return int(self._ends[-1]) if self._rows is None else len(self._rows)
 
     def __getitem__(self, index: Tensor) -> Tensor:
-        """bfloat16 [len(index), num_taps, hidden_size] of int64 indices."""
+        """bfloat16 [len(index), num_taps, hidden_size] for int64 indices."""
         return self._read(self._parts, index)
 
     def last(self, index: Tensor) -> Tensor:
-        """The last tap's alone: [len(index), hidden_size]."""
+        """The last tap's states only: [len(index), hidden_size]."""
         return self._read([part[:, -1] for part in self._parts], index)
 
     def _read(self, parts: Sequence[Tensor], index: Tensor) -> Tensor:
@@ -122,45 +123,48 @@ class MappedStates:
         return found
 
     def part(self, index: Tensor) -> MappedStates:
-        """Some rows, int64 of them; nothing is read."""
+        """Some rows, by int64 indices; nothing is read."""
         return MappedStates(self._parts, index if self._rows is None else self._rows[index])
 
 
 @dataclass(frozen=True, eq=False)
 class HeadStates:
-    """All states, mapped from disk; the rows of a text follow one another."""
+    """All states, mapped from disk; rows of a text follow one another."""
 
     settings: StatesSettings
     states: MappedStates
-    """Each row's, at the position before its token."""
+    """Each row's states, at the position before its token."""
     text: Tensor
     """int64 [n], the text's index."""
     token: Tensor
-    """int64 [n], the token of the text that follows the state."""
+    """int64 [n], the text's token that follows the state."""
     greedy: Tensor
-    """int64 [n], the model's own most probable one."""
+    """int64 [n], the model's own most probable token."""
     keys: tuple[Tensor, ...] = ()
-    """Of each directory, bfloat16 [m, num_attended, 2, head_dim], mapped."""
+    """The keys and values of each directory, bfloat16 [m, num_attended, 2, head_dim], mapped."""
     key_begins: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """int64 [n], where the keys of the row's text begin among all of them."""
     positions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """int64 [n], of the states, where there are keys."""
+    """int64 [n], the states' positions, where there are keys."""
     queries: tuple[tuple[int, Tensor], ...] = ()
-    """Of each directory its first row, and the model's own queries of it and of rows behind it,
-    bfloat16 [., num_attended, queries]; of parts of the rows there are none."""
+    """For each directory its first row, and the model's own queries of the rows from there on,
+    bfloat16 [., num_attended, queries]; empty in a part of the rows.
+    """
 
     def __len__(self) -> int:
         return len(self.token)
 
     def seen(self, rows: Tensor, cos_sin: Tensor, scale: float | None = None) -> TextKeys | None:
-        """What drafts behind rows, int64 of them, attend to; None where there are no keys."""
+        """The keys and values that drafts after rows, int64 [n], attend to; None where there are no
+        keys.
+        """
         if not self.keys:
             return None
         begins, positions = self.key_begins[rows], self.positions[rows]
         return TextKeys.of(self.keys, begins, positions, cos_sin, scale)
 
     def part(self, rows: Tensor) -> HeadStates:
-        """Some of the rows, bool [n]; nothing is read."""
+        """Some rows, by bool [n]; nothing is read."""
         index = rows.nonzero()[:, 0]
         return HeadStates(
             self.settings,
@@ -175,12 +179,12 @@ class HeadStates:
 
     @cached_property
     def ends(self) -> Tensor:
-        """int64 [n], of each row the first one behind its text."""
+        """int64 [n], for each row the first row after its text."""
         return ends_of(self.text)
 
 
 def ends_of(text: Tensor) -> Tensor:
-    """int64 [n], of each row the first one behind its text, int64 [n] of these."""
+    """For each row of texts, int64 [n], the first row after its text: int64 [n]."""
     far = torch.where(is_last(text), torch.arange(1, len(text) + 1), len(text))
     return far.flip(0).cummin(0).values.flip(0)
 
@@ -207,12 +211,12 @@ class GrowingFile:
             file.write(content.numpy().tobytes())
 
     def cut(self, count: int) -> None:
-        """Leave the first ``count`` entries, or none in a file that is made by this."""
+        """Keep the first ``count`` entries; a missing file is created empty."""
         with self.path.open("ab") as file:
             file.truncate(count * self._entry_bytes)
 
     def map(self) -> Tensor:
-        """The entries [n, *shape], of which what is used is read."""
+        """The entries [n, *shape], mapped: only what is used is read."""
         count = len(self)
         if not count:
             return torch.empty(0, *self.shape, dtype=self.dtype)
@@ -222,10 +226,10 @@ class GrowingFile:
 
 
 class StatesDirectory:
-    """The files of a directory, which lose what was not finished.
+    """The files of a directory; entries of unfinished texts are cut off.
 
     Raises:
-        TrainingError: they are of other settings.
+        TrainingError: the files have other settings.
     """
 
     def __init__(self, directory: Path, settings: StatesSettings) -> None:
@@ -264,19 +268,19 @@ def collect_states(
     progress: Callable[[int, int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> bool:
-    """Go on with the states of texts, or begin them; those that are there are left out.
+    """Write the states of texts into a directory; texts that it has already are left out.
 
     Args:
         network: the model as eecore runs it.
-        texts: to take the states of, from the last token of the prompt on.
-        directory: of the files; those of other settings are refused.
+        texts: each gives states from the last token of the prompt on.
+        directory: the files'; files with other settings are refused.
         settings: of the files.
-        progress: called with the number of rows that are there, and of those that are wanted, at
-            the beginning and after each stretch of texts.
-        should_stop: asked between stretches of texts.
+        progress: called with the number of rows, and the number wanted, at the beginning and after
+            each group of texts.
+        should_stop: called between groups of texts; True stops.
 
     Returns:
-        Whether all texts are there; False when it was told to stop.
+        True: all texts are there; False: stopped.
     """
     files = StatesDirectory(directory, settings)
     done = set(files.rows.map()[:, 0].tolist())
@@ -295,10 +299,11 @@ def collect_states(
 
 
 def open_states(directories: Sequence[Path], settings: StatesSettings) -> HeadStates:
-    """The states of directories, one after the other; their texts are numbered apart.
+    """The states of several directories, one after the other; their texts have numbers of their
+    own.
 
     Raises:
-        TrainingError: there are none, or of other settings.
+        TrainingError: a directory has none, or has other settings.
     """
     mapped, numbers, keys, begins, positions, queries = [], [], [], [], [], []
     num_rows = num_keys = 0
@@ -337,7 +342,7 @@ def _add(
     settings: StatesSettings,
     files: StatesDirectory,
 ) -> int:
-    """Append the rows of all answers, one after the other; how many these are."""
+    """Append the rows of all answers, one after the other; returns their number."""
     lengths = [len(text.prompt) + len(text.answer) - 1 for text in texts]
     batch = whole_sequences(lengths, PAGE_SIZE, network.device)
     num_pages = sum(-(-length // PAGE_SIZE) for length in lengths)
@@ -362,7 +367,7 @@ def _add(
         if end in settings.taps:
             tapped.append(hidden.index_select(0, rows))
     greedy = network.confidence(tapped[-1]).token.tolist()
-    # The rows are written last: what they lack is not there.
+    # The rows are written last: an entry without a row does not count.
     if settings.attended:
         files.keys.append(keys_at(kv, settings.attended, batch.slot_mapping))
         files.positions.append(torch.tensor([p for own in positions for p in own]))
@@ -380,7 +385,7 @@ def _add(
 
 
 def _stretches(texts: Sequence[Answer]) -> Iterator[list[Answer]]:
-    """Texts in their order, as many at once as have at most so many tokens, one at least."""
+    """Texts in their order, in groups of a bounded number of tokens, at least one each."""
     stretch: list[Answer] = []
     tokens = 0
     for text in texts:

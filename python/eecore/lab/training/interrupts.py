@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps rather than within one."""
+"""Ctrl-C that stops between two steps rather than within one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["StopRequest", "stop_on_signals"]
 
 
 class StopRequest:
-    """Whether somebody has asked a run to stop; call it to know."""
+    """Whether a run has been asked to stop; call it to know."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -26,11 +26,11 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """While this lasts, Ctrl-C and SIGTERM ask for a stop; a second Ctrl-C interrupts at once.
+    """In this context, Ctrl-C and SIGTERM ask for a stop; a second Ctrl-C interrupts at once.
 
     Under torchrun the third one does: torchrun passes on the Ctrl-C of a terminal, which each of
-    its processes has got from there already. Outside the main thread, which alone sees signals,
-    nothing changes.
+    its processes has already got from there. Outside the main thread, which alone receives signals,
+    the context has no effect.
     """
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():

@@ -1,7 +1,7 @@
-"""Layer dropout (LayerSkip §4.1.1): in training, each sample leaves out layers at random.
+"""Layer dropout (LayerSkip §4.1.1): in training, each sample skips layers at random.
 
 ``x[l+1] = x[l] + M(p(l,t)) f_l(x[l])`` with ``p(l,t) = S(t) D(l) p_max`` (eqs. 1-4), layers l from
-0. A sample that a layer drops really skips it: the layer runs over the other rows of the batch.
+0. A sample that drops a layer really skips it: the layer runs over the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def _from_zero_to_one(position: int, count: int) -> float:
 
 
 class LayerDropoutHandle(AbstractContextManager["LayerDropoutHandle"]):
-    """Layer dropout on the layers of a model, in place, until :meth:`remove`; a context manager.
+    """Layer dropout on a model's layers, in place, until :meth:`remove`; a context manager.
 
-    Nothing happens in eval mode. Random numbers come from a generator of its own, on the CPU, which
-    :meth:`begin_step` seeds: what a step drops depends on the seed and the step alone.
+    Eval mode drops nothing. Random numbers come from a generator on the CPU that :meth:`begin_step`
+    seeds: what a step drops depends on the seed and the step only.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class LayerDropoutHandle(AbstractContextManager["LayerDropoutHandle"]):
         self.begin_step(0)
 
     def begin_step(self, step: int, rows: Sequence[int] = (), batch: int | None = None) -> None:
-        """Set t of the forward passes that follow.
+        """Set the step t of the forward passes that follow.
 
         Args:
             step: t.
-            rows: which of a step's samples the next forward pass has, where a step is computed in
-                pieces: a sample leaves out the same layers in a piece as in the whole.
-            batch: how many samples the step has; None where a forward pass has all of them.
+            rows: the samples of the step that the next forward pass has, where a step is computed
+                in pieces: a sample skips the same layers in a piece as in the whole.
+            batch: the number of the step's samples; None where a forward pass has all of them.
         """
         self._rows, self._batch = list(rows), batch
         count = len(self._layers)
@@ -104,7 +104,7 @@ class LayerDropoutHandle(AbstractContextManager["LayerDropoutHandle"]):
         self._generator.manual_seed(self.seed * 1_000_003 + step)
 
     def remove(self) -> None:
-        """Give the layers their own forward back."""
+        """Give the layers their own forward methods back."""
         for layer in self._layers:
             vars(layer).pop("forward", None)
 
@@ -126,11 +126,11 @@ class LayerDropoutHandle(AbstractContextManager["LayerDropoutHandle"]):
         if not kept.any():
             if not (self.sharded and kept_of_step.any()):
                 return _as_the_layer_returns(hidden, arguments)
-            # The other processes wait for this one's gradients, if of zeros.
+            # Other processes wait for this one's gradients, even if they are zero.
             is_run_for_others = True
             kept = torch.arange(len(hidden)) == 0
         rows = kept.nonzero().squeeze(1).to(hidden.device, non_blocking=True)
-        # What came by position goes on by position: reentrant checkpointing needs it so.
+        # Positional arguments stay positional, as reentrant checkpointing needs it.
         chosen = [_rows_of(value, rows, len(hidden)) for value in args]
         named = {name: _rows_of(value, rows, len(hidden)) for name, value in kwargs.items()}
         output = forward(*chosen, **named)
@@ -157,17 +157,18 @@ def drop_layers(
         schedule: the rates.
         num_steps: T.
         seed: of the random numbers.
-        sharded: whether several processes share a layer's weights, so that each has to run it
-            where any of them does.
+        sharded: whether several processes share a layer's weights, so that all run it where any of
+            them does.
 
-    Call ``begin_step(t)`` of the handle before each training step. Caches of keys and values do not
-    go with it: call the model with ``use_cache=False``. Gradient checkpointing does.
+    Call ``begin_step(t)`` of the handle before each training step. KV caches are not supported:
+    call the model with ``use_cache=False``. Gradient checkpointing is.
     """
     return LayerDropoutHandle(layers, schedule, num_steps, seed, sharded)
 
 
 def _refuse_caches(arguments: Mapping[str, Any]) -> None:
-    for name in ("cache", "past_key_values", "past_key_value"):  # by release of transformers
+    # the names in different releases of transformers
+    for name in ("cache", "past_key_values", "past_key_value"):
         if arguments.get(name) is not None:
             raise TrainingError(
                 f"layer dropout: expected no {name}, got one: call the model with use_cache=False"
@@ -175,7 +176,7 @@ def _refuse_caches(arguments: Mapping[str, Any]) -> None:
 
 
 def _rows_of(value: Any, rows: Tensor, batch: int) -> Any:
-    """The kept samples' share of an argument; what is broadcast over the batch stays whole."""
+    """The kept samples' rows of an argument; what is broadcast over the batch stays whole."""
     if isinstance(value, Tensor):
         return value.index_select(0, rows) if value.ndim > 1 and len(value) == batch else value
     if isinstance(value, (tuple, list)):
@@ -191,7 +192,7 @@ def _rows_of(value: Any, rows: Tensor, batch: int) -> Any:
 
 
 def _as_the_layer_returns(hidden: Tensor, arguments: Mapping[str, Any]) -> Any:
-    """States alone, or with the two position biases that T5's blocks hand on.
+    """The states alone, or with the two position biases that T5's blocks pass on.
 
     The first block makes them; it is never dropped, since D(0) = 0.
     """

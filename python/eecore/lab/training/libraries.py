@@ -1,4 +1,4 @@
-"""What training needs beyond inference, imported when it is first used."""
+"""Libraries that training needs beyond inference, imported at their first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["library", "no_progress_bars"]
 
 
 def library(name: str, extra: str = "lab") -> Any:
-    """The module of that name; a TrainingError says which extra has it."""
+    """The module of that name; a TrainingError says which extra installs it."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -25,7 +25,7 @@ def library(name: str, extra: str = "lab") -> Any:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """transformers' own would break into the lines of a command."""
+    """Switches off transformers' progress bars, which would break into a command's lines."""
     logging = library("transformers.utils.logging")
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""What a run starts from: a model, trained already or not, and its tokenizer, from a directory."""
+"""The model, trained already or not, and the tokenizer that a run starts from."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from eecore.readable import kind_of, path_of
 
 __all__ = ["StartingPoint", "load_starting_point"]
 
-MOST_LABELS = 1 << 16
+MAX_LABELS = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
 class StartingPoint:
-    """A model and what turns text into its tokens.
+    """A model and its tokenizer.
 
     Attributes:
-        model: of transformers, float32.
+        model: a transformers model, float32.
         pretrained: False for random weights.
-        tokenizer: eecore's, which encodes as ``eecore.generate`` will.
-        tokenizer_directory: where its files are.
-        eos_token_id: ends a text.
+        tokenizer: eecore's, which encodes as ``eecore.generate`` does.
+        tokenizer_directory: the directory of its files.
+        eos_token_id: the token that ends a text.
     """
 
     model: Any
@@ -49,12 +49,12 @@ def load_starting_point(
 
     Args:
         path: a Hugging Face directory, or a config.json.
-        tokenizer: a directory with tokenizer.json; that of the model when None.
+        tokenizer: a directory with tokenizer.json; the model's when None.
         seed: of random weights.
 
     Raises:
-        ModelError: nothing is there, or it is no model.
-        TrainingError: the model and the tokenizer do not go together.
+        ModelError: there is no model, or it is malformed.
+        TrainingError: the model and the tokenizer do not match.
     """
     transformers = library("transformers")
     given = path_of(path, ModelError)
@@ -64,8 +64,8 @@ def load_starting_point(
     read = read_config_file(config_file)
     values = ConfigFields.read(config_file, ModelError)
     refuse_quantised(values, "weights in floats to train")
-    # transformers makes a name for each of these, however many a file asks for.
-    values.integer("num_labels", 0, MOST_LABELS, None)
+    # transformers makes a name for each label, however many a file asks for.
+    values.integer("num_labels", 0, MAX_LABELS, None)
     pretrained = is_directory and any(directory.glob("model*.safetensors"))
     others = sorted(directory.glob("*.bin")) if is_directory and not pretrained else []
     if others:
@@ -93,7 +93,7 @@ def load_starting_point(
         else:
             torch.manual_seed(seed)
             model = auto.from_config(config, dtype=torch.float32)
-    except Exception as error:  # of another library, which reads fields that eecore does not
+    except Exception as error:  # of transformers, which reads fields that eecore does not
         kind = type(error).__name__
         raise ModelError(f"{path}: expected a model, got: {kind}: {error}") from None
     if found.vocab_size > model.config.vocab_size:
@@ -105,7 +105,7 @@ def load_starting_point(
 
 
 def _check_memory(config_file: Path, config: AnyModelConfig) -> None:
-    """Random weights take what config.json says: more than the machine has is an error."""
+    """Refuse random weights that need more memory than the machine has."""
     needed = config.num_parameters * torch.float32.itemsize
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:

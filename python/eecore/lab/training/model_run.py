@@ -1,4 +1,4 @@
-"""The training of a model for early exits: what it learns from a batch, and what it becomes."""
+"""The training of a model for early exits: from batches to a saved model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelTrainee", "TrainingResult", "check_new", "state_path", "train"]
 
 MIN_SIZE = 1e-3
-"""The smallest size that a relative rate is relative to: some weights start near 0."""
+"""The smallest size that a relative rate refers to, since some weights start near 0."""
 VECTOR_SHARE = 0.1
 """The relative rate of vectors, which start at 1."""
 TOKENIZER_FILES = (
@@ -49,13 +49,13 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
-        finished: False when it was stopped; ``train(..., resume=True)`` goes on.
+        finished: False when it was stopped; ``train(..., resume=True)`` continues.
         step: steps done.
         tokens: tokens read.
-        scores: of the exits on held-out data, if there was any.
+        scores: the exits' on held-out data, if there is any.
     """
 
     finished: bool
@@ -79,26 +79,26 @@ def train(
     """Train a transformers model for early exits and write it to a directory.
 
     ``out`` becomes a Hugging Face directory that ``eecore.load`` and transformers read;
-    ``exits.json`` in it says how good each exit is, ``training/`` holds logs, a plot and, until the
-    run is finished, its state. A run that was stopped or killed goes on, resumed, exactly as if it
-    had not been: with the same model, data and config on the same machine and number of threads it
+    ``exits.json`` in it has the exits' scores, ``training/`` the logs, a plot and, until the run is
+    finished, its state. A stopped or killed run continues, once resumed, exactly as if it had not
+    been stopped: with the same model, data and config on the same machine and number of threads it
     writes the same logs bit for bit.
 
     In a process of several (``torchrun``, after ``torch.distributed.init_process_group``; all on
-    one file system) each computes its share of every batch, and what is learnt is what one alone
-    would learn, rounding aside; the first one writes. A run goes on with as many as it began with.
+    one file system) each computes its share of every batch, and the result is that of one process,
+    up to rounding; the first one writes. A run is resumed with as many processes as it began with.
 
     Args:
-        model: of a class that :class:`ExitModel` knows; is trained in place, on its device, with
-            ``config.shard`` on that of the processes.
-        data: sequences to learn.
-        config: everything else.
-        out: a new or empty directory, or with ``resume`` that of the run.
+        model: of a class that :class:`ExitModel` supports; trained in place, on its device, or with
+            ``config.shard`` on the processes' devices.
+        data: the sequences to learn.
+        config: the other settings.
+        out: a new or empty directory, or with ``resume`` the run's.
         held_out: sequences to score the exits on.
         tokenizer_directory: its tokenizer files are copied to ``out``.
-        resume: go on with the run in ``out``.
+        resume: continue the run in ``out``.
         progress: called after each step.
-        should_stop: asked after each step; once it says True, in any process, the state is saved
+        should_stop: called after each step; once it returns True in any process, the state is saved
             and the run ends.
 
     Raises:
@@ -143,17 +143,17 @@ def train(
 
 
 def state_path(out: str | Path) -> Path:
-    """Where the state of the run that writes to ``out`` is."""
+    """The file of the state of the run that writes to ``out``."""
     return Path(out) / "training" / STATE_FILE
 
 
 class ModelTrainee(Trainee):
-    """A transformers model whose exits learn.
+    """A transformers model whose exits are trained.
 
     Args:
         model: the model, or the peft model around it; its layers are wrapped until :meth:`close`.
-        data: sequences to learn.
-        config: of the run.
+        data: the sequences to learn.
+        config: the run's.
         held_out: sequences to score the exits on.
     """
 
@@ -208,7 +208,7 @@ class ModelTrainee(Trainee):
             self._wrapped.callback(self.exits.base.gradient_checkpointing_disable)
 
     def close(self) -> None:
-        """Leave the model's layers as they were."""
+        """Restore the model's layers."""
         self._wrapped.close()
 
     def digest(self) -> str:
@@ -264,7 +264,7 @@ class ModelTrainee(Trainee):
         return decays, rate
 
     def _held_out_batches(self, data: TokenData) -> Iterator[Batch]:
-        """This process's share of them."""
+        """This process's share of the held-out batches."""
         order = _order(data, self._held_out_rows, self.config)
         for step in range(min(self.config.evaluate_batches, order.steps_per_epoch)):
             rows = [self._held_out_rows[index] for index in order.indices(step).tolist()]
@@ -307,10 +307,10 @@ def _check_processes(config: TrainingConfig, processes: Processes) -> None:
 
 
 def check_new(out: Path) -> None:
-    """Refuse a place where a new run cannot begin.
+    """Refuse a directory in which a new run cannot begin.
 
     Raises:
-        TrainingError: something is there; a run that can be resumed is named.
+        TrainingError: it has files; a run that can be resumed is named.
     """
     found = kind_of(out)
     if found != "nothing" and (found != "a directory" or any(out.iterdir())):
@@ -321,7 +321,7 @@ def check_new(out: Path) -> None:
 
 def _with_lora(model: nn.Module, settings: LoraSettings) -> nn.Module:
     peft = library("peft")
-    ExitModel.of(model)  # a model that is not known is refused before it is changed
+    ExitModel.of(model)  # refuses an unsupported model before it is changed
     wrapped: nn.Module = peft.get_peft_model(
         model,
         peft.LoraConfig(

@@ -1,7 +1,7 @@
-"""Several processes that train together, started by ``torchrun``: one for each GPU, say.
+"""Several processes that train together, started by ``torchrun``, such as one for each GPU.
 
-Each computes its share of a step's batch. All have the whole model, and add up their gradients; or
-each has a share of the weights (:mod:`eecore.lab.training.sharding`). torch's own
+Each computes its share of a step's batch. Either all have the whole model and add up their
+gradients, or each has a share of the weights (:mod:`eecore.lab.training.sharding`). torch's own
 DistributedDataParallel expects one backward pass a step; the early-exit loss has one for each exit
 and one through the layers.
 """
@@ -22,7 +22,7 @@ from eecore.errors import TrainingError
 __all__ = ["Processes", "is_divided", "is_launched", "launched", "whole"]
 
 SENT_TOGETHER = 1 << 24
-"""How many numbers of gradients are enough for a message."""
+"""Numbers of gradients that are sent in one message."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Processes:
     """The processes of a run, as one of them sees them.
 
     Attributes:
-        rank: which it is; the first one, 0, writes logs and files.
-        size: how many there are.
+        rank: this process's number; the first one, 0, writes logs and files.
+        size: the number of processes.
     """
 
     rank: int = 0
@@ -39,7 +39,7 @@ class Processes:
 
     @staticmethod
     def current() -> Processes:
-        """Those of torch.distributed's default group; where there is none, one alone."""
+        """The processes of torch.distributed's default group; one alone where there is none."""
         if not (distributed.is_available() and distributed.is_initialized()):
             return Processes()
         return Processes(distributed.get_rank(), distributed.get_world_size())
@@ -50,12 +50,12 @@ class Processes:
 
     @property
     def device(self) -> torch.device:
-        """Where they exchange gradients: on GPUs by NCCL, else on the CPU."""
+        """The device on which they exchange gradients: the GPU with NCCL, else the CPU."""
         by_nccl = self.size > 1 and "cuda:nccl" in distributed.get_backend_config()
         return torch.device("cuda", torch.cuda.current_device()) if by_nccl else torch.device("cpu")
 
     def wait(self) -> None:
-        """Return once every process is here."""
+        """Return once every process has called this."""
         if self.size > 1:
             distributed.barrier()
 
@@ -67,14 +67,14 @@ class Processes:
         return totals
 
     def any(self, *flags: bool) -> list[bool]:
-        """Of each flag, whether it is set in any process."""
+        """For each flag, whether it is set in any process."""
         return (self.total(torch.tensor(flags, dtype=torch.float64)) > 0).tolist()
 
     def share(self, num_rows: int, piece: int = 0, pieces: int = 1) -> tuple[list[int], bool]:
-        """The rows of a batch that this process computes in a piece, one after the other.
+        """The rows of a batch that this process computes in a piece.
 
-        A piece that no row is left for has the first one, which then does not count: every process
-        takes part in every pass.
+        A piece without a row of its own gets the first one, which then does not count: every
+        process takes part in every pass.
 
         Returns:
             The rows, and whether they count.
@@ -127,23 +127,25 @@ def _add_up(tensors: list[Tensor]) -> None:
 
 
 def is_divided(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, whose module takes half a second to import."""
+    """Whether a tensor is a DTensor, whose module takes half a second to import."""
     return hasattr(tensor, "full_tensor")
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor of which each process may hold a part, as a whole; all of them have to ask."""
+    """The whole of a tensor of which each process may hold a part; all processes have to call
+    this.
+    """
     return tensor.full_tensor() if is_divided(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def is_launched() -> bool:
-    """Whether torchrun has started this process beside others."""
+    """Whether torchrun has started this process."""
     size = os.environ.get("WORLD_SIZE", "1")
     return "RANK" in os.environ and size.isdecimal() and int(size) > 1
 
 
 class _Nowhere(io.TextIOBase):
-    """A stream that keeps nothing of what is printed."""
+    """A stream that drops what is printed."""
 
     def write(self, text: str, /) -> int:
         return len(text)
@@ -153,13 +155,13 @@ class _Nowhere(io.TextIOBase):
 def launched(device: str) -> Iterator[Processes]:
     """The processes that torchrun has started; one alone where it has not.
 
-    All but the first are silent meanwhile, errors aside.
+    All but the first print only errors meanwhile.
 
     Args:
         device: ``cuda``: each process takes a GPU of its own.
 
     Raises:
-        TrainingError: a machine has more of them than GPUs.
+        TrainingError: a machine has more processes than GPUs.
     """
     if not is_launched():
         yield Processes()
@@ -171,7 +173,7 @@ def launched(device: str) -> Iterator[Processes]:
                 f"processes: expected at most {there} here, one a GPU, got {place + 1} or more"
             )
         torch.cuda.set_device(place)
-    # Numbers on the CPU go by gloo, gradients on GPUs by NCCL.
+    # Tensors on the CPU are exchanged by gloo, gradients on GPUs by NCCL.
     distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     try:
         processes = Processes.current()

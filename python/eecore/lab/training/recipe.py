@@ -1,4 +1,4 @@
-"""The settings of a training run as one frozen object, which can be written down and read back."""
+"""The settings of a training run as one frozen object, to write down and read back."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ LOSSES: dict[str, type[EarlyExitLoss | CalmLoss | LastLayerLoss]] = {
 }
 MAX_STEPS = 2**40
 MAX_SIZE = 2**20
-"""The largest batch and rank."""
+"""The largest batch size and rank."""
 BELOW_1 = real(0.0, math.nextafter(1.0, 0.0), expected="0 up to below 1")
-# What a resumed run may set anew: none of it changes what is learnt.
+# Settings that a resumed run may change: none of them changes what is learnt.
 FREE_TO_CHANGE = (
     "checkpoint_steps",
     "checkpoint_seconds",
@@ -53,7 +53,9 @@ FREE_TO_CHANGE = (
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Low-rank adapters on every linear layer but the head, by peft; the rest is frozen."""
+    """Low-rank adapters on every linear layer but the head, by peft; the other weights are
+    frozen.
+    """
 
     rank: Annotated[int, whole(1, MAX_SIZE)] = 16
     alpha: Annotated[float, real(MIN_POSITIVE, math.inf, expected="above 0")] = 32.0
@@ -65,25 +67,25 @@ class LoraSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """AdamW under a schedule of rates: what every run has, of a model or a draft head.
+    """The settings of every run, of a model or a draft head: AdamW under a schedule of rates.
 
     Args:
-        steps: T.
+        steps: T, the number of steps.
         batch_size: sequences a step.
         learning_rate: after the warm-up.
         schedule: how the rate falls after the warm-up: half a ``cosine``, a ``linear`` line, or not
             at all, ``constant``.
-        warmup_steps: the rate grows linearly over them.
+        warmup_steps: steps over which the rate grows linearly.
         final_learning_rate: the schedule's end, as a share of ``learning_rate``.
         weight_decay: of matrices; vectors have none.
-        beta1: of AdamW.
-        beta2: of AdamW.
-        max_grad_norm: longer gradients are scaled down to it.
+        beta1: AdamW's.
+        beta2: AdamW's.
+        max_grad_norm: longer gradients are scaled down to this.
         precision: ``float32``, or ``bfloat16`` for autocast over float32 weights.
-        seed: of everything random.
-        checkpoint_steps: save every so many steps; None for never by steps.
-        checkpoint_seconds: save when so long has passed; None for never by time.
-        evaluate_steps: measure on the held-out data every so many steps, and at the end.
+        seed: of all random numbers.
+        checkpoint_steps: steps between two saves; None for never by steps.
+        checkpoint_seconds: seconds between two saves; None for never by time.
+        evaluate_steps: steps between two evaluations; the last one is at the end.
         tensorboard: write the logs for TensorBoard too.
     """
 
@@ -125,16 +127,16 @@ class RunConfig:
         return self.learning_rate * (floor + (1 - floor) * left)
 
     def autocast(self, device: torch.device) -> torch.autocast:
-        """What products are computed under."""
+        """The autocast that products are computed under."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold; :meth:`from_dict` reads it back."""
+        """The settings for JSON; :meth:`from_dict` reads them back."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The config of :meth:`to_dict`; a TrainingError names a setting that is not known."""
+        """The config of :meth:`to_dict`; a TrainingError names an unknown setting."""
         if not isinstance(values, Mapping):
             raise TrainingError(f"expected the settings of {cls.__name__}, got {shown(values)}")
         strangers = sorted(map(str, set(values) - {each.name for each in fields(cls)}))
@@ -145,7 +147,7 @@ class RunConfig:
         return built(cls, values)
 
     def difference(self, other: RunConfig) -> str | None:
-        """The first setting that makes ``other`` learn something else; None when there is none."""
+        """The first setting that would change what is learnt; None when there is none."""
         for name in (each.name for each in fields(self)):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs and name not in FREE_TO_CHANGE:
@@ -155,7 +157,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(RunConfig):
-    """A run of a model: a loss over exits, perhaps layer dropout, perhaps LoRA.
+    """The settings of a model's run: a loss over exits, perhaps layer dropout, perhaps LoRA.
 
     The defaults are LayerSkip's for fine-tuning on a task (§5: p_max = 0.2, e_scale = 1, C_grad).
 
@@ -164,17 +166,17 @@ class TrainingConfig(RunConfig):
         layer_dropout: None for none.
         lora: None trains every weight.
         relative_rate: whether each weight's rate is ``learning_rate`` times the root mean square of
-            what it starts from (vectors': a tenth of that), as T5 is made for: its queries start
-            small, since they hold the scale of the scores, and its embeddings large. (Shazeer &
-            Stern 2018 §8.)
-        gradient_checkpointing: compute the layers' inner states again in the backward pass.
-        accumulate: in how many pieces, one after the other, each process computes its share of a
-            batch; what is learnt is that of the whole batch.
-        packing: how many positions a row of a batch has, which several sequences share; the batch
-            is of so many rows then. None for a row for each sequence.
+            its initial values (for vectors: a tenth of that), as suits T5: its queries start small,
+            since they hold the scale of the scores, and its embeddings large (Shazeer & Stern 2018
+            §8).
+        gradient_checkpointing: recompute the layers' inner states in the backward pass.
+        accumulate: pieces in which each process computes its share of a batch, one after the other;
+            the result is that of the whole batch.
+        packing: positions of a row, which several sequences share; ``batch_size`` then counts rows.
+            None for a row for each sequence.
         shard: divide weights, gradients and the optimizer's state among the processes (FSDP2), not
-            the batch alone.
-        evaluate_batches: on how many batches of the held-out data the exits are scored.
+            only the batch.
+        evaluate_batches: held-out batches that the exits are scored on.
     """
 
     loss: LossWeights = field(default_factory=EarlyExitLoss)
@@ -221,7 +223,7 @@ class TrainingConfig(RunConfig):
 
 
 def built(kind: Callable[..., T], settings: Mapping[str, Any]) -> T:
-    """An object of settings; a TrainingError where it has no such settings."""
+    """An object from its settings; a TrainingError for unknown ones."""
     try:
         return kind(**settings)
     except TypeError as error:

@@ -1,8 +1,8 @@
-"""What a run writes down as it goes: a row a step and a row an evaluation.
+"""The logs of a run: a row for each step and a row for each evaluation.
 
-CSV always, and for TensorBoard where that is asked for.
+They are CSV files, and TensorBoard's where asked for.
 
-Rows hold nothing of the clock, and numbers in full: two runs that learn alike write the same bytes.
+Rows have no times, and numbers in full precision: two runs that learn alike write the same bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS, EVALUATIONS = "steps", "evaluations"
 
 
 class CsvLog:
-    """A CSV file whose first column counts steps; rows past ``resume_at`` are cut off first."""
+    """A CSV file whose first column is the step; rows after ``resume_at`` are cut off first."""
 
     def __init__(self, path: Path, columns: Sequence[str], resume_at: int) -> None:
         kept = _rows_until(path, columns, resume_at) if path.is_file() else []
@@ -42,7 +42,7 @@ class CsvLog:
         self._writer = csv.writer(self._file, lineterminator="\n")
 
     def write(self, row: Sequence[int | float | None]) -> None:
-        """Append a row, on disk when this returns; None leaves a field empty."""
+        """Append a row, which is on disk when this returns; None leaves a field empty."""
         self._writer.writerow(["" if value is None else repr(value) for value in row])
         self._file.flush()
 
@@ -56,7 +56,7 @@ def _rows_until(path: Path, columns: Sequence[str], step: int) -> list[list[str]
         raise TrainingError(
             f"{path}: expected columns {','.join(columns)}, got {shown(','.join(header))}"
         )
-    # A run that was killed may leave half a row: of a step that will be done again.
+    # A killed run may leave half a row, of a step that will be repeated.
     whole = [row for row in rows if len(row) == len(columns)]
     for row in whole:
         if not (row[0].isdecimal() and len(row[0]) < 20):
@@ -74,7 +74,9 @@ def _read_rows(path: Path) -> list[list[str]]:
 
 
 class RunLog:
-    """All logs of a run, in a directory: by name the columns of each, the first of them a step."""
+    """All logs of a run, in a directory: the columns of each by name, of which the first is a
+    step.
+    """
 
     def __init__(
         self,
@@ -84,14 +86,14 @@ class RunLog:
         tensorboard: bool = False,
     ) -> None:
         self._columns = columns
-        # It is the first to be made: it may not be installed.
+        # Made first, since TensorBoard may not be installed.
         self._board = _board(directory, resume_at) if tensorboard else None
         self._logs = {
             name: CsvLog(directory / f"{name}.csv", own, resume_at) for name, own in columns.items()
         }
 
     def write(self, name: str, row: Sequence[int | float | None]) -> None:
-        """A row of a log; None leaves a field empty."""
+        """Append a row to a log; None leaves a field empty."""
         self._logs[name].write(row)
         if self._board is not None:
             for column, value in zip(self._columns[name][1:], row[1:], strict=True):
@@ -104,13 +106,13 @@ class RunLog:
 
 
 def _board(directory: Path, resume_at: int) -> Any:
-    """TensorBoard's writer."""
+    """A TensorBoard writer."""
     writer = tensorboard_writer()
     return writer(str(directory / "tensorboard"), purge_step=resume_at or None)
 
 
 def tensorboard_writer() -> Any:
-    """The class of TensorBoard's writers; a TrainingError says what to install for it."""
+    """TensorBoard's class of writers; a TrainingError says what to install for it."""
     library("tensorboard", "tensorboard")
     return library("torch.utils.tensorboard", "tensorboard").SummaryWriter
 
@@ -119,7 +121,7 @@ Columns = dict[str, list[float | None]]
 
 
 def read_logs(directory: Path) -> tuple[Columns, Columns]:
-    """The steps and the evaluations of a run."""
+    """The logs of a run's steps and evaluations."""
     return read_log(directory / f"{STEPS}.csv"), read_log(directory / f"{EVALUATIONS}.csv")
 
 

@@ -1,7 +1,7 @@
 """The state of a run in one safetensors file: weights, optimizer, random numbers, steps done.
 
-The file is complete or not there (:mod:`eecore.files`). Nothing in it is pickled. Of several
-processes the first one writes it, with the random numbers of all.
+The file is complete or absent (:mod:`eecore.files`). Nothing in it is pickled. Of several processes
+the first one writes it, with the random states of all.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ OPTIMIZER_PARTS = ("step", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class RunState(Generic[Config]):
-    """How far a run has come.
+    """The progress of a run.
 
     Attributes:
         step: steps done; also the position in the data, whose order follows from the seed.
         tokens: tokens read.
-        seconds: spent on these steps.
-        data_digest: of the training data.
-        config: its settings.
-        processes: how many compute it.
+        seconds: the time of these steps.
+        data_digest: the training data's.
+        config: the run's.
+        processes: the number of processes that compute it.
     """
 
     step: int
@@ -57,7 +57,7 @@ class RunState(Generic[Config]):
 def save_state(
     path: Path, state: RunState[Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Write the state, in place of the one before; every process of the run has to call it."""
+    """Write the state, replacing the previous one; every process of the run has to call this."""
     processes = Processes.current()
     tensors: dict[str, Tensor] = {}
 
@@ -85,7 +85,7 @@ def save_state(
 
 
 def read_state(path: Path, kind: type[Config] = TrainingConfig) -> RunState[Config]:  # type: ignore[assignment]
-    """How far the run of a state file has come; reads no tensors."""
+    """The progress in a state file; its tensors are not read."""
     with _opened(path) as file:
         metadata = file.metadata
     if metadata.get("format") != FORMAT or "state" not in metadata:
@@ -110,10 +110,10 @@ def read_state(path: Path, kind: type[Config] = TrainingConfig) -> RunState[Conf
 
 
 def state_to_resume(path: Path, config: Config, data_digest: str) -> RunState[Config]:
-    """The state of a run of these settings and data, and of as many processes.
+    """The state of a run with these settings, this data and this number of processes.
 
     Raises:
-        TrainingError: it is of others.
+        TrainingError: the file's run has others.
     """
     saved = read_state(path, type(config))
     difference = saved.config.difference(config)
@@ -131,11 +131,11 @@ def state_to_resume(path: Path, config: Config, data_digest: str) -> RunState[Co
 
 
 def load_state(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put weights, optimizer and random numbers back as they were saved after ``step`` steps.
+    """Restore weights, optimizer and random states as saved after ``step`` steps.
 
     Raises:
-        TrainingError: something is missing, too much, or not what this model has; nothing has
-            changed then.
+        TrainingError: a tensor is missing, unknown, or does not fit this model; nothing has changed
+            then.
     """
     trained, rank = dict(_trained(model)), Processes.current().rank
     device = next(model.parameters()).device
@@ -172,12 +172,12 @@ def _random_states(has_gpu: bool) -> dict[str, Tensor]:
 
 
 def _of_process(name: str, rank: int) -> str:
-    """What a generator of a process is called in the file."""
+    """The name in the file of a generator of a process."""
     return f"{name}.{rank}" if rank else name
 
 
 def _like(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-    """A tensor of a parameter, divided among processes as the parameter is; scalars are not."""
+    """A tensor divided among processes as a parameter is; scalars are not."""
     moved = tensor.to(parameter.device)
     if not is_divided(parameter) or not tensor.ndim:
         return moved
@@ -197,7 +197,9 @@ def _check(
     random: Mapping[str, Tensor],
     processes: int,
 ) -> None:
-    """The weights of this model, each with all of AdamW's numbers or none, and nothing else."""
+    """Check for the weights of this model, each with all of AdamW's tensors or none, and nothing
+    else.
+    """
     wanted = {f"parameter.{name}" for name in trained}
     held = {name for name in file.names if name.startswith("parameter.")}
     if wanted != held:
@@ -235,7 +237,7 @@ def _check(
 
 
 def _check_steps(file: TensorFile, states: Mapping[str, dict[str, Tensor]], step: int) -> None:
-    """Some weights have had a gradient in every step of the run, and none in more."""
+    """Check that some weights have had a gradient in every step of the run, and none in more."""
     done = {name: float(state["step"]) for name, state in states.items() if state}
     for name, count in done.items():
         if not (1 <= count <= step and count.is_integer()):
@@ -249,7 +251,7 @@ def _check_steps(file: TensorFile, states: Mapping[str, dict[str, Tensor]], step
 
 
 def _part(part: str, name: str) -> str:
-    """What a part of the optimizer's state of a parameter is called in the file."""
+    """The name in the file of a part of a parameter's optimizer state."""
     return f"optimizer.{part}.{name}"
 
 

@@ -18,7 +18,7 @@ __all__ = ["ShardedExitModel"]
 
 
 class _States(nn.Module):
-    """The states of a model as one module: what FSDP2 gathers and divides around."""
+    """The states of a model as one module, which FSDP2 gathers and divides around."""
 
     def __init__(self, exits: ExitModel) -> None:
         super().__init__()
@@ -31,9 +31,9 @@ class _States(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class ShardedExitModel(ExitModel):
-    """An :class:`ExitModel` whose weights are DTensors, gathered layer by layer to be used.
+    """An :class:`ExitModel` whose weights are DTensors, gathered layer by layer for use.
 
-    Embeddings, final norm and head stay gathered from the first use in a step until its backward
+    Embeddings, final norm and head stay gathered from their first use in a step until the backward
     pass, since every exit uses them.
 
     Attributes:
@@ -47,7 +47,7 @@ class ShardedExitModel(ExitModel):
         """Divide a model among all processes, in place, on their devices.
 
         Args:
-            exits: the same in every process.
+            exits: equal in every process.
             device: of this process.
         """
         mesh = init_device_mesh(device.type, (Processes.current().size,))
@@ -68,10 +68,10 @@ class ShardedExitModel(ExitModel):
                 module.reshard()
 
     def gather(self, keep: bool) -> None:
-        """Make every weight whole, on the CPU; the model can be saved then, and no longer run.
+        """Gather every weight on the CPU; the model can then be saved, but not run.
 
         Args:
-            keep: whether this process is to have them; otherwise they are empty.
+            keep: whether this process keeps them; otherwise they are empty.
         """
         made: dict[nn.Parameter, nn.Parameter] = {}
         for module in self.model.modules():

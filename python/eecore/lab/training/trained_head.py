@@ -1,4 +1,4 @@
-"""A head that is there already, as what another one begins with."""
+"""A trained head as the starting point of another one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["TrainedHead", "read_head"]
 
 @dataclass(frozen=True, eq=False)
 class TrainedHead:
-    """The weights of a pack, and what its ``head.json`` says of its training."""
+    """The weights of a head, and the facts of its training in ``head.json``."""
 
     file: HeadFile
     training: dict[str, Any]
     sha256: str
-    """Of the file of weights."""
+    """The digest of the file of weights."""
 
     @property
     def vocabulary(self) -> Tensor:
@@ -35,7 +35,9 @@ class TrainedHead:
 
     @torch.no_grad()
     def put_into(self, head: DraftHead) -> None:
-        """Its weights into a head of the same sizes, but for attention that only that one has."""
+        """Copy the weights into a head of the same sizes; attention that only that head has
+        stays.
+        """
         for name, stored in head.tensor_names.items():
             if stored in self.file.tensors:
                 head.get_parameter(name).copy_(self.file.tensors[stored])
@@ -53,13 +55,14 @@ def read_head(
     vocabulary: int | None = None,
     attended: Attended = (),
 ) -> TrainedHead:
-    """The head in a directory, which must be of this model, taps and sizes.
+    """The head in a directory, which must match the model, taps and sizes.
 
-    And of this size of vocabulary, where one is given. It attends to the same keys, or to none.
+    It must also match the size of the vocabulary, where one is given, and attend to the same keys
+    or to none.
 
     Raises:
-        ModelError: there is none, or it is not whole.
-        TrainingError: it is another.
+        ModelError: there is no head, or it is incomplete.
+        TrainingError: it does not match.
     """
     settings = read_head_settings(directory)
     expected: dict[str, Any] = {
