@@ -615,8 +615,8 @@ ENGINE = (
     Mutant(
         "early-exits-count-as-exact",
         "python/eecore/engine/commit.py",
-        "if not records or min(outcome.kv_exit_layers, default=0) < self._num_layers:",
-        "if not records:",
+        "if not records or lacks_keys or min(outcome.kv_exit_layers, default=0) < self._num_layers:",
+        "if not records or lacks_keys:",
         "tests/scheduling/test_prefix_cache.py tests/engine/test_engine.py",
     ),
     Mutant(
@@ -789,8 +789,8 @@ READERS = (
     Mutant(
         "sentencepiece-worst-merge-first",
         "python/eecore/models/readers/gguf_tokenizer.py",
-        "merges.append((-score,",
-        "merges.append((score,",
+        "(right, left, -np.array(scores)[made])",
+        "(right, left, np.array(scores)[made])",
         "tests/models/test_gguf_convert.py -k 'not real'",
     ),
     Mutant(

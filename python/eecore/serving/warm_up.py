@@ -24,24 +24,24 @@ from eecore.serving.served import ServedModel
 __all__ = ["SECONDS", "warm_up"]
 
 SECONDS = 10.0
-"""The longest that it may take."""
+"""The longest time that the warm-up takes."""
 MAX_TOKENS = 12
 MAX_TOGETHER = 8
-"""Requests that run together at most; for each power of two there are other programs."""
+"""The most requests that run together; every power of two has programs of its own."""
 PROMPT = "Say one two three, one two three, one two three, one two three."
-"""It repeats itself, so that text is drafted from text."""
+"""A text that repeats itself, so that drafts are looked up in it."""
 
 
 def warm_up(served: ServedModel, seconds: float = SECONDS) -> None:
     """Answer some short requests, the most usual first: the default policy, sampled and greedy,
     passes of full depth to compare with, the listed policies, several requests at once.
 
-    Nothing of it stays but what was recorded and measured. What fails here fails again when a
-    request asks for it, and is said then.
+    Only recorded programs and measured times remain. A failure here is not reported: the same
+    request reports it again.
 
     Args:
-        served: the model, which nobody asks yet.
-        seconds: the longest that it may take; what is left then is left out.
+        served: the model, before the server takes requests.
+        seconds: the longest time that the warm-up takes; the requests that remain are left out.
     """
     asyncio.run(_within(served, seconds))
 
