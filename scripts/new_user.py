@@ -186,7 +186,7 @@ def is_asked(shown: str) -> bool:
 
 def answers(question: str) -> Callable[[str], bool]:
     """Whether words stand under a question."""
-    return lambda shown: len(shown.rpartition(question)[2].split()) > 2
+    return lambda shown: len(shown.partition(question)[2].split()) > 2
 
 
 def talk(terminal: Terminal, saved: Path) -> None:

@@ -177,7 +177,10 @@ def _serve(server: socket.socket, module: str) -> None:
     channel.send(("",))
     gc.freeze()  # what is forked then shares it
     while True:
-        said, ends, _, _ = socket.recv_fds(server, 1, 1)
+        try:
+            said, ends, _, _ = socket.recv_fds(server, 1, 1)
+        except ConnectionError:  # it went without having read all
+            return
         if not said:
             return
         if os.fork() == 0:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import enum
 import os
+import select
+import socket
+import subprocess
+import sys
 import threading
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +16,8 @@ from typing import Any
 import pytest
 
 from chat_templates import CONVERSATIONS, FEATURES, HOSTILE, TEMPLATES, TOOLS, long_conversation
-from eecore.bounded_process import Fork
+from eecore.bounded_process import PROGRAM, Fork
+from eecore.channel import Channel
 from eecore.errors import EecoreError, ModelError, RequestError
 from eecore.models.text import chat_template
 from eecore.models.text import messages as messages_given
@@ -294,3 +299,18 @@ def test_interrupts_pass() -> None:
     with pytest.raises(KeyboardInterrupt):
         render("x", [Interrupting(role="user", content="x")])
     assert issubclass(ChatTemplateError, EecoreError)
+
+
+def test_what_forks_ends_quietly_with_a_process_that_has_not_heard_it() -> None:
+    """As Ctrl-C ends one that has just started it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-c", PROGRAM, str(theirs.fileno()), "eecore.template_process"]
+        server = subprocess.Popen(
+            [*command, *sys.path], stderr=subprocess.PIPE, pass_fds=[theirs.fileno()]
+        )
+    with ours:
+        Channel(ours).send(())
+        assert select.select([ours], [], [], 60)[0]  # it has answered, which nobody reads
+    assert server.communicate(timeout=60)[1] == b""
+    assert server.returncode == 0
