@@ -164,6 +164,34 @@ ALTERNATING = """
 {%- endfor %}
 """
 
+# Without a role for the system, whose message begins the first user's, and with parts.
+TURNS = """
+{{- bos_token }}
+{%- set ns = namespace(first="") %}
+{%- if messages[0]["role"] == "system" %}
+    {%- set given = messages[0]["content"] %}
+    {%- set ns.first = (given if given is string else given[0]["text"]) + "\\n\\n" %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message["role"] == "user") != (loop.index0 % 2 == 0) %}
+        {{- raise_exception("expected user and assistant in turn") }}
+    {%- endif %}
+    {%- set role = "model" if message["role"] == "assistant" else message["role"] %}
+    {{- "<start_of_turn>" + role + "\\n" + (ns.first if loop.first else "") }}
+    {%- if message["content"] is string %}{{- message["content"] | trim }}
+    {%- elif message["content"] is iterable %}
+        {%- for item in message["content"] %}
+            {%- if item["type"] == "image" %}{{- "<start_of_image>" }}
+            {%- elif item["type"] == "text" %}{{- item["text"] | trim }}{%- endif %}
+        {%- endfor %}
+    {%- else %}{{- raise_exception("expected text or parts") }}
+    {%- endif %}
+    {{- "<end_of_turn>\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- "<start_of_turn>model\\n" }}{%- endif %}
+"""
+
 # With calls of answers whose content is null, their arguments as text that is put between fences.
 FENCES = """
 {{- bos_token }}

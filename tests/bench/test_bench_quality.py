@@ -10,7 +10,7 @@ import torch
 
 import eecore
 import tiny_models
-from bench.quality import perplexity
+from bench.quality import gemma, perplexity
 from eecore.models import LlamaModel
 from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
 
@@ -39,6 +39,18 @@ def test_the_second_half_of_each_window_is_scored_by_what_stands_before_it(
         assert len(nats) == WINDOW - WINDOW // 2 - 1
         expected.append(sum(nats) / len(nats))
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_each_window_begins_as_a_text_does() -> None:
+    assert perplexity.windows_of(range(8), 3) == [[0, 1, 2], [3, 4, 5]]
+    assert perplexity.windows_of(range(8), 3, bos=9) == [[9, 1, 2], [9, 4, 5]]
+
+
+def test_perplexities_are_compared_with_those_of_floats() -> None:
+    row = {"text": "prose", "scored": 1020, "eecore": 10.1, "llama.cpp": 10.2, "float32": 10.0}
+    result = {"perplexity": [row | {"llama.cpp, float32": 9.9}], "python": "3", "llama_cpp": "it"}
+    compared = "| -0.98% | +1.00% | +2.00% | -1.00% |"
+    assert compared in gemma.perplexities(result)
 
 
 def test_running_perplexities_give_back_the_losses_of_the_windows() -> None:

@@ -15,7 +15,15 @@ from typing import Any
 
 import pytest
 
-from chat_templates import CONVERSATIONS, FEATURES, HOSTILE, TEMPLATES, TOOLS, long_conversation
+from chat_templates import (
+    CONVERSATIONS,
+    FEATURES,
+    HOSTILE,
+    TEMPLATES,
+    TOOLS,
+    TURNS,
+    long_conversation,
+)
 from eecore.bounded_process import PROGRAM, Fork
 from eecore.channel import Channel
 from eecore.errors import EecoreError, ModelError, RequestError
@@ -77,6 +85,22 @@ def test_templates_of_models_give_the_text_of_transformers(
         expected = of_transformers(source, messages, tools=tools, **variables)
         assert render(source, messages, tools=tools, **variables) == expected
         assert len(expected) > 20
+
+
+def test_turns_without_a_system_give_the_text_of_transformers() -> None:
+    """As Gemma has them."""
+    parts = [{"type": "image"}, {"type": "text", "text": " What is it? "}]
+    user, model = {"role": "user", "content": " Hi "}, {"role": "assistant", "content": "Yes. "}
+    for messages in (
+        [user],
+        [{"role": "system", "content": "Be brief."}, user, model, user],
+        [{"role": "user", "content": parts}, model],
+    ):
+        expected = of_transformers(TURNS, messages)
+        assert render(TURNS, messages) == expected
+        assert expected.endswith("<end_of_turn>\n<start_of_turn>model\n")
+    with pytest.raises(RequestError, match="refuses them: expected user and assistant in turn"):
+        render(TURNS, [user, user])
 
 
 BEGUN = ["It is", " It is", "It is ", "It is\n\n", "ü", "<think>\nhm\n</think>\n\nIt is", "Hello"]

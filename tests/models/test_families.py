@@ -358,6 +358,13 @@ def test_a_config_that_cannot_run(
             {"rope.dimension_count": 8},
             r"rope_factors_short.weight: expected \[4\], got \[6\]",
         ),
+        ("gemma2", {"attention.head_count": None}, "attention.head_count: expected an integer"),
+        ("olmo2", {"attention.layer_norm_rms_epsilon": None}, "epsilon: expected a number of 0..1"),
+        (
+            "granite",
+            {"logit_scale": None},
+            "granite.logit_scale: expected a number of 0..1e.06, got",
+        ),
         ("smollm3", {"attention.sliding_window": 9}, "expected full attention, got a sliding wind"),
     ],
 )

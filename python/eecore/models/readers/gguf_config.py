@@ -19,7 +19,7 @@ from eecore.config import (
     RopeConfig,
 )
 from eecore.errors import CheckpointError, UnsupportedModelError
-from eecore.json_fields import ABOVE_ZERO, JsonFields
+from eecore.json_fields import ABOVE_ZERO, REQUIRED, JsonFields
 from eecore.models.readers.config_fields import FACTORS, THETAS
 from eecore.models.readers.config_json import model_type_of
 from eecore.models.readers.families import FAMILIES, why_not
@@ -111,7 +111,7 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
         "head_dim": head_dim,
         "vocab_size": vocab_size,
         "max_position_embeddings": max_position,
-        "rms_norm_eps": _real(own, "attention.layer_norm_rms_epsilon", 0.0, 1.0, 1e-6),
+        "rms_norm_eps": _real(own, "attention.layer_norm_rms_epsilon", 0.0, 1.0),
         "tie_word_embeddings": "output.weight" not in file.names,
         "attention_bias": architecture != "qwen2" and "blk.0.attn_q.bias" in file.names,
         "mlp_bias": "blk.0.ffn_up.bias" in file.names,
@@ -124,7 +124,7 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
     if rope["rope_type"] == "longrope":
         values["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     for name, theirs in family.numbers.items():
-        value = _real(own, name, 0.0, FACTORS[1], 0.0)
+        value = _real(own, name, 0.0, FACTORS[1], REQUIRED if name in family.required else 0.0)
         if value or name in own:
             values[theirs] = value or None
     if architecture == "granite":
@@ -192,7 +192,7 @@ def generation_values(file: GGUFFile) -> dict[str, Any]:
     return found
 
 
-def _real(own: JsonFields, name: str, low: float, high: float, default: float) -> float:
+def _real(own: JsonFields, name: str, low: float, high: float, default: Any = REQUIRED) -> float:
     """A float32 value as the decimal number that was meant: 1e-05, not 9.99999975e-06."""
     return float(f"{own.number(name, low, high, default):.7g}")
 

@@ -21,6 +21,8 @@ class GGUFFamily:
     """The name in config.json of a file with a sliding window, where that is another."""
     numbers: Mapping[str, str] = field(default_factory=dict)
     """Fields of the architecture that are numbers, and what config.json calls them; 0 is absent."""
+    required: tuple[str, ...] = ()
+    """Those of them that each file has, as llama.cpp has it."""
     fields: tuple[str, ...] = ()
     """Further fields that are read."""
     window: int | None = None
@@ -91,6 +93,7 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
             "attention.scale": "attention_multiplier",
             "logit_scale": "logits_scaling",
         },
+        required=("logit_scale",),
         is_interleaved=True,
     ),
     "phi3": GGUFFamily(
