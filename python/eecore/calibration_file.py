@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, get_args
 
-from eecore.config import MOST_LAYERS
+from eecore.config import MAX_LAYERS
 from eecore.errors import ExitError
 from eecore.files import write_text
 from eecore.json_fields import JsonFields
@@ -30,7 +30,7 @@ SIMILARITY_NAMES = ("rougeL", "rouge2", "exact")
 
 
 Share = Annotated[float, real(0.0, 1.0)]
-Layer = Annotated[int, whole(1, MOST_LAYERS)]
+Layer = Annotated[int, whole(1, MAX_LAYERS)]
 SHA256 = Rule(
     lambda value: value if re.fullmatch("[0-9a-f]{64}", str(value)) else None,
     "64 hexadecimal digits",
@@ -56,7 +56,7 @@ class CalibrationStep:
     mean_loss: Share
     p_value: Share
     passed: Annotated[bool, FLAG]
-    mean_exit_layer: Annotated[float | None, real(0.0, MOST_LAYERS)] = None
+    mean_exit_layer: Annotated[float | None, real(0.0, MAX_LAYERS)] = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Calibration:
     num_prompts: Annotated[int, whole(1)]
     max_tokens: Annotated[int, whole(1)]
     decay_tau: Annotated[float, real(0.0, 1e6)]
-    exit_points: Annotated[tuple[int, ...] | None, wholes(1, MOST_LAYERS, most=MOST_LAYERS)]
+    exit_points: Annotated[tuple[int, ...] | None, wholes(1, MAX_LAYERS, most=MAX_LAYERS)]
     min_exit_layer: Layer
     model_sha256: Annotated[str, SHA256]
     dtype: Annotated[str, choice("float32", "bfloat16", "float16")]

@@ -30,29 +30,29 @@ KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 # Limits of what a file may claim before its tensors are read; no model comes near them.
-MOST_LAYERS = 4096
-MOST_HIDDEN = 1 << 20
-MOST_INNER = 1 << 22
-MOST_HEADS = 1 << 14
-MOST_HEAD_DIM = 1 << 10
-MOST_VOCAB = 1 << 30
-MOST_POSITIONS = 2**31 - 1
-MOST_STRETCH = 1e30
-MOST_END_TOKENS = 1024
+MAX_LAYERS = 4096
+MAX_HIDDEN = 1 << 20
+MAX_INNER = 1 << 22
+MAX_HEADS = 1 << 14
+MAX_HEAD_DIM = 1 << 10
+MAX_VOCAB = 1 << 30
+MAX_POSITIONS = 2**31 - 1
+MAX_STRETCH = 1e30
+MAX_END_TOKENS = 1024
 NUM_BUCKETS = (4, 128)
-MOST_DISTANCE = 1 << 30
+MAX_DISTANCE = 1 << 30
 
-Positive = Annotated[float, real(MIN_POSITIVE, MOST_STRETCH, expected="a positive number")]
-Layers = Annotated[int, whole(1, MOST_LAYERS)]
-Hidden = Annotated[int, whole(1, MOST_HIDDEN)]
-Inner = Annotated[int, whole(1, MOST_INNER)]
-Heads = Annotated[int, whole(1, MOST_HEADS)]
-HeadDim = Annotated[int, whole(1, MOST_HEAD_DIM)]
-Positions = Annotated[int, whole(1, MOST_POSITIONS)]
-Vocabulary = Annotated[int, whole(2, MOST_VOCAB)]
+Positive = Annotated[float, real(MIN_POSITIVE, MAX_STRETCH, expected="a positive number")]
+Layers = Annotated[int, whole(1, MAX_LAYERS)]
+Hidden = Annotated[int, whole(1, MAX_HIDDEN)]
+Inner = Annotated[int, whole(1, MAX_INNER)]
+Heads = Annotated[int, whole(1, MAX_HEADS)]
+HeadDim = Annotated[int, whole(1, MAX_HEAD_DIM)]
+Positions = Annotated[int, whole(1, MAX_POSITIONS)]
+Vocabulary = Annotated[int, whole(2, MAX_VOCAB)]
 Epsilon = Annotated[float, real(0.0, 1.0)]
 AtLeastOne = Annotated[int, whole(1)]
-EndTokens = Annotated[tuple[int, ...], wholes(0, MOST_VOCAB, most=MOST_END_TOKENS)]
+EndTokens = Annotated[tuple[int, ...], wholes(0, MAX_VOCAB, most=MAX_END_TOKENS)]
 Activation = Literal["relu", "gelu_tanh", "silu"]
 """The activation of an MLP; all but relu need a gate."""
 QKNorm = Literal["none", "head", "projection"]
@@ -71,7 +71,7 @@ class RopeConfig:
 
     type: Annotated[str, choice(*ROPE_TYPES)] = "default"
     theta: Positive = 10000.0
-    rotary_dim: Annotated[int, whole(2, MOST_HEAD_DIM)] = 0
+    rotary_dim: Annotated[int, whole(2, MAX_HEAD_DIM)] = 0
     """Leading dimensions of a head that are rotated; even."""
     factor: Positive = 1.0
     """linear, llama3, yarn: context length over the original one."""
@@ -97,13 +97,13 @@ class RopeConfig:
     """longrope: [rotary_dim / 2], divisors for longer texts."""
     frequencies: tuple[float, ...] = ()
     """[rotary_dim / 2], where they differ from the type's."""
-    query_scale_beta: Annotated[float, real(0.0, MOST_STRETCH)] = 0.0
+    query_scale_beta: Annotated[float, real(0.0, MAX_STRETCH)] = 0.0
     """Queries are scaled by 1 + beta * log(1 + floor(position / original_max_position))."""
 
     def __post_init__(self) -> None:
         check_fields(self, ModelError, "rope.")
         needs_original = self.type in ("llama3", "yarn", "longrope") or self.query_scale_beta > 0
-        positions = whole(int(needs_original), MOST_POSITIONS)
+        positions = whole(int(needs_original), MAX_POSITIONS)
         check_fields(self, ModelError, "rope.", {"original_max_position": positions})
         for name, ok, expected in (
             ("rotary_dim", self.rotary_dim % 2 == 0, "an even size"),
@@ -153,7 +153,7 @@ class ModelConfig:
     rms_norm_eps: Epsilon
     max_position: Positions
     """Positions that the rotary embedding reaches; no sequence may be longer."""
-    ropes: Annotated[tuple[RopeConfig, ...], instances(RopeConfig, most=MOST_LAYERS)]
+    ropes: Annotated[tuple[RopeConfig, ...], instances(RopeConfig, most=MAX_LAYERS)]
     """The rotary embeddings that layers use; all have the same rotary_dim."""
     layer_ropes: tuple[int | None, ...] = ()
     """The index in ropes of each layer's rotary embedding; None: the layer has none. Empty: 0 for
@@ -181,15 +181,15 @@ class ModelConfig:
     """Factor of the embeddings, rounded to the model's dtype."""
     residual_multiplier: Positive = 1.0
     """Factor of a sublayer's output before it is added to the residual stream."""
-    attention_scale: Annotated[float | None, real(MIN_POSITIVE, MOST_STRETCH)] = None
+    attention_scale: Annotated[float | None, real(MIN_POSITIVE, MAX_STRETCH)] = None
     """Factor of the attention scores; None: head_dim**-0.5."""
     logits_divisor: Positive = 1.0
     """Divides the logits."""
-    attention_soft_cap: Annotated[float | None, real(MIN_POSITIVE, MOST_STRETCH)] = None
+    attention_soft_cap: Annotated[float | None, real(MIN_POSITIVE, MAX_STRETCH)] = None
     """Scaled attention scores s become cap * tanh(s / cap); None: no cap."""
-    logits_soft_cap: Annotated[float | None, real(MIN_POSITIVE, MOST_STRETCH)] = None
+    logits_soft_cap: Annotated[float | None, real(MIN_POSITIVE, MAX_STRETCH)] = None
     """Logits become cap * tanh(logit / cap), after the divisor; None: no cap."""
-    layer_windows: Annotated[tuple[int, ...], wholes(0, MOST_POSITIONS, most=MOST_LAYERS)] = ()
+    layer_windows: Annotated[tuple[int, ...], wholes(0, MAX_POSITIONS, most=MAX_LAYERS)] = ()
     """Keys that a query sees in each layer, itself included; 0 for all. Empty: 0 for all layers."""
     bos_token_id: int | None = None
     eos_token_ids: EndTokens = ()
@@ -322,7 +322,7 @@ class T5Config:
     def __post_init__(self) -> None:
         check_fields(self, ModelError)
         start = whole(0, self.vocab_size - 1)
-        distance = whole(self.num_buckets // 2 + 1, MOST_DISTANCE)
+        distance = whole(self.num_buckets // 2 + 1, MAX_DISTANCE)
         rules = {"decoder_start_token_id": start, "max_distance": distance}
         check_fields(self, ModelError, rules=rules)
         if self.num_buckets % 4:

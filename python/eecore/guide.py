@@ -17,9 +17,9 @@ __all__ = ["Guide", "GuideKind", "without_unknown_formats"]
 
 GuideKind = Literal["json", "regex", "choice", "grammar"]
 
-MOST_TEXT = 1 << 18
+MAX_TEXT = 1 << 18
 """Characters of a guide's text, at most."""
-MOST_CHOICES = 4096
+MAX_CHOICES = 4096
 """Texts of a choice, at most."""
 # String formats that are enforced; in JSON schema any other format says nothing of the text.
 FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6"}
@@ -51,9 +51,9 @@ class Guide:
         if kind not in get_args(GuideKind):
             kinds = ", ".join(get_args(GuideKind))
             raise GuideError(f"guide: expected a kind of {kinds}, got {shown(self.kind)}")
-        if text is None or not 0 < len(text) <= MOST_TEXT:
+        if text is None or not 0 < len(text) <= MAX_TEXT:
             raise GuideError(
-                f"guide: expected a text of 1..{MOST_TEXT} characters, got {shown(self.text)}"
+                f"guide: expected a text of 1..{MAX_TEXT} characters, got {shown(self.text)}"
             )
         try:
             text.encode()
@@ -93,10 +93,10 @@ class Guide:
     @classmethod
     def choice(cls, texts: Iterable[str]) -> Guide:
         """One of some texts."""
-        items = None if isinstance(texts, (str, bytes)) else as_items(texts, MOST_CHOICES)
+        items = None if isinstance(texts, (str, bytes)) else as_items(texts, MAX_CHOICES)
         if not items or not all(isinstance(item, str) and item for item in items):
             raise GuideError(
-                f"guide: expected 1..{MOST_CHOICES} choices, none empty, got {shown(texts)}"
+                f"guide: expected 1..{MAX_CHOICES} choices, none empty, got {shown(texts)}"
             )
         return cls("choice", _written(items))
 

@@ -21,11 +21,11 @@ from eecore.values import shown
 __all__ = ["ABOVE_ZERO", "REQUIRED", "JsonFields", "parse_json", "read_json_value"]
 
 REQUIRED: Any = object()
-MOST_BYTES = 4 << 20
+MAX_BYTES = 4 << 20
 """Bytes of a JSON file, unless the caller says otherwise."""
-MOST_DIGITS = 300
+MAX_DIGITS = 300
 """Digits of an integer, at most: as many as a float can hold."""
-MOST_ITEMS = 1 << 16
+MAX_ITEMS = 1 << 16
 """Items of a list, unless the caller says otherwise."""
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 ABOVE_ZERO = sys.float_info.min
@@ -38,7 +38,7 @@ class _NotJson(ValueError):
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
+    if len(digits) > MAX_DIGITS:
         raise _NotJson(f"an integer of {len(digits)} digits")
     return int(digits)
 
@@ -72,7 +72,7 @@ def read_json_value(
     error: type[EecoreError],
     missing: type[EecoreError] | None = None,
     *,
-    most: int = MOST_BYTES,
+    most: int = MAX_BYTES,
 ) -> Any:
     """The JSON value of a file of at most ``most`` bytes.
 
@@ -118,7 +118,7 @@ class JsonFields:
         error: type[EecoreError],
         missing: type[EecoreError] | None = None,
         *,
-        most: int = MOST_BYTES,
+        most: int = MAX_BYTES,
     ) -> Self:
         """The fields of the JSON object in a file; errors as in :func:`read_json_value`."""
         value = read_json_value(path, error, missing, most=most)
@@ -203,7 +203,7 @@ class JsonFields:
         high: int = HIGHEST,
         default: Any = REQUIRED,
         *,
-        most: int = MOST_ITEMS,
+        most: int = MAX_ITEMS,
     ) -> Any:
         """A tuple of integers of ``low..high``, or the default."""
         values = self._list(name, f"integers{_range(low, high)}", default, most)
@@ -218,7 +218,7 @@ class JsonFields:
         high: float = math.inf,
         default: Any = REQUIRED,
         *,
-        most: int = MOST_ITEMS,
+        most: int = MAX_ITEMS,
     ) -> Any:
         """A tuple of finite floats of ``low..high``, or the default."""
         values = self._list(name, f"numbers{_range(low, high)}", default, most)
@@ -226,14 +226,14 @@ class JsonFields:
             raise self.wrong(name, f"a list of numbers{_range(low, high)}", values)
         return values if values is default else tuple(map(float, values))
 
-    def texts(self, name: str, default: Any = REQUIRED, *, most: int = MOST_ITEMS) -> Any:
+    def texts(self, name: str, default: Any = REQUIRED, *, most: int = MAX_ITEMS) -> Any:
         """A tuple of strings, or the default."""
         values = self._list(name, "strings", default, most)
         if values is not default and not all(isinstance(value, str) for value in values):
             raise self.wrong(name, "a list of strings", values)
         return values if values is default else tuple(values)
 
-    def objects(self: Self, name: str, *, most: int = MOST_ITEMS) -> list[Self]:
+    def objects(self: Self, name: str, *, most: int = MAX_ITEMS) -> list[Self]:
         """The fields of each object in a list."""
         values = self._list(name, "objects", REQUIRED, most)
         for value in values:
@@ -241,7 +241,7 @@ class JsonFields:
                 raise self.wrong(name, "a list of objects", values)
         return [self._nested(value, f"{name}[{index}]") for index, value in enumerate(values)]
 
-    def entries(self: Self, name: str, *, most: int = MOST_ITEMS) -> Self | None:
+    def entries(self: Self, name: str, *, most: int = MAX_ITEMS) -> Self | None:
         """The items of a list of several kinds, as the fields "0", "1", ...; None when it is
         absent.
         """

@@ -16,9 +16,9 @@ from eecore.readable import shown_path
 __all__ = ["JsonLine", "has_json_lines", "json_lines", "name_of", "read_text"]
 
 STDIN = Path("-")
-MOST_SHOWN = 80
+MAX_SHOWN = 80
 """Characters of a line that errors show."""
-MOST_FROM_PIPE = 1 << 30
+MAX_FROM_PIPE = 1 << 30
 """Bytes of a pipe or device, which may never end."""
 
 
@@ -72,9 +72,9 @@ def read_text(path: Path, error: type[RequestError] = RequestError) -> str:
 
 def _bounded(file: BinaryIO, error: type[RequestError], path: Path) -> bytes:
     """All bytes of a pipe or device, up to a limit."""
-    content = file.read(MOST_FROM_PIPE + 1)
-    if len(content) > MOST_FROM_PIPE:
-        raise error(f"{name_of(path)}: expected at most {MOST_FROM_PIPE} bytes, got more")
+    content = file.read(MAX_FROM_PIPE + 1)
+    if len(content) > MAX_FROM_PIPE:
+        raise error(f"{name_of(path)}: expected at most {MAX_FROM_PIPE} bytes, got more")
     return content
 
 
@@ -89,6 +89,6 @@ def json_lines(path: Path, error: type[RequestError] = RequestError) -> Iterator
             continue
         where, shown = f"{name_of(path)}:{number}", line.strip()
         value = parse_json(line, where, error)
-        if len(shown) >= MOST_SHOWN:
-            shown = f"{shown[: MOST_SHOWN - 3]}..."
+        if len(shown) >= MAX_SHOWN:
+            shown = f"{shown[: MAX_SHOWN - 3]}..."
         yield JsonLine(where, value, shown)

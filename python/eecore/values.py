@@ -47,7 +47,7 @@ __all__ = [
 
 INT32_MAX = 2**31 - 1
 MIN_POSITIVE = sys.float_info.min
-MOST_SHOWN = 120
+MAX_SHOWN = 120
 """Characters of a value that errors show."""
 
 
@@ -57,7 +57,7 @@ class _Short(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel = 4
-        self.maxstring = self.maxother = self.maxlong = MOST_SHOWN
+        self.maxstring = self.maxother = self.maxlong = MAX_SHOWN
         self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 8
 
     def repr_int(self, value: int, _level: int) -> str:
@@ -74,7 +74,7 @@ def shown(value: object) -> str:
         text = _SHORT.repr(value)
     except Exception:  # whatever a user's class raises
         return f"a value of type {type(value).__name__}"
-    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 def as_whole(value: object, low: float = -math.inf, high: float = math.inf) -> int | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from eecore.calibration.exit_scores import whole_sequences
-from eecore.config import MOST_LAYERS, AnyModelConfig
+from eecore.config import MAX_LAYERS, AnyModelConfig
 from eecore.errors import RequestError
 from eecore.exits import DraftAndVerify
 from eecore.files import write_text
@@ -32,7 +32,7 @@ __all__ = ["SkipSearch", "SkipStep", "search_skipped_sublayers"]
 
 Sublayer = tuple[str, int]
 PAGE_SIZE = 16
-MAX_STEPS = 2 * MOST_LAYERS
+MAX_STEPS = 2 * MAX_LAYERS
 CANDIDATES = 6
 """The most promising sublayers, which are tried at each step."""
 MAX_DRAFTS = 8
@@ -96,8 +96,8 @@ class SkipSearch:
 def _read_step(read: JsonFields) -> SkipStep:
     read.only(*(field.name for field in fields(SkipStep)))
     step = SkipStep(
-        skip_attention=read.integers("skip_attention", 0, MOST_LAYERS - 1, most=MOST_LAYERS),
-        skip_mlp=read.integers("skip_mlp", 0, MOST_LAYERS - 1, most=MOST_LAYERS),
+        skip_attention=read.integers("skip_attention", 0, MAX_LAYERS - 1, most=MAX_LAYERS),
+        skip_mlp=read.integers("skip_mlp", 0, MAX_LAYERS - 1, most=MAX_LAYERS),
         agreement=read.number("agreement", 0.0, 1.0),
         draft_cost=read.number("draft_cost", 0.0, 1.0),
         predicted_speedup=read.number("predicted_speedup", 0.0, 1e6),
