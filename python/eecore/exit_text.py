@@ -128,9 +128,7 @@ MODES = {
             "8",
         ),
         Mode("head", HeadDrafts, "draft with a head that eecore train-exits made", _DRAFTS, "4"),
-        Mode(
-            "auto", Auto, "whatever is fastest of full, speculative, lookup and head", _DRAFTS, "10"
-        ),
+        Mode("auto", Auto, "the fastest of full, speculative, lookup and head", _DRAFTS, "10"),
     )
 }
 """The list of modes, by name."""

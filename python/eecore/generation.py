@@ -65,7 +65,7 @@ class Model:
 
         Args:
             num_requests: requests of a batch; no more than the engine runs together.
-            engine: of this model, without requests; the one of :func:`generate` when None.
+            engine: an engine of this model, without requests; that of :func:`generate` when None.
 
         Raises:
             RequestError: these passes do not fit into the model's context.

@@ -24,13 +24,13 @@ class TensorFile:
     """An open safetensors file; a context manager.
 
     Args:
-        path: of the file.
+        path: the file's path.
         error: the class of errors.
         missing: the class of the error for no file, if that is another one.
         what: the expected kind of file, for errors.
 
     Attributes:
-        path: of the file.
+        path: the file's path.
         metadata: the header's metadata.
         names: the tensors' names.
     """

@@ -179,7 +179,7 @@ class ExitOptions(MeasureOptions, _Said):
         assert self.calibration is not None
         if "threshold" in settings:
             raise UsageError(
-                "--exit: expected confident alone: the threshold is that of --calibration, got "
+                "--exit: expected confident without a threshold, which --calibration has, got "
                 f"{self.exit!r}"
             )
         for name in self.given:

@@ -140,7 +140,7 @@ def _written(
     starts = mask.shape[1] - lengths
     if not torch.equal(mask.int().argmax(1)[lengths > 0], starts[lengths > 0]):
         raise RequestError(
-            f"attention_mask: expected padding on the left alone with {NAME}, got it elsewhere"
+            f"attention_mask: expected padding only on the left with {NAME}, got it elsewhere"
         )
     return lengths, starts
 

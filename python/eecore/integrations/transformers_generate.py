@@ -161,7 +161,7 @@ def generate_for_transformers(
     prompts = _prompts(given, prepared.get("attention_mask"))
     if is_t5 and input_ids.shape[1] != 1:
         raise RequestError(
-            f"decoder_input_ids: expected the start token alone, got {input_ids.shape[1]} tokens"
+            f"decoder_input_ids: expected only the start token, got {input_ids.shape[1]} tokens"
         )
     settings = _sampling(generation_config, input_ids.shape[1], len(prompts), stop)
     streamer = _streamer()
@@ -289,7 +289,7 @@ def _prompts(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
         ends = kept[-len(prompt) :] if prompt else []
         if not (all(ends) or all(kept[: len(prompt)])):
             raise RequestError(
-                f"attention_mask: expected padding at an end of a prompt alone, got it within [{i}]"
+                f"attention_mask: expected padding only at an end of a prompt, got it within [{i}]"
             )
         prompts.append(prompt)
     return prompts

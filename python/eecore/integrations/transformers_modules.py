@@ -137,7 +137,7 @@ def _check_kind(where: str, module: nn.Module, expected: nn.Module) -> None:
         return
     if type(module).__module__.startswith("peft."):
         raise ModelError(
-            f"{where}: expected weights alone, got an adapter ({_name(module)}): merge it first, "
+            f"{where}: expected only weights, got an adapter ({_name(module)}): merge it first, "
             "by merge_and_unload()"
         )
     raise ModelError(f"{where}: expected {_name(expected)}, got {_name(module)}")
