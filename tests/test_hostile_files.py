@@ -238,7 +238,7 @@ def test_a_line_that_is_not_json(line: str, tmp_path: Path) -> None:
 
 
 def test_text_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eecore.textfiles.MOST_FROM_PIPE", 1 << 20)
+    monkeypatch.setattr("eecore.textfiles.MAX_FROM_PIPE", 1 << 20)
     with pytest.raises(RequestError, match="zero: expected at most 1048576 bytes, got more"):
         read_text(Path("/dev/zero"))
     for name in ("a\0b", "\ud800"):

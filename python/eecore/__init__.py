@@ -1,7 +1,7 @@
 """eecore: early-exit language models, made fast.
 
-What is exported is imported when it is first asked for, so that ``import eecore`` and the command
-line start quickly.
+Exported names are imported at their first use, so that ``import eecore`` and the command line start
+quickly.
 """
 
 from importlib import import_module
@@ -131,7 +131,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'eecore' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value  # asked for once
+    globals()[name] = value  # looked up only once
     return value
 
 

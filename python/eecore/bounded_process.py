@@ -1,7 +1,8 @@
-"""Processes for work of any cost: what a client's grammar or a model's template asks for.
+"""Processes for work of unbounded cost, such as compiling a client's grammar or rendering a model's
+template.
 
-Each kind of work has a process that prepares it and then forks others. The kernel ends one of those
-when an answer takes more time than it may; memory that it may not have it does not get.
+Each kind of work has a process that prepares it and then forks others. The kernel ends a forked
+process when an answer takes too much time, and refuses it memory beyond a limit.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = [
 
 MAX_SHOWN = 300
 """Characters of an error that are shown."""
-# Looks for packages where this process does, not where it happens to be.
+# Import packages from where this process does.
 PROGRAM = (
     "import sys; end, module = int(sys.argv[1]), sys.argv[2]; sys.path[:] = sys.argv[3:]; "
     "from eecore.bounded_process import serve; serve(end, module)"
@@ -45,30 +46,31 @@ PROGRAM = (
 
 
 class NotPrepared(Exception):
-    """The process that forks others cannot do so; the text says why."""
+    """The forking process could not be prepared; the text says why."""
 
 
 class Fork:
-    """Forks processes for one kind of work; the first one asked for starts what forks them.
+    """Forks processes for one kind of work; the forking process starts at the first request for
+    one.
 
     Args:
         module: its ``prepared`` is called in the process that forks, and returns the function that
             a forked process calls with its channel.
-        start: plain values that ``prepared`` is called with; it raises ValueError when it cannot
-            use them.
+        start: plain values that ``prepared`` is called with; it raises a ValueError when they are
+            wrong.
     """
 
     def __init__(self, module: str, *start: Any) -> None:
         self._module, self._start = module, start
         self._lock = threading.Lock()
         self._server: tuple[int, subprocess.Popen[bytes], socket.socket] | None = None
-        """What forks, after the id of the process that started it."""
+        """The forking process, after the id of the process that started it."""
 
     def connected(self) -> socket.socket:
         """A socket to a new process.
 
         Raises:
-            NotPrepared: there can be none.
+            NotPrepared: the forking process could not be prepared.
         """
         with self._lock:
             server = self._server
@@ -87,7 +89,7 @@ class Fork:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a Ctrl-C does not reach it, not even while it starts
+                start_new_session=True,  # Ctrl-C does not reach it, not even while it starts
             )
         channel = Channel(ours)
         with suppress(OSError):
@@ -112,22 +114,22 @@ class BoundedProcess:
     """A process that answers one question at a time.
 
     Args:
-        end: a socket to it.
+        end: a socket to the process.
     """
 
     def __init__(self, end: socket.socket) -> None:
         self._channel = Channel(end)
-        self._lock = threading.RLock()  # a thread that was interrupted may still hold it
+        self._lock = threading.RLock()  # an interrupted thread may still hold it
         self._is_open, self._owner = True, os.getpid()
         self.asked_at = time.monotonic()
 
     @property
     def is_closed(self) -> bool:
-        """Whether this process can ask it nothing any more."""
+        """Whether the process can answer no more questions."""
         return not self._is_open or self._owner != os.getpid()
 
     def ask(self, message: Message) -> Message | None:
-        """The answer; None: the process has ended, since the kernel ended it."""
+        """The answer; None: the kernel has ended the process."""
         with self._lock:
             self.asked_at = time.monotonic()
             try:
@@ -148,14 +150,14 @@ class BoundedProcess:
         self.close()
 
 
-# What runs in those processes
+# The code that runs in those processes
 
 
 def serve(end: int, module: str) -> None:
     """Fork a process for each socket that arrives, until the other end has gone.
 
     Args:
-        end: a file descriptor, of a socket to the process that asks.
+        end: a file descriptor, of a socket to the asking process.
         module: see :class:`Fork`.
     """
     for number in (signal.SIGTERM, signal.SIGCHLD):
@@ -175,7 +177,7 @@ def _serve(server: socket.socket, module: str) -> None:
         channel.send((str(error)[:MAX_SHOWN],))
         return
     channel.send(("",))
-    gc.freeze()  # what is forked then shares it
+    gc.freeze()  # forked processes share it
     while True:
         try:
             said, ends, _, _ = socket.recv_fds(server, 1, 1)
@@ -187,7 +189,7 @@ def _serve(server: socket.socket, module: str) -> None:
             try:
                 server.close()
                 signal.signal(signal.SIGPROF, signal.SIG_DFL)
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries write how they failed
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries print how they failed
                 run(Channel(socket.socket(fileno=ends[0])))
             finally:
                 os._exit(0)
@@ -196,19 +198,19 @@ def _serve(server: socket.socket, module: str) -> None:
 
 @contextmanager
 def bounded_seconds(seconds: float) -> Iterator[None]:
-    """End this process when what is done within takes more CPU time."""
+    """End this process when the work in this context takes more CPU time."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     yield
     signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def used_memory() -> int:
-    """Bytes of address space that this process has."""
+    """The bytes of address space of this process."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def limit_memory(size: int) -> None:
-    """Have an allocation fail that goes beyond so many bytes of address space."""
+    """Make allocations beyond ``size`` bytes of address space fail."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     most = size if hard == resource.RLIM_INFINITY else min(size, hard)
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))

@@ -1,4 +1,5 @@
-"""The model that ships with eecore: *intent*, what somebody says to a home into its parse.
+"""The model that ships with eecore: *intent*, which turns a request to a smart home into a
+parse.
 
 Trained for early exit by ``scripts/intents``; its directory has the model card, the exit classifier
 and a calibrated threshold for each confidence measure.
@@ -17,9 +18,9 @@ BUILTIN = "intent"
 
 
 def default_model() -> Path:
-    """The directory of the model that ships with eecore, what :func:`eecore.load` loads alone.
+    """The directory of the model that ships with eecore, the default of :func:`eecore.load`.
 
-    Beside the model: ``measures/classifier.safetensors`` and ``calibration-MEASURE.json`` for
+    Its folder ``measures`` has ``classifier.safetensors`` and ``calibration-MEASURE.json`` for
     softmax, state and classifier, which ``ConfidentExit.calibrated`` takes.
 
     Raises:
@@ -34,9 +35,9 @@ def default_model() -> Path:
 
 
 def model_directory(path: str | Path | None) -> Path:
-    """The directory or GGUF file that is meant; a repository's is fetched.
+    """The directory or GGUF file of a model; a repository's is fetched.
 
-    None, or ``intent`` where nothing is called so, is the model that ships.
+    None, or ``intent`` where no file has that name, is the model that ships with eecore.
 
     Raises:
         ModelError: see :func:`eecore.hub.fetch_model`.

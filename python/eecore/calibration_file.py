@@ -1,6 +1,7 @@
-"""What a calibration is: a threshold, what it was found with, and the guarantee that it carries.
+"""A calibration: a threshold, how it was found, and its guarantee.
 
-:func:`eecore.calibrate` makes one; :meth:`eecore.ConfidentExit.calibrated` is its policy.
+:func:`eecore.calibrate` makes calibrations; :meth:`eecore.ConfidentExit.calibrated` makes a policy
+from one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, get_args
 
-from eecore.config import MOST_LAYERS
+from eecore.config import MAX_LAYERS
 from eecore.errors import ExitError
 from eecore.files import write_text
 from eecore.json_fields import JsonFields
@@ -25,11 +26,11 @@ MEASURES: tuple[Measure, ...] = get_args(Measure)
 
 MAX_GRID = 1 << 16
 SIMILARITY_NAMES = ("rougeL", "rouge2", "exact")
-"""How alike two texts are; what each means is said where calibrations are made."""
+"""Similarities of two texts, defined in :mod:`eecore.calibration.similarity`."""
 
 
 Share = Annotated[float, real(0.0, 1.0)]
-Layer = Annotated[int, whole(1, MOST_LAYERS)]
+Layer = Annotated[int, whole(1, MAX_LAYERS)]
 SHA256 = Rule(
     lambda value: value if re.fullmatch("[0-9a-f]{64}", str(value)) else None,
     "64 hexadecimal digits",
@@ -37,7 +38,7 @@ SHA256 = Rule(
 
 
 class Source(Protocol):
-    """A model that can be told from others, and the numbers that it is run in."""
+    """The identity of a model, and the precision that it runs in."""
 
     @property
     def sha256(self) -> str: ...
@@ -49,18 +50,18 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class CalibrationStep:
-    """One threshold that was tried."""
+    """A threshold that was tried."""
 
     threshold: Share
     mean_loss: Share
     p_value: Share
     passed: Annotated[bool, FLAG]
-    mean_exit_layer: Annotated[float | None, real(0.0, MOST_LAYERS)] = None
+    mean_exit_layer: Annotated[float | None, real(0.0, MAX_LAYERS)] = None
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A calibrated threshold, what it was calibrated on, and all that was measured."""
+    """A calibrated threshold, its settings, and all measurements."""
 
     threshold: Share
     measure: Annotated[Measure, choice(*MEASURES)]
@@ -71,7 +72,7 @@ class Calibration:
     num_prompts: Annotated[int, whole(1)]
     max_tokens: Annotated[int, whole(1)]
     decay_tau: Annotated[float, real(0.0, 1e6)]
-    exit_points: Annotated[tuple[int, ...] | None, wholes(1, MOST_LAYERS, most=MOST_LAYERS)]
+    exit_points: Annotated[tuple[int, ...] | None, wholes(1, MAX_LAYERS, most=MAX_LAYERS)]
     min_exit_layer: Layer
     model_sha256: Annotated[str, SHA256]
     dtype: Annotated[str, choice("float32", "bfloat16", "float16")]
@@ -80,7 +81,7 @@ class Calibration:
     grid: Annotated[tuple[float, ...], reals(0.0, 1.0, most=MAX_GRID)]
     steps: tuple[CalibrationStep, ...]
     vocabulary_sha256: Annotated[str | None, SHA256] = None
-    """Digest of the tokens over which the ``cut`` measure goes."""
+    """The digest of the tokens that the ``cut`` measure covers."""
 
     @property
     def promise(self) -> str:
@@ -92,7 +93,7 @@ class Calibration:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the policy must say for the guarantee to hold: fields of ConfidentExit."""
+        """The fields of ConfidentExit that the guarantee holds for."""
         return {
             "threshold": self.threshold,
             "measure": self.measure,
@@ -108,14 +109,14 @@ class Calibration:
 
     @staticmethod
     def load(path: str | Path) -> Calibration:
-        """Read what :meth:`save` wrote.
+        """Read a file of :meth:`save`.
 
         Raises:
             ExitError: the file cannot be read or is not a calibration.
         """
         read = JsonFields.read(path_of(path, ExitError), ExitError)
         names = [field.name for field in fields(Calibration)]
-        read.only(*names, optional=("vocabulary_sha256",))  # files from before it have none
+        read.only(*names, optional=("vocabulary_sha256",))  # older files do not have it
         values = read.values
         for name in ("exit_points", "grid"):
             if not isinstance(values[name], list | None):
@@ -145,7 +146,9 @@ class Calibration:
                 )
 
     def check_classifier(self, sha256: str | None) -> None:
-        """Raise :class:`eecore.ExitError` unless this is the classifier, or none, of then."""
+        """Raise :class:`eecore.ExitError` unless this is the classifier of the calibration, or
+        none.
+        """
         if self.measure == "classifier" and sha256 is None:
             raise ExitError("calibration: expected the classifier it was made with, got none")
         if sha256 != self.classifier_sha256:
@@ -155,7 +158,9 @@ class Calibration:
             )
 
     def check_vocabulary(self, sha256: str | None) -> None:
-        """Raise :class:`eecore.ExitError` unless the draft head knows the tokens of then."""
+        """Raise :class:`eecore.ExitError` unless the draft head knows the tokens of the
+        calibration.
+        """
         if sha256 != self.vocabulary_sha256:
             raise ExitError(
                 "calibration: expected the draft head's tokens that it was made with "

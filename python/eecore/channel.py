@@ -1,7 +1,7 @@
 """A socket between two processes of one program, for messages of plain values or of bytes.
 
-Plain values are written with marshal: numbers, strings and containers of them, nothing that could
-be run. It needs no import of weight, so that a process can listen before it has loaded anything.
+Plain values are numbers, strings and containers of them, written with marshal; nothing in them can
+run. The module imports nothing large, so that a process can listen before it has loaded anything.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 __all__ = ["Channel", "Message"]
 
 Message = tuple[Any, ...]
-"""What it is about, and values."""
+"""The message's kind, followed by values."""
 
 SIZE_BYTES = 8
 
 
 class Channel:
-    """One end. Any thread may send, one receives."""
+    """One end of the socket. Any thread may send; one thread receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -33,7 +33,7 @@ class Channel:
 
         Raises:
             OSError: the other end has gone.
-            ValueError: it holds what is no plain value.
+            ValueError: the message has a value that is not plain.
         """
         self.send_bytes(marshal.dumps(message))
 
@@ -43,7 +43,7 @@ class Channel:
         return None if data is None else marshal.loads(data)
 
     def send_bytes(self, data: bytes) -> None:
-        """Send a message that is written already; it waits while the other end is full.
+        """Send an encoded message; it waits while the other end is full.
 
         Raises:
             OSError: the other end has gone.
@@ -56,13 +56,13 @@ class Channel:
         try:
             size = self._file.read(SIZE_BYTES)
             data = self._file.read(int.from_bytes(size, "little"))
-        except (OSError, ValueError):  # closed, at this end
+        except (OSError, ValueError):  # closed at this end
             return None
         if len(size) < SIZE_BYTES or len(data) < int.from_bytes(size, "little"):
             return None
         return data
 
     def close(self) -> None:
-        """Both ends have gone then; whoever waits for a message gets to know."""
+        """Close both directions; a thread that waits for a message gets None."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

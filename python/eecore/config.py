@@ -1,4 +1,4 @@
-"""Settings as frozen dataclasses; one that is unknown or contradicts another is a ValueError."""
+"""Settings as frozen dataclasses; an unknown or contradictory setting is a ValueError."""
 
 from __future__ import annotations
 
@@ -29,80 +29,81 @@ __all__ = ["EngineConfig", "ModelConfig", "RopeConfig", "SamplingParams", "T5Con
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
-# No model comes near these: what a file may say before its tensors are looked at.
-MOST_LAYERS = 4096
-MOST_HIDDEN = 1 << 20
-MOST_INNER = 1 << 22
-MOST_HEADS = 1 << 14
-MOST_HEAD_DIM = 1 << 10
-MOST_VOCAB = 1 << 30
-MOST_POSITIONS = 2**31 - 1
-MOST_STRETCH = 1e30
-MOST_END_TOKENS = 1024
+# Limits of what a file may claim before its tensors are read; no model comes near them.
+MAX_LAYERS = 4096
+MAX_HIDDEN = 1 << 20
+MAX_INNER = 1 << 22
+MAX_HEADS = 1 << 14
+MAX_HEAD_DIM = 1 << 10
+MAX_VOCAB = 1 << 30
+MAX_POSITIONS = 2**31 - 1
+MAX_STRETCH = 1e30
+MAX_END_TOKENS = 1024
 NUM_BUCKETS = (4, 128)
-MOST_DISTANCE = 1 << 30
+MAX_DISTANCE = 1 << 30
 
-Positive = Annotated[float, real(MIN_POSITIVE, MOST_STRETCH, expected="a positive number")]
-Layers = Annotated[int, whole(1, MOST_LAYERS)]
-Hidden = Annotated[int, whole(1, MOST_HIDDEN)]
-Inner = Annotated[int, whole(1, MOST_INNER)]
-Heads = Annotated[int, whole(1, MOST_HEADS)]
-HeadDim = Annotated[int, whole(1, MOST_HEAD_DIM)]
-Positions = Annotated[int, whole(1, MOST_POSITIONS)]
-Vocabulary = Annotated[int, whole(2, MOST_VOCAB)]
+Positive = Annotated[float, real(MIN_POSITIVE, MAX_STRETCH, expected="a positive number")]
+Layers = Annotated[int, whole(1, MAX_LAYERS)]
+Hidden = Annotated[int, whole(1, MAX_HIDDEN)]
+Inner = Annotated[int, whole(1, MAX_INNER)]
+Heads = Annotated[int, whole(1, MAX_HEADS)]
+HeadDim = Annotated[int, whole(1, MAX_HEAD_DIM)]
+Positions = Annotated[int, whole(1, MAX_POSITIONS)]
+Vocabulary = Annotated[int, whole(2, MAX_VOCAB)]
 Epsilon = Annotated[float, real(0.0, 1.0)]
 AtLeastOne = Annotated[int, whole(1)]
-EndTokens = Annotated[tuple[int, ...], wholes(0, MOST_VOCAB, most=MOST_END_TOKENS)]
+EndTokens = Annotated[tuple[int, ...], wholes(0, MAX_VOCAB, most=MAX_END_TOKENS)]
 Activation = Literal["relu", "gelu_tanh", "silu"]
-"""Of an MLP; all but relu are of a gate."""
+"""The activation of an MLP; all but relu need a gate."""
 QKNorm = Literal["none", "head", "projection"]
-"""Whether queries and keys are normed, and what is normed at a time."""
+"""Whether queries and keys are normed, and over which dimensions."""
 OwnSampling = tuple[tuple[str, int | float], ...]
-"""Fields of :class:`SamplingParams` and their values, as the files of a model have them."""
+"""Fields of :class:`SamplingParams` and their values, from a model's files."""
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The rotary embedding: which frequencies, and how they are stretched for long contexts.
+    """A rotary embedding: its frequencies, and how they are stretched for long contexts.
 
-    ``type`` is "default", "linear", "llama3", "yarn" or "longrope"; a field that names other types
-    is ignored.
+    ``type`` is "default", "linear", "llama3", "yarn" or "longrope". A field whose docstring names
+    types has no effect for other types.
     """
 
     type: Annotated[str, choice(*ROPE_TYPES)] = "default"
     theta: Positive = 10000.0
-    rotary_dim: Annotated[int, whole(2, MOST_HEAD_DIM)] = 0
-    """How many leading dimensions of a head are rotated; even."""
+    rotary_dim: Annotated[int, whole(2, MAX_HEAD_DIM)] = 0
+    """Leading dimensions of a head that are rotated; even."""
     factor: Positive = 1.0
-    """linear, llama3, yarn: how many times longer the context is than the original."""
+    """linear, llama3, yarn: context length over the original one."""
     original_max_position: int = 0
-    """llama3, yarn, longrope, query_scale_beta: the context that the model was first trained on."""
+    """llama3, yarn, longrope, query_scale_beta: the context length of the first training."""
     low_freq_factor: Positive = 1.0
-    """llama3"""
+    """llama3: wavelengths above original_max_position / low_freq_factor are stretched."""
     high_freq_factor: Positive = 4.0
-    """llama3"""
+    """llama3: wavelengths below original_max_position / high_freq_factor stay."""
     beta_fast: Positive = 32.0
-    """yarn"""
+    """yarn: dimensions with more rotations than this over the original context stay."""
     beta_slow: Positive = 1.0
-    """yarn"""
+    """yarn: dimensions with fewer rotations than this are stretched by factor."""
     truncate: Annotated[bool, FLAG] = True
     """yarn: round the correction range to whole dimensions."""
     attention_factor: Positive = 1.0
-    """Multiplies cosines and sines; 1 but for yarn and longrope."""
+    """Factor of cosines and sines; 1 except for yarn and longrope."""
     short_factors: tuple[float, ...] = ()
-    """longrope: [rotary_dim / 2], divisors of the frequencies of a model whose texts are no longer
-    than the original context."""
+    """longrope: [rotary_dim / 2], divisors of the frequencies for a model whose texts are no longer
+    than the original context.
+    """
     long_factors: tuple[float, ...] = ()
-    """longrope: [rotary_dim / 2], divisors where texts may be longer."""
+    """longrope: [rotary_dim / 2], divisors for longer texts."""
     frequencies: tuple[float, ...] = ()
-    """[rotary_dim / 2], where they are not those of the type."""
-    query_scale_beta: Annotated[float, real(0.0, MOST_STRETCH)] = 0.0
+    """[rotary_dim / 2], where they differ from the type's."""
+    query_scale_beta: Annotated[float, real(0.0, MAX_STRETCH)] = 0.0
     """Queries are scaled by 1 + beta * log(1 + floor(position / original_max_position))."""
 
     def __post_init__(self) -> None:
         check_fields(self, ModelError, "rope.")
         needs_original = self.type in ("llama3", "yarn", "longrope") or self.query_scale_beta > 0
-        positions = whole(int(needs_original), MOST_POSITIONS)
+        positions = whole(int(needs_original), MAX_POSITIONS)
         check_fields(self, ModelError, "rope.", {"original_max_position": positions})
         for name, ok, expected in (
             ("rotary_dim", self.rotary_dim % 2 == 0, "an even size"),
@@ -151,12 +152,13 @@ class ModelConfig:
     vocab_size: Vocabulary
     rms_norm_eps: Epsilon
     max_position: Positions
-    """How many positions the rotary embedding reaches; no sequence may be longer."""
-    ropes: Annotated[tuple[RopeConfig, ...], instances(RopeConfig, most=MOST_LAYERS)]
-    """The rotary embeddings that layers use; all rotate as many dimensions."""
+    """Positions that the rotary embedding reaches; no sequence may be longer."""
+    ropes: Annotated[tuple[RopeConfig, ...], instances(RopeConfig, most=MAX_LAYERS)]
+    """The rotary embeddings that layers use; all have the same rotary_dim."""
     layer_ropes: tuple[int | None, ...] = ()
-    """The place of each layer's rotary embedding in ropes; None: that layer has none. Empty: all
-    layers 0."""
+    """The index in ropes of each layer's rotary embedding; None: the layer has none. Empty: 0 for
+    all layers.
+    """
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     """A bias on the q, k and v projections."""
@@ -164,34 +166,35 @@ class ModelConfig:
     """A bias on attention's output projection."""
     mlp_bias: bool = False
     qk_norm: Annotated[QKNorm, choice(*get_args(QKNorm))] = "none"
-    """An RMS norm before the rotary embedding: of each query and key head, or of all query heads
-    at once and of all key heads at once ("projection")."""
+    """An RMS norm before the rotary embedding: over each query and key head ("head"), or over all
+    query heads at once and over all key heads at once ("projection").
+    """
     pre_norm: Annotated[bool, FLAG] = True
-    """An RMS norm of what each sublayer is given."""
+    """An RMS norm of each sublayer's input."""
     post_norm: Annotated[bool, FLAG] = False
-    """An RMS norm of what each sublayer gives, before it is added to the residual stream."""
+    """An RMS norm of each sublayer's output, before it is added to the residual stream."""
     norm_offset: Annotated[float, real(-1.0, 1.0)] = 0.0
     """Added to each norm weight of the checkpoint when it is loaded."""
     activation: Annotated[Activation, choice(*get_args(Activation))] = "silu"
-    """Of the MLP's gate."""
+    """The activation of the MLP's gate."""
     embedding_multiplier: Positive = 1.0
-    """Multiplies the embeddings, rounded to the model's dtype."""
+    """Factor of the embeddings, rounded to the model's dtype."""
     residual_multiplier: Positive = 1.0
-    """Multiplies what a sublayer gives before it is added to the residual stream."""
-    attention_scale: Annotated[float | None, real(MIN_POSITIVE, MOST_STRETCH)] = None
-    """Multiplies the scores of attention; None: head_dim**-0.5."""
+    """Factor of a sublayer's output before it is added to the residual stream."""
+    attention_scale: Annotated[float | None, real(MIN_POSITIVE, MAX_STRETCH)] = None
+    """Factor of the attention scores; None: head_dim**-0.5."""
     logits_divisor: Positive = 1.0
     """Divides the logits."""
-    attention_soft_cap: Annotated[float | None, real(MIN_POSITIVE, MOST_STRETCH)] = None
-    """Scaled scores s of attention become cap * tanh(s / cap); None: they stay."""
-    logits_soft_cap: Annotated[float | None, real(MIN_POSITIVE, MOST_STRETCH)] = None
-    """Logits become cap * tanh(logit / cap), after the divisor; None: they stay."""
-    layer_windows: Annotated[tuple[int, ...], wholes(0, MOST_POSITIONS, most=MOST_LAYERS)] = ()
-    """How many keys a query sees in each layer, itself included; 0 for all. Empty: all layers 0."""
+    attention_soft_cap: Annotated[float | None, real(MIN_POSITIVE, MAX_STRETCH)] = None
+    """Scaled attention scores s become cap * tanh(s / cap); None: no cap."""
+    logits_soft_cap: Annotated[float | None, real(MIN_POSITIVE, MAX_STRETCH)] = None
+    """Logits become cap * tanh(logit / cap), after the divisor; None: no cap."""
+    layer_windows: Annotated[tuple[int, ...], wholes(0, MAX_POSITIONS, most=MAX_LAYERS)] = ()
+    """Keys that a query sees in each layer, itself included; 0 for all. Empty: 0 for all layers."""
     bos_token_id: int | None = None
     eos_token_ids: EndTokens = ()
     dtype: str | None = None
-    """What the checkpoint says that it is stored in: "float32", "bfloat16" or "float16"."""
+    """The checkpoint's dtype: "float32", "bfloat16" or "float16"."""
     sampling: OwnSampling = ()
     """The model's own sampling settings, for :meth:`SamplingParams.of`."""
 
@@ -241,7 +244,7 @@ class ModelConfig:
             )
 
     def first_layers(self, num_layers: int) -> ModelConfig:
-        """The config of a model that ends after so many layers."""
+        """The config of a model that ends after ``num_layers`` layers."""
         return replace(
             self,
             num_layers=num_layers,
@@ -264,7 +267,7 @@ class ModelConfig:
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
-        """How many weights a layer's norm of queries has, and that of keys; 0: there is none."""
+        """The numbers of weights of a layer's query norm and key norm; 0: no norm."""
         of_norm = {"none": (0, 0), "head": (self.head_dim,) * 2}
         return of_norm.get(self.qk_norm, (self.q_size, self.kv_size))
 
@@ -300,25 +303,26 @@ class T5Config:
     activation: Annotated[Activation, choice(*get_args(Activation))]
     decoder_start_token_id: int
     max_input: Positions = 512
-    """How many tokens the encoder was made for; longer inputs are refused unless the engine is told
-    otherwise, since relative positions know no limit."""
+    """Tokens that the encoder was made for; longer inputs are refused unless the engine allows
+    them, since relative positions know no limit.
+    """
     num_buckets: Annotated[int, whole(*NUM_BUCKETS)] = 32
     """Buckets of relative positions."""
     max_distance: int = 128
-    """From here on relative positions are all alike."""
+    """The distance from which on relative positions share one bucket."""
     tie_word_embeddings: bool = True
     scale_outputs: bool = True
     """Whether states are scaled by hidden_size**-0.5 before the LM head, as the first T5 does."""
     eos_token_ids: EndTokens = ()
     dtype: str | None = None
-    """What the checkpoint says that it is stored in: "float32", "bfloat16" or "float16"."""
+    """The checkpoint's dtype: "float32", "bfloat16" or "float16"."""
     sampling: OwnSampling = ()
     """The model's own sampling settings, for :meth:`SamplingParams.of`."""
 
     def __post_init__(self) -> None:
         check_fields(self, ModelError)
         start = whole(0, self.vocab_size - 1)
-        distance = whole(self.num_buckets // 2 + 1, MOST_DISTANCE)
+        distance = whole(self.num_buckets // 2 + 1, MAX_DISTANCE)
         rules = {"decoder_start_token_id": start, "max_distance": distance}
         check_fields(self, ModelError, rules=rules)
         if self.num_buckets % 4:
@@ -347,12 +351,12 @@ class T5Config:
 
     @property
     def max_position(self) -> int:
-        """How long a text may be: relative positions know no limit."""
+        """The longest text: relative positions know no limit."""
         return 2**31 - 1
 
     @property
     def output_scale(self) -> float:
-        """Of states before the LM head."""
+        """The factor of states before the LM head."""
         return float(self.hidden_size**-0.5) if self.scale_outputs else 1.0
 
     @property
@@ -385,20 +389,19 @@ CHOOSING = (*OWN, "presence_penalty", "frequency_penalty")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request turns distributions into tokens, and when it stops.
+    """The sampling of a request, and when it stops.
 
-    ``SamplingParams()``, which is also what :func:`eecore.generate` uses where nothing is said, is
-    greedy and ends after 128 tokens, whatever the model. :meth:`of` begins with what the model's
-    own files say, as the command line and the server do; :meth:`of_answer` adds what they do for
-    chats.
+    ``SamplingParams()``, the default of :func:`eecore.generate`, is greedy and ends after 128
+    tokens, for every model. :meth:`of` starts from the settings in the model's own files, as the
+    command line and the server do; :meth:`of_answer` adds the settings that they use for chats.
 
-    Logits change in vLLM's order: logit bias, repetition penalty, frequency penalty, presence
+    Logits are changed in vLLM's order: logit bias, repetition penalty, frequency penalty, presence
     penalty. Then come temperature and the filters, in transformers' order: top-k, top-p, min-p.
-    Numbers may be numpy's or fractions; what is kept is Python's own. A bool is no number.
+    Numbers may be numpy's or fractions; they are stored as Python's own. A bool is no number.
 
     Args:
-        max_tokens: most tokens to generate (N of the decaying threshold). 0, with
-            ``prompt_logprobs`` alone, is for a prompt that is to be scored.
+        max_tokens: most tokens to generate (N of the decaying threshold). 0 only scores a prompt,
+            with ``prompt_logprobs``.
         temperature: divides the logits; 0 is greedy.
         top_k: keep the k most probable tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose mass reaches top_p.
@@ -406,27 +409,27 @@ class SamplingParams:
         repetition_penalty: divides the logits of seen tokens; 1 switches it off.
         seed: start of the request's random numbers: the same seed gives the same text. None draws
             one.
-        logprobs: how many of the most probable tokens to report with their log-probabilities,
-            besides the emitted token's own; None reports nothing, 0 the emitted token's alone. At
-            most the model's vocabulary.
-        prompt_logprobs: the same of each token of the prompt but the first, at the depth at which
-            the prompt runs: all layers, and with :class:`eecore.FixedExit` those of the cut model.
-            The whole prompt is computed then, whatever the prefix cache has of it. Not for models
-            with an encoder.
+        logprobs: how many of the most probable tokens to report with their log-probabilities, in
+            addition to the emitted token's own; None reports nothing, 0 only the emitted token's.
+            At most the model's vocabulary.
+        prompt_logprobs: the same for each token of the prompt but the first, at the depth at which
+            the prompt runs: all layers, or with :class:`eecore.FixedExit` the cut model's. The
+            whole prompt is then computed, whatever the prefix cache has of it. Not for models with
+            an encoder.
         stop: strings that end the text; the text stops before them.
-        stop_token_ids: tokens that end the request, besides the model's own. Those that the model
-            does not have never come.
+        stop_token_ids: tokens that end the request, in addition to the model's own. Ids outside the
+            vocabulary have no effect.
         ignore_eos: go on past the model's end-of-sequence tokens.
         presence_penalty: subtracted from the logits of tokens that were generated; the prompt
             does not count.
         frequency_penalty: subtracted from a token's logit for each time that it was generated.
-        logit_bias: token ids to what is added to their logits. Kept as pairs by ascending id.
-        guide: what the text has to look like; None for anything. Confidence and log-probabilities
-            are those among the tokens that may come.
+        logit_bias: numbers to add to logits, by token id. Stored as pairs by ascending id.
+        guide: the form that the text must have; None for any text. Confidence and log-probabilities
+            are over the allowed tokens.
     """
 
-    # Beyond the ranges of temperature and repetition_penalty float32 is not enough: logits become
-    # infinite, or all one. Those of penalties and biases are OpenAI's.
+    # Temperatures and repetition penalties beyond these ranges overflow float32: logits become
+    # infinite, or all equal. The ranges of penalties and biases are OpenAI's.
     max_tokens: Annotated[int, whole()] = 128
     temperature: Annotated[float, real(1e-10, 1e10, or_zero=True)] = 0.0
     top_k: Annotated[int, whole()] = 0
@@ -454,18 +457,18 @@ class SamplingParams:
 
     @classmethod
     def of(cls, model: Any, **fields: Any) -> SamplingParams:
-        """The sampling settings that a model comes with, and those that are given here.
+        """The sampling settings of a model, replaced by those given here.
 
         A model's own come from its generation_config.json (``do_sample``, ``temperature``,
         ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``) or from the ``general.sampling``
-        keys of its GGUF file. What neither names is as in ``SamplingParams()``.
+        keys of its GGUF file. Other fields have the defaults of ``SamplingParams()``.
 
         Args:
             model: from :func:`eecore.load`.
-            **fields: fields of this class, which win over the model's.
+            **fields: fields of this class, which replace the model's.
 
         Raises:
-            RequestError: for what is no model, or a value that cannot be.
+            RequestError: ``model`` is no model, or a value is wrong.
         """
         return cls(**{**_own_sampling(model), **fields})
 
@@ -498,14 +501,14 @@ class SamplingParams:
         return cls(**{**usual, **fields})
 
     def with_seed(self, seed: int) -> SamplingParams:
-        """The same with a seed; what has been checked is not checked again."""
+        """The same settings with a seed, without checking them again."""
         made = object.__new__(SamplingParams)
         vars(made).update(vars(self), seed=seed)
         return made
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """Token ids, ascending, and what is added to their logits."""
+        """Token ids, ascending, with the numbers to add to their logits."""
         return self.logit_bias if isinstance(self.logit_bias, tuple) else ()
 
     @property
@@ -531,28 +534,28 @@ def _chooses(fields: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine batches and what memory it takes.
+    """The limits of an engine: batching and memory.
 
     Args:
         kv_cache_tokens: positions in the KV cache, over all requests; rounded up to whole pages.
         page_size: positions a page.
         kv_cache_dtype: what keys and values are stored in: "auto", the model's dtype, but bfloat16
             on a CPU where states are float32 and weights have 8 bits or fewer; "fp8", a byte each
-            (e4m3), whatever the model's dtype; "bfloat16", of a model in float32 on a CPU alone;
-            "float32", of a model in float32.
+            (e4m3), whatever the model's dtype; "bfloat16", only for a model in float32 on a CPU;
+            "float32", for a model in float32.
         max_num_seqs: most requests that run at once.
         max_batch_tokens: most rows in one iteration.
         max_prefill_chunk: most prompt tokens of one request in one iteration.
         max_input_tokens: most tokens of an encoder's input, which is encoded in one iteration; None
-            for what the model was made for.
+            for the length that the model was made for.
         prefix_cache: requests whose prompts begin alike share the pages of the beginning, and pages
-            keep what they hold until others need them. No output depends on it, bit for bit: on a
-            GPU, where a prompt's rows round by how many there are, nothing is shared, and neither
-            is it by models with an encoder.
-        draft_history_tokens: tokens of past outputs that are kept, so that ``Auto`` drafts what the
-            engine wrote before where a text goes the same way; 0: none. No output depends on it,
-            but how fast an answer comes tells that it was given before: not for callers that must
-            not know of each other.
+            keep their content until others need them. No output depends on it, bit for bit: on a
+            GPU, where a prompt's rounding depends on its number of rows, nothing is shared, nor is
+            it by models with an encoder.
+        draft_history_tokens: tokens of past outputs that are kept, so that ``Auto`` can draft from
+            them where a text goes the same way; 0: none. No output depends on it, but the speed of
+            an answer shows that it was given before: not for callers that must not know of each
+            other.
     """
 
     kv_cache_tokens: AtLeastOne = 16384

@@ -1,60 +1,60 @@
-"""What eecore raises: each says what was wrong, where, what was expected and what came."""
+"""eecore's errors: each message says what was wrong and where, what was expected and what came."""
 
 from __future__ import annotations
 
 
 class EecoreError(Exception):
-    """Base of every error that eecore raises on purpose."""
+    """The base of every error that eecore raises on purpose."""
 
 
 class ModelError(EecoreError, ValueError):
-    """A model, or a file of it, that cannot be used."""
+    """A model, or a file of it, cannot be used."""
 
 
 class ModelNotFoundError(ModelError, FileNotFoundError):
-    """The model directory, or a file that it must have, is not there."""
+    """The model directory, or a required file, does not exist."""
 
     def __str__(self) -> str:
         return Exception.__str__(self)
 
 
 class UnsupportedModelError(ModelError):
-    """A valid model that asks for something which eecore does not have."""
+    """A valid model needs something that eecore does not support."""
 
 
 class CheckpointError(ModelError):
-    """A file of the model is corrupt, truncated, or disagrees with the others."""
+    """A file of the model is corrupt, truncated, or disagrees with other files."""
 
 
 class RequestError(EecoreError, ValueError):
-    """A prompt or setting that can never be served."""
+    """A prompt or setting can never be served."""
 
 
 class ExitError(RequestError):
-    """An exit policy that contradicts itself or that the model cannot run."""
+    """An exit policy contradicts itself, or the model cannot run it."""
 
 
 class GuideError(RequestError):
-    """A guide that cannot be compiled, or that a text cannot follow any more."""
+    """A guide cannot be compiled, or a text can no longer follow it."""
 
 
 class NotFiniteError(EecoreError, ArithmeticError):
-    """The model gave NaN or infinity where a request's next token was to come from."""
+    """The model computed NaN or infinity where a request's next token was to come from."""
 
 
 class TrainingError(RequestError):
-    """Training data, settings or a checkpoint of a training run that cannot be used."""
+    """Training data, settings or a checkpoint of a training run cannot be used."""
 
 
 class EngineClosedError(EecoreError, RuntimeError):
-    """An engine that was closed, before or after the request came."""
+    """The engine was closed, before or after the request came."""
 
 
 class EngineLostError(EecoreError, RuntimeError):
-    """The process that ran the engine has ended, or is not there yet.
+    """The process of the engine has ended, or is not there yet.
 
     Args:
-        message: what became of it.
+        message: how the process ended.
         retry_after: seconds after which it may be worth another try.
     """
 
@@ -64,4 +64,4 @@ class EngineLostError(EecoreError, RuntimeError):
 
 
 class OutOfMemoryError(EecoreError, MemoryError):
-    """Memory that was asked for is not there."""
+    """Memory could not be allocated."""

@@ -1,7 +1,7 @@
-"""The list of exit modes, and policies in words: ``full``, ``confident:0.9``, ``auto``, ...
+"""The list of exit modes, and policies as text: ``full``, ``confident:0.9``, ``auto``, ...
 
-Command line, server, Python and documentation take names, fields and words of a mode from
-:data:`MODES`, and read what is said by :class:`Policies`.
+Command line, server, Python and documentation take names, fields and descriptions of the modes from
+:data:`MODES`; :class:`Policies` reads what users say.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ __all__ = [
 
 
 class ExitTextError(ExitError):
-    """A text that says no exit policy."""
+    """A text that names no exit policy."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to spend layers, as users call it.
+    """An exit mode, as users call it.
 
     Attributes:
-        name: the word that its text begins with.
+        name: the word before the colon of its text.
         policy: its class, whose fields have types, ranges, defaults and descriptions.
-        summary: what it does, in a few words.
-        said: the fields that its text has after the colon, and what stands for them in help.
-        example: such a text, after the colon.
-        is_partial: a text alone does not say enough.
-        is_beside_model: what its text does not have is in files beside the model.
+        summary: a short description.
+        said: the fields in its text after the colon, with letters for them in help.
+        example: an example of the text after the colon.
+        is_partial: whether the text alone leaves required fields out.
+        is_beside_model: whether fields that its text leaves out are in files beside the model.
     """
 
     name: str
@@ -72,7 +72,9 @@ class Mode:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields that JSON can say, and their defaults; ``MISSING`` where there is none."""
+        """The fields that JSON can express, with their defaults; ``MISSING`` where there is
+        none.
+        """
         rules = rules_of(self.policy)
         named = {name for name, rule in rules.items() if rule.is_plain}
         named &= set(self.said) if self.is_beside_model else named
@@ -90,7 +92,7 @@ class Mode:
         return self.name + (letters if self.required or not letters else f"[{letters}]")
 
     def read(self, rest: str) -> dict[str, Any]:
-        """The fields that are said after the colon; a ValueError where it does not fit."""
+        """The fields in the text after the colon; a ValueError where it does not fit."""
         given = rest.split(",") if rest else []
         if len(given) not in ((len(self.said),) if self.required else (0, len(self.said))):
             raise ValueError(rest)
@@ -142,31 +144,29 @@ MODES = {
             "8",
         ),
         Mode("head", HeadDrafts, "draft with a head that eecore train-exits made", _DRAFTS, "4"),
-        Mode(
-            "auto", Auto, "whatever is fastest of full, speculative, lookup and head", _DRAFTS, "10"
-        ),
+        Mode("auto", Auto, "the fastest of full, speculative, lookup and head", _DRAFTS, "10"),
     )
 }
 """The list of modes, by name."""
 FORMS = tuple(mode.form for mode in MODES.values() if not mode.is_partial)
-"""The texts that say a policy."""
+"""The forms of texts that name a policy."""
 
 
 def usual_exit(device: torch.device) -> str:
-    """The policy of requests that say none: the text is that of ``full`` in any case.
+    """The policy of requests that name none; its text is that of ``full`` in any case.
 
-    A GPU is kept busy by rounds that are launched ahead; none that is chosen can be.
+    On a GPU rounds are launched ahead, which ``auto`` cannot do.
     """
     return "auto" if device.type == "cpu" else "full"
 
 
 def said_exit(text: str) -> tuple[Mode, dict[str, Any]]:
-    """The mode of a text, and the fields that it says.
+    """The mode in a text, and the fields that the text has.
 
     Raises:
-        ExitTextError: it says none.
+        ExitTextError: the text names no policy.
     """
-    name, _, rest = str.__str__(text).partition(":")  # of any class of str
+    name, _, rest = str.__str__(text).partition(":")  # whatever subclass of str
     mode = MODES.get(name)
     if mode is None:
         raise ExitTextError(f"exit: expected {', '.join(MODES)}, got {shown(text)}")
@@ -178,10 +178,10 @@ def said_exit(text: str) -> tuple[Mode, dict[str, Any]]:
 
 
 class Policies:
-    """The exit policies that a user says, for one model.
+    """The exit policies that users say, for one model.
 
     Args:
-        directory: of the model, which may hold calibrations and a classifier; None where it was not
+        directory: the model's, which may hold calibrations and a classifier; None where it was not
             loaded from one.
     """
 
@@ -266,9 +266,9 @@ def _said_object(said: Mapping[str, Any]) -> tuple[Mode, dict[str, Any]]:
 
 
 def exit_text(policy: Exit) -> str:
-    """A policy in a few words: those that :func:`parse_exit` takes, where they say all of it.
+    """A policy as a short text; :func:`parse_exit` reads it back where it has all fields.
 
-    What they have no room for is left out.
+    Other fields are left out.
     """
     if isinstance(policy, ConfidentExit) and policy.calibration is not None:
         return f"calibrated:{policy.measure}"

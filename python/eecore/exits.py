@@ -1,4 +1,4 @@
-"""What a user says about depth: how many layers each token gets, and what the output then promises.
+"""Exit policies: how many layers each token gets, and what the output then promises.
 
 Layer counts follow one convention everywhere: exit layer E means that the first E layers have run,
 so E runs from 1 to the model's number of layers.
@@ -33,7 +33,7 @@ from eecore.values import (
     wholes,
 )
 
-if TYPE_CHECKING:  # the command line knows the modes before torch is there
+if TYPE_CHECKING:  # the command line lists the modes before torch is imported
     import torch
     from torch import Tensor
 
@@ -55,17 +55,17 @@ __all__ = [
 ]
 
 BatchMode = Literal["each", "all"]
-MAX_LAYERS = 65536
+MAX_LISTED_LAYERS = 65536
 MAX_NGRAM = 64
 
 
 @dataclass(frozen=True)
 class LayerRule(Rule):
-    """The rule of layers, which a model has or has not.
+    """The rule of a field of layers, which also depends on the model.
 
     Attributes:
-        first: the lowest one.
-        spare: how many of the model's last ones they may not be.
+        first: the lowest allowed layer.
+        spare: the number of the model's last layers that are not allowed.
     """
 
     first: int = 1
@@ -83,15 +83,15 @@ class LayerRule(Rule):
 
 
 def layer(first: int = 1, spare: int = 0) -> LayerRule:
-    """A number of layers; whether there are so many is known with the model."""
+    """The rule of a number of layers; the upper limit depends on the model."""
     own = whole(-INT32_MAX).own
     return LayerRule(own, "a layer", int, first=first, spare=spare)
 
 
 def layers(first: int = 1, spare: int = 0, kind: Any = tuple) -> LayerRule:
-    """Layers; whether the model has them is known with it."""
-    expected = f"at most {MAX_LAYERS} layers"
-    own = wholes(-INT32_MAX, most=MAX_LAYERS, kind=kind).own
+    """The rule of several layers; the upper limit depends on the model."""
+    expected = f"at most {MAX_LISTED_LAYERS} layers"
+    own = wholes(-INT32_MAX, most=MAX_LISTED_LAYERS, kind=kind).own
     return LayerRule(own, expected, first=first, spare=spare)
 
 
@@ -100,7 +100,7 @@ Drafts = Annotated[int, whole(1)]
 
 @dataclass(frozen=True)
 class Exit:
-    """Base of every exit policy. Its fields are checked by their rules."""
+    """The base of every exit policy. Fields are checked by their rules."""
 
     samples_as_full: ClassVar[bool] = False
     """Whether sampled text is that of :class:`Full` with the same seed."""
@@ -110,7 +110,7 @@ class Exit:
 
     @property
     def contract(self) -> str:
-        """What an output under this policy promises."""
+        """The promise of an output under this policy."""
         raise NotImplementedError
 
     @property
@@ -120,7 +120,7 @@ class Exit:
 
     @property
     def needs_head(self) -> bool:
-        """Whether it takes a model with a draft head."""
+        """Whether the policy needs a model with a draft head."""
         return False
 
     @property
@@ -148,16 +148,17 @@ class Exit:
     def check_request(
         self, source: Source | None, vocabulary: str | None, temperature: float
     ) -> None:
-        """Raise where the policy's promise does not hold for a request to a model.
+        """Raise an error where the policy's promise does not hold for a request.
 
         Args:
-            source: which model it is.
-            vocabulary: SHA-256 of the tokens that its draft head knows; None without one.
-            temperature: of the request.
+            source: the model's identity.
+            vocabulary: SHA-256 of the tokens that the model's draft head knows; None without a
+                head.
+            temperature: the request's.
 
         Raises:
-            ExitError: for another model than the one that the promise was made for.
-            RequestError: for sampling that it was not made for.
+            ExitError: the promise was made for another model.
+            RequestError: the promise was made for other sampling.
         """
 
 
@@ -176,7 +177,8 @@ class Full(Exit):
 class FixedExit(Exit):
     """The model cut at ``exit_layer``: every token comes from ``head(h[E])`` (LayerSkip §4.2).
 
-    Layers from ``exit_layer`` up are never run nor filled, not for the prompt either.
+    Layers after the first ``exit_layer`` are never run, not for the prompt either, and their keys
+    and values are not filled.
 
     Args:
         exit_layer: layers that run, 1..num_layers.
@@ -197,7 +199,8 @@ CLASSIFIER_TENSORS = ("weight1", "bias1", "weight2", "bias2")
 
 @dataclass(frozen=True, eq=False)
 class ExitClassifier:
-    """M of the classifier measure: one linear layer to two classes, or one ReLU layer before it.
+    """The classifier M of the classifier measure: one linear layer to two classes, or one ReLU
+    layer before it.
 
     Attributes:
         weight1: float32 [2, hidden_size], or [inner_size, hidden_size] with ``weight2``.
@@ -255,7 +258,7 @@ class ExitClassifier:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Digest of the weights in float32: the same numbers are the same classifier."""
+        """The digest of the weights in float32: classifiers of equal numbers are equal."""
         digest = hashlib.sha256()
         for tensor in self.tensors:
             digest.update(b"none" if tensor is None else str(list(tensor.shape)).encode())
@@ -294,7 +297,7 @@ class ExitClassifier:
 
 
 def _by_layer(given: Any) -> dict[int, float] | None:
-    pairs = weights(0.0, 1.0, most=MAX_LAYERS).own(given)
+    pairs = weights(0.0, 1.0, most=MAX_LISTED_LAYERS).own(given)
     return None if pairs is None else dict(pairs)
 
 
@@ -312,17 +315,16 @@ class ConfidentExit(Exit):
             ``state``: the cosine of the states of two consecutive layers. ``classifier``: M of
             ``classifier`` (early-exit framework §2.1; CALM §3). ``cut``: the gap of ``softmax``
             over the tokens that the model's draft head knows, a fraction of the work where a
-            vocabulary is large. The token of an exit is the whole head's under every measure.
+            vocabulary is large. Under every measure an exit's token is chosen by the whole LM head.
         batch: whether each row exits when it is accepted, or all rows together. ``all``: at the
-            first exit point at which every one of them is accepted (early-exit framework,
-            Algorithm 1).
+            first exit point at which every row is accepted (early-exit framework, Algorithm 1).
         decay_tau: tau of CALM's decaying threshold, 4 in its summaries; 0 switches it off. It is
             ``clip(0.9 * lambda + 0.1 * exp(-tau * t / N), 0, 1)`` (CALM eq. 5).
         exit_points: exit layers at which confidence is measured. None: all of them.
         min_exit_layer: the earliest exit.
-        thresholds: lambda of single exit points, in place of ``threshold``.
+        thresholds: lambda of single exit points, which replaces ``threshold`` there.
         classifier: for the ``classifier`` measure.
-        calibration: what the threshold was found by; :meth:`calibrated` sets it.
+        calibration: the calibration that the threshold is from; :meth:`calibrated` sets it.
     """
 
     threshold: Annotated[float, real(0.0, 1.0)] = 0.9
@@ -359,15 +361,15 @@ class ConfidentExit(Exit):
     ) -> ConfidentExit:
         """The policy of a calibration, with its guarantee (CALM §4).
 
-        The engine refuses it for another model, dtype or sampled output.
+        The engine refuses the policy for another model, dtype or sampled output.
 
         Args:
-            calibration: what :func:`eecore.calibrate` found, or the file that ``eecore calibrate``
-                wrote.
-            classifier: the one it was calibrated with, for the ``classifier`` measure.
+            calibration: the result of :func:`eecore.calibrate`, or the file that ``eecore
+                calibrate`` wrote.
+            classifier: the classifier of the calibration, for the ``classifier`` measure.
 
         Raises:
-            ExitError: the file cannot be used, or the classifier is another.
+            ExitError: the file cannot be used, or the classifier is another one.
         """
         if not isinstance(calibration, Calibration):
             calibration = Calibration.load(calibration)
@@ -418,9 +420,9 @@ class ConfidentExit(Exit):
             )
 
     def points(self, num_layers: int) -> frozenset[int]:
-        """The exit layers at which confidence is measured: those at which a token may leave.
+        """The exit layers at which confidence is measured, and tokens may exit.
 
-        The last layer needs no measuring, nor does a threshold of 1.
+        Nothing is measured at the last layer, nor for a threshold of 1.
         """
         chosen = range(1, num_layers) if self.exit_points is None else self.exit_points
         return frozenset(
@@ -433,7 +435,7 @@ class ConfidentExit(Exit):
     def threshold_at(self, exit_layer: int, t: int, max_tokens: int) -> float:
         """lambda'(t) at an exit point, for token ``t`` of at most ``max_tokens`` (CALM eq. 5).
 
-        A base threshold of 1 stays 1: it means never to exit early.
+        A base threshold of 1 stays 1: tokens never exit early.
         """
         base = self.thresholds.get(exit_layer, self.threshold)
         if base >= 1.0 or self.decay_tau == 0.0:
@@ -446,14 +448,14 @@ class ConfidentExit(Exit):
 class SelfSpeculative(Exit):
     """Draft with the first ``exit_layer`` layers, verify with the rest (LayerSkip §4.3).
 
-    Lossless: greedy output is token for token that of :class:`Full`, sampled output has exactly its
+    Lossless: greedy output has the same tokens as :class:`Full`, sampled output exactly its
     distribution.
 
     Args:
         exit_layer: layers of the draft, 1..num_layers-1.
-        num_drafts: most tokens drafted a round; 64 are, however many more it says.
+        num_drafts: most tokens drafted a round, up to 64.
         draft_threshold: stop a round's draft after a token whose top-2 probability gap is below it.
-        reuse: whether verification takes up keys, values and exit states of the draft. False runs
+        reuse: whether verification reuses keys, values and exit states of the draft. False runs
             drafted positions through every layer again: the same tokens, to measure what the reuse
             saves (LayerSkip §4.3.3, Table 7).
     """
@@ -472,14 +474,14 @@ class SelfSpeculative(Exit):
 
 @dataclass(frozen=True)
 class DraftAndVerify(Exit):
-    """Draft with some attention and MLP sublayers left out, verify with all (Zhang et al. 2023).
+    """Draft with some attention and MLP sublayers skipped, verify with all (Zhang et al. 2023).
 
     Lossless like :class:`SelfSpeculative`, and needs no training:
     ``eecore.search_skipped_sublayers`` finds the sets for a model.
 
     Args:
-        skip_attention: layers (from 0) whose attention the draft leaves out.
-        skip_mlp: layers (from 0) whose MLP the draft leaves out.
+        skip_attention: layers (from 0) whose attention the draft skips.
+        skip_mlp: layers (from 0) whose MLP the draft skips.
         num_drafts: most tokens drafted a round.
         adaptive: stop a round's draft after a token whose probability is below a threshold that
             follows the acceptance rate; False always drafts ``num_drafts``.
@@ -505,7 +507,7 @@ class DraftAndVerify(Exit):
 
     @property
     def first_skipped(self) -> int:
-        """Layers below this one run alike in draft and verification."""
+        """The number of first layers that draft and verification run alike."""
         return min(self.skip_attention | self.skip_mlp)
 
 
@@ -513,12 +515,12 @@ class DraftAndVerify(Exit):
 class PromptLookup(Exit):
     """Draft what followed the last tokens where they occurred before, in prompt or output.
 
-    Lossless: greedy output is token for token that of :class:`Full`, and so is sampled output of
-    the same seed. Needs no training and no layer to draft; it pays where an answer repeats what it
-    was given: summaries, code, rewriting. (Saxena 2023; Yang et al. 2023.)
+    Lossless: greedy output has the same tokens as :class:`Full`, and so has sampled output of the
+    same seed. It needs no training and no layer to draft; it pays where an answer repeats its
+    prompt: summaries, code, rewriting. (Saxena 2023; Yang et al. 2023.)
 
     Args:
-        num_drafts: most tokens drafted a round; 64 are, however many more it says.
+        num_drafts: most tokens drafted a round, up to 64.
         max_ngram: how many of the last tokens are looked for at most; the longest n-gram that
             occurred before counts, at its latest place.
         min_ngram: how many have to be found at least.
@@ -541,7 +543,7 @@ class PromptLookup(Exit):
 
     @property
     def ngrams(self) -> tuple[int, int]:
-        """Tokens of the longest and the shortest n-gram that is looked for."""
+        """The lengths of the longest and the shortest n-gram that is looked for."""
         return self.max_ngram, self.min_ngram
 
     @property
@@ -551,18 +553,18 @@ class PromptLookup(Exit):
 
 @dataclass(frozen=True)
 class HeadDrafts(Exit):
-    """Draft with a small head behind the last layer, verify with all layers.
+    """Draft with a small head after the last layer, verify with all layers.
 
-    The head was trained for the model on text of its own (``eecore train-exits``); no weight of the
-    model is another. At the end of each round it drafts for the next one, from the states that are
-    at hand then. Lossless: greedy output is token for token that of :class:`Full`, and so is
-    sampled output of the same seed. (Medusa, Cai et al. 2024; EAGLE, Li et al. 2024; recurrent
-    drafter, Zhang et al. 2024.)
+    The head was trained for the model on the model's own text (``eecore train-exits``); the model's
+    weights are unchanged. At the end of each round it drafts for the next one, from the states of
+    that round. Lossless: greedy output has the same tokens as :class:`Full`, and so has sampled
+    output of the same seed. (Medusa, Cai et al. 2024; EAGLE, Li et al. 2024; recurrent drafter,
+    Zhang et al. 2024.)
 
     Args:
-        num_drafts: most tokens drafted a round; 8 are, however many more it says.
-        threshold: a draft whose probability, as the head has it, is below it is not verified, nor
-            is there one behind it.
+        num_drafts: most tokens drafted a round, up to 8.
+        threshold: a round's drafts end before one whose probability, as the head computes it, is
+            lower.
     """
 
     samples_as_full = True
@@ -579,20 +581,20 @@ class HeadDrafts(Exit):
 
 @dataclass(frozen=True)
 class Auto(Exit):
-    """Whatever is fastest, round by round, of what keeps the text of :class:`Full`.
+    """The fastest way, round by round, that keeps the text of :class:`Full`.
 
     A round runs at full depth, verifies drafts that were looked up as by :class:`PromptLookup` or
-    that the model's draft head made as by :class:`HeadDrafts`, or drafts with the first layers as
-    :class:`SelfSpeculative` does. It follows from measured times of passes and from the drafts that
-    stood so far. In a batch there are fewer drafts as rows make verification dear, and none for
-    which another request would have to wait more than a little, unless more wait for a place in the
-    batch. Greedy output is token for token that of :class:`Full`; so is sampled output of the same
-    seed, for which no layer drafts.
+    made by the model's draft head as by :class:`HeadDrafts`, or drafts with the first layers as
+    :class:`SelfSpeculative` does. The choice follows from measured times of passes and from the
+    acceptance of earlier drafts. In a batch there are fewer drafts as more rows make verification
+    dearer, and none for which another request would have to wait more than a little, unless more
+    requests wait for a place in the batch. Greedy output has the same tokens as :class:`Full`; so
+    has sampled output of the same seed where no layer drafts.
 
     Args:
-        num_drafts: most tokens drafted a round; 64 are, however many more it says.
-        exit_layers: layers that may draft, none: (). None: those that promise most, of a model that
-            says in ``exits.json`` how its exits agree with the last layer.
+        num_drafts: most tokens drafted a round, up to 64.
+        exit_layers: layers that may draft; (): none. None: the most promising ones, for a model
+            whose ``exits.json`` says how often its exits agree with the last layer.
         lookup: whether drafts are looked up.
         head: whether the model's draft head drafts, if it has one.
     """
@@ -607,7 +609,7 @@ class Auto(Exit):
 
     @property
     def ngrams(self) -> tuple[int, int] | None:
-        """Tokens of the longest and the shortest n-gram that is looked for."""
+        """The lengths of the longest and the shortest n-gram that is looked for."""
         return PromptLookup().ngrams if self.lookup else None
 
     @property

@@ -1,8 +1,8 @@
-"""Files that appear whole or not at all: written beside their place and then renamed.
+"""Files that are written whole or not at all: into a temporary file, which is then renamed.
 
-Whatever ends the writing early, a full disk or Ctrl-C, leaves what was there before and nothing
-else. What is written reaches the disk before it takes its place (fsync), so that a machine that
-loses power has the old file or the new one; which of the two is not promised.
+When writing ends early, by a full disk or Ctrl-C, the old file stays, and nothing else. The new
+content reaches the disk before the rename (fsync), so that a machine that loses power has the old
+file or the new one; which of the two is not promised.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from pathlib import Path
 
 __all__ = ["appearing", "filling", "replacing", "write_text"]
 
-# Nothing can take their place: they are given what was written elsewhere.
+# Files here cannot be replaced: they are given the bytes.
 DEVICES = ("/dev/", "/proc/")
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write UTF-8 text in place of what was there; what it cannot say becomes ``\\udc80``."""
+    """Replace a file by UTF-8 text; a character that UTF-8 cannot express becomes ``\\udc80``."""
     with replacing(path) as partial:
         partial.write_bytes(text.encode("utf-8", "backslashreplace"))
 
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """The path to write to, with the suffix of ``path``, whose place it takes at the end.
+    """A path to write to, with the suffix of ``path``; at the end it replaces ``path``.
 
-    The mode of a file that was there is kept, and links are followed. Devices and pipes get the
-    bytes at the end, and stay what they are: a library that writes files may rename, too.
+    An existing file's mode is kept, and links are followed. Devices and pipes get the bytes at the
+    end, and stay what they are: a library that writes files may rename, too.
 
     Raises:
-        OSError: that names ``path``, which is as it was.
+        OSError: the message names ``path``, which is unchanged.
     """
     if _is_device(path):
         with _given_to_device(path) as partial:
@@ -61,12 +61,12 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def appearing(directory: str | Path) -> Iterator[Path]:
-    """A directory to fill, which takes the place of ``directory``, new or empty, at the end.
+    """A directory to fill; at the end it replaces ``directory``, which is new or empty.
 
-    Folders above it that are missing are made, and go again when it fails.
+    Missing parent folders are made, and removed again on failure.
 
     Raises:
-        OSError: that names ``directory``, which is as it was.
+        OSError: the message names ``directory``, which is unchanged.
     """
     target = Path(os.path.realpath(directory))
     partial = _beside(target, "")
@@ -91,10 +91,10 @@ def appearing(directory: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def filling(directory: Path) -> Iterator[Path]:
-    """A folder in ``directory``, whose files take their places in that at the end, one by one.
+    """A folder in ``directory``; at the end its files are moved into that, one by one.
 
     Raises:
-        OSError: that names ``directory``; its files are as they were unless moving has begun.
+        OSError: the message names ``directory``; its files are unchanged unless moving has begun.
     """
     partial = _beside(directory / "files", "")
     try:
@@ -131,17 +131,17 @@ def _is_device(path: str | Path) -> bool:
         return True
     try:
         return not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path)
-    except OSError:  # nothing is there yet
+    except OSError:  # there is no file yet
         return False
 
 
 def _beside(target: Path, suffix: str) -> Path:
-    """A name that nothing has, hidden; short, since the target's may be as long as names can be."""
+    """An unused, hidden name; short, since the target's may be as long as names can be."""
     return target.with_name(f".{secrets.token_hex(8)}{suffix[-16:]}")
 
 
 def _create(partial: Path, target: Path) -> int | None:
-    """Make an empty file; the mode of the one whose place it takes, if there is one."""
+    """Create an empty file with the mode of the file that it will replace, if there is one."""
     if target.exists() and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
@@ -154,25 +154,25 @@ def _flush(path: Path) -> None:
 
 
 def _make_folders(folder: Path, made: list[Path]) -> None:
-    """Make what is missing of a path, and note each folder, from the highest on."""
+    """Make the missing folders of a path, and note each, from the highest on."""
     if folder.exists():
         return
     _make_folders(folder.parent, made)
     made.append(folder)
     try:
         folder.mkdir()
-    except FileExistsError:  # somebody else was faster
+    except FileExistsError:  # another process was faster
         made.remove(folder)
 
 
 def _remove_empty(folder: Path) -> None:
-    with suppress(OSError):  # others have put something there, or it was never made
+    with suppress(OSError):  # another process has put something there, or it was never made
         folder.rmdir()
 
 
 @contextmanager
 def _named(path: str | Path, partial: Path) -> Iterator[None]:
-    """OSErrors that name what was asked for, where they say what is written in its stead."""
+    """OSErrors that name the path asked for, where they would name the temporary file."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""How much memory a process can still take: of the machine, its container, and its own limits."""
+"""The memory that a process can still take, by the machine, its container, and its own limits."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def free_memory() -> int:
-    """Bytes. What cannot be found out does not limit it."""
+    """Free memory in bytes. A limit that cannot be read does not count."""
     return max(0, min([_of_machine(), *_of_limits(), *_of_cgroups()]))
 
 
 def _of_machine() -> int:
-    """What programs can have without swapping: what caches of files hold counts."""
+    """Memory available without swapping, caches of files included."""
     for line in _lines(PROC / "meminfo"):
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
@@ -27,7 +27,7 @@ def _of_machine() -> int:
 
 
 def _of_limits() -> Iterator[int]:
-    """``ulimit -v`` and ``ulimit -d``, less what is taken."""
+    """``ulimit -v`` and ``ulimit -d``, less the memory in use."""
     try:
         import resource
     except ImportError:  # not a Unix
@@ -41,7 +41,7 @@ def _of_limits() -> Iterator[int]:
 
 
 def _of_cgroups() -> Iterator[int]:
-    """The memory limit of each group that the process is in, less what is taken."""
+    """The memory limit of each group that the process is in, less the memory in use."""
     for line in _lines(PROC / "self/cgroup"):
         number, controllers, path = line.split(":", 2)
         if number == "0":
@@ -52,7 +52,7 @@ def _of_cgroups() -> Iterator[int]:
         else:
             continue
         own = root / path.strip().lstrip("/")
-        # Each limits those below. In a container the own group may be mounted as the root.
+        # Each limits the groups below. In a container the own group may be mounted as the root.
         for group in (own, *own.parents):
             if group == root or root in group.parents:
                 yield from _of_group(group, *names)
@@ -65,12 +65,12 @@ def _of_group(group: Path, limit: str, usage: str, caches: str) -> Iterator[int]
     for line in _lines(group / "memory.stat"):
         name, _, value = line.partition(" ")
         if name == caches and value.isdigit():
-            taken -= int(value)  # of files, and given up when it is needed
+            taken -= int(value)  # caches of files, which are given up when memory is needed
     yield most - taken
 
 
 def _number(path: Path) -> int | None:
-    """In the first line of a file; None for "max", and where there is no such file."""
+    """The number in the first line of a file; None for "max", and where there is no such file."""
     text = next(iter(_lines(path)), "")
     return int(text) if text.isdigit() else None
 

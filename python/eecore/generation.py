@@ -1,4 +1,4 @@
-"""The front door: load a model directory, generate, stream."""
+"""The main functions: load a model, generate, stream."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["Model", "engine_limits", "generate", "load", "stream"]
 Prompt = str | list[int]
 
 PASSES = 6
-"""Passes of full depth that are run to measure them; the first is not counted."""
+"""Passes of full depth that are measured; the first is not counted."""
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class Model:
     tokenizer: Tokenizer | None
     engine_config: EngineConfig
     run_program: RunProgram | None = field(default=None, repr=False)
-    """How decoding programs run; what suits the device when None."""
+    """Runs decoding programs; the one that suits the device when None."""
     _shared: dict[int, Worker] = field(default_factory=dict, repr=False)  # by process
     _locks: dict[int, threading.Lock] = field(default_factory=dict, repr=False)
 
@@ -57,33 +57,34 @@ class Model:
         return self.network.config
 
     def engine(self, config: EngineConfig | None = None) -> Engine:
-        """A fresh engine over this model, with a KV cache of its own."""
+        """A new engine over this model, with a KV cache of its own."""
         config = config or self.engine_config
         return Engine(self.network, self.tokenizer, config, run=self.run_program)
 
     def without_prefix_cache(self) -> Model:
-        """The same weights, with an engine that computes every prompt: to measure."""
+        """The same weights with an engine that computes every prompt, for measurements."""
         if not self.engine_config.prefix_cache:
             return self
         config = replace(self.engine_config, prefix_cache=False)
         return Model(self.network, self.tokenizer, config, self.run_program)
 
     def measure_full_depth(self, num_requests: int = 1, engine: Engine | None = None) -> None:
-        """Run some passes of full depth, unless it is known how long they take, so that the
-        statistics of later requests can say what full depth would have taken.
+        """Run some passes of full depth, unless their time is known, so that the statistics of
+        later requests can be compared with full depth.
 
         Args:
-            num_requests: of a batch; no more than the engine runs together.
-            engine: of this model, without requests; the one of :func:`generate` when None.
+            num_requests: requests of a batch; no more than the engine runs together.
+            engine: an engine of this model, without requests; that of :func:`generate` when None.
 
         Raises:
-            RequestError: the model's context has no room for these passes.
+            RequestError: these passes do not fit into the model's context.
         """
         runs = self.shared_engine().engine if engine is None else engine
         prompts = [[0]] * min(num_requests, runs.config.max_num_seqs)
         if runs.knows_full_depth(len(prompts)):
             return
-        plain = Auto(lookup=False, head=False, exit_layers=())  # it times each of its passes
+        # this policy times each of its passes
+        plain = Auto(lookup=False, head=False, exit_layers=())
         sampling = SamplingParams(max_tokens=PASSES + 1, ignore_eos=True)
         if engine is None:
             generate(self, list(prompts), exit=plain, sampling=sampling)
@@ -96,19 +97,19 @@ class Model:
     def shared_engine(self) -> Worker:
         """The engine that serves :func:`generate`, :func:`stream` and :meth:`async_engine`.
 
-        A process has one; a child process that was forked makes another when it needs it.
+        There is one for each process; a forked child makes its own when it needs it.
         """
         process = os.getpid()
         if process not in self._shared:
-            # Not a lock that a thread of the parent may have held.
+            # A lock of this process, since a thread of the parent may have held another.
             with self._locks.setdefault(process, threading.Lock()):
                 if process not in self._shared:
                     self._shared = {process: Worker(self.engine())}
         return self._shared[process]
 
     def async_engine(self, config: EngineConfig | None = None) -> AsyncEngine:
-        """Streams for asyncio: of the engine that serves :func:`generate` too, or with ``config``
-        of an engine and KV cache of their own.
+        """Streams for asyncio, from the engine that also serves :func:`generate`; with ``config``
+        from an engine and KV cache of their own.
         """
         return AsyncEngine(self.shared_engine() if config is None else self.engine(config))
 
@@ -132,48 +133,47 @@ def load(
     Args:
         path: holds config.json, safetensors weights and, for text prompts, tokenizer.json. A GGUF
             file (llama, qwen2, qwen3) runs as it is: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K,
-            Q6_K, F16, BF16 and F32, mixed as the file mixes them; so do directories of
-            GPTQ (``gptq``, ``gptq_v2``), AWQ (``gemm``) and compressed-tensors (4 and 8 bits,
-            weights alone). A string that names nothing on disk and looks like a repository's id is
-            one: ``org/name``, ``org/name@revision``, ``org/name:file.gguf``, whose files are
-            fetched into the hub's cache. Without a path it is the model that ships with eecore:
-            what somebody says to a home, into a parse.
+            Q6_K, F16, BF16 and F32, mixed as the file mixes them; so do directories of GPTQ
+            (``gptq``, ``gptq_v2``), AWQ (``gemm``) and compressed-tensors (4 and 8 bits, weights
+            only). A string that names nothing on disk and looks like a repository's id is one:
+            ``org/name``, ``org/name@revision``, ``org/name:file.gguf``, whose files are fetched
+            into the hub's cache. None: the model that ships with eecore, which turns a request to a
+            smart home into a parse.
         device: ``cpu`` or ``cuda``; cuda where there is one when None.
         dtype: float32, bfloat16 or (CUDA) float16; chosen from the checkpoint and the device when
             None.
         weights: ``int8`` and ``int4`` quantise the linear layers' weights as they are read, to 8.5
-            bits a number, or to 5 but for those of keys, values and the LM head, see
-            :func:`eecore.ops.quantise_weight`: so many fewer bytes to read for each token. On a GPU
-            ``int8`` has a scale for each row. States keep ``dtype``; every exit mode works with
-            it. Quantised models have their own.
+            bits a number, or to 5 except for those of keys, values and the LM head, see
+            :func:`eecore.ops.quantise_weight`; so fewer bytes are read for each token. On a GPU
+            ``int8`` has a scale for each row. States keep ``dtype``; every exit mode works with it.
+            Quantised models have their own.
         kv_cache_tokens: positions in the KV cache; when None a quarter of the memory that the
-            machine, its container and ``ulimit`` leave, at most 65536 positions on a CPU, or what
-            ``engine`` says. It is a limit: on a CPU memory is taken as pages are first used.
-        kv_cache_dtype: ``fp8`` stores keys and values in a byte each (e4m3), so that the memory of
-            a cache has room for twice the tokens of bfloat16, four times those of float32;
-            ``auto`` in ``dtype``, but in bfloat16 on a CPU where states are float32 and weights
-            have 8 bits or fewer; ``float32`` and ``bfloat16`` say so of a model in float32. None:
-            what ``engine`` says, which is ``auto``. Every exit mode works with
-            it, and those that keep the output of :class:`eecore.Full` keep that of the same cache.
-            Not for models with an encoder.
+            machine, its container and ``ulimit`` leave, at most 65536 positions on a CPU, or
+            ``engine``'s. It is a limit: on a CPU memory is taken as pages are first used.
+        kv_cache_dtype: ``fp8`` stores keys and values in a byte each (e4m3), so that a cache has
+            room for twice the tokens of bfloat16 in the same memory, four times those of float32;
+            ``auto`` stores them in ``dtype``, but in bfloat16 on a CPU where states are float32 and
+            weights have 8 bits or fewer; ``float32`` and ``bfloat16`` are for a model in float32.
+            None: ``engine``'s, which is ``auto`` by default. Every exit mode works with it, and the
+            modes that keep the output of :class:`eecore.Full` keep that of the same cache. Not for
+            models with an encoder.
         engine: batching limits.
-        prefix_cache: whether prompts that begin alike share what was computed for the beginning;
-            when None what ``engine`` says, which is to do so. It changes no output.
-        draft_history_tokens: tokens of past outputs that :class:`eecore.Auto` drafts from; when
-            None what ``engine`` says, which is 0. It changes no output.
+        prefix_cache: whether prompts that begin alike share the keys and values of the beginning;
+            None: ``engine``'s, which is to share by default. It changes no output.
+        draft_history_tokens: tokens of past outputs that :class:`eecore.Auto` drafts from; None:
+            ``engine``'s, which is 0 by default. It changes no output.
         exits: the directory of a draft head that ``eecore train-exits`` made for the model, or a
             repository of the hub with one (``org/name``), for :class:`eecore.HeadDrafts` and
-            :class:`eecore.Auto`; False: none. When None the one in
-            ``exits`` in the model's directory, in ``NAME.exits`` beside a file ``NAME.gguf``, or
-            one that ships with eecore for this model; it may have been trained beside other bits of
-            it.
+            :class:`eecore.Auto`; False: none. None: the one in ``exits`` in the model's directory,
+            in ``NAME.exits`` beside a file ``NAME.gguf``, or one that ships with eecore for this
+            model, perhaps trained with the model in another precision.
         draft_head: a draft head of any kind, in place of ``exits``: the directory or repository of
             an EAGLE-3 head in safetensors (SafeAILab's layout, SpecForge's, that of
             ``speculators``), or of one that ``eecore train-exits`` made.
 
     Raises:
-        ModelError: for a directory or file that is missing, corrupt, or of an unsupported
-            architecture, or a repository that cannot be fetched.
+        ModelError: a directory or file is missing, corrupt, or of an unsupported architecture, or a
+            repository cannot be fetched.
     """
     directory = model_directory(path)
     _, network, tokenizer = load_model(directory, device=device, dtype=dtype, weights=weights)
@@ -194,12 +194,12 @@ def load(
 
 
 def engine_limits(network: Network, engine: EngineConfig | None, **given: Any) -> EngineConfig:
-    """The limits of a model, by what was said when it was loaded; see :func:`load`.
+    """The limits of a model's engine, from the arguments of :func:`load`.
 
     Args:
         network: the model.
-        engine: limits that hold where nothing else is said; None: the usual ones.
-        given: fields of :class:`EngineConfig`; None where nothing is said.
+        engine: limits where no argument is given; None: the defaults.
+        given: fields of :class:`EngineConfig`; None where not given.
     """
     limits = {f.name: getattr(engine, f.name) for f in fields(EngineConfig)} if engine else {}
     limits |= {name: value for name, value in given.items() if value is not None}
@@ -226,27 +226,28 @@ def generate(
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     **sampling_fields: Any,
 ) -> list[Output]:
-    """Generate for all prompts, batched; one output per prompt, in order.
+    """Generate for all prompts, batched; one output for each prompt, in order.
 
     Calls may overlap, from any thread and inside of a loop over :func:`stream`: all calls for one
     model share its engine and KV cache, and their requests share the batch.
 
-    A request that fails while it runs harms no other: its output has ``finish_reason`` "error", the
-    error, and what it had generated by then.
+    A request that fails while it runs does not affect others: its output has ``finish_reason``
+    "error", the error, and what it had generated by then.
 
     Args:
         model: from :func:`load`.
-        prompts: strings or lists of token ids; a single one is a list of one.
-        exit: an exit policy, or one per prompt, as a text too: ``"auto"``, ``"speculative:3,6"``;
-            when None, :class:`eecore.Auto` on a CPU and :class:`eecore.Full` on a GPU.
-        sampling: :class:`eecore.SamplingParams`, or one per prompt.
+        prompts: strings or lists of token ids; a single prompt counts as a list of one.
+        exit: an exit policy, or one for each prompt, also as text: ``"auto"``,
+            ``"speculative:3,6"``; when None, :class:`eecore.Auto` on a CPU and :class:`eecore.Full`
+            on a GPU.
+        sampling: :class:`eecore.SamplingParams`, or one for each prompt.
         **sampling_fields: fields of SamplingParams, instead of ``sampling``: ``max_tokens=128``,
             ``temperature=0.8``, ...
 
     Raises:
-        RequestError: for a model that is not loaded, or a prompt or setting that cannot be served;
-            nothing has run then.
-        ExitError: for an exit policy that the model cannot run.
+        RequestError: the model is not loaded, or a prompt or setting cannot be served; nothing has
+            run then.
+        ExitError: the model cannot run an exit policy.
     """
     worker, requests = _prepared(model, prompts, exit, sampling, sampling_fields)
     client = Client(worker, whole=True)
@@ -270,7 +271,7 @@ def stream(
     """Like :func:`generate`, yielding what each engine step adds.
 
     Closing or dropping the iterator early, or an exception such as KeyboardInterrupt, cancels what
-    is unfinished. A request whose steps are not read goes on for some of them, and is then put on
+    is unfinished. A request whose steps are not read goes on for some steps, and is then put on
     hold.
 
     Args:

@@ -1,6 +1,6 @@
-"""What a text has to look like: a JSON schema, a regular expression, a choice, a grammar.
+"""The form that a text must have: a JSON schema, a regular expression, a choice, a grammar.
 
-Every token of a request with a guide is one that lets its text become what the guide describes.
+A request with a guide only gets tokens after which its text can still fit the guide.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ __all__ = ["Guide", "GuideKind", "without_unknown_formats"]
 
 GuideKind = Literal["json", "regex", "choice", "grammar"]
 
-MOST_TEXT = 1 << 18
-MOST_CHOICES = 4096
-# Formats of strings that are enforced; JSON schema has any other one say nothing of the text.
+MAX_TEXT = 1 << 18
+"""Characters of a guide's text, at most."""
+MAX_CHOICES = 4096
+"""Texts of a choice, at most."""
+# String formats that are enforced; in JSON schema any other format says nothing of the text.
 FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6"}
 FORMATS |= {"uuid", "uri"}
 # Keywords of JSON schema whose values are no schemas.
 _VALUES = {"const", "enum", "default", "examples"}
-# Those whose values are schemas by name.
+# Keywords whose values are schemas by name.
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 
 
 @dataclass(frozen=True)
 class Guide:
-    """What the text of a request has to look like. Made by one of the methods below.
+    """The form that the text of a request must have, made by one of the methods below.
 
     Args:
-        kind: of the text.
+        kind: the kind of guide.
         text: a JSON schema, a regular expression, a JSON list of strings, or a grammar; at most
             262144 characters.
     """
@@ -49,9 +51,9 @@ class Guide:
         if kind not in get_args(GuideKind):
             kinds = ", ".join(get_args(GuideKind))
             raise GuideError(f"guide: expected a kind of {kinds}, got {shown(self.kind)}")
-        if text is None or not 0 < len(text) <= MOST_TEXT:
+        if text is None or not 0 < len(text) <= MAX_TEXT:
             raise GuideError(
-                f"guide: expected a text of 1..{MOST_TEXT} characters, got {shown(self.text)}"
+                f"guide: expected a text of 1..{MAX_TEXT} characters, got {shown(self.text)}"
             )
         try:
             text.encode()
@@ -65,8 +67,8 @@ class Guide:
         """JSON that a schema describes, on one line or indented.
 
         Args:
-            schema: as an object, or written out. Keywords that cannot be enforced are refused when
-                the request is made; formats that are not known are annotations.
+            schema: an object, or its JSON text. Keywords that cannot be enforced are refused when
+                the request is made; unknown formats are annotations.
         """
         if isinstance(schema, str):
             schema = _parsed(schema)
@@ -91,19 +93,19 @@ class Guide:
     @classmethod
     def choice(cls, texts: Iterable[str]) -> Guide:
         """One of some texts."""
-        items = None if isinstance(texts, (str, bytes)) else as_items(texts, MOST_CHOICES)
+        items = None if isinstance(texts, (str, bytes)) else as_items(texts, MAX_CHOICES)
         if not items or not all(isinstance(item, str) and item for item in items):
             raise GuideError(
-                f"guide: expected 1..{MOST_CHOICES} choices, none empty, got {shown(texts)}"
+                f"guide: expected 1..{MAX_CHOICES} choices, none empty, got {shown(texts)}"
             )
         return cls("choice", _written(items))
 
     @classmethod
     def grammar(cls, text: str) -> Guide:
-        """What a context-free grammar describes.
+        """Text that a context-free grammar describes.
 
         Args:
-            text: in Lark's syntax as llguidance has it, beginning at ``start``, or in the GBNF of
+            text: in Lark's syntax as in llguidance, beginning at ``start``, or in the GBNF of
                 llama.cpp, beginning at ``root``. A terminal of Lark's takes as much text as it can;
                 GBNF has no terminals.
         """
@@ -111,7 +113,7 @@ class Guide:
 
 
 def without_unknown_formats(schema: Any, *, is_named: bool = False) -> Any:
-    """A JSON schema without the formats that say nothing of a text.
+    """A JSON schema without the formats that are not enforced.
 
     Args:
         schema: a JSON schema, or a part of one.
@@ -141,5 +143,5 @@ def _parsed(text: str) -> Any:
 def _written(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except Exception as error:  # RecursionError too, and what a class of the user's says
+    except Exception as error:  # RecursionError too, and errors of a user's class
         raise GuideError(f"guide: expected what JSON can say, got: {error}") from None

@@ -1,4 +1,4 @@
-"""Where C++ finds eecore."""
+"""The directory of eecore's C++ headers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["get_include"]
 
 
 def get_include() -> str:
-    """The directory to include ``eecore/cpu.h`` from, and the CUDA kernels' ``eecore/*.cuh``.
+    """The include directory of ``eecore/cpu.h`` and of the CUDA kernels' ``eecore/*.cuh``.
 
-    They need neither torch nor Python. ``libeecore_cpu.a``, the CPU kernels, is in ``../lib`` of
-    it; ``examples/cpp`` is a program on them.
+    The headers need neither torch nor Python. ``libeecore_cpu.a``, the CPU kernels, is in
+    ``../lib``; ``examples/cpp`` is a program that uses them.
 
     Raises:
-        ModelError: this build has none.
+        ModelError: this build has no headers.
     """
     directory = Path(__file__).parent / "include"
     if not (directory / "eecore" / "cpu.h").is_file():

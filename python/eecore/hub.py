@@ -1,9 +1,9 @@
-"""Repositories of the Hugging Face hub: what an id names, fetched into the hub's cache.
+"""Repositories of the Hugging Face hub, fetched into the hub's cache.
 
-An id is ``org/name``, with ``@revision`` and ``:file.gguf`` where they are wanted. Where something
-on disk is called so, it is a path. Only the files that eecore reads are fetched, and never a
-pickle. Progress bars, the cache and its variables (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT)
-are those of huggingface_hub, which is imported when there is something to fetch.
+An id is ``org/name``, optionally with ``@revision`` and ``:file.gguf``. Where a file or directory
+has that name, it is a path. Only files that eecore reads are fetched, and never a pickle. Progress
+bars, the cache and its variables (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT) are those of
+huggingface_hub, which is imported when there is something to fetch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["PICKLES", "fetch_draft_head", "fetch_head", "fetch_model", "is_at_ha
 
 ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)((?:[@:][^@:]+)*)", re.ASCII)
 MAX_LETTERS = 96
-"""Letters that the hub allows a repository's name, with its owner's."""
+"""Letters that the hub allows in ``org/name``."""
 FILE_SUFFIXES = (".gguf", ".json", ".jsonl", ".safetensors", ".txt")
-"""Endings of a file's name, which no repository is expected to have."""
+"""Suffixes of file names, which no repository is expected to have."""
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -48,7 +48,7 @@ MODEL_FILES = (
     "measures/*.safetensors",
 )
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
-"""Fetched where there is no tokenizer.json, so that a warning can name what is there."""
+"""Fetched where there is no tokenizer.json, so that a warning can name the tokenizer's format."""
 HEAD_FILES = ("head.json", "head.safetensors", "exits/head.json", "exits/head.safetensors")
 PUBLISHED_HEAD_FILES = (
     "config.json",
@@ -64,7 +64,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class Repository:
-    """What an id names."""
+    """The parts of a repository's id."""
 
     said: str
     name: str
@@ -85,7 +85,7 @@ class Repository:
 
 
 def fetch_model(path: str | os.PathLike[str]) -> Path:
-    """The directory or GGUF file of a model: a path as it is, an id once its files are here.
+    """The directory or GGUF file of a model: a path unchanged, or a repository's fetched files.
 
     Raises:
         ModelError: the text is no path, or the repository cannot be fetched, or has no model that
@@ -119,7 +119,7 @@ def is_at_hand(name: str) -> bool:
 
 
 def fetch_head(path: str | os.PathLike[str]) -> Path:
-    """The directory of a draft head: that at a path, an id's once its files are here.
+    """The directory of a draft head: a path unchanged, or a repository's fetched files.
 
     A directory or repository has the head's files, or a folder ``exits`` with them.
 
@@ -181,8 +181,8 @@ def fetch_draft_head(path: str | os.PathLike[str]) -> Path:
 
 
 def name_of(path: Path) -> str:
-    """The name of a model at a path: ``org/name`` of a directory in the hub's cache, else that of
-    the directory, or of the file without its suffix.
+    """The name of a model at a path: ``org/name`` for a directory in the hub's cache, otherwise the
+    directory's, or the file's without its suffix.
     """
     path = Path(os.path.abspath(path))
     kind, *name = path.parent.parent.name.split("--")
@@ -192,7 +192,7 @@ def name_of(path: Path) -> str:
 
 
 def _gguf(repository: Repository, file: str) -> Path:
-    """A GGUF file of a repository, all its parts, and what lies beside it for early exits."""
+    """A GGUF file of a repository with all its parts, and its draft head and exits file."""
     if not file.endswith(".gguf") or not set(file.split("/")).isdisjoint(("", ".", "..")):
         raise ModelError(_no_model(repository))
     stem, part = glob.escape(file.removesuffix(".gguf")), PART.fullmatch(file)
@@ -205,7 +205,8 @@ def _gguf(repository: Repository, file: str) -> Path:
 
 
 def _snapshot(what: str, repository: Repository, patterns: tuple[str, ...]) -> Path:
-    """The directory in the hub's cache with the files that match; what is there is not fetched.
+    """The directory in the hub's cache with the matching files; files that are there are not
+    fetched.
 
     The hub's threads end with their files, which may take minutes, unless their bar stops them.
     """
@@ -215,7 +216,7 @@ def _snapshot(what: str, repository: Repository, patterns: tuple[str, ...]) -> P
     hub_bar: Any = tqdm
 
     class Bar(hub_bar):  # type: ignore[misc]
-        """The hub's progress bar, which says nothing where stderr is no terminal."""
+        """The hub's progress bar, which is silent where stderr is no terminal."""
 
         is_interrupted = False
 
@@ -246,7 +247,7 @@ def _snapshot(what: str, repository: Repository, patterns: tuple[str, ...]) -> P
 
 
 def _failure(what: str, repository: Repository, error: Exception) -> ModelError:
-    """Why a repository could not be fetched, and what to do, in a sentence."""
+    """The error of a fetch, with advice, in one sentence."""
     from huggingface_hub import constants, errors
 
     said, where = repository.said, f"{constants.ENDPOINT}/{repository.name}"
@@ -286,7 +287,7 @@ def _failure(what: str, repository: Repository, error: Exception) -> ModelError:
 
 
 def _no_model(repository: Repository) -> str:
-    """What a repository has in place of the model that was asked for, as an error says it."""
+    """The error that says what a repository has in place of a model."""
     from huggingface_hub import HfApi
 
     try:

@@ -1,7 +1,7 @@
-"""The one way from a JSON file to Python: typed look-ups that say file, field, expected and got.
+"""Typed look-ups in JSON files; errors name file, field, the expected value and the value found.
 
-Nothing is taken as it comes: numbers have a range, lists a length, and what a field may not be is
-an error of ours that names it.
+All JSON files are read here. Numbers have a range and lists a length; a field outside of them is an
+error that names it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from eecore.values import shown
 __all__ = ["ABOVE_ZERO", "REQUIRED", "JsonFields", "parse_json", "read_json_value"]
 
 REQUIRED: Any = object()
-MOST_BYTES = 4 << 20
-MOST_DIGITS = 300
-"""Of an integer: what a float can still hold."""
-MOST_ITEMS = 1 << 16
+MAX_BYTES = 4 << 20
+"""Bytes of a JSON file, unless the caller says otherwise."""
+MAX_DIGITS = 300
+"""Digits of an integer, at most: as many as a float can hold."""
+MAX_ITEMS = 1 << 16
+"""Items of a list, unless the caller says otherwise."""
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 ABOVE_ZERO = sys.float_info.min
 
@@ -32,11 +34,11 @@ Self = TypeVar("Self", bound="JsonFields")
 
 
 class _NotJson(ValueError):
-    """What the JSON of a file must not hold."""
+    """JSON that is valid in general, but refused in a file."""
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
+    if len(digits) > MAX_DIGITS:
         raise _NotJson(f"an integer of {len(digits)} digits")
     return int(digits)
 
@@ -50,11 +52,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes, where: str, error: type[EecoreError]) -> Any:
-    """The value of JSON text, in UTF-8 with or without a byte order mark where it is bytes.
+    """The value of JSON text; bytes are UTF-8, with or without a byte order mark.
 
     Raises:
-        EecoreError: the one asked for; it is not JSON, nested too deeply, has an integer of
-            hundreds of digits, or the same field twice.
+        EecoreError: of class ``error``: the text is not JSON, is nested too deeply, has an integer
+            of hundreds of digits, or the same field twice.
     """
     try:
         decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
@@ -70,25 +72,25 @@ def read_json_value(
     error: type[EecoreError],
     missing: type[EecoreError] | None = None,
     *,
-    most: int = MOST_BYTES,
+    most: int = MAX_BYTES,
 ) -> Any:
-    """The JSON value of a file, which may have ``most`` bytes.
+    """The JSON value of a file of at most ``most`` bytes.
 
     Raises:
-        EecoreError: ``missing``, where it is given, when nothing is there; ``error`` when it cannot
-            be read or is not JSON.
+        EecoreError: of class ``missing``, where it is given, when there is no file; of class
+            ``error`` when it cannot be read or is not JSON.
     """
     return parse_json(read_bytes(path, most, error, missing), shown_path(path), error)
 
 
 class JsonFields:
-    """Typed look-ups in a JSON object; null is as good as absent.
+    """Typed look-ups in a JSON object; null counts as absent.
 
     Args:
         values: the object.
         where: the file, for errors.
-        error: what is raised.
-        prefix: of the fields' names in errors.
+        error: the class of errors.
+        prefix: before the fields' names in errors.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class JsonFields:
     def of(
         cls: type[Self], value: Any, where: str, error: type[EecoreError], prefix: str = ""
     ) -> Self:
-        """Of a JSON value, which must be an object."""
+        """The fields of a JSON value, which must be an object."""
         if not isinstance(value, dict):
             at = f"{where}: {prefix.rstrip('.')}".removesuffix(": ")
             raise error(f"{at}: expected a JSON object, got {shown(value)}")
@@ -116,22 +118,22 @@ class JsonFields:
         error: type[EecoreError],
         missing: type[EecoreError] | None = None,
         *,
-        most: int = MOST_BYTES,
+        most: int = MAX_BYTES,
     ) -> Self:
-        """Of the JSON object in a file; errors as those of :func:`read_json_value`."""
+        """The fields of the JSON object in a file; errors as in :func:`read_json_value`."""
         value = read_json_value(path, error, missing, most=most)
         return cls.of(value, shown_path(path), error)
 
     @classmethod
     def read_if_there(cls: type[Self], path: Path, error: type[EecoreError]) -> Self:
-        """The same; no fields where nothing is there."""
+        """The same; no fields where there is no file."""
         if kind_of(path) == "nothing":
             return cls({}, shown_path(path), error)
         return cls.read(path, error)
 
     @property
     def values(self) -> dict[str, Any]:
-        """All of them, as they are."""
+        """All values, unchecked."""
         return dict(self._values)
 
     @property
@@ -144,7 +146,7 @@ class JsonFields:
     def integer(
         self, name: str, low: int = LOWEST, high: int = HIGHEST, default: Any = REQUIRED
     ) -> Any:
-        """An integer of ``low..high``; the default as it is."""
+        """An integer of ``low..high``, or the default."""
         value = self._values.get(name)
         if value is None and default is not REQUIRED:
             return default
@@ -155,7 +157,7 @@ class JsonFields:
     def number(
         self, name: str, low: float = -math.inf, high: float = math.inf, default: Any = REQUIRED
     ) -> Any:
-        """A finite float of ``low..high``; the default as it is."""
+        """A finite float of ``low..high``, or the default."""
         value: Any = self._values.get(name)
         if value is None and default is not REQUIRED:
             return default
@@ -164,7 +166,7 @@ class JsonFields:
         return float(value)
 
     def flag(self, name: str, default: Any = REQUIRED) -> Any:
-        """True or False."""
+        """True or False, or the default."""
         return self._typed(name, bool, "true or false", default)
 
     def text(
@@ -174,7 +176,7 @@ class JsonFields:
         *,
         one_of: Sequence[str] | None = None,
     ) -> Any:
-        """A string, perhaps one of a few."""
+        """A string, where ``one_of`` is given one of these; or the default."""
         expected = "a string" if one_of is None else f"one of {', '.join(one_of)}"
         value = self._typed(name, str, expected, default)
         if one_of is not None and value not in one_of and value is not default:
@@ -201,9 +203,9 @@ class JsonFields:
         high: int = HIGHEST,
         default: Any = REQUIRED,
         *,
-        most: int = MOST_ITEMS,
+        most: int = MAX_ITEMS,
     ) -> Any:
-        """A tuple of integers of ``low..high``."""
+        """A tuple of integers of ``low..high``, or the default."""
         values = self._list(name, f"integers{_range(low, high)}", default, most)
         if values is not default and not _are_within(values, (int,), low, high):
             raise self.wrong(name, f"a list of integers{_range(low, high)}", values)
@@ -216,22 +218,22 @@ class JsonFields:
         high: float = math.inf,
         default: Any = REQUIRED,
         *,
-        most: int = MOST_ITEMS,
+        most: int = MAX_ITEMS,
     ) -> Any:
-        """A tuple of finite floats of ``low..high``."""
+        """A tuple of finite floats of ``low..high``, or the default."""
         values = self._list(name, f"numbers{_range(low, high)}", default, most)
         if values is not default and not _are_within(values, (int, float), low, high):
             raise self.wrong(name, f"a list of numbers{_range(low, high)}", values)
         return values if values is default else tuple(map(float, values))
 
-    def texts(self, name: str, default: Any = REQUIRED, *, most: int = MOST_ITEMS) -> Any:
-        """A tuple of strings."""
+    def texts(self, name: str, default: Any = REQUIRED, *, most: int = MAX_ITEMS) -> Any:
+        """A tuple of strings, or the default."""
         values = self._list(name, "strings", default, most)
         if values is not default and not all(isinstance(value, str) for value in values):
             raise self.wrong(name, "a list of strings", values)
         return values if values is default else tuple(values)
 
-    def objects(self: Self, name: str, *, most: int = MOST_ITEMS) -> list[Self]:
+    def objects(self: Self, name: str, *, most: int = MAX_ITEMS) -> list[Self]:
         """The fields of each object in a list."""
         values = self._list(name, "objects", REQUIRED, most)
         for value in values:
@@ -239,22 +241,26 @@ class JsonFields:
                 raise self.wrong(name, "a list of objects", values)
         return [self._nested(value, f"{name}[{index}]") for index, value in enumerate(values)]
 
-    def entries(self: Self, name: str, *, most: int = MOST_ITEMS) -> Self | None:
-        """Those of a list of several kinds, as the fields "0", "1", ...; None when it is absent."""
+    def entries(self: Self, name: str, *, most: int = MAX_ITEMS) -> Self | None:
+        """The items of a list of several kinds, as the fields "0", "1", ...; None when it is
+        absent.
+        """
         values = self._list(name, "items", None, most)
         if values is None:
             return None
         return self._nested({str(index): value for index, value in enumerate(values)}, name)
 
     def only(self, *names: str, optional: Sequence[str] = ()) -> None:
-        """Raise unless these are the fields, present all but the optional ones, null or not."""
+        """Raise an error unless these are the fields; only the optional ones may be missing, any
+        may be null.
+        """
         if set(self._values) - set(optional) != set(names) - set(optional):
             expected = ", ".join(sorted(names))
             at = f"{self.where}: {self.prefix.rstrip('.')}".removesuffix(": ")
             raise self.error(f"{at}: expected the fields {expected}, got {shown(self.names)}")
 
     def wrong(self, name: str, expected: str, got: Any) -> EecoreError:
-        """The error of a field."""
+        """The error for a field."""
         return self.error(
             f"{self.where}: {self.prefix}{name}: expected {expected}, got {shown(got)}"
         )
@@ -282,7 +288,7 @@ def _is_integer(value: Any, low: int, high: int) -> bool:
 
 
 def _is_number(value: Any, low: float, high: float) -> bool:
-    """Compared as it is: an integer may be beyond every float."""
+    """Compared without conversion, since an integer may be beyond every float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     finite = sys.float_info.max

@@ -1,4 +1,4 @@
-"""What a user gets back: text, tokens, and for each token how deep it went."""
+"""The results of a request: text, tokens, and for each token its exit layer."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ __all__ = ["Output", "PromptLogprob", "RequestFailedError", "RequestStats", "Sav
 
 
 class PromptLogprob(NamedTuple):
-    """What the model says of a token of the prompt, given those before it."""
+    """The model's log-probabilities for a token of the prompt, given the tokens before it."""
 
     token_id: int
     logprob: float
-    """In the log-softmax of the logits as they come: without temperature, penalties or guide."""
+    """The log-softmax of the raw logits: without temperature, penalties or guide."""
     rank: int
-    """1 for the most probable token; among equals the lower id comes first."""
+    """The token's rank: 1 for the most probable one; of equal ones the lower id comes first."""
     top_logprobs: dict[int, float]
-    """Of the most probable tokens, as many as were asked for, best first."""
+    """The most probable tokens, as many as were asked for, best first."""
 
 
 @dataclass(frozen=True)
 class RequestStats:
     """The work and the time of one request.
 
-    A layer execution is one position through one layer; ``prompt_layers_run`` are those of the
-    prompt (and of replays after a preemption), ``layers_run`` those of generation, drafts included.
+    A layer execution is one position through one layer. ``prompt_layers_run`` counts the prompt's
+    (and those of replays after a preemption), ``layers_run`` those of generation, drafts included.
     """
 
     contract: str
-    """The promise under which the output was made."""
+    """The promise of the request's exit policy."""
     num_layers: int
     prompt_tokens: int
     generated_tokens: int
@@ -47,17 +47,18 @@ class RequestStats:
     time_to_first_token_s: float
     total_s: float
     mean_exit_layer: float
-    """Over the generated tokens; accepted drafts count with the depth that drafted them."""
+    """Mean over the generated tokens; an accepted draft counts with the layer that drafted it."""
     cached_tokens: int = 0
-    """Of ``prompt_tokens`` those that came from the prefix cache: no layer ran for them."""
+    """Prompt tokens that came from the prefix cache: no layer ran for them."""
     full_depth_s: float | None = None
     """Seconds that as many tokens would have taken at full depth among the same requests. Passes
-    are counted as they were measured on this model; what was not timed, prompts above all, as it
-    was. None where too little is known."""
+    count as they were measured on this model, and other work, mainly prompts, as it was. None where
+    too little is known.
+    """
 
     @property
     def draft_acceptance(self) -> float | None:
-        """Accepted drafts / drafted tokens; None when nothing was drafted."""
+        """Acceptance rate: accepted drafts / drafted tokens; None when nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
@@ -85,15 +86,17 @@ class RequestStats:
 
 @dataclass(frozen=True)
 class Saved:
-    """What requests took, beside what full depth takes for them."""
+    """The speed of requests, compared with full depth."""
 
     tokens_per_s: float
     full_depth_tokens_per_s: float | None
-    """At full depth, from passes that were measured; None where that is not known, and for requests
-    that ran so."""
+    """Tokens/s at full depth, from measured passes; None where it is not known, and for requests
+    that ran at full depth.
+    """
     layers_run: float | None
-    """Layer executions for each token after the first of a request, whose are its prompt's, drafts
-    included; None without such a token."""
+    """Layer executions for each token after a request's first, drafts included; None without such a
+    token.
+    """
     num_layers: int
     """Layer executions of a token at full depth."""
     is_lossless: bool
@@ -101,17 +104,17 @@ class Saved:
 
     @property
     def speedup(self) -> float | None:
-        """How many times as fast as full depth; None where that is not known."""
+        """Speed over full depth's; None where that is not known."""
         full = self.full_depth_tokens_per_s
         return None if full is None else self.tokens_per_s / full
 
     @classmethod
     def of(cls, stats: Sequence[RequestStats], seconds: float | None = None) -> Saved:
-        """What some requests took together.
+        """The speed of some requests together.
 
         Args:
-            stats: of the requests, which are one or more of one model.
-            seconds: in which all of them were served; those of the longest when None.
+            stats: the requests' statistics, one or more, of one model.
+            seconds: the time in which all of them were served; the longest request's when None.
         """
         tokens = sum(each.generated_tokens for each in stats)
         after_first = sum(max(each.generated_tokens - 1, 0) for each in stats)
@@ -135,57 +138,61 @@ class Saved:
 
 @dataclass(frozen=True)
 class Output:
-    """One finished request. Lists have one entry per generated token."""
+    """A finished request. Lists have one entry for each generated token."""
 
     request_id: str
     prompt_token_ids: list[int]
     token_ids: list[int]
     """New tokens only; a stop token is included."""
     text: str | None
-    """Without the stop token or stop string; None for a model without a tokenizer."""
+    """The text without the stop token or stop string; None for a model without a tokenizer."""
     finish_reason: str
     """``stop`` (end-of-sequence, stop token, stop string), ``length``, ``cancelled``, ``error``."""
     exit_layers: list[int]
-    """How many layers the token had behind it; for an accepted draft the draft's, 0 where it was
-    looked up."""
+    """Layers that each token ran; for an accepted draft the layers that drafted it, 0 where it was
+    looked up.
+    """
     confidences: list[float]
-    """The policy's measure where it was taken, else the gap of the two largest probabilities."""
+    """The policy's measure where it was taken, otherwise the gap of the two largest
+    probabilities.
+    """
     logprobs: list[float] | None
     """Log-probability of each token before temperature and filters, when asked for."""
     top_logprobs: list[dict[int, float]] | None
     stats: RequestStats
     prompt_logprobs: list[PromptLogprob | None] | None = None
-    """Of each token of the prompt, when asked for; None for the first. Fewer of a request that
-    ended before its prompt did."""
+    """Log-probabilities of each prompt token, when asked for; None for the first. There are fewer
+    where the request ended before its prompt did.
+    """
     error: str | None = None
-    """What went wrong with this request, and with no other, where ``finish_reason`` is ``error``;
-    what it had generated by then is there.
+    """The error of this request, where ``finish_reason`` is ``error``; what it had generated by
+    then is in the other fields. Other requests are not affected.
     """
 
 
 @dataclass(frozen=True, eq=False)
 class StepOutput:
-    """What one engine step added to one request."""
+    """The tokens that one engine step added to one request."""
 
     request_id: str
     token_ids: list[int]
     exit_layers: list[int]
     confidences: list[float]
     output: Output | None
-    """The whole result, with the request's last step."""
+    """The whole result, in the request's last step."""
     logprobs: list[float] | None = None
-    """Of each token, as in :class:`Output`, when asked for."""
+    """Log-probabilities of each token, as in :class:`Output`, when asked for."""
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[PromptLogprob | None] | None = None
-    """As in :class:`Output`, with the request's first step, when asked for."""
+    """As in :class:`Output`, in the request's first step, when asked for."""
     piece: Callable[[], str] | None = field(default=None, repr=False)
-    """Decodes :attr:`text`, which nobody may ever ask for; once, whoever calls it how often."""
+    """Decodes :attr:`text` at its first use."""
 
     @property
     def text(self) -> str:
         """New text; empty while a character or a possible stop string is incomplete.
 
-        It is decoded when it is first asked for, with that of earlier steps that were not.
+        The text is decoded when it is first asked for, together with that of earlier steps.
         """
         return "" if self.piece is None else self.piece()
 
@@ -195,10 +202,10 @@ class StepOutput:
 
 
 class RequestFailedError(EecoreError, RuntimeError):
-    """A request that failed on the way; it took nobody along.
+    """A request failed while it ran; other requests are not affected.
 
     Attributes:
-        output: what there was by then; its ``finish_reason`` is "error".
+        output: what the request had generated; its ``finish_reason`` is "error".
     """
 
     def __init__(self, output: Output) -> None:

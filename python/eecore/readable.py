@@ -1,4 +1,4 @@
-"""Files of others: opened only where they are files, and read no further than they may go."""
+"""Safe reading of other people's files: only regular files, and no more than a bounded size."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ KINDS = {
 CHUNK = 1 << 20
 NOTHING = (errno.ENOENT, errno.ENOTDIR)
 MEASURES_FOLDER = "measures"
-MOST_CONFIG = 4 << 20
+MAX_CONFIG = 4 << 20
 FOREIGN_HEADS = ("eagle", "medusa", "hydra", "speculator", "hass")
 """Parts of the names of architectures that draft for another model."""
 
 
 def path_of(path: str | os.PathLike[str], error: type[EecoreError]) -> Path:
-    """A path that somebody gave, with its ``~`` expanded.
+    """A user's path, with ``~`` expanded.
 
     Raises:
-        EecoreError: the one asked for; it is no path, or there is no such home.
+        EecoreError: of class ``error``: it is no path, or there is no such home.
     """
     try:
         return Path(path).expanduser()
@@ -51,14 +51,14 @@ def path_of(path: str | os.PathLike[str], error: type[EecoreError]) -> Path:
 
 
 def kind_of(path: Path) -> str:
-    """What is at a path, links followed: "a file", "a directory", "nothing", ..., or why nobody can
-    know.
+    """The kind of what is at a path, links followed: "a file", "a directory", "nothing", ..., or
+    why it cannot be known.
     """
     try:
         mode = path.stat().st_mode
     except OSError as error:
         return "nothing" if error.errno in NOTHING else f"an error: {error.strerror}"
-    except ValueError:  # a NUL, or what no file system can spell
+    except ValueError:  # a NUL, or letters that no file system has
         return "a name that no file can have"
     return KINDS.get(stat.S_IFMT(mode), "something else")
 
@@ -98,23 +98,23 @@ def _without_config(directory: Path) -> str:
 def _architecture(config: Path) -> str:
     """The first architecture that a config.json names; "" where it cannot be read."""
     try:
-        names = json.loads(read_bytes(config, MOST_CONFIG, EecoreError))["architectures"]
+        names = json.loads(read_bytes(config, MAX_CONFIG, EecoreError))["architectures"]
         return names[0] if isinstance(names[0], str) and names[0].isidentifier() else ""
     except (EecoreError, ValueError, TypeError, LookupError, RecursionError):
         return ""
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a file that can be looked at."""
+    """Whether there is a readable regular file."""
     return kind_of(path) == "a file"
 
 
 def beside_model(directory: Path, name: str | Path) -> Path:
-    """Where a file that goes with a model is: in the folder ``measures`` of its directory, else in
-    the directory itself.
+    """The place of a file that belongs to a model: in the folder ``measures`` of its directory if
+    it is there, otherwise in the directory itself.
 
-    A classifier has the folder because other engines load every safetensors file that lies in the
-    directory itself as weights of the model.
+    Classifiers have the folder because other engines load every safetensors file in the directory
+    itself as weights of the model.
     """
     within = directory / MEASURES_FOLDER / name
     return within if is_file(within) else directory / name
@@ -126,10 +126,11 @@ def regular_file(
     missing: type[EecoreError] | None = None,
     what: str = "a file",
 ) -> Path:
-    """The path of a file, which is neither a directory nor a pipe nor a device.
+    """The path of a regular file: no directory, pipe or device.
 
     Raises:
-        EecoreError: ``missing``, where it is given, when nothing is there; ``error`` for all else.
+        EecoreError: of class ``missing``, where it is given, when nothing is there; otherwise of
+            class ``error``.
     """
     kind = kind_of(path)
     if kind == "a file":
@@ -140,7 +141,7 @@ def regular_file(
 
 
 def shown_path(path: Path) -> str:
-    """A path as errors name it: printable, and not longer than any file's can be."""
+    """A path as errors show it: printable, and no longer than a file name can be."""
     text = str(path)
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= 4096 else f"{text[:100]}..."
@@ -152,14 +153,14 @@ def read_bytes(
     error: type[EecoreError],
     missing: type[EecoreError] | None = None,
 ) -> bytes:
-    """All of a file, which may have ``most`` bytes; errors as those of :func:`regular_file`."""
+    """The content of a file of at most ``most`` bytes; errors as in :func:`regular_file`."""
     regular_file(path, error, missing)
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             content = file.read(size + 1) if size <= most else b""
             while max(size, len(content)) <= most and (more := file.read(CHUNK)):
-                content += more  # of a file that does not know its size
+                content += more  # the file does not know its size
     except OSError as caught:
         raise error(f"{shown_path(path)}: {caught.strerror}") from None
     if (got := max(size, len(content))) > most:

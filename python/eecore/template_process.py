@@ -1,7 +1,7 @@
-"""The process that chat templates run in, with what transformers gives them.
+"""The process that renders chat templates, with the functions that transformers offers them.
 
 A template comes with a model and is a program, in jinja2's language. jinja2's sandbox keeps it from
-what is not its own; time and memory are bounded by the kernel, and its output here.
+other objects; the kernel bounds its time and memory, and this module its output.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from eecore.channel import Channel
 __all__ = ["prepared"]
 
 Answer = tuple[str | None, str, bool]
-"""The text, or None and why there is none, and whether the template itself says so."""
-# Has Python read what it reads when it is first used: codecs, and how errors are shown.
+"""The text, or None; the reason for None; and whether the template itself raised it."""
+# Makes Python load what it loads at first use: codecs, and how errors are shown.
 TRIAL = r"{{ '\N{DIGIT ONE}\n' }}{{ strftime_now('%c') }}{{ [1]|tojson(indent=1) }}{{ a.b.c }}"
 MAX_COMPILED = 8
 """Templates that are kept compiled."""
@@ -34,11 +34,11 @@ MAX_ERROR = 1000
 
 
 class _Refusal(TemplateError):
-    """What a template raises itself."""
+    """An error that a template raises itself."""
 
 
 class _GenerationBlock(Extension):
-    """``{% generation %}...{% endgeneration %}`` marks the assistant's part: kept as is."""
+    """``{% generation %}...{% endgeneration %}`` marks the assistant's part; its text is kept."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -63,7 +63,7 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: jinja2's own filter escapes for HTML."""
+    """Plain JSON, since jinja2's own filter escapes for HTML."""
     options: dict[str, Any] = {"separators": separators, "sort_keys": sort_keys}
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
@@ -80,11 +80,11 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def prepared() -> Callable[[Channel], None]:
-    """What a process does that templates run in."""
+    """Prepare the process; returns the function that renders."""
     compiled = lru_cache(MAX_COMPILED)(_environment().from_string)
 
     def run(channel: Channel) -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))  # opens nothing any more
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))  # it can open no file any more
         while (message := channel.receive()) is not None:
             source, values, characters, seconds, memory = message
             limit_memory(own + memory)
@@ -100,7 +100,7 @@ def prepared() -> Callable[[Channel], None]:
 def _answer(
     compiled: Callable[[str], Template], source: str, values: dict[str, Any] | None, most: int
 ) -> Answer:
-    """What a template makes of values; of None, whether it is a template."""
+    """The text of a template with values; with None, whether the template is valid."""
     try:
         template = compiled(source)
     except MemoryError:  # ends this process
@@ -113,7 +113,7 @@ def _answer(
         raise
     except _Refusal as error:
         return None, str(error)[:MAX_ERROR], True
-    except Exception as error:  # a program's own failures
+    except Exception as error:  # errors in the template's program
         return None, _in_words(error), False
 
 

@@ -1,7 +1,7 @@
-"""Safetensors files: names, shapes and numbers, with errors that name file and tensor.
+"""Safetensors files: names, shapes and tensors, with errors that name file and tensor.
 
-The library checks header, offsets and sizes against the file before it gives anything; what is not
-whole, not a file or not safetensors is one error.
+The library checks header, offsets and sizes against the file before it returns anything; an
+incomplete file, no file and another format are one error.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class TensorFile:
     """An open safetensors file; a context manager.
 
     Args:
-        path: of the file.
-        error: what is raised.
-        missing: what is raised when nothing is there, if that is another error.
-        what: the file is expected to be.
+        path: the file's path.
+        error: the class of errors.
+        missing: the class of the error for no file, if that is another one.
+        what: the expected kind of file, for errors.
 
     Attributes:
-        path: of the file.
-        metadata: what its header says besides tensors.
-        names: of its tensors.
+        path: the file's path.
+        metadata: the header's metadata.
+        names: the tensors' names.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class TensorFile:
         self._file.__exit__(kind, error, traceback)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, from the header."""
+        """A tensor's shape, from the header."""
         return tuple(self._slice(name).get_shape())
 
     def stored_dtype(self, name: str) -> str:
-        """What the header calls it: F32, BF16, I64, ..."""
+        """A tensor's dtype as the header names it: F32, BF16, I64, ..."""
         return str(self._slice(name).get_dtype())
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor as it is stored, on the CPU."""
+        """The tensor as stored, on the CPU."""
         try:
             stored: Tensor = self._file.get_tensor(name)
         except (self._library_error, RuntimeError, TypeError, ValueError) as caught:
@@ -87,7 +87,7 @@ class TensorFile:
         return stored
 
     def wrong(self, name: str, expected: str, got: str) -> EecoreError:
-        """The error of a tensor."""
+        """The error for a tensor."""
         return self._error(f"{self.path}: {shown_name(name)}: expected {expected}, got {got}")
 
     def _slice(self, name: str) -> Any:

@@ -16,9 +16,10 @@ from eecore.readable import shown_path
 __all__ = ["JsonLine", "has_json_lines", "json_lines", "name_of", "read_text"]
 
 STDIN = Path("-")
-MOST_SHOWN = 80
-MOST_FROM_PIPE = 1 << 30
-"""Bytes of what has no end of its own."""
+MAX_SHOWN = 80
+"""Characters of a line that errors show."""
+MAX_FROM_PIPE = 1 << 30
+"""Bytes of a pipe or device, which may never end."""
 
 
 class JsonLine(NamedTuple):
@@ -31,7 +32,7 @@ class JsonLine(NamedTuple):
     """The line, cut where it is long."""
 
     def fields(self, *names: str) -> list[Any]:
-        """Values by name; None for what is missing, and all None where it is no object."""
+        """Values by name; None for a missing one, and all None where the line is no object."""
         fields = self.value if isinstance(self.value, dict) else {}
         return [fields.get(name) for name in names]
 
@@ -42,7 +43,7 @@ def has_json_lines(path: Path) -> bool:
 
 
 def name_of(path: Path) -> str:
-    """What errors call a file; ``-`` is stdin."""
+    """The name of a file in errors; ``-`` is stdin."""
     return "stdin" if path == STDIN else shown_path(path)
 
 
@@ -50,7 +51,7 @@ def read_text(path: Path, error: type[RequestError] = RequestError) -> str:
     """A file's UTF-8 text, without a byte order mark; ``-`` is stdin.
 
     Raises:
-        RequestError: or the one asked for; it cannot be read.
+        RequestError: or ``error``; the file cannot be read.
     """
     try:
         if path == STDIN:
@@ -65,15 +66,15 @@ def read_text(path: Path, error: type[RequestError] = RequestError) -> str:
         raise error(f"{name_of(path)}: expected UTF-8 text, got {caught}") from None
     except OSError as caught:
         raise error(f"{name_of(path)}: {caught.strerror or caught}") from None
-    except ValueError:  # a NUL, or what no file system can spell
+    except ValueError:  # a NUL, or letters that no file system has
         raise error(f"{name_of(path)}: expected the name of a file") from None
 
 
 def _bounded(file: BinaryIO, error: type[RequestError], path: Path) -> bytes:
-    """All that a pipe or device gives, which may never end."""
-    content = file.read(MOST_FROM_PIPE + 1)
-    if len(content) > MOST_FROM_PIPE:
-        raise error(f"{name_of(path)}: expected at most {MOST_FROM_PIPE} bytes, got more")
+    """All bytes of a pipe or device, up to a limit."""
+    content = file.read(MAX_FROM_PIPE + 1)
+    if len(content) > MAX_FROM_PIPE:
+        raise error(f"{name_of(path)}: expected at most {MAX_FROM_PIPE} bytes, got more")
     return content
 
 
@@ -81,13 +82,13 @@ def json_lines(path: Path, error: type[RequestError] = RequestError) -> Iterator
     """A file's lines that are not blank, one by one.
 
     Raises:
-        RequestError: or the one asked for; it cannot be read, or a line is not JSON.
+        RequestError: or ``error``; the file cannot be read, or a line is not JSON.
     """
     for number, line in enumerate(read_text(path, error).split("\n"), 1):
         if not line.strip():
             continue
         where, shown = f"{name_of(path)}:{number}", line.strip()
         value = parse_json(line, where, error)
-        if len(shown) >= MOST_SHOWN:
-            shown = f"{shown[: MOST_SHOWN - 3]}..."
+        if len(shown) >= MAX_SHOWN:
+            shown = f"{shown[: MAX_SHOWN - 3]}..."
         yield JsonLine(where, value, shown)

@@ -1,8 +1,8 @@
-"""What users give, checked and as Python's own numbers and strings.
+"""Checks of users' values, which are stored as Python's own numbers and strings.
 
-Whoever keeps what was given keeps its surprises too: an int8 that overflows, a Fraction that numpy
-does not take, a bool that counts as one. What cannot be used is known at once, never by a TypeError
-or OverflowError from far inside.
+A stored value of another type would bring its surprises along: an int8 that overflows, a Fraction
+that numpy does not take, a bool that counts as one. A wrong value is refused at once, not by a
+TypeError or OverflowError from far inside.
 """
 
 from __future__ import annotations
@@ -47,20 +47,21 @@ __all__ = [
 
 INT32_MAX = 2**31 - 1
 MIN_POSITIVE = sys.float_info.min
-MOST_SHOWN = 120
+MAX_SHOWN = 120
+"""Characters of a value that errors show."""
 
 
 class _Short(reprlib.Repr):
-    """Looks at no more of a value than it shows."""
+    """A repr that looks at no more of a value than it shows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel = 4
-        self.maxstring = self.maxother = self.maxlong = MOST_SHOWN
+        self.maxstring = self.maxother = self.maxlong = MAX_SHOWN
         self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 8
 
     def repr_int(self, value: int, _level: int) -> str:
-        """Python refuses to write out the longest ones."""
+        """Python refuses to write out very long integers."""
         return repr(value) if value.bit_length() < 1000 else "a value of type int"
 
 
@@ -68,12 +69,12 @@ _SHORT = _Short()
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it: its repr, cut short; its type where it has none."""
+    """A value as an error shows it: its repr, cut short; its type where repr fails."""
     try:
         text = _SHORT.repr(value)
-    except Exception:  # whatever a class of the user's says
+    except Exception:  # whatever a user's class raises
         return f"a value of type {type(value).__name__}"
-    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 def as_whole(value: object, low: float = -math.inf, high: float = math.inf) -> int | None:
@@ -101,9 +102,7 @@ def as_real(value: object, low: float = -math.inf, high: float = math.inf) -> fl
 
 
 def as_index(value: object) -> int | None:
-    """What can stand as an index, tensors of one integer included, as an int; None for all else,
-    and for bools.
-    """
+    """An index, tensors of one integer included, as an int; None for all else, and for bools."""
     try:
         if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
             return None
@@ -113,7 +112,7 @@ def as_index(value: object) -> int | None:
 
 
 def as_items(value: object, most: int) -> list[Any] | None:
-    """What can be gone through, as a list; None for all else, and beyond ``most`` items."""
+    """The items of an iterable as a list; None for all else, and beyond ``most`` items."""
     try:
         items = list(islice(value, most + 1)) if isinstance(value, Iterable) else None
     except Exception:
@@ -122,25 +121,26 @@ def as_items(value: object, most: int) -> list[Any] | None:
 
 
 def is_whole(value: object, low: float, high: float = math.inf) -> bool:
-    """Whether it is an integer, numpy's included, of low..high."""
+    """Whether a value is an integer, numpy's included, of low..high."""
     return as_whole(value, low, high) is not None
 
 
 def is_within(value: object, low: float, high: float) -> bool:
-    """Whether it is a finite real number, numpy's included, of low..high."""
+    """Whether a value is a finite real number, numpy's included, of low..high."""
     return as_real(value, low, high) is not None
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a field of a dataclass may hold: ``num_drafts: Annotated[int, whole(1)] = 6``.
+    """The values that a field of a dataclass may have: ``num_drafts: Annotated[int, whole(1)] =
+    6``.
 
     Attributes:
-        own: the value as Python's own; None for one that cannot be used.
-        expected: the values that can be used, in words.
-        read: makes a value of a text.
-        is_plain: JSON can say the values.
-        optional: None can be used, too.
+        own: converts a value to Python's own type; returns None for one that cannot be used.
+        expected: the allowed values in words.
+        read: converts a text to a value.
+        is_plain: whether JSON can express the values.
+        optional: whether None is allowed, too.
     """
 
     own: Callable[[Any], Any]
@@ -196,7 +196,7 @@ def instances(kind: type, *, most: int) -> Rule:
 
 
 def texts(*, most: int, longest: int) -> Rule:
-    """A tuple of strings, none empty; a single one is one of one."""
+    """A tuple of strings, none empty; a single string counts as a tuple of one."""
 
     def own(value: object) -> tuple[str, ...] | None:
         items = [value] if isinstance(value, str) else as_items(value, most)
@@ -216,7 +216,7 @@ def wholes(
     expected: str = "",
     kind: type[tuple[Any, ...]] | type[frozenset[Any]] = tuple,
 ) -> Rule:
-    """A tuple, or another ``kind``, of ints of low..high; a single one is one of one."""
+    """A tuple, or another ``kind``, of ints of low..high; a single int counts as a tuple of one."""
 
     def own(value: object) -> Any:
         single = as_whole(value)
@@ -243,7 +243,7 @@ def weights(low: float, high: float, *, most: int) -> Rule:
 
     def own(value: object) -> tuple[tuple[int, float], ...] | None:
         given = value if isinstance(value, tuple) else None
-        with suppress(Exception):  # whatever a class of the user's says
+        with suppress(Exception):  # whatever a user's class raises
             given = tuple(islice(value.items(), most + 1)) if isinstance(value, Mapping) else given
         pairs: dict[Any, Any] = {}
         for pair in given or ():
@@ -287,13 +287,13 @@ def check_fields(
     prefix: str = "",
     rules: Mapping[str, Rule] | None = None,
 ) -> None:
-    """Put plain values in the place of those that a frozen dataclass was made with.
+    """Replace the fields of a frozen dataclass by plain values.
 
     Args:
         owner: the dataclass.
-        error: what a field that cannot be used raises.
-        prefix: of the names in messages.
-        rules: by field; None: those of the dataclass.
+        error: the error for a wrong field.
+        prefix: before the names in messages.
+        rules: by field; None: the dataclass's own.
     """
     for name, rule in (rules_of(type(owner)) if rules is None else rules).items():
         value = getattr(owner, name)
@@ -307,7 +307,7 @@ def check_fields(
 
 @cache
 def described(kind: type) -> dict[str, str]:
-    """What a class's docstring says of each of its ``Args:``, each on one line."""
+    """The text of each of a class's ``Args:``, each on one line."""
     _, _, section = inspect.cleandoc(kind.__doc__ or "").partition("\nArgs:\n")
     parts = re.split(r"^    (\w+): ", section.partition("\n\n")[0], flags=re.M)[1:]
     return {
@@ -316,7 +316,7 @@ def described(kind: type) -> dict[str, str]:
 
 
 def help_of(kind: type, name: str) -> str:
-    """A field in a line: the first sentence about it, and the values that it may have."""
+    """The help of a field in one line: the first sentence of its text, and the allowed values."""
     words = described(kind).get(name, "").partition(". ")[0].removesuffix(".").replace("``", "")
     words, rule = words[:1].upper() + words[1:], rules_of(kind).get(name, FLAG)
     values = rule.expected.removeprefix("None or ").replace(f"..{INT32_MAX}", " or more")

@@ -15,7 +15,7 @@ import op_calls
 from eecore import ops
 
 CALLS = 1500
-MOST_BYTES = 8 * CALLS
+MAX_BYTES = 8 * CALLS
 
 
 class Mallinfo(ctypes.Structure):
@@ -49,4 +49,4 @@ def test_calls_leave_no_memory_behind(op: str) -> None:
         for _ in range(CALLS):
             call.run()
         growths.append(bytes_in_use() - before)
-    assert min(growths) <= MOST_BYTES
+    assert min(growths) <= MAX_BYTES

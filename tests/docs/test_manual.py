@@ -194,7 +194,7 @@ def test_the_fields_that_are_described_are_those_of_requests() -> None:
     page = (DOCS / "serving.md").read_text()
     known = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
     others = {*WITHOUT_EFFECT, *NOT_SUPPORTED, "NOT_SUPPORTED"}
-    rows = "fields|guides|without effect|not there, a 400"
+    rows = "fields|guides|without effect|not supported, a 400"
     found = re.findall(rf"^\| (?:{rows}) \| (.*) \|$", page, re.MULTILINE)
     names = [INLINE.findall(row) for row in found]
     named, beside = (

@@ -341,7 +341,7 @@ def test_policies_that_the_model_cannot_run(llama: PreTrainedModel) -> None:
 def test_holes_in_a_prompt(llama: PreTrainedModel) -> None:
     given = batch(6)
     given["attention_mask"] = torch.tensor([[1, 1, 0, 1, 1, 1]])
-    with pytest.raises(RequestError, match=r"attention_mask: expected padding at an end"):
+    with pytest.raises(RequestError, match=r"attention_mask: expected padding only at an end"):
         llama.generate(**given, custom_generate=EARLY)
 
 

@@ -1,4 +1,4 @@
-"""Calibration: which threshold keeps a promise, which sublayers a draft can leave out."""
+"""Calibration: thresholds that keep a promise, and sublayers that a draft can skip."""
 
 from eecore.calibration.examples import Example, read_examples
 from eecore.calibration.procedure import calibrate

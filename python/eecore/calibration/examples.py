@@ -1,4 +1,4 @@
-"""Examples from JSON lines: a prompt and, where there is one, the text that should follow it."""
+"""Examples in JSON lines: prompts, some with the text that should follow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Example", "read_examples"]
 
 @dataclass(frozen=True)
 class Example:
-    """One line of a file."""
+    """A line of a file."""
 
     prompt: str
     target: str | None = None
@@ -28,12 +28,12 @@ def read_examples(
 
     Args:
         path: a JSON-lines file.
-        limit: how many to read at most.
+        limit: examples to read, at most.
         needs_target: whether a line without a target is an error.
 
     Raises:
-        RequestError: the file cannot be read, has no example, or a line is malformed; with its
-            number.
+        RequestError: the file cannot be read, has no example, or a line is malformed; the message
+            has its number.
     """
     path = path_of(path, RequestError)
     lines = itertools.islice(json_lines(path), limit)

@@ -1,4 +1,4 @@
-"""How well every exit of a model predicts given tokens: teacher-forced, on eecore's own kernels."""
+"""Scores of every exit of a model on given tokens: teacher-forced, on eecore's own kernels."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ ROWS_AT_A_TIME = 64
 
 @dataclass(frozen=True)
 class Scored:
-    """A sequence, and from which token on its predictions count."""
+    """A sequence, and the token from which on its predictions count."""
 
     token_ids: list[int]
     first: int = 1
     input_ids: list[int] | None = None
-    """What the encoder reads, where there is one."""
+    """The encoder's tokens, where there is an encoder."""
 
     @staticmethod
     def of(config: AnyModelConfig, given: list[int], learnt: list[int]) -> Scored:
-        """A prompt and what should follow it, as a model sees the two."""
+        """A prompt and the text that should follow it, as a model reads the two."""
         if isinstance(config, T5Config):
             return Scored([config.decoder_start_token_id, *learnt], 1, given)
         return Scored([*given, *learnt], len(given))
@@ -45,9 +45,9 @@ class ExitScore:
     exit_layer: int
     perplexity: float
     accuracy: float
-    """How often the likeliest token is the right one."""
+    """Share of tokens whose most probable prediction is right."""
     agreement: float
-    """How often it is that of the last layer."""
+    """Share of tokens whose most probable prediction is the last layer's."""
 
 
 @torch.inference_mode()
@@ -64,7 +64,7 @@ def score_exits(
         layers: exit layers, 1..num_layers.
 
     Raises:
-        RequestError: nothing to score, a sequence that is too long, a layer there is not.
+        RequestError: there is nothing to score, a sequence is too long, or a layer does not exist.
     """
     num_layers = network.config.num_layers
     wanted = sorted({*layers, num_layers})
@@ -115,8 +115,8 @@ def _sums(network: Network, sequence: Scored, layers: list[int]) -> dict[int, Te
 def forced_states(
     network: Network, sequence: Scored, layers: Iterable[int]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Each of ``layers`` with the states, [num_tokens, hidden_size], before and after the stretch
-    of layers that it ends; ascending.
+    """For each of ``layers``, ascending: the layer, and the states [num_tokens, hidden_size] before
+    and after the layers from the previous one up to it.
     """
     ids = torch.tensor(sequence.token_ids, device=network.device)
     count, given = len(ids), sequence.input_ids
@@ -137,7 +137,7 @@ def forced_states(
 
 
 def whole_sequences(lengths: Sequence[int], page_size: int, device: torch.device) -> AttentionBatch:
-    """All rows of some sequences, which lie one after the other in pages 0, 1, ... of their own."""
+    """A batch of all rows of some sequences, one after the other in pages 0, 1, ..."""
     pages = [-(-length // page_size) for length in lengths]
     first_pages = [0, *itertools.accumulate(pages[:-1])]
     table = torch.zeros(len(lengths), max(pages), dtype=torch.int32)

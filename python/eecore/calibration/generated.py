@@ -1,4 +1,4 @@
-"""Outputs to measure: one that failed is none."""
+"""Outputs for a measurement, in which a failed request is an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["generated"]
 
 
 def generated(model: Model, prompts: Any, **settings: Any) -> list[Output]:
-    """What :func:`eecore.generate` gives.
+    """The outputs of :func:`eecore.generate`.
 
     Raises:
         RuntimeError: a request failed while it ran.

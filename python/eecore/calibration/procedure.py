@@ -1,9 +1,10 @@
-"""How a calibration is found: Learn then Test over descending thresholds (CALM §4, App. E).
+"""The search for a calibrated threshold: Learn then Test over descending thresholds (CALM §4, App.
+E).
 
 For prompts like those of the calibration set, the expected loss of the early-exiting model is at
 most ``delta``, with probability at least ``1 - epsilon`` over the choice of the calibration set.
 The loss of a prompt is either 1 - similarity to the full model's text (*textual consistency*), or
-how much worse than the full model's the text is, measured against the label (*risk consistency*).
+how much worse than the full model's the text is, compared with the label (*risk consistency*).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ DEFAULT_GRID = tuple(round(1.0 - 0.05 * i, 2) for i in range(21))
 
 
 def hoeffding_bentkus(mean_loss: float, num_prompts: int, delta: float) -> float:
-    """p-value of "the expected loss exceeds delta", from a mean of losses in [0, 1].
+    """The p-value of "the expected loss exceeds delta", from a mean of losses in [0, 1].
 
     ``min(exp(-n kl(min(E, delta) || delta)), e BinomCDF(ceil(n E); n, delta))`` with
     ``0 log 0 = 0`` (CALM App. E; Bates et al. 2021).
@@ -64,9 +65,9 @@ def hoeffding_bentkus(mean_loss: float, num_prompts: int, delta: float) -> float
 
 
 def prompts_needed(delta: float, epsilon: float) -> float:
-    """The fewest prompts with which any threshold can pass: those of a loss of 0 on all of them.
+    """The fewest prompts with which a threshold can pass, if every loss is 0.
 
-    A whole number, or infinity where a float cannot tell it.
+    A whole number, or infinity where a float is too coarse.
     """
     needed = math.log(epsilon) / math.log1p(-delta)
     return float(math.ceil(needed)) if math.isfinite(needed) else needed
@@ -81,7 +82,7 @@ def tried_thresholds(
     """Fixed-sequence testing: down the grid until a threshold's p-value exceeds epsilon.
 
     Args:
-        losses_at: losses in [0, 1] of all prompts with a threshold.
+        losses_at: the losses in [0, 1] of all prompts with a threshold.
         grid: thresholds, descending.
         delta: the tolerated expected loss.
         epsilon: the tolerated probability that it is exceeded.
@@ -120,26 +121,26 @@ def calibrate(
     classifier: ExitClassifier | None = None,
     progress: Callable[[CalibrationStep], None] | None = None,
 ) -> Calibration:
-    """Find the lowest threshold that keeps the promise, by generating with each of them.
+    """Find the lowest threshold that keeps the promise, by generating with one after the other.
 
     Args:
         model: from :func:`eecore.load`, with a tokenizer.
-        examples: prompts drawn like those to come; with targets for the ``risk`` loss.
-        measure: of :class:`eecore.ConfidentExit`.
+        examples: prompts drawn like those of the intended use; with targets for the ``risk`` loss.
+        measure: as in :class:`eecore.ConfidentExit`.
         delta: the tolerated expected loss, between 0 and 1.
         epsilon: the tolerated probability that it is exceeded, between 0 and 1.
         loss: ``textual`` or ``risk``.
         similarity: ``rougeL``, ``rouge2`` or ``exact``.
         grid: descending thresholds, the first of them 1.
         max_tokens: new tokens a prompt.
-        decay_tau: of the policy, as are the next three.
+        decay_tau: as in :class:`eecore.ConfidentExit`.
         exit_points: exit layers at which confidence is measured.
         min_exit_layer: the earliest exit.
         classifier: for the ``classifier`` measure.
-        progress: called with each threshold tried.
+        progress: called with the step of each threshold tried.
 
     Raises:
-        RequestError: for settings or examples that cannot be used; nothing has run then.
+        RequestError: settings or examples cannot be used; nothing has run then.
     """
     check_settings(examples, delta, epsilon, loss, similarity, grid, max_tokens)
     if model.tokenizer is None:
@@ -206,7 +207,7 @@ def check_number(num_prompts: int, delta: float, epsilon: float) -> None:
     """Refuse fewer prompts than any threshold can pass with.
 
     Raises:
-        RequestError: says how many it takes.
+        RequestError: there are too few; the message says how many it takes.
     """
     needed = prompts_needed(delta, epsilon)
     if num_prompts < needed:
@@ -228,7 +229,7 @@ def check_settings(
     """Refuse settings of :func:`calibrate` that are wrong for every model.
 
     Raises:
-        RequestError: names the first, or a package that is missing.
+        RequestError: a setting is wrong, or a package is missing; the message names the first.
     """
     for name, value in (("delta", delta), ("epsilon", epsilon)):
         if not is_within(value, 0.0, 1.0) or value in (0.0, 1.0):
@@ -251,7 +252,7 @@ def check_settings(
                 raise RequestError(
                     f"examples[{number}]: expected a target for the risk loss, got none"
                 )
-    hoeffding_bentkus(0.0, len(examples), delta)  # raises where scipy is missing
+    hoeffding_bentkus(0.0, len(examples), delta)  # raises an error where scipy is missing
     SIMILARITIES[similarity]("", "")  # or rouge-score
 
 

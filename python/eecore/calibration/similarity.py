@@ -1,4 +1,4 @@
-"""How alike a generated text is to another, from 0 to 1."""
+"""Similarities of a generated text to a reference, from 0 to 1."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from eecore.errors import RequestError
 __all__ = ["SIMILARITIES", "Similarity", "exact_match", "rouge"]
 
 Similarity = Callable[[str, str], float]
-"""Of a generated text to a reference."""
+"""The similarity of a generated text to a reference."""
 
 
 def exact_match(text: str, reference: str) -> float:
-    """1 for the same text but for white space around it, else 0."""
+    """1 where the texts are equal up to white space around them, else 0."""
     return float(text.strip() == reference.strip())
 
 
@@ -31,12 +31,12 @@ def _scorer(kind: str) -> Any:
 
 
 def rouge(kind: str, text: str, reference: str) -> float:
-    """ROUGE F1 (Lin 2004) of lower-cased words; texts that are the same are 1, also without words.
+    """ROUGE F1 (Lin 2004) over lower-cased words; 1 for equal texts, also without words.
 
     Args:
         kind: ``rougeL``, ``rouge2`` or ``rouge1``.
         text: the generated text.
-        reference: what it is held against.
+        reference: the text that it is compared with.
     """
     scorer = _scorer(kind)
     if text.strip() == reference.strip():

@@ -1,8 +1,8 @@
-"""Which sublayers a draft can leave out: a greedy search on the user's own text.
+"""A search for the sublayers that a draft can skip, on the user's own text.
 
 Zhang et al. 2023 (Draft & Verify) search the set by Bayesian optimisation of the generation speed.
-Here each sublayer's loss is measured once, then sublayers are left out one after the other, each
-time the best of a few promising candidates; the answer is the prefix of that path with the highest
+Here each sublayer's loss is measured once, then sublayers are skipped one after the other, each
+time the best of a few promising candidates; the result is the prefix of that path with the highest
 predicted speed-up.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from eecore.calibration.exit_scores import whole_sequences
-from eecore.config import MOST_LAYERS, AnyModelConfig
+from eecore.config import MAX_LAYERS, AnyModelConfig
 from eecore.errors import RequestError
 from eecore.exits import DraftAndVerify
 from eecore.files import write_text
@@ -32,16 +32,16 @@ __all__ = ["SkipSearch", "SkipStep", "search_skipped_sublayers"]
 
 Sublayer = tuple[str, int]
 PAGE_SIZE = 16
-MOST_STEPS = 2 * MOST_LAYERS
+MAX_STEPS = 2 * MAX_LAYERS
 CANDIDATES = 6
 """The most promising sublayers, which are tried at each step."""
 MAX_DRAFTS = 8
-"""The most drafts a round that the prediction considers."""
+"""The longest draft that the prediction considers."""
 
 
 @dataclass(frozen=True)
 class SkipStep:
-    """One set on the path of the search."""
+    """A set on the path of the search."""
 
     skip_attention: tuple[int, ...]
     skip_mlp: tuple[int, ...]
@@ -50,7 +50,7 @@ class SkipStep:
     draft_cost: float
     """Weights that a draft token reads, over those of a full one."""
     predicted_speedup: float
-    """Over full decoding, bound by weights read, at the best number of drafts."""
+    """Speed-up over full decoding, bound by weights read, at the best draft length."""
     num_drafts: int
 
 
@@ -79,9 +79,9 @@ class SkipSearch:
 
     @staticmethod
     def load(path: str | Path) -> SkipSearch:
-        """Read what :meth:`save` wrote; RequestError for anything else."""
+        """Read a file of :meth:`save`; RequestError for anything else."""
         steps = read_json_value(path_of(path, RequestError), RequestError)
-        if not isinstance(steps, list) or not 1 <= len(steps) <= MOST_STEPS:
+        if not isinstance(steps, list) or not 1 <= len(steps) <= MAX_STEPS:
             raise RequestError(
                 f"{path}: expected the path of a search, a list of steps, got {shown(steps)}"
             )
@@ -96,8 +96,8 @@ class SkipSearch:
 def _read_step(read: JsonFields) -> SkipStep:
     read.only(*(field.name for field in fields(SkipStep)))
     step = SkipStep(
-        skip_attention=read.integers("skip_attention", 0, MOST_LAYERS - 1, most=MOST_LAYERS),
-        skip_mlp=read.integers("skip_mlp", 0, MOST_LAYERS - 1, most=MOST_LAYERS),
+        skip_attention=read.integers("skip_attention", 0, MAX_LAYERS - 1, most=MAX_LAYERS),
+        skip_mlp=read.integers("skip_mlp", 0, MAX_LAYERS - 1, most=MAX_LAYERS),
         agreement=read.number("agreement", 0.0, 1.0),
         draft_cost=read.number("draft_cost", 0.0, 1.0),
         predicted_speedup=read.number("predicted_speedup", 0.0, 1e6),
@@ -109,7 +109,7 @@ def _read_step(read: JsonFields) -> SkipStep:
 
 
 def predicted_speedup(agreement: float, draft_cost: float, max_drafts: int) -> tuple[float, int]:
-    """(speed-up, number of drafts) when every token costs the weights it reads.
+    """The speed-up and the draft length, when every token costs the weights it reads.
 
     A round of d drafts costs ``d * draft_cost + 1`` full passes and gives
     ``(1 - a^(d+1)) / (1 - a)`` tokens in the mean (Leviathan et al. 2023, eq. 1).
@@ -130,13 +130,13 @@ def search_skipped_sublayers(
     max_skipped: int | None = None,
     progress: Callable[[SkipStep], None] | None = None,
 ) -> SkipSearch:
-    """Find the sublayers that a :class:`eecore.DraftAndVerify` draft of this model can leave out.
+    """Find the sublayers that a :class:`eecore.DraftAndVerify` draft of this model can skip.
 
     Args:
         model: from :func:`eecore.load`.
-        texts: a few hundred words like those that the model will write, or their token ids.
-        max_tokens: how many tokens of them, together, are looked at.
-        max_skipped: most sublayers to leave out; as many as the model has layers when None.
+        texts: a few hundred words similar to the model's intended texts, or their token ids.
+        max_tokens: tokens of all texts that are used.
+        max_skipped: sublayers to skip, at most; as many as the model has layers when None.
         progress: called with each set on the search's path.
     """
     if max_skipped is not None and max_skipped < 1:
@@ -218,14 +218,14 @@ class _Probe:
         self._tokens = self._full.argmax(dim=-1)
 
     def score(self, skipped: list[Sublayer]) -> tuple[float, float]:
-        """(acceptance score to rank by, agreement of the argmax)."""
+        """The mean acceptance probability, to rank by, and the agreement of the argmax."""
         probs = self._probs(skipped)
         agreement = float((probs.argmax(dim=-1) == self._tokens).float().mean())
         overlap = float(torch.minimum(probs, self._full).sum(dim=-1).mean())
         return agreement + overlap, agreement
 
     def _probs(self, skipped: list[Sublayer]) -> Tensor:
-        """[num_tokens, vocab_size]"""
+        """Probabilities, [num_tokens, vocab_size]."""
         hidden = self._network.layers(
             0,
             self._network.config.num_layers,

@@ -1,7 +1,7 @@
-"""Text coloured by how deep the model went for each token.
+"""Text coloured by the exit layer of each token.
 
-Colours run from sky blue (the lowest exit layer there can be) over violet to orange (all layers).
-Where there are no colours the depths come as numbers, after the text.
+Colours run from sky blue (the lowest possible exit layer) over violet to orange (all layers). Where
+there are no colours, the exit layers are shown as numbers after the text.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = [
 
 
 def has_colours(console: Console) -> bool:
-    """Whether colours show: a terminal that has them, and no NO_COLOR."""
+    """Whether colours show: the terminal has them, and NO_COLOR is not set."""
     return console.color_system is not None and not console.no_color
 
 
 def depth_style(layer: int, lowest: int, num_layers: int) -> Style:
-    """The colour of a token that left after ``layer`` layers."""
+    """The colour of a token that exited after ``layer`` layers."""
     return Style(color=depth_colour(layer, lowest, num_layers))
 
 
@@ -53,12 +53,12 @@ def depth_legend(lowest: int, num_layers: int) -> Text:
 
 
 def is_lossless(policy: Exit) -> bool:
-    """Whether all layers verify each token that fewer of them, or none, have drafted."""
+    """Whether all layers verify each token that fewer layers, or none, drafted."""
     return policy.contract.endswith("lossless")
 
 
 def legend_of(policy: Exit, num_layers: int) -> Text:
-    """What the colours of a policy's tokens mean, as one line."""
+    """The meaning of the colours under a policy, as one line."""
     if not is_lossless(policy):
         return depth_legend(min(policy.lowest_exit, num_layers), num_layers)
     legend = Text()
@@ -75,7 +75,7 @@ def runs(layers: Sequence[int]) -> str:
 
 
 def said_depths(policy: Exit, layers: Sequence[int], num_layers: int) -> str:
-    """How a policy's tokens were made, in words, where colours cannot say it."""
+    """The origin of a policy's tokens in words, for output without colours."""
     if not is_lossless(policy):
         return f"exit layers: {runs(layers)}"
     drafted = sum(layer < num_layers for layer in layers)
@@ -86,14 +86,14 @@ class DepthPainter:
     """Colours one request's text as it grows, each token by its exit layer.
 
     The text is the engine's. It may come later than its tokens (half a character, the beginning of
-    a stop string), so how much of it belongs to each token is counted from the tokens themselves.
+    a stop string), so the length of each token's text is counted from the tokens themselves.
 
     Args:
-        model: that writes it.
-        prompt_ids: what it follows.
+        model: the model that writes the text.
+        prompt_ids: the tokens before it.
         lowest: the layer of the first colour.
-        verified: all layers verify what is drafted: there are two colours, for tokens that were
-            drafted and for those that were not.
+        verified: whether all layers verify drafts: there are two colours then, for drafted tokens
+            and for others.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class DepthPainter:
         return self.paint(text)
 
     def paint(self, text: str) -> Text:
-        """Text that belongs to the oldest tokens whose text has not come yet."""
+        """The text of the oldest tokens whose text has not come yet, in colour."""
         painted = Text()
         while text:
             taken = len(text)

@@ -1,4 +1,4 @@
-"""The exit mode as said on a command line: ``confident:0.8``, ``speculative:8,6``, ..."""
+"""The exit mode on a command line: ``confident:0.8``, ``speculative:8,6``, ..."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ USUAL_EXIT = "auto on a CPU, full on a GPU"
 PANEL = "Exit mode"
 LAYERS = "such as 4,8,12-20"
 LISTS = {"exit_points", "skip_attention", "skip_mlp"}
-MAX_LAYERS = 10_000
+MAX_LISTED = 10_000
 
 
 def _said(mode: str, name: str, *flags: str, form: str = "", **details: Any) -> Any:
-    """The option for a field of a mode, with its words, range and default."""
+    """The option for a field of a mode, with its description, range and default."""
     words = help_of(MODES[mode].policy, name)
     words = words[:1].lower() + words[1:]
     words = f"{words.partition(' (at most')[0]}, {form}" if form else words
@@ -57,7 +57,7 @@ def _said(mode: str, name: str, *flags: str, form: str = "", **details: Any) -> 
     return typer.Option(*flags, help=f"{mode}: {words}.", rich_help_panel=PANEL, **details)
 
 
-# Options of several commands; None where not given.
+# Options that several commands share; None where not given.
 Measure = Annotated[str | None, _said("confident", "measure")]
 ExitPoints = Annotated[
     str | None, _said("confident", "exit_points", form=LAYERS, show_default="all")
@@ -88,7 +88,7 @@ SkipsFile = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions:
-    """How confidence is measured; None where not given."""
+    """The options of how confidence is measured; None where not given."""
 
     PANEL: ClassVar = PANEL
 
@@ -100,7 +100,7 @@ class MeasureOptions:
 
     @property
     def given(self) -> list[str]:
-        """The options that are given, but for ``--exit``."""
+        """The names of the options that are given, without ``--exit``."""
         names = [each.name for each in fields(self) if each.name != "exit"]
         return [name for name in names if getattr(self, name) is not None]
 
@@ -121,7 +121,7 @@ class _Said:
 
 @dataclass(frozen=True)
 class ExitOptions(MeasureOptions, _Said):
-    """``--exit`` and the options that go with one mode; None where not given."""
+    """``--exit`` and the options of the modes; None where not given."""
 
     batch_mode: Annotated[str | None, _said("confident", "batch")] = None
     calibration: CalibrationFile = None
@@ -144,17 +144,17 @@ class ExitOptions(MeasureOptions, _Said):
 
     @property
     def _parsed(self) -> tuple[Mode, dict[str, Any]]:
-        """The mode of ``--exit``, and the fields that its text says."""
+        """The mode in ``--exit``, and the fields in its text."""
         try:
             return said_exit(self.exit or "")
         except ExitTextError as error:
             raise UsageError(f"--{error}") from None
 
     def policy(self, directory: Path | None = None) -> Exit:
-        """The exit policy that is said; an ExitError when it contradicts itself.
+        """The exit policy of the options; an ExitError where they contradict each other.
 
-        Calibrations and classifiers may be named as they are called in the model's ``directory``,
-        and a classifier that was made for another model is an error.
+        Calibrations and classifiers may be given by their names in the model's ``directory``. A
+        classifier that was made for another model is an error.
         """
         mode, said = self._parsed
         if self.skips is not None:
@@ -181,7 +181,7 @@ class ExitOptions(MeasureOptions, _Said):
         assert self.calibration is not None
         if "threshold" in settings:
             raise UsageError(
-                "--exit: expected confident alone: the threshold is that of --calibration, got "
+                "--exit: expected confident without a threshold, which --calibration has, got "
                 f"{self.exit!r}"
             )
         for name in self.given:
@@ -209,19 +209,19 @@ def _flag(name: str) -> str:
 
 
 def _field(name: str) -> str:
-    """The field of a policy that an option is."""
+    """The policy's field for an option."""
     return "batch" if name == "batch_mode" else name
 
 
 def _mode_of(name: str) -> str:
-    """The mode with a field."""
+    """The mode that has a field."""
     return next(
         mode.name for mode in MODES.values() if name in {each.name for each in fields(mode.policy)}
     )
 
 
 def parse_exit_points(text: str | None) -> tuple[int, ...] | None:
-    """Layers of ``--exit-points``; None where it is not given."""
+    """The layers of ``--exit-points``; None where it is not given."""
     return None if text is None else parse_layers("--exit-points", text)
 
 
@@ -234,8 +234,8 @@ def parse_layers(flag: str, text: str, *, what: str = "layers") -> tuple[int, ..
             stretch = range(int(first), int(last or first) + 1)
             if not stretch:
                 raise ValueError
-            if stretch[-1] >= MAX_LAYERS:
-                raise UsageError(f"{flag}: expected {what} below {MAX_LAYERS}, got {text!r}")
+            if stretch[-1] >= MAX_LISTED:
+                raise UsageError(f"{flag}: expected {what} below {MAX_LISTED}, got {text!r}")
             layers.update(stretch)
     except ValueError:
         raise UsageError(f"{flag}: expected {what} such as 4,8,12-20, got {text!r}") from None

@@ -1,4 +1,4 @@
-"""From what went wrong to one line on stderr and an exit code."""
+"""Errors of a command as one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eecore.errors import EecoreError, ModelError, RequestError
 __all__ = ["EXIT_CODES", "FAILED", "UsageError", "failure", "reports_failures"]
 
 FAILED, USAGE, MODEL, REQUEST = 1, 2, 3, 4
-MOST_LETTERS = 2000
+MAX_LETTERS = 2000
 
 EXIT_CODES = (
     "Exit codes: 0 done, 1 failed while running, 2 wrong usage, 3 the model cannot be loaded, 4 "
@@ -28,7 +28,7 @@ EXIT_CODES = (
 )
 
 UsageError = typer.BadParameter
-# Typer carries its own copy of click in some releases: take the base class from what it exports.
+# Some releases of typer have their own copy of click: take the base class from its exports.
 _AnyUsageError: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
 )
@@ -37,7 +37,7 @@ P = ParamSpec("P")
 
 
 def reports_failures(command: Callable[P, int]) -> Callable[P, int]:
-    """The command, with exceptions but usage errors turned into a message and an exit code."""
+    """The command, with every exception but usage errors turned into a message and an exit code."""
 
     @functools.wraps(command)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -54,10 +54,12 @@ def reports_failures(command: Callable[P, int]) -> Callable[P, int]:
 
 
 def failure(error: BaseException, *, debug: bool = False) -> int:
-    """Say what went wrong; returns the exit code. What asks the process to end is raised again."""
+    """Print the error; returns the exit code. An exception that asks the process to end is raised
+    again.
+    """
     if isinstance(error, (SystemExit, GeneratorExit)):
         raise error
-    interrupted = SIGNALS.waiting  # a library may make something else of it
+    interrupted = SIGNALS.waiting  # a library may have turned it into something else
     SIGNALS.arrived()
     lost = flush_output()
     if interrupted or isinstance(error, (KeyboardInterrupt, typer.Abort)):
@@ -90,8 +92,8 @@ def _usage_message(error: Exception) -> str:
 
 
 def _bad_value(error: Exception) -> str:
-    """An option's value that cannot be, as our own errors say it; empty where pydantic, which some
-    releases of typer ask, did not refuse it.
+    """A wrong value of an option in eecore's words; empty where the error is not pydantic's, which
+    some releases of typer use.
     """
     refused = getattr(error.__cause__, "errors", None)
     parameter = getattr(error, "param", None)
@@ -110,7 +112,7 @@ def _code(error: BaseException) -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    """Our own messages whole; of others the kind and the first line."""
+    """The whole message of eecore's own errors; of others the kind and the first line."""
     text = str(error).strip()
     if isinstance(error, EecoreError):
         return _short(" ".join(text.split()))
@@ -121,6 +123,6 @@ def _one_line(error: BaseException) -> str:
 
 
 def _short(message: str) -> str:
-    """Arguments may be as long as they like, what is said of them not."""
-    half = MOST_LETTERS // 2
-    return message if len(message) <= MOST_LETTERS else f"{message[:half]} ... {message[-half:]}"
+    """A message cut to a bounded length, since arguments may be very long."""
+    half = MAX_LETTERS // 2
+    return message if len(message) <= MAX_LETTERS else f"{message[:half]} ... {message[-half:]}"

@@ -1,4 +1,4 @@
-"""Files named on a command line: checked before anything heavy is loaded."""
+"""Checks of files named on a command line, before anything heavy is loaded."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["beside", "check_out"]
 
 
 def check_out(flag: str, path: Path | None, *, is_stem: bool = False) -> None:
-    """Raise a usage error unless a file can be written there.
+    """Raise a usage error unless a file can be written at a path.
 
     Args:
-        flag: that names it.
-        path: of the file; None for none.
-        is_stem: it is what the names of files begin with.
+        flag: the option that names it.
+        path: the file; None for none.
+        is_stem: whether the path is the beginning of file names.
     """
     if path is None:
         return

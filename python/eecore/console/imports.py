@@ -1,4 +1,4 @@
-"""Imports of a command without garbage collections, which find nothing among new modules."""
+"""Imports without garbage collections, which find nothing among new modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["kept"]
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """What is imported within stays, so that the garbage collector never looks at it.
+    """Objects imported in this context are kept out of later garbage collections.
 
     torch alone makes so many objects that collections take a fifth of its import.
     """

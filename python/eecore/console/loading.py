@@ -1,4 +1,4 @@
-"""Loading a model for a command: cheap checks first, then a spinner while weights come."""
+"""Loading a model for a command: cheap checks first, then a spinner while weights are read."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ __all__ = [
 ]
 
 SEEDS = 2**63 - 1
-"""The largest."""
+"""The largest seed."""
 MODEL_HELP = (
     "A model directory in Hugging Face layout, a GGUF file, or a repository of the hub: org/name, "
     "org/name@revision, org/name:file.gguf; intent: the model that ships with eecore."
 )
 ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
-# Of the commands that go on with a prompt.
+# For commands whose next argument is a prompt.
 OptionalModel = Annotated[
     str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, show_default=BUILTIN)
 ]
@@ -100,8 +100,8 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 def check_path(path: str | Path, *, takes_gguf: bool = True) -> Path:
-    """The directory or GGUF file, fetched where it is a repository's, or a ModelError that says
-    what to do; needs no heavy import.
+    """The directory or GGUF file, fetched where it is a repository's; needs no heavy import. A
+    ModelError says what to do where there is none.
     """
     directory = model_directory(path)
     found = kind_of(directory)
@@ -121,10 +121,10 @@ def check_path(path: str | Path, *, takes_gguf: bool = True) -> Path:
 def model_and_prompt(
     model: str | None, prompt: str | None, *, has_file: bool = False
 ) -> tuple[str, str | None]:
-    """MODEL and PROMPT of a command line, of which the first may be left out.
+    """MODEL and PROMPT of a command line, the first of which may be left out.
 
-    One alone is the model where a file or directory is called so, where prompts come from a file,
-    and where it is one word.
+    A single argument is the model where a file or directory has that name, where prompts come from
+    a file, or where it is one word.
     """
     if model is None:
         return BUILTIN, None
@@ -135,8 +135,8 @@ def model_and_prompt(
 
 
 def path_before_prompt(model: str, prompt: str | None) -> Path:
-    """What :func:`check_path` gives of a MODEL that a prompt may follow. A word without one may be
-    a prompt, which the error says.
+    """The result of :func:`check_path` for a MODEL that a prompt may follow. The error for a single
+    word says that it may be a prompt.
     """
     try:
         return check_path(model)
@@ -166,8 +166,8 @@ def load(
 
 
 def options_for(directory: Path, policy: Exit | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of :func:`eecore.load` for a policy, which is checked against the model's shape; a
-    draft head is fetched.
+    """The options of :func:`eecore.load` for a policy, which is checked against the model's shape;
+    a draft head is fetched.
     """
     if isinstance(options.get("exits"), str):
         options = {**options, "exits": fetch_head(options["exits"])}
@@ -182,13 +182,13 @@ def options_for(directory: Path, policy: Exit | None, options: dict[str, Any]) -
     calibration = getattr(policy, "calibration", None)
     if calibration is None:
         return options
-    # Its guarantee holds in no other.
+    # The guarantee holds for these only.
     own = {name: getattr(calibration, name) for name in ("dtype", "weights")}
     return {**options, **{n: value for n, value in own.items() if options.get(n) is None}}
 
 
 def spinner(what: str) -> AbstractContextManager[Any]:
-    """A spinner on stderr, with the time that has passed; nothing where that is not a terminal."""
+    """A spinner on stderr with the elapsed time; nothing where stderr is not a terminal."""
     console = Console(stderr=True)
     if not console.is_interactive:
         return nullcontext()

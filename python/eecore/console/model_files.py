@@ -1,4 +1,4 @@
-"""Files that go with a model, named on a command line: calibrations and exit classifiers."""
+"""Files that belong to a model, named on a command line: calibrations and exit classifiers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["in_model", "load_classifier"]
 
 
 def in_model(path: Path, directory: Path | None) -> Path:
-    """A file, which may be named as it is called in the model's directory."""
+    """The path of a file, which may be given by its name in the model's directory."""
     if directory is None or kind_of(path) != "nothing":
         return path
     found = beside_model(directory, path)
@@ -24,11 +24,10 @@ def in_model(path: Path, directory: Path | None) -> Path:
 
 
 def load_classifier(path: Path, directory: Path | None) -> ExitClassifier:
-    """The classifier of a file named on the command line.
+    """The classifier in a file named on the command line.
 
     Raises:
-        ExitError: it cannot be read, or says that it was made for another model than that of the
-            directory.
+        ExitError: it cannot be read, or names another model than the directory's.
     """
     from eecore import exits
 
@@ -40,7 +39,7 @@ def load_classifier(path: Path, directory: Path | None) -> ExitClassifier:
 
 
 def _check_made_for(classifier: Path, directory: Path) -> None:
-    """ExitError unless the model is the one that a classifier names, if it names one."""
+    """Raise an ExitError where a classifier names another model."""
     from eecore.models import model_digest
     from eecore.tensor_files import TensorFile
 

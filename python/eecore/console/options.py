@@ -1,6 +1,6 @@
 """Options of a command as dataclasses: one for each panel of ``--help``.
 
-A command takes such an object in place of its options::
+A command takes such an object in place of single options::
 
     @dataclass(frozen=True, kw_only=True)
     class Optimizer:
@@ -50,11 +50,11 @@ def option(default: Any = MISSING, help: str = "", *flags: str, **settings: Any)
     """A field that is an option.
 
     Args:
-        default: the value where the option is not given; without one it has to be given.
-        help: the words of ``--help``.
-        flags: ``--name`` and others; that of the field's name when there are none. A bool has no
-            ``--no-name`` unless the flags say so.
-        settings: others of :func:`typer.Option`.
+        default: the value where the option is not given; without a default the option is required.
+        help: the text of ``--help``.
+        flags: ``--name`` and others; by default the field's name. A bool has no ``--no-name``
+            unless the flags say so.
+        settings: further arguments of :func:`typer.Option`.
     """
     made = typer.Option(*flags, help=help or None, **settings)
     return dataclasses.field(default=default, metadata={"option": made})
@@ -70,7 +70,7 @@ class ProcessOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(ProcessOptions):
-    """How a model is loaded."""
+    """The options of loading a model."""
 
     device: Device = None
     dtype: Dtype = None
@@ -88,7 +88,7 @@ class LoadOptions(ProcessOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(LoadOptions):
-    """How a model is loaded by commands that answer requests."""
+    """The options of loading a model in commands that answer requests."""
 
     kv_cache_tokens: KVCacheTokens = None
     kv_cache_dtype: KVCacheDtype = None
@@ -107,7 +107,7 @@ class EngineOptions(LoadOptions):
 
 
 def takes_options(command: Callable[..., int]) -> Callable[..., int]:
-    """A command that typer can read: dataclasses among its parameters become their options."""
+    """A command for typer, with dataclasses among its parameters turned into their options."""
     panels: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
@@ -137,7 +137,7 @@ def _options(panel: Any) -> Iterator[inspect.Parameter]:
         if get_origin(hint) is Annotated:
             hint, made = get_args(hint)
         made = copy.copy(made)
-        if hint is bool and made.default is ...:  # typer's place for a first flag
+        if hint is bool and made.default is ...:  # typer's place for the first flag
             made.default = f"--{each.name.replace('_', '-')}"
         made.rich_help_panel = made.rich_help_panel or getattr(panel, "PANEL", None)
         yield inspect.Parameter(

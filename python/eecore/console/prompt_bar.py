@@ -1,4 +1,4 @@
-"""How far the prompts of an engine are read, where a person waits for the first token."""
+"""A progress bar for reading prompts, shown while a person waits for the first token."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 __all__ = ["with_prompt_bar"]
 
 PATIENCE_SECONDS = 1.0
-"""How long nothing is shown."""
+"""Seconds in which nothing is shown."""
 
 
 def with_prompt_bar(engine: Engine) -> Iterator[StepOutput]:
     """All steps of an engine. Where the first one takes long, a bar on stderr shows until then how
-    many tokens of the prompts are read; nothing where stderr is no terminal.
+    many tokens of the prompts have been read; there is none where stderr is no terminal.
     """
     console = Console(stderr=True)
     if not console.is_interactive:

@@ -1,7 +1,8 @@
-"""Ctrl-C and SIGTERM as exceptions, so that what is open is put away.
+"""Ctrl-C and SIGTERM as exceptions, so that open files and processes are closed.
 
-A library may swallow such an exception, in an import, say. Until somebody says that it has arrived
-it is raised again. While torch's modules load none is: their C++ would end the process by it.
+A library may swallow such an exception, in an import, say. So it is raised again until
+:meth:`arrived` is called. While torch's modules are loading none is raised: their C++ code would
+end the process.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ __all__ = ["INTERRUPTED", "SIGNALS", "TERMINATED"]
 
 INTERRUPTED, TERMINATED = 130, 143
 AGAIN_SECONDS = 1.0
-"""After which an exception that has not arrived comes again."""
+"""Seconds after which an exception that has not arrived is raised again."""
 LOADING_SECONDS = 0.05
-"""After which a signal is heard again that came while torch was loading."""
+"""Seconds after which a signal that came while torch was loading is tried again."""
 
 
 class _Signals:
-    """The signals of a process; what it never listens to it never hears."""
+    """The signals of a process; without :meth:`listen` they do what they always do."""
 
     def __init__(self) -> None:
-        self._waiting = 0  # how often an exception was raised that has not arrived
+        self._waiting = 0  # the number of exceptions raised that have not arrived
 
     @property
     def waiting(self) -> bool:
@@ -33,7 +34,7 @@ class _Signals:
         return self._waiting > 0
 
     def listen(self) -> None:
-        """From now on the signals are KeyboardInterrupt and SystemExit."""
+        """Turn the signals into KeyboardInterrupt and SystemExit from now on."""
         # A shell that starts a command in the background has it ignore Ctrl-C.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._interrupt)
@@ -42,11 +43,11 @@ class _Signals:
         sys.unraisablehook = _quietly
 
     def arrived(self) -> None:
-        """The exception is where it is dealt with."""
+        """Note that the exception has reached the code that handles it."""
         self._waiting = 0
 
     def ignore(self) -> None:
-        """What comes now comes too late to change anything."""
+        """Ignore signals from now on: they would come too late to change anything."""
         self.arrived()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -60,7 +61,7 @@ class _Signals:
             raise SystemExit(TERMINATED)
 
     def _may_raise(self, number: int, frame: FrameType | None) -> bool:
-        """Whether an exception may be raised here; the signal comes again in any case."""
+        """Whether an exception may be raised here; the signal is repeated in any case."""
         self._waiting += 1
         is_loading = _loads_torch(frame)
         seconds = LOADING_SECONDS if is_loading else AGAIN_SECONDS
@@ -72,7 +73,7 @@ class _Signals:
     def _again(self, number: int, count: int) -> None:
         if self._waiting == count:
             main = threading.main_thread().ident or 0
-            signal.pthread_kill(main, number)  # which ends a wait, too
+            signal.pthread_kill(main, number)  # also ends a wait
 
 
 def _loads_torch(frame: FrameType | None) -> bool:
@@ -86,7 +87,7 @@ def _loads_torch(frame: FrameType | None) -> bool:
 
 
 def _quietly(_lost: Any) -> None:
-    """An exception in a finalizer concerns nobody, or comes again."""
+    """Drop an exception in a finalizer: it has no effect, or is raised again."""
 
 
 SIGNALS = _Signals()

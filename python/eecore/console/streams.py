@@ -1,7 +1,7 @@
-"""The standard streams of a process: what if one is closed, full, or cannot say a letter.
+"""The standard streams of a process, which may be closed, full, or unable to encode a letter.
 
-Output that cannot be written is an error, whose words go to stderr; what goes to stderr is written
-where that is possible.
+Output that cannot be written is an error, which is reported on stderr; writing to stderr never
+fails.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ OUTPUT_LOST, NO_READER = 1, 141
 
 
 def prepare_streams() -> None:
-    """Give the process three streams that can be used, whatever it was started with.
+    """Give the process three usable streams, whatever it was started with.
 
-    A closed descriptor becomes the null device, lest a file that is opened later gets its number
-    and with it what was meant for the stream.
+    A closed descriptor becomes the null device. Otherwise a file that is opened later would get its
+    number, and with it the output of the stream.
     """
     for descriptor in range(3):
         try:
@@ -62,11 +62,11 @@ class _Closed(io.TextIOBase):
 
 
 class _Diagnostics(io.TextIOWrapper):
-    """A stderr whose failures stop nobody."""
+    """A stderr that drops what it cannot write."""
 
     def __init__(self, stream: io.TextIOWrapper) -> None:
         super().__init__(stream.buffer, stream.encoding, "backslashreplace", line_buffering=True)
-        self._stream = stream  # its end would close the buffer
+        self._stream = stream  # kept, since its end would close the buffer
 
     def write(self, text: str) -> int:
         with suppress(OSError, ValueError):
@@ -79,7 +79,7 @@ class _Diagnostics(io.TextIOWrapper):
 
 
 def say(line: str) -> None:
-    """A line on stderr, if it can be written there."""
+    """Print a line on stderr, if it can be written there."""
     try:
         print(line, file=sys.stderr, flush=True)
     except UnicodeEncodeError:
@@ -89,12 +89,12 @@ def say(line: str) -> None:
 
 
 def says_all(stream: Any) -> bool:
-    """Whether a stream can say every letter."""
+    """Whether a stream can encode every letter."""
     return (getattr(stream, "encoding", None) or "").lower().startswith("utf")
 
 
 def flush_output() -> OSError | None:
-    """Write what is left for stdout; why not, where that cannot be done, and then never again."""
+    """Flush stdout. The error where that fails; nothing is written to it any more then."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -117,7 +117,7 @@ def finish_output(code: int) -> int:
 
 
 def _give_up_output() -> None:
-    """What is still buffered has no way out; without this Python complains of it at its end."""
+    """Drop what is still buffered; Python would otherwise report an error at its end."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, sys.stdout.fileno())

@@ -1,1 +1,1 @@
-"""eecore within other libraries; each module needs the one that it is named after."""
+"""eecore within other libraries; each module needs the library that it is named after."""

@@ -1,8 +1,8 @@
 """Greedy drafts by a model's first layers, for texts that another engine decodes.
 
-That engine shows the tokens of each text and nothing else, so a text is known by its tokens: keys
-and values depend on no more than those. Texts may come, go, change places in the batch and come
-back; what a round drafted in vain is written over by the next.
+The other engine shows only the tokens of each text, so a text is recognised by its tokens, which
+determine its keys and values. Texts may come, go, change places in the batch and come back; the
+next round overwrites the keys and values of rejected drafts.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ PAGE_SIZE = 16
 CHUNK = 512
 """Tokens of a prompt that go through the layers at once."""
 FEW = 16
-"""Most new tokens of a text that wait to go together with those of others."""
+"""New tokens of a text, at most, that run in one batch with those of other texts."""
 Tokens = NDArray[np.int32]
 
 
 @dataclass(eq=False)
 class _Known:
-    """The tokens of a text whose keys and values are in the cache, and where."""
+    """The tokens whose keys and values are in the cache, and their place there."""
 
     tokens: Tokens
     """[max_length], of which ``count`` are known."""
     count: int = 0
     settled: int = 0
-    """How many of them stood in the text when it was last seen; drafts come behind."""
+    """The number of tokens that were in the text when it was last seen; drafts come after."""
     pages: list[int] = field(default_factory=list)
 
     def shared(self, text: Tokens) -> int:
-        """How many tokens it has in common with a text, from the first on."""
+        """The number of tokens in common with a text, from the first on."""
         most = min(self.count, len(text))
         differs = self.tokens[:most] != text[:most]
         return int(differs.argmax()) if differs.any() else most
@@ -54,22 +54,22 @@ class _Row:
     text: Tokens
     known: _Known
     most: int
-    """Drafts that it may have."""
+    """The number of drafts that it may have."""
     drafts: list[int] = field(default_factory=list)
 
 
 class LayerDrafter:
-    """Drafts of the first layers of a model, with keys and values in pages of its own.
+    """Drafts by the first layers of a model, with a KV cache of their own.
 
     Args:
-        model: whose first ``exit_layer`` layers draft; on the CPU.
-        exit_layer: how many layers.
-        max_length: most tokens of a text, its drafts included.
-        max_texts: most texts of a round. Of as many more that ended keys and values stay, as long
-            as there is room.
-        kv_cache_tokens: room for keys and values; texts beyond it go without drafts.
-        threshold: a round's draft of a text ends after a token whose top-2 probability gap is below
-            it; None: never for that.
+        model: its first ``exit_layer`` layers draft; on the CPU.
+        exit_layer: the number of layers that draft.
+        max_length: tokens of a text, at most, its drafts included.
+        max_texts: texts of a round, at most. Keys and values of as many texts that have ended stay,
+            as long as there is room.
+        kv_cache_tokens: tokens of the KV cache; texts beyond it get no drafts.
+        threshold: a text's drafts of a round end after a token whose top-2 probability gap is below
+            it; None: never for that reason.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class LayerDrafter:
             model.config, num_pages, PAGE_SIZE, device=model.device, dtype=model.dtype
         )
         self._free = list(range(num_pages - 1, -1, -1))
-        self._known: list[_Known] = []  # those used last at the end
+        self._known: list[_Known] = []  # the most recently used at the end
         self._places: dict[int, _Known] = {}
 
     @torch.inference_mode()
@@ -98,14 +98,14 @@ class LayerDrafter:
         """Greedy continuations.
 
         Args:
-            texts: int32 [length] of each place in the batch, prompt and answer as far as it is
-                certain; None where none is wanted.
-            num_drafts: most drafts of a text.
+            texts: int32 [length] for each place in the batch: the prompt and the certain part of
+                the answer; None for no drafts.
+            num_drafts: drafts of a text, at most.
 
         Returns:
-            Of each place up to ``num_drafts`` tokens: none where none is wanted or there is no
-            room, or a token that the model does not know; fewer behind a token that ends texts,
-            below the threshold or at ``max_length``.
+            For each place up to ``num_drafts`` tokens. There are none where none are wanted, where
+            there is no room, or where the model does not know a token; fewer after a token that
+            ends texts, below the threshold or at ``max_length``.
         """
         found: list[list[int]] = [[] for _ in texts]
         rows = self._rows(texts, num_drafts)
@@ -116,10 +116,10 @@ class LayerDrafter:
             self._run(rows)
         return found
 
-    # Who is who
+    # Matching of texts to the cache
 
     def _rows(self, texts: Sequence[Tokens | None], num_drafts: int) -> list[_Row]:
-        """Texts that there is room for, each with what is known of it."""
+        """The texts that there is room for, each with its cached tokens."""
         wanted = {
             index: text
             for index, text in enumerate(texts)
@@ -148,7 +148,9 @@ class LayerDrafter:
         return rows
 
     def _that_go_on(self, wanted: dict[int, Tokens]) -> dict[int, _Known]:
-        """Texts that were in the last round, most of them in the same places."""
+        """The cached tokens of texts that were in the last round, most of them in the same
+        places.
+        """
         taken: dict[int, _Known] = {}
         free = {id(known): known for known in self._known if known.settled}
         moved = []
@@ -167,7 +169,9 @@ class LayerDrafter:
         return taken
 
     def _nearest(self, text: Tokens, claimed: set[int]) -> _Known:
-        """What nobody uses and begins like a new text for a page at least, or something new."""
+        """The unused cached tokens that share at least a page with a new text, or an empty
+        entry.
+        """
         idle = [known for known in self._known if id(known) not in claimed]
         best = max(idle, key=lambda known: known.shared(text), default=None)
         if best is not None and best.shared(text) >= PAGE_SIZE:
@@ -175,7 +179,9 @@ class LayerDrafter:
         return _Known(np.empty(self._max_length, np.int32))
 
     def _make_room(self, known: _Known, count: int, idle: list[_Known]) -> bool:
-        """Pages for so many tokens; those that have been idle for longest give theirs."""
+        """Whether there are pages for ``count`` tokens; entries that have been idle longest are
+        dropped for them.
+        """
         missing = -(-count // PAGE_SIZE) - len(known.pages)
         while missing > len(self._free) and idle:
             self._forget(idle.pop(0))
@@ -191,7 +197,7 @@ class LayerDrafter:
     # The layers
 
     def _fill(self, row: _Row) -> None:
-        """Keys and values of a long part of a text, but for its last token."""
+        """Compute keys and values of a long part of a text, without its last token."""
         known, text = row.known, row.text
         if len(text) - known.count > FEW:
             for begin in range(known.count, len(text) - 1, CHUNK):
@@ -201,7 +207,7 @@ class LayerDrafter:
         known.tokens[: len(text)] = text
 
     def _run(self, rows: list[_Row]) -> None:
-        """Each text's last tokens together, then draft by draft."""
+        """Run the last tokens of all texts together, then draft by draft."""
         news = [row.text[row.known.count :] for row in rows]
         starts = [row.known.count for row in rows]
         for row in rows:
@@ -217,7 +223,7 @@ class LayerDrafter:
             for row, token, gap in zip(
                 rows, said.token.tolist(), said.confidence.tolist(), strict=True
             ):
-                if math.isnan(gap):  # a state that is not finite says nothing
+                if math.isnan(gap):  # a state that is not finite ends the draft
                     continue
                 row.drafts.append(token)
                 unsure = self._threshold is not None and gap < self._threshold
@@ -233,7 +239,7 @@ class LayerDrafter:
                 row.known.count += 1
 
     def _layers(self, rows: list[_Row], news: list[Tokens], starts: list[int]) -> Tensor:
-        """States [num_tokens, hidden_size] of new tokens, from positions ``starts`` on."""
+        """The states [num_tokens, hidden_size] of new tokens, from positions ``starts`` on."""
         lengths = [start + len(new) for start, new in zip(starts, news, strict=True)]
         widest = -(-max(lengths) // PAGE_SIZE)
         table = np.zeros((len(rows), widest), np.int32)

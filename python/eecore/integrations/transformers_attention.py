@@ -15,17 +15,17 @@ from eecore.values import shown
 __all__ = ["NAME", "attend", "padding", "register_attention"]
 
 NAME = "eecore"
-# What models ask of attention that the kernel does not have.
+# Arguments of models that the kernel does not support.
 LACKING = ("softcap", "s_aux", "position_bias", "cache")
 
 
 def register_attention() -> str:
-    """Make ``attn_implementation="eecore"`` known to transformers, and give that name.
+    """Register ``attn_implementation="eecore"`` with transformers, and return that name.
 
     ``AutoModelForCausalLM.from_pretrained(..., attn_implementation=eecore.register_attention())``
-    or ``model.set_attn_implementation(eecore.register_attention())``. For causal attention with or
-    without sliding windows, prompts padded on the left, caches that grow or are static; inference
-    alone. What else a model asks is a RequestError when it does.
+    or ``model.set_attn_implementation(eecore.register_attention())``. It is for causal attention
+    with or without sliding windows, prompts padded on the left, and dynamic or static caches, in
+    inference only. Other arguments of a model raise a RequestError when it runs.
     """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, padding)
@@ -40,9 +40,9 @@ def padding(
     attention_mask: Tensor | None = None,
     **_of_masks: Any,
 ) -> Tensor | None:
-    """Which keys there are: bool [batch_size, keys], or None for all ``kv_length``.
+    """The keys that exist: bool [batch_size, keys], or None for all ``kv_length``.
 
-    Behind its columns nothing has been written into a static cache.
+    Keys of a static cache after these columns have not been written.
     """
     written = min(int(q_offset) + q_length, kv_length)
     if attention_mask is None:
@@ -63,39 +63,39 @@ def attend(
     is_causal: bool | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
-    """For transformers.
+    """The attention function that transformers calls.
 
     Args:
         module: the attention layer.
         query: [batch_size, num_q_heads, q_length, head_dim].
         key: [batch_size, num_kv_heads, kv_length, head_dim].
-        value: the same.
+        value: as ``key``.
         attention_mask: from :func:`padding`.
-        scaling: of the scores; head_dim ** -0.5 when None.
-        dropout: 0.
+        scaling: factor of the scores; head_dim ** -0.5 when None.
+        dropout: must be 0.
         sliding_window: keys that a query sees, itself included; None for all.
         is_causal: the module's own when None.
-        asked: what else a model asks.
+        asked: further arguments of the model.
 
     Returns:
-        [batch_size, q_length, num_q_heads, head_dim], and no weights.
+        [batch_size, q_length, num_q_heads, head_dim], and None for the weights.
 
     Raises:
-        RequestError: for what the kernel does not have.
+        RequestError: the kernel does not support an argument.
     """
     _refuse(query, attention_mask, dropout, asked)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     batch, q_heads, q_length, head_dim = query.shape
     kv_heads, kv_length = key.shape[1:3]
     group = q_heads // kv_heads
-    # Each head of keys is a sequence with one head; its queries are those of its group.
+    # Each key head becomes a sequence with one head; its queries are those of its group.
     queries = query.view(batch, kv_heads, group, q_length, head_dim).transpose(2, 3)
     lengths, starts = _written(attention_mask, batch, kv_length, query.device)
     num_seqs = batch * kv_heads
     if attention_mask is None:
         pages = (num_seqs, kv_length, 1, head_dim)
         table = torch.arange(num_seqs, dtype=torch.int32, device=query.device)[:, None]
-    else:  # a page a key, so that a sequence can begin anywhere
+    else:  # a page for each key, so that a sequence can begin anywhere
         pages = (num_seqs * kv_length, 1, 1, head_dim)
         begins = torch.arange(num_seqs, device=query.device) * kv_length
         begins += starts.repeat_interleave(kv_heads)
@@ -105,7 +105,7 @@ def attend(
     begin = torch.zeros(num_seqs + 1, dtype=torch.int32, device=query.device)
     begin[1:] = counts.cumsum(0)
     asks = None
-    if attention_mask is not None and q_length > 1:  # those of padding ask nothing
+    if attention_mask is not None and q_length > 1:  # queries of padding attend to nothing
         asks = torch.arange(q_length, device=query.device) >= q_length - counts[:, None]
         rows = queries.reshape(num_seqs, q_length, group, head_dim)[asks]
     else:
@@ -132,7 +132,7 @@ def attend(
 def _written(
     mask: Tensor | None, batch: int, kv_length: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Of each sequence: how many keys there are, and where the first of them is."""
+    """For each sequence the number of its keys, and the place of the first."""
     if mask is None:
         return torch.full((batch,), kv_length, device=device), torch.zeros(batch, dtype=torch.long)
     mask = mask.to(device)
@@ -140,7 +140,7 @@ def _written(
     starts = mask.shape[1] - lengths
     if not torch.equal(mask.int().argmax(1)[lengths > 0], starts[lengths > 0]):
         raise RequestError(
-            f"attention_mask: expected padding on the left alone with {NAME}, got it elsewhere"
+            f"attention_mask: expected padding only on the left with {NAME}, got it elsewhere"
         )
     return lengths, starts
 

@@ -1,8 +1,8 @@
 """``model.generate`` of transformers on eecore's engine: its call, its arguments, early exit.
 
-``model.generate(**inputs, custom_generate=eecore.generate_for_transformers, exit="auto")``: what
-transformers prepares of the arguments is taken as it comes, and what eecore does not do is an error
-that names it.
+``model.generate(**inputs, custom_generate=eecore.generate_for_transformers, exit="auto")``: the
+arguments are used as transformers prepares them; an argument that eecore does not support raises an
+error that names it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from eecore.errors import RequestError
 from eecore.exit_text import parse_exit, usual_exit
 from eecore.exits import Exit
 from eecore.generation import stream
-from eecore.integrations.transformers_model import model_behind
+from eecore.integrations.transformers_model import adopted_model
 from eecore.output import Output, RequestFailedError, StepOutput
 from eecore.values import shown
 
@@ -34,8 +34,8 @@ __all__ = ["EarlyExitOutput", "generate_for_transformers"]
 
 Criterion = Callable[[Tensor, Any], Any]
 
-# What transformers makes of settings that eecore's sampling has; others change logits in ways that
-# it does not know.
+# Logits processors that transformers makes from settings which eecore's sampling has; other
+# processors change logits in unknown ways.
 PROCESSORS = {
     "MinPLogitsWarper",
     "RepetitionPenaltyLogitsProcessor",
@@ -43,9 +43,9 @@ PROCESSORS = {
     "TopKLogitsWarper",
     "TopPLogitsWarper",
 }
-# Criteria that follow from settings too; others are asked for each token.
+# Criteria that follow from settings too; others are called for each token.
 CRITERIA = {"EosTokenCriteria", "MaxLengthCriteria"}
-# Of a generation config: what is taken over, or changes nothing here.
+# Fields of a generation config that are taken over, or have no effect here.
 SETTINGS = {
     "bos_token_id",
     "cache_implementation",
@@ -68,9 +68,9 @@ SETTINGS = {
     "transformers_version",
     "use_cache",
 }
-# Keys and values of earlier tokens: from transformers 5.24 on, and before.
+# Names of the KV cache: from transformers 5.24 on, and before.
 CACHES = ("cache", "past_key_values")
-# What transformers passes on for a forward pass of its own.
+# Arguments that transformers prepares for a forward pass of its own.
 PREPARED = {
     *CACHES,
     "attention_mask",
@@ -84,15 +84,15 @@ PREPARED = {
 
 @dataclass
 class EarlyExitOutput(ModelOutput):
-    """What a call with ``return_dict_in_generate=True`` gives.
+    """The result of a call with ``return_dict_in_generate=True``.
 
     Attributes:
         sequences: int64 [batch_size, length], prompts and answers, padded on the right.
-        contracts: of each sequence, what its exit policy promises: lossless, calibrated, ...
-        exit_layers: of each sequence, how many layers each new token had behind it.
-        confidences: of each sequence, the policy's measure for each new token.
-        outputs: of each sequence, all that eecore tells of it; None where a stopping criterion of
-            the caller's ended one of them.
+        contracts: for each sequence, the promise of its exit policy: lossless, calibrated, ...
+        exit_layers: for each sequence, the layers that each new token ran.
+        confidences: for each sequence, the policy's measure for each new token.
+        outputs: eecore's output of each sequence; None where a stopping criterion of the caller
+            ended one of them.
     """
 
     sequences: Tensor | None = None
@@ -114,43 +114,45 @@ def generate_for_transformers(
     inputs_tensor: Tensor | None = None,
     **prepared: Any,
 ) -> Tensor | EarlyExitOutput:
-    """For ``model.generate(..., custom_generate=generate_for_transformers, exit=...)``.
+    """Generate on eecore's engine: ``model.generate(..., custom_generate=generate_for_transformers,
+    exit=...)``.
 
     Prompts may be padded on the left, with an attention mask. Greedy answers are those of
-    transformers, sampled ones have its distribution, and follow ``torch.manual_seed``. The first
-    call makes the model one of eecore's, see :func:`eecore.from_transformers`; each looks at what
-    it is by then, and one that has become another is made so again.
+    transformers; sampled ones have its distribution, and follow ``torch.manual_seed``. The first
+    call turns the model into one of eecore's, see :func:`eecore.from_transformers`; each call
+    checks whether the model has changed since, and does it again where it has.
 
     Args:
-        model: given by transformers, as are those up to ``generation_config``.
+        model: given by transformers, like the arguments up to ``generation_config``.
         input_ids: int64 [batch_size, prompt_length].
-        logits_processor: those that follow from the settings.
-        stopping_criteria: the same, and the caller's own, which are asked for each sequence and
-            token, with the sequence alone (int64 [1, length]) and None for its scores.
+        logits_processor: the processors that follow from the settings.
+        stopping_criteria: those that follow from the settings, and the caller's own, which are
+            called for each sequence and token, with the sequence (int64 [1, length]) and None for
+            its scores.
         generation_config: length, sampling, end tokens, ``return_dict_in_generate``.
-        exit: an exit policy, or its text; None as in :func:`eecore.generate`.
-        stop: texts that end an answer, for a model that has a tokenizer by
-            :func:`eecore.from_transformers`; without one pass transformers' StopStringCriteria
-            as a stopping criterion, since ``stop_strings`` do not reach a function like this.
+        exit: an exit policy, or its text; None: as in :func:`eecore.generate`.
+        stop: texts that end an answer, for a model that got a tokenizer by
+            :func:`eecore.from_transformers`; without one, pass transformers' StopStringCriteria as
+            a stopping criterion, since ``stop_strings`` do not reach a custom function.
         inputs_tensor: an encoder's inputs, given by transformers.
-        prepared: what it prepares for a forward pass, of which the attention mask is used.
+        prepared: further arguments of a forward pass, of which only the attention mask is used.
 
     Returns:
-        int64 [batch_size, length]: prompts and answers, those that ended early padded; an
+        int64 [batch_size, length]: prompts and answers, padded where they ended early; an
         :class:`EarlyExitOutput` with ``return_dict_in_generate``.
 
     Raises:
-        RequestError: for an argument that is not honoured.
-        ModelError: the model cannot be one of eecore's: adapters that are not merged, hooks, code
-            of its own.
-        RequestFailedError: one answer failed; the others' work is lost with it, as a tensor has no
-            place to say so.
+        RequestError: an argument is not supported.
+        ModelError: the model cannot be one of eecore's: it has adapters that are not merged, hooks,
+            or code of its own.
+        RequestFailedError: one answer failed; the other answers are lost with it, since a tensor
+            cannot report an error.
     """
     _refuse(logits_processor, generation_config, prepared)
     if torch.is_autocast_enabled(model.device.type):
         raise RequestError("autocast: expected none with eecore, got it enabled")
     criteria = [each for each in stopping_criteria if type(each).__name__ not in CRITERIA]
-    ours = model_behind(model)
+    ours = adopted_model(model)
     policy = parse_exit(exit) if isinstance(exit, str) else exit
     if policy is None:
         policy = parse_exit(usual_exit(ours.network.device))
@@ -159,7 +161,7 @@ def generate_for_transformers(
     prompts = _prompts(given, prepared.get("attention_mask"))
     if is_t5 and input_ids.shape[1] != 1:
         raise RequestError(
-            f"decoder_input_ids: expected the start token alone, got {input_ids.shape[1]} tokens"
+            f"decoder_input_ids: expected only the start token, got {input_ids.shape[1]} tokens"
         )
     settings = _sampling(generation_config, input_ids.shape[1], len(prompts), stop)
     streamer = _streamer()
@@ -195,7 +197,7 @@ def generate_for_transformers(
 
 
 class _Row:
-    """One sequence as it grows, until its output or a criterion ends it."""
+    """A sequence as it grows, until its output or a criterion ends it."""
 
     def __init__(self, input_ids: Tensor, criteria: Sequence[Criterion]) -> None:
         self._input_ids, self._criteria = input_ids, criteria
@@ -210,7 +212,7 @@ class _Row:
         return self._is_cut or self.output is not None
 
     def take(self, step: StepOutput, streamer: Any) -> None:
-        """What a step adds, as far as no criterion ends it."""
+        """Add the tokens of a step, up to one at which a criterion ends the sequence."""
         added = zip(step.token_ids, step.exit_layers, step.confidences, strict=True)
         for token, layer, confidence in added:
             if self._is_cut:
@@ -233,7 +235,7 @@ class _Row:
 
 
 def _answer(criterion: Criterion, ids: Tensor) -> bool:
-    """Of one criterion, on one sequence."""
+    """The answer of a criterion for one sequence."""
     answer = torch.as_tensor(criterion(ids, None))
     if answer.numel() != 1:
         raise RequestError(
@@ -252,7 +254,7 @@ def _refuse(
     config: GenerationConfig,
     prepared: dict[str, Any],
 ) -> None:
-    """An error for the first argument that would not be honoured."""
+    """Raise an error for the first argument that is not supported."""
     usual: dict[str, Any] = getattr(config, "_get_default_generation_params", dict)()
     for name in sorted(set(config.to_diff_dict()) - SETTINGS):
         value = getattr(config, name, None)
@@ -272,7 +274,7 @@ def _refuse(
 
 
 def _prompts(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
-    """Without their padding."""
+    """The prompts without their padding."""
     if input_ids.dim() != 2 or input_ids.is_floating_point():
         raise RequestError(
             f"input_ids: expected token ids [batch_size, length], got {list(input_ids.shape)} of "
@@ -287,7 +289,7 @@ def _prompts(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
         ends = kept[-len(prompt) :] if prompt else []
         if not (all(ends) or all(kept[: len(prompt)])):
             raise RequestError(
-                f"attention_mask: expected padding at an end of a prompt alone, got it within [{i}]"
+                f"attention_mask: expected padding only at an end of a prompt, got it within [{i}]"
             )
         prompts.append(prompt)
     return prompts
@@ -296,7 +298,7 @@ def _prompts(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
 def _sampling(
     config: GenerationConfig, length: int, count: int, stop: str | Sequence[str]
 ) -> list[SamplingParams]:
-    """Of each sequence."""
+    """The sampling parameters of each sequence."""
     ends = config._eos_token_tensor
     shared: dict[str, Any] = {
         "max_tokens": config.max_length - length,
@@ -333,7 +335,9 @@ def _sequences(input_ids: Tensor, rows: list[list[int]], pad: int) -> Tensor:
 
 
 def _streamer() -> Any:
-    """That of the call of ``generate``, which transformers keeps from functions like this."""
+    """The streamer of the running call of ``generate``, which transformers does not pass to custom
+    functions.
+    """
     for frame in _callers():
         if frame.f_code.co_name == "generate" and "custom_generate" in frame.f_locals:
             return frame.f_locals.get("streamer")

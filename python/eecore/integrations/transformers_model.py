@@ -1,4 +1,4 @@
-"""A loaded model of transformers as one of eecore's, on the same weights: no copy, no file."""
+"""A loaded transformers model as one of eecore's, on the same weights: no copy, no file."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from eecore.values import shown
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["from_transformers", "model_behind"]
+__all__ = ["adopted_model", "from_transformers"]
 
 SAMPLED = 64
-"""Numbers of each weight that are looked at for whether it has changed."""
+"""Numbers of each weight that are compared to find out whether it has changed."""
 
 
 class _Watch:
-    """Whether a model of transformers is still the one whose weights were adopted.
+    """Detects changes of a transformers model whose weights were adopted.
 
     Args:
-        model: that one; not held.
-        config: as it was read.
+        model: the model; not kept alive.
+        config: its configuration at that time.
         adopted: its weights.
     """
 
@@ -59,10 +59,10 @@ class _Watch:
         self._seen = look(model)
 
     def change(self) -> str | None:
-        """What is another now, by name, if anything.
+        """The name of the first part that has changed; None where nothing has.
 
         Raises:
-            ModelError: for what eecore does not follow.
+            ModelError: the model has a part that eecore does not support.
         """
         model = self._model()
         if model is None:
@@ -79,10 +79,10 @@ class _Watch:
         return moved
 
     def check(self, network: Network) -> None:
-        """Bring a network of these weights up to date, or raise.
+        """Update a network of these weights, or raise an error.
 
         Raises:
-            ModelError: it cannot be, as the model is another one.
+            ModelError: the model has changed in a way that needs another network.
         """
         changed = self.change()
         if changed is not None:
@@ -95,7 +95,7 @@ class _Watch:
 
 @dataclass(frozen=True)
 class _Held:
-    """What belongs to one model of transformers."""
+    """The state that belongs to one transformers model."""
 
     watch: _Watch
     model: Model
@@ -107,7 +107,7 @@ _HELD: weakref.WeakKeyDictionary[torch.nn.Module, _Held] = weakref.WeakKeyDictio
 _LOCK = threading.RLock()
 
 
-@torch.inference_mode(False)  # a model's parameters are not made tensors of inference
+@torch.inference_mode(False)  # keeps a model's parameters from becoming inference tensors
 @torch.no_grad()
 def from_transformers(
     model: PreTrainedModel,
@@ -118,27 +118,27 @@ def from_transformers(
     prefix_cache: bool = False,
     exits: str | Path | Literal[False] | None = None,
 ) -> Model:
-    """A model of transformers, as :func:`eecore.load` would give it, on the weights that it has.
+    """A transformers model as :func:`eecore.load` would return it, on its own weights.
 
-    Its parameters become views of eecore's weights, which hold all layers one after the other: it
-    goes on working, there is no second copy, and what is written into them, by training or by
-    merging an adapter, is eecore's at once. Each request looks at the model. Where it has become
-    another, as by ``model.to(...)`` or a new LM head, the request is a ModelError, and this has to
-    be called again.
+    The model's parameters become views of eecore's weights, which hold all layers one after the
+    other. The model goes on working, there is no second copy, and what is written into the
+    parameters, by training or by merging an adapter, is written into eecore's weights. Each request
+    checks the model. Where it has changed in another way, as by ``model.to(...)`` or a new LM head,
+    the request raises a ModelError, and this function has to be called again.
 
     Args:
-        model: of the families that :func:`eecore.load` takes, in float32 or bfloat16, on a
-            GPU in float16 too; adapters merged.
-        tokenizer: for prompts and stop strings as text; a fast one of transformers.
-        kv_cache_tokens: as in :func:`eecore.load`; so are the next three.
+        model: of a family that :func:`eecore.load` supports, in float32 or bfloat16, on a GPU also
+            in float16; adapters merged.
+        tokenizer: for prompts and stop strings as text; a fast tokenizer of transformers.
+        kv_cache_tokens: as in :func:`eecore.load`.
         engine: batching limits.
-        prefix_cache: off unless asked for: what was computed before weights changed would stay.
-        exits: a draft head; None: one in ``exits`` in the directory that the model came from, or
-            one that ships with eecore for it.
+        prefix_cache: off by default, since cached keys and values would stay when weights change.
+        exits: a draft head; None: the one in ``exits`` in the model's directory, or one that ships
+            with eecore for it.
 
     Raises:
-        ModelError: the model is of another kind, is quantised, has weights that are not in
-            memory, or adapters, hooks or other code in the way; nothing has changed then.
+        ModelError: the model is of another kind, is quantised, has weights that are not in memory,
+            or has adapters, hooks or other code of its own; nothing has changed then.
     """
     _check_kind(model)
     settings = {
@@ -171,8 +171,10 @@ def from_transformers(
     return made
 
 
-def model_behind(model: PreTrainedModel) -> Model:
-    """What :func:`from_transformers` made of a model last, or makes now of what it has become."""
+def adopted_model(model: PreTrainedModel) -> Model:
+    """The result of the last :func:`from_transformers` for a model, or a new one if the model has
+    changed.
+    """
     with _LOCK:
         held = _HELD.get(model)
         if held is None:
@@ -183,7 +185,9 @@ def model_behind(model: PreTrainedModel) -> Model:
 
 
 def _read(model: PreTrainedModel) -> tuple[AnyModelConfig, dict[str, Tensor]]:
-    """What a model is now: its config and its parameters, a tied one by each of its names."""
+    """The model's present configuration and parameters; a tied parameter under each of its
+    names.
+    """
     owner = type(model).__name__
     config = model_config(_fields(model.config, owner), _fields(model.generation_config, owner))
     check_modules(model)
@@ -196,17 +200,16 @@ def _read(model: PreTrainedModel) -> tuple[AnyModelConfig, dict[str, Tensor]]:
 
 
 def _rope_kinds(config: ModelConfig, layer_types: Sequence[str]) -> list[str]:
-    """The kind of layers that each rotary embedding is of, "" where there are no kinds."""
+    """The kind of layers of each rotary embedding, "" where there are no kinds."""
     kinds = dict(zip(config.layer_ropes, layer_types, strict=False))
     return [kinds.get(place, "") for place in range(len(config.ropes))]
 
 
 def _rope(rope: RopeConfig, kind: str, module: Any) -> RopeConfig:
-    """The rotary embedding of a module, which keeps what it was made with, of a kind of layers
-    where it has several."""
+    """The settings of a module's rotary embedding, for a kind of layers where it has several."""
     of_kind = f"{kind}_" if hasattr(module, f"{kind}_inv_freq") else ""
     given: Tensor = getattr(module, f"{of_kind}inv_freq")
-    if given.is_meta or rope.type == "longrope":  # which changes with the text
+    if given.is_meta or rope.type == "longrope":  # its frequencies change with the text
         return rope
     factor = float(getattr(module, f"{of_kind}attention_scaling"))
     given = given.float().cpu()
@@ -217,7 +220,7 @@ def _rope(rope: RopeConfig, kind: str, module: Any) -> RopeConfig:
 
 @dataclass(frozen=True)
 class _Source(ModelSource):
-    """The directory that a model came from; what is in memory may have changed since."""
+    """The directory that a model came from; the weights in memory may have changed since."""
 
     tensors: Mapping[str, Tensor] = field(repr=False, compare=False)
     _seen: dict[tuple[int, bytes], str] = field(
@@ -226,16 +229,17 @@ class _Source(ModelSource):
 
     @property
     def sha256(self) -> str:
-        """Of the weight files, as long as the weights in memory are theirs."""
+        """The digest of the weight files, as long as the weights in memory are theirs."""
         version = self._version()
         if version not in self._seen:
             self._seen[version] = self._digest()
         return self._seen[version]
 
     def _version(self) -> tuple[int, bytes]:
-        """How often autograd has seen the weights written, and a sample of their numbers.
+        """The number of writes to the weights that autograd has seen, and a digest of sampled
+        numbers.
 
-        What is written through ``.data``, as merging an adapter does, autograd does not see.
+        Autograd does not see writes through ``.data``, as in merging an adapter.
         """
         tensors = [tensor.detach() for tensor in self.tensors.values()]
         count = sum(t._version for t in tensors if not t.is_inference())
@@ -280,5 +284,5 @@ def _tokenizer(given: Any, owner: str) -> Tokenizer | None:
     templates = given.chat_template
     if not isinstance(templates, dict):
         templates = {} if templates is None else {"default": templates}
-    copy = tokenizers.Tokenizer.from_str(backend.to_str())  # ours pads and cuts nothing
+    copy = tokenizers.Tokenizer.from_str(backend.to_str())  # eecore's copy neither pads nor cuts
     return Tokenizer(copy, ChatSettings(special, templates), owner)

@@ -1,7 +1,7 @@
-"""The modules of a model of transformers as they are now: what an answer of its own would follow.
+"""Checks of the modules of a transformers model as they are now.
 
-Each call looks at them, so that :func:`look` is cheap; :func:`check_modules` says by name what
-eecore does not follow.
+Each call makes them, so :func:`look` is cheap; :func:`check_modules` names what eecore does not
+support.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ NUMBERS = (
     "sliding_window",
     "variance_epsilon",
 )
-"""Attributes of modules that their forward passes read, as the config makes them."""
+"""Attributes of modules that their forward passes read, as the config sets them."""
 DROPOUTS = ("attention_dropout", "dropout", "p")
-"""Attributes of modules that are probabilities of dropout, in training."""
+"""Attributes of modules that are dropout probabilities in training."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 HARMLESS_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
-"""Modules whose hooks change no output: those for hidden states and for gradients of embeddings."""
+"""Modules whose hooks change no output: hooks for hidden states and for gradients of embeddings."""
 OWN_CODE = ("transformers.", "torch.", "eecore.")
 
 
 def look(model: PreTrainedModel) -> list[object]:
-    """What an answer of a model follows, but for the numbers in its weights.
+    """Everything that a model's answers depend on, except for the numbers in its weights.
 
-    Two looks are equal as long as nothing of it has changed. The list holds no module, and of
-    tensors ids alone: whoever compares looks keeps the tensors.
+    Two looks are equal as long as nothing has changed. The list holds no module, and only the ids
+    of tensors: a caller that compares looks keeps the tensors alive.
     """
     seen: list[object] = [repr(vars(model.generation_config))]
     for hooks in _global_hooks():
@@ -97,13 +97,13 @@ def look(model: PreTrainedModel) -> list[object]:
 
 
 def check_modules(model: PreTrainedModel) -> None:
-    """Raise where an answer would follow what eecore does not.
+    """Raise an error where the model would not compute what eecore computes.
 
-    The model is held beside what its class makes of its config.
+    The model is compared with what its class makes from its config.
 
     Raises:
         ModelError: a module is missing or of another kind, as an adapter is, has hooks, a forward
-            pass or numbers of its own, or drops out.
+            pass or numbers of its own, or has dropout switched on.
     """
     owner = type(model).__name__
     for hooks in _global_hooks():
@@ -127,7 +127,7 @@ def check_modules(model: PreTrainedModel) -> None:
         _check_kind(where, module, expected)
         _check_forward(where, module)
         _check_fields(where, module, expected)
-        # A T5 runs all the blocks that there are.
+        # A T5 runs all the blocks that it has.
         if isinstance(module, nn.ModuleList) and model.config.is_encoder_decoder:
             _check_value(f"{where}: length", len(module), len(expected))
 
@@ -137,7 +137,7 @@ def _check_kind(where: str, module: nn.Module, expected: nn.Module) -> None:
         return
     if type(module).__module__.startswith("peft."):
         raise ModelError(
-            f"{where}: expected weights alone, got an adapter ({_name(module)}): merge it first, "
+            f"{where}: expected only weights, got an adapter ({_name(module)}): merge it first, "
             "by merge_and_unload()"
         )
     raise ModelError(f"{where}: expected {_name(expected)}, got {_name(module)}")
@@ -151,7 +151,8 @@ def _check_forward(where: str, module: nn.Module) -> None:
         own = getattr(kind, name, None)
         if not inspect.isfunction(own) or name.startswith("_"):
             continue
-        value = getattr(value, "_torchdynamo_orig_callable", value)  # compiled, and still the same
+        # compiled, and otherwise the same
+        value = getattr(value, "_torchdynamo_orig_callable", value)
         if getattr(value, "__func__", None) is not own:
             raise ModelError(f"{where}: {name}: expected that of {_name(module)}, got another")
     owner = next(each for each in kind.__mro__ if "forward" in vars(each))

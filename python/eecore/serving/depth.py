@@ -91,7 +91,7 @@ def recommended(
 
     Args:
         policies: the parser.
-        num_layers: of the model.
+        num_layers: the number of the model's layers.
         source: the model's identity; a calibration for another model is not listed.
         agreement: for each exit layer the share of tokens that are the last layer's, where the
             model reports it.

@@ -62,7 +62,7 @@ WITHOUT_EFFECT = frozenset(
         "safety_identifier",
         "service_tier",
         "store",
-        # Reasoning is part of the answer's text, whatever these say.
+        # Without effect, since reasoning is part of the answer's text.
         "separate_reasoning",
         "stream_reasoning",
         # Tokenizers add no spaces between special tokens.
@@ -201,7 +201,7 @@ class AnswerRequest(Request):
         " When left out, the model's own, as all of these; where the model has none, an answer in "
         "free text is sampled as `eecore chat` does, and everything else is greedy.",
     )
-    top_p: float | None = _setting("top_p", " 0 keeps the most probable token alone.")
+    top_p: float | None = _setting("top_p", " 0 keeps only the most probable token.")
     top_k: int | None = _setting("top_k", " -1 does the same.")
     min_p: float | None = _setting("min_p")
     repetition_penalty: float | None = _setting("repetition_penalty")

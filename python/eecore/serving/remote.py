@@ -1,7 +1,7 @@
 """A model whose engine runs in a process of its own, which is started again when it ends.
 
 The server's process has the tokenizer, the limits and everything that decides whether a request can
-be served. The engine's process alone has the weights.
+be served. Only the engine's process has the weights.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Load:
     """The load of a replica.
 
     Args:
-        requests: those that run or wait.
+        requests: the number that run or wait.
         kv_share: share of the KV cache in use, 0 to 1.
     """
 
@@ -141,7 +141,7 @@ def replicas_wanted(loads: Iterable[Load], queued: float, target: float) -> floa
     """The number of replicas that would be busy, but not too busy.
 
     Args:
-        loads: of the replicas that run.
+        loads: the loads of the running replicas.
         queued: requests that no replica has yet.
         target: requests that a replica should have.
     """

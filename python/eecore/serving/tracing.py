@@ -97,7 +97,7 @@ class RequestSpan:
         """End the span.
 
         Args:
-            outputs: of the sequences that ended.
+            outputs: the outputs of the sequences that ended.
             outcome: how the other sequences ended: cancelled, error or timeout; None: there are
                 none.
         """

@@ -82,7 +82,7 @@ class QuestionSettings:
         model: the model's digest.
         weights: the format that its weights are stored in.
         temperature: the sampling temperature.
-        seed: of sampling, and of the beginnings of questions.
+        seed: for sampling, and for the beginnings of questions.
     """
 
     model: str
@@ -117,7 +117,7 @@ def write_questions(
         model: with a tokenizer and a chat template that begins every turn in the same way.
         path: the file; a file with other settings is refused.
         count: the number of lines.
-        settings: of the file.
+        settings: the file's settings.
         rows: questions that are written at once. The result is that of :meth:`LinesFile.write`.
         progress: called with the number of lines, and the number wanted.
         should_stop: called after each step; True stops.
@@ -180,7 +180,7 @@ def follow_ups(
     Args:
         tokenizer: the model's.
         answers: written by the model.
-        seed: of the choice of questions.
+        seed: for the choice of questions.
     """
     for answer in answers:
         index = ABOUT + answer.index
@@ -218,7 +218,7 @@ def own_rounds(
         path: the file of questions, new or to be continued.
         answers: the file that the caller writes all answers to.
         num_tokens: tokens of answers that are wanted.
-        settings: of the answers.
+        settings: the answers' settings.
         progress: called after each question.
         should_stop: called after each step; True makes the next round None, the last one.
 

@@ -76,9 +76,9 @@ class LinesFile:
     """A file of lines, which need not exist yet.
 
     Attributes:
-        path: of the file.
+        path: the file's path.
         what: the kind of lines, in the plural, for errors.
-        settings: of all lines; a file with other settings is refused.
+        settings: the settings of all lines; a file with others is refused.
     """
 
     path: Path
@@ -203,8 +203,8 @@ class AnswerSettings:
         weights: the format that its weights are stored in.
         questions: their source: ``built in``, or a digest of the user's.
         max_tokens: tokens of an answer, at most.
-        temperature: of every other answer; the answers between are greedy.
-        seed: of the built-in questions and of sampling.
+        temperature: for every other answer; the answers between are greedy.
+        seed: for the built-in questions and for sampling.
     """
 
     model: str
@@ -248,7 +248,7 @@ def write_answers(
         path: the file; a file with other settings is refused.
         num_tokens: the fewest tokens wanted, the existing ones included; there are fewer where the
             questions run out.
-        settings: of the file.
+        settings: the file's settings.
         rows: answers that are written at once. The result is that of :meth:`LinesFile.write`.
         progress: called with the number of tokens, at the beginning and after each answer.
         should_stop: called after each step; True stops.

@@ -140,7 +140,7 @@ class Exits:
             return LayerDropout(chosen, over_time or default)  # type: ignore[arg-type]
         if over_time is not None:
             raise UsageError(
-                f"--dropout-over-time: expected a --layer-dropout, got {over_time} alone"
+                f"--dropout-over-time: expected --layer-dropout with it, got {over_time} without"
             )
         return None
 

@@ -146,7 +146,7 @@ def save_classifier(
 
     Args:
         classifier: returned by :func:`train_exit_classifier`.
-        path: of the file.
+        path: the file to write.
         metadata: for the file's header; it should name the model (``{"model_sha256":
             model_digest(directory)}``).
     """

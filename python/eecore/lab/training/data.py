@@ -174,7 +174,7 @@ def read_data(
                 sequences.append([(given, train_on_input), (learnt, True)])
             if sequences and text:
                 raise TrainingError(
-                    f"{where}: expected pairs and conversations alone or texts alone, got both"
+                    f"{where}: expected either pairs and conversations or texts, got both"
                 )
     names = ", ".join(map(str, paths))
     if sequences:

@@ -97,7 +97,7 @@ class StepReport:
         step: steps done, this one included.
         steps: steps of the run.
         tokens: read so far.
-        loss: of this step.
+        loss: this step's loss.
         values: further values of its log, by column.
         tokens_per_s: since the run started or was resumed.
         seconds_left: at the speed of the steps since then.

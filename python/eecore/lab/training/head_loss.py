@@ -99,7 +99,7 @@ class StretchOrder:
         text: int64 [n], each row's text.
         length: rows that drafts start from; a text's last stretch may be shorter.
         batch_size: stretches of a step.
-        seed: of the order.
+        seed: for the order.
     """
 
     def __init__(self, text: Tensor, length: int, batch_size: int, seed: int) -> None:

@@ -48,7 +48,7 @@ class HeadConfig(RunConfig):
     """The settings of a draft head's run; a batch consists of stretches of texts.
 
     Args:
-        intermediate_size: of the head's MLP.
+        intermediate_size: the size of the head's MLP.
         num_blocks: MLPs, one after the other.
         vocabulary_size: the number of tokens that can be drafted.
         num_drafts: tokens of a draft in training.

@@ -156,7 +156,7 @@ def drop_layers(
         layers: in order; ``ExitModel.of(model).layers``, say.
         schedule: the rates.
         num_steps: T.
-        seed: of the random numbers.
+        seed: for the random numbers.
         sharded: whether several processes share a layer's weights, so that all run it where any of
             them does.
 

@@ -77,12 +77,12 @@ class RunConfig:
             at all, ``constant``.
         warmup_steps: steps over which the rate grows linearly.
         final_learning_rate: the schedule's end, as a share of ``learning_rate``.
-        weight_decay: of matrices; vectors have none.
+        weight_decay: for matrices; vectors have none.
         beta1: AdamW's.
         beta2: AdamW's.
         max_grad_norm: longer gradients are scaled down to this.
         precision: ``float32``, or ``bfloat16`` for autocast over float32 weights.
-        seed: of all random numbers.
+        seed: for all random numbers.
         checkpoint_steps: steps between two saves; None for never by steps.
         checkpoint_seconds: seconds between two saves; None for never by time.
         evaluate_steps: steps between two evaluations; the last one is at the end.

@@ -206,7 +206,7 @@ def _check(
         stranger = min(wanted ^ held).removeprefix("parameter.")
         raise TrainingError(
             f"{file.path}: expected the trained weights of this model, got others: "
-            f"{shown_name(stranger)} is in one of them alone"
+            f"{shown_name(stranger)} is in only one of them"
         )
     expected: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, parameter in trained.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from eecore.config import MOST_END_TOKENS, MOST_VOCAB
+from eecore.config import MAX_END_TOKENS, MAX_VOCAB
 from eecore.errors import UnsupportedModelError
 from eecore.json_fields import REQUIRED, JsonFields
 from eecore.values import shown
@@ -47,7 +47,7 @@ class ConfigFields(JsonFields):
     def token_ids(self, name: str) -> tuple[int, ...]:
         """An id or a list of them; none where the field is absent."""
         is_one = name in self and not self.has_list(name)
-        ids = (self.integer(name, 0, MOST_VOCAB),) if is_one else ()
+        ids = (self.integer(name, 0, MAX_VOCAB),) if is_one else ()
         if not is_one:
-            ids = self.integers(name, 0, MOST_VOCAB, (), most=MOST_END_TOKENS)
+            ids = self.integers(name, 0, MAX_VOCAB, (), most=MAX_END_TOKENS)
         return tuple(dict.fromkeys(ids))

@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from eecore.config import (
-    MOST_DISTANCE,
-    MOST_HEADS,
-    MOST_HIDDEN,
-    MOST_INNER,
-    MOST_LAYERS,
-    MOST_POSITIONS,
-    MOST_VOCAB,
+    MAX_DISTANCE,
+    MAX_HEADS,
+    MAX_HIDDEN,
+    MAX_INNER,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
     NUM_BUCKETS,
     Activation,
     AnyModelConfig,
@@ -196,11 +196,11 @@ def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFie
     )
     usual = family.defaults.get(family.activation, "silu")
     activation = fields.choice(family.activation, ACTIVATIONS, usual)
-    num_layers = fields.integer("num_hidden_layers", 1, MOST_LAYERS)
-    num_q_heads = fields.integer("num_attention_heads", 1, MOST_HEADS)
-    hidden_size = fields.integer("hidden_size", 1, MOST_HIDDEN)
+    num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
+    num_q_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
+    hidden_size = fields.integer("hidden_size", 1, MAX_HIDDEN)
     head_dim = fields.head_dim("head_dim", hidden_size // num_q_heads)
-    max_position = fields.integer("max_position_embeddings", 1, MOST_POSITIONS)
+    max_position = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
     windows = _layer_windows(fields, family, num_layers)
     slides = tuple(window > 0 for window in windows) or (False,) * num_layers
     ropes, layer_ropes = read_ropes(fields, family, head_dim, max_position, slides)
@@ -222,11 +222,11 @@ def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFie
         architecture=architecture,
         num_layers=num_layers,
         hidden_size=hidden_size,
-        intermediate_size=fields.integer(family.inner_size, 1, MOST_INNER),
+        intermediate_size=fields.integer(family.inner_size, 1, MAX_INNER),
         num_q_heads=num_q_heads,
         num_kv_heads=fields.integer("num_key_value_heads", 1, num_q_heads, num_q_heads),
         head_dim=head_dim,
-        vocab_size=fields.integer("vocab_size", 2, MOST_VOCAB),
+        vocab_size=fields.integer("vocab_size", 2, MAX_VOCAB),
         rms_norm_eps=fields.number("rms_norm_eps", 0.0, 1.0, 1e-6),
         max_position=max_position,
         ropes=ropes,
@@ -319,8 +319,8 @@ def _dtype(fields: ConfigFields) -> str | None:
 
 
 def _bos_token_id(fields: ConfigFields, generation: ConfigFields) -> int | None:
-    of_generation = generation.integer("bos_token_id", 0, MOST_VOCAB, None)
-    own: int | None = fields.integer("bos_token_id", 0, MOST_VOCAB, of_generation)
+    of_generation = generation.integer("bos_token_id", 0, MAX_VOCAB, None)
+    own: int | None = fields.integer("bos_token_id", 0, MAX_VOCAB, of_generation)
     return own
 
 
@@ -343,9 +343,9 @@ def _t5_config(architecture: str, fields: ConfigFields, generation: ConfigFields
     gated = activation != "relu"
     if fields.flag("is_gated_act", gated) != gated:
         raise fields.wrong("is_gated_act", f"{gated} for {projection}", not gated)
-    num_encoder_layers = fields.integer("num_layers", 1, MOST_LAYERS)
+    num_encoder_layers = fields.integer("num_layers", 1, MAX_LAYERS)
     tied = fields.flag("tie_word_embeddings", True)
-    vocab_size = fields.integer("vocab_size", 2, MOST_VOCAB)
+    vocab_size = fields.integer("vocab_size", 2, MAX_VOCAB)
     last = vocab_size - 1
     start = fields.integer(
         "decoder_start_token_id", 0, last, fields.integer("pad_token_id", default=0)
@@ -353,20 +353,20 @@ def _t5_config(architecture: str, fields: ConfigFields, generation: ConfigFields
     num_buckets = fields.integer("relative_attention_num_buckets", *NUM_BUCKETS, 32)
     return T5Config(
         architecture=architecture,
-        num_layers=fields.integer("num_decoder_layers", 1, MOST_LAYERS, num_encoder_layers),
+        num_layers=fields.integer("num_decoder_layers", 1, MAX_LAYERS, num_encoder_layers),
         num_encoder_layers=num_encoder_layers,
-        hidden_size=fields.integer("d_model", 1, MOST_HIDDEN),
-        intermediate_size=fields.integer("d_ff", 1, MOST_INNER),
-        num_heads=fields.integer("num_heads", 1, MOST_HEADS),
+        hidden_size=fields.integer("d_model", 1, MAX_HIDDEN),
+        intermediate_size=fields.integer("d_ff", 1, MAX_INNER),
+        num_heads=fields.integer("num_heads", 1, MAX_HEADS),
         head_dim=fields.head_dim("d_kv"),
         vocab_size=vocab_size,
         rms_norm_eps=fields.number("layer_norm_epsilon", 0.0, 1.0, 1e-6),
         activation=activation,
         decoder_start_token_id=generation.integer("decoder_start_token_id", 0, last, start),
-        max_input=fields.integer("n_positions", 1, MOST_POSITIONS, 512),
+        max_input=fields.integer("n_positions", 1, MAX_POSITIONS, 512),
         num_buckets=num_buckets,
         max_distance=fields.integer(
-            "relative_attention_max_distance", num_buckets // 2 + 1, MOST_DISTANCE, 128
+            "relative_attention_max_distance", num_buckets // 2 + 1, MAX_DISTANCE, 128
         ),
         tie_word_embeddings=tied,
         # An mT5 never does, whatever transformers writes about its embeddings.
@@ -381,7 +381,7 @@ def _layer_windows(fields: ConfigFields, family: Family, num_layers: int) -> tup
     """Keys that a query sees in each layer; 0 for all of them."""
     if family.windows == "none" and not family.is_hybrid:
         return ()
-    kinds = fields.texts("layer_types", None, most=MOST_LAYERS)
+    kinds = fields.texts("layer_types", None, most=MAX_LAYERS)
     if kinds is None and family.is_hybrid:
         kinds = ("mamba",) * num_layers
     if kinds is not None:
@@ -394,7 +394,7 @@ def _layer_windows(fields: ConfigFields, family: Family, num_layers: int) -> tup
     if family.is_hybrid:
         return ()
     uses = family.windows in ("all", "typed") or fields.flag("use_sliding_window", False)
-    window = fields.integer("sliding_window", 1, MOST_POSITIONS, None) if uses else None
+    window = fields.integer("sliding_window", 1, MAX_POSITIONS, None) if uses else None
     slides = _slides(fields, family, num_layers, kinds, uses and window is not None)
     if any(slides) and not uses:
         raise fields.wrong("use_sliding_window", "true for its layers", False)
@@ -422,5 +422,5 @@ def _slides(
     if family.windows == "unrotated":
         rotates = rotated_layers(fields, num_layers)
         return [uses and not rotates[layer] for layer in layers]
-    period = fields.integer("sliding_window_pattern", 1, MOST_LAYERS, family.window_period)
+    period = fields.integer("sliding_window_pattern", 1, MAX_LAYERS, family.window_period)
     return [(layer + 1) % period != 0 for layer in layers]

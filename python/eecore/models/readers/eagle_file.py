@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eecore.config import MOST_VOCAB, ModelConfig
+from eecore.config import MAX_VOCAB, ModelConfig
 from eecore.models.eagle_head import EagleHead, EagleSettings
 from eecore.models.llama import LlamaModel
 from eecore.models.readers.checkpoint import Checkpoint
@@ -88,7 +88,7 @@ def read_eagle_settings(fields: ConfigFields, target: ModelConfig) -> EagleSetti
         taps=_taps(ids, first, target.num_layers),
         target_size=target_size,
         draft_vocab_size=fields.integer(
-            "draft_vocab_size", 2, MOST_VOCAB, 32000 if own is not None else config.vocab_size
+            "draft_vocab_size", 2, MAX_VOCAB, 32000 if own is not None else config.vocab_size
         ),
         norm_before_residual=fields.flag("norm_before_residual", False),
         norm_before_fc=fields.flag("norm_before_fc", False),

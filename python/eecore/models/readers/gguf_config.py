@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from eecore.config import (
-    MOST_HEADS,
-    MOST_HIDDEN,
-    MOST_INNER,
-    MOST_LAYERS,
-    MOST_POSITIONS,
+    MAX_HEADS,
+    MAX_HIDDEN,
+    MAX_INNER,
+    MAX_LAYERS,
+    MAX_POSITIONS,
     RopeConfig,
 )
 from eecore.errors import CheckpointError, UnsupportedModelError
@@ -90,21 +90,21 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
         raise file.unsupported(shown_name(name), "are models without it", shown(value))
     if "token_embd.weight" not in file.names:
         raise CheckpointError(f"{file.path}: expected tensor token_embd.weight, got none")
-    num_heads = own.integer("attention.head_count", 1, MOST_HEADS)
-    hidden_size = own.integer("embedding_length", 1, MOST_HIDDEN)
+    num_heads = own.integer("attention.head_count", 1, MAX_HEADS)
+    hidden_size = own.integer("embedding_length", 1, MAX_HIDDEN)
     head_dim = own.integer("attention.key_length", default=hidden_size // num_heads)
     if not own.flag("attention.causal", True):
         raise file.unsupported("attention.causal", "is true", False)
-    max_position = own.integer("context_length", 1, MOST_POSITIONS)
+    max_position = own.integer("context_length", 1, MAX_POSITIONS)
     vocab_size = file.shape("token_embd.weight")[0]
     bos, ends = special_token_ids(file, vocab_size)
-    num_layers = own.integer("block_count", 1, MOST_LAYERS)
+    num_layers = own.integer("block_count", 1, MAX_LAYERS)
     rope, partial = _rope_parameters(file, own, family, head_dim, max_position)
     values = {
         "architectures": [family.architecture],
         "hidden_act": "silu",
         "hidden_size": hidden_size,
-        "intermediate_size": own.integer("feed_forward_length", 1, MOST_INNER),
+        "intermediate_size": own.integer("feed_forward_length", 1, MAX_INNER),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": own.integer("attention.head_count_kv", 1, num_heads, num_heads),
@@ -147,7 +147,7 @@ def _add_windows(
     own: JsonFields, family: GGUFFamily, num_layers: int, values: dict[str, Any]
 ) -> None:
     """The sliding windows of layers, and where some slide the rotary embedding of each kind."""
-    window = own.integer(WINDOW, 0, MOST_POSITIONS, family.window)
+    window = own.integer(WINDOW, 0, MAX_POSITIONS, family.window)
     values["sliding_window"] = window or None
     if not family.window_period:
         return
@@ -157,7 +157,7 @@ def _add_windows(
         if len(slides) != num_layers:
             raise own.wrong(PATTERN, f"{num_layers} flags, one a layer", len(slides))
     else:
-        period = own.integer(PATTERN, 1, MOST_LAYERS, family.window_period)
+        period = own.integer(PATTERN, 1, MAX_LAYERS, family.window_period)
         slides = [(layer + 1) % period != 0 for layer in range(num_layers)]
     kinds = ("full_attention", "sliding_attention")
     typed = [kinds[slide and window > 0] for slide in slides]
@@ -215,9 +215,9 @@ def _rope_parameters(
     if "attention.temperature_scale" in family.fields:
         beta = _real(own, "attention.temperature_scale", 0.0, FACTORS[1], 0.0)
         original = own.integer(
-            "rope.scaling.original_context_length", 1, MOST_POSITIONS, max_position
+            "rope.scaling.original_context_length", 1, MAX_POSITIONS, max_position
         )
-        length = own.integer("attention.temperature_length", 0, MOST_POSITIONS, 0) or original
+        length = own.integer("attention.temperature_length", 0, MAX_POSITIONS, 0) or original
         if beta and length != original:
             name = "attention.temperature_length"
             raise own.wrong(name, f"the original context length, {original}", length)
@@ -235,7 +235,7 @@ def _longrope(
         "rope_type": "longrope",
         "rope_theta": _real(own, "rope.freq_base", *THETAS, 10000.0),
         "original_max_position_embeddings": own.integer(
-            "rope.scaling.original_context_length", 1, MOST_POSITIONS, max_position
+            "rope.scaling.original_context_length", 1, MAX_POSITIONS, max_position
         ),
         "attention_factor": _real(own, "rope.scaling.attn_factor", ABOVE_ZERO, FACTORS[1], 1.0),
     }
@@ -301,7 +301,7 @@ def _yarn_rope(
         "rope_type": "yarn",
         "rope_theta": theta,
         "factor": factor,
-        "original_max_position_embeddings": own.integer(original, 1, MOST_POSITIONS, max_position),
+        "original_max_position_embeddings": own.integer(original, 1, MAX_POSITIONS, max_position),
     }
     for name in ("beta_fast", "beta_slow"):
         if f"rope.scaling.yarn_{name}" in own:

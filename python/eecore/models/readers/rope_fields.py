@@ -6,7 +6,7 @@ import math
 import warnings
 from typing import Any
 
-from eecore.config import MOST_HEAD_DIM, MOST_LAYERS, MOST_POSITIONS, RopeConfig
+from eecore.config import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS, RopeConfig
 from eecore.json_fields import ABOVE_ZERO, REQUIRED
 from eecore.models.readers.config_fields import FACTORS, THETAS, ConfigFields
 from eecore.models.readers.families import Family
@@ -70,8 +70,8 @@ def read_ropes(
 
 def rotated_layers(fields: ConfigFields, num_layers: int) -> list[bool]:
     """Whether each layer has a rotary embedding at all."""
-    interval = fields.integer("no_rope_layer_interval", 1, MOST_LAYERS, None)
-    given = fields.integers("no_rope_layers", 0, 1, None, most=MOST_LAYERS)
+    interval = fields.integer("no_rope_layer_interval", 1, MAX_LAYERS, None)
+    given = fields.integers("no_rope_layers", 0, 1, None, most=MAX_LAYERS)
     if interval is None:
         return [True] * num_layers
     if given is None:
@@ -156,8 +156,8 @@ def _rope_of(
             stacklevel=2,
         )
     theta = rope.number("rope_theta", *THETAS, fields.number("rope_theta", *THETAS, family.theta))
-    original = rope.integer(ORIGINAL, 1, MOST_POSITIONS, max_position)
-    original = fields.integer(ORIGINAL, 1, MOST_POSITIONS, original)
+    original = rope.integer(ORIGINAL, 1, MAX_POSITIONS, max_position)
+    original = fields.integer(ORIGINAL, 1, MAX_POSITIONS, original)
     beta = rope.number("llama_4_scaling_beta", 0.0, FACTORS[1], 0.0)
     settings: dict[str, Any] = {"query_scale_beta": beta} if beta else {}
     if rope_type in ("linear", "llama3", "yarn"):
@@ -199,7 +199,7 @@ def _longrope_settings(
     """The divisors of frequencies, and the factor of attention: LongRoPE §3.4 (Phi-3)."""
     settings: dict[str, Any] = {}
     for name in ("short_factor", "long_factor"):
-        divisors = rope.numbers(name, ABOVE_ZERO, FACTORS[1], most=MOST_HEAD_DIM)
+        divisors = rope.numbers(name, ABOVE_ZERO, FACTORS[1], most=MAX_HEAD_DIM)
         if len(divisors) != num_pairs:
             raise rope.wrong(name, f"{num_pairs} numbers, one a pair of dimensions", len(divisors))
         settings[f"{name}s"] = divisors

@@ -1,9 +1,9 @@
-// A chat that shows how each token was made, and what that saved.
+// A chat that shows how each token was made, and the speed that it gained.
 
 import { blocksOf } from "./markdown.js";
 
-const MAX_TOKENS = 512; // of an answer, if the settings say no other limit
-const WARM_TOKENS = 64; // of an answer that is not shown
+const MAX_TOKENS = 512; // tokens of an answer, unless the settings have another limit
+const WARM_TOKENS = 64; // tokens of an answer that warms up and is not shown
 
 const at = (id) => document.getElementById(id);
 const state = { about: null, messages: [], running: null, seen: new Set(), warm: new Set() };
@@ -32,7 +32,7 @@ const WORDS = {
   ],
 };
 
-// A mode's name, and what it does.
+// A mode's name, and a description.
 function wordsOf(exit) {
   const [name, rest] = exit.split(":");
   return WORDS[name]?.(...(rest ?? "").split(",")) ?? [exit, "a mode of your own"];
@@ -50,7 +50,7 @@ function offer(menu, exit) {
   menu.append(option);
 }
 
-// What the colours mean, of answers that are seen and the next one.
+// The meaning of the colours in the shown answers and the next one.
 function showLegend() {
   const { num_layers: layers, colours } = state.about;
   const next = isRacing() ? [at("rival").value] : [];
@@ -82,7 +82,7 @@ function showLegend() {
 
 const isRacing = () => at("race").getAttribute("aria-pressed") === "true";
 
-// The answer of a server
+// A server's answer
 
 function headers() {
   const key = at("key").value.trim();
@@ -123,7 +123,7 @@ async function refusalOf(answer) {
 
 const wait = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
 
-// One answer: its text, and what is told of it.
+// One answer: its text, and its statistics.
 class Answer {
   constructor(place, exit, isLane) {
     this.exit = exit;
@@ -145,7 +145,7 @@ class Answer {
 
   empty() {
     this.whole = "";
-    this.tokens = []; // {end, layer, sure}: how far in the text each token goes
+    this.tokens = []; // {end, layer, sure}: each token's end in the text
     this.pending = [];
     this.count = 0;
     this.blocks = [];
@@ -177,7 +177,7 @@ class Answer {
     try {
       let answer = await asked(body, signal);
       if (answer.status === 400 && body.max_completion_tokens) {
-        // There may be less room than the limit: the end of the context is a limit too.
+        // The end of the context may come before the limit.
         answer = await asked({ ...body, max_completion_tokens: undefined }, signal);
       }
       if (!answer.ok) throw new Error(await refusalOf(answer));
@@ -206,7 +206,7 @@ class Answer {
     this.end();
   }
 
-  // Once more, at the pace that it had.
+  // Show the answer again, at its own speed.
   async replay(signal) {
     this.empty();
     this.told.replaceChildren();
@@ -250,7 +250,7 @@ class Answer {
     this.drawing ??= requestAnimationFrame(() => this.draw());
   }
 
-  // Blocks that are as they were stay.
+  // Unchanged blocks stay.
   draw() {
     cancelAnimationFrame(this.drawing);
     this.drawing = null;
@@ -341,7 +341,7 @@ class Answer {
     if (isAtEnd()) toEnd();
   }
 
-  // What it took, beside full depth.
+  // The speed, and full depth's.
   summary() {
     const { usage } = this;
     const parts = [];
@@ -394,7 +394,7 @@ function copyButton(name, text) {
   return button;
 }
 
-// Whether a text is on the clipboard now. Without https there is the old way alone.
+// Copies a text to the clipboard; whether that worked. Without https only the old way is available.
 async function copied(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -449,7 +449,7 @@ async function send(text) {
     answer = new Answer(place, at("mode").value, false);
     await answer.run(bodyOf(answer.exit, talk), control.signal);
   }
-  // What was not answered was not said; a conversation that was left has gone on elsewhere.
+  // An unanswered message is dropped; nothing is added to a conversation that was left.
   if (state.running === control) {
     if (answer.whole) state.messages.push(turn, { role: "assistant", content: answer.whole });
     ready(answer);
@@ -468,8 +468,8 @@ function ready(answer) {
   if (hadFocus) at("prompt").focus();
 }
 
-// Two modes, the same question. They would slow each other down, so each runs alone: the slower
-// one first, and then once more, at the pace that it had, beside the other.
+// Two modes, the same question. They would slow each other down, so each runs alone: the slower one
+// first, and then it is shown again at its own speed while the other one runs.
 async function race(place, talk, signal) {
   const lanes = [at("mode").value, at("rival").value].map((exit) => new Answer(place, exit, true));
   const [first, second] = lanes[1].exit === "full" ? [lanes[1], lanes[0]] : lanes;
@@ -480,14 +480,14 @@ async function race(place, talk, signal) {
     if (!signal.aborted) state.warm.add(lane.exit);
   }
   const same = { seed: Math.floor(Math.random() * 2 ** 31), temperature: 0 };
-  first.say("Each has the machine to itself: this one goes first, then again beside the other.");
-  second.say("Waits for the other, so that neither slows the other down.");
+  first.say("Each has the machine to itself: this one runs first, and is shown again beside the other.");
+  second.say("Waits, so that neither slows the other down.");
   await first.run(bodyOf(first.exit, talk, same), signal);
   if (signal.aborted || first.failed) {
     second.say("");
     return first;
   }
-  first.say("Again, at the pace that it had.");
+  first.say("Shown again, at its own speed.");
   second.say("Live.");
   let again;
   await second.run(bodyOf(second.exit, talk, same), signal, () => (again = first.replay(signal)));
@@ -501,7 +501,7 @@ async function race(place, talk, signal) {
   return second;
 }
 
-// Let a mode do what it does later, where nobody looks; what is wrong is said then.
+// Warm a mode up without showing it; errors show when it runs again.
 async function warm(body, signal) {
   try {
     const limit = Math.min(body.max_completion_tokens ?? WARM_TOKENS, WARM_TOKENS);
@@ -565,7 +565,7 @@ async function begin() {
   document.body.classList.toggle("marked", at("marks").checked);
   try {
     at("theme").value = localStorage.getItem("eecore-theme") ?? "";
-  } catch {} // a browser that keeps nothing
+  } catch {} // the browser stores nothing
   setTheme(at("theme").value);
   welcome();
   showLegend();
@@ -611,7 +611,7 @@ at("own").addEventListener("change", async () => {
   at("own-error").textContent = "";
   if (!exit) return;
   if (!knownMode(exit)) {
-    // The server lists a mode under the model's name as well, and says what it promises.
+    // The server lists a mode under the model's name as well, and states its promise.
     const name = `${state.about.model}:${exit.replace(/[:,]/g, "-")}`;
     const path = name.split("/").map(encodeURIComponent).join("/");
     const answer = await fetch(`v1/models/${path}`, { headers: headers() });
@@ -631,7 +631,7 @@ at("theme").addEventListener("change", () => {
   setTheme(at("theme").value);
   try {
     localStorage.setItem("eecore-theme", at("theme").value);
-  } catch {} // it is not kept then
+  } catch {} // the browser stores nothing
 });
 at("marks").addEventListener("change", () => {
   document.body.classList.toggle("marked", at("marks").checked);
