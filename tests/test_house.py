@@ -281,7 +281,7 @@ def test_modules_look_where_their_floor_may(module: str) -> None:
 
 
 def test_annotations_can_be_evaluated_by_python_3_10() -> None:
-    """It takes no ClassVar without its type, and the command line evaluates those of its options."""
+    """It takes no ClassVar without a type; the command line evaluates those of its options."""
     for module, path in sorted(modules().items()):
         assert not re.search(r": ClassVar( =|$)", path.read_text(), re.MULTILINE), module
 
