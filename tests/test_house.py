@@ -280,6 +280,12 @@ def test_modules_look_where_their_floor_may(module: str) -> None:
     assert not strangers, f"{module} imports {strangers} for types"
 
 
+def test_annotations_can_be_evaluated_by_python_3_10() -> None:
+    """It takes no ClassVar without a type; the command line evaluates those of its options."""
+    for module, path in sorted(modules().items()):
+        assert not re.search(r": ClassVar( =|$)", path.read_text(), re.MULTILINE), module
+
+
 def test_the_root_imports_what_it_exports_when_it_is_asked_for() -> None:
     assert not floors_seen("eecore", for_types=False)
 

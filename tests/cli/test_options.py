@@ -18,7 +18,7 @@ Threads = Annotated[int | None, typer.Option(min=1, help="How many.")]
 class Printed:
     """Options with a panel of their own."""
 
-    PANEL: ClassVar = "What is printed"
+    PANEL: ClassVar[str] = "What is printed"
 
     json: bool = option(False, "As JSON.")
     colour: bool = option(True, "In colour.", "--colour/--no-colour")

@@ -484,7 +484,7 @@ def attending_to(layers: list[int], key_heads: list[int], queries: int = 128) ->
 
 
 BAD_PACKS: dict[str, tuple[Any, str]] = {
-    "no json": (lambda p: (p / "head.json").unlink(), "head.json: .*got nothing"),
+    "no json": (lambda p: (p / "head.json").unlink(), "exits: expected a directory with head.json"),
     "not json": (lambda p: (p / "head.json").write_text("{"), "head.json: expected JSON"),
     "another version": (lambda p: changed(p, version=3), "version: expected an integer of 1..2"),
     "attends to nothing": (lambda p: changed(p, version=2), "attention: expected an object"),

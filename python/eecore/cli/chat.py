@@ -47,7 +47,7 @@ FENCES = ("```", "~~~")
 class ChatOptions:
     """What is shown beside the answers."""
 
-    PANEL: ClassVar = "Output"
+    PANEL: ClassVar[str] = "Output"
 
     depth: bool = option(False, "Colour each token by how it was made (/depth).")
     stats: bool = option(False, "A line after each answer: what it took (/stats).")

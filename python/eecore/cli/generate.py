@@ -52,7 +52,7 @@ def _sampling(name: str, *flags: str, **details: Any) -> Any:
 class SamplingOptions:
     """The options that are fields of SamplingParams; None where not given."""
 
-    PANEL: ClassVar = "Sampling"
+    PANEL: ClassVar[str] = "Sampling"
 
     max_tokens: int | None = _sampling(
         "max_tokens",
@@ -105,7 +105,7 @@ class SamplingOptions:
 class OutputOptions:
     """What is printed."""
 
-    PANEL: ClassVar = "Output"
+    PANEL: ClassVar[str] = "Output"
 
     json: bool = option(False, "One JSON object a prompt.")
     logprobs: int | None = option(

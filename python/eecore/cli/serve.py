@@ -38,7 +38,7 @@ class Where(str, Enum):
 class HttpOptions:
     """Who is answered, and how."""
 
-    PANEL: ClassVar = "HTTP"
+    PANEL: ClassVar[str] = "HTTP"
 
     host: str = option("127.0.0.1", "Where to listen.")
     port: int = option(8000, "0: any that is free.", min=0, max=65535)
@@ -77,7 +77,7 @@ class HttpOptions:
 class DepthOptions:
     """The policies that requests may choose."""
 
-    PANEL: ClassVar = PANEL
+    PANEL: ClassVar[str] = PANEL
 
     exit: str | None = option(
         None,
@@ -102,7 +102,7 @@ class DepthOptions:
 class BoundOptions:
     """The bounds of requests."""
 
-    PANEL: ClassVar = "Under load"
+    PANEL: ClassVar[str] = "Under load"
 
     max_waiting: int = option(
         256, "Sequences that may wait beside those that run; beyond them it is a 429.", min=0
@@ -116,7 +116,7 @@ class BoundOptions:
 class ServerEngineOptions(EngineOptions):
     """How the model is run."""
 
-    PANEL: ClassVar = "Engine"
+    PANEL: ClassVar[str] = "Engine"
 
     max_num_seqs: int | None = option(None, "Sequences that run at once.", min=1, show_default="64")
     prefix_cache: bool = option(

@@ -90,7 +90,7 @@ SkipsFile = Annotated[
 class MeasureOptions:
     """The options of how confidence is measured; None where not given."""
 
-    PANEL: ClassVar = PANEL
+    PANEL: ClassVar[str] = PANEL
 
     measure: Measure = None
     decay_tau: DecayTau = None
