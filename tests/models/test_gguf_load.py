@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from eecore.cli.app import run
 from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
 from eecore.exits import Exit
 from eecore.models import convert_gguf, load_model
+from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
+from eecore.models.readers.stored_weights import load_weights
 from get_smollm2 import find_installed
 from real_prompts import real_prompts
 from tiny_gguf import write_gguf
@@ -79,6 +82,18 @@ def test_files_of_floats(kind: str, tmp_path: Path) -> None:
     original = write_model(tmp_path / "original", "llama")
     file = write_gguf(tmp_path / "tiny.gguf", original, quantization=KIND[kind])
     check_same(file, tmp_path / "converted")
+
+
+def test_a_file_that_was_loaded_is_not_in_memory_twice(tmp_path: Path) -> None:
+    original = write_model(tmp_path / "original", "llama", intermediate_size=8192)
+    place = write_gguf(tmp_path / "tiny.gguf", original, quantization=KIND.F16)
+    file = GGUFCheckpoint(place)
+    loaded = load_weights(file, file.config, torch.device("cpu"), torch.float32)
+    assert loaded.embed_tokens.weight.isfinite().all()
+    mappings = Path("/proc/self/smaps").read_text().split(str(place))[1:]
+    resident = sum(int(re.findall(r"Rss: +(\d+) kB", each)[0]) << 10 for each in mappings)
+    assert mappings
+    assert resident < place.stat().st_size / 2
 
 
 def test_kinds_are_mixed_as_the_file_mixes_them(tmp_path: Path) -> None:

@@ -112,6 +112,10 @@ class StoredTensors(ABC):
         """int8 [num_rows, num_columns] and float32 [num_rows], of a matrix of that form."""
         raise NotImplementedError(name)
 
+    def release(self, name: str) -> None:  # noqa: ARG002
+        """Give back the memory of a tensor that was read, where its file has some mapped."""
+        return
+
     def model_dtype(self, config: AnyModelConfig, device: torch.device) -> torch.dtype:  # noqa: ARG002
         """The dtype that suits the model: what its config says, else that of its embeddings."""
         if config.dtype in DTYPES:

@@ -123,6 +123,9 @@ class GGUFCheckpoint(StoredTensors):
         """uint8 [num_rows, row_bytes]: a matrix as it is stored, its rows in that order."""
         return self._reordered(name, self.file.blocks(self.stored_as[name]))
 
+    def release(self, name: str) -> None:
+        self.file.release(self.stored_as[name])
+
     def _reordered(self, name: str, rows: Tensor) -> Tensor:
         """Q and K rows of some are stored for a rotary embedding of neighbouring pairs (2i, 2i+1).
 

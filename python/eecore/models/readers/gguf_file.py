@@ -233,6 +233,14 @@ class GGUFFile:
             ) from None
         return torch.from_numpy(values.astype("float32")).reshape(stored.shape)
 
+    def release(self, name: str) -> None:
+        """Give back the pages of a tensor; who reads it again reads them from the file again."""
+        stored = self._stored(name)
+        begin = -(-stored.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (stored.offset + stored.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end:
+            self._part_of[name].data.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
     def _stored(self, name: str) -> _StoredTensor:
         return self._part_of[name].tensors[name]
 

@@ -100,6 +100,7 @@ def load_weights(
             view.fill_int8(*checkpoint.int8_rows(name))
         else:
             filling.fill(view, checkpoint.tensor(name))
+        checkpoint.release(name)
     return weights
 
 
