@@ -105,7 +105,7 @@ def _taps(ids: ConfigFields, first: int, num_layers: int) -> tuple[int, ...]:
     given = ids.integers(name, 1 - first, num_layers - first, None, most=MAX_TAPS)
     if not given:
         taps = (2, num_layers // 2, num_layers - 3)
-        if min(taps) < 1:
+        if not 1 <= taps[0] < taps[1] < taps[2]:
             raise ids.wrong(name, f"layers of the {num_layers} that the model has", None)
         return taps
     return tuple(layer + first for layer in given)
