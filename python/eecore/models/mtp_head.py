@@ -39,6 +39,18 @@ class MtpSettings:
     num_layers: int
     """Layers of the model, after which it takes the state."""
 
+    kind, verifier = "MTP", ""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the model after which it takes the state."""
+        return (self.num_layers,)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Rows of its LM head, the model's."""
+        return self.config.vocab_size
+
 
 class MtpWeights(NamedTuple):
     """The weights of the layer."""
@@ -65,13 +77,13 @@ class MtpHead(ChainHead):
         path: of the checkpoint's directory.
     """
 
-    kind, verifier = "MTP", ""
+    kind, verifier = MtpSettings.kind, MtpSettings.verifier
 
     def __init__(
         self, network: LlamaModel, settings: MtpSettings, weights: MtpWeights, path: Path
     ) -> None:
         self.path, self.config, self.settings = path, settings.config, settings
-        self.taps, self.agreement = (settings.num_layers,), USUAL_AGREEMENT
+        self.taps, self.agreement = settings.taps, USUAL_AGREEMENT
         self._network, self._weights = network, weights
         self._layers = LlamaModel(settings.config, weights.layer)
         self._nothing = torch.zeros_like(weights.state_norm)[None]
