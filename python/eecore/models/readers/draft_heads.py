@@ -62,7 +62,7 @@ KINDS = {
     "eagle3": PublishedKind(read_eagle_settings, load_eagle),
     "dflash": PublishedKind(read_block_settings, load_block_head),
     "dspark": PublishedKind(read_block_settings, load_block_head),
-    "mtp": PublishedKind(read_mtp_settings, load_mtp),
+    "mimo": PublishedKind(read_mtp_settings, load_mtp),
 }
 """The kinds of published heads, by their ``speculators_model_type``."""
 PUBLIC = "RedHatAI/*-speculator.eagle3, AngelSlim/*_eagle3, lmsys/SGLang-EAGLE3-*"
@@ -164,7 +164,7 @@ def _kind(fields: ConfigFields) -> str:
     if kind is None and names and names[0] in BLOCK_KINDS:
         kind = BLOCK_KINDS[names[0]].kind.lower()
     if kind is None and names and names[0] in MTP_ARCHITECTURES:
-        kind = "mtp"
+        kind = "mimo"
     if kind in KINDS:
         return str(kind)
     if kind is None:
