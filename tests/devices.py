@@ -110,8 +110,10 @@ def check_logprobs(got: eecore.Output, expected: eecore.Output) -> None:
 
 def as_on_cuda(model: eecore.Model) -> eecore.Model:
     """The model on the CPU's memory as it runs on CUDA: single ops, rows masked, call by call."""
-    model.network.calls_single_ops = True
-    model.network.linear.max_rows = MAX_SKINNY_ROWS
+    of_head = getattr(model.network.draft_head, "_layers", None)  # of a head with layers
+    for network in (model.network, *([] if of_head is None else [of_head])):
+        network.calls_single_ops = True
+        network.linear.max_rows = MAX_SKINNY_ROWS
     model.run_program = CallByCall()
     return model
 

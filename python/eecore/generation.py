@@ -25,9 +25,11 @@ from eecore.models import (
     Tokenizer,
     bytes_per_token,
     cache_dtype,
+    check_draft_head,
     find_head,
     load_draft_head,
     load_model,
+    read_config,
 )
 from eecore.output import Output, StepOutput
 from eecore.values import shown
@@ -176,11 +178,13 @@ def load(
             repository cannot be fetched.
     """
     directory = model_directory(path)
+    if draft_head is not None:
+        if exits not in (None, False):
+            raise ModelError(f"exits: expected None beside draft_head, got {shown(exits)}")
+        check_draft_head(draft_head, read_config(directory))
     _, network, tokenizer = load_model(directory, device=device, dtype=dtype, weights=weights)
     if draft_head is None:
         network.draft_head = find_head(network, directory, exits)
-    elif exits not in (None, False):
-        raise ModelError(f"exits: expected None beside draft_head, got {shown(exits)}")
     else:
         network.draft_head = load_draft_head(draft_head, network)
     given = {

@@ -12,6 +12,7 @@ from test_confident_exit import linear_classifier
 
 import eecore
 import emulated
+from block_heads import write_block_head
 from devices import as_on_cuda, heads_in_floats
 from eecore import (
     ConfidentExit,
@@ -198,3 +199,39 @@ def test_biases_head_norms_and_windows_too(
     model = eecore.load(directory, device="cpu", kv_cache_tokens=512)
     expected = eecore.generate(model, PROMPTS, exit=ConfidentExit(0.3), max_tokens=4)
     assert [output.token_ids for output in got] == [output.token_ids for output in expected]
+
+
+def drafts_of(model: eecore.Model) -> list[tuple[list[int], list[float]]]:
+    """What a head drafts for two requests, round by round."""
+    engine = model.engine()
+    for prompt in PROMPTS[:2]:
+        sampling = SamplingParams(max_tokens=9, ignore_eos=True)
+        engine.add_request(prompt, exit=HeadDrafts(3, 0.0), sampling=sampling)
+    found = []
+    for _ in range(3):
+        engine.step()
+        aheads = [sequence.draft.ahead for sequence in engine.requests.values()]
+        found += [(ahead.tokens, ahead.probabilities) for ahead in aheads if ahead is not None]
+    return found
+
+
+@pytest.mark.parametrize("layout", ["z-lab", "speculators dspark"])
+@pytest.mark.parametrize("backend", CUDA_BACKENDS)
+@pytest.mark.filterwarnings("ignore:.*expected a head for")
+def test_a_block_is_drafted_as_on_the_cpu(
+    layout: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, head = write_model(tmp_path / "model"), write_block_head(tmp_path / "head", layout)
+    settings = {"kv_cache_tokens": 256, "draft_head": head}
+    expected = drafts_of(eecore.load(directory, device="cpu", **settings))
+    if backend == "emulated":
+        emulated.route(monkeypatch)
+        model = as_on_cuda(eecore.load(directory, device="cpu", **settings))
+        with emulated.checking_races():
+            got = drafts_of(model)
+    else:
+        got = drafts_of(eecore.load(directory, device="cuda", **settings))
+    assert len(got) == len(expected) == 4
+    for (tokens, scores), (its_tokens, its_scores) in zip(got, expected, strict=True):
+        assert tokens == its_tokens
+        assert scores == pytest.approx(its_scores, rel=1e-3)

@@ -18,6 +18,8 @@ from eecore.builtin import BUILTIN
 from eecore.config import ANSWERS
 from eecore.console.loading import Debug, ModelPath, check_path, spinner
 from eecore.console.streams import says_all
+from eecore.hub import fetch_draft_head
+from eecore.readable import is_file
 
 if TYPE_CHECKING:
     import torch
@@ -28,13 +30,16 @@ if TYPE_CHECKING:
 
 def info(
     model: ModelPath = BUILTIN,
+    draft_head: Annotated[
+        str | None, typer.Option(help="A draft head to look at beside it, by path or repository.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
     """Show a model's sizes, tokenizer, exit layers and what this build runs it with."""
     directory = check_path(model)
     with spinner(f"reading {model}"):
-        facts = model_facts(directory)
+        facts = model_facts(directory, None if draft_head is None else fetch_draft_head(draft_head))
     if json:
         print(json_format.dumps(facts, ensure_ascii=not says_all(sys.stdout)))
         return 0
@@ -45,7 +50,7 @@ def info(
     return 0
 
 
-def model_facts(directory: Path) -> dict[str, Any]:
+def model_facts(directory: Path, draft_head: Path | None = None) -> dict[str, Any]:
     """Everything, as JSON can say it; of the weights it compares those that may be tied."""
     from eecore import build_info
     from eecore.models import KVCache
@@ -56,7 +61,7 @@ def model_facts(directory: Path) -> dict[str, Any]:
         "config": {**asdict(config), "sampling": dict(config.sampling)},
         "num_parameters": config.num_parameters,
         "exit_layers": [1, config.num_layers],
-        "draft_head": _head_facts(directory),
+        "draft_head": _head_facts(directory, draft_head, config),
         **stored,
         "dtype": str(dtype).removeprefix("torch."),
         "kv_bytes_per_token": KVCache.bytes_per_token(config, dtype),
@@ -74,11 +79,17 @@ def model_facts(directory: Path) -> dict[str, Any]:
     }
 
 
-def _head_facts(directory: Path) -> dict[str, Any] | None:
-    """Of the draft head beside the model, where there is one."""
-    from eecore.models.readers.head_file import pack_beside, read_head_settings
+def _head_facts(
+    directory: Path, draft_head: Path | None, config: AnyModelConfig
+) -> dict[str, Any] | None:
+    """Of the draft head that is named, or beside the model, where there is one."""
+    from eecore.models.readers.draft_heads import names_another, published_facts
+    from eecore.models.readers.head_file import CONFIG_NAME, pack_beside, read_head_settings
 
-    pack = pack_beside(directory)
+    pack = pack_beside(directory) if draft_head is None else draft_head
+    if draft_head is not None and not is_file(draft_head / CONFIG_NAME):
+        facts = published_facts(draft_head, config)
+        return {**facts, "for_another": names_another(facts["verifier"], directory)}
     if pack is None:
         return None
     settings = read_head_settings(pack)
@@ -204,6 +215,12 @@ def _named(settings: Mapping[str, float]) -> str:
 def _head_row(head: dict[str, Any] | None) -> list[tuple[str, str]]:
     if head is None:
         return []
+    if "kind" in head:
+        taps, size = ", ".join(map(str, head["taps"])), _size(head["bytes_on_disk"])
+        said = f"{head['kind']} after layers {taps}; {head['vocabulary_size']} tokens, {size}"
+        if head["verifier"]:
+            said += f"; for {head['verifier']}"
+        return [("draft head", f"{said}, another model" if head["for_another"] else said)]
     agreement = ", ".join(f"{share:.0%}" for share in head["agreement"])
     tokens, count = head["vocabulary_size"], len(head["attended"])
     attends = f", attends to {count} key heads" if count else ""

@@ -15,7 +15,7 @@ from eecore.models.network import (
 )
 from eecore.models.readers import adopt
 from eecore.models.readers.checkpoint import Checkpoint
-from eecore.models.readers.draft_heads import load_draft_head
+from eecore.models.readers.draft_heads import check_draft_head, load_draft_head
 from eecore.models.readers.gguf_convert import convert_gguf
 from eecore.models.readers.head_file import find_head, load_head
 from eecore.models.readers.load import load_first_layers, load_model, load_tokenizer, read_config
@@ -49,6 +49,7 @@ __all__ = [
     "allocate_cache",
     "bytes_per_token",
     "cache_dtype",
+    "check_draft_head",
     "convert_gguf",
     "exits_file",
     "find_head",

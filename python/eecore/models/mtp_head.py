@@ -39,6 +39,18 @@ class MtpSettings:
     num_layers: int
     """Layers of the model, after which it takes the state."""
 
+    kind, verifier = "MTP", ""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the model after which it takes the state."""
+        return (self.num_layers,)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Rows of its LM head, the model's."""
+        return self.config.vocab_size
+
 
 class MtpWeights(NamedTuple):
     """The weights of the layer."""
@@ -65,15 +77,15 @@ class MtpHead(ChainHead):
         path: of the checkpoint's directory.
     """
 
-    kind, verifier = "MTP", ""
+    kind, verifier = MtpSettings.kind, MtpSettings.verifier
 
     def __init__(
         self, network: LlamaModel, settings: MtpSettings, weights: MtpWeights, path: Path
     ) -> None:
         self.path, self.config, self.settings = path, settings.config, settings
-        self.taps, self.agreement = (settings.num_layers,), USUAL_AGREEMENT
+        self.taps, self.agreement = settings.taps, USUAL_AGREEMENT
         self._network, self._weights = network, weights
-        self._layer = LlamaModel(settings.config, weights.layer)
+        self._layers = LlamaModel(settings.config, weights.layer)
         self._nothing = torch.zeros_like(weights.state_norm)[None]
         self._first = [torch.zeros(0, dtype=torch.int32, device=network.device)]
 
@@ -86,7 +98,7 @@ class MtpHead(ChainHead):
         return self._network.measure._replace(norm_weight=None)
 
     def prepare(self, kv: KVCache) -> None:
-        self._layer.prepare(kv)
+        self._layers.prepare(kv)
 
     def reserve(self, num_rows: int) -> None:
         if len(self._first[-1]) < num_rows:
@@ -114,7 +126,7 @@ class MtpHead(ChainHead):
         self.reserve(len(begun))
         first = self._first[-1][: len(begun)]
         hidden = self._together(begun, embedded)
-        self._layer.fill_kv(hidden, first, kv, positions, slot_mapping)
+        self._layers.fill_kv(hidden, first, kv, positions, slot_mapping)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._network.embed(token_ids)
@@ -123,12 +135,12 @@ class MtpHead(ChainHead):
         assert seen is not None
         assert seen.kv.of_head is not None
         hidden = self._together(state, embedded)
-        hidden = self._layer.layers(0, 1, hidden, seen.kv.of_head, seen.batch)
+        hidden = self._layers.layers(0, 1, hidden, seen.kv.of_head, seen.batch)
         return self._normed(hidden, self._weights.layer.final_norm)
 
     def _together(self, state: Tensor, embedded: Tensor) -> Tensor:
         """What the layer is given: [num_rows, hidden_size]."""
-        linear, weights = self._layer.linear, self._weights
+        linear, weights = self._layers.linear, self._weights
         hidden = linear(state, weights.of_state, norm=weights.state_norm)
         return linear(embedded, weights.of_token, norm=weights.token_norm, residual=hidden)
 

@@ -5,32 +5,66 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+from eecore.config import AnyModelConfig, ModelConfig
 from eecore.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError
 from eecore.hub import PICKLES, fetch_draft_head, name_of
 from eecore.models.draft_head import DraftHead
 from eecore.models.keyed_head import KeyedHead
 from eecore.models.llama import LlamaModel
 from eecore.models.network import Network
-from eecore.models.readers.block_file import BLOCK_KINDS, load_block_head
+from eecore.models.readers.block_file import (
+    BLOCK_KINDS,
+    load_block_head,
+    read_block_settings,
+)
 from eecore.models.readers.config_fields import ConfigFields
-from eecore.models.readers.eagle_file import load_eagle
+from eecore.models.readers.eagle_file import load_eagle, read_eagle_settings
 from eecore.models.readers.head_file import CONFIG_NAME, load_head
-from eecore.models.readers.mtp_file import MTP_ARCHITECTURES, load_mtp
+from eecore.models.readers.mtp_file import MTP_ARCHITECTURES, load_mtp, read_mtp_settings
 from eecore.readable import is_file, kind_of, shown_path
 from eecore.values import shown
 
-__all__ = ["load_draft_head", "read_head_kind"]
+__all__ = [
+    "KINDS",
+    "check_draft_head",
+    "load_draft_head",
+    "names_another",
+    "published_facts",
+    "read_head_kind",
+]
 
-Reader = Callable[[Path, ConfigFields, LlamaModel], KeyedHead]
-READERS: dict[str, Reader] = {
-    "eagle3": load_eagle,
-    "dflash": load_block_head,
-    "dspark": load_block_head,
-    "mtp": load_mtp,
+
+class HeadSettings(Protocol):
+    """What the ``config.json`` of a published head says."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+    @property
+    def draft_vocab_size(self) -> int: ...
+    @property
+    def verifier(self) -> str: ...
+
+
+class PublishedKind(NamedTuple):
+    """How heads of a kind are read."""
+
+    settings: Callable[[ConfigFields, ModelConfig], HeadSettings]
+    """Reads ``config.json``, and checks it against the config of the model."""
+    load: Callable[[Path, ConfigFields, LlamaModel], KeyedHead]
+    """Reads the head of a directory."""
+
+
+KINDS = {
+    "eagle3": PublishedKind(read_eagle_settings, load_eagle),
+    "dflash": PublishedKind(read_block_settings, load_block_head),
+    "dspark": PublishedKind(read_block_settings, load_block_head),
+    "mimo": PublishedKind(read_mtp_settings, load_mtp),
 }
-"""What reads the heads of a kind, by its ``speculators_model_type``."""
+"""The kinds of published heads, by their ``speculators_model_type``."""
 PUBLIC = "RedHatAI/*-speculator.eagle3, AngelSlim/*_eagle3, lmsys/SGLang-EAGLE3-*"
 """Repositories of heads in safetensors, for those who have a pickle."""
 
@@ -45,21 +79,60 @@ def load_draft_head(path: str | Path, network: Network) -> DraftHead | KeyedHead
         ModelError: it is no head, not whole, or for another model, or cannot be fetched. Raised
             before its tensors are read.
     """
-    if not isinstance(path, (str, Path)):
-        raise ModelError(f"draft_head: expected a directory or a repository, got {shown(path)}")
-    if not isinstance(network, LlamaModel):
-        raise ModelError("draft_head: expected a model without an encoder for a head, got a T5")
+    check_draft_head(path, network.config)
+    assert isinstance(network, LlamaModel)
     directory = fetch_draft_head(path)
     if is_file(directory / CONFIG_NAME):
         return load_head(directory, network)
     kind, fields = read_head_kind(directory)
-    head = READERS[kind](directory, fields, network)
+    head = KINDS[kind].load(directory, fields, network)
     _warn_of_another(head, network)
     return head
 
 
+def check_draft_head(path: str | Path, config: AnyModelConfig) -> None:
+    """Raise where a published head's ``config.json`` does not go with a model's config.
+
+    Args:
+        path: of the head's directory, or its repository, which is fetched.
+        config: of the model, which need not be loaded.
+
+    Raises:
+        ModelError: as for :func:`load_draft_head`.
+    """
+    if not isinstance(path, (str, Path)):
+        raise ModelError(f"draft_head: expected a directory or a repository, got {shown(path)}")
+    if not isinstance(config, ModelConfig):
+        raise ModelError("draft_head: expected a model without an encoder for a head, got a T5")
+    directory = fetch_draft_head(path)
+    if not is_file(directory / CONFIG_NAME):
+        kind, fields = read_head_kind(directory)
+        KINDS[kind].settings(fields, config)
+
+
+def published_facts(directory: Path, config: AnyModelConfig) -> dict[str, Any]:
+    """Of a published head for a model of a config: kind, taps, tokens, bytes, and for which model.
+
+    Raises:
+        ModelError: as for :func:`load_draft_head`.
+    """
+    check_draft_head(directory, config)
+    assert isinstance(config, ModelConfig)
+    kind, fields = read_head_kind(directory)
+    settings = KINDS[kind].settings(fields, config)
+    files = directory.glob("*.safetensors")
+    return {
+        "path": str(directory),
+        "kind": settings.kind,
+        "taps": list(settings.taps),
+        "vocabulary_size": settings.draft_vocab_size,
+        "bytes_on_disk": sum(file.stat().st_size for file in files),
+        "verifier": settings.verifier or None,
+    }
+
+
 def read_head_kind(directory: Path) -> tuple[str, ConfigFields]:
-    """The kind of a published head, of :data:`READERS`, and its ``config.json``.
+    """The kind of a published head, of :data:`KINDS`, and its ``config.json``.
 
     Raises:
         ModelError: it is no such head, of a kind that eecore does not read, or a pickle.
@@ -91,29 +164,33 @@ def _kind(fields: ConfigFields) -> str:
     if kind is None and names and names[0] in BLOCK_KINDS:
         kind = BLOCK_KINDS[names[0]].kind.lower()
     if kind is None and names and names[0] in MTP_ARCHITECTURES:
-        kind = "mtp"
-    if kind in READERS:
+        kind = "mimo"
+    if kind in KINDS:
         return str(kind)
     if kind is None:
         raise fields.error(
-            f"{fields.where}: expected that of a draft head ({', '.join(READERS)}), got one of "
+            f"{fields.where}: expected that of a draft head ({', '.join(KINDS)}), got one of "
             f"{shown(list(names))}"
         )
     raise UnsupportedModelError(
-        f"{fields.where}: speculators_model_type: supported are {', '.join(READERS)}, got "
+        f"{fields.where}: speculators_model_type: supported are {', '.join(KINDS)}, got "
         f"{shown(kind)}"
     )
+
+
+def names_another(verifier: str | None, path: Path) -> bool:
+    """Whether a head names another model than the one at a path."""
+    if not verifier:
+        return False
+    return verifier.split("/")[-1].lower() != name_of(path).split("/")[-1].lower()
 
 
 def _warn_of_another(head: KeyedHead, network: LlamaModel) -> None:
     """Warn where a head names another model than the one at hand."""
     source = network.source
-    if not head.verifier or source is None:
-        return
-    name = name_of(source.directory)
-    if head.verifier.split("/")[-1].lower() != name.split("/")[-1].lower():
+    if source is not None and names_another(head.verifier, source.directory):
         warnings.warn(
-            f"{shown_path(head.path)}: expected a head for {name}, got one for {head.verifier}: "
-            "few of its drafts may be accepted, the output is the same",
+            f"{shown_path(head.path)}: expected a head for {name_of(source.directory)}, got one "
+            f"for {head.verifier}: few of its drafts may be accepted, the output is the same",
             stacklevel=4,
         )

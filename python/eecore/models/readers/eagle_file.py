@@ -9,6 +9,7 @@ is false; in ``speculators`` that each step takes the normed state of the step b
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,8 @@ def read_eagle_settings(fields: ConfigFields, target: ModelConfig) -> EagleSetti
     fc_norm = fields.flag("fc_norm", False)
     return EagleSettings(
         kind="EAGLE-3.1" if fc_norm else "EAGLE-3",
-        config=config,
+        # Its keys are at the model's positions, whatever the file says that it reaches.
+        config=replace(config, max_position=target.max_position),
         taps=_taps(ids, first, target.num_layers),
         target_size=target_size,
         draft_vocab_size=fields.integer(
@@ -105,7 +107,7 @@ def _taps(ids: ConfigFields, first: int, num_layers: int) -> tuple[int, ...]:
     given = ids.integers(name, 1 - first, num_layers - first, None, most=MAX_TAPS)
     if not given:
         taps = (2, num_layers // 2, num_layers - 3)
-        if min(taps) < 1:
+        if not 1 <= taps[0] < taps[1] < taps[2]:
             raise ids.wrong(name, f"layers of the {num_layers} that the model has", None)
         return taps
     return tuple(layer + first for layer in given)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from eecore.config import ModelConfig
 from eecore.errors import CheckpointError
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.mtp_head import MtpHead, MtpSettings, MtpWeights
@@ -23,17 +24,16 @@ LAYER = "model.mtp_layers.0."
 """How the names of its tensors begin."""
 
 
-def read_mtp_settings(fields: ConfigFields, network: LlamaModel) -> MtpSettings:
+def read_mtp_settings(fields: ConfigFields, model: ModelConfig) -> MtpSettings:
     """What a model's config.json says of the layer.
 
     Args:
         fields: of it.
-        network: the model that the layer is to draft for.
+        model: the config of the model that the layer is to draft for.
 
     Raises:
         ModelError: there is none, or it is another model's.
     """
-    model = network.config
     if not fields.integer("num_nextn_predict_layers", 0, default=0):
         raise fields.wrong("num_nextn_predict_layers", "a layer that drafts further tokens", 0)
     sizes = {"num_hidden_layers": model.num_layers, "hidden_size": model.hidden_size}
@@ -55,7 +55,7 @@ def load_mtp(directory: Path, fields: ConfigFields, network: LlamaModel) -> MtpH
     Raises:
         ModelError: it is not whole, or of another model; raised before memory is taken.
     """
-    settings = read_mtp_settings(fields, network)
+    settings = read_mtp_settings(fields, network.config)
     config, hidden = settings.config, settings.config.hidden_size
     shared = network.weights.embed_tokens, network.weights.lm_head
 
