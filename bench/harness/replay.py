@@ -132,7 +132,7 @@ def new_planner(
     class Nothing(SimpleNamespace):
         __hash__ = object.__hash__
 
-    head = Nothing(settings=SimpleNamespace(agreement=tuple(head_agreement)))
+    head = Nothing(agreement=tuple(head_agreement))
     head.know = lambda _: None  # what it drafts is known
     learnt = {} if auto is None else {(1, head): auto}
     config = SimpleNamespace(num_layers=num_layers)
