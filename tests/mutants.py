@@ -789,8 +789,8 @@ READERS = (
     Mutant(
         "sentencepiece-worst-merge-first",
         "python/eecore/models/readers/gguf_tokenizer.py",
-        "left, -np.array(scores)[made]",
-        "left, np.array(scores)[made]",
+        "(right, left, -np.array(scores)[made])",
+        "(right, left, np.array(scores)[made])",
         "tests/models/test_gguf_convert.py -k 'not real'",
     ),
     Mutant(
