@@ -231,6 +231,7 @@ def write_family_gguf(
     ``pre`` is how its tokenizer splits a text.
     """
     config = json.loads((directory / "config.json").read_text())
+    family, _ = SHAPES.get(family, (family, {}))
     architecture = GGUF_NAMES.get(family, family)
     writer = gguf.GGUFWriter(path, architecture)
     add_settings(writer, config, family)
@@ -253,7 +254,7 @@ def write_family_gguf(
             continue
         for stored, values in stored_tensors(name, tensor, architecture, config):
             writer.add_tensor(stored, values.contiguous().numpy())
-    if family == "phi3":
+    if config["rope_parameters"].get("rope_type") == "longrope":
         for kind in ("short", "long"):
             factors = torch.tensor(config["rope_parameters"][f"{kind}_factor"])
             writer.add_tensor(f"rope_factors_{kind}.weight", factors.numpy())
@@ -328,7 +329,7 @@ def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], family: str) -
     if family == "ministral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
-    if family == "phi3":
+    if rope["rope_type"] == "longrope":
         original = config["original_max_position_embeddings"]
         scale = config["max_position_embeddings"] / original
         writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim))

@@ -213,7 +213,9 @@ def test_weights_of_fewer_bits(family: str, weights: str, written: Any) -> None:
     assert generated(model, SelfSpeculative(2, 3)) == generated(model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, *in_all("olmo2_odd", "olmo3_no_gqa", "granite_tied", "phi3_plain")]
+)
 def test_a_gguf_file_gives_the_same_tokens(family: str, written: Any, tmp_path: Path) -> None:
     directory, _ = written(family)
     file = write_family_gguf(tmp_path / "tiny.gguf", directory, family)
@@ -328,6 +330,7 @@ def changed(directory: Path, target: Path, **changes: Any) -> Path:
         ("olmo2", {"rope_parameters": {"rope_type": "spiral"}}, "yarn, longrope, got 'spiral'"),
         ("olmo2", {"architectures": ["Gemma3nForCausalLM"]}, "shared keys and values; .*Gemma 3"),
         ("olmo2", {"architectures": ["OlmoeForCausalLM"]}, r"\(MoE\); .* is Olmo2ForCausalLM"),
+        ("olmo2", {"architectures": ["Qwen2_5_VLForX"]}, r"images \(mRoPE\); .* is Qwen3ForCau"),
         ("olmo2", {"architectures": ["NewMoeForCausalLM"]}, r"\(MoE\); dense models run"),
         (
             "gemma3",

@@ -273,6 +273,9 @@ _MISSING = (
         "MiMoForCausalLM",
         names=("mimov2", "mimo2"),
     ),
+    _Missing(
+        "positions in images (mRoPE)", "Qwen3ForCausalLM", names=("qwen2vl", "qwen25vl", "qwen3vl")
+    ),
     _Missing("hybrid layers (short convolutions)", "Qwen3ForCausalLM", names=("lfm2",)),
     _Missing(
         "hybrid layers (Mamba)",
