@@ -126,6 +126,6 @@ def test_the_table_of_floors_is_the_one_that_is_held() -> None:
     assert {name: set(seen) for name, seen in floors.items()} == {
         name: set(seen.split()) for name, seen in test_house.FLOORS.items()
     }
-    everybodys = re.search(r"everybody may use (.*?)\.\s", text, re.DOTALL)
+    everybodys = re.search(r"every module may use (.*?)\.\s", text, re.DOTALL)
     assert everybodys
     assert set(re.findall(r"`(\w+)`", everybodys[1])) == test_house.EVERYBODYS

@@ -112,7 +112,7 @@ def test_prompts_in_pieces(tmp_path: Path) -> None:
         ({"dropout": 0.1}, "dropout: expected 0"),
         ({"output_attentions": True}, "output_attentions"),
         ({"attention_mask": torch.ones(1, 1, 3, 3)}, r"attention_mask: expected \[batch_size"),
-        ({"attention_mask": torch.tensor([[True, False, True]])}, "padding on the left alone"),
+        ({"attention_mask": torch.tensor([[True, False, True]])}, "padding only on the left"),
     ],
 )
 def test_what_the_kernel_lacks(asked: dict[str, Any], message: str) -> None:

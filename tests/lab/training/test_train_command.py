@@ -287,7 +287,7 @@ def test_the_exit_classifier(
         (
             ("--loss", "last", "--dropout-over-time", "constant"),
             USAGE,
-            "--dropout-over-time: expected a --layer-dropout",
+            "--dropout-over-time: expected --layer-dropout",
         ),
         (("--learning-rate", "0"), REQUEST, "learning_rate: expected a number above 0"),
         (("--precision", "int4"), REQUEST, "precision: expected float32 or bfloat16"),

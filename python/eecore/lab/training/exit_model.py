@@ -23,9 +23,18 @@ from eecore.lab.training.processes import Processes
 __all__ = ["DECODERS", "ENCODER_DECODERS", "ExitModel", "ExitScores", "evaluate_exits"]
 
 DECODERS = (
-    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
-    *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "SmolLM3ForCausalLM", "Olmo2ForCausalLM"),
-    *("Olmo3ForCausalLM", "GraniteForCausalLM", "Phi3ForCausalLM", "Ministral3ForCausalLM"),
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "SmolLM3ForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "GraniteForCausalLM",
+    "Phi3ForCausalLM",
+    "Ministral3ForCausalLM",
 )
 ENCODER_DECODERS = ("T5ForConditionalGeneration",)
 
