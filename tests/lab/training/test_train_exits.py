@@ -172,11 +172,14 @@ def test_the_runtime_drafts_by_it(
         embedded,
         models.SeenKeys(
             kv,
-            page_table=torch.zeros(5, 1, dtype=torch.int32),
-            seq_lens=positions.int(),
-            positions=positions,
-            no_keys=network.no_keys(5),
-            starts=torch.arange(6, dtype=torch.int32),
+            models.AttentionBatch(
+                positions=positions,
+                slot_mapping=torch.full((5,), -1),
+                page_table=torch.zeros(5, 1, dtype=torch.int32),
+                seq_lens=positions.int(),
+                query_start_loc=torch.arange(6, dtype=torch.int32),
+            ),
+            network.no_keys(5),
         ),
     )
     torch.testing.assert_close(got_state, state, rtol=2e-2, atol=2e-2)  # keys in bfloat16

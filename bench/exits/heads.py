@@ -1,0 +1,136 @@
+"""What one draft of a head costs, in shares of a token at full depth, by rows that draft together.
+
+python -m bench heads                        SmolLM2-135M-Instruct's Q4_1 file
+python -m bench heads --model FILE.gguf --weights file float32 --batches 1 4 8
+
+Heads of random weights, of the sizes that the kind usually has: what they draft does not matter.
+A step of the head with the choice of its token, and what is written of each position that the
+model computes, beside a pass of all layers with the LM head; all in turns, of each the fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import eecore
+from bench.exits.drafts import give_noise
+from bench.harness.command import parser, say
+from bench.harness.machine import in_words, machine
+from bench.harness.results import Figures, write_json
+from bench.harness.smollm2 import loaded, smollm2_file
+from bench.harness.turns import rotated
+from eecore.lab.evaluation.tables import markdown_table
+from eecore.models import AttentionBatch, KeyedHead, LlamaModel, SeenKeys, allocate_cache
+
+KINDS = ("own", "eagle3")
+TEXT = 512
+"""Tokens of each row's text."""
+
+
+def calls(model: eecore.Model, rows: int) -> dict[str, Callable[[], Any]]:
+    """A pass of full depth, a step of the head, and what it writes at a position, of so many
+    rows.
+    """
+    network = model.network
+    assert isinstance(network, LlamaModel)
+    head = network.draft_head
+    assert head is not None
+    kv = allocate_cache(network, rows, TEXT, network.dtype)
+    kv.k.zero_(), kv.v.zero_()
+    where = torch.arange(rows)
+
+    def numbers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    batch = AttentionBatch(
+        torch.full((rows,), TEXT - 1),
+        where * TEXT + TEXT - 1,
+        where.int()[:, None],
+        numbers(*[TEXT] * rows),
+        torch.arange(rows + 1, dtype=torch.int32),
+    )
+    tokens = torch.randint(0, model.config.vocab_size, (rows,))
+    states = [torch.randn(rows, model.config.hidden_size).to(network.dtype) for _ in head.taps]
+    begun, seen = head.begin(states), SeenKeys(kv, batch, network.no_keys(rows))
+
+    def full() -> None:
+        layers = model.config.num_layers
+        network.confidence(network.layers(0, layers, network.embed(tokens), kv, batch))
+
+    def step() -> None:
+        head.measure(head.step(begun, head.embed(tokens), seen))
+
+    made: dict[str, Callable[[], Any]] = {"full": full, "draft": step}
+    if isinstance(head, KeyedHead):
+        keys = kv.of_head
+        assert keys is not None
+        keys.k.zero_(), keys.v.zero_()
+        at = tokens, where.int(), keys, batch.positions, batch.slot_mapping
+        made["keys"] = lambda: head.fill(head.begin(states), *at)
+    return made
+
+
+@torch.inference_mode()
+def shares(model: eecore.Model, rows: int, rounds: int) -> dict[str, float]:
+    """Seconds of each call, the fastest of its turns."""
+    what = calls(model, rows)
+    best = dict.fromkeys(what, float("inf"))
+    for turn in range(rounds):
+        for name in rotated(list(what), turn):
+            began = time.perf_counter()
+            what[name]()
+            best[name] = min(best[name], time.perf_counter() - began)
+    return best
+
+
+def markdown(result: Figures) -> str:
+    lines = []
+    for row in result["rows"]:
+        full = row["seconds"]["full"]
+        parts = [row["seconds"].get(name) for name in ("draft", "keys")]
+        lines.append(
+            [
+                row["weights"],
+                row["kind"],
+                str(row["batch"]),
+                f"{full * 1e3:.2f}",
+                *("" if part is None else f"{part / full:.3f}" for part in parts),
+            ]
+        )
+    columns = ["weights", "head", "rows", "full depth, ms", "a draft", "keys of a position"]
+    about = (
+        f"In shares of a pass of full depth of as many rows; {result['model']}, texts of {TEXT} "
+        f"tokens, {result['threads']} thread(s), {in_words(result)}. `python -m bench heads`"
+    )
+    return f"{markdown_table(columns, lines, text_columns=2)}\n\n{about}"
+
+
+def main(words: Sequence[str]) -> None:
+    made = parser("heads", __doc__, batches=(1, 4, 8), rounds=100, threads=1)
+    made.add_argument("--model", type=Path, help="a GGUF file; SmolLM2's where none is given")
+    made.add_argument("--weights", nargs="+", default=["file", "float32"])
+    arguments: argparse.Namespace = made.parse_args(words)
+    torch.set_num_threads(arguments.threads)
+    rows: list[dict[str, Any]] = []
+    with smollm2_file(arguments.model) as file:
+        for weights in arguments.weights:
+            model = loaded(file, weights, exits=False)
+            for kind in KINDS:
+                give_noise(model, kind)
+                for batch in arguments.batches:
+                    seconds = shares(model, batch, arguments.rounds)
+                    rows.append(
+                        {"weights": weights, "kind": kind, "batch": batch, "seconds": seconds}
+                    )
+                    say(rows[-1])
+        result: Figures = {"model": file.stem, **machine("cpu"), "threads": arguments.threads}
+    result["rows"] = rows
+    print(markdown(result))
+    if arguments.json is not None:
+        write_json(arguments.json, result)
