@@ -310,7 +310,7 @@ def rows_of(
     """All kinds of prompts in all batches, with one kind of weights."""
     head = model.network.draft_head
     assert head is not None
-    num_layers, agreement = model.config.num_layers, head.settings.agreement
+    num_layers, agreement = model.config.num_layers, head.agreement
     times = {}
     for kind, answers in recorded.items():
         say(f"{weights}, {kind}: times")

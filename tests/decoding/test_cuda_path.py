@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import eecore
 import emulated
 from block_heads import write_block_head
 from devices import as_on_cuda, heads_in_floats
+from eagle_heads import Layout, write_eagle
 from eecore import (
     ConfidentExit,
     DraftAndVerify,
@@ -104,6 +106,31 @@ def test_every_mode_gives_the_tokens_of_the_cpu(
     expected = eecore.generate(tiny, PROMPTS, exit=policy, max_tokens=6)
     assert [output.token_ids for output in got] == [output.token_ids for output in expected]
     assert [output.exit_layers for output in got] == [output.exit_layers for output in expected]
+
+
+@pytest.mark.parametrize("backend", CUDA_BACKENDS)
+def test_a_head_with_keys_of_its_own_drafts_as_on_the_cpu(
+    tiny_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Beside requests that exit early and that do not."""
+    config = json.loads((tiny_directory / "config.json").read_text())
+    layout = Layout(fc_norm=True, own_embeddings=True, vocabulary_size=150)
+    head = write_eagle(tmp_path / "head", config, layout, taps=(1, 3))
+    given = {"kv_cache_tokens": 512, "draft_head": head}
+    expected = eecore.load(tiny_directory, device="cpu", **given)
+    prompts = random_prompts(3, 7, 1)
+    policies = [HeadDrafts(3, 0.0), ConfidentExit(0.3), Full()]
+    asked = {"exit": policies, "max_tokens": 5}
+    of_cpu = eecore.generate(expected, prompts, **asked)
+    if backend == "emulated":
+        emulated.route(monkeypatch)
+        model = as_on_cuda(eecore.load(tiny_directory, device="cpu", **given))
+        with emulated.checking_races():
+            got = eecore.generate(model, prompts, **asked)
+    else:
+        got = eecore.generate(eecore.load(tiny_directory, device="cuda", **given), prompts, **asked)
+    assert [output.token_ids for output in got] == [output.token_ids for output in of_cpu]
+    assert of_cpu[0].stats.drafted == got[0].stats.drafted > 0
 
 
 @pytest.mark.parametrize(
