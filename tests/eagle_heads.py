@@ -30,7 +30,9 @@ class Layout(NamedTuple):
     hidden_size: int | None = None
     """Of the head; None: the model's."""
     num_heads: tuple[int, int] = (4, 2)
-    """Of queries and of keys."""
+    """Of queries and of keys, 64 features each."""
+    inner_size: int = 96
+    """Of its MLP."""
 
 
 RAW = Layout()
@@ -60,7 +62,7 @@ def write_eagle(
     """
     draw = torch.Generator().manual_seed(seed)
     size = layout.hidden_size or target["hidden_size"]
-    vocab, head_dim, inner = target["vocab_size"], 64, 96
+    vocab, head_dim, inner = target["vocab_size"], 64, layout.inner_size
     q_size, kv_size = (count * head_dim for count in layout.num_heads)
 
     def matrix(rows: int, columns: int) -> Tensor:

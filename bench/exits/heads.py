@@ -1,138 +1,177 @@
-"""What drafts of heads cost: heads of random numbers, in shares of a token of full depth.
+"""What one draft of a head costs, in shares of a token at full depth, by rows that draft together.
 
-python -m bench heads                                a random model of SmolLM2-135M's sizes
-python -m bench heads --weights int8 float32 --batches 1 4 8
-python -m bench heads --model DIRECTORY              another one, Llama's or Qwen's
+python -m bench heads                        SmolLM2-135M-Instruct's Q4_1 file
+python -m bench heads --model FILE.gguf --weights file float32 --batches 1 4 8
 
-A head of noise is never right: each round gives one token, as a step of full depth does. Its time
-beyond that step's is what the drafts take, and with "verified" what their verification takes too.
-All take turns; a share is the median of those of the turns. Nothing is kept: figures go to where
---json says, and to the terminal.
+Heads of random weights, of the sizes that the kind usually has: what they draft does not matter.
+A step of the head with the choice of its token, or a whole block of drafts with the choice of all
+of theirs, and what is written of each position that the model computes, beside a pass of all layers
+with the LM head; all in turns, of each the fastest.
 """
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Iterator, Sequence
+import argparse
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import eecore
+from bench.exits.drafts import give_noise
 from bench.harness.command import parser, say
-from bench.harness.machine import machine
-from bench.harness.outputs import decoding_seconds
-from bench.harness.turns import Turn, median_ratio, take_turns
-from eecore.exits import Exit, Full, HeadDrafts
+from bench.harness.machine import in_words, machine
+from bench.harness.results import Figures, write_json
+from bench.harness.smollm2 import loaded, smollm2_file
+from bench.harness.turns import rotated
 from eecore.lab.evaluation.tables import markdown_table
-from eecore.models import LlamaModel, load_draft_head
-from tests.block_heads import write_block_head
-from tests.head_packs import write_pack
-from tests.tiny_models import random_prompts, write_model
+from eecore.models import (
+    AttentionBatch,
+    BlockHead,
+    KeyedHead,
+    KVCache,
+    LlamaModel,
+    SeenKeys,
+    allocate_cache,
+)
 
-SMOLLM2 = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "vocab_size": 49152,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
-LAYERS, BLOCK = 5, 8
-"""Layers of a head that drafts a block, and its tokens."""
-HEADS = ("recurrent", "DFlash", "DSpark")
-"""eecore's own kind, one draft a step, and those that draft a block."""
+KINDS = ("own", "eagle3", "dflash", "dspark")
+TEXT = 512
+"""Tokens of each row's text."""
 
 
-def write_head(directory: Path, kind: str, model: eecore.Model) -> Path:
-    """A head of random numbers with the usual sizes for a model."""
-    config = model.config
-    if kind == "recurrent":
-        sizes: dict[str, Any] = {"inner": config.intermediate_size, "vocabulary_size": 8192}
-        taps = config.num_layers // 3, 2 * config.num_layers // 3
-        return write_pack(directory, model, taps=taps, **sizes)
-    sizes = {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": config.num_q_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "num_target_layers": config.num_layers,
-        "block_size": BLOCK - (kind == "DSpark"),
-    }
-    if kind == "DFlash":
-        return write_block_head(directory, "z-lab", **sizes)
-    return write_block_head(directory, "DeepSpec", **sizes, markov_rank=256)
+def calls(model: eecore.Model, rows: int) -> dict[str, Callable[[], Any]]:
+    """A pass of full depth, a step of the head, and what it writes at a position, of so many
+    rows.
+    """
+    network = model.network
+    assert isinstance(network, LlamaModel)
+    head = network.draft_head
+    assert head is not None
+    kv = allocate_cache(network, rows, TEXT, network.dtype)
+    kv.k.zero_(), kv.v.zero_()
+    where = torch.arange(rows)
+
+    def numbers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    batch = AttentionBatch(
+        torch.full((rows,), TEXT - 1),
+        where * TEXT + TEXT - 1,
+        where.int()[:, None],
+        numbers(*[TEXT] * rows),
+        torch.arange(rows + 1, dtype=torch.int32),
+    )
+    tokens = torch.randint(0, model.config.vocab_size, (rows,))
+    states = [torch.randn(rows, model.config.hidden_size).to(network.dtype) for _ in head.taps]
+    seen = SeenKeys(kv, batch, network.no_keys(rows))
+
+    def full() -> None:
+        layers = model.config.num_layers
+        network.confidence(network.layers(0, layers, network.embed(tokens), kv, batch))
+
+    made: dict[str, Callable[[], Any]] = {"full": full}
+    if isinstance(head, BlockHead):
+        assert kv.of_head is not None
+        made["draft"] = block_of(head, rows, kv.of_head)
+    else:
+        begun = head.begin(states)
+        made["draft"] = lambda: head.measure(head.step(begun, head.embed(tokens), seen))
+    if isinstance(head, KeyedHead):
+        keys = kv.of_head
+        assert keys is not None
+        keys.k.zero_(), keys.v.zero_()
+        at = tokens, where.int(), keys, batch.positions, batch.slot_mapping
+        made["keys"] = lambda: head.fill(head.begin(states), *at)
+    return made
 
 
-def measure(
-    model: eecore.Model, prompts: list[list[int]], tokens: int, rounds: int
-) -> dict[str, float]:
-    """Shares of a token of full depth beyond it, by what is done in a round."""
-    modes: dict[str, Exit] = {
-        "full": Full(),
-        "drafted": HeadDrafts(BLOCK, 1.0),
-        "verified": HeadDrafts(BLOCK, 0.0),
-    }
+def block_of(head: BlockHead, rows: int, kv: KVCache) -> Callable[[], None]:
+    """A block of drafts of each row, at the end of its text."""
+    size, rank = head.settings.block_size, head.settings.markov_rank
+    head.prepare(kv)
+    positions = torch.arange(TEXT - size, TEXT).repeat(rows)
+    batch = AttentionBatch(
+        positions,
+        positions + TEXT * torch.arange(rows).repeat_interleave(size),
+        torch.arange(rows, dtype=torch.int32)[:, None],
+        torch.full((rows,), TEXT, dtype=torch.int32),
+        torch.arange(0, (rows + 1) * size, size, dtype=torch.int32),
+        causal=False,
+    )
+    tokens = torch.randint(0, head.config.vocab_size, (rows * size,))
+    before = torch.empty(rows, rank, dtype=head.dtype)
 
-    def run(exit: Exit) -> Turn:
-        outputs = eecore.generate(model, prompts, exit=exit, max_tokens=tokens, ignore_eos=True)
-        made = max(len(output.token_ids) - 1 - output.stats.accepted for output in outputs)
-        return Turn(decoding_seconds(outputs) / made, None)
+    def block() -> None:
+        hidden = head.block(tokens, kv, batch)
+        if head.markov is None:
+            head.measure(hidden)
+            return
+        logits = head.logits(hidden).view(rows, size, -1)
+        for place in range(size):
+            its = head.corrected(logits[:, place], head.row_before(tokens[:rows], before))
+            its.argmax(1)
 
-    turns = take_turns({name: lambda exit=exit: run(exit) for name, exit in modes.items()}, rounds)
-    seconds = {name: [turn.seconds for turn in its] for name, its in turns.items()}
-    full = seconds.pop("full")
-    return {name: median_ratio(full, its) - 1.0 for name, its in seconds.items()}
+    return block
 
 
-def rows_of(
-    directory: Path, weights: str, batches: Sequence[int], tokens: int, rounds: int
-) -> Iterator[dict[str, Any]]:
-    """All kinds of heads in all batches, with one kind of weights."""
-    settings: dict[str, Any] = {} if weights == "float32" else {"weights": weights}
-    for kind in HEADS:
-        model = eecore.load(
-            directory, device="cpu", dtype="float32", exits=False, kv_cache_tokens=8192, **settings
+@torch.inference_mode()
+def shares(model: eecore.Model, rows: int, rounds: int) -> dict[str, float]:
+    """Seconds of each call, the fastest of its turns."""
+    what = calls(model, rows)
+    best = dict.fromkeys(what, float("inf"))
+    for turn in range(rounds):
+        for name in rotated(list(what), turn):
+            began = time.perf_counter()
+            what[name]()
+            best[name] = min(best[name], time.perf_counter() - began)
+    return best
+
+
+def markdown(result: Figures) -> str:
+    lines = []
+    for row in result["rows"]:
+        full = row["seconds"]["full"]
+        parts = [row["seconds"].get(name) for name in ("draft", "keys")]
+        lines.append(
+            [
+                row["weights"],
+                row["kind"],
+                str(row["batch"]),
+                f"{full * 1e3:.2f}",
+                *("" if part is None else f"{part / full:.3f}" for part in parts),
+            ]
         )
-        assert isinstance(model.network, LlamaModel)
-        with tempfile.TemporaryDirectory() as scratch:
-            head = write_head(Path(scratch), kind, model)
-            model.network.draft_head = load_draft_head(head, model.network)
-            for batch in batches:
-                prompts = random_prompts(*(32,) * batch, vocab_size=model.config.vocab_size)
-                shares = measure(model, prompts, tokens, rounds)
-                yield {"weights": weights, "head": kind, "batch": batch, **shares}
+    columns = ["weights", "head", "rows", "full depth, ms", "a draft", "keys of a position"]
+    about = (
+        f"In shares of a pass of full depth of as many rows; {result['model']}, texts of {TEXT} "
+        f"tokens, {result['threads']} thread(s), {in_words(result)}. `python -m bench heads`"
+    )
+    return f"{markdown_table(columns, lines, text_columns=2)}\n\n{about}"
 
 
 def main(words: Sequence[str]) -> None:
-    made = parser("heads", __doc__, batches=(1, 4, 8), rounds=5, threads=1)
-    made.add_argument("--model", type=Path, help="a directory; random numbers where none is given")
-    made.add_argument("--weights", nargs="+", default=["int4", "float32"])
-    made.add_argument("--tokens", type=int, default=32, help="of an answer")
-    arguments = made.parse_args(words)
+    made = parser("heads", __doc__, batches=(1, 4, 8), rounds=100, threads=1)
+    made.add_argument("--model", type=Path, help="a GGUF file; SmolLM2's where none is given")
+    made.add_argument("--weights", nargs="+", default=["file", "float32"])
+    arguments: argparse.Namespace = made.parse_args(words)
     torch.set_num_threads(arguments.threads)
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = arguments.model or write_model(Path(scratch), tokenizer=False, **SMOLLM2)
+    with smollm2_file(arguments.model) as file:
         for weights in arguments.weights:
-            given = arguments.batches, arguments.tokens, arguments.rounds
-            for row in rows_of(directory, weights, *given):
-                rows.append(row)
-                say(row)
-    columns = ["weights", "head", "batch", "drafts made", "drafts made and verified"]
-    lines = [
-        [r["weights"], r["head"], str(r["batch"]), f"{r['drafted']:.2f}", f"{r['verified']:.2f}"]
-        for r in rows
-    ]
-    print(markdown_table(columns, lines, text_columns=2))
+            model = loaded(file, weights, exits=False)
+            for kind in KINDS:
+                give_noise(model, kind)
+                for batch in arguments.batches:
+                    seconds = shares(model, batch, arguments.rounds)
+                    rows.append(
+                        {"weights": weights, "kind": kind, "batch": batch, "seconds": seconds}
+                    )
+                    say(rows[-1])
+        result: Figures = {"model": file.stem, **machine("cpu"), "threads": arguments.threads}
+    result["rows"] = rows
+    print(markdown(result))
     if arguments.json is not None:
-        content = {**machine("cpu"), "threads": arguments.threads, "rows": rows}
-        arguments.json.write_text(json.dumps(content, indent=1))
+        write_json(arguments.json, result)

@@ -10,7 +10,9 @@ import pytest
 
 import eecore
 from bench.exits import drafts as bench_drafts
+from bench.exits import heads as bench_heads
 from bench.harness import prompts as draft_prompts
+from bench.harness.machine import machine
 from head_packs import write_pack
 from tiny_models import random_prompts, write_model
 
@@ -92,3 +94,18 @@ def test_a_batch_of_more_than_one_kind_has_is_of_all_kinds() -> None:
     assert found[-1][1][:5] == [[0, 0], [1, 0], [2, 0], [3, 0], [0, 1]]
     with pytest.raises(SystemExit, match=r"--batches: expected at most 12, .*, got 16"):
         list(bench_drafts.by_kind(asked, [16]))
+
+
+@pytest.mark.parametrize("kind", bench_heads.KINDS)
+def test_a_draft_of_each_kind_of_head_is_timed(tmp_path: Path, kind: str) -> None:
+    """And written of as a share of full depth."""
+    model = eecore.load(write_model(tmp_path), device="cpu", kv_cache_tokens=1024)
+    vocab_size = model.config.vocab_size
+    bench_drafts.give_noise(model, kind, vocab_size)
+    seconds = bench_heads.shares(model, 3, 2)
+    assert list(seconds) == ["full", "draft", *(["keys"] if kind != "own" else [])]
+    assert min(seconds.values()) > 0
+    rows = [{"weights": "file", "kind": kind, "batch": 3, "seconds": seconds}]
+    about = {"model": "tiny", "threads": 1, **machine("cpu")}
+    table = bench_heads.markdown({"rows": rows, **about})
+    assert f"| file | {kind} | 3 |" in table
