@@ -31,6 +31,8 @@ class Layout(NamedTuple):
     """Of the head; None: the model's."""
     num_heads: tuple[int, int] = (4, 2)
     """Of queries and of keys, 64 features each."""
+    window: int = 0
+    """Keys that its layer sees; 0: all."""
     inner_size: int = 96
     """Of its MLP."""
 
@@ -137,6 +139,8 @@ def write_eagle(
         "max_position_embeddings": 512,
         "hidden_act": "silu",
     }
+    if layout.window:
+        layer |= {"layer_types": ["sliding_attention"], "sliding_window": layout.window}
     of_model = {"target_hidden_size": target["hidden_size"]} if layout.hidden_size else {}
     flags = {n: True for n in ("fc_norm", "norm_before_fc") if getattr(layout, n)}
     common = {"draft_vocab_size": count, **of_model, **flags}
@@ -228,7 +232,8 @@ def reference_drafts(
         shared = layout.num_heads[0] // layout.num_heads[1]
         k, v = (each.repeat_interleave(shared, 1).transpose(0, 1) for each in (keys, values))
         scores = rotated(q, positions).transpose(0, 1) @ k.transpose(1, 2) / 8.0
-        hidden = torch.arange(len(keys)) > positions[:, None]
+        behind = positions[:, None] - torch.arange(len(keys))
+        hidden = (behind < 0) | (behind >= (layout.window or len(keys)))
         found = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
         x = residual + linear(found.transpose(0, 1).flatten(1), "self_attn.o_proj")
         inner = norm(x, f"{name}post_attention_layernorm.weight")

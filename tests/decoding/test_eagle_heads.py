@@ -44,7 +44,7 @@ LAYOUTS = {
     "narrow": Layout(own_embeddings=True, hidden_size=32, vocabulary_size=90, fc_norm=True),
     "speculators": Layout(listed=True, norm_before_residual=True, vocabulary_size=77),
     "3.1": Layout(listed=True, model_type="qwen3", fc_norm=True, norm_output=True),
-    "norm before fc": Layout(listed=True, norm_before_fc=True, own_embeddings=True),
+    "norm before fc": Layout(listed=True, norm_before_fc=True, own_embeddings=True, window=9),
 }
 
 
@@ -128,7 +128,8 @@ def test_drafts_are_those_of_the_formula(
 ) -> None:
     """At the end of every round, of all that there are in a batch, after prompts in chunks."""
     layout = LAYOUTS[name]
-    model = with_head(directory, write_eagle(tmp_path / "head", target, layout, seed=3))
+    short = {} if layout.listed else {"max_position_embeddings": 16}  # it is no limit
+    model = with_head(directory, write_eagle(tmp_path / "head", target, layout, seed=3, **short))
     head = model.network.draft_head
     assert isinstance(head, KeyedHead)
     assert head.taps == TAPS
@@ -303,16 +304,17 @@ def test_a_guide_is_followed(following: eecore.Model, policy: Any) -> None:
 
 
 @cpu_only
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_of_a_quantised_model(
-    directory: Path, target: dict[str, Any], tmp_path: Path, weights: str
+@pytest.mark.parametrize("weights", ["int8", "int4", None])
+def test_of_a_quantised_model_and_in_bfloat16(
+    directory: Path, target: dict[str, Any], tmp_path: Path, weights: str | None
 ) -> None:
-    """The head is in few bits then, too, and its drafts are the same, mostly."""
+    """The head is in few bits beside few bits, and its drafts are the same, mostly."""
     layout = Layout(listed=True, norm_before_residual=True)
     follows = load_file(directory / "model.safetensors")
     head = write_eagle(tmp_path / "head", target, layout, follows=follows)
-    model = with_head(directory, head, weights=weights)
-    assert model.network.draft_head._down.table is not None
+    dtype = "bfloat16" if weights is None else None
+    model = with_head(directory, head, weights=weights, dtype=dtype)
+    assert (model.network.draft_head._down.table is None) == (weights is None)
     expected = outputs_of(model, Full())
     got = outputs_of(model, HeadDrafts(4, 0.0))
     assert tokens_of(got) == tokens_of(expected)

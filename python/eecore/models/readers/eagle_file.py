@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eecore.config import MOST_VOCAB, ModelConfig
+from eecore.config import MOST_POSITIONS, MOST_VOCAB, ModelConfig
 from eecore.models.eagle_head import EagleHead, EagleSettings
 from eecore.models.llama import LlamaModel
 from eecore.models.readers.checkpoint import Checkpoint
@@ -51,6 +51,10 @@ SIZES: dict[str, dict[str, Any]] = {
 """What a ``transformer_layer_config`` may leave out: the defaults of transformers' classes."""
 
 
+WINDOWS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+"""Fields that say which keys a layer sees; a head has a window where layer_types says so."""
+
+
 def read_eagle_settings(fields: ConfigFields, target: ModelConfig) -> EagleSettings:
     """What a head's ``config.json`` says, checked against the model that it is to draft for.
 
@@ -72,7 +76,10 @@ def read_eagle_settings(fields: ConfigFields, target: ModelConfig) -> EagleSetti
         sizes = SIZES.get(str(own.values.get("model_type")), {})
         layer = ConfigFields({**sizes, **own.values}, own.where, own.error, own.prefix)
         ids, first = fields, 0
-    config = layers_config(layer)
+    slides = "sliding_attention" in layer.texts("layer_types", ())
+    window = layer.integer("sliding_window", 1, MOST_POSITIONS) if slides else 0
+    values = {name: value for name, value in layer.values.items() if name not in WINDOWS}
+    config = layers_config(ConfigFields(values, layer.where, layer.error, layer.prefix))
     if config.num_layers != 1:
         raise layer.unsupported("num_hidden_layers", "1, a head of one layer", config.num_layers)
     target_size = fields.integer("target_hidden_size", 1, default=config.hidden_size)
@@ -85,8 +92,12 @@ def read_eagle_settings(fields: ConfigFields, target: ModelConfig) -> EagleSetti
     fc_norm = fields.flag("fc_norm", False)
     return EagleSettings(
         kind="EAGLE-3.1" if fc_norm else "EAGLE-3",
-        # Its keys are at the model's positions, whatever the file says that it reaches.
-        config=replace(config, max_position=target.max_position),
+        # It drafts as far as the model reaches, however short the texts that it was trained on.
+        config=replace(
+            config,
+            max_position=max(config.max_position, target.max_position),
+            layer_windows=(window,),
+        ),
         taps=_taps(ids, first, target.num_layers),
         target_size=target_size,
         draft_vocab_size=fields.integer(
