@@ -553,7 +553,8 @@ class HeadDrafts(Exit):
     drafter, Zhang et al. 2024.)
 
     Args:
-        num_drafts: most tokens drafted a round; 8 are, however many more it says.
+        num_drafts: most tokens drafted a round; 8 are, however many more it says; of a head that
+            drafts a block as many as it has.
         threshold: a draft whose probability, as the head has it, is below it is not verified, nor
             is there one behind it.
     """
