@@ -311,7 +311,8 @@ class DraftStep(Step):
             work, sequence, drafts = row.work, row.work.sequence, row.given.tokens
             output = sequence.output_ids
             where = output[-1], len(sequence.prompt_ids) + len(output) - 1, sequence.tokens_left
-            states.append((*where, work.max_drafts, len(drafts), self._num_ahead(row)))
+            num_ahead = row.ahead if self._keys is None else self._num_ahead(row)
+            states.append((*where, work.max_drafts, len(drafts), num_ahead))
             for k, token in enumerate(drafts):
                 cells["drafts"][i, k] = token
             if self.kind.drafts_ahead:
@@ -333,11 +334,7 @@ class DraftStep(Step):
         self._host.write_whole(**columns)
 
     def _num_ahead(self, row: Row) -> int:
-        """Drafts that a head may make for the next round: no more than it has slots for, where
-        they have keys.
-        """
-        if self._keys is None:
-            return row.ahead
+        """Drafts that a head with keys of its own may make: no more than it has slots for."""
         verified = len(row.given.tokens) if row.follows is None else row.work.max_drafts
         # The first draft's key is at the last position that is verified, at most.
         sequence = row.sequence

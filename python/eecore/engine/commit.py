@@ -67,7 +67,7 @@ class Commits:
         elif not sequence.tokens_left and outcome.num_computed >= sequence.num_prompt_tokens:
             taken.reason = "length"
             self._end_text(taken, sequence, None, len(sequence.output_ids))
-        lacks_keys = self._lacks_keys(sequence)
+        lacks_keys = self._keyed and not route_of(sequence, self._num_layers).fills_head
         if not records or lacks_keys or min(outcome.kv_exit_layers, default=0) < self._num_layers:
             taken.approximate = self._approximate(outcome, lacks_keys)
         return taken
@@ -162,12 +162,13 @@ class Commits:
             sequence.request_id, [], [], [], output, prompt_logprobs=scores, piece=taken.piece
         )
 
-    def _lacks_keys(self, sequence: Sequence) -> bool:
-        """Whether a draft head's layers have no keys at the positions that a request generates."""
-        return self._keyed and not route_of(sequence, self._num_layers).fills_head
-
     def _approximate(self, outcome: Outcome, lacks_keys: bool) -> set[int]:
-        """Pages of newly computed positions for which not every layer ran, a head's included."""
+        """Pages of newly computed positions for which not every layer ran.
+
+        Args:
+            outcome: that computed them.
+            lacks_keys: a draft head's own layers have no keys of what the request generates.
+        """
         sequence, num_layers = outcome.sequence, self._num_layers
         first, prompt = sequence.num_computed, len(sequence.prompt_ids)
         before, fresh = sequence.kv_exit_layers, outcome.kv_exit_layers
