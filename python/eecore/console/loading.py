@@ -91,7 +91,7 @@ DraftHeadDirectory = Annotated[
 DraftHeadOfAnyKind = Annotated[
     str | None,
     typer.Option(
-        help="head, auto: an EAGLE-3 head, a directory or repository, in place of --exits.",
+        help="head, auto: an EAGLE-3, DFlash or DSpark head, in place of --exits.",
         show_default="that of --exits",
         rich_help_panel="Exit mode",
     ),

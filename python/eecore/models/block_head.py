@@ -65,7 +65,7 @@ class BlockSettings:
 class Markov(NamedTuple):
     """What is added to the logits of a draft by the token before it."""
 
-    before: Tensor
+    before: Matrix
     """[vocab_size, rank], by the token before."""
     after: Matrix
     """[draft_vocab_size, rank]"""
@@ -243,7 +243,10 @@ class BlockHead(KeyedHead):
             out: [num_rows, rank], any row stride.
         """
         assert self.markov is not None
-        return ops.embed_tokens(token_ids, self.markov.before, out=out)
+        table = self.markov.before
+        return ops.embed_tokens(
+            token_ids, table.weight, scale=table.scale, table=table.table, out=out
+        )
 
     def corrected(self, logits: Tensor, rows: Tensor) -> Tensor:
         """Logits and what the tokens before add to them: [num_rows, draft_vocab_size].

@@ -296,10 +296,13 @@ class _Reader:
         markov: Markov | None = None
         if settings.markov_rank:
             shape = settings.draft_vocab_size, settings.markov_rank
-            after = new.matrix("markov", *shape)
-            filling.fill(WeightView.of(after), self._tensor("markov_head.markov_w2.weight"))
-            before = new.tensor(settings.config.vocab_size, settings.markov_rank)
-            before.copy_(self._tensor("markov_head.markov_w1.weight"))
+            after = new.matrix("markov_w2", *shape, cares=("more",))
+            stored = self._tensor("markov_head.markov_w2.weight")
+            filling.fill(WeightView.of(after, "more"), stored)
+            shape = settings.config.vocab_size, settings.markov_rank
+            before = new.matrix("markov_w1", *shape, cares=("most",))
+            stored = self._tensor("markov_head.markov_w1.weight")
+            filling.fill(WeightView.of(before, "most"), stored)
             markov = Markov(before, after)
         return BlockWeights(layers, taps, norm, markov, self._confidence(), tokens)
 

@@ -36,6 +36,9 @@ def read_mtp_settings(fields: ConfigFields, model: ModelConfig) -> MtpSettings:
     """
     if not fields.integer("num_nextn_predict_layers", 0, default=0):
         raise fields.wrong("num_nextn_predict_layers", "a layer that drafts further tokens", 0)
+    if not model.attention_bias:  # as a MiMo has, and a Qwen2, which its GGUF files are
+        listed = list(fields.texts("architectures", ()))
+        raise fields.wrong("architectures", f"that of the model, {model.architecture}", listed)
     sizes = {"num_hidden_layers": model.num_layers, "hidden_size": model.hidden_size}
     for name, expected in {**sizes, "vocab_size": model.vocab_size}.items():
         got = fields.integer(name)
