@@ -72,8 +72,8 @@ CPU_KERNELS = (
     Mutant(
         "attention-value-scale-dropped",
         "csrc/cpu/paged_attention.cpp",
-        "(scale != nullptr ? *scale : 1.0f) / weight);",
-        "1.0f / weight);",
+        "scale != nullptr ? *scale * M::kUnit : M::kUnit;",
+        "M::kUnit;",
         "tests/across_ops/test_float8_caches.py -k cpu",
     ),
     Mutant(

@@ -20,21 +20,22 @@ L3_BYTES = 24 << 20  # working sets up to here are held against L3
 
 
 @functools.cache
-def _buffer() -> torch.Tensor:
+def read_buffer() -> torch.Tensor:
+    """What read rates of memory are measured on."""
     return torch.ones(DRAM_FLOATS)
 
 
 def read_ceiling(working_set: int) -> float:
     """Bytes per second of the plainest read loop, from L3 or from memory, on torch's threads."""
     floats, runs = (L3_FLOATS, 50) if working_set <= L3_BYTES else (DRAM_FLOATS, 4)
-    return float(max(_C.read_rate(_buffer().data_ptr(), floats) for _ in range(runs)))
+    return float(max(_C.read_rate(read_buffer().data_ptr(), floats) for _ in range(runs)))
 
 
 def read_rate(num_bytes: int) -> float:
     """Bytes per second of reading so many, at most 256 MB, again and again."""
     floats = min(max(num_bytes // 4, 1024), DRAM_FLOATS)
     runs = max(4, min(50, DRAM_FLOATS // floats))
-    return float(max(_C.read_rate(_buffer().data_ptr(), floats) for _ in range(runs)))
+    return float(max(_C.read_rate(read_buffer().data_ptr(), floats) for _ in range(runs)))
 
 
 def are_cached(num_bytes: int) -> bool:

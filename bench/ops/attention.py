@@ -1,40 +1,79 @@
-"""Attention over keys that come from memory: the caches of many layers, one after the other.
+"""Attention over long contexts: of a step, of drafts that are verified, and of prompts.
 
-python -m bench attention [--threads 1] [--rounds 7]
+python -m bench attention [--threads 1] [--rounds 3]
 
-paged_attention for decoding and for verifying drafts, as a model of many layers calls it: no cache
-of the machine still holds a layer's keys when it is that layer's turn again. Beside it the same
-call over one layer's keys again and again, and what memory gives to the plainest loop, measured
-behind each case. Writes bench/results/attention.json and its table in bench/RESULTS.md.
+paged_attention for decoding and verification as a model of many layers calls it: no cache of the
+machine still holds a layer's keys when it is that layer's turn again. Then prompts, whose keys a
+cache holds. In every round, in turn: eecore, torch's SDPA on the same bytes, what memory gives to
+the plainest loop, and how many multiply-adds the cores make. Writes bench/results/attention.json
+and its tables in bench/RESULTS.md. On one thread times are of that thread alone, so that others who
+use the machine change little.
 """
 
 from __future__ import annotations
 
+import os
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from bench.gpu.attention import contiguous_call
-from bench.harness.ceilings import read_ceiling
+from bench.harness.ceilings import read_buffer
 from bench.harness.command import parser, say
 from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
-from bench.harness.turns import in_turn_and_again
-from eecore import ops
+from eecore import _C, ops
 from eecore.lab.evaluation.tables import markdown_table
 from tests.cases import LLAMA_8B, SMOLLM2_135M
 
 MODELS = {"SmolLM2-135M": SMOLLM2_135M.heads, "Llama-8B": LLAMA_8B.heads}
-LENGTHS = ((8, 800), (1, 4096))
+CACHES = {
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "float8": (torch.bfloat16, torch.float8_e4m3fn),
+    "float32": (torch.float32, torch.float32),
+}
+"""The dtypes of states and of keys and values."""
+LENGTHS = ((1, 1536), (8, 1536), (32, 1536), (1, 6144))
 """Sequences, and keys of each."""
-QUERIES = (1, 2, 4, 8)
-"""Of a sequence: the last token, and drafts behind it."""
+QUERIES = (1, 8)
+"""Of a sequence: the last token; with drafts after it."""
+PROMPTS = (512, 2048, 4096)
 IN_ALL = 256 << 20
 """Bytes of all layers' keys and values."""
 
-CASE = ("model", "dtype", "num_seqs", "seq_len", "num_queries")
+CASE = ("model", "cache", "num_seqs", "seq_len", "num_queries")
+
+
+def clock() -> float:
+    """Seconds that the one thread in use has computed, or that have passed."""
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def seconds_of(run: Callable[[], Any]) -> float:
+    began = clock()
+    run()
+    return clock() - began
+
+
+def undisturbed(rate: Callable[[], float]) -> float:
+    """The median of some rates that were measured by the time that passed, by this clock."""
+    rates = []
+    for _ in range(4):
+        passed, own = time.perf_counter(), clock()
+        measured = rate()
+        rates.append(measured * (time.perf_counter() - passed) / (clock() - own))
+    return statistics.median(rates)
+
+
+def as_layers(cache: Tensor, count: int) -> Tensor:
+    """So many copies of a layer's cache, in one piece as a model has them."""
+    return ops.in_huge_pages(cache.new_empty(count, *cache.shape)).copy_(cache)
 
 
 class Layers:
@@ -43,86 +82,154 @@ class Layers:
     def __init__(
         self,
         heads: tuple[int, int, int],
-        dtype: torch.dtype,
+        cache: str,
         num_seqs: int,
         seq_len: int,
         num_queries: int,
         in_all: int,
     ) -> None:
-        self._call = contiguous_call(num_queries, seq_len, num_seqs, heads, dtype)
-        first = [self._call.pop(cache) for cache in ("k_cache", "v_cache")]
+        dtype, kept = CACHES[cache]
+        self.call = contiguous_call(num_queries, seq_len, num_seqs, heads, dtype)
+        first = [self.call.pop(name).to(kept) for name in ("k_cache", "v_cache")]
         self.bytes = sum(cache.nbytes for cache in first)
         count = max(in_all // self.bytes, 1)
-        others = [[torch.randn(c.shape).to(dtype) for c in first] for _ in range(count - 1)]
-        self.caches = [first, *others]
+        self.caches = list(zip(*(as_layers(cache, count) for cache in first), strict=True))
+        self.has_sdpa = kept == dtype and (num_queries == 1 or num_queries == seq_len)
+        self._sequences = (num_seqs, num_queries)
 
-    def seconds(self, layer: int) -> float:
-        """One call."""
+    def attend(self, layer: int) -> Tensor:
         k, v = self.caches[layer]
-        began = time.perf_counter()
-        ops.paged_attention(k_cache=k, v_cache=v, **self._call)
-        return time.perf_counter() - began
+        return ops.paged_attention(k_cache=k, v_cache=v, **self.call)
+
+    def sdpa(self, layer: int) -> Tensor:
+        """The same by torch, of pages that lie in order.
+
+        The query heads of a group are queries of their key head, where each sequence has one query.
+        """
+        num_seqs, num_queries = self._sequences
+        k, v = (
+            cache.flatten(0, 1).unflatten(0, (num_seqs, -1)).transpose(1, 2)
+            for cache in self.caches[layer]
+        )
+        q, scale = self.call["q"], self.call["scale"]
+        attend = functional.scaled_dot_product_attention
+        if num_queries == 1:
+            groups = q.unflatten(1, (k.shape[1], -1))  # [num_seqs, num_kv_heads, group, head_dim]
+            return attend(groups, k, v, scale=scale).view(q.shape)
+        q = q.unflatten(0, (num_seqs, num_queries)).transpose(1, 2)
+        out = attend(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    def all_in_turn(self, run: Callable[[int], Tensor]) -> float:
+        """Seconds of a layer."""
+        count = len(self.caches)
+        return sum(seconds_of(partial(run, layer)) for layer in range(count)) / count
 
 
-def markdown(result: Figures) -> str:
-    columns = ["heads of", "keys and values", "sequences", "keys", "queries", "µs a layer"]
-    columns += ["GB/s", "of what memory gives", "µs, one layer again"]
+def measured(
+    model: str, cache: str, lengths: tuple[int, int, int], rounds: int, in_all: int
+) -> dict[str, Any]:
+    """A row of figures: the fastest of the rounds, and the median of what the machine allows."""
+    num_seqs, seq_len, num_queries = lengths
+    heads = MODELS[model]
+    layers = Layers(heads, cache, num_seqs, seq_len, num_queries, in_all)
+    floats, is_bfloat16 = read_buffer(), CACHES[cache][0] == torch.bfloat16
+    ours, sdpa, memory, multiply = [], [], [], []
+    for _ in range(rounds):
+        ours.append(layers.all_in_turn(layers.attend))
+        if layers.has_sdpa:
+            sdpa.append(layers.all_in_turn(layers.sdpa))
+        memory.append(undisturbed(partial(_C.read_rate, floats.data_ptr(), len(floats))))
+        multiply.append(undisturbed(partial(_C.multiply_rate, is_bfloat16, 1_000_000)))
+    pairs = num_seqs * num_queries * (seq_len - (num_queries - 1) / 2)  # of a query and a key
+    return {
+        **dict(zip(CASE, (model, cache, *lengths), strict=True)),
+        "seconds": min(ours),
+        "sdpa": min(sdpa, default=None),
+        "bytes": layers.bytes,
+        "flops": 4 * heads[0] * heads[2] * pairs,
+        "memory": statistics.median(memory),
+        "multiply": statistics.median(multiply),
+        "load": os.getloadavg()[0],
+    }
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    times = "" if row["sdpa"] is None else f"{row['sdpa'] / row['seconds']:.2f}"
+    return [f"{row['flops'] / row['seconds'] / row['multiply']:.0%}", times]
+
+
+def steps_table(result: Figures) -> str:
+    columns = ["heads of", "keys and values", "sequences", "keys", "queries", "µs a layer", "GB/s"]
+    columns += ["of what memory gives", "of the multiply peak", "times SDPA's speed"]
+    lines = []
+    for row in result["rows"]:
+        if row["num_queries"] == row["seq_len"]:
+            continue
+        model, cache, *lengths = (row[name] for name in CASE)
+        rate = row["bytes"] / row["seconds"]
+        lines.append([model, cache, *map(str, lengths), f"{1e6 * row['seconds']:.0f}"])
+        lines[-1] += [f"{rate / 1e9:.1f}", f"{rate / row['memory']:.0%}", *cells(row)]
+    return f"{markdown_table(columns, lines, text_columns=2)}\n\n{about(result)}"
+
+
+def prompts_table(result: Figures) -> str:
+    columns = ["heads of", "dtype", "tokens", "ms a layer", "GFLOP/s", "of the multiply peak"]
+    columns += ["times SDPA's speed"]
     lines = [
         [
             row["model"],
-            row["dtype"],
-            str(row["num_seqs"]),
+            row["cache"],
             str(row["seq_len"]),
-            str(row["num_queries"]),
-            f"{1e6 * row['seconds']:.0f}",
-            f"{row['bytes'] / row['seconds'] / 1e9:.1f}",
-            f"{row['bytes'] / row['seconds'] / row['memory']:.0%}",
-            f"{1e6 * row['again']:.0f}",
+            f"{1e3 * row['seconds']:.1f}",
+            f"{row['flops'] / row['seconds'] / 1e9:.0f}",
+            *cells(row),
         ]
         for row in result["rows"]
+        if row["num_queries"] == row["seq_len"]
     ]
-    about = (
-        "Each sequence's queries against all its keys; layers of "
-        f"{result['in_all'] >> 20} MB in all, one after the other, the fastest of "
-        f"{result['rounds']} rounds, and one layer's again and again, which a cache holds where it "
-        f"can. Memory: the plainest loop, behind each case. {result['threads']} thread(s), "
-        f"{in_words(result)}. `python -m bench attention`"
+    return markdown_table(columns, lines, text_columns=2)
+
+
+def about(result: Figures) -> str:
+    loads = [row["load"] for row in result["rows"]]
+    return (
+        f"Layers of {result['in_all'] >> 20} MB in all, one after the other, the fastest of "
+        f"{result['rounds']} rounds; memory by the plainest loop, multiply-adds and SDPA in the "
+        "same rounds. Float8 with states in bfloat16, which SDPA does not take. "
+        f"{result['threads']} thread(s), by the time that it computed where it is one, since the "
+        f"load of the machine was {min(loads):.0f} to {max(loads):.0f}. {in_words(result)}. "
+        "`python -m bench attention`"
     )
-    return f"{markdown_table(columns, lines, text_columns=2)}\n\n{about}"
 
 
-REPORTS = (Report("attention", {"attention": markdown}, {"rows": CASE}),)
+REPORTS = (
+    Report(
+        "attention",
+        {"attention": steps_table, "attention of prompts": prompts_table},
+        {"rows": CASE},
+    ),
+)
 
 
 def main(words: Sequence[str]) -> None:
-    made = parser("attention", __doc__, rounds=7, threads=1)
+    made = parser("attention", __doc__, rounds=3, threads=1)
     made.add_argument("--queries", type=int, nargs="+", default=list(QUERIES), metavar="N")
+    made.add_argument("--prompts", type=int, nargs="*", default=list(PROMPTS), metavar="N")
     made.add_argument("--bytes", type=int, default=IN_ALL, help="of all layers of a case")
     arguments = made.parse_args(words)
     torch.set_num_threads(arguments.threads)
+    lengths = [(*pair, queries) for pair in LENGTHS for queries in arguments.queries]
+    prompts = [(1, tokens, tokens) for tokens in arguments.prompts]
     rows: list[dict[str, Any]] = []
-    for model, heads in MODELS.items():
-        for dtype in (torch.bfloat16, torch.float32):
-            for num_seqs, seq_len in LENGTHS:
-                for num_queries in arguments.queries:
-                    sizes = (heads, dtype, num_seqs, seq_len, num_queries)
-                    layers = Layers(*sizes, arguments.bytes)
-                    count = len(layers.caches)
-                    seconds, again = in_turn_and_again(layers.seconds, count, arguments.rounds)
-                    rows.append(
-                        {
-                            "model": model,
-                            "dtype": str(dtype).removeprefix("torch."),
-                            "num_seqs": num_seqs,
-                            "seq_len": seq_len,
-                            "num_queries": num_queries,
-                            "seconds": seconds,
-                            "again": again,
-                            "bytes": layers.bytes,
-                            "memory": read_ceiling(arguments.bytes),
-                        }
-                    )
-                    say(rows[-1])
+    for model in MODELS:
+        for cache in CACHES:
+            for case in lengths:
+                rows.append(measured(model, cache, case, arguments.rounds, arguments.bytes))
+                say(rows[-1])
+            for case in prompts if cache != "float8" else ():
+                rows.append(measured(model, cache, case, arguments.rounds, 1))
+                say(rows[-1])
     result = {
         **machine(),
         "threads": arguments.threads,

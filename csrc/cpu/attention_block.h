@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention_tile.h"
-#include "float8.h"
+#include "float8_pairs.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
@@ -11,6 +11,15 @@ template <typename A, typename B>
 constexpr bool kIsSame = false;
 template <typename A>
 constexpr bool kIsSame<A, A> = true;
+
+// What a number is multiplied by to have its value.
+template <typename W>
+constexpr float unit_of() {
+#if defined(__AVX2__)
+  if constexpr (kIsSame<W, ScaledHalf>) return kScaledHalf;
+#endif
+  return 1.0f;
+}
 
 // Keys and then values that are read next, asked for a line now and then: a core has few of them
 // under way, so that many at once wait for each other, and memory idles afterwards.
@@ -69,6 +78,27 @@ class ReadAhead {
   const char *line_, *row_end_ = nullptr;
 };
 
+// The rows of one kv head that are read next, asked for while rows at the same places are worked
+// on.
+template <typename C>
+class RowsAhead {
+ public:
+  RowsAhead() = default;
+  explicit RowsAhead(const HeadRows<C>& rows) : rows_(rows) {}
+
+  // So many columns of a row, from d on, a multiple of that.
+  template <int kColumns>
+  [[gnu::always_inline]] void ask(int64_t row, int64_t d) const {
+    constexpr int kLine = 64 / sizeof(C);
+    if (rows_.rows == nullptr || (kColumns < kLine && d % kLine != 0)) return;
+    EECORE_UNROLL
+    for (int i = 0; i < kColumns; i += kLine) prefetch(rows_[row] + d + i);
+  }
+
+ private:
+  HeadRows<C> rows_{nullptr, 0};  // null: nothing is read
+};
+
 template <typename C>
 struct CachedBlock {
   const BlockRows<C>* rows;  // of the tile's first kv head
@@ -116,19 +146,30 @@ inline void prefetch_rows(const HeadRows<T>& rows, int64_t first, int64_t count,
   for (int64_t i = first; i < first + count; ++i) prefetch_row(rows[i], n);
 }
 
-// Writes rows of C as rows of W.
+// Writes rows of C as rows of W. Where that makes NaN finite it says that there was one, and
+// widen_nan writes them again.
 template <typename C, typename W>
 struct RowWidener {
+  static constexpr bool has_nan() { return false; }
+  static void widen_nan(const C*, int64_t, W*) {}
+
   void widen(const C* in, int64_t n, W* out) const {
     int64_t i = 0;
     for (; i + kWidth <= n; i += kWidth) store(out + i, load(in + i));
     if (i < n) store(out + i, load_partial(in + i, n - i));
   }
 };
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
+template <>
+struct RowWidener<Float8, ScaledHalf> : ScaledHalves {};
+#endif
+#if defined(__AVX512BF16__)
 template <>
 struct RowWidener<Float8, BFloat16> {
   Float8Widener widener;
+
+  static constexpr bool has_nan() { return false; }
+  static void widen_nan(const Float8*, int64_t, BFloat16*) {}
 
   void widen(const Float8* in, int64_t n, BFloat16* out) const {
     for (int64_t i = 0; i < n; i += 64) {
@@ -150,11 +191,12 @@ HeadRows<W> rows_as(const HeadRows<C>& rows, int64_t num_keys, int64_t head_dim,
   } else {
     W* wide = reinterpret_cast<W*>(room);
     const int64_t width = row_width(head_dim);
-    const RowWidener<C, W> widener;
-    for (int64_t j = 0; j < kMaxBlock; ++j) {
-      if (j < num_keys) widener.widen(rows[j], head_dim, wide + j * width);
-      widened[j] = wide + min_of(j, num_keys - 1) * width;
+    RowWidener<C, W> widener;
+    for (int64_t j = 0; j < num_keys; ++j) widener.widen(rows[j], head_dim, wide + j * width);
+    if (widener.has_nan()) [[unlikely]] {
+      for (int64_t j = 0; j < num_keys; ++j) widener.widen_nan(rows[j], head_dim, wide + j * width);
     }
+    for (int64_t j = 0; j < kMaxBlock; ++j) widened[j] = wide + min_of(j, num_keys - 1) * width;
     return {widened, 0};
   }
 }

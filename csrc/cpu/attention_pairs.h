@@ -248,6 +248,7 @@ void pack_values(const HeadRows<BFloat16>& rows, int64_t num_keys, int64_t head_
 
 struct InPairs {
   static constexpr bool kHasTiles = false;
+  static constexpr float kUnit = 1.0f;
   using Wide = BFloat16;
   struct Unit {
     void take(int64_t) {}

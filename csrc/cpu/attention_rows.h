@@ -7,11 +7,6 @@
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-constexpr int kMaxGroupKeys = 8;  // keys that share queries in registers
-// Lines of the next block to ask for at each 4 keys, of scores as of values: as many as 4 keys of
-// 64 columns have.
-constexpr int kLinesOfRows = 8;
-
 // in[0..n) times factor, as pairs kept in the order of W's; the rest of the row is zero.
 template <typename W, typename T>
 inline void widen_row(const T* in, int64_t n, Vec factor, int64_t width, float* out) {
@@ -26,16 +21,15 @@ inline void widen_row(const T* in, int64_t n, Vec factor, int64_t width, float* 
   for (; d < width; d += kPairWidth) store_kept(out + d, {zero(), zero()});
 }
 
-// scores[r][j] = q[r] . k[j] for j in [begin, end), both multiples of kMaxGroupKeys. `ahead` may be
-// null.
-template <int kRows, typename W>
+// scores[r][j] = q[r] . k[j] for j in [begin, end), both multiples of kWidth.
+template <int kRows, typename W, typename C>
 void score_keys(const float* q, int64_t width, int64_t head_dim, HeadRows<W> rows, int64_t begin,
-                int64_t end, ReadAhead* ahead, float* scores) {
+                int64_t end, const RowsAhead<C>& ahead, float* scores) {
   // As many sums as keep a core busy.
-  constexpr int kKeys = kRows == 1 ? kMaxGroupKeys : 4;
+  constexpr int kKeys = kRows == 1 ? 8 : 4;
   const int64_t whole = head_dim / kPairWidth * kPairWidth;
+  Vec folded[kRows][kWidth / 4];
   for (int64_t j = begin; j < end; j += kKeys) {
-    if (ahead != nullptr) ahead->ask(kLinesOfRows * kKeys / 4);
     const W* k[kKeys];
     EECORE_UNROLL
     for (int i = 0; i < kKeys; ++i) k[i] = rows[j + i];
@@ -51,6 +45,7 @@ void score_keys(const float* q, int64_t width, int64_t head_dim, HeadRows<W> row
       for (int r = 0; r < kRows; ++r) queries[r] = load(q + r * width + d + kVector * kWidth);
       EECORE_UNROLL
       for (int i = 0; i < kKeys; ++i) {
+        if (kVector == 0) ahead.template ask<kPairWidth>(j + i, d);
         const Vec key = key_at(i);
         EECORE_UNROLL
         for (int r = 0; r < kRows; ++r) dots[r][i] = add_product(dots[r][i], queries[r], key);
@@ -69,18 +64,24 @@ void score_keys(const float* q, int64_t width, int64_t head_dim, HeadRows<W> row
     }
     EECORE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      for (int i = 0; i < kKeys; i += 4) sum_four(dots[r] + i, scores + r * kMaxBlock + j + i);
+      for (int i = 0; i < kKeys; i += 4) {
+        folded[r][(j + i) % kWidth / 4] = fold_four(dots[r] + i);
+      }
+    }
+    if ((j + kKeys) % kWidth != 0) continue;
+    EECORE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      store(scores + r * kMaxBlock + j + kKeys - kWidth, merge_fours(folded[r]));
     }
   }
 }
 
 // acc[r][d..] = acc[r][d..] * correction[r] + sum over j in [begin, end) of scores[r][j] *
-// v[j][d..], for kPairs pairs of vectors; of a partial one only `rest` elements exist in v. `ahead`
-// may be null.
-template <int kRows, int kPairs, bool kPartial, typename W>
+// v[j][d..], for kPairs pairs of vectors; of a partial one only `rest` elements exist in v.
+template <int kRows, int kPairs, bool kPartial, typename W, typename C>
 void add_value_columns(const float* scores, const Vec* correction, HeadRows<W> rows, int64_t d,
-                       int64_t rest, int64_t begin, int64_t end, ReadAhead* ahead, int64_t width,
-                       float* acc) {
+                       int64_t rest, int64_t begin, int64_t end, const RowsAhead<C>& ahead,
+                       int64_t width, float* acc) {
   Pair sums[kRows][kPairs];
   EECORE_UNROLL
   for (int r = 0; r < kRows; ++r) {
@@ -90,7 +91,7 @@ void add_value_columns(const float* scores, const Vec* correction, HeadRows<W> r
     }
   }
   for (int64_t j = begin; j < end; ++j) {
-    if (ahead != nullptr) ahead->ask(kLinesOfRows / 4 * kPairs / 2);
+    ahead.template ask<kPairs * kPairWidth>(j, d);
     const W* v = rows[j] + d;
     Vec weights[kRows];
     EECORE_UNROLL
@@ -114,9 +115,9 @@ void add_value_columns(const float* scores, const Vec* correction, HeadRows<W> r
   }
 }
 
-template <int kRows, typename W>
+template <int kRows, typename W, typename C>
 void add_values(const float* scores, const Vec* correction, HeadRows<W> rows, int64_t head_dim,
-                int64_t begin, int64_t end, ReadAhead* ahead, int64_t width, float* acc) {
+                int64_t begin, int64_t end, const RowsAhead<C>& ahead, int64_t width, float* acc) {
   const auto columns = [&]<int kPairs, bool kPartial>(int64_t d, int64_t rest) {
     add_value_columns<kRows, kPairs, kPartial>(scores, correction, rows, d, rest, begin, end, ahead,
                                                width, acc);
@@ -131,34 +132,35 @@ void add_values(const float* scores, const Vec* correction, HeadRows<W> rows, in
   if (d < head_dim) columns.template operator()<1, true>(d, head_dim - d);
 }
 
-// Rows where they lie.
-template <typename W>
+// Rows where they lie, and the scores of the rows of queries.
+template <typename W, typename C = W>
 struct RowBlock {
   static constexpr int64_t kStep = 1;
-  const HeadBlock<W>* rows;
-  ReadAhead* ahead;  // null: nothing is asked for
+  HeadRows<W> k, v;
+  float* scores;
+  RowsAhead<C> ahead;
 
-  RowBlock quiet() const { return {rows, nullptr}; }
+  RowBlock quiet() const { return {k, v, scores, {}}; }
 
   template <int kRows>
   void score(TileScratch& scratch, int64_t at, Range seen, int64_t head_dim) const {
     const int64_t width = row_width(head_dim);
-    score_keys<kRows>(scratch.q + at * width, width, head_dim, rows->k, seen.begin,
-                      ceil_div(seen.end, kMaxGroupKeys) * kMaxGroupKeys, ahead, scratch.scores);
+    score_keys<kRows>(scratch.q + at * width, width, head_dim, k, seen.begin,
+                      ceil_div(seen.end, kWidth) * kWidth, ahead, scores);
   }
   template <int kRows>
   void weigh(TileScratch&) const {}
   template <int kRows>
-  void add(TileScratch& scratch, int64_t r, Range keys, const Vec* correction, int64_t head_dim,
+  void add(TileScratch&, int64_t r, Range keys, const Vec* correction, int64_t head_dim,
            float* acc) const {
-    add_values<kRows>(scratch.scores + r * kMaxBlock, correction, rows->v, head_dim, keys.begin,
-                      keys.end, ahead, row_width(head_dim), acc);
+    add_values<kRows>(scores + r * kMaxBlock, correction, v, head_dim, keys.begin, keys.end, ahead,
+                      row_width(head_dim), acc);
   }
 };
 
 // Whether so many rows share a block that it pays to lay it out for them first: bfloat16 is widened
 // once, and slots a power of two apart no longer fall into the same cache sets.
-inline bool lays_out_block(int64_t num_rows) { return num_rows > 2 * kGroupRows; }
+inline bool lays_out_block(int64_t num_rows) { return num_rows > 3 * kGroupRows; }
 
 // Asks for as many lines of the next block at each row as two of its rows have.
 template <typename W>
@@ -292,7 +294,7 @@ struct PanelBlock {
   void add(TileScratch& scratch, int64_t r, Range keys, const Vec* correction, int64_t head_dim,
            float* acc) const {
     add_values<kRows>(scratch.scores + r * kMaxBlock, correction, v, head_dim, keys.begin, keys.end,
-                      nullptr, row_width(head_dim), acc);
+                      RowsAhead<float>(), row_width(head_dim), acc);
   }
 };
 
@@ -302,6 +304,7 @@ struct PanelBlock {
 template <typename W>
 struct InFloats {
   static constexpr bool kHasTiles = false;
+  static constexpr float kUnit = unit_of<W>();  // of what is multiplied
   using Wide = W;
   struct Unit {
     void take(int64_t) {}
@@ -312,12 +315,13 @@ struct InFloats {
   static void take_query(const T* q, int64_t head_dim, float scale, int64_t at, int64_t,
                          TileScratch& scratch) {
     const int64_t width = row_width(head_dim);
-    widen_row<W>(q, head_dim, broadcast(scale), width, scratch.q + at * width);
+    widen_row<W>(q, head_dim, broadcast(scale * kUnit), width, scratch.q + at * width);
   }
 
   template <typename C, typename Scale>
   static void attend(TileScratch& scratch, const AttentionTile& tile, int64_t head_dim,
                      const Scale&, Range keys, const CachedBlock<C>& block) {
+    if (!lays_out_block(tile.num_rows)) return attend_few(scratch, tile, head_dim, keys, block);
     const int64_t num_keys = keys.end - keys.begin;
     const W *wide_k[kMaxBlock], *wide_v[kMaxBlock];
     for (int64_t head = 0; head < tile.num_heads; ++head) {
@@ -325,20 +329,70 @@ struct InFloats {
       const HeadBlock<W> rows = {rows_as(own.k, num_keys, head_dim, scratch.k_widened, wide_k),
                                  rows_as(own.v, num_keys, head_dim, scratch.v_widened, wide_v)};
       ReadAhead ahead = block.ahead_of(head, block_size(head_dim), head_dim);
-      const int64_t num_rows = tile.num_rows, at = tile.held(head, 0);
-      if (lays_out_block(num_rows)) {
-        attend_laid_out(scratch, num_rows, at, head_dim, keys, rows, ahead);
-      } else {
-        attend_head<kGroupRows>(scratch, num_rows, at, head_dim, keys, RowBlock<W>{&rows, &ahead});
-      }
+      attend_laid_out(scratch, tile.num_rows, tile.held(head, 0), head_dim, keys, rows, ahead);
       ahead.ask_rest();
     }
   }
 
  private:
+  // Few rows of each kv head: the scores of all heads, then their weights, then their values. So
+  // the softmax of a head waits for nothing, and memory is asked for a block's values beside its
+  // scores, and for the next block's keys beside its values.
+  template <typename C>
+  static void attend_few(TileScratch& scratch, const AttentionTile& tile, int64_t head_dim,
+                         Range keys, const CachedBlock<C>& block) {
+    const int64_t num_keys = keys.end - keys.begin, width = row_width(head_dim);
+    const Range used = intersect(tile.used, keys);
+    if (used.empty()) return;
+    const int64_t begin = (used.begin - keys.begin) / kWidth * kWidth;
+    const int64_t end = ceil_div(used.end - keys.begin, kWidth) * kWidth;
+    const W* wide[kMaxBlock];
+    // body<n>(row of the head, place in the scratch), n rows at a time.
+    const auto for_rows = [&](int64_t head, const auto& body) {
+      in_groups<kGroupRows>(tile.num_rows, [&]<int kRows>(int64_t row) {
+        body.template operator()<kRows>(row, tile.held(head, row));
+      });
+    };
+    for (int64_t head = 0; head < tile.num_heads; ++head) {
+      const HeadBlock<C> own = block.of_head(head);
+      const HeadRows<W> k = rows_as(own.k, num_keys, head_dim, scratch.k_widened, wide);
+      RowsAhead<C> ahead(own.v);
+      for_rows(head, [&]<int kRows>(int64_t, int64_t at) {
+        score_keys<kRows>(scratch.q + at * width, width, head_dim, k, begin, end, ahead,
+                          scratch.scores + at * kMaxBlock);
+        ahead = {};
+      });
+    }
+    for (int64_t head = 0; head < tile.num_heads; ++head) {
+      for_rows(head, [&]<int kRows>(int64_t row, int64_t at) {
+        Vec correction[kRows];
+        weigh_rows<kRows>(scratch, row, at, keys, seen_keys<kRows>(scratch, row, keys), begin, end,
+                          scratch.scores + at * kMaxBlock, correction);
+        for (int r = 0; r < kRows; ++r) {
+          store(scratch.corrections + (at + r) * kWidth, correction[r]);
+        }
+      });
+    }
+    for (int64_t head = 0; head < tile.num_heads; ++head) {
+      const HeadRows<W> v =
+          rows_as(block.of_head(head).v, num_keys, head_dim, scratch.v_widened, wide);
+      RowsAhead<C> ahead(block.next_of_head(head).k);
+      for_rows(head, [&]<int kRows>(int64_t row, int64_t at) {
+        Vec correction[kRows];
+        for (int r = 0; r < kRows; ++r) {
+          correction[r] = load(scratch.corrections + (at + r) * kWidth);
+        }
+        const RowBlock<W, C> rows{{}, v, scratch.scores + at * kMaxBlock, ahead};
+        add_values_seen<kRows>(scratch, rows, correction, seen_keys<kRows>(scratch, row, keys),
+                               head_dim, scratch.acc + at * width);
+        ahead = {};
+      });
+    }
+  }
+
   static void attend_laid_out(TileScratch& scratch, int64_t num_rows, int64_t at, int64_t head_dim,
                               Range keys, const HeadBlock<W>& rows, ReadAhead& ahead) {
-    const int64_t num_keys = ceil_div(keys.end - keys.begin, kMaxGroupKeys) * kMaxGroupKeys;
+    const int64_t num_keys = ceil_div(keys.end - keys.begin, kWidth) * kWidth;
     // A laid out row is made of whole pairs.
     const int64_t columns = ceil_div(head_dim, kPairWidth) * kPairWidth;
     BlockRows<float> gathered;
@@ -348,8 +402,7 @@ struct InFloats {
     const PanelBlock block{scratch.k_block, {gathered.v, 0}};
 #else
     gather_rows(rows.k, num_keys, head_dim, ahead, scratch.k_block, gathered.k);
-    const HeadBlock<float> held{{gathered.k, 0}, {gathered.v, 0}};
-    const RowBlock<float> block{&held, nullptr};
+    const RowBlock<float> block{{gathered.k, 0}, {gathered.v, 0}, scratch.scores, {}};
 #endif
     attend_head<kPanelRows>(scratch, num_rows, at, columns, keys, block);
   }

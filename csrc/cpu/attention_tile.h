@@ -78,7 +78,8 @@ struct TileScratch {
   alignas(64) float v_block[kBlockFloats];  // [block, width], when gathered
   alignas(64) uint8_t k_widened[kBlockFloats * sizeof(float)];  // [block, width], of float8
   alignas(64) uint8_t v_widened[kBlockFloats * sizeof(float)];  // [block, width], of float8
-  alignas(64) float scores[kPanelRows * kMaxBlock];             // [rows of a group, block]
+  alignas(64) float scores[kMaxTileRows * kMaxBlock];           // [rows, block], or of a group
+  alignas(64) float corrections[kMaxTileRows * kWidth];         // of what the rows have summed
 #if defined(__AVX512BF16__)
   alignas(64) uint32_t q_pairs[kTileFloats / 2];  // [rows, width / 2], of pairs of bfloat16
   alignas(64) uint32_t k_pairs[kMaxAttentionHeadDim / 2 * kMaxBlock];
@@ -181,31 +182,83 @@ void softmax_rows(float* scores, int64_t begin, int64_t end, float* maximum, flo
 // which may do so together where the range begins and ends at multiples of kStep. quiet() is the
 // same block, asking for nothing to be read ahead.
 
-// add for rows of which row r sees the keys visible[r] of the block, and all see `shared`. What not
-// all of them see is added row by row: a weight of 0 does not undo a value of NaN.
+// The keys of a block, counted from its first, that each of some rows sees, any of them, all of
+// them.
+template <int kRows>
+struct SeenKeys {
+  Range of_row[kRows], any, all;
+};
+
+// Of the rows of a kv head from `row` on.
+template <int kRows>
+SeenKeys<kRows> seen_keys(const TileScratch& scratch, int64_t row, Range keys) {
+  const int64_t num_keys = keys.end - keys.begin;
+  SeenKeys<kRows> seen;
+  seen.any = {num_keys, 0};
+  seen.all = {0, num_keys};
+  for (int r = 0; r < kRows; ++r) {
+    const Range of_row = intersect(scratch.visible[row + r], keys);
+    seen.of_row[r] =
+        of_row.empty() ? Range{0, 0} : Range{of_row.begin - keys.begin, of_row.end - keys.begin};
+    seen.all = intersect(seen.all, seen.of_row[r]);
+    if (of_row.empty()) continue;
+    seen.any = {min_of(seen.any.begin, seen.of_row[r].begin),
+                max_of(seen.any.end, seen.of_row[r].end)};
+  }
+  return seen;
+}
+
+// Turns the scores [begin, end) of some rows, whole vectors, into weights.
+template <int kRows>
+void weigh_rows(TileScratch& scratch, int64_t row, int64_t at, Range keys,
+                const SeenKeys<kRows>& seen, int64_t begin, int64_t end, float* scores,
+                Vec* correction) {
+  for (int r = 0; r < kRows; ++r) {
+    float* of_row = scores + r * kMaxBlock;
+    if (scratch.bias.data != nullptr) {
+      scratch.bias.add(scratch.bias_row[at + r], keys.begin - scratch.position[row + r], begin, end,
+                       of_row);
+    }
+    if (scratch.soft_cap > 0.0f) {
+      for (int64_t i = begin; i < end; i += kWidth) {
+        store(of_row + i, soft_capped(load(of_row + i), scratch.soft_cap));
+      }
+    }
+    for (int64_t i = begin; i < min_of(seen.of_row[r].begin, end); ++i) of_row[i] = -kInfinity;
+    for (int64_t i = max_of(seen.of_row[r].end, begin); i < end; ++i) of_row[i] = -kInfinity;
+  }
+  softmax_rows<kRows>(scores, begin, end, scratch.maximum + at, scratch.weight_sum + at * kWidth,
+                      correction);
+}
+
+// add of what some rows see of a block. What not all of them see is added row by row: a weight of 0
+// does not undo a value of NaN.
 template <int kRows, typename Block>
 void add_values_seen(TileScratch& scratch, const Block& block, const Vec* correction,
-                     const Range* visible, Range shared, int64_t head_dim, float* acc) {
+                     const SeenKeys<kRows>& seen, int64_t head_dim, float* acc) {
+  if (seen.all.begin == seen.any.begin && seen.all.end == seen.any.end) [[likely]] {
+    return block.template add<kRows>(scratch, 0, seen.any, correction, head_dim, acc);
+  }
   const int64_t width = row_width(head_dim);
   const auto add_row = [&](int r, Vec factor, Range keys) {
     block.quiet().template add<1>(scratch, r, keys, &factor, head_dim, acc + r * width);
   };
-  shared = {ceil_div(shared.begin, Block::kStep) * Block::kStep,
-            shared.end / Block::kStep * Block::kStep};
+  const Range shared = {ceil_div(seen.all.begin, Block::kStep) * Block::kStep,
+                        seen.all.end / Block::kStep * Block::kStep};
   if (shared.empty()) {
-    for (int r = 0; r < kRows; ++r) add_row(r, correction[r], visible[r]);
+    for (int r = 0; r < kRows; ++r) add_row(r, correction[r], seen.of_row[r]);
     return;
   }
   const Vec one = broadcast(1.0f);
   Vec factors[kRows];
   for (int r = 0; r < kRows; ++r) {
-    const bool sees_earlier = visible[r].begin < shared.begin;
-    if (sees_earlier) add_row(r, correction[r], {visible[r].begin, shared.begin});
+    const bool sees_earlier = seen.of_row[r].begin < shared.begin;
+    if (sees_earlier) add_row(r, correction[r], {seen.of_row[r].begin, shared.begin});
     factors[r] = sees_earlier ? one : correction[r];
   }
   block.template add<kRows>(scratch, 0, shared, factors, head_dim, acc);
   for (int r = 0; r < kRows; ++r) {
-    if (shared.end < visible[r].end) add_row(r, one, {shared.end, visible[r].end});
+    if (shared.end < seen.of_row[r].end) add_row(r, one, {shared.end, seen.of_row[r].end});
   }
 }
 
@@ -213,65 +266,37 @@ void add_values_seen(TileScratch& scratch, const Block& block, const Vec* correc
 template <int kRows, typename Block>
 void attend_rows(TileScratch& scratch, int64_t row, int64_t at, int64_t head_dim, Range keys,
                  const Block& block) {
-  // The keys of this block, counted from its first, that each row sees, any row sees, all rows see.
-  const int64_t num_keys = keys.end - keys.begin;
-  Range visible[kRows], seen{num_keys, 0}, shared{0, num_keys};
-  for (int r = 0; r < kRows; ++r) {
-    const Range of_row = intersect(scratch.visible[row + r], keys);
-    visible[r] =
-        of_row.empty() ? Range{0, 0} : Range{of_row.begin - keys.begin, of_row.end - keys.begin};
-    shared = intersect(shared, visible[r]);
-    if (of_row.empty()) continue;
-    seen = {min_of(seen.begin, visible[r].begin), max_of(seen.end, visible[r].end)};
-  }
-  if (seen.empty()) return;
+  const SeenKeys<kRows> seen = seen_keys<kRows>(scratch, row, keys);
+  if (seen.any.empty()) return;
   // Scores start at a whole vector.
-  const int64_t vector_begin = seen.begin / kWidth * kWidth;
-  const int64_t vector_end = ceil_div(seen.end, kWidth) * kWidth;
-
-  block.template score<kRows>(scratch, at, {vector_begin, seen.end}, head_dim);
+  const int64_t begin = seen.any.begin / kWidth * kWidth;
+  const int64_t end = ceil_div(seen.any.end, kWidth) * kWidth;
+  block.template score<kRows>(scratch, at, {begin, seen.any.end}, head_dim);
   Vec correction[kRows];
-  for (int r = 0; r < kRows; ++r) {
-    float* scores = scratch.scores + r * kMaxBlock;
-    if (scratch.bias.data != nullptr) {
-      scratch.bias.add(scratch.bias_row[at + r], keys.begin - scratch.position[row + r],
-                       vector_begin, vector_end, scores);
-    }
-    if (scratch.soft_cap > 0.0f) {
-      for (int64_t i = vector_begin; i < vector_end; i += kWidth) {
-        store(scores + i, soft_capped(load(scores + i), scratch.soft_cap));
-      }
-    }
-    for (int64_t i = vector_begin; i < min_of(visible[r].begin, vector_end); ++i) {
-      scores[i] = -kInfinity;
-    }
-    for (int64_t i = max_of(visible[r].end, vector_begin); i < vector_end; ++i) {
-      scores[i] = -kInfinity;
-    }
-  }
-  softmax_rows<kRows>(scratch.scores, vector_begin, vector_end, scratch.maximum + at,
-                      scratch.weight_sum + at * kWidth, correction);
+  weigh_rows<kRows>(scratch, row, at, keys, seen, begin, end, scratch.scores, correction);
   block.template weigh<kRows>(scratch);
-  float* acc = scratch.acc + at * row_width(head_dim);
-  if (shared.begin == seen.begin && shared.end == seen.end) [[likely]] {
-    block.template add<kRows>(scratch, 0, seen, correction, head_dim, acc);
-  } else {
-    add_values_seen<kRows>(scratch, block, correction, visible, shared, head_dim, acc);
-  }
+  add_values_seen<kRows>(scratch, block, correction, seen, head_dim,
+                         scratch.acc + at * row_width(head_dim));
+}
+
+// body<n>(row) for all rows of one kv head, n at a time, kRows as long as there are so many.
+template <int kRows, typename Body>
+void in_groups(int64_t num_rows, const Body& body) {
+  const auto rows = [&]<int kSome>(int64_t row, const auto& fewer) {
+    for (; row + kSome <= num_rows; row += kSome) body.template operator()<kSome>(row);
+    if constexpr (kSome > 1) fewer.template operator()<kSome - 1>(row, fewer);
+  };
+  rows.template operator()<kRows>(0, rows);
 }
 
 // All rows of one kv head, kRows at a time; the first of them ask for the next block.
 template <int kRows, typename Block>
 void attend_head(TileScratch& scratch, int64_t num_rows, int64_t at, int64_t head_dim, Range keys,
                  Block block) {
-  const auto rows = [&]<int kSome>(int64_t row, const auto& fewer) {
-    for (; row + kSome <= num_rows; row += kSome) {
-      attend_rows<kSome>(scratch, row, at + row, head_dim, keys, block);
-      block = block.quiet();
-    }
-    if constexpr (kSome > 1) fewer.template operator()<kSome - 1>(row, fewer);
-  };
-  rows.template operator()<kRows>(0, rows);
+  in_groups<kRows>(num_rows, [&]<int kSome>(int64_t row) {
+    attend_rows<kSome>(scratch, row, at + row, head_dim, keys, block);
+    block = block.quiet();
+  });
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

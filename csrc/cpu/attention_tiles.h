@@ -102,6 +102,7 @@ inline bool has_infinite(const uint32_t* v_pairs, uint32_t mask, int64_t width) 
 template <typename U>
 struct InTiles {
   static constexpr bool kHasTiles = true;
+  static constexpr float kUnit = 1.0f;
   using Wide = BFloat16;
 
   // What a thread holds while it multiplies: tiles for groups of so many rows.

@@ -113,8 +113,8 @@ void write_row(const AttentionPlan& params, int64_t token, int64_t head, const f
       static_cast<T*>(params.out) + token * params.out_token_stride + head * params.out_head_stride;
   const float* scale =
       scale_of(params.cache_format.value_scales, head / (params.num_q_heads / params.num_kv_heads));
-  const Vec inverse =
-      broadcast(weight == 0.0f ? 0.0f : (scale != nullptr ? *scale : 1.0f) / weight);
+  const float unit = scale != nullptr ? *scale * M::kUnit : M::kUnit;
+  const Vec inverse = broadcast(weight == 0.0f ? 0.0f : unit / weight);
   int64_t d = 0;
   const auto result = [&] { return kept_as<T, typename M::Wide>(load_kept(total + d) * inverse); };
   for (; d + kPairWidth <= head_dim; d += kPairWidth) store_pair(out + d, result());
@@ -320,6 +320,9 @@ void dispatch_multiplication(const Body& body) {
     if (tiles == Tiles::kModel) return body.template operator()<InTiles<TileModel>>();
     return body.template operator()<InPairs>();
   }
+#endif
+#if defined(__AVX2__)
+  if constexpr (kIsSame<C, Float8>) return body.template operator()<InFloats<ScaledHalf>>();
 #endif
   if constexpr (kIsSame<C, BFloat16>) {
     body.template operator()<InFloats<BFloat16>>();

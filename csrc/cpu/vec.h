@@ -321,8 +321,8 @@ inline Vec round_to<BFloat16>(Vec x) {
 #endif
 }
 
-// out[i] = sum(v[i]) for the four vectors, each in the same order.
-inline void sum_four(const Vec* v, float* out) {
+// Four vectors folded into one, which merge_fours takes.
+inline Vec fold_four(const Vec* v) {
 #if defined(__AVX512F__)
   const __m512 ab =
       _mm512_add_ps(_mm512_unpacklo_ps(v[0].v, v[1].v), _mm512_unpackhi_ps(v[0].v, v[1].v));
@@ -330,9 +330,7 @@ inline void sum_four(const Vec* v, float* out) {
       _mm512_add_ps(_mm512_unpacklo_ps(v[2].v, v[3].v), _mm512_unpackhi_ps(v[2].v, v[3].v));
   const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
   const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-  const __m512 abcd = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+  return {_mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high))};
 #elif defined(__AVX2__)
   const __m256 ab =
       _mm256_add_ps(_mm256_unpacklo_ps(v[0].v, v[1].v), _mm256_unpackhi_ps(v[0].v, v[1].v));
@@ -340,7 +338,41 @@ inline void sum_four(const Vec* v, float* out) {
       _mm256_add_ps(_mm256_unpacklo_ps(v[2].v, v[3].v), _mm256_unpackhi_ps(v[2].v, v[3].v));
   const __m256d low = _mm256_unpacklo_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd));
   const __m256d high = _mm256_unpackhi_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd));
-  const __m256 abcd = _mm256_add_ps(_mm256_castpd_ps(low), _mm256_castpd_ps(high));
+  return {_mm256_add_ps(_mm256_castpd_ps(low), _mm256_castpd_ps(high))};
+#else
+  Vec sums = zero();
+  for (int i = 0; i < 4; ++i) reinterpret_cast<float*>(&sums)[i] = sum(v[i]);
+  return sums;
+#endif
+}
+// The sums of kWidth vectors, from kWidth / 4 folded ones: each in the order of sum_four.
+inline Vec merge_fours(const Vec* folded) {
+#if defined(__AVX512F__)
+  const __m512 a = folded[0].v, b = folded[1].v, c = folded[2].v, d = folded[3].v;
+  const __m512 ab =
+      _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  const __m512 cd =
+      _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+  return {_mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd))};
+#elif defined(__AVX2__)
+  const __m256 a = folded[0].v, b = folded[1].v;
+  return {_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31))};
+#else
+  Vec sums;
+  for (int i = 0; i < kWidth; ++i) {
+    reinterpret_cast<float*>(&sums)[i] = reinterpret_cast<const float*>(folded + i / 4)[i % 4];
+  }
+  return sums;
+#endif
+}
+// out[i] = sum(v[i]) for the four vectors, each in the same order.
+inline void sum_four(const Vec* v, float* out) {
+#if defined(__AVX512F__)
+  const __m512 abcd = fold_four(v).v;
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+#elif defined(__AVX2__)
+  const __m256 abcd = fold_four(v).v;
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 #else
   for (int i = 0; i < 4; ++i) out[i] = sum(v[i]);

@@ -248,9 +248,14 @@ def test_what_is_not_a_number_comes_out_where_it_went_in(
     tolerance = dataclasses.asdict(TOLERANCES[dtype])
     seq = len(case.seq_lens) - 1
     length = case.seq_lens[seq]
-    for name, key, column in (("k_cache", length - 1, 0), ("v_cache", length - 2, -1)):
+    # NaN with either sign.
+    for name, key, column, code in (
+        ("k_cache", length - 1, 0, 0x7F),
+        ("v_cache", length - 2, -1, 0xFF),
+    ):
         call = narrowed(test_paged_attention.random_call(case, dtype, device), scaled=False)
-        test_paged_attention.key_of(call, name, seq, key)[-1, column] = torch.nan
+        codes = codes_of(test_paged_attention.key_of(call, name, seq, key))
+        codes[-1, column] = code
         expected = test_paged_attention.expected_of(call)
         assert expected.isnan().any()
         got = ops.paged_attention(**call).double()
