@@ -5,6 +5,7 @@ from eecore.models.draft_head import DraftHead, SeenKeys
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.network import Network, cache_dtype, network_digest
+from eecore.models.prompt_attention import MIN_QUERIES, Chunks
 from eecore.models.readers import adopt
 from eecore.models.readers.checkpoint import Checkpoint
 from eecore.models.readers.gguf_convert import convert_gguf
@@ -18,10 +19,12 @@ from eecore.models.text.tokenizer import IncrementalDecoder, Tokenizer
 from eecore.models.text.tokenizer_files import ChatSettings
 
 __all__ = [
+    "MIN_QUERIES",
     "AttentionBatch",
     "ChatSettings",
     "ChatTemplate",
     "Checkpoint",
+    "Chunks",
     "CrossBatch",
     "DraftHead",
     "IncrementalDecoder",
