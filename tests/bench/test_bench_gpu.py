@@ -158,7 +158,7 @@ def test_the_gpu_script_knows_its_parts(tmp_path: Path) -> None:
     done = gpu_script(tmp_path / "new", "tests", "tset")
     assert done.returncode == 2
     assert (
-        "expected parts among boundaries peers build decode kernels ops tests memcheck"
+        "expected parts among boundaries peers build decode variants kernels ops tests memcheck"
         in done.stderr
     )
     assert not (tmp_path / "new").exists()
