@@ -488,8 +488,6 @@ CONFLICTS = {
     # share four banks.
     "skinny_linear_kernel": 2,
     "skinny_gated_linear_kernel": 2,
-    # Once a block, its warps' summaries, 16 bytes each read word by word: of up to 64 rows.
-    "exit_confidence_softmax_kernel": 4,
     # The results of a round, 32 bytes a lane, read as two halves.
     "paged_attention_kernel": 2,
     # Besides: of 16 elements that a lane widens, 32 bytes written as two halves, or 64 as four.
@@ -497,10 +495,9 @@ CONFLICTS = {
     # Once a block, the numbers of its warps, 32 bytes each.
     "sample_measure_kernel": 2,
 }
-# In float32 the head takes 16 rows at most, and a lane of attention 16 bytes.
+# In float32 a lane of attention takes 16 bytes.
 CONFLICTS_IN_FLOAT = {
     **CONFLICTS,
-    "exit_confidence_softmax_kernel": 2,
     "paged_attention_kernel": 1,
     "paged_attention_float8_kernel": 4,
 }
