@@ -11,6 +11,7 @@ struct AppendTensors {
   const std::optional<Tensor>&positions, &cos_sin, &q_norm_weight, &k_norm_weight;
   double eps;
   const std::optional<Tensor>&key_scales, &value_scales, &q_cos_sin;
+  bool constant_places;
 };
 
 // Whether a norm's weight is of all heads' features at once; else it is of a head, or not there.
@@ -72,6 +73,7 @@ inline AppendKvParams append_params(Checker& check, const AppendTensors& tensors
   params.q_cos_sin = data_or_null<const float>(tensors.q_cos_sin);
   params.q_norm_weight = data_or_null<const void>(tensors.q_norm_weight);
   params.k_norm_weight = data_or_null<const void>(tensors.k_norm_weight);
+  params.constant_places = tensors.constant_places;
   params.eps = static_cast<float>(tensors.eps);
   params.dtype = check.dtype();
 #ifndef EECORE_BACKEND_CUDA

@@ -29,7 +29,11 @@ PACKED = "Panel"
 SPREADS = {"0x4140", "0x4342", "0x43434343", "0x64646464"}
 SKINNY = rf"skinny_linear_kernel<(\w+), (\d+), (\d+), (?:true|false), (\w+|{INT8})> "
 GATED = rf"skinny_gated_linear_kernel<(\w+), (\d+), (?:true|false), (\w+|{INT8})> "
-APPEND = rf"skinny_append_kernel<(\w+), (\d+), (?:true|false), (\w+|{INT8})> "
+APPEND = rf"skinny_append_kernel<(\w+), (\d+), (\d+), (?:true|false), (\w+|{INT8})> "
+COPIES_KEYS = r"paged_attention_(?:float8_)?kernel<"
+STREAMS = rf"{STREAMS_WEIGHTS}|{COPIES_KEYS}"
+# Instructions ahead of the first copy, all branches counted; a division is some twenty of them.
+MOST_BEFORE_KEYS, MOST_BEFORE_WEIGHTS = 900, 500
 FILL = rf"kv_fill_pairs_kernel<(\w+), (\d+), (\d+), (\w+|{INT8})> "
 MAKES_ROWS = r"(?:skinny_\w+|exit_confidence_softmax)_kernel<(\w+), (?:\d+, )+true, "
 
@@ -98,14 +102,23 @@ def test_kernels_of_a_new_gpu_wait_for_the_one_ahead(kernels: dict[str, Code]) -
 
 
 def test_a_kernel_waits_before_it_lets_the_next_one_start(kernels: dict[str, Code]) -> None:
-    """Else that one would not wait for what is two ahead."""
+    """Else that one would not wait for what is two ahead. Products can be told not to."""
     for name, code in waits_early(kernels):
         assert "PREEXIT" in names_of(code), name
+        if re.match(
+            r"skinny_(?:gated_)?linear_kernel|skinny_append_kernel|exit_confidence_soft", name
+        ):
+            continue
         assert not [line for line in code.before("ACQBULK") if line.name == "PREEXIT"], name
 
 
-def test_nothing_but_weights_is_read_before_the_wait(kernels: dict[str, Code]) -> None:
-    """On no way through a kernel. Rows of a weight that are not aligned come by the element."""
+def test_nothing_but_weights_and_places_is_read_before_the_wait(
+    kernels: dict[str, Code],
+) -> None:
+    """On no way through a kernel. Rows of a weight that are not aligned come by the element.
+
+    Places are page tables, lengths, keys of earlier positions, slots and positions.
+    """
     for name, code in waits_early(kernels):
         weights = set()
         if re.match(STREAMS_WEIGHTS, name):
@@ -113,9 +126,45 @@ def test_nothing_but_weights_is_read_before_the_wait(kernels: dict[str, Code]) -
             # Of packed rows the table is read first, and those that lie apart by the number.
             packed = {"LDG.E.64", "LDG.E", "LDG.E.U16", "LDG.E.U8"}
             weights = {"LDGSTS", *(packed if PACKED in name else [element])}
+        if name.startswith("skinny_append_kernel"):
+            weights.add("LDG.E.64")
+        if re.match(COPIES_KEYS, name):
+            weights = {"LDG", "LDGSTS"}
         touched = {line for line in code.before("ACQBULK") if line.name in GLOBAL_ACCESSES}
         others = {line for line in touched if not {line.name, line.opcode} & weights}
         assert not others, name
+
+
+def first_copy(code: Code) -> list[Instruction]:
+    """The instructions ahead of a kernel's first copy to shared memory."""
+    names = [line.name for line in code]
+    return code.lines[: names.index("LDGSTS")]
+
+
+def test_nothing_is_divided_on_the_way_to_the_first_copy(kernels: dict[str, Code]) -> None:
+    """A division by a number that the compiler does not know is a reciprocal, and waits for it."""
+    for match, code in of(kernels, STREAMS):
+        if "LDGSTS" not in names_of(code):
+            continue
+        before = first_copy(code)
+        slow = [line for line in before if line.opcode == "MUFU.RCP" or line.name == "I2F"]
+        assert not slow, match.string
+        is_of_keys = re.match(COPIES_KEYS, match.string) is not None
+        most = MOST_BEFORE_KEYS if is_of_keys else MOST_BEFORE_WEIGHTS
+        assert len(before) <= most, match.string
+
+
+def test_queries_are_loaded_together(kernels: dict[str, Code]) -> None:
+    """Where they are aligned: as many loads in a row as there are, up to 8, before a store."""
+    for match, code in of(kernels, ATTENTION):
+        if match[1] == "float":
+            continue
+        turns = 16 * int(match[2]) // 8 // 32
+        longest = run = 0
+        for line in code:
+            run = run + 1 if line.opcode == "LDG.E.128" else 0 if line.name == "STS" else run
+            longest = max(longest, run)
+        assert longest >= min(turns, 8), match.string
 
 
 def test_a_batch_of_partial_results_is_loaded_before_the_first_is_merged(
@@ -138,7 +187,7 @@ def all_products(kernels: dict[str, Code]) -> list[tuple[re.Match[str], int, int
     """With the numbers of tiles of 16 rows of the weight and of 8 rows of x."""
     linear = [(m, int(m[2]), int(m[3]), code) for m, code in of(kernels, SKINNY)]
     gated = [(m, 2, int(m[2]), code) for m, code in of(kernels, GATED)]
-    append = [(m, int(m[2]), 1, code) for m, code in of(kernels, APPEND)]
+    append = [(m, int(m[2]), int(m[3]), code) for m, code in of(kernels, APPEND)]
     return linear + gated + append + [(m, int(m[2]), int(m[3]), c) for m, c in of(kernels, FILL)]
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 import statistics
 import sys
@@ -55,7 +56,7 @@ PROMPT, ACCEPTANCE, NUM_DRAFTS = 128, 0.75, 8
 COLUMNS = ("model", "batch", "mode", "way", "tokens/s", "ms/iteration", "GPU ms", "of ideal")
 COLUMNS += ("note",)
 NAMES = ("model", "batch", "mode", "way")
-EARLY = "EECORE_EARLY_START"
+TUNING = "EECORE_CUDA_TUNING"
 PARTS = ("modes", "speculation", "prompts", "transformers")
 PROMPTS = (128, 512, 2048)
 BUSY = 0.9
@@ -335,18 +336,23 @@ def mode_rows(bench: Bench, kept: Kept, model: str, ways: Sequence[str]) -> None
 
 
 def prompt_rows(bench: Bench, kept: Kept, model: str) -> None:
-    """Time to the first token, one prompt at a time."""
+    """Time to the first token, one prompt at a time: with the best attention of others that there
+    is, and with eecore's own."""
+    best = bench.model.prompt_attention
+    ways = [("eecore", None)] if best is None else [(best.name, best), ("eecore", None)]
     longest = bench.model.config.max_position - 32
-    for length in PROMPTS:
-        length = min(length, longest)
-        case = {"model": model, "batch": bench.batch, "mode": f"first token of {length}", "way": ""}
+    for length, (way, attention) in itertools.product(PROMPTS, ways):
+        mode = f"first token of {min(length, longest)}"
+        case = {"model": model, "batch": bench.batch, "mode": mode, "way": way}
         if kept.find(**case) is not None:
             continue
+        bench.model.prompt_attention = attention
         try:
-            seconds_to_first = bench.first_token(length)
+            seconds_to_first = bench.first_token(min(length, longest))
             row = {"seconds_to_first_token": seconds_to_first}
         except Exception as error:
             row = {"error": f"{type(error).__name__}: {error}".replace("\n", " ")[:200]}
+        bench.model.prompt_attention = best
         kept.add(case | row)
 
 
@@ -558,7 +564,7 @@ def main(words: Sequence[str]) -> int:
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     begin = time.monotonic()
-    common = about(device, tokens=arguments.tokens, early_start=os.environ.get(EARLY, "1"))
+    common = about(device, tokens=arguments.tokens, tuning=os.environ.get(TUNING, ""))
     kept = Kept(arguments.json, common, NAMES, table)
     kept.note(read=read_rate(device))
     for name in arguments.model:

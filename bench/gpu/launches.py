@@ -8,6 +8,38 @@ from dataclasses import dataclass, field
 
 from bench.gpu.devices import Gpu
 
+# Seconds that a kernel takes beside what it moves and multiplies: instructions and trips to memory
+# that wait for each other. From a count over its machine code of what one row takes after
+# griddepcontrol.wait, stall counts and 290 cycles for a load from L2 at 1.755 GHz, give or take
+# 20 %, and of products from what ops took on an H100 beside their bytes (2.2 to 3.0 us, the
+# boundary included). Not measured one by one; `bench gpu-kernels` does that.
+FEW_TRIPS = 0.4e-6
+LATENCIES = {
+    "append_kv_float8_kernel": 1.0e-6,
+    "append_kv_kernel": 1.0e-6,
+    "exit_confidence_softmax_kernel": 1.6e-6,
+    "exit_confidence_softmax_many_kernel": 2.0e-6,
+    "kv_fill_kernel": 1.6e-6,
+    "kv_fill_pairs_kernel": 1.6e-6,
+    "kv_fill_rows_kernel": 1.0e-6,
+    "paged_attention_combine_kernel": 1.0e-6,
+    "paged_attention_float8_kernel": 2.5e-6,
+    "paged_attention_kernel": 1.8e-6,
+    "rms_norm_kernel": 1.0e-6,
+    "skinny_append_kernel": 1.0e-6,
+    "skinny_gated_linear_kernel": 1.6e-6,
+    "skinny_linear_kernel": 1.5e-6,
+}
+# The same of kernels that found out where rows and keys are after the wait: those of the run on an
+# H100 that bench/RESULTS.md shows.
+LATENCIES_AFTER_THE_WAIT = {
+    **LATENCIES,
+    "paged_attention_float8_kernel": 4.5e-6,
+    "paged_attention_kernel": 4.5e-6,
+    "skinny_append_kernel": 1.6e-6,
+    "skinny_linear_kernel": 1.6e-6,
+}
+
 
 @dataclass(frozen=True)
 class KernelLaunch:
@@ -26,6 +58,7 @@ class KernelLaunch:
         flops: operations of the matrix instructions, padding included.
         starts_early: it asks to start before the kernel ahead has ended (Launch::kAfterPrevious).
         at_work: blocks that find something to do; None: all.
+        latency: seconds more than :data:`LATENCIES` says.
     """
 
     kernel: str
@@ -39,6 +72,7 @@ class KernelLaunch:
     flops: float = 0.0
     starts_early: bool = True
     at_work: int | None = None
+    latency: float = 0.0
 
     @property
     def blocks(self) -> int:
@@ -86,8 +120,8 @@ def work_seconds(gpu: Gpu, launch: KernelLaunch) -> float:
     return at_once + launch.last_bytes / (gpu.l2_rate * still_busy)
 
 
-def seconds(gpu: Gpu, nodes: Sequence[Node]) -> float:
-    """Kernels one behind the other in a graph.
+def seconds(gpu: Gpu, nodes: Sequence[Node], latencies: Mapping[str, float] = LATENCIES) -> float:
+    """Kernels one after the other in a graph, each with its boundary, its latency and its work.
 
     A kernel starts early only right behind another one, and an IF node is taken to cost a boundary
     of its own: csrc/cuda/device.cu, may_start_early.
@@ -102,6 +136,7 @@ def seconds(gpu: Gpu, nodes: Sequence[Node]) -> float:
         early = node.starts_early and behind_kernel and gpu.capability >= 90
         total += gpu.early_boundary if early else gpu.boundary
         total += work_seconds(gpu, node)
+        total += latencies.get(node.kernel, FEW_TRIPS) + node.latency
         behind_kernel = True
     return total
 

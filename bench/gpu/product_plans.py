@@ -16,12 +16,16 @@ from bench.gpu.launches import KernelLaunch
 WARPS = 8  # of a block
 HEAD_M_TILES = 2
 HEAD_TILES = 4  # of 8 rows in a pass over it
+HEAD_TILE_ROWS = 16 * HEAD_M_TILES  # of the head, to a warp
+MANY_ROWS = 96  # in a pass over the head whose blocks share rows
+MANY_STAGE_BYTES, MANY_STAGES = MANY_ROWS * 192, 3  # of those rows; as few as pay
 SUMMARY_WARPS = 4
 SUMMARY_BYTES = 16
-MOST_SHARED_ROWS = 8  # that each block makes ready itself
+FEW_ROWS = 8
 L1_BYTES = 64 << 10  # that the ring of a weight leaves, about
 MOST_FILL_SLICES = 4
-MOST_APPENDED_ROWS = 8  # whose heads a product's blocks append
+MANY_ROWS_LATENCY = 1.2e-6  # of a block that makes more than a few rows ready
+MOST_ROWS_IN_BLOCKS = 32  # of 16 bits that a block makes ready itself, or whose heads it appends
 STAGE_BYTES = 32 * WARPS * 64  # of 16 rows of a weight to a warp
 PACKED_STAGE_BYTES = WARPS * 4 * 608  # slots of 4 blocks
 PACKED_CHUNK, BLOCK_COLUMNS = 128, 32
@@ -99,7 +103,7 @@ def blocks_make_rows(
     rows: Rows, m_tiles: int, slices: int, blocks: int, device: Device, own_bytes: int
 ) -> bool:
     """Whether shared memory has room for them beside enough stages of the weight."""
-    if rows.count > MOST_SHARED_ROWS:
+    if rows.count > (FEW_ROWS if rows.packed else most_in_blocks(rows)):
         return False
     stage = m_tiles * (PACKED_STAGE_BYTES if rows.packed else STAGE_BYTES)
     wanted = 1 + ceil_div((96 << 10) * device.num_multiprocessors, blocks * stage)
@@ -108,7 +112,12 @@ def blocks_make_rows(
     row = rows.num_chunks * rows.chunk * rows.dtype.itemsize + gap
     shared_rows = (rows.count + 1) * row  # and the norm's weight
     room = device.shared_bytes // (2 if m_tiles == 1 else 1) - 1024 - exchange - shared_rows
-    return room // stage >= min(wanted, 3)
+    return room // stage >= min(wanted, 3 if rows.count <= FEW_ROWS else 2)
+
+
+def most_in_blocks(rows: Rows) -> int:
+    """Rows that blocks make ready or append, of a weight that is not packed."""
+    return FEW_ROWS if rows.dtype == torch.float32 else MOST_ROWS_IN_BLOCKS
 
 
 def choose_slices(num_rows: int, num_chunks: int, device: Device) -> int:
@@ -134,6 +143,7 @@ def product(
     n_tiles: int,
     *,
     made: Made,
+    side_by_side: int = 1,
     norm_bytes: int = 0,
     reads: Mapping[str, float] | None = None,
     writes: float = 0.0,
@@ -142,12 +152,17 @@ def product(
     """A pass over the weight for each group of rows, all of which every tile reads.
 
     The last tile reads the last row of the weight in place of those that it lacks. L1 keeps rows of
-    x from one tile of a block to the next where there is room for them.
+    x from one tile of a block to the next where there is room for them, and for tiles that are
+    multiplied side by side.
     """
     groups = ceil_div(rows.count, 8 * n_tiles)
     read_rows = tiles * tile_rows
     x, norm = rows.count * rows.row_bytes, 0
-    readers = blocks if min(rows.count, 8 * n_tiles) * rows.row_bytes <= L1_BYTES else tiles
+    readers = (
+        blocks
+        if min(rows.count, 8 * n_tiles) * rows.row_bytes <= L1_BYTES
+        else ceil_div(tiles, side_by_side)
+    )
     if made is Made.IN_BLOCKS:
         x, norm, readers = rows.count * rows.size * rows.dtype.itemsize, norm_bytes, blocks
     workspace += x if made is Made.AHEAD else 0
@@ -168,6 +183,7 @@ def product(
         writes=writes,
         workspace=workspace,
         flops=2.0 * groups * 8 * n_tiles * read_rows * rows.size,
+        latency=MANY_ROWS_LATENCY if made is Made.IN_BLOCKS and rows.count > FEW_ROWS else 0.0,
     )
 
 
@@ -242,7 +258,7 @@ def blocks_append(call: Call, rows: Rows) -> bool:
     """Whether those of the product do, so that there is no kernel behind it."""
     cos_sin = call["cos_sin"]
     return (
-        rows.count <= MOST_APPENDED_ROWS
+        rows.count <= most_in_blocks(rows)
         and not rows.packed
         and call["k_cache"].dtype == rows.dtype
         and call["q_norm_weight"] is None
@@ -266,10 +282,22 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
 
     is_wide = x.dtype == torch.float32 and n_tiles == 2
     fills_device = 10 * ceil_div(out_features, tile_rows(2)) >= 9 * device.num_multiprocessors
-    m_tiles = 2 if is_wide or fills_device else 1
-    tiles = ceil_div(out_features, tile_rows(m_tiles))
-    blocks = min(tiles, (2 if m_tiles == 1 else 1) * device.num_multiprocessors)
-    made = made_rows(rows, x, call["norm_weight"], m_tiles, slices, blocks, device)
+
+    def blocks_of(m_tiles: int) -> int:
+        resident = (2 if m_tiles == 1 else 1) * device.num_multiprocessors
+        return min(ceil_div(out_features, tile_rows(m_tiles)), resident)
+
+    def made_by(m_tiles: int) -> Made:
+        norm = call["norm_weight"]
+        return made_rows(rows, x, norm, m_tiles, slices, blocks_of(m_tiles), device)
+
+    has_room = rows.count > FEW_ROWS and (made_by(1), made_by(2)) == (Made.AHEAD, Made.IN_BLOCKS)
+    m_tiles = 2 if is_wide or fills_device or has_room else 1
+    tiles, blocks, made = (
+        ceil_div(out_features, tile_rows(m_tiles)),
+        blocks_of(m_tiles),
+        made_by(m_tiles),
+    )
     norm_bytes = call.bytes_of("norm_weight")
     launches = [rms_norm(rows, norm_bytes)] if made is Made.AHEAD else []
     appends = call["slot_mapping"] is not None
@@ -336,32 +364,58 @@ def exit_confidence_softmax(call: Call, device: Device, _: Known) -> list[Kernel
     vocab_size = (head if table is None else table).shape[0]
     if rows.count == 0:
         return []
-    tiles = ceil_div(vocab_size, 16 * HEAD_M_TILES * WARPS)
-    blocks = min(tiles, device.num_multiprocessors)
+    tiles = ceil_div(vocab_size, HEAD_TILE_ROWS)
+    blocks = min(ceil_div(vocab_size, HEAD_TILE_ROWS * WARPS), device.num_multiprocessors)
     summaries = rows.count * blocks * SUMMARY_BYTES
     own_bytes = WARPS * 8 * rows.tiles(HEAD_TILES) * SUMMARY_BYTES
     norm_bytes = call.bytes_of("norm_weight")
     made = made_rows(rows, hidden, call["norm_weight"], HEAD_M_TILES, 1, blocks, device, own_bytes)
     launches = [rms_norm(rows, norm_bytes)] if made is Made.AHEAD else []
-    launches.append(
-        product(
-            "exit_confidence_softmax_kernel",
-            rows,
-            vocab_size,
-            nbytes(head),
-            tiles,
-            16 * HEAD_M_TILES * WARPS,
-            blocks,
-            rows.tiles(HEAD_TILES),
-            made=made,
-            norm_bytes=norm_bytes,
-            workspace=summaries,
+    if is_many(rows, device):
+        ready = rows.count * rows.row_bytes
+        groups, turns = ceil_div(rows.count, MANY_ROWS), ceil_div(tiles, WARPS)
+        launches.append(
+            KernelLaunch(
+                "exit_confidence_softmax_many_kernel",
+                (groups, blocks),
+                {"weight": nbytes(head), "x": 0 if made is Made.AHEAD else ready},
+                repeats={
+                    "weight": (groups * tiles * HEAD_TILE_ROWS / vocab_size - 1) * nbytes(head),
+                    "x": turns * groups * MANY_ROWS * rows.row_bytes - ready,
+                },
+                workspace=summaries + (ready if made is Made.AHEAD else 0),
+                flops=2.0 * groups * MANY_ROWS * tiles * HEAD_TILE_ROWS * rows.size,
+            )
         )
-    )
+    else:
+        launches.append(
+            product(
+                "exit_confidence_softmax_kernel",
+                rows,
+                vocab_size,
+                nbytes(head),
+                tiles,
+                HEAD_TILE_ROWS,
+                blocks,
+                rows.tiles(HEAD_TILES),
+                made=made,
+                norm_bytes=norm_bytes,
+                side_by_side=WARPS,
+                workspace=summaries,
+            )
+        )
     out = call.bytes_of("confidence", "token", "logsumexp", "top_logit")
     grid = (ceil_div(rows.count, SUMMARY_WARPS), 1)
     launches.append(KernelLaunch("logit_summary_kernel", grid, writes=out, workspace=summaries))
     return launches
+
+
+def is_many(rows: Rows, device: Device) -> bool:
+    """Whether blocks share rows of x in shared memory, with enough chunks of them on the way."""
+    if rows.count <= 8 * HEAD_TILES or rows.packed or rows.dtype == torch.float32:
+        return False
+    room = device.shared_bytes - 512 - WARPS * MANY_ROWS * SUMMARY_BYTES
+    return room // (HEAD_M_TILES * STAGE_BYTES + MANY_STAGE_BYTES) >= MANY_STAGES
 
 
 def kv_fill(call: Call, device: Device, known: Known) -> list[KernelLaunch]:

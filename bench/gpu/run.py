@@ -2,7 +2,7 @@
 
 python -m bench gpu-run [FOLDER [PART ...]] [--seconds 540] [--show]
 
-FOLDER gets gpu-<device>[-peers|-decode|-in-order|-kernels].json, written row by row, one .log and
+FOLDER gets gpu-<device>[-peers|-decode|-variants|-kernels].json, written row by row, one .log and
 one .md. A step that has passed for this commit and device is not run again: a second call goes on
 where the first was cut off. bench/gpu.sh runs it.
 """
@@ -108,20 +108,15 @@ def plan(folder: Path, device: str, archs: str) -> list[Step]:
         ),
         Step("build", "build", built_here, build, building),
         Step(
-            *("modes", "decode", 90),
-            bench(*decode, "modes", "--seconds", "80", file="-decode"),
+            *("modes", "decode", 80),
+            bench(*decode, "modes", "--seconds", "72", file="-decode"),
         ),
-        Step(  # what programmatic dependent launch is worth
-            *("modes in order", "decode", 15),
-            bench(
-                *(*decode, "modes", "--model", "135m", "1b", "--batch", "1", "--rounds", "1"),
-                *("--seconds", "8"),
-                file="-in-order",
-            ),
-            {"EECORE_EARLY_START": "0"},
+        Step(
+            *("variants", "variants", 38),
+            bench("gpu-variants", "--seconds", "30", file="-variants"),
         ),
         Step("kernels", "kernels", 20, bench("gpu-kernels", "--seconds", "12", file="-kernels")),
-        Step("ops", "ops", 45, bench("gpu", "--seconds", "38"), built_ahead),
+        Step("ops", "ops", 40, bench("gpu", "--seconds", "34"), built_ahead),
         Step(
             *("prompts", "decode", 25),
             bench(*decode, "prompts", "--batch", "1", "--seconds", "18", file="-decode"),
@@ -134,7 +129,7 @@ def plan(folder: Path, device: str, archs: str) -> list[Step]:
                 file="-decode",
             ),
         ),
-        Step("tests", "tests", 80, pytest(*TESTS, *only_cuda), reduced),
+        Step("tests", "tests", 72, pytest(*TESTS, *only_cuda), reduced),
         Step("never run", "tests", 55, pytest(*NEVER_RUN), {**reduced, **on_cuda}),
         Step("memcheck", "memcheck", 45, (*sanitize, "memcheck")),
         # Beyond the nine minutes: these are run where they are named.

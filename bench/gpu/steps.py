@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.gpu import decode, gpu, kernels, peers
+from bench.gpu import decode, gpu, kernels, peers, variants
 
 
 def steps_table(result: dict[str, Any]) -> str:
@@ -27,8 +27,8 @@ def steps_table(result: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "-steps": steps_table,
     "-decode": decode.table,
-    "-in-order": decode.table,
     "-peers": peers.table,
+    "-variants": variants.table,
     "-kernels": kernels.table,
     "": gpu.table,
 }

@@ -8,15 +8,15 @@
 namespace eecore::cuda {
 namespace {
 
-constexpr int kTileRows = 16 * kHeadMTiles * kSkinnyWarps;
-// Tiles of 8 rows that a pass over the head takes: 64 rows in one take longer than twice 32 (615 us
-// and 233, of 128,256 x 2,048 in bfloat16 on an H100).
+// Tiles of 8 rows that a pass takes whose warps read x from memory themselves: 64 rows in one take
+// longer than twice 32 (615 us and 233, of 128,256 x 2,048 in bfloat16 on an H100).
 constexpr int kHeadMostTiles = 4;
+constexpr int64_t kReservedBytes = 512;                     // of static shared memory
 constexpr int64_t kLeavingRows = 2 * kSummaryLeavingWarps;  // that one block merges summaries of
 
 // One block for each multiprocessor, whatever the rows.
 int64_t num_blocks(const ExitConfidenceSoftmaxParams& params, int device) {
-  return std::min(ceil_div(params.vocab_size, kTileRows),
+  return std::min(ceil_div(params.vocab_size, kHeadTileRows * kSkinnyWarps),
                   resident_skinny_blocks(kHeadMTiles, device));
 }
 
@@ -24,10 +24,43 @@ int64_t summary_bytes(const ExitConfidenceSoftmaxParams& params, int device) {
   return params.num_seqs * num_blocks(params, device) * int64_t{sizeof(LogitSummary)};
 }
 
+// Of more rows than a pass of the other kernel takes, where shared memory has room for enough
+// chunks of them beside those of the head: whether it has.
+template <typename T>
+bool measure_many(const ExitConfidenceSoftmaxParams& params, SkinnyPlan plan, HeadProduct product,
+                  LogitSummary* summaries, Stream stream) {
+  constexpr int64_t kEnoughStages = 3, kRows = 8 * kManyTiles;
+  const int64_t blocks = num_blocks(params, stream.device);
+  const int64_t stage_bytes = kHeadMTiles * plan.stage_bytes + kManyStageBytes<T>;
+  const int64_t room = static_cast<int64_t>(device_properties(stream.device).max_shared_bytes) -
+                       kReservedBytes - head_summary_bytes(kManyTiles);
+  const int64_t stages = std::min<int64_t>(room / stage_bytes, kSkinnyMaxStages);
+  if (params.num_seqs <= 8 * kHeadMostTiles || stages < kEnoughStages || !plan.aligned)
+    return false;
+  plan.num_stages = static_cast<int>(stages);
+  plan.num_blocks = Divisor::of(blocks);
+  const RowForm form = row_form(product);
+  if (needs_rows(form, product.x, product.x_stride, product.norm_weight)) {
+    make_rows<T>(form, product.num_tokens, product.norm_weight, product.eps, product.workspace,
+                 product.x, product.x_stride, stream);
+  }
+  ExitConfidenceSoftmaxParams given = params;
+  given.hidden = product.x;
+  given.hidden_stride = product.x_stride;
+  launch(
+      "exit_confidence_softmax", exit_confidence_softmax_many_kernel<T>,
+      {dim3(static_cast<unsigned>(ceil_div(params.num_seqs, kRows)), static_cast<unsigned>(blocks)),
+       dim3(kSkinnyThreads),
+       static_cast<size_t>(stages * stage_bytes + head_summary_bytes(kManyTiles)),
+       Launch::kAfterPrevious},
+      stream, given, plan, summaries);
+  return true;
+}
+
 template <typename T, typename W, int kNTiles>
 void measure(const ExitConfidenceSoftmaxParams& params, Stream stream) {
   SkinnyPlan plan = make_plan<W>(params.lm_head, params.lm_head_stride, params.hidden_size);
-  plan.num_tiles = static_cast<int>(ceil_div(params.vocab_size, kTileRows));
+  plan.num_tiles = static_cast<int>(ceil_div(params.vocab_size, kHeadTileRows));
   const int64_t blocks = num_blocks(params, stream.device);
   const dim3 grid(static_cast<unsigned>(blocks),
                   static_cast<unsigned>(ceil_div(params.num_seqs, 8 * kNTiles)));
@@ -35,6 +68,9 @@ void measure(const ExitConfidenceSoftmaxParams& params, Stream stream) {
   HeadProduct product = head_product(params);
   product.workspace = static_cast<char*>(params.workspace) + summary_bytes(params, stream.device);
   product.constant_weight = may_be_unwanted(params);  // the kernel itself has waited then
+  if constexpr (kNTiles == kHeadMostTiles && std::is_same_v<T, W> && sizeof(T) == 2) {
+    if (measure_many<T>(params, plan, product, summaries, stream)) return;
+  }
   with_ready_rows<T, W, kNTiles>(
       product, plan, kHeadMTiles, blocks, stream,
       [&](const HeadProduct& ready, const SkinnyPlan& whole_plan, size_t shared_bytes,

@@ -58,12 +58,13 @@ void fill_pairs(const KvFillParams& params, const KvFillRows& rows, Stream strea
   constexpr int kMTiles = kNTiles > 2 ? 2 : 1;
   SkinnyPlan plan = fill_plan<W>(params);
   const int64_t layer_rows = 2 * params.num_kv_heads * params.head_dim;
-  plan.num_slices =
-      std::min(choose_slices(layer_rows, plan.num_chunks, stream.device), kMostFillSlices);
+  set_slices(plan,
+             std::min(choose_slices(layer_rows, plan.num_chunks, stream.device), kMostFillSlices));
   plan.num_tiles = static_cast<int>(ceil_div(layer_rows, skinny_tile_rows(plan, kMTiles)));
   const int64_t exchange_bytes = skinny_exchange_floats(plan, kMTiles) * int64_t{sizeof(float)};
   const int64_t blocks =
       std::min(params.num_layers * plan.num_tiles, resident_skinny_blocks(kMTiles, stream.device));
+  plan.num_blocks = Divisor::of(blocks);
   set_stages(plan, kMTiles, blocks, exchange_bytes, stream.device);
   const dim3 grid(static_cast<unsigned>(blocks),
                   static_cast<unsigned>(ceil_div(params.num_tokens, 8 * kNTiles)));
@@ -73,7 +74,8 @@ void fill_pairs(const KvFillParams& params, const KvFillRows& rows, Stream strea
           Launch::kAfterPrevious},
          stream, params, rows, plan,
          HeadTiles::of(2 * params.num_kv_heads, params.head_dim,
-                       params.positions == nullptr ? 0 : params.rotary_dim));
+                       params.positions == nullptr ? 0 : params.rotary_dim, params.page_size),
+         Divisor::of(plan.num_tiles));
 }
 
 // By whole heads.
@@ -82,13 +84,16 @@ void fill_heads(const KvFillParams& params, const KvFillRows& rows, Stream strea
   SkinnyPlan plan = fill_plan<W>(params);
   HeadPlan cut{};
   cut.row_tiles = static_cast<int>(ceil_div(params.head_dim, 16));
-  plan.num_slices = std::clamp(kSkinnyWarps / cut.row_tiles, 1, plan.num_chunks);
+  const int slices = std::clamp(kSkinnyWarps / cut.row_tiles, 1, plan.num_chunks);
+  set_slices(plan, static_cast<int>(std::bit_floor(static_cast<unsigned>(slices))));
   cut.group_tiles = std::min(cut.row_tiles, kSkinnyWarps / plan.num_slices);
-  cut.num_parts = static_cast<int>(ceil_div(cut.row_tiles, cut.group_tiles));
+  cut.num_parts = Divisor::of(ceil_div(cut.row_tiles, cut.group_tiles));
+  cut.num_heads = Divisor::of(2 * params.num_kv_heads);
   cut.column = 16 * cut.row_tiles + 4;  // the offset keeps the banks apart
   const int64_t products_bytes = head_floats(plan, cut, kNTiles) * int64_t{sizeof(float)};
   const int64_t blocks = std::min(params.num_layers * 2 * params.num_kv_heads,
                                   resident_skinny_blocks(1, stream.device));
+  plan.num_blocks = Divisor::of(blocks);
   set_stages(plan, 1, blocks, products_bytes, stream.device);
   const dim3 grid(static_cast<unsigned>(blocks),
                   static_cast<unsigned>(ceil_div(params.num_tokens, 8 * kNTiles)));

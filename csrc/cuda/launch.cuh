@@ -47,7 +47,7 @@ constexpr size_t kPlainSharedBytes = 48 * 1024;
 void allow_shared_bytes(const char* name, const void* function, int device, size_t bytes);
 
 // Whether what is launched next on a stream may start before what is ahead has ended: the GPU can
-// do so, and in a graph nothing but kernels is ahead. EECORE_EARLY_START=0 says no for good.
+// do so, and in a graph nothing but kernels is ahead. EECORE_CUDA_TUNING may say no.
 bool may_start_early(Stream stream);
 
 // Starts `kernel` on `stream`; a refused launch throws with the kernel's name. An empty grid is no

@@ -23,6 +23,19 @@ struct DeviceProperties {
 // Of a device; asked for once and kept.
 const DeviceProperties& device_properties(int device);
 
+// What a run on a GPU can try without another build: EECORE_CUDA_TUNING, "name=value,name=value".
+// Results are the same whatever it says.
+struct Tuning {
+  bool early_places = true;    // use constant_places
+  bool early_trigger = false;  // products let the next kernel start before they wait
+  int ring_kib = 96;           // of a weight under way to each multiprocessor; 16 to 192
+  int shared_rows = 32;        // rows that blocks of a product make ready, at most: 8 to 32
+  bool early_start = true;     // kernels may start before those ahead have ended
+};
+
+// As the environment says now: a program keeps what held when it was captured.
+Tuning tuning();
+
 // Whether what is launched on a stream becomes part of a graph, and does not run yet.
 bool is_captured(Stream stream);
 

@@ -2,6 +2,7 @@
 // the call has nothing for them to count their arrivals in, or what they leave is much. The grid is
 // a bound from the shapes; lengths are known on the device alone.
 #include <algorithm>
+#include <bit>
 
 #include "dispatch.h"
 #include "eecore/paged_attention.cuh"
@@ -107,13 +108,14 @@ void plan_splits(const PagedAttentionParams& params, int64_t num_multiprocessors
   constexpr int64_t kMostBlocks = 256;      // of a tile
   constexpr int64_t kMaxWorkspace = int64_t{256} << 20;
   constexpr double kBusyEnough = 0.8;
-  const int64_t units = units_of<Sizes>(params, plan.group_size);
+  const int64_t units = units_of<Sizes>(params, plan.group_size.value);
   const int64_t resident = num_multiprocessors * kAttentionBlocksPerMultiprocessor;
   if (params.fixed_split_size == 0) {
     const int64_t most = std::clamp<int64_t>(plan.max_keys / kMinBlockKeys, 1, kMostBlocks);
     const int64_t least = std::max<int64_t>(ceil_div(plan.max_keys, kMaxBlockKeys), 1);
-    plan.num_blocks = static_cast<int32_t>(blocks_per_unit(units, resident, least, most));
-    plan.num_partials = plan.num_blocks > 1 ? plan.num_blocks : 0;
+    const int64_t blocks = blocks_per_unit(units, resident, least, most);
+    plan.num_blocks = Divisor::of(blocks);
+    plan.num_partials = blocks > 1 ? static_cast<int32_t>(blocks) : 0;
     return;
   }
   // A block that takes all spans of a tile merges them itself, in the same order.
@@ -123,16 +125,17 @@ void plan_splits(const PagedAttentionParams& params, int64_t num_multiprocessors
                                 (params.head_dim + 2) * static_cast<int64_t>(sizeof(float));
   const double busy =
       static_cast<double>(units) / static_cast<double>(ceil_div(units, resident) * resident);
-  plan.num_blocks = 1;
+  int64_t blocks = 1;
   if (busy < kBusyEnough && partial_bytes <= kMaxWorkspace) {
-    plan.num_blocks =
-        static_cast<int32_t>(blocks_per_unit(units, resident, 1, std::min(spans, kMostBlocks)));
+    blocks = blocks_per_unit(units, resident, 1, std::min(spans, kMostBlocks));
   }
   // Of a block alone one for the spans so far and one for a part of a span, unless it has one
   // round: of one span and a team for each of its splits.
-  const bool has_rounds = spans > 1 || (params.num_tokens * plan.group_size > Sizes::kWarpRows &&
-                                        plan.max_keys > plan.step_keys);
-  plan.num_partials = plan.num_blocks > 1 ? static_cast<int32_t>(spans) : has_rounds ? 2 : 0;
+  const bool has_rounds =
+      spans > 1 || (params.num_tokens * plan.group_size.value > Sizes::kWarpRows &&
+                    plan.max_keys > Sizes::kStepKeys);
+  plan.num_blocks = Divisor::of(blocks);
+  plan.num_partials = blocks > 1 ? static_cast<int32_t>(spans) : has_rounds ? 2 : 0;
 }
 
 // Whether the last block of a tile merges what the others leave, rather than a second kernel, whose
@@ -140,11 +143,11 @@ void plan_splits(const PagedAttentionParams& params, int64_t num_multiprocessors
 template <typename Sizes>
 bool last_block_merges(const PagedAttentionParams& params, const AttentionPlan& plan) {
   constexpr int64_t kMostBytes = 16 << 10;
-  if (plan.num_blocks == 1 || params.arrivals == nullptr ||
+  if (plan.num_blocks.value == 1 || params.arrivals == nullptr ||
       plan.num_tiles * params.num_kv_heads > params.num_arrivals) {
     return false;
   }
-  const int64_t rows = std::min<int64_t>(rows_of(params, plan.group_size), Sizes::kTileRows);
+  const int64_t rows = std::min<int64_t>(rows_of(params, plan.group_size.value), Sizes::kTileRows);
   return rows * plan.num_partials * params.head_dim * int64_t{sizeof(float)} <= kMostBytes;
 }
 
@@ -166,7 +169,7 @@ int64_t plan_bias(const PagedAttentionParams& params, int64_t max_keys, Attentio
   const int64_t width = origin + 1 + plan.bias_ahead + kPositionBiasMargin<Sizes>;
   plan.bias_origin = static_cast<int32_t>(origin);
   plan.bias_width = static_cast<int32_t>(width);
-  return plan.group_size * width * int64_t{sizeof(float)};
+  return plan.group_size.value * width * int64_t{sizeof(float)};
 }
 
 struct Call {
@@ -179,8 +182,10 @@ Call plan_call(const PagedAttentionParams& params, int device) {
   using Sizes = typename Kernel::Sizes;
   const DeviceProperties& properties = device_properties(device);
   AttentionPlan plan{};
-  plan.group_size = static_cast<int32_t>(params.num_q_heads / params.num_kv_heads);
-  const int64_t rows = params.num_tokens * plan.group_size;
+  plan.group_size = Divisor::of(params.num_q_heads / params.num_kv_heads);
+  plan.kv_heads = Divisor::of(params.num_kv_heads);
+  plan.page_size = Divisor::of(params.page_size);
+  const int64_t rows = params.num_tokens * plan.group_size.value;
   const int64_t num_tiles = rows / Sizes::kTileRows + params.num_seqs;
   if (rows > INT32_MAX || num_tiles * params.num_kv_heads > INT32_MAX) {
     throw std::runtime_error(
@@ -188,7 +193,7 @@ Call plan_call(const PagedAttentionParams& params, int device) {
         std::to_string(rows));
   }
   plan.num_tiles = static_cast<int32_t>(num_tiles);
-  plan.step_keys = Sizes::kStepKeys;
+  plan.step_shift = std::bit_width(unsigned{Sizes::kStepKeys}) - 1;
   const int64_t max_keys = params.max_pages_per_seq * params.page_size;
   plan.max_keys = static_cast<int32_t>(std::min<int64_t>(max_keys, INT32_MAX));
   // A window that no query is far enough into to notice is none.
@@ -198,6 +203,8 @@ Call plan_call(const PagedAttentionParams& params, int device) {
   }
   plan.fixed_split_size =
       static_cast<int32_t>(std::min<int64_t>(params.fixed_split_size, kMostSplitKeys));
+  plan.fixed_span = Divisor::of(std::max(kAttentionWarps * plan.fixed_split_size, 1));
+  plan.early_places = params.constant_places && tuning().early_places;
   plan.scale = params.scale * kLog2E;
   plan.soft_cap = params.soft_cap * kLog2E;
   plan.q_aligned =
@@ -225,13 +232,13 @@ Call plan_call(const PagedAttentionParams& params, int device) {
   if (bias_bytes > 0 && stages < kMinAttentionStages) {
     throw std::runtime_error(
         "paged_attention: expected a position_bias that fits into shared memory, got " +
-        std::to_string(plan.group_size) + " query heads of a kv head with distances below " +
+        std::to_string(plan.group_size.value) + " query heads of a kv head with distances below " +
         std::to_string(plan.bias_behind));
   }
   stages = std::clamp<int64_t>(stages, kMinAttentionStages, kMaxAttentionStages);
   plan.num_stages = static_cast<int32_t>(stages);
   LaunchShape shape{dim3(static_cast<unsigned>(num_tiles * params.num_kv_heads),
-                         static_cast<unsigned>(plan.num_blocks)),
+                         static_cast<unsigned>(plan.num_blocks.value)),
                     dim3(kAttentionThreads),
                     static_cast<size_t>(Sizes::kRestBytes + Sizes::kWideBytes +
                                         stages * Sizes::kStageBytes + bias_bytes),
@@ -262,7 +269,7 @@ void run_paged_attention(const PagedAttentionParams& params, Stream stream) {
     using Sizes = typename decltype(kernel)::Sizes;
     const auto [plan, shape] = plan_call<decltype(kernel)>(params, stream.device);
     launch("paged_attention", kernel.function(), shape, stream, params, plan);
-    if (plan.num_blocks == 1 || plan.last_merges) return;
+    if (plan.num_blocks.value == 1 || plan.last_merges) return;
     const int64_t pieces = params.num_q_heads * params.head_dim / kMergedSize;
     launch("paged_attention", paged_attention_combine_kernel<T, Sizes::kWarpRows>,
            {dim3(static_cast<unsigned>(params.num_tokens),

@@ -9,7 +9,8 @@ namespace {
 template <typename T, typename W, int kNTiles>
 void multiply(const SkinnyGatedLinearParams& params, Stream stream) {
   SkinnyPlan plan = make_plan<W>(params.weight, params.weight_stride, params.in_features);
-  plan.num_slices = choose_slices(params.inner_size, plan.num_chunks, stream.device);
+  set_slices(plan, choose_slices(params.inner_size, plan.num_chunks, stream.device));
+  plan.early_trigger = params.constant_weight && tuning().early_trigger;
   plan.num_tiles = static_cast<int>(ceil_div(params.inner_size, skinny_tile_rows(plan, 1)));
   const int64_t blocks =
       std::min<int64_t>(plan.num_tiles, resident_skinny_blocks(kGatedMTiles, stream.device));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <initializer_list>
 #include <stdexcept>
@@ -94,10 +95,10 @@ inline int64_t resident_skinny_blocks(int m_tiles, int device) {
 // Stages that keep enough of the weight on its way with `num_blocks` blocks at work. More would
 // only take L1 cache from x.
 inline int64_t wanted_stages(SkinnyPlan plan, int m_tiles, int64_t num_blocks, int device) {
-  constexpr int64_t kWantedBytes = 96 * 1024;  // of each multiprocessor
+  const int64_t wanted_bytes = int64_t{tuning().ring_kib} * 1024;  // of each multiprocessor
   plan.num_stages = 1;
   const int64_t bytes = num_blocks * skinny_ring_bytes(plan, m_tiles);
-  return 1 + ceil_div(kWantedBytes * device_properties(device).num_multiprocessors, bytes);
+  return 1 + ceil_div(wanted_bytes * device_properties(device).num_multiprocessors, bytes);
 }
 
 // Stages that shared memory has room for beside the `other_bytes` of a block.
@@ -129,13 +130,19 @@ inline int choose_slices(int64_t num_rows, int num_chunks, int device) {
   return slices;
 }
 
+// `slices` is a power of two.
+inline void set_slices(SkinnyPlan& plan, int slices) {
+  plan.num_slices = slices;
+  plan.slices_shift = std::countr_zero(static_cast<unsigned>(slices));
+}
+
 // For a weight [.., row_size] of elements W. What depends on the op is still to be set.
 template <typename W>
 SkinnyPlan make_plan(const void* weight, int64_t weight_stride, int64_t row_size) {
   SkinnyPlan plan{};
   plan.row_size = static_cast<int>(row_size);
   plan.num_chunks = static_cast<int>(ceil_div(row_size, kChunkSize<W>));
-  plan.num_slices = 1;
+  set_slices(plan, 1);
   plan.stage_bytes = kStageBytes<W>;
   plan.aligned = is_aligned(weight, weight_stride, sizeof(W));
   return plan;
@@ -184,14 +191,15 @@ int64_t ready_rows_bytes(const Params& params) {
 }
 
 // Whether the blocks of a product make its up to kMostSharedRows rows ready themselves: where the
-// rows leave the ring what it wants, or enough. Making so few takes a block less time than the
-// chunks of the weight that it has on the way; for more a kernel ahead is faster.
+// rows leave the ring what it wants, or enough. Of more than a few rows two stages are: these are
+// 32 KiB under way to each multiprocessor, and a kernel ahead would cost more.
 template <typename T, typename W>
 bool blocks_make_rows(const SkinnyPlan& plan, int64_t num_tokens, int m_tiles, int64_t num_blocks,
                       int64_t exchange_bytes, int device) {
-  constexpr int64_t kEnoughStages = 3;
+  if (num_tokens > std::max(tuning().shared_rows, kFewRows)) return false;
+  const int64_t enough_stages = num_tokens > kFewRows ? 2 : 3;
   const int64_t other_bytes = exchange_bytes + shared_rows_bytes<T, W>(num_tokens, plan.num_chunks);
-  const int64_t enough = std::min(wanted_stages(plan, m_tiles, num_blocks, device), kEnoughStages);
+  const int64_t enough = std::min(wanted_stages(plan, m_tiles, num_blocks, device), enough_stages);
   return fitting_stages(plan, m_tiles, other_bytes, device) >= enough;
 }
 
@@ -209,10 +217,11 @@ void with_ready_rows(Params params, SkinnyPlan plan, int m_tiles, int64_t num_bl
   };
   const int64_t exchange_bytes =
       skinny_exchange_floats(plan, m_tiles) * int64_t{sizeof(float)} + own_bytes;
+  plan.num_blocks = Divisor::of(num_blocks);
   plan.early_weight = params.constant_weight;
   const RowForm form = row_form(params);
   if (needs_rows(form, params.x, params.x_stride, params.norm_weight)) {
-    if constexpr (8 * kNTiles <= kMostSharedRows) {
+    if constexpr (8 * kNTiles <= kMostSharedRows<T, W>) {
       if (blocks_make_rows<T, W>(plan, params.num_tokens, m_tiles, num_blocks, exchange_bytes,
                                  stream.device)) {
         plan.x_aligned = is_aligned(params.x, params.x_stride, sizeof(T));

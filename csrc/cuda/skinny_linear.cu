@@ -16,8 +16,10 @@ bool appends(const SkinnyLinearParams& params) { return params.append.slot_mappi
 bool blocks_append(const SkinnyLinearParams& params) {
   const AppendKvParams& append = params.append;
   return params.weight_table == nullptr && !append.cache_format.is_float8 &&
-         params.num_tokens <= kMostAppendedRows && append.q_norm_weight == nullptr &&
-         append.k_norm_weight == nullptr && HeadTiles::fit(append.head_dim, append.rotary_dim);
+         params.num_tokens <= (params.dtype == DType::kFloat32 ? kMostAppendedRows<float>
+                                                               : kMostAppendedRows<BFloat16>) &&
+         append.q_norm_weight == nullptr && append.k_norm_weight == nullptr &&
+         HeadTiles::fit(append.head_dim, append.rotary_dim);
 }
 
 template <typename T, typename W, int kMTiles, int kNTiles>
@@ -27,18 +29,22 @@ void multiply(const SkinnyLinearParams& params, SkinnyPlan plan, Stream stream) 
       std::min<int64_t>(plan.num_tiles, resident_skinny_blocks(kMTiles, stream.device));
   const dim3 grid(static_cast<unsigned>(blocks),
                   static_cast<unsigned>(ceil_div(params.num_tokens, 8 * kNTiles)));
+  // What comes after heads reads more than constants before the wait.
+  plan.early_trigger = params.constant_weight && !appends(params) && tuning().early_trigger;
+  plan.early_places = params.append.constant_places && tuning().early_places;
   with_ready_rows<T, W, kNTiles>(
       params, plan, kMTiles, blocks, stream,
       [&](const SkinnyLinearParams& ready, const SkinnyPlan& whole_plan, size_t shared_bytes,
           auto makes_rows) {
         const LaunchShape shape = {grid, dim3(kSkinnyThreads), shared_bytes,
                                    Launch::kAfterPrevious};
-        if constexpr (8 * kNTiles <= kMostAppendedRows && !kIsPacked<W>) {
+        if constexpr (8 * kNTiles <= kMostAppendedRows<T> && !kIsPacked<W>) {
           if (appends(ready)) {
             const int64_t num_heads = ready.append.num_q_heads + 2 * ready.append.num_kv_heads;
-            launch("skinny_linear", skinny_append_kernel<T, kMTiles, makes_rows(), W>, shape,
-                   stream, ready, whole_plan,
-                   HeadTiles::of(num_heads, ready.append.head_dim, ready.append.rotary_dim));
+            launch("skinny_linear", skinny_append_kernel<T, kMTiles, kNTiles, makes_rows(), W>,
+                   shape, stream, ready, whole_plan,
+                   HeadTiles::of(num_heads, ready.append.head_dim, ready.append.rotary_dim,
+                                 ready.append.page_size));
             return;
           }
         }
@@ -47,18 +53,35 @@ void multiply(const SkinnyLinearParams& params, SkinnyPlan plan, Stream stream) 
       });
 }
 
+// Whether blocks with 16 * m_tiles rows to a warp would make rows of x ready.
+template <typename T, typename W>
+bool would_make_rows(const SkinnyLinearParams& params, const SkinnyPlan& plan, int m_tiles,
+                     int device) {
+  const int64_t blocks = std::min(ceil_div(params.out_features, skinny_tile_rows(plan, m_tiles)),
+                                  resident_skinny_blocks(m_tiles, device));
+  const int64_t exchange_bytes = skinny_exchange_floats(plan, m_tiles) * int64_t{sizeof(float)};
+  return blocks_make_rows<T, W>(plan, params.num_tokens, m_tiles, blocks, exchange_bytes, device);
+}
+
 // With 32 rows to a warp x is read half as often as with 16: where that leaves a multiprocessor
-// without a block, it does not pay.
+// without a block, it pays only for rows of x that one block of a multiprocessor has room for, and
+// two do not.
 template <typename T, typename W, int kNTiles>
 void multiply(const SkinnyLinearParams& params, Stream stream) {
   SkinnyPlan plan = make_plan<W>(params.weight, params.weight_stride, params.in_features);
-  plan.num_slices = choose_slices(params.out_features, plan.num_chunks, stream.device);
+  set_slices(plan, choose_slices(params.out_features, plan.num_chunks, stream.device));
   const int64_t wide_tiles = ceil_div(params.out_features, skinny_tile_rows(plan, 2));
   const bool fills_device =
       10 * wide_tiles >= 9 * int64_t{device_properties(stream.device).num_multiprocessors};
   // Of many float32 tokens there are registers enough only where a block is alone.
   constexpr bool kIsWide = std::is_same_v<T, float> && kNTiles == 2;
-  if (kIsWide || fills_device) return multiply<T, W, 2, kNTiles>(params, plan, stream);
+  bool has_room = false;
+  if constexpr (kNTiles > 1 && 8 * kNTiles <= kMostSharedRows<T, W>) {
+    has_room = needs_rows(row_form(params), params.x, params.x_stride, params.norm_weight) &&
+               !would_make_rows<T, W>(params, plan, 1, stream.device) &&
+               would_make_rows<T, W>(params, plan, 2, stream.device);
+  }
+  if (kIsWide || fills_device || has_room) return multiply<T, W, 2, kNTiles>(params, plan, stream);
   if constexpr (!kIsWide) multiply<T, W, 1, kNTiles>(params, plan, stream);
 }
 

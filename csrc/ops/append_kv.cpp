@@ -10,7 +10,7 @@ void append_kv(std::optional<Tensor> q, const Tensor& k, const Tensor& v, Tensor
                const std::optional<Tensor>& cos_sin, const std::optional<Tensor>& q_norm_weight,
                const std::optional<Tensor>& k_norm_weight, double eps,
                const std::optional<Tensor>& key_scales, const std::optional<Tensor>& value_scales,
-               const std::optional<Tensor>& q_cos_sin) {
+               const std::optional<Tensor>& q_cos_sin, bool constant_places) {
   Checker check("append_kv");
   check(k, "k", Accept::kModel, {"num_tokens", "num_kv_heads", "head_dim"}, 1);
   check(v, "v", Accept::kModel, {"num_tokens", "num_kv_heads", "head_dim"}, 1);
@@ -21,7 +21,7 @@ void append_kv(std::optional<Tensor> q, const Tensor& k, const Tensor& v, Tensor
   AppendKvParams params =
       append_params(check,
                     {k_cache, v_cache, slot_mapping, positions, cos_sin, q_norm_weight,
-                     k_norm_weight, eps, key_scales, value_scales, q_cos_sin},
+                     k_norm_weight, eps, key_scales, value_scales, q_cos_sin, constant_places},
                     (num_q_heads + 2 * check["num_kv_heads"]) * check["head_dim"]);
   params.num_q_heads = num_q_heads;
   params.q = data_or_null(q);
@@ -40,7 +40,7 @@ EECORE_OP(append_kv,
           "Tensor(a!)? q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, "
           "Tensor slot_mapping, Tensor? positions, Tensor? cos_sin, Tensor? q_norm_weight, "
           "Tensor? k_norm_weight, float eps, Tensor? key_scales=None, Tensor? value_scales=None, "
-          "Tensor? q_cos_sin=None")
+          "Tensor? q_cos_sin=None, bool constant_places=False")
 
 }  // namespace
 }  // namespace eecore

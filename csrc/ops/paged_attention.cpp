@@ -14,7 +14,8 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
                      const std::optional<Tensor>& position_bias, int64_t max_distance,
                      bool bidirectional, const std::optional<Tensor>& arrivals,
                      const std::optional<Tensor>& key_scales,
-                     const std::optional<Tensor>& value_scales, double soft_cap) {
+                     const std::optional<Tensor>& value_scales, double soft_cap,
+                     bool constant_places) {
   Checker check("paged_attention");
   check(q, "q", Accept::kModel, {"num_tokens", "num_q_heads", "head_dim"}, 1);
   for (const auto& [cache, name] : {std::pair(&k_cache, "k_cache"), {&v_cache, "v_cache"}}) {
@@ -76,6 +77,7 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   params.scale = static_cast<float>(scale);
   params.soft_cap = static_cast<float>(soft_cap);
   params.causal = causal;
+  params.constant_places = constant_places;
   params.dtype = check.dtype();
   set_position_bias(check, position_bias, max_distance, bidirectional, params);
 #ifdef EECORE_BACKEND_CUDA
@@ -96,7 +98,7 @@ EECORE_OP(paged_attention,
           "Tensor query_start_loc, Tensor(a!) out, float scale, bool causal, int sliding_window, "
           "int fixed_split_size, Tensor? position_bias=None, int max_distance=128, "
           "bool bidirectional=False, Tensor(b!)? arrivals=None, Tensor? key_scales=None, "
-          "Tensor? value_scales=None, float soft_cap=0.")
+          "Tensor? value_scales=None, float soft_cap=0., bool constant_places=False")
 
 }  // namespace
 }  // namespace eecore

@@ -29,16 +29,19 @@ AppendKvParams append_params_of_rows(Checker& check, const AppendTensors& tensor
   return params;
 }
 
-void skinny_linear(
-    const Tensor& x, const std::optional<Tensor>& norm_weight, double eps, const Tensor& weight,
-    const std::optional<Tensor>& weight_scale, const std::optional<Tensor>& bias,
-    const std::optional<Tensor>& residual, Tensor out, const std::optional<Text>& activation,
-    const std::optional<Tensor>& weight_table, bool constant_weight, std::optional<Tensor> k_cache,
-    std::optional<Tensor> v_cache, const std::optional<Tensor>& slot_mapping,
-    const std::optional<Tensor>& positions, const std::optional<Tensor>& cos_sin,
-    const std::optional<Tensor>& q_norm_weight, const std::optional<Tensor>& k_norm_weight,
-    const std::optional<Tensor>& key_scales, const std::optional<Tensor>& value_scales,
-    double multiplier, double soft_cap, const std::optional<Tensor>& q_cos_sin) {
+void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, double eps,
+                   const Tensor& weight, const std::optional<Tensor>& weight_scale,
+                   const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+                   Tensor out, const std::optional<Text>& activation,
+                   const std::optional<Tensor>& weight_table, bool constant_weight,
+                   std::optional<Tensor> k_cache, std::optional<Tensor> v_cache,
+                   const std::optional<Tensor>& slot_mapping,
+                   const std::optional<Tensor>& positions, const std::optional<Tensor>& cos_sin,
+                   const std::optional<Tensor>& q_norm_weight,
+                   const std::optional<Tensor>& k_norm_weight,
+                   const std::optional<Tensor>& key_scales,
+                   const std::optional<Tensor>& value_scales, double multiplier, double soft_cap,
+                   const std::optional<Tensor>& q_cos_sin, bool constant_places) {
   Checker check("skinny_linear");
   check(x, "x", Accept::kModel, {"num_tokens", "in_features"}, 1);
   check(norm_weight, "norm_weight", Accept::kModel, {"in_features"});
@@ -96,11 +99,11 @@ void skinny_linear(
   params.soft_cap = static_cast<float>(soft_cap);
   params.constant_weight = constant_weight;
   if (appended > 0) {
-    params.append =
-        append_params_of_rows(check,
-                              {*k_cache, *v_cache, *slot_mapping, positions, cos_sin, q_norm_weight,
-                               k_norm_weight, eps, key_scales, value_scales, q_cos_sin},
-                              out);
+    params.append = append_params_of_rows(
+        check,
+        {*k_cache, *v_cache, *slot_mapping, positions, cos_sin, q_norm_weight, k_norm_weight, eps,
+         key_scales, value_scales, q_cos_sin, constant_places},
+        out);
   }
 #ifdef EECORE_BACKEND_CUDA
   const Tensor memory =
@@ -120,7 +123,7 @@ EECORE_OP(skinny_linear,
           "Tensor(c!)? v_cache=None, Tensor? slot_mapping=None, Tensor? positions=None, "
           "Tensor? cos_sin=None, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, "
           "Tensor? key_scales=None, Tensor? value_scales=None, float multiplier=1., "
-          "float soft_cap=0., Tensor? q_cos_sin=None")
+          "float soft_cap=0., Tensor? q_cos_sin=None, bool constant_places=False")
 
 }  // namespace
 }  // namespace eecore

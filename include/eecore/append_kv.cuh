@@ -277,7 +277,7 @@ __device__ __forceinline__ float inverse_rms_of_heads(const T* heads, int64_t nu
 // Where all heads of a token are normed at once one block has them all. Grid: num_tokens. Block:
 // kAppendKvThreads, num_lanes of which hold a head.
 template <typename T, int kItems, typename C>
-__global__ void __launch_bounds__(kAppendKvThreads)
+__global__ void __launch_bounds__(kAppendKvThreads, 1)
     append_normed_kv_kernel(AppendKvParams params, HeadItems items, int num_lanes) {
   wait_for_previous_kernel();
   let_next_kernel_start();

@@ -59,7 +59,7 @@ class TensorCoreRows {
         scale_(plan, key_scale) {
     const int last = tile.first_row + tile.num_rows - 1;
     const auto position = [&](int row) {
-      return tile.seq.position(min(row, last) / plan.group_size);
+      return tile.seq.position(plan.group_size.quotient(min(row, last)));
     };
     has_rows_ = first_row <= last;
 #pragma unroll
@@ -67,7 +67,7 @@ class TensorCoreRows {
       const int row = min(first_row + lane_ / 4 + 8 * i, last);
       position_[i] = position(row);
       if constexpr (kBiased) {
-        bias_[i] = RowBias(plan, bias_table, row % plan.group_size, position_[i]);
+        bias_[i] = RowBias(plan, bias_table, plan.group_size.remainder(row), position_[i]);
       }
     }
     first_position_ = position(first_row);
@@ -75,18 +75,43 @@ class TensorCoreRows {
   }
 
   // The queries, by way of shared memory of this warp; `offset` is where the row lane % 16 lies.
-  // The columns without room in registers stay in `rest`.
+  // The columns without room in registers stay in `rest`. Where they are aligned a batch of loads
+  // is on its way before the first of them is waited for.
   __device__ __forceinline__ void load_queries(const T* q, int64_t offset, int64_t head_dim,
                                                bool aligned, Shared<T> shared, Shared<T> rest) {
-#pragma unroll 1
-    for (int i = lane_; i < Sizes::kWarpRows * Sizes::kPieces; i += 32) {
-      const int row = i / Sizes::kPieces, at = i % Sizes::kPieces * Sizes::kPack;
-      const int64_t from = __shfl_sync(kWholeWarp, offset, row);
-      const Pack<T> pack = load_pack(q + from + at, head_dim - at, aligned);
+    constexpr int kTurns = Sizes::kWarpRows * Sizes::kPieces / 32;
+    constexpr int kBatch = kTurns < 8 ? kTurns : 8;
+    const auto row_of = [&](int turn) { return (turn * 32 + lane_) / Sizes::kPieces; };
+    const auto column_of = [&](int turn) {
+      return (turn * 32 + lane_) % Sizes::kPieces * Sizes::kPack;
+    };
+    const auto place = [&](int turn) {
+      return q + __shfl_sync(kWholeWarp, offset, row_of(turn)) + column_of(turn);
+    };
+    const auto keep = [&](int turn, const Pack<T>& pack) {
+      const int row = row_of(turn), at = column_of(turn);
       if (at < Sizes::kKeptColumns) {
         shared_store16(shared + row * kRowStride + at, pack);
       } else {
         shared_store16(rest + row * Sizes::kRestStride + (at - Sizes::kKeptColumns), pack);
+      }
+    };
+    if (aligned) {
+#pragma unroll
+      for (int first = 0; first < kTurns; first += kBatch) {
+        Pack<T> packs[kBatch] = {};
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          const T* const from = place(first + j);
+          if (column_of(first + j) < head_dim) packs[j] = load16(from);
+        }
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) keep(first + j, packs[j]);
+      }
+    } else {
+#pragma unroll 1
+      for (int turn = 0; turn < kTurns; ++turn) {
+        keep(turn, load_pack(place(turn), head_dim - column_of(turn), false));
       }
     }
     __syncwarp();
@@ -365,9 +390,9 @@ class PlainRows {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int row = min(first_row + r, last);
-      position_[r] = tile.seq.position(row / plan.group_size);
+      position_[r] = tile.seq.position(plan.group_size.quotient(row));
       if constexpr (kBiased) {
-        bias_[r] = RowBias(plan, bias_table, row % plan.group_size, position_[r]);
+        bias_[r] = RowBias(plan, bias_table, plan.group_size.remainder(row), position_[r]);
       }
     }
   }

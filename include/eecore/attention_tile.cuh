@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "eecore/async_copy.cuh"
+#include "eecore/division.cuh"
 #include "eecore/element.cuh"
 #include "eecore/params.h"
 #include "eecore/reduce.cuh"
@@ -22,11 +23,14 @@ constexpr int kMinAttentionStages = 2, kMaxAttentionStages = kMostPendingCopies 
 
 // How a call is cut into blocks, worked out from its shapes alone.
 struct AttentionPlan {
-  int32_t group_size;                       // query heads of a kv head
+  Divisor group_size;                       // query heads of a kv head
+  Divisor kv_heads;                         // of the call
+  Divisor page_size;                        // keys
+  Divisor num_blocks;                       // that share the keys of a tile
+  Divisor fixed_span;                       // keys of as many splits of the fixed size as warps; 1
   int32_t num_tiles;                        // at most, of all sequences
-  int32_t num_blocks;                       // that share the keys of a tile
   int32_t num_stages;                       // of keys under way to shared memory
-  int32_t step_keys;                        // AttentionSizes::kStepKeys
+  int32_t step_shift;                       // AttentionSizes::kStepKeys is 1 << step_shift
   int32_t max_keys;                         // that a row of the page table has room for
   int32_t num_partials;                     // of each row in the workspace
   int32_t sliding_window;                   // 0: none
@@ -34,6 +38,7 @@ struct AttentionPlan {
   int32_t bias_behind, bias_ahead;          // last relative positions with a bias of their own
   int32_t bias_origin, bias_width;          // of a head's biases in shared memory
   bool last_merges;                         // of the blocks that share a tile, not a second kernel
+  bool early_places;                        // params.constant_places may be used
   float scale;                              // of the scores, times log2(e)
   float soft_cap;                           // of what they are then; 0: none
   bool q_aligned, kv_aligned, out_aligned;  // whether 16-byte accesses are possible
@@ -90,10 +95,11 @@ __device__ __forceinline__ KeyRange intersect(KeyRange a, KeyRange b) {
   return {max(a.begin, b.begin), min(a.end, b.end)};
 }
 
-// A team's part of a span of keys: the steps from `first` to `end` that are `stride` keys apart. So
-// all teams have a part however few keys there are, and side by side they read what lies so.
+// A team's part of a span of keys: the steps from `first` to `end` that are 1 << stride_shift keys
+// apart. So all teams have a part however few keys there are, and side by side they read what lies
+// so.
 struct Split {
-  int first, stride, end;
+  int first, stride_shift, end;
 };
 
 // The queries of a sequence are its last positions.
@@ -125,7 +131,7 @@ struct TileRounds {
   }
   // Blocks that share the spans. Even a tile without keys has one, which writes zeros.
   __device__ __forceinline__ int num_blocks(const AttentionPlan& plan) const {
-    return max(min(plan.num_blocks, end_span() - first_span()), 1);
+    return max(min(plan.num_blocks.value, end_span() - first_span()), 1);
   }
 };
 
@@ -135,19 +141,17 @@ struct TileRounds {
 struct AttentionTile {
   QuerySequence seq;
   int first_row, num_rows;
-  KeyRange used;  // the keys that any of the rows sees
-  int team_warps;
+  KeyRange used;                // the keys that any of the rows sees
+  int teams_shift;              // there are 1 << teams_shift teams
   int span_keys, splits_shift;  // a span has 1 << splits_shift splits
   int first_split, end_split;   // those that hold used keys
 
-  __device__ __forceinline__ int num_teams() const { return kAttentionWarps / team_warps; }
-  // The tile's rounds: in each of them a team takes a split.
-  __device__ __forceinline__ TileRounds rounds(const AttentionPlan& plan) const {
-    return {first_split / num_teams(), (end_split + num_teams() - 1) / num_teams(), span_shift()};
-  }
-  // Of a span's 1, 2 or 4 rounds.
-  __device__ __forceinline__ int span_shift() const {
-    return splits_shift - shift_of_teams(team_warps);
+  __device__ __forceinline__ int num_teams() const { return 1 << teams_shift; }
+  __device__ __forceinline__ int team_warps() const { return kAttentionWarps >> teams_shift; }
+  // The tile's rounds, in each of which a team takes a split; of a span 1, 2 or 4.
+  __device__ __forceinline__ TileRounds rounds() const {
+    return {first_split >> teams_shift, (end_split + num_teams() - 1) >> teams_shift,
+            splits_shift - teams_shift};
   }
   // Where spans begin: those of a fixed size at the same keys for all.
   __device__ __forceinline__ int span_origin(const AttentionPlan& plan) const {
@@ -155,19 +159,15 @@ struct AttentionTile {
   }
   // Empty past end_split.
   __device__ __forceinline__ Split split(const AttentionPlan& plan, int index) const {
-    if (index >= end_split) return {used.end, 1, used.end};
+    if (index >= end_split) return {used.end, 0, used.end};
     const int begin = span_origin(plan) + (index >> splits_shift) * span_keys;
     const int of_span = index & ((1 << splits_shift) - 1);
-    return {begin + of_span * plan.step_keys, plan.step_keys << splits_shift,
+    return {begin + (of_span << plan.step_shift), plan.step_shift + splits_shift,
             begin + min(span_keys, used.end - begin)};
   }
-
-  // Of 4, 2 or 1 teams.
-  __device__ __forceinline__ static int shift_of_teams(int team_warps) {
-    return 2 - team_warps / 2;
-  }
 };
-static_assert(kAttentionWarps == 4);
+constexpr int kMostTeamsShift = 2;
+static_assert(kAttentionWarps == 1 << kMostTeamsShift);
 
 // The last of the sequences [0, num_sequences) whose first(index, first_token) is at most `target`;
 // first ascends and is at most `target` for sequence 0. All lanes of a warp call it; each tries
@@ -214,35 +214,36 @@ __device__ __forceinline__ AttentionTile make_tile(const PagedAttentionParams& p
   AttentionTile tile{};
   tile.seq = seq;
   tile.first_row = first_row;
-  tile.num_rows = min(seq.num_queries * plan.group_size - first_row, kAttentionWarps * kWarpRows);
+  tile.num_rows =
+      min(seq.num_queries * plan.group_size.value - first_row, kAttentionWarps * kWarpRows);
   if (tile.num_rows <= 0) return tile;
   const int last_row = first_row + tile.num_rows - 1;
   const auto visible = [&](int row) {
-    return visible_keys(params, plan, seq.length, seq.position(row / plan.group_size));
+    return visible_keys(params, plan, seq.length, seq.position(plan.group_size.quotient(row)));
   };
   tile.used = {visible(first_row).begin, min(visible(last_row).end, plan.max_keys)};
-  tile.team_warps = tile.num_rows <= kWarpRows ? 1 : tile.num_rows <= 2 * kWarpRows ? 2 : 4;
-  const int num_teams = tile.num_teams(), step = plan.step_keys;
+  tile.teams_shift = tile.num_rows <= kWarpRows ? 2 : tile.num_rows <= 2 * kWarpRows ? 1 : 0;
   // Many queries are tiles enough without splits of a fixed size, and so are all they see a span.
   const bool is_fixed = plan.fixed_split_size > 0;
+  const int origin = tile.span_origin(plan), end = tile.used.end - origin;
+  int first = 0, last = 0;  // spans that hold used keys
   if (is_fixed && seq.num_queries <= kMostRepeatedQueries) {
-    tile.span_keys = kAttentionWarps * plan.fixed_split_size;
-    tile.splits_shift = AttentionTile::shift_of_teams(1);
+    tile.span_keys = plan.fixed_span.value;
+    tile.splits_shift = kMostTeamsShift;
+    first = plan.fixed_span.quotient(max(tile.used.begin, 0));
+    last = plan.fixed_span.quotient(max(end - 1, 0));
   } else {
-    const int num_splits = num_teams * (is_fixed ? 1 : plan.num_blocks);
-    const int keys =
-        max((tile.used.end - tile.span_origin(plan) + num_splits - 1) / num_splits, kMinSplit);
-    const int stage = step * tile.team_warps;
-    tile.span_keys = (keys + stage - 1) / stage * stage * num_teams;
-    tile.splits_shift = AttentionTile::shift_of_teams(tile.team_warps);
+    const int of_block = is_fixed ? end : plan.num_blocks.rounded_up(max(end, 0));
+    const int keys = max((of_block + tile.num_teams() - 1) >> tile.teams_shift, kMinSplit);
+    const int stage_shift = plan.step_shift + kMostTeamsShift - tile.teams_shift;
+    tile.span_keys = (((keys - 1) >> stage_shift) + 1) << (stage_shift + tile.teams_shift);
+    tile.splits_shift = tile.teams_shift;
+    if (!is_fixed && plan.num_blocks.value > 1) last = small_quotient(end - 1, tile.span_keys);
   }
   if (tile.used.begin < tile.used.end) {
-    const int origin = tile.span_origin(plan);
-    const int last = (tile.used.end - 1 - origin) / tile.span_keys;
-    const int left = tile.used.end - origin - last * tile.span_keys;
-    tile.first_split = (tile.used.begin - origin) / tile.span_keys << tile.splits_shift;
-    tile.end_split =
-        (last << tile.splits_shift) + min((left + step - 1) / step, 1 << tile.splits_shift);
+    const int steps = ((end - last * tile.span_keys - 1) >> plan.step_shift) + 1;
+    tile.first_split = first << tile.splits_shift;
+    tile.end_split = (last << tile.splits_shift) + min(steps, 1 << tile.splits_shift);
   }
   return tile;
 }

@@ -73,14 +73,14 @@ __device__ __forceinline__ LogitSummary shuffled(const LogitSummary& summary, in
 }
 
 __device__ __forceinline__ LogitSummary load_summary(Shared<float> from) {
-  return {from[0], from[1], from[2], static_cast<int32_t>(float_to_bits(from[3]))};
+  const Pack<float> four = shared_load16(from);
+  return {four.values[0], four.values[1], four.values[2],
+          static_cast<int32_t>(float_to_bits(four.values[3]))};
 }
 
 __device__ __forceinline__ void store_summary(Shared<float> to, const LogitSummary& summary) {
-  to[0] = summary.largest;
-  to[1] = summary.second;
-  to[2] = summary.total;
-  to[3] = bits_to_float(static_cast<uint32_t>(summary.index));
+  shared_store16(to, Pack<float>{{summary.largest, summary.second, summary.total,
+                                  bits_to_float(static_cast<uint32_t>(summary.index))}});
 }
 
 // The states as the rows of a product.
@@ -126,6 +126,104 @@ __host__ __device__ constexpr int head_summary_bytes(int n_tiles) {
   return kSkinnyWarps * 8 * n_tiles * static_cast<int>(sizeof(LogitSummary));
 }
 
+// The rows of the head are cut into tiles of as many rows as a warp multiplies at a time; block b
+// of B takes tiles b, b + B, .., its warps in turns. So all multiprocessors have nearly as much to
+// read, however few tiles there are. plan.num_tiles are such tiles.
+constexpr int kHeadTileRows = 16 * kHeadMTiles;
+
+// This warp's tiles, where `of_block` are the block's.
+__device__ __forceinline__ int head_tiles_of_warp(int of_block, int warp) {
+  return (max(of_block - warp, 0) + kSkinnyWarps - 1) / kSkinnyWarps;
+}
+
+// This thread's first row of its warp's tile i; past the last row it may pass INT32_MAX.
+__device__ __forceinline__ int64_t head_row(const SkinnyPlan& plan, const SkinnyLane& lane,
+                                            int block, int i) {
+  const int64_t of_block = i * kSkinnyWarps + lane.group;
+  return (of_block * plan.num_blocks.value + block) * kHeadTileRows + lane.row;
+}
+
+// rows_of of a WeightStream over the head.
+template <typename W>
+__device__ __forceinline__ void head_rows(const ExitConfidenceSoftmaxParams& params, int64_t first,
+                                          WeightRow<W> (&rows)[2 * kHeadMTiles]) {
+#pragma unroll
+  for (int i = 0; i < 2 * kHeadMTiles; ++i) {
+    int64_t row = first + 8 * i;
+    if (row >= params.vocab_size) row = params.vocab_size - 1;
+    rows[i] = weight_row<W>(params.lm_head, params.lm_head_table, row, params.lm_head_stride);
+  }
+}
+
+// Adds the logits of a tile to what its warp knows of each column, [columns] of four numbers in
+// shared memory: the lanes of row 0 keep them, each those of its own columns.
+template <typename W, int kNTiles>
+__device__ __forceinline__ void keep_logits(const ExitConfidenceSoftmaxParams& params,
+                                            const SkinnyLane& lane, int64_t first,
+                                            const float (&sums)[kHeadMTiles][kNTiles][4],
+                                            Shared<float> of_warp, bool is_first) {
+  float scales[2 * kHeadMTiles];
+  if constexpr (kHasScales<W>) {
+#pragma unroll
+    for (int i = 0; i < 2 * kHeadMTiles; ++i) {
+      const int64_t row = first + 8 * i;
+      scales[i] = params.lm_head_scale[row < params.vocab_size ? row : params.vocab_size - 1];
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kNTiles; ++n) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float logits[2 * kHeadMTiles];
+#pragma unroll
+      for (int i = 0; i < 2 * kHeadMTiles; ++i) {
+        logits[i] = sums[i / 2][n][i % 2 * 2 + j];
+        if constexpr (kHasScales<W>) logits[i] = __fmul_rn(logits[i], scales[i]);  // no fma
+        if (params.multiplier != 1.0f) logits[i] = __fmul_rn(logits[i], params.multiplier);
+        if (params.soft_cap > 0.0f) {
+          logits[i] = __fmul_rn(params.soft_cap, tanhf(logits[i] / params.soft_cap));
+        }
+      }
+      LogitSummary summary = summary_of(logits, first, params.vocab_size);
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) {
+        summary = merged(summary, shuffled(summary, distance));
+      }
+      if (lane.row != 0) continue;
+      const Shared<float> kept = of_warp + (8 * n + 2 * lane.piece + j) * 4;
+      if (!is_first) summary = merged(load_summary(kept), summary);
+      store_summary(kept, summary);
+    }
+  }
+}
+
+// One summary of each column for the block, in the order of its warps, those with tiles. All
+// threads of the block call it.
+template <int kColumns>
+__device__ __forceinline__ void leave_summaries(Shared<float> of_warps, int warps, int count,
+                                                LogitSummary* summaries, int64_t stride) {
+  __syncthreads();
+  const int column = static_cast<int>(threadIdx.x);
+  if (column >= count) return;
+  LogitSummary whole = load_summary(of_warps + column * 4);
+  for (int warp = 1; warp < warps; ++warp) {
+    whole = merged(whole, load_summary(of_warps + (warp * kColumns + column) * 4));
+  }
+  summaries[column * stride] = whole;
+}
+
+// Whether anybody wants to know of the rows [first_seq, first_seq + kColumns). All threads of the
+// block call it; those of a kernel whose rows may be unwanted wait first.
+template <int kColumns>
+__device__ __forceinline__ bool any_is_wanted(const ExitConfidenceSoftmaxParams& params,
+                                              int64_t first_seq) {
+  if (!may_be_unwanted(params)) return true;
+  wait_for_previous_kernel();
+  const int column = static_cast<int>(threadIdx.x);
+  const bool exists = column < kColumns && first_seq + column < params.num_seqs;
+  return any_in_block<kSkinnyThreads>(exists && is_wanted(params, first_seq + column));
+}
+
 // Grid: (blocks that share the tiles of the vocabulary, groups of 8 * kNTiles rows). The number of
 // blocks must not depend on the rows: it is part of the order of the sums. With kMakesRows each
 // block makes the rows ready, else params.hidden holds them as SkinnyRows wants them. Writes
@@ -138,86 +236,120 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
                                    LogitSummary* summaries) {
   constexpr int kColumns = 8 * kNTiles;
   const SkinnyLane lane(plan);
-  const int tile_rows = skinny_tile_rows(plan, kHeadMTiles);
-  const int my_tiles = tiles_of_block(plan.num_tiles);
-  // Of the thread's first row; past the last row it may pass INT32_MAX.
-  const auto first_row = [&](int tile) {
-    return (blockIdx.x + static_cast<int64_t>(tile) * gridDim.x) * tile_rows +
-           lane.group * (16 * kHeadMTiles) + lane.row;
-  };
+  const int block = static_cast<int>(blockIdx.x), of_block = tiles_of_block(plan, plan.num_tiles);
+  const int my_tiles = head_tiles_of_warp(of_block, lane.group);
   const auto rows_of = [&](int tile, WeightRow<W>(&rows)[2 * kHeadMTiles]) {
-#pragma unroll
-    for (int i = 0; i < 2 * kHeadMTiles; ++i) {
-      int64_t row = first_row(tile) + 8 * i;
-      if (row >= params.vocab_size) row = params.vocab_size - 1;
-      rows[i] = weight_row<W>(params.lm_head, params.lm_head_table, row, params.lm_head_stride);
-    }
+    head_rows<W>(params, head_row(plan, lane, block, tile), rows);
   };
 
   const int64_t first_seq = static_cast<int64_t>(blockIdx.y) * kColumns;
-  if (may_be_unwanted(params)) {
-    wait_for_previous_kernel();
-    const int column = static_cast<int>(threadIdx.x);
-    const bool exists = column < kColumns && first_seq + column < params.num_seqs;
-    if (!any_in_block<kSkinnyThreads>(exists && is_wanted(params, first_seq + column))) return;
-  }
+  if (!any_is_wanted<kColumns>(params, first_seq)) return;
   WeightStream<W, kHeadMTiles> weight(plan, lane, my_tiles);
   const int ring_bytes = skinny_ring_bytes(plan, kHeadMTiles);
   const auto x =
       start_product<T, kNTiles, kMakesRows>(head_product(params), plan, weight, rows_of, first_seq,
                                             ring_bytes + head_summary_bytes(kNTiles));
 
-  // Each warp's summaries of its rows of the head, [columns] of four numbers: the lanes of row 0
-  // keep them, each those of its own columns.
   const Shared<float> of_warps = dynamic_shared<float>(ring_bytes);
-  const Shared<float> of_warp = of_warps + static_cast<int>(threadIdx.x) / 32 * (kColumns * 4);
+  const Shared<float> of_warp = of_warps + lane.group * (kColumns * 4);
   for (int tile = 0; tile < my_tiles; ++tile) {
     float sums[kHeadMTiles][kNTiles][4];
     multiply_tile(plan, lane, weight, rows_of, x, sums);
-    float scales[2 * kHeadMTiles];
-    if constexpr (kHasScales<W>) {
-#pragma unroll
-      for (int i = 0; i < 2 * kHeadMTiles; ++i) {
-        const int64_t row = first_row(tile) + 8 * i;
-        scales[i] = params.lm_head_scale[row < params.vocab_size ? row : params.vocab_size - 1];
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kNTiles; ++n) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        float logits[2 * kHeadMTiles];
-#pragma unroll
-        for (int i = 0; i < 2 * kHeadMTiles; ++i) {
-          logits[i] = sums[i / 2][n][i % 2 * 2 + j];
-          if constexpr (kHasScales<W>) logits[i] = __fmul_rn(logits[i], scales[i]);  // no fma
-          if (params.multiplier != 1.0f) logits[i] = __fmul_rn(logits[i], params.multiplier);
-          if (params.soft_cap > 0.0f) {
-            logits[i] = __fmul_rn(params.soft_cap, tanhf(logits[i] / params.soft_cap));
-          }
-        }
-        LogitSummary summary = summary_of(logits, first_row(tile), params.vocab_size);
-#pragma unroll
-        for (int distance = 4; distance < 32; distance *= 2) {
-          summary = merged(summary, shuffled(summary, distance));
-        }
-        if (lane.row != 0) continue;
-        const Shared<float> kept = of_warp + (8 * n + 2 * lane.piece + j) * 4;
-        if (tile > 0) summary = merged(load_summary(kept), summary);
-        store_summary(kept, summary);
-      }
-    }
+    keep_logits<W>(params, lane, head_row(plan, lane, block, tile), sums, of_warp, tile == 0);
   }
+  leave_summaries<kColumns>(of_warps, min(of_block, kSkinnyWarps), x.count,
+                            summaries + first_seq * plan.num_blocks.value + block,
+                            plan.num_blocks.value);
+}
 
-  // One summary for the block, in the order of its warps.
-  __syncthreads();
-  const int column = static_cast<int>(threadIdx.x);
-  if (column >= x.count) return;
-  LogitSummary whole = load_summary(of_warps + column * 4);
-  for (int warp = 1; warp < kSkinnyWarps; ++warp) {
-    whole = merged(whole, load_summary(of_warps + (warp * kColumns + column) * 4));
+// Rows that a block of the kernel below multiplies, in tiles of 8; elements from one of them to the
+// next in shared memory, which keeps the banks of two rows apart; and bytes of a stage.
+constexpr int kManyTiles = 12;
+template <typename T>
+constexpr int kManyStride = kChunkSize<T> + 4 * kPieceSize<T>;
+template <typename T>
+constexpr int kManyStageBytes = 8 * kManyTiles * kManyStride<T> * static_cast<int>(sizeof(T));
+
+// The same of many rows, which all warps of a block read in shared memory, a chunk at a time beside
+// that of the head. To the bit the sums of the kernel above. Grid: (groups of 8 * kManyTiles rows,
+// blocks that share the tiles of the vocabulary): groups first, so that those who read the same
+// rows of the head do so together, and memory gives them once. Dynamic shared memory: the ring, the
+// block's summaries, then the ring of the rows, of as many stages.
+template <typename T>
+__global__ void __launch_bounds__(kSkinnyThreads, 1)
+    exit_confidence_softmax_many_kernel(ExitConfidenceSoftmaxParams params, SkinnyPlan plan,
+                                        LogitSummary* summaries) {
+  constexpr int kColumns = 8 * kManyTiles, kPieces = kChunkSize<T> / kPieceSize<T>;
+  constexpr int kStageSize = kColumns * kManyStride<T>;
+  const SkinnyLane lane(plan);
+  const int block = static_cast<int>(blockIdx.y);
+  const int of_block = plan.num_blocks.rounded_up(max(plan.num_tiles - block, 0));
+  const int my_tiles = head_tiles_of_warp(of_block, lane.group);
+  const auto rows_of = [&](int tile, const T*(&rows)[2 * kHeadMTiles]) {
+    head_rows<T>(params, head_row(plan, lane, block, tile), rows);
+  };
+  const int64_t first_seq = static_cast<int64_t>(blockIdx.x) * kColumns;
+  if (!any_is_wanted<kColumns>(params, first_seq)) return;
+  wait_for_previous_kernel();  // a second time at once
+  let_next_kernel_start();
+
+  // Chunks of x, again and again for each turn of the warps.
+  const int ring_bytes = skinny_ring_bytes(plan, kHeadMTiles);
+  const auto x_ring = dynamic_shared<T>(ring_bytes + head_summary_bytes(kManyTiles));
+  const auto x = skinny_rows<kManyTiles>(static_cast<const T*>(params.hidden), params.hidden_stride,
+                                         params.num_seqs, first_seq);
+  const int num_turns = head_tiles_of_warp(of_block, 0);
+  int left = num_turns * plan.num_chunks, chunk = 0, stage = -1;
+  const auto send = [&] {
+    stage = stage + 1 == plan.num_stages ? 0 : stage + 1;
+    if (--left < 0) return;
+#pragma unroll
+    for (int i = static_cast<int>(threadIdx.x); i < kColumns * kPieces; i += kSkinnyThreads) {
+      const int row = i / kPieces, at = i % kPieces * kPieceSize<T>;
+      cp_async16(x_ring + (stage * kStageSize + row * kManyStride<T> + at),
+                 x.data + min(row, x.count - 1) * x.stride + chunk * kChunkSize<T> + at);
+    }
+    chunk = chunk + 1 == plan.num_chunks ? 0 : chunk + 1;
+  };
+  WeightStream<T, kHeadMTiles> weight(plan, lane, my_tiles);
+  weight.start(rows_of, send);
+
+  const Shared<float> of_warps = dynamic_shared<float>(ring_bytes);
+  const Shared<float> of_warp = of_warps + lane.group * (kColumns * 4);
+  int read = plan.num_stages - 1;
+#pragma unroll 1
+  for (int tile = 0; tile < num_turns; ++tile) {
+    float sums[kHeadMTiles][kManyTiles][4] = {};
+#pragma unroll 1
+    for (int i = 0; i < plan.num_chunks; ++i) {
+      weight.advance(rows_of, [&] {
+        __syncthreads();  // the chunk is there for all warps, and the one before is read
+        send();
+      });
+      read = read + 1 == plan.num_stages ? 0 : read + 1;
+      if (tile >= my_tiles) continue;
+      const Shared<T> from =
+          x_ring + (read * kStageSize + lane.row * kManyStride<T> + lane.piece * kPieceSize<T>);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Pack<uint32_t> w[2 * kHeadMTiles];
+#pragma unroll
+        for (int row = 0; row < 2 * kHeadMTiles; ++row) w[row] = weight.piece(row, half);
+#pragma unroll
+        for (int n = 0; n < kManyTiles; ++n) {
+          const Pack<uint32_t> piece =
+              SharedRows<T>::piece(from + (8 * n * kManyStride<T> + half * (kChunkSize<T> / 2)));
+          multiply_pieces<T, kHeadMTiles>(w, piece, sums, n);
+        }
+      }
+    }
+    if (tile < my_tiles) {
+      keep_logits<T>(params, lane, head_row(plan, lane, block, tile), sums, of_warp, tile == 0);
+    }
   }
-  summaries[(first_seq + column) * gridDim.x + blockIdx.x] = whole;
+  leave_summaries<kColumns>(of_warps, min(of_block, kSkinnyWarps), x.count,
+                            summaries + first_seq * plan.num_blocks.value + block,
+                            plan.num_blocks.value);
 }
 
 // What is known of a row's logits, for its outputs, and placed where that is asked for. A warp

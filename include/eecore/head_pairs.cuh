@@ -9,15 +9,18 @@ namespace eecore::cuda {
 // How the rows of the weight are visited, 16 at a time. A thread has rows r and r + 8 of those: of
 // the first tiles of a head they are elements that are rotated together.
 struct HeadTiles {
-  int count;     // of all heads
-  int per_head;  // head_dim / 16
-  int rotary;    // of a head, those that are rotated
-  int half;      // of rotary_dim
+  int count;          // of all heads
+  Divisor per_head;   // head_dim / 16
+  Divisor page_size;  // of the cache that they go to
+  int rotary;         // of a head, those that are rotated
+  int half;           // of rotary_dim
 
-  __host__ __device__ static HeadTiles of(int64_t num_heads, int64_t head_dim, int64_t rotary_dim) {
+  __host__ __device__ static HeadTiles of(int64_t num_heads, int64_t head_dim, int64_t rotary_dim,
+                                          int64_t page_size) {
     HeadTiles tiles;
-    tiles.per_head = static_cast<int>(head_dim / 16);
-    tiles.count = static_cast<int>(num_heads) * tiles.per_head;
+    tiles.per_head = Divisor::of(head_dim / 16);
+    tiles.page_size = Divisor::of(page_size);
+    tiles.count = static_cast<int>(num_heads) * tiles.per_head.value;
     tiles.rotary = static_cast<int>(rotary_dim / 16);
     tiles.half = static_cast<int>(rotary_dim / 2);
     return tiles;
@@ -34,8 +37,8 @@ struct HeadTile {
   bool is_rotary;
 
   __device__ __forceinline__ HeadTile(const HeadTiles& tiles, int tile) {
-    head = tile / tiles.per_head;
-    const int in_head = tile - head * tiles.per_head;
+    head = tiles.per_head.quotient(tile);
+    const int in_head = tile - head * tiles.per_head.value;
     is_rotary = in_head < tiles.rotary;
     first = in_head * (is_rotary ? 8 : 16);
     second = first + (is_rotary ? tiles.half : 8);
@@ -51,7 +54,7 @@ __device__ __forceinline__ void paired_rows(const HeadTiles& tiles, int first,
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m) {
     const HeadTile at(tiles, min(first + m, tiles.count - 1));
-    const int64_t row = at.head * 16 * tiles.per_head + lane.row;
+    const int64_t row = at.head * 16 * tiles.per_head.value + lane.row;
     rows[2 * m] = weight + (row + at.first) * stride;
     rows[2 * m + 1] = weight + (row + at.second) * stride;
   }
@@ -76,8 +79,20 @@ __device__ __forceinline__ void turn_pair(T& first, T& second, float cosine, flo
   second = from_float<T>(fmaf(y, cosine, x * sine));
 }
 
-// finish(m, row, column, first, second) for each pair of products of the block's tile, once: of
-// rows `row` (0 to 7) and row + 8 of the warp's 16 rows m. Else as for_each_product.
+// What the e-th of the pairs of a group of warps is, with 8 rows of x: each thread sums the slices
+// of some of them.
+struct PairPlace {
+  int m, row, column;
+
+  __device__ __forceinline__ explicit PairPlace(int e)
+      : m(e / 64),
+        row(e % 8),
+        column(2 * (e / 8 % 4) + e / 32 % 2) {}  // a warp's in banks of their own
+};
+
+// finish(m, row, column, n, first, second) for each pair of products of the block's tile, once: of
+// rows `row` (0 to 7) and row + 8 of the warp's 16 rows m, and a column of the 8 from 8 * n on.
+// Else as for_each_product.
 template <int kMTiles, int kNTiles, typename Finish>
 __device__ __forceinline__ void for_each_pair(const SkinnyPlan& plan, const SkinnyLane& lane,
                                               Shared<float> exchange, int& turn,
@@ -89,13 +104,13 @@ __device__ __forceinline__ void for_each_pair(const SkinnyPlan& plan, const Skin
 #pragma unroll
       for (int i = 0; i < 2 * kMTiles; ++i) {
         const float (&four)[4] = sums[i / 2][n];
-        finish(i / 2, lane.row, 8 * n + 2 * lane.piece + i % 2, four[i % 2], four[i % 2 + 2]);
+        finish(i / 2, lane.row, 8 * n + 2 * lane.piece + i % 2, n, four[i % 2], four[i % 2 + 2]);
       }
     }
     return;
   }
-  const int group = lane.group * plan.num_slices;  // its first warp
-  const int thread = lane.slice * 32 + static_cast<int>(threadIdx.x) % 32;
+  const int group = lane.group << plan.slices_shift;  // its first warp
+  const int thread = thread_of_slices(lane);
 #pragma unroll
   for (int n = 0; n < kNTiles; ++n) {
     const Shared<float> buffer = exchange + turn * (kSkinnyWarps * kMTiles * kExchangeTile);
@@ -103,11 +118,10 @@ __device__ __forceinline__ void for_each_pair(const SkinnyPlan& plan, const Skin
     put_products(buffer, group + lane.slice, lane, sums, n);
     __syncthreads();
     for (int e = thread; e < 64 * kMTiles; e += plan.num_slices * 32) {
-      const int row = e % 8, m = e / 64;
-      const int column = 2 * (e / 8 % 4) + e / 32 % 2;  // a warp's are in banks of their own
-      const Shared<float> at =
-          buffer + ((group * kMTiles + m) * kExchangeTile + column * kExchangeColumn + row);
-      finish(m, row, 8 * n + column, sum_of_slices<kMTiles>(at, plan.num_slices),
+      const PairPlace pair(e);
+      const Shared<float> at = buffer + ((group * kMTiles + pair.m) * kExchangeTile +
+                                         pair.column * kExchangeColumn + pair.row);
+      finish(pair.m, pair.row, 8 * n + pair.column, n, sum_of_slices<kMTiles>(at, plan.num_slices),
              sum_of_slices<kMTiles>(at + 8, plan.num_slices));
     }
   }

@@ -20,6 +20,8 @@ class KeyStream {
   static constexpr int kPack = Sizes::kCachePack, kRowStride = Sizes::kCacheRowStride;
   static constexpr int kCopies = kStepKeys * kPieces / 32;  // of a lane, of keys and of values each
   static constexpr int kBatch = 4;
+  // Whether no keys are sent for ahead of the wait: there is no register left to tell them apart.
+  static constexpr bool kAllWait = kWidens && kHeadDim > 64;
 
  public:
   // `offsets` is this warp's own memory, int64 [kStepKeys, 2].
@@ -38,8 +40,8 @@ class KeyStream {
         keys_(intersect(tile.used, {split.first, split.end})),
         lane_(threadIdx.x % 32),
         warp_(threadIdx.x / 32),
-        team_warps_(tile.team_warps),
-        stride_(split.stride),
+        team_shift_(kMostTeamsShift - tile.teams_shift),
+        stride_shift_(split.stride_shift),
         used_(tile.used),
         first_key_(first_step(split)),
         num_stages_(num_stages(split)) {
@@ -53,18 +55,18 @@ class KeyStream {
   // How many another split of the tile takes.
   __device__ __forceinline__ int num_stages(Split split) const {
     const int keys = min(split.end, used_.end) - first_step(split);
-    const int stage_keys = split.stride * team_warps_;
-    return keys <= 0 ? 0 : (keys + stage_keys - 1) / stage_keys;
+    return keys <= 0 ? 0 : ((keys - 1) >> (split.stride_shift + team_shift_)) + 1;
   }
 
   // The first key that warp `of_team` brings to a stage.
   __device__ __forceinline__ int first_key(int stage, int of_team) const {
-    return first_key_ + (stage * team_warps_ + of_team) * stride_;
+    return first_key_ + (((stage << team_shift_) + of_team) << stride_shift_);
   }
 
   // Sends for all that the ring holds but its last stage. All page-table entries are asked for
-  // before the first of them is used.
-  __device__ __forceinline__ void start() {
+  // before the first of them is used. Keys from `first_new` on, which the kernel ahead may be about
+  // to write, are sent for when that has ended.
+  __device__ __forceinline__ void start(int first_new) {
     CacheSlot slots[kMaxAttentionStages];
 #pragma unroll
     for (int i = 0; i < kMaxAttentionStages; ++i) {
@@ -72,7 +74,10 @@ class KeyStream {
     }
 #pragma unroll 1
     for (int i = 0; i < plan_.num_stages - 1; ++i) {
-      if (i < num_stages_) copy(slots[0], i);
+      if (i < num_stages_) {
+        wait_for_previous_kernel(kAllWait || first_key(i, in_team()) + kStepKeys > first_new);
+        copy(slots[0], i);
+      }
       cp_async_commit();
 #pragma unroll
       for (int j = 0; j < kMaxAttentionStages - 1; ++j) slots[j] = slots[j + 1];
@@ -107,7 +112,7 @@ class KeyStream {
 
   // What warp `of_team` has brought to the stage: keys [kStepKeys, kRowStride], and the values.
   __device__ __forceinline__ Shared<T> keys(int of_team) const {
-    const int warp = warp_ / team_warps_ * team_warps_ + of_team;
+    const int warp = warp_ - in_team() + of_team;
     if constexpr (kWidens) {
       return wide(warp);
     } else {
@@ -119,9 +124,13 @@ class KeyStream {
   }
 
  private:
+  // This warp's place in its team.
+  __device__ __forceinline__ int in_team() const { return warp_ & ((1 << team_shift_) - 1); }
+
   // Steps that nobody sees are left out.
   __device__ __forceinline__ int first_step(Split split) const {
-    return split.first + max(used_.begin - split.first, 0) / split.stride * split.stride;
+    const int shift = split.stride_shift;
+    return split.first + (max(used_.begin - split.first, 0) >> shift << shift);
   }
 
   __device__ __forceinline__ Shared<C> part(int stage, int warp) const {
@@ -135,7 +144,7 @@ class KeyStream {
 
   // Of all that read what this warp writes.
   __device__ __forceinline__ void meet() const {
-    if (team_warps_ == 1) {
+    if (team_shift_ == 0) {
       __syncwarp();
     } else {
       __syncthreads();
@@ -159,11 +168,10 @@ class KeyStream {
 
   // Of this lane's key among those that this warp brings to a stage; page -1: it is not used.
   __device__ __forceinline__ CacheSlot locate(int stage) const {
-    const int key = first_key(stage, warp_ % team_warps_) + lane_ % kStepKeys;
+    const int key = first_key(stage, in_team()) + lane_ % kStepKeys;
     if (key < keys_.begin || key >= keys_.end) return {-1, 0};
-    const uint32_t page_size = static_cast<uint32_t>(params_.page_size);
-    const uint32_t index = static_cast<uint32_t>(key) / page_size;
-    return {page_table_[index], key - static_cast<int>(index * page_size)};
+    const int index = plan_.page_size.quotient(key);
+    return {page_table_[index], key - index * plan_.page_size.value};
   }
 
   // Starts the copies of the keys that the lanes have located; what is not used becomes zeros.
@@ -230,7 +238,7 @@ class KeyStream {
   Shared<C> ring_;
   Shared<int64_t> offsets_;
   KeyRange keys_;
-  int lane_, warp_, team_warps_, stride_;
+  int lane_, warp_, team_shift_, stride_shift_;  // a team has 1 << team_shift warps
   KeyRange used_;
   int first_key_, num_stages_;
   int at_ = -1;       // the stage of the ring that is read

@@ -64,10 +64,11 @@ __global__ void __launch_bounds__(kRmsNormThreads)
 
 // How a head is cut: plan.num_slices warps share each of its 16 rows.
 struct HeadPlan {
-  int row_tiles;    // of 16 rows
-  int group_tiles;  // that a block has in work at a time
-  int num_parts;    // of a head, group_tiles each
-  int column;       // floats of shared memory from one row of x to the next
+  int row_tiles;      // of 16 rows
+  int group_tiles;    // that a block has in work at a time
+  Divisor num_parts;  // of a head, group_tiles each
+  Divisor num_heads;  // of a layer's keys and values
+  int column;         // floats of shared memory from one row of x to the next
 };
 
 // Floats of shared memory for the products of one head.
@@ -263,14 +264,14 @@ __device__ __forceinline__ int fill_unit(int num_units, int i) {
 // which orders the rows, has waited for whoever wrote it.
 template <typename W, int kMTiles, typename RowsOf>
 __device__ __forceinline__ int start_fill(const KvFillParams& params, const KvFillRows& rows,
-                                          WeightStream<W, kMTiles>& weight, const RowsOf& rows_of,
-                                          int num_layers, int units_of_layer, bool works,
-                                          int tiles_of_unit, int64_t first_place) {
+                                          const SkinnyPlan& plan, WeightStream<W, kMTiles>& weight,
+                                          const RowsOf& rows_of, int num_layers, int units_of_layer,
+                                          bool works, int tiles_of_unit, int64_t first_place) {
   int my_units = 0;
   const auto find_units = [&] {
     if (first_place < rows.counts[num_layers - 1]) {
       const int first_layer = max(params.exit_layer[rows.order[first_place]], 0);
-      my_units = tiles_of_block((num_layers - first_layer) * units_of_layer);
+      my_units = tiles_of_block(plan, (num_layers - first_layer) * units_of_layer);
     }
     weight.end_at(works ? my_units * tiles_of_unit : 0);
   };
@@ -300,7 +301,7 @@ __device__ __forceinline__ void load_places(const KvFillParams& params, const Kv
 // Grid: (blocks that share the heads, groups of 8 * kNTiles rows in order). Dynamic shared memory:
 // the ring, then the products of a head. kLeavesKeys: all key heads are normed at once, later.
 template <typename T, int kNTiles, typename W = T, bool kLeavesKeys = false>
-__global__ void __launch_bounds__(kSkinnyThreads, 2)
+__global__ void __launch_bounds__(kSkinnyThreads, kLeavesKeys&& kNTiles == 4 ? 1 : 2)
     kv_fill_kernel(KvFillParams params, KvFillRows rows, SkinnyPlan plan, HeadPlan cut) {
   const SkinnyLane lane(plan);
   const int num_layers = static_cast<int>(params.num_layers);
@@ -310,13 +311,15 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
 
   // Each head in cut.num_parts tiles.
   const auto rows_of = [&](int tile, WeightRow<W>(&weight_rows)[2]) {
-    const int head = fill_unit(num_layers * num_heads, tile / cut.num_parts);
-    const int layer = head / num_heads;
+    const int of_block = cut.num_parts.quotient(tile);
+    const int head = fill_unit(num_layers * num_heads, of_block);
+    const int layer = cut.num_heads.quotient(head);
     const W* weight = static_cast<const W*>(params.kv_weight) + layer * params.weight_layer_stride;
     const int64_t* table =
         params.kv_table + layer * params.table_layer_stride;  // where there is one
-    const int64_t first_row = head % num_heads * params.head_dim;
-    const int first = (tile % cut.num_parts * cut.group_tiles + lane.group) * 16 + lane.row;
+    const int64_t first_row = (head - layer * num_heads) * params.head_dim;
+    const int part = tile - of_block * cut.num_parts.value;
+    const int first = (part * cut.group_tiles + lane.group) * 16 + lane.row;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = first + 8 * i < head_dim ? first + 8 * i : head_dim - 1;
@@ -325,10 +328,10 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
   };
 
   const bool works = lane.group < cut.group_tiles;
-  WeightStream<W, 1> weight(plan, lane,
-                            works ? tiles_of_block(num_layers * num_heads) * cut.num_parts : 0);
-  const int my_heads = start_fill(params, rows, weight, rows_of, num_layers, num_heads, works,
-                                  cut.num_parts, first_place);
+  WeightStream<W, 1> weight(
+      plan, lane, works ? tiles_of_block(plan, num_layers * num_heads) * cut.num_parts.value : 0);
+  const int my_heads = start_fill(params, rows, plan, weight, rows_of, num_layers, num_heads, works,
+                                  cut.num_parts.value, first_place);
 
   EECORE_SHARED(CacheSlot, slots, 8 * kNTiles);
   EECORE_SHARED(int64_t, angles, 8 * kNTiles);
@@ -339,11 +342,11 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
   const int slice_stride = 8 * kNTiles * cut.column;
   for (int i = 0; i < my_heads; ++i) {
     const int unit = fill_unit(num_layers * num_heads, i);
-    const int layer = unit / num_heads, head = unit % num_heads;
+    const int layer = cut.num_heads.quotient(unit), head = unit - layer * num_heads;
     const auto x = skinny_rows<kNTiles>(
         static_cast<const T*>(rows.normed) + layer * params.num_tokens * rows.padded_size,
         rows.padded_size, rows.counts[layer], first_place);
-    for (int part = 0; works && part < cut.num_parts; ++part) {
+    for (int part = 0; works && part < cut.num_parts.value; ++part) {
       float sums[1][kNTiles][4];
       multiply_tile(plan, lane, weight, rows_of, x, sums);
       const int row_tile = part * cut.group_tiles + lane.group;

@@ -12,7 +12,8 @@ namespace eecore::cuda {
 // plan.num_tiles are of one layer. Dynamic shared memory: the ring, then the exchange.
 template <typename T, int kMTiles, int kNTiles, typename W = T>
 __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
-    kv_fill_pairs_kernel(KvFillParams params, KvFillRows rows, SkinnyPlan plan, HeadTiles tiles) {
+    kv_fill_pairs_kernel(KvFillParams params, KvFillRows rows, SkinnyPlan plan, HeadTiles tiles,
+                         Divisor units_of_layer) {
   const SkinnyLane lane(plan);
   const int num_layers = static_cast<int>(params.num_layers);
   const int num_kv_heads = static_cast<int>(params.num_kv_heads);
@@ -24,14 +25,14 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
   };
   const auto rows_of = [&](int i, const W*(&weight_rows)[2 * kMTiles]) {
     const int unit = fill_unit(num_layers * plan.num_tiles, i);
-    const W* weight = static_cast<const W*>(params.kv_weight) +
-                      unit / plan.num_tiles * params.weight_layer_stride;
-    paired_rows<kMTiles>(tiles, first_tile(unit % plan.num_tiles), lane, weight,
+    const int layer = units_of_layer.quotient(unit);
+    const W* weight = static_cast<const W*>(params.kv_weight) + layer * params.weight_layer_stride;
+    paired_rows<kMTiles>(tiles, first_tile(unit - layer * plan.num_tiles), lane, weight,
                          params.weight_row_stride, weight_rows);
   };
-  WeightStream<W, kMTiles> weight(plan, lane, tiles_of_block(num_layers * plan.num_tiles));
-  const int my_units =
-      start_fill(params, rows, weight, rows_of, num_layers, plan.num_tiles, true, 1, first_place);
+  WeightStream<W, kMTiles> weight(plan, lane, tiles_of_block(plan, num_layers * plan.num_tiles));
+  const int my_units = start_fill(params, rows, plan, weight, rows_of, num_layers, plan.num_tiles,
+                                  true, 1, first_place);
 
   EECORE_SHARED(CacheSlot, slots, 8 * kNTiles);
   EECORE_SHARED(int64_t, angles, 8 * kNTiles);
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
   int turn = 0;
   for (int i = 0; i < my_units; ++i) {
     const int unit = fill_unit(num_layers * plan.num_tiles, i);
-    const int layer = unit / plan.num_tiles;
+    const int layer = units_of_layer.quotient(unit);
     const auto x = skinny_rows<kNTiles>(
         static_cast<const T*>(rows.normed) + layer * params.num_tokens * rows.padded_size,
         rows.padded_size, rows.counts[layer], first_place);
@@ -55,8 +56,8 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
     if constexpr (kHasScales<W>) scale += layer * params.scale_layer_stride;
     for_each_pair(
         plan, lane, exchange, turn, sums,
-        [&](int m, int row, int column, float first_sum, float second_sum) {
-          const int tile = first_tile(unit % plan.num_tiles) + m;
+        [&](int m, int row, int column, int, float first_sum, float second_sum) {
+          const int tile = first_tile(unit - layer * plan.num_tiles) + m;
           if (column >= x.count || tile >= tiles.count) return;
           const HeadTile at(tiles, tile);
           const int first = at.first + row, second = at.second + row;

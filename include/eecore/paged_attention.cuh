@@ -33,8 +33,9 @@ struct QueryHead {
 
 __device__ __forceinline__ QueryHead query_head(const AttentionPlan& plan,
                                                 const AttentionTile& tile, int kv_head, int row) {
-  const int query = (tile.first_row + row) / plan.group_size;
-  return {tile.seq.first_token + query, (kv_head - query) * plan.group_size + tile.first_row + row};
+  const int query = plan.group_size.quotient(tile.first_row + row);
+  return {tile.seq.first_token + query,
+          (kv_head - query) * plan.group_size.value + tile.first_row + row};
 }
 
 // A kv head's scale of what a cache of C holds.
@@ -51,7 +52,8 @@ __device__ __forceinline__ void store_result(const PagedAttentionParams& params,
                                              const PartialRow<kSize>& result) {
   T* const out = static_cast<T*>(params.out) + row.token * params.out_token_stride +
                  row.head * params.out_head_stride + at;
-  const float scale = scale_of<T, C>(params.cache_format.value_scales, row.head / plan.group_size);
+  const float scale =
+      scale_of<T, C>(params.cache_format.value_scales, plan.group_size.quotient(row.head));
   result.store(out, plan.out_aligned, scale);
 }
 
@@ -100,7 +102,7 @@ __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
     if (!rounds.begins_span(round)) take_up(span_place, of_span, round, span);
 #pragma unroll 1
     for (int team = 0; team < tile.num_teams(); ++team) {
-      const int part = team * tile.team_warps * Sizes::kWarpRows + row;
+      const int part = team * tile.team_warps() * Sizes::kWarpRows + row;
       PartialRow<kPack> of_team;
 #pragma unroll
       for (int j = 0; j < kPack; j += 4) {
@@ -180,70 +182,76 @@ __device__ __forceinline__ void attend_tile(const PagedAttentionParams& params,
                                   PlainRows<kHeadDim, kBiased, C>>;
   constexpr int kWarpRows = Sizes::kWarpRows;
   EECORE_SHARED(int64_t, offsets, kAttentionWarps* Sizes::kStepKeys * 2);
-  wait_for_previous_kernel();
-  let_next_kernel_start();
+  // What the kernel ahead does not write is read before that has ended, if that is promised.
+  wait_for_previous_kernel(!plan.early_places);
 
   // This block's tile.
-  const int num_kv_heads = static_cast<int>(params.num_kv_heads);
-  const int kv_head = static_cast<int>(blockIdx.x) % num_kv_heads;
-  const int tile_index = plan.num_tiles - 1 - static_cast<int>(blockIdx.x) / num_kv_heads;
+  const int of_heads = plan.kv_heads.quotient(static_cast<int>(blockIdx.x));
+  const int kv_head = static_cast<int>(blockIdx.x) - of_heads * plan.kv_heads.value;
+  const int tile_index = plan.num_tiles - 1 - of_heads;
   const auto first_tile = [&](int seq, int token) {
-    return static_cast<int>(int64_t{token} * plan.group_size / Sizes::kTileRows) + seq;
+    return static_cast<int>(int64_t{token} * plan.group_size.value / Sizes::kTileRows) + seq;
   };
   const QuerySequence seq = find_sequence(params, tile_index, first_tile);
   const int tile_of_seq = tile_index - first_tile(seq.index, seq.first_token);
   AttentionTile tile = make_tile<kWarpRows>(params, plan, seq, tile_of_seq * Sizes::kTileRows);
-  if (tile.num_rows <= 0) return;
+  // A block waits even where it has nothing to do: that it has ended says so of all ahead.
+  if (tile.num_rows <= 0) return wait_for_previous_kernel();
   // While keys go by it lies in shared memory: registers are scarce.
   EECORE_SHARED(AttentionTile, kept_tile, 1);
   if (threadIdx.x == 0) kept_tile[0] = tile;
 
   // Its spans, of which it takes every num_blocks-th, and their rounds.
-  TileRounds rounds = tile.rounds(plan);
-  if (static_cast<int>(blockIdx.y) >= rounds.num_blocks(plan)) return;
-  int round = rounds.first_of_span(rounds.first_span() + static_cast<int>(blockIdx.y));
+  TileRounds rounds = tile.rounds();
+  if (static_cast<int>(blockIdx.y) >= rounds.num_blocks(plan)) return wait_for_previous_kernel();
+  const int first_round = rounds.first_of_span(rounds.first_span() + static_cast<int>(blockIdx.y));
+  int round = first_round;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int team = warp / tile.team_warps;
-  const int first_row = tile.first_row + warp % tile.team_warps * kWarpRows;
+  const int team = warp >> (kMostTeamsShift - tile.teams_shift);
+  const int first_row = tile.first_row + (warp & (tile.team_warps() - 1)) * kWarpRows;
   const Shared<C> ring = dynamic_shared<C>(Sizes::kRestBytes + Sizes::kWideBytes);
   const auto bias_table = dynamic_shared<float>(Sizes::kRestBytes + Sizes::kWideBytes +
                                                 plan.num_stages * Sizes::kStageBytes);
   Rows rows(params, plan, tile, first_row, bias_table,
             scale_of<T, C>(params.cache_format.key_scales, kv_head));
-  for (bool is_first = true;; is_first = false) {
+  while (true) {
     const int num_teams = tile.num_teams();
     KeyStream<T, kHeadDim, C> stream(params, plan, tile, kv_head,
                                      tile.split(plan, round * num_teams + team), ring,
                                      offsets + warp * Sizes::kStepKeys * 2);
-    stream.start();
-    if (is_first) {
+    stream.start(tile.seq.position(0));
+    wait_for_previous_kernel();  // a second time at once
+    let_next_kernel_start();
+    if (round == first_round) {
       if constexpr (kBiased) {  // while the first keys are under way
         spread_position_bias(params, plan, kv_head, bias_table);
         __syncthreads();
       }
       const int row = min(first_row + lane % kWarpRows, tile.first_row + tile.num_rows - 1);
-      const int query = row / plan.group_size;
-      const int64_t q_offset = (tile.seq.first_token + query) * params.q_token_stride +
-                               ((kv_head - query) * plan.group_size + row) * params.q_head_stride;
+      const int query = plan.group_size.quotient(row);
+      const int64_t q_offset =
+          (tile.seq.first_token + query) * params.q_token_stride +
+          ((kv_head - query) * plan.group_size.value + row) * params.q_head_stride;
       rows.load_queries(static_cast<const T*>(params.q), q_offset, params.head_dim, plan.q_aligned,
                         stream.unused(), dynamic_shared<T>() + warp * Sizes::kRestSize);
     }
     rows.start();
     int num_stages = stream.num_stages();
-    if (tile.team_warps == 2) {  // both teams come to the same barriers
+    if (tile.teams_shift == 1) {  // both teams come to the same barriers
       num_stages =
           max(num_stages, stream.num_stages(tile.split(plan, round * num_teams + 1 - team)));
     }
     for (int stage = 0; stage < num_stages; ++stage) {
       stream.advance(stage);
-      for (int i = 0; i < tile.team_warps; ++i) {
+#pragma unroll 1
+      for (int i = 0; i < tile.team_warps(); ++i) {
         rows.attend(stream.keys(i), stream.values(i), stream.first_key(stage, i), stream.end());
       }
     }
 
     __syncthreads();  // all teams have read the ring, where the results lie now
     tile = kept_tile[0];
-    rounds = tile.rounds(plan);
+    rounds = tile.rounds();
     RoundResults results{};
     results.values = dynamic_shared<float>(Sizes::kRestBytes);
     results.stats = results.values + Sizes::kTileRows * Sizes::kPartStride;
@@ -253,7 +261,7 @@ __device__ __forceinline__ void attend_tile(const PagedAttentionParams& params,
                results.stats + warp * kWarpRows * 2);
     __syncthreads();
     finish_round<T, kHeadDim, C>(params, plan, tile, kv_head, results);
-    const int next_span = rounds.span_of(round) + plan.num_blocks;
+    const int next_span = rounds.span_of(round) + plan.num_blocks.value;
     round = rounds.ends_span(round) ? rounds.first_of_span(next_span) : round + 1;
     if (round >= rounds.end) break;
     __syncthreads();  // the results are read before the ring is filled again
@@ -298,9 +306,10 @@ __global__ void __launch_bounds__(kAttentionCombineThreads, kAttentionCombineBlo
   const int head = index / pieces, at = index % pieces * kMergedSize;
   if (head >= params.num_q_heads) return;
 
-  const int row = (token - seq.first_token) * plan.group_size + head % plan.group_size;
+  const int row =
+      (token - seq.first_token) * plan.group_size.value + plan.group_size.remainder(head);
   const AttentionTile tile = make_tile<kWarpRows>(params, plan, seq, row / kTileRows * kTileRows);
-  const TileRounds rounds = tile.rounds(plan);
+  const TileRounds rounds = tile.rounds();
   if (rounds.num_blocks(plan) == 1) return;
   // Where the caches hold T there are no scales.
   store_result<T, Float8>(params, plan, {token, head}, at,

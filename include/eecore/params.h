@@ -384,6 +384,8 @@ struct AppendKvParams {
   CacheStrides k_cache_strides, v_cache_strides;
   CacheFormat cache_format;
   bool norms_all_q, norms_all_k;  // all heads of a token at once, by a weight of all
+  bool constant_places;  // CUDA only: no work that may still be under way writes slot_mapping or
+                         // positions
   float eps;
   DType dtype;
 };
@@ -424,6 +426,9 @@ struct PagedAttentionParams {
   float scale;
   float soft_cap;  // c: scaled scores s become c * tanh(s / c); 0: they stay
   bool causal;
+  bool constant_places;  // CUDA only: no work that may still be under way writes page_table,
+                         // seq_lens, query_start_loc, the cache's scales, or keys and values of
+                         // positions before a sequence's queries
   DType dtype;
   void* workspace;  // CUDA only, [paged_attention_workspace bytes]; may be null on the CPU
 };

@@ -31,8 +31,8 @@ __device__ __forceinline__ int position_bucket(const PositionBuckets& buckets, i
 __device__ __forceinline__ void spread_position_bias(const PagedAttentionParams& params,
                                                      const AttentionPlan& plan, int kv_head,
                                                      Shared<float> table) {
-  for (int i = threadIdx.x; i < plan.group_size * plan.bias_width; i += kAttentionThreads) {
-    const int head = kv_head * plan.group_size + i / plan.bias_width;
+  for (int i = threadIdx.x; i < plan.group_size.value * plan.bias_width; i += kAttentionThreads) {
+    const int head = kv_head * plan.group_size.value + i / plan.bias_width;
     const int bucket = position_bucket(params.buckets, i % plan.bias_width - plan.bias_origin);
     table[i] = params.position_bias[bucket * params.num_q_heads + head] * kLog2E;
   }

@@ -250,6 +250,15 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+// The same where `waits`: under a predicate, as in load_or.
+__device__ __forceinline__ void wait_for_previous_kernel(bool waits) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{.reg .pred waits; setp.ne.s32 waits, %0, 0; @waits griddepcontrol.wait;}" ::"r"(
+                   static_cast<int>(waits))
+               : "memory");
+#endif
+}
+
 // Lets the next kernel of the stream start once every block has said so or ended.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900

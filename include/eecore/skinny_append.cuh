@@ -8,19 +8,27 @@
 
 namespace eecore::cuda {
 
-// Rows of x at most: with more the loads of a tile's end would be one behind the other.
-constexpr int kMostAppendedRows = 8;
+// Rows of x at most.
+template <typename T>
+constexpr int kMostAppendedRows = sizeof(T) == 2 ? 32 : 8;
+
+// How two elements that are rotated together are turned.
+struct Turn {
+  float cosine, sine;
+};
 
 // Grid: the blocks that share the tiles of out_features. Else as skinny_linear_kernel, with up to
-// kMostAppendedRows tokens.
-template <typename T, int kMTiles, bool kMakesRows, typename W = T>
-__global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
+// 8 * kNTiles tokens.
+template <typename T, int kMTiles, int kNTiles, bool kMakesRows, typename W = T>
+__global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 && kNTiles <= 2 ? 2 : 1)
     skinny_append_kernel(SkinnyLinearParams params, SkinnyPlan plan, HeadTiles tiles) {
   const SkinnyLane lane(plan);
   const AppendKvParams& append = params.append;
   const int head_dim = static_cast<int>(append.head_dim);
+  const int num_q_heads = static_cast<int>(append.num_q_heads);
+  const int num_kv_heads = static_cast<int>(append.num_kv_heads);
   const int tiles_at_a_time = skinny_tile_rows(plan, kMTiles) / 16;
-  const int my_tiles = tiles_of_block(plan.num_tiles);
+  const int my_tiles = tiles_of_block(plan, plan.num_tiles);
   const auto first_tile = [&](int tile) {
     const int block = static_cast<int>(blockIdx.x), num_blocks = static_cast<int>(gridDim.x);
     return (block + tile * num_blocks) * tiles_at_a_time + lane.group * kMTiles;
@@ -30,54 +38,74 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
                          params.weight_stride, rows);
   };
 
+  // Where each row's heads go, and where their angles begin: read before the kernel ahead has ended
+  // where it does not write them.
+  EECORE_SHARED(CacheSlot, slots, 8 * kNTiles);
+  EECORE_SHARED(int64_t, angles, 8 * kNTiles);
+  const auto load_places = [&] {
+    const int column = static_cast<int>(threadIdx.x);
+    if (column >= static_cast<int>(params.num_tokens)) return;
+    const int slot = static_cast<int>(append.slot_mapping[column]);  // fewer than 2^31
+    const int page = tiles.page_size.quotient(max(slot, 0));
+    slots[column] =
+        slot < 0 ? CacheSlot{-1, 0} : CacheSlot{page, slot - page * tiles.page_size.value};
+    angles[column] = tiles.rotary > 0 ? append.positions[column] * append.rotary_dim : 0;
+  };
+  if (plan.early_places) load_places();
   WeightStream<W, kMTiles> weight(plan, lane, my_tiles);
   const int ring_bytes = skinny_ring_bytes(plan, kMTiles);
   const int rows_at =
       ring_bytes + skinny_exchange_floats(plan, kMTiles) * static_cast<int>(sizeof(float));
-  const auto x = start_product<T, 1, kMakesRows>(params, plan, weight, rows_of, 0, rows_at);
+  const auto x = start_product<T, kNTiles, kMakesRows>(params, plan, weight, rows_of, 0, rows_at);
+  if (!plan.early_places) load_places();
+  __syncthreads();
 
-  // Where each row's heads go, and how they are turned.
-  EECORE_SHARED(CacheSlot, slots, kMostAppendedRows);
-  EECORE_SHARED(int64_t, positions, kMostAppendedRows);
-  if (static_cast<int>(threadIdx.x) < x.count) {
-    const int64_t slot = append.slot_mapping[threadIdx.x];
-    slots[threadIdx.x] = slot < 0 ? CacheSlot{-1, 0} : cache_slot(slot, append.page_size);
-    positions[threadIdx.x] = tiles.rotary > 0 ? append.positions[threadIdx.x] : 0;
-  }
-  if (plan.num_slices == 1) __syncthreads();  // else the exchange has a barrier
-
+  const auto turn_of = [&](int tile, int m, int row, int column) {
+    const int tile_of_head = first_tile(tile) + m;
+    if (column >= x.count || tile_of_head >= tiles.count) return Turn{};
+    const HeadTile at(tiles, tile_of_head);
+    if (!at.is_rotary || at.head >= num_q_heads + num_kv_heads) return Turn{};
+    const bool is_query = at.head < num_q_heads && append.q_cos_sin != nullptr;
+    const float* cos_sin = is_query ? append.q_cos_sin : append.cos_sin;
+    cos_sin += angles[column] + (at.first + row);
+    return Turn{cos_sin[0], cos_sin[tiles.half]};
+  };
   const T* bias = static_cast<const T*>(params.bias);
   const Shared<float> exchange = dynamic_shared<float>(ring_bytes);
   int turn = 0;
   for (int tile = 0; tile < my_tiles; ++tile) {
-    float sums[kMTiles][1][4];
+    // Of the one pair that a thread finishes of each 8 columns, where it is one: on its way while
+    // the tile is multiplied.
+    Turn early[kNTiles];
+    const bool is_early = plan.num_slices >= kSlicesOfOneEach;
+    if (is_early) {
+      const int e = thread_of_slices(lane);
+      const PairPlace pair(e);
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n) {
+        early[n] =
+            turn_of(tile, pair.m, pair.row, e < 64 * kMTiles ? 8 * n + pair.column : x.count);
+      }
+    }
+    float sums[kMTiles][kNTiles][4];
     multiply_tile(plan, lane, weight, rows_of, x, sums);
     for_each_pair(
         plan, lane, exchange, turn, sums,
-        [&](int m, int row, int column, float first_sum, float second_sum) {
+        [&](int m, int row, int column, int n, float first_sum, float second_sum) {
           const int tile_of_head = first_tile(tile) + m;
           if (column >= x.count || tile_of_head >= tiles.count) return;
           const HeadTile at(tiles, tile_of_head);
-          const int kv_head = at.head - static_cast<int>(append.num_q_heads);
-          const int num_kv_heads = static_cast<int>(append.num_kv_heads);
+          const int kv_head = at.head - num_q_heads;
           const int first = at.first + row, second = at.second + row;
           const bool is_turned = at.is_rotary && kv_head < num_kv_heads;
-          float cosine = 0.0f, sine = 0.0f;
-          if (is_turned) {
-            const int64_t position = positions[column];
-            const bool is_query = kv_head < 0 && append.q_cos_sin != nullptr;
-            const float* cos_sin = is_query ? append.q_cos_sin : append.cos_sin;
-            cos_sin += position * append.rotary_dim + first;
-            cosine = cos_sin[0];
-            sine = cos_sin[tiles.half];
-          }
+          const Turn angle = is_early ? early[n] : turn_of(tile, m, row, column);
 
           const int base = at.head * head_dim;
           const T a = projected<T, W>(first_sum, params.weight_scale, bias, base + first);
           const T b = projected<T, W>(second_sum, params.weight_scale, bias, base + second);
           T turned_a = a, turned_b = b;
           if (is_turned) {
-            turn_pair(turned_a, turned_b, cosine, sine);
+            turn_pair(turned_a, turned_b, angle.cosine, angle.sine);
           }
           T* out = static_cast<T*>(params.out) + (column * params.out_stride + base);
           out[first] = kv_head < 0 ? turned_a : a;

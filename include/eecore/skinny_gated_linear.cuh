@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
     skinny_gated_linear_kernel(SkinnyGatedLinearParams params, SkinnyPlan plan) {
   const SkinnyLane lane(plan);
   const int tile_rows = skinny_tile_rows(plan, 1);
-  const int my_tiles = tiles_of_block(plan.num_tiles);
+  const int my_tiles = tiles_of_block(plan, plan.num_tiles);
   const auto first_row = [&](int tile) {
     return (blockIdx.x + static_cast<int64_t>(tile) * gridDim.x) * tile_rows + lane.group * 16;
   };
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
     float sums[kGatedMTiles][kNTiles][4];
     multiply_tile(plan, lane, weight, rows_of, x, sums);
     for_each_product(plan, lane, exchange, turn, sums,
-                     [&](int row_in_tile, int column, const float (&values)[kGatedMTiles]) {
+                     [&](int row_in_tile, int column, int, const float (&values)[kGatedMTiles]) {
                        const int64_t row = first_row(tile) + row_in_tile;
                        if (column >= x.count || row >= params.inner_size) return;
                        float gate = values[0], up = values[1];

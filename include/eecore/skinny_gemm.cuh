@@ -19,6 +19,7 @@
 #include <type_traits>
 
 #include "eecore/async_copy.cuh"
+#include "eecore/division.cuh"
 #include "eecore/element.cuh"
 #include "eecore/panel_block.cuh"
 #include "eecore/reduce.cuh"
@@ -76,20 +77,24 @@ __device__ __forceinline__ WeightRow<W> weight_row(const void* weight, const int
 
 // How the warps of a block share a product; the same for every block of a launch.
 struct SkinnyPlan {
-  int row_size;       // elements of a row of W
-  int num_chunks;     // of a row, the last one filled up with zeros
-  int num_slices;     // warps that share rows of W: warp i of them takes chunks i, i + num_slices..
-  int num_stages;     // chunks that a warp has slots for, 2 to kSkinnyMaxStages
-  int stage_bytes;    // kStageBytes of the weight
-  int num_tiles;      // of W, of skinny_tile_rows rows each
-  bool aligned;       // rows of W start at multiples of 16 bytes
-  bool early_weight;  // W may be read before the previous kernel has ended
+  int row_size;      // elements of a row of W
+  int num_chunks;    // of a row, the last one filled up with zeros
+  int num_slices;    // warps that share rows of W: warp i of them takes chunks i, i + num_slices..
+  int slices_shift;  // of which there are 1 << slices_shift
+  int num_stages;    // chunks that a warp has slots for, 2 to kSkinnyMaxStages
+  int stage_bytes;   // kStageBytes of the weight
+  int num_tiles;     // of W, of skinny_tile_rows rows each
+  Divisor num_blocks;  // that share them, gridDim.x
+  bool aligned;        // rows of W start at multiples of 16 bytes
+  bool early_weight;   // W may be read before the previous kernel has ended
+  bool early_places;  // of rows whose heads are appended, params.append.constant_places may be used
+  bool early_trigger;            // the next kernel may start before this one has waited
   bool x_aligned, norm_aligned;  // x and the norm's weight, where blocks make the rows of x ready
 };
 
 // Rows of a tile, which is what a block has in work at a time.
 __host__ __device__ inline int skinny_tile_rows(const SkinnyPlan& plan, int m_tiles) {
-  return 16 * m_tiles * (kSkinnyWarps / plan.num_slices);
+  return 16 * m_tiles * (kSkinnyWarps >> plan.slices_shift);
 }
 
 // Bytes of the ring of a block.
@@ -106,16 +111,19 @@ struct SkinnyLane {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     row = lane / 4;
     piece = lane % 4;
-    group = warp / plan.num_slices;
-    slice = warp % plan.num_slices;
+    group = warp >> plan.slices_shift;
+    slice = warp - (group << plan.slices_shift);
   }
 };
 
 // The tiles of this block are blockIdx.x, blockIdx.x + gridDim.x, ..: how many there are.
-__device__ __forceinline__ int tiles_of_block(int num_tiles) {
-  const int block = static_cast<int>(blockIdx.x), num_blocks = static_cast<int>(gridDim.x);
-  return (num_tiles - block + num_blocks - 1) / num_blocks;
+__device__ __forceinline__ int tiles_of_block(const SkinnyPlan& plan, int num_tiles) {
+  return plan.num_blocks.rounded_up(max(num_tiles - static_cast<int>(blockIdx.x), 0));
 }
+
+struct Nothing {
+  __device__ __forceinline__ void operator()() const {}
+};
 
 // This thread's pieces of W, chunk after chunk and tile after tile. `rows_of(i, rows)` gives the
 // rows of the block's tile i that the thread takes pieces of: rows[2 * m] and rows[2 * m + 1] are
@@ -139,11 +147,14 @@ class WeightStream {
   // There are only `num_tiles` of this block; those behind that are under way are never read.
   __device__ __forceinline__ void end_at(int num_tiles) { num_tiles_ = num_tiles; }
 
-  // Fills all stages but one.
-  template <typename RowsOf>
-  __device__ __forceinline__ void start(const RowsOf& rows_of) {
+  // Fills all stages but one. What `also` copies before each belongs to the chunk.
+  template <typename RowsOf, typename Also = Nothing>
+  __device__ __forceinline__ void start(const RowsOf& rows_of, const Also& also = {}) {
     if (num_tiles_ > 0) rows_of(0, rows_);
-    for (int i = 1; i < plan_.num_stages; ++i) copy_next(rows_of);
+    for (int i = 1; i < plan_.num_stages; ++i) {
+      also();
+      copy_next(rows_of);
+    }
   }
 
   // Brings the first chunks closer without reading them.
@@ -159,10 +170,11 @@ class WeightStream {
     }
   }
 
-  // Waits for the next chunk, and has the stage of the one before it filled anew.
-  template <typename RowsOf>
-  __device__ __forceinline__ void advance(const RowsOf& rows_of) {
+  // Waits for the next chunk, and has the stage of the one before it filled anew, after `also`.
+  template <typename RowsOf, typename Also = Nothing>
+  __device__ __forceinline__ void advance(const RowsOf& rows_of, const Also& also = {}) {
     cp_async_wait_all_but(plan_.num_stages - 2);
+    also();
     copy_next(rows_of);
     read_ = write_ + 1 == plan_.num_stages ? 0 : write_ + 1;
   }
@@ -240,9 +252,10 @@ __device__ __forceinline__ void start_stream(const SkinnyPlan& plan,
     weight.prefetch(rows_of);
     wait_for_previous_kernel();
   }
+  if (plan.early_trigger) let_next_kernel_start();
   weight.start(rows_of);
   wait_for_previous_kernel();  // a second time at once
-  let_next_kernel_start();
+  let_next_kernel_start();     // likewise
 }
 
 // Rows of x, each at a multiple of 16 bytes and a whole number of chunks of W long.
@@ -289,6 +302,24 @@ __device__ __forceinline__ Pack<uint32_t> widened(const Pack<uint32_t>& piece, i
       }
     }
     return wide;
+  }
+}
+
+// Adds the products of 16 bytes of each of a warp's rows with those of 8 rows of x.
+template <typename T, int kMTiles, int kNTiles>
+__device__ __forceinline__ void multiply_pieces(const Pack<uint32_t> (&w)[2 * kMTiles],
+                                                const Pack<uint32_t>& x,
+                                                float (&sums)[kMTiles][kNTiles][4], int n) {
+#pragma unroll
+  for (int quarter = 0; quarter < 2; ++quarter) {
+    const uint32_t x_part[2] = {x.values[2 * quarter], x.values[2 * quarter + 1]};
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+      const uint32_t w_part[4] = {w[2 * m].values[2 * quarter], w[2 * m + 1].values[2 * quarter],
+                                  w[2 * m].values[2 * quarter + 1],
+                                  w[2 * m + 1].values[2 * quarter + 1]};
+      mma_m16n8k16<T>(sums[m][n], w_part, x_part);
+    }
   }
 }
 
@@ -399,17 +430,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
           for (int n = 0; n < kNTiles; ++n) {
             Pack<uint32_t>& piece = b[turn % kAhead][n];
             if (turn >= kAhead) piece = x.piece(columns[n] + offset(half, part));
-#pragma unroll
-            for (int quarter = 0; quarter < 2; ++quarter) {
-              const uint32_t x_part[2] = {piece.values[2 * quarter], piece.values[2 * quarter + 1]};
-#pragma unroll
-              for (int m = 0; m < kMTiles; ++m) {
-                const uint32_t w_part[4] = {
-                    w[2 * m].values[2 * quarter], w[2 * m + 1].values[2 * quarter],
-                    w[2 * m].values[2 * quarter + 1], w[2 * m + 1].values[2 * quarter + 1]};
-                mma_m16n8k16<T>(sums[m][n], w_part, x_part);
-              }
-            }
+            multiply_pieces<T, kMTiles>(w, piece, sums, n);
           }
         }
       }
@@ -440,6 +461,15 @@ __device__ __forceinline__ void put_products(Shared<float> buffer, int warp, con
   }
 }
 
+// This thread's number among those of its warp's group.
+__device__ __forceinline__ int thread_of_slices(const SkinnyLane& lane) {
+  return lane.slice * 32 + static_cast<int>(threadIdx.x) % 32;
+}
+
+// Whether a thread finishes one product of a warp's 16 rows with 8 rows of x at most, and no pair
+// of them more: so many warps share rows.
+constexpr int kSlicesOfOneEach = 4;
+
 // Of one product, whose sum in the first slice is at `first`: the slices summed in their order.
 template <int kMTiles>
 __device__ __forceinline__ float sum_of_slices(Shared<float> first, int num_slices) {
@@ -451,9 +481,9 @@ __device__ __forceinline__ float sum_of_slices(Shared<float> first, int num_slic
   return sum;
 }
 
-// finish(row, column, values) for each product of the block's tile, once: values[m] of row `row`
-// (0 to 15) of the warp's 16 rows m, the slices summed in their order. All threads of the block
-// call it; `turn` starts at 0 and is the caller's to keep.
+// finish(row, column, n, values) for each product of the block's tile, once: values[m] of row `row`
+// (0 to 15) of the warp's 16 rows m, in a column of the 8 from 8 * n on; the slices summed in
+// order. All threads of the block call it; `turn` starts at 0 and is the caller's to keep.
 template <int kMTiles, int kNTiles, typename Finish>
 __device__ __forceinline__ void for_each_product(const SkinnyPlan& plan, const SkinnyLane& lane,
                                                  Shared<float> exchange, int& turn,
@@ -467,21 +497,20 @@ __device__ __forceinline__ void for_each_product(const SkinnyPlan& plan, const S
         float values[kMTiles];
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) values[m] = sums[m][n][i];
-        finish(lane.row + i / 2 * 8, 8 * n + 2 * lane.piece + i % 2, values);
+        finish(lane.row + i / 2 * 8, 8 * n + 2 * lane.piece + i % 2, n, values);
       }
     }
     return;
   }
   // Two buffers in turn: who writes one has passed the barrier behind which the other was read.
-  const int first = lane.group * plan.num_slices;  // warp of the group
+  const int first = lane.group << plan.slices_shift;  // warp of the group
 #pragma unroll
   for (int n = 0; n < kNTiles; ++n) {
     const Shared<float> buffer = exchange + turn * (kSkinnyWarps * kMTiles * kExchangeTile);
     turn = 1 - turn;
     put_products(buffer, first + lane.slice, lane, sums, n);
     __syncthreads();
-    const int thread = lane.slice * 32 + static_cast<int>(threadIdx.x) % 32;
-    for (int e = thread; e < 128; e += plan.num_slices * 32) {
+    for (int e = thread_of_slices(lane); e < 128; e += plan.num_slices * 32) {
       const int row = e % 16, column = e / 16;
       float values[kMTiles];
 #pragma unroll
@@ -489,7 +518,7 @@ __device__ __forceinline__ void for_each_product(const SkinnyPlan& plan, const S
         const int at = (first * kMTiles + m) * kExchangeTile + column * kExchangeColumn + row;
         values[m] = sum_of_slices<kMTiles>(buffer + at, plan.num_slices);
       }
-      finish(row, 8 * n + column, values);
+      finish(row, 8 * n + column, n, values);
     }
   }
 }

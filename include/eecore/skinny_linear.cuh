@@ -7,6 +7,12 @@
 
 namespace eecore::cuda {
 
+// What is added to a product: of its row of the weight, and where it is written.
+template <typename T>
+struct Addends {
+  T bias, residual;
+};
+
 // Grid: (blocks that share the tiles of out_features, groups of 8 * kNTiles tokens). With
 // kMakesRows each block makes the rows of x ready, else params.x holds them as SkinnyRows wants
 // them. Dynamic shared memory: the ring, the exchange, then the rows that the block makes.
@@ -15,7 +21,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 && kNTiles <= 2 ?
     skinny_linear_kernel(SkinnyLinearParams params, SkinnyPlan plan) {
   const SkinnyLane lane(plan);
   const int tile_rows = skinny_tile_rows(plan, kMTiles);
-  const int my_tiles = tiles_of_block(plan.num_tiles);
+  const int my_tiles = tiles_of_block(plan, plan.num_tiles);
   const auto first_row = [&](int tile) {
     return (blockIdx.x + static_cast<int64_t>(tile) * gridDim.x) * tile_rows +
            lane.group * (16 * kMTiles);
@@ -41,24 +47,48 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 && kNTiles <= 2 ?
   const T* residual = static_cast<const T*>(params.residual);
   T* out = static_cast<T*>(params.out);
   const Shared<float> exchange = dynamic_shared<float>(ring_bytes);
+  const auto addends_of = [&](int64_t row, int column) {
+    Addends<T> addends{};
+    if (column >= x.count || row >= params.out_features) return addends;
+    if (bias != nullptr) addends.bias = bias[row];
+    if (residual != nullptr) {
+      addends.residual = residual[(first_token + column) * params.residual_stride + row];
+    }
+    return addends;
+  };
+  // Of the one product that a thread finishes of each 8 columns, where it is one: on their way
+  // while the tile is multiplied. `out` may be the residual, of which a thread writes what it has
+  // read.
+  constexpr int kEarly = kNTiles <= 4 ? kNTiles : 1;
+  const bool is_early = kEarly == kNTiles && plan.num_slices >= kSlicesOfOneEach;
   int turn = 0;
   for (int tile = 0; tile < my_tiles; ++tile) {
+    Addends<T> early[kEarly][kMTiles];
+    if (is_early) {
+      const int e = thread_of_slices(lane);
+#pragma unroll
+      for (int n = 0; n < kEarly; ++n) {
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) {
+          const int column = e < 128 ? 8 * n + e / 16 : x.count;
+          early[n][m] = addends_of(first_row(tile) + 16 * m + e % 16, column);
+        }
+      }
+    }
     float sums[kMTiles][kNTiles][4];
     multiply_tile(plan, lane, weight, rows_of, x, sums);
     for_each_product(plan, lane, exchange, turn, sums,
-                     [&](int row_in_tile, int column, const float (&values)[kMTiles]) {
+                     [&](int row_in_tile, int column, int n, const float (&values)[kMTiles]) {
                        if (column >= x.count) return;
                        const int64_t token = first_token + column;
 #pragma unroll
                        for (int m = 0; m < kMTiles; ++m) {
                          const int64_t row = first_row(tile) + 16 * m + row_in_tile;
                          if (row >= params.out_features) break;
-                         // All loads at once: their latency ends the kernel.
-                         const float addend = bias == nullptr ? 0.0f : to_float(bias[row]);
-                         const float before =
-                             residual == nullptr
-                                 ? 0.0f
-                                 : to_float(residual[token * params.residual_stride + row]);
+                         const Addends<T> addends =
+                             is_early ? early[n < kEarly ? n : 0][m] : addends_of(row, column);
+                         const float addend = to_float(addends.bias);
+                         const float before = to_float(addends.residual);
                          float sum;
                          if constexpr (kHasScales<W>) {
                            sum = fmaf(values[m], params.weight_scale[row], addend);

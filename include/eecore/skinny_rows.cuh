@@ -8,7 +8,10 @@
 
 namespace eecore::cuda {
 
-constexpr int kMostSharedRows = 8;
+// Rows that a block makes ready, at most. Packed weights and float32 leave no registers for more.
+template <typename T, typename W>
+constexpr int kMostSharedRows = sizeof(T) == 2 && !kIsPacked<W> ? 32 : 8;
+constexpr int kFewRows = 8;  // of which a thread has a piece of each in registers
 
 // Elements from one row to the next, where the chunks are those of a weight of elements W; the
 // offset keeps the banks of two rows apart.
@@ -134,20 +137,88 @@ __device__ __forceinline__ void fill_shared_rows(const RmsNormRows& rows, int co
   }
 }
 
-// Makes `count` rows (1 to kMostSharedRows) ready from `to` on, `stride` elements apart, where
+// The same of more than kFewRows rows: each warp makes every eighth of them ready alone. A row's
+// squares are summed in the order of fill_shared_rows: lanes stand in for the threads that have the
+// pieces there, warp by warp.
+template <typename T>
+__device__ __forceinline__ void fill_rows_by_warps(const RmsNormRows& rows, int count, Shared<T> to,
+                                                   int stride) {
+  constexpr int kSize = Pack<T>::kSize, kWarpStep = 32 * kSize, kBatch = 8;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int size = static_cast<int>(rows.size), padded_size = static_cast<int>(rows.padded_size);
+  const T* x = static_cast<const T*>(rows.x);
+  const T* norm_weight = static_cast<const T*>(rows.norm_weight);
+
+  // The rows of the warp, of which a batch of pieces is under way together.
+#pragma unroll 1
+  for (int row = warp; row < count; row += kSkinnyWarps) {
+    const T* const from = x + row * rows.x_stride;
+    const Shared<T> kept = to + row * stride;
+#pragma unroll 1
+    for (int first = lane * kSize; first < padded_size; first += kBatch * kWarpStep) {
+      Words words[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int i = first + j * kWarpStep;
+        words[j] = rows.x_aligned && i + kSize <= size
+                       ? load16(reinterpret_cast<const uint32_t*>(from + i))
+                       : Words{};
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int i = first + j * kWarpStep;
+        if (i >= padded_size) break;
+        if (!rows.x_aligned || i + kSize > size) words[j] = load_words(from + i, size - i, false);
+        shared_store16(kept + i, elements_of<T>(words[j]));
+      }
+    }
+  }
+  if (norm_weight == nullptr) return;
+
+#pragma unroll 1
+  for (int row = warp; row < count; row += kSkinnyWarps) {
+    const Shared<T> kept = to + row * stride;
+    float squares[kSkinnyWarps] = {};
+#pragma unroll 1
+    for (int first = lane * kSize; first < padded_size; first += kSkinnyWarps * kWarpStep) {
+#pragma unroll
+      for (int j = 0; j < kSkinnyWarps; ++j) {
+        const int i = first + j * kWarpStep;
+        if (i < padded_size) add_squares(shared_load16(kept + i), squares[j]);
+      }
+    }
+    float total = reduce_lanes(squares[0]);
+#pragma unroll
+    for (int j = 1; j < kSkinnyWarps; ++j) total += reduce_lanes(squares[j]);
+    const float scale = inverse_rms(total, size, rows.eps);
+#pragma unroll 2
+    for (int i = lane * kSize; i < padded_size; i += kWarpStep) {
+      Pack<T> pack = shared_load16(kept + i);
+      scale_pack(pack, load_pack(norm_weight + i, size - i, rows.weight_aligned), scale);
+      shared_store16(kept + i, pack);
+    }
+  }
+}
+
+// Makes `count` rows (1 to kMost) ready from `to` on, `stride` elements apart, where
 // shared_rows_bytes are free. All threads of the block call it; `out` of the rows is not looked at.
 // The usual cases have code of their own, which is short: what runs once is waited for. Of a packed
 // weight, whose kernels have no registers to spare, that is a single row alone.
-template <bool kIsOfPacked, typename T>
+template <int kMost, bool kIsOfPacked, typename T>
 __device__ __forceinline__ SharedRows<T> make_shared_rows(const RmsNormRows& rows, int count,
                                                           Shared<T> to, int stride) {
+  if constexpr (kMost > kFewRows) {
+    fill_rows_by_warps(rows, count, to, stride);
+    __syncthreads();
+    return {to, stride, count};
+  }
   const bool is_whole = rows.x_aligned && rows.weight_aligned && rows.size % Pack<T>::kSize == 0;
   if (is_whole && count == 1) {
     fill_shared_rows<1, true, kIsOfPacked>(rows, count, to, stride);
   } else if (!kIsOfPacked && is_whole) {
-    fill_shared_rows<kMostSharedRows, true, kIsOfPacked>(rows, count, to, stride);
+    fill_shared_rows<kFewRows, true, kIsOfPacked>(rows, count, to, stride);
   } else {
-    fill_shared_rows<kMostSharedRows, false, kIsOfPacked>(rows, count, to, stride);
+    fill_shared_rows<kFewRows, false, kIsOfPacked>(rows, count, to, stride);
   }
   __syncthreads();
   return {to, stride, count};
@@ -171,7 +242,7 @@ __device__ __forceinline__ auto start_product(const Params& params, const Skinny
   const auto x = skinny_rows<kNTiles>(static_cast<const T*>(params.x), params.x_stride,
                                       params.num_tokens, first_token);
   if constexpr (kMakesRows) {
-    static_assert(8 * kNTiles <= kMostSharedRows);
+    static_assert(8 * kNTiles <= kMostSharedRows<T, W>);
     const RmsNormRows rows{x.data,
                            params.norm_weight,
                            nullptr,
@@ -181,8 +252,8 @@ __device__ __forceinline__ auto start_product(const Params& params, const Skinny
                            params.eps,
                            plan.x_aligned,
                            plan.norm_aligned};
-    return make_shared_rows<kIsPacked<W>, T>(rows, x.count, dynamic_shared<T>(shared_at),
-                                             shared_row_stride<T, W>(plan.num_chunks));
+    return make_shared_rows<8 * kNTiles, kIsPacked<W>, T>(
+        rows, x.count, dynamic_shared<T>(shared_at), shared_row_stride<T, W>(plan.num_chunks));
   } else {
     return x;
   }

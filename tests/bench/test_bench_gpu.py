@@ -82,6 +82,17 @@ def test_kernels_of_a_step_are_read(run_bench: RunsBench, tmp_path: Path) -> Non
     assert "| model | batch | mode | kernel |" in text
 
 
+def test_each_setting_is_timed_beside_none(run_bench: RunsBench, tmp_path: Path) -> None:
+    text, rows = run_on_cpu(
+        *(run_bench, "gpu-variants", "--model", "tiny", "--batch", "1", "9", "--tokens", "6"),
+        folder=tmp_path,
+    )
+    one, nine = (row["seconds"] for row in rows)
+    assert set(nine) - set(one) == {"shared_rows=8"}
+    assert all(seconds > 0 for seconds in one.values())
+    assert "| tiny | 9 | none |" in text
+
+
 def test_the_host_or_the_gpu_is_the_limit() -> None:
     times = {"seconds_per_iteration": 1e-3}
     assert gpu_decode.limit_of(times | {"gpu_seconds": 0.95e-3})["limit"] == "GPU"
@@ -147,7 +158,7 @@ def test_the_gpu_script_knows_its_parts(tmp_path: Path) -> None:
     done = gpu_script(tmp_path / "new", "tests", "tset")
     assert done.returncode == 2
     assert (
-        "expected parts among boundaries peers build decode kernels ops tests memcheck"
+        "expected parts among boundaries peers build decode variants kernels ops tests memcheck"
         in done.stderr
     )
     assert not (tmp_path / "new").exists()

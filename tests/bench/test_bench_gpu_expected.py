@@ -23,7 +23,15 @@ from bench.gpu.expected import (
     expected_cases,
     figures,
 )
-from bench.gpu.launches import IfNode, KernelLaunch, kernels, seconds, work_seconds
+from bench.gpu.launches import (
+    FEW_TRIPS,
+    LATENCIES,
+    IfNode,
+    KernelLaunch,
+    kernels,
+    seconds,
+    work_seconds,
+)
 from bench.gpu.plans import PLANS, plan
 from bench.gpu.trace import META, iteration, model_without_memory, nodes_of
 from cases import CUDA_OPS
@@ -142,10 +150,13 @@ def test_a_kernel_starts_early_behind_a_kernel_alone() -> None:
     late = dataclasses.replace(early, starts_early=False)
     boundary, early_boundary = H100.boundary, H100.early_boundary
     assert early_boundary < boundary
-    assert seconds(H100, [early, late]) == pytest.approx(early_boundary + boundary)
-    assert seconds(H100, [IfNode(), early]) == pytest.approx(2 * boundary)
+    latency = LATENCIES[early.kernel]
+    assert seconds(H100, [early, late]) == pytest.approx(early_boundary + boundary + 2 * latency)
+    assert seconds(H100, [IfNode(), early]) == pytest.approx(2 * boundary + latency)
     a100 = GPUS[2]
-    assert seconds(a100, [early]) == a100.boundary
+    assert seconds(a100, [early]) == pytest.approx(a100.boundary + latency)
+    own = dataclasses.replace(early, latency=3e-6)
+    assert seconds(H100, [own], {}) == pytest.approx(early_boundary + FEW_TRIPS + 3e-6)
     with pytest.raises(ValueError, match="early_boundary: expected at most"):
         dataclasses.replace(H100, early_boundary=1.0)
 

@@ -58,7 +58,7 @@ def test_a_constant_weight_does_not_wait_for_rows_that_its_blocks_norm(op: str) 
 
 
 def test_a_weight_does_not_wait_behind_the_kernel_that_norms() -> None:
-    call = Product("skinny_linear").call(9, 128, 64)
+    call = Product("skinny_linear").call(33, 128, 64)
     launched = emulated.kernels_of(lambda: ops.skinny_linear(**call))
     assert launched == ["rms_norm_kernel", "skinny_linear_kernel"]
     assert early_copies(lambda: ops.skinny_linear(**call)) > 0

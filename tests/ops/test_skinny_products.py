@@ -608,7 +608,7 @@ def appended_call(m: Maker, tokens: int, dtype: torch.dtype) -> Checked:
     }
     if rotates and m.chance(0.3):
         given["q_cos_sin"] = m.placed(given["cos_sin"].flip(0) * 2)
-    appended = AppendKv._fields
+    appended = [name for name in AppendKv._fields if name in given]
 
     def oracle(before: Arguments) -> dict[str, Tensor]:
         product = {name: x for name, x in before.items() if name not in (*appended, "out")}

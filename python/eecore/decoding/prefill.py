@@ -32,7 +32,16 @@ from eecore.decoding.sampling import (
 )
 from eecore.decoding.step import tapped_layers
 from eecore.errors import NotFiniteError
-from eecore.models import AttentionBatch, CrossBatch, KeyedHead, KVCache, Network, T5Model
+from eecore.models import (
+    MIN_QUERIES,
+    AttentionBatch,
+    Chunks,
+    CrossBatch,
+    KeyedHead,
+    KVCache,
+    Network,
+    T5Model,
+)
 from eecore.planning.draft_state import route_of
 from eecore.planning.row import Outcome
 from eecore.scheduling.scheduler import Work
@@ -256,13 +265,18 @@ class Prefill:
         cross = None
         if self._cross is not None:
             cross = CrossBatch(*(self._tensor(array[owners]) for array in self._cross))
+        queries, keys = np.diff(starts), positions[starts[1:] - 1] + 1
+        chunks = None
+        if len(index) and queries.min() >= MIN_QUERIES:
+            chunks = Chunks(tuple(queries.tolist()), tuple(keys.tolist()))
         return AttentionBatch(
             positions=self._tensor(positions),
             slot_mapping=self._tensor(self._slots[index]),
             page_table=self._tensor(self._page_table[owners]),
-            seq_lens=self._tensor((positions[starts[1:] - 1] + 1).astype(np.int32)),
+            seq_lens=self._tensor(keys.astype(np.int32)),
             query_start_loc=self._tensor(starts.astype(np.int32)),
             cross=cross,
+            chunks=chunks,
         )
 
     def _records(self, emitting: list[int], hidden: Tensor) -> list[TokenRecord | None]:

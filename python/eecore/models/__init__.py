@@ -13,6 +13,7 @@ from eecore.models.network import (
     cache_dtype,
     network_digest,
 )
+from eecore.models.prompt_attention import MIN_QUERIES, Chunks
 from eecore.models.readers import adopt
 from eecore.models.readers.checkpoint import Checkpoint
 from eecore.models.readers.draft_heads import check_draft_head, load_draft_head
@@ -27,12 +28,14 @@ from eecore.models.text.tokenizer import IncrementalDecoder, Tokenizer
 from eecore.models.text.tokenizer_files import ChatSettings
 
 __all__ = [
+    "MIN_QUERIES",
     "AttentionBatch",
     "BlockHead",
     "ChainHead",
     "ChatSettings",
     "ChatTemplate",
     "Checkpoint",
+    "Chunks",
     "CrossBatch",
     "DraftHead",
     "IncrementalDecoder",

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eecore.models.prompt_attention import Chunks
+
 # Keys per split of a long context. A fixed size, with the skinny ops, makes a row's result the same
 # bit for bit whatever runs beside it: verification then repeats full decoding exactly.
 KEYS_PER_SPLIT = 512
@@ -53,6 +55,8 @@ class AttentionBatch:
     """What the rows of a decoder with an encoder attend to."""
     causal: bool = True
     """False: a row sees all keys of its sequence, those of later positions too."""
+    chunks: Chunks | None = None
+    """Lengths as the host knows them, where all sequences have chunks of prompts."""
 
 
 class LayerFlags:

@@ -22,6 +22,7 @@ from eecore.config import ModelConfig
 from eecore.models.attention import AttentionBatch
 from eecore.models.decoder import Decoder, Multipliers
 from eecore.models.kv_cache import KVCache
+from eecore.models.prompt_attention import PromptAttention, Scores, prompt_attention_of
 from eecore.models.rope import RopeTables
 from eecore.models.source import ModelSource
 from eecore.models.weights import NewWeights, WeightView, layer_views
@@ -224,6 +225,8 @@ class LlamaModel(Decoder):
         )
         """Multiplies the scores of attention."""
         self._soft_cap = config.attention_soft_cap or 0.0
+        self.prompt_attention: PromptAttention | None = prompt_attention_of(self.device, self.dtype)
+        """Whose kernels attend long chunks of prompts; None: eecore's."""
         self._stacked = weights.stacked()
         self._layers = self._stacked.unbind()
         windows = torch.tensor(config.layer_windows, dtype=torch.int32)
@@ -285,7 +288,8 @@ class LlamaModel(Decoder):
             )
         for index in range(begin, end):
             if index not in skip_attention:
-                hidden = self._attention(index, hidden, kv, batch)
+                # What an exit check or the begin of a round has just written is read in order.
+                hidden = self._attention(index, hidden, kv, batch, places=index > begin)
             if index not in skip_mlp:
                 hidden = self._mlp(self._layers[index], hidden)
         return hidden
@@ -420,7 +424,11 @@ class LlamaModel(Decoder):
         tables, by_layer = self._tables(kv), self._ropes.by_layer
         return (tables[0] if by_layer is None else tables), by_layer
 
-    def _attention(self, index: int, hidden: Tensor, kv: KVCache, batch: AttentionBatch) -> Tensor:
+    def _attention(
+        self, index: int, hidden: Tensor, kv: KVCache, batch: AttentionBatch, places: bool
+    ) -> Tensor:
+        """``places``: nothing under way writes slots or positions. Where rows are in the cache is
+        written before the kernel that appends keys has begun."""
         config, layer = self.config, self._layers[index]
         k_cache, v_cache = kv.layers[index]
         key_scales, value_scales = kv.layer_scales[index]
@@ -436,8 +444,15 @@ class LlamaModel(Decoder):
             key_scales,
             value_scales,
             None if of_queries == of_keys else tables[of_queries],
+            places,
         )
         q = self.linear.into_cache(hidden, layer.qkv, layer.attention_norm, append)
+        others = self.prompt_attention
+        scores = Scores(self.attention_scale, config.layer_windows[index], self._soft_cap)
+        own_dtype = k_cache.dtype == q.dtype
+        if others is not None and batch.chunks and own_dtype and others.takes(scores):
+            attended = others(q, k_cache, v_cache, batch.page_table, batch.chunks, scores)
+            return self._projected(attended, layer.o, hidden, layer.attention_post_norm)
         attended = ops.paged_attention(
             q,
             k_cache,
@@ -453,5 +468,6 @@ class LlamaModel(Decoder):
             arrivals=kv.arrivals,
             key_scales=key_scales,
             value_scales=value_scales,
+            constant_places=True,
         )
         return self._projected(attended, layer.o, hidden, layer.attention_post_norm)

@@ -204,6 +204,7 @@ class T5Model(Decoder):
             position_bias=self.weights.decoder.position_bias,
             max_distance=self.config.max_distance,
             arrivals=kv.arrivals,
+            constant_places=True,
         )
         return self._projected(attended, layer.o, hidden)
 

@@ -20,9 +20,9 @@ _paged_attention = compiled("paged_attention")
 class AppendKv(NamedTuple):
     """What :func:`append_kv` takes beside the heads, for :func:`skinny_linear` to go on with it.
 
-    On CUDA up to 8 rows are multiplied and appended in one launch, where heads have no norms,
-    head_dim and rotary_dim are multiples of 16, the weight is not packed and the caches hold the
-    model's dtype.
+    On CUDA up to 32 rows (8 in float32) are multiplied and appended in one launch, where heads have
+    no norms, head_dim and rotary_dim are multiples of 16, the weight is not packed and the caches
+    hold the model's dtype.
     """
 
     k_cache: Tensor
@@ -45,6 +45,8 @@ class AppendKv(NamedTuple):
     """float32 [num_kv_heads]"""
     q_cos_sin: Tensor | None = None
     """float32 [max_position, rotary_dim], of queries alone"""
+    constant_places: bool = False
+    """Nothing that was launched and may be under way writes slot_mapping or positions."""
 
 
 def append_kv(
@@ -63,6 +65,7 @@ def append_kv(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
     q_cos_sin: Tensor | None = None,
+    constant_places: bool = False,
 ) -> None:
     """Write new keys and values to their cache slots, with head norms and rotary embedding fused.
 
@@ -93,6 +96,9 @@ def append_kv(
         value_scales: float32 [num_kv_heads], likewise of values.
         q_cos_sin: float32 [max_position, rotary_dim], that queries are rotated by in place of
             ``cos_sin``: one of other frequencies, or with a factor by position.
+        constant_places: nothing that was launched and may be under way writes ``slot_mapping`` or
+            ``positions``: on a GPU :func:`skinny_linear` reads them then while what is ahead still
+            runs.
     """
     _append_kv(
         q,
@@ -109,6 +115,7 @@ def append_kv(
         key_scales,
         value_scales,
         q_cos_sin,
+        constant_places,
     )
 
 
@@ -131,6 +138,7 @@ def paged_attention(
     arrivals: Tensor | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    constant_places: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of ragged queries to a paged KV cache.
@@ -183,6 +191,9 @@ def paged_attention(
         key_scales: float32 [num_kv_heads], positive, of keys in float8: they are multiplied by it,
             in the score. None: 1.
         value_scales: float32 [num_kv_heads], likewise of values, in the result.
+        constant_places: nothing that was launched and may be under way writes ``page_table``,
+            ``seq_lens``, ``query_start_loc``, the scales, or keys and values of positions before a
+            sequence's queries: on a GPU these are read then while what is ahead still runs.
         out: [num_tokens, num_q_heads, head_dim]; allocated when None.
 
     Returns:
@@ -209,6 +220,7 @@ def paged_attention(
         key_scales,
         value_scales,
         soft_cap,
+        constant_places,
     )
     return out
 

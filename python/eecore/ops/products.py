@@ -156,6 +156,7 @@ def skinny_linear(
         multiplier,
         soft_cap,
         None if append is None else append.q_cos_sin,
+        append is not None and append.constant_places,
     )
     return out
 

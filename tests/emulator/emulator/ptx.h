@@ -224,6 +224,9 @@ void mma_m16n8k16(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[
 // ---- Programmatic dependent launch ----
 
 inline void wait_for_previous_kernel() { ::emulator::waited_for_previous_kernel(); }
+inline void wait_for_previous_kernel(bool waits) {
+  if (waits) wait_for_previous_kernel();
+}
 inline void let_next_kernel_start() {
   if (::emulator::checks_races) ::emulator::let_next_kernel_start();
 }

@@ -1,0 +1,134 @@
+"""What a run can decide without another build: steps under each setting of EECORE_CUDA_TUNING.
+
+python -m bench gpu-variants [--model 135m 1b] [--batch 1 8 32] [--json FILE]
+
+Of each model and batch the program of a step at full depth is captured under each setting, and all
+of them are launched by turns on states of their own (:meth:`bench.gpu.decode.Bench.program`): the
+GPU's own time, the median over turns. Results are the same under all settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import eecore
+from bench.gpu.decode import MODELS, TUNING, Bench, model_config, random_model
+from bench.gpu.kept import Kept, about
+from bench.gpu.timing import elapsed
+
+SETTINGS = (
+    "",
+    "early_start=0",
+    "early_places=0",
+    "early_trigger=1",
+    "ring_kib=64",
+    "ring_kib=48",
+    "early_trigger=1,ring_kib=48",
+)
+OF_MANY_ROWS = ("shared_rows=8",)
+FEW_ROWS = 8
+TURNS, LAUNCHES = 5, 20
+NAMES = ("model", "batch")
+
+
+@contextmanager
+def tuned(setting: str) -> Iterator[None]:
+    """Programs that are captured inside keep the setting."""
+    before = os.environ.get(TUNING)
+    os.environ[TUNING] = setting
+    try:
+        yield
+    finally:
+        os.environ.pop(TUNING)
+        if before is not None:
+            os.environ[TUNING] = before
+
+
+def settings_of(batch: int) -> tuple[str, ...]:
+    """What is tried with so many rows."""
+    return SETTINGS if batch <= FEW_ROWS else (*SETTINGS, *OF_MANY_ROWS)
+
+
+def measure(bench: Bench) -> dict[str, float]:
+    """Seconds of a run of the program, by setting."""
+    device = bench.model.device
+    with ExitStack() as stack:
+        launches = {}
+        for setting in settings_of(bench.batch):
+            with tuned(setting):
+                engine = bench.engine("captured")
+                bench.run(engine, eecore.Full())
+                launches[setting] = stack.enter_context(bench.program(engine, eecore.Full()))
+        found: dict[str, list[float]] = {setting: [] for setting in launches}
+        for _ in range(TURNS):
+            for setting, launch in launches.items():
+                launch()
+                run = elapsed(device, lambda go=launch: [go() for _ in range(LAUNCHES)])
+                found[setting].append(run / LAUNCHES)
+    return {setting: statistics.median(times) for setting, times in found.items()}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown: each setting beside none."""
+    lines = [
+        f"{result['device']}, torch {result['torch']}, commit {result['commit']}: a step at full "
+        f"depth under `{TUNING}`, the GPU's own time. `python -m bench gpu-variants`",
+        "",
+        "| model | batch | setting | us | of none |",
+        "|---|---:|---|---:|---:|",
+    ]
+    for row in result["rows"]:
+        case = f"| {row['model']} | {row['batch']} |"
+        if "error" in row:
+            lines.append(f"{case} {row['error']} |||")
+        for setting, seconds in row.get("seconds", {}).items():
+            share = seconds / row["seconds"][""]
+            lines.append(f"{case} {setting or 'none'} | {seconds * 1e6:.1f} | {share:.3f} |")
+    return "\n".join(lines)
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m bench gpu-variants",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", nargs="+", choices=list(MODELS), default=["135m", "1b"])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--tokens", type=int, default=33)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--seconds", type=float, default=30, help="no case starts after these")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args(words)
+    if arguments.device == "cuda" and eecore.ops.missing_cuda_ops():
+        print("gpu-variants: expected a GPU and a build with CUDA", file=sys.stderr)
+        return 2
+    device = torch.device(arguments.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    begin = time.monotonic()
+    kept = Kept(arguments.json, about(device, tokens=arguments.tokens), NAMES, table)
+    for name in arguments.model:
+        model = random_model(model_config(name), device, dtype)
+        for batch in arguments.batch:
+            case: dict[str, Any] = {"model": name, "batch": batch}
+            if kept.find(**case) is not None:
+                continue
+            if time.monotonic() - begin > arguments.seconds:
+                kept.skip(", ".join(map(str, case.values())))
+                continue
+            try:
+                kept.add(case | {"seconds": measure(Bench(model, batch, arguments.tokens, 1))})
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}".replace("\n", " ")[:200]
+                kept.add(case | {"error": text})
+    return kept.close()
