@@ -25,6 +25,7 @@ BENCHMARKS = {
     "replay": "bench.exits.replay",
     "trees": "bench.exits.trees",
     "intents": "bench.intents.intents",
+    "loops": "bench.intents.loops",
     "calm": "bench.calm.calm",
     "weights": "bench.quality.weights",
     "cache": "bench.quality.cache",

@@ -48,12 +48,13 @@ class Commits:
     """Makes outcomes the state of requests, of their pages and of the queues.
 
     Args:
-        num_layers: of the model.
+        exit_layers: of the model, the last one full depth.
         scheduler: has the requests.
     """
 
-    def __init__(self, num_layers: int, scheduler: Scheduler) -> None:
-        self._num_layers, self._scheduler = num_layers, scheduler
+    def __init__(self, exit_layers: range, scheduler: Scheduler) -> None:
+        self._exit_layers, self._num_layers = exit_layers, exit_layers[-1]
+        self._scheduler = scheduler
 
     def taken(self, outcome: Outcome) -> Taken:
         """What of an outcome without an error counts. Nothing changes, whatever its text or its
@@ -165,7 +166,7 @@ class Commits:
         sequence, num_layers = outcome.sequence, self._num_layers
         first, prompt = sequence.num_computed, len(sequence.prompt_ids)
         before, fresh = sequence.kv_exit_layers, outcome.kv_exit_layers
-        is_deep = route_of(sequence, num_layers).depth == num_layers
+        is_deep = route_of(sequence, self._exit_layers).depth == num_layers
         split, page_size = prompt + len(before), self._scheduler.pages.page_size
         pages = set()
         for position in range(max(first, prompt) if is_deep else first, outcome.num_computed):

@@ -382,7 +382,7 @@ class Engine:
         pages = PageAllocator(self.config.num_pages, self.config.page_size, cache)
         self._flight = None
         self.scheduler = Scheduler(self.config, pages)
-        self._commits = Commits(self.network.config.num_layers, self.scheduler)
+        self._commits = Commits(self.network.config.exit_layers, self.scheduler)
 
     def _end_all(self, error: BaseException) -> None:
         """End all requests by an error for which none can be blamed, and begin with nothing."""

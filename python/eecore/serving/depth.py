@@ -147,7 +147,7 @@ class Depths:
 
 def recommended(
     policies: Policies,
-    num_layers: int,
+    exit_layers: range,
     source: Any,
     agreement: Sequence[float] | None,
     vocabulary: str | None,
@@ -156,7 +156,7 @@ def recommended(
 
     Args:
         policies: of the model.
-        num_layers: it has.
+        exit_layers: of the model, the last one full depth.
         source: which model this is; a calibration for another is not listed.
         agreement: of each exit layer with the last one, where the model says so.
         vocabulary: SHA-256 of the tokens that its draft head knows; None without one.
@@ -164,8 +164,8 @@ def recommended(
     names = ["full", "auto"]
     if vocabulary is not None:
         names.append("head")
-    for layer, share in enumerate(agreement or (), 1):
-        if share >= AGREEMENT and layer < num_layers:
+    for layer, share in zip(exit_layers[:-1], agreement or (), strict=False):
+        if share >= AGREEMENT:
             names.append(f"speculative:{layer},{NUM_DRAFTS}")
             break
     for measure in MEASURES:
