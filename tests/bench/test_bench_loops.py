@@ -7,7 +7,7 @@ from pathlib import Path
 
 from running import RunsBench
 
-from bench.intents import loops
+from bench.depth import loops
 from looped_models import write_looped
 from tiny_models import write_byte_tokenizer
 
