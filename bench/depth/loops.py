@@ -55,7 +55,7 @@ def table(figures: Figures) -> str:
     return f"{markdown_table(head, lines)}\n\n{about}"
 
 
-REPORT = Report("loops", {"loops": table})
+REPORTS = (Report("loops", {"loops": table}),)
 
 
 def modes_of(exit_layers: range) -> dict[str, eecore.exits.Exit]:
@@ -175,4 +175,4 @@ def main(words: Sequence[str]) -> None:
     made.add_argument("--count", type=int, default=1000, help="utterances")
     arguments = made.parse_args(words)
     torch.set_num_threads(arguments.threads)
-    REPORT.finish(run(arguments), arguments)
+    REPORTS[0].finish(run(arguments), arguments)
