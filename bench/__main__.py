@@ -26,6 +26,7 @@ BENCHMARKS = {
     "replay": "bench.exits.replay",
     "trees": "bench.exits.trees",
     "intents": "bench.intents.intents",
+    "loops": "bench.depth.loops",
     "calm": "bench.calm.calm",
     "weights": "bench.quality.weights",
     "cache": "bench.quality.cache",

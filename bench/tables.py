@@ -22,6 +22,7 @@ WITH_REPORTS = (
     "decode.gguf",
     "decode.prefill",
     "depth.depth",
+    "depth.loops",
     "exits.modes",
     "exits.checks",
     "exits.drafts",

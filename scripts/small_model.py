@@ -33,6 +33,7 @@ from eecore.lab.training import (
     EarlyExitLoss,
     LastLayerLoss,
     LayerDropout,
+    LoopedLoss,
     StartingPoint,
     TokenData,
     TrainingConfig,
@@ -162,12 +163,13 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def recipe(
-    plain: bool, batch_size: int, learning_rate: float, seed: int, steps: int
+    plain: bool, looped: bool, batch_size: int, learning_rate: float, seed: int, steps: int
 ) -> TrainingConfig:
-    """LayerSkip's for TOPv2, or the same without exits and dropout."""
+    """LayerSkip's for TOPv2, the same without exits and dropout, or Ouro's of loops."""
+    loss = LoopedLoss() if looped else LastLayerLoss() if plain else EarlyExitLoss(1.0, "gradual")
     return TrainingConfig(
-        loss=LastLayerLoss() if plain else EarlyExitLoss(1.0, "gradual"),
-        layer_dropout=None if plain else LayerDropout(0.2, "exponential"),
+        loss=loss,
+        layer_dropout=None if plain or looped else LayerDropout(0.2, "exponential"),
         **_every_recipe(batch_size, learning_rate, seed, steps),
     )
 
@@ -207,25 +209,33 @@ def train_small_model(
     learning_rate: float = 1.5e-3,
     seed: int = 0,
     layers: int = MODEL["num_hidden_layers"],
+    loops: int = 1,
     resume: bool = False,
 ) -> None:
     """Train a Llama on ``train.jsonl``, score every exit on ``valid.jsonl``, write it to ``out``.
+
+    With ``loops`` it is an Ouro, which runs its layers so many times: as many layers in all.
 
     Progress goes to stderr. Ctrl-C saves and exits with 130; ``resume`` goes on, with the settings
     that the run began with.
     """
     if not (data / "tokenizer.json").is_file():
         train_tokenizer(data, task)
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_hidden_layers": layers,
         "vocab_size": task.vocab_size,
         "max_position_embeddings": task.context,
     }
+    if loops > 1:
+        if layers % loops:
+            raise typer.BadParameter(f"--layers: expected a multiple of {loops}, got {layers}")
+        sizes |= {"architectures": ["OuroForCausalLM"], "model_type": "ouro"}
+        sizes |= {"num_hidden_layers": layers // loops, "total_ut_steps": loops}
     start = starting_point({**MODEL, **sizes}, data, seed)
     assert start.tokenizer.token_id(END) == start.eos_token_id
 
     def config_of(steps: int) -> TrainingConfig:
-        return recipe(plain, batch_size, learning_rate, seed, steps)
+        return recipe(plain, loops > 1, batch_size, learning_rate, seed, steps)
 
     if resume and plain != isinstance(read_state(state_path(out)).config.loss, LastLayerLoss):
         raise typer.BadParameter(f"--plain: expected as the run began, got {plain}")

@@ -128,8 +128,8 @@ CPU_KERNELS = (
     Mutant(
         "exit-rows-threshold-of-one-exits",
         "csrc/cpu/exit_rows.cpp",
-        "if (threshold < 1.0f && params.confidence[j] >= threshold)",
-        "if (params.confidence[j] >= threshold)",
+        "if (threshold < 1.0f && confidence >= threshold)",
+        "if (confidence >= threshold)",
         "tests/ops/test_exit_rows.py -k cpu",
     ),
     Mutant(

@@ -461,11 +461,12 @@ def kv_fill(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
     layer_ropes: Tensor | None = None,
+    first_layer: int = 0,
 ) -> None:
     """What the layers from each row's exit layer on would have written, in place."""
     num_layers, _, _, num_kv_heads, head_dim = k_cache.shape
     for layer in range(num_layers):
-        rows = ((exit_layer <= layer) & (slot_mapping >= 0)).nonzero().flatten()
+        rows = ((exit_layer <= first_layer + layer) & (slot_mapping >= 0)).nonzero().flatten()
         x = hidden[rows]
         if norm_weight is not None:
             x = rms_norm(x, norm_weight[layer], eps)
@@ -484,6 +485,26 @@ def kv_fill(
         scales = (None if each is None else each[layer] for each in (key_scales, value_scales))
         for cache, x, scale in zip((k_cache, v_cache), (k, v), scales, strict=True):
             cache[layer, page, offset] = stored(x, cache.dtype, scale).to(cache.dtype)
+
+
+def share_kv(
+    exit_layer: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    loop_layers: int,
+    *,
+    from_last: bool = False,
+) -> None:
+    """Copies of the same layer of the stack in the last loop, or the last that ran, in place."""
+    num_layers, _, page_size = k_cache.shape[:3]
+    for slot, exits in zip(slot_mapping.tolist(), exit_layer.tolist(), strict=True):
+        for layer in range(exits, num_layers) if slot >= 0 else ():
+            of_stack = range(layer % loop_layers, num_layers, loop_layers)
+            sources = of_stack if from_last else [other for other in of_stack if other < exits]
+            for cache in (k_cache, v_cache) if sources else ():
+                at = slot // page_size, slot % page_size
+                cache[(layer, *at)] = cache[(sources[-1], *at)]
 
 
 def to_float8(x: Tensor, scales: Tensor | None = None) -> Tensor:
@@ -658,11 +679,11 @@ def skinny_linear(
 
 
 def add_normed(
-    x: Tensor, norm_weight: Tensor, residual: Tensor, eps: float, multiplier: float
+    x: Tensor, norm_weight: Tensor, residual: Tensor | None, eps: float, multiplier: float
 ) -> Tensor:
     """Norm, its multiple and the sum, rounded to x's dtype each; see eecore.ops.add_normed."""
     given = rms_norm(x, norm_weight, eps).double() * multiplier
-    return residual + given.to(x.dtype)
+    return given.to(x.dtype) if residual is None else residual + given.to(x.dtype)
 
 
 def skinny_gated_linear(

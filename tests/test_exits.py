@@ -26,6 +26,7 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.exits import Exit
+from tiny_models import shape
 
 LINEAR = ExitClassifier(torch.zeros(2, 8), torch.zeros(2))
 
@@ -33,17 +34,17 @@ LINEAR = ExitClassifier(torch.zeros(2, 8), torch.zeros(2))
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (lambda: ConfidentExit(1.5), r"threshold: expected 0\.\.1, got 1\.5"),
-        (lambda: ConfidentExit("0.5"), r"threshold: expected 0\.\.1, got '0\.5'"),
-        (lambda: ConfidentExit(-0.1), r"threshold: expected 0\.\.1, got -0\.1"),
-        (lambda: ConfidentExit(math.nan), r"threshold: expected 0\.\.1, got nan"),
+        (lambda: ConfidentExit(1.5), r"threshold: expected None or 0\.\.1, got 1\.5"),
+        (lambda: ConfidentExit("0.5"), r"threshold: expected None or 0\.\.1, got '0\.5'"),
+        (lambda: ConfidentExit(-0.1), r"threshold: expected None or 0\.\.1, got -0\.1"),
+        (lambda: ConfidentExit(math.nan), r"threshold: expected None or 0\.\.1, got nan"),
         (
             lambda: ConfidentExit(thresholds={2: 1.01}),
             r"thresholds: expected a threshold, 0\.\.1, for each of some layers, got \{2: 1\.01\}",
         ),
         (
             lambda: ConfidentExit(measure="margin"),
-            "measure: expected softmax, state, classifier or cut",
+            "measure: expected softmax, state, classifier, cut or gate",
         ),
         (lambda: ConfidentExit(batch="some"), "batch: expected each or all, got 'some'"),
         (lambda: ConfidentExit(decay_tau=-1), "decay_tau: expected 0 or more, got -1"),
@@ -95,11 +96,11 @@ LINEAR = ExitClassifier(torch.zeros(2, 8), torch.zeros(2))
         (lambda: DraftAndVerify({1}, adaptive="no"), "adaptive: expected True or False, got 'no'"),
         (lambda: DraftAndVerify("ab"), "skip_attention: expected at most 65536 layers, got 'ab'"),
         (lambda: DraftAndVerify(itertools.count()), "skip_attention: expected at most 65536"),
-        (lambda: ConfidentExit(True), r"threshold: expected 0\.\.1, got True"),
-        (lambda: ConfidentExit(Decimal("0.5")), r"threshold: expected 0\.\.1, got Decimal"),
+        (lambda: ConfidentExit(True), r"threshold: expected None or 0\.\.1, got True"),
+        (lambda: ConfidentExit(Decimal("0.5")), r"threshold: expected None or 0\.\.1, got Decimal"),
         (
             lambda: ConfidentExit(measure=["softmax"]),
-            "measure: expected softmax, state, classifier or",
+            "measure: expected softmax, state, classifier, cut or",
         ),
         (
             lambda: ConfidentExit(exit_points=(1, "2")),
@@ -183,7 +184,7 @@ def test_settings_are_kept_as_pythons_own() -> None:
 )
 def test_layers_that_the_model_does_not_have_are_refused(policy: Exit, message: str) -> None:
     with pytest.raises(ExitError, match=message):
-        policy.check(num_layers=4, hidden_size=64)
+        policy.check(shape(4, 64))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_layers_that_the_model_does_not_have_are_refused(policy: Exit, message: 
     ],
 )
 def test_the_edges_are_allowed(policy: Exit) -> None:
-    policy.check(num_layers=4, hidden_size=64)
+    policy.check(shape(4, 64))
 
 
 def test_decaying_threshold_by_hand() -> None:
@@ -234,12 +235,12 @@ def test_thresholds_of_single_layers_replace_the_common_one() -> None:
 
 
 def test_measuring_points() -> None:
-    assert ConfidentExit().points(4) == {1, 2, 3}
-    assert ConfidentExit(min_exit_layer=3).points(4) == {3}
-    assert ConfidentExit(exit_points=(1, 3, 4)).points(4) == {1, 3}
-    assert ConfidentExit(exit_points=(1, 3), min_exit_layer=2).points(4) == {3}
-    assert ConfidentExit(min_exit_layer=4).points(4) == frozenset()
-    assert ConfidentExit().points(1) == frozenset()
+    assert ConfidentExit().points(range(1, 5)) == {1, 2, 3}
+    assert ConfidentExit(min_exit_layer=3).points(range(1, 5)) == {3}
+    assert ConfidentExit(exit_points=(1, 3, 4)).points(range(1, 5)) == {1, 3}
+    assert ConfidentExit(exit_points=(1, 3), min_exit_layer=2).points(range(1, 5)) == {3}
+    assert ConfidentExit(min_exit_layer=4).points(range(1, 5)) == frozenset()
+    assert ConfidentExit().points(range(1, 2)) == frozenset()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -86,6 +87,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3": {**QWEN3, "head_dim": 128, "tie_word_embeddings": True},
 }
+
+
+def shape(num_layers: int, hidden_size: int) -> Any:
+    """What an exit policy asks of the config of a model without loops."""
+    return SimpleNamespace(
+        architecture="LlamaForCausalLM",
+        hidden_size=hidden_size,
+        exit_layers=range(1, num_layers + 1),
+        num_loops=1,
+        gate_threshold=None,
+    )
 
 
 def write_model(

@@ -179,7 +179,7 @@ def predicted(
         return taken / run.tokens_per_step, None
     if not isinstance(policy, eecore.ConfidentExit):
         return None, None
-    extra = costs.exits(sorted(policy.points(costs.num_layers)), policy.measure)
+    extra = costs.exits(sorted(policy.points(range(1, costs.num_layers + 1))), policy.measure)
     cut = costs.cut(run.exits, extra)
     parted = policy.batch == "each" and rows > 1
     return cut, costs.present(run.exits, extra) if parted else None

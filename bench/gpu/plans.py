@@ -186,6 +186,27 @@ def greedy_or_sampled(call: Call, device: Device, known: Known) -> list[KernelLa
     return made(call, device, known)
 
 
+def share_kv(call: Call, _: Device, known: Known) -> list[KernelLaunch]:
+    """A block for each row and layer, of which those of skipped layers copy."""
+    exits, cache = call["exit_layer"], call["k_cache"]
+    rows, layers, loop = len(exits), len(cache), call["loop_layers"]
+    if not rows or not layers:
+        return []
+    row = cache.shape[3] * cache.shape[4] * cache.element_size()
+    sources, copies = set(), 0
+    for number, layer in enumerate(known.exit_layers or (0,) * rows):
+        for skipped in range(layer, layers):
+            first = layers if call["from_last"] else layer
+            source = range(skipped % loop, first, loop)[-1:]
+            if source and source[0] != skipped:
+                copies += 1
+                sources.add((number, source[0]))
+    reads = {"k_cache": len(sources) * row, "v_cache": len(sources) * row}
+    repeats = {name: copies * row - size for name, size in reads.items()}
+    launch = KernelLaunch("share_kv_kernel", (rows, layers), reads, repeats=repeats)
+    return [replace(launch, writes=2 * copies * row)]
+
+
 ONE_BLOCK = one_pass(lambda _: 1)
 """Of the ops that have no plan of their own."""
 
@@ -204,6 +225,7 @@ PLANS: dict[str, Plan] = {
     "paged_attention": paged_attention,
     "place_head": place_head,
     "sample_tokens": sample_tokens,
+    "share_kv": share_kv,
     "skinny_gated_linear": skinny_gated_linear,
     "skinny_linear": skinny_linear,
     "speculative_accept": greedy_or_sampled,

@@ -427,7 +427,8 @@ def kv_fill(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
     if rows.count == 0 or num_layers == 0:
         return []
     exits = known.exit_layers or (0,) * rows.count
-    needed = [num_layers - min(max(layer, 0), num_layers) for layer in exits]
+    first = call["first_layer"]
+    needed = [num_layers - min(max(layer - first, 0), num_layers) for layer in exits]
     filled, deepest = sum(needed), max(needed)  # pairs of a row and a layer, layers
     item = rows.dtype.itemsize
     row = rows.size * item

@@ -11,14 +11,16 @@ template <typename T>
 void add_row(const AddNormedParams& params, int64_t row, T* normed) {
   const int64_t n = params.hidden_size;
   const T* x = static_cast<const T*>(params.x) + row * params.x_stride;
-  const T* residual = static_cast<const T*>(params.residual) + row * params.residual_stride;
+  const T* residual = static_cast<const T*>(params.residual);
+  if (residual != nullptr) residual += row * params.residual_stride;
   T* out = static_cast<T*>(params.out) + row * params.out_stride;
   scale_row(x, static_cast<const T*>(params.norm_weight), inverse_rms(x, n, params.eps), n, normed);
   const Vec multiplier = broadcast(params.multiplier);
   for (int64_t i = 0; i < n; i += kWidth) {
     const int64_t lanes = min_of(n - i, kWidth);
     const Vec given = round_to<T>(load_lanes(normed + i, lanes) * multiplier);
-    store_lanes(out + i, load_lanes(residual + i, lanes) + given, lanes);
+    store_lanes(out + i, residual == nullptr ? given : load_lanes(residual + i, lanes) + given,
+                lanes);
   }
 }
 

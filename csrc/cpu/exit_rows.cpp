@@ -11,14 +11,19 @@ void measure(const ExitRowsParams& params, int64_t j) {
   const bool asked = !params.gone[r] && threshold < __builtin_inff();
   // With a head what an accepted row says stays what it was when it was accepted.
   if (!asked || (params.token != nullptr && params.accepted[r])) return;
-  params.final_confidence[r] = params.confidence[j];
+  float confidence = params.confidence[j];
+  if (params.cumulative && params.measured_at[r] > 0) {
+    const float before = params.final_confidence[r];
+    confidence = before + (1.0f - before) * confidence;
+  }
+  params.final_confidence[r] = confidence;
   params.measured_at[r] = params.layer;
   if (params.token != nullptr) {
     params.final_token[r] = params.token[j];
     params.final_logprob[r] = params.top_logit[j] - params.logsumexp[j];
     params.token_at[r] = params.layer;
   }
-  if (threshold < 1.0f && params.confidence[j] >= threshold) params.accepted[r] = 1;
+  if (threshold < 1.0f && confidence >= threshold) params.accepted[r] = 1;
 }
 
 // Keeps what active row i leaves with.

@@ -8,6 +8,12 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
+// The first of the layers that a row skipped.
+inline int64_t first_of(const KvFillParams& params, int64_t row) {
+  const int64_t first = params.exit_layer[row] - params.first_layer;
+  return first < 0 ? 0 : first;
+}
+
 // Rows with a slot, by exit layer.
 struct Rows {
   Scratch<int32_t> order;   // [num_tokens]
@@ -18,7 +24,7 @@ struct Rows {
     int64_t count = 0;
     for (int64_t layer = 0; layer <= params.num_layers; ++layer) counts[layer] = 0;
     for (int64_t row = 0; row < params.num_tokens; ++row) {
-      if (params.slot_mapping[row] >= 0) ++counts[params.exit_layer[row]];
+      if (params.slot_mapping[row] >= 0) ++counts[first_of(params, row)];
     }
     for (int64_t layer = 0; layer <= params.num_layers; ++layer) {
       const int64_t here = counts[layer];
@@ -28,7 +34,7 @@ struct Rows {
     // Each count moves from the first place of its layer's rows to the one after the last.
     for (int64_t row = 0; row < params.num_tokens; ++row) {
       if (params.slot_mapping[row] < 0) continue;
-      order[counts[params.exit_layer[row]]++] = static_cast<int32_t>(row);
+      order[counts[first_of(params, row)]++] = static_cast<int32_t>(row);
     }
   }
 };

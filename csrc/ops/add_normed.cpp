@@ -5,7 +5,7 @@ namespace eecore {
 namespace {
 
 void add_normed(const Tensor& x, const Tensor& norm_weight, double eps, double multiplier,
-                const Tensor& residual, Tensor out) {
+                const std::optional<Tensor>& residual, Tensor out) {
   Checker check("add_normed");
   check(x, "x", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
   check(norm_weight, "norm_weight", Accept::kModel, {"hidden_size"});
@@ -17,12 +17,12 @@ void add_normed(const Tensor& x, const Tensor& norm_weight, double eps, double m
   AddNormedParams params{};
   params.x = data<const void>(x);
   params.norm_weight = data<const void>(norm_weight);
-  params.residual = data<const void>(residual);
+  params.residual = data_or_null<const void>(residual);
   params.out = data<void>(out);
   params.num_tokens = check["num_tokens"];
   params.hidden_size = check["hidden_size"];
   params.x_stride = x.stride(0);
-  params.residual_stride = residual.stride(0);
+  params.residual_stride = residual ? residual->stride(0) : 0;
   params.out_stride = out.stride(0);
   params.eps = static_cast<float>(eps);
   params.multiplier = static_cast<float>(multiplier);
@@ -31,7 +31,7 @@ void add_normed(const Tensor& x, const Tensor& norm_weight, double eps, double m
 }
 
 EECORE_OP(add_normed,
-          "Tensor x, Tensor norm_weight, float eps, float multiplier, Tensor residual, "
+          "Tensor x, Tensor norm_weight, float eps, float multiplier, Tensor? residual, "
           "Tensor(a!) out")
 
 }  // namespace

@@ -48,7 +48,8 @@ void exit_rows(const Tensor& hidden, int64_t layer, std::optional<Tensor> confid
                const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& lm_head,
                const std::optional<Tensor>& lm_head_scale,
                const std::optional<Tensor>& lm_head_table, double eps,
-               std::optional<int64_t> condition, double multiplier, double soft_cap) {
+               std::optional<int64_t> condition, double multiplier, double soft_cap,
+               bool cumulative) {
   Checker check("exit_rows");
   check(hidden, "hidden", Accept::kModel, {"num_active", "hidden_size"}, 1);
   check.require(layer >= 1 && layer <= INT32_MAX,
@@ -114,6 +115,8 @@ void exit_rows(const Tensor& hidden, int64_t layer, std::optional<Tensor> confid
   check.written(pending, "pending", Accept::kInt32, {"num_rows"});
   check.written(final_hidden, "final_hidden", Accept::kModel, {"num_rows", "hidden_size"}, 1);
   check.written(all_gone, "all_gone", Accept::kBool, {1});
+  check.require(!cumulative || (has_confidence && head == 0),
+                "cumulative: expected False without a confidence or with a head, got True");
   check.require(!condition.has_value() || decide,
                 "condition: expected None where nobody leaves, got one");
 
@@ -153,6 +156,7 @@ void exit_rows(const Tensor& hidden, int64_t layer, std::optional<Tensor> confid
   params.final_hidden_stride = final_hidden.stride(0) * element;
   params.layer = static_cast<int32_t>(layer);
   params.decide = decide;
+  params.cumulative = cumulative;
   params.condition = condition_of(check, hidden, condition);
 #ifndef EECORE_BACKEND_CUDA
   check_range(check, "row", params.row, params.num_active, 0, params.num_rows);
@@ -172,7 +176,8 @@ EECORE_OP(exit_rows,
           "Tensor(n!) seq_lens, Tensor? previous=None, Tensor? weight1=None, Tensor? bias1=None, "
           "Tensor? weight2=None, Tensor? bias2=None, Tensor? norm_weight=None, "
           "Tensor? lm_head=None, Tensor? lm_head_scale=None, Tensor? lm_head_table=None, "
-          "float eps=0., int? condition=None, float multiplier=1., float soft_cap=0.")
+          "float eps=0., int? condition=None, float multiplier=1., float soft_cap=0., "
+          "bool cumulative=False")
 
 }  // namespace
 }  // namespace eecore

@@ -15,7 +15,7 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer,
              const std::optional<Tensor>& cos_sin, Tensor k_cache, Tensor v_cache,
              const Tensor& slot_mapping, double eps, const std::optional<Tensor>& kv_table,
              const std::optional<Tensor>& key_scales, const std::optional<Tensor>& value_scales,
-             const std::optional<Tensor>& layer_ropes) {
+             const std::optional<Tensor>& layer_ropes, int64_t first_layer) {
   Checker check("kv_fill");
   check(hidden, "hidden", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
   check(exit_layer, "exit_layer", Accept::kInt32, {"num_tokens"});
@@ -46,7 +46,11 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer,
   check.require(kv_size >= 2, "k_cache: expected at least one head of one element, got none");
   check.require(eps >= 0, "eps: expected a number >= 0, got ", eps);
 
+  check.require(first_layer >= 0 && first_layer <= INT32_MAX,
+                "first_layer: expected 0 or more, got ", first_layer);
+
   KvFillParams params{};
+  params.first_layer = first_layer;
   params.cache_format = check_cache_format(check, k_cache, v_cache, key_scales, value_scales,
                                            {"num_layers", "num_kv_heads"});
   params.page_size = check["page_size"];
@@ -55,7 +59,7 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer,
 #ifndef EECORE_BACKEND_CUDA
   const int64_t num_tokens = check["num_tokens"];
   check_range(check, "exit_layer", data<const int32_t>(exit_layer), num_tokens, 0,
-              check["num_layers"] + 1);
+              first_layer + check["num_layers"] + 1);
   check_range(check, "slot_mapping", data<const int64_t>(slot_mapping), num_tokens, -1,
               check["num_pages"] * params.page_size);
   if (positions) {
@@ -111,7 +115,7 @@ EECORE_OP(kv_fill,
           "Tensor? kv_bias, Tensor? kv_scale, Tensor? k_norm_weight, Tensor? positions, "
           "Tensor? cos_sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
           "float eps, Tensor? kv_table=None, Tensor? key_scales=None, Tensor? value_scales=None, "
-          "Tensor? layer_ropes=None")
+          "Tensor? layer_ropes=None, int first_layer=0")
 
 }  // namespace
 }  // namespace eecore

@@ -21,13 +21,15 @@ __global__ void __launch_bounds__(kRmsNormThreads)
   const int64_t row = blockIdx.x, size = params.hidden_size;
   const T* x = static_cast<const T*>(params.x) + row * params.x_stride;
   const T* weight = static_cast<const T*>(params.norm_weight);
-  const T* residual = static_cast<const T*>(params.residual) + row * params.residual_stride;
+  const T* residual = static_cast<const T*>(params.residual);
+  if (residual != nullptr) residual += row * params.residual_stride;
   T* out = static_cast<T*>(params.out) + row * params.out_stride;
   const float scale = inverse_rms(x, size, aligned.x, params.eps);
   for (int64_t i = static_cast<int64_t>(threadIdx.x) * kSize; i < size;
        i += kRmsNormThreads * kSize) {
     Pack<T> given = load_pack(x + i, size - i, aligned.x);
-    Pack<T> sum = load_pack(residual + i, size - i, aligned.residual);
+    Pack<T> sum{};
+    if (residual != nullptr) sum = load_pack(residual + i, size - i, aligned.residual);
     scale_pack(given, load_pack(weight + i, size - i, aligned.norm_weight), scale);
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {

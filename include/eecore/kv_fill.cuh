@@ -29,7 +29,8 @@ __global__ void __launch_bounds__(kRmsNormThreads)
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int64_t row = blockIdx.x, layer = blockIdx.y;
-  const int32_t exit_layer = params.exit_layer[row];
+  const int64_t first = params.first_layer;
+  const int64_t exit_layer = params.exit_layer[row] - first;
   const bool has_slot = params.slot_mapping[row] >= 0;
   const bool needed = has_slot && exit_layer <= layer;
   if (!needed && row > 0 && layer > 0) return;
@@ -38,7 +39,7 @@ __global__ void __launch_bounds__(kRmsNormThreads)
   float before = 0.0f, count = 0.0f;
   for (int64_t other = threadIdx.x; other < params.num_tokens; other += kRmsNormThreads) {
     if (params.slot_mapping[other] < 0) continue;
-    const int32_t other_layer = params.exit_layer[other];
+    const int64_t other_layer = params.exit_layer[other] - first;
     if (other_layer < exit_layer || (other_layer == exit_layer && other < row)) before += 1.0f;
     if (other_layer <= layer) count += 1.0f;
   }
@@ -270,7 +271,8 @@ __device__ __forceinline__ int start_fill(const KvFillParams& params, const KvFi
   int my_units = 0;
   const auto find_units = [&] {
     if (first_place < rows.counts[num_layers - 1]) {
-      const int first_layer = max(params.exit_layer[rows.order[first_place]], 0);
+      const int exit_layer = params.exit_layer[rows.order[first_place]];
+      const int first_layer = max(exit_layer - static_cast<int>(params.first_layer), 0);
       my_units = tiles_of_block(plan, (num_layers - first_layer) * units_of_layer);
     }
     weight.end_at(works ? my_units * tiles_of_unit : 0);

@@ -36,7 +36,12 @@ __device__ __forceinline__ bool is_wanted(const ExitRowsParams& params, int32_t 
 __device__ __forceinline__ void measure_row(const ExitRowsParams& params, int64_t j) {
   const int32_t r = params.row[params.asked == nullptr ? j : params.asked[j]];
   if (!is_wanted(params, r)) return;
-  const float threshold = params.thresholds[r], confidence = params.confidence[j];
+  const float threshold = params.thresholds[r];
+  float confidence = params.confidence[j];
+  if (params.cumulative && params.measured_at[r] > 0) {
+    const float before = params.final_confidence[r];
+    confidence = before + __fmul_rn(1.0f - before, confidence);
+  }
   params.final_confidence[r] = confidence;
   params.measured_at[r] = params.layer;
   if (params.token != nullptr) {

@@ -89,7 +89,9 @@ struct ExitRowsParams {
   int64_t hidden_stride, final_hidden_stride;  // in bytes
   int32_t layer;                               // the number of layers that have run
   bool decide;                                 // false: rows are measured, and none leaves
-  GraphCondition condition;                    // holds where a row stays
+  bool cumulative;  // confidence: that of exiting here and not before; what counts is 1 minus
+                    // the product of 1 minus each that was measured of a row
+  GraphCondition condition;  // holds where a row stays
 };
 inline RowCounts row_counts(ExitRowsParams& p) { return {{&p.num_active}, {&p.num_asked}, true}; }
 
@@ -437,7 +439,7 @@ inline RowCounts row_counts(PagedAttentionParams& p) { return {{&p.num_tokens}, 
 // One state per row through norm, K/V projection, k-norm, rotary of every layer >= exit_layer[row].
 struct KvFillParams {
   const void* hidden;           // [num_tokens, hidden_size], row stride hidden_stride
-  const int32_t* exit_layer;    // [num_tokens], 0..num_layers
+  const int32_t* exit_layer;    // [num_tokens], 0..first_layer + num_layers
   const void* norm_weight;      // [num_layers, hidden_size]; may be null: states are not normed
   const void* kv_weight;        // [num_layers, 2 * num_kv_heads * head_dim, hidden_size]
   const float* kv_scale;        // [num_layers, 2 * num_kv_heads * head_dim]; may be null, else the
@@ -454,6 +456,7 @@ struct KvFillParams {
   void* v_cache;                // [num_layers, num_pages, page_size, num_kv_heads, head_dim]
   const int64_t* slot_mapping;  // [num_tokens]; -1 writes nothing
   int64_t num_tokens, num_layers, hidden_size, num_kv_heads, head_dim, rotary_dim, page_size;
+  int64_t first_layer;  // the number of the first of the layers, as exit_layer counts
   int64_t hidden_stride;
   int64_t norm_layer_stride, weight_layer_stride, weight_row_stride;
   int64_t scale_layer_stride, table_layer_stride, bias_layer_stride;
@@ -468,6 +471,30 @@ struct KvFillParams {
   void* workspace;  // CUDA only, [kv_fill_workspace bytes]; may be null on the CPU
 };
 inline RowCounts row_counts(KvFillParams& p) { return {{&p.num_tokens}, {}}; }
+
+// Keys and values of layers that a row of a looped model skipped, copied from those of the same
+// layer of the stack in another loop. A layer's number is loop * loop_layers + layer of the stack.
+struct ShareKvParams {
+  const int32_t* exit_layer;    // [num_tokens], 0..num_layers: the layers from here on get copies
+  const int64_t* slot_mapping;  // [num_tokens]; -1 copies nothing
+  void* k_cache;                // [num_layers, num_pages, page_size, num_kv_heads, head_dim]
+  void* v_cache;                // [num_layers, num_pages, page_size, num_kv_heads, head_dim]
+  int64_t num_tokens, num_layers, loop_layers, num_kv_heads, page_size;
+  int64_t head_bytes;                                  // of one head of a slot
+  int64_t k_cache_layer_stride, v_cache_layer_stride;  // in bytes
+  CacheStrides k_cache_strides, v_cache_strides;       // of a layer, in bytes
+  bool from_last;  // the source is the last loop; else the last one that ran for the row
+};
+inline RowCounts row_counts(ShareKvParams& p) { return {{&p.num_tokens}, {}}; }
+
+// The layer that a layer's copies come from; its own number, or below 0: it gets none.
+EECORE_HOST_DEVICE inline int64_t shared_layer(const ShareKvParams& p, int64_t exit_layer,
+                                               int64_t layer) {
+  if (layer < exit_layer) return -1;
+  const int64_t loop_layers = p.loop_layers;
+  if (p.from_last) return p.num_layers - loop_layers + layer % loop_layers;
+  return layer - ((layer - exit_layer) / loop_layers + 1) * loop_layers;
+}
 
 // out = soft_cap(multiplier * (norm(x) weight^T + bias)) + residual; for few rows of x weight is
 // read once.
@@ -498,7 +525,7 @@ inline RowCounts row_counts(SkinnyLinearParams& p) { return {{&p.num_tokens}, {}
 struct AddNormedParams {
   const void* x;            // [num_tokens, hidden_size], row stride x_stride
   const void* norm_weight;  // [hidden_size]
-  const void* residual;     // [num_tokens, hidden_size], row stride residual_stride
+  const void* residual;     // [num_tokens, hidden_size], row stride residual_stride; may be null
   void* out;                // [num_tokens, hidden_size], row stride out_stride; may be residual
   int64_t num_tokens, hidden_size;
   int64_t x_stride, residual_stride, out_stride;
@@ -709,6 +736,7 @@ inline RowCounts row_counts(SpeculativeAcceptParams&) { return {}; }
   X(quantise_weight, QuantiseWeightParams) \
   X(sample_tokens, SampleTokensParams) \
   X(select_rows, SelectRowsParams) \
+  X(share_kv, ShareKvParams) \
   X(skinny_gated_linear, SkinnyGatedLinearParams) \
   X(skinny_linear, SkinnyLinearParams) \
   X(speculative_accept, SpeculativeAcceptParams) \

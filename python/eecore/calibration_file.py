@@ -21,7 +21,7 @@ from eecore.values import FLAG, Rule, check_fields, choice, real, reals, whole, 
 
 __all__ = ["MEASURES", "SIMILARITY_NAMES", "Calibration", "CalibrationStep", "Measure"]
 
-Measure = Literal["softmax", "state", "classifier", "cut"]
+Measure = Literal["softmax", "state", "classifier", "cut", "gate"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 
 MAX_GRID = 1 << 16

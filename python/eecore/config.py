@@ -31,6 +31,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 # Limits of what a file may claim before its tensors are read; no model comes near them.
 MAX_LAYERS = 4096
+MAX_LOOPS = 64
 MAX_HIDDEN = 1 << 20
 MAX_INNER = 1 << 22
 MAX_HEADS = 1 << 14
@@ -144,6 +145,7 @@ class ModelConfig:
     architecture: str
     """The name in config.json: "LlamaForCausalLM", "Qwen2ForCausalLM", ..."""
     num_layers: Layers
+    """Layers that a token runs through at full depth: those of all loops."""
     hidden_size: Hidden
     intermediate_size: Inner
     num_q_heads: Heads
@@ -156,8 +158,8 @@ class ModelConfig:
     ropes: Annotated[tuple[RopeConfig, ...], instances(RopeConfig, most=MAX_LAYERS)]
     """The rotary embeddings that layers use; all have the same rotary_dim."""
     layer_ropes: tuple[int | None, ...] = ()
-    """The index in ropes of each layer's rotary embedding; None: the layer has none. Empty: 0 for
-    all layers.
+    """The index in ropes of the rotary embedding of each layer of the stack; None: the layer has
+    none. Empty: 0 for all layers.
     """
     tie_word_embeddings: bool = False
     attention_bias: bool = False
@@ -190,7 +192,17 @@ class ModelConfig:
     logits_soft_cap: Annotated[float | None, real(MIN_POSITIVE, MAX_STRETCH)] = None
     """Logits become cap * tanh(logit / cap), after the divisor; None: no cap."""
     layer_windows: Annotated[tuple[int, ...], wholes(0, MAX_POSITIONS, most=MAX_LAYERS)] = ()
-    """Keys that a query sees in each layer, itself included; 0 for all. Empty: 0 for all layers."""
+    """Keys that a query sees in each layer of the stack, itself included; 0 for all. Empty: 0 for
+    all layers.
+    """
+    num_loops: Annotated[int, whole(1, MAX_LOOPS)] = 1
+    """How many times the stack of layers runs. A looped model has keys and values of each loop, the
+    final norm at the end of each, and exits only there.
+    """
+    gate_threshold: Annotated[float | None, real(0.0, 1.0)] = None
+    """The cumulative probability of a looped model's exit gate at which its checkpoint exits; 1
+    never exits. None: there is no gate.
+    """
     bos_token_id: int | None = None
     eos_token_ids: EndTokens = ()
     dtype: str | None = None
@@ -205,13 +217,18 @@ class ModelConfig:
                 f"num_kv_heads: expected a divisor of num_q_heads={self.num_q_heads}, "
                 f"got {self.num_kv_heads}"
             )
-        if not self.layer_ropes:
-            object.__setattr__(self, "layer_ropes", (0,) * self.num_layers)
-        if not self.layer_windows:
-            object.__setattr__(self, "layer_windows", (0,) * self.num_layers)
-        if len(self.layer_windows) != self.num_layers:
+        if self.num_layers % self.num_loops:
             raise ModelError(
-                f"layer_windows: expected {self.num_layers} sizes, 0 for none, "
+                f"num_loops: expected a divisor of num_layers={self.num_layers}, "
+                f"got {self.num_loops}"
+            )
+        if not self.layer_ropes:
+            object.__setattr__(self, "layer_ropes", (0,) * self.stack_size)
+        if not self.layer_windows:
+            object.__setattr__(self, "layer_windows", (0,) * self.stack_size)
+        if len(self.layer_windows) != self.stack_size:
+            raise ModelError(
+                f"layer_windows: expected {self.stack_size} sizes, 0 for none, "
                 f"got {len(self.layer_windows)}"
             )
         self._check_ropes()
@@ -237,19 +254,35 @@ class ModelConfig:
         good = isinstance(self.layer_ropes, tuple) and all(
             place is None or (is_whole(place, 0) and place in places) for place in self.layer_ropes
         )
-        if not good or len(self.layer_ropes) != self.num_layers:
+        if not good or len(self.layer_ropes) != self.stack_size:
             raise ModelError(
-                f"layer_ropes: expected {self.num_layers} places below {len(self.ropes)}, or None, "
+                f"layer_ropes: expected {self.stack_size} places below {len(self.ropes)}, or None, "
                 f"got {shown(self.layer_ropes)}"
             )
 
+    @property
+    def stack_size(self) -> int:
+        """Layers with weights of their own, all of which a loop runs."""
+        return self.num_layers // self.num_loops
+
+    @property
+    def exit_layers(self) -> range:
+        """The exit layers, ascending, the last one full depth: each layer, or the ends of loops."""
+        step = 1 if self.num_loops == 1 else self.stack_size
+        return range(step, self.num_layers + 1, step)
+
     def first_layers(self, num_layers: int) -> ModelConfig:
-        """The config of a model that ends after ``num_layers`` layers."""
+        """The config of a model that ends after ``num_layers`` layers, those of whole loops."""
+        if num_layers not in self.exit_layers:
+            listed = ", ".join(map(str, self.exit_layers))
+            raise ModelError(f"num_layers: expected one of {listed}, got {num_layers}")
+        num_loops = num_layers // self.stack_size if self.num_loops > 1 else 1
         return replace(
             self,
             num_layers=num_layers,
-            layer_windows=self.layer_windows[:num_layers],
-            layer_ropes=self.layer_ropes[:num_layers],
+            num_loops=num_loops,
+            layer_windows=self.layer_windows[: num_layers // num_loops],
+            layer_ropes=self.layer_ropes[: num_layers // num_loops],
         )
 
     @property
@@ -282,7 +315,8 @@ class ModelConfig:
         layer += (2 * inner + hidden) * self.mlp_bias
         layer += sum(self.qk_norm_sizes)
         embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + embeddings + hidden
+        gate = 0 if self.gate_threshold is None else hidden + 1
+        return self.stack_size * layer + embeddings + hidden + gate
 
 
 @dataclass(frozen=True)
@@ -327,6 +361,14 @@ class T5Config:
         check_fields(self, ModelError, rules=rules)
         if self.num_buckets % 4:
             raise ModelError(f"num_buckets: expected a multiple of 4, got {self.num_buckets}")
+
+    num_loops = 1
+    gate_threshold = None
+
+    @property
+    def exit_layers(self) -> range:
+        """The exit layers, ascending: each layer of the decoder."""
+        return range(1, self.num_layers + 1)
 
     @property
     def is_gated(self) -> bool:

@@ -274,6 +274,8 @@ def exit_text(policy: Exit) -> str:
         return f"calibrated:{policy.measure}"
     for mode in MODES.values():
         if type(policy) is mode.policy:
-            values = ",".join(f"{getattr(policy, name):g}" for name in mode.said)
-            return f"{mode.name}:{values}" if values else mode.name
+            values = [getattr(policy, name) for name in mode.said]
+            if not values or None in values:  # None: as the model says
+                return mode.name
+            return f"{mode.name}:{','.join(f'{value:g}' for value in values)}"
     return type(policy).__name__

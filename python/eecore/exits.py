@@ -11,7 +11,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:  # the command line lists the modes before torch is imported
     import torch
     from torch import Tensor
 
+    from eecore.config import AnyModelConfig
+
 __all__ = [
     "MEASURES",
     "Auto",
@@ -55,6 +57,8 @@ __all__ = [
 ]
 
 BatchMode = Literal["each", "all"]
+Fill = Literal["state", "last"]
+USUAL_THRESHOLD = 0.9
 MAX_LISTED_LAYERS = 65536
 MAX_NGRAM = 64
 
@@ -66,33 +70,46 @@ class LayerRule(Rule):
     Attributes:
         first: the lowest allowed layer.
         spare: the number of the model's last layers that are not allowed.
+        exits: whether they are exit layers: in a looped model the ends of loops.
     """
 
     first: int = 1
     spare: int = 0
+    exits: bool = True
 
-    def check(self, name: str, value: Any, num_layers: int) -> None:
-        """Raise :class:`eecore.ExitError` for a layer that the model does not have."""
-        high = num_layers - self.spare
+    def check(self, name: str, value: Any, exit_layers: range) -> None:
+        """Raise :class:`eecore.ExitError` for a layer that the model does not have.
+
+        Args:
+            name: of the setting.
+            value: a layer, or several.
+            exit_layers: of the model, the last one full depth.
+        """
+        num_layers = exit_layers[-1]
+        allowed = range(self.first, num_layers - self.spare + 1)
+        expected = f"{self.first}..{allowed.stop - 1}"
+        if self.exits and exit_layers.step > 1:
+            allowed = exit_layers[: len(exit_layers) - self.spare]
+            expected = f"ends of loops, {', '.join(map(str, allowed))},"
         for each in (value,) if isinstance(value, int) else value or ():
-            if not self.first <= each <= high:
+            if each not in allowed:
                 raise ExitError(
-                    f"{name}: expected {self.first}..{high} for a model of {num_layers} layers, "
+                    f"{name}: expected {expected} for a model of {num_layers} layers, "
                     f"got {shown(each)}"
                 )
 
 
-def layer(first: int = 1, spare: int = 0) -> LayerRule:
+def layer(first: int = 1, spare: int = 0, *, exits: bool = True) -> LayerRule:
     """The rule of a number of layers; the upper limit depends on the model."""
     own = whole(-INT32_MAX).own
-    return LayerRule(own, "a layer", int, first=first, spare=spare)
+    return LayerRule(own, "a layer", int, first=first, spare=spare, exits=exits)
 
 
 def layers(first: int = 1, spare: int = 0, kind: Any = tuple) -> LayerRule:
     """The rule of several layers; the upper limit depends on the model."""
     expected = f"at most {MAX_LISTED_LAYERS} layers"
     own = wholes(-INT32_MAX, most=MAX_LISTED_LAYERS, kind=kind).own
-    return LayerRule(own, expected, first=first, spare=spare)
+    return LayerRule(own, expected, first=first, spare=spare, exits=first > 0)
 
 
 Drafts = Annotated[int, whole(1)]
@@ -135,15 +152,20 @@ class Exit:
         """The lowest layer that a token can come from; 0 where no layer drafts it."""
         return int(getattr(self, "exit_layer", 1))
 
-    def wants_training(self, num_layers: int) -> bool:  # noqa: ARG002
+    def wants_training(self, exit_layers: range) -> bool:  # noqa: ARG002
         """Whether its text is good only on a model that was trained for early exit."""
         return False
 
-    def check(self, num_layers: int, hidden_size: int) -> None:  # noqa: ARG002
-        """Raise :class:`eecore.ExitError` when a model of this shape cannot run the policy."""
+    def check(self, config: AnyModelConfig) -> None:
+        """Raise :class:`eecore.ExitError` when a model of this config cannot run the policy."""
         for name, rule in rules_of(type(self)).items():
             if isinstance(rule, LayerRule):
-                rule.check(f"{type(self).__name__}.{name}", getattr(self, name), num_layers)
+                what = f"{type(self).__name__}.{name}"
+                rule.check(what, getattr(self, name), config.exit_layers)
+
+    def settled(self, config: AnyModelConfig) -> Exit:  # noqa: ARG002
+        """The policy with what a model's config says in place of what the policy leaves to it."""
+        return self
 
     def check_request(
         self, source: Source | None, vocabulary: str | None, temperature: float
@@ -190,8 +212,8 @@ class FixedExit(Exit):
     def contract(self) -> str:
         return f"fixed exit after layer {self.exit_layer}: no promise about quality"
 
-    def wants_training(self, num_layers: int) -> bool:
-        return self.exit_layer < num_layers
+    def wants_training(self, exit_layers: range) -> bool:
+        return self.exit_layer < exit_layers[-1]
 
 
 CLASSIFIER_TENSORS = ("weight1", "bias1", "weight2", "bias2")
@@ -310,12 +332,15 @@ class ConfidentExit(Exit):
 
     Args:
         threshold: lambda: a token is accepted when its confidence is at least lambda; 1 never
-            exits.
+            exits. None: 0.9, under ``gate`` what the model's checkpoint says.
         measure: how confidence is measured. ``softmax``: the gap of the two largest probabilities.
             ``state``: the cosine of the states of two consecutive layers. ``classifier``: M of
             ``classifier`` (early-exit framework §2.1; CALM §3). ``cut``: the gap of ``softmax``
             over the tokens that the model's draft head knows, a fraction of the work where a
-            vocabulary is large. Under every measure an exit's token is chosen by the whole LM head.
+            vocabulary is large. ``gate``: in a looped model (Ouro), the probability with which its
+            exit gate exits after this loop or an earlier one, ``1 - prod_i (1 - lambda_i)``; after
+            the last loop it is 1. Under every measure an exit's token is chosen by the whole LM
+            head.
         batch: whether each row exits when it is accepted, or all rows together. ``all``: at the
             first exit point at which every row is accepted (early-exit framework, Algorithm 1).
         decay_tau: tau of CALM's decaying threshold, 4 in its summaries; 0 switches it off. It is
@@ -324,17 +349,21 @@ class ConfidentExit(Exit):
         min_exit_layer: the earliest exit.
         thresholds: lambda of single exit points, which replaces ``threshold`` there.
         classifier: for the ``classifier`` measure.
+        fill: where keys and values of skipped layers come from. ``state``: the layers' own weights,
+            applied to the exit state. ``last``: in a looped model, copies of those of the last loop
+            that ran, which takes less time.
         calibration: the calibration that the threshold is from; :meth:`calibrated` sets it.
     """
 
-    threshold: Annotated[float, real(0.0, 1.0)] = 0.9
+    threshold: Annotated[float | None, real(0.0, 1.0)] = None
     measure: Annotated[Measure, choice(*MEASURES)] = "softmax"
     batch: Annotated[BatchMode, choice("each", "all")] = "each"
     decay_tau: Annotated[float, real(0.0, sys.float_info.max, expected="0 or more")] = 0.0
     exit_points: Annotated[tuple[int, ...] | None, layers()] = None
-    min_exit_layer: Annotated[int, layer()] = 1
+    min_exit_layer: Annotated[int, layer(exits=False)] = 1
     thresholds: Annotated[Mapping[int, float], THRESHOLDS] = field(default_factory=dict)
     classifier: Annotated[ExitClassifier | None, instance(ExitClassifier)] = None
+    fill: Annotated[Fill, choice("state", "last")] = "state"
     calibration: Annotated[Calibration | None, instance(Calibration)] = None
 
     def __post_init__(self) -> None:
@@ -352,8 +381,14 @@ class ConfidentExit(Exit):
                 "ConfidentExit.classifier: expected one with measure='classifier', none without, "
                 f"got measure={self.measure!r} and classifier={self.classifier!r}"
             )
+        if self.threshold is None and self.measure != "gate":
+            object.__setattr__(self, "threshold", USUAL_THRESHOLD)
         if self.calibration is not None:
             self.calibration.check_fits(self)
+            if self.fill != "state":
+                raise ExitError(
+                    f"ConfidentExit.fill: expected 'state', as calibrated, got {self.fill!r}"
+                )
 
     @staticmethod
     def calibrated(
@@ -391,19 +426,38 @@ class ConfidentExit(Exit):
     @property
     def contract(self) -> str:
         promise = "uncalibrated" if self.calibration is None else self.calibration.promise
-        return f"confident exit ({self.measure}, threshold {self.threshold:g}): {promise}"
+        threshold = "of the model" if self.threshold is None else f"{self.threshold:g}"
+        shared = ", keys and values of skipped loops shared" if self.fill == "last" else ""
+        return f"confident exit ({self.measure}, threshold {threshold}{shared}): {promise}"
 
-    def wants_training(self, num_layers: int) -> bool:
-        return self.calibration is None and bool(self.points(num_layers))
+    def wants_training(self, exit_layers: range) -> bool:
+        is_gate = self.measure == "gate"  # which is trained with the exits
+        return self.calibration is None and not is_gate and bool(self.points(exit_layers))
 
-    def check(self, num_layers: int, hidden_size: int) -> None:
-        super().check(num_layers, hidden_size)
-        layer().check("ConfidentExit.thresholds", self.thresholds, num_layers)
+    def check(self, config: AnyModelConfig) -> None:
+        super().check(config)
+        layer().check("ConfidentExit.thresholds", self.thresholds, config.exit_layers)
+        hidden_size = config.hidden_size
         if self.classifier is not None and self.classifier.weight1.shape[-1] != hidden_size:
             raise ExitError(
                 f"ConfidentExit.classifier: expected weight1 [*, hidden_size={hidden_size}], got "
                 f"{list(self.classifier.weight1.shape)}"
             )
+        if self.measure == "gate" and (config.gate_threshold is None or config.num_loops == 1):
+            raise ExitError(
+                "ConfidentExit.measure: expected a model with several loops and an exit gate "
+                f"(Ouro) for 'gate', got {config.architecture} of {config.num_loops} loop(s)"
+            )
+        if self.fill == "last" and config.num_loops == 1:
+            raise ExitError(
+                "ConfidentExit.fill: expected 'state' for a model without loops, got 'last' for "
+                f"{config.architecture}"
+            )
+
+    def settled(self, config: AnyModelConfig) -> ConfidentExit:
+        if self.threshold is not None:
+            return self
+        return replace(self, threshold=config.gate_threshold)
 
     def check_request(
         self, source: Source | None, vocabulary: str | None, temperature: float
@@ -419,25 +473,27 @@ class ConfidentExit(Exit):
                 f"output, got {temperature:g}"
             )
 
-    def points(self, num_layers: int) -> frozenset[int]:
+    def points(self, exit_layers: range) -> frozenset[int]:
         """The exit layers at which confidence is measured, and tokens may exit.
 
         Nothing is measured at the last layer, nor for a threshold of 1.
         """
-        chosen = range(1, num_layers) if self.exit_points is None else self.exit_points
+        chosen = exit_layers if self.exit_points is None else self.exit_points
         return frozenset(
-            e
-            for e in chosen
-            if self.min_exit_layer <= e < num_layers
-            and self.thresholds.get(e, self.threshold) < 1.0
+            e for e in chosen if self.min_exit_layer <= e < exit_layers[-1] and self._base(e) < 1.0
         )
+
+    def _base(self, exit_layer: int) -> float:
+        """The threshold at an exit point before it decays; 1 where only the model knows it."""
+        threshold = 1.0 if self.threshold is None else self.threshold
+        return self.thresholds.get(exit_layer, threshold)
 
     def threshold_at(self, exit_layer: int, t: int, max_tokens: int) -> float:
         """lambda'(t) at an exit point, for token ``t`` of at most ``max_tokens`` (CALM eq. 5).
 
         A base threshold of 1 stays 1: tokens never exit early.
         """
-        base = self.thresholds.get(exit_layer, self.threshold)
+        base = self._base(exit_layer)
         if base >= 1.0 or self.decay_tau == 0.0:
             return base
         decay = math.exp(-self.decay_tau * t / max_tokens)

@@ -82,7 +82,7 @@ def exit_scores(directory: Path, data: Path, count: int) -> list[ExitScore]:
         given = model.tokenizer.encode(example.prompt)
         learnt = model.tokenizer.encode(example.target or "", add_special_tokens=False)
         sequences.append(Scored([*given, *learnt, 0], len(given)))
-    return score_exits(model.network, sequences, range(1, model.config.num_layers + 1))
+    return score_exits(model.network, sequences, model.config.exit_layers)
 
 
 def card(

@@ -29,7 +29,7 @@ def exact_match(directory: Path, data: Path, count: int) -> dict[str, dict[str, 
         lines = (data / f"{split}.jsonl").read_text().splitlines()[:count]
         records = [json.loads(line) for line in lines]
         scores[split] = {}
-        for exit_layer in range(num_layers, 0, -1):
+        for exit_layer in reversed(model.config.exit_layers):
             policy = eecore.Full() if exit_layer == num_layers else eecore.FixedExit(exit_layer)
             outputs = eecore.generate(
                 model,

@@ -3,10 +3,17 @@
     python scripts/intents/make_data.py data/intents
     python scripts/intents/train_intents.py data/intents models/intents --steps 14000
     python scripts/intents/train_intents.py data/intents models/intents-plain --steps 14000 --plain
+    python scripts/intents/train_intents.py data/intents models/looped-loops --loops 4
 
 The recipe is in scripts/small_model.py; ``--plain`` has neither its dropout nor its losses of early
 exits. Ctrl-C saves; ``--resume`` goes on, with the settings that the run began with. At the end
 every exit is scored by exact match: see score_intents.py.
+
+With ``--loops`` the model is an Ouro, whose layers run so many times. Its exit gate then has a
+stage of its own:
+
+    eecore train models/looped-loops --data data/intents/train.jsonl --out models/looped \\
+        --loss gate --steps 500 --learning-rate 0.01
 """
 
 from __future__ import annotations
@@ -35,6 +42,7 @@ def main(
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
     learning_rate: Annotated[float, typer.Option()] = 1.5e-3,
     layers: Annotated[int, typer.Option(min=2)] = MODEL["num_hidden_layers"],
+    loops: Annotated[int, typer.Option(min=1, help="The layers are those of so many loops.")] = 1,
     evaluated: Annotated[
         int, typer.Option(min=1, help="Utterances of each split for exact match.")
     ] = 200,
@@ -54,6 +62,7 @@ def main(
         learning_rate=learning_rate,
         seed=seed,
         layers=layers,
+        loops=loops,
         resume=resume,
     )
     write_exact_match(out, data, evaluated)

@@ -23,7 +23,7 @@ from bench.intents import modes as intent_modes
 from bench.intents import tables as intent_tables
 from bench.intents.figures import Mode
 from eecore.calibration_file import Calibration
-from tiny_models import random_prompts, write_model
+from tiny_models import random_prompts, shape, write_model
 
 RECORDS = [
     {"input": "lamp on", "target": "[on [lamp]]"},
@@ -233,7 +233,7 @@ def test_pairs_to_speculate_with_may_have_a_threshold() -> None:
     ]
     for num_layers in (2, 4, 30):
         for policy in intent_modes.default_speculations(num_layers):
-            policy.check(num_layers, 64)
+            policy.check(shape(num_layers, 64))
 
 
 # Runs

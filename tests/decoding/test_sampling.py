@@ -44,7 +44,7 @@ def filtered_probs(
 ) -> torch.Tensor:
     """The distribution that a request with these settings draws from: [vocab_size]."""
     sequence = Sequence("0", context or [0], params, eecore.Full(), 0, frozenset())
-    draft_state(sequence, 1)
+    draft_state(sequence, range(1, 2))
     sizes = head_sizes([sequence])
     given = TwinMemory(logits.device, sampling_fields(1, sizes))
     results = TwinMemory(logits.device, head_fields(1, sizes))

@@ -19,6 +19,7 @@ import pytest
 import eecore
 from eecore.cli.app import run
 from head_packs import write_pack
+from looped_models import write_looped
 from tiny_models import write_model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "hub-to-exits.md"
@@ -75,6 +76,10 @@ def test_the_commands_of_the_page_run(
     monkeypatch.chdir(tmp_path)
     for name in ("model", "layerskip"):
         write_model(tmp_path / name, seed=3, num_hidden_layers=5)
+    vocab_size = json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"]
+    sizes = {"num_hidden_layers": 24, "total_ut_steps": 4, "vocab_size": vocab_size}
+    write_looped(tmp_path / "ouro", **sizes)
+    shutil.copy(tmp_path / "model" / "tokenizer.json", tmp_path / "ouro")
     write_pack(tmp_path / "model" / "exits", eecore.load(tmp_path / "model"))
     Path(QUESTIONS).write_text("".join(f"What is {each}?\n" for each in range(60)))
     ran = follow()
@@ -103,10 +108,6 @@ def test_what_is_fetched_is_fetched_by_options_that_are_there() -> None:
 
 
 def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
-    looped = {"architectures": ["OuroForCausalLM"], "model_type": "ouro", "total_ut_steps": 4}
-    (tmp_path / "config.json").write_text(json.dumps(looped))
-    with pytest.raises(eecore.ModelError, match=r"architectures: .*got .'OuroForCausalLM'"):
-        eecore.load(tmp_path)
     directory = write_model(tmp_path / "model")
     head = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000}
     (tmp_path / "config.json").write_text(json.dumps(head))

@@ -53,6 +53,15 @@ def test_any_batch_onto_the_residual_itself(num_tokens: int, device: torch.devic
     torch.testing.assert_close(wide, expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_norm_alone(dtype: torch.dtype, device: torch.device) -> None:
+    if not emulated.supports(device, dtype):
+        pytest.skip("float16 is for CUDA")
+    call = {**random_call(5, 72, dtype, device), "residual": None}
+    tolerance = dataclasses.asdict(TOLERANCES[dtype])
+    torch.testing.assert_close(ops.add_normed(**call), reference.add_normed(**call), **tolerance)
+
+
 def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
     call = random_call(9, 100, torch.float32, device)
     together = ops.add_normed(**call)
@@ -90,14 +99,14 @@ def test_opcheck(device: torch.device) -> None:
 
 def fuzzed_call(m: Maker) -> Checked:
     tokens, size, dtype = m.size(20), m.columns(70), m.dtype()
-    residual = m.states(tokens, size, dtype)
+    residual = m.maybe(lambda: m.states(tokens, size, dtype))
     given = {
         "x": m.states(tokens, size, dtype),
         "norm_weight": m.placed((1 + m.normal(size) / 8).to(dtype)),
         "eps": 1e-5,
         "multiplier": m.one_of(1.0, 0.3),
         "residual": residual,
-        "out": residual if m.chance() else m.states(tokens, size, dtype),
+        "out": residual if residual is not None and m.chance() else m.states(tokens, size, dtype),
     }
 
     def oracle(before: Arguments) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ def exit_rows(
     head: ops.SoftmaxConfidence | None = None,
     asked: Tensor | None = None,
     decide: bool = True,
+    cumulative: bool = False,
 ) -> tuple[ops.ExitingRows, Tensor, Tensor]:
     """New rows, slot mapping and lengths, row by row; see eecore.ops.exit_rows."""
     rows = ops.ExitingRows(*(tensor.clone() for tensor in given))
@@ -41,11 +42,14 @@ def exit_rows(
             r, threshold = int(active.row[i]), float(thresholds[int(active.row[i])])
             if rows.gone[r] or not threshold < float("inf") or (head and rows.accepted[r]):
                 continue
-            rows.confidence[r], rows.measured_at[r] = confidence[j], layer
+            made = confidence[j].clone()
+            if cumulative and rows.measured_at[r] > 0:
+                made = rows.confidence[r] + (1 - rows.confidence[r]) * made
+            rows.confidence[r], rows.measured_at[r] = made, layer
             if head is not None:
                 rows.token[r], rows.token_at[r] = head.token[j], layer
                 rows.logprob[r] = head.top_logit[j] - head.logsumexp[j]
-            if threshold < 1 and float(confidence[j]) >= threshold:
+            if threshold < 1 and float(made) >= threshold:
                 rows.accepted[r] = True
     if not decide:
         return rows, slot_mapping, seq_lens
@@ -212,6 +216,29 @@ def test_rows_leave_together(unsure: int | None, device: torch.device) -> None:
     if unsure is not None:  # it leaves anyhow, and with it those that it held back
         point.check(thresholds=thresholds, confidence=confidence.clamp(min=0.5))
         assert rows.all_gone.item()
+
+
+def test_what_is_measured_adds_up_over_layers(device: torch.device) -> None:
+    """Exit probabilities: a row's confidence is that of exiting after any layer so far."""
+    point = Point(4, device=device)
+    thresholds = torch.tensor([0.7, 0.8, 1.0, INF], device=device)
+    before = ops.ExitingRows(*(tensor.clone() for tensor in point.rows))
+    before.measured_at.zero_()
+    for tensor in (before.gone, before.accepted, before.together):
+        tensor.zero_()
+    before.leave_after.fill_(9)
+    measured = torch.tensor([0.5, 0.5, 0.5, 0.5], device=device)
+    for layer, wanted in ((1, 0.5), (2, 0.75)):
+        ops.exit_rows(
+            *(point.hidden, layer, before, point.active),
+            thresholds=thresholds,
+            confidence=measured,
+            cumulative=True,
+        )
+        assert before.confidence[:3].tolist() == [wanted] * 3
+    assert before.gone.tolist()[:4] == [True, False, False, False]
+    assert before.exit_layer[0] == 2
+    assert before.measured_at[3] == 0
 
 
 def test_thresholds_that_never_accept(device: torch.device) -> None:
@@ -496,6 +523,7 @@ def fuzzed_call(m: Maker) -> Checked:
         "thresholds": m.placed(limits[m.whole(5, rows)]),
         "asked": asked,
         "decide": m.chance(0.8),
+        "cumulative": has_confidence and not has_head and m.chance(),
         "leave_after": m.placed(torch.where(m.uniform(rows) < 0.3, layer, layer + 2).int()),
         "together": m.flags(rows, share=0.4),
         "fills": m.flags(rows),
@@ -545,6 +573,7 @@ def fuzzed_call(m: Maker) -> Checked:
             ops.ActiveRows(*map(before.get, ops.ActiveRows._fields)),
             *(before["thresholds"], confidence, head, before["asked"]),
             before["decide"],
+            before["cumulative"],
         )
         changed = dict(zip(names, new, strict=True))
         if confidence is not None:

@@ -101,6 +101,14 @@ def test_matches_the_reference(case: KvFillCase, dtype: torch.dtype, device: tor
     check_against_reference(random_call(case, dtype, device))
 
 
+@pytest.mark.parametrize("exit_layer", [0, 2, 6, 7, 10])
+def test_layers_that_follow_others(exit_layer: int, device: torch.device) -> None:
+    call = random_call(KvFillCase(6, num_layers=4), device=device)
+    call["exit_layer"][::2] = exit_layer
+    call["exit_layer"][1::2] += 6
+    check_against_reference({**call, "first_layer": 6})
+
+
 @pytest.mark.parametrize("num_tokens", [1, 4])
 @pytest.mark.parametrize("exit_layer", [0, 1, 3, 4])
 def test_one_exit_layer_for_all(num_tokens: int, exit_layer: int, device: torch.device) -> None:
@@ -345,6 +353,9 @@ def fuzzed_call(m: Maker) -> Checked:
         "eps": 1e-5,
         **scales,
     }
+    if m.chance():  # layers that follow others
+        given["first_layer"] = m.size(3)
+        given["exit_layer"] = m.placed((m.whole(layers + 1 + given["first_layer"], tokens)).int())
     if rotates and m.chance():
         given["cos_sin"] = m.placed(torch.stack([given["cos_sin"], given["cos_sin"].flip(0)]))
         given["layer_ropes"] = m.placed(m.whole(2, layers, 2).int())

@@ -102,7 +102,7 @@ class Machine:
         head = None
         if sure is not None:
             head = Model(agreement=(0.5, 0.4), know=lambda _: None)
-        config = SimpleNamespace(num_layers=12)
+        config = SimpleNamespace(num_layers=12, exit_layers=range(1, 13))
         model = Model(config=config, draft_head=head, source=None, learnt={})
         self.planner = Planner(cast(Network, model))
         self.policy = Auto(10, exit_layers=() if layers is None else (3,))
@@ -455,11 +455,11 @@ def test_a_model_says_how_its_exits_agree(tmp_path: Path) -> None:
     directory = write_model(tmp_path)
     source = load(directory, kv_cache_tokens=256).network.source
     assert source is not None
-    assert source.exit_agreement(4) is None
+    assert source.exit_agreement(range(1, 5)) is None
     about(directory)
     source = load(directory, kv_cache_tokens=256).network.source
     assert source is not None
-    assert source.exit_agreement(4) == (0.2, 0.9, 0.95, 1.0)
+    assert source.exit_agreement(range(1, 5)) == (0.2, 0.9, 0.95, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def text_of(prompt: list[int], output: list[int], stops: tuple[int, ...] = ()) -
 
 
 def proposed(past: PastOutputs, sequence: Sequence, most: int = 8) -> list[int]:
-    draft = draft_state(sequence, 4)
+    draft = draft_state(sequence, range(1, 5))
     draft.past = past
     assert PastDrafts().serves(draft)
     return PastDrafts().propose(sequence, draft, most).tokens

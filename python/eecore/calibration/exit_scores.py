@@ -61,15 +61,16 @@ def score_exits(
     Args:
         network: the model.
         sequences: token ids; each must fit into the model's context.
-        layers: exit layers, 1..num_layers.
+        layers: exit layers of the model.
 
     Raises:
         RequestError: there is nothing to score, a sequence is too long, or a layer does not exist.
     """
-    num_layers = network.config.num_layers
-    wanted = sorted({*layers, num_layers})
-    if not layers or wanted[0] < 1 or wanted[-1] > num_layers:
-        raise RequestError(f"layers: expected some of 1..{num_layers}, got {list(layers)}")
+    known = network.config.exit_layers
+    wanted = sorted({*layers, known[-1]})
+    if not layers or not set(wanted) <= set(known):
+        listed = f"1..{known[-1]}" if known.step == 1 else ", ".join(map(str, known))
+        raise RequestError(f"layers: expected some of {listed}, got {list(layers)}")
     limit = network.config.max_position
     for number, sequence in enumerate(sequences):
         length = len(sequence.token_ids)

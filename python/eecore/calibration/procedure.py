@@ -160,7 +160,7 @@ def calibrate(
             classifier=classifier,
         )
 
-    policy_at(1.0).check(model.config.num_layers, model.config.hidden_size)
+    policy_at(1.0).check(model.config)
     check_number(len(examples), delta, epsilon)
     head = model.network.draft_head if measure == "cut" else None
     alike = SIMILARITIES[similarity]

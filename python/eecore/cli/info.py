@@ -60,7 +60,7 @@ def model_facts(directory: Path, draft_head: Path | None = None) -> dict[str, An
         "path": str(directory),
         "config": {**asdict(config), "sampling": dict(config.sampling)},
         "num_parameters": config.num_parameters,
-        "exit_layers": [1, config.num_layers],
+        "exit_layers": [config.exit_layers[0], config.num_layers],
         "draft_head": _head_facts(directory, draft_head, config),
         **stored,
         "dtype": str(dtype).removeprefix("torch."),
@@ -174,7 +174,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", facts["path"]),
         ("architecture", config["architecture"]),
         ("parameters", f"{facts['num_parameters']:,}"),
-        ("layers", f"{config['num_layers']} (exit layers 1..{facts['exit_layers'][1]}){encoder}"),
+        ("layers", _layers_row(config, facts["exit_layers"]) + encoder),
         *_head_row(facts["draft_head"]),
         ("hidden size", f"{config['hidden_size']}, MLP {config['intermediate_size']}"),
         ("heads", f"{heads}, size {config['head_dim']}"),
@@ -239,14 +239,23 @@ def _family_rows(config: dict[str, Any]) -> tuple[str, str, list[tuple[str, str]
     used = [place for place in config["layer_ropes"] if place is not None]
     ropes = [_rope_text(config["ropes"][place]) for place in sorted(set(used))] or ["none"]
     rows = [("context", f"{config['max_position']} tokens, rope {'; '.join(ropes)}")]
-    count = config["num_layers"] - len(used)
+    count = len(config["layer_ropes"]) - len(used)
     if count and used:
         rows.append(("without rope", f"{count} layer{'s' if count > 1 else ''}"))
     windows = [window for window in config["layer_windows"] if window]
     if windows:
-        some = f" in {len(windows)} layers" if len(windows) < config["num_layers"] else ""
+        some = f" in {len(windows)} layers" if len(windows) < len(config["layer_windows"]) else ""
         rows.append(("sliding window", f"{max(windows)} tokens{some}"))
     return "", f"{config['num_q_heads']} query, {config['num_kv_heads']} key/value", rows
+
+
+def _layers_row(config: dict[str, Any], exit_layers: list[int]) -> str:
+    first, last = exit_layers
+    loops = config.get("num_loops", 1)
+    if loops == 1:
+        return f"{last} (exit layers {first}..{last})"
+    gate = ", an exit gate" if config["gate_threshold"] is not None else ""
+    return f"{last}: {first} of the stack in {loops} loops, whose ends are the exit layers{gate}"
 
 
 def _rope_text(rope: dict[str, Any]) -> str:

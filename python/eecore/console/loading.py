@@ -178,7 +178,7 @@ def options_for(directory: Path, policy: Exit | None, options: dict[str, Any]) -
     from eecore.models import read_config
 
     config = read_config(directory)
-    policy.check(config.num_layers, config.hidden_size)
+    policy.check(config)
     calibration = getattr(policy, "calibration", None)
     if calibration is None:
         return options

@@ -29,16 +29,13 @@ from eecore.decoding.sampling import (
 )
 from eecore.decoding.step import Sizes, Step, sizes_for, tapped_layers
 from eecore.errors import NotFiniteError
-from eecore.models import DraftHead, KeyedHead, KVCache, Network
+from eecore.models import DraftHead, KeyedHead, KVCache, LlamaModel, Network
 from eecore.planning.route import Check
 from eecore.planning.row import Outcome, Row
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
 __all__ = ["ExitKind", "ExitStep", "exit_kind"]
-
-# What the head tells at the last layer anyway.
-GAPS = ("softmax", "cut")
 
 
 @dataclass(frozen=True)
@@ -51,6 +48,8 @@ class ExitKind:
     taps: tuple[int, ...]
     """Layers after which a draft head with layers of its own takes the states of all rows, none of
     which leaves before the last; () where none does."""
+    shares: bool
+    """Rows have the keys and values of skipped loops copied."""
     sizes: Sizes
 
 
@@ -62,20 +61,18 @@ def exit_kind(
     """
     checks: dict[int, set[Check]] = defaultdict(set)
     for route in dict.fromkeys(row.route for row in rows):
-        leaves_with = set[Check]()
+        checks[route.depth] |= set[Check]()
         if route.check is not None:
-            for point in route.points:
-                checks[point].add(route.check)
-            if route.check.measure not in GAPS:  # for the record
-                leaves_with = {route.check}
-        checks[route.depth] |= leaves_with
+            for layer in (*route.points, *route.records):
+                checks[layer].add(route.check)
     return ExitKind(
         tuple(
             (point, tuple(sorted(checks[point], key=lambda c: (c.measure, id(c.classifier)))))
             for point in sorted(checks)
         ),
-        any(row.route.fills and row.route.points for row in rows),
+        any(row.route.fills and row.route.points and not row.route.shares for row in rows),
         () if head is None or not all(row.route.fills_head for row in rows) else head.taps,
+        any(row.route.shares and row.route.points for row in rows),
         sizes_for(rows, 1, page_size=page_size, ahead=ahead),
     )
 
@@ -132,6 +129,7 @@ class ExitStep(Step):
             "leave_after": (torch.int32, row),
             "together": (torch.bool, row),
             "fills": (torch.bool, row),
+            **({"shared_slots": (torch.int64, row)} if self.kind.shares else {}),
         }
 
     def _result_fields(self) -> dict[str, Field]:
@@ -245,6 +243,11 @@ class ExitStep(Step):
             token_at=zeros,
             fill_from=[self._model.config.num_layers] * num_rows,
         )
+        if self.kind.shares:  # each row has its slot in one of the two
+            shares = [row.route.shares for row in rows] + [False] * (num_rows - count)
+            filled = [-1 if each else slot for each, slot in zip(shares, slots, strict=True)]
+            shared = [slot if each else -1 for each, slot in zip(shares, slots, strict=True)]
+            host.write(slots=filled, shared_slots=shared)
         host.write_pages("open_page_table", pages)
         if self.sizes.num_input_pages:
             self._write_inputs(sequences, "open_")
@@ -263,11 +266,8 @@ class ExitStep(Step):
             if route.check is None:
                 continue
             t = len(sequence.output_ids) + row.pending
-            at = dict(
-                zip(route.points, route.thresholds(t, sequence.sampling.max_tokens), strict=True)
-            )
-            if route.check.measure not in GAPS:
-                at[route.depth] = 1.0
+            own = route.thresholds(t, sequence.sampling.max_tokens)
+            at = dict.fromkeys(route.records, 1.0) | dict(zip(route.points, own, strict=True))
             for k, (point, check) in enumerate(self._checks):
                 if check == route.check and point in at:
                     thresholds[k, i] = at[point]
@@ -298,16 +298,19 @@ class ExitStep(Step):
             if self._keys is not None:
                 where = given["positions"], given["slots"]
                 self._keys.fill(self._tapped, results["token"], *where)
+            if self.kind.shares:
+                assert isinstance(self._model, LlamaModel)
+                self._model.share_kv(rows.fill_from, self._kv, given["shared_slots"])
 
     def _layers_to(self, index: int, begin: int, hidden: Tensor, control: Control) -> None:
         """The stretch to exit point ``index``, the checks there, and what is behind it."""
         rows, active, model = self._rows, self._active, self._model
         end, checks = self.kind.points[index]
         with control.rows(active.num_active):
-            previous = hidden
-            if begin < end - 1 and any(check.measure == "state" for check in checks):
-                previous = model.layers(begin, end - 1, hidden, self._kv, self._batch)
-                begin = end - 1
+            previous, before = hidden, end - model.config.exit_layers.step
+            if begin < before and any(check.measure == "state" for check in checks):
+                previous = model.layers(begin, before, hidden, self._kv, self._batch)
+                begin = before
             hidden, self._tapped = tapped_layers(
                 model, begin, end, self.kind.taps, previous, self._kv, self._batch
             )
@@ -353,6 +356,9 @@ class ExitStep(Step):
             measure = model.measure
         elif check.measure == "cut":
             confidence = measure_states(model, check.measure, None, previous, hidden)
+        elif check.measure == "gate":
+            assert isinstance(model, LlamaModel)
+            measure = model.gate
         else:
             measure = state_measure(check.classifier, previous)
         with control.rows(active.num_active, count):
@@ -368,6 +374,7 @@ class ExitStep(Step):
                 decide=decide,
                 measure=measure,
                 condition=condition if decide else None,
+                cumulative=check.measure == "gate",
             )
 
     # What came of it
@@ -381,10 +388,10 @@ class ExitStep(Step):
             exit_layer, token = got["exit_layer"][i], got["token"][i]
             is_measured = got["pending"][i] == KNOWN
             if route.check is not None and route.check.measure != "softmax":
-                is_measured = exit_layer in route.points or (
-                    exit_layer == route.depth and route.check.measure not in GAPS
-                )
+                is_measured = exit_layer in route.points or exit_layer in route.records
             confidence = got["confidence" if is_measured else "gap"][i]
+            if route.check is not None and route.check.measure == "gate" and not is_measured:
+                confidence = 1.0  # the last loop takes what is left of the probability
             if token < 0 or isnan(got["logprob"][i]) or isnan(confidence):
                 error = NotFiniteError(NO_TOKEN)
                 found.append(Outcome(sequence, sequence.num_computed, error=error))

@@ -214,7 +214,7 @@ class Iterations:
     def _must_land(self, work: Work) -> bool:
         """Whether what a row does next depends on more than where the device knows it to be."""
         sequence = work.sequence
-        draft, sampling = draft_state(sequence, self.model.config.num_layers), sequence.sampling
+        draft, sampling = draft_state(sequence, self.model.config.exit_layers), sequence.sampling
         route = draft.route
         if work.is_prefill or follows_text(sampling) or route.adaptive or route.auto is not None:
             return True

@@ -39,6 +39,7 @@ from eecore.models import (
     CrossBatch,
     KeyedHead,
     KVCache,
+    LlamaModel,
     Network,
     T5Model,
 )
@@ -105,7 +106,7 @@ class Prefill:
 
     def __init__(self, model: Network, kv: KVCache, works: list[Work]) -> None:
         self._model, self._kv = model, kv
-        self._num_layers = model.config.num_layers
+        self._exit_layers = model.config.exit_layers
         self._chunks = [self._chunk(work) for work in works]
         chunks = self._chunks
         sequences = [chunk.sequence for chunk in chunks]
@@ -126,7 +127,7 @@ class Prefill:
         self._keys: HeadKeys | None = None
         self._taps: tuple[int, ...] = ()
         self._tapped: dict[int, Tensor] = {}
-        self._deep = np.flatnonzero(self._leave == self._num_layers)
+        self._deep = np.flatnonzero(self._leave == self._exit_layers[-1])
         if isinstance(model.draft_head, KeyedHead) and len(self._deep):
             self._keys = HeadKeys(model, kv, len(self._deep))
             self._taps = model.draft_head.taps
@@ -140,7 +141,7 @@ class Prefill:
     def _chunk(self, work: Work) -> _Chunk:
         sequence = work.sequence
         first, stop = sequence.num_computed, sequence.num_computed + work.num_tokens
-        route, prompt = route_of(sequence, self._num_layers), sequence.num_prompt_tokens
+        route, prompt = route_of(sequence, self._exit_layers), sequence.num_prompt_tokens
         leave = [route.depth] * work.num_tokens
         if route.fills:
             for position in range(max(first, prompt), stop):
@@ -242,19 +243,22 @@ class Prefill:
 
     def _fill(self, leaving: Int64Array, final: Tensor, end: int) -> None:
         """The skipped layers' keys and values of rows that had them filled at first."""
-        fills = np.array(
-            [route_of(chunk.sequence, self._num_layers).fills for chunk in self._chunks]
-        )
-        index = leaving[fills[self._sequence[leaving]]]
-        if end == self._num_layers or not len(index):
+        if end == self._exit_layers[-1]:
             return
-        self._model.fill_kv(
-            final[self._tensor(index)],
-            torch.full((len(index),), end, dtype=torch.int32, device=self._model.device),
-            self._kv,
-            self._tensor(self._positions[index]),
-            self._tensor(self._slots[index]),
-        )
+        routes = [route_of(chunk.sequence, self._exit_layers) for chunk in self._chunks]
+        for shares in (False, True):
+            fills = np.array([route.fills and route.shares == shares for route in routes])
+            index = leaving[fills[self._sequence[leaving]]]
+            if not len(index):
+                continue
+            ends = torch.full((len(index),), end, dtype=torch.int32, device=self._model.device)
+            slots = self._tensor(self._slots[index])
+            if shares:
+                assert isinstance(self._model, LlamaModel)
+                self._model.share_kv(ends, self._kv, slots)
+                continue
+            states, positions = final[self._tensor(index)], self._tensor(self._positions[index])
+            self._model.fill_kv(states, ends, self._kv, positions, slots)
 
     def _batch(self, index: Int64Array) -> AttentionBatch:
         """The rows ``index``, ascending: one ragged entry per run of consecutive positions."""

@@ -48,13 +48,14 @@ class Commits:
     """Makes outcomes the state of requests, of their pages and of the queues.
 
     Args:
-        num_layers: of the model.
+        exit_layers: of the model, the last one full depth.
         scheduler: has the requests.
         keyed: whether pages have keys of a draft head's own layers, too.
     """
 
-    def __init__(self, num_layers: int, scheduler: Scheduler, *, keyed: bool = False) -> None:
-        self._num_layers, self._scheduler, self._keyed = num_layers, scheduler, keyed
+    def __init__(self, exit_layers: range, scheduler: Scheduler, *, keyed: bool = False) -> None:
+        self._exit_layers, self._num_layers = exit_layers, exit_layers[-1]
+        self._scheduler, self._keyed = scheduler, keyed
 
     def taken(self, outcome: Outcome) -> Taken:
         """What of an outcome without an error counts. Nothing changes, whatever its text or its
@@ -67,7 +68,7 @@ class Commits:
         elif not sequence.tokens_left and outcome.num_computed >= sequence.num_prompt_tokens:
             taken.reason = "length"
             self._end_text(taken, sequence, None, len(sequence.output_ids))
-        lacks_keys = self._keyed and not route_of(sequence, self._num_layers).fills_head
+        lacks_keys = self._keyed and not route_of(sequence, self._exit_layers).fills_head
         if not records or lacks_keys or min(outcome.kv_exit_layers, default=0) < self._num_layers:
             taken.approximate = self._approximate(outcome, lacks_keys)
         return taken
@@ -172,7 +173,7 @@ class Commits:
         sequence, num_layers = outcome.sequence, self._num_layers
         first, prompt = sequence.num_computed, len(sequence.prompt_ids)
         before, fresh = sequence.kv_exit_layers, outcome.kv_exit_layers
-        is_deep = route_of(sequence, num_layers).depth == num_layers
+        is_deep = route_of(sequence, self._exit_layers).depth == num_layers
         split, page_size = prompt + len(before), self._scheduler.pages.page_size
         pages = set()
         for position in range(max(first, prompt) if is_deep else first, outcome.num_computed):

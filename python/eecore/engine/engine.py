@@ -380,7 +380,7 @@ class Engine:
         keyed = self.kv.of_head is not None
         draft_keys = max_ahead(self.network.draft_head) + 1 if keyed else 0
         self.scheduler = Scheduler(self.config, pages, draft_keys=draft_keys)
-        self._commits = Commits(self.network.config.num_layers, self.scheduler, keyed=keyed)
+        self._commits = Commits(self.network.config.exit_layers, self.scheduler, keyed=keyed)
 
     def _end_all(self, error: BaseException) -> None:
         """End all requests by an error for which none can be blamed, and begin with nothing."""

@@ -68,7 +68,8 @@ class Intake:
         if not isinstance(policy, Exit) or type(policy) is Exit:
             raise RequestError(f"exit: expected an exit policy such as Full(), got {shown(policy)}")
         prompt_ids = self._tokens(prompt)
-        policy.check(config.num_layers, config.hidden_size)
+        policy.check(config)
+        policy = policy.settled(config)
         head = self._network.draft_head
         if policy.needs_head and head is None:
             raise ExitError(
@@ -100,7 +101,7 @@ class Intake:
         if sampling.seed is None:
             sampling = sampling.with_seed(self._seeds.getrandbits(63))
         sequence = self.trusted(prompt_ids, input_ids, policy, sampling)
-        if policy.wants_training(config.num_layers) and self._network not in ASKED:
+        if policy.wants_training(config.exit_layers) and self._network not in ASKED:
             self._ask_for_training(policy)
         return sequence
 
@@ -134,7 +135,7 @@ class Intake:
         if sampling.guide is not None:
             guided = self.guides.follow(sampling.guide)
             if isinstance(guided, Guided):
-                draft_state(sequence, self._network.config.num_layers, guided)
+                draft_state(sequence, self._network.config.exit_layers, guided)
         if self._tokenizer is not None:
             before = prompt_ids if input_ids is None else []
             sequence.text = TextStream(self._tokenizer, before, sampling.stop, sequence.output_ids)
@@ -143,7 +144,7 @@ class Intake:
     def _ask_for_training(self, policy: Exit) -> None:
         """Warn once of a model of which nothing says that its exits are any good."""
         ASKED.add(self._network)
-        source, layers = self._network.source, self._network.config.num_layers
+        source, layers = self._network.source, self._network.config.exit_layers
         if source is not None and (
             source.is_trained_to_exit or best_exit_layers(source.exit_agreement(layers))
         ):

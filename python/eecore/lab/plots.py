@@ -136,18 +136,19 @@ def plot_run(path: Path, steps: Columns, evaluations: Columns) -> None:
     drawn = figure((11, 4))
     left, right = drawn.subplots(1, 2)
     exits = [name for name in steps if name.startswith("loss_exit_")]
+    layers = [int(name.rpartition("_")[2]) for name in exits]
     trained = [name for name in exits if any(value is not None for value in steps[name])]
     for name in trained:
-        layer = exits.index(name) + 1
+        layer = layers[exits.index(name)]
         label = f"exit {layer}" if name in (trained[0], trained[-1]) else None
-        shade = (0.8 - 0.7 * layer / len(exits), 0.6 * (1 - layer / len(exits)) + 0.2, 0.7)
+        depth = layer / layers[-1]
+        shade = (0.8 - 0.7 * depth, 0.6 * (1 - depth) + 0.2, 0.7)
         left.plot(*_smoothed(steps["step"], steps[name]), color=shade, linewidth=1, label=label)
     whole = _smoothed(steps["step"], steps["loss"])
     left.plot(*whole, color="black", linewidth=0.8, linestyle="--", label="weighted")
     left.set(xlabel="step", ylabel="loss in training")
     left.legend()
     if evaluations["step"]:
-        layers = range(1, len(exits) + 1)
         for measure in ("agreement", "accuracy"):
             values = [evaluations[f"{measure}_exit_{layer}"][-1] for layer in layers]
             right.plot(layers, values, marker="o", label=measure)

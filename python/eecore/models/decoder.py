@@ -47,7 +47,8 @@ class Decoder:
         source: which model it is, where that is known.
         embed_tokens: [vocab_size, hidden_size].
         lm_head: [vocab_size, hidden_size].
-        head_norm: [hidden_size], the norm before the LM head.
+        head_norm: [hidden_size], the norm before the LM head; of a looped model, whose states are
+            normed at the end of each loop, that norm.
         activation: of the MLPs, which are gated unless it is relu.
         multipliers: between the parts.
     """
@@ -77,10 +78,11 @@ class Decoder:
         self._embed_tokens, self._lm_head, self._head_norm = embed_tokens, lm_head, head_norm
         self._hidden_size, self._q_size = config.hidden_size, config.q_size
         self._eps, self._activation = config.rms_norm_eps, activation
+        self._is_looped = config.num_loops > 1
         self._multipliers = multipliers
         self._embedding_multiplier = float(torch.tensor(multipliers.embedding, dtype=self.dtype))
         self._keys_per_split = keys_per_split(self.device)
-        self._flags = LayerFlags(config.num_layers)
+        self._flags = LayerFlags(config.num_layers // config.num_loops)
 
     def embed(
         self, token_ids: Tensor, *, previous: Tensor | None = None, sources: Tensor | None = None
@@ -110,7 +112,7 @@ class Decoder:
         logits = self.linear(
             hidden,
             self._lm_head,
-            norm=self._head_norm,
+            norm=None if self._is_looped else self._head_norm,
             multiplier=self._multipliers.logits,
             soft_cap=self._multipliers.logits_soft_cap,
             few=few,
@@ -126,7 +128,7 @@ class Decoder:
         """What :meth:`confidence` measures with."""
         head, numbers = self._lm_head, self._multipliers
         return ops.SoftmaxMeasure(
-            self._head_norm,
+            None if self._is_looped else self._head_norm,
             head.weight,
             self._eps,
             head.scale,

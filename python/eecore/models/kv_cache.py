@@ -91,6 +91,18 @@ class KVCache:
         """Bytes that one token takes in the caches of all layers."""
         return 2 * config.num_layers * config.kv_size * dtype.itemsize
 
+    def stretch(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Views of the layers ``begin..end-1``: keys, values, and the scales of each."""
+        if end - begin == len(self.layers):
+            return self.k, self.v, self.key_scales, self.value_scales
+        k, v, *scales = (
+            None if each is None else each[begin:end]
+            for each in (self.k, self.v, self.key_scales, self.value_scales)
+        )
+        assert k is not None
+        assert v is not None
+        return k, v, scales[0], scales[1]
+
     @property
     def num_pages(self) -> int:
         return self.k.shape[1]

@@ -1,6 +1,9 @@
 """The forward pass of the Llama family (Llama, SmolLM2, Mistral, Qwen2, Qwen3).
 
-Its members differ by the switches of :class:`eecore.config.ModelConfig`.
+Its members differ by the switches of :class:`eecore.config.ModelConfig`. A looped one (Ouro) runs
+its stack several times: layers are numbered through all loops, layer l has the weights of layer
+``l % stack_size`` of the stack and keys and values of its own, and the state after the last layer
+of a loop is that of the final norm.
 
 Layers run in stretches: on the CPU a whole stretch is one op, elsewhere they go layer by layer.
 Weights of all layers are stacked, and a layer works on views: the K/V projections that
@@ -32,6 +35,7 @@ from eecore.ops import Matrix
 EMBEDDINGS = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+GATE = "model.early_exit_gate"
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,9 @@ class LlamaWeights:
     """[num_layers, hidden_size], of what attention gives."""
     mlp_post_norm: Tensor | None = None
     """[num_layers, hidden_size], of what the MLP gives."""
+    gate: tuple[Tensor, Tensor] | None = None
+    """The exit gate as a classifier of two classes, of which that of going on has a logit of 0:
+    weight float32 [2, hidden_size] and bias float32 [2]."""
 
     @classmethod
     def empty(
@@ -117,7 +124,7 @@ class LlamaWeights:
             new: makes them.
             shared: embeddings and LM head that another model has; None: new ones.
         """
-        layers, hidden, inner = config.num_layers, config.hidden_size, config.intermediate_size
+        layers, hidden, inner = config.stack_size, config.hidden_size, config.intermediate_size
         qkv = (config.q_size, config.kv_size, config.kv_size)
         shape, tied = (config.vocab_size, hidden), config.tie_word_embeddings
         if shared is None:
@@ -130,6 +137,10 @@ class LlamaWeights:
             return new.tensor(layers, hidden) if are_there else None
 
         q_norm, k_norm = config.qk_norm_sizes
+        gate = None
+        if config.gate_threshold is not None:
+            sizes = (2, hidden), (2,)
+            gate = tuple(new.tensor(*size, dtype=torch.float32).zero_() for size in sizes)
         return cls(
             embed_tokens=embeddings,
             lm_head=lm_head,
@@ -154,6 +165,7 @@ class LlamaWeights:
             k_norm=new.tensor(layers, k_norm) if k_norm else None,
             attention_post_norm=norms(config.post_norm),
             mlp_post_norm=norms(config.post_norm),
+            gate=None if gate is None else (gate[0], gate[1]),
         )
 
     def stacked(self) -> ops.DecoderWeights:
@@ -201,6 +213,9 @@ class LlamaWeights:
         }
         if not config.tie_word_embeddings:
             views[HEAD] = WeightView.of(self.lm_head, "most")
+        if self.gate is not None:
+            views |= {f"{GATE}.weight": WeightView(self.gate[0][1:])}
+            views |= {f"{GATE}.bias": WeightView(self.gate[1][1:])}
         return views | layer_views("model.layers.{}", matrices, norms, config.norm_offset, rows)
 
 
@@ -257,21 +272,44 @@ class LlamaModel(Decoder):
         not changed (and may be what comes back when all is skipped). On the CPU a row's result is
         the same bit for bit whatever runs beside it.
         """
+        size, skipped = self.config.stack_size, (skip_attention, skip_mlp)
+        if not self._is_looped:
+            return self._stretch(0, range(begin, end), hidden, kv, batch, *skipped)
+        for first in range(begin // size * size, end, size):
+            some = range(max(begin - first, 0), min(end - first, size))
+            hidden = self._stretch(first, some, hidden, kv, batch, *skipped)
+            if some.stop == size:
+                hidden = ops.add_normed(hidden, self._head_norm, eps=self._eps)
+        return hidden
+
+    def _stretch(
+        self,
+        first: int,
+        layers: range,
+        hidden: Tensor,
+        kv: KVCache,
+        batch: AttentionBatch,
+        skip_attention: frozenset[int],
+        skip_mlp: frozenset[int],
+    ) -> Tensor:
+        """The residual stream after some layers of the stack, of the loop whose first layer has the
+        number ``first``."""
         if not self.calls_single_ops:
             cos_sin, layer_ropes = self.tables(kv)
+            k, v, key_scales, value_scales = kv.stretch(first, first + self.config.stack_size)
             return ops.decoder_layers(
                 hidden,
                 self._stacked,
-                kv.k,
-                kv.v,
+                k,
+                v,
                 batch.slot_mapping,
                 batch.positions,
                 cos_sin,
                 batch.page_table,
                 batch.seq_lens,
                 batch.query_start_loc,
-                begin_layer=begin,
-                end_layer=end,
+                begin_layer=layers.start,
+                end_layer=layers.stop,
                 scale=self.attention_scale,
                 eps=self.config.rms_norm_eps,
                 sliding_window=self._windows,
@@ -279,20 +317,27 @@ class LlamaModel(Decoder):
                 residual_multiplier=self.config.residual_multiplier,
                 soft_cap=self._soft_cap,
                 layer_ropes=layer_ropes,
-                skip_attention=self._flags.of(skip_attention),
-                skip_mlp=self._flags.of(skip_mlp),
+                skip_attention=self._skipped(first, skip_attention),
+                skip_mlp=self._skipped(first, skip_mlp),
                 fixed_split_size=self._keys_per_split,
-                key_scales=kv.key_scales,
-                value_scales=kv.value_scales,
+                key_scales=key_scales,
+                value_scales=value_scales,
                 causal=batch.causal,
             )
-        for index in range(begin, end):
-            if index not in skip_attention:
+        for index in layers:
+            if first + index not in skip_attention:
                 # What an exit check or the begin of a round has just written is read in order.
-                hidden = self._attention(index, hidden, kv, batch, places=index > begin)
-            if index not in skip_mlp:
+                places = index > layers.start
+                hidden = self._attention(first + index, hidden, kv, batch, places=places)
+            if first + index not in skip_mlp:
                 hidden = self._mlp(self._layers[index], hidden)
         return hidden
+
+    def _skipped(self, first: int, layers: frozenset[int]) -> Tensor | None:
+        """Flags of the stack's layers, in the loop whose first layer has the number ``first``."""
+        if first and layers:
+            layers = frozenset(layer - first for layer in layers)
+        return self._flags.of(layers)
 
     def whole_text(self, length: int) -> AttentionBatch:
         """The batch of one text alone, in the first page of a cache whose pages hold all of it."""
@@ -308,7 +353,7 @@ class LlamaModel(Decoder):
     def queries(self, layer: int, hidden: Tensor) -> Tensor:
         """Queries of a layer, from 0, of the state before: [num_rows, num_q_heads, head_dim], not
         rotated."""
-        config, weights = self.config, self._layers[layer]
+        config, weights = self.config, self._layers[layer % self.config.stack_size]
         rows = self.linear(hidden, weights.qkv, norm=weights.attention_norm)
         q, norm = rows[:, : config.q_size], weights.q_norm
         if norm is not None and config.qk_norm == "projection":
@@ -321,11 +366,11 @@ class LlamaModel(Decoder):
     def cos_sin(self, num_positions: int, layer: int) -> Tensor:
         """Of the queries of a layer, from 0: float32 [num_positions or more, rotary_dim], as
         :func:`append_kv` takes it."""
-        return self._ropes.reaching(num_positions)[self._ropes.places[layer][0]]
+        return self._ropes.reaching(num_positions)[self._places(layer)[0]]
 
     def turn_alike(self, layers: Iterable[int]) -> bool:
         """Whether queries of these layers are rotated alike."""
-        return len({self._ropes.places[layer][0] for layer in layers}) <= 1
+        return len({self._places(layer)[0] for layer in layers}) <= 1
 
     def no_keys(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """Keys that go nowhere, which :meth:`rotate` takes: the keys, and slots of -1."""
@@ -355,7 +400,7 @@ class LlamaModel(Decoder):
         ops.append_kv(
             *(q, keys, keys, k_cache, v_cache, slots),
             positions=positions,
-            cos_sin=self._tables(kv)[self._ropes.places[layer][0]],
+            cos_sin=self._tables(kv)[self._places(layer)[0]],
             key_scales=scales[0],
             value_scales=scales[1],
         )
@@ -395,25 +440,55 @@ class LlamaModel(Decoder):
         """Write keys and values of the layers that each row skipped, from its exit state.
 
         Row t fills layers ``exit_layer[t]..num_layers-1`` (int32) at ``slot_mapping[t]``, each with
-        the layer's own norm, projection and rotary embedding. (Early-exit framework §3.2.)
+        the layer's own norm, projection and rotary embedding. (Early-exit framework §3.2.) Of a
+        looped model a layer of the stack makes the same of that state in each loop: it is computed
+        for the last one, and copied to the others that the row skipped.
         """
         cos_sin, layer_ropes = self.tables(kv)
+        first = self.config.num_layers - self.config.stack_size
+        k, v, key_scales, value_scales = kv.stretch(first, self.config.num_layers)
         ops.kv_fill(
             hidden,
             exit_layer,
             self.weights.attention_norm,
             self._kv,
-            kv.k,
-            kv.v,
+            k,
+            v,
             slot_mapping,
             k_norm_weight=self.weights.k_norm,
             positions=positions,
             cos_sin=cos_sin,
             eps=self.config.rms_norm_eps,
-            key_scales=kv.key_scales,
-            value_scales=kv.value_scales,
+            key_scales=key_scales,
+            value_scales=value_scales,
             layer_ropes=layer_ropes,
+            first_layer=first,
         )
+        if first:
+            self._share(exit_layer, kv, slot_mapping, from_last=True)
+
+    def share_kv(self, exit_layer: Tensor, kv: KVCache, slot_mapping: Tensor) -> None:
+        """Write keys and values of the loops that each row skipped: copies of those of the last
+        loop that ran, in place of :meth:`fill_kv`."""
+        self._share(exit_layer, kv, slot_mapping, from_last=False)
+
+    def _share(
+        self, exit_layer: Tensor, kv: KVCache, slot_mapping: Tensor, *, from_last: bool
+    ) -> None:
+        ops.share_kv(
+            exit_layer, kv.k, kv.v, slot_mapping, self.config.stack_size, from_last=from_last
+        )
+
+    @property
+    def gate(self) -> ops.MlpMeasure | None:
+        """The measure of a looped model's exit gate: the probability of exiting after a loop, of
+        its state, for a row that has not exited before. None: the model has no gate."""
+        found = self.weights.gate
+        return None if found is None else ops.MlpMeasure(*found)
+
+    def _places(self, layer: int) -> tuple[int, int]:
+        """The tables of a layer's queries and of its keys."""
+        return self._ropes.places[layer % self.config.stack_size]
 
     def _tables(self, kv: KVCache) -> Tensor:
         """The tables of all positions that a sequence in the cache can be at: each has its slot."""
@@ -429,10 +504,11 @@ class LlamaModel(Decoder):
     ) -> Tensor:
         """``places``: nothing under way writes slots or positions. Where rows are in the cache is
         written before the kernel that appends keys has begun."""
-        config, layer = self.config, self._layers[index]
+        config, of_stack = self.config, index % self.config.stack_size
+        layer = self._layers[of_stack]
         k_cache, v_cache = kv.layers[index]
         key_scales, value_scales = kv.layer_scales[index]
-        tables, (of_queries, of_keys) = self._tables(kv), self._ropes.places[index]
+        tables, (of_queries, of_keys) = self._tables(kv), self._places(index)
         append = ops.AppendKv(
             k_cache,
             v_cache,
@@ -463,7 +539,7 @@ class LlamaModel(Decoder):
             scale=self.attention_scale,
             soft_cap=self._soft_cap,
             causal=batch.causal,
-            sliding_window=config.layer_windows[index],
+            sliding_window=config.layer_windows[of_stack],
             fixed_split_size=self._keys_per_split,
             arrivals=kv.arrivals,
             key_scales=key_scales,

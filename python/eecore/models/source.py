@@ -29,15 +29,15 @@ class ModelSource:
     weights: str | None
     """``int8``, ``int4``, or None for those of the dtype, or of a model that is quantised."""
 
-    def exit_agreement(self, num_layers: int) -> tuple[float, ...] | None:
-        """The agreement of each exit layer with the last one, as :func:`exits_file` says; None
-        without.
+    def exit_agreement(self, exit_layers: range) -> tuple[float, ...] | None:
+        """The agreement of each of the model's exit layers with the last one, as :func:`exits_file`
+        says; None without.
 
         A file that says anything else, or of a model with other layers, is not used, with a
         warning: nothing but speed hangs on it.
         """
         try:
-            return _agreement(exits_file(self.directory), num_layers)
+            return _agreement(exits_file(self.directory), exit_layers)
         except ModelError as error:
             warnings.warn(f"{error}; it is not used", stacklevel=2)
             return None
@@ -67,16 +67,16 @@ def exits_file(path: Path) -> Path:
     return path / "exits.json" if path.is_dir() else path.with_suffix(".exits.json")
 
 
-def _agreement(path: Path, num_layers: int) -> tuple[float, ...] | None:
+def _agreement(path: Path, exit_layers: range) -> tuple[float, ...] | None:
     """What ``eecore sweep --write`` measured, or else what training did."""
     fields = JsonFields.read_if_there(path, ModelError)
     measured = fields.inner("sweep") or fields.inner("held_out")
     if measured is None:
         return None
-    fields.integer("num_layers", num_layers, num_layers)
+    fields.integer("num_layers", exit_layers[-1], exit_layers[-1])
     agreement: tuple[float, ...] = measured.numbers("agreement", 0.0, 1.0)
-    if len(agreement) != num_layers:
-        raise measured.wrong("agreement", f"{num_layers} numbers", list(agreement))
+    if len(agreement) != len(exit_layers):
+        raise measured.wrong("agreement", f"{len(exit_layers)} numbers", list(agreement))
     return agreement
 
 

@@ -10,11 +10,12 @@ from torch import Tensor
 from eecore.ops.registered import compiled
 from eecore.ops.weights import Matrix
 
-__all__ = ["AppendKv", "append_kv", "kv_fill", "paged_attention"]
+__all__ = ["AppendKv", "append_kv", "kv_fill", "paged_attention", "share_kv"]
 
 _append_kv = compiled("append_kv")
 _kv_fill = compiled("kv_fill")
 _paged_attention = compiled("paged_attention")
+_share_kv = compiled("share_kv")
 
 
 class AppendKv(NamedTuple):
@@ -241,16 +242,17 @@ def kv_fill(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
     layer_ropes: Tensor | None = None,
+    first_layer: int = 0,
 ) -> None:
     """Fill the KV cache of the layers that each row skipped, all layers in one call.
 
-    For row t and every layer l >= exit_layer[t], layer l's own norm, K/V projection, k-norm and
-    rotary are applied to hidden[t] and written to the row's slot of layer l. (Early-exit framework
-    §3.2; CALM §3.1.)
+    For row t and every layer l >= exit_layer[t] - first_layer, layer l's own norm, K/V projection,
+    k-norm and rotary are applied to hidden[t] and written to the row's slot of layer l.
+    (Early-exit framework §3.2; CALM §3.1.)
 
     Args:
         hidden: [num_tokens, hidden_size], each row's exit state before any norm.
-        exit_layer: int32 [num_tokens], 0..num_layers; num_layers fills nothing.
+        exit_layer: int32 [num_tokens], 0..first_layer + num_layers; the last one fills nothing.
         norm_weight: [num_layers, hidden_size], the norms before attention; None: there are none.
         kv: [num_layers, 2 * num_kv_heads * head_dim, hidden_size], K rows then V rows; any layer
             and row stride, so a view of a stacked QKV matrix does.
@@ -268,6 +270,8 @@ def kv_fill(
         value_scales: float32 [num_layers, num_kv_heads], likewise.
         layer_ropes: int32 [num_layers, 2]: of ``cos_sin`` the table of each layer's queries, and
             that of its keys.
+        first_layer: the number of the first of these layers, as ``exit_layer`` counts them: those
+            of a looped model's last loop follow all others.
     """
     _kv_fill(
         hidden,
@@ -287,4 +291,35 @@ def kv_fill(
         key_scales,
         value_scales,
         layer_ropes,
+        first_layer,
     )
+
+
+def share_kv(
+    exit_layer: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    loop_layers: int,
+    *,
+    from_last: bool = False,
+) -> None:
+    """Copy keys and values to the layers of a looped model that each row skipped.
+
+    Layers are numbered through all loops: loop * loop_layers + layer of the stack. For row t and
+    every layer l >= exit_layer[t], what its slot holds in the same layer of the stack of the last
+    loop that ran for the row is copied to its slot of layer l.
+
+    Args:
+        exit_layer: int32 [num_tokens], 0..num_layers: layers from there on get copies; one that did
+            not run in any loop gets none.
+        k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], of any dtype of a
+            cache, any strides with contiguous head_dim. What is in float8 has the same scales in
+            all loops.
+        v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], likewise.
+        slot_mapping: int64 [num_tokens]; -1 copies nothing.
+        loop_layers: layers of the stack, a divisor of num_layers.
+        from_last: the copies are of the last loop, which :func:`kv_fill` has filled; not of the
+            last one that ran.
+    """
+    _share_kv(exit_layer, k_cache, v_cache, slot_mapping, loop_layers, from_last)

@@ -209,7 +209,7 @@ class ExitingRows(NamedTuple):
     measured_at: Tensor
     """int32 [num_rows]: the layer of ``confidence``."""
     confidence: Tensor
-    """float32 [num_rows], as measured last."""
+    """float32 [num_rows], as measured last, or of all that was measured."""
     token: Tensor
     """int64 [num_rows], the head's at ``token_at``."""
     logprob: Tensor
@@ -288,6 +288,7 @@ def exit_rows(
     decide: bool = True,
     measure: SoftmaxMeasure | CosineMeasure | MlpMeasure | None = None,
     condition: int | None = None,
+    cumulative: bool = False,
 ) -> None:
     """Take over what was measured after a layer, or measure it here, and let rows leave.
 
@@ -311,6 +312,10 @@ def exit_rows(
             head is read only where some row is asked.
         condition: of :func:`captured_condition`: the body that it is for runs where a row stays.
             Only on CUDA, on a stream that is captured.
+        cumulative: what is measured is the probability of exiting here for a row that has not
+            exited before; its confidence is that of exiting here or before,
+            ``1 - prod_i (1 - measured_i)`` over all layers at which it was measured. Without a
+            head.
     """
     if measure is not None and (confidence is not None or head is not None):
         raise ValueError("measure: expected None with a confidence or a head, got both")
@@ -341,6 +346,7 @@ def exit_rows(
         active.seq_lens,
         **given,
         condition=condition,
+        cumulative=cumulative,
     )
 
 

@@ -19,7 +19,7 @@ _skinny_linear = compiled("skinny_linear")
 def add_normed(
     x: Tensor,
     norm_weight: Tensor,
-    residual: Tensor,
+    residual: Tensor | None = None,
     *,
     eps: float = 1e-6,
     multiplier: float = 1.0,
@@ -33,7 +33,8 @@ def add_normed(
     Args:
         x: [num_tokens, hidden_size], any row stride.
         norm_weight: [hidden_size].
-        residual: [num_tokens, hidden_size], any row stride; ``out`` itself, or apart from it.
+        residual: [num_tokens, hidden_size], any row stride; ``out`` itself, or apart from it. None:
+            there is nothing to add to, and the multiple of the norm is all.
         eps: of the RMS norm.
         multiplier: of the normed rows.
         out: [num_tokens, hidden_size], any row stride that keeps rows apart.

@@ -88,7 +88,8 @@ class Chooser:
         self._max_ahead, self._at_once = max_ahead, at_once
         self._num_layers, self._agreement = num_layers, agreement
         self.costs = Costs()
-        self.exit_layers = best_exit_layers(agreement)
+        self._loop = num_layers // len(agreement or (1,) * num_layers)  # layers between exits
+        self.exit_layers = best_exit_layers(agreement, self._loop)
         """Layers that may draft where a policy names none."""
         self.odds_of_all = Odds(self._expected)
         """Odds of which those of each request begin."""
@@ -110,7 +111,9 @@ class Chooser:
             return (about + 0.5) / 10
         if (source, about - 1) in self.odds_of_all.counts:
             return self.odds_of_all.share((source, about - 1))
-        return 0.5 if self._agreement is None else self._agreement[int(source[6:]) - 1]
+        if self._agreement is None:
+            return 0.5
+        return self._agreement[int(source[6:]) // self._loop - 1]
 
     def odds(self, draft: DraftState) -> Odds:
         """The odds of a request, which begin as those of all."""
@@ -361,18 +364,23 @@ def _between(times: Times, place: float) -> float:
     return times.at(low) + (place - low) * (times.at(low + 1) - times.at(low))
 
 
-def best_exit_layers(agreement: Ordered[float] | None) -> tuple[int, ...]:
-    """Exit layers whose drafts promise most, by what a layer and a draft cost: at most two."""
+def best_exit_layers(agreement: Ordered[float] | None, step: int = 1) -> tuple[int, ...]:
+    """Exit layers whose drafts promise most, by what a layer and a draft cost: at most two.
+
+    Args:
+        agreement: of each exit layer with the last one.
+        step: layers from an exit layer to the next: those of a loop.
+    """
     if agreement is None:
         return ()
-    num_layers = len(agreement)
+    count_exits = len(agreement)
 
-    def gain(layer: int) -> float:
-        share, step = agreement[layer - 1], layer / num_layers + FIRST_COST
+    def gain(place: int) -> float:
+        share, step = agreement[place - 1], place / count_exits + FIRST_COST
         return max(
             sum(share**k for k in range(count + 1)) / (1 + count * (step + FIRST_COST))
             for count in range(1, 9)
         )
 
-    gains = sorted(((gain(layer), layer) for layer in range(1, num_layers)), reverse=True)
-    return tuple(layer for value, layer in gains[:2] if value > MIN_GAIN)
+    gains = sorted(((gain(place), place) for place in range(1, count_exits)), reverse=True)
+    return tuple(place * step for value, place in gains[:2] if value > MIN_GAIN)

@@ -41,20 +41,20 @@ class DraftState:
     """What rounds with a draft head gave the request, by the bit length of their requests."""
 
 
-def draft_state(sequence: Sequence, num_layers: int, guided: Guided | None = None) -> DraftState:
+def draft_state(sequence: Sequence, exit_layers: range, guided: Guided | None = None) -> DraftState:
     """The state of a request, made when it is first asked for.
 
     Args:
         sequence: the request.
-        num_layers: of the model.
+        exit_layers: of the model, the last one full depth.
         guided: the beginning of its guide, if it has one.
     """
     state: DraftState | None = sequence.draft
     if state is None:
-        route = make_route(sequence.exit, num_layers, sequence.sampling.temperature > 0.0)
+        route = make_route(sequence.exit, exit_layers, sequence.sampling.temperature > 0.0)
         if guided is not None and route.path is not None and not route.path.is_given:
             # Drafts have to be known before the masks after them can be.
-            route = Route(sequence.exit, num_layers, path=GIVEN)
+            route = Route(sequence.exit, exit_layers[-1], path=GIVEN)
         stop = None
         if route.adaptive:
             assert route.draft_threshold is not None
@@ -69,6 +69,6 @@ def guided_of(sequence: Sequence) -> Guided | None:
     return None if state is None else state.guided
 
 
-def route_of(sequence: Sequence, num_layers: int) -> Route:
+def route_of(sequence: Sequence, exit_layers: range) -> Route:
     """The route of a request."""
-    return draft_state(sequence, num_layers).route
+    return draft_state(sequence, exit_layers).route

@@ -49,7 +49,7 @@ class Planner:
     """
 
     def __init__(self, model: Network, num_threads: int = 1, history_tokens: int = 0) -> None:
-        self._model, self._num_layers = model, model.config.num_layers
+        self._model, self._exit_layers = model, model.config.exit_layers
         self.num_threads = num_threads
         self.past = PastOutputs(history_tokens) if history_tokens else None
         """The outputs of requests that have ended, where they are kept."""
@@ -72,10 +72,14 @@ class Planner:
         key = self.num_threads, head
         chooser: Chooser | None = self._model.learnt.get(key)
         if chooser is None:
-            agreement = None if source is None else source.exit_agreement(self._num_layers)
+            agreement = None if source is None else source.exit_agreement(self._exit_layers)
             of_head = () if head is None else head.agreement
             chooser = self._model.learnt[key] = Chooser(
-                self._num_layers, agreement, of_head, max_ahead(head), isinstance(head, BlockHead)
+                self._exit_layers[-1],
+                agreement,
+                of_head,
+                max_ahead(head),
+                isinstance(head, BlockHead),
             )
         return chooser
 
@@ -103,7 +107,7 @@ class Planner:
         rows: list[Row] = []
         free: list[int] = []
         for work in works:
-            draft = draft_state(work.sequence, self._num_layers)
+            draft = draft_state(work.sequence, self._exit_layers)
             route = draft.route
             if route.auto is not None:
                 draft.past = self.past
@@ -231,7 +235,7 @@ class Planner:
         if not goes_on:
             self._last = rows if path is None else None
             ways = {(row.route.depth, row.route.points) for row in rows}
-            self._is_full = ways == {(self._num_layers, ())}
+            self._is_full = ways == {(self._exit_layers[-1], ())}
         is_full = goes_on and self._is_full
         if is_full and self.held is None:  # nothing depends on it: it is to cost nothing
             self._num_plain += 1

@@ -18,7 +18,10 @@ from eecore.exits import (
     SelfSpeculative,
 )
 
-__all__ = ["GIVEN", "Check", "DraftPath", "Route", "make_route"]
+__all__ = ["GAPS", "GIVEN", "Check", "DraftPath", "Route", "make_route"]
+
+GAPS = ("softmax", "cut")
+"""The measures that the head gives at the last layer anyway."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,9 @@ class Route:
         points: exit points, ascending.
         check: what is measured there; None where a row leaves without being measured.
         together: rows leave when all rows with ``together`` are accepted, none before.
-        fills: skipped layers get their keys and values from the exit state.
+        records: layers after which the check is made and no row leaves by it.
+        fills: skipped layers get keys and values: from the exit state, unless it shares.
+        shares: those of skipped loops are copies of the last loop that ran.
         path: how it drafts; None for a request that does not speculate.
         draft_threshold: a draft ends with a token that is below it; None never ends one.
         adaptive: the threshold follows the acceptance rate.
@@ -77,8 +82,10 @@ class Route:
     depth: int
     points: tuple[int, ...] = ()
     check: Check | None = None
+    records: tuple[int, ...] = ()
     together: bool = False
     fills: bool = False
+    shares: bool = False
     path: DraftPath | None = None
     draft_threshold: float | None = None
     adaptive: bool = False
@@ -105,18 +112,22 @@ class Route:
         return [self.policy.threshold_at(point, t, max_tokens) for point in self.points]
 
 
-def make_route(policy: Exit, num_layers: int, sampled: bool) -> Route:
-    """The route of a policy on a model of ``num_layers`` layers."""
+def make_route(policy: Exit, exit_layers: range, sampled: bool) -> Route:
+    """The route of a policy on a model with these exit layers, the last one full depth."""
+    num_layers = exit_layers[-1]
     if isinstance(policy, FixedExit):
         return Route(policy, policy.exit_layer)
     if isinstance(policy, ConfidentExit):
+        points = tuple(sorted(policy.points(exit_layers)))
         return Route(
             policy,
             num_layers,
-            points=tuple(sorted(policy.points(num_layers))),
+            points=points,
             check=Check(policy.measure, policy.classifier),
+            records=_records(policy.measure, points, exit_layers),
             together=policy.batch == "all",
             fills=True,
+            shares=policy.fill == "last",
         )
     if isinstance(policy, SelfSpeculative):
         return Route(
@@ -155,3 +166,11 @@ def make_route(policy: Exit, num_layers: int, sampled: bool) -> Route:
             adaptive=policy.adaptive,
         )
     return Route(policy, num_layers)
+
+
+def _records(measure: Measure, points: tuple[int, ...], exit_layers: range) -> tuple[int, ...]:
+    """The exit layers at which a measure is taken though no row leaves by it."""
+    if measure == "gate":  # whose confidence is made of all loops so far
+        last = max(points, default=0)
+        return tuple(layer for layer in exit_layers if layer < last and layer not in points)
+    return () if measure in GAPS else (exit_layers[-1],)

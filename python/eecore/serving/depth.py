@@ -82,7 +82,7 @@ class Depths:
 
 def recommended(
     policies: Policies,
-    num_layers: int,
+    exit_layers: range,
     source: Any,
     agreement: Sequence[float] | None,
     vocabulary: str | None,
@@ -91,7 +91,7 @@ def recommended(
 
     Args:
         policies: the parser.
-        num_layers: the number of the model's layers.
+        exit_layers: the model's, the last one full depth.
         source: the model's identity; a calibration for another model is not listed.
         agreement: for each exit layer the share of tokens that are the last layer's, where the
             model reports it.
@@ -100,8 +100,8 @@ def recommended(
     names = ["full", "auto"]
     if vocabulary is not None:
         names.append("head")
-    for layer, share in enumerate(agreement or (), 1):
-        if share >= AGREEMENT and layer < num_layers:
+    for layer, share in zip(exit_layers[:-1], agreement or (), strict=False):
+        if share >= AGREEMENT:
             names.append(f"speculative:{layer},{NUM_DRAFTS}")
             break
     for measure in MEASURES:

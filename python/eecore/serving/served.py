@@ -176,7 +176,7 @@ class ServedModel:
         """
         said = self.says(asked) or self.depths.default
         policy = self.depths.chosen(None if asked == self.name else said)
-        policy.check(self.num_layers, self.model.config.hidden_size)
+        policy.check(self.model.config)
         return self._card(asked, said)
 
     def _card(self, name: str, said: str) -> dict[str, Any]:

@@ -101,10 +101,10 @@ def service_of(model: Servable, settings: ServerSettings) -> Service:
     config = model.config
     aliases = settings.aliases
     if aliases is None:
-        agreement = None if source is None else source.exit_agreement(config.num_layers)
+        agreement = None if source is None else source.exit_agreement(config.exit_layers)
         head = model.network.draft_head
         vocabulary = None if head is None else head.vocabulary_sha256
-        aliases = recommended(policies, config.num_layers, source, agreement, vocabulary)
+        aliases = recommended(policies, config.exit_layers, source, agreement, vocabulary)
     usual = settings.exit or usual_exit(model.network.device)
     depths = Depths(policies, usual, settings.allow_exit, aliases)
     if settings.allow_exit is not None:

@@ -323,7 +323,7 @@ def test_a_written_sweep_has_auto_draft_with_first_layers(
     assert run([*words, "--write"]) == 0
     shown = capsys.readouterr().out
     source = ModelSource(model, "float32", None)
-    agreement = source.exit_agreement(12)
+    agreement = source.exit_agreement(range(1, 13))
     assert agreement is not None
     assert agreement[-1] == 1.0
     layers = best_exit_layers(agreement)
@@ -356,4 +356,4 @@ def test_the_record_of_a_gguf_file_is_beside_it(tmp_path: Path) -> None:
     cells = (SweepCell(1, 2, 0.5, 10.0, 1.2),)
     found = Sweep(3, 5.0, cells, 1.1, agreement=(0.5, 0.75, 1.0), agreement_tokens=8)
     assert found.record(file) == tmp_path / "some.model.exits.json"
-    assert ModelSource(file, "float32", None).exit_agreement(3) == (0.5, 0.75, 1.0)
+    assert ModelSource(file, "float32", None).exit_agreement(range(1, 4)) == (0.5, 0.75, 1.0)

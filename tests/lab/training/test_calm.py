@@ -22,6 +22,7 @@ from eecore.lab.training import (
     train_exit_classifier,
 )
 from eecore.lab.training.calm import agreement_labels, classifier_loss
+from tiny_models import shape
 
 
 def test_loss_weights_by_hand() -> None:
@@ -90,7 +91,7 @@ def test_the_classifier_learns_where_exits_are_right(
     assert loaded.weight2 is None
     with safe_open(str(path), "pt") as file:
         assert file.metadata()["model_sha256"] == "abc"
-    eecore.ConfidentExit(0.5, measure="classifier", classifier=loaded).check(3, 16)
+    eecore.ConfidentExit(0.5, measure="classifier", classifier=loaded).check(shape(3, 16))
 
     # It is surer where an exit agrees than where it does not.
     batch = collate(pairs, range(40))

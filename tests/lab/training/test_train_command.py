@@ -273,7 +273,11 @@ def test_the_exit_classifier(
     ("options", "code", "message"),
     [
         (("--steps", "3", "--epochs", "1"), USAGE, "--steps: expected it or --epochs, got both"),
-        (("--loss", "focal"), USAGE, "--loss: expected layerskip, calm or last, got focal"),
+        (
+            ("--loss", "focal"),
+            USAGE,
+            "--loss: expected layerskip, calm, last, looped or gate, got focal",
+        ),
         (
             ("--loss", "calm", "--e-scale", "0.1"),
             USAGE,

@@ -75,13 +75,13 @@ def layerskip(
 
     examples = prompts.read()
     config = read_config(directory)
-    words = mode or _default_modes(config.num_layers)
+    words = mode or _default_modes(config.exit_layers)
     policies = [
         ExitOptions(word, skips=skips if word.startswith("draft-verify") else None).policy()
         for word in words
     ]
     for policy in policies:
-        policy.check(config.num_layers, config.hidden_size)
+        policy.check(config)
     chosen = None
     if layers is not None:
         chosen = () if layers == "none" else parse_layers("--layers", layers)
@@ -147,7 +147,7 @@ def sweep(
     texts = [example.prompt for example in prompts.read()]
     drafts = parse_layers("--num-drafts", num_drafts, what="numbers")
     config = read_config(directory)
-    layers = default_exit_layers(config.num_layers)
+    layers = default_exit_layers(config.exit_layers)
     if exit_layers is not None:
         layers = list(parse_layers("--exit-layers", exit_layers))
     for flag, given in (("--exit-layers", layers), ("--num-drafts", drafts)):
@@ -155,7 +155,7 @@ def sweep(
             raise UsageError(f"{flag}: expected one or more, got none")
     for layer in layers:
         for count in drafts:
-            SelfSpeculative(layer, count).check(config.num_layers, config.hidden_size)
+            SelfSpeculative(layer, count).check(config)
     if out is not None:
         plots.figure((1, 1))  # raises where matplotlib is missing
     if write:
@@ -215,8 +215,10 @@ def sweep(
     return 0
 
 
-def _default_modes(num_layers: int) -> list[str]:
-    exits = sorted({max(1, min(num_layers - 1, num_layers * i // 4)) for i in (1, 2, 3)})
+def _default_modes(exit_layers: range) -> list[str]:
+    from eecore.lab.evaluation.sweep import default_exit_layers
+
+    exits = default_exit_layers(exit_layers, 4)
     return [f"fixed:{e}" for e in exits] + [f"speculative:{e},6" for e in exits]
 
 

@@ -155,7 +155,7 @@ def calm(
     policies = exits.policies(directory)
     config = read_config(directory)
     for policy in policies:
-        policy.check(config.num_layers, config.hidden_size)
+        policy.check(config)
     calibrated = next((policy for policy in policies if policy.calibration is not None), None)
     report = evaluate_calm(
         loading.load(directory, calibrated),

@@ -20,7 +20,8 @@ from eecore.lab.commands.settings import MAX_BATCH, MAX_STEPS, Kept, Rates, say_
 from eecore.readable import is_file, kind_of, shown_path
 
 if TYPE_CHECKING:
-    from eecore.lab.training import LossWeights, TokenData
+    from eecore.lab.training import TokenData
+    from eecore.lab.training.recipe import Loss
     from eecore.models import Tokenizer
 
 __all__ = ["Sequences", "train", "training_device"]
@@ -78,7 +79,13 @@ class Exits:
     loss: str = option(
         "layerskip",
         "layerskip: every layer under a curriculum; calm: every layer, weighted by depth; "
-        "last: no early exits.",
+        "last: no early exits. Of a looped model also looped: every loop, weighted by its exit "
+        "probability; gate: its exit gate alone.",
+    )
+    entropy: float | None = option(
+        None,
+        "looped: how much the entropy of the exit probabilities counts.",
+        show_default="1",
     )
     e_scale: float | None = option(
         None, "layerskip: the weight of earlier layers, 0..1.", show_default="1"
@@ -100,10 +107,18 @@ class Exits:
         show_default="constant, from scratch exponential",
     )
 
-    def weights(self) -> LossWeights:
+    def weights(self) -> Loss:
         """The loss that the options name."""
-        from eecore.lab.training import CalmLoss, EarlyExitLoss, LastLayerLoss
+        from eecore.lab.training import (
+            CalmLoss,
+            EarlyExitLoss,
+            GateLoss,
+            LastLayerLoss,
+            LoopedLoss,
+        )
 
+        if self.entropy is not None and self.loss != "looped":
+            raise UsageError(f"--entropy: goes with --loss looped, got --loss {self.loss}")
         if self.loss == "layerskip":
             name, _, rotation = (self.curriculum or "gradual").partition(":")
             if rotation and not rotation.isdecimal():
@@ -115,16 +130,22 @@ class Exits:
                 name,  # type: ignore[arg-type]
                 int(rotation) if rotation else None,
             )
-        if self.loss not in ("calm", "last"):
-            raise UsageError(f"--loss: expected layerskip, calm or last, got {self.loss}")
+        if self.loss not in ("calm", "last", "looped", "gate"):
+            raise UsageError(
+                f"--loss: expected layerskip, calm, last, looped or gate, got {self.loss}"
+            )
         for flag, value in (("--e-scale", self.e_scale), ("--curriculum", self.curriculum)):
             if value is not None:
                 raise UsageError(f"{flag}: expected none with --loss {self.loss}, got {value}")
+        if self.loss == "looped":
+            return LoopedLoss() if self.entropy is None else LoopedLoss(self.entropy)
+        if self.loss == "gate":
+            return GateLoss()
         return CalmLoss() if self.loss == "calm" else LastLayerLoss()
 
-    def settings(self, loss: LossWeights) -> dict[str, object]:
+    def settings(self, loss: Loss) -> dict[str, object]:
         """The settings of the loss, defaults filled in."""
-        found = {name: getattr(loss, name, None) for name in ("e_scale", "curriculum")}
+        found = {name: getattr(loss, name, None) for name in ("e_scale", "curriculum", "entropy")}
         if rotation := getattr(loss, "rotation", None):
             found["curriculum"] = f"rotational:{rotation}"
         return found
@@ -238,7 +259,7 @@ def _train(
     exits: Exits,
     optimizer: Optimizer,
     run: Run,
-    loss: LossWeights,
+    loss: Loss,
     where: str,
     threads: int | None,
     num_processes: int,

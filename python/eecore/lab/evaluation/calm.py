@@ -74,7 +74,8 @@ def evaluate_calm(
         if policy.calibration is not None:
             policy.calibration.check_model(model.network.source)
     num_layers = model.config.num_layers
-    techniques: list[Exit] = [FixedExit(max(1, num_layers // 2))]
+    exits = model.config.exit_layers
+    techniques: list[Exit] = [FixedExit(exits[max(1, len(exits) // 2) - 1])]
     techniques += [_in_mode(policy, mode) for policy in policies for mode in batch_modes]
     rows: list[CalmRow] = []
     for size in batch_sizes:

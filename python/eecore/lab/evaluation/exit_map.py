@@ -20,7 +20,7 @@ from eecore.depth_colours import depth_colour
 from eecore.errors import RequestError
 from eecore.exits import ConfidentExit, Exit, FixedExit
 from eecore.generation import Model
-from eecore.models import Network
+from eecore.models import LlamaModel, Network
 
 __all__ = ["ExitMap", "MapToken", "map_exits"]
 
@@ -139,7 +139,8 @@ def map_exits(
         raise RequestError("exits: expected either a text or max_tokens, got both or neither")
     if text and not isinstance(policy, ConfidentExit):
         raise RequestError(f"exits: expected ConfidentExit for a given text, got {policy!r}")
-    policy.check(config.num_layers, config.hidden_size)
+    policy.check(config)
+    policy = policy.settled(config)
     given = tokenizer.encode(prompt)
     if not given:
         raise RequestError("prompt: expected one token or more, got none")
@@ -157,12 +158,14 @@ def map_exits(
     measured = policy if isinstance(policy, ConfidentExit) else ConfidentExit()
     table = _confidences(model.network, sequence, measured)
     if exit_layers is None:
-        exit_layers = [_exit(measured, row, t, len(learnt)) for t, row in enumerate(table)]
+        exit_layers = [
+            _exit(measured, config.exit_layers, row, t, len(learnt)) for t, row in enumerate(table)
+        ]
     decoder = tokenizer.incremental(given if sequence.input_ids is None else ())
     pieces = [decoder.add(token) for token in learnt]
     lowest = policy.exit_layer if isinstance(policy, FixedExit) else config.num_layers
     if isinstance(policy, ConfidentExit):
-        lowest = min(policy.points(config.num_layers), default=config.num_layers)
+        lowest = min(policy.points(config.exit_layers), default=config.num_layers)
     return ExitMap(
         num_layers=config.num_layers,
         lowest=min([lowest, *exit_layers]),
@@ -178,10 +181,12 @@ def map_exits(
     )
 
 
-def _exit(policy: ConfidentExit, confidences: dict[int, float], t: int, count: int) -> int:
+def _exit(
+    policy: ConfidentExit, exit_layers: range, confidences: dict[int, float], t: int, count: int
+) -> int:
     """The layer at which the policy would have accepted the prediction of token ``t``."""
-    last = max(confidences)
-    for layer in sorted(policy.points(last)):
+    last = exit_layers[-1]
+    for layer in sorted(policy.points(exit_layers)):
         threshold = policy.threshold_at(layer, t, count)
         if threshold < 1.0 and confidences[layer] >= threshold:
             return layer
@@ -194,17 +199,26 @@ def _confidences(
 ) -> list[dict[int, float]]:
     """Confidences by predicted token and exit layer, from one pass through all layers."""
     rows = slice(sequence.first - 1, len(sequence.token_ids) - 1)
-    every = range(1, network.config.num_layers + 1)
+    every = network.config.exit_layers
     columns = [
-        _measured(network, policy, previous[rows], hidden[rows]).tolist()
+        _measured(network, policy, previous[rows], hidden[rows])
         for _, previous, hidden in forced_states(network, sequence, every)
     ]
-    return [dict(enumerate(values, 1)) for values in zip(*columns, strict=True)]
+    if policy.measure == "gate":  # the last loop takes what is left
+        stays = torch.stack([1 - column for column in columns]).cumprod(0)
+        stays[-1] = 0
+        columns = list(1 - stays)
+    by_token = zip(*(column.tolist() for column in columns), strict=True)
+    return [dict(zip(every, values, strict=True)) for values in by_token]
 
 
 def _measured(network: Network, policy: ConfidentExit, previous: Tensor, hidden: Tensor) -> Tensor:
     if policy.measure == "softmax":
         return network.confidence(hidden.contiguous()).confidence
+    if policy.measure == "gate":
+        assert isinstance(network, LlamaModel)
+        assert network.gate is not None
+        return network.gate(hidden.contiguous())
     return measure_states(
         network, policy.measure, policy.classifier, previous.contiguous(), hidden.contiguous()
     )

@@ -123,7 +123,7 @@ def evaluate_layerskip(
     """
     tokenizer = checked_tokenizer(model, metric)
     num_layers = model.config.num_layers
-    chosen = range(1, num_layers + 1) if layers is None else layers
+    chosen = model.config.exit_layers if layers is None else layers
     pairs = [(e.prompt, e.target) for e in examples if e.target is not None]
     exits: list[ExitScore] = []
     if chosen and pairs:

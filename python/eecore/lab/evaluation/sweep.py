@@ -133,9 +133,11 @@ def known_exits(directory: Path, num_layers: int) -> dict[str, Any]:
     return fields.values
 
 
-def default_exit_layers(num_layers: int) -> list[int]:
-    """Exit layers from an eighth to three quarters of the layers, in steps of an eighth."""
-    return sorted({max(1, min(num_layers - 1, num_layers * i // 8)) for i in range(1, 7)})
+def default_exit_layers(exit_layers: range, parts: int = 8) -> list[int]:
+    """Exit layers from one part to three quarters of the layers, in steps of one part."""
+    count = len(exit_layers)
+    shares = range(1, parts * 3 // 4 + 1)
+    return sorted({exit_layers[max(1, min(count - 1, count * i // parts)) - 1] for i in shares})
 
 
 def sweep_speculation(
@@ -171,7 +173,7 @@ def sweep_speculation(
     Raises:
         RequestError: the settings cannot be used; nothing has run then.
     """
-    layers = default_exit_layers(model.config.num_layers) if exit_layers is None else exit_layers
+    layers = default_exit_layers(model.config.exit_layers) if exit_layers is None else exit_layers
     pairs = [(layer, drafts) for layer in layers for drafts in num_drafts]
     if not pairs:
         raise RequestError("sweep: expected some exit layers and numbers of drafts, got none")
@@ -211,6 +213,6 @@ def _agreement(model: Model, full: TimedRun) -> tuple[tuple[float, ...], int]:
         for output in full.outputs
         if output.token_ids
     ]
-    scores = score_exits(model.network, texts, range(1, model.config.num_layers + 1))
+    scores = score_exits(model.network, texts, model.config.exit_layers)
     count = sum(len(text.token_ids) - text.first for text in texts)
     return tuple(score.agreement for score in scores), count

@@ -148,7 +148,7 @@ def time_policies(
     if not prompts:
         raise RequestError("prompts: expected at least one, got none")
     for policy in policies:
-        policy.check(model.config.num_layers, model.config.hidden_size)
+        policy.check(model.config)
     groups = [
         list(prompts[first : first + batch_size]) for first in range(0, len(prompts), batch_size)
     ]

@@ -1,9 +1,9 @@
 """Training for early exit: LayerSkip's and CALM's recipes, as pieces and as a loop.
 
 The parts work alone, on any transformers model that :class:`ExitModel` supports: layer dropout
-(:func:`drop_layers`), losses over exits (:class:`EarlyExitLoss`, :class:`CalmLoss`), the exit
-classifier (:func:`train_exit_classifier`). :func:`train` puts them together. Needs the extra
-``lab``: ``pip install 'eecore[lab]'``.
+(:func:`drop_layers`), losses over exits (:class:`EarlyExitLoss`, :class:`CalmLoss`) and over loops
+(:class:`LoopedLoss`, :class:`GateLoss`), the exit classifier (:func:`train_exit_classifier`).
+:func:`train` puts them together. Needs the extra ``lab``: ``pip install 'eecore[lab]'``.
 """
 
 from eecore.lab.training.calm import (
@@ -24,6 +24,7 @@ from eecore.lab.training.exit_model import ExitModel, ExitScores, evaluate_exits
 from eecore.lab.training.harness import StepReport
 from eecore.lab.training.layer_dropout import LayerDropout, drop_layers
 from eecore.lab.training.loading import StartingPoint, load_starting_point
+from eecore.lab.training.looped_loss import GateLoss, LoopedLoss
 from eecore.lab.training.model_run import TrainingResult, state_path, train
 from eecore.lab.training.recipe import LoraSettings, TrainingConfig
 
@@ -35,8 +36,10 @@ __all__ = [
     "EarlyExitLoss",
     "ExitModel",
     "ExitScores",
+    "GateLoss",
     "LastLayerLoss",
     "LayerDropout",
+    "LoopedLoss",
     "LoraSettings",
     "LossWeights",
     "StartingPoint",

@@ -1,8 +1,9 @@
 """A transformers model as the parts that exits need: layers, the state after each, and the head.
 
 ``h[l]`` is the residual stream after l layers, before the final norm, and ``head(h)`` is the final
-norm and the LM head: every exit shares them (LayerSkip §4.1.2; CALM §3). :func:`evaluate_exits`
-scores the exits on held-out data.
+norm and the LM head: every exit shares them (LayerSkip §4.1.2; CALM §3). The exits of a looped
+model are the ends of its loops, whose states are normed already. :func:`evaluate_exits` scores the
+exits on held-out data.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from eecore.errors import TrainingError
 from eecore.lab.training.data import Batch
 from eecore.lab.training.processes import Processes
 
-__all__ = ["DECODERS", "ENCODER_DECODERS", "ExitModel", "ExitScores", "evaluate_exits"]
+__all__ = ["DECODERS", "ENCODER_DECODERS", "LOOPED", "ExitModel", "ExitScores", "evaluate_exits"]
 
 DECODERS = (
     "LlamaForCausalLM",
@@ -37,16 +38,19 @@ DECODERS = (
     "Ministral3ForCausalLM",
 )
 ENCODER_DECODERS = ("T5ForConditionalGeneration",)
+LOOPED = ("OuroForCausalLM",)
 
 
 @dataclass(frozen=True, eq=False)
 class ExitModel:
-    """Layers, states and head of a model of :data:`DECODERS` or :data:`ENCODER_DECODERS`.
+    """Layers, states and head of a model of :data:`DECODERS`, :data:`ENCODER_DECODERS` or
+    :data:`LOOPED`.
 
     Attributes:
         model: the model that is trained: the transformers model, or the peft model around it.
         base: the transformers model itself.
-        layers: the decoder's layers; the l-th one makes h[l] (l from 1).
+        layers: the decoder's layers; the l-th one makes h[l] (l from 1), in a looped model of each
+            loop.
         encoder_layers: the encoder's; none in a decoder-only model.
     """
 
@@ -69,17 +73,32 @@ class ExitModel:
                 )
             base = model.get_base_model()  # type: ignore[operator]
         name = type(base).__name__
-        if name in DECODERS:
+        if name in (*DECODERS, *LOOPED):
             return ExitModel(model, base, tuple(base.model.layers), ())
         if name in ENCODER_DECODERS:
             return ExitModel(model, base, tuple(base.decoder.block), tuple(base.encoder.block))
         raise TrainingError(
-            f"model: expected one of {', '.join((*DECODERS, *ENCODER_DECODERS))}, got {name}"
+            f"model: expected one of {', '.join((*DECODERS, *LOOPED, *ENCODER_DECODERS))}, "
+            f"got {name}"
         )
 
     @property
+    def is_looped(self) -> bool:
+        """Whether the layers run several times, and a gate says when to stop."""
+        return type(self.base).__name__ in LOOPED
+
+    @property
+    def exit_layers(self) -> range:
+        """The exit layers, ascending, one for each of :meth:`states`, the last one full depth."""
+        step, loops = 1, 1
+        if self.is_looped:
+            step, loops = len(self.layers), int(self.base.config.total_ut_steps)
+        return range(step, len(self.layers) * loops + 1, step)
+
+    @property
     def num_layers(self) -> int:
-        return len(self.layers)
+        """Layers that a token runs through at full depth: those of all loops."""
+        return self.exit_layers[-1]
 
     @property
     def hidden_size(self) -> int:
@@ -101,7 +120,8 @@ class ExitModel:
         return int(self.base.config.decoder_start_token_id) if self.has_encoder else None
 
     def states(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        """Run all layers: ``[h[1], ..., h[L]]``, each [batch, length, hidden_size].
+        """Run all layers: ``[h[1], ..., h[L]]``, each [batch, length, hidden_size]; of a looped
+        model the normed state after each loop.
 
         Args:
             inputs: for a decoder ``input_ids`` [batch, length], padded on the right (a token does
@@ -135,7 +155,8 @@ class ExitModel:
         def record(_layer: nn.Module, _inputs: Any, output: Any) -> None:
             states.append(output[0] if isinstance(output, tuple) else output)
 
-        hooks = [layer.register_forward_hook(record) for layer in self.layers]
+        ends = (self.base.model.norm,) if self.is_looped else self.layers
+        hooks = [end.register_forward_hook(record) for end in ends]
         try:
             yield states
         finally:
@@ -156,6 +177,9 @@ class ExitModel:
     def head(self) -> Callable[[Tensor], Tensor]:
         """``head(h)``: states [..., hidden_size] to logits [..., vocab_size]."""
         base = self.base
+        if self.is_looped:
+            of_normed: Callable[[Tensor], Tensor] = base.lm_head
+            return of_normed
         if not self.has_encoder:
             # Granite divides its logits, Gemma 2 caps them.
             divisor = float(getattr(base.config, "logits_scaling", 1.0))
@@ -177,10 +201,16 @@ class ExitModel:
 
         return head
 
+    @property
+    def gate(self) -> Callable[[Tensor], Tensor]:
+        """The logit of a looped model's exit probability: [..., 1] of states [..., hidden_size]."""
+        found: Callable[[Tensor], Tensor] = self.base.model.early_exit_gate
+        return found
+
 
 @dataclass(frozen=True)
 class ExitScores:
-    """Means over target tokens, by exit layer E = 1..L (index E - 1), tokens given.
+    """Means over target tokens, one for each exit layer, ascending, tokens given.
 
     Attributes:
         loss: cross entropy of head(h[E]).
@@ -203,7 +233,7 @@ def evaluate_exits(model: ExitModel, batches: Iterable[Batch]) -> ExitScores:
     """
     was_training = model.model.training
     model.model.eval()
-    sums = torch.zeros(3, model.num_layers, dtype=torch.float64)
+    sums = torch.zeros(3, len(model.exit_layers), dtype=torch.float64)
     num_tokens = 0
     try:
         for batch in batches:
@@ -221,7 +251,7 @@ def evaluate_exits(model: ExitModel, batches: Iterable[Batch]) -> ExitScores:
 
 
 def _sums(model: ExitModel, batch: Batch) -> Tensor:
-    """float64 [3, L]: loss, correct tokens and agreeing tokens, summed over the batch's targets."""
+    """float64 [3, exits]: loss, correct and agreeing tokens, summed over the batch's targets."""
     states = model.states(batch.inputs)
     head, targets = model.head, batch.targets
     last = targets.logits(head, states[-1]).argmax(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -31,6 +32,11 @@ class RunningModel:
     @property
     def num_layers(self) -> int:
         return self.network.config.num_layers
+
+    @property
+    def exit_layers(self) -> range:
+        """The exit layers, ascending, one for each of :meth:`states`."""
+        return self.network.config.exit_layers
 
     @property
     def hidden_size(self) -> int:
@@ -63,8 +69,8 @@ class RunningModel:
         batch = whole_sequences([length] * batch_size, length, self.device)
         hidden = network.embed(ids.flatten())
         states = []
-        for layer in range(self.num_layers):
-            hidden = network.layers(layer, layer + 1, hidden, kv, batch)
+        for begin, end in itertools.pairwise([0, *self.exit_layers]):
+            hidden = network.layers(begin, end, hidden, kv, batch)
             states.append(hidden.view(batch_size, length, -1))
         return states
 

@@ -11,6 +11,7 @@ import torch
 
 from eecore.config import AnyModelConfig
 from eecore.errors import ModelError, TrainingError
+from eecore.lab.training.exit_model import LOOPED
 from eecore.lab.training.libraries import library, no_progress_bars
 from eecore.models import Tokenizer
 from eecore.models.readers.checkpoint import Checkpoint, with_stored_tying
@@ -76,6 +77,8 @@ def load_starting_point(
             with_stored_tying(read, checkpoint)
     else:
         _check_memory(config_file, read)
+    if getattr(read, "architecture", "") in LOOPED:
+        import eecore.lab.training.looped_model  # noqa: F401 - transformers' Auto classes know it
     found = Tokenizer.from_directory(tokenizer_directory)
     if found is None:
         raise TrainingError(f"{tokenizer_directory}: expected tokenizer.json, got none")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from eecore.lab.training.exit_model import ExitModel, ExitScores, evaluate_exits
 from eecore.lab.training.harness import STATE_FILE, Losses, StepReport, Trainee, TrainingRun
 from eecore.lab.training.layer_dropout import drop_layers
 from eecore.lab.training.libraries import library, no_progress_bars
+from eecore.lab.training.looped_loss import GateLoss, LoopedLoss, looped_backward
 from eecore.lab.training.processes import Processes
 from eecore.lab.training.recipe import LoraSettings, TrainingConfig
 from eecore.lab.training.run_log import read_logs, tensorboard_writer
@@ -182,7 +183,8 @@ class ModelTrainee(Trainee):
             self.exits = self.sharded
         self.module = model
         self.scores: ExitScores | None = None
-        exits = range(1, self.exits.num_layers + 1)
+        _check_loops(self.exits, config)
+        exits = self.exits.exit_layers
         self.step_columns = tuple(f"loss_exit_{layer}" for layer in exits)
         measures = ("loss", "accuracy", "agreement")
         self.evaluation_columns = tuple(f"{m}_exit_{layer}" for m in measures for layer in exits)
@@ -203,6 +205,8 @@ class ModelTrainee(Trainee):
             for index, stack in enumerate(stacks)
             if schedule is not None and stack
         ]
+        if isinstance(config.loss, GateLoss):
+            self._wrapped.enter_context(_gate_alone(self.exits))
         if config.gradient_checkpointing:
             self.exits.base.gradient_checkpointing_enable({"use_reentrant": False})
             self._wrapped.callback(self.exits.base.gradient_checkpointing_disable)
@@ -218,9 +222,8 @@ class ModelTrainee(Trainee):
         config = self.config
         rows = [self._rows[index] for index in self._order.indices(step).tolist()]
         count = int(self._num_learnt[[index for row in rows for index in row]].sum())
-        weights = config.loss.weights(step, config.steps, self.exits.num_layers)
         losses: dict[int, Tensor] = {}
-        num_tokens = 0
+        total, num_tokens = torch.zeros(()), 0
         for piece in range(config.accumulate):
             places, are_real = self._processes.share(len(rows), piece, config.accumulate)
             for dropout in self._dropouts:
@@ -229,11 +232,16 @@ class ModelTrainee(Trainee):
             targets = batch.targets.share(count, are_real)
             with config.autocast(self.exits.device):
                 states = self.exits.states(batch.inputs)
-                found = early_exit_backward(self.exits.head, states, targets, weights)
-            losses = {layer: losses.get(layer, 0) + loss for layer, loss in found.items()}
+                if isinstance(config.loss, (LoopedLoss, GateLoss)):
+                    loss, found = looped_backward(self.exits, states, targets, config.loss)
+                else:
+                    weights = config.loss.weights(step, config.steps, len(states))
+                    found = early_exit_backward(self.exits.head, states, targets, weights)
+                    loss = torch.stack([weights[i] * each for i, each in found.items()]).sum()
+            total = total.to(loss.device) + loss
+            losses = {index: losses.get(index, 0) + each for index, each in found.items()}
             num_tokens += batch.num_tokens * are_real
-        total = torch.stack([weights[layer] * loss for layer, loss in losses.items()]).sum()
-        by_column = {self.step_columns[layer]: loss for layer, loss in losses.items()}
+        by_column = {self.step_columns[index]: loss for index, loss in losses.items()}
         return Losses(total, num_tokens, by_column)
 
     def evaluate(self) -> tuple[float, ...] | None:
@@ -293,6 +301,39 @@ def _check_for_encoder(data: TokenData, config: TrainingConfig) -> None:
         raise TrainingError(
             f"packing: expected none for a model with an encoder, got {config.packing}"
         )
+
+
+def _check_loops(exits: ExitModel, config: TrainingConfig) -> None:
+    """Refuse settings that do not go with a looped model, or with another one."""
+    if not exits.is_looped:
+        if isinstance(config.loss, (LoopedLoss, GateLoss)):
+            raise TrainingError(
+                f"loss: expected one of layers for {type(exits.base).__name__}, without loops, "
+                f"got {type(config.loss).__name__}"
+            )
+        return
+    for name, expected, value in (
+        ("layer_dropout", None, config.layer_dropout),
+        ("lora", None, config.lora),
+        ("shard", False, config.shard),
+        ("gradient_checkpointing", False, config.gradient_checkpointing),
+    ):
+        if value != expected:
+            raise TrainingError(f"{name}: expected {expected} for a looped model, got {value}")
+
+
+@contextmanager
+def _gate_alone(exits: ExitModel) -> Iterator[None]:
+    """All weights of a looped model but its gate's have no gradients."""
+    gate = {id(weight) for weight in exits.base.model.early_exit_gate.parameters()}
+    others = [w for w in exits.model.parameters() if w.requires_grad and id(w) not in gate]
+    for weight in others:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in others:
+            weight.requires_grad_(True)
 
 
 def _check_processes(config: TrainingConfig, processes: Processes) -> None:

@@ -13,6 +13,7 @@ from eecore.errors import TrainingError
 from eecore.lab.training.calm import CalmLoss
 from eecore.lab.training.early_exit_loss import EarlyExitLoss, LastLayerLoss, LossWeights
 from eecore.lab.training.layer_dropout import LayerDropout
+from eecore.lab.training.looped_loss import GateLoss, LoopedLoss
 from eecore.tensor_files import shown_name
 from eecore.values import (
     FLAG,
@@ -32,10 +33,14 @@ __all__ = ["LoraSettings", "RunConfig", "TrainingConfig"]
 
 T = TypeVar("T")
 
-LOSSES: dict[str, type[EarlyExitLoss | CalmLoss | LastLayerLoss]] = {
+Loss = LossWeights | LoopedLoss | GateLoss
+"""What exits learn by: weights of their losses, or a loss of loops and their gate."""
+LOSSES: dict[str, type[EarlyExitLoss | CalmLoss | LastLayerLoss | LoopedLoss | GateLoss]] = {
     "layerskip": EarlyExitLoss,
     "calm": CalmLoss,
     "last": LastLayerLoss,
+    "looped": LoopedLoss,
+    "gate": GateLoss,
 }
 MAX_STEPS = 2**40
 MAX_SIZE = 2**20
@@ -162,7 +167,8 @@ class TrainingConfig(RunConfig):
     The defaults are LayerSkip's for fine-tuning on a task (§5: p_max = 0.2, e_scale = 1, C_grad).
 
     Args:
-        loss: :class:`EarlyExitLoss` (LayerSkip), :class:`CalmLoss` or :class:`LastLayerLoss`.
+        loss: :class:`EarlyExitLoss` (LayerSkip), :class:`CalmLoss` or :class:`LastLayerLoss`; of a
+            looped model also :class:`LoopedLoss` and, for the gate alone, :class:`GateLoss`.
         layer_dropout: None for none.
         lora: None trains every weight.
         relative_rate: whether each weight's rate is ``learning_rate`` times the root mean square of
@@ -179,7 +185,7 @@ class TrainingConfig(RunConfig):
         evaluate_batches: held-out batches that the exits are scored on.
     """
 
-    loss: LossWeights = field(default_factory=EarlyExitLoss)
+    loss: Loss = field(default_factory=EarlyExitLoss)
     layer_dropout: Annotated[LayerDropout | None, instance(LayerDropout)] = field(
         default_factory=lambda: LayerDropout(0.2)
     )
@@ -194,7 +200,7 @@ class TrainingConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if type(self.loss) not in LOSSES.values():
-            expected = "EarlyExitLoss, CalmLoss, LastLayerLoss"
+            expected = ", ".join(kind.__name__ for kind in LOSSES.values())
             raise TrainingError(f"loss: expected {expected}, got {shown(self.loss)}")
         if self.accumulate > self.batch_size:
             raise TrainingError(

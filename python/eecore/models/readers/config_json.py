@@ -17,6 +17,7 @@ from eecore.config import (
     MAX_HIDDEN,
     MAX_INNER,
     MAX_LAYERS,
+    MAX_LOOPS,
     MAX_POSITIONS,
     MAX_VOCAB,
     NUM_BUCKETS,
@@ -218,9 +219,15 @@ def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFie
         **_numbers(fields, family, hidden_size),
         **family.switches,
     }
+    if family.is_looped:
+        settings["num_loops"] = fields.integer("total_ut_steps", 1, MAX_LOOPS)
+        settings["gate_threshold"] = fields.number("early_exit_threshold", 0.0, 1.0)
+    num_loops = settings.get("num_loops", 1)
+    if num_layers * num_loops > MAX_LAYERS:
+        raise fields.wrong("total_ut_steps", f"at most {MAX_LAYERS} layers in all loops", num_loops)
     return ModelConfig(
         architecture=architecture,
-        num_layers=num_layers,
+        num_layers=num_layers * num_loops,
         hidden_size=hidden_size,
         intermediate_size=fields.integer(family.inner_size, 1, MAX_INNER),
         num_q_heads=num_q_heads,

@@ -104,6 +104,11 @@ def check_draft_head(path: str | Path, config: AnyModelConfig) -> None:
         raise ModelError(f"draft_head: expected a directory or a repository, got {shown(path)}")
     if not isinstance(config, ModelConfig):
         raise ModelError("draft_head: expected a model without an encoder for a head, got a T5")
+    if config.num_loops > 1:
+        raise ModelError(
+            "draft_head: expected a model without loops for a head, got one that runs its layers "
+            f"{config.num_loops} times; SelfSpeculative drafts with its first loop"
+        )
     directory = fetch_draft_head(path)
     if not is_file(directory / CONFIG_NAME):
         kind, fields = read_head_kind(directory)

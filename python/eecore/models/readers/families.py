@@ -52,6 +52,8 @@ class Family:
     where position_embedding_type says so."""
     scales_embeddings: bool = False
     """Embeddings are multiplied by hidden_size**0.5."""
+    is_looped: bool = False
+    """The layers run total_ut_steps times, and a gate says after which of them a token exits."""
 
 
 _LLAMA_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
@@ -201,6 +203,19 @@ FAMILIES: dict[str, Family] = {
         numbers=_GRANITE_NUMBERS,
         inner_size="shared_intermediate_size",
         is_hybrid=True,
+    ),
+    "OuroForCausalLM": Family(
+        {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "total_ut_steps": 4,
+            "early_exit_threshold": 1.0,
+        },
+        flags=frozenset(),
+        switches={"post_norm": True},
+        windows="flagged",
+        is_looped=True,
     ),
     "Phi3ForCausalLM": Family(
         {

@@ -1,0 +1,206 @@
+"""A looped model (Ouro) to train: its stack of layers runs several times, and a gate says when to
+stop.
+
+Plain PyTorch, of the format of Ouro's checkpoints: a layer is Llama's with an RMS norm of what
+attention gives and one of what the MLP gives, the final norm ends each loop, and its output goes
+into the next one, into the LM head and into the gate. (Zhu et al. 2025, "Scaling latent reasoning
+via looped language models".) To import this module tells transformers' Auto classes of the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from eecore.lab.training.libraries import library
+
+__all__ = ["OuroConfig", "OuroForCausalLM"]
+
+transformers = library("transformers")
+Base: Any = transformers.PreTrainedModel
+BaseConfig: Any = transformers.PretrainedConfig
+
+
+class OuroConfig(BaseConfig):  # type: ignore[misc]
+    """The fields of an Ouro's config.json.
+
+    Args:
+        **fields: of a Llama, ``total_ut_steps``, how many times the layers run, and
+            ``early_exit_threshold``, the cumulative exit probability at which a token exits.
+    """
+
+    model_type = "ouro"
+
+    def __init__(self, **fields: Any) -> None:
+        usual: dict[str, Any] = {
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "initializer_range": 0.02,
+            "total_ut_steps": 4,
+            "early_exit_threshold": 1.0,
+        }
+        super().__init__(**{**usual, **fields})
+
+
+class Attention(nn.Module):
+    """Causal attention of grouped queries under rotary embedding."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        self.head_dim = _head_dim(config)
+        own_heads = config.num_key_value_heads
+        self.q_proj = nn.Linear(hidden, heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden, own_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden, own_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=False)
+
+    def forward(self, x: Tensor, cos_sin: Tensor, mask: Tensor | None) -> Tensor:
+        """[batch, length, hidden_size] of the same."""
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        attended = functional.scaled_dot_product_attention(
+            _turned(q, cos_sin),
+            _turned(k, cos_sin),
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        given: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return given
+
+
+class Gated(nn.Module):
+    """The gated MLP."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, length, hidden_size] of the same."""
+        given: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return given
+
+
+class OuroLayer(nn.Module):
+    """A layer of the stack."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = Attention(config), Gated(config)
+        self.input_layernorm = _norm(config)
+        self.input_layernorm_2 = _norm(config)
+        self.post_attention_layernorm = _norm(config)
+        self.post_attention_layernorm_2 = _norm(config)
+
+    def forward(self, x: Tensor, cos_sin: Tensor, mask: Tensor | None) -> Tensor:
+        """[batch, length, hidden_size], the residual stream after the layer."""
+        x = x + self.input_layernorm_2(self.self_attn(self.input_layernorm(x), cos_sin, mask))
+        added: Tensor = self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(x)))
+        return x + added
+
+
+class OuroStack(Base):  # type: ignore[misc]
+    """Embeddings, the stack of layers, the norm that ends each loop, and the exit gate."""
+
+    config_class = OuroConfig
+    base_model_prefix = "model"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(OuroLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = _norm(config)
+        self.early_exit_gate = nn.Linear(config.hidden_size, 1)
+        self.post_init()
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, **_: object
+    ) -> list[Tensor]:
+        """The normed state after each loop, [batch, length, hidden_size].
+
+        Args:
+            input_ids: int64 [batch, length].
+            position_ids: int64 [batch, length], which begin at 0 with each of the texts of a row;
+                None: a row is one text.
+        """
+        hidden, mask = self.embed_tokens(input_ids), None
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        else:
+            text = (position_ids == 0).cumsum(1)
+            mask = (text[:, :, None] == text[:, None, :]).tril()[:, None]
+        cos_sin = self._cos_sin(position_ids)
+        states = []
+        for _loop in range(self.config.total_ut_steps):
+            for layer in self.layers:
+                hidden = layer(hidden, cos_sin, mask)
+            hidden = self.norm(hidden)
+            states.append(hidden)
+        return states
+
+    def _cos_sin(self, positions: Tensor) -> Tensor:
+        """float32 [2, batch, 1, length, head_dim]"""
+        head_dim = _head_dim(self.config)
+        each = torch.arange(0, head_dim, 2, device=positions.device) / head_dim
+        angles = positions[:, None, :, None] * _theta(self.config) ** -each
+        angles = torch.cat([angles, angles], -1)
+        return torch.stack([angles.cos(), angles.sin()])
+
+
+class OuroForCausalLM(Base):  # type: ignore[misc]
+    """The model with its LM head, which reads the normed state of any loop."""
+
+    config_class = OuroConfig
+    base_model_prefix = "model"
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = OuroStack(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **_: object) -> Tensor:
+        """Logits of the last loop, [batch, length, vocab_size]."""
+        logits: Tensor = self.lm_head(self.model(input_ids, position_ids)[-1])
+        return logits
+
+
+def _head_dim(config: Any) -> int:
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+
+
+def _norm(config: Any) -> nn.RMSNorm:
+    return nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+def _theta(config: Any) -> float:
+    """The base of the rotary embedding, in either spelling of transformers."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    return float(ropes.get("rope_theta") or config.rope_theta)
+
+
+def _turned(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Queries or keys, rotated: [batch, heads, length, head_dim]."""
+    cos, sin = cos_sin.to(x.dtype)
+    first, second = x.chunk(2, -1)
+    turned: Tensor = x * cos + torch.cat([-second, first], -1) * sin
+    return turned
+
+
+transformers.AutoConfig.register("ouro", OuroConfig, exist_ok=True)
+transformers.AutoModelForCausalLM.register(OuroConfig, OuroForCausalLM, exist_ok=True)
