@@ -311,3 +311,8 @@ def test_a_checkpoint_without_its_gate_is_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"model\.early_exit_gate\.weight"):
         eecore.load(tmp_path)
+
+
+def test_a_draft_head_is_refused(tmp_path: Path, directory: Path) -> None:
+    with pytest.raises(eecore.errors.ModelError, match="expected a model without loops for a head"):
+        eecore.load(directory, device="cpu", draft_head=tmp_path)
