@@ -271,7 +271,10 @@ def table(modes: Sequence[Mode], runs: Sequence[TimedRun]) -> Table:
     """What the modes did, side by side; full depth is the first run."""
     full, rounds = runs[0], len(runs[0].seconds)
     many = f"medians of {rounds} rounds" if rounds > 1 else "one round"
-    result = Table(title=f"all prompts together, {many}", title_justify="left")
+    result = Table(
+        title=f"all prompts together, {many}", title_justify="left", caption_justify="left"
+    )
+    result.caption = "Drafts are verified side by side: more layers run a token, in fewer passes."
     for name in ("mode", "tokens/s", "beside full depth", "layers run a token", "text"):
         result.add_column(name, justify="left" if name in ("mode", "text") else "right")
     for mode, run in zip(modes, runs, strict=False):

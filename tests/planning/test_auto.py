@@ -361,6 +361,14 @@ def test_times_between_and_beyond_measured_ones() -> None:
     assert times.at(4) == pytest.approx(1.4, abs=0.01)
 
 
+def test_fewer_requests_than_measured_take_their_share_at_least() -> None:
+    times = Times(None, 0.0)
+    times.add(4, 1.0)
+    times.add(6, 9.0)  # so steep that the line is below 0 at one request
+    assert times.at(1) == pytest.approx(0.25)
+    assert times.at(4) == 1.0
+
+
 def test_a_round_tells_of_all_that_the_machine_is_slower() -> None:
     costs = Costs()
     assert costs.full(4) is None

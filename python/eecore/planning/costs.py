@@ -37,8 +37,8 @@ class Times:
         return bool(places) and places[0] <= 2 * place and place <= 2 * places[-1]
 
     def at(self, place: int) -> float:
-        """The mean at a place: measured, on the line between two, or beyond the last as steep as
-        from the first to it.
+        """The mean at a place: measured, on the line between two, or beyond them as steep as from
+        the first to the last; before the first at least its share.
         """
         known = self._means.get(place)
         if known is not None:
@@ -54,7 +54,8 @@ class Times:
         if len(places) > 1:
             slope = max((means[last] - means[first]) / (last - first), 0.0)
         near = last if at else first
-        return max(means[near] + slope * (place - near), 0.0)
+        least = means[near] * min(place / max(near, 1), 1.0)
+        return max(means[near] + slope * (place - near), least)
 
     def add(self, place: int, value: float) -> None:
         """Count a measurement; the first at a place is taken as it is."""
