@@ -164,7 +164,7 @@ class OuroForCausalLM(Base):  # type: ignore[misc]
 
     config_class = OuroConfig
     base_model_prefix = "model"
-    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
