@@ -292,6 +292,8 @@ class TensorCoreRows {
   }
 
   // The infinities of a step's values, of which a NaN is both, to the rows that see them.
+  // Rarely called: a barrier keeps one piece's loads from moving ahead of the piece before, which
+  // would take the registers of the whole kernel.
   template <bool kNegative>
   __device__ __forceinline__ void add_infinities(Shared<T> v_lane, int first_key, int end) {
     const KeyRange seen[2] = {visible(position_[0]), visible(position_[1])};
@@ -308,6 +310,7 @@ class TensorCoreRows {
       }
 #pragma unroll
       for (int d = 0; d < kHeadDim / 16; ++d) {
+        __syncwarp();
         uint32_t values[4];
         ldmatrix_x4_transposed(values, v_lane + j * 16 * kRowStride + d * 16);
 #pragma unroll
