@@ -84,7 +84,7 @@ def cubins(module: Path) -> Iterator[bytes]:
                 if not body.startswith(b"\x7fELF"):
                     raise RuntimeError(
                         f"{module}: expected plain cubins, got compressed ones: build with "
-                        "NVCC_APPEND_FLAGS='-Xfatbin --no-compress'"
+                        "NVCC_APPEND_FLAGS=--no-compress"
                     )
                 yield body
             entry += header_size + size
