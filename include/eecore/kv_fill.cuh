@@ -303,7 +303,8 @@ __device__ __forceinline__ void load_places(const KvFillParams& params, const Kv
 // Grid: (blocks that share the heads, groups of 8 * kNTiles rows in order). Dynamic shared memory:
 // the ring, then the products of a head. kLeavesKeys: all key heads are normed at once, later.
 template <typename T, int kNTiles, typename W = T, bool kLeavesKeys = false>
-__global__ void __launch_bounds__(kSkinnyThreads, kLeavesKeys&& kNTiles == 4 ? 1 : 2)
+__global__ void __launch_bounds__(kSkinnyThreads,
+                                  (kLeavesKeys || sizeof(W) == 1) && kNTiles == 4 ? 1 : 2)
     kv_fill_kernel(KvFillParams params, KvFillRows rows, SkinnyPlan plan, HeadPlan cut) {
   const SkinnyLane lane(plan);
   const int num_layers = static_cast<int>(params.num_layers);
@@ -344,7 +345,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, kLeavesKeys&& kNTiles == 4 ? 1
   const int slice_stride = 8 * kNTiles * cut.column;
   for (int i = 0; i < my_heads; ++i) {
     const int unit = fill_unit(num_layers * num_heads, i);
-    const int layer = cut.num_heads.quotient(unit), head = unit - layer * num_heads;
+    const int layer = unit / num_heads, head = unit % num_heads;
     const auto x = skinny_rows<kNTiles>(
         static_cast<const T*>(rows.normed) + layer * params.num_tokens * rows.padded_size,
         rows.padded_size, rows.counts[layer], first_place);
