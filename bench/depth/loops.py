@@ -55,7 +55,7 @@ def table(figures: Figures) -> str:
     return f"{markdown_table(head, lines)}\n\n{about}"
 
 
-REPORTS = (Report("loops", {"loops": table}),)
+REPORTS = (Report("loops", {"loops": table}, {"modes": ("mode",)}),)
 
 
 def modes_of(exit_layers: range) -> dict[str, eecore.exits.Exit]:

@@ -135,7 +135,7 @@ def iteration(
         points = ((at, (Check("softmax"),)), *points)
     pages = power_of_two(-(-seq_len // PAGE_SIZE))
     sizes = Sizes(batch, pages, 0, HeadSizes(), follows=False)
-    kind = ExitKind(points, fills=checks, sizes=sizes)
+    kind = ExitKind(points, fills=checks, taps=(), shares=False, sizes=sizes)
     kv = KVCache.allocate(
         model.config, batch * pages, PAGE_SIZE, device=model.device, dtype=model.dtype
     )

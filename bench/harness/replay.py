@@ -135,7 +135,7 @@ def new_planner(
     head = Nothing(agreement=tuple(head_agreement))
     head.know = lambda _: None  # what it drafts is known
     learnt = {} if auto is None else {(1, head): auto}
-    config = SimpleNamespace(num_layers=num_layers)
+    config = SimpleNamespace(num_layers=num_layers, exit_layers=range(1, num_layers + 1))
     model = Nothing(config=config, draft_head=head, source=None, learnt=learnt)
     return Planner(cast(Network, model), 1)
 

@@ -464,7 +464,7 @@ def test_a_model_that_cannot_be_loaded(
         (["hi", "--exit", "fixed:0"], "exit_layer: expected 1..4"),
         (["hi", "--exit", "speculative:4,2"], "exit_layer: expected 1..3"),
         (["hi", "--exit", "speculative:2,0"], "num_drafts"),
-        (["hi", "--exit", "confident:1.5"], "threshold: expected 0..1"),
+        (["hi", "--exit", "confident:1.5"], "threshold: expected None or 0..1"),
         (["hi", "--exit", "confident", "--min-exit-layer", "9"], "min_exit_layer"),
         (["hi", "--exit", "draft-verify", "--skip-mlp", "7"], "skip_mlp"),
         ([""], "prompt: expected some text"),

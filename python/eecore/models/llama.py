@@ -524,7 +524,7 @@ class LlamaModel(Decoder):
         )
         q = self.linear.into_cache(hidden, layer.qkv, layer.attention_norm, append)
         others = self.prompt_attention
-        scores = Scores(self.attention_scale, config.layer_windows[index], self._soft_cap)
+        scores = Scores(self.attention_scale, config.layer_windows[of_stack], self._soft_cap)
         own_dtype = k_cache.dtype == q.dtype
         if others is not None and batch.chunks and own_dtype and others.takes(scores):
             attended = others(q, k_cache, v_cache, batch.page_table, batch.chunks, scores)

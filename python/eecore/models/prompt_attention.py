@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 __all__ = ["MIN_QUERIES", "Chunks", "PromptAttention", "prompt_attention_of"]
 
@@ -118,6 +117,8 @@ def _starts(lengths: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, scale: float) -> Tensor:
+    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler
+
     outs, query, key = [], 0, 0
     for queries, keys in zip(chunks.queries, chunks.keys, strict=True):
         of_queries, of_keys = slice(query, query + queries), slice(key, key + keys)

@@ -361,7 +361,7 @@ def test_thresholds_come_from_calibrations(
         (["--thresholds", "entropy=0.5"], USAGE, "--thresholds: expected each of softmax"),
         (["--thresholds", "softmax=0.5,softmax=1"], USAGE, "--thresholds: expected each of"),
         (["--thresholds", "softmax=high"], USAGE, "--thresholds: expected numbers such as"),
-        (["--thresholds", "softmax=1.5"], REQUEST, "ConfidentExit.threshold: expected 0..1"),
+        (["--thresholds", "softmax=1.5"], REQUEST, "threshold: expected None or 0..1"),
         (["--thresholds", "classifier=0.9"], USAGE, "--classifier: expected a file, got none"),
         (["--classifier", "nowhere.safetensors"], REQUEST, "nowhere.safetensors"),
         (["--calibration", "nowhere.json"], REQUEST, "nowhere.json: expected a file"),

@@ -199,7 +199,7 @@ def test_exact_match_counts_whole_parses(tmp_path: Path) -> None:
 
 
 def test_the_baseline_differs_in_exits_and_dropout_alone() -> None:
-    layerskip, plain = (recipe(flag, 8, 1e-3, 0, 500) for flag in (False, True))
+    layerskip, plain = (recipe(flag, False, 8, 1e-3, 0, 500) for flag in (False, True))
     assert (plain.loss, plain.layer_dropout) == (LastLayerLoss(), None)
     parts = {"loss": layerskip.loss, "layer_dropout": layerskip.layer_dropout}
     assert TrainingConfig(**{**vars(plain), **parts}) == layerskip

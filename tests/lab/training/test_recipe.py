@@ -115,7 +115,10 @@ def test_wrong_lora_settings_are_refused(settings: dict[str, Any], message: str)
     ("values", "message"),
     [
         ({"stepps": 3}, "stepps: expected a setting of TrainingConfig"),
-        ({"loss": {"kind": "focal"}}, "loss: expected one of layerskip, calm, last, got 'focal'"),
+        (
+            {"loss": {"kind": "focal"}},
+            "loss: expected one of layerskip, calm, last, looped, gate, got 'focal'",
+        ),
         ({"loss": {"kind": "calm", "e_scale": 1}}, "CalmLoss: .*e_scale"),
         ({"layer_dropout": {"rate": 1}}, "LayerDropout: .*rate"),
         ({}, "TrainingConfig: .*steps"),
