@@ -26,15 +26,15 @@ class Layout(NamedTuple):
     norm_output: bool = False
     own_embeddings: bool = False
     vocabulary_size: int | None = None
-    """Of the drafts; None: all tokens, without d2t."""
+    """Size of the draft vocabulary; None: all tokens, without d2t."""
     hidden_size: int | None = None
-    """Of the head; None: the model's."""
+    """Width of the head; None: the model's."""
     num_heads: tuple[int, int] = (4, 2)
-    """Of queries and of keys, 64 features each."""
+    """Numbers of query heads and of key heads, 64 features each."""
     window: int = 0
     """Keys that its layer sees; 0: all."""
     inner_size: int = 96
-    """Of its MLP."""
+    """Width of the MLP."""
 
 
 RAW = Layout()

@@ -111,7 +111,7 @@ class Timed:
             run.round()
 
     def figures(self, rows: int, name: str) -> dict[str, float | None]:
-        """Of a mode at a batch size."""
+        """The measurements of a mode at a batch size."""
         run, full = self.runs[rows, name], self.runs[rows, "Full()"]
         efficiency = None
         if isinstance(self._modes[name], eecore.ConfidentExit):

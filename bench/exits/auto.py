@@ -117,7 +117,7 @@ def markdown(result: Figures) -> str:
         f"The intent model on {result['count']} held-out utterances, prompts included. The grid: "
         f"`SelfSpeculative` from layers {', '.join(map(str, EXIT_LAYERS))} with "
         f"{', '.join(map(str, NUM_DRAFTS))} drafts; the best of it is known only "
-        f"afterwards. Each pair beside full depth and `Auto` alone, {turns}, behind one that is "
+        f"afterwards. Each pair beside full depth and `Auto` alone, {turns}, after one that is "
         f"left out; {result['threads']} thread(s), {in_words(result)}. "
         f"`python -m bench auto`"
     )

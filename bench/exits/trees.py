@@ -2,8 +2,8 @@
 
 python -m bench trees [--prompts 6] [--tokens 64]
 
-SmolLM2-135M-Instruct's draft head behind every token of its greedy answers. A chain is the head's
-first choice, and its first choice behind that; a tree has second and third choices too, the
+SmolLM2-135M-Instruct's draft head after every token of its greedy answers. A chain is the head's
+first choice, and its first choice after that; a tree has second and third choices too, the
 likeliest paths first. Both grow until a path is less likely than a threshold. Counted are the rows
 to verify and the drafts that stand; what a round costs follows from what a row and a step of the
 head cost beside a pass of full depth. No time is measured. Writes bench/results/trees.json and its
@@ -74,7 +74,7 @@ class Count:
 
 @dataclass
 class Grown:
-    """All that a round may draft behind one token, the likeliest first; chains stay within it."""
+    """All that a round may draft after one token, the likeliest first; chains stay within it."""
 
     state: dict[tuple[int, ...], Tensor]
     paths: list[Path] = field(default_factory=list)
@@ -142,7 +142,7 @@ class Head:
     def step(
         self, states: Tensor, tokens: Sequence[int], seen: TextKeys | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The states behind tokens, and the likeliest next ones: probabilities and ids."""
+        """The states after tokens, and the likeliest next ones: probabilities and ids."""
         states = self._head.step(states, self.network.embed(torch.tensor(tokens)), seen)
         logits = functional.linear(self._head.output(states), self._rows)
         best = logits.softmax(-1).topk(CHOICES)
@@ -152,7 +152,7 @@ class Head:
 def grown(
     head: Head, begun: tuple[Tensor, TextKeys | None], after: Sequence[int], choices: int
 ) -> list[Grown]:
-    """What is drafted behind each of ``after``, from what :meth:`Head.begin` gave."""
+    """What is drafted after each of ``after``, from what :meth:`Head.begin` gave."""
     states, every = begun
     all_grown = [Grown({(): state}) for state in states]
     latest = [(i, Path((), 1.0)) for i in range(len(all_grown))]
@@ -234,8 +234,8 @@ def markdown(result: Figures) -> str:
     ]
     about = (
         f"SmolLM2-135M-Instruct and its draft head, {result['prompts']} prompts of each kind, "
-        f"greedy answers of at most {result['tokens']} tokens, drafts of the head alone behind "
-        f"each of their tokens: at most {MOST_ROWS} rows, {CHOICES} choices behind each. Costs in "
+        f"greedy answers of at most {result['tokens']} tokens, drafts of the head alone after "
+        f"each of their tokens: at most {MOST_ROWS} rows, {CHOICES} choices after each. Costs in "
         f"passes of full depth, a step of the head {STEP_COST}; of each shape the best threshold. "
         "Counted, not timed. `python -m bench trees`"
     )

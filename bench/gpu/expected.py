@@ -34,7 +34,7 @@ from eecore.lab.evaluation.tables import markdown_table
 BATCHES = (1, 8, 32)
 SEQ_LEN = PROMPT + 32  # half way through 64 more
 MEASURED = "gpu-nvidia-h100-80gb-hbm3-decode.json"
-"""Of the last run: steps whose kernels found out after the wait where rows and keys are."""
+"""The last measured steps, whose kernels read page tables and slots after the wait."""
 GOALS: dict[tuple[str, int], float] = {
     ("135m", 1): 0.43,
     ("135m", 8): 0.47,

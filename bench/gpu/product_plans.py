@@ -25,7 +25,7 @@ FEW_ROWS = 8
 L1_BYTES = 64 << 10  # that the ring of a weight leaves, about
 MOST_FILL_SLICES = 4
 MANY_ROWS_LATENCY = 1.2e-6  # of a block that makes more than a few rows ready
-MOST_ROWS_IN_BLOCKS = 32  # of 16 bits that a block makes ready itself, or whose heads it appends
+MAX_ROWS_IN_BLOCKS = 32  # of 16 bits that a block makes ready itself, or whose heads it appends
 STAGE_BYTES = 32 * WARPS * 64  # of 16 rows of a weight to a warp
 PACKED_STAGE_BYTES = WARPS * 4 * 608  # slots of 4 blocks
 PACKED_CHUNK, BLOCK_COLUMNS = 128, 32
@@ -117,7 +117,7 @@ def blocks_make_rows(
 
 def most_in_blocks(rows: Rows) -> int:
     """Rows that blocks make ready or append, of a weight that is not packed."""
-    return FEW_ROWS if rows.dtype == torch.float32 else MOST_ROWS_IN_BLOCKS
+    return FEW_ROWS if rows.dtype == torch.float32 else MAX_ROWS_IN_BLOCKS
 
 
 def choose_slices(num_rows: int, num_chunks: int, device: Device) -> int:

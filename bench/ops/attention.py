@@ -42,7 +42,7 @@ CACHES = {
 LENGTHS = ((1, 1536), (8, 1536), (32, 1536), (1, 6144))
 """Sequences, and keys of each."""
 QUERIES = (1, 8)
-"""Of a sequence: the last token; with drafts after it."""
+"""Queries of a sequence: the last token, or the last token and its drafts."""
 PROMPTS = (512, 2048, 4096)
 IN_ALL = 256 << 20
 """Bytes of all layers' keys and values."""

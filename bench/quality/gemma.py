@@ -70,14 +70,14 @@ def windows_by_text(model: eecore.Model, count: int) -> Windows:
 
 
 def our_losses(model: eecore.Model, windows: Windows) -> Losses:
-    """Of each window, with the cache that the engine would have."""
+    """The loss of each window, with the cache that the engine would have."""
     assert isinstance(model.network, LlamaModel)
     dtype = cache_dtype(model.network, model.engine_config.kv_cache_dtype)
     return {name: window_losses(model.network, each, dtype) for name, each in windows.items()}
 
 
 def their_losses(file: Path, threads: int, windows: Windows) -> Losses:
-    """Those of llama.cpp, given the same tokens."""
+    """The losses of llama.cpp, given the same tokens."""
     engine = engine_of("llama.cpp, AVX2", file, threads)
     try:
         engine.wait_until_loaded()
@@ -88,7 +88,7 @@ def their_losses(file: Path, threads: int, windows: Windows) -> Losses:
 
 
 def perplexity_rows(file: Path, count: int, threads: int) -> list[dict[str, Any]]:
-    """Of each text, everybody's beside that of floats."""
+    """The perplexity of each text in both engines, beside that of floats."""
     options: dict[str, Any] = {"device": "cpu", "kv_cache_tokens": WINDOW}
     model = eecore.load(file, **options)
     windows = windows_by_text(model, count)

@@ -152,7 +152,7 @@ def test_drafts_are_those_of_the_formula(layout: str, directory: Path, tmp_path:
 
 
 def test_keys_of_shared_pages_are_the_same(noisy: eecore.Model) -> None:
-    """Of a prompt that the prefix cache has, and of a request that was preempted."""
+    """A prompt in the prefix cache, and a request that was preempted, draft as before."""
     prompts = [PROMPTS[4] + [token] for token in (5, 6, 7)]
     settings = {"max_num_seqs": 1, "page_size": 4, "kv_cache_tokens": 400}
     assert check_drafts(noisy, [PROMPTS[4], *prompts], **settings) > 8

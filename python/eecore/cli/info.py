@@ -82,7 +82,7 @@ def model_facts(directory: Path, draft_head: Path | None = None) -> dict[str, An
 def _head_facts(
     directory: Path, draft_head: Path | None, config: AnyModelConfig
 ) -> dict[str, Any] | None:
-    """Of the draft head that is named, or beside the model, where there is one."""
+    """Facts on the draft head that is named or lies beside the model; None without one."""
     from eecore.models.readers.draft_heads import names_another, published_facts
     from eecore.models.readers.head_file import CONFIG_NAME, pack_beside, read_head_settings
 

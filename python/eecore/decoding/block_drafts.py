@@ -27,7 +27,7 @@ MAX_ROWS_OF_LOGITS = 64
 
 
 class BlockDrafting:
-    """Its calls, over memory of a program's own.
+    """The calls of a block head, over memory of a program's own.
 
     Args:
         step: the program.
@@ -69,7 +69,7 @@ class BlockDrafting:
         self.drafted = ops.DraftedAhead(
             self._round.tokens, self._round.confidences, self._round.num_drafted
         )
-        """Of the program's last run; rows that go on behind it are given these."""
+        """Results of the program's last run, for rows that go on after it."""
         self._thresholds = given["ahead_thresholds"]
         fields = {
             "row": zeros(rows, dtype=torch.int32),

@@ -147,7 +147,7 @@ class HeadKeys:
 
 
 class HeadDrafting:
-    """Its calls, over memory of a program's own.
+    """The calls of a block head, over memory of a program's own.
 
     Args:
         step: the program.
@@ -199,7 +199,7 @@ class HeadDrafting:
         self.drafted = ops.DraftedAhead(
             self._round.tokens, self._round.confidences, self._round.num_drafted
         )
-        """Of the program's last run; rows that go on behind it are given these."""
+        """Results of the program's last run, for rows that go on after it."""
         self._thresholds = given["ahead_thresholds"]
         # Its rows are left in front as drafting ends, and the round itself drafts nothing.
         self._active, batch = step.active_rows(

@@ -36,7 +36,7 @@ class BlockSettings:
     kind: str
     """``DFlash`` or ``DSpark``."""
     config: ModelConfig
-    """Of its layers, as of a model that consists of them."""
+    """The config of the head's layers, as of a model that consists of them."""
     taps: tuple[int, ...]
     """Layers of the model after which it takes the state."""
     block_size: int
@@ -75,7 +75,7 @@ class BlockWeights(NamedTuple):
     """The weights of a head."""
 
     layers: LlamaWeights
-    """Its layers and norm, and the embeddings and LM head, which may be the model's."""
+    """The head's layers and norm; embeddings and LM head may be the model's."""
     taps: Matrix
     """[num_taps, hidden_size, hidden_size], of the states of each tap."""
     context_norm: Tensor

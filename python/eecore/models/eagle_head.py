@@ -40,7 +40,7 @@ class EagleSettings:
     kind: str
     """EAGLE-3 or EAGLE-3.1."""
     config: ModelConfig
-    """Of its layer; ``vocab_size`` is the model's."""
+    """The config of the head's layer; ``vocab_size`` is the model's."""
     taps: tuple[int, ...]
     """Layers of the model after which it takes the state, in the order in which ``fc`` does."""
     target_size: int

@@ -35,7 +35,7 @@ class MtpSettings:
     """What a config.json says of the layer."""
 
     config: ModelConfig
-    """Of the layer, as of a model that consists of it."""
+    """The config of the layer, as of a model that consists of it."""
     num_layers: int
     """Layers of the model, after which it takes the state."""
 

@@ -30,7 +30,7 @@ class Chunks:
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
-    """Of each sequence, its queries' own included."""
+    """Keys of each sequence, those of its queries included."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from eecore.readable import shown_path
 
 __all__ = ["BLOCK_KINDS", "load_block_head", "read_block_settings"]
 
-MOST_BLOCK, MOST_RANK = 64, 1 << 14
+MAX_BLOCK, MAX_RANK = 64, 1 << 14
 NESTED = "logit_head."
 """What early files of SpecForge put before the names of a DSpark's own tensors."""
 SHARED = frozenset({"embed_tokens.weight", "lm_head.weight", "t2d", "d2t"})
@@ -100,8 +100,8 @@ def read_block_settings(fields: ConfigFields, model: ModelConfig) -> BlockSettin
         _check(given, name, getattr(config, name), getattr(model, name))
     if "num_target_layers" in fields:
         _check(fields, "num_target_layers", fields.integer("num_target_layers"), model.num_layers)
-    block_size = _either(fields, own, "block_size").integer("block_size", 2, MOST_BLOCK)
-    rank = own.integer("markov_rank", 0, MOST_RANK, 256 if kind.layers else 0)
+    block_size = _either(fields, own, "block_size").integer("block_size", 2, MAX_BLOCK)
+    rank = own.integer("markov_rank", 0, MAX_RANK, 256 if kind.layers else 0)
     rank = rank if kind.kind == "DSpark" else 0
     if rank:
         own.choice("markov_head_type", ("vanilla",), "vanilla")

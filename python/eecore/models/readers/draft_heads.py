@@ -116,7 +116,7 @@ def check_draft_head(path: str | Path, config: AnyModelConfig) -> None:
 
 
 def published_facts(directory: Path, config: AnyModelConfig) -> dict[str, Any]:
-    """Of a published head for a model of a config: kind, taps, tokens, bytes, and for which model.
+    """Facts on a published head for a model: kind, taps, tokens, bytes, and its verifier.
 
     Raises:
         ModelError: as for :func:`load_draft_head`.

@@ -22,7 +22,7 @@ class GGUFFamily:
     numbers: Mapping[str, str] = field(default_factory=dict)
     """Fields of the architecture that are numbers, and what config.json calls them; 0 is absent."""
     required: tuple[str, ...] = ()
-    """Those of them that each file has, as llama.cpp has it."""
+    """The tensors that each file has, as llama.cpp names them."""
     fields: tuple[str, ...] = ()
     """Further fields that are read."""
     window: int | None = None
