@@ -315,7 +315,7 @@ class DraftStep(Step):
             states.append((*where, work.max_drafts, len(drafts), num_ahead))
             for k, token in enumerate(drafts):
                 cells["drafts"][i, k] = token
-            if self.kind.drafts_ahead:
+            if self._ahead is not None:
                 for k, threshold in enumerate(row.ahead_thresholds):
                     cells["ahead_thresholds"][k, i] = threshold
         states += [(0, 0, 0, -1, 0, -1)] * (self.sizes.num_rows - len(rows))
@@ -329,7 +329,7 @@ class DraftStep(Step):
         }
         if self.kind.path.is_given:
             columns["num_given"] = num_given
-        if self.kind.drafts_ahead:
+        if self._ahead is not None:
             columns |= {"ahead": ahead, "num_ahead": (len(rows),)}
         self._host.write_whole(**columns)
 
@@ -522,7 +522,7 @@ class DraftStep(Step):
             Counters(layers_run=runs, drafted=drafted, accepted=accepted),
             is_cut=is_cut,
         )
-        if self.kind.drafts_ahead and not is_cut:
+        if self._ahead is not None and not is_cut:
             outcome.ahead = drafted_ahead(row, i, emitted, got)
         if row.route.adaptive:
             outcome.draft_stop = sequence.draft.stop.after(drafted, accepted, sequence.max_drafts)
