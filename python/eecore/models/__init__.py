@@ -1,4 +1,4 @@
-"""Models: a Hugging Face directory in, a forward pass of single layers out."""
+"""Models: from a Hugging Face directory or GGUF file to forward passes layer by layer."""
 
 from eecore.models.attention import AttentionBatch, CrossBatch
 from eecore.models.block_head import BlockHead

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from eecore.models.prompt_attention import Chunks
 
-# Keys per split of a long context. A fixed size, with the skinny ops, makes a row's result the same
-# bit for bit whatever runs beside it: verification then repeats full decoding exactly.
+# Keys per split of a long context. With a fixed size and the skinny ops, a row's result is bit for
+# bit the same whichever rows run with it: verification then repeats full decoding exactly.
 KEYS_PER_SPLIT = 512
-# On a GPU a split is the work of one of a block's warps.
+# The same on a GPU, where one warp of a block works on a split.
 CUDA_KEYS_PER_SPLIT = 128
 
 
@@ -52,11 +52,11 @@ class AttentionBatch:
     query_start_loc: Tensor
     """int32 [num_seqs + 1], from 0 to num_tokens."""
     cross: CrossBatch | None = None
-    """What the rows of a decoder with an encoder attend to."""
+    """The encoder's keys and values; None for a decoder without an encoder."""
     causal: bool = True
-    """False: a row sees all keys of its sequence, those of later positions too."""
+    """False: a row sees all keys of its sequence, also at later positions."""
     chunks: Chunks | None = None
-    """Lengths as the host knows them, where all sequences have chunks of prompts."""
+    """The chunks' lengths, known to the host, if every sequence has a chunk of a prompt."""
 
 
 class LayerFlags:
@@ -67,10 +67,10 @@ class LayerFlags:
         self._made: dict[frozenset[int], Tensor] = {}
 
     def of(self, layers: frozenset[int]) -> Tensor | None:
-        """None for no layers."""
+        """The flags of a set of layers; None for no layers."""
         if not layers:
             return None
         if layers not in self._made:
             flags = np.array([i in layers for i in range(self._num_layers)])
-            self._made[layers] = torch.from_numpy(flags)  # may be while a tape is recorded
+            self._made[layers] = torch.from_numpy(flags)  # a tape may be recording
         return self._made[layers]

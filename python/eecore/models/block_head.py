@@ -1,11 +1,11 @@
 """Draft heads that draft a whole block in one pass: DFlash, and DSpark with its corrections.
 
 The states after some of the model's layers become keys and values of the head's own layers at every
-position that the model has computed. A draft is one pass of these layers over a block: the last
-token, then mask tokens, each of which sees the text and the whole block. What stands behind the
-last layer at a mask gives the draft there. DSpark adds to the logits of a draft what its low-rank
-table says of the token before it, so that one draft knows the other, and a learnt chance that the
-draft is accepted. (DFlash: Chen et al. 2026; DSpark: DeepSpec 2026, arXiv 2607.05147.)
+position that the model has computed. To draft, these layers run once over a block: the last token,
+then mask tokens, each of which sees the text and the whole block. The state after the last layer at
+a mask gives the draft there. DSpark adds a low-rank table's values for the token before to a
+draft's logits, so that drafts depend on each other, and learns the chance that a draft is accepted.
+(DFlash: Chen et al. 2026; DSpark: DeepSpec 2026, arXiv 2607.05147.)
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ __all__ = ["BlockHead", "BlockSettings", "BlockWeights", "Markov"]
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """What the files of a head say of it."""
+    """The settings in a head's files."""
 
     kind: str
     """``DFlash`` or ``DSpark``."""
     config: ModelConfig
-    """The config of the head's layers, as of a model that consists of them."""
+    """The config of the head's layers, as if they were a model."""
     taps: tuple[int, ...]
-    """Layers of the model after which it takes the state."""
+    """Layers of the model after which the head takes the state."""
     block_size: int
-    """Tokens of a block: the last one of the text, and masks."""
+    """Tokens of a block: the text's last token, and masks."""
     mask_token: int
-    """The token that stands for what is to be drafted."""
+    """The token at positions to draft."""
     from_last: bool
-    """Whether the place of the text's last token gives a draft, too: the first."""
+    """Whether the position of the text's last token gives the first draft."""
     draft_vocab_size: int
-    """Rows of its LM head."""
+    """Rows of the head's LM head."""
     markov_rank: int = 0
-    """The rank of what is added to logits by the token before; 0: nothing is."""
+    """The rank of the table that changes logits by the token before; 0: there is none."""
     has_confidence: bool = False
-    """Whether it says how likely a draft is to be accepted."""
+    """Whether the head predicts how likely a draft is to be accepted."""
     confidence_sees_token: bool = False
-    """Whether that depends on the token before, too, by its row of the low-rank table."""
+    """Whether the prediction also depends on the token before, by its row of the table."""
     verifier: str = ""
-    """The name of the model that it was trained for; empty where nothing says so."""
+    """The name of the model that the head was trained for; empty: unknown."""
 
     @property
     def num_drafts(self) -> int:
@@ -63,12 +63,12 @@ class BlockSettings:
 
 
 class Markov(NamedTuple):
-    """What is added to the logits of a draft by the token before it."""
+    """A low-rank table: what the token before a draft adds to the draft's logits."""
 
     before: Matrix
-    """[vocab_size, rank], by the token before."""
+    """[vocab_size, rank]: a row for each token before a draft."""
     after: Matrix
-    """[draft_vocab_size, rank]"""
+    """[draft_vocab_size, rank]: a row for each draft."""
 
 
 class BlockWeights(NamedTuple):
@@ -77,13 +77,13 @@ class BlockWeights(NamedTuple):
     layers: LlamaWeights
     """The head's layers and norm; embeddings and LM head may be the model's."""
     taps: Matrix
-    """[num_taps, hidden_size, hidden_size], of the states of each tap."""
+    """[num_taps, hidden_size, hidden_size]: the projection of each tap's states."""
     context_norm: Tensor
-    """[hidden_size], of what the taps come to."""
+    """[hidden_size]: the norm of the sum of the projected states."""
     markov: Markov | None = None
     confidence: ops.MlpMeasure | None = None
-    """Of a draft's normed state, followed by the row of the token before where it is seen: the
-    chance that the draft is accepted if those before it are."""
+    """The chance that a draft is accepted if all drafts before it are, from the draft's normed
+    state, with the row of the token before where the settings say so."""
     tokens: Tensor | None = None
     """int64 [draft_vocab_size]: the model's token of each row of the LM head; None: row t is
     token t."""
@@ -93,9 +93,9 @@ class BlockHead(KeyedHead):
     """A head that drafts a block in one pass.
 
     Args:
-        settings: what its files say.
-        weights: its own, in the model's dtype and on its device.
-        path: of its directory.
+        settings: the settings in the head's files.
+        weights: the head's weights, in the model's dtype and on its device.
+        path: the head's directory.
     """
 
     def __init__(self, settings: BlockSettings, weights: BlockWeights, path: Path) -> None:
@@ -113,7 +113,7 @@ class BlockHead(KeyedHead):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its states."""
+        """The dtype of the head's states."""
         return self._layers.dtype
 
     @property
@@ -123,7 +123,7 @@ class BlockHead(KeyedHead):
 
     @property
     def num_parameters(self) -> int:
-        """Weights of its own, those that are the model's not among them."""
+        """Weights that the head does not share with the model."""
         config, rank = self.config, self.settings.markov_rank
         shared = 2 * config.vocab_size * config.hidden_size
         own = config.num_parameters - shared + config.vocab_size * rank
@@ -132,24 +132,24 @@ class BlockHead(KeyedHead):
 
     @property
     def tokens(self) -> Tensor | None:
-        """int64 [draft_vocab_size]: the model's token of each row of its LM head; None: row t is
-        token t."""
+        """int64 [draft_vocab_size]: the model's token of each row of the head's LM head; None: row
+        t is token t."""
         return self._tokens
 
     @property
     def measure(self) -> ops.SoftmaxMeasure:
-        """The measure of a state of :meth:`block`: over :attr:`tokens`, by their places."""
+        """The measure of a state of :meth:`block`; its tokens are rows of the head's LM head."""
         return self._layers.measure
 
     def prepare(self, kv: KVCache) -> None:
-        """Compute what programs need beside a cache; a block may reach past its last slot."""
+        """Compute the tables that programs need; a block may reach past the cache's last slot."""
         self._layers.prepare(kv, self.settings.block_size)
 
     def begin(self, states: Sequence[Tensor]) -> Tensor:
-        """What the states of the taps come to: [num_rows, hidden_size].
+        """The sum of the taps' projected states: [num_rows, hidden_size].
 
         Args:
-            states: after each of the :attr:`taps`, [num_rows, hidden_size].
+            states: the states after each of the :attr:`taps`, [num_rows, hidden_size].
         """
         begun: Tensor | None = None
         for state, matrix in zip(states, self._taps, strict=True):
@@ -160,14 +160,14 @@ class BlockHead(KeyedHead):
     def fill(
         self,
         begun: Tensor,
-        made: Tensor,  # noqa: ARG002 (a position's keys say nothing of the token after it)
+        made: Tensor,  # noqa: ARG002 (a position's keys do not depend on the next token)
         sources: Tensor,  # noqa: ARG002
         kv: KVCache,
         positions: Tensor,
         slot_mapping: Tensor,
         starts: Tensor | None = None,  # noqa: ARG002
     ) -> None:
-        """Write its keys and values at positions that the model has computed."""
+        """Write the head's keys and values at positions that the model has computed."""
         layers, config = self._layers, self.config
         cos_sin, layer_ropes = layers.tables(kv)
         if layers.linear.is_skinny(begun):
@@ -203,19 +203,19 @@ class BlockHead(KeyedHead):
             )
 
     def reserve(self, num_rows: int) -> None:
-        """Have the layer that :meth:`fill` begins with, 0, for so many rows."""
+        """Allocate the first layer's number, 0, which :meth:`fill` needs for each of its rows."""
         if not self._zeros or len(self._zeros[-1]) < num_rows:
             size = 1 << max(num_rows - 1, 63).bit_length()
             zeros = torch.zeros(size, dtype=torch.int32, device=self._layers.device)
-            self._zeros.append(zeros)  # programs go on with those before
+            self._zeros.append(zeros)  # recorded programs keep the earlier ones
 
     def block(self, token_ids: Tensor, kv: KVCache, batch: AttentionBatch) -> Tensor:
-        """States after its layers: [num_tokens, hidden_size].
+        """States after the head's layers: [num_tokens, hidden_size].
 
         Args:
-            token_ids: int64 [num_tokens]: of each block the text's last token, then masks.
-            kv: of its own layers.
-            batch: a sequence for each block, not causal; keys of the text and the block.
+            token_ids: int64 [num_tokens]: for each block the text's last token, then masks.
+            kv: the cache of the head's layers.
+            batch: a sequence for each block, not causal; its keys are the text's and the block's.
         """
         hidden = self._layers.embed(token_ids)
         return self._layers.layers(0, self.config.num_layers, hidden, kv, batch)
@@ -224,15 +224,15 @@ class BlockHead(KeyedHead):
         """Normed states.
 
         Args:
-            hidden: [num_rows, hidden_size], of :meth:`block`.
-            zeros: like it.
-            out: like it, any row stride.
+            hidden: [num_rows, hidden_size], from :meth:`block`.
+            zeros: zeros, [num_rows, hidden_size].
+            out: [num_rows, hidden_size], any row stride.
         """
         norm, eps = self._layers.weights.final_norm, self.config.rms_norm_eps
         return ops.add_normed(hidden, norm, zeros, eps=eps, out=out)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[num_rows, draft_vocab_size] of states of :meth:`block`, in the model's dtype."""
+        """[num_rows, draft_vocab_size] of states from :meth:`block`, in the model's dtype."""
         return self._layers.logits(hidden, few=True)
 
     def row_before(self, token_ids: Tensor, out: Tensor) -> Tensor:
@@ -249,11 +249,11 @@ class BlockHead(KeyedHead):
         )
 
     def corrected(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Logits and what the tokens before add to them: [num_rows, draft_vocab_size].
+        """Logits plus what the tokens before add to them: [num_rows, draft_vocab_size].
 
         Args:
             logits: [num_rows, draft_vocab_size], any row stride.
-            rows: [num_rows, rank], of :meth:`row_before`.
+            rows: [num_rows, rank], from :meth:`row_before`.
         """
         assert self.markov is not None
         return self._layers.linear(rows, self.markov.after, residual=logits, few=True)

@@ -24,14 +24,14 @@ __all__ = ["Decoder", "Multipliers"]
 
 @dataclass(frozen=True)
 class Multipliers:
-    """Numbers between the parts of a model; the defaults change nothing."""
+    """Factors that a model applies between its parts; the defaults change nothing."""
 
     embedding: float = 1.0
-    """Of embeddings; it is rounded to the model's dtype."""
+    """The factor of embeddings, rounded to the model's dtype."""
     residual: float = 1.0
-    """Of what a sublayer gives."""
+    """The factor of a sublayer's output before it is added to the residual stream."""
     logits: float = 1.0
-    """Of logits."""
+    """The factor of logits."""
     logits_soft_cap: float = 0.0
     """c > 0: multiplied logits l become ``c * tanh(l / c)``."""
 
@@ -43,14 +43,14 @@ class Decoder:
     norm. Nothing keeps state between calls but the KV cache that is passed in.
 
     Args:
-        config: of the model.
-        source: which model it is, where that is known.
+        config: the model's config.
+        source: which model this is; None: unknown.
         embed_tokens: [vocab_size, hidden_size].
         lm_head: [vocab_size, hidden_size].
-        head_norm: [hidden_size], the norm before the LM head; of a looped model, whose states are
-            normed at the end of each loop, that norm.
-        activation: of the MLPs, which are gated unless it is relu.
-        multipliers: between the parts.
+        head_norm: [hidden_size], the norm before the LM head; in a looped model the norm at the end
+            of each loop.
+        activation: the activation of the MLPs, which are gated unless it is relu.
+        multipliers: the factors between the model's parts.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class Decoder:
         self.source = source
         self.device, self.dtype = head_norm.device, head_norm.dtype
         self.draft_head: DraftHead | KeyedHead | None = None
-        """What drafts after the last layer, where there is one; none is trained for a T5."""
+        """The draft head after the last layer, if there is one; a T5 has none."""
         self.learnt: dict[object, Any] = {}
-        """What decoding learnt of passes over it, by what they depend on."""
+        """What decoding has learnt about passes over this model, by what that depends on."""
         self.check_held: Callable[[Any], None] | None = None
-        """Takes this over from the model that the weights are shared with, if there is one, or
-        raises where that has become another."""
+        """Takes this network and updates it from the model that shares its weights, or raises an
+        error if that model now needs another network; None: the weights are not shared."""
         self.calls_single_ops = self.device.type != "cpu"
-        """Whether layers run op by op, not a stretch of them in one call."""
+        """Whether layers run op by op; otherwise one call runs a stretch of layers."""
         self.linear = Linear(self.device, config.rms_norm_eps)
         self._embed_tokens, self._lm_head, self._head_norm = embed_tokens, lm_head, head_norm
         self._hidden_size, self._q_size = config.hidden_size, config.q_size
@@ -87,10 +87,10 @@ class Decoder:
     def embed(
         self, token_ids: Tensor, *, previous: Tensor | None = None, sources: Tensor | None = None
     ) -> Tensor:
-        """[num_tokens, hidden_size] of int64 ids [num_tokens].
+        """The embeddings, [num_tokens, hidden_size], of int64 ids [num_tokens].
 
-        Token i is ``previous[sources[i]]`` instead where there are sources, int32 [num_tokens], and
-        it is not -1.
+        With ``sources``, int32 [num_tokens], token i is ``previous[sources[i]]`` instead wherever
+        ``sources[i]`` is not -1.
         """
         table = self._embed_tokens
         return ops.embed_tokens(
@@ -107,7 +107,7 @@ class Decoder:
     def logits(self, hidden: Tensor, *, few: bool = False) -> Tensor:
         """Float32 [num_rows, vocab_size]: final norm and LM head.
 
-        With ``few`` in the model's dtype, by one of eecore's ops, however many rows there are.
+        With ``few`` one of eecore's ops computes them for any number of rows, in the model's dtype.
         """
         logits = self.linear(
             hidden,
@@ -125,7 +125,7 @@ class Decoder:
 
     @property
     def measure(self) -> ops.SoftmaxMeasure:
-        """What :meth:`confidence` measures with."""
+        """The norm, LM head and factors that :meth:`confidence` uses."""
         head, numbers = self._lm_head, self._multipliers
         return ops.SoftmaxMeasure(
             None if self._is_looped else self._head_norm,
@@ -140,11 +140,11 @@ class Decoder:
     def _projected(
         self, attended: Tensor, o: Matrix, hidden: Tensor, post_norm: Tensor | None = None
     ) -> Tensor:
-        """Attention's output, normed where there is a norm, added to the residual stream."""
+        """Attention's projected output, normed if there is a norm, added to the residual stream."""
         return self._onto(hidden, attended.view(-1, self._q_size), o, post_norm)
 
     def _onto(self, hidden: Tensor, x: Tensor, matrix: Matrix, post_norm: Tensor | None) -> Tensor:
-        """The residual stream and the multiple of a linear layer of x, normed or not."""
+        """The residual stream plus a linear layer's scaled output, normed if there is a norm."""
         multiplier = self._multipliers.residual
         if post_norm is None:
             return self.linear(x, matrix, residual=hidden, multiplier=multiplier)

@@ -1,12 +1,11 @@
-"""A draft head: what drafts tokens after the last layer of a model that it was trained for.
+"""A draft head, which drafts tokens after the last layer of the model that it was trained for.
 
-It starts from the state after the last layer, and after some layers before, at the last position
-that the model has computed, and from the token that the model gave there. Each of its steps is an
-MLP and a head over the tokens that the model uses most. Before the MLP it may attend to keys and
-values that the model itself has in its cache (GLIDE, Du et al. 2024), of all positions that the
-model has computed; it has none of its own, so that nothing is kept between rounds. (After Medusa,
-Cai et al. 2024; Hydra, Ankner et al. 2024; EAGLE-3, Li et al. 2025; recurrent drafter, Zhang et al.
-2024.)
+It starts from the states after the last layer and some earlier layers, at the last position that
+the model has computed, and from the token that the model gave there. Each step is an MLP and a head
+over the tokens that the model uses most. Before the MLP a step may attend to the model's keys and
+values of all positions that the model has computed (GLIDE, Du et al. 2024); the head has no keys of
+its own, so nothing is kept between rounds. (After Medusa, Cai et al. 2024; Hydra, Ankner et al.
+2024; EAGLE-3, Li et al. 2025; recurrent drafter, Zhang et al. 2024.)
 """
 
 from __future__ import annotations
@@ -32,14 +31,15 @@ from eecore.ops import Matrix
 __all__ = ["DraftHead", "HeadModel", "HeadSettings", "SeenKeys", "head_floats", "packed"]
 
 LAYERS = "Q4_1"
-"""Blocks of a head's own matrices."""
+"""The block format of a head's own matrices."""
 OWN_ROWS = "Q8_0"
-"""Blocks of these rows where the model's own confidence is measured, and its LM head has blocks."""
+"""The block format of the rows of the model's LM head that :meth:`DraftHead.gap` multiplies by, if
+the LM head is quantised."""
 
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """What a head's ``head.json`` says of it."""
+    """The settings in a head's ``head.json``."""
 
     digest: str
     """The digest of the model, see :func:`eecore.models.network_digest`."""
@@ -47,19 +47,18 @@ class HeadSettings:
     hidden_size: int
     vocab_size: int
     weights: str
-    """What the model's weights were stored in when it was trained."""
+    """How the model's weights were stored when the head was trained."""
     taps: tuple[int, ...]
-    """Layers after which it takes the state, ascending; the last one is the model's last."""
+    """Layers after which the head takes the state, ascending, up to the model's last layer."""
     intermediate_size: int
     num_blocks: int
     vocabulary_size: int
     agreement: tuple[float, ...]
     """How often the first draft is the model's own token on held-out text, the second, ..."""
     attended: tuple[tuple[int, int], ...] = ()
-    """(layer, key head) whose keys and values in the model's cache each step attends to; layers
-    from 0."""
+    """(layer, key head) pairs that each step attends to in the model's cache; layers from 0."""
     queries: int = 0
-    """Features of the queries to one key head, all its query heads together; 0 without any."""
+    """Features of the queries to one key head, all its query heads together; 0: no attention."""
 
 
 class HeadWeights(Protocol):
@@ -77,7 +76,7 @@ class HeadWeights(Protocol):
 
 
 class HeadModel(Protocol):
-    """What a draft head needs of the model that it drafts for, :class:`LlamaModel` for one."""
+    """The parts of a model, such as :class:`LlamaModel`, that its draft head needs."""
 
     config: ModelConfig
     device: torch.device
@@ -86,18 +85,18 @@ class HeadModel(Protocol):
 
     @property
     def measure(self) -> ops.SoftmaxMeasure:
-        """What the model's own confidence is measured with."""
+        """The measure of the model's own confidence."""
         ...
 
     @property
     def weights(self) -> HeadWeights:
-        """The model's own, which are not changed."""
+        """The model's weights, which are not changed."""
         ...
 
     def embed(
         self, token_ids: Tensor, *, previous: Tensor | None = None, sources: Tensor | None = None
     ) -> Tensor:
-        """[num_tokens, hidden_size] of int64 ids [num_tokens]; see :meth:`Decoder.embed`."""
+        """The embeddings of int64 ids [num_tokens]; see :meth:`Decoder.embed`."""
         ...
 
     def rotate(
@@ -114,7 +113,7 @@ class HeadModel(Protocol):
     def attend(
         self, q: Tensor, layer: int, heads: slice, kv: KVCache, texts: tuple[Tensor, Tensor, Tensor]
     ) -> Tensor:
-        """What queries find among keys of a layer: [num_rows, num_heads, head_dim]."""
+        """Attention of queries to keys of a layer: [num_rows, num_heads, head_dim]."""
         ...
 
 
@@ -125,12 +124,12 @@ class _Block(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """Key heads of one layer that one call asks."""
+    """Key heads of one layer that one call of attention reads."""
 
     layer: int
     heads: slice
     queries: slice
-    """The queries among those of all query heads."""
+    """The query heads of this call, among all query heads."""
     output: Matrix
     """[hidden_size, features of these queries]"""
 
@@ -145,30 +144,29 @@ class _Attention:
 
 @dataclass(frozen=True)
 class SeenKeys:
-    """What a step attends to: the keys of rows' texts, in the model's layers or the head's own."""
+    """The keys that a step attends to: of the rows' texts, in the model's or the head's layers."""
 
     kv: KVCache
     batch: AttentionBatch
-    """One query a row, at the position of the token that the step takes; ``seq_lens``: the keys of
-    the model, those of drafts not among them. Of a :class:`KeyedHead` one query at the position
-    before it, whose key is written first; ``seq_lens`` count it."""
+    """One query a row, at the position of the token that the step takes; ``seq_lens`` count the
+    model's keys, without drafts. For a :class:`KeyedHead` the query is at the position before that
+    token; its own key is written first and counted in ``seq_lens``."""
     no_keys: tuple[Tensor, Tensor]
     """See :meth:`LlamaModel.no_keys`."""
 
 
 class DraftHead:
-    """A head beside the model that it drafts for.
+    """A head, with the model that it drafts for.
 
-    On the CPU it drafts with blocks of 4 and 5 bits, whatever the model's weights are, since a
-    draft is verified and has to cost little. Elsewhere its matrices are floats of the model's
-    dtype.
+    On the CPU it drafts with blocks of 4 and 5 bits, however the model's weights are stored, since
+    a draft is verified and has to be cheap. Elsewhere its matrices are floats of the model's dtype.
 
     Args:
         network: the model; not changed.
         path: the pack's directory.
-        settings: what its ``head.json`` says.
-        tensors: of the pack, by name: float32, and matrices in uint8 as blocks of 4 bits.
-        vocabulary: int64 [vocabulary_size], the tokens that it always knows.
+        settings: the settings in ``head.json``.
+        tensors: the pack's tensors by name: float32, or matrices in uint8 as blocks of 4 bits.
+        vocabulary: int64 [vocabulary_size], the tokens that the head always knows.
     """
 
     def __init__(
@@ -218,7 +216,7 @@ class DraftHead:
             )
         self._norm, self._final_norm = norm(tensors["norm"]), network.weights.final_norm
         self.vocabulary = vocabulary.to(network.device)
-        """int64 [vocabulary_size]: the tokens that it always knows."""
+        """int64 [vocabulary_size]: the tokens that the head always knows."""
         self._lm_head = network.weights.lm_head
         self._texts: HeadVocabulary | None = None
         if form.packs:
@@ -231,7 +229,7 @@ class DraftHead:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Layers after which it takes the state."""
+        """Layers after which the head takes the state."""
         return self.settings.taps
 
     @property
@@ -241,19 +239,19 @@ class DraftHead:
 
     @property
     def tokens(self) -> Tensor:
-        """int64 [num_rows]: the token of each row of its head, those of texts among them."""
+        """int64 [num_rows]: the token of each row of its LM head, tokens of texts included."""
         return self.vocabulary if self._texts is None else self._texts.tokens
 
     def know(self, token_ids: Sequence[int]) -> None:
-        """Have it draft these tokens, too, until others have taken their place; on the CPU."""
+        """Let the head also draft these tokens until newer ones replace them; on the CPU only."""
         if self._texts is not None:
             self._texts.take(token_ids)
 
     def begin(self, states: Sequence[Tensor]) -> Tensor:
-        """What it starts from: [num_rows, hidden_size].
+        """The state that the first step takes: [num_rows, hidden_size].
 
         Args:
-            states: after each of the taps' layers, [num_rows, hidden_size].
+            states: the states after each of the :attr:`taps`, [num_rows, hidden_size].
         """
         begun: Tensor | None = None
         for state, (norm, weight) in zip(states, self._taps, strict=True):
@@ -262,21 +260,21 @@ class DraftHead:
         return begun
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """What :meth:`step` takes of tokens: [num_rows, hidden_size] of int64 ids [num_rows]."""
+        """The embeddings, for :meth:`step`, of int64 ids [num_rows]: [num_rows, hidden_size]."""
         return self._network.embed(token_ids)
 
     @property
     def attends(self) -> bool:
-        """Whether its steps want keys of the model."""
+        """Whether steps attend to keys of the model."""
         return self._attention is not None
 
     def step(self, state: Tensor, embedded: Tensor, seen: SeenKeys | None = None) -> Tensor:
         """The state after one more token.
 
         Args:
-            state: [num_rows, hidden_size], of :meth:`begin` or of the step before.
+            state: [num_rows, hidden_size], from :meth:`begin` or the step before.
             embedded: [num_rows, hidden_size], the token's embedding.
-            seen: where it :attr:`attends`.
+            seen: the keys to attend to, if the head :attr:`attends`.
         """
         norm, weight = self._state
         hidden = self._linear(state, weight, norm=norm, few=True)
@@ -298,12 +296,12 @@ class DraftHead:
         return hidden
 
     def _attended(self, hidden: Tensor, attention: _Attention, seen: SeenKeys) -> Tensor:
-        """The state, and what its queries find."""
+        """The state plus the output of its attention to the model's keys."""
         network, kv, batch = self._network, seen.kv, seen.batch
         texts = batch.page_table, batch.seq_lens, batch.query_start_loc
         q = self._linear(hidden, attention.query, norm=attention.norm, few=True)
         q = q.view(len(q), -1, network.config.head_dim)
-        # A head attends to keys that are rotated alike: it is trained so.
+        # All layers that a head attends to rotate alike: it is trained that way.
         network.rotate(q, attention.asked[0].layer, batch.positions, kv, seen.no_keys)
         for asked in attention.asked:
             found = network.attend(q[:, asked.queries], asked.layer, asked.heads, kv, texts)
@@ -312,7 +310,7 @@ class DraftHead:
 
     @property
     def measure(self) -> ops.SoftmaxMeasure:
-        """The measure of a state: over :attr:`tokens`, by their places among them."""
+        """The measure of a state; its tokens are indices in :attr:`tokens`."""
         return self._measured_by(self._norm, self._head)
 
     def _measured_by(self, norm: Tensor, head: Matrix) -> ops.SoftmaxMeasure:
@@ -326,10 +324,10 @@ class DraftHead:
         )
 
     def gap(self, hidden: Tensor) -> Tensor:
-        """The top-2 probability gap of the model's own states, among the tokens always known here.
+        """The top-2 probability gap of the model's own states, among the tokens of the vocabulary.
 
         Args:
-            hidden: [num_rows, hidden_size], after any of the model's layers.
+            hidden: [num_rows, hidden_size], states after any of the model's layers.
 
         Returns:
             float32 [num_rows].
@@ -337,12 +335,12 @@ class DraftHead:
         return self._measured_by(self._final_norm, self._own_rows)(hidden).confidence
 
     def prepare_gap(self) -> None:
-        """Have what :meth:`gap` multiplies by, before a program that calls it is recorded."""
+        """Make the matrix that :meth:`gap` multiplies by, before a program with it is recorded."""
         _ = self._own_rows
 
     @cached_property
     def _own_rows(self) -> Matrix:
-        """Rows of the model's LM head, as exact as that: floats where it has floats."""
+        """The vocabulary's rows of the model's LM head: floats if the LM head is in floats."""
         if self._texts is None:
             return self._head
         if self._lm_head.is_quantised:
@@ -351,14 +349,14 @@ class DraftHead:
 
     @cached_property
     def vocabulary_sha256(self) -> str:
-        """The digest of the tokens that it always knows."""
+        """The digest of the tokens that the head always knows."""
         return hashlib.sha256(self.vocabulary.cpu().numpy().tobytes()).hexdigest()
 
 
 def _calls(attended: Sequence[tuple[int, int]]) -> list[tuple[int, slice, int, int]]:
-    """Layer, key heads of one call, and which of all that are attended to: first and end.
+    """The calls of attention: layer, key heads, and their range in ``attended``, first and end.
 
-    Those of one layer that follow one another at equal steps are asked in one call.
+    Key heads of one layer at equal steps share a call.
     """
     calls: list[tuple[int, slice, int, int]] = []
     first = 0
@@ -376,7 +374,7 @@ def _calls(attended: Sequence[tuple[int, int]]) -> list[tuple[int, slice, int, i
 
 
 class _Form:
-    """How one model's head stores its numbers."""
+    """How one model's head stores its weights."""
 
     def __init__(self, network: HeadModel) -> None:
         self._device, self._dtype = network.device, network.dtype
@@ -384,7 +382,7 @@ class _Form:
 
     @property
     def packs(self) -> bool:
-        """Whether in blocks, where they are as long as these."""
+        """Whether in blocks: on the CPU, if rows are whole blocks."""
         return self._device.type == "cpu" and self._hidden_size % 32 == 0
 
     def floats(self, tensor: Tensor) -> Tensor:
@@ -399,7 +397,7 @@ class _Form:
 
 
 def head_floats(tensor: Tensor) -> Tensor:
-    """A tensor of a pack in float32: blocks of 4 bits as the numbers that they stand for."""
+    """A tensor of a pack in float32, with blocks of 4 bits dequantised."""
     if tensor.dtype != torch.uint8:
         return tensor.float()
     packed = ops.pack_weight(tensor.flatten(0, -2).contiguous(), LAYERS)
@@ -408,5 +406,5 @@ def head_floats(tensor: Tensor) -> Tensor:
 
 
 def packed(tensor: Tensor, format: str) -> Matrix:
-    """A matrix of floats in blocks of a format, of the bits that a CPU drafts with."""
+    """A matrix of floats, quantised to a block format and packed."""
     return ops.pack_weight(ops.quantise_weight(tensor.float().contiguous(), format), format)

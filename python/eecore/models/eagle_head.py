@@ -1,8 +1,8 @@
 """EAGLE-3: a draft head of one layer that takes three states of the model.
 
-The states of a position, made one by ``fc``, and the embedding of the token after it go through a
-layer that attends to those of the positions before. What comes out of it gives a draft, and is the
-state of the next step. (EAGLE-3, Li et al. 2025; norms of EAGLE-3.1 as SpecForge has them.)
+The states of a position, projected to one by ``fc``, and the embedding of the next token go through
+a layer that attends to earlier positions. Its output gives a draft, and is the state of the next
+step. (EAGLE-3, Li et al. 2025; norms of EAGLE-3.1 as in SpecForge.)
 """
 
 from __future__ import annotations
@@ -28,40 +28,42 @@ from eecore.ops import Matrix
 __all__ = ["EagleHead", "EagleSettings"]
 
 USUAL_AGREEMENT = (0.7, 0.65, 0.6, 0.6, 0.55, 0.55, 0.5, 0.5)
-"""How often the drafts of a public head are accepted, about; requests of ``Auto`` begin with it."""
-LAYER, LM_HEAD = "Q4_1", "Q5_1"
-"""Blocks of the layer and of the LM head beside a model whose weights are quantised."""
+"""Approximate acceptance rates of a public head's drafts, with which ``Auto`` requests begin."""
+LAYER = "Q4_1"
+"""The block format of the layer, if the model's weights are quantised."""
+LM_HEAD = "Q5_1"
+"""The block format of the LM head, if the model's weights are quantised."""
 
 
 @dataclass(frozen=True)
 class EagleSettings:
-    """What a head's ``config.json`` says of it."""
+    """The settings in a head's ``config.json``."""
 
     kind: str
     """EAGLE-3 or EAGLE-3.1."""
     config: ModelConfig
     """The config of the head's layer; ``vocab_size`` is the model's."""
     taps: tuple[int, ...]
-    """Layers of the model after which it takes the state, in the order in which ``fc`` does."""
+    """Layers of the model after which the head takes the state, in the order of ``fc``."""
     target_size: int
-    """hidden_size of the model."""
+    """The model's hidden_size."""
     draft_vocab_size: int
     norm_before_residual: bool = False
-    """The residual stream of the layer is the normed state."""
+    """Whether the layer's residual stream is the normed state."""
     norm_before_fc: bool = False
-    """An RMS norm of all states at once."""
+    """Whether one RMS norm is applied to all states together."""
     fc_norm: bool = False
-    """An RMS norm of each state."""
+    """Whether an RMS norm is applied to each state."""
     norm_logits: bool = True
-    """An RMS norm before the LM head."""
+    """Whether an RMS norm is applied before the LM head."""
     norm_output: bool = False
-    """Each step takes the normed state of the step before; with ``norm_logits``."""
+    """Whether each step takes the normed state of the step before; with ``norm_logits``."""
     verifier: str = ""
-    """The name of the model that it was trained for; empty where the file does not say."""
+    """The name of the model that the head was trained for; empty: unknown."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors that there have to be, by the names of ``midlayer.*`` files."""
+        """The shapes of the required tensors, by their names in ``midlayer.*`` files."""
         c, taken = self.config, len(self.taps) * self.target_size
         hidden, inner = c.hidden_size, c.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {
@@ -98,18 +100,18 @@ class EagleSettings:
 
 
 class EagleHead(ChainHead):
-    """A head beside the model that it drafts for.
+    """A head, with the model that it drafts for.
 
-    Its matrices are floats of the model's dtype; on a CPU blocks of 4 and 5 bits where the model's
-    weights are quantised.
+    Its matrices are floats of the model's dtype; on a CPU they are blocks of 4 and 5 bits if the
+    model's weights are quantised.
 
     Args:
         network: the model; not changed.
-        path: of the head's directory.
-        settings: what its ``config.json`` says.
-        tensors: those of :attr:`EagleSettings.shapes`, in floats; ``embed_tokens.weight`` where it
-            has embeddings of its own.
-        tokens: int64 [draft_vocab_size], the model's token of each row of its LM head.
+        path: the head's directory.
+        settings: the settings in ``config.json``.
+        tensors: the tensors of :attr:`EagleSettings.shapes`, in floats, and ``embed_tokens.weight``
+            if the head has its own embeddings.
+        tokens: int64 [draft_vocab_size], the model's token of each row of the head's LM head.
     """
 
     def __init__(
@@ -250,8 +252,8 @@ class EagleHead(ChainHead):
 
         Args:
             state: [num_rows, hidden_size].
-            embedded: [num_rows, hidden_size], of the token after it.
-            rows: of all heads' features.
+            embedded: [num_rows, hidden_size], the embedding of the next token.
+            rows: the features to compute, of all heads' features.
         """
         of_token, of_state = (matrix.rows(rows) for matrix in self._qkv)
         features = self._linear(embedded, of_token, norm=self._token_norm)
@@ -294,7 +296,7 @@ class EagleHead(ChainHead):
 
 
 def _beside(states: Sequence[Tensor]) -> Tensor:
-    """States side by side, [num_rows, all their columns]; a program may have it recorded."""
+    """States side by side, [num_rows, columns of all states]; a program may be recording."""
     rows, size = states[0].shape
     every = torch.from_numpy(np.arange(rows))
     if states[0].device.type != "cpu":

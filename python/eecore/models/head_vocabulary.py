@@ -1,8 +1,8 @@
-"""The tokens that a draft head chooses among: its own, and those of the texts at hand.
+"""The tokens that a draft head chooses among: its own, and tokens of the current texts.
 
-A head has rows of the LM head for the tokens that its model uses most. What else a text has, its
-names and rare words, mostly comes again in the answer: such tokens are given spare rows as they
-come, which those of earlier texts have had.
+A head has rows of the LM head for the tokens that its model uses most. Other tokens of a text, from
+names and rare words, mostly occur again in the answer: they get spare rows, which they take over
+from tokens of earlier texts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from eecore.ops import Matrix
 
 __all__ = ["FORMAT", "NUM_SPARE", "SPARE_FORMAT", "HeadVocabulary", "matrix_rows"]
 
-FORMAT, SPARE_FORMAT = "Q5_1", "Q8_0"
-"""Blocks of a head's own rows, and of spare ones, which are made while requests wait: sooner."""
+FORMAT = "Q5_1"
+"""The block format of a head's own rows."""
+SPARE_FORMAT = "Q8_0"
+"""The block format of spare rows, which is quantised faster: requests wait for it."""
 NUM_SPARE = 512
-"""Rows for tokens of texts; so many cost a head of 8,192 tokens an eleventh more."""
+"""Rows for tokens of texts; they raise the cost of a head of 8,192 tokens by an eleventh."""
 PANEL = 16
 """Rows that are packed together."""
 
@@ -30,17 +32,17 @@ PANEL = 16
 class HeadVocabulary:
     """Rows of an LM head, packed for products on the CPU, some of which change.
 
-    The spare ones go round: new tokens have those of the tokens that came first. At first they are
-    the first tokens that are not the head's own, so that no token has two.
+    Spare rows are reused in turn: new tokens replace the tokens that were added first. At first
+    spare rows hold the first tokens that are not the head's own, so that no token has two rows.
 
     Args:
-        lm_head: of the model; not changed.
+        lm_head: the model's LM head; not changed.
         own: int64 [num_own], the tokens that always have a row.
-        num_spare: rows for others, at most.
+        num_spare: spare rows, at most.
 
     Attributes:
-        tokens: int64 [num_rows], of each row; those of spare rows change.
-        rows: of the LM head, [num_rows, hidden_size].
+        tokens: int64 [num_rows], the token of each row; tokens of spare rows change.
+        rows: the rows of the LM head, [num_rows, hidden_size].
     """
 
     def __init__(self, lm_head: Matrix, own: Tensor, num_spare: int) -> None:
@@ -53,11 +55,11 @@ class HeadVocabulary:
         others = (token for token in range(vocab_size) if not self._has_row[token])
         self._spare = list(islice(others, num_spare))
         self._next = 0
-        self._lock = Lock()  # engines in several threads may have one model
+        self._lock = Lock()  # engines in several threads may share a model
         for token in self._spare:
             self._has_row[token] = 1
         self.tokens = torch.cat((own, torch.tensor(self._spare, dtype=torch.int64)))
-        self._numbers = self.tokens.numpy()  # the same memory, one by one set sooner
+        self._numbers = self.tokens.numpy()  # the same memory; numpy sets single elements faster
         own_rows = matrix_rows(lm_head, own).float().contiguous()
         self._blocks = torch.empty(0, 0, dtype=torch.uint8)
         if self._spare:
@@ -74,14 +76,14 @@ class HeadVocabulary:
         self._pack(0, len(self._spare))
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """Have a row for each of some tokens, or for as many as there are spare rows."""
+        """Give each token a row, or as many of them as there are spare rows."""
         has_row = self._has_row
         if self._spare and not all(map(has_row.__getitem__, token_ids)):
             with self._lock:
                 self._put(list(dict.fromkeys(token_ids)))
 
     def _put(self, token_ids: list[int]) -> None:
-        """In place of the tokens that came first, but for those that are asked for as well."""
+        """Give new tokens the spare rows of the tokens added first, unless asked for again."""
         spare, has_row = self._spare, self._has_row
         new = [token for token in token_ids if not has_row[token]]
         if not new:  # another thread was here
@@ -101,7 +103,7 @@ class HeadVocabulary:
             self._pack(panel * PANEL, (panel + 1) * PANEL)
 
     def _pack(self, begin: int, end: int) -> None:
-        """Spare rows, from the first one of a panel on."""
+        """Pack spare rows, from the first row of a panel on."""
         its = self._blocks[begin:end]
         if len(its):
             first = self._num_own + begin
@@ -114,14 +116,14 @@ class HeadVocabulary:
             )
 
     def _quantised(self, tokens: Tensor | Sequence[int]) -> Tensor:
-        """Their rows, in blocks of spare ones."""
+        """The tokens' rows of the LM head, in blocks of the spare rows' format."""
         index = torch.as_tensor(tokens, dtype=torch.int64)
         rows = matrix_rows(self._lm_head, index).float().contiguous()
         return ops.quantise_weight(rows, SPARE_FORMAT)
 
 
 def matrix_rows(matrix: Matrix, index: Tensor) -> Tensor:
-    """[n, in_features]: rows of a matrix of one layer, by int64 [n], in floats."""
+    """[n, in_features] in floats: rows of a matrix of one layer, by their numbers, int64 [n]."""
     if matrix.table is not None:
         rows = ops.unpack_weight(matrix.weight.cpu(), matrix.table[index].cpu())
         return rows.to(matrix.weight.device)

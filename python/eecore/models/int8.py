@@ -1,4 +1,4 @@
-"""Weights in int8: each row as whole numbers of -127 to 127 times a float32 scale of its own."""
+"""Weights in int8: each row is whole numbers from -127 to 127 times the row's float32 scale."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., num_rows, n] in ``dtype``, of int8 rows [..., num_rows, n] times ``scale``.
+    """[..., num_rows, n] in ``dtype``: int8 rows [..., num_rows, n] times ``scale``.
 
-    The products are in float32 and rounded once; on a GPU without a copy of them all.
+    The products are float32 and rounded once; on a GPU they are never all in memory as float32.
     """
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     return torch.mul(weight, scale[..., None], out=out)

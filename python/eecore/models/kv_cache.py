@@ -12,7 +12,8 @@ from eecore import ops
 from eecore.config import AnyModelConfig
 from eecore.errors import OutOfMemoryError
 
-# Of one call of attention on a GPU: tiles times key heads, where blocks share the keys of a tile.
+# Counters for one attention call on a GPU: one for each tile and key head whose keys several blocks
+# share.
 NUM_ARRIVALS = 4096
 
 
@@ -25,9 +26,9 @@ class KVCache:
     v: Tensor
     """[num_layers, num_pages, page_size, num_kv_heads, head_dim]"""
     key_scales: Tensor | None = None
-    """Float32 [num_layers, num_kv_heads] of keys in float8; None: 1."""
+    """Float32 [num_layers, num_kv_heads], the scales of keys in float8; None: 1."""
     value_scales: Tensor | None = None
-    """Float32 [num_layers, num_kv_heads] of values in float8; None: 1."""
+    """Float32 [num_layers, num_kv_heads], the scales of values in float8; None: 1."""
     of_head: KVCache | None = None
     """The keys and values of a draft head's own layers, in the same pages and slots; None without
     such a head."""
@@ -38,7 +39,8 @@ class KVCache:
     )
     """The scales of each layer's keys and values, [num_kv_heads]."""
     arrivals: Tensor = field(init=False, repr=False, compare=False)
-    """Int32 [NUM_ARRIVALS], zeros between the calls of attention, which take turns with it."""
+    """Int32 [NUM_ARRIVALS], in which the blocks of one attention call at a time count; zeros
+    between calls."""
 
     def __post_init__(self) -> None:
         views = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
@@ -62,13 +64,13 @@ class KVCache:
         dtype: torch.dtype,
         scales: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> KVCache:
-        """Pages that hold nothing yet: no slot is read before it is written.
+        """Uninitialised pages: no slot is read before it is written.
 
         On a CPU a page takes memory when it is first written, 2 MiB at a time where the system has
-        such pages, which are read faster. The scales are those of keys and of values in float8.
+        pages of that size, which are read faster. ``scales``: of keys and of values in float8.
 
         Raises:
-            OutOfMemoryError: there is no room for them.
+            OutOfMemoryError: the pages do not fit into memory.
         """
         shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
         try:
@@ -92,7 +94,7 @@ class KVCache:
         return 2 * config.num_layers * config.kv_size * dtype.itemsize
 
     def stretch(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Views of the layers ``begin..end-1``: keys, values, and the scales of each."""
+        """Views of the layers ``begin..end-1``: keys, values, scales of keys, scales of values."""
         if end - begin == len(self.layers):
             return self.k, self.v, self.key_scales, self.value_scales
         k, v, *scales = (

@@ -1,4 +1,4 @@
-"""Linear layers of few rows and of many, in whatever the weights are stored in."""
+"""Linear layers for few rows and for many, with weights in floats, int8 or packed blocks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from eecore import ops
 from eecore.models.int8 import dequantise_rows
 from eecore.ops import AppendKv, Matrix
 
-# Rows that eecore's products take on a GPU: those of more are bound by multiplying, and torch's are
-# faster. On the CPU they take all, so that a row rounds alike whatever runs beside it.
+# Rows that eecore's products take on a GPU: with more rows multiplying is the limit, and torch's
+# products are faster. On the CPU they take any number, so that a row is rounded alike whichever
+# rows run with it.
 MAX_SKINNY_ROWS = 32
-# Of Ada, whose L2 cache, which gives the rows again and again, is five times as fast as its memory.
-MAX_SKINNY_ROWS_ON_ADA, ADA = 64, (8, 9)
+ADA = (8, 9)
+# The same on Ada, whose L2 cache, from which rows are read again and again, is five times as fast
+# as its memory.
+MAX_SKINNY_ROWS_ON_ADA = 64
 
 
 def max_skinny_rows(device: torch.device) -> int | None:
@@ -26,11 +29,11 @@ def max_skinny_rows(device: torch.device) -> int | None:
 
 
 class Linear:
-    """How one model multiplies.
+    """The linear layers of one model, by eecore's or torch's products.
 
     Args:
-        device: of the model.
-        eps: of its norms.
+        device: the model's device.
+        eps: the epsilon of the model's norms.
     """
 
     def __init__(self, device: torch.device, eps: float) -> None:
@@ -40,11 +43,11 @@ class Linear:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether a row's result is the same bit for bit whatever rows are beside it."""
+        """Whether a row's result is bit for bit the same whichever rows run with it."""
         return self.max_rows is None
 
     def is_skinny(self, x: Tensor) -> bool:
-        """Whether eecore's products take so many rows."""
+        """Whether eecore's products take as many rows as x has."""
         return self.max_rows is None or x.shape[0] <= self.max_rows
 
     def __call__(
@@ -60,10 +63,10 @@ class Linear:
     ) -> Tensor:
         """Linear layer of x, normed first when there is a norm, added to the residual if any.
 
-        ``multiplier`` and ``soft_cap`` are those of :func:`eecore.ops.skinny_linear`.
+        ``multiplier`` and ``soft_cap``: see :func:`eecore.ops.skinny_linear`.
 
-        ``few``: by eecore's product, however many rows there are. For others quantised weights
-        become floats of x's dtype first, rounded to it.
+        ``few``: eecore's product computes it for any number of rows. For torch's product quantised
+        weights are first rounded to floats of x's dtype.
         """
         if few or self.is_skinny(x):
             return self._skinny(
@@ -86,9 +89,9 @@ class Linear:
         return out if residual is None else out.add_(residual)
 
     def into_cache(self, x: Tensor, qkv: Matrix, norm: Tensor | None, append: AppendKv) -> Tensor:
-        """Queries [num_tokens, num_q_heads, head_dim] of x, its keys and values in the cache.
+        """Queries [num_tokens, num_q_heads, head_dim] of x; its keys and values go to the cache.
 
-        ``qkv`` has heads of q, then of k, then of v; x is normed first when there is a norm.
+        ``qkv`` has heads of q, then of k, then of v; x is normed first if there is a norm.
         """
         num_kv_heads, head_dim = append.k_cache.shape[-2:]
         skinny = self.is_skinny(x)

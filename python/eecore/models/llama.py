@@ -1,15 +1,14 @@
 """The forward pass of the Llama family (Llama, SmolLM2, Mistral, Qwen2, Qwen3).
 
-Its members differ by the switches of :class:`eecore.config.ModelConfig`. A looped one (Ouro) runs
-its stack several times: layers are numbered through all loops, layer l has the weights of layer
-``l % stack_size`` of the stack and keys and values of its own, and the state after the last layer
-of a loop is that of the final norm.
+Models of the family differ by the switches of :class:`eecore.config.ModelConfig`. A looped model
+(Ouro) runs its stack of layers several times: layers are numbered through all loops, layer l has
+the weights of layer ``l % stack_size`` of the stack and its own keys and values, and the final norm
+is applied at the end of each loop.
 
-Layers run in stretches: on the CPU a whole stretch is one op, elsewhere they go layer by layer.
-Weights of all layers are stacked, and a layer works on views: the K/V projections that
-``kv_fill`` reads for every layer at once are the very ones that the layers use. No weight needs a
-gradient. Weights of linear layers may be int8 with a scale per row, or packed; a cache may be in
-float8.
+Layers run in stretches: on the CPU a whole stretch is one op, elsewhere layer by layer. Weights of
+all layers are stacked, and a layer works on views: ``kv_fill`` reads the K/V projections of all
+layers at once from the memory that the layers use. No weight needs a gradient. Weights of linear
+layers may be int8 with a scale per row, or packed; a cache may be in float8.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ class NormNames:
     mlp: str = "post_attention_layernorm"
     """Before the MLP."""
     attention_post: str = "post_attention_layernorm"
-    """Of what attention gives."""
+    """After attention."""
     mlp_post: str = "post_feedforward_layernorm"
-    """Of what the MLP gives."""
+    """After the MLP."""
 
 
 GEMMA_NORMS = NormNames(mlp="pre_feedforward_layernorm")
@@ -60,7 +59,7 @@ NORM_NAMES = {
     "Gemma3ForConditionalGeneration": GEMMA_NORMS,
     "OuroForCausalLM": OURO_NORMS,
 }
-"""The names of architectures whose names are not :class:`NormNames`' own."""
+"""The names of norms in architectures that do not have the defaults of :class:`NormNames`."""
 WHOLE_MATRICES = {
     "Phi3ForCausalLM": {"self_attn.qkv_proj": "qkv", "mlp.gate_up_proj": "gate_up"},
     "GraniteMoeHybridForCausalLM": {
@@ -68,20 +67,20 @@ WHOLE_MATRICES = {
         "shared_mlp.output_linear": "down",
     },
 }
-"""Tensors of architectures that are a whole field of :class:`LlamaWeights`, where others have its
-parts, or call it otherwise."""
+"""Tensors that fill a whole field of :class:`LlamaWeights`, by architecture; other architectures
+store the field in parts, or under another name."""
 
 
 @dataclass(frozen=True)
 class LlamaWeights:
     """Every parameter; Q rows come before K rows before V rows, gate rows before up rows.
 
-    Where a matrix has a scale it is int8, and each of its rows times its scale is what the
-    checkpoint holds; where it has a table it is packed, in blocks of 4 to 8 bits.
+    A matrix with a scale is int8, and each row times its scale is the checkpoint's row; a matrix
+    with a table is packed, in blocks of 4 to 8 bits.
     """
 
     embed_tokens: Matrix
-    """[vocab_size, hidden_size]; quantised only where it is the LM head too."""
+    """[vocab_size, hidden_size]; quantised only if it is also the LM head."""
     lm_head: Matrix
     """[vocab_size, hidden_size]; the same as embed_tokens when they are tied."""
     final_norm: Tensor
@@ -103,12 +102,12 @@ class LlamaWeights:
     k_norm: Tensor | None
     """[num_layers, head_dim], or [num_layers, kv_size]"""
     attention_post_norm: Tensor | None = None
-    """[num_layers, hidden_size], of what attention gives."""
+    """[num_layers, hidden_size], after attention."""
     mlp_post_norm: Tensor | None = None
-    """[num_layers, hidden_size], of what the MLP gives."""
+    """[num_layers, hidden_size], after the MLP."""
     gate: tuple[Tensor, Tensor] | None = None
-    """The exit gate as a classifier of two classes, of which that of going on has a logit of 0:
-    weight float32 [2, hidden_size] and bias float32 [2]."""
+    """The exit gate as a classifier of two classes, continue (whose logit is 0) and exit: weight
+    float32 [2, hidden_size] and bias float32 [2]."""
 
     @classmethod
     def empty(
@@ -120,9 +119,9 @@ class LlamaWeights:
         """Uninitialised weights of the config's sizes.
 
         Args:
-            config: of the model.
-            new: makes them.
-            shared: embeddings and LM head that another model has; None: new ones.
+            config: the model's config.
+            new: makes the weights.
+            shared: another model's embeddings and LM head; None: new ones.
         """
         layers, hidden, inner = config.stack_size, config.hidden_size, config.intermediate_size
         qkv = (config.q_size, config.kv_size, config.kv_size)
@@ -178,8 +177,8 @@ class LlamaWeights:
         """What each tensor of a Hugging Face checkpoint fills, by the tensor's name.
 
         Args:
-            config: whose weights these are.
-            embeddings: what the checkpoint calls them.
+            config: the config of these weights.
+            embeddings: the embeddings' name in the checkpoint.
         """
         q_size, kv_size, inner = config.q_size, config.kv_size, config.intermediate_size
         parts = {
@@ -241,7 +240,7 @@ class LlamaModel(Decoder):
         """Multiplies the scores of attention."""
         self._soft_cap = config.attention_soft_cap or 0.0
         self.prompt_attention: PromptAttention | None = prompt_attention_of(self.device, self.dtype)
-        """Whose kernels attend long chunks of prompts; None: eecore's."""
+        """The attention of long chunks of prompts; None: eecore's kernels."""
         self._stacked = weights.stacked()
         self._layers = self._stacked.unbind()
         windows = torch.tensor(config.layer_windows, dtype=torch.int32)
@@ -249,9 +248,10 @@ class LlamaModel(Decoder):
         self._kv = weights.qkv.rows(slice(config.q_size, None))
 
     def prepare(self, kv: KVCache, num_more: int = 0) -> None:
-        """Compute what programs need beside a cache; without a program that is done by itself.
+        """Compute the tables that recorded programs need for a cache; unrecorded calls do so
+        themselves.
 
-        ``num_more``: positions after those that have a slot, for rows without one.
+        ``num_more``: positions beyond the cache's slots, for rows without a slot.
         """
         self._ropes.reaching(kv.num_pages * kv.page_size + num_more)
 
@@ -268,9 +268,9 @@ class LlamaModel(Decoder):
     ) -> Tensor:
         """The residual stream after layers ``begin..end-1``; a skipped sublayer adds nothing to it.
 
-        Skipped attention writes no keys or values either. ``hidden`` [num_tokens, hidden_size] is
-        not changed (and may be what comes back when all is skipped). On the CPU a row's result is
-        the same bit for bit whatever runs beside it.
+        Skipped attention also writes no keys or values. ``hidden`` [num_tokens, hidden_size] is not
+        changed (and may be returned itself if everything is skipped). On the CPU a row's result is
+        bit for bit the same whichever rows run with it.
         """
         size, skipped = self.config.stack_size, (skip_attention, skip_mlp)
         if not self._is_looped:
@@ -292,8 +292,8 @@ class LlamaModel(Decoder):
         skip_attention: frozenset[int],
         skip_mlp: frozenset[int],
     ) -> Tensor:
-        """The residual stream after some layers of the stack, of the loop whose first layer has the
-        number ``first``."""
+        """The residual stream after some layers of the stack, in the loop that begins with layer
+        ``first``."""
         if not self.calls_single_ops:
             cos_sin, layer_ropes = self.tables(kv)
             k, v, key_scales, value_scales = kv.stretch(first, first + self.config.stack_size)
@@ -326,7 +326,8 @@ class LlamaModel(Decoder):
             )
         for index in layers:
             if first + index not in skip_attention:
-                # What an exit check or the begin of a round has just written is read in order.
+                # An exit check or the begin of a round may still write slots and positions, so the
+                # first layer of the stretch does not read them early.
                 places = index > layers.start
                 hidden = self._attention(first + index, hidden, kv, batch, places=places)
             if first + index not in skip_mlp:
@@ -334,13 +335,13 @@ class LlamaModel(Decoder):
         return hidden
 
     def _skipped(self, first: int, layers: frozenset[int]) -> Tensor | None:
-        """Flags of the stack's layers, in the loop whose first layer has the number ``first``."""
+        """Flags of the stack's layers, in the loop that begins with layer ``first``."""
         if first and layers:
             layers = frozenset(layer - first for layer in layers)
         return self._flags.of(layers)
 
     def whole_text(self, length: int) -> AttentionBatch:
-        """The batch of one text alone, in the first page of a cache whose pages hold all of it."""
+        """The batch of a single text that lies whole in the first page of a cache."""
         positions = torch.arange(length, device=self.device)
 
         def numbers(*values: int) -> Tensor:
@@ -351,8 +352,8 @@ class LlamaModel(Decoder):
         )
 
     def queries(self, layer: int, hidden: Tensor) -> Tensor:
-        """Queries of a layer, from 0, of the state before: [num_rows, num_q_heads, head_dim], not
-        rotated."""
+        """A layer's queries, not rotated, from the state before the layer: [num_rows, num_q_heads,
+        head_dim]. Layers count from 0."""
         config, weights = self.config, self._layers[layer % self.config.stack_size]
         rows = self.linear(hidden, weights.qkv, norm=weights.attention_norm)
         q, norm = rows[:, : config.q_size], weights.q_norm
@@ -364,16 +365,16 @@ class LlamaModel(Decoder):
         return q
 
     def cos_sin(self, num_positions: int, layer: int) -> Tensor:
-        """Of the queries of a layer, from 0: float32 [num_positions or more, rotary_dim], as
-        :func:`append_kv` takes it."""
+        """The rotary table of a layer's queries: float32 [num_positions or more, rotary_dim], as
+        :func:`append_kv` takes it. Layers count from 0."""
         return self._ropes.reaching(num_positions)[self._places(layer)[0]]
 
     def turn_alike(self, layers: Iterable[int]) -> bool:
-        """Whether queries of these layers are rotated alike."""
+        """Whether the queries of all these layers have the same rotary embedding."""
         return len({self._places(layer)[0] for layer in layers}) <= 1
 
     def no_keys(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Keys that go nowhere, which :meth:`rotate` takes: the keys, and slots of -1."""
+        """Keys for :meth:`rotate` that are not stored: the keys, and slots of -1."""
         keys = self.weights.final_norm.new_zeros(num_rows, 1, self.config.head_dim)
         return keys, torch.full((num_rows,), -1, device=self.device)
 
@@ -389,10 +390,10 @@ class LlamaModel(Decoder):
 
         Args:
             q: [num_rows, num_heads, head_dim].
-            layer: from 0.
+            layer: the layer's number, from 0.
             positions: int64 [num_rows].
-            kv: that they are for; nothing is written there.
-            no_keys: of as many rows.
+            kv: the cache that the queries will read; nothing is written to it.
+            no_keys: the result of :meth:`no_keys` for as many rows.
         """
         k_cache, v_cache = (cache[:, :, :1] for cache in kv.layers[0])
         scales = [None if s is None else s[:1] for s in kv.layer_scales[0]]
@@ -408,14 +409,15 @@ class LlamaModel(Decoder):
     def attend(
         self, q: Tensor, layer: int, heads: slice, kv: KVCache, texts: tuple[Tensor, Tensor, Tensor]
     ) -> Tensor:
-        """What queries find among keys of a layer: [num_rows, num_heads, head_dim].
+        """Attention of queries to keys of a layer: [num_rows, num_heads, head_dim].
 
         Args:
             q: [num_rows, num_heads, head_dim], rotated.
-            layer: from 0; without a window.
-            heads: of its key heads those that are asked, an equal number of query heads each.
+            layer: the number, from 0, of a layer without a window.
+            heads: the layer's key heads to attend to, each by an equal number of query heads.
             kv: the cache.
-            texts: page table, keys and first query of each text, as in :class:`AttentionBatch`.
+            texts: the page table, and the number of keys and the first query of each text, as in
+                :class:`AttentionBatch`.
         """
         k_cache, v_cache = (cache[:, :, heads] for cache in kv.layers[layer])
         scales = [None if s is None else s[heads] for s in kv.layer_scales[layer]]
@@ -440,9 +442,9 @@ class LlamaModel(Decoder):
         """Write keys and values of the layers that each row skipped, from its exit state.
 
         Row t fills layers ``exit_layer[t]..num_layers-1`` (int32) at ``slot_mapping[t]``, each with
-        the layer's own norm, projection and rotary embedding. (Early-exit framework §3.2.) Of a
-        looped model a layer of the stack makes the same of that state in each loop: it is computed
-        for the last one, and copied to the others that the row skipped.
+        the layer's own norm, projection and rotary embedding. (Early-exit framework §3.2.) In a
+        looped model a layer of the stack computes the same keys and values in each loop: they are
+        computed for the last loop, and copied to the other loops that the row skipped.
         """
         cos_sin, layer_ropes = self.tables(kv)
         first = self.config.num_layers - self.config.stack_size
@@ -468,8 +470,8 @@ class LlamaModel(Decoder):
             self._share(exit_layer, kv, slot_mapping, from_last=True)
 
     def share_kv(self, exit_layer: Tensor, kv: KVCache, slot_mapping: Tensor) -> None:
-        """Write keys and values of the loops that each row skipped: copies of those of the last
-        loop that ran, in place of :meth:`fill_kv`."""
+        """Write keys and values of the loops that each row skipped, in place of :meth:`fill_kv`:
+        copies from the last loop that ran."""
         self._share(exit_layer, kv, slot_mapping, from_last=False)
 
     def _share(
@@ -481,29 +483,33 @@ class LlamaModel(Decoder):
 
     @property
     def gate(self) -> ops.MlpMeasure | None:
-        """The measure of a looped model's exit gate: the probability of exiting after a loop, of
-        its state, for a row that has not exited before. None: the model has no gate."""
+        """The measure of a looped model's exit gate: the probability that a row exits after a loop,
+        from its state there, if it has not exited before. None: the model has no gate."""
         found = self.weights.gate
         return None if found is None else ops.MlpMeasure(*found)
 
     def _places(self, layer: int) -> tuple[int, int]:
-        """The tables of a layer's queries and of its keys."""
+        """The numbers of the rotary tables of a layer's queries and keys."""
         return self._ropes.places[layer % self.config.stack_size]
 
     def _tables(self, kv: KVCache) -> Tensor:
-        """The tables of all positions that a sequence in the cache can be at: each has its slot."""
+        """The rotary tables for all positions that a sequence in the cache can be at."""
         return self._ropes.reaching(kv.num_pages * kv.page_size)
 
     def tables(self, kv: KVCache) -> tuple[Tensor, Tensor | None]:
-        """The rotary embeddings: ``cos_sin`` and ``layer_ropes`` of ops about several layers."""
+        """The rotary embeddings as ops over several layers take them: ``cos_sin`` and
+        ``layer_ropes``."""
         tables, by_layer = self._tables(kv), self._ropes.by_layer
         return (tables[0] if by_layer is None else tables), by_layer
 
     def _attention(
         self, index: int, hidden: Tensor, kv: KVCache, batch: AttentionBatch, places: bool
     ) -> Tensor:
-        """``places``: nothing under way writes slots or positions. Where rows are in the cache is
-        written before the kernel that appends keys has begun."""
+        """The residual stream after attention of a layer.
+
+        ``places``: no kernel in flight writes slots or positions. The page table and lengths are
+        always written before the kernel that appends keys begins.
+        """
         config, of_stack = self.config, index % self.config.stack_size
         layer = self._layers[of_stack]
         k_cache, v_cache = kv.layers[index]

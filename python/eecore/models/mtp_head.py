@@ -1,9 +1,9 @@
-"""A layer inside a checkpoint that drafts further tokens: multi-token prediction (MTP), MiMo's.
+"""Multi-token prediction (MTP): a layer inside a MiMo checkpoint that drafts further tokens.
 
-The normed state of the model at a position and the embedding of the token after it, each normed,
-become one state by a projection; a decoder layer with keys of its own follows, and a norm. What
-comes out of it is the state of the next step, and the model's LM head gives its draft. (Gloeckle et
-al. 2024; DeepSeek-V3, 2024; MiMo, 2025.)
+The model's normed state at a position and the embedding of the next token, each normed, are
+projected to one state, which goes through a decoder layer with its own keys, and a norm. The result
+is the state of the next step, and the model's LM head turns it into a draft. (Gloeckle et al. 2024;
+DeepSeek-V3, 2024; MiMo, 2025.)
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from eecore.ops import Matrix
 __all__ = ["MtpHead", "MtpSettings", "MtpWeights"]
 
 USUAL_AGREEMENT = (0.85, 0.6, 0.4, 0.3, 0.2, 0.2, 0.2, 0.2)
-"""How often the drafts are accepted, about: the layer was trained for the first of them."""
+"""Approximate acceptance rates by position of the draft; the layer was trained for the first."""
 
 
 @dataclass(frozen=True)
 class MtpSettings:
-    """What a config.json says of the layer."""
+    """The settings of the layer in a config.json."""
 
     config: ModelConfig
-    """The config of the layer, as of a model that consists of it."""
+    """The config of the layer, as if it were a model."""
     num_layers: int
-    """Layers of the model, after which it takes the state."""
+    """Layers of the model; the head takes the state after the last one."""
 
     kind, verifier = "MTP", ""
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Layers of the model after which it takes the state."""
+        """Layers of the model after which the head takes the state."""
         return (self.num_layers,)
 
     @property
     def draft_vocab_size(self) -> int:
-        """Rows of its LM head, the model's."""
+        """Rows of the LM head, which is the model's."""
         return self.config.vocab_size
 
 
@@ -58,23 +58,23 @@ class MtpWeights(NamedTuple):
     layer: LlamaWeights
     """The layer and the norm after it, and the model's embeddings and LM head."""
     state_norm: Tensor
-    """[hidden_size], of the model's state or that of the step before."""
+    """[hidden_size]: the norm of the model's state, or of the state of the step before."""
     token_norm: Tensor
-    """[hidden_size], of the token's embedding."""
+    """[hidden_size]: the norm of the token's embedding."""
     of_state: Matrix
     """[hidden_size, hidden_size]: the part of the projection that takes the state."""
     of_token: Matrix
-    """[hidden_size, hidden_size], the part that takes the embedding."""
+    """[hidden_size, hidden_size]: the part of the projection that takes the embedding."""
 
 
 class MtpHead(ChainHead):
-    """The layer beside the model that it drafts for.
+    """The layer, with the model that it drafts for.
 
     Args:
         network: the model.
-        settings: what config.json says.
-        weights: in the model's dtype and on its device.
-        path: of the checkpoint's directory.
+        settings: the layer's settings in config.json.
+        weights: the layer's weights, in the model's dtype and on its device.
+        path: the checkpoint's directory.
     """
 
     kind, verifier = MtpSettings.kind, MtpSettings.verifier
@@ -91,7 +91,7 @@ class MtpHead(ChainHead):
 
     @property
     def tokens(self) -> None:
-        """All tokens of the model."""
+        """None: row t of the LM head is token t."""
 
     @property
     def measure(self) -> ops.SoftmaxMeasure:
@@ -103,7 +103,7 @@ class MtpHead(ChainHead):
     def reserve(self, num_rows: int) -> None:
         if len(self._first[-1]) < num_rows:
             size = 1 << max(num_rows - 1, 63).bit_length()
-            # Programs go on with those before.
+            # Recorded programs keep the earlier ones.
             self._first.append(self._first[0].new_zeros(size))
 
     def begin(self, states: Sequence[Tensor]) -> Tensor:
@@ -122,7 +122,7 @@ class MtpHead(ChainHead):
     ) -> None:
         embedded = self._network.embed(made, previous=made, sources=sources)
         if starts is not None:
-            embedded.index_fill_(0, starts, 0.0)  # it is trained without the first one
+            embedded.index_fill_(0, starts, 0.0)  # trained without the first embedding
         self.reserve(len(begun))
         first = self._first[-1][: len(begun)]
         hidden = self._together(begun, embedded)
@@ -139,7 +139,7 @@ class MtpHead(ChainHead):
         return self._normed(hidden, self._weights.layer.final_norm)
 
     def _together(self, state: Tensor, embedded: Tensor) -> Tensor:
-        """What the layer is given: [num_rows, hidden_size]."""
+        """The layer's input: [num_rows, hidden_size]."""
         linear, weights = self._layers.linear, self._weights
         hidden = linear(state, weights.of_state, norm=weights.state_norm)
         return linear(embedded, weights.of_token, norm=weights.token_norm, residual=hidden)

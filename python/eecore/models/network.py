@@ -1,4 +1,4 @@
-"""The models that eecore runs, of which a T5 has an encoder too, and what tells them apart."""
+"""The models that eecore runs, decoders and T5s, and what differs between them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Network = LlamaModel | T5Model
 
 
 def allocate_cache(network: Network, num_pages: int, page_size: int, dtype: torch.dtype) -> KVCache:
-    """Pages for the layers of a model, and for those of its draft head where that has any.
+    """Pages for the layers of a model, and for the layers of its draft head if it has any.
 
     Raises:
-        OutOfMemoryError: there is no room for them.
+        OutOfMemoryError: the pages do not fit into memory.
     """
     own, device = _layers_of_head(network), network.device
     kv = KVCache.allocate(network.config, num_pages, page_size, device=device, dtype=dtype)
@@ -36,7 +36,7 @@ def allocate_cache(network: Network, num_pages: int, page_size: int, dtype: torc
 
 
 def bytes_per_token(network: Network, dtype: torch.dtype) -> int:
-    """Bytes that one token takes in the caches of all layers, those of a draft head included."""
+    """Bytes that one token takes in the caches of all layers, a draft head's included."""
     own, num_bytes = _layers_of_head(network), KVCache.bytes_per_token(network.config, dtype)
     if own is not None:
         num_bytes += KVCache.bytes_per_token(own, _dtype_of_head(network, dtype))
@@ -49,17 +49,17 @@ def _layers_of_head(network: Network) -> ModelConfig | None:
 
 
 def _dtype_of_head(network: Network, dtype: torch.dtype) -> torch.dtype:
-    """What a head's keys are kept in beside a cache of a dtype: float8 wants scales, which the
-    head's have none of.
+    """The dtype of a head's cache for a model's cache of a dtype: the model's own in place of
+    float8, which needs scales that a head does not have.
     """
     return network.dtype if dtype == torch.float8_e4m3fn else dtype
 
 
 def cache_dtype(network: Network, kv_cache_dtype: str) -> torch.dtype:
-    """What a model's cache holds, by :attr:`eecore.EngineConfig.kv_cache_dtype`.
+    """The dtype of a model's cache, by :attr:`eecore.EngineConfig.kv_cache_dtype`.
 
     Raises:
-        ModelError: it cannot be so of this model.
+        ModelError: this model's cache cannot have that dtype.
     """
     dtype = network.dtype
     takes_bfloat16 = dtype == torch.float32 and not network.calls_single_ops
@@ -85,12 +85,12 @@ def cache_dtype(network: Network, kv_cache_dtype: str) -> torch.dtype:
 
 
 def network_digest(network: LlamaModel) -> str:
-    """SHA-256, in hex, of a model's sizes and of its norms: bfloat16's numbers, as float32.
+    """SHA-256, in hex, of a model's sizes and norms, rounded to bfloat16 and written as float32.
 
-    Quantising leaves norms alone, so that a draft head that was trained for a model goes with every
-    quantisation of it. In this order: ``"num_layers hidden_size vocab_size"``, final_norm
+    Quantising leaves norms alone, so a draft head goes with every quantisation of the model that it
+    was trained for. Hashed in this order: ``"num_layers hidden_size vocab_size"``, final_norm
     [hidden_size], attention_norm [num_layers, hidden_size] and mlp_norm [num_layers, hidden_size];
-    of a model without norms before its sublayers those of what they give.
+    in a model without norms before its sublayers, the norms after them take their place.
     """
     config, weights = network.config, network.weights
     digest = hashlib.sha256(

@@ -1,8 +1,8 @@
-"""Attention of a prompt's chunks by the best kernels that are there.
+"""Attention of a prompt's chunks by the best installed kernels.
 
-eecore's own kernels are made for few queries. Of chunks that are long, whose lengths the host
-knows, keys and values are gathered from their pages and given to flash-attn where it is installed,
-else to torch's ``scaled_dot_product_attention``, which chooses its flash or cuDNN kernels.
+eecore's own kernels are made for few queries. For long chunks whose lengths the host knows, keys
+and values are gathered from their pages and given to flash-attn if it is installed, else to torch's
+``scaled_dot_product_attention``, which chooses its flash or cuDNN kernels.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch.nn import functional
 __all__ = ["MIN_QUERIES", "Chunks", "PromptAttention", "prompt_attention_of"]
 
 MIN_QUERIES = 64
-"""Of a sequence, from which on its chunk is attended so."""
+"""Queries of a sequence from which on these kernels attend to its chunk."""
 FLASH_ATTN = "flash_attn"
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """What the host knows of the sequences of a call, each with :data:`MIN_QUERIES` or more."""
+    """The lengths of a call's sequences, each with :data:`MIN_QUERIES` queries or more."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
-    """Keys of each sequence, those of its queries included."""
+    """Keys of each sequence, its queries' own keys included."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How scores are made: those of :func:`eecore.ops.paged_attention`."""
+    """How scores are computed, as by :func:`eecore.ops.paged_attention`."""
 
     scale: float
     sliding_window: int = 0
@@ -46,7 +46,7 @@ class PromptAttention:
     """Causal attention of chunks, whose queries are the last positions of their sequences.
 
     Args:
-        varlen: ``flash_attn_varlen_func``; None: torch's.
+        varlen: ``flash_attn_varlen_func``; None: torch's attention.
     """
 
     def __init__(self, varlen: Callable[..., Any] | None = None) -> None:
@@ -57,7 +57,7 @@ class PromptAttention:
         return "torch" if self._varlen is None else FLASH_ATTN
 
     def takes(self, scores: Scores) -> bool:
-        """Whether it has kernels of such scores: torch's flash kernel has no window and no cap."""
+        """Whether there is a kernel for such scores: torch's flash kernel has no window or cap."""
         return self._varlen is not None or (not scores.sliding_window and not scores.soft_cap)
 
     def __call__(
@@ -69,15 +69,15 @@ class PromptAttention:
         chunks: Chunks,
         scores: Scores,
     ) -> Tensor:
-        """[num_tokens, num_q_heads, head_dim] of q.
+        """The output of attention, [num_tokens, num_q_heads, head_dim].
 
         Args:
             q: [num_tokens, num_q_heads, head_dim].
             k_cache: [num_pages, page_size, num_kv_heads, head_dim], of q's dtype.
-            v_cache: [num_pages, page_size, num_kv_heads, head_dim], likewise.
+            v_cache: [num_pages, page_size, num_kv_heads, head_dim], of q's dtype.
             page_table: int32 [num_seqs, max_pages_per_seq].
-            chunks: of the sequences.
-            scores: how they are made.
+            chunks: the lengths of the sequences.
+            scores: how scores are computed.
         """
         k, v = (gathered(cache, page_table, chunks.keys) for cache in (k_cache, v_cache))
         if self._varlen is None:
@@ -96,8 +96,7 @@ class PromptAttention:
 
 
 def gathered(cache: Tensor, page_table: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """[sum of lengths, num_kv_heads, head_dim]: the keys or values of each sequence, one after the
-    other."""
+    """[sum of lengths, num_kv_heads, head_dim]: the sequences' keys or values in a row."""
     page_size = cache.shape[1]
     pages = [-(-length // page_size) for length in lengths]
     rows = [page_table[i, :count] for i, count in enumerate(pages)]
@@ -136,9 +135,9 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, scale: float) -> 
 
 
 def prompt_attention_of(device: torch.device, dtype: torch.dtype) -> PromptAttention | None:
-    """The best that there is for a model; None: eecore's own kernels.
+    """The best installed attention for a model; None: eecore's own kernels.
 
-    An installed flash-attn that cannot be loaded, one of another torch, is warned of by name.
+    A warning names an installed flash-attn that cannot be loaded, such as one for another torch.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None

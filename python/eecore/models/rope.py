@@ -17,23 +17,24 @@ from eecore.config import ModelConfig, RopeConfig
 class RopeTables:
     """Cosines and sines of as many positions as a cache has slots, or as the model reaches.
 
-    There is a table for each rotary embedding that layers differ by, one of its own for queries
-    that are scaled by their position, and one that turns nothing for layers without any. A model
-    may say that it reaches a hundred million positions: the tables have none that no sequence can
-    be at, and a larger cache gets longer ones. Tables that were given out stay as they are, for
-    programs that hold on to them.
+    There is a table for each different rotary embedding of the layers, a separate one for queries
+    that are scaled by their position, and one that rotates by nothing for layers without a rotary
+    embedding. A config may claim a hundred million positions: tables hold only positions that a
+    sequence in the cache can be at, and a larger cache gets longer tables. A table that was
+    returned once never changes, since programs keep it.
 
-    A rotary embedding of type longrope has divisors for short texts and for long ones. A table has
-    those for long ones where a text in its cache can be longer than the original context, as in
-    llama.cpp and vLLM. (transformers goes by each text, and computes keys anew when one grows.)
+    A rotary embedding of type longrope has divisors for short texts and for long texts. A table
+    uses the divisors for long texts if a text in its cache can be longer than the original context,
+    as in llama.cpp and vLLM. (transformers decides for each text, and computes keys anew when a
+    text grows.)
 
     Args:
-        config: of the model.
-        device: of the tables.
+        config: the model's config.
+        device: the tables' device.
 
     Attributes:
-        places: of each layer, the table of its queries and that of its keys.
-        by_layer: int32 [num_layers, 2] of these, on the device; None where there is one table.
+        places: for each layer, the numbers of its queries' table and of its keys' table.
+        by_layer: ``places`` as int32 [num_layers, 2] on the device; None if there is one table.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
@@ -50,7 +51,7 @@ class RopeTables:
         if len(self._kinds) > 1:
             self.by_layer = torch.tensor(self.places, dtype=torch.int32, device=device)
         self._made: dict[bool, list[Tensor]] = {False: [], True: []}
-        """By whether they are for texts beyond the original context of a longrope."""
+        """Tables by whether they use a longrope's divisors for long texts."""
 
     def reaching(self, num_slots: int) -> Tensor:
         """Float32 [num_tables, >= num_slots, or max_position, rotary_dim]: see
@@ -80,7 +81,7 @@ class RopeTables:
 
 
 def _kind(rope: RopeConfig | None, is_of_queries: bool) -> tuple[RopeConfig | None, bool]:
-    """What tells tables apart: a rotary embedding, and whether queries are scaled by position."""
+    """The key of a table: a rotary embedding, and whether queries are scaled by position."""
     return rope, is_of_queries and rope is not None and rope.query_scale_beta > 0
 
 
@@ -109,8 +110,8 @@ def cos_sin_table(
 
 
 def frequencies(rope: RopeConfig, *, is_long: bool = False) -> Tensor:
-    """Float32 [rotary_dim / 2]: the angle in radians that each pair turns per position; of a
-    longrope in long texts where that is asked for."""
+    """Float32 [rotary_dim / 2]: the angle in radians by which each pair turns per position;
+    ``is_long``: with a longrope's divisors for long texts."""
     if rope.type == "longrope":
         divisors = rope.long_factors if is_long else rope.short_factors
         return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * _periods(rope))
@@ -134,7 +135,7 @@ def _linear(rope: RopeConfig) -> Tensor:
 
 
 def _llama3(rope: RopeConfig) -> Tensor:
-    """Long waves are stretched, short ones kept, those between blended (Llama 3.1)."""
+    """Long waves are stretched, short waves kept, and waves in between blended (Llama 3.1)."""
     kept = _default(rope)
     wavelengths = 2 * math.pi / kept
     longest_kept = rope.original_max_position / rope.high_freq_factor
@@ -149,7 +150,7 @@ def _llama3(rope: RopeConfig) -> Tensor:
 
 
 def _yarn(rope: RopeConfig) -> Tensor:
-    """Dimensions that turn often are kept, those that turn seldom stretched (YaRN §3.2)."""
+    """Dimensions that turn often are kept, dimensions that turn seldom stretched (YaRN §3.2)."""
     periods = _periods(rope)
     low, high = _dimension_turning(rope, rope.beta_fast), _dimension_turning(rope, rope.beta_slow)
     if rope.truncate:
@@ -163,7 +164,7 @@ def _yarn(rope: RopeConfig) -> Tensor:
 
 
 def _dimension_turning(rope: RopeConfig, turns: float) -> float:
-    """The dimension, as a real number, that turns so often within the original context."""
+    """The dimension, as a real number, that turns ``turns`` times in the original context."""
     turns_per_position = rope.original_max_position / (turns * 2 * math.pi)
     return (rope.rotary_dim * math.log(turns_per_position)) / (2 * math.log(rope.theta))
 

@@ -1,4 +1,4 @@
-"""Which model this is: what a guarantee, or a classifier made for it, holds on to."""
+"""Which model this is: the identity that a calibration or a classifier is bound to."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from eecore.readable import regular_file
 __all__ = ["ModelSource", "exits_file", "model_digest", "part_files"]
 
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-"""The name of a part: the model's, its own number from 1 on, and how many there are."""
+"""The name of a part: the model's name, the part's number from 1 on, and the number of parts."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model directory or GGUF file, and the numbers that it is run in."""
+    """A model directory or GGUF file, and the number formats that it runs in."""
 
     directory: Path
     dtype: str
     """``float32``, ``bfloat16`` or ``float16``"""
     weights: str | None
-    """``int8``, ``int4``, or None for those of the dtype, or of a model that is quantised."""
+    """``int8`` or ``int4``; None: weights in the dtype, or in a quantised model's own bits."""
 
     def exit_agreement(self, exit_layers: range) -> tuple[float, ...] | None:
-        """The agreement of each of the model's exit layers with the last one, as :func:`exits_file`
-        says; None without.
+        """The agreement of each exit layer with the last layer, from :func:`exits_file`; None if
+        there is no such file.
 
-        A file that says anything else, or of a model with other layers, is not used, with a
-        warning: nothing but speed hangs on it.
+        A file that is wrong, or for a model with other layers, is not used, with a warning: only
+        speed depends on it.
         """
         try:
             return _agreement(exits_file(self.directory), exit_layers)
@@ -44,8 +44,8 @@ class ModelSource:
 
     @cached_property
     def is_trained_to_exit(self) -> bool:
-        """Whether :func:`exits_file` says that ``eecore train`` trained all of its exits; it is
-        read when this is first asked for."""
+        """Whether :func:`exits_file` says that ``eecore train`` trained all exits; read at the
+        first use."""
         try:
             fields = JsonFields.read_if_there(exits_file(self.directory), ModelError)
             training = fields.inner("training")
@@ -56,19 +56,19 @@ class ModelSource:
 
     @cached_property
     def sha256(self) -> str:
-        """The digest of the weight files, which are read when it is first asked for."""
+        """The digest of the weight files, which are read at the first use."""
         return model_digest(self.directory)
 
 
 def exits_file(path: Path) -> Path:
-    """What is known of the exits of a model: ``exits.json`` in its directory, ``NAME.exits.json``
-    beside a file ``NAME.gguf``.
+    """The file about a model's exits: ``exits.json`` in its directory, ``NAME.exits.json`` next to
+    a file ``NAME.gguf``.
     """
     return path / "exits.json" if path.is_dir() else path.with_suffix(".exits.json")
 
 
 def _agreement(path: Path, exit_layers: range) -> tuple[float, ...] | None:
-    """What ``eecore sweep --write`` measured, or else what training did."""
+    """The agreement that ``eecore sweep --write`` measured, else the one measured in training."""
     fields = JsonFields.read_if_there(path, ModelError)
     measured = fields.inner("sweep") or fields.inner("held_out")
     if measured is None:
@@ -83,7 +83,7 @@ def _agreement(path: Path, exit_layers: range) -> tuple[float, ...] | None:
 def model_digest(directory: Path) -> str:
     """The SHA-256 of a model directory's weight files, in the order of their names.
 
-    For a GGUF file it is its own, that of all its parts where it is the first of several.
+    For a GGUF file, the SHA-256 of that file, or of all parts if it is the first of several.
     """
     digest = hashlib.sha256()
     if directory.is_dir():
@@ -98,8 +98,8 @@ def model_digest(directory: Path) -> str:
 
 
 def part_files(path: Path) -> list[Path]:
-    """All files of a model of which one part is at a path, by their names; that file alone, where
-    its name is not one of a part's."""
+    """All parts of the model that a file is a part of, in order; the file alone if its name is not
+    a part's."""
     match = PART.fullmatch(path.name)
     if match is None or int(match[3]) == 0:
         return [path]

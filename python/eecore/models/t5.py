@@ -1,9 +1,9 @@
-"""The forward pass of T5, T5 v1.1 and Flan-T5 (Raffel et al. 2020), mT5 included.
+"""The forward pass of T5, T5 v1.1, Flan-T5 and mT5 (Raffel et al. 2020).
 
-The encoder runs once per request. What it leaves are the keys and values that every decoder layer
+The encoder runs once per request. From its states come the keys and values that every decoder layer
 attends to, written to pages of the same cache as the decoder's own. The decoder runs in stretches
-of layers, as :class:`eecore.models.LlamaModel` does. Positions enter by a bias on the scores of
-self attention alone, and no score is scaled.
+of layers, as :class:`eecore.models.LlamaModel` does. Positions enter only by a bias on the scores
+of self attention, and no score is scaled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["T5Model"]
 
 
 class T5Model(Decoder):
-    """A decoder after an encoder."""
+    """An encoder and a decoder."""
 
     def __init__(
         self, config: T5Config, weights: T5Weights, source: ModelSource | None = None
@@ -43,19 +43,19 @@ class T5Model(Decoder):
         self._kv = weights.decoder.qkv.rows(slice(config.q_size, None))
 
     def refresh(self) -> None:
-        """Compute again what is made of weights, which may have been written."""
+        """Compute again what depends on weights that may have changed."""
         norm = self.weights.decoder.final_norm.float()
         self._head_norm.copy_(norm * self.config.output_scale)
 
     def prepare(self, kv: KVCache) -> None:
-        """Nothing: see :meth:`eecore.models.LlamaModel.prepare`."""
+        """Do nothing: a T5 needs no tables (see :meth:`eecore.models.LlamaModel.prepare`)."""
 
     def encode(self, token_ids: Tensor, lengths: list[int], kv: KVCache, slots: Tensor) -> None:
         """Run the encoder, and write every decoder layer's keys and values of its states.
 
         Args:
             token_ids: int64 [num_tokens], the inputs one after the other.
-            lengths: of each of them, 1 or more.
+            lengths: the length of each input, 1 or more.
             kv: the decoder's cache.
             slots: int64 [num_tokens], where keys and values go.
         """
@@ -79,9 +79,10 @@ class T5Model(Decoder):
     ) -> Tensor:
         """The residual stream after layers ``begin..end-1``; a skipped sublayer adds nothing to it.
 
-        Skipped attention, to itself and to the encoder, writes no keys or values either. ``hidden``
-        [num_tokens, hidden_size] is not changed (and may be what comes back when all is skipped).
-        On the CPU a row's result is the same bit for bit whatever runs beside it.
+        Skipping attention skips self attention and cross attention; no keys or values are written
+        then. ``hidden`` [num_tokens, hidden_size] is not changed (and may be returned itself if
+        everything is skipped). On the CPU a row's result is bit for bit the same whichever rows run
+        with it.
         """
         assert batch.cross is not None
         if not self.calls_single_ops:
@@ -133,8 +134,8 @@ class T5Model(Decoder):
         """Write the decoder's keys and values of the layers that each row skipped.
 
         Row t fills layers ``exit_layer[t]..num_layers-1`` (int32) at ``slot_mapping[t]``, each with
-        the layer's own norm and projection of the row's exit state; what the encoder left needs no
-        filling. (Early-exit framework §3.2.)
+        the layer's own norm and projection of the row's exit state; keys and values of the
+        encoder's states need no filling. (Early-exit framework §3.2.)
         """
         ops.kv_fill(
             hidden,
@@ -154,7 +155,7 @@ class T5Model(Decoder):
         q, k, v = self._heads(hidden, layer)
         attended = ops.paged_attention(
             q,
-            k[:, None],  # each token a page of its own, where it lies
+            k[:, None],  # each token is a page, without a copy
             v[:, None],
             batch.page_table,
             batch.seq_lens,
@@ -237,7 +238,7 @@ class T5Model(Decoder):
 
 
 def _input_batch(lengths: list[int], device: torch.device) -> AttentionBatch:
-    """Whole inputs, of which each token is a page."""
+    """The batch of whole inputs, with each token as a page."""
     sizes = torch.tensor(lengths, dtype=torch.int32)
     starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     starts[1:] = sizes.cumsum(0)

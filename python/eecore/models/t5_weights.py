@@ -27,20 +27,20 @@ class T5StackWeights:
     final_norm: Tensor
     """[hidden_size]"""
     position_bias: Tensor
-    """float32 [num_buckets, num_heads], of every layer."""
+    """float32 [num_buckets, num_heads], shared by all layers."""
     qkv: Matrix
     """[num_layers, 3 * q_size, hidden_size]: Q rows, then K rows, then V rows."""
     o: Matrix
     """[num_layers, hidden_size, q_size]"""
     gate_up: Matrix
-    """[num_layers, 2 * intermediate_size, hidden_size]: gate rows, then up rows; of an MLP that is
-    not gated [num_layers, intermediate_size, hidden_size]."""
+    """[num_layers, 2 * intermediate_size, hidden_size]: gate rows, then up rows; [num_layers,
+    intermediate_size, hidden_size] if the MLP is not gated."""
     down: Matrix
     """[num_layers, hidden_size, intermediate_size]"""
 
     @classmethod
     def empty(cls, config: T5Config, num_layers: int, new: NewWeights) -> T5StackWeights:
-        """Uninitialised."""
+        """Uninitialised weights of the config's sizes."""
         hidden, inner, size = config.hidden_size, config.intermediate_size, config.q_size
         halves = (inner,) * (2 if config.is_gated else 1)
         return cls(
@@ -68,7 +68,10 @@ class T5StackWeights:
         return ops.DecoderWeights(**parts)
 
     def by_checkpoint_name(self, config: T5Config, stack: str, mlp: int) -> dict[str, WeightView]:
-        """Under ``stack`` ("encoder", "decoder"); the MLP is sublayer ``mlp`` of a block."""
+        """What each tensor under ``stack`` ("encoder" or "decoder") of a checkpoint fills.
+
+        The MLP is sublayer ``mlp`` of a block.
+        """
         size, inner = config.q_size, config.intermediate_size
         bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         views = {
@@ -110,7 +113,7 @@ class T5CrossWeights:
 
     @classmethod
     def empty(cls, config: T5Config, new: NewWeights) -> T5CrossWeights:
-        """Uninitialised."""
+        """Uninitialised weights of the config's sizes."""
         layers, hidden, size = config.num_layers, config.hidden_size, config.q_size
         return cls(
             norm=new.tensor(layers, hidden),
@@ -137,8 +140,7 @@ class T5Weights:
     """Every parameter."""
 
     embed_tokens: Matrix
-    """[vocab_size, hidden_size], of encoder and decoder; quantised only where it is the LM head
-    too."""
+    """[vocab_size, hidden_size], of encoder and decoder; quantised only if also the LM head."""
     lm_head: Matrix
     """[vocab_size, hidden_size]; the same as embed_tokens when they are tied."""
     encoder: T5StackWeights
@@ -162,8 +164,8 @@ class T5Weights:
         """What each tensor of a Hugging Face checkpoint fills, by the tensor's name.
 
         Args:
-            config: whose weights these are.
-            embeddings: what the checkpoint calls them.
+            config: the config of these weights.
+            embeddings: the embeddings' name in the checkpoint.
         """
         views = {
             embeddings: WeightView.of(self.embed_tokens, "most"),

@@ -1,4 +1,4 @@
-"""Weights before a checkpoint is read: their memory, and the places that its tensors fill."""
+"""Weights before a checkpoint is read: their memory, and where the checkpoint's tensors go."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from eecore.models.int8 import quantise_rows
 from eecore.ops import Matrix
 
 Form = Literal["floats", "int8", "blocks"]
-"""What holds a matrix: floats of the model's dtype, int8 with a scale for each row, or packed
+"""How a matrix is stored: floats of the model's dtype, int8 with a scale for each row, or packed
 blocks of 4 to 8 bits."""
 Coding = Literal["int8", "int4"]
 """How matrices may be quantised as they are read."""
 Care = Literal["usual", "more", "most"]
-"""What rounding a matrix costs: most the LM head and what makes values, more what makes keys."""
+"""How finely a matrix is quantised, by what its rounding costs: most for the LM head and value
+projections, more for key projections."""
 CARES: dict[str, Care] = {"k": "more", "k_proj": "more", "v": "most", "v_proj": "most"}
-"""The care of matrices by the last part of their names; the usual of others."""
+"""The care of matrices by the last part of their names; "usual" for all other matrices."""
 BLOCK_FORMATS: dict[Coding, dict[Care, str]] = {
     "int8": {"usual": "Q8_0", "more": "Q8_0", "most": "Q8_0"},
     "int4": {"usual": "Q4_1", "more": "Q5_1", "most": "Q8_0"},
 }
-"""Blocks of matrices whose rows they fill; others get a scale per row of int8."""
+"""Block formats of matrices whose rows are whole blocks; other matrices become int8 with a scale
+for each row."""
 MAX_SMALL = 1 << 20
-"""Elements of a tensor that is copied by one thread."""
+"""Elements, at most, of a tensor that one thread copies."""
 PART = 1 << 14
-"""Elements of a part of it: below the 32768 from which torch shares an element-wise loop."""
+"""Elements that one call copies: below the 32768 from which torch shares a loop among threads."""
 BLOCK_COLUMNS = 32
 INT8_BLOCK_DEVICES = frozenset({"cpu"})
-"""The types of devices on which int8 is in blocks; on others its rows have a scale each."""
+"""The types of devices on which int8 is in blocks; on other devices each row has a scale."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,13 @@ class NewMatrix:
     """A matrix of the weights before it has memory."""
 
     field: str
-    """The field of the weights that it will be in: qkv, embed_tokens, ..."""
+    """The field of the weights that will hold it: qkv, embed_tokens, ..."""
     shape: tuple[int, ...]
     """[..., out_features, in_features]"""
     parts: tuple[int, ...]
     """out_features of each tensor of a checkpoint that fills it."""
     is_head: bool
-    """Whether it is the LM head, alone or the embeddings too."""
+    """Whether it is the LM head, tied to the embeddings or not."""
     cares: tuple[Care, ...]
     """The care of each of these tensors."""
 
@@ -59,17 +61,17 @@ class MatrixForms(Protocol):
     def form(self, matrix: NewMatrix) -> Form: ...
 
     def packed_bytes(self, matrix: NewMatrix) -> int:
-        """Bytes of a matrix in blocks, all of its layers together."""
+        """Bytes of a matrix in blocks, in all layers together."""
         ...
 
 
 @dataclass(frozen=True)
 class CodedForms:
-    """The forms that matrices are quantised to as they are read; None: all are floats."""
+    """Forms of matrices that are quantised as they are read; without a coding all are floats."""
 
     coding: Coding | None
     int8_blocks: bool = True
-    """Whether int8 is in blocks; else it has a scale for each row."""
+    """Whether int8 is in blocks; otherwise each row has a scale."""
 
     def form(self, matrix: NewMatrix) -> Form:
         is_table = matrix.field == "embed_tokens" and not matrix.is_head
@@ -98,11 +100,11 @@ class NewWeights:
 
     device: torch.device | str
     dtype: torch.dtype
-    """The dtype of all that is not quantised."""
+    """The dtype of weights that are not quantised."""
     forms: MatrixForms = ALL_FLOATS
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """In the weights' dtype, or the one given."""
+        """An uninitialised tensor in the weights' dtype, or in a given one."""
         made = torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
         return ops.in_huge_pages(made) if made.device.type == "cpu" else made
 
@@ -115,16 +117,16 @@ class NewWeights:
         bias: bool = False,
         is_head: bool = False,
     ) -> Matrix:
-        """[..., out_features, in_features] in its form, with a bias where wanted.
+        """An uninitialised matrix [..., out_features, in_features] in its form.
 
         Args:
-            field: of the weights that it will be in.
-            shape: of the weight.
-            parts: out_features of each tensor of a checkpoint that fills it, if they are several.
-            cares: what is to be taken of each of them where they are quantised; the usual when none
-                are given, and the most of the LM head.
-            bias: whether there is one.
-            is_head: whether it is the LM head, alone or the embeddings too.
+            field: the field of the weights that will hold it.
+            shape: the weight's shape.
+            parts: out_features of each tensor of a checkpoint that fills it, if there are several.
+            cares: the care of each of these tensors if they are quantised; by default "usual", and
+                "most" for the LM head.
+            bias: whether it has a bias.
+            is_head: whether it is the LM head, tied to the embeddings or not.
         """
         sizes = tuple(parts) or shape[-2:-1]
         usual: Care = "most" if is_head else "usual"
@@ -145,25 +147,25 @@ class WeightView:
     """Where one tensor of a checkpoint goes."""
 
     weight: Tensor
-    """The place, in the tensor's shape; int8 where there is a scale."""
+    """The memory to fill, in the tensor's shape; int8 if there is a scale."""
     scale: Tensor | None = None
-    """float32, of that shape without its last axis."""
+    """float32, in the tensor's shape without the last axis."""
     table: Tensor | None = None
-    """int64, of that shape too; the weight is packed bytes then."""
+    """int64, in the tensor's shape without the last axis; the weight is packed bytes then."""
     care: Care = "usual"
-    """Where it is quantised."""
+    """How finely the tensor is quantised, if it is."""
     offset: float = 0.0
-    """Added to what a checkpoint stores, in float32; of norms alone."""
+    """Added in float32 to what a checkpoint stores; only for norms."""
     cares: tuple[tuple[int, Care], ...] = ()
-    """Where it is quantised, how many rows have which care, from the first; empty: all the one."""
+    """Row counts, from the first row on, each with its care; empty: ``care`` for all rows."""
 
     @classmethod
     def of(cls, matrix: Matrix, care: Care = "usual") -> WeightView:
-        """The place of a matrix, whose bias is a tensor of its own."""
+        """The view of a matrix without its bias, which has a view of its own."""
         return cls(matrix.weight, matrix.scale, matrix.table, care)
 
     def fill(self, stored: Tensor) -> None:
-        """Copy a stored tensor, converted to the weight's dtype and device, or made int8."""
+        """Copy a stored tensor, converted to the weight's dtype and device or quantised to int8."""
         if self.scale is None:
             _copy(self.weight, stored.float() + self.offset if self.offset else stored)
             return
@@ -177,8 +179,8 @@ class WeightView:
 
 
 def _copy(place: Tensor, stored: Tensor) -> None:
-    """Copy a tensor; a small one in parts, each too small for torch to wake other threads, which
-    takes them longer than the copy where the processors are busy."""
+    """Copy a tensor; a small one in parts, each too small for torch to wake other threads: waking
+    them takes longer than the copy when the processors are busy."""
     is_near = place.device.type == "cpu" and place.is_contiguous()
     if stored.numel() > MAX_SMALL or not is_near:
         place.copy_(stored)
@@ -201,12 +203,12 @@ def layer_views(
 
     Args:
         block: the name of a layer, with ``{}`` for its number.
-        matrices: of all layers, by the rest of their names, the last part of which says whether
-            they make keys or values.
-        norms: of all layers likewise; None where there is none.
+        matrices: matrices of all layers, by the rest of their names, whose last part says whether
+            they project to keys or values.
+        norms: norms of all layers, by the rest of their names; None: there is no such norm.
         norm_offset: added to each norm weight of the checkpoint.
-        rows: of matrices that hold several, how many rows each of these has, by the last part of
-            the name that it would have alone.
+        rows: for a matrix that holds several projections, the number of rows of each, by the last
+            part of the name that the projection would have alone.
     """
     by_layer: dict[str, list[WeightView]] = {}
     for name, matrix in matrices.items():
@@ -229,10 +231,10 @@ def layer_views(
 
 
 class Filling:
-    """Fills the places of a checkpoint's tensors, packed weights one tensor after the other.
+    """Fills weights with a checkpoint's tensors, packed weights one tensor after the other.
 
     Args:
-        coding: what floats are quantised to where a place is packed.
+        coding: what floats are quantised to if their weight is packed.
     """
 
     def __init__(self, coding: Coding | None = None) -> None:
@@ -240,7 +242,7 @@ class Filling:
         self._filled: dict[int, int] = {}  # bytes of each packed weight, by its address
 
     def fill(self, view: WeightView, stored: Tensor) -> None:
-        """With a tensor of floats, converted or quantised as its place wants it."""
+        """Fill a view with a tensor of floats, converted or quantised to the view's form."""
         if view.table is None:
             view.fill(stored)
             return
@@ -258,7 +260,7 @@ class Filling:
         self.pack(view, ops.quantise_weight(floats, format), format, stored.shape[-1])
 
     def pack(self, view: WeightView, blocks: Tensor, format: str, in_features: int) -> None:
-        """With blocks as a file has them, uint8 [num_rows, row_bytes]."""
+        """Fill a packed view with blocks as a file stores them, uint8 [num_rows, row_bytes]."""
         address = view.weight.data_ptr()
         offset = self._filled.get(address, 0)
         end = offset + ops.packed_bytes(format, len(blocks), in_features)
@@ -266,7 +268,7 @@ class Filling:
         if view.weight.device.type == "cpu":
             ops.pack_weight(blocks, format, offset=offset, packed=view.weight, table=view.table)
         else:
-            # Memory below the offset is not touched, and so not taken.
+            # Memory below the offset is never touched, and so takes no pages.
             packed = torch.empty(end, dtype=torch.uint8)
             matrix = ops.pack_weight(blocks, format, offset=offset, packed=packed)
             assert matrix.table is not None
