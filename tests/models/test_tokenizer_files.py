@@ -131,7 +131,7 @@ def test_what_is_no_text_and_no_token_ids(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_directory(tmp_path)
     assert tokenizer is not None
     for text in ("\ud800", 5, None, ["a"]):
-        with pytest.raises(RequestError, match="text: expected text that UTF-8 can say, got"):
+        with pytest.raises(RequestError, match="text: expected text that UTF-8 can encode, got"):
             tokenizer.encode(text)  # type: ignore[arg-type]
     for ids in ([-1], [1 << 32], ["a"], [1.5]):
         with pytest.raises(RequestError, match="token_ids: expected token ids"):

@@ -1,4 +1,4 @@
-"""Weights that somebody else holds, made those of a model: the tensors become views of its own."""
+"""Models over another owner's tensors: the tensors become views of the model's weights."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ __all__ = ["Adopted", "HeldTensors"]
 
 
 class HeldTensors(StoredTensors):
-    """Named tensors in memory, as a checkpoint's are.
+    """Named tensors in memory, read like a checkpoint.
 
     Args:
-        tensors: by the names that a Hugging Face checkpoint gives them, one perhaps by several.
-        owner: what errors call who holds them.
+        tensors: by their names in a Hugging Face checkpoint; a tensor may have several names.
+        owner: the name of the tensors' owner in errors.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], owner: str) -> None:
@@ -51,7 +51,7 @@ class HeldTensors(StoredTensors):
         return self._tensors[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """A ModelError when it is not one of floats."""
+        """The dtype of a tensor; a ModelError if it is not a float dtype."""
         dtype = self._tensors[name].dtype
         if dtype not in FLOAT_DTYPES.values():
             known = ", ".join(str(each) for each in FLOAT_DTYPES.values())
@@ -59,7 +59,7 @@ class HeldTensors(StoredTensors):
         return dtype
 
     def home(self, embeddings: str) -> tuple[torch.device, torch.dtype]:
-        """The one device and dtype of all of them."""
+        """The device and dtype that all tensors share; a ModelError if they differ."""
         first = self._tensors[embeddings]
         for name, tensor in self._tensors.items():
             if tensor.device.type == "meta":
@@ -74,13 +74,13 @@ class HeldTensors(StoredTensors):
         return first.device, first.dtype
 
     def is_tied(self, name: str, embeddings: str) -> bool:
-        """Whether a tensor, where there is one, is the embeddings' memory."""
+        """Whether a tensor is absent or has the embeddings' memory."""
         if name not in self._tensors or embeddings not in self._tensors:
             return True
         return _layout(self._tensors[name]) == _layout(self._tensors[embeddings])
 
     def check_apart(self, names: list[str], embeddings: str) -> None:
-        """Raise where tensors share memory that a model does not share."""
+        """Raise if tensors share memory that the model's weights do not share."""
         owners: dict[int, str] = {}
         for name in names:
             other = owners.setdefault(self._tensors[name].data_ptr(), name)
@@ -96,21 +96,22 @@ class HeldTensors(StoredTensors):
 
 
 class Adopted:
-    """Weights of a model over tensors that somebody else holds too.
+    """Weights of a model over tensors that another owner also uses.
 
-    Each tensor becomes a view of the weights, and what is written into it afterwards is theirs at
-    once. Where a dtype differs, as for the position biases of a T5 in bfloat16, or an offset is
-    added, as to the norms of a Gemma, there is a copy, which :meth:`refresh` brings up to date.
+    Each tensor becomes a view of the weights, so that writing into it changes them at once. If the
+    dtype differs, as for the position biases of a T5 in bfloat16, or an offset is added, as to the
+    norms of a Gemma, there is a copy instead, which :meth:`refresh` brings up to date.
 
     Args:
-        config: of the model.
-        tensors: parameters by the names of a Hugging Face checkpoint, on one device, in one dtype.
-            The LM head is tied where it is the embeddings' memory, whatever the config says.
-        owner: what errors call who holds them.
-        before: weights of the same owner, which go on where all tensors are still their views.
+        config: the model's config.
+        tensors: parameters by their names in a Hugging Face checkpoint, on one device, in one
+            dtype. The LM head is tied if it is the embeddings' memory, whatever the config says.
+        owner: the name of the tensors' owner in errors.
+        before: earlier weights of the same owner, which are kept if all tensors are still their
+            views.
 
     Raises:
-        ModelError: they are not those of the config, or there is no kernel for their dtype and
+        ModelError: the tensors do not fit the config, or there is no kernel for their dtype and
             device; nothing has changed then.
     """
 
@@ -152,14 +153,14 @@ class Adopted:
         """A model of these weights.
 
         Args:
-            config: that the weights were made for, or one that differs in no tensor's shape.
-            source: which model it is, where that is known.
+            config: the config that the weights were made for, or one with the same shapes.
+            source: which model this is; None: unknown.
         """
         config = replace(config, tie_word_embeddings=self._is_tied)
         return network_of(config, self._weights, source)
 
     def moved(self, tensors: Mapping[str, Tensor]) -> str | None:
-        """The first name of a tensor that is no longer the one that was adopted, if any."""
+        """The name of the first tensor that is no longer the adopted one, if any."""
         for name, mine in self._tensors.items():
             if tensors.get(name) is not mine or _layout(mine) != self._layouts[name]:
                 return name
@@ -167,7 +168,7 @@ class Adopted:
 
     @torch.no_grad()
     def refresh(self, network: Network) -> None:
-        """Bring up to date what is a copy of tensors, or computed of them."""
+        """Bring up to date copies of tensors, and what is computed from them."""
         for name, tensor in self._tensors.items():
             if _is_copy(self._views[name], tensor):
                 self._views[name].fill(tensor)
@@ -176,10 +177,10 @@ class Adopted:
 
 
 def _is_copy(view: WeightView, tensor: Tensor) -> bool:
-    """Whether a tensor cannot be the memory that it fills."""
+    """Whether a view is a copy of its tensor, not the same memory."""
     return view.offset != 0 or tensor.dtype != view.weight.dtype
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """Which memory a tensor is, and as what."""
+    """The memory of a tensor: its address, dtype, shape and strides."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -1,7 +1,8 @@
-"""Layers that AWQ made, as AutoAWQ stores them (``gemm``).
+"""Layers quantised by AWQ, as AutoAWQ stores them (``gemm``).
 
-``qweight`` int32 [in, out / 8]: the 4-bit numbers of a word are, the lowest first, outputs 0, 2, 4,
-6, 1, 3, 5, 7 of eight; ``qzeros`` int32 [groups, out / 8] alike; ``scales`` [groups, out].
+``qweight`` int32 [in, out / 8]: the 4-bit numbers of a word, the lowest first, are outputs 0, 2, 4,
+6, 1, 3, 5, 7 of eight; ``qzeros`` int32 [groups, out / 8] in the same order; ``scales``
+[groups, out].
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def awq(fields: ConfigFields) -> Layout:
 class _Scheme:
     group_size: int
 
-    def fits(self, module: StoredModule) -> bool:  # noqa: ARG002 (there is no other)
+    def fits(self, module: StoredModule) -> bool:  # noqa: ARG002 (the only scheme)
         return True
 
     def check(self, module: StoredModule) -> None:
@@ -74,6 +75,6 @@ class _Scheme:
 
 
 def _in_order(words: Tensor) -> Tensor:
-    """uint8 [n, out] of words [n, out / 8]."""
+    """uint8 [n, out]: the numbers in words [n, out / 8], in the order of outputs."""
     numbers = unpacked(words, 4)
     return numbers.view(len(words), -1, 8)[..., PLACES].view_as(numbers)

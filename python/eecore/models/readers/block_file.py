@@ -1,9 +1,8 @@
-"""Heads that draft a block, in files: DFlash and DSpark as z-lab, SpecForge, DeepSpec and
+"""Files of heads that draft a block: DFlash and DSpark as z-lab, SpecForge, DeepSpec and
 speculators write them.
 
-Told apart by their config.json. What a list of layers in it counts differs: z-lab, SpecForge and
-DeepSpec name the layer, from 0, after which a state is taken, speculators the number of layers
-before it.
+config.json tells the formats apart. They count layers differently: z-lab, SpecForge and DeepSpec
+name the layer, from 0, after which a state is taken, speculators the number of layers before it.
 """
 
 from __future__ import annotations
@@ -35,31 +34,32 @@ from eecore.readable import shown_path
 
 __all__ = ["BLOCK_KINDS", "load_block_head", "read_block_settings"]
 
-MAX_BLOCK, MAX_RANK = 64, 1 << 14
+MAX_BLOCK = 64
+MAX_RANK = 1 << 14
 NESTED = "logit_head."
-"""What early files of SpecForge put before the names of a DSpark's own tensors."""
+"""The prefix of a DSpark's own tensors in early files of SpecForge."""
 SHARED = frozenset({"embed_tokens.weight", "lm_head.weight", "t2d", "d2t"})
-"""Tensors that are the model's, or not needed."""
+"""Tensors that may be there without being read: the model's, or not needed."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """One way in which heads are written."""
+    """One format of heads."""
 
     kind: str
     """``DFlash`` or ``DSpark``."""
     inner: str = ""
-    """The object of config.json that has the head's own fields; empty: config.json itself."""
+    """The object of config.json with the head's own fields; empty: config.json itself."""
     layers: str = ""
-    """The object that has the fields of the layers; empty: config.json itself."""
+    """The object of config.json with the fields of the layers; empty: config.json itself."""
     taps: str = "target_layer_ids"
     """The field with the layers after which states are taken."""
     after: int = 1
-    """What is added to them to get the number of layers before a state."""
+    """Added to a number in that field to get the number of layers before the state."""
     from_last: bool = False
-    """Whether the place of the text's last token gives a draft where nothing says so."""
+    """Whether by default the position of the text's last token gives a draft."""
     has_confidence: bool = False
-    """Whether it says how likely a draft is to be accepted where nothing says so."""
+    """Whether by default the head predicts how likely a draft is to be accepted."""
 
 
 _SPECULATORS = replace(
@@ -72,7 +72,7 @@ BLOCK_KINDS: Mapping[str, _Kind] = {
     "dflash": _SPECULATORS,
     "dspark": replace(_SPECULATORS, kind="DSpark", from_last=True, has_confidence=True),
 }
-"""The heads that are read, by their architecture, or by speculators_model_type."""
+"""The formats that are read, by architecture or speculators_model_type."""
 
 
 def _name_of(fields: ConfigFields) -> str:
@@ -81,14 +81,14 @@ def _name_of(fields: ConfigFields) -> str:
 
 
 def read_block_settings(fields: ConfigFields, model: ModelConfig) -> BlockSettings:
-    """What a head's config.json says.
+    """The settings in a head's config.json.
 
     Args:
-        fields: of it.
-        model: the config of the model that it drafts for.
+        fields: the fields of config.json.
+        model: the config of the model that the head drafts for.
 
     Raises:
-        ModelError: it is another model's, or has what is not supported.
+        ModelError: the head is for another model, or has a feature that is not supported.
     """
     kind = BLOCK_KINDS[_name_of(fields)]
     own = (fields.inner(kind.inner) if kind.inner else None) or fields
@@ -129,7 +129,7 @@ def read_block_settings(fields: ConfigFields, model: ModelConfig) -> BlockSettin
 
 
 def _either(fields: ConfigFields, own: ConfigFields, name: str) -> ConfigFields:
-    """The object that has a field which may be in either."""
+    """The object with a field that may be in either of two."""
     return fields if name in fields else own
 
 
@@ -139,7 +139,7 @@ def _check(fields: ConfigFields, name: str, got: int, expected: int) -> None:
 
 
 def _layers(fields: ConfigFields, model: ModelConfig) -> ModelConfig:
-    """The config of its layers, Qwen3's."""
+    """The config of the head's layers, which are Qwen3's."""
     fields.choice("model_type", ("qwen3",), "qwen3")
     values = {
         "max_position_embeddings": model.max_position,
@@ -159,7 +159,7 @@ def _layers(fields: ConfigFields, model: ModelConfig) -> ModelConfig:
 def _taps(
     fields: ConfigFields, kind: _Kind, model: ModelConfig, num_layers: int
 ) -> tuple[int, ...]:
-    """Layers after which it takes the state; z-lab's usual ones where none are named."""
+    """Layers after which the head takes the state; z-lab's defaults if none are named."""
     last, first = model.num_layers - kind.after, 1 - kind.after
     named = fields.integers(kind.taps, first, last, None, most=model.num_layers)
     if named is None and not kind.layers:
@@ -178,16 +178,16 @@ def _verifier(fields: ConfigFields) -> str:
 
 
 def load_block_head(directory: Path, fields: ConfigFields, network: LlamaModel) -> BlockHead:
-    """The head of a directory.
+    """The head in a directory.
 
     Args:
-        directory: with safetensors files.
-        fields: of its config.json.
-        network: the model that it drafts for.
+        directory: a directory with safetensors files.
+        fields: the fields of its config.json.
+        network: the model that the head drafts for.
 
     Raises:
-        ModelError: it is not whole, of another model, or has what is not supported; raised before
-            memory is taken.
+        ModelError: the head is not whole, is for another model, or has a feature that is not
+            supported; raised before memory is allocated.
     """
     settings = read_block_settings(fields, network.config)
     with Checkpoint(directory) as files:
@@ -196,11 +196,11 @@ def load_block_head(directory: Path, fields: ConfigFields, network: LlamaModel) 
 
 
 class _Reader:
-    """The tensors of a head, checked, and what they fill.
+    """Checks the tensors of a head, and reads them into its weights.
 
     Args:
-        files: of the head.
-        settings: what its config.json says.
+        files: the head's files.
+        settings: the settings in its config.json.
         network: the model.
     """
 
@@ -211,7 +211,7 @@ class _Reader:
         self._check()
 
     def _check(self) -> None:
-        """Raise unless the tensors are there, in their shapes, and no others."""
+        """Raise unless the files hold the expected tensors in their shapes, and no others."""
         expected = self._shapes()
         place = shown_path(self._files.place)
         missing = [name for name in expected if name not in self._names]
@@ -268,13 +268,13 @@ class _Reader:
         return LlamaWeights.empty(config, new, (own.embed_tokens, lm_head))
 
     def _layer_views(self, weights: LlamaWeights) -> dict[str, WeightView]:
-        """What the tensors of the layers fill, by the names that they have in a head's files."""
+        """What the layers' tensors fill, by their names in a head's files."""
         views = weights.by_checkpoint_name(self._settings.config)
         kept = {n: v for n, v in views.items() if n.startswith(("model.layers.", "model.norm."))}
         return {name.removeprefix("model."): view for name, view in kept.items()}
 
     def weights(self) -> BlockWeights:
-        """All of them, in memory."""
+        """The head's weights, read into memory."""
         network, settings = self._network, self._settings
         coding = coding_of(network)
         forms = CodedForms(coding, int8_blocks=network.device.type in INT8_BLOCK_DEVICES)
@@ -323,8 +323,8 @@ class _Reader:
         return tokens
 
     def _confidence(self) -> ops.MlpMeasure | None:
-        """The chance that a draft is accepted: the sigmoid of one linear layer, which is the second
-        of two classes whose first has a score of 0."""
+        """The chance that a draft is accepted: the sigmoid of a linear layer, as the second of two
+        classes of which the first has a score of 0."""
         if not self._settings.has_confidence:
             return None
         weight = self._tensor("confidence_head.proj.weight").float()
@@ -337,7 +337,7 @@ class _Reader:
 
 
 def coding_of(network: LlamaModel) -> Coding | None:
-    """What a head's matrices are quantised to, by those of its model; None: they are floats."""
+    """What a head's matrices are quantised to, like its model's; None: they are floats."""
     if not network.weights.qkv.is_quantised:
         return None
     source = network.source

@@ -1,6 +1,6 @@
-"""A directory of safetensors files, sharded or not, read tensor by tensor into stacked weights.
+"""Checkpoints of safetensors files, sharded or not, read tensor by tensor into stacked weights.
 
-Names and shapes are checked against the config before anything is allocated. Nothing is unpickled.
+Names and shapes are checked against the config before memory is allocated. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from eecore.values import shown
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 OTHER_WEIGHTS = re.compile(r"model-\d+-of-\d+\.safetensors|consolidated.*\.safetensors")
-"""Shards that an index may not name, and the weights that Mistral's own code reads."""
+"""Names of weights that are not used: shards missing from the index, and Mistral's own format."""
 MAX_INDEX_BYTES = 32 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 INT8 = "int8"
-"""The form of a matrix in whole numbers, with a float32 scale for each row."""
+"""The form of a matrix of int8 with a float32 scale for each row."""
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 T5_NORM = "decoder.final_layer_norm.weight"
 T5_EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-# What checkpoints also have, and is not read: computed here, or held under another name.
+# Tensors that are not read: they are computed here, or also stored under another name.
 DERIVED = (
-    *T5_EMBEDDINGS,  # the same under other names
+    *T5_EMBEDDINGS,  # stored under several names
     ".rotary_emb.inv_freq",
     ".masked_bias",
     ".attention.bias",
@@ -51,29 +51,28 @@ TEXT_PARTS = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-"""How the names of the text part of a model with several parts begin, and what the text model alone
-calls them."""
+"""Prefixes of names in the text part of a multimodal model, and in a text model."""
 DRAFTING = "model.mtp_layers."
-"""How the names of tensors begin that draft the tokens after the next one."""
+"""The prefix of tensors that draft the tokens after the next one."""
 OTHER_PARTS = (
     *("vision_tower.", "multi_modal_projector."),
     *("model.vision_tower.", "model.multi_modal_projector."),
     DRAFTING,
 )
-"""How the names of tensors begin that no text needs."""
+"""Prefixes of tensors that generating text does not need."""
 
 Config = TypeVar("Config", bound=AnyModelConfig)
 
 
 class StoredTensors(ABC):
-    """The tensors of a model by the names of a checkpoint, in files or in memory."""
+    """The tensors of a model by their names in a checkpoint, in files or in memory."""
 
     names: list[str]
     """The names of all tensors."""
     place: Path
     """The file or directory."""
     own_form: str = ""
-    """What has weights of fewer bits of its own: ``a GGUF file``; empty for what has floats."""
+    """What stores weights in fewer bits, such as ``a GGUF file``; empty: weights are floats."""
 
     def path_of(self, name: str) -> Path:  # noqa: ARG002
         """The file that a tensor is in."""
@@ -85,7 +84,7 @@ class StoredTensors(ABC):
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
-        """What a tensor is read as; an UnsupportedModelError when it cannot be."""
+        """The dtype that a tensor is read as; an UnsupportedModelError if it cannot be read."""
 
     @abstractmethod
     def tensor(self, name: str) -> torch.Tensor:
@@ -97,34 +96,35 @@ class StoredTensors(ABC):
         return sorted({self.path_of(name) for name in self.names})
 
     def kind(self, name: str) -> str:
-        """What a tensor is stored in, "float16", "Q4_0" or "gptq int4" for one."""
+        """How a tensor is stored: "float16", "Q4_0", "gptq int4", ..."""
         return str(self.dtype(name)).removeprefix("torch.")
 
     def forms(self, name: str) -> tuple[str, ...]:  # noqa: ARG002
-        """What holds a tensor exactly, other than floats: a block format, :data:`INT8`, or both."""
+        """The forms that hold a tensor exactly, except floats: a block format, :data:`INT8`, both,
+        or none."""
         return ()
 
     def blocks(self, name: str) -> torch.Tensor:
-        """uint8 [num_rows, row_bytes], in the block format that a matrix has."""
+        """uint8 [num_rows, row_bytes]: a matrix in its block format."""
         raise NotImplementedError(name)
 
     def int8_rows(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """int8 [num_rows, num_columns] and float32 [num_rows], of a matrix of that form."""
+        """int8 [num_rows, num_columns] and scales, float32 [num_rows]: a matrix in that form."""
         raise NotImplementedError(name)
 
     def release(self, name: str) -> None:  # noqa: ARG002
-        """Give back the memory of a tensor that was read, where its file has some mapped."""
+        """Give back the mapped memory of a tensor that has been read, if its file is mapped."""
         return
 
     def model_dtype(self, config: AnyModelConfig, device: torch.device) -> torch.dtype:  # noqa: ARG002
-        """The dtype that suits the model: what its config says, else that of its embeddings."""
+        """The dtype that suits the model: the config's, else the dtype of its embeddings."""
         if config.dtype in DTYPES:
             return DTYPES[config.dtype]
         name = embeddings_name(config, self)
         return self.dtype(name) if name in self.names else torch.float32
 
     def tokenizer(self, vocab_size: int) -> Tokenizer | None:
-        """The one that comes with the tensors, where there is one."""
+        """The tokenizer that comes with the tensors, if there is one."""
         return Tokenizer.from_directory(self.place, vocab_size)
 
 
@@ -133,7 +133,7 @@ class Checkpoint(StoredTensors):
 
     Args:
         directory: the directory.
-        drafts: also those of layers that draft further tokens.
+        drafts: whether to include tensors of layers that draft further tokens.
     """
 
     def __init__(self, directory: Path, *, drafts: bool = False) -> None:
@@ -165,7 +165,7 @@ class Checkpoint(StoredTensors):
         return self._file(name).shape(self._stored_as[name])
 
     def dtype(self, name: str) -> torch.dtype:
-        """What the tensor is stored in; an UnsupportedModelError when that is not a float type."""
+        """The stored dtype of a tensor; an UnsupportedModelError if it is not a float type."""
         stored = self.stored_dtype(name)
         if stored not in FLOAT_DTYPES:
             raise UnsupportedModelError(
@@ -175,7 +175,7 @@ class Checkpoint(StoredTensors):
         return FLOAT_DTYPES[stored]
 
     def stored_dtype(self, name: str) -> str:
-        """What the file's header calls it: F32, BF16, I32, ..."""
+        """The name of a tensor's dtype in the file's header: F32, BF16, I32, ..."""
         return self._file(name).stored_dtype(self._stored_as[name])
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -212,7 +212,7 @@ class Checkpoint(StoredTensors):
         return {file.path for file in self._file_of.values()}
 
     def _unused_weights(self) -> list[Path]:
-        """Other weights of a model in the directory, or the same ones again."""
+        """Model weights in the directory that are not read."""
         others = set(self.place.glob("*.safetensors")) - self._paths
         return sorted(path for path in others if OTHER_WEIGHTS.fullmatch(path.name))
 
@@ -244,8 +244,8 @@ class Checkpoint(StoredTensors):
 
 
 def _names_of_text(names: list[str], drafts: bool) -> dict[str, str]:
-    """The tensors of a text model by their names, and what a checkpoint calls them; ``drafts``:
-    with those that draft further tokens.
+    """The names of a text model's tensors, and their names in the checkpoint; ``drafts``: include
+    tensors that draft further tokens.
     """
     found = {}
     for name in names:
@@ -257,20 +257,19 @@ def _names_of_text(names: list[str], drafts: bool) -> dict[str, str]:
 
 
 def embeddings_name(config: AnyModelConfig, checkpoint: StoredTensors) -> str:
-    """The name of the embeddings in a checkpoint: that of any of their users, a tied LM head
-    included."""
+    """The name of the embeddings in a checkpoint, which may be stored as a tied LM head."""
     is_t5, there = isinstance(config, T5Config), checkpoint.names
     names, norm = (T5_EMBEDDINGS, T5_NORM) if is_t5 else ((EMBEDDINGS,), NORM)
-    if config.tie_word_embeddings and norm in there:  # else it is a checkpoint of another kind
+    if config.tie_word_embeddings and norm in there:  # otherwise not such a checkpoint
         names = (*names, HEAD)
     present = [name for name in names if name in there]
     return present[0] if present else names[0]
 
 
 def with_stored_tying(config: Config, checkpoint: StoredTensors) -> Config:
-    """The config, untied where the checkpoint holds an LM head that differs from the embeddings.
+    """The config, untied if the checkpoint holds an LM head that differs from the embeddings.
 
-    So transformers reads a model that was tied once and then had its head trained alone. A T5
+    transformers does the same for a model that was tied before its head was trained alone. A T5
     without an LM head in its checkpoint is tied, whatever its config says.
     """
     if isinstance(config, T5Config):
@@ -286,13 +285,13 @@ def with_stored_tying(config: Config, checkpoint: StoredTensors) -> Config:
 
 
 def _refuse_embeddings_of_their_own(checkpoint: StoredTensors, shared: str) -> None:
-    """Encoder and decoder of a T5 share their embeddings."""
+    """Raise if encoder and decoder of a T5 do not share their embeddings."""
     for name in T5_EMBEDDINGS:
         if name not in checkpoint.names or name == shared:
             continue
         if not _hold_the_same(checkpoint, name, shared):
             raise UnsupportedModelError(
-                f"{checkpoint.path_of(name)}: {name}: supported is what {shared} holds, got others"
+                f"{checkpoint.path_of(name)}: {name}: supported is a copy of {shared}, got others"
             )
 
 
@@ -313,13 +312,14 @@ def empty_weights(
 
 
 def check_tensors(stored: StoredTensors, config: AnyModelConfig) -> None:
-    """Raise unless the tensors of a config are there, in its shapes, and no others of its layers.
+    """Raise unless the config's tensors are stored in its shapes, and its layers have no others.
 
-    What is done for it takes no more time than the files have tensors, and no memory.
+    The check takes time in proportion to the number of stored tensors, and no memory for weights.
 
     Raises:
-        CheckpointError: a tensor is missing or of another shape.
-        UnsupportedModelError: of a dtype that is not read, or not of this kind of model.
+        CheckpointError: a tensor is missing or has another shape.
+        UnsupportedModelError: a tensor has a dtype that is not read, or belongs to another kind of
+            model.
     """
     expected = expected_shapes(stored, config)
     _check_shapes(stored, expected)
@@ -327,7 +327,7 @@ def check_tensors(stored: StoredTensors, config: AnyModelConfig) -> None:
 
 
 def expected_shapes(stored: StoredTensors, config: AnyModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor that a config needs; an error where there are fewer than layers."""
+    """The shape of every tensor that a config needs; an error if there are fewer than layers."""
     for name in ("num_layers", "num_encoder_layers"):
         if getattr(config, name, 0) > len(stored.names):
             raise CheckpointError(
@@ -359,7 +359,7 @@ def _check_shapes(stored: StoredTensors, expected: dict[str, tuple[int, ...]]) -
 def _refuse_unknown_layer_tensors(
     stored: StoredTensors, expected: dict[str, tuple[int, ...]]
 ) -> None:
-    """A tensor of a layer that would go unused means a different model; others are only noted."""
+    """Raise if a layer's tensor would be unused, since the model differs; warn of other tensors."""
     unused = [
         name
         for name in stored.names
@@ -376,7 +376,7 @@ def _refuse_unknown_layer_tensors(
 
 
 def _layer_of(name: str) -> str | None:
-    """``model.layers.3`` or ``encoder.block.3`` of any tensor of that layer."""
+    """The layer in a tensor's name: ``model.layers.3`` or ``encoder.block.3``; None without one."""
     parts = name.split(".")
     return ".".join(parts[:3]) if parts[1:2] in (["layers"], ["block"]) else None
 

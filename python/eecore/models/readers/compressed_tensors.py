@@ -1,10 +1,11 @@
-"""Layers as compressed-tensors stores them: ``pack-quantized``, ``int-quantized``, weights alone.
+"""Layers as compressed-tensors stores them: ``pack-quantized`` or ``int-quantized`` weights.
 
 Packed: ``weight_packed`` int32 [out, in * bits / 32], numbers of neighbouring columns in a word,
 the lowest first, each with half of their range added; ``weight_shape`` [out, in]; with zero points
-``weight_zero_point`` int32 [out * bits / 32, groups], packed down the rows alike. Plain: ``weight``
-and ``weight_zero_point`` int8. ``weight_scale`` is [out, groups], [out, 1] for a scale a row, or
-one number; ``weight_g_idx`` int32 [in] is the group of each column; one -1 in it: it says nothing.
+``weight_zero_point`` int32 [out * bits / 32, groups], packed the same way down the rows. Plain:
+``weight`` and ``weight_zero_point`` int8. ``weight_scale`` is [out, groups], [out, 1] for a scale a
+row, or one number; ``weight_g_idx`` int32 [in] is the group of each column, ignored if it holds a
+-1. Quantised activations are not supported.
 """
 
 from __future__ import annotations
@@ -60,19 +61,19 @@ def compressed_tensors(fields: ConfigFields) -> Layout:
 
 @dataclass(frozen=True)
 class _Scheme:
-    """Numbers of the layers of one group of a config."""
+    """The number format of the layers of one group of a config."""
 
     packed: bool
     bits: int
     group_size: int
-    """-1: a scale a row."""
+    """Columns that share a scale; -1: all columns of a row."""
     whole: bool
-    """One scale for all."""
+    """Whether the whole matrix has one scale."""
     symmetric: bool
 
     @classmethod
     def of(cls, group: ConfigFields, default_format: str) -> _Scheme:
-        """The numbers of one of ``config_groups``."""
+        """The scheme of one of ``config_groups``."""
         for name in ("input_activations", "output_activations"):
             if name in group:
                 raise group.unsupported(name, "null (weights alone)", "quantised activations")
@@ -169,7 +170,7 @@ class _Scheme:
 
 
 def _strategy(weights: ConfigFields) -> tuple[str, int]:
-    """What shares a scale, and how many columns; -1: all of a row."""
+    """The strategy, and the number of columns that share a scale; -1: all columns of a row."""
     size = group_size(weights, None)
     by_size = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = weights.choice("strategy", STRATEGIES, by_size)
@@ -186,7 +187,7 @@ def _check_shape(module: StoredModule) -> None:
 
 
 def _groups(module: StoredModule, count: int) -> Tensor:
-    """int64 [num_columns], of each column."""
+    """int64 [num_columns]: the group of each column."""
     if "weight_g_idx" in module and not (module.tensor("weight_g_idx") == -1).any():
         return module.groups("weight_g_idx", count)
     return module.groups_in_order(count)

@@ -1,4 +1,4 @@
-"""Typed look-ups in a model's config.json, and the ranges of its numbers."""
+"""Typed look-ups in a model's config.json, and the ranges of numbers in it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ FACTORS = (1.0, 1e6)
 
 
 class ConfigFields(JsonFields):
-    """The fields of a model: what is valid and yet not supported is an error of its own."""
+    """The fields of a model; a value that is valid but not supported is a different error."""
 
     def unsupported(self, name: str, expected: str, got: Any) -> UnsupportedModelError:
-        """The error of a field."""
+        """The error of a field whose value is not supported."""
         return UnsupportedModelError(
             f"{self.where}: {self.prefix}{name}: supported are {expected}, got {shown(got)}"
         )
 
     def choice(self, name: str, supported: Collection[str], default: Any = REQUIRED) -> str:
-        """A text, of those that are supported."""
+        """A text, one of those supported."""
         text: str = self.text(name, default)
         if text not in supported:
             raise self.unsupported(name, ", ".join(supported), text)
         return text
 
     def head_dim(self, name: str, default: Any = REQUIRED) -> int:
-        """A head's size, of those that there are kernels for."""
+        """A head's size for which there are kernels."""
         size: int = self.integer(name, default=default)
         if size not in HEAD_DIMS:
             raise self.unsupported(
@@ -45,7 +45,7 @@ class ConfigFields(JsonFields):
         return null if name in self.names else value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """An id or a list of them; none where the field is absent."""
+        """The ids of a field with one id or a list; none if the field is absent."""
         is_one = name in self and not self.has_list(name)
         ids = (self.integer(name, 0, MAX_VOCAB),) if is_one else ()
         if not is_one:

@@ -2,7 +2,8 @@
 
 Both spellings are understood: ``rope_theta``, ``rope_scaling``, ``torch_dtype`` of transformers 4
 and ``rope_parameters``, ``dtype`` of transformers 5. A field that is absent has the default of the
-architecture's class in transformers, or is an error. What is not understood is an error too.
+architecture's class in transformers, or is an error. A value that is not understood is also an
+error.
 """
 
 from __future__ import annotations
@@ -53,35 +54,39 @@ ATTENTION = {
     "full_attention": "full_attention",
     "sliding_attention": "sliding_attention",
 }
-"""The kinds of layers that run, by what layer_types calls them."""
+"""The kinds of layers that run, by their names in layer_types."""
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 T5_ARCHITECTURES = ("T5ForConditionalGeneration", "MT5ForConditionalGeneration")
 T5_ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
-    "gated-gelu": "gelu_tanh",  # what the name has always meant in transformers
+    "gated-gelu": "gelu_tanh",  # always so in transformers
     "gated-silu": "silu",
 }
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
-"""The sampling settings of a generation_config.json that mean nothing to a greedy model."""
+"""The sampling settings of a generation_config.json that have no effect in greedy decoding."""
 USUAL_FILTERS = {"temperature": (0, 1), "top_k": (-1, 0, 50), "top_p": (1,), "min_p": (0,)}
-"""Values of them that say nothing: transformers writes its defaults out."""
+"""Values that are ignored without a warning: transformers also writes its defaults."""
 NOT_SAMPLING = frozenset(
     {
         *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
         *("do_sample", "transformers_version", "use_cache", "cache_implementation"),
-        # How long an answer may be, and what comes with it, is said with each request.
+        # Each request sets the length of its answer, and what is returned with it.
         *("max_length", "max_new_tokens", "output_attentions", "output_hidden_states"),
         *("output_logits", "output_scores", "return_dict_in_generate", "return_legacy_cache"),
         *("remove_invalid_values", "renormalize_logits", "trust_remote_code"),
     }
 )
-"""Fields of a generation_config.json that are read elsewhere, or change no text."""
+"""Fields of a generation_config.json that are read elsewhere, or do not change the text."""
 T5_FUNCTIONS = {"relu": "relu", "gelu_tanh": "gelu_new", "silu": "silu"}
-"""The names of ``dense_act_fn``, which says again what ``feed_forward_proj`` says."""
+"""Activations in ``dense_act_fn``, which repeats a part of ``feed_forward_proj``."""
 
 
 def read_model_config(directory: Path) -> AnyModelConfig:
-    """The model's sizes and switches; a ModelError says which file is missing or wrong, and how."""
+    """The config of a model directory.
+
+    Raises:
+        ModelError: says which file is missing or wrong, and how.
+    """
     _refuse_adapter(directory)
     config, contents = kind_of(directory / "config.json"), contents_of(directory)
     if config in ("a file", "nothing") and contents != "a model":
@@ -93,7 +98,7 @@ def read_model_config(directory: Path) -> AnyModelConfig:
 
 
 def read_config_file(file: Path) -> AnyModelConfig:
-    """The config in a config.json, of any name, and in the generation_config.json beside it.
+    """The config in a config.json, of any file name, and in the generation_config.json next to it.
 
     Raises:
         ModelError: says which file is missing or wrong, and how.
@@ -109,11 +114,11 @@ def read_config_file(file: Path) -> AnyModelConfig:
 def own_sampling(generation: ConfigFields) -> OwnSampling:
     """The sampling settings of a generation_config.json.
 
-    ``do_sample`` false is greedy. Without it a file that names one of the filters samples, as in
-    vLLM. A field that eecore does not have is named in a warning, unless it asks for nothing.
+    ``do_sample`` false is greedy. Without ``do_sample`` a file with one of the :data:`FILTERS`
+    samples, as in vLLM. A warning names a field that eecore does not have, unless it is off.
 
     Raises:
-        ModelError: a value that cannot be.
+        ModelError: a value is out of range.
     """
     samples = generation.flag("do_sample", None)
     given = {n: generation.values[n] for n in (*FILTERS, "repetition_penalty") if n in generation}
@@ -144,7 +149,7 @@ def own_sampling(generation: ConfigFields) -> OwnSampling:
 
 
 def _refuse_adapter(directory: Path) -> None:
-    """Raise where an adapter lies beside the weights, which would change what they compute."""
+    """Raise if the directory holds an adapter, which would change what the weights compute."""
     for name in ADAPTER_FILES:
         if kind_of(directory / name) != "nothing":
             raise UnsupportedModelError(
@@ -154,7 +159,7 @@ def _refuse_adapter(directory: Path) -> None:
 
 
 def model_config(fields: ConfigFields, generation: ConfigFields) -> AnyModelConfig:
-    """The config of a config.json's fields and a generation_config.json's."""
+    """The config from the fields of a config.json and of a generation_config.json."""
     fields = _text_part(fields)
     architecture = _architecture(fields)
     try:
@@ -170,7 +175,7 @@ def model_config(fields: ConfigFields, generation: ConfigFields) -> AnyModelConf
 
 
 def layers_config(fields: ConfigFields) -> ModelConfig:
-    """The config of decoder layers alone, which a draft head has, by its ``model_type``.
+    """The config of a draft head's decoder layers, by their ``model_type``.
 
     Raises:
         ModelError: says which field is missing or wrong, and how.
@@ -248,7 +253,7 @@ def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFie
 
 
 def _numbers(fields: ConfigFields, family: Family, hidden_size: int) -> dict[str, float]:
-    """Factors and caps of a family, by the fields of ModelConfig; null ones are left out."""
+    """Factors and caps of a family, by the fields of ModelConfig; nulls are left out."""
     found = {}
     for name, own in family.numbers.items():
         value = fields.number(name, ABOVE_ZERO, FACTORS[1], None)
@@ -263,7 +268,7 @@ def _numbers(fields: ConfigFields, family: Family, hidden_size: int) -> dict[str
 
 
 def _refuse_parts(fields: ConfigFields) -> None:
-    """Raise where a model of a family that runs has a part that does not."""
+    """Raise if a model of a supported family has a part that is not supported."""
     if fields.integer("num_local_experts", 0, default=0):
         listed = f"0, a dense model{why_not('granitemoe')}"
         raise fields.unsupported("num_local_experts", listed, fields.values["num_local_experts"])
@@ -272,7 +277,7 @@ def _refuse_parts(fields: ConfigFields) -> None:
 
 
 def _text_part(fields: ConfigFields) -> ConfigFields:
-    """The fields of the text part of a model with several; of any other model its own."""
+    """The fields of a multimodal model's text part; for any other model all fields."""
     names = fields.texts("architectures", ())
     if not names or names[0] not in MULTIMODAL:
         return fields
@@ -313,7 +318,7 @@ def model_type_of(architecture: str) -> str:
 
 
 def refuse_quantised(fields: ConfigFields, supported: str) -> None:
-    """Raise where a config.json says that its weights are not floats."""
+    """Raise if a config.json says that the weights are not floats."""
     quantisation = fields.inner("quantization_config")
     if quantisation is not None:
         method = quantisation.text("quant_method", "quantised weights")
@@ -376,7 +381,7 @@ def _t5_config(architecture: str, fields: ConfigFields, generation: ConfigFields
             "relative_attention_max_distance", num_buckets // 2 + 1, MAX_DISTANCE, 128
         ),
         tie_word_embeddings=tied,
-        # An mT5 never does, whatever transformers writes about its embeddings.
+        # An mT5 never scales outputs, whatever transformers writes about its embeddings.
         scale_outputs=architecture != T5_ARCHITECTURES[1]
         and fields.flag("scale_decoder_outputs", tied),
         eos_token_ids=_eos_token_ids(fields, generation, 1),
@@ -385,7 +390,7 @@ def _t5_config(architecture: str, fields: ConfigFields, generation: ConfigFields
 
 
 def _layer_windows(fields: ConfigFields, family: Family, num_layers: int) -> tuple[int, ...]:
-    """Keys that a query sees in each layer; 0 for all of them."""
+    """The sliding window of each layer; 0: none; empty: no layer has one."""
     if family.windows == "none" and not family.is_hybrid:
         return ()
     kinds = fields.texts("layer_types", None, most=MAX_LAYERS)
@@ -417,7 +422,7 @@ def _slides(
     kinds: tuple[str, ...] | None,
     uses: bool,
 ) -> list[bool]:
-    """Whether each layer slides: as layer_types says, else as the family has it."""
+    """Whether each layer has a sliding window: by layer_types, else by the family's rule."""
     layers = range(num_layers)
     if kinds is not None:
         return [ATTENTION[kind] == "sliding_attention" for kind in kinds]

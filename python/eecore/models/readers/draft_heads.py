@@ -1,4 +1,4 @@
-"""Draft heads of all kinds, by what their directories say of themselves."""
+"""Draft heads of all kinds, which the files in their directories tell apart."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class HeadSettings(Protocol):
-    """What the ``config.json`` of a published head says."""
+    """The settings in a published head's ``config.json``."""
 
     @property
     def kind(self) -> str: ...
@@ -50,12 +50,12 @@ class HeadSettings(Protocol):
 
 
 class PublishedKind(NamedTuple):
-    """How heads of a kind are read."""
+    """The functions that read heads of one kind."""
 
     settings: Callable[[ConfigFields, ModelConfig], HeadSettings]
     """Reads ``config.json``, and checks it against the config of the model."""
     load: Callable[[Path, ConfigFields, LlamaModel], KeyedHead]
-    """Reads the head of a directory."""
+    """Reads the head in a directory."""
 
 
 KINDS = {
@@ -66,18 +66,18 @@ KINDS = {
 }
 """The kinds of published heads, by their ``speculators_model_type``."""
 PUBLIC = "RedHatAI/*-speculator.eagle3, AngelSlim/*_eagle3, lmsys/SGLang-EAGLE3-*"
-"""Repositories of heads in safetensors, for those who have a pickle."""
+"""Repositories of heads in safetensors, which an error about a pickle recommends."""
 
 
 def load_draft_head(path: str | Path, network: Network) -> DraftHead | KeyedHead:
-    """The draft head of a directory, or of a repository's, which is fetched.
+    """The draft head in a directory, or in a repository, which is fetched.
 
-    A directory with ``head.json`` is one that ``eecore train-exits`` made, one with ``config.json``
-    a head as people publish them.
+    A directory with ``head.json`` was made by ``eecore train-exits``; one with ``config.json`` holds
+    a published head.
 
     Raises:
-        ModelError: it is no head, not whole, or for another model, or cannot be fetched. Raised
-            before its tensors are read.
+        ModelError: there is no head, it is not whole or is for another model, or it cannot be
+            fetched. Raised before its tensors are read.
     """
     check_draft_head(path, network.config)
     assert isinstance(network, LlamaModel)
@@ -91,11 +91,11 @@ def load_draft_head(path: str | Path, network: Network) -> DraftHead | KeyedHead
 
 
 def check_draft_head(path: str | Path, config: AnyModelConfig) -> None:
-    """Raise where a published head's ``config.json`` does not go with a model's config.
+    """Raise if a published head's ``config.json`` does not go with a model's config.
 
     Args:
-        path: of the head's directory, or its repository, which is fetched.
-        config: of the model, which need not be loaded.
+        path: the head's directory, or its repository, which is fetched.
+        config: the config of the model, which need not be loaded.
 
     Raises:
         ModelError: as for :func:`load_draft_head`.
@@ -116,7 +116,7 @@ def check_draft_head(path: str | Path, config: AnyModelConfig) -> None:
 
 
 def published_facts(directory: Path, config: AnyModelConfig) -> dict[str, Any]:
-    """Facts on a published head for a model: kind, taps, tokens, bytes, and its verifier.
+    """Facts about a published head for a model: kind, taps, tokens, bytes, verifier.
 
     Raises:
         ModelError: as for :func:`load_draft_head`.
@@ -137,10 +137,10 @@ def published_facts(directory: Path, config: AnyModelConfig) -> dict[str, Any]:
 
 
 def read_head_kind(directory: Path) -> tuple[str, ConfigFields]:
-    """The kind of a published head, of :data:`KINDS`, and its ``config.json``.
+    """The kind of a published head, one of :data:`KINDS`, and its ``config.json``.
 
     Raises:
-        ModelError: it is no such head, of a kind that eecore does not read, or a pickle.
+        ModelError: there is no such head, eecore does not read its kind, or it is a pickle.
     """
     if (found := kind_of(directory)) != "a directory":
         raise ModelNotFoundError(
@@ -159,7 +159,7 @@ def read_head_kind(directory: Path) -> tuple[str, ConfigFields]:
 
 
 def _kind(fields: ConfigFields) -> str:
-    """What a ``config.json`` is the head of."""
+    """The kind of head that a ``config.json`` describes."""
     names: tuple[str, ...] = fields.texts("architectures", ())
     kind: Any = fields.text("speculators_model_type", None)
     if kind is None and ("draft_vocab_size" in fields or "eagle_config" in fields):
@@ -184,14 +184,14 @@ def _kind(fields: ConfigFields) -> str:
 
 
 def names_another(verifier: str | None, path: Path) -> bool:
-    """Whether a head names another model than the one at a path."""
+    """Whether the model that a head names is not the model at a path."""
     if not verifier:
         return False
     return verifier.split("/")[-1].lower() != name_of(path).split("/")[-1].lower()
 
 
 def _warn_of_another(head: KeyedHead, network: LlamaModel) -> None:
-    """Warn where a head names another model than the one at hand."""
+    """Warn if a head names another model than ``network``."""
     source = network.source
     if source is not None and names_another(head.verifier, source.directory):
         warnings.warn(

@@ -1,10 +1,11 @@
-"""EAGLE-3 heads as people publish them: config.json and safetensors.
+"""Published EAGLE-3 heads: config.json and safetensors.
 
-Two layouts: the raw one, of SafeAILab, SpecForge and AngelSlim (``midlayer.*``), and that of
-``speculators`` (``layers.0.*``). What ``eagle_aux_hidden_state_layer_ids`` counts differs: in raw
-files layers from 0, after which the state is taken; in ``speculators`` how many layers have run.
-Nor is ``norm_output`` the same: in raw files the norm before the LM head, which there is unless it
-is false; in ``speculators`` that each step takes the normed state of the step before.
+There are two layouts: the raw layout of SafeAILab, SpecForge and AngelSlim (``midlayer.*``), and
+the layout of ``speculators`` (``layers.0.*``). ``eagle_aux_hidden_state_layer_ids`` counts
+differently in them: in raw files the layer, from 0, after which the state is taken; in
+``speculators`` the number of layers that have run. ``norm_output`` differs, too: in raw files it
+is the norm before the LM head, there unless it is false; in ``speculators`` it means that each step
+takes the normed state of the step before.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from eecore.values import shown
 __all__ = ["load_eagle", "read_eagle_settings"]
 
 MAX_TAPS = 16
-RAW, LISTED = "midlayer.", "layers.0."
-"""How the names of the layer's tensors begin."""
+RAW = "midlayer."
+"""The prefix of the layer's tensors in raw files."""
+LISTED = "layers.0."
+"""The prefix of the layer's tensors in files of speculators."""
 LLAMA_SIZES: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -48,22 +51,22 @@ SIZES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
     },
 }
-"""What a ``transformer_layer_config`` may leave out: the defaults of transformers' classes."""
+"""Defaults of transformers' classes, for fields that a ``transformer_layer_config`` leaves out."""
 
 
 WINDOWS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
-"""Fields that say which keys a layer sees; a head has a window where layer_types says so."""
+"""Fields about sliding windows; a head has a window only if layer_types says so."""
 
 
 def read_eagle_settings(fields: ConfigFields, target: ModelConfig) -> EagleSettings:
-    """What a head's ``config.json`` says, checked against the model that it is to draft for.
+    """The settings in a head's ``config.json``, checked against the model that it drafts for.
 
     Args:
-        fields: of the file.
+        fields: the fields of the file.
         target: the config of that model.
 
     Raises:
-        ModelError: it is of no head for this model, or has what eecore does not.
+        ModelError: the head is not for this model, or has a feature that is not supported.
     """
     own = fields.inner("transformer_layer_config")
     inner = fields.inner("eagle_config") or ConfigFields({}, fields.where, fields.error)
@@ -92,7 +95,7 @@ def read_eagle_settings(fields: ConfigFields, target: ModelConfig) -> EagleSetti
     fc_norm = fields.flag("fc_norm", False)
     return EagleSettings(
         kind="EAGLE-3.1" if fc_norm else "EAGLE-3",
-        # It drafts as far as the model reaches, however short the texts that it was trained on.
+        # The head drafts at all positions of the model, even if it was trained on shorter texts.
         config=replace(
             config,
             max_position=max(config.max_position, target.max_position),
@@ -113,7 +116,7 @@ def read_eagle_settings(fields: ConfigFields, target: ModelConfig) -> EagleSetti
 
 
 def _taps(ids: ConfigFields, first: int, num_layers: int) -> tuple[int, ...]:
-    """Layers after which the states are taken; ``first``: what layers are counted from, 1 less."""
+    """Layers after which the states are taken; ``first``: added to each layer's stored number."""
     name = "eagle_aux_hidden_state_layer_ids"
     given = ids.integers(name, 1 - first, num_layers - first, None, most=MAX_TAPS)
     if not given:
@@ -125,7 +128,7 @@ def _taps(ids: ConfigFields, first: int, num_layers: int) -> tuple[int, ...]:
 
 
 def _verifier(fields: ConfigFields) -> str:
-    """The name of the model that a head was trained for, where the file has it."""
+    """The name of the model that a head was trained for; empty if the file does not say."""
     settings = fields.inner("speculators_config")
     verifier = None if settings is None else settings.inner("verifier")
     name: str = "" if verifier is None else verifier.text("name_or_path", "")
@@ -133,15 +136,15 @@ def _verifier(fields: ConfigFields) -> str:
 
 
 def load_eagle(directory: Path, fields: ConfigFields, network: LlamaModel) -> EagleHead:
-    """The head of a directory.
+    """The head in a directory.
 
     Args:
-        directory: of its files.
-        fields: of its ``config.json``.
-        network: the model that it is to draft for.
+        directory: the directory of the head's files.
+        fields: the fields of its ``config.json``.
+        network: the model that the head drafts for.
 
     Raises:
-        ModelError: it is no head for this model, or not whole. Raised before the head's tensors
+        ModelError: the head is not for this model, or not whole. Raised before the head's tensors
             are read.
     """
     settings = read_eagle_settings(fields, network.config)
@@ -168,7 +171,7 @@ def load_eagle(directory: Path, fields: ConfigFields, network: LlamaModel) -> Ea
 def _check_tensors(
     stored: Checkpoint, shapes: dict[str, tuple[int, ...]], prefix: str, fields: ConfigFields
 ) -> None:
-    """Raise unless the tensors are there, in their shapes, and no others of the layer."""
+    """Raise unless the tensors are there in their shapes, and the layer has no others."""
     for name, shape in shapes.items():
         if name not in stored:
             raise fields.error(f"{stored.place}: expected tensor {name}, got none")

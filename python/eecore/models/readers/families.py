@@ -1,6 +1,7 @@
-"""The decoders that a config.json may name, and what sets each of them apart.
+"""The decoders that a config.json may name, and how each differs from Llama.
 
-The table has no code: what a family's files leave out, and what its layers do that Llama's do not.
+The table has no code: the defaults of fields that a family's files leave out, and the differences
+of its layers.
 """
 
 from __future__ import annotations
@@ -16,44 +17,46 @@ Windows = Literal["none", "all", "flagged", "typed", "unrotated"]
 
 @dataclass(frozen=True)
 class Family:
-    """One decoder of config.json."""
+    """One decoder architecture of config.json."""
 
     defaults: Mapping[str, Any]
-    """What an absent field stands for: the defaults of the class in transformers that differ from
-    null and from those of the reader."""
+    """Values of absent fields: the defaults of the class in transformers that differ from null and
+    from the reader's defaults."""
     model_type: str = ""
     """The model_type of its config; empty: its name without ForCausalLM, in lower case."""
     flags: frozenset[str] = frozenset({"attention_bias"})
-    """The flags of biases that it reads, of attention_bias and mlp_bias."""
+    """The flags of biases that are read: attention_bias, mlp_bias, both or none."""
     switches: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of ModelConfig that are always so."""
+    """Fields of ModelConfig with fixed values."""
     numbers: Mapping[str, str] = field(default_factory=dict)
-    """Fields of config.json that are numbers, and those of ModelConfig that they become."""
+    """Numbers in config.json, and the fields of ModelConfig that they become."""
     activation: str = "hidden_act"
     """The field of the MLP's activation."""
     inner_size: str = "intermediate_size"
     """The field of the MLP's size."""
     windows: Windows = "none"
-    """Sliding windows: none; of all layers; of the last layers, where use_sliding_window says so;
-    of those that layer_types says; of those without a rotary embedding."""
+    """Which layers have sliding windows: no layer; all; the last layers, if use_sliding_window is
+    true; the layers in layer_types; the layers without a rotary embedding."""
     window_period: int = 0
-    """Without layer_types every layer slides but each one of this number; for windows "typed"."""
+    """Without layer_types each layer of this number has no window, and all others have one; for
+    windows "typed"."""
     theta: float = 10000.0
     """The base of the rotary embedding."""
     sliding_theta: tuple[str, float] | None = None
-    """Layers that slide have a rotary embedding of their own: the field of its base, empty for
-    none, and the default."""
+    """The rotary embedding of layers with sliding windows, if it differs: the field of its base
+    (empty: there is no field), and the default."""
     partial_rotary: bool = False
     """Whether partial_rotary_factor is read."""
     rope_types: Mapping[str, str] = field(default_factory=dict)
-    """Types of rope_scaling that are called otherwise here."""
+    """Types in rope_scaling that eecore calls by another name."""
     is_hybrid: bool = False
-    """Whether a layer is Mamba's unless layer_types says that it is attention's, and rotates only
-    where position_embedding_type says so."""
+    """Whether layers are Mamba layers unless layer_types says attention, and rotate only if
+    position_embedding_type says so."""
     scales_embeddings: bool = False
-    """Embeddings are multiplied by hidden_size**0.5."""
+    """Whether embeddings are multiplied by hidden_size**0.5."""
     is_looped: bool = False
-    """The layers run total_ut_steps times, and a gate says after which of them a token exits."""
+    """Whether the layers run total_ut_steps times, with a gate that decides after which loop a
+    token exits."""
 
 
 _LLAMA_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
@@ -254,17 +257,17 @@ MULTIMODAL: dict[str, Mapping[str, Any]] = {
         "vocab_size": 131072,
     },
 }
-"""Models of which the text part runs, and what their text_config may leave out."""
+"""Multimodal models whose text part runs, and defaults for fields that text_config leaves out."""
 
 
 @dataclass(frozen=True)
 class _Missing:
-    """What keeps models from running, and what runs instead."""
+    """A feature that keeps models from running, and the nearest model that runs."""
 
     feature: str
     nearest: str
     names: tuple[str, ...] = field(kw_only=True)
-    """How their names begin, in lower case and letters and digits alone, in config.json or GGUF."""
+    """Prefixes of the models' names in config.json or GGUF: lower case, only letters and digits."""
 
 
 _MISSING = (
@@ -327,11 +330,11 @@ _MISSING = (
 
 
 def why_not(name: str) -> str:
-    """What an architecture's models need that is not there, and the nearest that run, as the end
-    of a sentence; empty where that is not known.
+    """Why an architecture does not run, and the nearest that runs, as the end of a sentence; empty
+    if unknown.
 
     Args:
-        name: of config.json's architectures, its model_type, or general.architecture of GGUF.
+        name: an architecture or model_type of config.json, or general.architecture of GGUF.
     """
     plain = "".join(letter for letter in name.lower() if letter.isalnum())
     for missing in _MISSING:

@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: its config, and its tensors under a checkpoint's names."""
+"""A GGUF file read as a checkpoint: its config, and its tensors under a checkpoint's names."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ TENSOR_NAMES = {
 }
 
 FLOATS = {"F32": torch.float32, "F16": torch.float32, "BF16": torch.bfloat16}
-"""What stored floats run as: float16's only in float32 is nothing lost."""
+"""The dtypes that stored floats run in; float16 runs in float32, which loses nothing."""
 
 
 class GGUFCheckpoint(StoredTensors):
-    """The config of a GGUF file, and its tensors under the names that a checkpoint gives them.
+    """The config of a GGUF file, and its tensors under their names in a checkpoint.
 
     Attributes:
         file: the file.
-        values: its config.json.
-        generation: its generation_config.json, but for the end tokens.
-        config: of the model; the tensors have been held to it.
+        values: the file's metadata as a config.json.
+        generation: the file's generation_config.json, without the end tokens.
+        config: the model's config, against which the tensors have been checked.
 
     Raises:
         ModelError: the file is missing, not GGUF, truncated or of an unsupported kind.
@@ -98,14 +98,14 @@ class GGUFCheckpoint(StoredTensors):
     def shape(self, name: str) -> tuple[int, ...]:
         return self.file.shape(self.stored_as[name])
 
-    def dtype(self, name: str) -> torch.dtype:  # noqa: ARG002 (all are dequantised)
+    def dtype(self, name: str) -> torch.dtype:  # noqa: ARG002 (all tensors are dequantised)
         return torch.float32
 
     def kind(self, name: str) -> str:
         return self.file.kind(self.stored_as[name])
 
     def forms(self, name: str) -> tuple[str, ...]:
-        """The kind of a tensor, where it is one of blocks."""
+        """A tensor's kind, if it is a block format."""
         kind = self.kind(name)
         return (kind,) if kind in ops.BLOCK_FORMATS else ()
 
@@ -114,22 +114,22 @@ class GGUFCheckpoint(StoredTensors):
         return self.file.num_bytes(self.stored_as[name])
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor in float32 as a checkpoint has it: rows in its order, norms without offset."""
+        """A tensor in float32 as in a checkpoint: rows in its order, norms without the offset."""
         values = self._reordered(name, self.file.read(self.stored_as[name]))
         offset = GGUF_FAMILIES[self.file.architecture].norm_offset
         return values - offset if offset and values.ndim == 1 else values
 
     def blocks(self, name: str) -> Tensor:
-        """uint8 [num_rows, row_bytes]: a matrix as it is stored, its rows in that order."""
+        """uint8 [num_rows, row_bytes]: a matrix as stored, its rows in a checkpoint's order."""
         return self._reordered(name, self.file.blocks(self.stored_as[name]))
 
     def release(self, name: str) -> None:
         self.file.release(self.stored_as[name])
 
     def _reordered(self, name: str, rows: Tensor) -> Tensor:
-        """Q and K rows of some are stored for a rotary embedding of neighbouring pairs (2i, 2i+1).
+        """Rows in a checkpoint's order, where rotated pairs of Q and K rows are (i, i + head_dim/2).
 
-        In a checkpoint pairs are (i, i + head_dim/2).
+        Some architectures store them as neighbouring pairs (2i, 2i+1).
         """
         part = name.split(".")[-2]
         interleaved = GGUF_FAMILIES[self.file.architecture].is_interleaved
@@ -139,7 +139,7 @@ class GGUFCheckpoint(StoredTensors):
         return pairs.transpose(1, 2).reshape(rows.shape)
 
     def check_kinds(self) -> None:
-        """Raise unless every tensor is of a type that runs as it is."""
+        """Raise unless every tensor has a type that runs as stored."""
         supported = (*ops.BLOCK_FORMATS, *FLOATS)
         for name, stored in self.stored_as.items():
             if (kind := self.kind(name)) not in supported:
@@ -149,17 +149,17 @@ class GGUFCheckpoint(StoredTensors):
                 )
 
     def model_dtype(self, config: AnyModelConfig, device: torch.device) -> torch.dtype:  # noqa: ARG002
-        """What the states run in: bfloat16 where the matrices are that, on a GPU blocks too.
+        """The dtype of states: bfloat16 if all matrices are bfloat16, or on a GPU also blocks.
 
-        Else float32: a CPU multiplies blocks with 8 bits of either, a GPU bfloat16 several times as
-        fast.
+        Otherwise float32: for blocks a CPU rounds states of either dtype to 8 bits, while a GPU
+        multiplies bfloat16 several times as fast.
         """
         kinds = {self.kind(name) for name in self.names if field_of(name) is not None}
         brief = {"BF16"} if device.type == "cpu" else {"BF16", *ops.BLOCK_FORMATS}
         return torch.bfloat16 if kinds <= brief else torch.float32
 
     def tokenizer(self, vocab_size: int) -> Tokenizer | None:
-        """The file's own; None, with a warning, where it is of a kind that is not read."""
+        """The file's tokenizer; None, with a warning, if its kind is not read."""
         try:
             backend, settings = build_tokenizer(self.file, vocab_size)
         except UnsupportedModelError as error:

@@ -1,6 +1,6 @@
 """The metadata of a GGUF file as a config.json, read as llama.cpp reads it.
 
-A field of the architecture that is not read is an error, unless it is switched off.
+A field of the architecture that eecore does not read is an error, unless the field is off.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ __all__ = ["ROPE_TENSORS", "config_values", "generation_values"]
 ROPE_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 ROPE_TENSORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
-"""Tensors that say how the rotary embedding is stretched."""
+"""Tensors of divisors that stretch the rotary embedding."""
 SAMPLING = {
     **{name: name for name in ("top_k", "top_p", "min_p")},
     "temp": "temperature",
     "penalty_repeat": "repetition_penalty",
 }
-"""The sampling settings of a GGUF file, and what a generation_config.json calls them."""
+"""The sampling settings of a GGUF file, and their names in a generation_config.json."""
 FIELDS = (
     *("context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size"),
     *("expert_count", "expert_used_count", "tensor_data_layout"),
@@ -59,15 +59,15 @@ FIELDS = (
     *(f"rope.scaling.yarn_{name}" for name in ("ext_factor", "beta_fast", "beta_slow")),
     "rope.scaling.yarn_log_multiplier",
 )
-"""The fields of an architecture that are known; sizes of experts mean nothing without any."""
+"""The known fields of an architecture; without experts their sizes have no effect."""
 
 
 def config_values(file: GGUFFile) -> dict[str, Any]:
     """The config.json of a GGUF file's metadata.
 
     Raises:
-        CheckpointError: a field is missing, or is not what it can be.
-        UnsupportedModelError: the file is of another kind of model, or has a field that is not
+        CheckpointError: a field is missing or wrong.
+        UnsupportedModelError: the file holds another kind of model, or has a field that is not
             read.
     """
     architecture, fields = file.architecture, file.fields
@@ -146,7 +146,8 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
 def _add_windows(
     own: JsonFields, family: GGUFFamily, num_layers: int, values: dict[str, Any]
 ) -> None:
-    """The sliding windows of layers, and where some slide the rotary embedding of each kind."""
+    """Add the layers' sliding windows and, if some layers have one, each kind's rotary embedding.
+    """
     window = own.integer(WINDOW, 0, MAX_POSITIONS, family.window)
     values["sliding_window"] = window or None
     if not family.window_period:
@@ -177,7 +178,7 @@ def _add_windows(
 def generation_values(file: GGUFFile) -> dict[str, Any]:
     """The sampling settings of a GGUF file under their names in a generation_config.json.
 
-    Settings that eecore does not have keep llama.cpp's names.
+    Settings that eecore does not support keep llama.cpp's names.
     """
     values = file.fields_under("general.sampling.").values
     found = {
@@ -186,14 +187,14 @@ def generation_values(file: GGUFFile) -> dict[str, Any]:
         else value
         for name, value in values.items()
     }
-    for name, off in (("top_k", 0), ("temperature", 0.0)):  # which llama.cpp says by less, too
+    for name, off in (("top_k", 0), ("temperature", 0.0)):  # lower values also mean off
         if isinstance(found.get(name), (int, float)) and found[name] < off:
             found[name] = off
     return found
 
 
 def _real(own: JsonFields, name: str, low: float, high: float, default: Any = REQUIRED) -> float:
-    """A float32 value as the decimal number that was meant: 1e-05, not 9.99999975e-06."""
+    """A float32 field as the intended decimal number: 1e-05, not 9.99999975e-06."""
     return float(f"{own.number(name, low, high, default):.7g}")
 
 
@@ -228,7 +229,7 @@ def _rope_parameters(
 def _longrope(
     file: GGUFFile, own: JsonFields, family: GGUFFamily, rotary_dim: int, max_position: int
 ) -> dict[str, Any]:
-    """The divisors of frequencies for short and for long texts, which the file has as tensors."""
+    """The rotary embedding with the file's tensors of divisors, for short and for long texts."""
     if "longrope" not in FAMILIES[family.architecture].rope_types.values():
         raise file.unsupported(LONG_FACTORS, "are models without it", "a tensor")
     rope: dict[str, Any] = {
@@ -254,13 +255,13 @@ def _one_rope(file: GGUFFile, own: JsonFields, head_dim: int, max_position: int)
     if kind not in ("none", "linear", "yarn"):
         raise file.unsupported("rope.scaling.type", "are none, linear, yarn", shown_name(kind))
     factor = 1.0 if kind == "none" else _factor(own)
-    # The factor of cosines and sines, on top of the one that yarn has by itself.
+    # The factor of cosines and sines, multiplied with yarn's own.
     magnitude = math.prod(
         _real(own, f"rope.scaling.{name}", ABOVE_ZERO, FACTORS[1], 1.0)
         for name in ("attn_factor", "yarn_attn_factor")
     )
-    # Whether dimensions that turn often are left as they are, as yarn has it; without that yarn is
-    # linear. A negative factor is an absent one.
+    # Whether dimensions that turn often are kept, which is yarn; otherwise scaling is linear. A
+    # negative value means that the field is absent.
     usual = float(kind == "yarn")
     given = _real(own, "rope.scaling.yarn_ext_factor", -FACTORS[1], FACTORS[1], usual)
     if given > 0 and given != usual:
@@ -281,8 +282,8 @@ def _one_rope(file: GGUFFile, own: JsonFields, head_dim: int, max_position: int)
 
 
 def _factor(own: JsonFields) -> float:
-    """How far positions are stretched; 0 and what is absent are 1. ``scale_linear`` is its older
-    name."""
+    """The factor by which positions are stretched; 0 or no field: 1. ``scale_linear`` is the older
+    name of the field."""
     names = ("rope.scaling.factor", "rope.scale_linear")
     factor, older = values = [_real(own, name, 0.0, FACTORS[1], 0.0) for name in names]
     for name, value in zip(names, values, strict=True):
@@ -314,9 +315,9 @@ def _yarn_rope(
 
 
 def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
-    """The settings of a file's table of frequency divisors, found by making the table again.
+    """Llama 3.1's settings for a file's table of frequency divisors, checked by computing the table.
 
-    GGUF keeps only the table; of Llama 3.1's settings all but the factor are the same everywhere.
+    GGUF stores only the table; all settings but the factor are the same for all models.
     """
     if file.shape(ROPE_FACTORS) != (head_dim // 2,):
         raise CheckpointError(
@@ -335,7 +336,7 @@ def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
     expected = frequencies(RopeConfig(theta=theta, rotary_dim=head_dim)) / frequencies(llama3)
     if not torch.allclose(divisors, expected, rtol=1e-3):
         raise UnsupportedModelError(
-            f"{file.path}: {ROPE_FACTORS}: expected the divisors of Llama 3.1, got others"
+            f"{file.path}: {ROPE_FACTORS}: expected the divisors of Llama 3.1, got other numbers"
         )
     rope: dict[str, Any] = {"rope_type": "llama3", "rope_theta": theta, **settings}
     return rope | {"original_max_position_embeddings": llama3.original_max_position}

@@ -1,6 +1,6 @@
-"""A GGUF file into a Hugging Face model directory: config, dequantised safetensors, tokenizer.
+"""Converts a GGUF file to a model directory: config, dequantised safetensors, tokenizer.
 
-Read: the architectures of ``GGUF_FAMILIES`` in every tensor type that the ``gguf`` package
+It reads the architectures of ``GGUF_FAMILIES`` in every tensor type that the ``gguf`` package
 dequantises. The directory appears whole or not at all.
 """
 
@@ -32,13 +32,13 @@ def convert_gguf(
     """Convert a GGUF file into a new model directory, which is returned.
 
     Args:
-        file: of an architecture that runs.
-        directory: must not exist, or be empty.
-        dtype: of the written tensors. Only float32 keeps every dequantised value exactly.
+        file: a GGUF file of a supported architecture.
+        directory: the new directory; it must not exist, or be empty.
+        dtype: the dtype of the written tensors. Only float32 keeps every dequantised value exactly.
 
     Raises:
         ModelError: the file is missing, not GGUF, truncated or of an unsupported kind, or the
-            directory is in use. Nothing is left behind.
+            directory is in use. No files are left then.
     """
     source, target = path_of(file, ModelError), path_of(directory, ModelError)
     stored_as = DTYPES.get(str(dtype).removeprefix("torch."))
@@ -68,7 +68,7 @@ def _check_unused(target: Path) -> None:
 
 
 def _write_tensors(stored: GGUFCheckpoint, directory: Path, dtype: torch.dtype) -> None:
-    """Shards of bounded size, so that a file larger than memory converts too."""
+    """Write shards of bounded size, so that a file larger than memory can be converted."""
     shards: list[list[str]] = [[]]
     shard_bytes = 0
     for name in stored.names:

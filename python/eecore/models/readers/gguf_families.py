@@ -1,4 +1,4 @@
-"""The decoders that a GGUF file may hold: its own names of architectures, fields and tensors."""
+"""The decoders that a GGUF file may hold: GGUF's names of architectures, fields and tensors."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ SLIDING_THETA = "rope.freq_base_swa"
 
 @dataclass(frozen=True)
 class GGUFFamily:
-    """One architecture of llama.cpp's."""
+    """One architecture of llama.cpp."""
 
     architecture: str
     """The name in config.json."""
     with_windows: str = ""
-    """The name in config.json of a file with a sliding window, where that is another."""
+    """The name in config.json for a file with sliding windows, if it differs."""
     numbers: Mapping[str, str] = field(default_factory=dict)
-    """Fields of the architecture that are numbers, and what config.json calls them; 0 is absent."""
+    """Fields that are numbers, and their names in config.json; 0 means that the field is absent."""
     required: tuple[str, ...] = ()
-    """The tensors that each file has, as llama.cpp names them."""
+    """The fields among ``numbers`` that each file has."""
     fields: tuple[str, ...] = ()
-    """Further fields that are read."""
+    """Other fields that are read."""
     window: int | None = None
-    """The sliding window of a file without the field; None where there is none in any file."""
+    """The sliding window of a file without the field; None: no file has sliding windows."""
     window_period: int = 0
-    """Without a pattern every layer slides but each one of this number; 0: all slide."""
+    """Without a pattern each layer of this number has no window, and all others have one; 0: all
+    layers have one."""
     sliding_theta: float | None = None
-    """The base of the rotary embedding of layers that slide; None: that of the others."""
+    """The base of the rotary embedding in layers with sliding windows; None: as in other layers."""
     large_layers: int = 0
-    """How many layers the model has whose scores are scaled by (hidden_size / heads)**-0.5, which
-    no field says; that of others is head_dim**-0.5."""
+    """The number of layers of the model size whose scores are scaled by (hidden_size / heads)**-0.5
+    instead of head_dim**-0.5, which no field says."""
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """Names of tensors, and what a checkpoint calls them, where that is not as in Llama's files."""
+    """Tensors whose names differ from Llama's files, and their names in a checkpoint."""
     is_interleaved: bool = False
-    """Whether rows of queries and keys lie for a rotary embedding of neighbouring pairs."""
+    """Whether rows of queries and keys are ordered for rotary embedding of neighbouring pairs."""
     norm_offset: float = 0.0
-    """What the file's norms are more than a checkpoint's."""
+    """What to subtract from the file's norms to get a checkpoint's."""
 
 
 _CAPS = {

@@ -1,8 +1,8 @@
-"""A GGUF file, or one in several parts: its metadata and tensors, all counts and lengths checked
+"""GGUF files, of one part or several: metadata and tensors, with all counts and lengths checked
 against the files' sizes.
 
-Nothing is allocated for a number that the file claims before it holds as many bytes. (The reader of
-the ``gguf`` package goes through as many items as a file claims, for hours in one of 100 bytes.)
+No memory is allocated for a count before the file is known to hold that many bytes. (The reader of
+the ``gguf`` package loops over as many items as a file claims, for hours in a file of 100 bytes.)
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ VERSIONS = (2, 3)
 MAX_FIELDS = 1 << 16
 MAX_TENSORS = 1 << 17
 MAX_ITEMS = 1 << 24
-"""Items of an array."""
+"""Items of an array, at most."""
 MAX_BYTES = 1 << 24
-"""Bytes of a string."""
+"""Bytes of a string, at most."""
 MAX_DIMENSIONS = 4
 MAX_PARTS = 99_999
 STRING, ARRAY = 8, 9
 SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
-"""How ``struct`` names the numbers of each type."""
+"""The ``struct`` format of the numbers of each type."""
 
 
 class _Wrong(ValueError):
-    """What a GGUF file does not hold."""
+    """A field or tensor of a GGUF file is wrong."""
 
 
 class _Cursor:
-    """Reads on from a place in a file's bytes, and never beyond their end."""
+    """Reads a file's bytes from a position on, and never beyond their end."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self.at, self.end = 0, len(data)
 
     def take(self, size: int, what: str) -> int:
-        """Where the next ``size`` bytes are; goes on after them."""
+        """The position of the next ``size`` bytes, which are then skipped."""
         left = len(self._data) - self.at
         if size > left:
             raise _Wrong(f"{what}: expected at most the {left} bytes that are left, got {size}")
@@ -63,16 +63,16 @@ class _Cursor:
         return start
 
     def number(self, form: str, what: str) -> Any:
-        """One number."""
+        """The next number."""
         return self.numbers(form, 1, what)[0]
 
     def numbers(self, form: str, count: int, what: str) -> list[Any]:
-        """As many numbers one after the other."""
+        """The next ``count`` numbers."""
         start = self.take(struct.calcsize(f"<{form}") * count, what)
         return list(struct.unpack_from(f"<{count}{form}", self._data, start))
 
     def count(self, form: str, most: int, what: str, *, num_bytes: int) -> int:
-        """A number of things that take ``num_bytes`` each at least."""
+        """The next number, a count of items that take at least ``num_bytes`` each."""
         count: int = self.number(form, what)
         possible = min(most, (len(self._data) - self.at) // num_bytes)
         if count > possible:
@@ -80,7 +80,7 @@ class _Cursor:
         return count
 
     def text(self, what: str) -> str:
-        """A string with its length before it."""
+        """The next string, stored after its length."""
         length = self.count("Q", MAX_BYTES, f"{what}: its length", num_bytes=1)
         start = self.take(length, what)
         try:
@@ -89,7 +89,7 @@ class _Cursor:
             raise _Wrong(f"{what}: expected UTF-8 text, got: {error}") from None
 
     def texts(self, count: int, what: str) -> list[str]:
-        """As many strings, read in one loop: a vocabulary has 262,144."""
+        """The next ``count`` strings, read in one loop: a vocabulary may have 262,144."""
         found: list[str] = []
         length, data = struct.Struct("<Q").unpack_from, self._data
         with suppress(struct.error, UnicodeDecodeError):
@@ -100,11 +100,11 @@ class _Cursor:
                     break
                 found.append(data[start:stop].decode())
                 self.at = stop
-        # Where one is wrong, the next line says how.
+        # If a string is wrong, reading it again raises the error.
         return found + [self.text(f"{what}[{index}]") for index in range(len(found), count)]
 
     def value(self, kind: int, what: str) -> Any:
-        """A value of a type of GGUF's; arrays of arrays are not known to anybody."""
+        """The next value, of a type of GGUF's; arrays of arrays are not supported."""
         if kind == STRING:
             return self.text(what)
         if kind in SCALARS:
@@ -124,12 +124,13 @@ class _Cursor:
 
 @dataclass(frozen=True)
 class _StoredTensor:
-    """Where a tensor is."""
+    """The type, shape and position of a tensor."""
 
     kind: int
     shape: tuple[int, ...]
     offset: int
-    """Where its bytes begin, in the part of the file that tensors are in; then in the file."""
+    """Where the tensor's bytes begin: as read, in the file's tensor data; after :func:`_placed`, in
+    the file."""
     num_bytes: int
 
 
@@ -147,18 +148,17 @@ class GGUFFile:
     """Metadata and tensors of a GGUF file, mapped, with errors that name the file.
 
     Args:
-        path: the file, or the first of several parts (``NAME-00001-of-0000N.gguf``), the others
-            beside it.
+        path: the file, or the first of several parts (``NAME-00001-of-0000N.gguf``) in a directory.
 
     Attributes:
-        path: of the file.
-        fields: its metadata.
-        architecture: what kind of model it is.
-        paths: of all parts.
+        path: the file's path.
+        fields: the file's metadata.
+        architecture: the model's architecture.
+        paths: the paths of all parts.
     """
 
     def __init__(self, path: Path) -> None:
-        import gguf  # here: it takes 0.1 s, which other models need not wait for
+        import gguf  # here, since it takes 0.1 s and only GGUF files need it
 
         self.path = path
         self._quants = gguf.quants
@@ -186,13 +186,13 @@ class GGUFFile:
         return self._part_of[name].path
 
     def fields_under(self, prefix: str) -> JsonFields:
-        """The fields whose names begin with a prefix, without it."""
+        """The fields whose names begin with a prefix, under their names without the prefix."""
         values = self.fields.values
         under = {name[len(prefix) :]: values[name] for name in values if name.startswith(prefix)}
         return JsonFields(under, shown_path(self.path), CheckpointError, prefix)
 
     def unsupported(self, name: str, supported: str, got: Any) -> UnsupportedModelError:
-        """The error of a field; ``supported`` is "are llama, qwen2" for one."""
+        """The error of an unsupported field; ``supported``: "are llama, qwen2", for example."""
         return UnsupportedModelError(f"{self.path}: {name}: supported {supported}, got {got}")
 
     def unread(self, prefix: str, known: Collection[str]) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class GGUFFile:
         return self._stored(name).shape
 
     def kind(self, name: str) -> str:
-        """What a tensor is stored in, "Q4_0" or "F16" for one."""
+        """How a tensor is stored: "Q4_0", "F16", ..."""
         return str(self._type(self._stored(name).kind).name)
 
     def num_bytes(self, name: str) -> int:
@@ -213,7 +213,7 @@ class GGUFFile:
         return self._stored(name).num_bytes
 
     def blocks(self, name: str) -> Tensor:
-        """uint8 [..., row_bytes]: a tensor as it is stored, in the file's own memory."""
+        """uint8 [..., row_bytes]: a tensor as stored, in the file's mapped memory."""
         stored = self._stored(name)
         data = self._part_of[name].data
         flat = np.frombuffer(data, np.uint8, stored.num_bytes, stored.offset)
@@ -234,7 +234,7 @@ class GGUFFile:
         return torch.from_numpy(values.astype("float32")).reshape(stored.shape)
 
     def release(self, name: str) -> None:
-        """Give back the pages of a tensor; who reads it again reads them from the file again."""
+        """Give back the memory of a tensor; reading it again reads the file again."""
         stored = self._stored(name)
         begin = -(-stored.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (stored.offset + stored.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -245,7 +245,7 @@ class GGUFFile:
         return self._part_of[name].tensors[name]
 
     def _other_parts(self) -> list[_Part]:
-        """The parts after the first one, where ``split.count`` says that there are more."""
+        """The parts after the first, if ``split.count`` says that there are several."""
         count = self.fields.integer("split.count", 0, MAX_PARTS, 0)
         if count < 2:
             return []
@@ -333,7 +333,7 @@ def _mapped(path: Path) -> mmap.mmap:
 def _placed(
     tensors: dict[str, _StoredTensor], begin: int, alignment: int, end: int
 ) -> dict[str, _StoredTensor]:
-    """The tensors with their offsets in the file, where they neither overlap nor end after it."""
+    """The tensors with their offsets in the file; an error if they overlap or reach beyond it."""
     placed = {}
     reached = begin
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):

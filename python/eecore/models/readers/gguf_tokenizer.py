@@ -1,6 +1,6 @@
 """The tokenizer that a GGUF file describes, rebuilt for the ``tokenizers`` library.
 
-Two kinds exist: byte-level BPE ("gpt2"), which names how text is split before merging, and
+Two kinds are read: byte-level BPE ("gpt2"), which names how text is split before merging, and
 SentencePiece ("llama"), whose merges follow from the scores of its tokens.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_MERGES = 1 << 22
 MAX_CHARACTERS = 1024
-"""Characters of a SentencePiece token, all of whose halves are looked up."""
+"""Characters of a SentencePiece token, at most: each way to cut it in two is looked up."""
 
 PREFIX = "tokenizer.ggml."
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
@@ -48,10 +48,10 @@ END_TOKENS = frozenset(
         *("<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]"),
     )
 )
-"""Tokens that end a text or a turn by their names, as llama.cpp has it, where they are special."""
+"""Names of tokens that end a text or a turn if they are special tokens, as in llama.cpp."""
 TOKEN_IDS = (
     *(*ROLES.values(), *ENDS),
-    # For filling gaps in a text, which nothing here does.
+    # For filling in the middle of a text, which eecore does not do.
     *(f"{name}_token_id" for name in ("prefix", "suffix", "middle")),
     *(f"fim_{name}_token_id" for name in ("pre", "suf", "mid", "pad", "rep", "sep")),
 )
@@ -62,29 +62,29 @@ FIELDS = (
     *(f"ggml.{name}" for name in ("add_bos_token", "add_eos_token", "add_space_prefix")),
     *(f"ggml.{name}" for name in TOKEN_IDS),
 )
-"""The fields of ``tokenizer`` that are known."""
+"""The known fields of ``tokenizer``."""
 TEMPLATE = "tokenizer.chat_template"
 TEMPLATES = "tokenizer.chat_templates"
 
 
 @dataclass(frozen=True)
 class _Split:
-    """How a byte-level vocabulary expects text to be cut before merging."""
+    """How a byte-level tokenizer splits text before merging."""
 
     pattern: str | None = None
-    """None for GPT-2's own."""
+    """The splitting pattern; None: GPT-2's."""
     single_digits: bool = False
-    """Digits are cut off one by one first."""
+    """Whether digits are first split off one by one."""
     ignore_merges: bool = False
-    """A piece that is a token is taken whole, whatever the merges say."""
+    """Whether a piece that is a token is taken whole, whatever the merges say."""
     add_bos: bool = False
-    """The model starts with a beginning-of-sequence token unless the file says otherwise."""
+    """Whether a text begins with a beginning-of-sequence token unless the file says otherwise."""
     composes: bool = False
-    """Text is put in Unicode's NFC form."""
+    """Whether text is first put into Unicode's NFC form."""
 
 
 def _words(digits: str) -> str:
-    """The splitting pattern of the GPT-4 kind, with numbers of so many digits."""
+    """A splitting pattern like GPT-4's, with a pattern for the digits of a number."""
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"|"
         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -108,7 +108,7 @@ _LLAMA3 = _Split(_words(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
 _GPT4 = _Split(_words(r"\p{N}{1,3}"))
 _QWEN2 = _Split(_words(r"\p{N}"), composes=True)
 
-# The kinds of tokenizer.ggml.pre.
+# How text is split, by the name in tokenizer.ggml.pre.
 SPLITS = {
     "gpt-2": _GPT2,
     "olmo": _GPT2,
@@ -129,8 +129,8 @@ SPLITS = {
 
 
 def special_token_ids(file: GGUFFile, vocab_size: int) -> tuple[int | None, list[int]]:
-    """The beginning-of-sequence id, and the ids that end generation: those that the file names,
-    then those of special tokens that are known to end a turn."""
+    """The beginning-of-sequence id, and the ids that end generation: ids in the file's fields, then
+    special tokens in :data:`END_TOKENS`."""
     fields = file.fields_under(PREFIX)
     bos, *ends = (_token_id(fields, name, vocab_size) for name in ("bos_token_id", *ENDS))
     tokens = fields.texts("tokens", (), most=vocab_size)
@@ -147,8 +147,8 @@ def build_tokenizer(file: GGUFFile, vocab_size: int) -> tuple[Tokenizer, dict[st
     """The tokenizer and its tokenizer_config.json.
 
     Raises:
-        UnsupportedModelError: it is of another kind.
-        CheckpointError: it is not whole, or has more than ``vocab_size`` tokens.
+        UnsupportedModelError: the tokenizer's kind is not read.
+        CheckpointError: the tokenizer is not whole, or has more than ``vocab_size`` tokens.
     """
     kind = file.fields.text("tokenizer.ggml.model", "nothing")
     if kind not in ("gpt2", "llama"):
@@ -172,17 +172,17 @@ def build_tokenizer(file: GGUFFile, vocab_size: int) -> tuple[Tokenizer, dict[st
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """The tokens of a file, each list as long as the other."""
+    """The tokens of a file."""
 
     kind: str
     fields: JsonFields
     tokens: tuple[str, ...]
     types: tuple[int, ...]
-    """None, or one a token."""
+    """The type of each token; empty if the file has no types."""
 
     @classmethod
     def of(cls, file: GGUFFile, kind: str, vocab_size: int) -> _Vocabulary:
-        """The vocabulary of a file; a CheckpointError when its fields do not go together."""
+        """The vocabulary of a file; a CheckpointError if its fields do not fit together."""
         fields = file.fields_under(PREFIX)
         tokens = fields.texts("tokens", most=vocab_size)
         types = fields.integers("token_type", default=(), most=vocab_size)
@@ -191,7 +191,7 @@ class _Vocabulary:
         return cls(kind, fields, tokens, types)
 
     def named(self, name: str) -> str | None:
-        """The token of a field with its id, where there is one."""
+        """The token whose id is in a field, if the file has the field."""
         index = _token_id(self.fields, name, len(self.tokens))
         return None if index is None else self.tokens[index]
 
@@ -225,7 +225,7 @@ def _built(file: GGUFFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, dict[str
 
 
 def _templates(file: GGUFFile) -> dict[str, str]:
-    """Chat templates by name, that of ``tokenizer.chat_template`` as "default"."""
+    """Chat templates by name; ``tokenizer.chat_template`` is "default"."""
     prefix = f"{TEMPLATE}."
     names = [name for name in file.fields.names if name.startswith(prefix)]
     for name in file.fields.texts(TEMPLATES, ()):
@@ -261,7 +261,7 @@ def _byte_level(file: GGUFFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, boo
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
-    """BPE over characters, with bytes for what the vocabulary lacks, as Llama 2 has it."""
+    """BPE over characters, with bytes for characters that are no tokens, as in Llama 2."""
     fields, tokens = vocabulary.fields, vocabulary.tokens
     scores = fields.numbers("scores", most=len(tokens))
     if len(scores) != len(tokens):
@@ -284,9 +284,9 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _merges_of_scores(tokens: tuple[str, ...], scores: tuple[float, ...]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, the best-scored token first, then by ids."""
+    """All pairs of tokens that make a token, the best-scored result first, then by ids."""
     ids = {token: index for index, token in enumerate(tokens)}
-    places: list[int] = []  # of a token and its halves; as plain numbers, since there are a million
+    places: list[int] = []  # ids of a token and its halves, flat: there are a million
     for made, token in enumerate(tokens):
         for cut in range(1, len(token)):
             right = ids.get(token[cut:])
@@ -299,7 +299,8 @@ def _merges_of_scores(tokens: tuple[str, ...], scores: tuple[float, ...]) -> lis
 
 
 def _add_whole_tokens(vocabulary: _Vocabulary, tokenizer: Tokenizer) -> None:
-    """Tokens that are never cut: control tokens, which are special, and user-defined ones."""
+    """Add tokens that are never split: control tokens, which are special, and user-defined tokens.
+    """
     unknown = UNKNOWN if vocabulary.kind == "llama" else CONTROL
     kinds = dict(zip(vocabulary.tokens, vocabulary.types, strict=False))
 
@@ -307,13 +308,13 @@ def _add_whole_tokens(vocabulary: _Vocabulary, tokenizer: Tokenizer) -> None:
         tokens = (token for token, kind in kinds.items() if kind in wanted)
         return [AddedToken(token, special=special, normalized=False) for token in tokens]
 
-    # All in one call: each builds what finds them in a text anew, and Gemma has thousands.
+    # All in one call: each call rebuilds the search for them, and Gemma has thousands.
     tokenizer.add_special_tokens(made((CONTROL, unknown), special=True))
     tokenizer.add_tokens(made((USER_DEFINED,), special=False))
 
 
 def _token_id(fields: JsonFields, name: str, count: int) -> int | None:
-    """An id below ``count``, where the file has one."""
+    """The id below ``count`` in a field; None if the file does not have the field."""
     token_id: int | None = fields.integer(name, 0, count - 1, None)
     return token_id
 
@@ -321,7 +322,7 @@ def _token_id(fields: JsonFields, name: str, count: int) -> int | None:
 def _surround(
     fields: JsonFields, tokenizer: Tokenizer, roles: dict[str, str], add_bos: bool
 ) -> None:
-    """Beginning and end tokens around a text, where the file asks for them."""
+    """Add beginning and end tokens around a text, if the file asks for them."""
     wanted = {
         "bos_token": fields.flag("add_bos_token", add_bos),
         "eos_token": fields.flag("add_eos_token", False),

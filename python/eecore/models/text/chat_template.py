@@ -1,8 +1,8 @@
-"""Chat templates: a conversation becomes the text that a model was trained on.
+"""Chat templates, which turn a conversation into the text format that a model was trained on.
 
-A template is a program that comes with a model. It runs in jinja2's sandbox, in a process of its
-own (:mod:`eecore.template_process`) that is kept from one rendering to the next, and that the
-kernel ends when a rendering takes more than it may.
+A template is a program that comes with a model. It runs in jinja2's sandbox, in a separate process
+(:mod:`eecore.template_process`) that is kept from one rendering to the next, and that the kernel
+ends when a rendering exceeds its limits.
 """
 
 from __future__ import annotations
@@ -20,18 +20,24 @@ __all__ = ["ChatTemplate", "ChatTemplateError", "MessagesRefused"]
 
 MAX_SOURCE = 128 << 10
 """Characters of a template; large ones of today have 40 thousand."""
-SECONDS, SECONDS_PER_CHARACTER = 0.5, 2e-7
-"""CPU time of a rendering, and more of it for what the template is given."""
+SECONDS = 0.5
+"""CPU time of a rendering, at most."""
+SECONDS_PER_CHARACTER = 2e-7
+"""CPU time added to :data:`SECONDS` for each character that the template is given."""
 SECONDS_PER_SOURCE = 4e-6
-"""More CPU time for a character of the template, which may have to be compiled."""
-MEMORY, MEMORY_PER_CHARACTER = 256 << 20, 32
-"""Bytes of a rendering, and more of them for what the template is given."""
-CHARACTERS, CHARACTERS_PER_CHARACTER = 4 << 20, 16
-"""Characters of a text, and more of them for what the template is given."""
+"""CPU time added for each character of the template, which may have to be compiled."""
+MEMORY = 256 << 20
+"""Bytes of a rendering, at most."""
+MEMORY_PER_CHARACTER = 32
+"""Bytes added to :data:`MEMORY` for each character that the template is given."""
+CHARACTERS = 4 << 20
+"""Characters of a rendered text, at most."""
+CHARACTERS_PER_CHARACTER = 16
+"""Characters added to :data:`CHARACTERS` for each character that the template is given."""
 LAST_MESSAGE = re.compile(r"([^{}\n]*)\{\{ messages\[-1\]\['content'\] \}\}([^{}\n]*)")
-"""A template that is the last message between two texts: no program that a process has to run."""
+"""A template of the last message between two fixed texts, rendered here without the process."""
 MARK = "(the answer goes on here) "
-"""In the place where a message is to be continued."""
+"""Marks the end of a message that is to be continued."""
 
 
 class ChatTemplateError(ModelError):
@@ -46,11 +52,11 @@ class ChatTemplate:
     """A template that has been compiled once.
 
     Args:
-        source: in jinja2's language.
-        name: what errors call it.
+        source: the template, in jinja2's language.
+        name: the template's name in errors.
 
     Raises:
-        ChatTemplateError: it is too large, or is no template.
+        ChatTemplateError: the source is too large, or is not a template.
     """
 
     def __init__(self, source: str, name: str = "chat_template") -> None:
@@ -70,14 +76,14 @@ class ChatTemplate:
         """The text of a conversation.
 
         Args:
-            messages: of the conversation.
-            variables: what the template also sees.
-            continues: the text ends with that of the last message.
+            messages: the messages of the conversation.
+            variables: other values that the template sees.
+            continues: whether the text ends with the last message's text, to be continued.
 
         Raises:
-            RequestError: the messages are no conversation, or the last cannot be continued.
-            MessagesRefused: the template says that they are none for its model.
-            ChatTemplateError: the template fails, or does more than it may.
+            RequestError: the messages are not a conversation, or the last cannot be continued.
+            MessagesRefused: the template refuses the messages.
+            ChatTemplateError: the template fails, or exceeds its limits.
         """
         values, num_characters = given_values(messages, variables)
         last = _marked(values["messages"]) if continues else ""
@@ -89,7 +95,10 @@ class ChatTemplate:
         return _before_mark(text, last) if continues else text
 
     def _asked(self, values: dict[str, Any] | None, given: int) -> str:
-        """What the template makes of values, of so many characters; nothing of None."""
+        """The rendered text of values that have ``given`` characters.
+
+        With None for values the template is only compiled.
+        """
         seconds = SECONDS + SECONDS_PER_CHARACTER * given + SECONDS_PER_SOURCE * len(self.source)
         memory = MEMORY + MEMORY_PER_CHARACTER * given
         characters = CHARACTERS + CHARACTERS_PER_CHARACTER * given
@@ -121,7 +130,7 @@ class _KeptProcess:
         self._process: BoundedProcess | None = None
 
     def ask(self, message: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """The answer; None: it would have taken more than it may."""
+        """The process's answer; None: the rendering exceeded its limits."""
         with self._lock:
             if self._process is None or self._process.is_closed:
                 self._process = BoundedProcess(self._fork.connected())
@@ -135,7 +144,7 @@ PROCESS = _KeptProcess()
 
 
 def _marked(messages: list[dict[str, Any]]) -> str:
-    """The text of the last message, at whose end there is a mark from now on."""
+    """The text of the last message, to which a mark is then added in place."""
     field = "continue_final_message: expected a last message"
     last = messages[-1] if messages else {}
     if last.get("tool_calls"):
@@ -155,7 +164,7 @@ def _marked(messages: list[dict[str, Any]]) -> str:
 def _before_mark(text: str, last: str) -> str:
     """The text of a conversation up to the mark in its last message.
 
-    Where the template has trimmed the mark it would have trimmed the message.
+    If the template has trimmed the mark, it would also trim the message, which is done here.
     """
     mark = MARK.strip()
     before, found, after = text.rpartition(mark)

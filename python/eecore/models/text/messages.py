@@ -1,4 +1,4 @@
-"""The messages of a conversation as a chat template may see them: plain data, a copy."""
+"""Messages of a conversation, copied to plain data for a chat template."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MAX_CHARACTERS = 64 << 20
 
 
 def given_values(messages: Any, variables: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """The variables of a template, and about how many characters they have.
+    """The variables of a template, and their approximate number of characters.
 
     Raises:
-        RequestError: the messages are not a list of objects with a role and a content, or too many,
-            or something is not plain data: text, numbers, lists, objects.
+        RequestError: the messages are not a list of objects with a role and a content, or are too
+            many, or a value is not plain data: text, numbers, lists, objects.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
         raise RequestError(
@@ -71,7 +71,7 @@ class _Copy:
         self.num_characters = 0
 
     def of(self, where: str, value: Any) -> Any:
-        """The value, of lists, dicts and plain text and numbers alone."""
+        """A copy of a value, made only of lists, dicts, plain text and numbers."""
         try:
             return self._plain(value, 0)
         except RequestError as error:
@@ -90,7 +90,7 @@ class _Copy:
             return {self._name(n): self._plain(item, depth + 1) for n, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self._plain(item, depth + 1) for item in value]
-        # Text and numbers of kinds that add to them, enumerations say, are made plain.
+        # Subclasses of text and numbers, such as enumerations, are made plain.
         for base, plain in ((str, str.__str__), (int, int), (float, float)):
             if isinstance(value, base):
                 return self._plain(plain(value), depth)

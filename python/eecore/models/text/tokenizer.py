@@ -1,7 +1,7 @@
 """Text to token ids and back: a ``tokenizer.json`` with its special tokens and chat template.
 
-Special tokens around a text (a beginning-of-sequence token, say) come from the file's own
-post-processor, as in transformers. Streaming goes through :class:`IncrementalDecoder`.
+Special tokens around a text, such as a beginning-of-sequence token, come from the file's own
+post-processor, as in transformers. :class:`IncrementalDecoder` decodes streams.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from eecore.models.text.tokenizer_files import (
 __all__ = ["ChatTemplateError", "IncrementalDecoder", "Tokenizer"]
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# How a vocabulary writes a byte that is no character: SentencePiece's way, and GPT-2's letters.
+# A vocabulary writes single bytes in SentencePiece's way, <0xF0>, or as one of GPT-2's letters.
 BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRINTED = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
 BYTE_LEVEL = {chr(byte): byte for byte in _PRINTED}
 BYTE_LEVEL |= {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
-# Files of tokenizers that are not read.
+# Tokenizer files that eecore does not read.
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
-# How many tokens of a prompt are decoded with what follows it, for spaces between the two.
+# Tokens of a prompt that are decoded with the tokens after it, for the spaces between them.
 CONTEXT_TOKENS = 8
-# Tokens that are decoded together at most before older ones are let go.
+# Tokens that are decoded together, at most, before older ones are dropped.
 MAX_WINDOW = 32
 
 
@@ -45,10 +45,10 @@ class Tokenizer:
     """Encodes and decodes as transformers does for the same directory.
 
     Args:
-        backend: of the tokenizers library.
-        settings: special tokens, and chat templates, of which ``tool_use`` is for conversations
+        backend: the tokenizer of the tokenizers library.
+        settings: special tokens and chat templates; the template ``tool_use`` is for conversations
             with tools.
-        name: what errors call it.
+        name: the tokenizer's name in errors.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Tokenizer:
         """Role to token, as chat templates see them: bos_token, eos_token, ..."""
         self.named_templates = dict(settings.templates)
         self.chat_template = self.named_templates.pop("default", None)
-        """The template of all conversations that have none by name."""
+        """The template of conversations for which there is no named template."""
         self._compiled: ChatTemplate | None = None
 
     @classmethod
@@ -73,11 +73,11 @@ class Tokenizer:
         """The directory's tokenizer, or None when it has no tokenizer.json.
 
         Args:
-            directory: of the model.
-            vocab_size: how many token ids the model has.
+            directory: the model's directory.
+            vocab_size: the number of the model's token ids.
 
         Raises:
-            ModelError: a file of it cannot be used, or has other ids than the model.
+            ModelError: a tokenizer file cannot be used, or has ids that the model does not have.
         """
         path = directory / "tokenizer.json"
         if not path.is_file():
@@ -93,25 +93,25 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are, added tokens included; a model may have a few rows more."""
+        """The number of ids, added tokens included; a model may have a few more rows."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token, as it is written in the vocabulary."""
+        """Characters of the longest token, as written in the vocabulary."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def to_json(self) -> str:
-        """As a tokenizer.json."""
+        """The tokenizer as a tokenizer.json."""
         return str(self._backend.to_str())
 
     def token_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
     def spelled_bytes(self, token_id: int) -> bytes | None:
-        """The bytes of a token whose vocabulary spells bytes, ``<0xF0>`` or a letter for each.
+        """The bytes of a token that is written as bytes, ``<0xF0>`` or a letter for each.
 
-        None for a token that is not written like that.
+        None for any other token.
         """
         written = self._backend.id_to_token(token_id) or ""
         if found := BYTE_FALLBACK.fullmatch(written):
@@ -122,21 +122,21 @@ class Tokenizer:
 
     @cached_property
     def replaces_each_byte(self) -> bool:
-        """Whether every byte of half a character is U+FFFD in a text; otherwise all together."""
+        """Whether each byte of an incomplete character becomes U+FFFD; otherwise all become one."""
         return self.token_id("<0x00>") is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, within the special tokens of the model unless told otherwise.
+        """Token ids of a text, by default with the model's special tokens around them.
 
         Raises:
-            RequestError: it is no text, or not one that UTF-8 can say.
+            RequestError: the text is not a string, or cannot be encoded in UTF-8.
             ModelError: the tokenizer fails.
         """
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
             got = ascii(text)[:80] if isinstance(text, str) else type(text).__name__
-            raise RequestError(f"text: expected text that UTF-8 can say, got {got}") from None
+            raise RequestError(f"text: expected text that UTF-8 can encode, got {got}") from None
         except BaseException as error:
             raise self._failure("text", error) from None
 
@@ -144,7 +144,7 @@ class Tokenizer:
         """The text of token ids; bytes that are not UTF-8 become U+FFFD.
 
         Raises:
-            RequestError: they are no token ids.
+            RequestError: they are not token ids.
             ModelError: the tokenizer fails.
         """
         try:
@@ -164,7 +164,7 @@ class Tokenizer:
         *,
         skip_special_tokens: bool = True,
     ) -> str:
-        """The text that ``token_ids`` add to the prompt's: all that a stream would give."""
+        """The text that ``token_ids`` add to the prompt's text, as a stream would give it."""
         decoder = self.incremental(prompt_ids, skip_special_tokens=skip_special_tokens)
         return "".join([*map(decoder.add, token_ids), decoder.finish()])
 
@@ -178,9 +178,9 @@ class Tokenizer:
         """A decoder for tokens that follow a prompt one by one.
 
         Args:
-            prompt_ids: what they follow.
-            skip_special_tokens: they have no text.
-            shown: special tokens that have one all the same.
+            prompt_ids: the prompt's tokens.
+            skip_special_tokens: whether special tokens have no text.
+            shown: texts of special tokens that have one all the same.
         """
 
         def decode(ids: Sequence[int]) -> str:
@@ -191,7 +191,7 @@ class Tokenizer:
         return IncrementalDecoder(lambda ids: _decoded_around(decode, ids, shown), prompt_ids)
 
     def hidden(self, tokens: Iterable[str]) -> dict[int, str]:
-        """Special tokens among some tokens, which have no text, by their ids."""
+        """The tokens, by their ids, that are special and so have no text."""
         ids = {self.token_id(token): token for token in tokens}
         return {id: token for id, token in ids.items() if id is not None and not self.decode([id])}
 
@@ -209,13 +209,14 @@ class Tokenizer:
 
         Args:
             messages: each with a ``role`` and a ``content``.
-            add_generation_prompt: whether an answer begins at the end; None: unless the last
-                message goes on.
-            continue_final_message: the text ends with that of the last message, to be continued.
-            **variables: that reach the template (``tools``, ``enable_thinking``, ...).
+            add_generation_prompt: whether the text ends with the beginning of an answer; None:
+                unless the last message is continued.
+            continue_final_message: whether the text ends with the last message's text, to be
+                continued.
+            **variables: values for the template (``tools``, ``enable_thinking``, ...).
 
         Raises:
-            RequestError: the messages are no conversation, or none for this model.
+            RequestError: the messages are not a conversation, or the template refuses them.
             ChatTemplateError: a ModelError: there is no template, or it fails or never ends.
         """
         if add_generation_prompt and continue_final_message:
@@ -241,24 +242,25 @@ class Tokenizer:
         )
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
-        """Token ids of a conversation, as its next answer is asked for: a prompt of a chat model.
+        """Token ids of a conversation, which are a chat model's prompt for the next answer.
 
         Args:
             messages: each with a ``role`` and a ``content``.
-            **variables: that reach the template.
+            **variables: as for :meth:`apply_chat_template`.
 
         Raises:
-            RequestError: the messages are no conversation, or none for this model.
+            RequestError: the messages are not a conversation, or the template refuses them.
             ChatTemplateError: a ModelError: there is no template, or it fails or never ends.
         """
         text = self.apply_chat_template(messages, **variables)
         return self.encode(text, add_special_tokens=False)
 
     def template_for(self, variables: Mapping[str, Any]) -> str:
-        """The template for tools where there are several by name and tools, as in transformers.
+        """The template for a conversation, as in transformers: ``tool_use``, if there is one, for
+        conversations with tools, else the default.
 
         Raises:
-            ChatTemplateError: there is none.
+            ChatTemplateError: there is no template.
         """
         if variables.get("tools") is not None and "tool_use" in self.named_templates:
             return self.named_templates["tool_use"]
@@ -268,11 +270,11 @@ class Tokenizer:
 
 
 class IncrementalDecoder:
-    """Turns tokens that come one by one into text, never giving half a character.
+    """Turns tokens of a stream into text, never giving half a character.
 
-    The text given so far is always that of the tokens so far, up to bytes that may still become a
-    character. A window of recent tokens is decoded with and without the newest ones, and the
-    difference is new: so a leading space, which decoders drop at the very start, is kept.
+    The text given so far is always the text of the tokens so far, without bytes that may still
+    become a character. A window of recent tokens is decoded with and without the newest tokens, and
+    the difference is new: this keeps a leading space, which decoders drop at the start of a text.
     """
 
     def __init__(
@@ -284,14 +286,14 @@ class IncrementalDecoder:
         self._given: str | None = None  # the text of the window's given tokens, once it is known
 
     def copy(self) -> IncrementalDecoder:
-        """One that goes on from here by itself."""
+        """An independent decoder in the same state."""
         other = IncrementalDecoder.__new__(IncrementalDecoder)
         other._decode, other._window = self._decode, self._window.copy()
         other._num_given, other._given = self._num_given, self._given
         return other
 
     def add(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is not whole."""
+        """The text that a token completes; empty while a character is incomplete."""
         return self.extend((token_id,))
 
     def extend(self, token_ids: Iterable[int]) -> str:
@@ -300,7 +302,7 @@ class IncrementalDecoder:
         return self._take(whole=False)
 
     def finish(self) -> str:
-        """What is left: U+FFFD for bytes that never became a character."""
+        """The rest of the text: U+FFFD for bytes that never became a character."""
         return self._take(whole=True)
 
     def _take(self, *, whole: bool) -> str:
@@ -314,7 +316,7 @@ class IncrementalDecoder:
         new = text[len(self._given) :]
         self._given = text.rstrip(REPLACEMENT)
         if len(self._window) > MAX_WINDOW:
-            # Tokens without text of their own are no context: what came before them stays.
+            # Tokens that gave no text are no context, so the tokens before them are kept.
             self._window = self._window[self._num_given if new else -CONTEXT_TOKENS :]
             self._given = None
         self._num_given = len(self._window)
@@ -324,7 +326,7 @@ class IncrementalDecoder:
 def _decoded_around(
     decode: Callable[[Sequence[int]], str], token_ids: Sequence[int], shown: Mapping[int, str]
 ) -> str:
-    """The text of tokens, of which some have one of their own."""
+    """The text of tokens, with given texts for the special tokens that are shown."""
     parts: list[str] = []
     begin = 0
     for at, token in enumerate(token_ids):

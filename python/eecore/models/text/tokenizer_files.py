@@ -1,7 +1,7 @@
 """The files of a tokenizer, read and checked: ``tokenizer.json`` and ``tokenizer_config.json``.
 
-The tokenizers library takes what it is given: some files make it panic when it is used, and some
-make a text grow without end. Both are found here.
+The tokenizers library does not check its files: some make it panic when it is used, and some make a
+text grow without bound. Both are detected here.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from eecore.readable import read_bytes, shown_path
 __all__ = ["ChatSettings", "chat_settings", "library_error", "read_chat_settings", "read_tokenizer"]
 
 MAX_BYTES = 512 << 20
-"""Bytes of a tokenizer.json; large ones of today have 35 million."""
+"""Bytes of a tokenizer.json, at most; large ones of today have 35 million."""
 MAX_TEMPLATE_BYTES = 4 << 20
 MAX_GROWTH = 256
-"""How many times longer a text may become."""
+"""How many times longer a tokenizer may make a text."""
 CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"\\]*)"')
 TRIAL = "A trial, 1 + 1\n"
 ROLES = (
@@ -36,20 +36,20 @@ ROLES = (
 
 @dataclass
 class ChatSettings:
-    """What tokenizer_config.json and the templates beside it say of conversations."""
+    """Special tokens and chat templates, from tokenizer_config.json and the template files."""
 
     special_tokens: dict[str, str] = field(default_factory=dict)
     """Role to token: bos_token, eos_token, ..."""
     templates: dict[str, str] = field(default_factory=dict)
-    """By name; that called default is for all that has none of its own."""
+    """Chat templates by name; the one named "default" is for all other conversations."""
 
 
 def library_error(error: BaseException, said: str) -> BaseException:
-    """An error of the library as one of ours; what is none of its own as it is.
+    """An error or panic of the library as a CheckpointError; any other error unchanged.
 
     Args:
-        error: that was caught. A panic is none of Python's Exceptions.
-        said: ``tokenizer.json: expected a tokenizer``
+        error: the caught error; a panic is not an Exception.
+        said: the beginning of the message: ``tokenizer.json: expected a tokenizer``
     """
     if isinstance(error, Exception) or _is_panic(error):
         return CheckpointError(f"{said}, got: {error}")
@@ -61,10 +61,11 @@ def _is_panic(error: BaseException) -> bool:
 
 
 def read_tokenizer(path: Path, vocab_size: int | None = None) -> tokenizers.Tokenizer:
-    """A tokenizer.json, for a model of so many token ids if that is known.
+    """The tokenizer of a tokenizer.json, for a model with ``vocab_size`` token ids if known.
 
     Raises:
-        CheckpointError: it is no tokenizer, cannot be used, or has other ids than the model.
+        CheckpointError: the file is not a tokenizer, cannot be used, or has ids that the model does
+            not have.
     """
     content, where = read_bytes(path, MAX_BYTES, CheckpointError), shown_path(path)
     _check_charsmaps(where, content)
@@ -83,11 +84,11 @@ def read_tokenizer(path: Path, vocab_size: int | None = None) -> tokenizers.Toke
 
 
 def _check_charsmaps(where: str, content: bytes) -> None:
-    """The trie of a charsmap is as large as it says, for which the library takes memory at once."""
+    """Raise if a charsmap's trie claims more bytes than it has: the library allocates them."""
     for found in CHARSMAP.finditer(content):
         try:
             charsmap = base64.b64decode(found[1], validate=True)
-        except ValueError:  # the library says so too
+        except ValueError:  # the library raises an error for it
             continue
         trie = int.from_bytes(charsmap[:4], "little")
         if 4 + trie > len(charsmap):
@@ -98,15 +99,14 @@ def _check_charsmaps(where: str, content: bytes) -> None:
 
 
 def _step(backend: tokenizers.Tokenizer, name: str, where: str) -> JsonFields:
-    """What happens to a text before or after the model's part, as the file has it; empty where
-    nothing does."""
+    """A step before or after the tokenizer's model, as in the file; empty if there is none."""
     step = getattr(backend, name)
     value = {} if step is None else parse_json(step.__getstate__(), where, CheckpointError)
     return JsonFields.of(value, where, CheckpointError, f"{name}.")
 
 
 def _parts(step: JsonFields) -> list[JsonFields]:
-    """A step and those that it is a sequence of."""
+    """A step and all steps inside it."""
     inner = [
         deeper
         for name in ("normalizers", "decoders", "processors")
@@ -147,7 +147,7 @@ def _special_pieces(part: JsonFields, name: str) -> list[str]:
 
 
 def _growth(part: JsonFields) -> float:
-    """How many times longer a text can become, in bytes."""
+    """How many times longer a step can make a text, in bytes."""
     kind = part.text("type", None)
     if kind == "Replace":
         content, pattern = part.text("content").encode(), part.inner("pattern")
@@ -163,24 +163,25 @@ def _growth(part: JsonFields) -> float:
 
 
 def _precompiled_growth(charsmap: str) -> float:
-    """The longest replacement: they follow a trie, whose size comes first, and end with zeros."""
+    """The longest replacement of a charsmap: a trie's size, the trie, zero-ended replacements."""
     data = base64.b64decode(charsmap)
     replacements = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
     return float(max(1, *map(len, replacements), 1))
 
 
 def _check_use(where: str, backend: tokenizers.Tokenizer) -> None:
-    """A file that makes the library panic does so with any text."""
+    """Raise if the library panics with the file, which it then does for any text."""
     try:
         backend.decode(backend.encode(TRIAL).ids)
-    except Exception:  # this text is not one for it, others may be
+    except Exception:  # the tokenizer may still take other texts
         return
     except BaseException as error:
         raise library_error(error, f"{where}: expected a tokenizer") from None
 
 
 def _check_ids(where: str, backend: tokenizers.Tokenizer, vocab_size: int) -> None:
-    """Tokens that the model does not have: an error where every prompt would hold them."""
+    """Check for tokens that the model does not have: an error if every prompt would hold them, else
+    a warning."""
     number = backend.get_vocab_size(with_added_tokens=False)
     if number > vocab_size:
         raise CheckpointError(
@@ -216,7 +217,7 @@ def read_chat_settings(directory: Path) -> ChatSettings:
     """The special tokens and chat templates of a model directory, as transformers finds them.
 
     Raises:
-        CheckpointError: a file cannot be read, or a field of it is of another kind.
+        CheckpointError: a file cannot be read, or one of its fields has the wrong type.
     """
     path = directory / "tokenizer_config.json"
     fields = JsonFields.read_if_there(path, CheckpointError)
@@ -237,13 +238,13 @@ def chat_settings(fields: JsonFields) -> ChatSettings:
     """The special tokens and chat templates in the fields of a tokenizer_config.json.
 
     Raises:
-        CheckpointError: a field is of another kind.
+        CheckpointError: a field has the wrong type.
     """
     return ChatSettings(_special_tokens(fields), _listed_templates(fields))
 
 
 def _listed_templates(settings: JsonFields) -> dict[str, str]:
-    """One template, or a list of objects with a name and a template, or an object of them."""
+    """Templates by name, from one template, a list of named templates, or an object."""
     name = "chat_template"
     if settings.has_list(name):
         return {each.text("name"): each.text("template") for each in settings.objects(name)}
@@ -262,14 +263,14 @@ def _template_text(path: Path) -> str:
 
 
 def _special_tokens(settings: JsonFields) -> dict[str, str]:
-    """Role to token, roles of the model's own (``image_token``) too; a token may be a string or an
+    """Role to token, also for a model's own roles (``image_token``); a token may be a string or an
     object."""
     extra = "extra_special_tokens"
     more = settings.inner(extra) if settings.has_inner(extra) else None
     tokens = {}
     for fields in (settings, *([more] if more is not None else [])):
         for role, value in fields.values.items():
-            # A flag is another setting: add_bos_token.
+            # add_bos_token is a flag, not a role.
             own = role.endswith("_token") and isinstance(value, (str, dict))
             if own or (role in ROLES and role in fields):
                 tokens[role] = _token(fields, role)
