@@ -72,8 +72,8 @@ PUBLIC = "RedHatAI/*-speculator.eagle3, AngelSlim/*_eagle3, lmsys/SGLang-EAGLE3-
 def load_draft_head(path: str | Path, network: Network) -> DraftHead | KeyedHead:
     """The draft head in a directory, or in a repository, which is fetched.
 
-    A directory with ``head.json`` was made by ``eecore train-exits``; one with ``config.json`` holds
-    a published head.
+    A directory with ``head.json`` was made by ``eecore train-exits``; one with ``config.json`` is a
+    published head.
 
     Raises:
         ModelError: there is no head, it is not whole or is for another model, or it cannot be

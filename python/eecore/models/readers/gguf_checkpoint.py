@@ -127,7 +127,7 @@ class GGUFCheckpoint(StoredTensors):
         self.file.release(self.stored_as[name])
 
     def _reordered(self, name: str, rows: Tensor) -> Tensor:
-        """Rows in a checkpoint's order, where rotated pairs of Q and K rows are (i, i + head_dim/2).
+        """Rows in a checkpoint's order: pairs of Q or K rows that rotate are (i, i + head_dim/2).
 
         Some architectures store them as neighbouring pairs (2i, 2i+1).
         """

@@ -146,8 +146,7 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
 def _add_windows(
     own: JsonFields, family: GGUFFamily, num_layers: int, values: dict[str, Any]
 ) -> None:
-    """Add the layers' sliding windows and, if some layers have one, each kind's rotary embedding.
-    """
+    """Add the layers' sliding windows and, if any, the rotary embedding of each kind of layer."""
     window = own.integer(WINDOW, 0, MAX_POSITIONS, family.window)
     values["sliding_window"] = window or None
     if not family.window_period:
@@ -315,7 +314,7 @@ def _yarn_rope(
 
 
 def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
-    """Llama 3.1's settings for a file's table of frequency divisors, checked by computing the table.
+    """Llama 3.1's settings for a file's table of divisors, checked by computing the table again.
 
     GGUF stores only the table; all settings but the factor are the same for all models.
     """

@@ -299,8 +299,7 @@ def _merges_of_scores(tokens: tuple[str, ...], scores: tuple[float, ...]) -> lis
 
 
 def _add_whole_tokens(vocabulary: _Vocabulary, tokenizer: Tokenizer) -> None:
-    """Add tokens that are never split: control tokens, which are special, and user-defined tokens.
-    """
+    """Add tokens that are never split: control tokens, which are special, and user-defined ones."""
     unknown = UNKNOWN if vocabulary.kind == "llama" else CONTROL
     kinds = dict(zip(vocabulary.tokens, vocabulary.types, strict=False))
 

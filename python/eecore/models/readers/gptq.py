@@ -1,9 +1,9 @@
-"""Layers that GPTQ made, as AutoGPTQ and GPT-QModel store them (``gptq``, ``gptq_v2``).
+"""Layers quantised by GPTQ, as AutoGPTQ and GPT-QModel store them (``gptq``, ``gptq_v2``).
 
 ``qweight`` int32 [in / k, out], k = 32 / bits numbers of neighbouring columns in a word, the lowest
 first; ``qzeros`` int32 [groups, out / k]; ``scales`` [groups, out]; ``g_idx`` int32 [in], the group
-of each column, which act-order scatters. In the first format a zero point is stored less one: the
-constant was subtracted from whole words, and is added to whole words here.
+of each column, which is not in order with act-order. The ``gptq`` format stores zero points minus
+one: the constant was subtracted from whole words, and is added to whole words here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def gptq(fields: ConfigFields) -> Layout:
     whole = _scheme(fields, None, 128, *settings)
     schemes = {whole: None}
     dynamic = fields.inner("dynamic")
-    # Layers with settings of their own, but for those that are left as they were.
+    # Patterns of layers with their own settings; one with "-" first is for layers left in floats.
     names = [] if dynamic is None else [name for name in dynamic.names if name[:1] != "-"]
     if len(names) > MAX_OVERRIDES:
         raise fields.wrong("dynamic", f"at most {MAX_OVERRIDES} patterns", len(names))
@@ -53,7 +53,7 @@ def gptq(fields: ConfigFields) -> Layout:
 class _Scheme:
     bits: int
     group_size: int
-    """-1: all columns."""
+    """Columns that share a scale; -1: all columns."""
     zeros_less_one: bool
     ordered_by_activations: bool
 

@@ -1,6 +1,6 @@
-"""Draft heads in files, ``head.json`` and ``head.safetensors``, and which of them a model gets.
+"""Draft heads in files, ``head.json`` and ``head.safetensors``, and the choice of a model's head.
 
-It gets the one that is named, the one beside it, or one that ships.
+A model gets the head that is named, else the head in its directory, else one shipped with eecore.
 """
 
 from __future__ import annotations
@@ -41,19 +41,25 @@ __all__ = [
 
 SHIPPED = Path(__file__).resolve().parents[2] / "data" / "heads"
 CONFIG_NAME, WEIGHTS_NAME = "head.json", "head.safetensors"
-VERSION, ATTENDING_VERSION = 1, 2
-"""The version of a head that attends to nothing, and of one that attends to keys of the model."""
+VERSION = 1
+"""The version of a head without attention."""
+ATTENDING_VERSION = 2
+"""The version of a head that attends to keys of the model."""
 KIND = "state and token"
-MAX_BLOCKS, MAX_WIDTH, MAX_ATTENDED = 16, 1 << 20, 64
-COLUMNS, BLOCK_BYTES = 32, 20
-"""Numbers of a block of 4 bits (``Q4_1``), and the bytes that they take."""
+MAX_BLOCKS = 16
+MAX_WIDTH = 1 << 20
+MAX_ATTENDED = 64
+COLUMNS = 32
+"""Numbers in a block of 4 bits (``Q4_1``)."""
+BLOCK_BYTES = 20
+"""Bytes of a block of 4 bits (``Q4_1``)."""
 
 
 def read_head_settings(path: Path) -> HeadSettings:
-    """What the ``head.json`` of a pack's directory says.
+    """The settings in the ``head.json`` of a pack's directory.
 
     Raises:
-        ModelError: there is none, or it is something else.
+        ModelError: there is no such file, or it is wrong.
     """
     fields = JsonFields.read(path / CONFIG_NAME, ModelError)
     version = fields.integer("version", VERSION, ATTENDING_VERSION)
@@ -84,7 +90,7 @@ def read_head_settings(path: Path) -> HeadSettings:
 
 
 def _attended(fields: JsonFields, num_layers: int) -> tuple[tuple[tuple[int, int], ...], int]:
-    """What a head attends to, and how wide its queries are."""
+    """The (layer, key head) pairs that a head attends to, and the width of its queries."""
     inner = _inner(fields, "attention")
     layers, heads = inner.integers("layers", 0, num_layers - 1), inner.integers("key_heads", 0)
     if not layers or len(layers) != len(heads) or len(layers) > MAX_ATTENDED:
@@ -100,10 +106,10 @@ def _inner(fields: JsonFields, name: str) -> JsonFields:
 
 
 def in_blocks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a pack with its matrices in blocks of 4 bits, as a CPU drafts with them.
+    """The tensors of a pack with matrices in blocks of 4 bits, in which a CPU drafts.
 
-    A matrix is a tensor of floats named ``*.weight``, ``mlp.*`` or ``attention.*`` whose rows are
-    whole blocks; norms and the vocabulary stay as they are.
+    A matrix is a float tensor named ``*.weight``, ``mlp.*`` or ``attention.*`` whose rows are whole
+    blocks; norms and the vocabulary stay as they are.
     """
     made = {}
     for name, tensor in tensors.items():
@@ -116,16 +122,16 @@ def in_blocks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class HeadFile:
-    """The tensors of a pack, each checked against what ``head.json`` says of its shape.
+    """The tensors of a pack, with shapes checked against ``head.json``.
 
     Matrices are stored as floats, or as uint8 in blocks of 4 bits (:func:`in_blocks`).
 
     Args:
         path: the pack's directory.
-        settings: of its ``head.json``.
+        settings: the settings in its ``head.json``.
 
     Raises:
-        ModelError: tensors are missing, of other shapes, truncated, or not finite.
+        ModelError: a tensor is missing, truncated or not finite, or has another shape.
     """
 
     def __init__(self, path: Path, settings: HeadSettings) -> None:
@@ -164,11 +170,11 @@ class HeadFile:
                 raise file.wrong("vocabulary", "whole numbers", file.stored_dtype("vocabulary"))
             _check_shape(file, "vocabulary", (settings.vocabulary_size,))
             self.tensors = {name: _as_used(file.tensor(name)) for name in shapes}
-            """Floats in float32; blocks as they are stored."""
+            """Tensors by name: floats in float32, blocks as stored."""
             self.vocabulary = file.tensor("vocabulary").long()
             for name, tensor in self.tensors.items():
                 if not _scales(tensor).isfinite().all():
-                    raise file.wrong(name, "finite numbers", "others among them")
+                    raise file.wrong(name, "finite numbers", "NaN or infinity among them")
             lowest, highest = int(self.vocabulary.min()), int(self.vocabulary.max())
             if lowest < 0 or highest >= settings.vocab_size:
                 raise file.wrong(
@@ -177,11 +183,11 @@ class HeadFile:
                     str(lowest if lowest < 0 else highest),
                 )
             if (self.vocabulary[1:] <= self.vocabulary[:-1]).any():
-                raise file.wrong("vocabulary", "ids in ascending order", "others")
+                raise file.wrong("vocabulary", "ids in ascending order", "another order")
 
     @property
     def floats(self) -> dict[str, Tensor]:
-        """All tensors in float32, blocks as the numbers that they stand for."""
+        """All tensors in float32, blocks dequantised."""
         return {name: head_floats(tensor) for name, tensor in self.tensors.items()}
 
 
@@ -190,7 +196,7 @@ def _as_used(tensor: Tensor) -> Tensor:
 
 
 def _scales(tensor: Tensor) -> Tensor:
-    """The numbers that say whether a tensor is finite: of blocks their scales and minima."""
+    """The numbers to check whether a tensor is finite: for blocks their scales and minima."""
     if tensor.dtype != torch.uint8:
         return tensor
     blocks = tensor.reshape(*tensor.shape[:-1], -1, BLOCK_BYTES)
@@ -209,14 +215,14 @@ def find_head(
 
     Args:
         network: the model.
-        path: of its directory or file.
-        exits: a pack's directory, or a repository of the hub with one; None: ``exits`` in the
-            model's directory, ``NAME.exits`` beside a file ``NAME.gguf``, or a pack that ships with
-            eecore for this model; False: none.
+        path: the model's directory or file.
+        exits: a pack's directory, or a repository on the hub with a pack; None: ``exits`` in the
+            model's directory, ``NAME.exits`` next to a file ``NAME.gguf``, or a pack shipped with
+            eecore for this model; False: no head.
 
     Raises:
-        ModelError: the pack that is named is none, or one of another model. One that is found is
-            passed over then, with a warning: nothing but speed hangs on it.
+        ModelError: ``exits`` is not a pack, or is a pack for another model. A pack that was not
+            named is then passed over, with a warning: only speed depends on it.
     """
     if exits is False:
         return None
@@ -239,10 +245,11 @@ def find_head(
 
 
 def load_head(path: str | Path, network: LlamaModel) -> DraftHead:
-    """The draft head of a pack's directory, or of a repository's, which is fetched.
+    """The draft head in a pack's directory, or in a repository, which is fetched.
 
     Raises:
-        ModelError: it is no pack, not whole, or of another model, or cannot be fetched.
+        ModelError: there is no pack, it is not whole or is for another model, or it cannot be
+            fetched.
     """
     directory = fetch_head(path)
     settings = read_head_settings(directory)
@@ -266,7 +273,7 @@ def load_head(path: str | Path, network: LlamaModel) -> DraftHead:
 
 
 def _check_attended(settings: HeadSettings, network: LlamaModel, place: str) -> None:
-    """Raise unless the model has what a head attends to."""
+    """Raise unless the model has the key heads that a head attends to."""
     config = network.config
     queries = config.num_q_heads // config.num_kv_heads * config.head_dim
     if settings.queries != queries:
@@ -288,13 +295,13 @@ def _check_attended(settings: HeadSettings, network: LlamaModel, place: str) -> 
 
 
 def pack_beside(path: Path) -> Path | None:
-    """The pack's directory beside a model's directory or file, where there is one."""
+    """The directory of the pack in a model's directory, or next to its file, if there is one."""
     beside = path / "exits" if path.is_dir() else path.with_suffix(".exits")
     return beside if kind_of(beside / CONFIG_NAME) == "a file" else None
 
 
 def _shipped(network: LlamaModel) -> DraftHead | None:
-    """The first of those that ship which is for this model."""
+    """The first of the shipped heads that is for this model."""
     packs = sorted(SHIPPED.glob(f"*/{CONFIG_NAME}"))
     if not packs:
         return None

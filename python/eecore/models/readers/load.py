@@ -1,4 +1,4 @@
-"""From a model directory to a model that runs."""
+"""Loads models from model directories and GGUF files."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ def load_model(
 
     Args:
         path: a directory with config.json and safetensors files, or a GGUF file. A GGUF file, and a
-            directory that GPTQ, AWQ or compressed-tensors quantised, runs as it is: its matrices
-            in their own bits.
-        device: by default the current GPU where there is one and the build has CUDA, else the CPU.
-        dtype: by default that of the checkpoint on a GPU, of a GGUF file in blocks bfloat16. On the
-            CPU a bfloat16 checkpoint stays so only where the CPU multiplies bfloat16 (AVX-512
-            BF16), and everything else is float32.
+            directory quantised by GPTQ, AWQ or compressed-tensors, runs as stored, with matrices in
+            their own bits.
+        device: by default the current GPU if there is one and the build has CUDA, else the CPU.
+        dtype: on a GPU by default the checkpoint's dtype, or bfloat16 for a GGUF file in blocks. On
+            the CPU by default bfloat16 for a bfloat16 checkpoint if the CPU multiplies bfloat16
+            (AVX-512 BF16), else float32.
         weights: ``int8`` and ``int4`` quantise the linear layers' weights as they are read, to
-            blocks of 32 numbers, see :func:`eecore.ops.quantise_weight`: of 8 bits, or of 4 but for
-            keys of 5, and values and an LM head of 8. Rows that are no multiple of 32 become int8
-            with a scale of their own, and on a GPU so does all of ``int8``. States, the KV cache
-            and norms stay in ``dtype``.
+            blocks of 32 numbers, see :func:`eecore.ops.quantise_weight`. ``int8``: of 8 bits;
+            ``int4``: of 4 bits, but 5 for keys, and 8 for values and the LM head. Rows whose length
+            is not a multiple of 32, and on a GPU all rows with ``int8``, become int8 with a scale
+            for each row. States, the KV cache and norms stay in ``dtype``.
 
     Raises:
         ModelError: a file is missing, corrupt or of another model, the architecture or a setting is
-            not supported, or the device has no such dtype or weights. Raised before anything is
-            allocated; the weights' numbers themselves are not looked at.
+            not supported, or the device does not support the dtype or weights. Raised before memory
+            is allocated; the values of weights are not checked.
     """
     directory = path_of(path, ModelError)
     with opened(directory) as (stored, config):
@@ -68,7 +68,7 @@ def load_model(
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[StoredTensors, AnyModelConfig]]:
-    """The tensors of a model, and its config: untied where they have an LM head of its own.
+    """The tensors of a model, and its config: untied if the LM head differs from the embeddings.
 
     Raises:
         ModelError: a file is missing, corrupt or of another model.
@@ -111,10 +111,10 @@ def _loaded(
 
 
 def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer of a model directory or GGUF file, without the weights; None without one.
+    """The tokenizer of a model directory or GGUF file, without the weights; None if there is none.
 
     Raises:
-        ModelError: a file of it cannot be used, or has other ids than the model.
+        ModelError: a tokenizer file cannot be used, or has ids that the model does not have.
     """
     if kind_of(path) == "a file":
         return GGUFCheckpoint(path).tokenizer(vocab_size)
@@ -130,12 +130,12 @@ def load_first_layers(
     """The first layers of a Llama on the CPU, with its embeddings, final norm and LM head.
 
     Args:
-        path: as for :func:`load_model`; so are ``dtype`` and ``weights``. Of a directory in floats
-            no more than those layers takes memory; a model that is quantised is loaded as it is.
-        num_layers: 1 up to one less than the model has.
+        path: as for :func:`load_model`; so are ``dtype`` and ``weights``. From a directory in
+            floats only these layers are read into memory; a quantised model is loaded whole.
+        num_layers: from 1 to the number of the model's layers minus 1.
 
     Raises:
-        ModelError: as for :func:`load_model`, or for a model that has no such layers.
+        ModelError: as for :func:`load_model`, or the model does not have such layers.
     """
     directory = path_of(path, ModelError)
     with opened(directory) as (stored, config):
@@ -169,7 +169,7 @@ def network_of(
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, or the best that this build and machine have."""
+    """The requested device, or by default the best that this build and machine have."""
     missing = ops.missing_cuda_ops()
     if device is None:
         device = "cuda" if not missing else "cpu"
@@ -199,8 +199,8 @@ def choose_dtype(
     stored: torch.dtype,
     config: AnyModelConfig,
 ) -> torch.dtype:
-    """The dtype asked for, or the one that suits the checkpoint and the device."""
-    is_t5 = isinstance(config, T5Config)  # whose states overflow float16
+    """The requested dtype, or by default the one that suits the checkpoint and the device."""
+    is_t5 = isinstance(config, T5Config)  # states of a T5 overflow float16
     if dtype is None:
         if device.type == "cuda":
             return torch.bfloat16 if is_t5 and stored == torch.float16 else stored
@@ -217,7 +217,7 @@ def choose_dtype(
 
 
 def choose_coding(weights: str | None) -> Coding | None:
-    """What the matrices are to be quantised to."""
+    """What matrices are quantised to as they are read; None: nothing."""
     if weights is None:
         return None
     if weights not in CODINGS:

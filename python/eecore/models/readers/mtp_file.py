@@ -21,22 +21,22 @@ __all__ = ["MTP_ARCHITECTURES", "load_mtp", "read_mtp_settings"]
 
 MTP_ARCHITECTURES = ("MiMoForCausalLM",)
 LAYER = "model.mtp_layers.0."
-"""How the names of its tensors begin."""
+"""The prefix of the layer's tensors."""
 
 
 def read_mtp_settings(fields: ConfigFields, model: ModelConfig) -> MtpSettings:
-    """What a model's config.json says of the layer.
+    """The settings of the layer in a model's config.json.
 
     Args:
-        fields: of it.
-        model: the config of the model that the layer is to draft for.
+        fields: the fields of config.json.
+        model: the config of the model that the layer drafts for.
 
     Raises:
-        ModelError: there is none, or it is another model's.
+        ModelError: there is no such layer, or it is another model's.
     """
     if not fields.integer("num_nextn_predict_layers", 0, default=0):
         raise fields.wrong("num_nextn_predict_layers", "a layer that drafts further tokens", 0)
-    if not model.attention_bias:  # as a MiMo has, and a Qwen2, which its GGUF files are
+    if not model.attention_bias:  # of a MiMo, or a Qwen2: MiMo's GGUF files are Qwen2s
         listed = list(fields.texts("architectures", ()))
         raise fields.wrong("architectures", f"that of the model, {model.architecture}", listed)
     sizes = {"num_hidden_layers": model.num_layers, "hidden_size": model.hidden_size}
@@ -51,19 +51,20 @@ def load_mtp(directory: Path, fields: ConfigFields, network: LlamaModel) -> MtpH
     """The layer in a checkpoint's directory.
 
     Args:
-        directory: with safetensors files.
-        fields: of its config.json.
+        directory: a directory with safetensors files.
+        fields: the fields of its config.json.
         network: the model.
 
     Raises:
-        ModelError: it is not whole, or of another model; raised before memory is taken.
+        ModelError: the layer is not whole, or is another model's; raised before memory is
+            allocated.
     """
     settings = read_mtp_settings(fields, network.config)
     config, hidden = settings.config, settings.config.hidden_size
     shared = network.weights.embed_tokens, network.weights.lm_head
 
     def views_of(layer: LlamaWeights) -> dict[str, WeightView]:
-        """What its tensors fill, by their names."""
+        """What the layer's tensors fill, by their names."""
         start = "model.layers.0."
         every = layer.by_checkpoint_name(config).items()
         views = {LAYER + name.removeprefix(start): v for name, v in every if name.startswith(start)}
@@ -83,7 +84,7 @@ def load_mtp(directory: Path, fields: ConfigFields, network: LlamaModel) -> MtpH
         for name, view in views_of(layer).items():
             filling.fill(view, files.tensor(name))
         state_norm, token_norm = (new.tensor(hidden).copy_(files.tensor(name)) for name in norms)
-        # The state comes first.
+        # The state's columns come before the token's.
         of_state, of_token = (new.matrix("projection", hidden, hidden) for _ in range(2))
         stored = files.tensor(projection)
         filling.fill(WeightView.of(of_state), stored[:, :hidden].contiguous())
@@ -93,7 +94,7 @@ def load_mtp(directory: Path, fields: ConfigFields, network: LlamaModel) -> MtpH
 
 
 def _check(files: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raise unless the tensors are there, in their shapes."""
+    """Raise unless the tensors are there in their shapes."""
     for name, shape in shapes.items():
         if name not in files:
             raise CheckpointError(f"{shown_path(files.place)}: expected tensor {name}, got none")

@@ -1,7 +1,7 @@
-"""A model directory whose linear layers GPTQ, AWQ or compressed-tensors quantised, as a checkpoint.
+"""Checkpoints whose linear layers were quantised by GPTQ, AWQ or compressed-tensors.
 
-Which layers those are is what the files hold, not what lists of a config.json say: a layer has the
-tensors of its method, or a weight in floats.
+The files decide which layers are quantised, not the lists in config.json: a layer has the tensors
+of its method, or a weight in floats.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ METHODS: dict[str, Callable[[ConfigFields], Layout]] = {
     "compressed-tensors": compressed_tensors,
 }
 PACKED = ("qweight", "weight_packed")
-"""What a layer has instead of a weight."""
+"""Tensors that a layer has instead of a weight."""
 
 
 def read_layout(directory: Path) -> Layout | None:
-    """How a directory's config.json says that its layers are quantised; None where they are not.
+    """How a directory's layers are quantised, by its config.json; None if they are not.
 
     Raises:
-        ModelError: by a method, or in a way, that is not read.
+        ModelError: the method, or one of its settings, is not supported.
     """
     fields = ConfigFields.read(directory / "config.json", CheckpointError, ModelNotFoundError)
     quantisation = fields.inner("quantization_config")
@@ -53,7 +53,7 @@ def read_layout(directory: Path) -> Layout | None:
 
 
 def warn_of_floats(checkpoint: QuantisedCheckpoint, dtype: torch.dtype) -> None:
-    """Say which quantised layers will run as floats, and why."""
+    """Warn which quantised layers will run as floats, and why."""
     forms = runs_as(checkpoint)
     for field in [field for field, form in forms.items() if form == "floats"]:
         names = [name for name in checkpoint.names if field_of(name) == field]
@@ -68,7 +68,7 @@ def warn_of_floats(checkpoint: QuantisedCheckpoint, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer that is quantised."""
+    """A quantised layer."""
 
     module: StoredModule
     scheme: Scheme
@@ -77,15 +77,16 @@ class _Layer:
 
 
 class QuantisedCheckpoint(StoredTensors):
-    """The tensors of a directory under the names of a checkpoint of floats.
+    """The tensors of a directory under their names in a checkpoint of floats.
 
     Args:
-        files: of the directory.
-        layout: how its layers are quantised.
-        config: whose layers they are.
+        files: the directory's files.
+        layout: how the layers are quantised.
+        config: the model's config.
 
     Raises:
-        ModelError: a layer's tensors are missing, of other dtypes or shapes, or do not go together.
+        ModelError: a layer's tensors are missing, have other dtypes or shapes, or do not fit
+            together.
     """
 
     def __init__(self, files: Checkpoint, layout: Layout, config: ModelConfig) -> None:
@@ -125,16 +126,16 @@ class QuantisedCheckpoint(StoredTensors):
         return f"{self._layout.method} int{self._matrix(name).bits}"
 
     def forms(self, name: str) -> tuple[str, ...]:
-        """What holds a tensor exactly, other than floats."""
+        """The forms that hold a tensor exactly, except floats."""
         return self._layers[name].forms if name in self._layers else ()
 
     def not_in_blocks(self, name: str) -> str:
-        """Why a tensor is not to be had in a block format."""
+        """Why no block format holds a tensor exactly; empty if one does."""
         layer = self._layers.get(name)
         return "it is stored in floats" if layer is None else layer.not_in_blocks or ""
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, dequantised to float32 where it is quantised."""
+        """A tensor, dequantised to float32 if it is quantised."""
         if name in self._layers:
             return self._matrix(name).dequantised()
         return self._files.tensor(name)
@@ -163,7 +164,7 @@ class QuantisedCheckpoint(StoredTensors):
         return layer.scheme.matrix(layer.module)
 
     def _is_padding(self, name: str) -> bool:
-        """Whether it is a bias of zeros that a quantiser gave to a layer which has none."""
+        """Whether a tensor is a bias of zeros that a quantiser added to a layer without a bias."""
         module, _, part = _split(name)
         if part != "bias" or f"{module}.weight" not in self._layers or name in self._shapes:
             return False

@@ -1,4 +1,4 @@
-"""What methods of quantisation say of a linear layer's tensors: how they are stored and read."""
+"""How methods of quantisation store the tensors of a linear layer, and how they are read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StoredModule:
-    """The tensors of one linear layer, called after it: what they are held to, and read."""
+    """The tensors of one linear layer, named after it, with checks."""
 
     checkpoint: Checkpoint
     name: str
@@ -46,15 +46,15 @@ class StoredModule:
         return f"{self.name}.{part}" in self.checkpoint
 
     def shape(self, part: str) -> Shape:
-        """The shape of a tensor that is there."""
+        """The shape of a tensor, which must be there."""
         return self.checkpoint.shape(f"{self.name}.{part}")
 
     def tensor(self, part: str) -> Tensor:
-        """As it is stored."""
+        """A tensor as stored."""
         return self.checkpoint.tensor(f"{self.name}.{part}")
 
     def dtype(self, part: str) -> str:
-        """What the file calls it."""
+        """The file's name of a tensor's dtype."""
         return self.checkpoint.stored_dtype(f"{self.name}.{part}")
 
     def check(self, part: str, dtypes: Sequence[str], *shapes: Shape) -> None:
@@ -69,7 +69,7 @@ class StoredModule:
             raise self.wrong(part, wanted, f"{dtype} {shown(list(shape))}")
 
     def groups(self, part: str, count: int) -> Tensor:
-        """int64 [num_columns], in 0..count-1, of a tensor that says it for every column."""
+        """int64 [num_columns], in 0..count-1: the group of each column, stored in a tensor."""
         groups = self.tensor(part).long()
         low, high = int(groups.min()), int(groups.max())
         if low < 0 or high >= count:
@@ -77,18 +77,18 @@ class StoredModule:
         return groups
 
     def groups_in_order(self, count: int) -> Tensor:
-        """int64 [num_columns]: one group of columns after another."""
+        """int64 [num_columns]: the group of each column if groups are in order."""
         return torch.arange(self.num_columns) // (self.num_columns // count)
 
     def wrong(self, part: str, expected: str, got: str) -> CheckpointError:
-        """The error of a tensor."""
+        """The error of a wrong tensor."""
         name = f"{self.name}.{part}"
         return CheckpointError(
             f"{self.checkpoint.path_of(name)}: {name}: expected {expected}, got {got}"
         )
 
     def unsupported(self, expected: str, got: str) -> UnsupportedModelError:
-        """The error of a layer that its method cannot store, or that is not read."""
+        """The error of a layer that its method cannot store, or that is not supported."""
         return UnsupportedModelError(
             f"{self.checkpoint.place}: {self.name}: supported are {expected}, got {got}"
         )
@@ -98,11 +98,11 @@ class Scheme(Protocol):
     """How a method stores linear layers of one kind."""
 
     def fits(self, module: StoredModule) -> bool:
-        """Whether a layer's tensors look like these."""
+        """Whether a layer's tensors look like this scheme's."""
         ...
 
     def check(self, module: StoredModule) -> None:
-        """Raise unless the tensors are there and go together; of small ones the numbers too."""
+        """Raise unless the tensors are there and fit together; also checks values of small ones."""
         ...
 
     def matrix(self, module: StoredModule) -> QuantisedMatrix:
@@ -115,18 +115,18 @@ class Layout:
     """How a directory stores its linear layers."""
 
     method: str
-    """What config.json calls it."""
+    """The method's name in config.json."""
     parts: tuple[str, ...]
     """Names of tensors that only a quantised layer has."""
     schemes: Sequence[Scheme]
 
     def scheme(self, module: StoredModule) -> Scheme:
-        """The one that a layer's tensors fit, else the first."""
+        """The scheme that a layer's tensors fit, else the first."""
         return next((each for each in self.schemes if each.fits(module)), self.schemes[0])
 
 
 def group_size(fields: ConfigFields, default: Any = REQUIRED, name: str = "group_size") -> int:
-    """Columns that share a scale; -1: all of a row."""
+    """The number of columns that share a scale; -1: all columns of a row."""
     size: int = fields.integer(name, -1, MAX_GROUP_SIZE, default)
     if size == 0:
         raise fields.wrong(name, "-1 or 1 and more", size)
@@ -134,7 +134,7 @@ def group_size(fields: ConfigFields, default: Any = REQUIRED, name: str = "group
 
 
 def num_groups(module: StoredModule, group_size: int) -> int:
-    """Groups of ``group_size`` columns, which they must fill; -1 makes one of all columns."""
+    """The number of groups of ``group_size`` columns, which must fill a row; 1 for -1."""
     if group_size == -1:
         return 1
     if module.num_columns % group_size:

@@ -1,7 +1,7 @@
-"""A matrix of whole numbers with scales and zero points for groups of columns, in other forms.
+"""Matrices of whole numbers with scales and zero points for groups of columns.
 
-``w[r, c] = (quant[r, c] - zero[r, group[c]]) * scale[r, group[c]]`` in float32. The blocks that it
-goes into stand for the same numbers, bit for bit; where none can, it is dequantised.
+``w[r, c] = (quant[r, c] - zero[r, group[c]]) * scale[r, group[c]]`` in float32. Converted blocks
+hold the same numbers, bit for bit; a matrix that no blocks can hold is dequantised.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ NUMBERS_AT_ONCE = 1 << 21
 
 @dataclass(frozen=True, eq=False)
 class QuantisedMatrix:
-    """One of 4 or 8 bits."""
+    """A matrix of 4 or 8 bits."""
 
     bits: int
     quants: Callable[[int, int], Tensor]
-    """uint8 [n, num_columns] of the n rows from one up to another, multiples of 16 or the end."""
+    """uint8 [end - begin, num_columns] of rows ``begin..end-1``, multiples of 16 or the end."""
     scales: Tensor
     """[num_rows, num_groups], of any float dtype."""
     zeros: Tensor
     """uint8 [num_rows, num_groups]"""
     groups: Tensor
-    """int64 [num_columns], of each column."""
+    """int64 [num_columns]: the group of each column."""
 
     @property
     def num_rows(self) -> int:
@@ -48,14 +48,14 @@ class QuantisedMatrix:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """What holds it exactly: a scale a row and int8, or a block format."""
+        """The forms that hold the matrix exactly: int8 with a scale a row, and a block format."""
         row_scales = self.bits == 8 and self.scales.shape[1] == 1 and self._is_centred
         rows = (INT8,) if row_scales else ()
         return rows if self.not_in_blocks else (*rows, self._block_format)
 
     @cached_property
     def not_in_blocks(self) -> str | None:
-        """Why no blocks hold it; None where some do."""
+        """Why no block format holds the matrix; None if one does."""
         if self.num_columns % BLOCK:
             return f"{self.num_columns} columns do not fill blocks of {BLOCK}"
         by_block = self.groups.view(-1, BLOCK)
@@ -68,7 +68,7 @@ class QuantisedMatrix:
         return None
 
     def dequantised(self) -> Tensor:
-        """float32 [num_rows, num_columns]"""
+        """The matrix in floats, float32 [num_rows, num_columns]."""
         out = torch.empty(self.num_rows, self.num_columns)
         for begin, end in self._row_ranges():
             whole = self.quants(begin, end).to(torch.int16)
@@ -78,14 +78,14 @@ class QuantisedMatrix:
         return out
 
     def int8_rows(self) -> tuple[Tensor, Tensor]:
-        """int8 [num_rows, num_columns], and float32 [num_rows] that they are multiplied with."""
+        """int8 [num_rows, num_columns], and each row's scale, float32 [num_rows]."""
         out = torch.empty(self.num_rows, self.num_columns, dtype=torch.int8)
         for begin, end in self._row_ranges():
             out[begin:end] = self.quants(begin, end).view(torch.int8) ^ -128
         return out, self.scales[:, 0].float()
 
     def blocks(self) -> Tensor:
-        """uint8 [num_rows, row_bytes] in its block format."""
+        """uint8 [num_rows, row_bytes]: the matrix in its block format."""
         num_blocks = self.num_columns // BLOCK
         out = torch.empty(
             self.num_rows, num_blocks, BLOCK_BYTES[self._block_format], dtype=torch.uint8
@@ -108,24 +108,25 @@ class QuantisedMatrix:
 
     @cached_property
     def _is_centred(self) -> bool:
-        """Whether every zero point is the middle."""
+        """Whether every zero point is the middle of the numbers' range."""
         return bool((self.zeros == 1 << self.bits - 1).all())
 
     @property
     def _block_format(self) -> str:
         if self.bits == 8:
             return "Q8_0"
-        return "Q4_0" if self._is_centred else "Q5_0"  # which holds -16..15
+        return "Q4_0" if self._is_centred else "Q5_0"  # Q5_0 holds -16..15
 
     def _row_ranges(self) -> Iterator[tuple[int, int]]:
-        """Rows that fit into a cache, and so do what they become."""
+        """Ranges of rows that fit into a CPU's cache, together with their converted form."""
         step = max(1, NUMBERS_AT_ONCE // self.num_columns // ROW_STEP) * ROW_STEP
         for begin in range(0, self.num_rows, step):
             yield begin, min(begin + step, self.num_rows)
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """uint8 [..., n * 32 / bits] of int32 words [..., n] of 4 or 8 bits, the lowest first."""
+    """uint8 [..., n * 32 / bits]: the numbers of 4 or 8 bits in int32 words [..., n], the lowest
+    first."""
     octets = words.contiguous().view(torch.uint8)
     if bits == 8:
         return octets
@@ -133,6 +134,6 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def _bit_by_bit(bits: Tensor) -> Tensor:
-    """uint8 [..., n / 8] of bits [..., n], the lowest first."""
+    """uint8 [..., n / 8]: bits [..., n], eight in a byte, the lowest first."""
     by_byte = bits.view(*bits.shape[:-1], -1, 8) << torch.arange(8, dtype=torch.uint8)
     return by_byte.sum(-1, dtype=torch.uint8)

@@ -41,17 +41,17 @@ def read_ropes(
     max_position: int,
     slides: tuple[bool, ...],
 ) -> tuple[tuple[RopeConfig, ...], tuple[int | None, ...]]:
-    """The rotary embeddings of a model, and the place of each layer's among them.
+    """The rotary embeddings of a model, and for each layer the index of its own; None: it has none.
 
     Args:
-        fields: of config.json.
-        family: whose they are.
-        head_dim: of the model.
-        max_position: of the model, before it is stretched.
+        fields: the fields of config.json.
+        family: the model's family.
+        head_dim: the model's head_dim.
+        max_position: the model's max_position, before it is stretched.
         slides: whether each layer has a sliding window.
 
     Raises:
-        ModelError: a type of rotary embedding that is not known, or a setting that cannot be.
+        ModelError: the type of a rotary embedding is not known, or a setting is wrong.
     """
     layers = rotated_layers(fields, len(slides))
     if (
@@ -84,7 +84,8 @@ def rotated_layers(fields: ConfigFields, num_layers: int) -> list[bool]:
 def _of_all_layers(
     fields: ConfigFields, family: Family, head_dim: int, max_position: int
 ) -> RopeConfig:
-    """Where two fields describe it, that of ``rope_scaling``, as in transformers."""
+    """The rotary embedding of all layers: if two fields describe it, that of ``rope_scaling``, as
+    in transformers."""
     given = [fields.inner(name) for name in ("rope_scaling", "rope_parameters")]
     none = ConfigFields({}, fields.where, fields.error, "rope_parameters.")
     found = [rope for rope in given if rope is not None and rope.names] or [none]
@@ -101,10 +102,10 @@ def _of_all_layers(
 def _by_kind(
     fields: ConfigFields, family: Family, head_dim: int, max_position: int
 ) -> tuple[RopeConfig, RopeConfig]:
-    """The rotary embeddings of layers with full attention and of those that slide.
+    """The rotary embeddings of layers with full attention and of layers with a sliding window.
 
-    ``rope_parameters`` has one set for each kind; ``rope_scaling`` and ``rope_theta`` are those of
-    full attention, as in transformers.
+    ``rope_parameters`` has one set for each kind; ``rope_scaling`` and ``rope_theta`` are for full
+    attention, as in transformers.
     """
     assert family.sliding_theta is not None
     name, usual = family.sliding_theta
@@ -179,7 +180,7 @@ def _rope_of(
 
 
 def _yarn_attention_factor(rope: ConfigFields, factor: float) -> float:
-    """YaRN §3.3: attention gets hotter with the logarithm of the factor, unless told otherwise."""
+    """The factor of cosines and sines, by default from the logarithm of the factor (YaRN §3.3)."""
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -1,7 +1,7 @@
-"""A model's weights, of what a checkpoint stores: floats, or matrices in their own bits.
+"""Loads a model's weights from a checkpoint: floats, or matrices in their own bits.
 
-Several formats may be in one matrix. Where any part of it, in any layer, can only be had as floats,
-all of it becomes floats of the model's dtype.
+One matrix may mix several block formats. If any part of it, in any layer, can only be read as
+floats, all of it becomes floats of the model's dtype.
 """
 
 from __future__ import annotations
@@ -63,19 +63,18 @@ def load_weights(
 ) -> LlamaWeights | T5Weights:
     """The config's weights from a checkpoint: checked first, then allocated, then filled.
 
-    What their numbers are is not looked at: a NaN or an infinity among them goes where it is
-    multiplied to.
+    The values of weights are not checked: a NaN or an infinity spreads in products.
 
     Args:
         checkpoint: the tensors.
-        config: of the model.
-        device: of the weights.
-        dtype: of all that is not quantised.
+        config: the model's config.
+        device: the weights' device.
+        dtype: the dtype of weights that are not quantised.
         coding: what floats are quantised to.
-        num_layers: only the first layers of a Llama in floats, all of which are checked.
+        num_layers: load only the first layers of a Llama in floats; all layers are checked.
 
     Raises:
-        ModelError: tensors are missing or others, or there is no memory for the weights.
+        ModelError: tensors are missing or wrong, or there is no memory for the weights.
     """
     check_tensors(checkpoint, config)
     if isinstance(config, ModelConfig) and num_layers is not None:
@@ -86,7 +85,7 @@ def load_weights(
     try:
         new = NewWeights(device, dtype, forms)
         weights, views = empty_weights(config, embeddings_name(config, checkpoint), new)
-    except RuntimeError as error:  # of torch, which is out of memory
+    except RuntimeError as error:  # torch is out of memory
         raise ModelError(
             f"{checkpoint.place}: expected memory for {config.num_parameters} weights on {device}, "
             f"got: {str(error).splitlines()[0]}"
@@ -107,7 +106,7 @@ def load_weights(
 def memory_of(
     checkpoint: StoredTensors, config: AnyModelConfig, dtype: torch.dtype
 ) -> dict[str, tuple[str, int]]:
-    """What each tensor of a checkpoint becomes, "Q4_0" or "F32" for two, and its bytes."""
+    """The form that each tensor of a checkpoint runs in, such as "Q4_0" or "F32", and its bytes."""
     forms = runs_as(checkpoint)
     floats = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
     found = {}
@@ -131,7 +130,7 @@ def runs_as(checkpoint: StoredTensors) -> dict[str, Form]:
     for name in checkpoint.names:
         if (field := field_of(name)) is not None:
             by_field.setdefault(field, []).append(checkpoint.forms(name))
-    # Embeddings of a tied model that was saved as its head become floats.
+    # Embeddings of a tied model become floats if only its LM head was saved.
     forms: dict[str, Form] = {"embed_tokens": "floats"}
     return forms | {field: _form(matrices) for field, matrices in by_field.items()}
 
@@ -162,7 +161,7 @@ def packed_bytes(checkpoint: StoredTensors, name: str) -> int:
 
 
 class _StoredForms:
-    """The forms that a checkpoint has its matrices in."""
+    """The forms in which a checkpoint stores its matrices."""
 
     def __init__(self, checkpoint: StoredTensors) -> None:
         self._checkpoint = checkpoint
