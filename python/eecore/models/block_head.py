@@ -195,7 +195,12 @@ class BlockHead(KeyedHead):
             both = layers.linear(states, matrix)
             k, v = both.view(len(both), 2, config.num_kv_heads, config.head_dim).unbind(1)
             ops.append_kv(
-                *(None, k, v, k_cache, v_cache, slot_mapping),
+                None,
+                k,
+                v,
+                k_cache,
+                v_cache,
+                slot_mapping,
                 positions=positions,
                 cos_sin=layers.cos_sin(kv.num_pages * kv.page_size, index),
                 k_norm_weight=None if k_norm is None else k_norm[index],

@@ -219,7 +219,11 @@ class EagleHead(ChainHead):
         q, k, v = self._projected(state, embedded, slice(None))
         self._append(q, k, v, kv, batch.positions, batch.slot_mapping)
         attended = ops.paged_attention(
-            *(q, *kv.layers[0], batch.page_table, batch.seq_lens, batch.query_start_loc),
+            q,
+            *kv.layers[0],
+            batch.page_table,
+            batch.seq_lens,
+            batch.query_start_loc,
             scale=config.head_dim**-0.5,
             sliding_window=config.layer_windows[0],
             fixed_split_size=self._keys_per_split,
@@ -275,7 +279,11 @@ class EagleHead(ChainHead):
         """Norm and rotate heads, and put keys and values into the cache."""
         q_norm, k_norm = self._head_norms
         ops.append_kv(
-            *(q, k, v, *kv.layers[0], slot_mapping),
+            q,
+            k,
+            v,
+            *kv.layers[0],
+            slot_mapping,
             positions=positions,
             cos_sin=self._tables(kv)[0],
             q_norm_weight=None if q is None else q_norm,

@@ -399,7 +399,12 @@ class LlamaModel(Decoder):
         scales = [None if s is None else s[:1] for s in kv.layer_scales[0]]
         keys, slots = no_keys
         ops.append_kv(
-            *(q, keys, keys, k_cache, v_cache, slots),
+            q,
+            keys,
+            keys,
+            k_cache,
+            v_cache,
+            slots,
             positions=positions,
             cos_sin=self._tables(kv)[self._places(layer)[0]],
             key_scales=scales[0],
@@ -422,7 +427,10 @@ class LlamaModel(Decoder):
         k_cache, v_cache = (cache[:, :, heads] for cache in kv.layers[layer])
         scales = [None if s is None else s[heads] for s in kv.layer_scales[layer]]
         return ops.paged_attention(
-            *(q, k_cache, v_cache, *texts),
+            q,
+            k_cache,
+            v_cache,
+            *texts,
             scale=self.attention_scale,
             soft_cap=self._soft_cap,
             fixed_split_size=self._keys_per_split,

@@ -84,8 +84,13 @@ class PromptAttention:
             return _by_torch(q, k, v, chunks, scores.scale)
         window = scores.sliding_window - 1 if scores.sliding_window else -1
         out = self._varlen(
-            *(q, k, v, _starts(chunks.queries, q), _starts(chunks.keys, q)),
-            *(max(chunks.queries), max(chunks.keys)),
+            q,
+            k,
+            v,
+            _starts(chunks.queries, q),
+            _starts(chunks.keys, q),
+            max(chunks.queries),
+            max(chunks.keys),
             softmax_scale=scores.scale,
             causal=True,
             window_size=(window, 0 if scores.sliding_window else -1),

@@ -55,8 +55,10 @@ TEXT_PARTS = {
 DRAFTING = "model.mtp_layers."
 """The prefix of tensors that draft the tokens after the next one."""
 OTHER_PARTS = (
-    *("vision_tower.", "multi_modal_projector."),
-    *("model.vision_tower.", "model.multi_modal_projector."),
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
     DRAFTING,
 )
 """Prefixes of tensors that generating text does not need."""

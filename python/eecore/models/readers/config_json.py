@@ -68,12 +68,26 @@ USUAL_FILTERS = {"temperature": (0, 1), "top_k": (-1, 0, 50), "top_p": (1,), "mi
 """Values that are ignored without a warning: transformers also writes its defaults."""
 NOT_SAMPLING = frozenset(
     {
-        *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
-        *("do_sample", "transformers_version", "use_cache", "cache_implementation"),
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "decoder_start_token_id",
+        "do_sample",
+        "transformers_version",
+        "use_cache",
+        "cache_implementation",
         # Each request sets the length of its answer, and what is returned with it.
-        *("max_length", "max_new_tokens", "output_attentions", "output_hidden_states"),
-        *("output_logits", "output_scores", "return_dict_in_generate", "return_legacy_cache"),
-        *("remove_invalid_values", "renormalize_logits", "trust_remote_code"),
+        "max_length",
+        "max_new_tokens",
+        "output_attentions",
+        "output_hidden_states",
+        "output_logits",
+        "output_scores",
+        "return_dict_in_generate",
+        "return_legacy_cache",
+        "remove_invalid_values",
+        "renormalize_logits",
+        "trust_remote_code",
     }
 )
 """Fields of a generation_config.json that are read elsewhere, or do not change the text."""

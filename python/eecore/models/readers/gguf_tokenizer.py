@@ -43,23 +43,50 @@ ROLES = {
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 END_TOKENS = frozenset(
     (
-        *("</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|end_of_text|>"),
-        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"),
-        *("<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]"),
+        "</s>",
+        "<eos>",
+        "[EOS]",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<end_of_utterance>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
     )
 )
 """Names of tokens that end a text or a turn if they are special tokens, as in llama.cpp."""
 TOKEN_IDS = (
-    *(*ROLES.values(), *ENDS),
+    *ROLES.values(),
+    *ENDS,
     # For filling in the middle of a text, which eecore does not do.
-    *(f"{name}_token_id" for name in ("prefix", "suffix", "middle")),
-    *(f"fim_{name}_token_id" for name in ("pre", "suf", "mid", "pad", "rep", "sep")),
+    "prefix_token_id",
+    "suffix_token_id",
+    "middle_token_id",
+    "fim_pre_token_id",
+    "fim_suf_token_id",
+    "fim_mid_token_id",
+    "fim_pad_token_id",
+    "fim_rep_token_id",
+    "fim_sep_token_id",
 )
 FIELDS = (
-    *("chat_template", "chat_templates"),
+    "chat_template",
+    "chat_templates",
     "huggingface.json",  # the same tokenizer in another format
-    *(f"ggml.{name}" for name in ("model", "pre", "tokens", "token_type", "scores", "merges")),
-    *(f"ggml.{name}" for name in ("add_bos_token", "add_eos_token", "add_space_prefix")),
+    "ggml.model",
+    "ggml.pre",
+    "ggml.tokens",
+    "ggml.token_type",
+    "ggml.scores",
+    "ggml.merges",
+    "ggml.add_bos_token",
+    "ggml.add_eos_token",
+    "ggml.add_space_prefix",
     *(f"ggml.{name}" for name in TOKEN_IDS),
 )
 """The known fields of ``tokenizer``."""

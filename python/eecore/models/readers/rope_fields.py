@@ -15,17 +15,31 @@ __all__ = ["read_ropes", "rotated_layers"]
 
 ROPE_FIELDS = {
     "default": {
-        *("rope_theta", "rope_type", "type", "partial_rotary_factor"),
-        *("llama_4_scaling_beta", "max_position_embeddings"),
+        "rope_theta",
+        "rope_type",
+        "type",
+        "partial_rotary_factor",
+        "llama_4_scaling_beta",
+        "max_position_embeddings",
     },
     "linear": {"factor"},
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
     "yarn": {
-        *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
-        *("attention_factor", "mscale", "mscale_all_dim", "finetuned"),
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "finetuned",
     },
     "longrope": {
-        *("short_factor", "long_factor", "factor", "attention_factor"),
+        "short_factor",
+        "long_factor",
+        "factor",
+        "attention_factor",
         "original_max_position_embeddings",
     },
 }

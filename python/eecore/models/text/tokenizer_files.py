@@ -29,7 +29,12 @@ MAX_GROWTH = 256
 CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"\\]*)"')
 TRIAL = "A trial, 1 + 1\n"
 ROLES = (
-    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
     "mask_token",
 )
 
