@@ -123,7 +123,7 @@ class _Block(NamedTuple):
     down: Matrix
 
 
-class _Asked(NamedTuple):
+class _KeyHeads(NamedTuple):
     """Key heads of one layer that one call of attention reads."""
 
     layer: int
@@ -139,7 +139,7 @@ class _Attention:
     norm: Tensor
     query: Matrix
     """[attended * queries, hidden_size]"""
-    asked: Sequence[_Asked]
+    key_heads: Sequence[_KeyHeads]
 
 
 @dataclass(frozen=True)
@@ -199,16 +199,16 @@ class DraftHead:
         self._network = network
         self._attention: _Attention | None = None
         if self.settings.attended:
-            a_key = self.settings.queries // network.config.head_dim
+            per_key = self.settings.queries // network.config.head_dim
             outputs = tensors["attention.output"]
             self._attention = _Attention(
                 norm(tensors["attention.norm"]),
                 matrix(tensors["attention.query"].flatten(0, 1)),
                 [
-                    _Asked(
+                    _KeyHeads(
                         layer,
                         heads,
-                        slice(first * a_key, end * a_key),
+                        slice(first * per_key, end * per_key),
                         matrix(outputs[first:end].transpose(0, 1).flatten(1)),
                     )
                     for layer, heads, first, end in _calls(self.settings.attended)
@@ -302,10 +302,10 @@ class DraftHead:
         q = self._linear(hidden, attention.query, norm=attention.norm, few=True)
         q = q.view(len(q), -1, network.config.head_dim)
         # All layers that a head attends to rotate alike: it is trained that way.
-        network.rotate(q, attention.asked[0].layer, batch.positions, kv, seen.no_keys)
-        for asked in attention.asked:
-            found = network.attend(q[:, asked.queries], asked.layer, asked.heads, kv, texts)
-            hidden = self._linear(found.flatten(1), asked.output, residual=hidden, few=True)
+        network.rotate(q, attention.key_heads[0].layer, batch.positions, kv, seen.no_keys)
+        for heads in attention.key_heads:
+            found = network.attend(q[:, heads.queries], heads.layer, heads.heads, kv, texts)
+            hidden = self._linear(found.flatten(1), heads.output, residual=hidden, few=True)
         return hidden
 
     @property

@@ -104,15 +104,15 @@ class HeadVocabulary:
 
     def _pack(self, begin: int, end: int) -> None:
         """Pack spare rows, from the first row of a panel on."""
-        its = self._blocks[begin:end]
-        if len(its):
+        blocks = self._blocks[begin:end]
+        if len(blocks):
             first = self._num_own + begin
             ops.pack_weight(
-                its,
+                blocks,
                 SPARE_FORMAT,
                 offset=self._begin + begin // PANEL * self._panel_bytes,
                 packed=self.rows.weight,
-                table=self._table[first : first + len(its)],
+                table=self._table[first : first + len(blocks)],
             )
 
     def _quantised(self, tokens: Tensor | Sequence[int]) -> Tensor:

@@ -369,7 +369,7 @@ class LlamaModel(Decoder):
         :func:`append_kv` takes it. Layers count from 0."""
         return self._ropes.reaching(num_positions)[self._places(layer)[0]]
 
-    def turn_alike(self, layers: Iterable[int]) -> bool:
+    def rotate_alike(self, layers: Iterable[int]) -> bool:
         """Whether the queries of all these layers have the same rotary embedding."""
         return len({self._places(layer)[0] for layer in layers}) <= 1
 
@@ -537,11 +537,11 @@ class LlamaModel(Decoder):
             places,
         )
         q = self.linear.into_cache(hidden, layer.qkv, layer.attention_norm, append)
-        others = self.prompt_attention
+        for_prompts = self.prompt_attention
         scores = Scores(self.attention_scale, config.layer_windows[of_stack], self._soft_cap)
         own_dtype = k_cache.dtype == q.dtype
-        if others is not None and batch.chunks and own_dtype and others.takes(scores):
-            attended = others(q, k_cache, v_cache, batch.page_table, batch.chunks, scores)
+        if for_prompts is not None and batch.chunks and own_dtype and for_prompts.takes(scores):
+            attended = for_prompts(q, k_cache, v_cache, batch.page_table, batch.chunks, scores)
             return self._projected(attended, layer.o, hidden, layer.attention_post_norm)
         attended = ops.paged_attention(
             q,

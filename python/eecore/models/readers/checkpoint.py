@@ -279,25 +279,26 @@ def with_stored_tying(config: Config, checkpoint: StoredTensors) -> Config:
     embeddings = embeddings_name(config, checkpoint)
     check_tensors(checkpoint, config)
     if isinstance(config, T5Config):
-        _refuse_embeddings_of_their_own(checkpoint, embeddings)
+        _refuse_separate_embeddings(checkpoint, embeddings)
     if not config.tie_word_embeddings or HEAD not in checkpoint.names or embeddings == HEAD:
         return config
-    tied = _hold_the_same(checkpoint, embeddings, HEAD)
+    tied = _are_equal(checkpoint, embeddings, HEAD)
     return config if tied else replace(config, tie_word_embeddings=False)
 
 
-def _refuse_embeddings_of_their_own(checkpoint: StoredTensors, shared: str) -> None:
+def _refuse_separate_embeddings(checkpoint: StoredTensors, shared: str) -> None:
     """Raise if encoder and decoder of a T5 do not share their embeddings."""
     for name in T5_EMBEDDINGS:
         if name not in checkpoint.names or name == shared:
             continue
-        if not _hold_the_same(checkpoint, name, shared):
+        if not _are_equal(checkpoint, name, shared):
             raise UnsupportedModelError(
-                f"{checkpoint.path_of(name)}: {name}: supported is a copy of {shared}, got others"
+                f"{checkpoint.path_of(name)}: {name}: supported is a copy of {shared}, got other "
+                "numbers"
             )
 
 
-def _hold_the_same(checkpoint: StoredTensors, name: str, other: str) -> bool:
+def _are_equal(checkpoint: StoredTensors, name: str, other: str) -> bool:
     kinds = [(checkpoint.shape(each), checkpoint.dtype(each)) for each in (name, other)]
     return kinds[0] == kinds[1] and torch.equal(checkpoint.tensor(name), checkpoint.tensor(other))
 

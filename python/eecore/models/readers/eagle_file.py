@@ -151,7 +151,7 @@ def load_eagle(directory: Path, fields: ConfigFields, network: LlamaModel) -> Ea
     with Checkpoint(directory) as stored:
         prefix = RAW if any(name.startswith(RAW) for name in stored.names) else LISTED
         names = {name.replace(RAW, prefix): name for name in settings.shapes}
-        shapes = {theirs: settings.shapes[name] for theirs, name in names.items()}
+        shapes = {stored_name: settings.shapes[name] for stored_name, name in names.items()}
         own = "embed_tokens.weight"
         size = settings.config.vocab_size, settings.config.hidden_size
         if own in stored:
@@ -164,7 +164,7 @@ def load_eagle(directory: Path, fields: ConfigFields, network: LlamaModel) -> Ea
             )
         _check_tensors(stored, shapes, prefix, fields)
         tokens = _tokens(stored, settings, fields)
-        tensors = {name: stored.tensor(theirs) for theirs, name in names.items()}
+        tensors = {name: stored.tensor(stored_name) for stored_name, name in names.items()}
     return EagleHead(network, directory, settings, tensors, tokens)
 
 

@@ -141,10 +141,10 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
         values["partial_rotary_factor"] = partial
     if rope["rope_type"] == "longrope":
         values["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
-    for name, theirs in family.numbers.items():
+    for name, config_name in family.numbers.items():
         value = _real(own, name, 0.0, FACTORS[1], REQUIRED if name in family.required else 0.0)
         if value or name in own:
-            values[theirs] = value or None
+            values[config_name] = value or None
     if architecture == "granite":
         values.setdefault("attention_multiplier", None)
         values["attention_multiplier"] = values["attention_multiplier"] or head_dim**-0.5

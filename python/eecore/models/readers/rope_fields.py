@@ -107,7 +107,7 @@ def _of_all_layers(
     if ropes[0] != ropes[-1]:
         warnings.warn(
             f"{fields.where}: rope_parameters: expected what rope_scaling says, got another "
-            "rotary embedding; that of rope_scaling is used",
+            "rotary embedding; rope_scaling is used",
             stacklevel=2,
         )
     return ropes[0]

@@ -68,7 +68,7 @@ class ChatTemplate:
             )
         self._around = LAST_MESSAGE.fullmatch(source)
         if self._around is None:
-            self._asked(None, 0)
+            self._rendered(None, 0)
 
     def render(
         self, messages: Any, variables: Mapping[str, Any], *, continues: bool = False
@@ -91,10 +91,10 @@ class ChatTemplate:
         if self._around is not None and isinstance(content, str):
             text = content.join(self._around.groups())
         else:
-            text = self._asked(values, num_characters)
+            text = self._rendered(values, num_characters)
         return _before_mark(text, last) if continues else text
 
-    def _asked(self, values: dict[str, Any] | None, given: int) -> str:
+    def _rendered(self, values: dict[str, Any] | None, given: int) -> str:
         """The rendered text of values that have ``given`` characters.
 
         With None for values the template is only compiled.
