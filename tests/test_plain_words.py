@@ -15,7 +15,6 @@ NOT_YET: tuple[str, ...] = (
     "cli",
     "decoding",
     "engine",
-    "models",
     "ops",
     "planning",
     "scheduling",
