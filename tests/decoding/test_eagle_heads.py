@@ -434,7 +434,7 @@ def test_what_is_no_head_is_a_sentence(
     (head / "model.safetensors").rename(head / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"got pytorch_model.bin, a pickle.*RedHatAI/"):
         with_head(directory, head)
-    with pytest.raises(ModelError, match="expected that of a draft head"):
+    with pytest.raises(ModelError, match="expected the config of a draft head"):
         with_head(directory, directory)
     with pytest.raises(ModelError, match=r"expected the directory of a draft .* got nothing"):
         with_head(directory, tmp_path / "nothing")

@@ -179,7 +179,7 @@ def test_tokens_that_the_model_does_not_have(tmp_path: Path) -> None:
     path.write_text(
         json.dumps({**whole, "added_tokens": [], "model": {**whole["model"], "vocab": vocab}})
     )
-    with pytest.raises(CheckpointError, match="expected at most 300 tokens, those of the model"):
+    with pytest.raises(CheckpointError, match="expected at most 300 tokens, as the model has"):
         eecore.load(directory)
 
 

@@ -37,8 +37,8 @@ class AttentionBatch:
     """Ragged rows of several sequences: each sequence's rows are its last positions.
 
     Row i of the n rows of sequence s sits at position ``seq_lens[s] - n + i``; its key and value go
-    to slot ``slot_mapping`` before it attends. One row per
-    sequence is decoding, a few are verification, many are a chunk of a prompt.
+    to slot ``slot_mapping`` before it attends. One row per sequence is decoding, a few are
+    verification, many are a chunk of a prompt.
     """
 
     positions: Tensor

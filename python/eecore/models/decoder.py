@@ -68,7 +68,7 @@ class Decoder:
         self.draft_head: DraftHead | KeyedHead | None = None
         """The draft head after the last layer, if there is one; a T5 has none."""
         self.learnt: dict[object, Any] = {}
-        """What decoding has learnt about passes over this model, by what that depends on."""
+        """What decoding has learnt about passes over this model, by the settings it holds for."""
         self.check_held: Callable[[Any], None] | None = None
         """Takes this network and updates it from the model that shares its weights, or raises an
         error if that model now needs another network; None: the weights are not shared."""

@@ -101,7 +101,7 @@ class PromptAttention:
 
 
 def gathered(cache: Tensor, page_table: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """[sum of lengths, num_kv_heads, head_dim]: the sequences' keys or values in a row."""
+    """[sum of lengths, num_kv_heads, head_dim]: the sequences' keys or values, concatenated."""
     page_size = cache.shape[1]
     pages = [-(-length // page_size) for length in lengths]
     rows = [page_table[i, :count] for i, count in enumerate(pages)]

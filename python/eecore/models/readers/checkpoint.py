@@ -51,7 +51,7 @@ TEXT_PARTS = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-"""Prefixes of names in the text part of a multimodal model, and in a text model."""
+"""Prefixes of names in the text part of a multimodal model, and the prefixes of a text model."""
 DRAFTING = "model.mtp_layers."
 """The prefix of tensors that draft the tokens after the next one."""
 OTHER_PARTS = (

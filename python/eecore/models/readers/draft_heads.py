@@ -174,7 +174,7 @@ def _kind(fields: ConfigFields) -> str:
         return str(kind)
     if kind is None:
         raise fields.error(
-            f"{fields.where}: expected that of a draft head ({', '.join(KINDS)}), got one of "
+            f"{fields.where}: expected the config of a draft head ({', '.join(KINDS)}), got one of "
             f"{shown(list(names))}"
         )
     raise UnsupportedModelError(

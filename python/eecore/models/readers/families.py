@@ -38,7 +38,7 @@ class Family:
     """Which layers have sliding windows: no layer; all; the last layers, if use_sliding_window is
     true; the layers in layer_types; the layers without a rotary embedding."""
     window_period: int = 0
-    """Without layer_types each layer of this number has no window, and all others have one; for
+    """Without layer_types, layers whose number, from 1, is a multiple of this have no window; for
     windows "typed"."""
     theta: float = 10000.0
     """The base of the rotary embedding."""

@@ -28,13 +28,13 @@ class GGUFFamily:
     window: int | None = None
     """The sliding window of a file without the field; None: no file has sliding windows."""
     window_period: int = 0
-    """Without a pattern each layer of this number has no window, and all others have one; 0: all
+    """Without a pattern, layers whose number, from 1, is a multiple of this have no window; 0: all
     layers have one."""
     sliding_theta: float | None = None
     """The base of the rotary embedding in layers with sliding windows; None: as in other layers."""
     large_layers: int = 0
-    """The number of layers of the model size whose scores are scaled by (hidden_size / heads)**-0.5
-    instead of head_dim**-0.5, which no field says."""
+    """The number of layers of a model whose scores are scaled by (hidden_size / heads)**-0.5, which
+    no field says; other models scale by head_dim**-0.5."""
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Tensors whose names differ from Llama's files, and their names in a checkpoint."""
     is_interleaved: bool = False

@@ -19,7 +19,7 @@ from eecore.models.text.messages import given_values
 __all__ = ["ChatTemplate", "ChatTemplateError", "MessagesRefused"]
 
 MAX_SOURCE = 128 << 10
-"""Characters of a template; large ones of today have 40 thousand."""
+"""Characters of a template, at most; large ones of today have 40 thousand."""
 SECONDS = 0.5
 """CPU time of a rendering, at most."""
 SECONDS_PER_CHARACTER = 2e-7

@@ -13,7 +13,7 @@ __all__ = ["given_values"]
 MAX_DEPTH = 64
 MAX_MESSAGES = 1 << 16
 MAX_CHARACTERS = 64 << 20
-"""Characters of all messages and variables together."""
+"""Characters of all messages and variables together, at most."""
 
 
 def given_values(messages: Any, variables: Mapping[str, Any]) -> tuple[dict[str, Any], int]:

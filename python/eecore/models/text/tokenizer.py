@@ -144,7 +144,7 @@ class Tokenizer:
         """The text of token ids; bytes that are not UTF-8 become U+FFFD.
 
         Raises:
-            RequestError: they are not token ids.
+            RequestError: a value is not a token id.
             ModelError: the tokenizer fails.
         """
         try:

@@ -190,7 +190,7 @@ def _check_ids(where: str, backend: tokenizers.Tokenizer, vocab_size: int) -> No
     number = backend.get_vocab_size(with_added_tokens=False)
     if number > vocab_size:
         raise CheckpointError(
-            f"{where}: expected at most {vocab_size} tokens, those of the model, got {number}"
+            f"{where}: expected at most {vocab_size} tokens, as the model has, got {number}"
         )
     parts = _parts(_step(backend, "post_processor", where))
     always = [token for part in parts for token in _around(part)]
