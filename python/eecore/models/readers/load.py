@@ -222,6 +222,6 @@ def choose_coding(weights: str | None) -> Coding | None:
         return None
     if weights not in CODINGS:
         raise ModelError(
-            f"weights: expected {', '.join(CODINGS)} or None (as the dtype), got {weights!r}"
+            f"weights: expected {', '.join(CODINGS)} or None (floats of the dtype), got {weights!r}"
         )
     return CODINGS[weights]
