@@ -55,8 +55,6 @@ emulator::Index3 threadIdx, blockIdx, blockDim, gridDim;
 namespace emulator {
 namespace {
 
-constexpr size_t kStackBytes = 256 * 1024;
-
 // ---- Fibers ----
 
 struct Context {
@@ -135,13 +133,16 @@ struct Thread {
   bool waited = false;                    // for the kernel ahead
 };
 
+// Of the lanes of a warp, one after the other.
+using Gifts = std::array<unsigned char, 32 * kMaxGift>;
+
 // A collective operation of a warp that not all lanes have come to.
 struct Meeting {
   unsigned mask = 0, arrived = 0;
   const char* what = nullptr;
   std::source_location site;
   size_t bytes = 0;
-  Gathered gifts;
+  Gifts gifts;
 };
 
 // What is known of two bytes of shared memory, the smallest element.
@@ -172,7 +173,7 @@ struct Block {
   std::array<Barrier, kNumBarriers> barriers;
   // Warps.
   std::vector<std::vector<Meeting>> meetings;  // of each warp
-  std::vector<Gathered> gathered;              // of each thread, when its meeting is over
+  std::vector<Gifts> gathered;                 // of each thread, when its meeting is over
   // Time passes with every synchronisation.
   uint32_t now = 1, last_barrier = 0;  // of all threads
   // When the first warp last waited in a barrier that the second had come to.
@@ -206,8 +207,10 @@ std::string text(const std::source_location& site) {
   return file.substr(file.rfind('/') + 1) + ":" + std::to_string(site.line());
 }
 
+bool same_text(const char* a, const char* b) { return a == b || std::strcmp(a, b) == 0; }
+
 bool same_place(const std::source_location& a, const std::source_location& b) {
-  return a.line() == b.line() && std::strcmp(a.file_name(), b.file_name()) == 0;
+  return a.line() == b.line() && same_text(a.file_name(), b.file_name());
 }
 
 void yield() { switch_context(block.running->context, host); }
@@ -231,11 +234,12 @@ void thread_main() {
 void finish_barrier(Barrier& barrier) {
   ++block.now;
   if (static_cast<int>(barrier.waiting.size()) == block.num_threads) block.last_barrier = block.now;
+  const int num_warps = (block.num_threads + 31) / 32;
   std::array<bool, kMaxWarps> came{}, waits{};
   for (const int number : barrier.waiting) came[number / 32] = waits[number / 32] = true;
   for (const int number : barrier.arrived) came[number / 32] = true;
-  for (int waiter = 0; waiter < kMaxWarps; ++waiter) {
-    for (int other = 0; waits[waiter] && other < kMaxWarps; ++other) {
+  for (int waiter = 0; waiter < num_warps; ++waiter) {
+    for (int other = 0; waits[waiter] && other < num_warps; ++other) {
       if (came[other]) block.waited_for_warp[waiter][other] = block.now;
     }
   }
@@ -305,6 +309,13 @@ void land(const Copy& copy) {
   std::memset(block.shared.data() + copy.to + copy.bytes, 0, copy.zeros);
 }
 
+// No element of these bytes of shared memory has been written.
+void reset_shared(size_t begin, size_t end) {
+  std::fill(block.shared.data() + begin, block.shared.data() + end, 0xff);
+  std::fill(block.shadow.data() + begin / kGranule,
+            block.shadow.data() + (end + kGranule - 1) / kGranule, Shadow{});
+}
+
 void run_block() {
   block.ready.clear();
   for (Barrier& barrier : block.barriers) barrier.waiting.clear(), barrier.arrived.clear();
@@ -316,9 +327,7 @@ void run_block() {
   block.static_used = 0;
   block.waited = false;
   block.first_to_wait = kNobody;
-  const size_t shared_bytes = kStaticSharedBytes + block.config.dynamic_shared_bytes;
-  block.shared.assign(shared_bytes, 0xff);
-  block.shadow.assign((shared_bytes + kGranule - 1) / kGranule, Shadow{});
+  reset_shared(kStaticSharedBytes, block.shared.size());  // static arrays: where they are made
   const Index3& shape = block.config.block;
   for (int number = 0; number < block.num_threads; ++number) {
     Thread& thread = *block.threads[number];
@@ -336,9 +345,10 @@ void run_block() {
   for (auto& of_warp : block.meetings) of_warp.clear();
 
   while (block.error.empty() && !block.ready.empty()) {
-    std::uniform_int_distribution<size_t> pick(0, block.ready.size() - 1);
-    std::swap(block.ready[pick(random_source)], block.ready.back());
+    const size_t picked = (random_source() >> 32) * block.ready.size() >> 32;
+    std::swap(block.ready[picked], block.ready.back());
     block.running = block.threads[block.ready.back()].get();
+    own_memory.stack = reinterpret_cast<uintptr_t>(block.running->context.stack);
     block.ready.pop_back();
     threadIdx = block.running->index;
     switch_context(host, block.running->context);
@@ -422,12 +432,7 @@ bool knows_of_previous_kernel() {
 
 bool is_in_kernel() { return block.running != nullptr; }
 
-bool is_own_memory(const void* address) {
-  const auto* at = static_cast<const unsigned char*>(address);
-  const auto* stack = static_cast<const unsigned char*>(block.running->context.stack);
-  if (at >= stack && at < stack + kStackBytes) return true;
-  return at >= block.shared.data() && at < block.shared.data() + block.shared.size();
-}
+OwnMemory own_memory;
 
 void fail(const std::string& message) {
   block.error = "thread " + text(block.running->index) + " " + message;
@@ -439,7 +444,7 @@ void come_to_barrier(int id, int num_threads, bool waits, const char* what,
                      const std::source_location& site) {
   Thread& me = *block.running;
   if (num_threads == 0) num_threads = block.num_threads;
-  if (id < 0 || id >= kNumBarriers || num_threads % 32 != 0 && id != 0) {
+  if (id < 0 || id >= kNumBarriers || (num_threads % 32 != 0 && id != 0)) {
     fail("comes to barrier " + std::to_string(id) + " of " + std::to_string(num_threads) +
          " threads: expected 0 to 15, and whole warps");
   }
@@ -467,8 +472,8 @@ void come_to_barrier(int id, int num_threads, bool waits, const char* what,
   if (waits) yield();
 }
 
-Gathered gather(unsigned mask, const char* what, const void* gift, size_t bytes, bool orders_memory,
-                const std::source_location& site) {
+void gather(unsigned mask, const char* what, const void* gift, size_t bytes, void* gifts,
+            bool orders_memory, const std::source_location& site) {
   Thread& me = *block.running;
   const int warp = me.number / 32;
   const unsigned bit = 1u << (me.number % 32);
@@ -486,13 +491,13 @@ Gathered gather(unsigned mask, const char* what, const void* gift, size_t bytes,
   }
   Meeting& meeting = meetings[at];
   const bool same = meeting.mask == mask && meeting.bytes == bytes &&
-                    std::strcmp(meeting.what, what) == 0 && same_place(meeting.site, site);
+                    same_text(meeting.what, what) && same_place(meeting.site, site);
   if (!same) {
     fail("divergent warp: it comes to " + std::string(what) + " at " + text(site) +
          ", lanes of its warp wait in " + meeting.what + " at " + text(meeting.site));
   }
   meeting.arrived |= bit;
-  if (bytes > 0) std::memcpy(meeting.gifts.of[me.number % 32], gift, bytes);
+  if (bytes > 0) std::memcpy(&meeting.gifts[me.number % 32 * bytes], gift, bytes);
   me.waits_for = what;
   me.site = site;
   if (meeting.arrived == meeting.mask) {
@@ -501,13 +506,13 @@ Gathered gather(unsigned mask, const char* what, const void* gift, size_t bytes,
       if ((mask >> l & 1u) == 0) continue;
       const int number = warp * 32 + l;
       if (orders_memory) block.threads[number]->synced = block.now;
-      if (bytes > 0) block.gathered[number] = meeting.gifts;
+      if (bytes > 0) std::memcpy(block.gathered[number].data(), meeting.gifts.data(), 32 * bytes);
       make_ready(number);
     }
     meetings.erase(meetings.begin() + static_cast<std::ptrdiff_t>(at));
   }
   yield();
-  return block.gathered[me.number];
+  if (bytes > 0) std::memcpy(gifts, block.gathered[me.number].data(), 32 * bytes);
 }
 
 uint32_t static_shared(const void* key, size_t bytes) {
@@ -517,6 +522,7 @@ uint32_t static_shared(const void* key, size_t bytes) {
   block.static_used += static_cast<uint32_t>((bytes + 15) / 16 * 16);
   if (block.static_used > kStaticSharedBytes) fail("asks for over 48 KB of static shared memory");
   block.static_arrays[key] = begin;
+  reset_shared(begin, block.static_used);
   return begin;
 }
 
@@ -674,6 +680,11 @@ void launch(const LaunchConfig& config, const std::function<void()>& body) {
   }
   block.meetings.resize(kMaxThreads / 32);
   block.gathered.resize(kMaxThreads);
+  const size_t shared_bytes = kStaticSharedBytes + config.dynamic_shared_bytes;
+  block.shared.resize(shared_bytes);
+  block.shadow.resize((shared_bytes + kGranule - 1) / kGranule);
+  own_memory.shared = reinterpret_cast<uintptr_t>(block.shared.data());
+  own_memory.shared_bytes = shared_bytes;
 
   random_source.seed(seed_in_use * 1000003 + launches++);
   std::vector<int64_t> order(num_blocks);

@@ -225,7 +225,7 @@ bool is_ours(uintptr_t at) {
 
 void check_global(Touch touch, const void* address, size_t bytes, const void* place) {
   auto at = reinterpret_cast<uintptr_t>(address);
-  if (bytes == 0 || !is_in_kernel() || is_own_memory(address) || is_ours(at)) return;
+  if (bytes == 0 || is_own_memory(address) || !is_in_kernel() || is_ours(at)) return;
   ++num_checked_so_far;
   const uint32_t granule = std::min<uint32_t>(
       1u << std::countr_zero(static_cast<uint32_t>(at | bytes | kMostGranule)), kMostGranule);
@@ -309,7 +309,7 @@ uint64_t num_checked() { return num_checked_so_far; }
 
 #define EMULATOR_SEEN(name, touch, bytes) \
   extern "C" __attribute__((visibility("hidden"))) void __tsan_##name(const void* address) { \
-    if (emulator::checks_races) { \
+    if (emulator::checks_races && !emulator::is_own_memory(address)) { \
       emulator::check_global(touch, address, bytes, __builtin_return_address(0)); \
     } \
   }

@@ -28,7 +28,7 @@ inline void __syncthreads(EMULATOR_SITE) {
   ::emulator::come_to_barrier(0, 0, true, "__syncthreads", site);
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu, EMULATOR_SITE) {
-  ::emulator::gather(mask, "__syncwarp", nullptr, 0, true, site);
+  ::emulator::gather(mask, "__syncwarp", nullptr, 0, nullptr, true, site);
 }
 inline void __threadfence() {
   if (::emulator::checks_races) ::emulator::check_fence();
@@ -42,24 +42,22 @@ template <typename T, typename Source>
 T shuffle(unsigned mask, const char* what, T value, Source source,
           const std::source_location& site) {
   static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>);
-  const Gathered all = gather(mask, what, &value, sizeof value, false, site);
+  const Gathered<T> all(mask, what, value, site);
   const int from = source(lane());
   if (from < 0) return value;
   if ((mask >> from & 1u) == 0) {
     fail(std::string(what) + " from lane " + std::to_string(from) + ", which is not in the mask");
   }
-  std::memcpy(&value, all.of[from], sizeof value);
-  return value;
+  return all.of[from];
 }
 
 template <typename Count>
 unsigned vote(unsigned mask, const char* what, bool value, Count count,
               const std::source_location& site) {
-  const unsigned char gift = value;
-  const Gathered all = gather(mask, what, &gift, 1, false, site);
+  const Gathered<bool> all(mask, what, value, site);
   unsigned ballot = 0;
   for (int l = 0; l < 32; ++l) {
-    if ((mask >> l & 1u) != 0 && all.of[l][0] != 0) ballot |= 1u << l;
+    if ((mask >> l & 1u) != 0 && all.of[l]) ballot |= 1u << l;
   }
   return count(ballot);
 }

@@ -36,14 +36,21 @@ int thread_number();
 void come_to_barrier(int id, int num_threads, bool waits, const char* what,
                      const std::source_location& site);
 
-// What the lanes of a mask bring together: every lane gives `bytes` (at most kMaxGift) and, when
-// all have come, gets everybody's. `orders_memory` is true of __syncwarp alone.
+// What the lanes of a mask bring together: each lane gives `bytes` (at most kMaxGift) and gets the
+// gifts of all 32 lanes, one after the other, when the lanes of the mask have come.
+// `orders_memory` is true of __syncwarp alone.
 constexpr int kMaxGift = 32;
+void gather(unsigned mask, const char* what, const void* gift, size_t bytes, void* gifts,
+            bool orders_memory, const std::source_location& site);
+// The same of a type.
+template <typename T>
 struct Gathered {
-  alignas(16) unsigned char of[32][kMaxGift];
+  T of[32];
+  Gathered(unsigned mask, const char* what, const T& gift, const std::source_location& site) {
+    static_assert(sizeof(T) <= kMaxGift);
+    gather(mask, what, &gift, sizeof gift, of, false, site);
+  }
 };
-Gathered gather(unsigned mask, const char* what, const void* gift, size_t bytes, bool orders_memory,
-                const std::source_location& site);
 
 // Shared memory of the running block, by byte offset into it.
 uint32_t static_shared(const void* key, size_t bytes);  // where this block keeps the array of `key`

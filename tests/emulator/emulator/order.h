@@ -44,8 +44,18 @@ bool knows_of_previous_kernel();
 
 // Whether a kernel runs at all, and not who launches it.
 bool is_in_kernel();
+
 // Shared memory of the running block, and the stack of the running thread.
-bool is_own_memory(const void* address);
+constexpr size_t kStackBytes = 256 * 1024;
+struct OwnMemory {
+  uintptr_t stack = 0, shared = 0;
+  size_t shared_bytes = 0;
+};
+extern OwnMemory own_memory;
+inline bool is_own_memory(const void* address) {
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  return at - own_memory.stack < kStackBytes || at - own_memory.shared < own_memory.shared_bytes;
+}
 
 }  // namespace emulator
 #pragma GCC visibility pop

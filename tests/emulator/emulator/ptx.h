@@ -166,15 +166,14 @@ EMULATOR_INLINE void load_matrices(uint32_t (&out)[4], const ::emulator::Shared<
   static_assert(sizeof(T) == 2);
   const uint32_t mine = row.checked(16, 16);
   ::emulator::touch_shared(mine, 16);
-  const auto all = ::emulator::gather(0xffffffffu, "ldmatrix", &mine, sizeof mine, false, site);
+  const ::emulator::Gathered<uint32_t> all(0xffffffffu, "ldmatrix", mine, site);
   const int group = ::emulator::lane() / 4, pair = ::emulator::lane() % 4;
   for (int matrix = 0; matrix < 4; ++matrix) {
     uint16_t elements[2];
     for (int i = 0; i < 2; ++i) {
       const int at_row = transposed ? 2 * pair + i : group;
       const int at_column = transposed ? group : 2 * pair + i;
-      uint32_t offset;
-      std::memcpy(&offset, all.of[8 * matrix + at_row], sizeof offset);
+      const uint32_t offset = all.of[8 * matrix + at_row];
       std::memcpy(&elements[i], ::emulator::read_shared(offset + 2 * at_column, 2), 2);
     }
     out[matrix] = elements[0] | uint32_t{elements[1]} << 16;
@@ -204,18 +203,16 @@ void mma_m16n8k16(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[
   } mine;
   std::memcpy(mine.a, a, sizeof a);
   std::memcpy(mine.b, b, sizeof b);
-  const auto all = ::emulator::gather(0xffffffffu, "mma", &mine, sizeof mine, false, site);
+  const ::emulator::Gathered<Fragments> all(0xffffffffu, "mma", mine, site);
   const int group = ::emulator::lane() / 4, pair = ::emulator::lane() % 4;
   float total[4] = {sums[0], sums[1], sums[2], sums[3]};
   for (int k = 0; k < 16; ++k) {
     const int holder = k % 8 / 2, high = k / 8, half = k % 2;
-    Fragments of_a, of_b[2];
-    std::memcpy(&of_a, all.of[4 * group + holder], sizeof of_a);
-    for (int j = 0; j < 2; ++j)
-      std::memcpy(&of_b[j], all.of[4 * (2 * pair + j) + holder], sizeof of_a);
+    const Fragments& of_a = all.of[4 * group + holder];
     for (int i = 0; i < 4; ++i) {
+      const Fragments& of_b = all.of[4 * (2 * pair + i % 2) + holder];
       const float from_a = half_of<T>(of_a.a[2 * high + i / 2], half);
-      total[i] += from_a * half_of<T>(of_b[i % 2].b[high], half);
+      total[i] += from_a * half_of<T>(of_b.b[high], half);
     }
   }
   for (int i = 0; i < 4; ++i) sums[i] = total[i];

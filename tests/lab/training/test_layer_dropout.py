@@ -150,8 +150,12 @@ def test_a_model_with_dropped_layers_is_each_sample_through_its_own_layers(
     with drop_layers(model.model.layers, rates, num_steps=1, seed=5):
         logits = model(IDS, use_cache=False, **given).logits
     generator = torch.Generator().manual_seed(5 * 1_000_003)
+    seeds = torch.randint(1 << 62, (4,), generator=generator).tolist()
     kept = [[True] * 6] + [
-        (torch.rand(6, generator=generator) >= rates.rate(layer, 4, 0, 1)).tolist()
+        (
+            torch.rand(6, generator=generator.manual_seed(seeds[layer]))
+            >= rates.rate(layer, 4, 0, 1)
+        ).tolist()
         for layer in range(1, 4)
     ]
     assert not all(map(all, kept))

@@ -75,6 +75,7 @@ class LayerDropoutHandle(AbstractContextManager["LayerDropoutHandle"]):
         self._rows: list[int] = []
         self._layers = tuple(layers)
         self._rates = [0.0] * len(self._layers)
+        self._seeds = [0] * len(self._layers)
         self._generator = torch.Generator()
         for layer in self._layers:
             if "forward" in vars(layer):
@@ -102,6 +103,7 @@ class LayerDropoutHandle(AbstractContextManager["LayerDropoutHandle"]):
             self.schedule.rate(layer, count, step, self.num_steps) for layer in range(count)
         ]
         self._generator.manual_seed(self.seed * 1_000_003 + step)
+        self._seeds = torch.randint(1 << 62, (count,), generator=self._generator).tolist()
 
     def remove(self) -> None:
         """Give the layers their own forward methods back."""
@@ -118,6 +120,8 @@ class LayerDropoutHandle(AbstractContextManager["LayerDropoutHandle"]):
         _refuse_caches({**arguments, **kwargs})
         hidden: Tensor = arguments["hidden_states"]  # [batch, length, hidden_size]
         count = len(hidden) if self._batch is None else self._batch
+        # Gradient checkpointing runs a layer twice: it has to drop the same samples again.
+        self._generator.manual_seed(self._seeds[index])
         kept_of_step = torch.rand(count, generator=self._generator) >= self._rates[index]
         kept = kept_of_step if self._batch is None else kept_of_step[self._rows]
         if kept.all():
