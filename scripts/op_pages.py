@@ -61,8 +61,10 @@ def figures(measured: dict[str, Any], op: str) -> str:
         lines.append([case, *("" if cell is None else str(cell) for cell in cells)])
     head = ["case", *(f"{peer}, µs" for peer in timed), *rates]
     table = markdown_table(head, lines, text_columns=1)
-    how = "[how they were measured](index.md#figures)"
-    return f"Times are those of the fastest round; {how}.\n\n{table}"
+    return (
+        "Times are those of the fastest round; [how they were measured](index.md#figures)."
+        f"\n\n{table}"
+    )
 
 
 def about(measured: dict[str, Any]) -> str:
