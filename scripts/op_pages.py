@@ -1,4 +1,4 @@
-"""What docs/ops shows of the benchmarks of ops, and its table of ops, which the pages fill.
+"""Figures of docs/ops, from the benchmarks of ops, and its table of ops, from the pages.
 
 python scripts/op_pages.py         # from bench/results/ops.json
 """
@@ -17,18 +17,18 @@ from eecore.lab.evaluation.tables import markdown_table
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "ops"
 RECORD = ROOT / "bench" / "results" / "ops.json"
-# Who a case is timed with stands before its name; the longer name first where one begins another.
+# A case begins with one of these names; of two with the same beginning the longer is first.
 PEERS = ("eecore", "sdpa-grouped", "sdpa", "single ops", "torch")
 RATES = ("GB/s", "GFLOP/s", "of ceiling")
 
 
 def op_of(name: str) -> str:
-    """The op that a benchmark is of, whose name its own begins with."""
+    """The op of a benchmark, with whose name the benchmark's name begins."""
     return max((op for op in ops.OP_NAMES if name.startswith(op)), key=len)
 
 
 def peer_and_case(row: dict[str, Any], op: str) -> tuple[str, str]:
-    """Who was timed, and the case, alike for all who were timed in it."""
+    """What was timed, eecore or a peer, and the case, the same for all that were timed in it."""
     peer = next((peer for peer in PEERS if row["case"].startswith(f"{peer}-")), None)
     case = row["case"] if peer is None else row["case"].removeprefix(f"{peer}-")
     kind = row["op"].removeprefix(op).strip("_").replace("_", " ")
@@ -43,7 +43,7 @@ def by_numbers(case: str) -> list[tuple[int, str]]:
 
 
 def figures(measured: dict[str, Any], op: str) -> str:
-    """A table of an op's cases: times of all who were timed, rates of eecore's."""
+    """A table of an op's cases: times of eecore and its peers, rates of eecore."""
     cases: dict[str, dict[str, dict[str, Any]]] = {}
     for row in measured["rows"]:
         if op_of(row["op"]) == op:
@@ -61,20 +61,23 @@ def figures(measured: dict[str, Any], op: str) -> str:
         lines.append([case, *("" if cell is None else str(cell) for cell in cells)])
     head = ["case", *(f"{peer}, µs" for peer in timed), *rates]
     table = markdown_table(head, lines, text_columns=1)
-    return f"Of the fastest round; [how it was measured](index.md#figures).\n\n{table}"
+    return (
+        "Times are those of the fastest round; [how they were measured](index.md#figures)."
+        f"\n\n{table}"
+    )
 
 
 def about(measured: dict[str, Any]) -> str:
-    """What the figures of all pages were measured on."""
+    """The machine that the figures of all pages were measured on."""
     ceilings = {name: rate / 1e9 for name, rate in measured["ceilings"].items()}
     return (
         f"{measured['cpu']}, {measured['threads']} thread(s), {measured['cpu_capability']} "
         f"kernels, torch {measured['torch']}. There memory is read at {ceilings['dram_read']:.1f} "
         f"GB/s and L3 at {ceilings['l3_read']:.1f}; multiply-adds are done at "
         f"{ceilings['float32_multiply']:.0f} GFLOP/s in float32 and at "
-        f"{ceilings['bfloat16_multiply']:.0f} in bfloat16. A share of the ceiling is one of these, "
-        "measured anew behind each case. Cases of a few microseconds are bound by the cost of a "
-        "call from Python, which a tape or a graph does not pay."
+        f"{ceilings['bfloat16_multiply']:.0f} in bfloat16. A share of the ceiling refers "
+        "to one of these rates, measured again after each case. Cases of a few microseconds are "
+        "bound by the cost of a call from Python, which a tape or a graph does not pay."
     )
 
 
