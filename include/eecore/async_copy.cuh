@@ -1,4 +1,4 @@
-// Waits of a ring in shared memory whose number of stages is known at run time.
+// Waits for a ring of copies in shared memory whose number of stages is known only at run time.
 #pragma once
 
 #include "eecore/ptx.cuh"
@@ -8,7 +8,7 @@ namespace eecore::cuda {
 constexpr int kMostPendingCopies = 4;
 
 // Waits until at most `pending` (0 to kMostPendingCopies) of this thread's newest groups of copies
-// are under way.
+// are in flight.
 __device__ __forceinline__ void cp_async_wait_all_but(int pending) {
   switch (pending) {
     case 0:
