@@ -21,7 +21,7 @@ __device__ __forceinline__ int64_t accepted_prefix(int64_t num_drafts, int lane,
 // Whether a draft is accepted, given u in [0, 1), the distribution q [vocab_size] that it was drawn
 // from and the target's p [vocab_size]. An id outside the vocabulary is rejected.
 __device__ __forceinline__ bool accepts_draft(int64_t token, const float* q, const float* p,
-                                       int64_t vocab_size, float u) {
+                                              int64_t vocab_size, float u) {
   // u * q(x) < p(x) is u < p(x) / q(x) without the division; the products are exact in double.
   return token >= 0 && token < vocab_size &&
          static_cast<double>(u) * static_cast<double>(q[token]) < static_cast<double>(p[token]);

@@ -241,17 +241,16 @@ struct BeginRoundParams {
   const int64_t* next_left;      // [num_ended]; null when sources is
   const int64_t* drafts;         // [num_rows, num_steps]; may be null: no row is given drafts
   const int64_t* num_given;      // [num_rows], -1: the row drafts for itself; null when drafts is
-  const int64_t*
-      ahead_tokens;  // [num_ended, ahead_steps + 1], a first token, then drafts after it, given to
-                     // rows that continue from that token; may be null: no such drafts
-  const float*
-      ahead_probabilities;   // [num_ended, ahead_steps], of those drafts; null when ahead_tokens is
-  const int64_t* num_ahead;  // [num_ended]; null when ahead_tokens is
-  const float* thresholds;   // [num_rows]; such drafts end before the first one below this; null
-                             // when ahead_tokens is
-  int64_t* first_position;   // [num_rows]
-  int64_t* left;             // [num_rows]
-  int64_t* round_slots;      // [num_rows, num_steps + 1]; -1 after the last slot that may be used
+  const int64_t* ahead_tokens;   // [num_ended, ahead_steps + 1], a first token, then drafts after
+                                // it, for rows that continue from that token; may be null: no such
+                                // drafts
+  const float* ahead_probabilities;  // [num_ended, ahead_steps]; null when ahead_tokens is
+  const int64_t* num_ahead;          // [num_ended]; null when ahead_tokens is
+  const float* thresholds;  // [num_rows]; such drafts end before the first one below this; null
+                            // when ahead_tokens is
+  int64_t* first_position;  // [num_rows]
+  int64_t* left;            // [num_rows]
+  int64_t* round_slots;     // [num_rows, num_steps + 1]; -1 after the last slot that may be used
   int64_t* tokens;  // [num_rows, num_steps + 1]: the first token, then the drafts that are given
   int64_t* num_drafted;       // [num_rows]
   int64_t* most;              // [num_rows], draft limit of the row, -1..num_steps
@@ -392,8 +391,7 @@ struct AppendKvParams {
   int64_t v_token_stride, v_head_stride;
   CacheStrides k_cache_strides, v_cache_strides;
   CacheFormat cache_format;
-  bool norms_all_q,
-      norms_all_k;       // normed over all heads of a token at once; the weight covers all heads
+  bool norms_all_q, norms_all_k;  // one norm over all heads of a token, with a weight for all
   bool constant_places;  // CUDA only: no work that may still be running writes slot_mapping or
                          // positions
   float eps;

@@ -1,5 +1,5 @@
-// Rows of x as the skinny products read them: normed where there is a weight for it, at multiples
-// of 16 bytes and filled up with zeros to whole chunks.
+// Rows of x in the format that the skinny products read: normed if there is a norm weight, at
+// multiples of 16 bytes and padded with zeros to whole chunks.
 #pragma once
 
 #include "eecore/element.cuh"
@@ -17,7 +17,7 @@ __device__ __forceinline__ void add_squares(const Pack<T>& pack, float& squares)
   for (int i = 0; i < Pack<T>::kSize; ++i) squares = fmaf(values[i], values[i], squares);
 }
 
-// Of a row whose squares sum to `squares`.
+// 1 / rms of a row whose squares sum to `squares`.
 __device__ __forceinline__ float inverse_rms(float squares, int size, float eps) {
   return 1.0f / sqrtf(squares / static_cast<float>(size) + eps);
 }
@@ -44,13 +44,13 @@ __device__ __forceinline__ void scale_pack(Pack<T>& x, const Pack<T>& weight, fl
   }
 }
 
-// out: [padded_size], x scaled, then zeros; without a weight, x as it is.
+// out: [padded_size], x times scale, then zeros; without a weight, a copy of x.
 template <typename T>
 __device__ __forceinline__ void scale_row(const T* x, const T* weight, float scale, int64_t size,
                                           bool x_aligned, bool weight_aligned, int64_t padded_size,
                                           T* out) {
   constexpr int kSize = Pack<T>::kSize;
-  constexpr int kBatch = 4;  // packs whose loads are under way together
+  constexpr int kBatch = 4;  // packs whose loads are in flight together
   constexpr int kStep = kRmsNormThreads * kSize;
   for (int64_t first = static_cast<int64_t>(threadIdx.x) * kSize; first < padded_size;
        first += kBatch * kStep) {
@@ -80,8 +80,8 @@ struct RmsNormRows {
   bool x_aligned, weight_aligned;
 };
 
-// What scale_row leaves of a normed row, or of one that is copied, of kMostKept packs a thread at
-// most: those stay in registers, and all loads are under way together. With kWhole 16 bytes each.
+// Does what scale_row does, with or without a norm, for rows of at most kMostKept packs per thread:
+// the packs stay in registers, and all loads are in flight together. kWhole: loads of 16 bytes.
 constexpr int kMostKept = 4;
 template <bool kWhole, typename T>
 __device__ __forceinline__ void norm_kept_row(const RmsNormRows& params, const T* x, T* out) {
@@ -121,7 +121,7 @@ __device__ __forceinline__ void norm_kept_row(const RmsNormRows& params, const T
   }
 }
 
-// Grid: one block for each row.
+// Grid: one block per row.
 template <typename T>
 __global__ void __launch_bounds__(kRmsNormThreads) rms_norm_kernel(RmsNormRows params) {
   wait_for_previous_kernel();

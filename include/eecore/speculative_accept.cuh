@@ -1,5 +1,5 @@
-// speculative_accept: a warp compares a sequence's greedy drafts with their targets; a block
-// samples one sequence.
+// speculative_accept: one warp compares a sequence's greedy drafts with their targets; one block
+// samples for a sequence.
 #pragma once
 
 #include "eecore/accept_drafts.cuh"
