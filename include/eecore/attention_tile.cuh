@@ -81,7 +81,7 @@ struct AttentionSizes {
   static constexpr int kPartStride = kHeadDim + 8;  // floats of a row of a warp's result
   static constexpr int kPartBytes = kTileRows * (kPartStride + 2) * static_cast<int>(sizeof(float));
   static constexpr int kStatsSize = 4 * kTileRows * 2;  // floats
-  static constexpr int kFixedBytes =                    // shared memory besides the stages
+  static constexpr int kFixedBytes =                    // shared memory other than the stages
       kStatsSize * int{sizeof(float)} + kAttentionWarps * kStepKeys * 2 * int{sizeof(int64_t)} +
       128;  // whether the block is the last one, and the alignment of the stages
   static_assert(kHeadDim % 16 == 0 && kStepKeys * kCachePieces % 32 == 0);

@@ -1,5 +1,5 @@
-// exit_confidence_cosine: four warps sum each row's products in float; if the sums of a row leave
-// the safe range of float, one warp sums that row again in double.
+// exit_confidence_cosine: four warps sum each row's products in float; a row whose sums are outside
+// the safe range of float is summed again by one of the warps, in double.
 #pragma once
 
 #include "eecore/element.cuh"
