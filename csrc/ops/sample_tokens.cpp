@@ -7,7 +7,7 @@ namespace eecore {
 namespace {
 
 constexpr int64_t kMaxVocabSize = 1 << 30;  // ids, rounded up, are int32 in the kernels
-constexpr int64_t kMostCounted = 1 << 29;   // counts, with those of a round, are 30 bits
+constexpr int64_t kMostCounted = 1 << 29;   // counts, including those of a round, have 30 bits
 
 using OptionalTensor = std::optional<Tensor>;
 
