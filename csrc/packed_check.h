@@ -18,14 +18,14 @@ const int64_t* check_packed(Checker& check, const Tensor& packed, const char* na
                             std::initializer_list<Dim> table_shape, Dim columns);
 
 #ifdef EECORE_BACKEND_CUDA
-constexpr int64_t kMostColumns = int64_t{1} << 26;  // a panel has less than 2 GiB
+constexpr int64_t kMaxColumns = int64_t{1} << 26;  // a panel has less than 2 GiB
 #else
-constexpr int64_t kMostColumns = kMaxPackedColumns;
+constexpr int64_t kMaxColumns = kMaxPackedColumns;
 #endif
 // Checks that the rows of a table consist of whole blocks.
 inline void require_blocks(const Checker& check, const char* table_name, int64_t columns) {
-  check.require(columns % kBlockColumns == 0 && columns <= kMostColumns, table_name,
-                ": expected rows in blocks of ", kBlockColumns, " columns, at most ", kMostColumns,
+  check.require(columns % kBlockColumns == 0 && columns <= kMaxColumns, table_name,
+                ": expected rows in blocks of ", kBlockColumns, " columns, at most ", kMaxColumns,
                 ", got ", columns);
 }
 

@@ -30,9 +30,9 @@ struct RowGroups {
   int64_t rows() const { return count * size; }
 };
 inline RowGroups groups_of(const AttentionPlan& plan, int64_t num_rows) {
-  constexpr int64_t kMostRows = 16;
+  constexpr int64_t kMaxRows = 16;
   if (!plan.has_tiles || num_rows == 0) return {1, num_rows};
-  const int64_t count = ceil_div(num_rows, kMostRows);
+  const int64_t count = ceil_div(num_rows, kMaxRows);
   return {count, ceil_div(num_rows, count)};
 }
 // The maximum kv heads of a work item, given the rows of each.
@@ -75,9 +75,9 @@ inline AttentionWork measure_work(const AttentionPlan& plan) {
 inline AttentionPlan plan_attention(const PagedAttentionParams& params, const Parallel& parallel,
                                     bool has_tiles) {
   constexpr int64_t kBytesPerMultiply = 2;  // bytes that could be read during one multiplication
-  constexpr int64_t kMostPerThread = 1
-                                     << 16;  // multiplications that are worth waking another thread
-  constexpr int64_t kItemsPerThread = 4;     // so that the last items even out
+  constexpr int64_t kMaxPerThread = 1
+                                    << 16;  // multiplications that are worth waking another thread
+  constexpr int64_t kItemsPerThread = 4;    // so that the last items even out
   constexpr int64_t kMinSplit = 256, kSplitStep = 64;  // keys
   constexpr int64_t kMaxPartials = 64 << 20;           // floats
   AttentionPlan plan{};
@@ -89,7 +89,7 @@ inline AttentionPlan plan_attention(const PagedAttentionParams& params, const Pa
   plan.tile_rows = min_of(has_tiles ? 64 : kMaxTileRows, kTileFloats / width);
   const AttentionWork work = measure_work(plan);
   const int64_t per_thread =
-      min_of(parallel.bytes_per_range / kBytesPerMultiply + 1, kMostPerThread);
+      min_of(parallel.bytes_per_range / kBytesPerMultiply + 1, kMaxPerThread);
   plan.num_threads =
       max_of(min_of(work.total * plan.head_dim / per_thread, parallel.num_threads), 1);
 

@@ -225,8 +225,8 @@ template <BlockFormat kFormat, int kBatch, typename Ahead>
 [[gnu::always_inline]] inline void multiply_block(const Bytes* q, const LaneScales& scales,
                                                   const XBlock* x, int64_t x_stride, Ahead ahead,
                                                   Vec* totals) {
-  constexpr int kMost = kFormat == BlockFormat::kQ6_K ? 1 : kRowsAbreast;
-  constexpr int kRows = kBatch < kMost ? kBatch : kMost;
+  constexpr int kMax = kFormat == BlockFormat::kQ6_K ? 1 : kRowsAbreast;
+  constexpr int kRows = kBatch < kMax ? kBatch : kMax;
   multiply_abreast<kFormat, kRows>(q, scales, x, x_stride, ahead, totals);
   if constexpr (kBatch > kRows) {
     multiply_block<kFormat, kBatch - kRows>(q, scales, x + kRows * x_stride, x_stride,

@@ -300,10 +300,10 @@ inline void multiply(const Unit<Panel>& unit, const WeightRows<Panel>& w, int64_
     const int64_t count = rows_together(w.table + r, place.lane, num_rows - r);
     const uint8_t* second = nullptr;
     if (takes_two && count == kPanelRows && num_rows - r >= 2 * kPanelRows) {
-      const RowPlace behind = row_place(w.table[r + kPanelRows]);
-      if (behind.format == place.format && behind.lane == 0 &&
+      const RowPlace next_place = row_place(w.table[r + kPanelRows]);
+      if (next_place.format == place.format && next_place.lane == 0 &&
           is_whole_panel(w.table + r + kPanelRows)) {
-        second = w.bytes + behind.offset;
+        second = w.bytes + next_place.offset;
       }
     }
     const int64_t done = second ? 2 * kPanelRows : count;

@@ -16,7 +16,7 @@ constexpr int64_t kTileSums = kTileSide * kTileSide;
 constexpr int64_t kStretch = 18;
 // Blocks that are multiplied before the sums of one become floats, and the number of buffers for
 // sums.
-constexpr int64_t kBehind = 2, kWaiting = 4;
+constexpr int64_t kDelay = 2, kWaiting = 4;
 
 // A block of a panel as a right factor, signed, and its scales. In Q6_K there is a factor for each
 // half of the columns, with zeros for the other half.
@@ -108,9 +108,9 @@ template <typename U, BlockFormat kFormat, int kRows, bool kOpens>
   for (int b = 0; b < kRows; ++b) totals[b] = load(sums[b]);
   // While a block's sums become floats a later block is multiplied, and before that another one
   // unpacked: nothing waits for memory that was only just written.
-  constexpr int64_t kLead = kOpens ? kBehind + 1 : kBehind;
+  constexpr int64_t kLead = kOpens ? kDelay + 1 : kDelay;
   for (int64_t i = -kLead; i < count; ++i) {
-    const int64_t opened = i + kLead, multiplied = i + kBehind;
+    const int64_t opened = i + kLead, multiplied = i + kDelay;
     if (kOpens && opened < count) {
       if (ahead) {
         for (int64_t line = 0; line < part.block_bytes; line += 64) prefetch(ahead + line);

@@ -110,19 +110,19 @@ inline Fit fit_of(const Numbers& numbers, const Block& whole) {
 inline float inverse(float scale) { return scale > 1e-38f ? 1.0f / scale : 0.0f; }
 
 // Fits a block of finite numbers that are not all alike.
-template <int kMost>
+template <int kMax>
 Fit best_fit(const Block& x, float least, float most) {
   constexpr int kCuts = 11, kRefinements = 2;
   const Numbers numbers = numbers_of(x);
-  Fit best{(most - least) / kMost, least, __builtin_inff()};
+  Fit best{(most - least) / kMax, least, __builtin_inff()};
   const float range = inverse(most - least);
   for (int cut = 0; cut < kCuts; ++cut) {
-    const float factor = (kMost - 1.2f + 0.2f * static_cast<float>(cut)) * range;
-    const Fit fit = fit_of(numbers, whole_of(x, least, factor, kMost));
+    const float factor = (kMax - 1.2f + 0.2f * static_cast<float>(cut)) * range;
+    const Fit fit = fit_of(numbers, whole_of(x, least, factor, kMax));
     if (fit.scale > 0 && fit.error < best.error) best = fit;
   }
   for (int i = 0; i < kRefinements; ++i) {
-    const Fit fit = fit_of(numbers, whole_of(x, best.minimum, inverse(best.scale), kMost));
+    const Fit fit = fit_of(numbers, whole_of(x, best.minimum, inverse(best.scale), kMax));
     if (fit.scale > 0 && fit.error < best.error) best = fit;
   }
   return best;
@@ -133,13 +133,13 @@ bool finite(float value) { return value - value == 0.0f; }
 // A block of Q4_1 or Q5_1.
 template <BlockFormat kFormat>
 void quantise(const Block& x, uint8_t* out) {
-  constexpr int kMost = (1 << quant_bits(kFormat)) - 1;
+  constexpr int kMax = (1 << quant_bits(kFormat)) - 1;
   const float least = -largest(negated(x)), most = largest(x);
   Fit fit{0.0f, least, 0.0f};
-  if (most > least) fit = best_fit<kMost>(x, least, most);
+  if (most > least) fit = best_fit<kMax>(x, least, most);
   const float scale = rounded_to_half(fit.scale, out);
   const float minimum = rounded_to_half(fit.minimum, out + 2);
-  const Block whole = whole_of(x, minimum, inverse(scale), kMost);
+  const Block whole = whole_of(x, minimum, inverse(scale), kMax);
   alignas(64) float q[kBlockColumns];
   for (int i = 0; i < kVecs; ++i) store(q + i * kWidth, whole.v[i]);
   uint32_t fifth = 0;

@@ -185,13 +185,13 @@ inline void multiply(const Unit<W>&, const WeightRows<W>& w, int64_t num_rows, c
                      int64_t out_stride) {
   using F = Format<W>;
   using Sums = typename F::Sums;
-  if constexpr (requires { F::kMostInOrder; }) {
+  if constexpr (requires { F::kMaxInOrder; }) {
     // With few rows of x memory is the limit, and it is read fastest from one end to the other.
-    if (num_batch <= F::kMostInOrder) {
+    if (num_batch <= F::kMaxInOrder) {
       Block<W> block{w.row(0), x + F::kHeader, nullptr, w.stride,   x_stride, n,
                      nullptr,  nullptr,        out,     out_stride, false};
       for (int64_t r = 0; r < num_rows; ++r, block.w += w.stride, ++block.out) {
-        multiply_block<1, F::kMostInOrder>(block, num_batch, 0);
+        multiply_block<1, F::kMaxInOrder>(block, num_batch, 0);
       }
       return;
     }

@@ -396,7 +396,7 @@ inline Vec exp_of_rest(Vec r) {
 inline Vec rest_of(Vec x, Vec n) {
   return fma(n, broadcast(-1.42860677e-6f), fma(n, broadcast(-0.693145752f), x));
 }
-constexpr float kLeastExponent = -87.3f;
+constexpr float kMinExponent = -87.3f;
 constexpr float kLog2OfE = 1.44269504f;
 
 // e^x, within 2 ulp for x in [-87.3, 88]; 0 for smaller x and -inf, infinity for larger x, NaN for
@@ -404,10 +404,10 @@ constexpr float kLog2OfE = 1.44269504f;
 // -inf.
 inline Vec exp(Vec x) {
   // If one operand is NaN, max and min return the second: NaN passes both.
-  const Vec bounded = max(broadcast(kLeastExponent), min(broadcast(88.8f), x));
+  const Vec bounded = max(broadcast(kMinExponent), min(broadcast(88.8f), x));
   const Vec n = round_to_int(bounded * broadcast(kLog2OfE));
   const Vec p = exp_of_rest(rest_of(bounded, n));
-  return zero_below(broadcast(kLeastExponent), x, scale_by_power_of_two(p, n));
+  return zero_below(broadcast(kMinExponent), x, scale_by_power_of_two(p, n));
 }
 
 #if defined(__AVX512F__)
@@ -425,7 +425,7 @@ inline Vec exp_at_most_one(Vec x) {
 #if defined(__AVX512F__)
   // A sum this large keeps no fraction, and its last bits are n.
   const Vec large = broadcast(12582912.0f);
-  const Vec bounded = max(broadcast(kLeastExponent), x);
+  const Vec bounded = max(broadcast(kMinExponent), x);
   const Vec sum = fma(bounded, broadcast(16.0f * kLog2OfE), large);
   const Vec n = sum - large;
   const Vec r =
@@ -436,15 +436,15 @@ inline Vec exp_at_most_one(Vec x) {
   const Vec whole = {_mm512_castsi512_ps(power)};
   const Vec p =
       fma(fma(broadcast(1.66666657e-1f), r, broadcast(5.00000000e-1f)), r, broadcast(1.0f)) * r;
-  return zero_below(broadcast(kLeastExponent), x, fma(whole, p, whole));
+  return zero_below(broadcast(kMinExponent), x, fma(whole, p, whole));
 #elif defined(__AVX2__)
   // A sum this large keeps no fraction, and its last bits are n + 127: the exponent of 2^n.
   const Vec large = broadcast(12582912.0f + 127.0f);
-  const Vec bounded = max(broadcast(kLeastExponent), x);
+  const Vec bounded = max(broadcast(kMinExponent), x);
   const Vec sum = fma(bounded, broadcast(kLog2OfE), large);
   const Vec power = {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(sum.v), 23))};
   const Vec p = exp_of_rest(rest_of(bounded, sum - large));
-  return zero_below(broadcast(kLeastExponent), x, p * power);
+  return zero_below(broadcast(kMinExponent), x, p * power);
 #else
   return exp(x);
 #endif

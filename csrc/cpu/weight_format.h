@@ -49,7 +49,7 @@ struct Unit {
 // Sums of floating-point numbers have no limit of columns.
 constexpr int64_t kAnyColumns = int64_t{1} << 62;
 
-// Vectors of float32, in order. Here and below, with at most kMostInOrder rows of x each row of a
+// Vectors of float32, in order. Here and below, with at most kMaxInOrder rows of x each row of a
 // weight is read by itself: with more rows, or two in pairs of bfloat16, that is slower if the
 // weight is in cache. With AVX2 it is always slower: one sum waits for itself, and a vector is half
 // as wide.
@@ -59,11 +59,11 @@ struct Format<float> {
   static constexpr int64_t kHeader = 0;
   static constexpr int64_t kMaxColumns = kAnyColumns;
 #if defined(__AVX512F__)
-  static constexpr int kMaxBatch = 6, kMostInOrder = 3;
+  static constexpr int kMaxBatch = 6, kMaxInOrder = 3;
 #elif defined(__AVX2__)
   static constexpr int kMaxBatch = 3;
 #else
-  static constexpr int kMaxBatch = 1, kMostInOrder = 1;
+  static constexpr int kMaxBatch = 1, kMaxInOrder = 1;
 #endif
   using PackedX = float;
   using Sums = Vec;
@@ -91,7 +91,7 @@ struct Format<BFloat16> {
   static constexpr int kStep = kPairWidth;
   static constexpr int64_t kHeader = 0;
   static constexpr int64_t kMaxColumns = kAnyColumns;
-  static constexpr int kMaxBatch = 6, kMostInOrder = 1;
+  static constexpr int kMaxBatch = 6, kMaxInOrder = 1;
   using PackedX = BFloat16;
   using Sums = Vec;
 
@@ -122,11 +122,11 @@ struct Format<BFloat16> {
   static constexpr int64_t kHeader = 0;
   static constexpr int64_t kMaxColumns = kAnyColumns;
 #if defined(__AVX512F__)
-  static constexpr int kMaxBatch = 4, kMostInOrder = 1;
+  static constexpr int kMaxBatch = 4, kMaxInOrder = 1;
 #elif defined(__AVX2__)
   static constexpr int kMaxBatch = 2;
 #else
-  static constexpr int kMaxBatch = 1, kMostInOrder = 1;
+  static constexpr int kMaxBatch = 1, kMaxInOrder = 1;
 #endif
   using PackedX = float;
   using Sums = Vec;

@@ -26,9 +26,9 @@ Capture capture_of(Stream stream) {
 }
 
 // Relaxed: the caching allocator of a framework may ask the driver for memory meanwhile.
-cudaError_t capture_into(Stream stream, cudaGraph_t graph, const cudaGraphNode_t* behind) {
-  return cudaStreamBeginCaptureToGraph(handle_of(stream), graph, behind, nullptr,
-                                       behind == nullptr ? 0 : 1, cudaStreamCaptureModeRelaxed);
+cudaError_t capture_into(Stream stream, cudaGraph_t graph, const cudaGraphNode_t* after) {
+  return cudaStreamBeginCaptureToGraph(handle_of(stream), graph, after, nullptr,
+                                       after == nullptr ? 0 : 1, cudaStreamCaptureModeRelaxed);
 }
 
 // Captures a kernel that sets a condition from a flag.

@@ -10,7 +10,7 @@ namespace {
 
 // Tiles of 8 rows in a pass whose warps read x from memory themselves: one pass over 64 rows takes
 // longer than two over 32 (615 us and 233, of 128,256 x 2,048 in bfloat16 on an H100).
-constexpr int kHeadMostTiles = 4;
+constexpr int kHeadMaxTiles = 4;
 constexpr int64_t kReservedBytes = 512;                     // of static shared memory
 constexpr int64_t kLeavingRows = 2 * kSummaryLeavingWarps;  // rows whose summaries one block merges
 
@@ -36,8 +36,7 @@ bool measure_many(const ExitConfidenceSoftmaxParams& params, SkinnyPlan plan, He
   const int64_t room = static_cast<int64_t>(device_properties(stream.device).max_shared_bytes) -
                        kReservedBytes - head_summary_bytes(kManyTiles);
   const int64_t stages = std::min<int64_t>(room / stage_bytes, kSkinnyMaxStages);
-  if (params.num_seqs <= 8 * kHeadMostTiles || stages < kEnoughStages || !plan.aligned)
-    return false;
+  if (params.num_seqs <= 8 * kHeadMaxTiles || stages < kEnoughStages || !plan.aligned) return false;
   plan.num_stages = static_cast<int>(stages);
   plan.num_blocks = Divisor::of(blocks);
   const RowForm form = row_form(product);
@@ -69,7 +68,7 @@ void measure(const ExitConfidenceSoftmaxParams& params, Stream stream) {
   HeadProduct product = head_product(params);
   product.workspace = static_cast<char*>(params.workspace) + summary_bytes(params, stream.device);
   product.constant_weight = may_be_unwanted(params);  // the kernel itself has then waited
-  if constexpr (kNTiles == kHeadMostTiles && std::is_same_v<T, W> && sizeof(T) == 2) {
+  if constexpr (kNTiles == kHeadMaxTiles && std::is_same_v<T, W> && sizeof(T) == 2) {
     if (measure_many<T>(params, plan, product, summaries, stream)) return;
   }
   with_ready_rows<T, W, kNTiles>(
@@ -99,12 +98,12 @@ void run_exit_confidence_softmax(const ExitConfidenceSoftmaxParams& params, Stre
     if (params.leave.all_gone != nullptr) run_exit_rows(params.leave, stream);
     return;
   }
-  dispatch_product<kHeadMostTiles>("exit_confidence_softmax", head_product(params),
-                                   [&](auto tag, auto weight_tag, auto n_tiles) {
-                                     using T = typename decltype(tag)::type;
-                                     using W = typename decltype(weight_tag)::type;
-                                     measure<T, W, n_tiles()>(params, stream);
-                                   });
+  dispatch_product<kHeadMaxTiles>("exit_confidence_softmax", head_product(params),
+                                  [&](auto tag, auto weight_tag, auto n_tiles) {
+                                    using T = typename decltype(tag)::type;
+                                    using W = typename decltype(weight_tag)::type;
+                                    measure<T, W, n_tiles()>(params, stream);
+                                  });
   // Rows that one block handles it also lets exit; else that is a separate launch.
   const bool leaves = params.leave.all_gone != nullptr;
   const bool in_one_block = leaves && params.num_seqs <= kLeavingRows;

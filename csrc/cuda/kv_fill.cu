@@ -50,7 +50,7 @@ SkinnyPlan fill_plan(const KvFillParams& params) {
 // With more slices a block would have fewer rows of the weight at a time, for each of which it
 // reads all of x: a fill of a few layers would have work for more blocks, but a fill of many would
 // take longer.
-constexpr int kMostFillSlices = 4;
+constexpr int kMaxFillSlices = 4;
 
 // Fills a few rows of the weight at a time: with many rows of x twice as many, so that x is read
 // half as often.
@@ -60,7 +60,7 @@ void fill_pairs(const KvFillParams& params, const KvFillRows& rows, Stream strea
   SkinnyPlan plan = fill_plan<W>(params);
   const int64_t layer_rows = 2 * params.num_kv_heads * params.head_dim;
   set_slices(plan,
-             std::min(choose_slices(layer_rows, plan.num_chunks, stream.device), kMostFillSlices));
+             std::min(choose_slices(layer_rows, plan.num_chunks, stream.device), kMaxFillSlices));
   plan.num_tiles = static_cast<int>(ceil_div(layer_rows, skinny_tile_rows(plan, kMTiles)));
   const int64_t exchange_bytes = skinny_exchange_floats(plan, kMTiles) * int64_t{sizeof(float)};
   const int64_t blocks =

@@ -84,9 +84,9 @@ int64_t units_of(const PagedAttentionParams& params, int64_t group_size) {
 // The fewest blocks per unit, from `least` to `most`, that keep nearly as many of the `resident`
 // blocks busy as any number does. `least` gives way if there would be too many waves of blocks.
 int64_t blocks_per_unit(int64_t units, int64_t resident, int64_t least, int64_t most) {
-  constexpr int64_t kMostWaves = 4;
+  constexpr int64_t kMaxWaves = 4;
   constexpr double kNearly = 0.95;
-  most = std::min(most, std::max<int64_t>(kMostWaves * resident / units, 1));
+  most = std::min(most, std::max<int64_t>(kMaxWaves * resident / units, 1));
   least = std::min(least, most);
   const auto busy = [&](int64_t blocks) {
     const int64_t all = units * blocks;
@@ -106,13 +106,13 @@ void plan_splits(const PagedAttentionParams& params, int64_t num_multiprocessors
   constexpr int64_t kMinBlockKeys = 512;  // worth merging the result of a block
   constexpr int64_t kMaxBlockKeys =
       16384;  // so that one long sequence does not occupy a few blocks for long
-  constexpr int64_t kMostBlocks = 256;  // of a tile
+  constexpr int64_t kMaxBlocks = 256;  // of a tile
   constexpr int64_t kMaxWorkspace = int64_t{256} << 20;
   constexpr double kBusyEnough = 0.8;
   const int64_t units = units_of<Sizes>(params, plan.group_size.value);
   const int64_t resident = num_multiprocessors * kAttentionBlocksPerMultiprocessor;
   if (params.fixed_split_size == 0) {
-    const int64_t most = std::clamp<int64_t>(plan.max_keys / kMinBlockKeys, 1, kMostBlocks);
+    const int64_t most = std::clamp<int64_t>(plan.max_keys / kMinBlockKeys, 1, kMaxBlocks);
     const int64_t least = std::max<int64_t>(ceil_div(plan.max_keys, kMaxBlockKeys), 1);
     const int64_t blocks = blocks_per_unit(units, resident, least, most);
     plan.num_blocks = Divisor::of(blocks);
@@ -128,7 +128,7 @@ void plan_splits(const PagedAttentionParams& params, int64_t num_multiprocessors
       static_cast<double>(units) / static_cast<double>(ceil_div(units, resident) * resident);
   int64_t blocks = 1;
   if (busy < kBusyEnough && partial_bytes <= kMaxWorkspace) {
-    blocks = blocks_per_unit(units, resident, 1, std::min(spans, kMostBlocks));
+    blocks = blocks_per_unit(units, resident, 1, std::min(spans, kMaxBlocks));
   }
   // A single block has one partial result for the spans so far and one for a part of a span, unless
   // it has only one round: one span with a team for each of its splits.
@@ -143,13 +143,13 @@ void plan_splits(const PagedAttentionParams& params, int64_t num_multiprocessors
 // kernel: where they are too small to be worth a launch.
 template <typename Sizes>
 bool last_block_merges(const PagedAttentionParams& params, const AttentionPlan& plan) {
-  constexpr int64_t kMostBytes = 16 << 10;
+  constexpr int64_t kMaxBytes = 16 << 10;
   if (plan.num_blocks.value == 1 || params.arrivals == nullptr ||
       plan.num_tiles * params.num_kv_heads > params.num_arrivals) {
     return false;
   }
   const int64_t rows = std::min<int64_t>(rows_of(params, plan.group_size.value), Sizes::kTileRows);
-  return rows * plan.num_partials * params.head_dim * int64_t{sizeof(float)} <= kMostBytes;
+  return rows * plan.num_partials * params.head_dim * int64_t{sizeof(float)} <= kMaxBytes;
 }
 
 // Bytes of the table into which a block spreads the position bias, 0 without one; stores its reach
@@ -164,8 +164,8 @@ int64_t plan_bias(const PagedAttentionParams& params, int64_t max_keys, Attentio
   }
   const int64_t reach =
       std::min<int64_t>(buckets.starts[buckets.num_sided - 1], max_keys + params.num_tokens);
-  plan.bias_behind = static_cast<int32_t>(reach);
-  plan.bias_ahead = buckets.bidirectional ? plan.bias_behind : 0;
+  plan.bias_before = static_cast<int32_t>(reach);
+  plan.bias_ahead = buckets.bidirectional ? plan.bias_before : 0;
   const int64_t origin = reach + kPositionBiasMargin<Sizes>;
   const int64_t width = origin + 1 + plan.bias_ahead + kPositionBiasMargin<Sizes>;
   plan.bias_origin = static_cast<int32_t>(origin);
@@ -203,7 +203,7 @@ Call plan_call(const PagedAttentionParams& params, int device) {
     plan.sliding_window = static_cast<int32_t>(params.sliding_window);
   }
   plan.fixed_split_size =
-      static_cast<int32_t>(std::min<int64_t>(params.fixed_split_size, kMostSplitKeys));
+      static_cast<int32_t>(std::min<int64_t>(params.fixed_split_size, kMaxSplitKeys));
   plan.fixed_span = Divisor::of(std::max(kAttentionWarps * plan.fixed_split_size, 1));
   plan.early_places = params.constant_places && tuning().early_places;
   plan.scale = params.scale * kLog2E;
@@ -234,7 +234,7 @@ Call plan_call(const PagedAttentionParams& params, int device) {
     throw std::runtime_error(
         "paged_attention: expected a position_bias that fits into shared memory, got " +
         std::to_string(plan.group_size.value) + " query heads of a kv head with distances below " +
-        std::to_string(plan.bias_behind));
+        std::to_string(plan.bias_before));
   }
   stages = std::clamp<int64_t>(stages, kMinAttentionStages, kMaxAttentionStages);
   plan.num_stages = static_cast<int32_t>(stages);

@@ -151,15 +151,15 @@ SkinnyPlan make_plan(const void* weight, int64_t weight_stride, int64_t row_size
 
 // Calls body(number of 8-row tiles of x), with a constant: float32 has no matrix instructions, and
 // takes at most 16 rows.
-template <typename T, int kMost, typename Body>
+template <typename T, int kMax, typename Body>
 void dispatch_tokens(int64_t num_tokens, Body&& body) {
   if (num_tokens <= 8) return body(std::integral_constant<int, 1>{});
-  if constexpr (std::is_same_v<T, float> || kMost == 2) {
+  if constexpr (std::is_same_v<T, float> || kMax == 2) {
     body(std::integral_constant<int, 2>{});
   } else {
     if (num_tokens <= 16) return body(std::integral_constant<int, 2>{});
-    if constexpr (kMost > 4) {
-      if (num_tokens > 32) return body(std::integral_constant<int, kMost>{});
+    if constexpr (kMax > 4) {
+      if (num_tokens > 32) return body(std::integral_constant<int, kMax>{});
     }
     body(std::integral_constant<int, 4>{});
   }
@@ -191,10 +191,10 @@ int64_t ready_rows_bytes(const Params& params) {
              : 0;
 }
 
-// Whether the blocks of a product make its rows ready themselves, up to kMostSharedRows: if the
-// rows leave enough shared memory for the ring's wanted stages, or for a sufficient number. With
-// more than a few rows two stages suffice: they are 32 KiB in flight to each multiprocessor, and
-// another kernel would cost more.
+// Whether the blocks of a product make its rows ready themselves, up to kMaxSharedRows: if shared
+// memory then still has room for the ring's wanted stages, or for a sufficient number. With more
+// than a few rows two stages suffice: they are 32 KiB in flight to each multiprocessor, and another
+// kernel would cost more.
 template <typename T, typename W>
 bool blocks_make_rows(const SkinnyPlan& plan, int64_t num_tokens, int m_tiles, int64_t num_blocks,
                       int64_t exchange_bytes, int device) {
@@ -223,7 +223,7 @@ void with_ready_rows(Params params, SkinnyPlan plan, int m_tiles, int64_t num_bl
   plan.early_weight = params.constant_weight;
   const RowForm form = row_form(params);
   if (needs_rows(form, params.x, params.x_stride, params.norm_weight)) {
-    if constexpr (8 * kNTiles <= kMostSharedRows<T, W>) {
+    if constexpr (8 * kNTiles <= kMaxSharedRows<T, W>) {
       if (blocks_make_rows<T, W>(plan, params.num_tokens, m_tiles, num_blocks, exchange_bytes,
                                  stream.device)) {
         plan.x_aligned = is_aligned(params.x, params.x_stride, sizeof(T));
@@ -243,13 +243,13 @@ void with_ready_rows(Params params, SkinnyPlan plan, int m_tiles, int64_t num_bl
 
 // Calls body(TypeTag<T>{}, TypeTag<W>{}, n_tiles) for a product's dtype, the elements of its weight
 // and its number of 8-row tiles of x.
-template <int kMostTiles = 8, typename Params, typename Body>
+template <int kMaxTiles = 8, typename Params, typename Body>
 void dispatch_product(const char* op, const Params& params, Body&& body) {
   dispatch_dtype(params.dtype, op, [&](auto tag) {
     using T = typename decltype(tag)::type;
     dispatch_weight<T>(params.weight_scale, params.weight_table, [&](auto weight_tag) {
-      dispatch_tokens<T, kMostTiles>(params.num_tokens,
-                                     [&](auto n_tiles) { body(tag, weight_tag, n_tiles); });
+      dispatch_tokens<T, kMaxTiles>(params.num_tokens,
+                                    [&](auto n_tiles) { body(tag, weight_tag, n_tiles); });
     });
   });
 }

@@ -16,8 +16,8 @@ bool appends(const SkinnyLinearParams& params) { return params.append.slot_mappi
 bool blocks_append(const SkinnyLinearParams& params) {
   const AppendKvParams& append = params.append;
   return params.weight_table == nullptr && !append.cache_format.is_float8 &&
-         params.num_tokens <= (params.dtype == DType::kFloat32 ? kMostAppendedRows<float>
-                                                               : kMostAppendedRows<BFloat16>) &&
+         params.num_tokens <= (params.dtype == DType::kFloat32 ? kMaxAppendedRows<float>
+                                                               : kMaxAppendedRows<BFloat16>) &&
          append.q_norm_weight == nullptr && append.k_norm_weight == nullptr &&
          HeadTiles::fit(append.head_dim, append.rotary_dim);
 }
@@ -38,7 +38,7 @@ void multiply(const SkinnyLinearParams& params, SkinnyPlan plan, Stream stream) 
           auto makes_rows) {
         const LaunchShape shape = {grid, dim3(kSkinnyThreads), shared_bytes,
                                    Launch::kAfterPrevious};
-        if constexpr (8 * kNTiles <= kMostAppendedRows<T> && !kIsPacked<W>) {
+        if constexpr (8 * kNTiles <= kMaxAppendedRows<T> && !kIsPacked<W>) {
           if (appends(ready)) {
             const int64_t num_heads = ready.append.num_q_heads + 2 * ready.append.num_kv_heads;
             launch("skinny_linear", skinny_append_kernel<T, kMTiles, kNTiles, makes_rows(), W>,
@@ -76,7 +76,7 @@ void multiply(const SkinnyLinearParams& params, Stream stream) {
   // With many float32 tokens there are enough registers only for one block at a time.
   constexpr bool kIsWide = std::is_same_v<T, float> && kNTiles == 2;
   bool has_room = false;
-  if constexpr (kNTiles > 1 && 8 * kNTiles <= kMostSharedRows<T, W>) {
+  if constexpr (kNTiles > 1 && 8 * kNTiles <= kMaxSharedRows<T, W>) {
     has_room = needs_rows(row_form(params), params.x, params.x_stride, params.norm_weight) &&
                !would_make_rows<T, W>(params, plan, 1, stream.device) &&
                would_make_rows<T, W>(params, plan, 2, stream.device);

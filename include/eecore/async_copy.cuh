@@ -5,9 +5,9 @@
 
 namespace eecore::cuda {
 
-constexpr int kMostPendingCopies = 4;
+constexpr int kMaxPendingCopies = 4;
 
-// Waits until at most `pending` (0 to kMostPendingCopies) of this thread's newest groups of copies
+// Waits until at most `pending` (0 to kMaxPendingCopies) of this thread's newest groups of copies
 // are in flight.
 __device__ __forceinline__ void cp_async_wait_all_but(int pending) {
   switch (pending) {
@@ -20,7 +20,7 @@ __device__ __forceinline__ void cp_async_wait_all_but(int pending) {
     case 3:
       return cp_async_wait<3>();
     default:
-      return cp_async_wait<kMostPendingCopies>();
+      return cp_async_wait<kMaxPendingCopies>();
   }
 }
 

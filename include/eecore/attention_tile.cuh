@@ -18,9 +18,9 @@ constexpr int kAttentionBlocksPerMultiprocessor = 2;
 constexpr float kLog2E = 1.44269504f;
 // With up to this many queries of a sequence, fixed splits give each query the same result whatever
 // their number.
-constexpr int kMostRepeatedQueries = 32;
-constexpr int kMostSplitKeys = 1 << 28;  // a span of such splits stays in 32 bits
-constexpr int kMinAttentionStages = 2, kMaxAttentionStages = kMostPendingCopies + 2;
+constexpr int kMaxRepeatedQueries = 32;
+constexpr int kMaxSplitKeys = 1 << 28;  // a span of such splits stays in 32 bits
+constexpr int kMinAttentionStages = 2, kMaxAttentionStages = kMaxPendingCopies + 2;
 
 // How a call is divided into blocks; computed from its shapes alone.
 struct AttentionPlan {
@@ -36,7 +36,7 @@ struct AttentionPlan {
   int32_t num_partials;      // partial results per row in the workspace
   int32_t sliding_window;    // 0: none
   int32_t fixed_split_size;  // 0: chosen from the number of keys of a tile
-  int32_t bias_behind,
+  int32_t bias_before,
       bias_ahead;  // last relative positions with a bias of their own, on either side
   int32_t bias_origin, bias_width;  // of a head's biases in shared memory
   bool last_merges;   // the last block of a tile merges its partial results, not a second kernel
@@ -168,8 +168,8 @@ struct AttentionTile {
             begin + min(span_keys, used.end - begin)};
   }
 };
-constexpr int kMostTeamsShift = 2;
-static_assert(kAttentionWarps == 1 << kMostTeamsShift);
+constexpr int kMaxTeamsShift = 2;
+static_assert(kAttentionWarps == 1 << kMaxTeamsShift);
 
 // The last of the sequences [0, num_sequences) whose first(index, first_token) is at most `target`;
 // `first` ascends and is at most `target` for sequence 0. All lanes of a warp call it, and each
@@ -230,15 +230,15 @@ __device__ __forceinline__ AttentionTile make_tile(const PagedAttentionParams& p
   const bool is_fixed = plan.fixed_split_size > 0;
   const int origin = tile.span_origin(plan), end = tile.used.end - origin;
   int first = 0, last = 0;  // spans that hold used keys
-  if (is_fixed && seq.num_queries <= kMostRepeatedQueries) {
+  if (is_fixed && seq.num_queries <= kMaxRepeatedQueries) {
     tile.span_keys = plan.fixed_span.value;
-    tile.splits_shift = kMostTeamsShift;
+    tile.splits_shift = kMaxTeamsShift;
     first = plan.fixed_span.quotient(max(tile.used.begin, 0));
     last = plan.fixed_span.quotient(max(end - 1, 0));
   } else {
     const int of_block = is_fixed ? end : plan.num_blocks.rounded_up(max(end, 0));
     const int keys = max((of_block + tile.num_teams() - 1) >> tile.teams_shift, kMinSplit);
-    const int stage_shift = plan.step_shift + kMostTeamsShift - tile.teams_shift;
+    const int stage_shift = plan.step_shift + kMaxTeamsShift - tile.teams_shift;
     tile.span_keys = (((keys - 1) >> stage_shift) + 1) << (stage_shift + tile.teams_shift);
     tile.splits_shift = tile.teams_shift;
     if (!is_fixed && plan.num_blocks.value > 1) last = small_quotient(end - 1, tile.span_keys);

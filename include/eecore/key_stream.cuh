@@ -40,7 +40,7 @@ class KeyStream {
         keys_(intersect(tile.used, {split.first, split.end})),
         lane_(threadIdx.x % 32),
         warp_(threadIdx.x / 32),
-        team_shift_(kMostTeamsShift - tile.teams_shift),
+        team_shift_(kMaxTeamsShift - tile.teams_shift),
         stride_shift_(split.stride_shift),
         used_(tile.used),
         first_key_(first_step(split)),

@@ -211,7 +211,7 @@ __device__ __forceinline__ void attend_tile(const PagedAttentionParams& params,
   const int first_round = rounds.first_of_span(rounds.first_span() + static_cast<int>(blockIdx.y));
   int round = first_round;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int team = warp >> (kMostTeamsShift - tile.teams_shift);
+  const int team = warp >> (kMaxTeamsShift - tile.teams_shift);
   const int first_row = tile.first_row + (warp & (tile.team_warps() - 1)) * kWarpRows;
   const Shared<C> ring = dynamic_shared<C>(Sizes::kRestBytes + Sizes::kWideBytes);
   const auto bias_table = dynamic_shared<float>(Sizes::kRestBytes + Sizes::kWideBytes +

@@ -50,7 +50,7 @@ class RowBias {
 
   // The bias of a key at any distance.
   __device__ __forceinline__ float of(const AttentionPlan& plan, int key) const {
-    return at_[min(max(key - position_, -plan.bias_behind), plan.bias_ahead)];
+    return at_[min(max(key - position_, -plan.bias_before), plan.bias_ahead)];
   }
   // The biases of a key and the keys after it, in a step that is not far as a whole.
   __device__ __forceinline__ Shared<float> from(int key) const { return at_ + (key - position_); }
@@ -64,7 +64,7 @@ class RowBias {
 // [first_position, last_position], on one side, that each query has one bias for all of them.
 __device__ __forceinline__ bool has_one_bias(const AttentionPlan& plan, int first_key, int count,
                                              int first_position, int last_position) {
-  return first_key + count - 1 - first_position <= -plan.bias_behind ||
+  return first_key + count - 1 - first_position <= -plan.bias_before ||
          first_key - last_position >= plan.bias_ahead;
 }
 

@@ -80,9 +80,9 @@ struct RmsNormRows {
   bool x_aligned, weight_aligned;
 };
 
-// Does what scale_row does, with or without a norm, for rows of at most kMostKept packs per thread:
+// Does what scale_row does, with or without a norm, for rows of at most kMaxKept packs per thread:
 // the packs stay in registers, and all loads are in flight together. kWhole: loads of 16 bytes.
-constexpr int kMostKept = 4;
+constexpr int kMaxKept = 4;
 template <bool kWhole, typename T>
 __device__ __forceinline__ void norm_kept_row(const RmsNormRows& params, const T* x, T* out) {
   constexpr int kSize = Pack<T>::kSize, kStep = kRmsNormThreads * kSize;
@@ -98,9 +98,9 @@ __device__ __forceinline__ void norm_kept_row(const RmsNormRows& params, const T
       return load_words(row + i, size - i, params.x_aligned && params.weight_aligned);
     }
   };
-  Words words[kMostKept], factors[kMostKept];
+  Words words[kMaxKept], factors[kMaxKept];
 #pragma unroll
-  for (int j = 0; j < kMostKept; ++j) {
+  for (int j = 0; j < kMaxKept; ++j) {
     words[j] = load(x, first + j * kStep);
     factors[j] = load(weight, first + j * kStep);
   }
@@ -108,11 +108,11 @@ __device__ __forceinline__ void norm_kept_row(const RmsNormRows& params, const T
   if (is_normed) {
     float squares = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kMostKept; ++j) add_squares(elements_of<T>(words[j]), squares);
+    for (int j = 0; j < kMaxKept; ++j) add_squares(elements_of<T>(words[j]), squares);
     scale = inverse_rms(reduce_block<kRmsNormThreads>(squares), size, params.eps);
   }
 #pragma unroll
-  for (int j = 0; j < kMostKept; ++j) {
+  for (int j = 0; j < kMaxKept; ++j) {
     const int i = first + j * kStep;
     if (i >= padded_size) break;
     Pack<T> pack = elements_of<T>(words[j]);
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kRmsNormThreads) rms_norm_kernel(RmsNormRows p
   const int64_t row = blockIdx.x;
   const T* x = static_cast<const T*>(params.x) + row * params.x_stride;
   T* out = static_cast<T*>(params.out) + row * params.padded_size;
-  if (params.padded_size <= kMostKept * kRmsNormThreads * Pack<T>::kSize) {
+  if (params.padded_size <= kMaxKept * kRmsNormThreads * Pack<T>::kSize) {
     if (params.x_aligned && params.weight_aligned && params.size % Pack<T>::kSize == 0) {
       norm_kept_row<true>(params, x, out);
     } else {

@@ -12,7 +12,7 @@ namespace eecore::cuda {
 constexpr int kDrawThreads = 1024;
 constexpr int kDrawWarps = kDrawThreads / 32;
 constexpr int kOpenDigitBits = 10;  // of open keys: one digit per thread
-static_assert(1 << kOpenDigitBits == kDrawThreads && kMostSlices <= kDrawThreads);
+static_assert(1 << kOpenDigitBits == kDrawThreads && kMaxSlices <= kDrawThreads);
 
 // The scaled logits that the filters keep.
 struct Kept {
@@ -296,8 +296,8 @@ __device__ __forceinline__ int end_of_equals(const float* values, int begin, int
 __device__ __forceinline__ KeptSlices filtered_slices(const OpenKeys& open, LastKey last,
                                                       float least, const float* values,
                                                       int vocab_size) {
-  EECORE_SHARED(double, sum_of_slice, kMostSlices);
-  EECORE_SHARED(int, equals_of_slice, kMostSlices);
+  EECORE_SHARED(double, sum_of_slice, kMaxSlices);
+  EECORE_SHARED(int, equals_of_slice, kMaxSlices);
   EECORE_SHARED(int, edge,
                 2);  // the slice of the last tokens that are kept; how many are kept there
 #pragma unroll 1
@@ -359,11 +359,11 @@ struct SliceHit {
 // The slice that u in [0, 1) hits, where each thread holds the sum of the slice of its number. All
 // threads of the block call it.
 __device__ __forceinline__ SliceHit find_slice(double of_slice, double u) {
-  EECORE_SHARED(double, sum_in_front_of, kMostSlices);
+  EECORE_SHARED(double, sum_in_front_of, kMaxSlices);
   EECORE_SHARED(int, hits,
                 2);  // the first that ends past the target; the last with a positive weight
   if (threadIdx.x == 0) {
-    hits[0] = kMostSlices;
+    hits[0] = kMaxSlices;
     hits[1] = -1;
   }
   SliceHit hit;
@@ -376,7 +376,7 @@ __device__ __forceinline__ SliceHit find_slice(double of_slice, double u) {
     atomicMax(hits + 1, mine);
   }
   __syncthreads();
-  hit.slice = hits[0] < kMostSlices ? hits[0] : hits[1];
+  hit.slice = hits[0] < kMaxSlices ? hits[0] : hits[1];
   hit.before = hit.slice >= 0 ? double{sum_in_front_of[hit.slice]} : 0.0;
   return hit;
 }

@@ -15,7 +15,7 @@ constexpr int kSampleWarps = kSampleThreads / 32;
 constexpr int kTokensPerThread = 8;  // neighbours; their mask is one byte
 constexpr int kSampleChunk =
     kSampleThreads * kTokensPerThread;  // tokens that a block takes at a time
-constexpr int kMostSlices = 128;        // of a row
+constexpr int kMaxSlices = 128;         // of a row
 
 // The slices of a vocabulary. They depend on its size alone, and so does the order of sums.
 struct SampleSlices {
@@ -23,7 +23,7 @@ struct SampleSlices {
 
   __host__ __device__ explicit SampleSlices(int64_t vocab_size) {
     const int64_t num_chunks = (vocab_size + kSampleChunk - 1) / kSampleChunk;
-    const int64_t chunks_per_slice = (num_chunks + kMostSlices - 1) / kMostSlices;
+    const int64_t chunks_per_slice = (num_chunks + kMaxSlices - 1) / kMaxSlices;
     slice_size = static_cast<int>(chunks_per_slice * kSampleChunk);
     num_slices = static_cast<int>((vocab_size + slice_size - 1) / slice_size);
   }

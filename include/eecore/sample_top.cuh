@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kSampleThreads)
   }
 }
 
-constexpr int kTopPerLane = kMostSlices / 32;
+constexpr int kTopPerLane = kMaxSlices / 32;
 
 // Grid: num_rows, one warp each, which repeatedly takes the largest of the slices' next tokens.
 __global__ void __launch_bounds__(32)

@@ -11,7 +11,7 @@ namespace eecore::cuda {
 
 // The maximum number of rows of x.
 template <typename T>
-constexpr int kMostAppendedRows = sizeof(T) == 2 ? 32 : 8;
+constexpr int kMaxAppendedRows = sizeof(T) == 2 ? 32 : 8;
 
 // The rotation of two elements of a head.
 struct Rotation {

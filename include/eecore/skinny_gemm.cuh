@@ -31,7 +31,7 @@ namespace eecore::cuda {
 
 constexpr int kSkinnyWarps = 8;
 constexpr int kSkinnyThreads = 32 * kSkinnyWarps;
-constexpr int kSkinnyMaxStages = kMostPendingCopies + 2;
+constexpr int kSkinnyMaxStages = kMaxPendingCopies + 2;
 constexpr int kPrefetchedChunks = 8;  // of each warp, while the weight has to wait
 
 // Elements of the 16 bytes of a row that a thread takes, and of the 128 bytes that a warp takes.

@@ -11,7 +11,7 @@ namespace eecore::cuda {
 // The maximum number of rows that a block makes ready. Packed weights and float32 leave no
 // registers for more.
 template <typename T, typename W>
-constexpr int kMostSharedRows = sizeof(T) == 2 && !kIsPacked<W> ? 32 : 8;
+constexpr int kMaxSharedRows = sizeof(T) == 2 && !kIsPacked<W> ? 32 : 8;
 constexpr int kFewRows = 8;  // a thread has a piece of each in registers
 
 // Elements from one row to the next, with the chunks of a weight of elements W; the offset keeps
@@ -51,9 +51,9 @@ __device__ __forceinline__ void prefetch_row(const T* row, int64_t size) {
   }
 }
 
-// Makes `count` rows, at most kMost, ready from `to` on. kWhole: all rows and the norm's weight are
+// Makes `count` rows, at most kMax, ready from `to` on. kWhole: all rows and the norm's weight are
 // read 16 bytes at a time. kIsSmall: the rows are scaled one by one.
-template <int kMost, bool kWhole, bool kIsSmall, typename T>
+template <int kMax, bool kWhole, bool kIsSmall, typename T>
 __device__ __forceinline__ void fill_shared_rows(const RmsNormRows& rows, int count, Shared<T> to,
                                                  int stride) {
   static_assert(kSkinnyThreads == kRmsNormThreads, "else sums of squares are in another order");
@@ -75,16 +75,16 @@ __device__ __forceinline__ void fill_shared_rows(const RmsNormRows& rows, int co
   // What all rows have at a place is loaded together, and the weight with it, or x where there is
   // no weight. Each thread reads back what it wrote.
   const T* factors_from = is_normed ? norm_weight : x;
-  float squares[kMost] = {};
+  float squares[kMax] = {};
   for (int i = first; i < padded_size; i += kStep) {
-    Words words[kMost], factors;
+    Words words[kMax], factors;
 #pragma unroll
-    for (int row = 0; row < kMost; ++row) {
+    for (int row = 0; row < kMax; ++row) {
       if (row < count) words[row] = load(x + row * rows.x_stride, i, rows.x_aligned);
     }
     factors = load(factors_from, i, rows.weight_aligned && rows.x_aligned);
 #pragma unroll
-    for (int row = 0; row < kMost; ++row) {
+    for (int row = 0; row < kMax; ++row) {
       if (row >= count) break;
       const Pack<T> pack = elements_of<T>(words[row]);
       shared_store16(to + (row * stride + i), pack);
@@ -94,18 +94,18 @@ __device__ __forceinline__ void fill_shared_rows(const RmsNormRows& rows, int co
   }
   if (!is_normed) return;
 
-  EECORE_SHARED(float, parts, kMost* kSkinnyWarps);
+  EECORE_SHARED(float, parts, kMax* kSkinnyWarps);
 #pragma unroll
-  for (int row = 0; row < kMost; ++row) {
+  for (int row = 0; row < kMax; ++row) {
     const float part = reduce_lanes(squares[row]);
-    if (threadIdx.x % 32 == 0) parts[static_cast<int>(threadIdx.x) / 32 * kMost + row] = part;
+    if (threadIdx.x % 32 == 0) parts[static_cast<int>(threadIdx.x) / 32 * kMax + row] = part;
   }
   __syncthreads();
   // Each lane takes a row: divisions and roots of different rows run in parallel.
   const int lane = static_cast<int>(threadIdx.x) % 32, own = lane < count ? lane : 0;
   float total = parts[own];
 #pragma unroll
-  for (int warp = 1; warp < kSkinnyWarps; ++warp) total += parts[warp * kMost + own];
+  for (int warp = 1; warp < kSkinnyWarps; ++warp) total += parts[warp * kMax + own];
   const float own_scale = inverse_rms(total, size, rows.eps);
   if constexpr (kIsSmall) {
 #pragma unroll 1
@@ -119,18 +119,18 @@ __device__ __forceinline__ void fill_shared_rows(const RmsNormRows& rows, int co
     }
     return;
   }
-  float scales[kMost];
+  float scales[kMax];
 #pragma unroll
-  for (int row = 0; row < kMost; ++row) scales[row] = __shfl_sync(kWholeWarp, own_scale, row);
+  for (int row = 0; row < kMax; ++row) scales[row] = __shfl_sync(kWholeWarp, own_scale, row);
   for (int i = first; i < padded_size; i += kStep) {
     const Pack<T> factors = shared_load16(weight + i);
-    Pack<T> packs[kMost];
+    Pack<T> packs[kMax];
 #pragma unroll
-    for (int row = 0; row < kMost; ++row) {
+    for (int row = 0; row < kMax; ++row) {
       if (row < count) packs[row] = shared_load16(to + (row * stride + i));
     }
 #pragma unroll
-    for (int row = 0; row < kMost; ++row) {
+    for (int row = 0; row < kMax; ++row) {
       if (row >= count) break;
       scale_pack(packs[row], factors, scales[row]);
       shared_store16(to + (row * stride + i), packs[row]);
@@ -201,15 +201,15 @@ __device__ __forceinline__ void fill_rows_by_warps(const RmsNormRows& rows, int 
   }
 }
 
-// Makes `count` rows (1 to kMost) ready from `to` on, `stride` elements apart, where
+// Makes `count` rows (1 to kMax) ready from `to` on, `stride` elements apart, where
 // shared_rows_bytes are free. All threads of the block call it; `out` of the rows is not used. The
 // usual cases have code of their own, which is short, because code that runs once is waited for.
 // For a packed weight, whose kernels have no registers to spare, that is only the case of a single
 // row.
-template <int kMost, bool kIsOfPacked, typename T>
+template <int kMax, bool kIsOfPacked, typename T>
 __device__ __forceinline__ SharedRows<T> make_shared_rows(const RmsNormRows& rows, int count,
                                                           Shared<T> to, int stride) {
-  if constexpr (kMost > kFewRows) {
+  if constexpr (kMax > kFewRows) {
     fill_rows_by_warps(rows, count, to, stride);
     __syncthreads();
     return {to, stride, count};
@@ -244,7 +244,7 @@ __device__ __forceinline__ auto start_product(const Params& params, const Skinny
   const auto x = skinny_rows<kNTiles>(static_cast<const T*>(params.x), params.x_stride,
                                       params.num_tokens, first_token);
   if constexpr (kMakesRows) {
-    static_assert(8 * kNTiles <= kMostSharedRows<T, W>);
+    static_assert(8 * kNTiles <= kMaxSharedRows<T, W>);
     const RmsNormRows rows{x.data,
                            params.norm_weight,
                            nullptr,
