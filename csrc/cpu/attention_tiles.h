@@ -144,7 +144,7 @@ struct InTiles {
     }
   }
 
-  // Does for all heads at a time what can be done so: then products do not wait.
+  // Handles all heads at a time where possible, so that products do not wait.
   template <typename C, typename Scale>
   static void attend(TileScratch& scratch, const AttentionTile& tile, int64_t head_dim,
                      const Scale& scale_of_head, Range keys, const CachedBlock<C>& block) {

@@ -39,7 +39,7 @@ inline void check_activation(const char* op, Activation activation,
 struct RowForm {
   int64_t size;  // elements
   DType dtype;
-  // Of the weight: scales mean int8, a table means packed.
+  // The scale and table of the weight: a scale means int8, a table means packed.
   const float* scale;
   const int64_t* table;
 

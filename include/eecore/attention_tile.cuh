@@ -146,7 +146,7 @@ struct AttentionTile {
   KeyRange used;                // the keys that any of the rows sees
   int teams_shift;              // there are 1 << teams_shift teams
   int span_keys, splits_shift;  // a span has 1 << splits_shift splits
-  int first_split, end_split;   // those that hold used keys
+  int first_split, end_split;   // the splits that hold used keys
 
   __device__ __forceinline__ int num_teams() const { return 1 << teams_shift; }
   __device__ __forceinline__ int team_warps() const { return kAttentionWarps >> teams_shift; }

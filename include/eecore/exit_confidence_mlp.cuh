@@ -22,7 +22,7 @@ __device__ __forceinline__ float reduce_each(const float (&x)[kCount], int lane)
   if constexpr (kCount == 1) {
     return reduce_lanes<2 * kDistance>(x[0]);
   } else {
-    // Of each two numbers a lane gives one away and receives its partner's part of the other.
+    // Each lane gives one of two numbers away, and receives its partner's part of the other.
     const bool upper = (lane & kDistance) != 0;
     float kept[kCount / 2];
 #pragma unroll

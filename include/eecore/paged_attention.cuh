@@ -69,8 +69,8 @@ __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
                                              int kv_head, const RoundResults& results) {
   using Sizes = AttentionSizes<T, kHeadDim>;
   constexpr int kPack = Sizes::kPack;
-  // Of the span, then of all spans so far. Each is read in one half and written in the other,
-  // because all threads of a row read it.
+  // The statistics of the span, then of all spans so far. Each is read in one half and written in
+  // the other, because all threads of a row read it.
   EECORE_SHARED(float, stats, Sizes::kStatsSize);
   constexpr int kRowStats = Sizes::kTileRows * 2;
   const Shared<float> of_span = stats, of_spans = stats + 2 * kRowStats;

@@ -16,7 +16,7 @@ namespace eecore {
 
 enum class DType : int8_t { kFloat32, kBFloat16, kFloat16 };
 
-// What a gated layer does to its gate, and a plain one to its output.
+// The activation of a gated layer's gate, or of a plain layer's output.
 enum class Activation : int8_t { kNone, kSilu, kGeluTanh, kRelu };
 
 // Bytes of an element.
@@ -242,8 +242,8 @@ struct BeginRoundParams {
   const int64_t* drafts;         // [num_rows, num_steps]; may be null: no row is given drafts
   const int64_t* num_given;      // [num_rows], -1: the row drafts for itself; null when drafts is
   const int64_t* ahead_tokens;   // [num_ended, ahead_steps + 1], a first token, then drafts after
-                                // it, for rows that continue from that token; may be null: no such
-                                // drafts
+                                 // it, for rows that continue from that token; may be null: no such
+                                 // drafts
   const float* ahead_probabilities;  // [num_ended, ahead_steps]; null when ahead_tokens is
   const int64_t* num_ahead;          // [num_ended]; null when ahead_tokens is
   const float* thresholds;  // [num_rows]; such drafts end before the first one below this; null
@@ -721,7 +721,7 @@ inline RowCounts row_counts(SpeculativeAcceptParams&) { return {}; }
 
 }  // namespace eecore
 
-// Every op, once: what declares, chooses among and defines their kernels follows this list.
+// The list of all ops, from which their kernels are declared, chosen and defined.
 #define EECORE_FOR_EACH_OP(X) \
   X(accept_mask, AcceptMaskParams) \
   X(accept_round, AcceptRoundParams) \

@@ -581,7 +581,10 @@ def test_a_thread_records_one_tape_at_a_time() -> None:
     tape, other, adder = ops.Tape(), ops.Tape(), Adder(1)
     with tape.record():
         for again in (tape, other):
-            with pytest.raises(RuntimeError, match="this thread is already recording"), again.record():
+            with (
+                pytest.raises(RuntimeError, match="this thread is already recording"),
+                again.record(),
+            ):
                 pass
             with pytest.raises(RuntimeError, match="no replay during a recording"):
                 again.replay()
