@@ -38,8 +38,8 @@ cudaGraphConditionalHandle condition_of(Stream stream, const uint8_t* flag, bool
   return condition;
 }
 
-// The open bodies. When the capture continues after an inner body it has another id: open_bodies
-// tells which body it belongs to.
+// The open bodies. After an inner body ends, the outer capture has a new id, which the outer body
+// gets through this list.
 std::vector<ConditionalBody*> open_bodies;
 std::mutex open_bodies_mutex;
 

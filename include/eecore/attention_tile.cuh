@@ -36,8 +36,7 @@ struct AttentionPlan {
   int32_t num_partials;      // partial results per row in the workspace
   int32_t sliding_window;    // 0: none
   int32_t fixed_split_size;  // 0: chosen from the number of keys of a tile
-  int32_t bias_before,
-      bias_ahead;  // last relative positions with a bias of their own, on either side
+  int32_t bias_before, bias_ahead;  // last positions with biases of their own, on either side
   int32_t bias_origin, bias_width;  // of a head's biases in shared memory
   bool last_merges;   // the last block of a tile merges its partial results, not a second kernel
   bool early_places;  // params.constant_places may be used

@@ -89,15 +89,15 @@ struct ExitRowsParams {
   int64_t hidden_stride, final_hidden_stride;  // in bytes
   int32_t layer;                               // the number of layers that have run
   bool decide;                                 // false: rows are measured, and none exits
-  bool cumulative;  // confidence: the probability of exiting here and not earlier; compared is 1
-                    // minus the product of 1 minus each one measured of a row
+  bool cumulative;  // confidence: the probability of exiting here and not earlier. Thresholds are
+                    // compared with 1 - prod(1 - c) over the confidences c measured for the row
   GraphCondition condition;  // holds if any row goes on
 };
 inline RowCounts row_counts(ExitRowsParams& p) { return {{&p.num_active}, {&p.num_asked}, true}; }
 
-// ExitRowsParams::kind of a row whose token is made from logits; ::pending of such a row after it
-// exits. ::pending of other rows: 0 where the head has run on the state that they exited with, else
-// 1.
+// The ExitRowsParams::kind of a row whose token is made from logits, and its ::pending once it has
+// exited. ::pending of any other row: 0 if the head has run on the state that the row exited with,
+// else 1.
 constexpr int32_t kFromLogits = 2;
 
 // Copies what the head gives for some rows to the outputs of all rows.
@@ -229,14 +229,13 @@ inline RowCounts row_counts(CompactRowsParams& p) { return {{&p.num_active}, {}}
 // The start of a round of self-speculation: the first token of each row and how far the row may
 // draft. Rows without a round, including padding, have a draft limit of -1.
 struct BeginRoundParams {
-  const int64_t* token_ids;    // [num_rows], the last token of each row's text
-  const int64_t* start;        // [num_rows], the position of that token
-  const int64_t* tokens_left;  // [num_rows]
-  const int64_t* max_drafts;   // [num_rows]; -1: padding
-  const int32_t* page_table;   // [num_rows, max_pages], row stride page_table_stride
-  const int32_t* sources;     // [num_rows], index into next_*; -1: token_ids, start and tokens_left
-                              // hold; null: for all rows
-  const int64_t* next_token;  // [num_ended]; null when sources is
+  const int64_t* token_ids;      // [num_rows], the last token of each row's text
+  const int64_t* start;          // [num_rows], the position of that token
+  const int64_t* tokens_left;    // [num_rows]
+  const int64_t* max_drafts;     // [num_rows]; -1: padding
+  const int32_t* page_table;     // [num_rows, max_pages], row stride page_table_stride
+  const int32_t* sources;        // [num_rows], index into next_*; -1, or null: uses token_ids etc.
+  const int64_t* next_token;     // [num_ended]; null when sources is
   const int64_t* next_position;  // [num_ended]; null when sources is
   const int64_t* next_left;      // [num_ended]; null when sources is
   const int64_t* drafts;         // [num_rows, num_steps]; may be null: no row is given drafts
@@ -594,11 +593,10 @@ struct DecoderLayersParams {
   StackedLinear down;         // reads activation(gate) * up; with kRelu relu(inner)
   Activation activation;      // kSilu, kGeluTanh, or kRelu: an MLP that is not gated
   AppendKvParams append;      // of layer 0, without q, k, v and their norms
-  PagedAttentionParams attend;  // of layer 0, without q, out and the sliding window
-  PagedAttentionParams cross;   // of layer 0, without q and out
-  const int32_t* layer_ropes;   // [num_layers, 2], as in KvFillParams; may be null
-  const int32_t*
-      sliding_window;  // [num_layers], keys that a query sees; 0: all; null: all in every layer
+  PagedAttentionParams attend;    // of layer 0, without q, out and the sliding window
+  PagedAttentionParams cross;     // of layer 0, without q and out
+  const int32_t* layer_ropes;     // [num_layers, 2], as in KvFillParams; may be null
+  const int32_t* sliding_window;  // [num_layers], keys that a query sees; 0, or null: all
   const uint8_t* skip_attention;  // [num_layers], 0 or 1; may be null: none is skipped
   const uint8_t* skip_mlp;        // [num_layers], 0 or 1; may be null: none is skipped
   void* out;                      // [num_tokens, hidden_size], row stride out_stride; may be hidden
@@ -668,11 +666,10 @@ struct SampleTokensParams {
   const int32_t* allowed;  // [num_requests, num_masks, ceil(vocab_size / 32)]: bit id % 32 of word
                            // id / 32 of mask position - first_position, or of mask 0 without
                            // first_position; positions without a mask allow all tokens; may be null
-  const int64_t* positions;  // [num_outputs], the position of the token before the drawn one
-  const int32_t* index;      // [num_rows]; may be null: j
-  const int32_t* row;        // [num_outputs]; may be null: w
-  const int32_t*
-      kind;  // [num_requests]; may be null, else requests of a kind other than `wanted` are skipped
+  const int64_t* positions;     // [num_outputs], the position of the token before the drawn one
+  const int32_t* index;         // [num_rows]; may be null: j
+  const int32_t* row;           // [num_outputs]; may be null: w
+  const int32_t* kind;          // [num_requests]; may be null, else only kind `wanted` is handled
   const int64_t* round_tokens;  // [num_requests, round_width]; may be null, else tokens 1 up to the
                                 // position also count as seen and generated
   const int64_t* first_position;  // [num_requests], the position of round_tokens[0]; may be null
