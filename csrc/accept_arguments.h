@@ -1,11 +1,11 @@
-// The tensors of accept_mask, which ops that measure confidences take too, to go on with it.
+// The tensors of accept_mask, which ops that measure confidences also take to accept rows.
 #pragma once
 
 #include "check.h"
 
 namespace eecore {
 
-// Checks them against a float32 [num_seqs] `confidence` that has been checked.
+// Checks the tensors against a float32 [num_seqs] `confidence` that has been checked.
 inline AcceptMaskParams accept_params(Checker& check, const Tensor& confidence,
                                       const Tensor& thresholds, int64_t layer, const Tensor& status,
                                       const Tensor& exit_layer, const Tensor& survivors,
@@ -32,7 +32,7 @@ inline AcceptMaskParams accept_params(Checker& check, const Tensor& confidence,
   return params;
 }
 
-// Where they are optional, all of them or none are given; num_survivors stays null without them.
+// The same as optional tensors: all of them or none are given; num_survivors is null without them.
 struct OptionalAccept {
   const std::optional<Tensor>& thresholds;
   int64_t layer;

@@ -1,4 +1,4 @@
-// Activations at the tensor boundary: by the name that callers give.
+// Activations at the tensor boundary, by the name that callers give.
 #pragma once
 
 #include "check.h"
@@ -10,7 +10,7 @@ struct NamedActivation {
   Activation activation;
 };
 
-// The activation of a name, one of those that the op has.
+// The activation of a name, which must be one of those that the op supports.
 inline Activation activation_of(const Checker& check, const std::string& name,
                                 std::initializer_list<NamedActivation> known) {
   std::string names;

@@ -1,4 +1,4 @@
-// The tensors of append_kv beside q, k and v, which skinny_linear takes too, to go on with it.
+// The tensors of append_kv other than q, k and v, which skinny_linear also takes to append heads.
 #pragma once
 
 #include "cache_format.h"
@@ -14,7 +14,7 @@ struct AppendTensors {
   bool constant_places;
 };
 
-// Whether a norm's weight is of all heads' features at once; else it is of a head, or not there.
+// Whether a norm's weight covers the features of all heads; else it covers one head, or is absent.
 inline bool check_head_norm(Checker& check, const std::optional<Tensor>& weight, const char* name,
                             int64_t all_features) {
   const bool is_of_all = weight && weight->dim() == 1 && weight->size(0) == all_features &&
@@ -23,8 +23,8 @@ inline bool check_head_norm(Checker& check, const std::optional<Tensor>& weight,
   return is_of_all;
 }
 
-// Checks them, of num_tokens rows; heads that were checked before have the caches' sizes. Of the
-// heads themselves nothing is set. qkv_size: features of all heads of a token.
+// Checks the tensors for num_tokens rows; heads that were checked before have the caches' sizes.
+// The heads themselves are not set. qkv_size: features of all heads of a token.
 inline AppendKvParams append_params(Checker& check, const AppendTensors& tensors,
                                     int64_t qkv_size) {
   for (const auto& [cache, name] :

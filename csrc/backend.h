@@ -1,5 +1,5 @@
-// What differs between the two builds of csrc/ops: the same boundary is compiled once into
-// eecore._C for the CPU and once into eecore._cuda for CUDA.
+// The differences between the two builds of csrc/ops: the same tensor boundary is compiled into
+// eecore._C for the CPU and into eecore._cuda for CUDA.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -30,19 +30,19 @@
   ::eecore::run_or_record(#op, &::eecore::cpu::run_##op, params)
 #endif
 
-// The ops are torch.ops.eecore.*; a build for tests has them under another name.
+// The ops are torch.ops.eecore.*; a build for tests registers them under another name.
 #ifndef EECORE_NAMESPACE
 #define EECORE_NAMESPACE eecore
 #endif
 
-// Registers an op, whose tensor boundary is the function of its name: the schema, with `arguments`
-// and nothing that is returned, and the function for this build's backend.
+// Registers an op, whose tensor boundary is the function of the same name: the schema, with
+// `arguments` and without results, and the function for this build's backend.
 #define EECORE_OP(op, arguments) EECORE_OP_IN(EECORE_NAMESPACE, EECORE_DISPATCH_KEY, op, arguments)
 #define EECORE_OP_IN(space, key, op, arguments) \
   EECORE_SCHEMA(space, #op "(" arguments ") -> ()") \
   STABLE_TORCH_LIBRARY_IMPL(space, key, module) { module.impl(#op, TORCH_BOX(&op)); }
 #if defined(EECORE_BACKEND_CUDA) && !defined(EECORE_EMULATED)
-#define EECORE_SCHEMA(space, schema)  // there once eecore._C is loaded
+#define EECORE_SCHEMA(space, schema)  // registered by eecore._C
 #else
 #define EECORE_SCHEMA(space, schema) \
   STABLE_TORCH_LIBRARY_FRAGMENT(space, module) { module.def(schema); }
@@ -61,14 +61,14 @@ inline cuda::Stream current_stream(const Tensor& tensor) {
   return {stream, device};
 }
 
-// Memory for one call, on the device of `like`; nothing is written to it.
+// Memory for one call, on the device of `like`; uninitialised.
 inline Tensor workspace(const Tensor& like, int64_t bytes) {
   return torch::stable::new_empty(like, {bytes}, ScalarType::Byte);
 }
 #else
-// torch's own thread pool, as a plain function that csrc/cpu can call.
+// torch's thread pool, as a plain function that csrc/cpu can call.
 inline cpu::Parallel torch_parallel() {
-  // A sleeping thread takes about 50 us to wake, in which the one that is awake reads a megabyte.
+  // A sleeping thread takes about 50 us to wake; meanwhile the running one reads a megabyte.
   constexpr int64_t kBytesPerRange = 1 << 20;
   return {static_cast<int>(torch::stable::get_num_threads()), kBytesPerRange,
           [](void*, int64_t begin, int64_t end, int64_t grain, cpu::RangeFn body, void* context) {

@@ -1,5 +1,5 @@
-// What a cache holds, at the tensor boundary: the model's dtype, float8 with a scale per head, or
-// on the CPU bfloat16 for a model of float32.
+// The element type of a cache, at the tensor boundary: the model's dtype, float8 with a scale per
+// head, or on the CPU bfloat16 for a model of float32.
 #pragma once
 
 #include <cmath>
@@ -9,7 +9,8 @@
 
 namespace eecore {
 
-// Scales of float8 keys or values: float32 of `shape`, all positive. Returns their data, or null.
+// Checks scales of float8 keys or values: float32 of `shape`, all positive. Returns their data, or
+// null.
 inline const float* check_scales(Checker& check, const std::optional<Tensor>& scales,
                                  const char* name, std::initializer_list<Dim> shape,
                                  bool is_float8) {
@@ -25,7 +26,7 @@ inline const float* check_scales(Checker& check, const std::optional<Tensor>& sc
   return values;
 }
 
-// Of caches that have been checked as Accept::kCache. shape: of the scales.
+// The format of caches that have been checked as Accept::kCache. shape: of the scales.
 inline CacheFormat check_cache_format(Checker& check, const Tensor& k_cache, const Tensor& v_cache,
                                       const std::optional<Tensor>& key_scales,
                                       const std::optional<Tensor>& value_scales,

@@ -36,7 +36,7 @@ const char* dtype_name(ScalarType type) {
 
 namespace {
 
-// Whether a model's cache may be in another dtype than its own.
+// Whether a model's cache may have this dtype instead of the model's.
 bool is_narrow_cache(ScalarType type, [[maybe_unused]] ScalarType model) {
 #ifndef EECORE_BACKEND_CUDA
   if (type == ScalarType::BFloat16 && model == ScalarType::Float) return true;
@@ -184,8 +184,8 @@ const Elements& Checker::give(const Tensor& tensor, const char* name, bool is_wr
   Given& given = given_[static_cast<size_t>(num_given_)];
   given = {name, Elements(tensor), is_written};
   require(given.elements.have_memory(tensor), name,
-          ": expected elements in memory of their own size, got ",
-          list_text(tensor.sizes()).c_str(), " beyond it or off its grid");
+          ": expected aligned elements inside the tensor's memory, got ",
+          list_text(tensor.sizes()).c_str(), " outside it or misaligned");
   for (int i = 0; i < num_given_; ++i) {
     const Given& other = given_[static_cast<size_t>(i)];
     if (!is_written && !other.is_written) continue;
@@ -243,7 +243,7 @@ void Checker::check_form(const Tensor& tensor, const char* name, Accept accept,
     if (!ok) break;
     const int64_t size = tensor.size(axis++);
     is_empty |= size == 0;
-    // A product of two sizes is a number too; packed bytes are no size of anything else.
+    // The product of two sizes must fit in 64 bits; packed bytes are not a factor of one.
     if (size > INT32_MAX && accept != Accept::kUint8) {
       fail(std::string(name) + ": expected sizes of at most " + std::to_string(INT32_MAX) +
            ", got " + list_text(tensor.sizes()));

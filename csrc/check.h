@@ -7,8 +7,9 @@
 //   check.written(status, "status", kBool, {"num_seqs"});
 //   params.num_seqs = check["num_seqs"];
 //
-// What is written must lie apart from all else that the call is given. A failed check throws
-// "accept_mask: thresholds: expected float32 [num_seqs=4], got float32 [3]".
+// The memory of a tensor that is written must not overlap with that of any other tensor of the
+// call. A failed check throws "accept_mask: thresholds: expected float32 [num_seqs=4], got float32
+// [3]".
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -28,8 +29,8 @@ namespace eecore {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Element types a tensor may have. kCache: float8 (e4m3), as kModel, or bfloat16 beside float32
-// where the CPU's kernels are.
+// The element types that a tensor may have. kCache: float8 (e4m3), the types of kModel, or bfloat16
+// for a float32 model on the CPU.
 enum class Accept : uint8_t { kFloat32, kUint8, kInt8, kInt32, kInt64, kBool, kModel, kCache };
 
 // "float32", "int64", ...
@@ -48,25 +49,25 @@ class Checker {
  public:
   explicit Checker(const char* op) : op_(op) {}
 
-  // Holds `tensor`, which the op reads, to a dtype, a shape, the call's device, and unit-stride
-  // contiguity of its last `contiguous_dims` dimensions (all of them by default).
+  // Checks a tensor that the op reads: its dtype, shape and device, and unit-stride contiguity of
+  // its last `contiguous_dims` dimensions (all of them by default).
   void operator()(const Tensor& tensor, const char* name, Accept accept,
                   std::initializer_list<Dim> shape, int contiguous_dims = 8);
 
-  // The same for an optional tensor; returns whether it is there.
+  // The same for an optional tensor; returns whether it is given.
   bool operator()(const std::optional<Tensor>& tensor, const char* name, Accept accept,
                   std::initializer_list<Dim> shape, int contiguous_dims = 8) {
     if (tensor.has_value()) (*this)(*tensor, name, accept, shape, contiguous_dims);
     return tensor.has_value();
   }
 
-  // And holds its elements to share no memory with each other, as those of a tensor do of which the
-  // op looks at every row, whatever else is given.
+  // Also checks that no two elements share memory, for a tensor of which the op reads every row in
+  // any case.
   void apart(const Tensor& tensor, const char* name, Accept accept,
              std::initializer_list<Dim> shape, int contiguous_dims = 8);
 
-  // Of a tensor that the op writes: its elements share no memory with each other, nor with any
-  // other tensor of the call, but that it may be the tensor `over`, which has been checked.
+  // Checks a tensor that the op writes: its elements share no memory with each other or with any
+  // other tensor of the call, except that it may be the tensor `over`, which has been checked.
   void written(const Tensor& tensor, const char* name, Accept accept,
                std::initializer_list<Dim> shape, int contiguous_dims = 8,
                const char* over = nullptr);
@@ -76,28 +77,28 @@ class Checker {
     return tensor.has_value();
   }
 
-  // Holds a weight [..., num_rows, n] with contiguous rows, all apart, to kModel or, where there is
-  // a `scale`, to int8, and the scale to float32 [..., num_rows]. Returns the scale's data, or
-  // null.
+  // Checks a weight [..., num_rows, n] with contiguous rows that do not overlap: kModel, or with a
+  // `scale` int8, and the scale float32 [..., num_rows]. Returns the scale's data, or null.
   const float* weight(const Tensor& tensor, const char* name, std::initializer_list<Dim> shape,
                       const std::optional<Tensor>& scale, const char* scale_name,
                       std::initializer_list<Dim> scale_shape);
 
-  // Binds a size that no tensor has as a dimension of its own, "num_drafts + num_seqs" for one.
+  // Binds a size that is not a dimension of any tensor, for example "num_drafts + num_seqs".
   void bind(const char* dim_name, int64_t size);
 
   int64_t operator[](const char* dim_name) const;
   bool has(const char* dim_name) const { return find(dim_name) != nullptr; }
 
-  // Of a cache [..., num_pages, page_size, num_kv_heads, head_dim] of fewer than 2^31 slots. Where
-  // there is one of something its stride is 0, so that no odd one makes the cache look misaligned.
+  // The strides of a cache [..., num_pages, page_size, num_kv_heads, head_dim] of fewer than 2^31
+  // slots. Along a dimension of size 1 the stride is 0, so that an odd one does not make the cache
+  // look misaligned.
   CacheStrides cache_strides(const Tensor& cache, const char* name) const;
 
   // The dtype shared by every tensor checked with Accept::kModel.
   DType dtype() const;
 
-  // Throws "<op>: <message>" unless `ok`. The message is put together from its parts, texts and
-  // numbers, only then.
+  // Throws "<op>: <message>" unless `ok`. Only then is the message put together from its parts,
+  // texts and numbers.
   template <typename... Parts>
   void require(bool ok, const Parts&... parts) const {
     if (ok) [[likely]]
@@ -124,7 +125,7 @@ class Checker {
     message += std::to_string(number);
   }
   const Binding* find(const char* name) const;
-  // Adds a tensor that has been checked but for its memory, and returns its elements.
+  // Adds a tensor that has been checked except for its memory, and returns its elements.
   const Elements& give(const Tensor& tensor, const char* name, bool is_written, const char* over);
   void require_apart(const Tensor& tensor, const char* name, const Elements& elements) const;
   void check_form(const Tensor& tensor, const char* name, Accept accept,

@@ -1,5 +1,4 @@
-// The condition of an IF node that an op is to decide on, of those who capture the stream it runs
-// on.
+// The condition of an IF node that an op decides, for callers that capture the op's stream.
 #pragma once
 
 #include "backend.h"

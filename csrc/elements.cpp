@@ -30,7 +30,7 @@ bool Elements::have_memory(const torch::stable::Tensor& tensor) const {
 }
 
 bool Elements::are_apart() const {
-  // From the smallest stride to the largest, each must step over what those before it reach.
+  // From the smallest stride to the largest, each must step over the reach of the smaller ones.
   std::array<bool, kMaxDims> taken{};
   int64_t width = element_size_;
   for (int i = 0; i < num_steps_; ++i) {

@@ -1,5 +1,5 @@
-// Where the elements of a tensor lie in memory: what an op writes must share no byte with anything
-// else that it is given.
+// The place of a tensor's elements in memory: what an op writes must share no byte with any other
+// argument.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -14,26 +14,27 @@ class Elements {
   static constexpr int kMaxDims = 5;
 
   Elements() = default;
-  // Of a tensor of at most kMaxDims dimensions.
+  // The elements of a tensor of at most kMaxDims dimensions.
   explicit Elements(const torch::stable::Tensor& tensor);
 
   bool empty() const { return begin_ == end_; }
-  // Whether they lie in the tensor's memory, each at a multiple of its size.
+  // Whether the elements are in the tensor's memory, each at a multiple of its size.
   bool have_memory(const torch::stable::Tensor& tensor) const;
-  // Whether no two of them share a byte. Strides that do not enclose one another count as shared.
+  // Whether no two elements share a byte. Strides that do not enclose one another count as shared.
   bool are_apart() const;
-  // Whether none shares a byte with one of `other`: they lie before or behind one another, or in
-  // different columns of common rows. What cannot be told that way counts as shared.
+  // Whether no element shares a byte with one of `other`: all are before or after those of `other`,
+  // or in different columns of common rows. Anything else counts as shared.
   bool are_apart_from(const Elements& other) const;
-  // Whether they are the same ones, in the same order.
+  // Whether the elements are the same ones, in the same order.
   bool are(const Elements& other) const;
 
  private:
-  // In bytes; of sizes above 1.
+  // In bytes; only dimensions of sizes above 1.
   struct Step {
     int64_t count, stride;
   };
-  // What is left of them modulo `row`: from the first byte of the first to the last of the last.
+  // The width of the elements modulo `row`: from the first byte of the first to the last byte of
+  // the last.
   int64_t width_within(int64_t row) const;
   bool in_other_columns(const Elements& other, int64_t row) const;
 

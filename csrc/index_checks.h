@@ -1,6 +1,6 @@
-// Checks of the indices that a CPU kernel follows into memory, made before anything is written.
-// CUDA kernels read theirs on the device and are not checked; nor are those of a call that a tape
-// records, whose tensors hold nothing yet.
+// Checks of the indices that a CPU kernel uses to address memory, made before anything is written.
+// CUDA kernels read their indices on the device, without checks; nor are those of a call checked
+// that a tape records, because its tensors hold no values yet.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace eecore {
 
-// Whether the tensors of this call hold what its kernel will read.
+// Whether the tensors of this call already hold the values that its kernel will read.
 inline bool holds_values() {
 #ifdef EECORE_BACKEND_CUDA
   return false;
@@ -22,7 +22,7 @@ inline bool holds_values() {
 #endif
 }
 
-// Every value must lie in [begin, end).
+// Every value must be in [begin, end).
 template <typename Value>
 void check_range(const Checker& check, const char* name, const Value* values, int64_t count,
                  int64_t begin, int64_t end) {
@@ -35,8 +35,8 @@ void check_range(const Checker& check, const char* name, const Value* values, in
   }
 }
 
-// Every token that is looked up must lie in the vocabulary, one that a step before made may be -1,
-// and every source be -1 or in previous.
+// Every token that is looked up must be in the vocabulary, or -1 if an earlier step made it, and
+// every source must be -1 or in previous.
 inline void check_tokens(const Checker& check, const EmbedTokensParams& params,
                          int64_t num_previous, int64_t vocab_size) {
   if (!holds_values()) return;
@@ -57,7 +57,7 @@ inline void check_tokens(const Checker& check, const EmbedTokensParams& params,
   }
 }
 
-// Every length, and every page-table entry that a query's keys need, must be usable. A sequence may
+// Every length, and every page-table entry that a query's keys need, must be valid. A sequence may
 // have more queries than keys. The names are the call's.
 inline void check_sequences(const Checker& check, const PagedAttentionParams& params,
                             const char* page_table = "page_table",

@@ -1,5 +1,5 @@
-// The tensors of ops that measure how sure rows are, which exit_rows takes too, to measure first.
-// `rows` is what the size of the batch is called in messages: hidden has been checked.
+// The tensors of ops that measure the confidence of rows, which exit_rows also takes to measure
+// first. `rows` is the name of the batch size in messages: hidden has been checked.
 #pragma once
 
 #include "backend.h"
@@ -7,8 +7,8 @@
 
 namespace eecore {
 
-// Whether the launchers of the measures go on to what follows: `accept`, `leave` and `place` of
-// their parameters. Else that is a call of its own.
+// Whether the launchers of the measures also run the following step: `accept`, `leave` and `place`
+// of their params. Otherwise that is a separate call.
 #ifdef EECORE_BACKEND_CUDA
 constexpr bool kMeasuresGoOn = true;
 #else
@@ -82,7 +82,7 @@ struct HeadWeights {
   const std::optional<Tensor>&lm_head_scale, &lm_head_table;
   double eps, multiplier, soft_cap;
 };
-// Holds what goes with an LM head to come with one.
+// Requires an LM head where tensors that belong to one are given.
 inline void require_head(const Checker& check, const std::optional<Tensor>& lm_head,
                          std::initializer_list<const std::optional<Tensor>*> others) {
   for (const std::optional<Tensor>* other : others) {

@@ -1,4 +1,4 @@
-// eecore._C: importing it loads the schemas and the CPU kernels; what is not an op is bound here.
+// eecore._C: importing it loads the schemas and the CPU kernels, and functions that are not ops.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -21,7 +21,7 @@ namespace py = pybind11;
 
 namespace {
 
-// Seconds that one call of `work` takes, without the interpreter's lock.
+// The seconds that one call of `work` takes, without the interpreter's lock.
 template <typename Work>
 double seconds(const Work& work) {
   py::gil_scoped_release release;
@@ -71,22 +71,22 @@ int64_t packed_bytes(const std::string& format, int64_t num_rows, int64_t column
   return num_panels * eecore::planes_of(kind, columns).bytes;
 }
 
-// Bytes of a row in a file.
+// Bytes of a row in a file; throws if blocks do not fill a row.
 int64_t row_bytes(const std::string& format, int64_t columns) {
   packed_bytes(format, 1, columns);  // throws where its blocks do not fill a row
   const eecore::BlockTraits& traits = eecore::traits_of(block_format(format));
   return columns / traits.columns * traits.bytes;
 }
 
-// Columns that so many bytes of whole blocks hold; of fewer bytes than a block has, those of one,
-// so that it is the bytes that are found wrong.
+// Columns that num_bytes of whole blocks hold; for fewer bytes than a block, the columns of one
+// block, so that a later check finds the bytes wrong.
 int64_t block_columns(const std::string& format, int64_t num_bytes) {
   const eecore::BlockTraits& traits = eecore::traits_of(block_format(format));
   return std::max<int64_t>(num_bytes / traits.bytes, 1) * traits.columns;
 }
 
-// Asks the system for pages of 2 MiB in the memory that lies between `address` and its end, which
-// nobody has written yet. A request: without them all goes as before, more slowly.
+// Asks the system for pages of 2 MiB in the memory from `address` on, which must not have been
+// written yet. Without them everything works, more slowly.
 void ask_for_huge_pages(uintptr_t address, uint64_t num_bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uint64_t kPage = 2 << 20;

@@ -6,7 +6,7 @@ namespace eecore {
 namespace {
 
 #ifndef EECORE_BACKEND_CUDA
-// Holds one entry of a table to a row of `columns` inside `num_bytes`.
+// Checks that an entry of a table is a row of `columns` inside `num_bytes`.
 void check_place(const Checker& check, const char* table_name, int64_t entry, int64_t columns,
                  int64_t num_bytes) {
   const RowPlace place = row_place(entry);

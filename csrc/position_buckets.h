@@ -9,8 +9,8 @@
 namespace eecore {
 
 // The bucket of a distance on one side; log_reach: log(max_distance / max_exact). In float32, as
-// transformers computes it for its models: where a logarithm comes to a whole number its rounding
-// decides.
+// transformers computes it for its models: where a logarithm is close to a whole number, its
+// rounding decides.
 inline int64_t position_bucket(int64_t distance, int64_t num_sided, float log_reach) {
   const int64_t max_exact = num_sided / 2;
   if (distance < max_exact) return distance;
@@ -20,7 +20,7 @@ inline int64_t position_bucket(int64_t distance, int64_t num_sided, float log_re
   return bucket < num_sided ? bucket : num_sided - 1;
 }
 
-// A bucket that holds no distance starts where the next one does.
+// A bucket that holds no distance starts where the next bucket does.
 inline PositionBuckets position_buckets(int64_t num_sided, int64_t max_distance,
                                         bool bidirectional) {
   PositionBuckets buckets{};
@@ -47,7 +47,7 @@ inline PositionBuckets position_buckets(int64_t num_sided, int64_t max_distance,
   return buckets;
 }
 
-// Checks a bias [num_buckets, num_q_heads] where there is one, and gives it to the attention.
+// Checks a bias [num_buckets, num_q_heads], if given, and sets it in the params of the attention.
 inline void set_position_bias(Checker& check, const std::optional<Tensor>& position_bias,
                               int64_t max_distance, bool bidirectional,
                               PagedAttentionParams& params) {

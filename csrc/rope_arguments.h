@@ -18,7 +18,7 @@ inline bool check_ropes(Checker& check, const std::optional<Tensor>& cos_sin,
 }
 
 #ifndef EECORE_BACKEND_CUDA
-// Holds the places of layer_ropes to be those of tables.
+// Checks that layer_ropes holds indices of tables.
 inline void check_rope_places(const Checker& check, const std::optional<Tensor>& layer_ropes) {
   if (!layer_ropes) return;
   check_range(check, "layer_ropes", data<const int32_t>(*layer_ropes), 2 * check["num_layers"], 0,

@@ -13,7 +13,7 @@ namespace {
 
 thread_local Tape* recorder = nullptr;
 
-// Sets the counts to what `rows` says, `most` at most, and gives it back.
+// Sets the counts to the number at `rows`, at most `most`, and returns it.
 template <typename Counts>
 int64_t set(const Counts& counts, const int32_t* rows, int64_t most) {
   const int64_t wanted = std::clamp<int64_t>(*rows, 0, most);
@@ -28,9 +28,10 @@ int64_t set(const Counts& counts, const int32_t* rows, int64_t most) {
 Tape* Tape::recording() noexcept { return recorder; }
 
 void Tape::begin() {
-  if (recorder != nullptr) throw std::runtime_error("tape: this thread records already");
-  if (is_recording_) throw std::runtime_error("tape: another thread records it");
-  if (!steps_.empty()) throw std::runtime_error("tape: expected to be recorded once, got a second");
+  if (recorder != nullptr) throw std::runtime_error("tape: this thread is already recording");
+  if (is_recording_) throw std::runtime_error("tape: another thread is recording it");
+  if (!steps_.empty())
+    throw std::runtime_error("tape: expected to be recorded once, got a second time");
   recorder = this;
   is_recording_ = true;
   rows_ = {};
@@ -84,7 +85,7 @@ void Tape::add(const char* op, std::unique_ptr<Call> call) {
 
 void Tape::replay(const cpu::Parallel& pool, std::vector<CallTrace>* trace) {
   if (recorder != nullptr || is_recording_) {
-    throw std::runtime_error("tape: expected no replay while one records");
+    throw std::runtime_error("tape: expected no replay during a recording");
   }
   cpu::with_crew(pool, [&](const cpu::Parallel& crew) { run_steps(crew, trace); });
 }

@@ -1,9 +1,9 @@
-// What a program calls on the CPU, recorded once and replayed by one call, the threads awake from
-// its first kernel to its last.
+// The CPU calls of a program, recorded once and replayed by one call; the threads stay awake from
+// the first kernel to the last.
 //
-// While a tape records on a thread, the ops called there are checked as ever, but for the values of
-// their tensors, and written down instead of run. The memory that they were called with is read and
-// written at replay, so it has to stay; who calls sees to that.
+// While a tape records on a thread, the ops called there are checked as usual, except for the
+// values of their tensors, and are recorded instead of run. A replay reads and writes the memory of
+// the recorded calls, so the caller has to keep it.
 #pragma once
 
 #include <cstdint>
@@ -19,10 +19,10 @@ namespace eecore {
 template <typename Params>
 using Kernel = void (*)(const Params& params, const cpu::Parallel& parallel);
 
-// A call of a replay, for those who ask what was run.
+// A call of a replay, for callers that ask what was run.
 struct CallTrace {
   std::string op;
-  int64_t num_tokens, num_seqs;    // its rows, -1 where it knows none
+  int64_t num_tokens, num_seqs;    // its rows, -1 where it has no such count
   int64_t begin_layer, end_layer;  // of decoder_layers, else 0
   double seconds;
 };
@@ -33,36 +33,36 @@ class Tape {
   Tape(const Tape&) = delete;
   Tape& operator=(const Tape&) = delete;
 
-  // The tape that records on this thread, or null.
+  // The tape that is recording on this thread, or null.
   static Tape* recording() noexcept;
 
-  // From begin() to end(), or to cancel() that forgets everything, this thread's calls are
+  // From begin() to end(), or to cancel(), which discards the recording, this thread's calls are
   // recorded. A tape is recorded once.
   void begin();
   void end();
   void cancel() noexcept;
 
-  // Where a call reads how many rows it has, up to as many as it was recorded with. Null: it has as
-  // many as that.
+  // Where a call reads its number of rows, at most as many as it was recorded with. Null: as many
+  // as that.
   struct RowsRead {
     const int32_t* num_tokens = nullptr;  // [1]
     const int32_t* num_seqs = nullptr;    // [1]; null with num_tokens
   };
 
-  // Holds for the calls recorded from here on; returns what held before.
+  // Applies to the calls recorded from here on; returns the previous setting.
   RowsRead read_rows(RowsRead rows);
 
-  // The calls recorded from here to close_jump(opened) are jumped over where *flag is 1 by then.
+  // The calls recorded from here to close_jump(opened) are skipped where *flag is 1 at replay.
   int64_t open_jump(const uint8_t* flag);
   void close_jump(int64_t opened);
 
-  // The params' pointers are kept, the params copied.
+  // Copies the params, and keeps their pointers.
   template <typename Params>
   void add(const char* op, Kernel<Params> kernel, const Params& params) {
     add(op, std::make_unique<CallOf<Params>>(kernel, params));
   }
 
-  // Replays of one tape must follow one another. Adds the calls that are run to `trace`, if given.
+  // Replays of one tape must not overlap. Adds the calls that are run to `trace`, if given.
   void replay(const cpu::Parallel& pool, std::vector<CallTrace>* trace = nullptr);
   int64_t num_calls() const noexcept { return num_calls_; }
 
@@ -95,12 +95,12 @@ class Tape {
     Params params;
   };
 
-  // A call, or where there is a flag a jump.
+  // A call or, if there is a flag, a jump.
   struct Step {
     std::unique_ptr<Call> call;
     RowsRead rows;
     const uint8_t* flag = nullptr;  // [1]
-    size_t target = 0;              // the step after those jumped over
+    size_t target = 0;              // the step after the skipped ones
   };
 
   void add(const char* op, std::unique_ptr<Call> call);

@@ -1,5 +1,5 @@
-// A text among the arguments of an op. torch's own conversion to std::string makes a string that
-// nobody deletes, 32 bytes a call.
+// A text argument of an op. torch's own conversion to std::string makes a string that is never
+// deleted, 32 bytes a call.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

@@ -135,6 +135,61 @@ def test_pages_are_plain(group: str) -> None:
         assert not found, "\n".join(found)
 
 
+SOURCES = sorted(
+    source
+    for folder in ("csrc", "include")
+    for source in (ROOT / folder).rglob("*")
+    if source.suffix in {".cpp", ".cu", ".cuh", ".h"}
+)
+TOKEN = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'', re.S)
+"""A comment or a literal of C++."""
+SOURCE_NAME = re.compile(r"\b(?:k\w*(?:Most|Least)(?![a-z])\w*|(?:MOST|LEAST)_\w+)")
+"""Names of C++ constants that are kMax.. and kMin.. instead."""
+SOURCE_OPENING = re.compile(rf"//\s*(?:{'|'.join(OPENINGS)})\b")
+
+
+def prose_of(source: str) -> str:
+    """The comments and literals of C++, each at its place; semicolons stand for the code."""
+    code = re.compile(r"\S")
+    parts, end = [], 0
+    for token in TOKEN.finditer(source):
+        parts.append(code.sub(";", source[end : token.start()]))
+        parts.append(re.sub(r"^//", "  ", token[0]))
+        end = token.end()
+    parts.append(code.sub(";", source[end:]))
+    return "".join(parts)
+
+
+def source_findings(source: str) -> list[str]:
+    """What is not plain in C++ or CUDA, each with its line."""
+    found = words_in(prose_of(source))
+    for match in SOURCE_NAME.finditer(source):
+        found.append((source.count("\n", 0, match.start()) + 1, f"the name {match[0]}"))
+    is_open = False  # the line before is a comment that goes on
+    for number, line in enumerate(source.splitlines(), 1):
+        opening = None if is_open else SOURCE_OPENING.search(line)
+        if opening is not None:
+            found.append((number, f"a comment begins with {opening[0].split()[-1]}"))
+        is_open = re.search(r"//\s*\S", line) is not None
+    return [f"line {line}: {what}" for line, what in sorted(found)]
+
+
+def folder_of(source: Path) -> str:
+    """The folder of a source, from the root of the repository on."""
+    return source.relative_to(ROOT).parent.as_posix()
+
+
+@pytest.mark.parametrize("folder", sorted({folder_of(source) for source in SOURCES}))
+def test_sources_are_plain(folder: str) -> None:
+    found = [
+        f"{source.relative_to(ROOT)}: {each}"
+        for source in SOURCES
+        if folder_of(source) == folder
+        for each in source_findings(source.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_not_yet_names_what_there_is() -> None:
     assert set(NOT_YET) <= set(PACKAGES)
     assert set(PAGES_NOT_YET) <= {group_of(page) for page in PAGES}
@@ -175,3 +230,40 @@ def test_unplain_words_are_found(source: str) -> None:
 )
 def test_plain_words_pass(source: str) -> None:
     assert findings(source) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "// The block behind it.",
+        "int rows;  // what came to\n// the cache",
+        "/* One block,\n   and others besides. */",
+        'throw Error("expected none where nobody asks");',
+        "// Rows leave after this layer.",
+        "// Whether a draft\n// stands.",
+        "// Of a row: its tokens.",
+        "int rows;\n//\n// Its rows.",
+        "constexpr int kMostRows = 8;",
+        "constexpr int kHeadMostTiles = 4;",
+        "constexpr int kMost = 4;",
+        "#define LEAST_ROWS 4",
+    ],
+)
+def test_unplain_sources_are_found(source: str) -> None:
+    assert source_findings(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "// The block after it.",
+        "int behind = 3;  // rows",
+        "// All rows, and those\n// Of nothing.",
+        "const char quote = '\"';  // a quote\nint behind = '\"';",
+        "int draft;  // a token\nint stand;  // and another one",
+        "constexpr int kAlmostOne = 1, kMostly = 2;",
+        'const char* url = "https://example.org";  // an address',
+    ],
+)
+def test_plain_sources_pass(source: str) -> None:
+    assert source_findings(source) == []

@@ -1,4 +1,4 @@
-// accept_mask on the CPU: one pass over the rows of a batch; a few hundred at most, so one thread.
+// accept_mask on the CPU: one pass over the rows of a batch, a few hundred at most, so one thread.
 #include "kernel.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
@@ -6,7 +6,7 @@ namespace eecore::cpu::EECORE_CAPABILITY {
 void run_accept_mask(const AcceptMaskParams& params, const Parallel&) {
   int32_t num_survivors = 0;
   for (int64_t row = 0; row < params.num_seqs; ++row) {
-    // False for NaN on either side; a threshold of 1 is the promise never to exit early.
+    // False for NaN on either side; at a threshold of 1 a row never exits early.
     const bool confident =
         params.thresholds[row] < 1.0f && params.confidence[row] >= params.thresholds[row];
     if (confident && !params.status[row]) {

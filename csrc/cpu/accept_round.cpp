@@ -1,4 +1,4 @@
-// accept_round on the CPU: one thread per row, of which those that sample may read a vocabulary.
+// accept_round on the CPU: one thread per row; rows that sample may read a whole vocabulary.
 #include "accept_drafts.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
@@ -6,7 +6,7 @@ namespace {
 
 void accept(const AcceptRoundParams& params, int64_t row) {
   const int64_t* tokens = params.tokens + row * (params.num_steps + 1);
-  if (params.most[row] < 0) {  // no round: it stays where it is
+  if (params.most[row] < 0) {  // no round: the row stays where it is
     params.num_accepted[row] = 0;
     params.next_token[row] = tokens[0];
     params.next_position[row] = params.first_position[row];

@@ -1,4 +1,5 @@
-// add_normed on the CPU: a row at a time, which is normed in a buffer; threads share many rows.
+// add_normed on the CPU: row by row, each normed in a buffer; if there are many rows, threads share
+// them.
 #include "product_tiles.h"
 #include "rms_norm.h"
 #include "scratch.h"

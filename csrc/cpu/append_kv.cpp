@@ -1,20 +1,20 @@
-// append_kv on the CPU: each head passes once through a float32 row in cache, where norm and rotary
-// are applied, and is rounded once on its way out. Threads share the tokens.
+// append_kv on the CPU: each head is copied to a float32 row in cache, normed and rotated there,
+// and rounded once when it is written. Threads share the tokens.
 #include "float8.h"
 #include "head_row.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-// What is done to a head on its way. Null weight: no norm; null cos_sin: no rotary.
+// The operations on a head. Null weight: no norm; null cos_sin: no rotary.
 template <typename T>
 struct HeadChange {
   const T* weight;       // [head_dim]
   const float* cos_sin;  // [rotary_dim]
-  float scale;           // 1 / rms of all heads; below 0: that of the head itself
+  float scale;           // 1 / rms over all heads; below 0: the head's own
 };
 
-// A head of float32 through norm and rotary.
+// Norms and rotates a head in float32.
 template <typename T>
 void transform_row(const AppendKvParams& params, const T* in, const HeadChange<T>& change,
                    float* row) {
@@ -27,8 +27,8 @@ void transform_row(const AppendKvParams& params, const T* in, const HeadChange<T
   if (change.cos_sin != nullptr) rotate_row(row, change.cos_sin, params.rotary_dim / 2);
 }
 
-// One head from `in` to `out`, which may be the same place. Without norm and rotary the bits as
-// they are.
+// Copies one head from `in` to `out`, which may be the same place. Without norm and rotary the bits
+// are copied.
 template <typename T>
 void transform_head(const AppendKvParams& params, const T* in, const HeadChange<T>& change,
                     const float*, T* out) {
@@ -41,7 +41,7 @@ void transform_head(const AppendKvParams& params, const T* in, const HeadChange<
   store_row(row, params.head_dim, out);
 }
 
-// The same of float32 into bfloat16.
+// The same from float32 to bfloat16.
 inline void transform_head(const AppendKvParams& params, const float* in,
                            const HeadChange<float>& change, const float*, BFloat16* out) {
   alignas(64) float row[kMaxHeadDim];
@@ -49,7 +49,7 @@ inline void transform_head(const AppendKvParams& params, const float* in,
   store_row(row, params.head_dim, out);
 }
 
-// The same into float8, relative to a scale.
+// The same to float8, relative to a scale.
 template <typename T>
 void transform_head(const AppendKvParams& params, const T* in, const HeadChange<T>& change,
                     const float* scale, Float8* out) {
@@ -58,8 +58,8 @@ void transform_head(const AppendKvParams& params, const T* in, const HeadChange<
   store_scaled_row(row, params.head_dim, scale, out);
 }
 
-// The change of a token's first head, at `heads`. Where `norms_all`, all are normed at once, and
-// the others have weights of their own after it.
+// The operations on a token's first head, at `heads`. If `norms_all`, all heads are normed at once,
+// and the weights of the next heads follow the first one's.
 template <typename T>
 HeadChange<T> change_of(const AppendKvParams& params, const T* heads, int64_t num_heads,
                         int64_t head_stride, const void* weight, bool norms_all,
@@ -71,7 +71,7 @@ HeadChange<T> change_of(const AppendKvParams& params, const T* heads, int64_t nu
   return change;
 }
 
-// C: what the caches hold.
+// C: the element type of the caches.
 template <typename T, typename C>
 void append_tokens(const AppendKvParams& params, int64_t begin, int64_t end) {
   T* q = static_cast<T*>(params.q);
@@ -118,7 +118,7 @@ void append_tokens(const AppendKvParams& params, int64_t begin, int64_t end) {
 }  // namespace
 
 void run_append_kv(const AppendKvParams& params, const Parallel& parallel) {
-  constexpr int64_t kBytesPerElement = 64;  // that could be read while one is rotated
+  constexpr int64_t kBytesPerElement = 64;  // bytes that could be read while one element is rotated
   const int64_t heads = params.num_q_heads + 2 * params.num_kv_heads;
   const int64_t grain =
       ceil_div(parallel.bytes_per_range, max_of(heads * params.head_dim, 1) * kBytesPerElement);

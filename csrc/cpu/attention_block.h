@@ -1,5 +1,5 @@
-// A block of keys and values as it lies in a cache of C, by kv head of a tile, and its rows as the
-// type that is multiplied, which holds every such number exactly.
+// A block of keys and values in a cache of C, by kv head of a tile, and its rows in the type that
+// is multiplied, which holds every number of C exactly.
 #pragma once
 
 #include "attention_tile.h"
@@ -12,7 +12,7 @@ constexpr bool kIsSame = false;
 template <typename A>
 constexpr bool kIsSame<A, A> = true;
 
-// What a number is multiplied by to have its value.
+// The factor that turns a stored number of W into its value.
 template <typename W>
 constexpr float unit_of() {
 #if defined(__AVX2__)
@@ -21,11 +21,12 @@ constexpr float unit_of() {
   return 1.0f;
 }
 
-// Keys and then values that are read next, asked for a line now and then: a core has few of them
-// under way, so that many at once wait for each other, and memory idles afterwards.
+// Prefetches the keys and then the values that are read next, a few lines at a time: a core can
+// have few of them in flight, so many requests at once would wait for each other, and memory would
+// idle afterwards.
 class ReadAhead {
  public:
-  // Of the rows [begin, end) of a block so many elements each.
+  // `width` elements of each of the rows [begin, end) of a block.
   template <typename T>
   ReadAhead(const HeadBlock<T>& block, int64_t begin, int64_t end, int64_t width)
       : parts_{part_of(block.k), part_of(block.v)},
@@ -36,7 +37,7 @@ class ReadAhead {
     begin_row();
   }
 
-  // The next lines, as far as there are any.
+  // Prefetches the next lines, as far as there are any.
   void ask(int lines) {
     for (int i = 0; i < lines && line_ != nullptr; ++i) {
       prefetch(line_);
@@ -53,7 +54,7 @@ class ReadAhead {
  private:
   static constexpr int64_t kLine = 64;
   static constexpr int kNumParts = 2;
-  // Its keys, or its values.
+  // The keys of the block, or its values.
   struct Part {
     const char* const* rows;
     int64_t offset;  // bytes
@@ -78,15 +79,15 @@ class ReadAhead {
   const char *line_, *row_end_ = nullptr;
 };
 
-// The rows of one kv head that are read next, asked for while rows at the same places are worked
-// on.
+// Prefetches the rows of one kv head that are read next, while the same rows of the current block
+// are processed.
 template <typename C>
 class RowsAhead {
  public:
   RowsAhead() = default;
   explicit RowsAhead(const HeadRows<C>& rows) : rows_(rows) {}
 
-  // So many columns of a row, from d on, a multiple of that.
+  // Prefetches kColumns columns of a row, from d on, which is a multiple of kColumns.
   template <int kColumns>
   [[gnu::always_inline]] void ask(int64_t row, int64_t d) const {
     constexpr int kLine = 64 / sizeof(C);
@@ -102,19 +103,19 @@ class RowsAhead {
 template <typename C>
 struct CachedBlock {
   const BlockRows<C>* rows;  // of the tile's first kv head
-  const BlockRows<C>* next;  // of the block behind it; null: there is none
+  const BlockRows<C>* next;  // of the next block; null: there is none
   int64_t num_heads, k_stride, v_stride;
 
   HeadBlock<C> of_head(int64_t head) const { return of(rows, head); }
-  // Of the block behind it.
+  // The same for the next block.
   HeadBlock<C> next_of_head(int64_t head) const { return of(next, head); }
-  // What is read after a head where heads come one after the other.
+  // What is read after a head, where heads are processed one after the other.
   HeadBlock<C> after_head(int64_t head) const {
     return head + 1 < num_heads ? of_head(head + 1) : next_of_head(0);
   }
-  // What to ask for during a head: what is read after it, or, where the heads of a key are short
-  // and lie side by side, a part of the next block's keys with all of their heads. A few lines here
-  // and there are read more slowly than in memory's own order.
+  // What to prefetch during a head: what is read after it, or, where the heads of a key are short
+  // and adjacent, a part of the next block's keys with all of their heads. A few lines here and
+  // there are read more slowly than lines in memory's own order.
   ReadAhead ahead_of(int64_t head, int64_t num_keys, int64_t head_dim) const {
     constexpr int64_t kShort = 128 / static_cast<int64_t>(sizeof(C));
     if (head_dim > kShort || k_stride != head_dim || v_stride != head_dim) {
@@ -131,23 +132,23 @@ struct CachedBlock {
   }
 };
 
-// Asks for n elements of a row that is read next. Pages lie anywhere, and a head's slots mostly a
-// row of all heads apart, so the hardware does not guess them.
+// Prefetches n elements of a row that is read next. Pages are at arbitrary addresses, and the slots
+// of a head are mostly a row of all heads apart, so the hardware prefetcher does not predict them.
 template <typename T>
 inline void prefetch_row(const T* row, int64_t n) {
   for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) {
     prefetch(row + i);
   }
 }
-// The same of `count` rows from `first` on, if there are any.
+// The same for `count` rows from `first` on, if there are any.
 template <typename T>
 inline void prefetch_rows(const HeadRows<T>& rows, int64_t first, int64_t count, int64_t n) {
   if (rows.rows == nullptr) return;
   for (int64_t i = first; i < first + count; ++i) prefetch_row(rows[i], n);
 }
 
-// Writes rows of C as rows of W. Where that makes NaN finite it says that there was one, and
-// widen_nan writes them again.
+// Converts rows of C to rows of W. Where that turns NaN into a finite number, it reports that there
+// was a NaN, and widen_nan converts the rows again.
 template <typename C, typename W>
 struct RowWidener {
   static constexpr bool has_nan() { return false; }
@@ -181,8 +182,8 @@ struct RowWidener<Float8, BFloat16> {
 };
 #endif
 
-// Rows as W: where they lie, or in `room` with pointers to them in `widened`. Past the last key
-// stands the last.
+// Rows as W: in place, or in `room` with pointers to them in `widened`. After the last key, the
+// last one is repeated.
 template <typename C, typename W>
 HeadRows<W> rows_as(const HeadRows<C>& rows, int64_t num_keys, int64_t head_dim, uint8_t* room,
                     const W** widened) {

@@ -1,27 +1,28 @@
-// A block of keys in bfloat16, on CPUs that multiply pairs of it: a score is summed over pairs of
-// columns, a value over pairs of keys, and weights are rounded to bfloat16 as tensor cores take
-// them. Pairs begin at the block's first key, and what a row does not see of one is 0.
+// A block of keys in bfloat16, on CPUs that multiply pairs of bfloat16: a score is summed over
+// pairs of columns, a value over pairs of keys, and weights are rounded to bfloat16 as for tensor
+// cores. Pairs begin at the block's first key, and a key of a pair that a row does not see has a
+// weight of 0.
 #pragma once
 
 #include "attention_block.h"
-#include "turn.h"
+#include "transpose.h"
 
 #if defined(__AVX512BF16__)
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
 constexpr int kColumnPairs = 2;  // pairs of vectors of sums in registers
-// Lines of the next block to ask for at each 16 rows and 32 columns of keys. With those at each
-// pair of columns of a score and at each pair of vectors of values it is asked for as evenly as it
-// is worked on.
+// Lines of the next block to prefetch at each 16 rows and 32 columns of keys. Together with the
+// lines at each pair of columns of a score and at each pair of vectors of values, the prefetches
+// are spread evenly over the work.
 constexpr int kLinesOfKeys = 8;
 
-// Two bfloat16 of each of 16 lanes.
+// Two bfloat16 in each of 16 lanes.
 inline Vec add_products(Vec sum, __m512i x, __m512i y) {
   return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(y))};
 }
 
-// The first n elements of a row as 16 pairs; n may be more.
+// The first n elements of a row as 16 pairs; n may be more than 32.
 inline __m512i load_words(const BFloat16* p, int64_t n) {
   return n >= 32 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16(first_of_pair(n), p);
 }
@@ -93,7 +94,7 @@ template <int kRows, int kPairs, typename Values>
   }
 }
 
-// Values of which one key of each pair counts.
+// Values of which only one key of each pair counts.
 template <typename Values>
 struct HalfOf {
   static constexpr int kLines = Values::kLines;
@@ -106,8 +107,8 @@ struct HalfOf {
   }
 };
 
-// The same for some keys of a block. Sums of single keys, if any, wait in memory between the calls:
-// with all of them in one loop the compiler does not keep sums in registers.
+// The same for some keys of a block. Sums of single keys, if any, are kept in memory between the
+// calls: with all of them in one loop the compiler does not keep sums in registers.
 template <int kRows, int kPairs, typename Values>
 [[gnu::always_inline]] inline void add_columns(const uint32_t* weights, const Values& values,
                                                Range keys, const Vec* correction, ReadAhead* ahead,
@@ -128,9 +129,9 @@ template <int kRows, int kPairs, typename Values>
     add_half(keys.end / 2, 0x0000ffffu);
 }
 
-// Values that were packed first: [pairs of keys, width].
+// Values that are packed first: [pairs of keys, width].
 struct PackedValues {
-  static constexpr int kLines = 1;  // to ask for at 32 columns of two keys
+  static constexpr int kLines = 1;  // to prefetch at 32 columns of two keys
   const uint32_t* pairs;
   int64_t width;
 
@@ -139,7 +140,7 @@ struct PackedValues {
     return {_mm512_load_si512(from), _mm512_load_si512(from + kWidth)};
   }
 };
-// Values as they lie: where one group of rows crosses them once there is nothing to pack them for.
+// Values read in place: packing does not pay where only one group of rows reads them.
 struct LooseValues {
   static constexpr int kLines = 2;
   HeadRows<BFloat16> rows;
@@ -157,7 +158,7 @@ struct PairBlock {
   static constexpr int64_t kStep = 2;
   Values values;
   float scale;
-  ReadAhead* ahead;  // null: nothing is asked for
+  ReadAhead* ahead;  // null: nothing is prefetched
 
   PairBlock quiet() const { return {values, scale, nullptr}; }
 
@@ -201,7 +202,7 @@ struct PairBlock {
   }
 };
 
-// The first n elements of a query, rounded, as 16 pairs; n may be more.
+// The first n elements of a query, rounded, as 16 pairs; n may be more than 32.
 inline __m512i query_words(const BFloat16* q, int64_t n) { return load_words(q, n); }
 inline __m512i query_words(const float* q, int64_t n) {
   const Vec low = load_partial(q, min_of(n, kWidth));
@@ -209,7 +210,7 @@ inline __m512i query_words(const float* q, int64_t n) {
   return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v));
 }
 
-// Keys as [pairs of columns, block]. ahead(): asks for more, at each 16 of their rows and 32 of
+// Packs keys as [pairs of columns, block]. ahead(): prefetches, at each 16 of their rows and 32 of
 // their columns.
 template <typename Ahead>
 void pack_keys(const HeadRows<BFloat16>& rows, int64_t num_keys, int64_t head_dim,
@@ -218,7 +219,7 @@ void pack_keys(const HeadRows<BFloat16>& rows, int64_t num_keys, int64_t head_di
     for (int64_t d = 0; d < head_dim; d += 32) {
       __m512i keys[16];
       for (int i = 0; i < 16; ++i) keys[i] = load_words(rows[j + i] + d, head_dim - d);
-      turn(keys);
+      transpose(keys);
       for (int i = 0; i < 16; ++i) {
         _mm512_store_si512(scratch.k_pairs + (d / 2 + i) * kMaxBlock + j, keys[i]);
       }
@@ -227,8 +228,8 @@ void pack_keys(const HeadRows<BFloat16>& rows, int64_t num_keys, int64_t head_di
   }
 }
 
-// Pairs of values' rows as kept pairs: [pairs, width]. ahead(j, n): asks for more, behind the n
-// rows from j on.
+// Packs the rows of values in pairs: [pairs, width]. ahead(j, n): prefetches, after the n rows from
+// j on.
 template <typename Ahead>
 void pack_values(const HeadRows<BFloat16>& rows, int64_t num_keys, int64_t head_dim,
                  const Ahead& ahead, TileScratch& scratch) {

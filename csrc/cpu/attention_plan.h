@@ -1,4 +1,4 @@
-// How a paged_attention call is cut into work items, and whether sequences are split among several.
+// How a paged_attention call is divided into work items, and whether sequences are split.
 #pragma once
 
 #include "position_bias.h"
@@ -6,7 +6,7 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 
 constexpr int64_t kMaxTileRows = 128;
-constexpr int64_t kMaxTileGroups = 8;       // of rows that matrix tiles hold
+constexpr int64_t kMaxTileGroups = 8;       // of rows, in matrix tiles
 constexpr int64_t kTileFloats = 128 * 128;  // of a tile of queries
 constexpr int64_t kBlockFloats = 64 * 128;  // of a block of keys
 
@@ -17,31 +17,32 @@ struct AttentionPlan : PagedAttentionParams {
   float* partials;
   PositionBias bias;
   int64_t split_size, max_splits, partial_size;
-  int64_t tile_rows;    // most rows (query, query head) of a work item
-  int64_t tile_heads;   // most kv heads of a work item
-  bool has_tiles;       // matrix tiles multiply
-  int64_t num_threads;  // that the work is worth
+  int64_t tile_rows;    // maximum rows (query, query head) of a work item
+  int64_t tile_heads;   // maximum kv heads of a work item
+  bool has_tiles;       // whether matrix tiles are used
+  int64_t num_threads;  // that the work pays for
 };
 
-// Rows of a kv head as a thread holds them: groups of up to 16 for matrix tiles, all of one size.
+// The rows of a kv head as a thread holds them: for matrix tiles groups of up to 16, all of one
+// size.
 struct RowGroups {
   int64_t count, size;
   int64_t rows() const { return count * size; }
 };
 inline RowGroups groups_of(const AttentionPlan& plan, int64_t num_rows) {
-  constexpr int64_t kMostRows = 16;
+  constexpr int64_t kMaxRows = 16;
   if (!plan.has_tiles || num_rows == 0) return {1, num_rows};
-  const int64_t count = ceil_div(num_rows, kMostRows);
+  const int64_t count = ceil_div(num_rows, kMaxRows);
   return {count, ceil_div(num_rows, count)};
 }
-// Most kv heads of a work item with so many rows each.
+// The maximum kv heads of a work item, given the rows of each.
 inline int64_t most_heads(const AttentionPlan& plan, int64_t num_rows) {
   const RowGroups groups = groups_of(plan, num_rows);
   const int64_t fit = plan.tile_rows / max_of(groups.rows(), 1);
   return max_of(plan.has_tiles ? min_of(fit, kMaxTileGroups / groups.count) : fit, 1);
 }
 
-// Work in (row, key) pairs of one sequence and kv head, of its largest tile, and of the call.
+// The work, in (row, key) pairs, of one sequence and kv head, of its largest tile, and of the call.
 struct AttentionWork {
   int64_t total = 0, largest_tile = 0, largest_tile_rows = 1, longest = 0;
 };
@@ -67,15 +68,16 @@ inline AttentionWork measure_work(const AttentionPlan& plan) {
   return work;
 }
 
-// The plan of a call, without partials and table of biases; max_splits is how many of them a row
-// needs, or 0 where threads have whole rows. Keys are split before heads, because the heads of a
-// slot mostly lie side by side. A fixed split size is kept as it is, so that only who computes a
-// split depends on the call.
+// The plan of a call, without partials and the table of biases; max_splits is the number of
+// partials that a row needs, or 0 where threads have whole rows. Keys are split before heads,
+// because the heads of a slot are mostly adjacent. A fixed split size is kept, so that the call
+// only decides which thread computes a split.
 inline AttentionPlan plan_attention(const PagedAttentionParams& params, const Parallel& parallel,
                                     bool has_tiles) {
-  constexpr int64_t kBytesPerMultiply = 2;             // that could be read meanwhile
-  constexpr int64_t kMostPerThread = 1 << 16;          // multiplies, worth waking any thread for
-  constexpr int64_t kItemsPerThread = 4;               // so that the last ones even out
+  constexpr int64_t kBytesPerMultiply = 2;  // bytes that could be read during one multiplication
+  constexpr int64_t kMaxPerThread = 1
+                                    << 16;  // multiplications that are worth waking another thread
+  constexpr int64_t kItemsPerThread = 4;    // so that the last items even out
   constexpr int64_t kMinSplit = 256, kSplitStep = 64;  // keys
   constexpr int64_t kMaxPartials = 64 << 20;           // floats
   AttentionPlan plan{};
@@ -87,7 +89,7 @@ inline AttentionPlan plan_attention(const PagedAttentionParams& params, const Pa
   plan.tile_rows = min_of(has_tiles ? 64 : kMaxTileRows, kTileFloats / width);
   const AttentionWork work = measure_work(plan);
   const int64_t per_thread =
-      min_of(parallel.bytes_per_range / kBytesPerMultiply + 1, kMostPerThread);
+      min_of(parallel.bytes_per_range / kBytesPerMultiply + 1, kMaxPerThread);
   plan.num_threads =
       max_of(min_of(work.total * plan.head_dim / per_thread, parallel.num_threads), 1);
 

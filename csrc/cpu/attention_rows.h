@@ -1,13 +1,13 @@
-// A block of keys in float32: of any dtype and on every CPU. What a key shares with a query is
+// A block of keys in float32, for any dtype and on every CPU. The product of a key and a query is
 // summed over both in vectors of columns.
 #pragma once
 
 #include "attention_block.h"
-#include "turn.h"
+#include "transpose.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-// in[0..n) times factor, as pairs kept in the order of W's; the rest of the row is zero.
+// in[0..n) times factor, as pairs in the order of W's pairs; the rest of the row is zero.
 template <typename W, typename T>
 inline void widen_row(const T* in, int64_t n, Vec factor, int64_t width, float* out) {
   int64_t d = 0;
@@ -132,7 +132,7 @@ void add_values(const float* scores, const Vec* correction, HeadRows<W> rows, in
   if (d < head_dim) columns.template operator()<1, true>(d, head_dim - d);
 }
 
-// Rows where they lie, and the scores of the rows of queries.
+// Rows in place, and the scores of the rows of queries.
 template <typename W, typename C = W>
 struct RowBlock {
   static constexpr int64_t kStep = 1;
@@ -158,11 +158,11 @@ struct RowBlock {
   }
 };
 
-// Whether so many rows share a block that it pays to lay it out for them first: bfloat16 is widened
-// once, and slots a power of two apart no longer fall into the same cache sets.
+// Whether enough rows share a block for it to pay to copy the block into a contiguous layout:
+// bfloat16 is widened once, and slots a power of two apart no longer fall into the same cache sets.
 inline bool lays_out_block(int64_t num_rows) { return num_rows > 3 * kGroupRows; }
 
-// Asks for as many lines of the next block at each row as two of its rows have.
+// At each row, prefetches as many lines of the next block as two of its rows have.
 template <typename W>
 void gather_rows(const HeadRows<W>& rows, int64_t num_keys, int64_t head_dim, ReadAhead& ahead,
                  float* room, const float** gathered) {
@@ -180,13 +180,13 @@ void gather_rows(const HeadRows<W>& rows, int64_t num_keys, int64_t head_dim, Re
 // Lanes of a panel that are summed at a time.
 constexpr int kPanelLanes = 2;
 
-// The lane whose products sum_four adds at such a place: those of places 0 and 1, of 2 and 3, and
-// so on, then each two of these sums.
+// The lane whose products sum_four adds at a given place: it first adds places 0 and 1, 2 and 3,
+// and so on, then pairs of these sums.
 constexpr int lane_of(int place) {
   return (place & 4) << 1 | (place & 8) >> 1 | (place & 1) << 1 | (place & 2) >> 1;
 }
 
-// Vectors of a row of so many columns: whole pairs.
+// Vectors of a row of head_dim columns: whole pairs.
 inline int64_t vectors_of(int64_t head_dim) { return ceil_div(head_dim, kPairWidth) * 2; }
 
 // The keys of a block as a panel: [places / kPanelLanes, vectors, kPanelLanes, block].
@@ -195,7 +195,7 @@ void lay_out_keys(const HeadRows<W>& keys, int64_t head_dim, float* panel) {
   const int64_t num_vectors = vectors_of(head_dim);
   for (int64_t j = 0; j < kMaxBlock; j += kWidth) {
     const auto put = [&](Vec(&lanes)[kWidth], int64_t vector) {
-      turn(lanes);
+      transpose(lanes);
       EECORE_UNROLL
       for (int i = 0; i < kWidth; ++i) {
         const int64_t place = (i / kPanelLanes * num_vectors + vector) * kPanelLanes;
@@ -218,8 +218,8 @@ void lay_out_keys(const HeadRows<W>& keys, int64_t head_dim, float* panel) {
   }
 }
 
-// scores[r][j] = q[r] . k[j] for all j of a block, from a panel: the sums of score_keys, in their
-// order.
+// scores[r][j] = q[r] . k[j] for all j of a block, from a panel: the same sums as in score_keys, in
+// the same order.
 template <int kRows>
 void score_panel(const float* q, int64_t width, int64_t num_vectors, const float* k,
                  float* scores) {
@@ -236,7 +236,7 @@ void score_panel(const float* q, int64_t width, int64_t num_vectors, const float
     }
   };
   constexpr int kNumPlaces = kWidth / kPanelLanes;
-  Sums earlier[3];  // earlier[i]: of 2^i places
+  Sums earlier[3];  // earlier[i]: the sum of 2^i places
   EECORE_UNROLL
   for (int place = 0; place < kNumPlaces; ++place) {
     Sums sums[kPanelLanes];
@@ -300,11 +300,11 @@ struct PanelBlock {
 
 #endif
 
-// In float32, of rows of W.
+// A block in float32, from rows of W.
 template <typename W>
 struct InFloats {
   static constexpr bool kHasTiles = false;
-  static constexpr float kUnit = unit_of<W>();  // of what is multiplied
+  static constexpr float kUnit = unit_of<W>();  // the unit of the multiplied numbers
   using Wide = W;
   struct Unit {
     void take(int64_t) {}
@@ -335,9 +335,9 @@ struct InFloats {
   }
 
  private:
-  // Few rows of each kv head: the scores of all heads, then their weights, then their values. So
-  // the softmax of a head waits for nothing, and memory is asked for a block's values beside its
-  // scores, and for the next block's keys beside its values.
+  // For few rows of each kv head: first the scores of all heads, then their weights, then their
+  // values. So the softmax of a head does not wait, and the block's values are prefetched during
+  // its scores, and the next block's keys during its values.
   template <typename C>
   static void attend_few(TileScratch& scratch, const AttentionTile& tile, int64_t head_dim,
                          Range keys, const CachedBlock<C>& block) {
@@ -347,7 +347,7 @@ struct InFloats {
     const int64_t begin = (used.begin - keys.begin) / kWidth * kWidth;
     const int64_t end = ceil_div(used.end - keys.begin, kWidth) * kWidth;
     const W* wide[kMaxBlock];
-    // body<n>(row of the head, place in the scratch), n rows at a time.
+    // Calls body<n>(row of the head, place in the scratch), n rows at a time.
     const auto for_rows = [&](int64_t head, const auto& body) {
       in_groups<kGroupRows>(tile.num_rows, [&]<int kRows>(int64_t row) {
         body.template operator()<kRows>(row, tile.held(head, row));
@@ -393,7 +393,7 @@ struct InFloats {
   static void attend_laid_out(TileScratch& scratch, int64_t num_rows, int64_t at, int64_t head_dim,
                               Range keys, const HeadBlock<W>& rows, ReadAhead& ahead) {
     const int64_t num_keys = ceil_div(keys.end - keys.begin, kWidth) * kWidth;
-    // A laid out row is made of whole pairs.
+    // A copied row consists of whole pairs.
     const int64_t columns = ceil_div(head_dim, kPairWidth) * kPairWidth;
     BlockRows<float> gathered;
     gather_rows(rows.v, num_keys, head_dim, ahead, scratch.v_block, gathered.v);

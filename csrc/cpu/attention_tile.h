@@ -1,5 +1,5 @@
-// What a work item of paged_attention is made of: rows of one sequence, the keys that they see, and
-// what a thread holds of them; and the softmax of a row over a block of keys.
+// The parts of a work item of paged_attention: rows of one sequence, the keys that they see, and
+// the thread's buffers for them; and the softmax of a row over a block of keys.
 #pragma once
 
 #include "activation.h"
@@ -9,7 +9,7 @@
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-// Keys of a block: those of one, and of the next that is being prefetched, stay in cache.
+// Keys of a block: it stays in cache together with the next block, which is being prefetched.
 constexpr int64_t kMaxBlock = 32;
 // Rows that share a key in registers; kPanelRows: where keys are laid out for many rows.
 #if defined(__AVX512F__)
@@ -41,7 +41,8 @@ inline Sequence sequence_at(const AttentionPlan& params, int64_t index) {
           params.seq_lens[index]};
 }
 
-// Before the first key, and negative, where a sequence has more queries than keys.
+// The position of a query; negative, before the first key, where a sequence has more queries than
+// keys.
 inline int64_t position_of(const Sequence& seq, int64_t query) {
   return seq.length - seq.num_queries + query;
 }
@@ -63,35 +64,35 @@ struct AttentionTile {
   Range used;        // the keys that any of the rows sees
 
   int64_t query(int64_t row) const { return (first_row + row) / group_size; }
-  // Of a kv head's row in what a thread holds: its own, and of all.
+  // The index of a kv head's row in the thread's buffers.
   int64_t held(int64_t head, int64_t row) const { return head * groups.rows() + row; }
   int64_t num_held() const { return num_heads * groups.rows(); }
 };
 
-// What a thread holds of a tile, the rows of one kv head after those of another; with matrix tiles
-// so many that they make whole groups.
+// A thread's buffers for a tile; the rows of one kv head follow those of another. With matrix tiles
+// the rows of a head are padded to whole groups.
 struct TileScratch {
-  alignas(64) float q[kTileFloats];         // [rows, width], as the blocks take them
+  alignas(64) float q[kTileFloats];         // [rows, width], in the form that the blocks read
   alignas(64) float acc[kTileFloats];       // [rows, width]: weights times values
-  alignas(64) float total[kTileFloats];     // the same, of the splits merged so far
+  alignas(64) float total[kTileFloats];     // the same, for the splits merged so far
   alignas(64) float k_block[kBlockFloats];  // [block, width], when gathered, or a panel
   alignas(64) float v_block[kBlockFloats];  // [block, width], when gathered
   alignas(64) uint8_t k_widened[kBlockFloats * sizeof(float)];  // [block, width], of float8
   alignas(64) uint8_t v_widened[kBlockFloats * sizeof(float)];  // [block, width], of float8
-  alignas(64) float scores[kMaxTileRows * kMaxBlock];           // [rows, block], or of a group
-  alignas(64) float corrections[kMaxTileRows * kWidth];         // of what the rows have summed
+  alignas(64) float scores[kMaxTileRows * kMaxBlock];           // [rows, block], or of one group
+  alignas(64) float corrections[kMaxTileRows * kWidth];         // factors of the rows' sums so far
 #if defined(__AVX512BF16__)
   alignas(64) uint32_t q_pairs[kTileFloats / 2];  // [rows, width / 2], of pairs of bfloat16
   alignas(64) uint32_t k_pairs[kMaxAttentionHeadDim / 2 * kMaxBlock];
   alignas(64) uint32_t v_pairs[kMaxBlock / 2 * kMaxAttentionHeadDim];
   alignas(64) uint32_t weight_pairs[kGroupRows * kMaxBlock / 2];
-  // With matrix tiles. Queries of each group: [pairs of columns, 16 rows]; scores of each: [block,
+  // For matrix tiles. Queries of each group: [pairs of columns, 16 rows]; scores of each: [block,
   // 16 rows]; weights: [rows, pairs of keys].
   alignas(64) uint32_t q_turned[kMaxTileGroups * kMaxAttentionHeadDim / 2 * 16];
   alignas(64) float turned_scores[kMaxTileGroups * kMaxBlock * 16];
   alignas(64) uint32_t tile_weights[kMaxTileRows * kMaxBlock / 2];
   alignas(64) float part[16 * kMaxAttentionHeadDim];
-  uint32_t seen[kMaxTileRows];  // a bit of each key of a block, [rows of one kv head]
+  uint32_t seen[kMaxTileRows];  // one bit per key of a block, [rows of one kv head]
 #endif
   alignas(64) float weight_sum[kMaxTileRows * kWidth];
   float maximum[kMaxTileRows];
@@ -100,17 +101,18 @@ struct TileScratch {
   int64_t position[kMaxTileRows];       // [rows of one kv head]
   PositionBias bias;                    // of the call
   float soft_cap;                       // of the call; 0: none
-  const float* bias_row[kMaxTileRows];  // where there is one
+  const float* bias_row[kMaxTileRows];  // where there is a bias
 };
 
-// Where the rows of a block's keys and values lie, for the first kv head of the tile.
+// The addresses of the rows of a block's keys and values, for the first kv head of the tile.
 template <typename T>
 struct BlockRows {
   const T* k[kMaxBlock];
   const T* v[kMaxBlock];
 };
 
-// A block's keys, or its values, of one kv head: so many elements into each row. Null: no block.
+// The keys or values of a block for one kv head: pointers to rows, and an offset into each. Null:
+// no block.
 template <typename T>
 struct HeadRows {
   const T* const* rows;
@@ -119,7 +121,7 @@ struct HeadRows {
   const T* operator[](int64_t j) const { return rows[j] + offset; }
 };
 
-// A block as one kv head sees it.
+// A block for one kv head.
 template <typename T>
 struct HeadBlock {
   HeadRows<T> k, v;
@@ -130,17 +132,16 @@ struct HeadBlock {
 // Floats between the rows of a tile: whole pairs of vectors.
 inline int64_t row_width(int64_t head_dim) { return ceil_div(head_dim, 32) * 32; }
 
-// Keys per block: a block of float32 keys fits the scratch.
+// Keys per block: a block of float32 keys fits in the scratch.
 inline int64_t block_size(int64_t head_dim) {
   return min_of(kMaxBlock, kBlockFloats / row_width(head_dim) / 16 * 16);
 }
 
-// What scores are taken relative to: the largest so far, of rows without one 0 and not -inf.
+// The value that scores are relative to: the largest so far; 0 for rows that have only -inf.
 inline float base_of(float maximum) { return maximum == -kInfinity ? 0.0f : maximum; }
 
-// Turns the scores of some rows into weights relative to each row's new maximum; corrections: what
-// their earlier weights are to be multiplied by. A score of NaN is never the maximum; its weight is
-// NaN.
+// Turns the scores of some rows into weights relative to each row's new maximum; corrections: the
+// factors of the rows' earlier weights. A score of NaN is never the maximum; its weight is NaN.
 template <int kRows>
 void softmax_rows(float* scores, int64_t begin, int64_t end, float* maximum, float* weight_sums,
                   Vec* corrections) {
@@ -176,20 +177,20 @@ void softmax_rows(float* scores, int64_t begin, int64_t end, float* maximum, flo
   for (int r = 0; r < kRows; ++r) store(weight_sums + r * kWidth, sums[r]);
 }
 
-// What follows takes a block of keys as the rows of one kv head meet it. Its score<kRows> writes
-// the scores of the keys `seen` and those beside them; weigh<kRows> comes once they are weights;
-// add<kRows> sums acc[d] = acc[d] * correction + weight * value[d] of some keys for kRows rows,
-// which may do so together where the range begins and ends at multiples of kStep. quiet() is the
-// same block, asking for nothing to be read ahead.
+// The functions below take a block of keys for the rows of one kv head. Its score<kRows> writes the
+// scores of the keys `seen` and possibly their neighbours; weigh<kRows> is called once they are
+// weights; add<kRows> sums acc[d] = acc[d] * correction + weight * value[d] over some keys for
+// kRows rows, and may handle keys together where the range begins and ends at multiples of kStep.
+// quiet() is the same block without prefetching.
 
-// The keys of a block, counted from its first, that each of some rows sees, any of them, all of
-// them.
+// The keys of a block, counted from its first, that each of some rows sees, that any of them sees,
+// and that all of them see.
 template <int kRows>
 struct SeenKeys {
   Range of_row[kRows], any, all;
 };
 
-// Of the rows of a kv head from `row` on.
+// The keys that rows of a kv head see, from `row` on.
 template <int kRows>
 SeenKeys<kRows> seen_keys(const TileScratch& scratch, int64_t row, Range keys) {
   const int64_t num_keys = keys.end - keys.begin;
@@ -231,8 +232,8 @@ void weigh_rows(TileScratch& scratch, int64_t row, int64_t at, Range keys,
                       correction);
 }
 
-// add of what some rows see of a block. What not all of them see is added row by row: a weight of 0
-// does not undo a value of NaN.
+// Adds what some rows see of a block. Keys that not all of the rows see are added row by row: a
+// weight of 0 does not cancel a value of NaN.
 template <int kRows, typename Block>
 void add_values_seen(TileScratch& scratch, const Block& block, const Vec* correction,
                      const SeenKeys<kRows>& seen, int64_t head_dim, float* acc) {
@@ -262,7 +263,8 @@ void add_values_seen(TileScratch& scratch, const Block& block, const Vec* correc
   }
 }
 
-// One block of keys for kRows rows of one kv head: rows `row`.. of the head, `at`.. of the scratch.
+// Processes a block of keys for kRows rows of one kv head: rows `row`.. of the head, `at`.. of the
+// scratch.
 template <int kRows, typename Block>
 void attend_rows(TileScratch& scratch, int64_t row, int64_t at, int64_t head_dim, Range keys,
                  const Block& block) {
@@ -279,7 +281,8 @@ void attend_rows(TileScratch& scratch, int64_t row, int64_t at, int64_t head_dim
                          scratch.acc + at * row_width(head_dim));
 }
 
-// body<n>(row) for all rows of one kv head, n at a time, kRows as long as there are so many.
+// Calls body<n>(row) for all rows of one kv head: kRows at a time while there are enough, then
+// fewer.
 template <int kRows, typename Body>
 void in_groups(int64_t num_rows, const Body& body) {
   const auto rows = [&]<int kSome>(int64_t row, const auto& fewer) {
@@ -289,7 +292,7 @@ void in_groups(int64_t num_rows, const Body& body) {
   rows.template operator()<kRows>(0, rows);
 }
 
-// All rows of one kv head, kRows at a time; the first of them ask for the next block.
+// Processes all rows of one kv head, kRows at a time; the first of them prefetch the next block.
 template <int kRows, typename Block>
 void attend_head(TileScratch& scratch, int64_t num_rows, int64_t at, int64_t head_dim, Range keys,
                  Block block) {

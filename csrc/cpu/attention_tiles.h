@@ -1,9 +1,10 @@
-// A block of keys in bfloat16 by matrix tiles: scores of 16 keys and a group of up to 16 rows are
-// one product, keys as they lie in the cache on its left, and what weights make of 16 columns of
-// values another. So rows of a group cost little more than one of them.
+// A block of keys in bfloat16 by matrix tiles: the scores of 16 keys and a group of up to 16 rows
+// are one product, with the keys as stored in the cache as its left factor; the weights times 16
+// columns of values are another. So a group of rows costs little more than a single row.
 //
-// A row's sums are those of its own queries, keys and weights, whatever the rows beside it: a value
-// that it does not see has a weight of 0, and if it is not finite stays out of its product.
+// A row's sums depend only on its own queries, keys and weights, whatever the neighbouring rows: a
+// value that the row does not see has a weight of 0, and a non-finite one is left out of its
+// product.
 #pragma once
 
 #include "attention_pairs.h"
@@ -13,13 +14,13 @@
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-// Tiles by their use: sums of scores of 16 keys each, of 16 columns of values each; the keys, or
-// the weights, on the left; the queries, or the values, on the right.
+// Tiles by use: sums of scores of 16 keys each, and of 16 columns of values each; the keys or the
+// weights on the left; the queries or the values on the right.
 constexpr int kScores0 = 0, kScores1 = 1, kValues0 = 2, kValues1 = 3;
 constexpr int kKeyTile = 4, kWeightTile = 5, kQueryTile = 6, kValueTile = 7;
 constexpr int kSecondKeyTile = kValueTile;
 
-// Bytes from one of 16 rows to the next where all of them are as far apart, 0 elsewhere.
+// Bytes from one of 16 rows to the next if all are equally far apart, else 0.
 inline int64_t even_stride(const BFloat16* const* rows) {
   const auto* at = reinterpret_cast<const char* const*>(rows);
   const __m512i low = _mm512_loadu_si512(at), high = _mm512_loadu_si512(at + 7);
@@ -31,8 +32,7 @@ inline int64_t even_stride(const BFloat16* const* rows) {
   return is_even == 0xff ? stride : 0;
 }
 
-// 16 keys as a left factor: where they lie, or copied to `room`, zeros in the place of columns that
-// are not there.
+// 16 keys as a left factor: in place, or copied to `room`, with zeros for missing columns.
 struct KeyTiles {
   const BFloat16* keys;
   int64_t stride;  // bytes
@@ -50,7 +50,7 @@ inline KeyTiles key_tiles(const HeadRows<BFloat16>& rows, int64_t first, int64_t
   return {room, width * static_cast<int64_t>(sizeof(BFloat16))};
 }
 
-// Of 16 keys, [16 keys, 16 rows], four rows from `first` on.
+// Reads 16 keys, [16 keys, 16 rows], four rows from `first` on.
 inline void turn_four(const float* turned, int64_t first, Vec* rows) {
   __m512 keys[4];
 #pragma GCC unroll 4
@@ -84,7 +84,7 @@ inline __m128 largest_of_four(const Vec* v) {
   return _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
-// Whether a value of the keys of which `mask` has a bit is infinite or NaN.
+// Whether a value of a key whose bit in `mask` is set is infinite or NaN.
 inline bool has_infinite(const uint32_t* v_pairs, uint32_t mask, int64_t width) {
   const __m512i exponent = _mm512_set1_epi16(0x7f80);
   __mmask32 found = 0;
@@ -105,7 +105,7 @@ struct InTiles {
   static constexpr float kUnit = 1.0f;
   using Wide = BFloat16;
 
-  // What a thread holds while it multiplies: tiles for groups of so many rows.
+  // A thread's tiles while it multiplies, for groups of the same number of rows.
   class Unit {
    public:
     Unit() = default;
@@ -144,7 +144,7 @@ struct InTiles {
     }
   }
 
-  // What of all heads can be done at a time is: products wait for nothing then.
+  // Handles all heads at a time where possible, so that products do not wait.
   template <typename C, typename Scale>
   static void attend(TileScratch& scratch, const AttentionTile& tile, int64_t head_dim,
                      const Scale& scale_of_head, Range keys, const CachedBlock<C>& block) {
@@ -209,8 +209,8 @@ struct InTiles {
     }
   }
 
-  // Scores of up to four rows of a group, from `row` on, turned into pairs of weights, and what is
-  // summed so far corrected: softmax_row, of all of them at a time.
+  // Turns the scores of up to four rows of a group, from `row` on, into pairs of weights, and
+  // corrects the sums so far: softmax_row, for all of them at a time.
   static void weigh(TileScratch& scratch, const AttentionTile& tile, int64_t head, int64_t row,
                     Range keys, int64_t width, Vec scale) {
     const int64_t in_group = row % tile.groups.size;
@@ -281,7 +281,7 @@ struct InTiles {
     *high = load(scores + kWidth);
   }
 
-  // acc += weights times values, of all rows of a head.
+  // acc += weights times values, for all rows of a head.
   template <typename C>
   static void add_head(TileScratch& scratch, const AttentionTile& tile, int64_t head,
                        int64_t head_dim, int64_t num_keys, const CachedBlock<C>& block) {
@@ -313,7 +313,7 @@ struct InTiles {
     }
   }
 
-  // No value behind the last key: what lies there from before may be NaN.
+  // Zeros the values after the last key: the old contents may be NaN.
   static void clear_values(int64_t num_keys, int64_t width, TileScratch& scratch) {
     if (num_keys == kMaxBlock) return;
     const __m512i low = _mm512_set1_epi32(0x0000ffff);
@@ -346,8 +346,9 @@ struct InTiles {
     }
   }
 
-  // The same where rows see different values of which one is not finite: rows that see the same go
-  // together, the values that they do not see as zeros, and of the sums only theirs are kept.
+  // The same where rows see different values and one of these is not finite: rows that see the same
+  // values go together, with zeros for the values that they do not see, and only their own sums are
+  // kept.
   static void add_apart(TileScratch& scratch, const AttentionTile& tile, int64_t row, int64_t at,
                         int64_t width, float* acc) {
     const int64_t end_row = min_of(row + tile.groups.size, tile.num_rows);

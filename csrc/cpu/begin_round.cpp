@@ -4,7 +4,7 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-// How many of the drafts behind the round that a row goes on from are likely enough.
+// How many of the drafts after the token that a row continues from are likely enough.
 int64_t sure_drafts(const BeginRoundParams& params, int64_t row, int64_t source) {
   const int64_t drafted = min_of(params.num_ahead[source], params.ahead_steps);
   const float* probabilities = params.ahead_probabilities + source * params.ahead_steps;
@@ -19,7 +19,7 @@ void run_begin_round(const BeginRoundParams& params, const Parallel&) {
   const int64_t width = params.num_steps + 1, size = params.page_size;
   bool all_done = true;
   for (int64_t row = 0; row < params.num_rows; ++row) {
-    // Where the row is in its text: where it left off, or where the caller says.
+    // Where the row's text is: where its last round ended, or where the caller says.
     const int64_t source = params.sources == nullptr ? -1 : params.sources[row];
     const bool follows = source >= 0;
     const int64_t token = follows ? params.next_token[source] : params.token_ids[row];
@@ -46,7 +46,7 @@ void run_begin_round(const BeginRoundParams& params, const Parallel&) {
     params.done[row] = done;
     all_done = all_done && done;
 
-    // The slots of the tokens that it may have.
+    // The slots of the tokens that the row may have.
     const int32_t* pages = params.page_table + row * params.page_table_stride;
     int64_t* slots = params.round_slots + row * width;
     for (int64_t k = 0; k < width; ++k) {

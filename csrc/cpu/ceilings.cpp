@@ -1,12 +1,12 @@
-// What the machine can do at most, measured by the plainest loops: read memory, multiply and add.
+// The peak rates of the machine, measured by the simplest loops: read memory, multiply and add.
 // Benchmarks report their share of these, measured in the same run.
 #include "vec.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
 void run_read_ceiling(const ReadCeilingParams& params, const Parallel& parallel) {
-  // Each thread reads four streams at once, as kernels that go through several rows do: one stream
-  // alone does not keep the memory busy. Every line of 64 bytes is asked for ahead.
+  // Each thread reads four streams at once, like kernels that walk several rows: one stream alone
+  // does not keep the memory busy. Every line of 64 bytes is prefetched.
   constexpr int64_t kBlock = 1024;
   constexpr int kStreams = 4, kStep = 2 * kWidth, kAhead = 128;
   const float* data = params.data;
@@ -36,7 +36,7 @@ void run_multiply_ceiling(const MultiplyCeilingParams& params, const Parallel& p
   parallel_for(parallel, parallel.num_threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t thread = begin; thread < end; ++thread) {
       Vec chains[kChains];
-      // Different starts, or the compiler would see one chain in all of them.
+      // Different starts, or the compiler would merge the chains into one.
       for (int j = 0; j < kChains; ++j) chains[j] = broadcast(1.0f + static_cast<float>(j));
 #if defined(__AVX512BF16__)
       if (params.dtype == DType::kBFloat16) {

@@ -1,5 +1,5 @@
-// compact_rows on the CPU: a few hundred rows at most, so one thread. Rows only ever move up, so
-// going through them in order nothing is overwritten that is still to move.
+// compact_rows on the CPU: a few hundred rows at most, so one thread. Rows only move up, so in
+// ascending order no row is overwritten before it has moved.
 #include "kernel.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {

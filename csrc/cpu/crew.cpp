@@ -6,10 +6,10 @@
 namespace eecore::cpu {
 namespace {
 
-// Ranges per thread, so that a thread that is slower, or was late, leaves its share to the others.
+// Ranges per thread, so that a slow or late thread leaves some of its share to other threads.
 constexpr int64_t kRangesPerThread = 4;
 
-// One round of waiting: short ones first, then the core is offered to whoever else wants it.
+// One wait: short pauses first, then the core is yielded to other threads.
 class Waiting {
  public:
   void wait() {
@@ -57,7 +57,8 @@ uint64_t Crew::work(size_t thread, uint64_t offer) {
     const uint64_t size = first_range(owner + 1, num_ranges) - first;
     for (uint64_t range = 0; take(shares_[owner], offer, size, &range); ++count) {
       run_range(first + range);
-      // What was another's is told at once: of its own the thread tells when it has done them.
+      // A range of another thread's share is reported at once; the thread's own ranges are reported
+      // together, when all are finished.
       if (i > 0) shares_[thread].finished.store(job + count + 1, std::memory_order_release);
     }
     if (i == 0 && count > 0) {
@@ -70,7 +71,7 @@ uint64_t Crew::work(size_t thread, uint64_t offer) {
 void Crew::help(size_t thread) noexcept {
   if (thread >= shares_.size()) return;
   Waiting waiting;
-  uint64_t done = 0;  // the last offer of which there was nothing left
+  uint64_t done = 0;  // the last offer that has no ranges left
   while (true) {
     const uint64_t offer = offer_.load(std::memory_order_acquire);
     if (offer == kDismissed) return;
@@ -100,7 +101,7 @@ void Crew::run(void* pool, int64_t begin, int64_t end, int64_t grain, RangeFn bo
   const int64_t range_size = (grains + most_ranges - 1) / most_ranges * grain;
   const auto num_ranges = static_cast<uint64_t>((end - begin + range_size - 1) / range_size);
 
-  // Nobody reads the job now: every range of the one before is finished.
+  // No thread reads the job now: every range of the previous job is finished.
   crew.job_ = {body, context, begin, end, range_size};
   const uint64_t last = crew.offer_.load(std::memory_order_relaxed);
   const uint64_t offer = (last & ~kRanges) + kNextJob + num_ranges;

@@ -1,17 +1,17 @@
-// decoder_layers on the CPU: the kernels of the single ops one after the other, layer by layer.
-// What passes between them stays in one buffer, and `out` holds the residual stream.
+// decoder_layers on the CPU: the kernels of the single ops, one after the other, layer by layer.
+// Intermediate results stay in one buffer, and `out` holds the residual stream.
 #include "scratch.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-// `elements` of type T into a tensor that may be absent.
+// Advances by `elements` of type T in a tensor that may be absent.
 template <typename T>
 const T* at(const void* tensor, int64_t elements) {
   return tensor ? static_cast<const T*>(tensor) + elements : nullptr;
 }
 
-// A layer's part of a cache; stride: in elements, from a layer to the next.
+// A layer's part of a cache; stride: in elements, from one layer to the next.
 template <typename T>
 void* layer_cache(const DecoderLayersParams& params, void* cache, int64_t stride, int64_t layer) {
   const CacheFormat& format = params.append.cache_format;
@@ -27,16 +27,16 @@ CacheFormat layer_format(const DecoderLayersParams& params, int64_t layer) {
   return format;
 }
 
-// What passes between the kernels of a layer. Queries, keys and values lie side by side.
+// Intermediate results of a layer. Queries, keys and values are adjacent.
 template <typename T>
 struct Buffers {
-  T* qkv;       // [num_tokens, q_size + 2 * kv_size]; [num_tokens, q_size] of cross attention
+  T* qkv;       // [num_tokens, q_size + 2 * kv_size]; in cross attention [num_tokens, q_size]
   T* attended;  // [num_tokens, q_size]
   T* inner;     // [num_tokens, inner_size]
-  T* given;     // [num_tokens, hidden_size], of a sublayer whose output is normed; else null
+  T* given;     // [num_tokens, hidden_size], the output of a sublayer that is normed; else null
 };
 
-// The residual stream where a sublayer finds it: `hidden` of the call, or its `out`.
+// The residual stream that a sublayer reads: `hidden` of the call, or its `out`.
 struct Rows {
   const void* data;  // [num_tokens, hidden_size]
   int64_t stride;
@@ -62,8 +62,7 @@ SkinnyLinearParams linear_of(const DecoderLayersParams& params, const StackedLin
   return call;
 }
 
-// projected = linear(norm(rows)), its rows one behind the other; norm: [num_layers, hidden_size],
-// or null.
+// projected = linear(norm(rows)), its rows contiguous; norm: [num_layers, hidden_size], or null.
 template <typename T>
 void project(const DecoderLayersParams& params, const StackedLinear& linear, int64_t layer,
              const void* norm, Rows rows, Activation activation, T* projected,
@@ -78,7 +77,7 @@ void project(const DecoderLayersParams& params, const StackedLinear& linear, int
   EECORE_CAPABILITY::run_skinny_linear(call, parallel);
 }
 
-// out = rows + the multiple of norm(given); norm: [num_layers, hidden_size], rows may be out.
+// out = rows + multiplier * norm(given); norm: [num_layers, hidden_size], rows may be out.
 template <typename T>
 void add_normed(const DecoderLayersParams& params, int64_t layer, const void* norm, const T* given,
                 Rows rows, const Parallel& parallel) {
@@ -97,7 +96,7 @@ void add_normed(const DecoderLayersParams& params, int64_t layer, const void* no
   EECORE_CAPABILITY::run_add_normed(call, parallel);
 }
 
-// out = rows + the multiple of linear(x), or of norm(linear(x)); x: [num_tokens, in_features], rows
+// out = rows + multiplier * linear(x), or of norm(linear(x)); x: [num_tokens, in_features], rows
 // may be out.
 template <typename T>
 void add_to_rows(const DecoderLayersParams& params, const StackedLinear& linear, int64_t layer,
@@ -120,7 +119,8 @@ void add_to_rows(const DecoderLayersParams& params, const StackedLinear& linear,
   EECORE_CAPABILITY::run_skinny_linear(call, parallel);
 }
 
-// buffers.attended of the queries at the front of buffers.qkv, whose rows are q_stride apart.
+// Writes buffers.attended for the queries at the front of buffers.qkv, whose rows are q_stride
+// apart.
 template <typename T>
 void attend(const DecoderLayersParams& params, PagedAttentionParams call, int64_t layer,
             const Buffers<T>& buffers, int64_t q_stride, const Parallel& parallel) {
@@ -135,7 +135,7 @@ void attend(const DecoderLayersParams& params, PagedAttentionParams call, int64_
   EECORE_CAPABILITY::run_paged_attention(call, parallel);
 }
 
-// out = rows + attention(norm(rows)), or the norm of that; rows may be out.
+// out = rows + attention(norm(rows)), or + the norm of that; rows may be out.
 template <typename T>
 void run_self_attention(const DecoderLayersParams& params, int64_t layer, const Buffers<T>& buffers,
                         Rows rows, const Parallel& parallel) {
@@ -202,7 +202,7 @@ void run_gate_up(const DecoderLayersParams& params, int64_t layer, const Buffers
   EECORE_CAPABILITY::run_skinny_gated_linear(gated, parallel);
 }
 
-// out = rows + mlp(norm(rows)), or the norm of that; rows may be out.
+// out = rows + mlp(norm(rows)), or + the norm of that; rows may be out.
 template <typename T>
 void run_mlp(const DecoderLayersParams& params, int64_t layer, const Buffers<T>& buffers, Rows rows,
              const Parallel& parallel) {

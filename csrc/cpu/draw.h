@@ -1,5 +1,5 @@
 // Draws one of many by the inverse of their cumulative weight, in double: the sums of blocks first,
-// then one after the other in the block that is hit.
+// then one by one in the block that is hit.
 #pragma once
 
 #include "kernel.h"
@@ -21,9 +21,9 @@ double sum_of_weights(const Weight& weight, int64_t begin, int64_t end) {
   return total;
 }
 
-// The index in [0, count) that u in [0, 1) hits; -1 when none has a positive weight(index). Never
-// one of weight 0: the block has a positive sum, and in it the last positive weight stands in where
-// rounding puts the target behind the end. `sum`, where given, is that of all weights.
+// The index in [0, count) that u in [0, 1) hits; -1 when no weight(index) is positive. Never an
+// index of weight 0: the block has a positive sum, and where rounding puts the target past its end,
+// the last index with a positive weight is taken. `sum`, where given, is the sum of all weights.
 template <typename Weight>
 int64_t draw(const Weight& weight, int64_t count, double u, double* sum = nullptr) {
   constexpr int64_t kMaxBlocks = 512;

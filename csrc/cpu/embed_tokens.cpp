@@ -1,5 +1,5 @@
-// embed_tokens on the CPU: rows copied, int8 rows times their scale, or rows of a packed weight;
-// threads share many rows.
+// embed_tokens on the CPU: rows that are copied, int8 rows times their scale, or rows of a packed
+// weight; if there are many rows, threads share them.
 #include "panel_rows.h"
 #include "scratch.h"
 
@@ -14,7 +14,7 @@ void scale_row(const int8_t* weight, float scale, Element* out, int64_t hidden_s
   }
 }
 
-// row: [hidden_size] of what is packed.
+// Unpacks a row of a packed weight; row: [hidden_size].
 void unpack_into(const EmbedTokensParams& params, int64_t token, float* row, char* out) {
   const RowPlace place = row_place(params.table[token]);
   unpack_row(static_cast<const uint8_t*>(params.weight) + place.offset, place, row);
@@ -26,7 +26,7 @@ void unpack_into(const EmbedTokensParams& params, int64_t token, float* row, cha
   for (int64_t i = 0; i < params.hidden_size; ++i) from_float(row[i], rounded + i);
 }
 
-// out: [hidden_size], times a number, rounded again.
+// out: [hidden_size], multiplied and rounded again.
 template <typename T>
 void multiply_row(float multiplier, int64_t hidden_size, T* out) {
   const Vec factor = broadcast(multiplier);

@@ -1,5 +1,5 @@
 // exit_confidence_cosine on the CPU: one pass over both rows; a second one, scaled, only where the
-// sums of squares leave float's comfortable range.
+// sums of squares are outside float's safe range.
 #include "vec.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
@@ -47,8 +47,8 @@ float scale_of(const T* row, int64_t n) {
   __builtin_memcpy(&bits, &magnitude, 4);
   const int32_t exponent = static_cast<int32_t>(bits >> 23) - 127;  // -127 for denormals
   if (exponent == 128) return 1.0f;
-  // Exponents from -126 to 126 keep the scale normal; what is left is a factor of four at most, or
-  // of 2^23 for denormals, whose squares are far inside the range then.
+  // Exponents from -126 to 126 keep the scale normal; at most a factor of four is left, or 2^23 for
+  // denormals, and the squares are then far inside the range.
   const int32_t inverse = exponent > 126 ? -126 : exponent < -126 ? 126 : -exponent;
   const uint32_t scale_bits = static_cast<uint32_t>(inverse + 127) << 23;
   float scale;
@@ -70,7 +70,7 @@ float cosine(const T* a, const T* b, int64_t n) {
   }
   const double norms = static_cast<double>(sums.previous) * static_cast<double>(sums.hidden);
   const float ratio = static_cast<float>(sums.dot / __builtin_sqrt(norms));
-  // Rounding must not leave [-1, 1]; NaN stays.
+  // Rounding must not leave [-1, 1]; NaN stays NaN.
   return ratio > 1.0f ? 1.0f : ratio < -1.0f ? -1.0f : ratio;
 }
 

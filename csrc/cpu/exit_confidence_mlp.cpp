@@ -1,6 +1,6 @@
 // exit_confidence_mlp on the CPU: softmax(.)[1] of a linear classifier, threaded over rows, or of
 // one with a ReLU hidden layer, threaded over slices of that layer so that each weight is read once
-// per group of rows. The slices depend on inner_size alone: a row's result depends neither on the
+// per group of rows. The slices depend only on inner_size: a row's result depends neither on the
 // other rows nor on the number of threads.
 #include "scratch.h"
 #include "vec.h"
@@ -83,7 +83,7 @@ void run_linear(const ExitConfidenceMlpParams& params, const Parallel& parallel)
   });
 }
 
-// Adds what hidden units begin..end give to both logits of num_rows <= kRowBlock rows.
+// Adds what hidden units begin..end contribute to both logits of num_rows <= kRowBlock rows.
 template <typename T>
 void add_units(const ExitConfidenceMlpParams& params, const T* hidden, int64_t num_rows,
                int64_t begin, int64_t end, float (*logits)[2]) {
@@ -103,7 +103,7 @@ void add_units(const ExitConfidenceMlpParams& params, const T* hidden, int64_t n
       const float weight1 = params.weight2[params.inner_size + unit + c];
       for (int64_t r = 0; r < num_rows; ++r) {
         float x = units[r][c] + bias;
-        x = x < 0.0f ? 0.0f : x;  // NaN stays: it must not look confident
+        x = x < 0.0f ? 0.0f : x;  // NaN stays NaN: it must not look confident
         logits[r][0] += x * weight0;
         logits[r][1] += x * weight1;
       }
@@ -111,7 +111,7 @@ void add_units(const ExitConfidenceMlpParams& params, const T* hidden, int64_t n
   }
 }
 
-// What one slice of the hidden layer gives to both logits of the rows of a group.
+// What one slice of the hidden layer contributes to both logits of the rows of a group.
 struct SliceLogits {
   float rows[kRowGroup][2];
 };
@@ -140,7 +140,7 @@ void run_hidden_layer(const ExitConfidenceMlpParams& params, const Parallel& par
         }
       }
     });
-    // Slices are added in order, whoever computed them.
+    // Slices are added in order, whichever threads computed them.
     for (int64_t row = 0; row < num_rows; ++row) {
       float logits[2] = {params.bias2 ? params.bias2[0] : 0.0f,
                          params.bias2 ? params.bias2[1] : 0.0f};

@@ -1,7 +1,6 @@
 // exit_confidence_softmax on the CPU: the LM head is read once, in tiles of vocabulary rows; the
-// logits of a tile live in a buffer, and leave it as one partial per row and tile.
-// Tiles have a fixed size and are merged in order, so the result does not depend on the number of
-// threads.
+// logits of a tile are kept in a buffer and reduced to one partial per row and tile. Tiles have a
+// fixed size and are merged in order, so the result does not depend on the number of threads.
 #include "activation.h"
 #include "packed_rows.h"
 
@@ -11,7 +10,7 @@ namespace {
 constexpr int64_t kTile = 256;  // vocabulary rows per partial
 constexpr float kInfinity = __builtin_inff();
 
-// What is known of a row's logits so far. NaN among them shows as a NaN in `total`.
+// What is known about a row's logits so far. A NaN among them shows as a NaN in `total`.
 struct Partial {
   float largest;  // -infinity at first
   float second;   // the largest of the others
@@ -19,8 +18,8 @@ struct Partial {
   int32_t index;  // of the largest; the lowest among equals
 };
 
-// The two largest logits, a NaN never among them, and where the first of these is; no total yet.
-// n: a multiple of kWidth.
+// The two largest logits, never a NaN, and the index of the first; no total yet. n: a multiple of
+// kWidth.
 Partial largest_of(const float* logits, int64_t n) {
   Vec firsts = broadcast(-kInfinity), seconds = firsts, places = zero();  // by lane
   for (int64_t i = 0; i < n; i += kWidth) {
@@ -47,8 +46,8 @@ Partial largest_of(const float* logits, int64_t n) {
   return found;
 }
 
-// Of the logits of a tile's n vocabulary rows, from first_index on; there is room to fill the last
-// vector.
+// The partial of the logits of a tile's n vocabulary rows, from first_index on; the buffer has room
+// to fill the last vector.
 Partial fold(float* logits, int64_t n, int64_t first_index) {
   const int64_t whole = ceil_div(n, kWidth) * kWidth;
   for (int64_t i = n; i < whole; ++i) logits[i] = -kInfinity;
@@ -59,7 +58,7 @@ Partial fold(float* logits, int64_t n, int64_t first_index) {
   if (partial.largest > -kInfinity) {
     for (int64_t i = 0; i < whole; i += kWidth) total = total + exp(load(logits + i) - shift);
   } else {
-    // Nothing but -infinity and NaN, which passes the clamp: min and max give their second operand.
+    // Only -infinity and NaN, which passes the clamp: min and max return their second operand.
     for (int64_t i = 0; i < whole; i += kWidth) {
       total = total + min(broadcast(1.0f), max(broadcast(0.0f), load(logits + i))) * zero();
     }
@@ -79,7 +78,7 @@ void merge(const Partial& later, Partial* partial) {
     partial->second = later.largest;
   }
   const float largest = partial->largest;
-  // A partial of nothing but -infinity adds its total of 0, or NaN, as it is.
+  // A partial of only -infinity adds its total of 0, or NaN, as it is.
   const auto factor = [&](float from) {
     return from > -kInfinity && from != largest ? __builtin_expf(from - largest) : 1.0f;
   };
@@ -87,7 +86,7 @@ void merge(const Partial& later, Partial* partial) {
   partial->total = partial->total * a + later.total * b;
 }
 
-// What becomes of n logits, with room to fill the last vector, before they are measured.
+// Scales n logits, with room to fill the last vector, before they are measured.
 void scale_logits(const ExitConfidenceSoftmaxParams& params, int64_t n, float* logits) {
   for (int64_t i = 0; i < n; i += kWidth) {
     Vec x = load(logits + i) * broadcast(params.multiplier);
@@ -132,7 +131,8 @@ void measure(const ExitConfidenceSoftmaxParams& params, const Parallel& parallel
         const int64_t count = min_of(kTileRows, last - v);
         for (int64_t row = 0; row < num_seqs; row += kTileBatch) {
           const int64_t rows = min_of(kTileBatch, num_seqs - row);
-          // The last block of rows prefetches; the others find this part of the head in cache.
+          // The last block of rows prefetches; the earlier ones leave this part of the head in
+          // cache.
           const bool more = row + kTileBatch >= num_seqs && v + count < params.vocab_size;
           multiply(unit, head.from(v), count, x.row(row), x.stride(), rows, n,
                    more ? head.row(v + count) : nullptr, &logits[row * kTile + v - first], kTile);

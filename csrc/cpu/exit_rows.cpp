@@ -4,12 +4,12 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-// Takes over what was measured of the j-th row asked, and whether that is enough.
+// Records the measurement of the j-th measured row, and whether it accepts the row.
 void measure(const ExitRowsParams& params, int64_t j) {
   const int32_t r = params.row[params.asked == nullptr ? j : params.asked[j]];
   const float threshold = params.thresholds[r];
   const bool asked = !params.gone[r] && threshold < __builtin_inff();
-  // With a head what an accepted row says stays what it was when it was accepted.
+  // With a head, an accepted row keeps the token of the layer that accepted it.
   if (!asked || (params.token != nullptr && params.accepted[r])) return;
   float confidence = params.confidence[j];
   if (params.cumulative && params.measured_at[r] > 0) {
@@ -26,7 +26,7 @@ void measure(const ExitRowsParams& params, int64_t j) {
   if (threshold < 1.0f && confidence >= threshold) params.accepted[r] = 1;
 }
 
-// Keeps what active row i leaves with.
+// Records the exit of active row i.
 void leave(const ExitRowsParams& params, int64_t i) {
   const int32_t r = params.row[i];
   copy_bytes(static_cast<char*>(params.final_hidden) + r * params.final_hidden_stride,
@@ -47,7 +47,7 @@ void run_exit_rows(const ExitRowsParams& params, const Parallel&) {
     for (int64_t j = 0; j < params.num_asked; ++j) measure(params, j);
   }
   if (!params.decide) return;
-  bool held_back = false;  // rows that leave together
+  bool held_back = false;  // rows that only exit together
   for (int64_t r = 0; r < params.num_rows; ++r) {
     held_back = held_back || (params.together[r] && !params.gone[r] && !params.accepted[r]);
   }

@@ -1,9 +1,9 @@
-// float8 (e4m3, without infinities) beside vec.h's types: widened exactly, narrowed to nearest
-// even. What is too large becomes the largest number, 448; NaN stays NaN.
+// float8 (e4m3, without infinities) in addition to vec.h's types: widened exactly, narrowed to
+// nearest even. What is too large becomes the largest number, 448; NaN stays NaN.
 //
-// Sign, four bits of exponent with a bias of 7, three of mantissa. Below 2^-6 are the multiples of
-// 2^-9, which a float32 of 2^14 more ends in; both ways there is no denormal float32, so that it
-// does not matter whether the CPU takes those for zeros.
+// Sign, four bits of exponent with a bias of 7, three of mantissa. Numbers below 2^-6 are multiples
+// of 2^-9: adding 2^14 to a float32 puts them in its last bits. Neither direction uses a denormal
+// float32, so a CPU may treat denormals as zeros.
 #pragma once
 
 #include "vec.h"
@@ -17,9 +17,9 @@ struct Float8 {
 
 constexpr float kLargestFloat8 = 448.0f;
 constexpr float kSmallestNormalFloat8 = 0.015625f;  // 2^-6
-constexpr float kFloat8Grid = 16384.0f;             // 2^14, whose neighbours are 2^-9 apart
+constexpr float kFloat8Grid = 16384.0f;  // 2^14, where neighbouring floats are 2^-9 apart
 constexpr int kFloat8GridBits = 0x46800000;
-constexpr int kFloat8Bias = 120 << 3;  // of a float32's exponent over that of a float8
+constexpr int kFloat8Bias = 120 << 3;  // of a float32's exponent relative to a float8's
 constexpr int kNaNFloat8 = 0x7f;
 
 inline float to_float(Float8 x) {
@@ -97,20 +97,20 @@ inline void store_partial(Float8* p, Vec x, int64_t n) {
   _mm_mask_storeu_epi8(p, first(n), narrow_float8(x));
 }
 
-// The first n elements as bfloat16, zeros in place of the rest, 64 at a time.
+// The first n elements as bfloat16, with zeros in place of the rest, 64 at a time.
 struct Float8Words {
   __m512i low, high;  // 32 each
 };
 
 // Makes such words: their upper bytes from a table by sign and exponent, both bytes of the
-// multiples of 2^-9 from tables by mantissa. It holds what it takes in registers: the compiler
-// would make it anew for each row, with the unit that shuffles, which has the most to do.
+// multiples of 2^-9 from tables by mantissa. The tables are kept in registers: the compiler would
+// rebuild them for each row, on the shuffle unit, which is already the busiest.
 class Float8Widener {
  public:
   Float8Words load(const Float8* p, int64_t n) const {
     const __m512i loaded =
         n >= 64 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8((uint64_t{1} << n) - 1, p);
-    // An unpacking takes the lower or the upper half of each of four parts.
+    // Unpacking takes the lower or the upper half of each of four parts.
     const __m512i x = _mm512_permutexvar_epi64(order_, loaded);
     const __mmask64 is_small = _mm512_testn_epi8_mask(x, exponent_);
     const __mmask64 is_nan = _mm512_cmpeq_epi8_mask(_mm512_or_si512(x, sign_), ones_);
@@ -203,12 +203,12 @@ inline void store_partial(Float8* p, Vec x, int64_t n) {
 
 #endif
 
-// A head's scale, null where there are none.
+// A head's scale; null where there are no scales.
 inline const float* scale_of(const float* scales, int64_t head) {
   return scales != nullptr ? scales + head : nullptr;
 }
 
-// out = row / scale, rounded: by its inverse, which is what every path multiplies by.
+// out = row / scale, rounded: computed with the inverse of scale, as on every path.
 inline void store_scaled_row(const float* row, int64_t n, const float* scale, Float8* out) {
   const Vec inverse = broadcast(scale != nullptr ? 1.0f / *scale : 1.0f);
   int64_t i = 0;
@@ -216,7 +216,7 @@ inline void store_scaled_row(const float* row, int64_t n, const float* scale, Fl
   if (i < n) store_partial(out + i, load_partial(row + i, n - i) * inverse, n - i);
 }
 
-// body<T, C>() for a model of `dtype`, whose elements are T, with caches of C.
+// Calls body<T, C>() for a model of `dtype`, whose elements are T, with caches of C.
 template <typename Body>
 void dispatch_cache(DType dtype, const CacheFormat& format, const Body& body) {
   if (dtype == DType::kFloat32) {

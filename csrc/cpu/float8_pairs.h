@@ -1,6 +1,6 @@
 // Rows of float8 as float16 numbers of 1/256 of their values, which CPUs with AVX2 widen in one
-// instruction: sign, exponent and mantissa are shifted to where float16 has them, and its bias is 8
-// more. That is exact, multiples of 2^-9 included. NaN is the one number that this makes finite.
+// instruction: sign, exponent and mantissa are shifted to their places in float16, whose bias is 8
+// larger. That is exact, also for multiples of 2^-9. Only NaN becomes finite.
 #pragma once
 
 #include "float8.h"
@@ -10,12 +10,12 @@
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-// Storage element of such a row, in pairs of vectors as bfloat16 has them, even and odd elements,
-// but those one after the other.
+// Storage element of such a row, in pairs of vectors: even and odd elements, like bfloat16, but the
+// even ones come first, then the odd ones.
 struct ScaledHalf {
   uint16_t bits;
 };
-constexpr float kScaledHalf = 256.0f;  // what to multiply by
+constexpr float kScaledHalf = 256.0f;  // the factor back to the values
 
 template <>
 inline Pair kept_as<ScaledHalf, float>(Pair x) {
@@ -33,21 +33,21 @@ inline Vec load_of_pair(const ScaledHalf* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p) + kVector))};
 }
 
-// Widens rows, and sees whether one of them holds NaN.
+// Widens rows, and detects whether one of them holds NaN.
 class ScaledHalves {
  public:
-  // Whole pairs, zeros in place of what is not there.
+  // Whole pairs, with zeros for missing elements.
   void widen(const Float8* in, int64_t n, ScaledHalf* out) {
     for (int64_t i = 0; i < n; i += 64) {
       const __m512i x = load_bytes(in + i, n - i);
-      // Of NaN alone one more changes the sign.
+      // Adding one changes the sign only for NaN.
       const __m512i next = _mm512_add_epi8(x, _mm512_set1_epi8(1));
       changed_ = _mm512_ternarylogic_epi32(changed_, next, x, 0xf6);
       store(even_of(x), odd_of(x), n - i, out + i);
     }
   }
   bool has_nan() const { return _mm512_movepi8_mask(changed_) != 0; }
-  // The same of rows that do.
+  // The same for rows that hold NaN.
   static void widen_nan(const Float8* in, int64_t n, ScaledHalf* out) {
     const __m512i nan = _mm512_set1_epi16(0x7e00);
     for (int64_t i = 0; i < n; i += 64) {
@@ -69,7 +69,7 @@ class ScaledHalves {
   static __m512i odd_of(__m512i x) {
     return _mm512_and_si512(_mm512_srai_epi16(x, 1), _mm512_set1_epi16(-0x4080));
   }
-  // A shuffle, since shifts have one unit alone.
+  // A shuffle, because shifts have only one unit.
   static __m512i even_of(__m512i x) {
     const __m128i low = _mm_setr_epi8(-1, 0, -1, 2, -1, 4, -1, 6, -1, 8, -1, 10, -1, 12, -1, 14);
     return odd_of(_mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(low)));
@@ -83,7 +83,7 @@ class ScaledHalves {
     _mm256_storeu_si256(pairs + 3, _mm512_extracti64x4_epi64(odd, 1));
   }
 
-  __m512i changed_ = _mm512_setzero_si512();  // of any element, the sign alone
+  __m512i changed_ = _mm512_setzero_si512();  // the sign bit is set if any element changed its sign
 };
 
 #else
@@ -93,21 +93,21 @@ inline Vec load_of_pair(const ScaledHalf* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + kVector))};
 }
 
-// Widens rows, and sees whether one of them holds NaN.
+// Widens rows, and detects whether one of them holds NaN.
 class ScaledHalves {
  public:
-  // Whole pairs, zeros in place of what is not there.
+  // Whole pairs, with zeros for missing elements.
   void widen(const Float8* in, int64_t n, ScaledHalf* out) {
     for (int64_t i = 0; i < n; i += 32) {
       const __m256i x = load_bytes(in + i, n - i);
-      // Of NaN alone one more changes the sign.
+      // Adding one changes the sign only for NaN.
       const __m256i next = _mm256_add_epi8(x, _mm256_set1_epi8(1));
       changed_ = _mm256_or_si256(changed_, _mm256_xor_si256(next, x));
       store(even_of(x), odd_of(x), n - i, out + i);
     }
   }
   bool has_nan() const { return _mm256_movemask_epi8(changed_) != 0; }
-  // The same of rows that do.
+  // The same for rows that hold NaN.
   static void widen_nan(const Float8* in, int64_t n, ScaledHalf* out) {
     const __m256i nan = _mm256_set1_epi16(0x7e00);
     for (int64_t i = 0; i < n; i += 32) {
@@ -141,7 +141,7 @@ class ScaledHalves {
     _mm_storeu_si128(pairs + 3, _mm256_extracti128_si256(odd, 1));
   }
 
-  __m256i changed_ = _mm256_setzero_si256();  // of any element, the sign alone
+  __m256i changed_ = _mm256_setzero_si256();  // the sign bit is set if any element changed its sign
 };
 
 #endif
@@ -150,7 +150,7 @@ template <>
 inline Pair load_pair(const ScaledHalf* p) {
   return {load_of_pair<0>(p), load_of_pair<1>(p)};
 }
-// What is not there is zero.
+// Missing elements are zero.
 template <>
 inline Pair load_pair_partial(const ScaledHalf* p, int64_t) {
   return load_pair(p);

@@ -1,4 +1,4 @@
-// gather_states on the CPU: a copy of each ragged row, split over threads by sequence.
+// gather_states on the CPU: copies each ragged row; threads share the sequences.
 #include "kernel.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {

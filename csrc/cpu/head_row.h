@@ -1,6 +1,6 @@
 // One head of queries or keys as a float32 row in cache: loaded from any storage, normed, rotated,
-// and rounded once on its way out; and where a head of a slot lies in a cache. append_kv and
-// kv_fill share them, so that a key is the same from either.
+// and rounded once when it is written; and the place of a head of a slot in a cache. append_kv and
+// kv_fill share these functions, so that a key is the same from either.
 #pragma once
 
 #include "rms_norm.h"
@@ -11,7 +11,7 @@ struct CacheSlot {
   int64_t page, offset;
 };
 
-// Of a slot_mapping's slot that is not -1.
+// The place of a slot of slot_mapping that is not -1.
 inline CacheSlot cache_slot(int64_t slot, int64_t page_size) {
   return {slot / page_size, slot % page_size};
 }
@@ -21,7 +21,7 @@ inline int64_t cache_offset(const CacheStrides& strides, CacheSlot slot, int64_t
   return slot.page * strides.page + slot.offset * strides.slot + head * strides.head;
 }
 
-// row[0..head_dim) of float32 from any storage.
+// Loads row[0..head_dim) in float32 from any storage.
 template <typename T>
 inline void load_row(const T* in, int64_t head_dim, float* row) {
   int64_t i = 0;
@@ -52,7 +52,7 @@ inline void norm_row(float* row, const T* weight, int64_t head_dim, float eps) {
   scale_head(row, weight, head_dim, inverse_rms(row, head_dim, eps));
 }
 
-// 1 / rms of num_heads heads at once, head_stride apart.
+// 1 / rms over num_heads heads, head_stride apart.
 template <typename T>
 inline float inverse_rms_of_heads(const T* heads, int64_t num_heads, int64_t head_stride,
                                   int64_t head_dim, float eps) {

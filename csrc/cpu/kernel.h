@@ -1,8 +1,8 @@
-// What every CPU kernel file includes. EECORE_CAPABILITY is the namespace that this translation
-// unit is compiled for: portable, avx2, avx512 or avx512_bf16. Everything a kernel file defines or
-// instantiates must live in that namespace or be static: an inline function shared between
-// capabilities would be merged by the linker into whichever copy it meets first, AVX-512 included.
-// For the same reason no standard containers or algorithms here.
+// Included by every CPU kernel file. EECORE_CAPABILITY is the namespace that this translation unit
+// is compiled for: portable, avx2, avx512 or avx512_bf16. Everything that a kernel file defines or
+// instantiates must be in that namespace or be static: the linker would merge an inline function
+// shared between capabilities into any one of its copies, possibly the AVX-512 one. For the same
+// reason kernel files use no standard containers or algorithms.
 #pragma once
 
 #include "run.h"
@@ -13,8 +13,8 @@
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-// Calls body(begin, end) on ranges that cover [0, n), on several threads when there is more than
-// one grain of work.
+// Calls body(begin, end) on ranges that cover [0, n), on several threads if there is more than one
+// grain of work.
 template <typename Body>
 void parallel_for(const Parallel& parallel, int64_t n, int64_t grain, const Body& body) {
   if (n <= grain || parallel.num_threads <= 1) {
@@ -31,11 +31,12 @@ void parallel_for(const Parallel& parallel, int64_t n, int64_t grain, const Body
 
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
-// Of numbers that come from tensors: what does not fit wraps around.
+// The sum of numbers that come from tensors: it wraps around on overflow.
 inline int64_t wrapping_add(int64_t a, int64_t b) {
   return static_cast<int64_t>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
 }
-// Of a row that may have no elements: they need no memory, and memcpy wants some even then.
+// Copies a row that may have no elements: such a row needs no memory, but memcpy requires valid
+// pointers.
 inline void copy_bytes(void* to, const void* from, int64_t bytes) {
   if (bytes > 0) __builtin_memcpy(to, from, static_cast<uint64_t>(bytes));
 }

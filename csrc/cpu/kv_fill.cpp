@@ -1,6 +1,5 @@
-// kv_fill on the CPU: one list of work over every layer, block of rows and head, one parallel
-// region. Rows are ordered by exit layer, so that the rows a layer needs are the first ones of that
-// order.
+// kv_fill on the CPU: one list of work over every layer, block of rows and head, in one parallel
+// region. Rows are ordered by exit layer, so that the rows that a layer needs come first.
 #include "float8.h"
 #include "head_row.h"
 #include "packed_rows.h"
@@ -16,7 +15,7 @@ inline int64_t first_of(const KvFillParams& params, int64_t row) {
 
 // Rows with a slot, by exit layer.
 struct Rows {
-  Scratch<int32_t> order;   // [num_tokens]
+  Scratch<int32_t> order;   // [num_layers + 1]: the number of rows that layer l needs
   Scratch<int64_t> counts;  // [num_layers + 1]: how many rows layer l needs
 
   explicit Rows(const KvFillParams& params)
@@ -31,7 +30,7 @@ struct Rows {
       counts[layer] = count;
       count += here;
     }
-    // Each count moves from the first place of its layer's rows to the one after the last.
+    // Each count moves from the first place of its layer's rows to the place after the last.
     for (int64_t row = 0; row < params.num_tokens; ++row) {
       if (params.slot_mapping[row] < 0) continue;
       order[counts[first_of(params, row)]++] = static_cast<int32_t>(row);
@@ -39,7 +38,7 @@ struct Rows {
   }
 };
 
-// A worker's buffers, and what it does with one head of one layer for one block of rows.
+// A worker's buffers, and its work on one head of one layer for one block of rows.
 template <typename T, typename W>
 class Worker {
  public:
@@ -54,7 +53,7 @@ class Worker {
     clear_rows<W>(0, rows_held<W>(block), x_stride_, x_.data());
   }
 
-  // Norms, where there is a weight for it, and packs rows: [num_rows] with the weight of `layer`.
+  // Norms rows, if there is a norm weight, and packs them: [num_rows], with the weight of `layer`.
   void norm(int64_t layer, const int32_t* rows, int64_t num_rows) {
     const int64_t n = params_.hidden_size;
     const T* weights = static_cast<const T*>(params_.norm_weight);
@@ -80,10 +79,10 @@ class Worker {
     }
   }
 
-  // The same of all K heads, which are normed at once.
+  // The same for all K heads, which are normed at once.
   void fill_keys(int64_t layer, const int32_t* rows, int64_t num_rows) {
     const int64_t n = params_.head_dim, num_heads = params_.num_kv_heads;
-    const int64_t stride = num_rows * n;  // from a head to the next
+    const int64_t stride = num_rows * n;  // from one head to the next
     for (int64_t head = 0; head < num_heads; ++head) {
       project(layer, head, num_rows, heads_.data() + head * stride);
     }
@@ -123,8 +122,8 @@ class Worker {
         params_.kv_table ? params_.kv_table + layer * params_.table_layer_stride : nullptr);
   }
 
-  // Adds the bias to a projected head, values: [head_dim], and rounds it: a model of dtype T rounds
-  // its projections. What follows is rounded once, at the store.
+  // Adds the bias to a projected head, values: [head_dim], and rounds it, because a model of dtype
+  // T rounds its projections. Later results are rounded once, when stored.
   void round(int64_t layer, int64_t head, float* values) {
     const int64_t n = params_.head_dim;
     T* rounded = rounded_.data();
@@ -136,8 +135,8 @@ class Worker {
     load_row(rounded, n, values);
   }
 
-  // Writes a head of one row to the row's slot, a key normed and rotated. scale: 1 / rms of all of
-  // the row's K heads; below 0: that of the head itself.
+  // Writes a head of one row to the row's slot, a key normed and rotated. scale: 1 / rms over all
+  // of the row's K heads; below 0: the head's own.
   void write(int64_t layer, int64_t head, int32_t row, float scale, float* values) const {
     const int64_t n = params_.head_dim;
     const CacheSlot slot = cache_slot(params_.slot_mapping[row], params_.page_size);
@@ -167,7 +166,7 @@ class Worker {
         params_.k_cache);
   }
 
-  // values: [head_dim], to where a head lies in a cache. scale: of float8.
+  // Stores values: [head_dim], in a head's place in a cache. scale: for float8.
   void put(const float* values, const float* scale, int64_t at, void* cache) const {
     const int64_t n = params_.head_dim;
     const CacheFormat& format = params_.cache_format;
@@ -192,12 +191,12 @@ class Worker {
   int64_t x_stride_;
   Scratch<PackedX<W>> x_;  // [block, x_stride]
   Scratch<T> normed_;      // [hidden_size]
-  Scratch<float> heads_;   // [block, head_dim], or of all K heads, [num_kv_heads, rows, head_dim]
+  Scratch<float> heads_;   // [block, head_dim], or for all K heads, [num_kv_heads, rows, head_dim]
   Scratch<T> rounded_;     // [head_dim]
 };
 
-// How many items the heads of a block of rows are: the K heads are one where all are normed at
-// once.
+// The number of work items of the heads of a block of rows: the K heads are one item where all are
+// normed at once.
 inline int64_t items_of_heads(const KvFillParams& params) {
   return params.num_kv_heads + (params.norms_all_k ? 1 : params.num_kv_heads);
 }
@@ -206,7 +205,8 @@ inline int64_t items_of_heads(const KvFillParams& params) {
 template <typename T, typename W>
 void fill_items(const KvFillParams& params, const Rows& rows, int64_t begin, int64_t end) {
   const int64_t num_heads = items_of_heads(params);
-  const int64_t joined = 2 * params.num_kv_heads - num_heads;  // heads that are no items
+  const int64_t joined =
+      2 * params.num_kv_heads - num_heads;  // heads that are not items of their own
   Worker<T, W> worker(params, min_of(kTileBatch, params.num_tokens));
   int64_t item = begin, first = 0;
   for (int64_t layer = 0; layer < params.num_layers && item < end; ++layer) {
@@ -234,7 +234,7 @@ void fill_layers(const KvFillParams& params, const Parallel& parallel) {
   for (int64_t layer = 0; layer < params.num_layers; ++layer) {
     num_items += ceil_div(rows.counts[layer], kTileBatch) * items_of_heads(params);
   }
-  // Each range norms its rows anew, so a range should hold a good many heads' work.
+  // Each range norms its rows again, so it should hold many heads' work.
   const int64_t grain = ceil_div(65536, params.head_dim * params.hidden_size);
   parallel_for(parallel, num_items, grain,
                [&](int64_t begin, int64_t end) { fill_items<T, W>(params, rows, begin, end); });

@@ -1,5 +1,5 @@
-// Filters of a scaled row of logits, whose largest is 0: what passes is packed, and order
-// statistics are found by bisection among the few that are left.
+// Filters of a scaled row of logits, whose largest is 0: the tokens that pass are packed, and order
+// statistics are found by bisection among the few that remain.
 #pragma once
 
 #include "draw.h"
@@ -7,8 +7,8 @@
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-// The smallest key for which the entries up to it weigh `target` or more, and what those below it
-// weigh. Entries are moved about.
+// The smallest key at which the entries up to it weigh `target` or more, and the weight of the
+// entries below it. Reorders the entries.
 inline uint32_t weighted_key(Entry* entries, int64_t count, double target, double* below) {
   uint32_t low = entries[0].key, high = low;
   for (int64_t i = 1; i < count; ++i) {
@@ -41,7 +41,7 @@ inline uint32_t weighted_key(Entry* entries, int64_t count, double target, doubl
   return high;
 }
 
-// Keeps the tokens for which keep(value, weight) holds, from first to last; `kWeights`: and their
+// Keeps the tokens for which keep(value, weight) holds, from first to last; `kWeights`: also their
 // weights.
 template <bool kWeights, typename Keep>
 void keep_if(LogitsRow& row, const Keep& keep) {
@@ -58,8 +58,8 @@ void keep_if(LogitsRow& row, const Keep& keep) {
   row.packed = true;
 }
 
-// Keeps the tokens of keys up to `limit`, of a row that is not packed; of their blocks alone is
-// read.
+// Keeps the tokens of keys up to `limit`, for a row that is not packed; reads only the blocks that
+// have such tokens.
 inline void pack(uint32_t limit, LogitsRow& row) {
   int64_t kept = 0;
   for (int64_t block = 0; block < row.num_blocks; ++block) {
@@ -76,7 +76,7 @@ inline void pack(uint32_t limit, LogitsRow& row) {
   row.packed = true;
 }
 
-// Keeps the k largest and what equals the last of them.
+// Keeps the k largest, and all equal to the last of these.
 inline void keep_top_k(int64_t k, LogitsRow& row) {
   double below;
   if (k <= row.num_blocks) {
@@ -91,7 +91,7 @@ inline void keep_top_k(int64_t k, LogitsRow& row) {
   keep_if<false>(row, [=](float value, float) { return key_of(value) <= last; });
 }
 
-// A key up to which tokens weigh `target` or more, of a row that is not packed.
+// A key up to which tokens weigh `target` or more, for a row that is not packed.
 inline uint32_t key_with_mass(double target, const LogitsRow& row) {
   for (float bound = -1.0f; bound >= -64.0f; bound *= 2.0f) {
     double mass = 0.0;
@@ -108,11 +108,11 @@ inline uint32_t key_with_mass(double target, const LogitsRow& row) {
   return ~uint32_t{0};
 }
 
-// Keeps the most probable tokens, lower ids first among equals, while those before a token have
-// less than top_p of the mass. Leaves weights.
+// Keeps the most probable tokens, lower ids first among equals, while the tokens before a token
+// have less than top_p of the mass. Leaves weights in the row.
 inline void keep_top_p(float top_p, LogitsRow& row) {
   const double share = static_cast<double>(top_p) * kTopPShare * exponentiate(row, 0.0f);
-  const double target = share > 0.0 ? share : 0x1p-1000;  // the first always stays
+  const double target = share > 0.0 ? share : 0x1p-1000;  // the first is always kept
   if (!row.packed) {
     pack(key_with_mass(target, row), row);
     exponentiate(row, 0.0f);
@@ -128,10 +128,10 @@ inline void keep_top_p(float top_p, LogitsRow& row) {
   });
 }
 
-// Keeps the tokens of min_p times the largest probability or more. Leaves weights.
+// Keeps the tokens of min_p times the largest probability or more. Leaves weights in the row.
 inline void keep_min_p(float min_p, LogitsRow& row) {
-  const float least = min_p < 1.0f ? min_p : 1.0f;  // the largest always stays
-  // Few are left to be weighed where a bound on the values lets none pass but those and a few more.
+  const float least = min_p < 1.0f ? min_p : 1.0f;  // the largest is always kept
+  // A bound on the values passes only those and a few more, so that few have to be weighed.
   if (!row.packed) pack(key_of(__builtin_logf(least) - 0.01f), row);
   exponentiate(row, 0.0f);
   keep_if<true>(row, [=](float, float weight) { return weight >= least; });

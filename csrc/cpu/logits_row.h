@@ -1,5 +1,5 @@
-// A row of logits in float32 with the largest of every block of them, so that whoever looks for the
-// most probable tokens reads the blocks alone that can have them.
+// A row of logits in float32 with the largest of every block, so that a search for the most
+// probable tokens reads only the blocks that can have them.
 #pragma once
 
 #include "scratch.h"
@@ -11,7 +11,7 @@ constexpr int64_t kLogitsBlock = 64;  // logits, a multiple of kWidth
 constexpr float kInfinity = __builtin_inff();
 constexpr float kMinTemperature = 1e-30f;  // with the largest logit at 0 no other infinity arises
 
-// Of a scaled logit, which is 0 or less: the smaller the key, the more probable the token.
+// The key of a scaled logit, which is at most 0: the smaller the key, the more probable the token.
 inline uint32_t key_of(float scaled) {
   uint32_t bits;
   __builtin_memcpy(&bits, &scaled, 4);
@@ -23,7 +23,7 @@ struct Entry {
   float weight;
 };
 
-// What a thread needs for one row after the other.
+// A thread's buffers for one row after another.
 struct LogitsRow {
   explicit LogitsRow(int64_t vocab_size)
       : vocab_size(vocab_size),
@@ -35,18 +35,18 @@ struct LogitsRow {
         entries(num_blocks * kLogitsBlock) {}
 
   int64_t vocab_size, num_blocks;
-  Scratch<float> values;   // [vocab_size], filled up with -infinity; later [count]
+  Scratch<float> values;   // [vocab_size], padded with -infinity; later [count]
   Scratch<float> weights;  // exp of the scaled values
   Scratch<float> largest;  // [num_blocks] of values
   Scratch<int32_t> ids;    // [count], ascending, once packed
   Scratch<Entry> entries;  // [count], in no order
   int64_t count;           // of values
-  bool packed;             // value i is that of token ids[i], and not of i
+  bool packed;             // value i belongs to token ids[i], not to token i
   int64_t token_of(int64_t i) const { return packed ? ids[i] : i; }
 };
 
-// Loads 32 logits, or the `count` that are left of them, -infinity for tokens that are not allowed;
-// false where one that is allowed is NaN.
+// Loads 32 logits, or the last `count` of them, with -infinity for tokens that are not allowed;
+// returns false where an allowed one is NaN.
 template <typename T>
 bool load_allowed_word(const T* logits, uint32_t allowed, int64_t count, float* values) {
   int32_t unknown = 0;
@@ -65,7 +65,7 @@ bool load_allowed_word(const T* logits, uint32_t allowed, int64_t count, float* 
   return unknown == 0;
 }
 
-// Loads the logits of allowed tokens, -infinity for the others; false where one is NaN.
+// Loads the logits of allowed tokens, and -infinity for the rest; returns false where one is NaN.
 template <typename T>
 bool load_allowed(const T* logits, const int32_t* allowed, LogitsRow& row) {
   row.count = row.vocab_size;
@@ -79,12 +79,12 @@ bool load_allowed(const T* logits, const int32_t* allowed, LogitsRow& row) {
   return known;
 }
 
-// Loads the logits; false where one is NaN.
+// Loads the logits; returns false where one is NaN.
 template <typename T>
 bool load_logits(const T* logits, const int32_t* allowed, LogitsRow& row) {
   if (allowed != nullptr) return load_allowed(logits, allowed, row);
   const int64_t whole = row.vocab_size / kLogitsBlock * kLogitsBlock;
-  // max and min give their second operand where one is NaN: a NaN passes the clamp.
+  // max and min return their second operand where one is NaN: a NaN passes the clamp.
   Vec not_a_number = zero();
   for (int64_t i = 0; i < whole; i += kWidth) {
     const Vec x = load(logits + i);
@@ -156,14 +156,14 @@ inline double exponentiate(LogitsRow& row, float shift) {
   return total;
 }
 
-// The largest values and their ids, equals by ascending id. Weights and entries are used up.
+// The largest values and their ids, equal values by ascending id. Overwrites weights and entries.
 inline void write_top(int64_t num_top, LogitsRow& row, int64_t* ids, float* top) {
   const float taken = __builtin_nanf("");
   float* values = row.weights.data();
   float* largest = reinterpret_cast<float*>(row.entries.data());
   __builtin_memcpy(values, row.values.data(), row.num_blocks * kLogitsBlock * sizeof(float));
   __builtin_memcpy(largest, row.largest.data(), row.num_blocks * sizeof(float));
-  // Where nothing but NaN is left, none.
+  // -1 where only NaN is left.
   const auto first_largest = [](const float* from, int64_t begin, int64_t end) {
     int64_t best = -1;
     for (int64_t i = begin; i < end; ++i) {

@@ -4,7 +4,8 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-// Group kGroup of columns of a block of two parts, and row b of x, whose block is `columns`.
+// Multiplies group kGroup of columns of a block of two parts with row b of x, whose block is
+// `columns`.
 template <int kGroup, int kRows, typename Dot>
 [[gnu::always_inline]] inline void add_group(const Bytes (*q)[2], const XBlock& columns, int b,
                                              Dot (*products)[kRows]) {
@@ -15,7 +16,7 @@ template <int kGroup, int kRows, typename Dot>
   }
 }
 
-// Columns 8 * kTwo.. of a block of two parts and kRows rows of x.
+// Multiplies columns 8 * kTwo.. of a block of two parts with kRows rows of x.
 template <BlockFormat kFormat, int kTwo, int kRows, typename Dot>
 [[gnu::always_inline]] inline void dot_of_two(const uint8_t* const* quants,
                                               const uint8_t* const* high_bits, const XBlock* x,
@@ -34,14 +35,15 @@ template <BlockFormat kFormat, int kTwo, int kRows, typename Dot>
   }
 }
 
-// Memory that is asked for meanwhile, as much behind each two groups of columns.
+// Memory that is prefetched during the product, in equal portions after each two groups of columns.
 template <bool kNear>
 struct LinesAhead {
   const uint8_t *next, *end, *until;
-  int64_t step;  // bytes; 0: nothing is asked for
+  int64_t step;  // bytes; 0: nothing is prefetched
 
-  // The `part`-th of so many equal parts of what begins at `bytes`, block_bytes for each of
-  // num_blocks, while these are multiplied. A division takes as long as much of a short panel.
+  // Part `part` of num_parts equal parts of the memory at `bytes`, with block_bytes for each of
+  // num_blocks, prefetched while these are multiplied. A division would take as long as much of a
+  // short panel.
   LinesAhead(const uint8_t* bytes, int64_t block_bytes, int64_t part, int64_t num_parts,
              int64_t num_blocks) {
     const int64_t lines = bytes ? num_blocks * block_bytes / 64 : 0;
@@ -59,9 +61,9 @@ struct LinesAhead {
   }
 };
 
-// sums: [kBatch, 2 * kWidth] with row stride `stride`, those of two parts of kWidth rows each and
-// kBatch rows of x: what is loaded of x, which takes as long as a product, serves both. A function
-// of its own, so that the compiler keeps what it can in registers.
+// sums: [kBatch, 2 * kWidth] with row stride `stride`, for two parts of kWidth rows each and kBatch
+// rows of x: a load of x, which takes as long as a product, serves both parts. A separate function,
+// so that the compiler keeps the most in registers.
 template <BlockFormat kFormat, int kBatch, bool kNear>
 [[gnu::noinline]] void multiply_two_parts(const PanelPart* parts, const XBlock* x, int64_t x_stride,
                                           LinesAhead<kNear> ahead, float* sums, int64_t stride) {
@@ -138,7 +140,8 @@ template <BlockFormat kFormat, int kBatch, bool kNear>
   }
 }
 
-// Two parts and num_batch rows of x from b on, into sums; `ahead` as in multiply_two_parts.
+// Multiplies two parts with num_batch rows of x from b on, into sums; `ahead` as in
+// multiply_two_parts.
 template <BlockFormat kFormat, int kBatch, bool kNear>
 void multiply_batch_of_two(const PanelProduct& product, const PanelPart* parts, int64_t b,
                            int64_t num_batch, const LinesAhead<kNear>& ahead, float* sums,
@@ -153,8 +156,8 @@ void multiply_batch_of_two(const PanelProduct& product, const PanelPart* parts, 
                                       ahead, sums, stride);
 }
 
-// Two parts, all rows of the panels that they are of, with rows of x in groups, as equal as can be,
-// each of which asks for its share of what comes next, block_bytes for each block.
+// Multiplies two parts, all rows of their panels, with rows of x in groups as equal as possible,
+// each of which prefetches its share of the next memory, block_bytes for each block.
 template <BlockFormat kFormat, bool kNear>
 void multiply_in_two(const PanelProduct& product, const PanelPart* parts, int64_t block_bytes) {
   const int64_t num_blocks = parts[0].num_blocks;
@@ -185,7 +188,8 @@ template <BlockFormat kFormat, int kRows, typename Ahead>
                                                     const XBlock* x, int64_t x_stride, Ahead ahead,
                                                     Vec* totals) {
   constexpr bool kHasHalves = kFormat == BlockFormat::kQ6_K;
-  constexpr int kShift = quant_bits(kFormat) - 4;  // from 8 times the sum of x to the offset's
+  constexpr int kShift =
+      quant_bits(kFormat) - 4;  // from 8 times the sum of x to the multiple for the offset
   constexpr bool kHasOffset = !has_minima(kFormat);
   const int64_t bytes = x_stride * static_cast<int64_t>(sizeof(XBlock));
   Ints products[kRows], more[kRows];
@@ -216,13 +220,13 @@ template <BlockFormat kFormat, int kRows, typename Ahead>
   }
 }
 
-// The same of as many rows as registers hold totals of.
+// The same for as many rows as the registers hold totals of.
 template <BlockFormat kFormat, int kBatch, typename Ahead>
 [[gnu::always_inline]] inline void multiply_block(const Bytes* q, const LaneScales& scales,
                                                   const XBlock* x, int64_t x_stride, Ahead ahead,
                                                   Vec* totals) {
-  constexpr int kMost = kFormat == BlockFormat::kQ6_K ? 1 : kRowsAbreast;
-  constexpr int kRows = kBatch < kMost ? kBatch : kMost;
+  constexpr int kMax = kFormat == BlockFormat::kQ6_K ? 1 : kRowsAbreast;
+  constexpr int kRows = kBatch < kMax ? kBatch : kMax;
   multiply_abreast<kFormat, kRows>(q, scales, x, x_stride, ahead, totals);
   if constexpr (kBatch > kRows) {
     multiply_block<kFormat, kBatch - kRows>(q, scales, x + kRows * x_stride, x_stride,
@@ -230,9 +234,9 @@ template <BlockFormat kFormat, int kBatch, typename Ahead>
   }
 }
 
-// sums: [kBatch, kWidth] with row stride `stride`, those of kWidth rows of a panel and kBatch rows
-// of x. `ahead`: what to ask for meanwhile, kNear: into the first-level cache; may be null. A
-// function of its own, so that the compiler keeps the sums in registers.
+// sums: [kBatch, kWidth] with row stride `stride`, for kWidth rows of a panel and kBatch rows of x.
+// `ahead`: what to prefetch meanwhile, with kNear into the first-level cache; may be null. A
+// separate function, so that the compiler keeps the sums in registers.
 template <BlockFormat kFormat, int kBatch, bool kNear>
 [[gnu::noinline]] void multiply_part(const PanelPart& part, const XBlock* x, int64_t x_stride,
                                      const uint8_t* ahead, float* sums, int64_t stride) {
@@ -256,7 +260,7 @@ template <BlockFormat kFormat, int kBatch, bool kNear>
   for (int b = 0; b < kBatch; ++b) store(sums + b * stride, totals[b]);
 }
 
-// Rows of x from b on, at most kBatch; returns how many.
+// Multiplies at most kBatch rows of x from b on; returns how many.
 template <BlockFormat kFormat, int kBatch, bool kNear>
 int64_t multiply_batch(const PanelProduct& product, const PanelPart& panel, int64_t b) {
   if constexpr (kBatch > 1) {
@@ -283,7 +287,7 @@ int64_t multiply_batch(const PanelProduct& product, const PanelPart& panel, int6
 
 #endif
 
-// Rows of x from b on.
+// Multiplies the rows of x from b on.
 template <BlockFormat kFormat, bool kNear>
 inline void multiply_from(const PanelProduct& product, const PanelPart& panel,
                           [[maybe_unused]] int64_t b) {

@@ -1,20 +1,20 @@
-// pack_weight on the CPU: a file's blocks taken apart, 16 rows at a time, and laid out as a panel.
+// pack_weight on the CPU: unpacks a file's blocks, 16 rows at a time, and lays them out as a panel.
 // Threads share the panels.
 #include "panel_lanes.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-// 32 columns of a row as they are in a file: quants that are not negative, and where its scales
-// are.
+// 32 columns of a row as stored in a file: quants that are not negative, and the addresses of its
+// scales.
 struct RowBlock {
   alignas(16) uint8_t q[kBlockColumns];
   const uint8_t* scale;    // float16
-  const uint8_t* minimum;  // float16; null in formats without
-  uint8_t sub[2];          // of K formats: scale and minimum, of Q6_K the scales of both halves
+  const uint8_t* minimum;  // float16; null in formats without minima
+  uint8_t sub[2];          // in K formats: scale and minimum, in Q6_K the scales of both halves
 };
 
-// The low and the high nibbles of 16 bytes; bytes: [16]
+// The low and the high nibbles of 16 bytes; bytes: [16].
 void take_nibbles(const uint8_t* bytes, uint8_t* q) {
   for (int i = 0; i < 16; ++i) {
     q[i] = bytes[i] & 15;
@@ -22,14 +22,14 @@ void take_nibbles(const uint8_t* bytes, uint8_t* q) {
   }
 }
 
-// Bit i of a number of 32 as bit 4 of q[i].
+// Puts bit i of a number of 32 bits into bit 4 of q[i].
 void add_fifth_bits(const uint8_t* bytes, uint8_t* q) {
   uint32_t bits;
   __builtin_memcpy(&bits, bytes, 4);
   for (int i = 0; i < kBlockColumns; ++i) q[i] |= static_cast<uint8_t>((bits >> i & 1) << 4);
 }
 
-// The 6-bit scale and minimum of sub-block i, of 12 bytes.
+// The 6-bit scale and minimum of sub-block i, out of 12 bytes.
 void take_sub_scales(const uint8_t* packed, int64_t i, uint8_t* sub) {
   if (i < 4) {
     sub[0] = packed[i] & 63;
@@ -118,7 +118,7 @@ void put_quants(const uint8_t* q, int64_t lane, uint8_t* quants, uint8_t* high_b
   }
 }
 
-// Rows of zeros are zeros throughout, as a scale of zero makes them.
+// Rows of zeros are all zero bytes, because a scale of zero gives zeros.
 template <BlockFormat kFormat>
 void pack_panel(const PackWeightParams& params, int64_t first_row, uint8_t* panel) {
   constexpr BlockTraits kTraits = traits_of(kFormat);

@@ -1,5 +1,5 @@
-// The rows of x that a product works on: normed where there is a weight for it, and packed. Made
-// once per call, before the weight is read; from then on x itself is not.
+// The rows of x of a product: normed if there is a norm weight, and packed. Made once per call,
+// before the weight is read; x itself is not read afterwards.
 #pragma once
 
 #include "panel_gemm.h"

@@ -3,18 +3,19 @@
 // take items from one list; the splits of a sequence spread over threads are merged in a second
 // pass.
 //
-// A row's arithmetic depends on its own keys and split_size alone: blocks start at multiples of the
+// A row's arithmetic depends only on its own keys and split_size: blocks start at multiples of the
 // block size within a split, every score is summed in one order whatever the tile, and values that
-// only a neighbour sees are not added. What is not a number comes out as of softmax(q k) v: in the
-// whole row where it is in the query or in a key that the row sees, in its column where in a value.
+// only a neighbouring row sees are not added. NaN and infinity come out as in softmax(q k) v: they
+// fill the whole row where the query or a key that the row sees has them, and a column where a
+// value has them.
 #include "attention_rows.h"
 #include "attention_tiles.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-// Where the keys and values of a block lie. Of its slots those outside `used` may belong to no one:
-// the nearest used key stands in for them.
+// The addresses of the keys and values of a block. Its slots outside `used` may be unassigned: the
+// nearest used key takes their place.
 template <typename T>
 void locate_block(const AttentionPlan& params, const AttentionTile& tile, Range keys, Range used,
                   BlockRows<T>& rows) {
@@ -46,14 +47,14 @@ void locate_block(const AttentionPlan& params, const AttentionTile& tile, Range 
   }
 }
 
-// What the scores of a kv head's rows are multiplied by.
+// The factor of the scores of a kv head's rows.
 inline float score_scale(const AttentionPlan& params, int64_t kv_head) {
   const float* scale = scale_of(params.cache_format.key_scales, kv_head);
   return scale != nullptr ? params.scale * *scale : params.scale;
 }
 
-// Adds the keys of one split to the rows' maximum, weight_sum and acc, which it sets up. C: what
-// the caches hold; M: how it is multiplied.
+// Adds the keys of one split to the rows' maximum, weight_sum and acc, which it initialises. C: the
+// element type of the caches; M: how it is multiplied.
 template <typename M, typename C>
 void attend_split(const AttentionPlan& params, const AttentionTile& tile, Range split,
                   TileScratch& scratch) {
@@ -87,7 +88,7 @@ void attend_split(const AttentionPlan& params, const AttentionTile& tile, Range 
 }
 
 // Adds one split's (acc, maximum, weight) to the total of the splits before it. Splits are always
-// merged in ascending order, so the result does not depend on who computed them.
+// merged in ascending order, so the result does not depend on which threads computed them.
 inline void merge_split(const float* acc, float maximum, float weight, int64_t width, float* total,
                         float* total_maximum, float* total_weight) {
   const float new_maximum = maximum > *total_maximum ? maximum : *total_maximum;
@@ -104,7 +105,7 @@ inline void merge_split(const float* acc, float maximum, float weight, int64_t w
   *total_maximum = new_maximum;
 }
 
-// A row's result = total / weight; zeros where it saw no key, or nothing but scores of -inf.
+// A row's result = total / weight; zeros where it saw no key, or only scores of -inf.
 template <typename T, typename M>
 void write_row(const AttentionPlan& params, int64_t token, int64_t head, const float* total,
                float weight) {
@@ -136,12 +137,13 @@ inline Range keys_of_split(const AttentionPlan& params, int64_t split) {
   return {split * params.split_size, (split + 1) * params.split_size};
 }
 
-// One work item: a tile with one split, written to `partials`, or with all of them, written to out.
+// Runs one work item: a tile with one split, written to `partials`, or with all splits, written to
+// out.
 template <typename T, typename M, typename C>
 void attend_tile(const AttentionPlan& params, const AttentionTile& tile, int64_t only_split,
                  TileScratch& scratch) {
   const int64_t head_dim = params.head_dim, width = row_width(head_dim);
-  // visit(place in the scratch, token, query head) of each row.
+  // Calls visit(place in the scratch, token, query head) for each row.
   const auto for_each_row = [&](const auto& visit) {
     for (int64_t head = 0; head < tile.num_heads; ++head) {
       for (int64_t row = 0; row < tile.num_rows; ++row) {
@@ -152,7 +154,7 @@ void attend_tile(const AttentionPlan& params, const AttentionTile& tile, int64_t
     }
   };
 
-  // Queries, and what each of them sees.
+  // Loads the queries, and the keys that each of them sees.
   for_each_row([&](int64_t at, int64_t token, int64_t head) {
     M::take_query(static_cast<const T*>(params.q) + token * params.q_token_stride +
                       head * params.q_head_stride,
@@ -244,7 +246,7 @@ void run_item(const AttentionPlan& params, const SequenceItems& items, int64_t i
   attend_tile<T, M, C>(params, tile, split, scratch);
 }
 
-// Takes items off the list until it is empty. Counters only grow, so one walk over the sequences
+// Takes items from the list until it is empty. Counters only grow, so one walk over the sequences
 // finds all of a thread's items.
 template <typename T, typename M, typename C>
 void run_items(const AttentionPlan& params, int64_t num_items, int64_t* next_item) {
@@ -309,8 +311,8 @@ void run(AttentionPlan params, const Parallel& parallel) {
   }
 }
 
-// body<M>() for a model of T whose caches hold C: bfloat16 in pairs or tiles where the CPU has
-// them.
+// Calls body<M>() for a model of T whose caches hold C: bfloat16 in pairs or tiles where the CPU
+// has them.
 template <typename T, typename C, typename Body>
 void dispatch_multiplication(const Body& body) {
 #if defined(__AVX512BF16__)

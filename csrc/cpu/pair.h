@@ -1,4 +1,4 @@
-// Two vectors of consecutive elements in an order of their own, the same for load and store: plain
+// Two vectors of consecutive elements in a type-specific order, the same for load and store: plain
 // for float32, even and odd elements for bfloat16, which then widens with one shift and one mask.
 // Sums over pairs, and arithmetic between pairs of one storage type, need not know the order.
 #pragma once
@@ -30,8 +30,8 @@ inline void store_pair(T* p, Pair x) {
   store(p, x.a);
   store(p + kWidth, x.b);
 }
-// The first n elements, n below kPairWidth, for a store a multiple of 8; a load puts zeros in place
-// of the rest.
+// The first n elements, with n below kPairWidth, and for a store a multiple of 8; a load puts zeros
+// in place of the rest.
 template <typename T>
 inline Pair load_pair_partial(const T* p, int64_t n) {
   return {load_partial(p, min_of(n, kWidth)), load_partial(p + kWidth, max_of(n - kWidth, 0))};
@@ -48,7 +48,7 @@ inline Vec load_of_pair(const T* p) {
   return load(p + kVector * kWidth);
 }
 
-// A pair in the order of W's as one in the order of T's.
+// Converts a pair from the order of W's pairs to that of T's.
 template <typename T, typename W>
 inline Pair kept_as(Pair x) {
   return x;

@@ -5,9 +5,9 @@
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-// Two groups of columns of a block, 2 * kTwo and the next, as unsigned bytes. Always inline, as is
-// what else a block takes: the compiler counts how often it could be, and each block's bytes would
-// cross memory.
+// Two groups of columns of a block, 2 * kTwo and the next, as unsigned bytes. Always inlined, like
+// the other functions on a block: with many uses the compiler would not inline it, and each block's
+// bytes would go through memory.
 template <BlockFormat kFormat, int kTwo>
 [[gnu::always_inline]] inline void unpack_two(const uint8_t* quants, const uint8_t* high_bits,
                                               Bytes* q) {
@@ -41,22 +41,22 @@ template <BlockFormat kFormat>
   unpack_two<kFormat, 3>(quants, high_bits, q + 6);
 }
 
-// The scales of kWidth rows' next block: w = quant * scale + minimum, of Q6_K `second` is the scale
+// The scales of kWidth rows' next block: w = quant * scale + minimum; in Q6_K `second` is the scale
 // of the last 16 columns.
 struct LaneScales {
   Vec scale, second;
 };
 
-// Of a panel's block, all planes together.
+// Bytes of a panel's block, all planes together.
 constexpr int64_t bytes_of_block(BlockFormat format) {
   const BlockTraits traits = traits_of(format);
   return traits.quants + traits.high_bits + traits.sub_scales +
          traits.scales * kBlockColumns / traits.columns;
 }
 
-// What is asked for while a block is multiplied, as many bytes as it has: some behind each of its 8
-// groups of columns. Many lines asked for at once hold up what is wanted now. kNear: into the
-// first-level cache.
+// What is prefetched while a block is multiplied, as many bytes as the block has: some after each
+// of its 8 groups of columns. Many prefetches at once would delay the loads that are needed now.
+// kNear: into the first-level cache.
 template <BlockFormat kFormat, bool kNear>
 struct BlockAhead {
   const uint8_t* bytes;  // null: nothing
@@ -72,7 +72,7 @@ struct BlockAhead {
   }
 };
 
-// A panel, or what begins at one of its rows.
+// A panel, or the part of it that begins at one of its rows.
 struct PanelPart {
   const uint8_t *quants, *high_bits, *sub_scales, *scales;
   int64_t num_blocks;   // of kBlockColumns

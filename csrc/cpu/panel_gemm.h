@@ -1,10 +1,9 @@
 // out[b, r] = sum_k x[b, k] * w[r, k] for packed weights (eecore/packed_weight.h): a panel's rows
-// are the lanes of a vector, so that there are no sums across one.
+// are the lanes of a vector, so that no sum runs across a vector.
 //
 // x is quantised to 8 bits, with a scale for each 32 columns. Products within such a block are
-// summed as exact integers, blocks in float32 in ascending order: a result depends on nothing but
-// its row of x and its row of the weight. A block that holds NaN or infinity makes its row NaN
-// throughout.
+// summed as exact integers, and blocks in float32 in ascending order: a result depends only on its
+// row of x and its row of the weight. A block that holds NaN or infinity makes its whole row NaN.
 #pragma once
 
 #include "skinny_gemm.h"
@@ -17,11 +16,11 @@ struct XBlock {
   float scale;
   float scaled_sum;     // scale * the sum of q
   int32_t minus_8;      // -8 times the sum of q
-  int32_t minus_8_low;  // of the first half of q
+  int32_t minus_8_low;  // for the first half of q
   int8_t q[kBlockColumns];
 };
 
-// What makes whole numbers of a block whose largest magnitude has these bits, and floats of them.
+// The factors to and from whole numbers, for a block whose largest magnitude has these bits.
 struct BlockScale {
   float to_q, scale;
 };
@@ -45,7 +44,7 @@ inline void set_scale(float scale, int32_t low, int32_t high, XBlock* out) {
 // 32 columns as whole numbers.
 inline void set_block(__m256i q, float scale, XBlock* out) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->q), q);
-  // As unsigned bytes, 128 more each, they are summed eight at a time.
+  // As unsigned bytes, with 128 added to each, they are summed eight at a time.
   const __m256i sums =
       _mm256_sad_epu8(_mm256_xor_si256(q, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
   const __m256i pairs = _mm256_add_epi64(sums, _mm256_bsrli_epi128(sums, 8));
@@ -94,7 +93,8 @@ inline void quantise_block(const float* v, XBlock* out) {
     const __m256 value = _mm256_castsi256_ps(_mm256_and_si256(bits[i], usable));
     whole[i] = _mm256_cvtps_epi32(_mm256_mul_ps(value, to_q));  // to nearest even
   }
-  // Each packs within halves: four of each of the eight vectors' halves come in turns.
+  // Each instruction packs within halves: four elements of each of the eight vectors' halves
+  // alternate.
   const __m256i q =
       _mm256_permutevar8x32_epi32(_mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]),
                                                      _mm256_packs_epi32(whole[2], whole[3])),
@@ -130,10 +130,11 @@ inline void quantise_block(const float* v, XBlock* out) {
 
 #if defined(__AVX512BF16__)
 
-// Fewer rows of x than these go without matrix tiles, behind others in tiles fewer than those.
+// Fewer rows of x than kFewestInTile do not use matrix tiles; after full tiles the minimum is
+// kFewestInLastTile.
 constexpr int64_t kFewestInTile = 10, kFewestInLastTile = 5;
-// Rows of x that a tile takes where there are so many in all: all that it can, or few, where one or
-// two such tiles hold them.
+// Rows of x in a tile: as many as it can hold, or kFewInTile where one or two such tiles hold all
+// rows.
 constexpr int64_t kFewInTile = 12;
 constexpr int64_t rows_of_tile(int64_t num_rows) {
   const bool fill_one = num_rows <= kFewInTile;
@@ -147,7 +148,7 @@ template <>
 struct Format<Panel> {
   using PackedX = XBlock;
 
-  // Rows that so many take the memory of: tiles may read behind the last.
+  // Rows of memory that num_rows rows take: tiles may read past the last row.
   static constexpr int64_t held(int64_t num_rows) {
 #if defined(__AVX512BF16__)
     const int64_t rest = num_rows % kTileBatch;
@@ -189,7 +190,7 @@ inline WeightRows<Panel> weight_rows(const void* data, int64_t, const float*,
 
 #if defined(__AVX512BF16__)
 
-// Tiles of a product with a panel: 0 and 1 are sums, then the left factor, a block of so many rows
+// Tiles of a product with a panel: 0 and 1 are sums, then the left factor, a block of `rows` rows
 // of x, and the right one, a block of the panel.
 constexpr int kLeftTile = 2, kRightTile = 3;
 constexpr TileSizes panel_tiles(int64_t rows) {
@@ -229,21 +230,21 @@ struct Unit<Panel> {
 
 #endif
 
-// So many rows of x and more take two panels at a time, where registers are many.
+// With this many rows of x or more, two panels are multiplied at a time, where registers are many.
 #if defined(__AVX512VNNI__)
 constexpr int64_t kFewestOfTwoPanels = 9;
 #else
 constexpr int64_t kFewestOfTwoPanels = INT64_MAX;
 #endif
 
-// A panel's rows first..first + count and rows of x, into out[b * out_stride + r].
+// Multiplies a panel's rows first..first + count with rows of x, into out[b * out_stride + r].
 struct PanelProduct {
   const uint8_t* panel;
-  const uint8_t* second;  // of the same format, whole as the first, and behind it in out; or null
+  const uint8_t* second;  // a whole panel of the same format, the next one in out; or null
   int64_t columns, first, count;
   const XBlock* x;  // row stride x_stride
   int64_t x_stride, num_batch;
-  const uint8_t* ahead;  // what to ask for meanwhile, as many bytes as the panel has; may be null
+  const uint8_t* ahead;  // what to prefetch meanwhile, as many bytes as the panel has; may be null
   float* out;
   int64_t out_stride;
   Tiles tiles;
@@ -251,7 +252,8 @@ struct PanelProduct {
 };
 void multiply_panel(BlockFormat format, const PanelProduct& product);
 
-// Sums of row b of x with all rows of the panel, of which the product may want some.
+// Stores the sums of row b of x with all rows of the panel, of which the product may want only
+// some.
 inline void store_row(const PanelProduct& product, int64_t b, const float* sums) {
   float* out = product.out + b * product.out_stride;
   if (product.count == kPanelRows) {
@@ -261,19 +263,19 @@ inline void store_row(const PanelProduct& product, int64_t b, const float* sums)
   for (int64_t r = 0; r < product.count; ++r) out[r] = sums[product.first + r];
 }
 
-// While a panel is multiplied, memory is asked for that begins so many bytes behind the beginning
-// of the next: a panel of few columns is done before what it asked for has come.
+// While a panel is multiplied, memory is prefetched from this many bytes after the start of the
+// next panel: a panel of few columns is finished before its prefetches arrive.
 constexpr int64_t kFurther = 4096;
 
-// How many of the first rows of a table lie one behind the other.
+// How many of the first rows of a table follow one another in memory.
 inline int64_t rows_in_order(const int64_t* table, int64_t most) {
   int64_t count = 1;
   while (count < most && table[count] == table[0] + count) ++count;
   return count;
 }
 
-// Whether the first rows of a table are all of a panel's, in order: without a way out in between,
-// so that it takes a few vectors.
+// Whether the first rows of a table are all rows of a panel, in order: without an early exit, so
+// that it takes a few vectors.
 inline bool is_whole_panel(const int64_t* table) {
   int64_t off = 0;
   for (int64_t i = 0; i < kPanelRows; ++i) off |= table[i] ^ (table[0] + i);
@@ -287,8 +289,8 @@ inline int64_t rows_together(const int64_t* table, int64_t lane, int64_t num_row
 }
 
 // out[b, r]: [num_batch, num_rows] with row stride out_stride, of rows of w and packed x:
-// [num_batch, n packed]. Rows that lie side by side in a panel are multiplied together. `next`: the
-// panel that will be read after these; may be null.
+// [num_batch, n packed]. Adjacent rows of a panel are multiplied together. `next`: the panel that
+// is read after these rows; may be null.
 inline void multiply(const Unit<Panel>& unit, const WeightRows<Panel>& w, int64_t num_rows,
                      const XBlock* x, int64_t x_stride, int64_t num_batch, int64_t n,
                      const Panel* next, float* out, int64_t out_stride) {
@@ -298,10 +300,10 @@ inline void multiply(const Unit<Panel>& unit, const WeightRows<Panel>& w, int64_
     const int64_t count = rows_together(w.table + r, place.lane, num_rows - r);
     const uint8_t* second = nullptr;
     if (takes_two && count == kPanelRows && num_rows - r >= 2 * kPanelRows) {
-      const RowPlace behind = row_place(w.table[r + kPanelRows]);
-      if (behind.format == place.format && behind.lane == 0 &&
+      const RowPlace next_place = row_place(w.table[r + kPanelRows]);
+      if (next_place.format == place.format && next_place.lane == 0 &&
           is_whole_panel(w.table + r + kPanelRows)) {
-        second = w.bytes + behind.offset;
+        second = w.bytes + next_place.offset;
       }
     }
     const int64_t done = second ? 2 * kPanelRows : count;

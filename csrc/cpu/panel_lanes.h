@@ -1,7 +1,7 @@
 // Bytes of a panel and the sums of their products: kWidth rows of a panel at once, 4 columns each.
 //
-// Weights are unsigned bytes, x signed ones of -127 to 127; sums are exact. Weights of 8 bits count
-// as 128 less where PanelDot says so.
+// Weights are unsigned bytes, x is signed bytes from -127 to 127; sums are exact. Weights of 8 bits
+// have 128 subtracted where PanelDot says so.
 #pragma once
 
 #include "vec.h"
@@ -18,7 +18,7 @@ inline float half_to_float(const uint8_t* p) {
   const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fff) << 13;
   float value;
   __builtin_memcpy(&value, &magnitude, 4);
-  value *= 0x1p112f;  // the exponent's bias; float16's small numbers become normal ones
+  value *= 0x1p112f;  // the exponent's bias; small float16 numbers become normal ones
   uint32_t bits;
   __builtin_memcpy(&bits, &value, 4);
   if (magnitude >= 0x0f800000u) bits = 0x7f800000u | (magnitude & 0x007fffffu);
@@ -44,7 +44,8 @@ inline Bytes broadcast_bytes(const int8_t* p) {
   return {_mm512_set1_epi32(columns)};
 }
 inline Bytes low_nibbles(Bytes x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(15))}; }
-// q with the bits of `mask`, which lie kBy places lower in x, or higher where kBy is negative.
+// Combines q with the bits of `mask`, which are kBy places lower in x, or higher where kBy is
+// negative.
 template <int kBy>
 inline Bytes with_bits(Bytes q, Bytes x, char mask) {
   __m512i moved = x.v;
@@ -71,8 +72,9 @@ inline Vec load_signed(const uint8_t* p) {
 inline Vec load_half(const uint8_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
-// sums[b] + the products of kGroups groups of columns with row b of x, at most kRowsAbreast of
-// them, which take turns, see PanelDot. `ahead` asks for some of what comes next behind each group.
+// sums[b] + the products of kGroups groups of columns with row b of x, for at most kRowsAbreast
+// rows, which take turns; see PanelDot. `ahead` prefetches a part of the next memory after each
+// group.
 constexpr int kRowsAbreast = 8;
 template <int kGroups, int kRows, typename Ahead>
 inline void dot(const Bytes* w, const int8_t* x, int64_t x_stride, Ahead ahead, Ints* sums) {
@@ -89,10 +91,10 @@ inline void dot(const Bytes* w, const int8_t* x, int64_t x_stride, Ahead ahead, 
 }
 
 // The products of one row of x with kGroups groups of columns of weights of kBits bits, group after
-// group, and what the weights have too much, times x: `offset`, for 4 bits -8 times the sum of x,
-// and twice as much with each bit more. kIsSigned: nothing is too much. kTakesTurns: a sum waits
-// for its last product, and a core looks ahead to few of them, so that all sums take a group before
-// one takes the next.
+// group, and the correction for the weights' offset, times x: `offset`, for 4 bits -8 times the sum
+// of x, doubled with each further bit. kIsSigned: there is no offset. kTakesTurns: a sum waits for
+// its last product, and a core looks ahead to only few of them, so all sums take one group before
+// any takes the next.
 template <int kGroups_, int kBits>
 struct PanelDot {
   static constexpr int kGroups = kGroups_;
@@ -107,7 +109,7 @@ struct PanelDot {
   }
   Ints total(int32_t) const { return {sums}; }
 };
-// Rows of x that meet two vectors of weights at once.
+// Rows of x that are multiplied with two vectors of weights at once.
 constexpr int kBatchOfTwo = 5;
 
 #elif defined(__AVX2__)
@@ -153,9 +155,9 @@ inline Vec load_signed(const uint8_t* p) {
 inline Vec load_half(const uint8_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
-// Pairs of products are summed in 16 bits for as many groups as surely fit. Where not even one
-// does, 128 is taken from the weights, and their signs are moved to x. Half as many registers as
-// with AVX-512 hold no sums of many rows: one takes what groups there are at a time.
+// Pairs of products are summed in 16 bits over as many groups as certainly fit. Where not even one
+// does, 128 is subtracted from the weights, and their signs are moved to x. With half as many
+// registers as AVX-512 there is no room for sums of many rows: one row takes all groups at a time.
 template <int kGroups_, int kBits>
 struct PanelDot {
   static constexpr int kGroups = kGroups_;
@@ -187,8 +189,8 @@ struct PanelDot {
     return {_mm256_add_epi32(sums, broadcast_shifted<kBits - 4>(offset).v)};
   }
 };
-// More sums than there are registers: those that are not at work wait in memory, which takes less
-// time than opening the weights once more.
+// More sums than there are registers: idle sums are kept in memory, which takes less time than
+// unpacking the weights once more.
 constexpr int kBatchOfTwo = 8;
 
 #else
@@ -256,7 +258,8 @@ constexpr auto sum_of() {
   if constexpr (kFits) return int16_t{0};
   if constexpr (!kFits) return int32_t{0};
 }
-// Byte by byte, in 16 bits where all groups surely fit; four bytes of a row become one in the end.
+// Byte by byte, in 16 bits where all groups certainly fit; the four bytes of a row are added up in
+// the end.
 template <int kGroups_, int kBits>
 struct PanelDot {
   static constexpr int kGroups = kGroups_;

@@ -1,13 +1,13 @@
-// One row of a panel as the floats that it stands for, rounded as the block formats are defined:
-// to float32 after each product and sum.
+// One row of a panel as the floats that it stands for, rounded as the block formats define: to
+// float32 after each product and sum.
 #pragma once
 
 #include "panel_lanes.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-// The quants of 32 columns of a panel's row, 128 and the like still added. quants, high_bits: of
-// the block.
+// The quants of 32 columns of a panel's row, with 128 or a similar offset still added. quants,
+// high_bits: of the block.
 inline void unpack_quants(BlockFormat format, const uint8_t* quants, const uint8_t* high_bits,
                           int64_t lane, uint8_t* q) {
   const int64_t num_high = traits_of(format).high_bits;

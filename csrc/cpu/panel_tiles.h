@@ -1,5 +1,6 @@
-// Products of a panel with 12 or 16 rows of x at a time on matrix tiles, bit for bit what vectors
-// give: a tile's sums are a block's exact ones, and floats are made of them in the same order.
+// Products of a panel with 12 or 16 rows of x at a time on matrix tiles, bit for bit the same as
+// with vectors: a tile's sums are the exact sums of a block, and are converted to floats in the
+// same order.
 #pragma once
 
 #include "panel_blocks.h"
@@ -10,14 +11,15 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 
 constexpr int64_t kTileSums = kTileSide * kTileSide;
-// Blocks that are opened once for all rows of x; with their part of 16 of these they stay in the
-// first-level cache.
+// Blocks that are unpacked once for all rows of x; together with their part of 16 rows of x they
+// stay in the first-level cache.
 constexpr int64_t kStretch = 18;
-// Blocks that are multiplied before the sums of one become floats, and room for theirs.
-constexpr int64_t kBehind = 2, kWaiting = 4;
+// Blocks that are multiplied before the sums of one become floats, and the number of buffers for
+// sums.
+constexpr int64_t kDelay = 2, kWaiting = 4;
 
-// A block of a panel as a right factor, signed, and its scales. Of Q6_K a factor for each half of
-// the columns, with zeros for the other, which lie between them.
+// A block of a panel as a right factor, signed, and its scales. In Q6_K there is a factor for each
+// half of the columns, with zeros for the other half.
 template <BlockFormat kFormat>
 struct alignas(64) OpenBlock {
   static constexpr bool kHasHalves = kFormat == BlockFormat::kQ6_K;
@@ -52,7 +54,7 @@ template <BlockFormat kFormat>
   store(out->second, scales.second);
 }
 
-// sums: [rows of x, kPanelRows], of Q6_K of each half of the columns.
+// sums: [rows of x, kPanelRows], in Q6_K for each half of the columns.
 template <typename U, BlockFormat kFormat>
 [[gnu::always_inline]] inline void multiply_open(const OpenBlock<kFormat>& block, const XBlock* x,
                                                  int64_t x_stride, int32_t (*sums)[kTileSums]) {
@@ -79,7 +81,7 @@ template <BlockFormat kFormat, int kRows>
   const Vec scale = load(block.scale), second = load(block.second);
 #pragma GCC unroll 16
   for (int b = 0; b < kRows; ++b, x += x_stride) {
-    // One address that moves on: 16 that the compiler keeps would cross vector registers.
+    // One address that advances: the compiler would keep 16 of them, and spill to vector registers.
     asm("" : "+r"(x));
     const XBlock& columns = *x;
     const Vec x_scale = broadcast(columns.scale);
@@ -93,9 +95,9 @@ template <BlockFormat kFormat, int kRows>
   }
 }
 
-// Blocks [begin, begin + count) of a panel, count <= kStretch, and kRows rows of x, added to sums:
-// [kRows, kPanelRows]. kOpens: the blocks are opened meanwhile, else they are open. A function of
-// its own, so that the compiler keeps the totals in registers.
+// Adds blocks [begin, begin + count) of a panel, count <= kStretch, times kRows rows of x to sums:
+// [kRows, kPanelRows]. kOpens: the blocks are unpacked on the way, else they already are. A
+// separate function, so that the compiler keeps the totals in registers.
 template <typename U, BlockFormat kFormat, int kRows, bool kOpens>
 [[gnu::noinline]] void multiply_stretch(TileRoom<kFormat>& room, const PanelPart& part,
                                         int64_t begin, int64_t count, const XBlock* x,
@@ -104,11 +106,11 @@ template <typename U, BlockFormat kFormat, int kRows, bool kOpens>
   Vec totals[kRows];
 #pragma GCC unroll 16
   for (int b = 0; b < kRows; ++b) totals[b] = load(sums[b]);
-  // While a block's sums become floats a later one is multiplied, and before that another opened:
-  // nothing waits for memory that was only just written.
-  constexpr int64_t kLead = kOpens ? kBehind + 1 : kBehind;
+  // While a block's sums become floats a later block is multiplied, and before that another one
+  // unpacked: nothing waits for memory that was only just written.
+  constexpr int64_t kLead = kOpens ? kDelay + 1 : kDelay;
   for (int64_t i = -kLead; i < count; ++i) {
-    const int64_t opened = i + kLead, multiplied = i + kBehind;
+    const int64_t opened = i + kLead, multiplied = i + kDelay;
     if (kOpens && opened < count) {
       if (ahead) {
         for (int64_t line = 0; line < part.block_bytes; line += 64) prefetch(ahead + line);
@@ -127,8 +129,8 @@ template <typename U, BlockFormat kFormat, int kRows, bool kOpens>
   for (int b = 0; b < kRows; ++b) store(sums[b], totals[b]);
 }
 
-// The first rows of x, kRows at a time; returns how many. Of the last of them some may be computed
-// anew, or be rows behind the last, of which nothing is kept.
+// Multiplies the first rows of x, kRows at a time; returns how many. Some of the last rows may be
+// computed again, or be rows after the last one, of which nothing is kept.
 template <typename U, BlockFormat kFormat, int kRows>
 int64_t multiply_rows(const PanelProduct& product, const PanelPart& panel) {
   const int64_t rest = product.num_batch % kRows;

@@ -8,7 +8,7 @@ void run_place_head(const PlaceHeadParams& params, const Parallel&) {
     const int64_t i = params.index == nullptr ? j : params.index[j];
     if (params.kind != nullptr && params.kind[i] != params.wanted) continue;
     const float logprob = params.top_logit[j] - params.logsumexp[j];
-    const int64_t token = params.token[j];  // -1: none
+    const int64_t token = params.token[j];  // -1: no token
     const bool is_cut = params.vocabulary != nullptr && token >= 0;
     params.out_token[i] = is_cut ? params.vocabulary[token] : token;
     params.out_logprob[i] = logprob;

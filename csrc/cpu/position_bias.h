@@ -1,5 +1,5 @@
-// The bias of an attention call laid out by relative position r = key position - query position,
-// so that the biases of a row's consecutive keys are consecutive too.
+// The bias of an attention call laid out by relative position r = key position - query position, so
+// that the biases of a row's consecutive keys are also consecutive.
 #pragma once
 
 #include "scratch.h"
@@ -8,7 +8,7 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 
 // Row h of `data` has head h's bias of r at [r - first], for r in [first, last + kWidth). Beyond
-// `first` and `last` a head's bias stays the same, or no row sees such a key.
+// `first` and `last` a head's bias stays constant, or no row sees such a key.
 struct PositionBias {
   const float* data;  // [num_q_heads, stride]; null: there is none
   int64_t stride, first, last;
@@ -24,7 +24,7 @@ struct PositionBias {
   }
 };
 
-// What a call's table has to reach: no key of it is further behind or ahead than that.
+// The range of a call's table: no key of the call is at a smaller or larger relative position.
 inline PositionBias plan_position_bias(const PagedAttentionParams& params) {
   PositionBias bias{};
   if (params.position_bias == nullptr) return bias;

@@ -1,15 +1,15 @@
-// How the linear layers cross a product: the tiles that a range of a weight's rows and the rows of
-// x are cut into, and what becomes of a tile's products.
+// How the linear layers divide a product: the tiles of a range of a weight's rows and the rows of
+// x, and the last steps on a tile's products.
 #pragma once
 
 #include "packed_rows.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-// The fewest rows of a weight, of row_bytes each, that are worth a range of their own when
-// num_batch rows of x meet them.
+// The minimum of rows of a weight, of row_bytes each, that are worth a range of their own when
+// num_batch rows of x are multiplied with them.
 inline int64_t rows_per_range(const Parallel& parallel, int64_t row_bytes, int64_t num_batch) {
-  // Of more rows of x than these, multiplying takes longer than reading the weight.
+  // With more rows of x than this, multiplying takes longer than reading the weight.
   constexpr int64_t kReadBound = 8;
   const int64_t work = row_bytes * ceil_div(num_batch, kReadBound);
   return ceil_div(ceil_div(parallel.bytes_per_range, work), kPanelRows) * kPanelRows;
@@ -19,13 +19,13 @@ inline int64_t rows_per_range(const Parallel& parallel, int64_t row_bytes, int64
 struct Tile {
   int64_t row, num_rows;
   int64_t batch, num_batch;
-  bool is_first;  // of the tiles that meet these rows of the weight one after the other
-  bool is_last;   // of them, and other rows of the weight are read next
+  bool is_first;  // of the consecutive tiles that use these rows of the weight
+  bool is_last;   // of these tiles; other rows of the weight are read next
 };
 
 // Visits the tiles of the rows [begin, end) of a weight that has `total` of them, and of num_batch
-// rows of x: as many rows of x as stay in cache meet all rows of the weight, then the next ones.
-// Behind the range there is most often the same thread's next one.
+// rows of x: as many rows of x as stay in cache are multiplied with all rows of the weight, then
+// the next ones. The same thread mostly has the next range as well.
 template <typename W, typename Visit>
 inline void for_each_tile(int64_t begin, int64_t end, int64_t total, int64_t num_batch,
                           int64_t x_stride, const Visit& visit) {
@@ -44,7 +44,7 @@ inline void for_each_tile(int64_t begin, int64_t end, int64_t total, int64_t num
   }
 }
 
-// The first lanes elements of p, most often all.
+// The first `lanes` elements of p, mostly all.
 template <typename T>
 inline Vec load_lanes(const T* p, int64_t lanes) {
   return lanes == kWidth ? load(p) : load_partial(p, lanes);
@@ -55,7 +55,7 @@ inline void store_lanes(T* p, Vec x, int64_t lanes) {
   store_partial(p, x, lanes);
 }
 
-// values + bias, rounded to T as the result of a model's linear layer; the first lanes elements.
+// values + bias, rounded to T as the result of a model's linear layer; the first `lanes` elements.
 template <typename T>
 inline Vec finish(const float* values, const T* bias, int64_t lanes) {
   Vec result = load_lanes(values, lanes);

@@ -1,7 +1,7 @@
-// quantise_weight on the CPU: each block of 32 numbers by itself; threads share the rows.
+// quantise_weight on the CPU: each block of 32 numbers separately; threads share the rows.
 //
-// A block is cut into steps of several widths. Each time the scale and minimum that fit the whole
-// numbers best follow from two equations (weighted least squares); the best of all are kept.
+// A block is cut into steps of several widths. For each width the best scale and minimum for the
+// whole numbers follow from two equations (weighted least squares); the best of all are kept.
 #include "panel_lanes.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
@@ -11,7 +11,7 @@ constexpr int kVecs = kBlockColumns / kWidth;
 
 constexpr float kLargestHalf = 65504.0f;
 
-// float16 of a finite float, to nearest even; its largest for what is beyond.
+// float16 of a finite float, to nearest even; the largest float16 where the float is beyond it.
 uint16_t half_of(float value) {
   value = value > kLargestHalf ? kLargestHalf : value < -kLargestHalf ? -kLargestHalf : value;
   uint32_t bits;
@@ -54,10 +54,10 @@ inline Block negated(const Block& block) {
 
 struct Fit {
   float scale, minimum;
-  float error;  // but for what all fits of a block share
+  float error;  // without the part that all fits of a block share
 };
 
-// The numbers of a block, what each counts for, and sums of them.
+// The numbers of a block, their weights, and sums.
 struct Numbers {
   Block x, weight, weighted;  // weight * x
   float total, sum_x;         // of weight, of weighted
@@ -109,20 +109,20 @@ inline Fit fit_of(const Numbers& numbers, const Block& whole) {
 
 inline float inverse(float scale) { return scale > 1e-38f ? 1.0f / scale : 0.0f; }
 
-// Of a block of finite numbers that are not all alike.
-template <int kMost>
+// Fits a block of finite numbers that are not all alike.
+template <int kMax>
 Fit best_fit(const Block& x, float least, float most) {
   constexpr int kCuts = 11, kRefinements = 2;
   const Numbers numbers = numbers_of(x);
-  Fit best{(most - least) / kMost, least, __builtin_inff()};
+  Fit best{(most - least) / kMax, least, __builtin_inff()};
   const float range = inverse(most - least);
   for (int cut = 0; cut < kCuts; ++cut) {
-    const float factor = (kMost - 1.2f + 0.2f * static_cast<float>(cut)) * range;
-    const Fit fit = fit_of(numbers, whole_of(x, least, factor, kMost));
+    const float factor = (kMax - 1.2f + 0.2f * static_cast<float>(cut)) * range;
+    const Fit fit = fit_of(numbers, whole_of(x, least, factor, kMax));
     if (fit.scale > 0 && fit.error < best.error) best = fit;
   }
   for (int i = 0; i < kRefinements; ++i) {
-    const Fit fit = fit_of(numbers, whole_of(x, best.minimum, inverse(best.scale), kMost));
+    const Fit fit = fit_of(numbers, whole_of(x, best.minimum, inverse(best.scale), kMax));
     if (fit.scale > 0 && fit.error < best.error) best = fit;
   }
   return best;
@@ -133,13 +133,13 @@ bool finite(float value) { return value - value == 0.0f; }
 // A block of Q4_1 or Q5_1.
 template <BlockFormat kFormat>
 void quantise(const Block& x, uint8_t* out) {
-  constexpr int kMost = (1 << quant_bits(kFormat)) - 1;
+  constexpr int kMax = (1 << quant_bits(kFormat)) - 1;
   const float least = -largest(negated(x)), most = largest(x);
   Fit fit{0.0f, least, 0.0f};
-  if (most > least) fit = best_fit<kMost>(x, least, most);
+  if (most > least) fit = best_fit<kMax>(x, least, most);
   const float scale = rounded_to_half(fit.scale, out);
   const float minimum = rounded_to_half(fit.minimum, out + 2);
-  const Block whole = whole_of(x, minimum, inverse(scale), kMost);
+  const Block whole = whole_of(x, minimum, inverse(scale), kMax);
   alignas(64) float q[kBlockColumns];
   for (int i = 0; i < kVecs; ++i) store(q + i * kWidth, whole.v[i]);
   uint32_t fifth = 0;
@@ -169,7 +169,7 @@ void quantise<BlockFormat::kQ8_0>(const Block& x, uint8_t* out) {
   }
 }
 
-// A block that is no number anywhere.
+// A block that is NaN everywhere.
 template <BlockFormat kFormat>
 void put_nan(uint8_t* out) {
   constexpr uint16_t kNan = 0x7e00;
@@ -180,7 +180,8 @@ void put_nan(uint8_t* out) {
 
 template <BlockFormat kFormat, typename T>
 void run(const QuantiseWeightParams& params, const Parallel& parallel) {
-  constexpr int64_t kCostOfNumber = 8;  // of quantising one, in bytes that are read meanwhile
+  constexpr int64_t kCostOfNumber =
+      8;  // of quantising one number, in bytes that could be read meanwhile
   const int64_t grain = parallel.bytes_per_range / (kCostOfNumber * params.columns) + 1;
   parallel_for(parallel, params.num_rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -193,7 +194,7 @@ void run(const QuantiseWeightParams& params, const Parallel& parallel) {
           x.v[i] = load(weight + k + i * kWidth);
           poison = fma(x.v[i], zero(), poison);
         }
-        // A number beyond float16's largest would be infinite as a scale or a minimum.
+        // A number beyond float16's largest would make the scale or the minimum infinite.
         const bool usable = finite(EECORE_CAPABILITY::sum(poison)) && largest(x) <= kLargestHalf &&
                             largest(negated(x)) <= kLargestHalf;
         usable ? quantise<kFormat>(x, out) : put_nan<kFormat>(out);

@@ -5,7 +5,7 @@
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-// 1 / sqrt(mean(x^2) + eps) of x: [n].
+// 1 / sqrt(mean(x^2) + eps) for x: [n].
 template <typename T>
 inline float inverse_rms(const T* x, int64_t n, float eps) {
   Vec even = zero(), odd = zero();

@@ -54,8 +54,8 @@ const char* capability_name(Capability capability) { return kNames[static_cast<i
 #if defined(__x86_64__)
 namespace {
 
-// Whether the CPU has matrix tiles with products of bfloat16 and of bytes, the kernel of Linux
-// grants their state to this process, and they give what they should.
+// Whether the CPU has matrix tiles with products of bfloat16 and of bytes, Linux grants their state
+// to this process, and they give correct results.
 bool has_tiles() {
 #if defined(__linux__)
   constexpr uint32_t kTiles = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8

@@ -1,5 +1,5 @@
-// What is compiled once per capability, each into its own namespace; see eecore/cpu.h for the
-// run-time choice among them.
+// The functions that are compiled once per capability, each into its own namespace; see
+// eecore/cpu.h for the run-time choice among them.
 #pragma once
 
 #include <cstdint>
@@ -26,16 +26,16 @@ struct ReadCeilingParams {
 struct MultiplyCeilingParams {
   int64_t steps;  // of every chain
   DType dtype;
-  double* flops;  // [1]: how many were done
+  double* flops;  // [1], the number of operations done
   float* sink;    // [1]
 };
 
 enum class Tiles : int { kNone, kHardware, kModel };
-// Those that go with the capability in use.
+// The tiles of the capability in use.
 Tiles tiles_in_use();
 
-// Whether weights that are read next are asked for into the first-level cache: of Zen 5 on, AMD's
-// waits for enough lines at a time to keep memory busy.
+// Whether weights that are read next are prefetched into the first-level cache: from Zen 5 on,
+// AMD's first-level cache has enough lines in flight to keep memory busy.
 extern const bool kAsksFirstLevel;
 
 #define EECORE_DECLARE_RUN(op, Params) \
@@ -54,7 +54,8 @@ EECORE_FOR_EACH_KERNEL(EECORE_DECLARE_RUN)
 }
 namespace avx512_bf16 {
 EECORE_FOR_EACH_KERNEL(EECORE_DECLARE_RUN)
-// Whether the machine's matrix tiles, which this thread may use, do what their model does.
+// Whether the machine's matrix tiles, which this thread may use, give the same results as their
+// model.
 bool tiles_work();
 }  // namespace avx512_bf16
 #undef EECORE_DECLARE_RUN

@@ -1,4 +1,4 @@
-// sample_tokens on the CPU: one thread for a row of logits, which it keeps in float32.
+// sample_tokens on the CPU: one thread per row of logits, which it keeps in float32.
 #include "logits_filters.h"
 #include "philox.h"
 
@@ -31,7 +31,7 @@ struct Penalties {
   bool any() const { return repetition != 1.0f || presence != 0.0f || frequency != 0.0f; }
 };
 
-// visit(token, is_generated) for what a penalty may count, within the vocabulary.
+// Calls visit(token, is_generated) for the tokens that a penalty may count, within the vocabulary.
 template <typename Visit>
 void visit_text(const SampleTokensParams& params, int64_t w, int64_t request, Visit visit) {
   const auto visit_known = [&](int64_t token, bool is_generated) {
@@ -50,7 +50,7 @@ void visit_text(const SampleTokensParams& params, int64_t w, int64_t request, Vi
   }
 }
 
-// Adds biases, then penalises: a token once, whatever it occurs in. Returns whether a value may
+// Adds biases, then penalises each token once, however often it occurs. Returns whether a value may
 // have changed.
 bool change_values(const SampleTokensParams& params, int64_t w, int64_t request, LogitsRow& row) {
   bool changed = false;
@@ -62,7 +62,7 @@ bool change_values(const SampleTokensParams& params, int64_t w, int64_t request,
   }
   const Penalties penalties(params, request);
   if (!penalties.any()) return changed;
-  constexpr int32_t kSeen = 1 << 30;  // the bits below count
+  constexpr int32_t kSeen = 1 << 30;  // the lower bits count
   int32_t* marks = row.ids.data();
   visit_text(params, w, request, [=](int64_t token, bool) { marks[token] = 0; });
   visit_text(params, w, request, [=](int64_t token, bool is_generated) {
@@ -95,7 +95,7 @@ void write_probs(const LogitsRow& row, double total, float* probs) {
   }
 }
 
-// Where the distribution of output row w goes; null where nobody wants it.
+// The destination of the distribution of output row w; null where it is not asked for.
 float* probs_row(const SampleTokensParams& params, int64_t w, int64_t request) {
   if (params.probs == nullptr) return nullptr;
   if (params.probs_by_step == 0) return params.probs + w * params.vocab_size;
@@ -105,11 +105,12 @@ float* probs_row(const SampleTokensParams& params, int64_t w, int64_t request) {
 }
 
 struct Chosen {
-  int64_t token;  // -1: none
+  int64_t token;  // -1: no token
   float probability;
 };
 
-// Draws from what the filters leave of a row whose weights may be those of its values already.
+// Draws from the tokens that the filters keep, for a row whose weights may already belong to its
+// values.
 Chosen draw_token(const SampleTokensParams& params, int64_t request, double u, bool has_weights,
                   float* probs, LogitsRow& row) {
   const int64_t top_k = params.top_k[request];
@@ -153,7 +154,7 @@ void sample_row(const SampleTokensParams& params, int64_t j, LogitsRow& row) {
     params.top_logprobs[w * params.num_top + k] = -kInfinity;
   }
 
-  // The raw distribution, of allowed tokens.
+  // The raw distribution over allowed tokens.
   if (!load_logits(logits, mask_of(params, w, request), row))
     return write_nothing_known(params, w, probs);
   find_largest_of_blocks(row);
@@ -166,7 +167,7 @@ void sample_row(const SampleTokensParams& params, int64_t j, LogitsRow& row) {
   const float logsumexp = raw.largest + __builtin_logf(total);
   for (int64_t k = 0; k < params.num_top; ++k) top_logprobs[k] -= logsumexp;
 
-  // The one that the request asks for.
+  // The distribution that the request asks for.
   const float temperature = params.temperature[request];
   const bool changed = change_values(params, w, request, row);
   TopTwo best = raw;
@@ -205,7 +206,7 @@ void sample_row(const SampleTokensParams& params, int64_t j, LogitsRow& row) {
 
 void run_sample_tokens(const SampleTokensParams& params, const Parallel& parallel) {
   if (params.num_rows == 0) return;
-  constexpr int64_t kBytesPerLogit = 32;  // that could be read while one is gone through
+  constexpr int64_t kBytesPerLogit = 32;  // bytes that could be read while one logit is processed
   const int64_t grain = max_of(parallel.bytes_per_range / (params.vocab_size * kBytesPerLogit), 1);
   parallel_for(parallel, params.num_rows, grain, [&](int64_t begin, int64_t end) {
     LogitsRow row(params.vocab_size);

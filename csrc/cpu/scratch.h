@@ -1,4 +1,4 @@
-// Memory of one kernel call, or of a thread, aligned for vectors and not initialised.
+// Memory of one kernel call, or of a thread, aligned for vectors and uninitialised.
 #pragma once
 
 #include <new>

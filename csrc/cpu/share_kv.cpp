@@ -1,10 +1,10 @@
-// share_kv on the CPU: a few kilobytes a row, so one thread.
+// share_kv on the CPU: a few kilobytes per row, so one thread.
 #include "head_row.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-// All heads of a slot, of one cache: strides and sizes are in bytes.
+// Copies all heads of a slot, in one cache: strides and sizes are in bytes.
 void copy_heads(const ShareKvParams& params, void* cache, int64_t layer_stride,
                 const CacheStrides& strides, CacheSlot slot, int64_t from, int64_t to) {
   char* const base = static_cast<char*>(cache);

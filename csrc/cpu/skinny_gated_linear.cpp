@@ -1,5 +1,5 @@
-// skinny_gated_linear on the CPU: a tile of gate rows, then the up rows that go with it, so that
-// both halves of the weight are read once and only activation(gate) * up is written.
+// skinny_gated_linear on the CPU: a tile of gate rows, then the matching up rows, so that both
+// halves of the weight are read once and only activation(gate) * up is written.
 #include "activation.h"
 #include "product_tiles.h"
 
@@ -33,7 +33,7 @@ void multiply_range(const SkinnyGatedLinearParams& params, const PackedRows<T, W
   const int64_t total = params.inner_size;
   for_each_tile<W>(begin, end, total, params.num_tokens, x.stride(), [&](const Tile& tile) {
     const int64_t row = tile.row;
-    // The first rows of x bring the up rows into cache, the last ones the next gate rows.
+    // The first rows of x prefetch the up rows, the last ones the next gate rows.
     multiply(unit, gate.from(row), tile.num_rows, x.row(tile.batch), x.stride(), tile.num_batch, n,
              tile.is_first ? up.row(row) : nullptr, gates[0], kTileRows);
     multiply(unit, up.from(row), tile.num_rows, x.row(tile.batch), x.stride(), tile.num_batch, n,

@@ -1,12 +1,12 @@
 // out[b, r] = sum_k x[b, k] * w[r, k] for any number of rows b: w is read in row order, once for
-// every block of x that stays in cache, and so from memory once when rows are few.
+// every block of x that stays in cache, so only once if there are few rows.
 //
-// A block of kRows weight rows meets up to kMaxBatch rows of x with one sum of vector lanes per
-// pair, k ascending, whatever the block; the lanes are added in one order. So a result never
-// depends on which other rows were computed with it, nor on how many. x is packed first, see
-// weight_format.h. The next block of w is prefetched while this one is multiplied. Where rows are
-// too long for the first-level cache they are crossed in chunks of columns, and the sums wait in
-// memory between them.
+// A block of kRows weight rows is multiplied with up to kMaxBatch rows of x, with one sum of vector
+// lanes per pair, k ascending, whatever the block; the lanes are added in one order. So a result
+// never depends on which other rows were computed with it, nor on how many. x is packed first, see
+// weight_format.h. The next block of w is prefetched while this one is multiplied. Rows that are
+// too long for the first-level cache are processed in chunks of columns, and the sums are kept in
+// memory between the chunks.
 #pragma once
 
 #include "scratch.h"
@@ -15,16 +15,16 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 
 constexpr int kRows = 4;
-// Rows of a weight and of x that meet in one call of multiply.
+// Rows of a weight and of x in one call of multiply.
 constexpr int64_t kTileRows = 32;
 constexpr int64_t kTileBatch = 32;
-// Bytes of x that stay in the first-level cache beside the weights; of one row that are crossed at
-// once where they do not; of x that stay in the second level while a weight passes by.
+// Bytes of x that stay in the first-level cache together with the weights; bytes of one row in a
+// chunk where x does not; bytes of x that stay in the second level while a weight passes by.
 constexpr int64_t kFirstLevelBytes = 26 << 10;
 constexpr int64_t kChunkBytes = 3 << 10;
 constexpr int64_t kSecondLevelBytes = 320 << 10;
 
-// Columns to cross at once with num_batch rows of x.
+// Columns of a chunk with num_batch rows of x.
 template <typename W>
 inline int64_t chunk_of(int64_t num_batch, int64_t n) {
   const int64_t row_bytes = n * static_cast<int64_t>(sizeof(PackedX<W>));
@@ -48,16 +48,17 @@ struct Block {
   const W* ahead;       // rows with the stride of w to prefetch meanwhile
   int64_t w_stride, x_stride;
   int64_t num_columns;
-  // Between chunks, [kBatch, kRows]; may be null: these columns are the first or the last ones.
+  // Sums between chunks, [kBatch, kRows]; may be null: these columns are the first or the last
+  // ones.
   const typename Format<W>::Sums* before;
   typename Format<W>::Sums* after;
   float* out;  // out[b * out_stride + r], written after the last columns
   int64_t out_stride;
-  bool adds;  // to what is in out
+  bool adds;  // to the contents of out
 };
 
-// kWRows rows of w and kBatch rows of x; kAhead rows are prefetched, kNear: into the first-level
-// cache. A function of its own, so that the compiler keeps the sums in registers.
+// kWRows rows of w and kBatch rows of x; kAhead rows are prefetched, with kNear into the
+// first-level cache. A separate function, so that the compiler keeps the sums in registers.
 template <int kWRows, int kBatch, int kAhead, bool kNear, typename W>
 [[gnu::noinline]] void multiply_block(const Block<W>& block) {
   using F = Format<W>;
@@ -125,7 +126,7 @@ template <int kWRows, int kBatch, int kAhead, bool kNear, typename W>
   }
 }
 
-// The same into the cache that this machine asks for lines into.
+// The same with prefetches into the level that suits this machine.
 template <int kWRows, int kBatch, int kAhead, typename W>
 inline void multiply_ahead(const Block<W>& block) {
 #if defined(__AVX512BF16__)
@@ -134,8 +135,7 @@ inline void multiply_ahead(const Block<W>& block) {
   multiply_block<kWRows, kBatch, kAhead, false>(block);
 }
 
-// The same with the number of rows to prefetch, 0, 1, 2 or kRows, and of rows of x chosen by the
-// call.
+// The same with the number of rows to prefetch (0, 1, 2 or kRows) and of rows of x as arguments.
 template <int kWRows, int kBatch, typename W>
 inline void multiply_block(const Block<W>& block, int64_t batch, int64_t num_ahead) {
   if constexpr (kBatch > 1) {
@@ -156,7 +156,7 @@ inline void multiply_block(const Block<W>& block, int64_t batch, int64_t num_ahe
   return multiply_block<kWRows, kBatch, 0, false>(block);
 }
 
-// out[b, r] * scale of row b of x * scale of row r of w, of a tile.
+// Stores out[b, r] * scale of row b of x * scale of row r of w, for a tile.
 template <typename W>
 inline void scale_tile(const WeightRows<W>& w, int64_t num_rows, const PackedX<W>* x,
                        int64_t x_stride, int64_t num_batch, float* out, int64_t out_stride) {
@@ -170,39 +170,40 @@ inline void scale_tile(const WeightRows<W>& w, int64_t num_rows, const PackedX<W
   }
 }
 
-// Of a block of rows of w and all rows of x, between chunks of columns.
+// The sums of a block of rows of w and all rows of x, between chunks of columns.
 template <typename W>
 struct alignas(64) WaitingSums {
   typename Format<W>::Sums sums[kTileBatch * kRows];
 };
 
-// out[b, r]: [num_batch, num_rows] with row stride out_stride, from rows of w and packed
-// x: [num_batch, n packed], num_rows <= kTileRows, num_batch <= kTileBatch. `next`: the rows
-// of w that will be read after these; may be null.
+// out[b, r]: [num_batch, num_rows] with row stride out_stride, from rows of w and packed x:
+// [num_batch, n packed], num_rows <= kTileRows, num_batch <= kTileBatch. `next`: the rows of w that
+// are read after these; may be null.
 template <typename W>
 inline void multiply(const Unit<W>&, const WeightRows<W>& w, int64_t num_rows, const PackedX<W>* x,
                      int64_t x_stride, int64_t num_batch, int64_t n, const W* next, float* out,
                      int64_t out_stride) {
   using F = Format<W>;
   using Sums = typename F::Sums;
-  if constexpr (requires { F::kMostInOrder; }) {
-    // Few rows of x: memory is what binds, and it is read fastest from one end to the other.
-    if (num_batch <= F::kMostInOrder) {
+  if constexpr (requires { F::kMaxInOrder; }) {
+    // With few rows of x memory is the limit, and it is read fastest from one end to the other.
+    if (num_batch <= F::kMaxInOrder) {
       Block<W> block{w.row(0), x + F::kHeader, nullptr, w.stride,   x_stride, n,
                      nullptr,  nullptr,        out,     out_stride, false};
       for (int64_t r = 0; r < num_rows; ++r, block.w += w.stride, ++block.out) {
-        multiply_block<1, F::kMostInOrder>(block, num_batch, 0);
+        multiply_block<1, F::kMaxInOrder>(block, num_batch, 0);
       }
       return;
     }
   }
   const int64_t chunk = min_of(chunk_of<W>(num_batch, n), F::kMaxColumns);
-  // Groups of rows of x, as equal as can be. Each prefetches its share, so that memory never idles.
+  // Groups of rows of x, as equal as possible. Each prefetches its share, so that memory never
+  // idles.
   const int64_t num_groups = ceil_div(num_batch, F::kMaxBatch);
   Sums* const waiting = chunk < n ? kept_by_thread<WaitingSums<W>>().sums : nullptr;
   for (int64_t r = 0; r < num_rows; r += kRows) {
     for (int64_t begin = 0, end; begin < n; begin = end) {
-      // Sums wait for the next chunk unless they must not take in more columns.
+      // Sums are kept for the next chunk until the limit of columns that they may hold.
       const int64_t part_begin = begin / F::kMaxColumns * F::kMaxColumns;
       const int64_t part_end = min_of(part_begin + F::kMaxColumns, n);
       end = min_of(begin + chunk, part_end);

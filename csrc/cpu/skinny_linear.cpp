@@ -6,15 +6,15 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-// Finishes values: [n] into out[n], which may be residual[n]. What a multiplier or a cap makes of
-// them is rounded to T, too.
+// Finishes values: [n] into out[n], which may be residual[n]. The results of a multiplier and of a
+// cap are rounded to T, too.
 template <typename T>
 void finish_row(const SkinnyLinearParams& params, const float* values, const T* bias,
                 const T* residual, int64_t n, T* out) {
   for (int64_t i = 0; i < n; i += kWidth) {
     const int64_t lanes = min_of(n - i, kWidth);
     Vec result = finish(values + i, bias ? bias + i : nullptr, lanes);
-    // Zero first: of a NaN the maximum is its second operand.
+    // Zero first: if one operand is NaN, max returns the second.
     if (params.activation == Activation::kRelu) result = max(zero(), result);
     if (params.multiplier != 1.0f) {
       result = round_to<T>(result * broadcast(params.multiplier));
@@ -38,7 +38,7 @@ void multiply_range(const SkinnyLinearParams& params, const PackedRows<T, W>& x,
   const int64_t total = params.out_features;
   for_each_tile<W>(begin, end, total, params.num_tokens, x.stride(), [&](const Tile& tile) {
     const int64_t row = tile.row;
-    // The last rows of x prefetch; the others find this part of the weight in cache.
+    // The last rows of x prefetch; the earlier ones leave this part of the weight in cache.
     multiply(unit, weight.from(row), tile.num_rows, x.row(tile.batch), x.stride(), tile.num_batch,
              params.in_features, tile.is_last ? weight.row(row + tile.num_rows) : nullptr,
              products[0], kTileRows);

@@ -1,18 +1,18 @@
-// out[b, r] = sum_k x[b, k] * w[r, k] in bfloat16 with matrix tiles: 16 rows of a weight as they
-// lie are a left factor, 16 rows of x, turned when they are packed, a right one.
+// out[b, r] = sum_k x[b, k] * w[r, k] in bfloat16 with matrix tiles: 16 rows of a weight as stored
+// are a left factor; 16 rows of x, transposed when they are packed, a right one.
 //
-// Every number of rows goes through the same tiles, columns ascending: a result depends on nothing
-// but its row of x and its row of the weight. Tiles 0 to 3 are sums, 4 and 5 the left, 6 and 7 the
-// right factors.
+// Every number of rows goes through the same tiles, columns ascending: a result depends only on its
+// row of x and its row of the weight. Tiles 0 to 3 are sums, 4 and 5 the left, 6 and 7 the right
+// factors.
 #pragma once
 
 #include "skinny_gemm.h"
 #include "tile_unit.h"
-#include "turn.h"
+#include "transpose.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-// Packs row i of x: [n] to where rows of x with this stride begin.
+// Packs row i of x: [n], into packed rows of x with this stride.
 template <typename W, typename T>
 inline void pack_row(const T* row, int64_t n, int64_t i, int64_t stride, PackedX<W>* x) {
   if constexpr (requires { Format<W>::kGroup; }) {
@@ -22,7 +22,7 @@ inline void pack_row(const T* row, int64_t n, int64_t i, int64_t stride, PackedX
     Format<W>::pack(row, n, x + i * stride);
   }
 }
-// Rows that so many take the memory of.
+// Rows of memory that num_rows rows take.
 template <typename W>
 inline int64_t rows_held(int64_t num_rows) {
   if constexpr (requires { Format<W>::kGroup; }) {
@@ -32,7 +32,7 @@ inline int64_t rows_held(int64_t num_rows) {
   }
   return num_rows;
 }
-// Rows [begin, end) of packed x, of which nothing is kept, but which tiles may read and multiply.
+// Rows [begin, end) of packed x: tiles may read and multiply them, but nothing of them is kept.
 template <typename W>
 inline void clear_rows(int64_t begin, int64_t end, int64_t stride, PackedX<W>* x) {
   if constexpr (requires { Format<W>::held(end); }) {
@@ -63,8 +63,8 @@ inline __m512i tile_line(const BFloat16* p, int64_t columns) {
                                  : _mm512_maskz_loadu_epi16(first_of_pair(columns), p);
 }
 
-// Packed rows come in groups of 16. A group is, for each 32 columns, a tile: 16 pairs of columns of
-// each row, pair by pair.
+// Packed rows are stored in groups of 16. A group is, for each 32 columns, a tile: 16 pairs of
+// columns of each row, pair by pair.
 template <typename U>
 struct Format<Tiled<U>> {
   static constexpr int64_t kGroup = kTileSide;
@@ -90,13 +90,14 @@ inline int64_t packed_stride(int64_t n) {
   return ceil_div(n, kTileColumns) * kTileColumns;
 }
 
-// A tile's sums: [rows of w, rows of x] into out[b * out_stride + r], the corner that counts.
+// Stores a tile's sums: [rows of w, rows of x] into out[b * out_stride + r], only the part that is
+// used.
 inline void store_turned(const float* sums, int64_t num_rows, int64_t num_batch, float* out,
                          int64_t out_stride) {
   __m512i v[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) v[i] = _mm512_load_si512(sums + 16 * i);
-  turn(v);
+  transpose(v);
   const __mmask16 mask = first(num_rows);
 #pragma GCC unroll 16
   for (int b = 0; b < 16; ++b) {
@@ -104,7 +105,7 @@ inline void store_turned(const float* sums, int64_t num_rows, int64_t num_batch,
   }
 }
 
-// Rows of a weight from `row` on as a left factor, columns [k, k + 32). What is not there is zero.
+// Rows of a weight from `row` on as a left factor, columns [k, k + 32). Missing elements are zero.
 template <typename U, int kTile>
 inline void load_rows(const WeightRows<Tiled<U>>& w, int64_t row, int64_t num_rows, int64_t k,
                       int64_t n, BFloat16* room) {
@@ -169,7 +170,7 @@ inline void multiply_tiles(const WeightRows<Tiled<U>>& w, int64_t num_rows, cons
   }
 }
 
-// As of every weight.
+// The product for weights in tiles; the same contract as for every other weight.
 template <typename U>
 inline void multiply(const Unit<Tiled<U>>&, const WeightRows<Tiled<U>>& w, int64_t num_rows,
                      const BFloat16* x, int64_t x_stride, int64_t num_batch, int64_t n,

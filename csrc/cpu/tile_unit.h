@@ -1,11 +1,10 @@
-// Matrix tiles of a CPU (AMX), and the same in software: what a CPU without them is tested with.
+// Matrix tiles of a CPU (AMX), and a model of them in software, for tests on CPUs without tiles.
 //
-// A tile is up to 16 rows of up to 64 bytes, all of it where nothing else is said; in the model
-// what lies beyond is zero. multiply<C, A, B>, of bfloat16: sums C[m, n] of A[m, 2k] * B[k, 2n] +
-// A[m, 2k + 1] * B[k, 2n + 1], even and odd ones apart until the last, small numbers as zeros
-// (TDPBF16PS in Intel's manual of instructions). multiply_bytes, of signed bytes: whole numbers,
-// four bytes of a row of A with four of a row of B for each (TDPBSSD). Between begin and end a
-// thread may use them.
+// A tile is up to 16 rows of up to 64 bytes, by default all of it; in the model the rest is zero.
+// multiply<C, A, B>, for bfloat16: sums C[m, n] of A[m, 2k] * B[k, 2n] + A[m, 2k + 1] * B[k, 2n +
+// 1], even and odd ones separately until the end, denormals as zeros (TDPBF16PS in Intel's
+// instruction manual). multiply_bytes, for signed bytes: whole numbers, four bytes of a row of A
+// times four of a row of B each (TDPBSSD). A thread may use them between begin and end.
 #pragma once
 
 #include "scratch.h"
@@ -16,10 +15,10 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 
 constexpr int64_t kTileSide = 16;     // rows of a tile, and numbers of 32 bits in a row
-constexpr int64_t kTileColumns = 32;  // of bfloat16 in a row
+constexpr int64_t kTileColumns = 32;  // bfloat16 numbers in a row
 constexpr int64_t kTileRowBytes = 64;
 
-// What tiles are taken to be: as ldtilecfg reads it.
+// The configuration of the tiles, in the format of ldtilecfg.
 struct alignas(64) TileSizes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
@@ -31,7 +30,7 @@ struct alignas(64) TileSizes {
   }
 };
 
-// All of them whole.
+// All tiles at full size.
 inline TileSizes whole_tiles() {
   TileSizes sizes;
   for (int tile = 0; tile < 8; ++tile) sizes.set(tile, kTileSide, kTileRowBytes);
@@ -138,7 +137,7 @@ struct TileModel {
     __builtin_memcpy(&value, p, 4);
     return value;
   }
-  // Numbers below the smallest normal one are zeros of their sign.
+  // Replaces denormal numbers by zeros of the same sign.
   static Vec flushed(Vec x) {
     const __m512i bits = _mm512_castps_si512(x.v), sign = _mm512_set1_epi32(INT32_MIN);
     const __mmask16 small = _mm512_testn_epi32_mask(bits, _mm512_set1_epi32(0x7f800000));

@@ -1,5 +1,5 @@
-// The machine's matrix tiles against their model: two tiles of numbers that go in different ways,
-// and one of bytes.
+// Compares the machine's matrix tiles with their model: two tiles of different numbers, and one of
+// bytes.
 #include "panel_gemm.h"
 #include "tile_gemm.h"
 
@@ -41,7 +41,7 @@ bool products_agree() {
   return true;
 }
 
-// out: [kTileSide, kTileSide], of whole numbers as panels are multiplied.
+// out: [kTileSide, kTileSide], of whole numbers, multiplied like panels.
 template <typename U>
 void multiply_bytes(const uint8_t* left, const uint8_t* right, int32_t* out) {
   U::begin(panel_tiles(kTileSide));

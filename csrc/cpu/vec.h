@@ -13,19 +13,20 @@
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-// Unrolls the loop below it early, so that an array of vectors of which each is named by a constant
-// stays in registers. Not where a vector is a loop itself: what is unrolled becomes none.
+// Unrolls the following loop early, so that an array of vectors indexed by constants stays in
+// registers. Not where a vector is itself a loop: unrolling would keep it from being vectorised.
 #if defined(__AVX2__)
 #define EECORE_UNROLL _Pragma("GCC unroll 16")
 #else
 #define EECORE_UNROLL
 #endif
 
-// Asks for a line of 64 bytes that is read soon, into the second-level cache: the first level waits
-// for too few lines at a time to keep memory busy.
-// Always inline: GCC finds that a function that only does this does nothing, and drops calls of it.
+// Prefetches a line of 64 bytes that is read soon, into the second-level cache: the first level has
+// too few lines in flight to keep memory busy.
+// Always inlined: GCC treats a function that only prefetches as one without effect, and drops calls
+// of it.
 [[gnu::always_inline]] inline void prefetch(const void* line) { __builtin_prefetch(line, 0, 2); }
-// The same of a weight; kNear: into the first level, see kAsksFirstLevel.
+// The same for a weight; kNear: into the first level, see kAsksFirstLevel.
 template <bool kNear>
 [[gnu::always_inline]] inline void prefetch_weight(const void* line) {
   __builtin_prefetch(line, 0, kNear ? 3 : 2);
@@ -96,7 +97,7 @@ inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
-// By lane: yes where a > b, no elsewhere, where one is NaN too.
+// By lane: yes where a > b, else no, also where one is NaN.
 inline Vec where_greater(Vec a, Vec b, Vec yes, Vec no) {
   return {_mm512_mask_mov_ps(no.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), yes.v)};
 }
@@ -165,7 +166,7 @@ inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
 inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
-// By lane: yes where a > b, no elsewhere, where one is NaN too.
+// By lane: yes where a > b, else no, also where one is NaN.
 inline Vec where_greater(Vec a, Vec b, Vec yes, Vec no) {
   return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_GT_OQ))};
 }
@@ -182,7 +183,8 @@ inline float max_element(Vec x) {
 inline Vec round_to_int(Vec x) {
   return {_mm256_round_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
-// x * 2^n for whole n in [-126, 128], in two steps so that neither power leaves the normal range.
+// x * 2^n for whole n in [-126, 128], in two steps so that neither power is outside the normal
+// range.
 inline Vec scale_by_power_of_two(Vec x, Vec n) {
   const __m256i whole = _mm256_cvtps_epi32(n.v);
   const __m256i low = _mm256_srai_epi32(whole, 1);
@@ -249,7 +251,7 @@ inline Vec fma(Vec a, Vec b, Vec c) {
   EECORE_LANES r.v[i] = a.v[i] * b.v[i] + c.v[i];
   return r;
 }
-// By lane: yes where a > b, no elsewhere, where one is NaN too.
+// By lane: yes where a > b, else no, also where one is NaN.
 inline Vec where_greater(Vec a, Vec b, Vec yes, Vec no) {
   EECORE_LANES no.v[i] = a.v[i] > b.v[i] ? yes.v[i] : no.v[i];
   return no;
@@ -263,16 +265,17 @@ inline float max_element(Vec x) {
   return r;
 }
 inline Vec round_to_int(Vec x) {
-  // Adding and taking away 1.5 * 2^23 rounds to nearest even; exact for |x| < 2^22.
+  // Adding and subtracting 1.5 * 2^23 rounds to nearest even; exact for |x| < 2^22.
   Vec r;
   EECORE_LANES r.v[i] = (x.v[i] + 12582912.0f) - 12582912.0f;
   return r;
 }
-// x * 2^n for whole n in [-126, 128], in two steps so that neither power leaves the normal range.
+// x * 2^n for whole n in [-126, 128], in two steps so that neither power is outside the normal
+// range.
 inline Vec scale_by_power_of_two(Vec x, Vec n) {
   Vec r;
   EECORE_LANES {
-    const int32_t whole = n.v[i] == n.v[i] ? static_cast<int32_t>(n.v[i]) : 0;  // x is NaN too
+    const int32_t whole = n.v[i] == n.v[i] ? static_cast<int32_t>(n.v[i]) : 0;  // then x is NaN too
     const int32_t low = whole >> 1;
     const uint32_t a_bits = static_cast<uint32_t>(low + 127) << 23;
     const uint32_t b_bits = static_cast<uint32_t>(whole - low + 127) << 23;
@@ -292,7 +295,7 @@ inline Vec zero_below(Vec bound, Vec x, Vec y) {
 
 #endif
 
-// sum + x * y, in the register of sum: where sums take nearly all of them, GCC would move some to
+// sum + x * y, in the register of sum: where sums take nearly all registers, GCC would move some to
 // memory between their products.
 [[gnu::always_inline]] inline Vec add_product(Vec sum, Vec x, Vec y) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -321,7 +324,7 @@ inline Vec round_to<BFloat16>(Vec x) {
 #endif
 }
 
-// Four vectors folded into one, which merge_fours takes.
+// Four vectors folded into one, an input of merge_fours.
 inline Vec fold_four(const Vec* v) {
 #if defined(__AVX512F__)
   const __m512 ab =
@@ -393,23 +396,23 @@ inline Vec exp_of_rest(Vec r) {
 inline Vec rest_of(Vec x, Vec n) {
   return fma(n, broadcast(-1.42860677e-6f), fma(n, broadcast(-0.693145752f), x));
 }
-constexpr float kLeastExponent = -87.3f;
+constexpr float kMinExponent = -87.3f;
 constexpr float kLog2OfE = 1.44269504f;
 
-// e^x, within 2 ulp for x in [-87.3, 88]; of smaller x it is 0, of -inf too, larger x go to
-// infinity, NaN to NaN. What a float holds with fewer bits is never computed: it takes a core some
-// 150 cycles, and a score that is hidden is -inf.
+// e^x, within 2 ulp for x in [-87.3, 88]; 0 for smaller x and -inf, infinity for larger x, NaN for
+// NaN. Denormal results are never computed: one takes a core some 150 cycles, and a hidden score is
+// -inf.
 inline Vec exp(Vec x) {
-  // Of a NaN max and min give their second operand: it passes both.
-  const Vec bounded = max(broadcast(kLeastExponent), min(broadcast(88.8f), x));
+  // If one operand is NaN, max and min return the second: NaN passes both.
+  const Vec bounded = max(broadcast(kMinExponent), min(broadcast(88.8f), x));
   const Vec n = round_to_int(bounded * broadcast(kLog2OfE));
   const Vec p = exp_of_rest(rest_of(bounded, n));
-  return zero_below(broadcast(kLeastExponent), x, scale_by_power_of_two(p, n));
+  return zero_below(broadcast(kMinExponent), x, scale_by_power_of_two(p, n));
 }
 
 #if defined(__AVX512F__)
-// The bits of 2^(i / 16) less i << 19: with n << 19 they are those of 2^(n / 16) where the last
-// four bits of n are i.
+// The bits of 2^(i / 16) minus i << 19: with n << 19 added they are the bits of 2^(n / 16) where
+// the last four bits of n are i.
 inline __m512i powers_of_sixteenths() {
   return _mm512_setr_epi32(0x3f800000, 0x3f7daac3, 0x3f7b95c2, 0x3f79c3d3, 0x3f7837f0, 0x3f76f532,
                            0x3f75fed7, 0x3f75583f, 0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c,
@@ -417,12 +420,12 @@ inline __m512i powers_of_sixteenths() {
 }
 #endif
 
-// The same of x <= 0 alone.
+// The same for x <= 0 only.
 inline Vec exp_at_most_one(Vec x) {
 #if defined(__AVX512F__)
   // A sum this large keeps no fraction, and its last bits are n.
   const Vec large = broadcast(12582912.0f);
-  const Vec bounded = max(broadcast(kLeastExponent), x);
+  const Vec bounded = max(broadcast(kMinExponent), x);
   const Vec sum = fma(bounded, broadcast(16.0f * kLog2OfE), large);
   const Vec n = sum - large;
   const Vec r =
@@ -433,15 +436,15 @@ inline Vec exp_at_most_one(Vec x) {
   const Vec whole = {_mm512_castsi512_ps(power)};
   const Vec p =
       fma(fma(broadcast(1.66666657e-1f), r, broadcast(5.00000000e-1f)), r, broadcast(1.0f)) * r;
-  return zero_below(broadcast(kLeastExponent), x, fma(whole, p, whole));
+  return zero_below(broadcast(kMinExponent), x, fma(whole, p, whole));
 #elif defined(__AVX2__)
   // A sum this large keeps no fraction, and its last bits are n + 127: the exponent of 2^n.
   const Vec large = broadcast(12582912.0f + 127.0f);
-  const Vec bounded = max(broadcast(kLeastExponent), x);
+  const Vec bounded = max(broadcast(kMinExponent), x);
   const Vec sum = fma(bounded, broadcast(kLog2OfE), large);
   const Vec power = {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(sum.v), 23))};
   const Vec p = exp_of_rest(rest_of(bounded, sum - large));
-  return zero_below(broadcast(kLeastExponent), x, p * power);
+  return zero_below(broadcast(kMinExponent), x, p * power);
 #else
   return exp(x);
 #endif

@@ -1,13 +1,13 @@
-// How a weight row and a row of x meet in the skinny products, by the type of the weight.
+// How a weight row is multiplied with a row of x in the skinny products, by the type of the weight.
 //
 // Format<W> loads kStep elements of a weight row, multiplies them with as many of a packed row of x
-// and adds to its Sums, the lanes of one float32 or integer sum. x is packed once per call, in
-// whatever order and form the products want it. kMaxBatch rows of x and kRows of a weight are what
-// the registers hold the sums of.
+// and adds to its Sums, the lanes of one float32 or integer sum. x is packed once per call, in the
+// order and form that the products need. The registers hold the sums of kMaxBatch rows of x and
+// kRows of a weight.
 //
 // An int8 weight row stands for w * scale. x is then quantised to 16 bits per row, x = q * scale,
-// and their products are summed as integers: what is lost is the weight's rounding, not that of x.
-// No more than kMaxColumns of them fit into the 32 bits of a lane.
+// and products are summed as integers: the rounding error is the weight's, not that of x. At most
+// kMaxColumns products fit into the 32 bits of a lane.
 #pragma once
 
 #include "pair.h"
@@ -24,7 +24,7 @@ template <typename W>
 struct WeightRows {
   const W* data;
   int64_t stride;
-  const float* scales;  // [num_rows], of Int8 only
+  const float* scales;  // [num_rows], for Int8 only
 
   const W* row(int64_t i) const { return data + i * stride; }
   WeightRows from(int64_t i) const { return {row(i), stride, scales ? scales + i : nullptr}; }
@@ -40,30 +40,30 @@ inline WeightRows<W> weight_rows(const void* data, int64_t stride, const float* 
 template <typename W>
 struct Format;
 
-// What a thread holds while it multiplies num_rows rows of x with a weight of W.
+// A thread's state while it multiplies num_rows rows of x with a weight of W.
 template <typename W>
 struct Unit {
   explicit Unit(int64_t) {}
 };
 
-// Floating-point numbers may be summed without end.
+// Sums of floating-point numbers have no limit of columns.
 constexpr int64_t kAnyColumns = int64_t{1} << 62;
 
-// Vectors of float32, in their order. With kMostInOrder rows of x at most each row of a weight is
-// read by itself, here and below: of more rows, and with two of pairs of bfloat16, that is slower
-// where a cache holds the weight. With AVX2 it always is: one sum waits for itself, and a vector
-// is half as wide.
+// Vectors of float32, in order. Here and below, with at most kMaxInOrder rows of x each row of a
+// weight is read by itself: with more rows, or two in pairs of bfloat16, that is slower if the
+// weight is in cache. With AVX2 it is always slower: one sum waits for itself, and a vector is half
+// as wide.
 template <>
 struct Format<float> {
   static constexpr int kStep = kWidth;
   static constexpr int64_t kHeader = 0;
   static constexpr int64_t kMaxColumns = kAnyColumns;
 #if defined(__AVX512F__)
-  static constexpr int kMaxBatch = 6, kMostInOrder = 3;
+  static constexpr int kMaxBatch = 6, kMaxInOrder = 3;
 #elif defined(__AVX2__)
   static constexpr int kMaxBatch = 3;
 #else
-  static constexpr int kMaxBatch = 1, kMostInOrder = 1;
+  static constexpr int kMaxBatch = 1, kMaxInOrder = 1;
 #endif
   using PackedX = float;
   using Sums = Vec;
@@ -85,13 +85,13 @@ struct Format<float> {
 
 #if defined(__AVX512BF16__)
 
-// Pairs of bfloat16 are multiplied as they lie, with float32 sums.
+// Pairs of bfloat16 are multiplied as stored, with float32 sums.
 template <>
 struct Format<BFloat16> {
   static constexpr int kStep = kPairWidth;
   static constexpr int64_t kHeader = 0;
   static constexpr int64_t kMaxColumns = kAnyColumns;
-  static constexpr int kMaxBatch = 6, kMostInOrder = 1;
+  static constexpr int kMaxBatch = 6, kMaxInOrder = 1;
   using PackedX = BFloat16;
   using Sums = Vec;
 
@@ -122,11 +122,11 @@ struct Format<BFloat16> {
   static constexpr int64_t kHeader = 0;
   static constexpr int64_t kMaxColumns = kAnyColumns;
 #if defined(__AVX512F__)
-  static constexpr int kMaxBatch = 4, kMostInOrder = 1;
+  static constexpr int kMaxBatch = 4, kMaxInOrder = 1;
 #elif defined(__AVX2__)
   static constexpr int kMaxBatch = 2;
 #else
-  static constexpr int kMaxBatch = 1, kMostInOrder = 1;
+  static constexpr int kMaxBatch = 1, kMaxInOrder = 1;
 #endif
   using PackedX = float;
   using Sums = Vec;
@@ -149,7 +149,8 @@ struct Format<BFloat16> {
 
 #endif
 
-// A row of x in 16 bits: the factor from x to q, and the one back, NaN if x holds NaN or infinity.
+// A row of x in 16 bits: the factor from x to q, and the factor back, NaN if x holds NaN or
+// infinity.
 struct Quantisation {
   float to_q, scale;
 };
@@ -257,7 +258,7 @@ struct Format<Int8> {
       float values[kWidth];
       const Vec v = eecore::cpu::EECORE_CAPABILITY::load_partial(row + k, min_of(n - k, kWidth));
       store(values, round_to_int(v * to_q));
-      // Of a row that is not finite the scale alone counts.
+      // For a row that is not finite only the scale counts.
       for (int i = 0; i < kWidth; ++i) {
         out[k + i] = q.to_q > 0.0f ? static_cast<int16_t>(static_cast<int32_t>(values[i])) : 0;
       }
@@ -278,8 +279,8 @@ template <typename U>
 struct Tiled;
 #endif
 
-// Calls body<T, W>(), T the dtype of a call and W that of its weight, which is int8 where there is
-// a scale and packed where there is a table.
+// Calls body<T, W>(), with T the dtype of a call and W that of its weight: int8 where there is a
+// scale, packed where there is a table.
 template <typename Body>
 void dispatch_weight(DType dtype, const float* scale, const int64_t* table, const Body& body) {
   if (dtype == DType::kFloat32) {
@@ -301,7 +302,7 @@ template <typename W>
 using PackedX = typename Format<W>::PackedX;
 
 // Elements from one packed row of n columns to the next; zeros fill the last step. An odd number of
-// cache lines, so that the same columns of many rows do not fall into one set of the cache.
+// cache lines, so that the same columns of many rows do not share a set of the cache.
 template <typename W>
 inline int64_t packed_stride(int64_t n) {
   constexpr int64_t kLine = 64 / sizeof(PackedX<W>);

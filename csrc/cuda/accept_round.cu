@@ -1,4 +1,4 @@
-// accept_round on CUDA: a block for each row, of one warp unless it may have to draw from a large
+// accept_round on CUDA: one block per row, of one warp unless it may have to draw from a large
 // vocabulary.
 #include "eecore/accept_round.cuh"
 #include "launch.cuh"

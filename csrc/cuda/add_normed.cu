@@ -1,4 +1,4 @@
-// add_normed on CUDA: a block for each row.
+// add_normed on CUDA: one block per row.
 #include "eecore/add_normed.cuh"
 #include "skinny_launch.cuh"
 

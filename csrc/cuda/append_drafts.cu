@@ -1,4 +1,4 @@
-// append_drafts on CUDA: a block that decides, and one for each row's state.
+// append_drafts on CUDA: one block that decides, and one for each row's state.
 #include "eecore/append_drafts.cuh"
 #include "launch.cuh"
 

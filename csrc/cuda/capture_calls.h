@@ -1,15 +1,15 @@
-// The calls about stream capture whose signatures CUDA 13 changed, from CUDA 12.4 on: there they
-// have a version in their names.
+// The calls about stream capture whose signatures CUDA 13 changed; since CUDA 12.4 they are
+// available under names with a version.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 namespace eecore::cuda {
 
-// What a stream is being captured into, and the nodes that the next one will depend on.
+// The capture of a stream, and the nodes that the next node will depend on.
 struct Capture {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long id = 0;  // of this capture alone
+  unsigned long long id = 0;  // unique to this capture
   cudaGraph_t graph = nullptr;
   const cudaGraphNode_t* dependencies = nullptr;
   const cudaGraphEdgeData* edges = nullptr;
@@ -28,7 +28,7 @@ inline cudaError_t get_capture(cudaStream_t stream, Capture* capture) {
 #endif
 }
 
-// Adds a node behind those that `capture` depends on.
+// Adds a node after those that `capture` depends on.
 inline cudaError_t add_node(const Capture& capture, cudaGraphNodeParams* params,
                             cudaGraphNode_t* node) {
 #if CUDART_VERSION >= 13000

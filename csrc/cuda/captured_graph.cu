@@ -20,7 +20,7 @@ CapturedGraph::CapturedGraph(Stream stream) : captured_(stream) {
 
 CapturedGraph::~CapturedGraph() {
   if (open_) {
-    cudaGraph_t unused = nullptr;  // this graph, or that of an open body in it
+    cudaGraph_t unused = nullptr;  // this graph, or the graph of an open body in it
     cudaStreamEndCapture(static_cast<cudaStream_t>(captured_.handle), &unused);
   }
   if (ready_ != nullptr) cudaGraphExecDestroy(ready_);
@@ -29,7 +29,7 @@ CapturedGraph::~CapturedGraph() {
 
 void CapturedGraph::end() {
   if (!open_) {
-    throw std::runtime_error("a captured graph: expected an open capture, got its second end");
+    throw std::runtime_error("a captured graph: expected an open capture, got a second end()");
   }
   open_ = false;
   DeviceGuard guard(captured_.device);

@@ -1,4 +1,4 @@
-// What a stream is asked to do, captured once and launched many times.
+// The work of a stream, captured once and launched many times.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,13 +7,13 @@
 
 namespace eecore::cuda {
 
-// The capture begins with the object. Between its launches nothing of what the captured work reads
-// and writes may be freed; what it allocates meanwhile is for the caller to keep.
+// The capture begins with the object. While the graph may be launched, the memory that its work
+// reads and writes must not be freed; the caller keeps what is allocated during the capture.
 class CapturedGraph {
  public:
-  // Throws if `stream` is being captured already, or is the default stream.
+  // Throws if `stream` is already being captured, or is the default stream.
   explicit CapturedGraph(Stream stream);
-  // A capture that end() has not closed is given up.
+  // Discards a capture that end() has not closed.
   ~CapturedGraph();
   CapturedGraph(const CapturedGraph&) = delete;
   CapturedGraph& operator=(const CapturedGraph&) = delete;

@@ -26,9 +26,9 @@ Capture capture_of(Stream stream) {
 }
 
 // Relaxed: the caching allocator of a framework may ask the driver for memory meanwhile.
-cudaError_t capture_into(Stream stream, cudaGraph_t graph, const cudaGraphNode_t* behind) {
-  return cudaStreamBeginCaptureToGraph(handle_of(stream), graph, behind, nullptr,
-                                       behind == nullptr ? 0 : 1, cudaStreamCaptureModeRelaxed);
+cudaError_t capture_into(Stream stream, cudaGraph_t graph, const cudaGraphNode_t* after) {
+  return cudaStreamBeginCaptureToGraph(handle_of(stream), graph, after, nullptr,
+                                       after == nullptr ? 0 : 1, cudaStreamCaptureModeRelaxed);
 }
 
 // Captures a kernel that sets a condition from a flag.
@@ -38,8 +38,8 @@ cudaGraphConditionalHandle condition_of(Stream stream, const uint8_t* flag, bool
   return condition;
 }
 
-// Bodies that are open. A capture that goes on behind one inside has another id: whose it is learns
-// it here.
+// The open bodies. After an inner body ends, the outer capture has a new id, which the outer body
+// gets through this list.
 std::vector<ConditionalBody*> open_bodies;
 std::mutex open_bodies_mutex;
 
@@ -92,25 +92,25 @@ void ConditionalBody::close() {
 
 void ConditionalBody::end() {
   if (!open_)
-    throw std::runtime_error("a conditional body: expected one that is open, got its second end");
+    throw std::runtime_error("a conditional body: expected one that is open, got a second end()");
   close();
   DeviceGuard guard(stream_.device);
   if (!is_captured()) {
     throw std::runtime_error(
-        "a conditional body: expected the bodies inside to have ended, and the capture not, got "
+        "a conditional body: expected the bodies inside to have ended, and an open capture, got "
         "another capture of the stream or none");
   }
   check_cuda(go_on_around(), "the end of a conditional body");
 }
 
-// Whether the stream is captured into this body still.
+// Whether the stream is still captured into this body.
 bool ConditionalBody::is_captured() const {
   Capture capture;
   return get_capture(handle_of(stream_), &capture) == cudaSuccess &&
          capture.status != cudaStreamCaptureStatusNone && capture.id == capture_id_;
 }
 
-// Ends the body's capture and has the stream captured behind the node.
+// Ends the body's capture, and captures the stream after the node.
 cudaError_t ConditionalBody::go_on_around() {
   cudaGraph_t body = nullptr;
   cudaError_t status = cudaStreamEndCapture(handle_of(stream_), &body);
@@ -125,7 +125,7 @@ cudaError_t ConditionalBody::go_on_around() {
   return status;
 }
 
-// Adds the node behind what has been captured.
+// Adds the node after the work captured so far.
 void ConditionalBody::capture_if_node(cudaGraphConditionalHandle condition) {
   cudaGraphNodeParams params{};
   params.type = cudaGraphNodeTypeConditional;

@@ -1,4 +1,4 @@
-// Work that a captured graph does only when a flag on the device says so: the body of an IF node.
+// Work that a captured graph does only if a flag on the device says so: the body of an IF node.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,8 +9,8 @@
 
 namespace eecore::cuda {
 
-// Of an IF node that is to come in the graph that `stream` is captured into: what kernels launched
-// before it set, and it asks. It must get a node. Throws if `stream` is not captured.
+// Makes the condition of a later IF node in the graph that `stream` is captured into; kernels
+// launched before the node set it. A node must use it. Throws if `stream` is not captured.
 cudaGraphConditionalHandle make_condition(Stream stream);
 
 // Ends what `stream` has captured so far with an IF node; until end(), what is launched on it
@@ -22,18 +22,18 @@ cudaGraphConditionalHandle make_condition(Stream stream);
 //   deeper.end();
 //   launch what follows in any case on stream
 //
-// One stream for all bodies: an allocator that keeps its blocks by stream, and a library that has a
-// workspace for each, see one. So the capture ends here and goes on in the graph of the body, and
-// behind the node when the body ends.
+// All bodies use one stream, so that an allocator that keeps blocks by stream, and a library with a
+// workspace per stream, see only one. The capture therefore ends here, continues in the graph of
+// the body, and after the node when the body ends.
 class ConditionalBody {
  public:
-  // The body runs where (*flag != 0) == when at the time that the graph comes there; `flag` is on
-  // the device. Throws, and leaves the capture as it was or given up, if `stream` is not captured.
+  // The body runs if (*flag != 0) == when at the time that the graph reaches it; `flag` is on the
+  // device. Throws if `stream` is not captured; the capture is then unchanged or discarded.
   ConditionalBody(Stream stream, const uint8_t* flag, bool when);
-  // The body runs where a kernel has set `condition` to 1: one that was captured behind
-  // make_condition, in the graph that is captured now.
+  // The body runs if a kernel has set `condition` to 1; that kernel was captured after
+  // make_condition, in the current graph.
   ConditionalBody(Stream stream, cudaGraphConditionalHandle condition);
-  // A body that end() has not closed is given up; the capture around it goes on.
+  // Discards a body that end() has not closed; the capture around it continues.
   ~ConditionalBody();
   ConditionalBody(const ConditionalBody&) = delete;
   ConditionalBody& operator=(const ConditionalBody&) = delete;
@@ -49,11 +49,11 @@ class ConditionalBody {
   Stream stream_;
   cudaGraph_t around_ = nullptr, body_ = nullptr;
   cudaGraphNode_t node_ = nullptr;
-  unsigned long long around_id_ = 0, capture_id_ = 0;  // of the captures around and of the body
+  unsigned long long around_id_ = 0, capture_id_ = 0;  // of the outer capture and of the body's
   bool open_ = false;
 };
 
-// Loads what ConditionalBody launches, which a capture must not do.
+// Loads the kernel that ConditionalBody launches, which is not possible during a capture.
 void load_condition_kernel(int device);
 
 }  // namespace eecore::cuda

@@ -1,4 +1,4 @@
-// What the launchers know of a device, and have asked of it.
+// Properties of a device, and requests to it, that the launchers share.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -22,7 +22,7 @@ int attribute(cudaDeviceAttr which, int device) {
   return value;
 }
 
-// Sets what "name=value" says.
+// Applies a setting "name=value".
 void tune(std::string_view setting, Tuning& tuning) {
   const auto refuse = [&](const std::string& expected) {
     throw std::runtime_error("EECORE_CUDA_TUNING: expected " + expected + ", got " +
@@ -92,7 +92,7 @@ bool may_start_early(Stream stream) {
   if (!tuning().early_start || device_properties(stream.device).capability < 90) return false;
   Capture capture;
   if (get_capture(static_cast<cudaStream_t>(stream.handle), &capture) != cudaSuccess) {
-    cudaGetLastError();  // the launch will say so
+    cudaGetLastError();  // the launch will report the error
     return false;
   }
   if (capture.status != cudaStreamCaptureStatusActive) return true;

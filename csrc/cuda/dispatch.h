@@ -1,4 +1,4 @@
-// Run-time dtypes and sizes to compile-time ones; what no kernel is built for throws.
+// Dispatch from run-time dtypes and sizes to compile-time ones; throws where no kernel is built.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ struct TypeTag {
   using type = T;
 };
 
-// body(TypeTag<T>{}) for the element type T of `dtype`.
+// Calls body(TypeTag<T>{}) for the element type T of `dtype`.
 template <typename Body>
 void dispatch_dtype(DType dtype, const char* op, Body&& body) {
   switch (dtype) {
@@ -31,7 +31,7 @@ void dispatch_dtype(DType dtype, const char* op, Body&& body) {
                            std::to_string(static_cast<int>(dtype)));
 }
 
-// body(std::integral_constant<int, N>{}) for the smallest listed N that is at least `size`.
+// Calls body(std::integral_constant<int, N>{}) for the smallest listed N that is at least `size`.
 template <int... kSizes, typename Body>
 void dispatch_at_least(int64_t size, const char* op, const char* what, Body&& body) {
   bool found = false;
@@ -48,7 +48,7 @@ void dispatch_at_least(int64_t size, const char* op, const char* what, Body&& bo
   }
 }
 
-// The head dimensions that kernels are built for; others run in the next larger one.
+// The head dimensions that kernels are built for; any other one uses the next larger.
 template <typename Body>
 void dispatch_head_dim(int64_t head_dim, const char* op, Body&& body) {
   dispatch_at_least<64, 80, 96, 128, 256>(head_dim, op, "head_dim", body);

@@ -1,4 +1,5 @@
-// embed_tokens on CUDA: a block for each row, copied, multiplied, or made of int8 or of blocks.
+// embed_tokens on CUDA: one block per row, which is copied, multiplied, or made of int8 or of
+// blocks.
 #include "dispatch.h"
 #include "eecore/embed_tokens.cuh"
 #include "launch.cuh"

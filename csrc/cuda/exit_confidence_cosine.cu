@@ -1,4 +1,4 @@
-// exit_confidence_cosine on CUDA: one block for each row.
+// exit_confidence_cosine on CUDA: one block per row.
 #include "dispatch.h"
 #include "eecore/exit_confidence_cosine.cuh"
 #include "launch.cuh"
@@ -6,7 +6,8 @@
 namespace eecore::cuda {
 
 void run_exit_confidence_cosine(const ExitConfidenceCosineParams& params, Stream stream) {
-  // A few rows fit one block, which can then go on with them; else that is a launch of its own.
+  // If the rows fit one block, it also accepts them or lets them exit; else that is a separate
+  // launch.
   const bool accepts = params.accept.num_survivors != nullptr;
   const bool leaves = params.leave.all_gone != nullptr;
   const bool in_one_block =

@@ -1,5 +1,5 @@
-// exit_confidence_mlp on CUDA: one launch, or two where the units of the hidden layer are shared
-// out among blocks.
+// exit_confidence_mlp on CUDA: one launch, or two where several blocks share the units of the
+// hidden layer.
 #include "dispatch.h"
 #include "eecore/exit_confidence_mlp.cuh"
 #include "launch.cuh"
@@ -7,10 +7,10 @@
 namespace eecore::cuda {
 namespace {
 
-constexpr int64_t kFinishRows = 8;  // that a block of the second kernel has warps for
+constexpr int64_t kFinishRows = 8;  // rows that a block of the second kernel has warps for
 
-// Units of a block: all of them where one block reads their weights quickly. It depends on the
-// classifier alone, so that a row's result does not depend on its neighbours.
+// Units of a block: all of them where one block reads their weights quickly. It depends only on the
+// classifier, so that a row's result does not depend on its neighbours.
 int64_t slice_size(const ExitConfidenceMlpParams& params) {
   constexpr int64_t kBytesOfOneBlock = 256 * 1024;
   constexpr int64_t kMaxSlices = 512;
@@ -34,8 +34,8 @@ int64_t exit_confidence_mlp_workspace(const ExitConfidenceMlpParams& params, int
 
 void run_exit_confidence_mlp(const ExitConfidenceMlpParams& params, Stream stream) {
   const int64_t slices = num_slices(params);
-  // With rows that one block measures, or finishes, it can also go on; else that is a launch of its
-  // own.
+  // If one block measures or finishes the rows, it also accepts them or lets them exit; else that
+  // is a separate launch.
   const bool accepts = params.accept.num_survivors != nullptr;
   const bool leaves = params.leave.all_gone != nullptr;
   const int64_t rows_of_one_block = slices == 1 ? kMlpMaxRows : kMlpMaxFinishThreads / 32;
@@ -49,7 +49,7 @@ void run_exit_confidence_mlp(const ExitConfidenceMlpParams& params, Stream strea
   float* parts = static_cast<float*>(params.workspace);
   dispatch_dtype(params.dtype, "exit_confidence_mlp", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    // A linear classifier's weights are few: more blocks pay more than reading them once.
+    // A linear classifier has few weights: more blocks pay more than reading them once.
     const bool one_by_one = params.num_seqs == 1 || (params.weight2 == nullptr && !measures_in_one);
     const int64_t rows = one_by_one ? 1 : kMlpMaxRows;
     const LaunchShape shape = {dim3(static_cast<unsigned>((params.num_seqs + rows - 1) / rows),

@@ -1,20 +1,20 @@
-// exit_confidence_softmax on CUDA: one pass over the LM head for each group of rows, none of those
-// that nobody wants to know of, and one small kernel that merges what the blocks know. There rows
-// are placed too, and a few leave. Where rows must be made ready, each block does so, or, of many
-// rows, a kernel ahead.
+// exit_confidence_softmax on CUDA: one pass over the LM head for each group of rows, except for
+// groups whose results are unused, and one small kernel that merges the blocks' summaries. That
+// kernel also places rows, and lets rows exit if they are few. Rows that must be made ready are
+// made by each block or, if they are many, by an earlier kernel.
 #include "eecore/exit_confidence_softmax.cuh"
 #include "skinny_launch.cuh"
 
 namespace eecore::cuda {
 namespace {
 
-// Tiles of 8 rows that a pass takes whose warps read x from memory themselves: 64 rows in one take
-// longer than twice 32 (615 us and 233, of 128,256 x 2,048 in bfloat16 on an H100).
-constexpr int kHeadMostTiles = 4;
+// Tiles of 8 rows in a pass whose warps read x from memory themselves: one pass over 64 rows takes
+// longer than two over 32 (615 us and 233, of 128,256 x 2,048 in bfloat16 on an H100).
+constexpr int kHeadMaxTiles = 4;
 constexpr int64_t kReservedBytes = 512;                     // of static shared memory
-constexpr int64_t kLeavingRows = 2 * kSummaryLeavingWarps;  // that one block merges summaries of
+constexpr int64_t kLeavingRows = 2 * kSummaryLeavingWarps;  // rows whose summaries one block merges
 
-// One block for each multiprocessor, whatever the rows.
+// One block for each multiprocessor, however many rows there are.
 int64_t num_blocks(const ExitConfidenceSoftmaxParams& params, int device) {
   return std::min(ceil_div(params.vocab_size, kHeadTileRows * kSkinnyWarps),
                   resident_skinny_blocks(kHeadMTiles, device));
@@ -24,8 +24,9 @@ int64_t summary_bytes(const ExitConfidenceSoftmaxParams& params, int device) {
   return params.num_seqs * num_blocks(params, device) * int64_t{sizeof(LogitSummary)};
 }
 
-// Of more rows than a pass of the other kernel takes, where shared memory has room for enough
-// chunks of them beside those of the head: whether it has.
+// Runs the kernel for many rows, if there are more rows than a pass of the other kernel takes and
+// shared memory has room for enough chunks of them together with those of the head; returns whether
+// it did.
 template <typename T>
 bool measure_many(const ExitConfidenceSoftmaxParams& params, SkinnyPlan plan, HeadProduct product,
                   LogitSummary* summaries, Stream stream) {
@@ -35,8 +36,7 @@ bool measure_many(const ExitConfidenceSoftmaxParams& params, SkinnyPlan plan, He
   const int64_t room = static_cast<int64_t>(device_properties(stream.device).max_shared_bytes) -
                        kReservedBytes - head_summary_bytes(kManyTiles);
   const int64_t stages = std::min<int64_t>(room / stage_bytes, kSkinnyMaxStages);
-  if (params.num_seqs <= 8 * kHeadMostTiles || stages < kEnoughStages || !plan.aligned)
-    return false;
+  if (params.num_seqs <= 8 * kHeadMaxTiles || stages < kEnoughStages || !plan.aligned) return false;
   plan.num_stages = static_cast<int>(stages);
   plan.num_blocks = Divisor::of(blocks);
   const RowForm form = row_form(product);
@@ -67,8 +67,8 @@ void measure(const ExitConfidenceSoftmaxParams& params, Stream stream) {
   auto* const summaries = static_cast<LogitSummary*>(params.workspace);
   HeadProduct product = head_product(params);
   product.workspace = static_cast<char*>(params.workspace) + summary_bytes(params, stream.device);
-  product.constant_weight = may_be_unwanted(params);  // the kernel itself has waited then
-  if constexpr (kNTiles == kHeadMostTiles && std::is_same_v<T, W> && sizeof(T) == 2) {
+  product.constant_weight = may_be_unwanted(params);  // the kernel itself has then waited
+  if constexpr (kNTiles == kHeadMaxTiles && std::is_same_v<T, W> && sizeof(T) == 2) {
     if (measure_many<T>(params, plan, product, summaries, stream)) return;
   }
   with_ready_rows<T, W, kNTiles>(
@@ -98,13 +98,13 @@ void run_exit_confidence_softmax(const ExitConfidenceSoftmaxParams& params, Stre
     if (params.leave.all_gone != nullptr) run_exit_rows(params.leave, stream);
     return;
   }
-  dispatch_product<kHeadMostTiles>("exit_confidence_softmax", head_product(params),
-                                   [&](auto tag, auto weight_tag, auto n_tiles) {
-                                     using T = typename decltype(tag)::type;
-                                     using W = typename decltype(weight_tag)::type;
-                                     measure<T, W, n_tiles()>(params, stream);
-                                   });
-  // Rows that one block gets done, it can also let leave; else that is a launch of its own.
+  dispatch_product<kHeadMaxTiles>("exit_confidence_softmax", head_product(params),
+                                  [&](auto tag, auto weight_tag, auto n_tiles) {
+                                    using T = typename decltype(tag)::type;
+                                    using W = typename decltype(weight_tag)::type;
+                                    measure<T, W, n_tiles()>(params, stream);
+                                  });
+  // Rows that one block handles it also lets exit; else that is a separate launch.
   const bool leaves = params.leave.all_gone != nullptr;
   const bool in_one_block = leaves && params.num_seqs <= kLeavingRows;
   const int64_t warps = in_one_block ? kSummaryLeavingWarps : kSummaryWarps;

@@ -1,4 +1,4 @@
-// gather_states on CUDA: a block for each ragged row.
+// gather_states on CUDA: one block per ragged row.
 #include "eecore/gather_states.cuh"
 #include "launch.cuh"
 

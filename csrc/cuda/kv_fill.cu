@@ -1,6 +1,6 @@
-// kv_fill on CUDA: one kernel orders the rows and norms them for the layers that need them, one
-// multiplies, finishes and writes the heads of all those layers. Keys that are normed all heads at
-// once are finished by a third.
+// kv_fill on CUDA: one kernel orders the rows and norms them for the layers that need them; a
+// second one multiplies, finishes and writes the heads of all those layers. A third one finishes
+// keys whose heads are normed all at once.
 #include "eecore/kv_fill.cuh"
 #include "eecore/kv_fill_pairs.cuh"
 #include "skinny_launch.cuh"
@@ -8,12 +8,12 @@
 namespace eecore::cuda {
 namespace {
 
-// Bytes of order and counts, and where the normed rows begin: at a whole cache line.
+// Bytes of order and counts; the normed rows begin after them, at a whole cache line.
 int64_t order_bytes(const KvFillParams& params) {
   return ceil_div((params.num_tokens + params.num_layers) * int64_t{sizeof(int32_t)}, 128) * 128;
 }
 
-// Of projected keys that are normed all heads at once.
+// Bytes of projected keys whose heads are normed all at once.
 int64_t keys_bytes(const KvFillParams& params) {
   if (!params.norms_all_k) return 0;
   return params.num_layers * params.num_tokens * params.num_kv_heads * params.head_dim *
@@ -47,19 +47,20 @@ SkinnyPlan fill_plan(const KvFillParams& params) {
   return plan;
 }
 
-// With more slices a block would have fewer rows of the weight at a time, for which it reads all of
-// x: of a few layers more blocks would have work, but a fill of many would take longer.
-constexpr int kMostFillSlices = 4;
+// With more slices a block would have fewer rows of the weight at a time, for each of which it
+// reads all of x: a fill of a few layers would have work for more blocks, but a fill of many would
+// take longer.
+constexpr int kMaxFillSlices = 4;
 
-// By a few rows of the weight at a time: with many rows of x twice as many, which read x half as
-// often.
+// Fills a few rows of the weight at a time: with many rows of x twice as many, so that x is read
+// half as often.
 template <typename T, typename W, int kNTiles>
 void fill_pairs(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
   constexpr int kMTiles = kNTiles > 2 ? 2 : 1;
   SkinnyPlan plan = fill_plan<W>(params);
   const int64_t layer_rows = 2 * params.num_kv_heads * params.head_dim;
   set_slices(plan,
-             std::min(choose_slices(layer_rows, plan.num_chunks, stream.device), kMostFillSlices));
+             std::min(choose_slices(layer_rows, plan.num_chunks, stream.device), kMaxFillSlices));
   plan.num_tiles = static_cast<int>(ceil_div(layer_rows, skinny_tile_rows(plan, kMTiles)));
   const int64_t exchange_bytes = skinny_exchange_floats(plan, kMTiles) * int64_t{sizeof(float)};
   const int64_t blocks =
@@ -78,7 +79,7 @@ void fill_pairs(const KvFillParams& params, const KvFillRows& rows, Stream strea
          Divisor::of(plan.num_tiles));
 }
 
-// By whole heads.
+// Fills whole heads at a time.
 template <typename T, typename W, int kNTiles>
 void fill_heads(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
   SkinnyPlan plan = fill_plan<W>(params);
@@ -107,7 +108,7 @@ void fill_heads(const KvFillParams& params, const KvFillRows& rows, Stream strea
 
 template <typename T, typename W, int kNTiles>
 void fill(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
-  if constexpr (!kIsPacked<W>) {  // whose rows that are read together lie side by side
+  if constexpr (!kIsPacked<W>) {  // packed rows that are read together are adjacent
     if (params.k_norm_weight == nullptr && HeadTiles::fit(params.head_dim, params.rotary_dim)) {
       return fill_pairs<T, W, kNTiles>(params, rows, stream);
     }

@@ -1,4 +1,4 @@
-// The one place that starts a kernel: device guard, launch, launch check.
+// The only place that starts kernels: device guard, launch, launch check.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,7 +28,7 @@ class DeviceGuard {
 };
 
 enum class Launch {
-  kInOrder,        // starts when the kernels before it have ended
+  kInOrder,        // starts when the earlier kernels have ended
   kAfterPrevious,  // may start early; waits inside, with wait_for_previous_kernel
 };
 
@@ -39,19 +39,19 @@ struct LaunchShape {
   Launch order = Launch::kInOrder;
 };
 
-// Dynamic shared memory that a block may have without asking.
+// Dynamic shared memory that a block may use without a request.
 constexpr size_t kPlainSharedBytes = 48 * 1024;
 
-// Lets blocks of `function` have that much dynamic shared memory on the current device, `device`.
-// What is allowed once stays so: a launch on another thread may be about to use it.
+// Allows blocks of `function` this much dynamic shared memory on the current device, `device`. The
+// allowance is never reduced: a launch on another thread may be about to use it.
 void allow_shared_bytes(const char* name, const void* function, int device, size_t bytes);
 
-// Whether what is launched next on a stream may start before what is ahead has ended: the GPU can
-// do so, and in a graph nothing but kernels is ahead. EECORE_CUDA_TUNING may say no.
+// Whether the next launch on a stream may start before the work ahead of it has ended: the GPU
+// supports it, and in a graph only kernels are ahead. EECORE_CUDA_TUNING may disable it.
 bool may_start_early(Stream stream);
 
-// Starts `kernel` on `stream`; a refused launch throws with the kernel's name. An empty grid is no
-// launch.
+// Starts `kernel` on `stream`; a refused launch throws with the kernel's name. An empty grid is not
+// launched.
 template <typename... Params, typename... Args>
 void launch(const char* name, void (*kernel)(Params...), const LaunchShape& shape, Stream stream,
             const Args&... args) {

@@ -1,5 +1,5 @@
-// Entry points of the CUDA kernels, and the stream they run on. No torch, no CUDA headers: the
-// tensor boundary in csrc/ops includes this with the host compiler.
+// Entry points of the CUDA kernels, and the stream that they run on. No torch, no CUDA headers: the
+// tensor boundary in csrc/ops includes this file with the host compiler.
 #pragma once
 
 #include <cstddef>
@@ -20,31 +20,31 @@ struct DeviceProperties {
   size_t max_shared_bytes;  // dynamic shared memory that a block can ask for
 };
 
-// Of a device; asked for once and kept.
+// The properties of a device; queried once and kept.
 const DeviceProperties& device_properties(int device);
 
-// What a run on a GPU can try without another build: EECORE_CUDA_TUNING, "name=value,name=value".
-// Results are the same whatever it says.
+// Settings that a run on a GPU can change without another build: EECORE_CUDA_TUNING,
+// "name=value,name=value". Results are the same for all settings.
 struct Tuning {
   bool early_places = true;    // use constant_places
   bool early_trigger = false;  // products let the next kernel start before they wait
-  int ring_kib = 96;           // of a weight under way to each multiprocessor; 16 to 192
-  int shared_rows = 32;        // rows that blocks of a product make ready, at most: 8 to 32
-  bool early_start = true;     // kernels may start before those ahead have ended
+  int ring_kib = 96;           // of a weight in flight to each multiprocessor; 16 to 192
+  int shared_rows = 32;        // maximum rows that blocks of a product make ready: 8 to 32
+  bool early_start = true;     // kernels may start before the earlier ones have ended
 };
 
-// As the environment says now: a program keeps what held when it was captured.
+// The settings that the environment has now: a program keeps those of its capture.
 Tuning tuning();
 
-// Whether what is launched on a stream becomes part of a graph, and does not run yet.
+// Whether launches on a stream become part of a graph and do not run yet.
 bool is_captured(Stream stream);
 
-// Of ops for the CPU alone there is none.
+// Declared for all ops; ops for the CPU alone have no definition.
 #define EECORE_DECLARE_RUN(op, Params) void run_##op(const Params& params, Stream stream);
 EECORE_FOR_EACH_OP(EECORE_DECLARE_RUN)
 #undef EECORE_DECLARE_RUN
 
-// Bytes of the workspace that a call needs; params.workspace itself is not looked at.
+// Bytes of the workspace that a call needs; params.workspace itself is not read.
 int64_t exit_confidence_mlp_workspace(const ExitConfidenceMlpParams& params, int device);
 int64_t exit_confidence_softmax_workspace(const ExitConfidenceSoftmaxParams& params, int device);
 int64_t kv_fill_workspace(const KvFillParams& params, int device);

@@ -11,7 +11,7 @@ using eecore::cuda::Stream;
 
 namespace {
 
-// A stream as torch.cuda gives it.
+// A stream as given by torch.cuda.
 Stream stream_of(uintptr_t handle, int device) { return {reinterpret_cast<void*>(handle), device}; }
 
 }  // namespace
@@ -30,7 +30,7 @@ PYBIND11_MODULE(_cuda, module) {
             graph.launch(stream_of(stream, device));
           },
           py::arg("stream"), py::arg("device"));
-  // A handle of 64 bits, as ops take integers.
+  // A handle of 64 bits, because ops take integers.
   module.def(
       "make_condition",
       [](uintptr_t stream, int device) {

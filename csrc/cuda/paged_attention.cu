@@ -1,6 +1,6 @@
-// paged_attention on CUDA: one launch, and a second where several blocks share a tile's keys and
-// the call has nothing for them to count their arrivals in, or what they leave is much. The grid is
-// a bound from the shapes; lengths are known on the device alone.
+// paged_attention on CUDA: one launch, and a second one where several blocks share a tile's keys
+// and either the call has no counters for the blocks' arrivals or their partial results are large.
+// The grid is an upper bound from the shapes; lengths are known only on the device.
 #include <algorithm>
 #include <bit>
 
@@ -11,7 +11,7 @@
 namespace eecore::cuda {
 namespace {
 
-constexpr int64_t kReservedSharedBytes = 1024;  // of each block, by the system
+constexpr int64_t kReservedSharedBytes = 1024;  // of each block, taken by the system
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -27,7 +27,7 @@ bool is_aligned(const void* cache, const CacheStrides& strides, int64_t element_
          whole(strides.slot) && whole(strides.head);
 }
 
-// A kernel: of what dtype, head dimension and cache, and whether with a bias.
+// A kernel's dtype, head dimension and cache type, and whether it has a bias.
 template <typename T_, int kHeadDim_, bool kBiased_, typename C_>
 struct Kernel {
   using T = T_;
@@ -45,8 +45,8 @@ struct Kernel {
   }
 };
 
-// body(Kernel<...>{}) for a call. With a bias or caches in float8, which few models have, there are
-// kernels of fewer sizes.
+// Calls body(Kernel<...>{}) for a call. Kernels with a bias or float8 caches, which few models
+// have, exist in fewer sizes.
 template <typename Body>
 void dispatch(const PagedAttentionParams& params, Body&& body) {
   constexpr const char* kOp = "paged_attention";
@@ -69,24 +69,24 @@ void dispatch(const PagedAttentionParams& params, Body&& body) {
   });
 }
 
-// Rows of a sequence, if all have equally many queries.
+// Rows of a sequence, if all sequences have equally many queries.
 int64_t rows_of(const PagedAttentionParams& params, int64_t group_size) {
   return ceil_div(params.num_tokens, params.num_seqs) * group_size;
 }
 
-// Work of a call as far as its shapes tell, in units of a tile and a kv head.
+// The work of a call as far as its shapes tell, in units of a tile and a kv head.
 template <typename Sizes>
 int64_t units_of(const PagedAttentionParams& params, int64_t group_size) {
   const int64_t tiles = ceil_div(rows_of(params, group_size), Sizes::kTileRows);
   return tiles * std::min(params.num_seqs, params.num_tokens) * params.num_kv_heads;
 }
 
-// The fewest blocks per unit, of `least` to `most`, that keep nearly as many of the `resident`
-// blocks busy as any number does. Too many waves of blocks and `least` gives way.
+// The fewest blocks per unit, from `least` to `most`, that keep nearly as many of the `resident`
+// blocks busy as any number does. `least` gives way if there would be too many waves of blocks.
 int64_t blocks_per_unit(int64_t units, int64_t resident, int64_t least, int64_t most) {
-  constexpr int64_t kMostWaves = 4;
+  constexpr int64_t kMaxWaves = 4;
   constexpr double kNearly = 0.95;
-  most = std::min(most, std::max<int64_t>(kMostWaves * resident / units, 1));
+  most = std::min(most, std::max<int64_t>(kMaxWaves * resident / units, 1));
   least = std::min(least, most);
   const auto busy = [&](int64_t blocks) {
     const int64_t all = units * blocks;
@@ -99,19 +99,20 @@ int64_t blocks_per_unit(int64_t units, int64_t resident, int64_t least, int64_t 
   return blocks;
 }
 
-// How many blocks share a tile's keys, and how many partial results of each row that leaves.
+// Plans how many blocks share a tile's keys, and the number of partial results of each row.
 template <typename Sizes>
 void plan_splits(const PagedAttentionParams& params, int64_t num_multiprocessors,
                  AttentionPlan& plan) {
-  constexpr int64_t kMinBlockKeys = 512;    // worth merging the result of a block
-  constexpr int64_t kMaxBlockKeys = 16384;  // lest one long sequence keeps a few blocks for long
-  constexpr int64_t kMostBlocks = 256;      // of a tile
+  constexpr int64_t kMinBlockKeys = 512;  // worth merging the result of a block
+  constexpr int64_t kMaxBlockKeys =
+      16384;  // so that one long sequence does not occupy a few blocks for long
+  constexpr int64_t kMaxBlocks = 256;  // of a tile
   constexpr int64_t kMaxWorkspace = int64_t{256} << 20;
   constexpr double kBusyEnough = 0.8;
   const int64_t units = units_of<Sizes>(params, plan.group_size.value);
   const int64_t resident = num_multiprocessors * kAttentionBlocksPerMultiprocessor;
   if (params.fixed_split_size == 0) {
-    const int64_t most = std::clamp<int64_t>(plan.max_keys / kMinBlockKeys, 1, kMostBlocks);
+    const int64_t most = std::clamp<int64_t>(plan.max_keys / kMinBlockKeys, 1, kMaxBlocks);
     const int64_t least = std::max<int64_t>(ceil_div(plan.max_keys, kMaxBlockKeys), 1);
     const int64_t blocks = blocks_per_unit(units, resident, least, most);
     plan.num_blocks = Divisor::of(blocks);
@@ -127,10 +128,10 @@ void plan_splits(const PagedAttentionParams& params, int64_t num_multiprocessors
       static_cast<double>(units) / static_cast<double>(ceil_div(units, resident) * resident);
   int64_t blocks = 1;
   if (busy < kBusyEnough && partial_bytes <= kMaxWorkspace) {
-    blocks = blocks_per_unit(units, resident, 1, std::min(spans, kMostBlocks));
+    blocks = blocks_per_unit(units, resident, 1, std::min(spans, kMaxBlocks));
   }
-  // Of a block alone one for the spans so far and one for a part of a span, unless it has one
-  // round: of one span and a team for each of its splits.
+  // A single block has one partial result for the spans so far and one for a part of a span, unless
+  // it has only one round: one span with a team for each of its splits.
   const bool has_rounds =
       spans > 1 || (params.num_tokens * plan.group_size.value > Sizes::kWarpRows &&
                     plan.max_keys > Sizes::kStepKeys);
@@ -138,21 +139,21 @@ void plan_splits(const PagedAttentionParams& params, int64_t num_multiprocessors
   plan.num_partials = blocks > 1 ? static_cast<int32_t>(spans) : has_rounds ? 2 : 0;
 }
 
-// Whether the last block of a tile merges what the others leave, rather than a second kernel, whose
-// blocks share that: where it is too little to be worth a launch.
+// Whether the last block of a tile merges the partial results, rather than the blocks of a second
+// kernel: where they are too small to be worth a launch.
 template <typename Sizes>
 bool last_block_merges(const PagedAttentionParams& params, const AttentionPlan& plan) {
-  constexpr int64_t kMostBytes = 16 << 10;
+  constexpr int64_t kMaxBytes = 16 << 10;
   if (plan.num_blocks.value == 1 || params.arrivals == nullptr ||
       plan.num_tiles * params.num_kv_heads > params.num_arrivals) {
     return false;
   }
   const int64_t rows = std::min<int64_t>(rows_of(params, plan.group_size.value), Sizes::kTileRows);
-  return rows * plan.num_partials * params.head_dim * int64_t{sizeof(float)} <= kMostBytes;
+  return rows * plan.num_partials * params.head_dim * int64_t{sizeof(float)} <= kMaxBytes;
 }
 
-// Bytes of the table that a block spreads the position bias in, 0 without one; says in the plan how
-// far it reaches. No key is further from a query than the keys and queries there are.
+// Bytes of the table into which a block spreads the position bias, 0 without one; stores its reach
+// in the plan. No key is further from a query than the number of keys and queries.
 template <typename Sizes>
 int64_t plan_bias(const PagedAttentionParams& params, int64_t max_keys, AttentionPlan& plan) {
   if (params.position_bias == nullptr) return 0;
@@ -163,8 +164,8 @@ int64_t plan_bias(const PagedAttentionParams& params, int64_t max_keys, Attentio
   }
   const int64_t reach =
       std::min<int64_t>(buckets.starts[buckets.num_sided - 1], max_keys + params.num_tokens);
-  plan.bias_behind = static_cast<int32_t>(reach);
-  plan.bias_ahead = buckets.bidirectional ? plan.bias_behind : 0;
+  plan.bias_before = static_cast<int32_t>(reach);
+  plan.bias_ahead = buckets.bidirectional ? plan.bias_before : 0;
   const int64_t origin = reach + kPositionBiasMargin<Sizes>;
   const int64_t width = origin + 1 + plan.bias_ahead + kPositionBiasMargin<Sizes>;
   plan.bias_origin = static_cast<int32_t>(origin);
@@ -196,13 +197,13 @@ Call plan_call(const PagedAttentionParams& params, int device) {
   plan.step_shift = std::bit_width(unsigned{Sizes::kStepKeys}) - 1;
   const int64_t max_keys = params.max_pages_per_seq * params.page_size;
   plan.max_keys = static_cast<int32_t>(std::min<int64_t>(max_keys, INT32_MAX));
-  // A window that no query is far enough into to notice is none.
+  // A window that no query is far enough into to notice has no effect.
   const int64_t max_window = max_keys + params.num_tokens;
   if (params.sliding_window < std::min<int64_t>(max_window, INT32_MAX)) {
     plan.sliding_window = static_cast<int32_t>(params.sliding_window);
   }
   plan.fixed_split_size =
-      static_cast<int32_t>(std::min<int64_t>(params.fixed_split_size, kMostSplitKeys));
+      static_cast<int32_t>(std::min<int64_t>(params.fixed_split_size, kMaxSplitKeys));
   plan.fixed_span = Divisor::of(std::max(kAttentionWarps * plan.fixed_split_size, 1));
   plan.early_places = params.constant_places && tuning().early_places;
   plan.scale = params.scale * kLog2E;
@@ -219,7 +220,7 @@ Call plan_call(const PagedAttentionParams& params, int device) {
   plan.last_merges = kLastBlockMerges<typename Kernel::T, Kernel::kBiased> &&
                      last_block_merges<Sizes>(params, plan);
 
-  // Stages: two blocks side by side on a multiprocessor, or one and the kernel behind, which so can
+  // Stages: for two blocks on a multiprocessor, or for one and the next kernel, which can then
   // start early.
   const auto stages_of = [&](int64_t blocks_per_multiprocessor) {
     const int64_t all = static_cast<int64_t>(properties.max_shared_bytes) + kReservedSharedBytes;
@@ -233,7 +234,7 @@ Call plan_call(const PagedAttentionParams& params, int device) {
     throw std::runtime_error(
         "paged_attention: expected a position_bias that fits into shared memory, got " +
         std::to_string(plan.group_size.value) + " query heads of a kv head with distances below " +
-        std::to_string(plan.bias_behind));
+        std::to_string(plan.bias_before));
   }
   stages = std::clamp<int64_t>(stages, kMinAttentionStages, kMaxAttentionStages);
   plan.num_stages = static_cast<int32_t>(stages);

@@ -1,4 +1,4 @@
-// place_head on CUDA: a thread for each row.
+// place_head on CUDA: one thread per row.
 #include "eecore/place_head.cuh"
 #include "launch.cuh"
 

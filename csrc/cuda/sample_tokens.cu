@@ -8,15 +8,15 @@
 namespace eecore::cuda {
 namespace {
 
-// The weight 1 in fixed point: a vocabulary of them fits in 63 bits, and few vocabularies need more
-// than 48.
+// The weight 1 in fixed point: the sum over a vocabulary fits in 63 bits, and few vocabularies need
+// more than 48.
 float mass_scale(int64_t vocab_size) {
   int bits = 0;
   while (int64_t{1} << bits < vocab_size) ++bits;
   return static_cast<float>(int64_t{1} << std::min(48, 63 - bits - 1));
 }
 
-// Lays the arrays of the workspace one behind the other, from `memory` on.
+// Places the arrays of the workspace one after another, from `memory` on.
 class Layout {
  public:
   explicit Layout(void* memory) : memory_(static_cast<char*>(memory)) {}

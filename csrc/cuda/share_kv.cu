@@ -1,4 +1,4 @@
-// share_kv on CUDA: a block for each row and layer.
+// share_kv on CUDA: one block per row and layer.
 #include "eecore/share_kv.cuh"
 #include "launch.cuh"
 

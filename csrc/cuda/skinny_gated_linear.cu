@@ -1,5 +1,5 @@
-// skinny_gated_linear on CUDA: one pass over the weight for each group of tokens. Where rows of x
-// must be made ready, each block does so, or, of many rows, a kernel ahead.
+// skinny_gated_linear on CUDA: one pass over the weight for each group of tokens. Rows of x that
+// must be made ready are made by each block or, if they are many, by an earlier kernel.
 #include "eecore/skinny_gated_linear.cuh"
 #include "skinny_launch.cuh"
 

@@ -1,4 +1,4 @@
-// What the launchers of the skinny products share: the plan of a launch, and rows of x made ready.
+// Shared by the launchers of the skinny products: the plan of a launch, and rows of x made ready.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ inline bool is_aligned(const void* pointer, int64_t stride, int64_t element_byte
   return is_aligned(pointer) && stride * element_bytes % 16 == 0;
 }
 
-// Throws on an activation that the kernels of an op do not have.
+// Throws if the kernels of an op do not have an activation.
 inline void check_activation(const char* op, Activation activation,
                              std::initializer_list<Activation> known) {
   if (std::find(known.begin(), known.end(), activation) != known.end()) return;
@@ -34,15 +34,16 @@ inline void check_activation(const char* op, Activation activation,
 
 // ---- Rows of x ----
 
-// Rows of x as the products with a weight take them: whole chunks of it, or blocks of a packed one.
+// Rows of x in the form that the products with a weight read: whole chunks of it, or blocks of a
+// packed one.
 struct RowForm {
   int64_t size;  // elements
   DType dtype;
-  // Of the weight: int8 where it has scales, packed where it has a table.
+  // The scale and table of the weight: a scale means int8, a table means packed.
   const float* scale;
   const int64_t* table;
 
-  // Elements in the workspace.
+  // Elements of a row in the workspace.
   int64_t padded_size() const {
     const int64_t chunk = table != nullptr           ? kBlockColumns
                           : scale != nullptr         ? kChunkSize<int8_t>
@@ -53,14 +54,14 @@ struct RowForm {
   int64_t padded_bytes() const { return padded_size() * size_of(dtype); }
 };
 
-// Whether the products cannot read x where it is.
+// Whether the products cannot read x in place.
 inline bool needs_rows(const RowForm& form, const void* x, int64_t stride,
                        const void* norm_weight) {
   return norm_weight != nullptr || !is_aligned(x, stride, size_of(form.dtype)) ||
          form.padded_size() != form.size;
 }
 
-// Makes rows of x ready in `out`, and points x there.
+// Makes rows of x ready in `out`, and sets x to them.
 template <typename T>
 void make_rows(const RowForm& form, int64_t num_rows, const void* norm_weight, float eps, void* out,
                const void*& x, int64_t& x_stride, Stream stream) {
@@ -86,22 +87,22 @@ void make_rows(const RowForm& form, int64_t num_rows, const void* norm_weight, f
 // Blocks that share a multiprocessor, with 16 or 32 rows to a warp.
 constexpr int skinny_blocks_per_multiprocessor(int m_tiles) { return m_tiles == 1 ? 2 : 1; }
 
-// Blocks that run at a time.
+// Blocks that run at the same time.
 inline int64_t resident_skinny_blocks(int m_tiles, int device) {
   return int64_t{skinny_blocks_per_multiprocessor(m_tiles)} *
          device_properties(device).num_multiprocessors;
 }
 
-// Stages that keep enough of the weight on its way with `num_blocks` blocks at work. More would
-// only take L1 cache from x.
+// Stages that keep enough of the weight in flight with `num_blocks` blocks at work. More stages
+// would only take L1 cache from x.
 inline int64_t wanted_stages(SkinnyPlan plan, int m_tiles, int64_t num_blocks, int device) {
-  const int64_t wanted_bytes = int64_t{tuning().ring_kib} * 1024;  // of each multiprocessor
+  const int64_t wanted_bytes = int64_t{tuning().ring_kib} * 1024;  // per multiprocessor
   plan.num_stages = 1;
   const int64_t bytes = num_blocks * skinny_ring_bytes(plan, m_tiles);
   return 1 + ceil_div(wanted_bytes * device_properties(device).num_multiprocessors, bytes);
 }
 
-// Stages that shared memory has room for beside the `other_bytes` of a block.
+// Stages that shared memory has room for in addition to a block's `other_bytes`.
 inline int64_t fitting_stages(SkinnyPlan plan, int m_tiles, int64_t other_bytes, int device) {
   plan.num_stages = 1;
   const int64_t block_bytes = static_cast<int64_t>(device_properties(device).max_shared_bytes) /
@@ -110,7 +111,7 @@ inline int64_t fitting_stages(SkinnyPlan plan, int m_tiles, int64_t other_bytes,
   return (block_bytes - other_bytes) / skinny_ring_bytes(plan, m_tiles);
 }
 
-// As many as are wanted, as far as they fit.
+// Sets the wanted number of stages, or as many as fit.
 inline void set_stages(SkinnyPlan& plan, int m_tiles, int64_t num_blocks, int64_t other_bytes,
                        int device) {
   const int64_t stages = std::min(wanted_stages(plan, m_tiles, num_blocks, device),
@@ -118,8 +119,8 @@ inline void set_stages(SkinnyPlan& plan, int m_tiles, int64_t num_blocks, int64_
   plan.num_stages = static_cast<int>(std::clamp<int64_t>(stages, 2, kSkinnyMaxStages));
 }
 
-// Warps that share 16 rows: as few as give each multiprocessor two blocks to run. From the shape of
-// the weight alone, so that a row's result does not depend on its batch.
+// Warps that share 16 rows: as few as give each multiprocessor two blocks to run. It depends only
+// on the shape of the weight, so that a row's result does not depend on its batch.
 inline int choose_slices(int64_t num_rows, int num_chunks, int device) {
   const int64_t wanted = 2 * int64_t{device_properties(device).num_multiprocessors};
   int slices = 1;
@@ -136,7 +137,7 @@ inline void set_slices(SkinnyPlan& plan, int slices) {
   plan.slices_shift = std::countr_zero(static_cast<unsigned>(slices));
 }
 
-// For a weight [.., row_size] of elements W. What depends on the op is still to be set.
+// The plan for a weight [.., row_size] of elements W. The op still sets its own fields.
 template <typename W>
 SkinnyPlan make_plan(const void* weight, int64_t weight_stride, int64_t row_size) {
   SkinnyPlan plan{};
@@ -148,24 +149,24 @@ SkinnyPlan make_plan(const void* weight, int64_t weight_stride, int64_t row_size
   return plan;
 }
 
-// body(number of 8-row tiles of x), as a constant: float32 has no matrix instructions, and takes 16
-// rows at most.
-template <typename T, int kMost, typename Body>
+// Calls body(number of 8-row tiles of x), with a constant: float32 has no matrix instructions, and
+// takes at most 16 rows.
+template <typename T, int kMax, typename Body>
 void dispatch_tokens(int64_t num_tokens, Body&& body) {
   if (num_tokens <= 8) return body(std::integral_constant<int, 1>{});
-  if constexpr (std::is_same_v<T, float> || kMost == 2) {
+  if constexpr (std::is_same_v<T, float> || kMax == 2) {
     body(std::integral_constant<int, 2>{});
   } else {
     if (num_tokens <= 16) return body(std::integral_constant<int, 2>{});
-    if constexpr (kMost > 4) {
-      if (num_tokens > 32) return body(std::integral_constant<int, kMost>{});
+    if constexpr (kMax > 4) {
+      if (num_tokens > 32) return body(std::integral_constant<int, kMax>{});
     }
     body(std::integral_constant<int, 4>{});
   }
 }
 
-// body(TypeTag<W>{}) for the elements of a weight that meets an x of type T: int8 where it has
-// scales, Panel where it has a table.
+// Calls body(TypeTag<W>{}) for the elements of a weight that is multiplied with an x of type T:
+// int8 with scales, Panel with a table.
 template <typename T, typename Body>
 void dispatch_weight(const float* scale, const int64_t* table, Body&& body) {
   if (table != nullptr) return body(TypeTag<Panel>{});
@@ -173,15 +174,15 @@ void dispatch_weight(const float* scale, const int64_t* table, Body&& body) {
   body(TypeTag<T>{});
 }
 
-// Rows of x of a product whose Params has x, norm_weight, in_features, weight_scale and
-// weight_table.
+// The form of the rows of x of a product whose Params has x, norm_weight, in_features, weight_scale
+// and weight_table.
 template <typename Params>
 RowForm row_form(const Params& params) {
   return {params.in_features, params.dtype, params.weight_scale, params.weight_table};
 }
 
-// Bytes of workspace of it: its rows, where they must be made ready, as a kernel ahead may have to
-// do.
+// Bytes of its workspace: the rows of x, where they must be made ready and an earlier kernel may
+// have to do so.
 template <typename Params>
 int64_t ready_rows_bytes(const Params& params) {
   const RowForm form = row_form(params);
@@ -190,9 +191,10 @@ int64_t ready_rows_bytes(const Params& params) {
              : 0;
 }
 
-// Whether the blocks of a product make its up to kMostSharedRows rows ready themselves: where the
-// rows leave the ring what it wants, or enough. Of more than a few rows two stages are: these are
-// 32 KiB under way to each multiprocessor, and a kernel ahead would cost more.
+// Whether the blocks of a product make its rows ready themselves, up to kMaxSharedRows: if shared
+// memory then still has room for the ring's wanted stages, or for a sufficient number. With more
+// than a few rows two stages suffice: they are 32 KiB in flight to each multiprocessor, and another
+// kernel would cost more.
 template <typename T, typename W>
 bool blocks_make_rows(const SkinnyPlan& plan, int64_t num_tokens, int m_tiles, int64_t num_blocks,
                       int64_t exchange_bytes, int device) {
@@ -203,10 +205,10 @@ bool blocks_make_rows(const SkinnyPlan& plan, int64_t num_tokens, int m_tiles, i
   return fitting_stages(plan, m_tiles, other_bytes, device) >= enough;
 }
 
-// start(params, plan, shared_bytes, makes_rows) with the stages of `num_blocks` blocks, and the
-// rows of x ready or, where makes_rows() is true, to be made ready by each block. Where they must
-// be and are not, a kernel ahead makes them in the workspace. A block has `own_bytes` of shared
-// memory more, between the exchange and the rows.
+// Calls start(params, plan, shared_bytes, makes_rows) with the stages for `num_blocks` blocks. The
+// rows of x are ready or, if makes_rows() is true, each block makes them ready. Otherwise an
+// earlier kernel makes them in the workspace if necessary. A block has `own_bytes` more shared
+// memory, between the exchange and the rows.
 template <typename T, typename W, int kNTiles, typename Params, typename Start>
 void with_ready_rows(Params params, SkinnyPlan plan, int m_tiles, int64_t num_blocks, Stream stream,
                      Start&& start, int64_t own_bytes = 0) {
@@ -221,7 +223,7 @@ void with_ready_rows(Params params, SkinnyPlan plan, int m_tiles, int64_t num_bl
   plan.early_weight = params.constant_weight;
   const RowForm form = row_form(params);
   if (needs_rows(form, params.x, params.x_stride, params.norm_weight)) {
-    if constexpr (8 * kNTiles <= kMostSharedRows<T, W>) {
+    if constexpr (8 * kNTiles <= kMaxSharedRows<T, W>) {
       if (blocks_make_rows<T, W>(plan, params.num_tokens, m_tiles, num_blocks, exchange_bytes,
                                  stream.device)) {
         plan.x_aligned = is_aligned(params.x, params.x_stride, sizeof(T));
@@ -233,20 +235,21 @@ void with_ready_rows(Params params, SkinnyPlan plan, int m_tiles, int64_t num_bl
     }
     make_rows<T>(form, params.num_tokens, params.norm_weight, params.eps, params.workspace,
                  params.x, params.x_stride, stream);
-    plan.early_weight = true;  // the kernel that makes rows has waited for whoever wrote the weight
+    plan.early_weight =
+        true;  // the kernel that makes rows has waited for the kernel that wrote the weight
   }
   start_with(exchange_bytes, std::false_type{});
 }
 
-// body(TypeTag<T>{}, TypeTag<W>{}, n_tiles) for a product's dtype, the elements of its weight and
-// its number of 8-row tiles of x.
-template <int kMostTiles = 8, typename Params, typename Body>
+// Calls body(TypeTag<T>{}, TypeTag<W>{}, n_tiles) for a product's dtype, the elements of its weight
+// and its number of 8-row tiles of x.
+template <int kMaxTiles = 8, typename Params, typename Body>
 void dispatch_product(const char* op, const Params& params, Body&& body) {
   dispatch_dtype(params.dtype, op, [&](auto tag) {
     using T = typename decltype(tag)::type;
     dispatch_weight<T>(params.weight_scale, params.weight_table, [&](auto weight_tag) {
-      dispatch_tokens<T, kMostTiles>(params.num_tokens,
-                                     [&](auto n_tiles) { body(tag, weight_tag, n_tiles); });
+      dispatch_tokens<T, kMaxTiles>(params.num_tokens,
+                                    [&](auto n_tiles) { body(tag, weight_tag, n_tiles); });
     });
   });
 }

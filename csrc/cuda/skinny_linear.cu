@@ -1,6 +1,6 @@
-// skinny_linear on CUDA: one pass over the weight for each group of tokens. Where rows of x must be
-// made ready, each block does so, or, of many rows, a kernel ahead. Heads are appended where they
-// are summed, or, of many rows and where they are normed, by a kernel behind.
+// skinny_linear on CUDA: one pass over the weight for each group of tokens. Rows of x that must be
+// made ready are made by each block or, if they are many, by an earlier kernel. Heads are appended
+// where they are summed or, if there are many rows or the heads are normed, by a later kernel.
 #include "eecore/skinny_append.cuh"
 #include "eecore/skinny_linear.cuh"
 #include "skinny_launch.cuh"
@@ -10,14 +10,14 @@ namespace {
 
 bool appends(const SkinnyLinearParams& params) { return params.append.slot_mapping != nullptr; }
 
-// Whether the product's blocks can append what they sum. A head's norm would need all of it in one
-// block, of which there would be fewer than multiprocessors. Rows of a packed weight that are read
-// together lie side by side, those that are rotated together do not.
+// Whether the product's blocks can append what they sum. A head's norm would need the whole head in
+// one block, and there would be fewer such blocks than multiprocessors. In a packed weight rows
+// that are read together are adjacent; rows that are rotated together are not.
 bool blocks_append(const SkinnyLinearParams& params) {
   const AppendKvParams& append = params.append;
   return params.weight_table == nullptr && !append.cache_format.is_float8 &&
-         params.num_tokens <= (params.dtype == DType::kFloat32 ? kMostAppendedRows<float>
-                                                               : kMostAppendedRows<BFloat16>) &&
+         params.num_tokens <= (params.dtype == DType::kFloat32 ? kMaxAppendedRows<float>
+                                                               : kMaxAppendedRows<BFloat16>) &&
          append.q_norm_weight == nullptr && append.k_norm_weight == nullptr &&
          HeadTiles::fit(append.head_dim, append.rotary_dim);
 }
@@ -29,7 +29,7 @@ void multiply(const SkinnyLinearParams& params, SkinnyPlan plan, Stream stream) 
       std::min<int64_t>(plan.num_tiles, resident_skinny_blocks(kMTiles, stream.device));
   const dim3 grid(static_cast<unsigned>(blocks),
                   static_cast<unsigned>(ceil_div(params.num_tokens, 8 * kNTiles)));
-  // What comes after heads reads more than constants before the wait.
+  // The kernel after one that appends heads reads more than constants before its wait.
   plan.early_trigger = params.constant_weight && !appends(params) && tuning().early_trigger;
   plan.early_places = params.append.constant_places && tuning().early_places;
   with_ready_rows<T, W, kNTiles>(
@@ -38,7 +38,7 @@ void multiply(const SkinnyLinearParams& params, SkinnyPlan plan, Stream stream) 
           auto makes_rows) {
         const LaunchShape shape = {grid, dim3(kSkinnyThreads), shared_bytes,
                                    Launch::kAfterPrevious};
-        if constexpr (8 * kNTiles <= kMostAppendedRows<T> && !kIsPacked<W>) {
+        if constexpr (8 * kNTiles <= kMaxAppendedRows<T> && !kIsPacked<W>) {
           if (appends(ready)) {
             const int64_t num_heads = ready.append.num_q_heads + 2 * ready.append.num_kv_heads;
             launch("skinny_linear", skinny_append_kernel<T, kMTiles, kNTiles, makes_rows(), W>,
@@ -53,7 +53,7 @@ void multiply(const SkinnyLinearParams& params, SkinnyPlan plan, Stream stream) 
       });
 }
 
-// Whether blocks with 16 * m_tiles rows to a warp would make rows of x ready.
+// Whether blocks with 16 * m_tiles rows per warp would make rows of x ready.
 template <typename T, typename W>
 bool would_make_rows(const SkinnyLinearParams& params, const SkinnyPlan& plan, int m_tiles,
                      int device) {
@@ -63,9 +63,9 @@ bool would_make_rows(const SkinnyLinearParams& params, const SkinnyPlan& plan, i
   return blocks_make_rows<T, W>(plan, params.num_tokens, m_tiles, blocks, exchange_bytes, device);
 }
 
-// With 32 rows to a warp x is read half as often as with 16: where that leaves a multiprocessor
-// without a block, it pays only for rows of x that one block of a multiprocessor has room for, and
-// two do not.
+// With 32 rows per warp x is read half as often as with 16. Where a multiprocessor would then have
+// no block, that pays only for rows of x that fit if one block runs on a multiprocessor, but not if
+// two do.
 template <typename T, typename W, int kNTiles>
 void multiply(const SkinnyLinearParams& params, Stream stream) {
   SkinnyPlan plan = make_plan<W>(params.weight, params.weight_stride, params.in_features);
@@ -73,10 +73,10 @@ void multiply(const SkinnyLinearParams& params, Stream stream) {
   const int64_t wide_tiles = ceil_div(params.out_features, skinny_tile_rows(plan, 2));
   const bool fills_device =
       10 * wide_tiles >= 9 * int64_t{device_properties(stream.device).num_multiprocessors};
-  // Of many float32 tokens there are registers enough only where a block is alone.
+  // With many float32 tokens there are enough registers only for one block at a time.
   constexpr bool kIsWide = std::is_same_v<T, float> && kNTiles == 2;
   bool has_room = false;
-  if constexpr (kNTiles > 1 && 8 * kNTiles <= kMostSharedRows<T, W>) {
+  if constexpr (kNTiles > 1 && 8 * kNTiles <= kMaxSharedRows<T, W>) {
     has_room = needs_rows(row_form(params), params.x, params.x_stride, params.norm_weight) &&
                !would_make_rows<T, W>(params, plan, 1, stream.device) &&
                would_make_rows<T, W>(params, plan, 2, stream.device);
@@ -95,13 +95,13 @@ void run_skinny_linear(const SkinnyLinearParams& params, Stream stream) {
   check_activation("skinny_linear", params.activation, {Activation::kNone, Activation::kRelu});
   if (params.num_tokens == 0 || params.out_features == 0) return;
   SkinnyLinearParams product = params;
-  const bool is_behind = appends(params) && !blocks_append(params);
-  if (is_behind) product.append = {};
+  const bool appends_later = appends(params) && !blocks_append(params);
+  if (appends_later) product.append = {};
   dispatch_product("skinny_linear", product, [&](auto tag, auto weight_tag, auto n_tiles) {
     using T = typename decltype(tag)::type;
     multiply<T, typename decltype(weight_tag)::type, n_tiles()>(product, stream);
   });
-  if (is_behind) run_append_kv(params.append, stream);
+  if (appends_later) run_append_kv(params.append, stream);
 }
 
 }  // namespace eecore::cuda

@@ -1,4 +1,4 @@
-// speculative_accept on CUDA: a warp for each greedy sequence, a block for each that samples.
+// speculative_accept on CUDA: one warp per greedy sequence, one block per sequence that samples.
 #include "dispatch.h"
 #include "eecore/speculative_accept.cuh"
 #include "launch.cuh"

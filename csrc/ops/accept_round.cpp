@@ -1,5 +1,5 @@
-// accept_round: the accepted prefix of each row's drafts, greedy or sampled, and where its text
-// goes on.
+// accept_round: the accepted prefix of each row's drafts, greedy or sampled, and where the row's
+// text continues.
 #include "backend.h"
 #include "index_checks.h"
 
@@ -9,7 +9,7 @@ namespace {
 using OptionalTensor = std::optional<Tensor>;
 
 #ifndef EECORE_BACKEND_CUDA
-// What the kernel uses as an index or a probability, checked before anything is written.
+// Checks the values that the kernel uses as indices or probabilities, before anything is written.
 void check_values(const Checker& check, const AcceptRoundParams& params, int64_t max_tokens) {
   if (!holds_values()) return;
   const int64_t num_rows = params.num_rows;

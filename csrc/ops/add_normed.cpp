@@ -1,4 +1,4 @@
-// add_normed: what a sublayer gives, normed, onto the residual stream.
+// add_normed: adds a sublayer's normed output to the residual stream.
 #include "backend.h"
 
 namespace eecore {

@@ -1,4 +1,5 @@
-// append_drafts: a drafted token of each active row that drafts, and what its next one starts from.
+// append_drafts: appends one drafted token to each active row that drafts, and sets up its next
+// step.
 #include "backend.h"
 #include "condition_argument.h"
 #include "index_checks.h"
@@ -20,7 +21,8 @@ void append_drafts(const std::optional<Tensor>& hidden, const Tensor& token,
   const int64_t num_steps = check["num_steps"];
   check.bind("num_steps + 1", num_steps + 1);
   const bool keeps = check(hidden, "hidden", Accept::kModel, {"num_active", "hidden_size"}, 1);
-  check.require(keeps == states.has_value(), "states: expected with hidden alone, got ",
+  check.require(keeps == states.has_value(),
+                "states: expected if and only if hidden is given, got ",
                 keeps ? "none with it" : "some without it");
   check.written(states, "states", Accept::kModel, {"num_rows", "num_steps + 1", "hidden_size"}, 1);
   check(thresholds, "thresholds", Accept::kFloat32, {"num_rows"});

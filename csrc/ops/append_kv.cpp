@@ -1,4 +1,4 @@
-// append_kv: new keys and values to their cache slots, head norms and rotary embedding fused.
+// append_kv: writes new keys and values to their cache slots, with head norms and rotary embedding.
 #include "append_arguments.h"
 #include "backend.h"
 

@@ -1,4 +1,4 @@
-// begin_round: where each row of a round of self-speculation starts, and how far it may draft.
+// begin_round: the start of each row in a round of self-speculation, and how far the row may draft.
 #include "backend.h"
 #include "condition_argument.h"
 #include "index_checks.h"
@@ -35,7 +35,7 @@ void begin_round(const Tensor& token_ids, const Tensor& start, const Tensor& tok
                 given, " of them");
   const bool has_drafts = check(drafts, "drafts", Accept::kInt64, {"num_rows", "num_steps"});
   check.require(check(num_given, "num_given", Accept::kInt64, {"num_rows"}) == has_drafts,
-                "drafts: expected them with num_given, or neither, got one");
+                "drafts: expected both drafts and num_given, or neither, got one");
   const int ahead =
       check(ahead_tokens, "ahead_tokens", Accept::kInt64, {"num_ended", "ahead_steps + 1"}) +
       check(ahead_probabilities, "ahead_probabilities", Accept::kFloat32,

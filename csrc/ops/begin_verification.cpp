@@ -1,4 +1,4 @@
-// begin_verification: the ragged rows that the full model verifies a round with.
+// begin_verification: the ragged rows with which the full model verifies a round.
 #include "backend.h"
 #include "index_checks.h"
 

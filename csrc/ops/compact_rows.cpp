@@ -1,4 +1,4 @@
-// compact_rows: active rows that stay move up to where others leave.
+// compact_rows: moves the active rows that stay up into the places of rows that exit.
 #include "backend.h"
 #include "index_checks.h"
 

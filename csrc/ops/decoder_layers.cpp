@@ -1,4 +1,4 @@
-// decoder_layers: a stretch of a decoder's layers in one call.
+// decoder_layers: consecutive layers of a decoder in one call.
 #include <algorithm>
 
 #include "activation_name.h"
@@ -26,7 +26,7 @@ struct MatrixTensors {
         name##_scale, name##_table \
   }
 
-// Sizes are bound by name, or are numbers.
+// Sizes are given by name, to be bound, or as numbers.
 StackedLinear check_matrix(Checker& check, const MatrixTensors& matrix, Dim out_features,
                            Dim in_features) {
   const Tensor& weight = matrix.weight;
@@ -56,8 +56,8 @@ StackedLinear check_matrix(Checker& check, const MatrixTensors& matrix, Dim out_
   return stacked;
 }
 
-// Whether a norm's weights are of all heads' features at once; else they are of a head, or not
-// there.
+// Whether a norm's weights cover the features of all heads; else they cover one head, or are
+// absent.
 bool check_layers_norm(Checker& check, const std::optional<Tensor>& weight, const char* name,
                        int64_t all_features) {
   const bool is_of_all = weight && weight->dim() == 2 && weight->size(1) == all_features &&
@@ -67,7 +67,7 @@ bool check_layers_norm(Checker& check, const std::optional<Tensor>& weight, cons
   return is_of_all;
 }
 
-// The widest window of the layers that attend: the keys that must be there. 0: all.
+// The widest window of the layers that attend: the number of keys that must exist. 0: all.
 int64_t widest_window(const Checker& check, const DecoderLayersParams& params) {
   if (params.sliding_window == nullptr || !holds_values()) return 0;
   int64_t widest = 1;
@@ -95,15 +95,15 @@ int64_t weight_bytes(const DecoderLayersParams& params) {
   return (params.end_layer - params.begin_layer) * bytes;
 }
 
-// The attention over an encoder's keys and values. All are there or none is, but for biases and
-// what they are stored in.
+// The tensors of attention over an encoder's keys and values. All or none are given, except for
+// biases, scales and tables.
 struct CrossTensors {
   const std::optional<Tensor>&norm, &q_weight, &q_bias, &q_scale, &q_table;
   const std::optional<Tensor>&o_weight, &o_bias, &o_scale, &o_table;
   const std::optional<Tensor>&page_table, &seq_lens;
 };
 
-// Called once the params of the self attention are complete; the check has bound all sizes but one.
+// Called when the params of the self attention are complete; the check has bound all sizes but one.
 void set_cross_attention(Checker& check, const CrossTensors& cross, DecoderLayersParams& params) {
   const auto belongs = [&](const std::optional<Tensor>& tensor, const char* name, bool needed) {
     const bool wanted = cross.norm.has_value();
@@ -330,7 +330,7 @@ void decoder_layers(
 
   if (Tape* tape = Tape::recording())
     return tape->add("decoder_layers", &cpu::run_decoder_layers, params);
-  // As many threads as have enough to read to be worth waking.
+  // As many threads as have enough bytes to read to be worth waking.
   cpu::Parallel pool = torch_parallel();
   const int64_t most = std::max<int64_t>(weight_bytes(params) / pool.bytes_per_range, 1);
   pool.num_threads = static_cast<int>(std::min<int64_t>(pool.num_threads, most));

@@ -1,4 +1,4 @@
-// embed_tokens: rows of an embedding table, by tokens that are given or that a step before made.
+// embed_tokens: rows of an embedding table, by tokens that are given or that an earlier step made.
 #include "backend.h"
 #include "index_checks.h"
 #include "packed_check.h"

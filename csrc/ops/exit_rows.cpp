@@ -1,4 +1,4 @@
-// exit_rows: rows measured after a layer, those that leave there, what they leave with, and what
+// exit_rows: measures rows after a layer, lets rows exit there, keeps what they need later, and
 // masks them from then on.
 #include "backend.h"
 #include "condition_argument.h"
@@ -8,7 +8,7 @@
 namespace eecore {
 namespace {
 
-// What the rows are measured with before they leave, if they are here: one of the three at most.
+// How the rows are measured before they exit, if they are measured here: at most one of the three.
 struct Measure {
   std::optional<ExitConfidenceSoftmaxParams> softmax;
   std::optional<ExitConfidenceCosineParams> cosine;
@@ -17,7 +17,7 @@ struct Measure {
   bool is_there() const { return softmax || cosine || mlp; }
 };
 
-// Measures the rows of `hidden`, and lets them leave.
+// Measures the rows of `hidden`, and lets them exit.
 void run(Measure measure, const ExitRowsParams& params, const Tensor& hidden) {
   if (measure.softmax) {
     measure.softmax->leave = params;
@@ -118,7 +118,7 @@ void exit_rows(const Tensor& hidden, int64_t layer, std::optional<Tensor> confid
   check.require(!cumulative || (has_confidence && head == 0),
                 "cumulative: expected False without a confidence or with a head, got True");
   check.require(!condition.has_value() || decide,
-                "condition: expected None where nobody leaves, got one");
+                "condition: expected None with decide=False, got one");
 
   const int64_t element = size_of(check.dtype());
   ExitRowsParams params{};

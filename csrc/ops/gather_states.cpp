@@ -1,4 +1,5 @@
-// gather_states: the states of a verification's ragged rows, from those kept while drafting.
+// gather_states: the states of a verification's ragged rows, gathered from those kept while
+// drafting.
 #include "backend.h"
 #include "index_checks.h"
 
@@ -6,7 +7,7 @@ namespace eecore {
 namespace {
 
 #ifndef EECORE_BACKEND_CUDA
-// No sequence may have more rows than states, nor reach behind the last row.
+// No sequence may have more rows than states, or reach past the last row.
 void check_starts(const Checker& check, const GatherStatesParams& params, int64_t width) {
   if (!holds_values()) return;
   const int32_t* starts = params.query_start_loc;

@@ -1,4 +1,5 @@
-// pack_weight: a weight in a file's blocks into the panels that the products read.
+// pack_weight: packs a weight from the blocks of a GGUF file into the panels that the products
+// read.
 #include "backend.h"
 #include "packed_check.h"
 

@@ -69,7 +69,7 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   params.out_head_stride = out.stride(1);
   params.k_cache_strides = check.cache_strides(k_cache, "k_cache");
   params.v_cache_strides = check.cache_strides(v_cache, "v_cache");
-  // A window of all the keys that there is room for is none.
+  // A window of all the keys that there is room for has no effect.
   const int64_t most_keys = check["max_pages_per_seq"] * check["page_size"];
   params.sliding_window = sliding_window < most_keys ? sliding_window : 0;
   params.fixed_split_size = fixed_split_size;

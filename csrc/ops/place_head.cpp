@@ -1,4 +1,4 @@
-// place_head: what the head gives of some rows, put to where all rows have theirs.
+// place_head: copies what the head gives for some rows to the outputs of all rows.
 #include "backend.h"
 #include "index_checks.h"
 #include "measure_arguments.h"
@@ -18,7 +18,7 @@ void place_head(Tensor confidence, Tensor token, Tensor logsumexp, Tensor top_lo
                 double soft_cap) {
   Checker check("place_head");
   check.require(hidden.has_value() == lm_head.has_value(),
-                "hidden: expected it with lm_head, or neither, got one");
+                "hidden: expected both hidden and lm_head, or neither, got one");
   require_head(check, lm_head, {&norm_weight, &lm_head_scale, &lm_head_table});
   std::optional<ExitConfidenceSoftmaxParams> measure;
   if (hidden.has_value()) {

@@ -1,4 +1,4 @@
-// quantise_weight: a weight in floats into a file's blocks.
+// quantise_weight: converts a weight of floats into the blocks of a GGUF file.
 #include "backend.h"
 #include "packed_check.h"
 

@@ -7,7 +7,7 @@ namespace eecore {
 namespace {
 
 constexpr int64_t kMaxVocabSize = 1 << 30;  // ids, rounded up, are int32 in the kernels
-constexpr int64_t kMostCounted = 1 << 29;   // counts, with those of a round, are 30 bits
+constexpr int64_t kMaxCounted = 1 << 29;    // counts, including those of a round, have 30 bits
 
 using OptionalTensor = std::optional<Tensor>;
 
@@ -58,8 +58,8 @@ void sample_tokens(const Tensor& logits, const Tensor& temperature, const Tensor
   check.require(bias_ids.has_value() == bias.has_value(),
                 "bias_ids: expected both of bias_ids and bias, or none, got one of them");
   if (generated.has_value()) {
-    check.require(check["num_generated"] < kMostCounted, "generated: expected num_generated < ",
-                  kMostCounted, ", got ", check["num_generated"]);
+    check.require(check["num_generated"] < kMaxCounted, "generated: expected num_generated < ",
+                  kMaxCounted, ", got ", check["num_generated"]);
   }
   if (allowed.has_value()) {
     check.require(check["num_words"] == (check["vocab_size"] + 31) / 32,

@@ -1,4 +1,4 @@
-// select_rows: the active rows that a part of a program is for, their states side by side.
+// select_rows: selects the active rows that a part of a program is for, and packs their states.
 #include "backend.h"
 #include "index_checks.h"
 

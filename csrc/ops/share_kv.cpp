@@ -1,4 +1,4 @@
-// share_kv: keys and values of a looped model's skipped layers, copied from those of another loop.
+// share_kv: copies keys and values of a looped model's skipped layers from those of another loop.
 #include "backend.h"
 #include "index_checks.h"
 

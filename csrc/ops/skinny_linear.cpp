@@ -1,4 +1,5 @@
-// skinny_linear: norm, linear layer, activation and residual, or heads that go on to append_kv.
+// skinny_linear: norm, linear layer, activation and residual, or heads that are appended to a
+// cache.
 #include "activation_name.h"
 #include "append_arguments.h"
 #include "backend.h"
@@ -7,7 +8,8 @@
 namespace eecore {
 namespace {
 
-// Of heads of q, k and v that lie side by side in the rows of `out`, which has been checked.
+// The params for heads of q, k and v that are adjacent in the rows of `out`, which has been
+// checked.
 AppendKvParams append_params_of_rows(Checker& check, const AppendTensors& tensors,
                                      const Tensor& out) {
   const int64_t size = check["out_features"];

@@ -8,7 +8,8 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// Exactly one of the two argument sets, whole; returns whether it is the greedy one.
+// Requires exactly one of the two sets of arguments, complete; returns whether it is the greedy
+// one.
 bool is_greedy(const Checker& check, const OptionalTensor& target_tokens,
                const OptionalTensor& draft_probs, const OptionalTensor& target_probs,
                const OptionalTensor& uniform) {
@@ -26,7 +27,7 @@ bool is_greedy(const Checker& check, const OptionalTensor& target_tokens,
 }
 
 #ifndef EECORE_BACKEND_CUDA
-// What the kernel uses as an index or a probability, checked before anything is written.
+// Checks the values that the kernel uses as indices or probabilities, before anything is written.
 void check_values(const Checker& check, const SpeculativeAcceptParams& params) {
   if (!holds_values()) return;
   const int32_t* start = params.draft_start_loc;

@@ -1,4 +1,4 @@
-// Which drafts stand, and the token after them. speculative_accept and accept_round share it.
+// Which drafts are accepted, and the token after them; for speculative_accept and accept_round.
 #pragma once
 
 #include "eecore/draw.cuh"
@@ -7,7 +7,7 @@
 
 namespace eecore::cuda {
 
-// The number of drafts before the first of which `accepts(draft)` is false, in every lane.
+// The number of drafts before the first one that `accepts(draft)` rejects, in every lane.
 template <typename Accepts>
 __device__ __forceinline__ int64_t accepted_prefix(int64_t num_drafts, int lane, Accepts accepts) {
   for (int64_t first = 0; first < num_drafts; first += 32) {
@@ -18,10 +18,10 @@ __device__ __forceinline__ int64_t accepted_prefix(int64_t num_drafts, int lane,
   return num_drafts;
 }
 
-// Whether a draft stands, at u in [0, 1), of distributions q [vocab_size] that it was drawn from
-// and p [vocab_size] of the target. An id outside the vocabulary does not.
-__device__ __forceinline__ bool stands(int64_t token, const float* q, const float* p,
-                                       int64_t vocab_size, float u) {
+// Whether a draft is accepted, given u in [0, 1), the distribution q [vocab_size] that it was drawn
+// from and the target's p [vocab_size]. An id outside the vocabulary is rejected.
+__device__ __forceinline__ bool accepts_draft(int64_t token, const float* q, const float* p,
+                                              int64_t vocab_size, float u) {
   // u * q(x) < p(x) is u < p(x) / q(x) without the division; the products are exact in double.
   return token >= 0 && token < vocab_size &&
          static_cast<double>(u) * static_cast<double>(q[token]) < static_cast<double>(p[token]);
@@ -45,8 +45,8 @@ struct DrawWeights {
         q_aligned(reinterpret_cast<uintptr_t>(q) % 16 == 0),
         aligned(p_aligned && (q == nullptr || q_aligned)) {}
 
-  // Of the tokens from `token` on; those from `end` on weigh nothing. kWhole: all exist, and p and
-  // q are aligned.
+  // Loads the weights of the tokens from `token` on; tokens from `end` on have weight 0. kWhole:
+  // all tokens exist, and p and q are aligned.
   template <bool kWhole>
   __device__ __forceinline__ void load(int64_t token, int64_t end, double (&weights)[kSize]) const {
     const auto pack = [&](const float* row, bool aligned) {
@@ -64,8 +64,8 @@ struct DrawWeights {
   }
 };
 
-// Draws the token behind the drafts that stand: from the positive part of p - q where q is there,
-// the one that does not, and from p else, or where p and q are equal up to rounding.
+// Draws the token after the accepted drafts: from the positive part of p - q where q is given, the
+// distribution of the rejected draft; from p otherwise, or where p and q are equal up to rounding.
 template <int kThreads>
 __device__ __forceinline__ int64_t draw_next(const float* p, const float* q, int64_t vocab_size,
                                              float u) {

@@ -1,4 +1,4 @@
-// accept_mask: one block; the survivors' order and the flag need no second pass.
+// accept_mask: one block, so the survivors' order and the flag need no second pass.
 #pragma once
 
 #include "eecore/accept_rows.cuh"

@@ -1,5 +1,5 @@
-// accept_round: a block for each row; the whole of it draws where a row's sampled draft does not
-// stand.
+// accept_round: one block per row; the whole block draws where a sampled draft of the row is
+// rejected.
 #pragma once
 
 #include "eecore/accept_drafts.cuh"
@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kThreads) accept_round_kernel(AcceptRoundParam
   const int64_t row = blockIdx.x;
   const int lane = threadIdx.x % 32;
   const int64_t* tokens = params.tokens + row * (params.num_steps + 1);
-  // Without a round it stays where it is.
+  // Without a round the row stays where it is.
   int64_t accepted = 0, emitted = 0, token = tokens[0], last = 0;
   if (params.most[row] >= 0) {
     const int64_t* drafts = tokens + 1;
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads) accept_round_kernel(AcceptRoundParam
       const float* uniform = params.uniform + 2 * first;
       accepted = accepted_prefix(num_drafts, lane, [&](int64_t draft) {
         const int64_t at = draft * vocab_size;
-        return stands(drafts[draft], q + at, p + at, vocab_size, uniform[2 * draft]);
+        return accepts_draft(drafts[draft], q + at, p + at, vocab_size, uniform[2 * draft]);
       });
       const int64_t at = accepted * vocab_size;
       token = accepted < num_drafts

@@ -1,5 +1,6 @@
 // Sticky acceptance by one block, which walks a batch's rows in chunks of its size; survivors keep
-// their order. accept_mask is this alone; kernels that measure confidences may end with it.
+// their order. accept_mask consists of this alone; kernels that measure confidences may end with
+// it.
 #pragma once
 
 #include "eecore/params.h"
@@ -8,7 +9,7 @@
 namespace eecore::cuda {
 
 // Accepts the rows of the whole batch. All threads of the one block call it, which are whole warps;
-// what they wrote before is theirs to order.
+// the caller orders what they wrote before.
 __device__ __forceinline__ void accept_rows(const AcceptMaskParams& params) {
   constexpr int kMaxWarps = 32;
   EECORE_SHARED(int, survivors_per_warp, kMaxWarps);
@@ -23,7 +24,7 @@ __device__ __forceinline__ void accept_rows(const AcceptMaskParams& params) {
     const int64_t row = first_row + threadIdx.x;
     bool survives = false;
     if (row < params.num_seqs) {
-      // False for NaN on either side; a threshold of 1 is the promise never to exit early.
+      // False for NaN on either side; at a threshold of 1 a row never exits early.
       const float threshold = params.thresholds[row];
       const bool confident = threshold < 1.0f && params.confidence[row] >= threshold;
       bool accepted = params.status[row] != 0;
@@ -46,10 +47,10 @@ __device__ __forceinline__ void accept_rows(const AcceptMaskParams& params) {
       num_survivors += survivors_per_warp[other];
     }
     if (survives) params.survivors[before + rank_in_warp] = static_cast<int32_t>(row);
-    __syncthreads();  // the counts are read by all before the next chunk writes them
+    __syncthreads();  // all threads read the counts before the next chunk writes them
   }
 
-  // Filler behind the list, count and flag.
+  // Fills up the list after the survivors, and writes the count and the flag.
   for (int64_t i = num_survivors + threadIdx.x; i < params.num_seqs; i += num_threads) {
     params.survivors[i] = -1;
   }

@@ -1,4 +1,4 @@
-// add_normed: a block for each row, which is read twice, the second time from the cache.
+// add_normed: one block per row, which reads the row twice, the second time from the cache.
 #pragma once
 
 #include "eecore/params.h"
@@ -6,12 +6,12 @@
 
 namespace eecore::cuda {
 
-// Which of the tensors' rows allow 16-byte accesses.
+// Which of the tensors allow 16-byte accesses to their rows.
 struct AlignedRows {
   bool x, norm_weight, residual, out;
 };
 
-// Grid: num_tokens. Rounded as a model rounds: the norm, its multiple, and the sum.
+// Grid: num_tokens. Rounds as a model rounds: the norm, its multiple, and the sum.
 template <typename T>
 __global__ void __launch_bounds__(kRmsNormThreads)
     add_normed_kernel(AddNormedParams params, AlignedRows aligned) {

@@ -1,5 +1,5 @@
-// append_drafts: one block decides for all rows, as somebody has to know whether any goes on; the
-// others copy states, of which those of rows that draft no more are not looked at again.
+// append_drafts: one block decides for all rows, because it also finds out whether any row drafts
+// on; the other blocks copy states. States copied for rows that draft no more are never read.
 #pragma once
 
 #include "eecore/copy_row.cuh"
@@ -11,7 +11,7 @@ namespace eecore::cuda {
 
 constexpr int kAppendDraftsThreads = 128;
 
-// Takes over the draft of an active row; returns whether it drafts another.
+// Appends the draft of an active row; returns whether the row drafts another.
 __device__ __forceinline__ bool append_draft(const AppendDraftsParams& params, int64_t i) {
   const int64_t row = params.row[i];
   if (params.done[row] != 0) return false;

@@ -12,13 +12,14 @@ namespace eecore::cuda {
 
 constexpr int kAppendKvThreads = 128;
 
-// How a head is cut into items, each two packs that one lane holds. The packs of a rotary item are
-// rotary_dim / 2 elements apart; behind them come the elements that are not rotated, in two halves.
+// How a head is cut into items of two packs each, which one lane holds. The packs of a rotary item
+// are rotary_dim / 2 elements apart; after them come the elements that are not rotated, in two
+// halves.
 struct HeadItems {
   int head_dim;
   int half;       // of rotary_dim
   int num_pairs;  // rotary items
-  int rest_half;  // elements from one pack of the other items to the other
+  int rest_half;  // elements between the two packs of an item that is not rotated
 
   template <typename T>
   __host__ __device__ static HeadItems of(int64_t head_dim, int64_t rotary_dim) {
@@ -68,19 +69,19 @@ __device__ __forceinline__ bool is_aligned16(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % 16 == 0;
 }
 
-// A thread's head, and its place among the lanes that hold it.
+// The head of a thread, and the thread's place among the lanes that hold the head.
 struct AppendLane {
   int64_t head;  // of q, then of k, then of v
   int lane, num_lanes;
 };
 
-// 1 / rms of all heads of a token at once; below 0: each head has its own.
+// 1 / rms over all heads of a token; below 0: each head has its own.
 struct HeadScales {
   float q, k;
 };
 
-// A token's heads. The lanes of a head are a power of two of at most 32, which hold it in kItems
-// items each. C: what the caches hold, T or float8.
+// Appends a token's heads. A head is held by a power of two of at most 32 lanes, kItems items each.
+// C: the element type of the caches, T or float8.
 template <typename T, int kItems, typename C>
 __device__ __forceinline__ void append_heads(const AppendKvParams& params, const HeadItems& items,
                                              int64_t token, const AppendLane& at,
@@ -88,7 +89,7 @@ __device__ __forceinline__ void append_heads(const AppendKvParams& params, const
   constexpr int kSize = Pack<T>::kSize;
   constexpr bool kNarrows = !std::is_same_v<T, C>;
 
-  // This thread's head: where it is, where it goes and what is done to it on the way.
+  // This thread's head: where it is read, where it is written and what is applied to it.
   const int64_t slot = params.slot_mapping[token];
   const float* cos_sin = params.rotary_dim > 0
                              ? params.cos_sin + params.positions[token] * params.rotary_dim
@@ -96,12 +97,12 @@ __device__ __forceinline__ void append_heads(const AppendKvParams& params, const
   const int64_t q_head = at.head;
   const int64_t k_head = q_head - params.num_q_heads;
   const int64_t v_head = k_head - params.num_kv_heads;
-  const T* in = nullptr;  // stays null where there is no head, or nothing to do with it
+  const T* in = nullptr;  // stays null where there is no head or nothing to do for it
   T* out = nullptr;
-  Float8* narrow_out = nullptr;  // where float8 goes instead
+  Float8* narrow_out = nullptr;  // the destination instead, for float8
   float factor = 1.0f;
   const T* weight = nullptr;
-  float scale = -1.0f;  // 1 / rms of all heads, where they are normed at once
+  float scale = -1.0f;  // 1 / rms over all heads, where they are normed at once
   if (k_head < 0) {
     weight = static_cast<const T*>(params.q_norm_weight);
     if (params.norms_all_q) weight += q_head * params.head_dim;
@@ -147,7 +148,7 @@ __device__ __forceinline__ void append_heads(const AppendKvParams& params, const
   const bool weight_aligned = is_whole && is_aligned16(weight);
   const bool cos_sin_aligned = is_whole && is_aligned16(cos_sin);
 
-  // The head, and all that it is multiplied with, in registers.
+  // The head, and all factors of its elements, in registers.
   constexpr int kQuads = kSize / Pack<float>::kSize;
   HeadItem item[kItems];
   Pack<T> first[kItems], second[kItems], first_weight[kItems], second_weight[kItems];
@@ -177,7 +178,7 @@ __device__ __forceinline__ void append_heads(const AppendKvParams& params, const
     }
   }
 
-  // 1 / rms of the head. Every lane of the warp takes part, whatever its own head asks for.
+  // 1 / rms of the head. Every lane of the warp takes part, also lanes whose head has no norm.
   if (params.q_norm_weight != nullptr || params.k_norm_weight != nullptr) {
     float squares = 0.0f;
 #pragma unroll
@@ -196,7 +197,7 @@ __device__ __forceinline__ void append_heads(const AppendKvParams& params, const
     if (scale < 0.0f) scale = of_head;
   }
 
-  // Norm, rotary, and out; what needs neither goes bit by bit.
+  // Norm, rotary and store; a head with neither is copied bit by bit.
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     if (weight != nullptr || item[i].is_rotary || (kNarrows && narrow_out != nullptr)) {
@@ -259,7 +260,7 @@ __global__ void __launch_bounds__(kAppendKvThreads)
   append_some_heads<T, kItems, Float8>(params, items);
 }
 
-// 1 / rms of num_heads heads at once, head_stride apart. All threads of the block call it.
+// 1 / rms over num_heads heads, head_stride apart. All threads of the block call it.
 template <typename T>
 __device__ __forceinline__ float inverse_rms_of_heads(const T* heads, int64_t num_heads,
                                                       int64_t head_stride, int head_dim,
@@ -274,7 +275,7 @@ __device__ __forceinline__ float inverse_rms_of_heads(const T* heads, int64_t nu
   return rsqrtf(squares / static_cast<float>(size) + eps);
 }
 
-// Where all heads of a token are normed at once one block has them all. Grid: num_tokens. Block:
+// For norms over all heads of a token: one block has all of them. Grid: num_tokens. Block:
 // kAppendKvThreads, num_lanes of which hold a head.
 template <typename T, int kItems, typename C>
 __global__ void __launch_bounds__(kAppendKvThreads, 1)

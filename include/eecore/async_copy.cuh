@@ -1,14 +1,14 @@
-// Waits of a ring in shared memory whose number of stages is known at run time.
+// Waits for a ring of copies in shared memory whose number of stages is known only at run time.
 #pragma once
 
 #include "eecore/ptx.cuh"
 
 namespace eecore::cuda {
 
-constexpr int kMostPendingCopies = 4;
+constexpr int kMaxPendingCopies = 4;
 
-// Waits until at most `pending` (0 to kMostPendingCopies) of this thread's newest groups of copies
-// are under way.
+// Waits until at most `pending` (0 to kMaxPendingCopies) of this thread's newest groups of copies
+// are in flight.
 __device__ __forceinline__ void cp_async_wait_all_but(int pending) {
   switch (pending) {
     case 0:
@@ -20,7 +20,7 @@ __device__ __forceinline__ void cp_async_wait_all_but(int pending) {
     case 3:
       return cp_async_wait<3>();
     default:
-      return cp_async_wait<kMostPendingCopies>();
+      return cp_async_wait<kMaxPendingCopies>();
   }
 }
 

@@ -1,9 +1,9 @@
 // Rows of queries in the registers of a warp, and their online softmax in base 2 over the keys that
 // lie in shared memory: 16-bit elements on the tensor cores, float32 on the CUDA cores.
 //
-// What is not a number comes out as of softmax(q k) v: in the whole row where it is in the query or
-// in a key that the row sees, in its column where in a value. A weight of 0 does not undo a value
-// of NaN, so where rows see different keys such values are added row by row.
+// NaN and infinity come out as in softmax(q k) v: they fill the whole row where the query or a key
+// that the row sees has them, and a column where a value has them. A weight of 0 does not cancel a
+// value of NaN, so where rows see different keys such values are added row by row.
 #pragma once
 
 #include "eecore/attention_tile.cuh"
@@ -11,9 +11,9 @@
 
 namespace eecore::cuda {
 
-// What a row gives a key before the softmax, in base 2: the one place where a bias joins. It is
-// rounded before anything is taken from it, so that steps with masked keys and steps without come
-// to the same scores.
+// The score of a key before the softmax, in base 2; the only place where a bias is added. The score
+// is rounded before anything is subtracted from it, so that steps with and without masked keys have
+// the same scores.
 __device__ __forceinline__ float attention_score(float dot, float scale) {
   return __fmul_rn(dot, scale);
 }
@@ -24,7 +24,7 @@ __device__ __forceinline__ float attention_score(float dot, float scale, float b
   return fmaf(dot, scale, bias);
 }
 
-// What the products of queries and keys are multiplied by: of float8 another one for each key head.
+// The factor of the products of queries and keys; in float8 each key head has its own.
 template <bool kOfHead>
 struct ScoreScale {
   __device__ __forceinline__ ScoreScale(const AttentionPlan& plan, float key_scale)
@@ -74,9 +74,9 @@ class TensorCoreRows {
     last_position_ = position(first_row + Sizes::kWarpRows - 1);
   }
 
-  // The queries, by way of shared memory of this warp; `offset` is where the row lane % 16 lies.
-  // The columns without room in registers stay in `rest`. Where they are aligned a batch of loads
-  // is on its way before the first of them is waited for.
+  // Loads the queries through this warp's shared memory; `offset` is where row lane % 16 starts.
+  // Columns that do not fit in registers stay in `rest`. Where the queries are aligned, a batch of
+  // loads is in flight before the first one is waited for.
   __device__ __forceinline__ void load_queries(const T* q, int64_t offset, int64_t head_dim,
                                                bool aligned, Shared<T> shared, Shared<T> rest) {
     constexpr int kTurns = Sizes::kWarpRows * Sizes::kPieces / 32;
@@ -190,7 +190,7 @@ class TensorCoreRows {
       }
     }
 
-    // Online softmax. Most steps leave every maximum as it is.
+    // Online softmax. Most steps change no maximum.
     float largest[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -237,7 +237,7 @@ class TensorCoreRows {
     }
   }
 
-  // The rows' results: values [kWarpRows, kPartStride], (maximum, weight) [kWarpRows, 2].
+  // Stores the rows' results: values [kWarpRows, kPartStride], (maximum, weight) [kWarpRows, 2].
   __device__ __forceinline__ void store(Shared<float> values, Shared<float> stats) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -260,8 +260,8 @@ class TensorCoreRows {
     return visible_keys(params_, plan_, length_, position);
   }
 
-  // Weights times values; kFinite: of those that are numbers. Whether any of the warp's was left
-  // out.
+  // Adds weights times values; kFinite: only finite values. Returns whether any value of the warp
+  // was left out.
   template <bool kFinite>
   __device__ __forceinline__ bool add_values(const float (&scores)[kStepKeys / 8][4],
                                              Shared<T> v_lane) {
@@ -291,9 +291,9 @@ class TensorCoreRows {
     return kFinite && __any_sync(kWholeWarp, left_out);
   }
 
-  // The infinities of a step's values, of which a NaN is both, to the rows that see them.
-  // Rarely called: a barrier keeps one piece's loads from moving ahead of the piece before, which
-  // would take the registers of the whole kernel.
+  // Adds the infinities of a step's values to the rows that see them; NaN counts as both
+  // infinities. Rarely called: a barrier keeps the loads of one piece from moving ahead of the
+  // previous piece, which would take the registers of the whole kernel.
   template <bool kNegative>
   __device__ __forceinline__ void add_infinities(Shared<T> v_lane, int first_key, int end) {
     const KeyRange seen[2] = {visible(position_[0]), visible(position_[1])};
@@ -333,7 +333,7 @@ class TensorCoreRows {
     return first_key + j * 8 + lane_ % 4 * 2 + i % 2;
   }
 
-  // The products of a step to scores. Most steps of a long context are far from all rows.
+  // Adds the biases to the products of a step. Most steps of a long context are far from all rows.
   __device__ __forceinline__ void add_bias(float (&scores)[kStepKeys / 8][4], int first_key) {
     const auto add = [&](const auto& bias_of) {
 #pragma unroll
@@ -359,16 +359,16 @@ class TensorCoreRows {
   int lane_, length_;
   ScoreScale<Sizes::kWidens> scale_;
   bool has_rows_;
-  int position_[2], first_position_, last_position_;  // of this lane's rows, of the warp's
+  int position_[2], first_position_, last_position_;  // of this lane's rows, then of the warp's
   RowBias bias_[2];
   uint32_t q_[kKeptSteps][4];
   Shared<T> rest_;
   float sums_[kHeadDim / 8][4];
-  float maximum_[2], weight_[2];  // the weight is of this lane's keys alone
+  float maximum_[2], weight_[2];  // the weight covers this lane's keys alone
 };
 
 // A warp's 4 rows of float32 on the CUDA cores. kLanes neighbouring lanes share a key, kGroups keys
-// are under way at a time, and each group has a softmax of its own until the end.
+// are in flight at a time, and each group has a softmax of its own until the end.
 template <int kHeadDim, bool kBiased, typename C>
 class PlainRows {
   using Sizes = AttentionSizes<float, kHeadDim, C>;
@@ -546,7 +546,7 @@ class PlainRows {
   }
 
  private:
-  // Whether the last pieces, which not all lanes have, are this lane's too.
+  // Whether this lane also has the last pieces, which some lanes lack.
   __device__ __forceinline__ bool has_piece(int i) const {
     return (i + 1) * kLanes <= Sizes::kPieces || i * kLanes + lane_ < Sizes::kPieces;
   }

@@ -1,5 +1,5 @@
-// How a paged_attention call is cut up: tiles of rows, splits of keys, and the partial results that
-// the splits of a row leave.
+// How a paged_attention call is divided: tiles of rows, splits of keys, and the partial results of
+// a row's splits.
 #pragma once
 
 #include <type_traits>
@@ -16,37 +16,38 @@ constexpr int kAttentionWarps = 4;
 constexpr int kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kAttentionBlocksPerMultiprocessor = 2;
 constexpr float kLog2E = 1.44269504f;
-// Queries of a sequence up to which fixed splits give each the same result whatever their number.
-constexpr int kMostRepeatedQueries = 32;
-constexpr int kMostSplitKeys = 1 << 28;  // a span of them stays in 32 bits
-constexpr int kMinAttentionStages = 2, kMaxAttentionStages = kMostPendingCopies + 2;
+// With up to this many queries of a sequence, fixed splits give each query the same result whatever
+// their number.
+constexpr int kMaxRepeatedQueries = 32;
+constexpr int kMaxSplitKeys = 1 << 28;  // a span of such splits stays in 32 bits
+constexpr int kMinAttentionStages = 2, kMaxAttentionStages = kMaxPendingCopies + 2;
 
-// How a call is cut into blocks, worked out from its shapes alone.
+// How a call is divided into blocks; computed from its shapes alone.
 struct AttentionPlan {
-  Divisor group_size;                       // query heads of a kv head
-  Divisor kv_heads;                         // of the call
-  Divisor page_size;                        // keys
-  Divisor num_blocks;                       // that share the keys of a tile
-  Divisor fixed_span;                       // keys of as many splits of the fixed size as warps; 1
-  int32_t num_tiles;                        // at most, of all sequences
-  int32_t num_stages;                       // of keys under way to shared memory
-  int32_t step_shift;                       // AttentionSizes::kStepKeys is 1 << step_shift
-  int32_t max_keys;                         // that a row of the page table has room for
-  int32_t num_partials;                     // of each row in the workspace
-  int32_t sliding_window;                   // 0: none
-  int32_t fixed_split_size;                 // 0: from the keys of a tile
-  int32_t bias_behind, bias_ahead;          // last relative positions with a bias of their own
-  int32_t bias_origin, bias_width;          // of a head's biases in shared memory
-  bool last_merges;                         // of the blocks that share a tile, not a second kernel
-  bool early_places;                        // params.constant_places may be used
-  float scale;                              // of the scores, times log2(e)
-  float soft_cap;                           // of what they are then; 0: none
+  Divisor group_size;        // query heads of a kv head
+  Divisor kv_heads;          // of the call
+  Divisor page_size;         // keys
+  Divisor num_blocks;        // blocks that share the keys of a tile
+  Divisor fixed_span;        // keys of a span: one split of the fixed size for each warp; else 1
+  int32_t num_tiles;         // upper limit, over all sequences
+  int32_t num_stages;        // stages of keys in flight to shared memory
+  int32_t step_shift;        // AttentionSizes::kStepKeys is 1 << step_shift
+  int32_t max_keys;          // keys that a row of the page table has room for
+  int32_t num_partials;      // partial results per row in the workspace
+  int32_t sliding_window;    // 0: none
+  int32_t fixed_split_size;  // 0: chosen from the number of keys of a tile
+  int32_t bias_before, bias_ahead;  // last positions with biases of their own, on either side
+  int32_t bias_origin, bias_width;  // of a head's biases in shared memory
+  bool last_merges;   // the last block of a tile merges its partial results, not a second kernel
+  bool early_places;  // params.constant_places may be used
+  float scale;        // of the scores, times log2(e)
+  float soft_cap;     // of the scaled scores; 0: none
   bool q_aligned, kv_aligned, out_aligned;  // whether 16-byte accesses are possible
 };
 
-// What a head dimension makes of the tiles. 16-bit elements go through the tensor cores whatever
-// the number of rows: a step's instructions, rows of padding included, take a fraction of the time
-// that its keys take to arrive. C: what the cache holds, T or float8.
+// The sizes of tiles for a head dimension. 16-bit elements use the tensor cores for any number of
+// rows: the instructions of a step, including rows of padding, take a fraction of the time in which
+// its keys arrive. C: the element type of the cache, T or float8.
 template <typename T, int kHeadDim, typename C = T>
 struct AttentionSizes {
   static constexpr bool kTensorCores = sizeof(T) == 2;
@@ -58,10 +59,10 @@ struct AttentionSizes {
   static constexpr int kStepKeys = kTensorCores
                                        ? (kHeadDim > 64 ? 16 : 32)  // keys of a warp's step
                                        : (kHeadDim > 64 ? 8 : 16);
-  static constexpr int kRowStride = kHeadDim + kPack;        // no two of 8 rows in the same banks
+  static constexpr int kRowStride = kHeadDim + kPack;        // no two of 8 rows share banks
   static constexpr int kBlockSize = kStepKeys * kRowStride;  // elements of the keys of a step
-  // Of the ring, in what the cache holds, and of what is widened. Of float8 a row is read by lanes
-  // side by side.
+  // The same for the ring, in the cache's type, and for widened keys. A row of float8 is read by
+  // neighbouring lanes.
   static constexpr int kCachePack = 16 / static_cast<int>(sizeof(C));
   static constexpr int kCachePieces = kHeadDim / kCachePack;
   static constexpr int kCacheRowStride = kWidens ? kHeadDim : kRowStride;
@@ -70,8 +71,8 @@ struct AttentionSizes {
       kAttentionWarps * 2 * kCacheBlockSize * static_cast<int>(sizeof(C));
   static constexpr int kWideBytes =
       kWidens ? kAttentionWarps * 2 * kBlockSize * static_cast<int>(sizeof(T)) : 0;
-  // Columns of the queries that stay in registers; what has no room there is read again and again
-  // from shared memory of each warp.
+  // Columns of the queries that stay in registers; the rest is read from each warp's shared memory
+  // again and again.
   static constexpr int kKeptColumns = kTensorCores && kHeadDim > 128 ? 112 : kHeadDim;
   static constexpr int kRestStride = kHeadDim - kKeptColumns + kPack;
   static constexpr int kRestSize = kKeptColumns < kHeadDim ? kWarpRows * kRestStride : 0;
@@ -79,9 +80,9 @@ struct AttentionSizes {
   static constexpr int kPartStride = kHeadDim + 8;  // floats of a row of a warp's result
   static constexpr int kPartBytes = kTileRows * (kPartStride + 2) * static_cast<int>(sizeof(float));
   static constexpr int kStatsSize = 4 * kTileRows * 2;  // floats
-  static constexpr int kFixedBytes =                    // beside the stages
+  static constexpr int kFixedBytes =                    // shared memory other than the stages
       kStatsSize * int{sizeof(float)} + kAttentionWarps * kStepKeys * 2 * int{sizeof(int64_t)} +
-      128;  // whether the block is the last one, and what aligns the stages
+      128;  // whether the block is the last one, and the alignment of the stages
   static_assert(kHeadDim % 16 == 0 && kStepKeys * kCachePieces % 32 == 0);
   static_assert(kPartBytes <= kWideBytes + kMinAttentionStages * kStageBytes);
 };
@@ -96,8 +97,8 @@ __device__ __forceinline__ KeyRange intersect(KeyRange a, KeyRange b) {
 }
 
 // A team's part of a span of keys: the steps from `first` to `end` that are 1 << stride_shift keys
-// apart. So all teams have a part however few keys there are, and side by side they read what lies
-// so.
+// apart. So every team has a part however few keys there are, and teams next to each other read
+// neighbouring keys.
 struct Split {
   int first, stride_shift, end;
 };
@@ -109,10 +110,10 @@ struct QuerySequence {
   __device__ __forceinline__ int position(int query) const { return length - num_queries + query; }
 };
 
-// A tile's rounds, of which it has those in [first, end), and its spans: the rounds whose splits
-// share keys, and are merged with each other before they meet others. Of splits of a fixed size a
-// span has kAttentionWarps, whatever the teams: to a row it is all the same in which tile it is.
-// Else it is a round.
+// A tile's rounds, [first, end), and its spans: the rounds whose splits share keys and are merged
+// with each other first. With a fixed split size a span has kAttentionWarps splits, whatever the
+// number of teams, so that a row's result does not depend on its tile. Otherwise a span is one
+// round.
 struct TileRounds {
   int first, end;
   int span_shift;  // a span has 1 << span_shift rounds
@@ -129,7 +130,7 @@ struct TileRounds {
   __device__ __forceinline__ bool ends_span(int round) const {
     return round + 1 >= end || span_of(round) != span_of(round + 1);
   }
-  // Blocks that share the spans. Even a tile without keys has one, which writes zeros.
+  // Blocks that share the spans. Also a tile without keys has one block, which writes zeros.
   __device__ __forceinline__ int num_blocks(const AttentionPlan& plan) const {
     return max(min(plan.num_blocks.value, end_span() - first_span()), 1);
   }
@@ -144,20 +145,20 @@ struct AttentionTile {
   KeyRange used;                // the keys that any of the rows sees
   int teams_shift;              // there are 1 << teams_shift teams
   int span_keys, splits_shift;  // a span has 1 << splits_shift splits
-  int first_split, end_split;   // those that hold used keys
+  int first_split, end_split;   // the splits that hold used keys
 
   __device__ __forceinline__ int num_teams() const { return 1 << teams_shift; }
   __device__ __forceinline__ int team_warps() const { return kAttentionWarps >> teams_shift; }
-  // The tile's rounds, in each of which a team takes a split; of a span 1, 2 or 4.
+  // The tile's rounds: in each, every team takes one split; a span has 1, 2 or 4 rounds.
   __device__ __forceinline__ TileRounds rounds() const {
     return {first_split >> teams_shift, (end_split + num_teams() - 1) >> teams_shift,
             splits_shift - teams_shift};
   }
-  // Where spans begin: those of a fixed size at the same keys for all.
+  // The key at which spans begin; spans of a fixed size begin at the same keys for all rows.
   __device__ __forceinline__ int span_origin(const AttentionPlan& plan) const {
     return plan.fixed_split_size > 0 ? 0 : used.begin;
   }
-  // Empty past end_split.
+  // Split `index` of the tile; empty from end_split on.
   __device__ __forceinline__ Split split(const AttentionPlan& plan, int index) const {
     if (index >= end_split) return {used.end, 0, used.end};
     const int begin = span_origin(plan) + (index >> splits_shift) * span_keys;
@@ -166,12 +167,12 @@ struct AttentionTile {
             begin + min(span_keys, used.end - begin)};
   }
 };
-constexpr int kMostTeamsShift = 2;
-static_assert(kAttentionWarps == 1 << kMostTeamsShift);
+constexpr int kMaxTeamsShift = 2;
+static_assert(kAttentionWarps == 1 << kMaxTeamsShift);
 
 // The last of the sequences [0, num_sequences) whose first(index, first_token) is at most `target`;
-// first ascends and is at most `target` for sequence 0. All lanes of a warp call it; each tries
-// another sequence.
+// `first` ascends and is at most `target` for sequence 0. All lanes of a warp call it, and each
+// tries a different sequence.
 template <typename First>
 __device__ __forceinline__ QuerySequence find_sequence(const PagedAttentionParams& params,
                                                        int target, First first) {
@@ -205,12 +206,12 @@ __device__ __forceinline__ KeyRange visible_keys(const PagedAttentionParams& par
   return {max(begin, 0), max(params.causal ? position + 1 : length, 0)};
 }
 
-// A tile's rows, the keys that they use and how those are split.
+// A tile's rows, the keys that they use and how the keys are split.
 template <int kWarpRows>
 __device__ __forceinline__ AttentionTile make_tile(const PagedAttentionParams& params,
                                                    const AttentionPlan& plan,
                                                    const QuerySequence& seq, int first_row) {
-  constexpr int kMinSplit = 128;  // keys: a fourth of what makes another block worth it
+  constexpr int kMinSplit = 128;  // keys: a fourth of the number that pays for another block
   AttentionTile tile{};
   tile.seq = seq;
   tile.first_row = first_row;
@@ -223,19 +224,20 @@ __device__ __forceinline__ AttentionTile make_tile(const PagedAttentionParams& p
   };
   tile.used = {visible(first_row).begin, min(visible(last_row).end, plan.max_keys)};
   tile.teams_shift = tile.num_rows <= kWarpRows ? 2 : tile.num_rows <= 2 * kWarpRows ? 1 : 0;
-  // Many queries are tiles enough without splits of a fixed size, and so are all they see a span.
+  // Many queries make enough tiles without splits of a fixed size: one span has all the keys that
+  // they see.
   const bool is_fixed = plan.fixed_split_size > 0;
   const int origin = tile.span_origin(plan), end = tile.used.end - origin;
   int first = 0, last = 0;  // spans that hold used keys
-  if (is_fixed && seq.num_queries <= kMostRepeatedQueries) {
+  if (is_fixed && seq.num_queries <= kMaxRepeatedQueries) {
     tile.span_keys = plan.fixed_span.value;
-    tile.splits_shift = kMostTeamsShift;
+    tile.splits_shift = kMaxTeamsShift;
     first = plan.fixed_span.quotient(max(tile.used.begin, 0));
     last = plan.fixed_span.quotient(max(end - 1, 0));
   } else {
     const int of_block = is_fixed ? end : plan.num_blocks.rounded_up(max(end, 0));
     const int keys = max((of_block + tile.num_teams() - 1) >> tile.teams_shift, kMinSplit);
-    const int stage_shift = plan.step_shift + kMostTeamsShift - tile.teams_shift;
+    const int stage_shift = plan.step_shift + kMaxTeamsShift - tile.teams_shift;
     tile.span_keys = (((keys - 1) >> stage_shift) + 1) << (stage_shift + tile.teams_shift);
     tile.splits_shift = tile.teams_shift;
     if (!is_fixed && plan.num_blocks.value > 1) last = small_quotient(end - 1, tile.span_keys);
@@ -248,19 +250,19 @@ __device__ __forceinline__ AttentionTile make_tile(const PagedAttentionParams& p
   return tile;
 }
 
-// What scores are taken relative to: the largest so far, of rows without one 0 and not -inf.
+// The value that scores are relative to: the largest so far; 0 for rows that have only -inf.
 __device__ __forceinline__ float reference_of(float maximum) {
   return maximum == -INFINITY ? 0.0f : maximum;
 }
 
-// Weighted values of a row, relative to its largest score, which is in base 2 and never NaN: of a
-// score of NaN the weight is.
+// The weighted values of a row, relative to its largest score, in base 2. That score is never NaN:
+// a score of NaN makes the weight NaN.
 template <int kSize>
 struct PartialRow {
   float values[kSize] = {};
   float maximum = -INFINITY, weight = 0.0f;
 
-  // Adds the keys that come next.
+  // Adds the result over the keys that come next.
   __device__ __forceinline__ void merge(const PartialRow& next) {
     const float largest = fmaxf(maximum, next.maximum), reference = reference_of(largest);
     const float before = exp2_fast(maximum - reference);
@@ -271,8 +273,8 @@ struct PartialRow {
     maximum = largest;
   }
 
-  // Writes the row's `kSize` elements of the result, times the values' scale; zeros where no key
-  // was seen, or nothing but scores of -inf.
+  // Writes `kSize` elements of the row's result, times the values' scale; zeros where no key was
+  // seen, or only scores of -inf.
   template <typename T>
   __device__ __forceinline__ void store(T* out, bool aligned, float scale) const {
     const float inverse = weight == 0.0f ? 0.0f : scale / weight;
@@ -290,8 +292,8 @@ struct PartialRow {
   }
 };
 
-// A row in the workspace: values [num_partials, num_tokens, num_q_heads, head_dim], then (maximum,
-// weight) of each.
+// The address of a row in the workspace: values [num_partials, num_tokens, num_q_heads, head_dim],
+// then (maximum, weight) of each.
 struct PartialAddress {
   float* values;
   float* stats;
@@ -324,11 +326,11 @@ __device__ __forceinline__ void load_partial_values(const PartialAddress& from, 
   }
 }
 
-constexpr int kMergedSize = 4;  // elements of a row that a thread merges: all threads have some
+constexpr int kMergedSize =
+    4;  // elements of a row that a thread merges, so that all threads have some
 
-// The spans that the blocks of a tile leave of a row in the workspace, merged in ascending order.
-// They come from the L2 cache: a batch is on its way as a whole before its first is merged, and no
-// branch stands between.
+// Merges the partial results of a row's spans in the workspace, in ascending order. They are in the
+// L2 cache: a whole batch is loaded before its first is merged, without a branch in between.
 template <int kBatch>
 __device__ __forceinline__ PartialRow<kMergedSize> merge_partials(
     const PagedAttentionParams& params, const AttentionPlan& plan, const TileRounds& rounds,
@@ -340,7 +342,7 @@ __device__ __forceinline__ PartialRow<kMergedSize> merge_partials(
   PartialRow<kSize> total;
 #pragma unroll 1
   for (int done = 0; done < end - begin; done += kBatch) {
-    const auto address_of = [&](int i) {  // past the last one, the last one again
+    const auto address_of = [&](int i) {  // the last one again beyond the last one
       const int64_t rows = min(done + i, end - begin - 1) * stride;
       return PartialAddress{first.values + rows * params.head_dim, first.stats + rows * 2};
     };

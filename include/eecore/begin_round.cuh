@@ -1,4 +1,4 @@
-// begin_round: one block, as somebody has to know whether any row drafts; a thread for each row.
+// begin_round: one block, because it finds out whether any row drafts; one thread per row.
 #pragma once
 
 #include "eecore/graph_condition.cuh"
@@ -10,7 +10,7 @@ namespace eecore::cuda {
 
 constexpr int kBeginRoundThreads = 128;
 
-// How many of the drafts behind the round that a row goes on from are likely enough.
+// How many of the drafts after the token that a row continues from are likely enough.
 __device__ __forceinline__ int64_t sure_drafts(const BeginRoundParams& params, int64_t row,
                                                int64_t source) {
   const int64_t drafted = min(params.num_ahead[source], params.ahead_steps);
@@ -22,7 +22,7 @@ __device__ __forceinline__ int64_t sure_drafts(const BeginRoundParams& params, i
   return sure;
 }
 
-// Where a row starts; returns whether it drafts.
+// Sets up the start of a row; returns whether the row drafts.
 __device__ __forceinline__ bool begin_row(const BeginRoundParams& params, int64_t row) {
   const int64_t width = params.num_steps + 1;
   const int64_t source = params.sources == nullptr ? -1 : params.sources[row];
@@ -51,7 +51,7 @@ __device__ __forceinline__ bool begin_row(const BeginRoundParams& params, int64_
   }
   params.done[row] = !drafts;
 
-  // The slots of the tokens that it may have.
+  // The slots of the tokens that the row may have.
   const int32_t* pages = params.page_table + row * params.page_table_stride;
   int64_t first_slot = -1;
 #pragma unroll 1

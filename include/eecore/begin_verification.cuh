@@ -1,5 +1,5 @@
-// begin_verification: one block, as where a row's tokens go hangs on the rows before it; a thread
-// for each row of a chunk.
+// begin_verification: one block, because the place of a row's tokens depends on the rows before it;
+// one thread for each row of a chunk.
 #pragma once
 
 #include "eecore/params.h"
@@ -10,7 +10,7 @@ namespace eecore::cuda {
 
 constexpr int kBeginVerificationThreads = 128;
 
-// The ragged rows of one row, from `at` on.
+// Writes the ragged rows of one row, from `at` on.
 __device__ __forceinline__ void verify_row(const BeginVerificationParams& params, int64_t row,
                                            int count, int at) {
   const int64_t width = params.num_steps + 1, last = count > 0 ? count - 1 : 0;
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kBeginVerificationThreads)
       count = static_cast<int>(params.num_drafted[row]) + 1;
     }
 
-    // How many tokens the rows before have: within the warp, then of the warps before.
+    // The number of tokens of the rows before: within the warp, then of the warps before.
     int inclusive = count;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kBeginVerificationThreads)
       num_tokens += count_of_warp[other];
     }
     if (row < params.num_rows) verify_row(params, row, count, at);
-    __syncthreads();  // the counts are read by all before the next chunk writes them
+    __syncthreads();  // all threads read the counts before the next chunk writes them
   }
 
   if (threadIdx.x == 0) {

@@ -1,11 +1,11 @@
-// Sums over the threads of a block in front of each, in an order that does not depend on anything.
+// Prefix sums over the threads of a block, always in the same order.
 #pragma once
 
 #include "eecore/reduce.cuh"
 
 namespace eecore::cuda {
 
-// Sums of the lanes up to and with each.
+// The sum of the lanes up to and including each lane.
 template <typename T>
 __device__ __forceinline__ T sum_up_to(T x) {
 #pragma unroll
@@ -16,8 +16,8 @@ __device__ __forceinline__ T sum_up_to(T x) {
   return x;
 }
 
-// What `x` of the threads in front of this one comes to; `total` becomes the sum of all. All
-// threads of the block call it.
+// The sum of `x` over the threads before this one; `total` becomes the sum of all. All threads of
+// the block call it.
 template <int kThreads, typename T>
 __device__ __forceinline__ T sum_in_front(T x, T& total) {
   constexpr int kWarps = kThreads / 32;
@@ -26,10 +26,10 @@ __device__ __forceinline__ T sum_in_front(T x, T& total) {
   const T inclusive = sum_up_to(x);
   T in_front = __shfl_up_sync(kWholeWarp, inclusive, 1);
   if (lane == 0) in_front = 0;
-  __syncthreads();  // the sums of an earlier call have been read
+  __syncthreads();  // all threads have read the sums of an earlier call
   if (lane == 31) of_warps[warp] = inclusive;
   __syncthreads();
-  // Each warp adds up all of them, in the same order.
+  // Each warp adds up the sums of all warps, in the same order.
   T of_warp = 0;
   if (lane < kWarps) of_warp = of_warps[lane];
   of_warp = sum_up_to(of_warp);

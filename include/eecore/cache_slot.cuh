@@ -1,4 +1,4 @@
-// Where a slot of a paged cache lies, whatever the cache's strides.
+// The place of a slot of a paged cache, for any strides of the cache.
 #pragma once
 
 #include "eecore/params.h"
@@ -9,7 +9,7 @@ struct CacheSlot {
   int page, offset;
 };
 
-// Of a slot_mapping's slot that is not -1. A cache has fewer than 2^31 slots.
+// The place of a slot of slot_mapping that is not -1. A cache has fewer than 2^31 slots.
 __device__ __forceinline__ CacheSlot cache_slot(int64_t slot, int64_t page_size) {
   const uint32_t index = static_cast<uint32_t>(slot), size = static_cast<uint32_t>(page_size);
   const uint32_t page = index / size;

@@ -1,4 +1,4 @@
-// A row of a tensor from one place to another, whatever its elements are.
+// Copies a row of a tensor of any element type.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,8 @@
 
 namespace eecore::cuda {
 
-// The share of one thread of `threads`; elements are of 2 bytes, or of 4. A batch of 16-byte pieces
-// is on its way as a whole before its first is stored: a store might be to where the next load is
-// from.
+// Copies the part of one thread of `threads`; elements have 2 or 4 bytes. A whole batch of 16-byte
+// pieces is loaded before its first is stored: a store might write where the next load reads.
 template <int kBatch = 2>
 __device__ __forceinline__ void copy_row(const void* from, void* to, int64_t bytes, int thread,
                                          int threads) {
@@ -36,7 +35,7 @@ __device__ __forceinline__ void copy_row(const void* from, void* to, int64_t byt
   for (int64_t i = whole + thread; i < count; i += threads) target[i] = source[i];
 }
 
-// The same of zeros.
+// The same, writing zeros.
 __device__ __forceinline__ void zero_row(void* to, int64_t bytes, int thread, int threads) {
   uint16_t* target = static_cast<uint16_t*>(to);
   const int64_t count = bytes / static_cast<int64_t>(sizeof(uint16_t));

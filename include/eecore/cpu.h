@@ -12,15 +12,15 @@ namespace eecore::cpu {
 
 using RangeFn = void (*)(int64_t begin, int64_t end, void* context);
 
-// Threads: `run` calls body on ranges that cover [begin, end), `grain` items or more each but for
-// the last.
+// Threads for the kernels: `run` calls body on ranges that cover [begin, end); each has at least
+// `grain` items, except for the last.
 struct Parallel {
   int num_threads;
-  int64_t bytes_per_range;  // what a range should read to be worth handing to another thread
+  int64_t bytes_per_range;  // bytes that a range should read to be worth another thread
   void (*run)(void* pool, int64_t begin, int64_t end, int64_t grain, RangeFn body, void* context);
   void* pool;
 };
-constexpr Parallel kOneThread{1, 1 << 15, nullptr, nullptr};  // `run` is not called then
+constexpr Parallel kOneThread{1, 1 << 15, nullptr, nullptr};  // never calls `run`
 
 // kAmx and kAmxModel run the kernels of kAvx512Bf16, whose products of bfloat16 use matrix tiles:
 // the machine's, or a model of them in software, for tests.
@@ -34,12 +34,12 @@ enum class Capability : int {
 };
 constexpr int kNumCapabilities = 6;
 const char* capability_name(Capability capability);
-// What this CPU and operating system can run.
+// The best capability of this CPU and operating system.
 Capability best_capability();
-// What the kernels run with: EECORE_CPU_CAPABILITY, read once, or the best. Throws on a name that
-// is unknown or that the machine cannot run.
+// The capability that the kernels run with: EECORE_CPU_CAPABILITY, read once, or the best one.
+// Throws if the name is unknown or the machine cannot run it.
 Capability active_capability();
-// Changes what the kernels run with, by name; the same errors.
+// Changes the capability that the kernels run with, by name; throws the same errors.
 void set_capability(const char* name);
 
 #define EECORE_DECLARE_RUN(op, Params) \

@@ -1,4 +1,4 @@
-// Errors of the CUDA runtime as exceptions that name the call or the kernel.
+// Turns errors of the CUDA runtime into exceptions that name the call or the kernel.
 #pragma once
 
 #include <cuda_runtime_api.h>

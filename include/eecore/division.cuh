@@ -1,19 +1,19 @@
-// Division by numbers that a launch knows beforehand: a multiplication and a shift, where a GPU
-// would otherwise take some twenty instructions, each of which waits for the one before.
+// Division by numbers that are known at launch: a multiplication and a shift, where a GPU would
+// otherwise take some twenty dependent instructions.
 #pragma once
 
 #include <cstdint>
 
 namespace eecore::cuda {
 
-// Numbers from 0 to 2^31 - 1 are divided. (Granlund and Montgomery 1994, figure 4.1; the sum has
-// room in 32 bits, as numbers have no sign.)
+// Divides numbers from 0 to 2^31 - 1. (Granlund and Montgomery 1994, figure 4.1; the sum fits in 32
+// bits, because the numbers are not negative.)
 struct Divisor {
   uint32_t multiplier;
   int32_t shift;
   int32_t value;
 
-  // Of a divisor from 1 to 2^31 - 1.
+  // For a divisor from 1 to 2^31 - 1.
   __host__ __device__ static Divisor of(int64_t value) {
     Divisor made{0, 0, static_cast<int32_t>(value)};
     while (int64_t{1} << made.shift < value) ++made.shift;
@@ -32,8 +32,8 @@ struct Divisor {
   __host__ __device__ int rounded_up(int number) const { return quotient(number + value - 1); }
 };
 
-// number / divisor where that is less than 256, of a divisor that no launch knows: without a
-// reciprocal.
+// number / divisor where that is less than 256, for a divisor that is not known at launch: without
+// a reciprocal.
 __host__ __device__ inline int small_quotient(int number, int divisor) {
   int quotient = 0;
 #pragma unroll

@@ -1,5 +1,5 @@
-// A block draws one of many by the inverse of their cumulative weight, in double: the sums of one
-// span a warp first, then token by token in the span that is hit.
+// A block draws one of many tokens by the inverse of their cumulative weight, in double: it sums
+// one span per warp first, then goes token by token through the span that is hit.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,13 @@
 
 namespace eecore::cuda {
 
-// Weights: `vocab_size`, at most 2^30, `aligned`, and load<kWhole>(token, end, weights), those of
-// the kSize tokens from `token` on, where the ones from `end` on weigh nothing. kWhole: all exist,
-// and `aligned`.
+// Weights: `vocab_size`, at most 2^30, `aligned`, and load<kWhole>(token, end, weights), which
+// loads the weights of the kSize tokens from `token` on; tokens from `end` on have weight 0.
+// kWhole: all tokens exist, and `aligned`.
 
 // The token of a span of `weights`, from `begin` on and before `end`, at which the cumulative
-// weight, `before` in front of the span, exceeds `target`; the last that weighs something where
-// rounding puts the target behind the end, -1 where none does. The same in every thread of the
+// weight, starting from `before`, exceeds `target`. Where rounding puts the target past the end,
+// the last token with a positive weight; -1 where none has one. The same in every thread of the
 // block.
 template <int kThreads, typename Weights>
 __device__ __forceinline__ int find_in_span(const Weights& weights, int begin, int end,
@@ -83,14 +83,14 @@ struct Drawn {
 };
 
 // The token that u in [0, 1) hits, the same in every thread of the block; -1 when none has a
-// positive weight. Never a token of weight 0: the span that is hit has a positive sum, and in it
-// the last positive weight stands in where rounding puts the target behind the end.
+// positive weight. Never a token of weight 0: the span that is hit has a positive sum, and where
+// rounding puts the target past its end, the last token with a positive weight is taken.
 template <int kThreads, typename Weights>
 __device__ __forceinline__ Drawn draw(const Weights& weights, double u) {
   constexpr int kWarps = kThreads / 32;
   constexpr int kSize = Weights::kSize;
   static_assert(kSize == 4);
-  constexpr int kPerWarp = 32 * kSize;  // that a warp loads at a time
+  constexpr int kPerWarp = 32 * kSize;  // tokens that a warp loads at a time
   EECORE_SHARED(double, sum_of_span, kWarps);
   const int vocab_size = static_cast<int>(weights.vocab_size);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -119,11 +119,11 @@ __device__ __forceinline__ Drawn draw(const Weights& weights, double u) {
   for (int distance = 16; distance > 0; distance /= 2) {
     sum += __shfl_xor_sync(kWholeWarp, sum, distance);
   }
-  __syncthreads();  // the sums of an earlier draw have been read
+  __syncthreads();  // all threads have read the sums of an earlier draw
   if (lane == 0) sum_of_span[warp] = sum;
   __syncthreads();
 
-  // The span that is hit. The same additions in the same order end at total > target.
+  // Finds the span that is hit. The same additions in the same order end at total > target.
   double total = 0.0;
 #pragma unroll 4
   for (int i = 0; i < kWarps; ++i) total += sum_of_span[i];

@@ -36,13 +36,13 @@ __device__ __forceinline__ Float16 from_float<Float16>(float x) {
   return float_to_half(x);
 }
 
-// x as a tensor of type T would hold it.
+// x, rounded to the type T of a tensor.
 template <typename T>
 __device__ __forceinline__ float rounded(float x) {
   return to_float(from_float<T>(x));
 }
 
-// Two 16-bit elements, 0 in place of what is infinite or NaN.
+// Two 16-bit elements, with 0 in place of infinities and NaN.
 template <typename T>
 __device__ __forceinline__ uint32_t finite_pair(uint32_t pair) {
   constexpr uint32_t kExponent = std::is_same_v<T, BFloat16> ? 0x7f80u : 0x7c00u;
@@ -51,7 +51,7 @@ __device__ __forceinline__ uint32_t finite_pair(uint32_t pair) {
   return pair & kept;
 }
 
-// Two 16-bit elements, 1 in place of an infinity of this sign or NaN, 0 of all else.
+// For two 16-bit elements: 1 in place of NaN or an infinity of this sign, 0 in place of all else.
 template <typename T, bool kNegative>
 __device__ __forceinline__ uint32_t infinite_pair(uint32_t pair) {
   constexpr bool kBrain = std::is_same_v<T, BFloat16>;
@@ -62,7 +62,7 @@ __device__ __forceinline__ uint32_t infinite_pair(uint32_t pair) {
   return (is_one(pair & 0xffffu) ? kOne : 0u) | (is_one(pair >> 16) ? kOne << 16 : 0u);
 }
 
-// Not infinite, not NaN.
+// Whether x is neither infinite nor NaN.
 __device__ __forceinline__ bool is_finite(float x) { return x - x == 0.0f; }
 
 // 16 bytes of elements, the widest access of one thread.
@@ -86,8 +86,8 @@ __device__ __forceinline__ Pack<T> from_floats(const float (&in)[Pack<T>::kSize]
   return pack;
 }
 
-// 16 bytes as they are loaded. Where ways meet of which one has loaded them whole they stay so: to
-// be taken apart into elements there, they would be waited for.
+// 16 bytes as they are loaded. They stay whole where branches meet of which only one has loaded
+// them: taking them apart into elements there would wait for the load.
 using Words = Pack<uint32_t>;
 
 template <typename T>
@@ -114,7 +114,7 @@ __device__ __forceinline__ Words load_words(const T* from, int64_t count, bool a
   return words;
 }
 
-// The same as elements.
+// The same, as elements.
 template <typename T>
 __device__ __forceinline__ Pack<T> load_pack(const T* from, int64_t count, bool aligned) {
   return elements_of<T>(load_words(from, count, aligned));

@@ -1,4 +1,4 @@
-// embed_tokens: a block for each row.
+// embed_tokens: one block per row.
 #pragma once
 
 #include "eecore/copy_row.cuh"
@@ -10,19 +10,20 @@ namespace eecore::cuda {
 
 constexpr int kEmbedTokensThreads = 128;
 
-// Of a row: where it is not its own, a step before has made it, or none: -1, embedded as 0.
+// The token of a row. Where an earlier step made it, it is read from `previous`; -1, no token, is
+// embedded as 0.
 __device__ __forceinline__ int64_t token_of_row(const EmbedTokensParams& params, int64_t row) {
   const int32_t source = params.sources == nullptr ? -1 : params.sources[row];
   return source < 0 ? params.token_ids[row] : max(params.previous[source], int64_t{0});
 }
 
-// The multiple of a number that is rounded to T first.
+// The multiple of a number that is first rounded to T.
 template <typename T>
 __device__ __forceinline__ T embedded(const EmbedTokensParams& params, float x) {
   return from_float<T>(__fmul_rn(rounded<T>(x), params.multiplier));
 }
 
-// Grid: num_tokens. A table of int8, whose rows have a scale each.
+// Grid: num_tokens. For a table of int8, each row of which has a scale.
 template <typename T>
 __global__ void __launch_bounds__(kEmbedTokensThreads)
     embed_int8_tokens_kernel(EmbedTokensParams params) {
@@ -32,7 +33,7 @@ __global__ void __launch_bounds__(kEmbedTokensThreads)
   const float scale = params.scale[token];
   const int8_t* from = static_cast<const int8_t*>(params.weight) + token * params.weight_stride;
   T* to = reinterpret_cast<T*>(static_cast<char*>(params.out) + row * params.out_stride);
-  // Elements of a thread whose loads are under way together.
+  // Elements of a thread whose loads are in flight together.
   constexpr int kBatch = 8;
   for (int64_t i = threadIdx.x; i < params.hidden_size; i += kBatch * kEmbedTokensThreads) {
     int8_t batch[kBatch];
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(kEmbedTokensThreads)
   }
 }
 
-// Grid: num_tokens. A packed table: each thread makes 8 columns of a block at a time.
+// Grid: num_tokens. For a packed table: each thread makes 8 columns of a block at a time.
 template <typename T>
 __global__ void __launch_bounds__(kEmbedTokensThreads)
     embed_packed_tokens_kernel(EmbedTokensParams params) {
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(kEmbedTokensThreads)
   }
 }
 
-// Grid: num_tokens. A table of out's dtype, whose rows are multiplied.
+// Grid: num_tokens. For a table of out's dtype whose rows are multiplied.
 template <typename T>
 __global__ void __launch_bounds__(kEmbedTokensThreads)
     embed_multiplied_tokens_kernel(EmbedTokensParams params) {

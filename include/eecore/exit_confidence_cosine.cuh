@@ -1,5 +1,5 @@
-// exit_confidence_cosine: four warps sum each row's products in float; a row whose sums leave the
-// comfortable range of float is summed again by one of them, in double.
+// exit_confidence_cosine: four warps sum each row's products in float; a row whose sums are outside
+// the safe range of float is summed again by one of the warps, in double.
 #pragma once
 
 #include "eecore/element.cuh"
@@ -38,7 +38,8 @@ struct Products {
   }
 };
 
-// The sums of one thread of `threads`. Which thread adds what does not depend on the alignment.
+// The sums of one thread of `threads`. Which thread adds which elements does not depend on the
+// alignment.
 template <typename Number, typename T>
 __device__ __forceinline__ Products<Number> sum_products(const T* previous, const T* hidden,
                                                          int64_t n, int thread, int threads) {
@@ -61,14 +62,13 @@ __device__ __forceinline__ Products<Number> sum_products(const T* previous, cons
   return sums;
 }
 
-// Whether the products kept their precision; NaN is comfortable, as it will not go away.
+// Whether the products kept their precision; true for NaN, which double does not remove.
 __device__ __forceinline__ bool is_comfortable(float squares) {
   return !(squares <= 1e-20f || squares >= 1e30f);
 }
 
 // Grid: rows by the block's. Block: kCosineThreadsPerRow threads for each of its rows. With
-// params.accept, or params.leave, one block has all rows, and goes on to accept them, or to let
-// them leave.
+// params.accept or params.leave, one block has all rows, and also accepts them or lets them exit.
 template <typename T>
 __global__ void __launch_bounds__(kCosineThreadsPerRow* kCosineMaxRowsPerBlock)
     exit_confidence_cosine_kernel(ExitConfidenceCosineParams params) {
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kCosineThreadsPerRow* kCosineMaxRowsPerBlock)
   }
   __syncthreads();
 
-  // The row's first warp ends it.
+  // The row's first warp finishes it.
   if (exists && thread < 32) {
     Products<float> total;
 #pragma unroll
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kCosineThreadsPerRow* kCosineMaxRowsPerBlock)
     if (lane == 0) {
       const double norms = exact.previous * exact.hidden;
       const float cosine = norms == 0.0 ? 0.0f : static_cast<float>(exact.dot / sqrt(norms));
-      // Rounding must not leave [-1, 1]; NaN stays.
+      // Rounding must not leave [-1, 1]; NaN stays NaN.
       params.confidence[row] = cosine > 1.0f ? 1.0f : cosine < -1.0f ? -1.0f : cosine;
     }
   }

@@ -1,6 +1,6 @@
 // exit_confidence_mlp: blocks share the hidden units of the classifier and tiles of rows; the
 // threads of a block share the columns. Each weight is read once for a tile of rows. Where several
-// blocks have a row's units, their parts of its logits are added by a second kernel.
+// blocks share a row's units, a second kernel adds their parts of the row's logits.
 #pragma once
 
 #include "eecore/element.cuh"
@@ -16,13 +16,13 @@ constexpr int kMlpMaxFinishThreads = 1024;
 constexpr int kMlpMaxRows = 8;  // rows of a tile
 
 // Adds up kCount numbers over the lanes of a warp. The sum of x[i] ends in lanes i * 32 / kCount
-// and the next ones, and is the same number whatever kCount is.
+// and following, and is the same number for every kCount.
 template <int kCount, int kDistance = 16>
 __device__ __forceinline__ float reduce_each(const float (&x)[kCount], int lane) {
   if constexpr (kCount == 1) {
     return reduce_lanes<2 * kDistance>(x[0]);
   } else {
-    // Of each two numbers one is given away and the other one's partner comes in.
+    // Each lane gives one of two numbers away, and receives its partner's part of the other.
     const bool upper = (lane & kDistance) != 0;
     float kept[kCount / 2];
 #pragma unroll
@@ -42,8 +42,8 @@ __device__ __forceinline__ float softmax_of_second(float logit0, float logit1, c
   return 1.0f / (1.0f + expf(logit0 - logit1));
 }
 
-// A tile of rows against a tile of units. Both may be smaller than the tile: the last of each
-// stands in for what is missing, and its sums are not used.
+// A tile of rows times a tile of units. Near the end of either, the last row or unit is repeated to
+// fill the tile, and the sums of the repeats are not used.
 template <typename T, int kRows>
 struct MlpTile {
   static constexpr int kSize = Pack<T>::kSize;
@@ -56,7 +56,7 @@ struct MlpTile {
   int last_row, last_unit;
   float sums[kRows * kMlpUnits];
 
-  // Adds the columns from `first` on that one pack holds.
+  // Adds the columns from `first` on, one pack of them.
   template <bool kWhole>
   __device__ __forceinline__ void add(int64_t first) {
     const int64_t count = kWhole ? kSize : n - first;
@@ -86,7 +86,7 @@ struct MlpTile {
     }
   }
 
-  // This thread's part of all columns.
+  // Adds this thread's part of all columns.
   __device__ __forceinline__ void add_all() {
     constexpr int kStep = kMlpThreads * kSize;
     const bool whole = n % kSize == 0 && reinterpret_cast<uintptr_t>(weight) % 16 == 0 &&
@@ -104,8 +104,8 @@ struct MlpTile {
 
 // Grid: (tiles of kRows rows, slices of slice_size units). With one slice the confidence is
 // written, else each slice's part of the logits: parts [num_slices, num_seqs, 2]. With
-// params.accept, or params.leave, one block has all rows and units, and goes on to accept the rows,
-// or to let them leave.
+// params.accept or params.leave, one block has all rows and units, and also accepts the rows or
+// lets them exit.
 template <typename T, int kRows>
 __global__ void __launch_bounds__(kMlpThreads)
     exit_confidence_mlp_kernel(ExitConfidenceMlpParams params, int64_t slice_size, float* parts) {
@@ -114,8 +114,8 @@ __global__ void __launch_bounds__(kMlpThreads)
   constexpr int kSumsOfWarps = kWarps * kSums;
   EECORE_SHARED(float, sums_of_warps, kSumsOfWarps);
 
-  // While the kernel before this one ends the weights come to L2, which stays coherent whatever it
-  // writes.
+  // Brings the weights to L2 while the previous kernel ends; L2 stays coherent with everything that
+  // kernel writes.
   const int64_t begin = blockIdx.y * slice_size;
   const int64_t end = min(begin + slice_size, params.inner_size);
   if (blockIdx.x == 0) {
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kMlpThreads)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kRows;
   const int64_t num_rows = min(params.num_seqs - first_row, int64_t{kRows});
-  // The first warp's lanes hold a row's unit each: its row, its unit of the tile.
+  // Each lane of the first warp has one unit of one row of the tile.
   const int row = lane / kMlpUnits, unit = lane % kMlpUnits;
   float logit0 = 0.0f, logit1 = 0.0f;
   for (int64_t tile_unit = begin; tile_unit < end; tile_unit += kMlpUnits) {
@@ -157,12 +157,12 @@ __global__ void __launch_bounds__(kMlpThreads)
         if (unit == 0) logit0 = x;
         if (unit == 1) logit1 = x;
       } else {
-        x = x < 0.0f ? 0.0f : x;  // NaN stays: it must not look confident
+        x = x < 0.0f ? 0.0f : x;  // NaN stays NaN: it must not look confident
         logit0 = fmaf(x, params.weight2[at], logit0);
         logit1 = fmaf(x, params.weight2[params.inner_size + at], logit1);
       }
     }
-    __syncthreads();  // the sums are read before the next tile's are written
+    __syncthreads();  // all threads read the sums before the next tile's are written
   }
 
   // A row's units lie in neighbouring lanes.
@@ -182,8 +182,8 @@ __global__ void __launch_bounds__(kMlpThreads)
   go_on(params.accept, params.leave);
 }
 
-// Adds the parts of each row's logits, one warp a row. Grid: the rows by the block's warps. With
-// params.accept, or params.leave, one block has all rows, and goes on as above.
+// Adds the parts of each row's logits, one warp per row. Grid: the rows by the block's warps. With
+// params.accept or params.leave, one block has all rows and goes on as above.
 __global__ void __launch_bounds__(kMlpMaxFinishThreads)
     exit_confidence_mlp_finish_kernel(ExitConfidenceMlpParams params, int64_t num_slices,
                                       const float* parts) {

@@ -1,4 +1,4 @@
-// exit_confidence_softmax: of each tile of logits only a summary leaves the registers, and
+// exit_confidence_softmax: only a summary of each tile of logits leaves the registers, and
 // summaries of tiles, warps and blocks are merged in an order that does not depend on the rows.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace eecore::cuda {
 
 constexpr int kHeadMTiles = 2;
 
-// What is known of some of a row's logits. NaN among them shows as a NaN in `total`.
+// What is known about some of a row's logits. A NaN among them shows as a NaN in `total`.
 struct alignas(16) LogitSummary {
   float largest;  // -infinity at first
   float second;   // the largest of the others
@@ -25,7 +25,7 @@ struct alignas(16) LogitSummary {
   }
 };
 
-// Both together. The sum is spelled out: a compiler's choice of fma must not differ between
+// Merges two summaries. The sum is spelled out: a compiler's choice of fma must not differ between
 // kernels.
 __device__ __forceinline__ LogitSummary merged(const LogitSummary& a, const LogitSummary& b) {
   LogitSummary both;
@@ -33,14 +33,14 @@ __device__ __forceinline__ LogitSummary merged(const LogitSummary& a, const Logi
   const bool a_wins = a.largest > b.largest || (a.largest == b.largest && a.index < b.index);
   both.index = a_wins ? a.index : b.index;
   both.second = fmaxf(a_wins ? b.largest : a.largest, fmaxf(a.second, b.second));
-  // A summary of nothing but -infinity adds its total of 0, or NaN, as it is.
+  // A summary of only -infinity adds its total of 0, or NaN, as it is.
   const float a_scale = a.largest > -INFINITY ? expf(a.largest - both.largest) : 1.0f;
   const float b_scale = b.largest > -INFINITY ? expf(b.largest - both.largest) : 1.0f;
   both.total = fmaf(a.total, a_scale, b.total * b_scale);
   return both;
 }
 
-// Of the logits of rows first_row, first_row + 8, .. that are below num_rows.
+// The summary of the logits of rows first_row, first_row + 8, .. below num_rows.
 template <int kCount>
 __device__ __forceinline__ LogitSummary summary_of(const float (&logits)[kCount], int64_t first_row,
                                                    int64_t num_rows) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ LogitSummary summary_of(const float (&logits)[kCount]
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     if (first_row + 8 * i >= num_rows) break;
-    // -infinity adds nothing, and is not to be taken from itself.
+    // -infinity adds nothing, and must not be subtracted from itself.
     summary.total += logits[i] == -INFINITY ? 0.0f : expf(logits[i] - summary.largest);
   }
   return summary;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_summary(Shared<float> to, const LogitSumma
                                   bits_to_float(static_cast<uint32_t>(summary.index))}});
 }
 
-// The states as the rows of a product.
+// The product of the states and the head, for the skinny kernels.
 struct HeadProduct {
   const void *x, *norm_weight;
   const float* weight_scale;
@@ -91,7 +91,7 @@ struct HeadProduct {
   int64_t num_tokens, in_features, x_stride;
   float eps;
   DType dtype;
-  void* workspace;       // for rows that a kernel ahead makes ready
+  void* workspace;       // for rows that an earlier kernel makes ready
   bool constant_weight;  // the head may be read before the previous kernel has ended
 };
 
@@ -109,29 +109,29 @@ __host__ __device__ inline HeadProduct head_product(const ExitConfidenceSoftmaxP
   return product;
 }
 
-// Whether there may be rows that nobody wants to know of: of those that are let leave, or placed.
+// Whether results of some rows may be unused, because params.leave or params.place skips them.
 __host__ __device__ inline bool may_be_unwanted(const ExitConfidenceSoftmaxParams& params) {
   return params.leave.all_gone != nullptr || params.place.kind != nullptr;
 }
 
-// Whether somebody wants to know of a row.
+// Whether the result of a row is used.
 __device__ __forceinline__ bool is_wanted(const ExitConfidenceSoftmaxParams& params, int64_t row) {
   if (params.leave.all_gone != nullptr) return is_wanted(params.leave, params.leave.row[row]);
   if (params.place.out_token == nullptr) return true;
   return is_wanted(params.place, placed_row(params.place, row));
 }
 
-// Bytes of a block's summaries, beside its ring: [kSkinnyWarps, columns].
+// Bytes of a block's summaries in shared memory: [kSkinnyWarps, columns].
 __host__ __device__ constexpr int head_summary_bytes(int n_tiles) {
   return kSkinnyWarps * 8 * n_tiles * static_cast<int>(sizeof(LogitSummary));
 }
 
 // The rows of the head are cut into tiles of as many rows as a warp multiplies at a time; block b
 // of B takes tiles b, b + B, .., its warps in turns. So all multiprocessors have nearly as much to
-// read, however few tiles there are. plan.num_tiles are such tiles.
+// read, however few tiles there are. plan.num_tiles counts such tiles.
 constexpr int kHeadTileRows = 16 * kHeadMTiles;
 
-// This warp's tiles, where `of_block` are the block's.
+// This warp's number of tiles, given its block's number.
 __device__ __forceinline__ int head_tiles_of_warp(int of_block, int warp) {
   return (max(of_block - warp, 0) + kSkinnyWarps - 1) / kSkinnyWarps;
 }
@@ -155,8 +155,8 @@ __device__ __forceinline__ void head_rows(const ExitConfidenceSoftmaxParams& par
   }
 }
 
-// Adds the logits of a tile to what its warp knows of each column, [columns] of four numbers in
-// shared memory: the lanes of row 0 keep them, each those of its own columns.
+// Adds the logits of a tile to the warp's summary of each column, [columns] of four numbers in
+// shared memory: the lanes of row 0 keep them, each lane those of its own columns.
 template <typename W, int kNTiles>
 __device__ __forceinline__ void keep_logits(const ExitConfidenceSoftmaxParams& params,
                                             const SkinnyLane& lane, int64_t first,
@@ -197,7 +197,7 @@ __device__ __forceinline__ void keep_logits(const ExitConfidenceSoftmaxParams& p
   }
 }
 
-// One summary of each column for the block, in the order of its warps, those with tiles. All
+// Merges the summaries of each column for the block, in the order of the warps that have tiles. All
 // threads of the block call it.
 template <int kColumns>
 __device__ __forceinline__ void leave_summaries(Shared<float> of_warps, int warps, int count,
@@ -212,8 +212,8 @@ __device__ __forceinline__ void leave_summaries(Shared<float> of_warps, int warp
   summaries[column * stride] = whole;
 }
 
-// Whether anybody wants to know of the rows [first_seq, first_seq + kColumns). All threads of the
-// block call it; those of a kernel whose rows may be unwanted wait first.
+// Whether the result of any of the rows [first_seq, first_seq + kColumns) is used. All threads of
+// the block call it; a kernel whose rows may be unused waits for the previous kernel first.
 template <int kColumns>
 __device__ __forceinline__ bool any_is_wanted(const ExitConfidenceSoftmaxParams& params,
                                               int64_t first_seq) {
@@ -226,10 +226,10 @@ __device__ __forceinline__ bool any_is_wanted(const ExitConfidenceSoftmaxParams&
 
 // Grid: (blocks that share the tiles of the vocabulary, groups of 8 * kNTiles rows). The number of
 // blocks must not depend on the rows: it is part of the order of the sums. With kMakesRows each
-// block makes the rows ready, else params.hidden holds them as SkinnyRows wants them. Writes
-// summaries: [num_seqs, blocks]; of a group of rows that nobody wants to know of the head is not
-// read, and nothing written. Dynamic shared memory: the ring, the block's summaries, then the rows
-// that it makes.
+// block makes the rows ready, else params.hidden holds them in the format of SkinnyRows. Writes
+// summaries: [num_seqs, blocks]; for a group of rows whose results are unused, it neither reads the
+// head nor writes. Dynamic shared memory: the ring, the block's summaries, then the rows that the
+// block makes ready.
 template <typename T, int kNTiles, bool kMakesRows, typename W = T>
 __global__ void __launch_bounds__(kSkinnyThreads, 1)
     exit_confidence_softmax_kernel(ExitConfidenceSoftmaxParams params, SkinnyPlan plan,
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
                             plan.num_blocks.value);
 }
 
-// Rows that a block of the kernel below multiplies, in tiles of 8; elements from one of them to the
+// Rows that a block of the kernel below multiplies, in tiles of 8; elements from one row to the
 // next in shared memory, which keeps the banks of two rows apart; and bytes of a stage.
 constexpr int kManyTiles = 12;
 template <typename T>
@@ -270,11 +270,12 @@ constexpr int kManyStride = kChunkSize<T> + 4 * kPieceSize<T>;
 template <typename T>
 constexpr int kManyStageBytes = 8 * kManyTiles * kManyStride<T> * static_cast<int>(sizeof(T));
 
-// The same of many rows, which all warps of a block read in shared memory, a chunk at a time beside
-// that of the head. To the bit the sums of the kernel above. Grid: (groups of 8 * kManyTiles rows,
-// blocks that share the tiles of the vocabulary): groups first, so that those who read the same
-// rows of the head do so together, and memory gives them once. Dynamic shared memory: the ring, the
-// block's summaries, then the ring of the rows, of as many stages.
+// The same for many rows, which all warps of a block read in shared memory, one chunk at a time
+// together with a chunk of the head. The sums are bit for bit those of the kernel above. Grid:
+// (groups of 8 * kManyTiles rows, blocks that share the tiles of the vocabulary): groups come
+// first, so that blocks that read the same rows of the head run together, and memory is read once.
+// Dynamic shared memory: the ring, the block's summaries, then the ring of the rows, with as many
+// stages.
 template <typename T>
 __global__ void __launch_bounds__(kSkinnyThreads, 1)
     exit_confidence_softmax_many_kernel(ExitConfidenceSoftmaxParams params, SkinnyPlan plan,
@@ -290,10 +291,10 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
   };
   const int64_t first_seq = static_cast<int64_t>(blockIdx.x) * kColumns;
   if (!any_is_wanted<kColumns>(params, first_seq)) return;
-  wait_for_previous_kernel();  // a second time at once
+  wait_for_previous_kernel();  // returns at once the second time
   let_next_kernel_start();
 
-  // Chunks of x, again and again for each turn of the warps.
+  // Chunks of x, read again for each turn of the warps.
   const int ring_bytes = skinny_ring_bytes(plan, kHeadMTiles);
   const auto x_ring = dynamic_shared<T>(ring_bytes + head_summary_bytes(kManyTiles));
   const auto x = skinny_rows<kManyTiles>(static_cast<const T*>(params.hidden), params.hidden_stride,
@@ -323,7 +324,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
 #pragma unroll 1
     for (int i = 0; i < plan.num_chunks; ++i) {
       weight.advance(rows_of, [&] {
-        __syncthreads();  // the chunk is there for all warps, and the one before is read
+        __syncthreads();  // all warps have the chunk, and have read the previous one
         send();
       });
       read = read + 1 == plan.num_stages ? 0 : read + 1;
@@ -352,8 +353,8 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
                             plan.num_blocks.value);
 }
 
-// What is known of a row's logits, for its outputs, and placed where that is asked for. A warp
-// calls it.
+// Writes a row's outputs from the summary of its logits, and places them where that is asked for. A
+// warp calls it.
 __device__ __forceinline__ void end_row(const ExitConfidenceSoftmaxParams& params, int64_t row,
                                         const LogitSummary* summaries, int num_summaries) {
   const int lane = threadIdx.x % 32;
@@ -380,11 +381,11 @@ __device__ __forceinline__ void end_row(const ExitConfidenceSoftmaxParams& param
   if (params.place.out_token != nullptr) place_row(params.place, row);
 }
 
-constexpr int kSummaryWarps = 4;          // of a block, one to a row
+constexpr int kSummaryWarps = 4;          // of a block, one for each row
 constexpr int kSummaryLeavingWarps = 16;  // where one block has all rows
 
-// Grid: the rows by the block's warps. Where it `leaves`, one block has all rows, several to a warp
-// where they are more than those, and goes on to let them leave.
+// Grid: the rows by the block's warps. If `leaves`, one block has all rows, several per warp if
+// there are more rows than warps, and then lets them exit.
 __global__ void __launch_bounds__(32 * kSummaryLeavingWarps)
     logit_summary_kernel(ExitConfidenceSoftmaxParams params, const LogitSummary* summaries,
                          int num_summaries, bool leaves) {
@@ -396,7 +397,7 @@ __global__ void __launch_bounds__(32 * kSummaryLeavingWarps)
     if (is_wanted(params, row)) end_row(params, row, summaries, num_summaries);
   }
   if (!leaves) return;
-  __syncthreads();  // what was measured of all rows is written
+  __syncthreads();  // the measurements of all rows are written
   leave_rows(params.leave);
 }
 

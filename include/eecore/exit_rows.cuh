@@ -1,4 +1,4 @@
-// exit_rows: one block, which leave_rows is for.
+// exit_rows: one block, as leave_rows requires.
 #pragma once
 
 #include "eecore/leave_rows.cuh"

@@ -1,6 +1,6 @@
-// float8 (e4m3, without infinities) on the way to and from a cache: sign, four bits of exponent
-// with a bias of 7, three of mantissa. Bits are moved by hand, so that every architecture, and the
-// CPU, comes to the same numbers.
+// float8 (e4m3, without infinities) to and from a cache: sign, four bits of exponent with a bias of
+// 7, three of mantissa. The bits are computed by hand, so that every GPU architecture and the CPU
+// have the same numbers.
 #pragma once
 
 #include <cstring>
@@ -9,8 +9,8 @@
 
 namespace eecore::cuda {
 
-// To nearest even; what is too large becomes the largest number, 448, and NaN stays NaN. Multiples
-// of 2^-9, which numbers below 2^-6 are, are what a float of 2^14 more ends in.
+// Rounds to nearest even; what is too large becomes the largest number, 448, and NaN stays NaN.
+// Numbers below 2^-6 are multiples of 2^-9: adding 2^14 to a float puts them in its last bits.
 __device__ __forceinline__ Float8 float_to_float8(float x) {
   constexpr float kLargest = 448.0f, kSmallestNormal = 0.015625f, kGrid = 16384.0f;
   constexpr uint32_t kBias = 120u << 3, kNaN = 0x7fu;
@@ -28,7 +28,7 @@ __device__ __forceinline__ Float8 from_float<Float8>(float x) {
 }
 
 // Two float8 in the low byte of each half as a pair of T, a 16-bit type: with the exponent's bits
-// in place a number is a power of two off, denormal or not.
+// in place, a number is off by a power of two, denormal or not.
 template <typename T>
 __device__ __forceinline__ uint32_t widen_halves(uint32_t halves) {
   constexpr bool kBrain = std::is_same_v<T, BFloat16>;
@@ -75,12 +75,12 @@ __device__ __forceinline__ WidePacks<T> widen_pack(const Pack<Float8>& pack) {
   return wide;
 }
 
-// The factor that a head's numbers are stored at: 1 / scale.
+// The factor that a head's numbers are multiplied by when stored: 1 / scale.
 __device__ __forceinline__ float float8_factor(const float* scales, int64_t head) {
   return scales == nullptr ? 1.0f : 1.0f / scales[head];
 }
 
-// The first `count` of kSize numbers times a factor; `aligned`: at a multiple of 4 bytes.
+// Stores the first `count` of kSize numbers times a factor; `aligned`: at a multiple of 4 bytes.
 template <int kSize>
 __device__ __forceinline__ void store_float8(Float8* to, const float (&x)[kSize], float factor,
                                              int count, bool aligned) {

@@ -1,5 +1,5 @@
-// gather_states: a block for each ragged row; zeros for those behind the last, which are computed
-// with all the same.
+// gather_states: one block per ragged row; rows from num_tokens on get zeros, because later kernels
+// also compute with them.
 #pragma once
 
 #include "eecore/copy_row.cuh"

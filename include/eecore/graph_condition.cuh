@@ -1,4 +1,4 @@
-// The condition of an IF node, by the kernel that knows it.
+// Sets the condition of an IF node, from the kernel that knows it.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,18 +1,18 @@
-// Products that become heads, summed so that the two elements of a head that are rotated together
-// meet in one thread.
+// Products that become heads, summed so that one thread has both elements of a head that are
+// rotated together.
 #pragma once
 
 #include "eecore/skinny_gemm.cuh"
 
 namespace eecore::cuda {
 
-// How the rows of the weight are visited, 16 at a time. A thread has rows r and r + 8 of those: of
-// the first tiles of a head they are elements that are rotated together.
+// How the rows of the weight are visited, 16 at a time. A thread has rows r and r + 8 of them: in
+// the first tiles of a head these are elements that are rotated together.
 struct HeadTiles {
   int count;          // of all heads
   Divisor per_head;   // head_dim / 16
-  Divisor page_size;  // of the cache that they go to
-  int rotary;         // of a head, those that are rotated
+  Divisor page_size;  // of the cache that the heads are written to
+  int rotary;         // tiles of a head that are rotated
   int half;           // of rotary_dim
 
   __host__ __device__ static HeadTiles of(int64_t num_heads, int64_t head_dim, int64_t rotary_dim,
@@ -25,7 +25,7 @@ struct HeadTiles {
     tiles.half = static_cast<int>(rotary_dim / 2);
     return tiles;
   }
-  // Of such heads there are whole tiles.
+  // Whether such heads consist of whole tiles.
   __host__ __device__ static bool fit(int64_t head_dim, int64_t rotary_dim) {
     return head_dim % 16 == 0 && rotary_dim % 16 == 0;
   }
@@ -46,7 +46,7 @@ struct HeadTile {
 };
 
 // The rows of a weight of heads that a thread takes pieces of, where its warp's first tile is
-// `first`; those behind the last tile are rows of the last one.
+// `first`; beyond the last tile, the rows of the last one.
 template <int kMTiles, typename W>
 __device__ __forceinline__ void paired_rows(const HeadTiles& tiles, int first,
                                             const SkinnyLane& lane, const W* weight, int64_t stride,
@@ -60,7 +60,8 @@ __device__ __forceinline__ void paired_rows(const HeadTiles& tiles, int first,
   }
 }
 
-// An element of a head as a model of dtype T has it. `scale` of int8 weights, `bias` may be null.
+// An element of a head, rounded as a model of dtype T rounds it. `scale` (of int8 weights) and
+// `bias` may be null.
 template <typename T, typename W>
 __device__ __forceinline__ T projected(float sum, const float* scale, const T* bias, int row) {
   const float addend = bias == nullptr ? 0.0f : to_float(bias[row]);
@@ -79,20 +80,20 @@ __device__ __forceinline__ void turn_pair(T& first, T& second, float cosine, flo
   second = from_float<T>(fmaf(y, cosine, x * sine));
 }
 
-// What the e-th of the pairs of a group of warps is, with 8 rows of x: each thread sums the slices
-// of some of them.
+// The place of pair e of a group of warps, with 8 rows of x: each thread sums the slices of some
+// pairs.
 struct PairPlace {
   int m, row, column;
 
   __device__ __forceinline__ explicit PairPlace(int e)
       : m(e / 64),
         row(e % 8),
-        column(2 * (e / 8 % 4) + e / 32 % 2) {}  // a warp's in banks of their own
+        column(2 * (e / 8 % 4) + e / 32 % 2) {}  // the columns of a warp are in different banks
 };
 
-// finish(m, row, column, n, first, second) for each pair of products of the block's tile, once: of
-// rows `row` (0 to 7) and row + 8 of the warp's 16 rows m, and a column of the 8 from 8 * n on.
-// Else as for_each_product.
+// Calls finish(m, row, column, n, first, second) once for each pair of products of the block's
+// tile: for rows `row` (0 to 7) and row + 8 of the warp's 16 rows m, and a column of the 8 from 8 *
+// n on. Otherwise like for_each_product.
 template <int kMTiles, int kNTiles, typename Finish>
 __device__ __forceinline__ void for_each_pair(const SkinnyPlan& plan, const SkinnyLane& lane,
                                               Shared<float> exchange, int& turn,
@@ -109,7 +110,7 @@ __device__ __forceinline__ void for_each_pair(const SkinnyPlan& plan, const Skin
     }
     return;
   }
-  const int group = lane.group << plan.slices_shift;  // its first warp
+  const int group = lane.group << plan.slices_shift;  // first warp of the group
   const int thread = thread_of_slices(lane);
 #pragma unroll
   for (int n = 0; n < kNTiles; ++n) {

@@ -9,9 +9,9 @@
 
 namespace eecore::cuda {
 
-// A split as one warp of the team that takes it sees it. Each warp of the team brings a part of
-// every stage, the keys of one step; all of them read all parts. What is float8 in the cache (C) is
-// so in the ring, and becomes T in memory of its own once it is there.
+// A split as seen by one warp of the team that takes it. Each warp of the team brings a part of
+// every stage, the keys of one step; all of them read all parts. float8 keys of the cache (type C)
+// are float8 in the ring, and are widened to T in separate memory after they arrive.
 template <typename T, int kHeadDim, typename C = T>
 class KeyStream {
   using Sizes = AttentionSizes<T, kHeadDim, C>;
@@ -20,7 +20,7 @@ class KeyStream {
   static constexpr int kPack = Sizes::kCachePack, kRowStride = Sizes::kCacheRowStride;
   static constexpr int kCopies = kStepKeys * kPieces / 32;  // of a lane, of keys and of values each
   static constexpr int kBatch = 4;
-  // Whether no keys are sent for ahead of the wait: there is no register left to tell them apart.
+  // Whether no keys are requested before the wait: no register is left to tell them apart.
   static constexpr bool kAllWait = kWidens && kHeadDim > 64;
 
  public:
@@ -40,7 +40,7 @@ class KeyStream {
         keys_(intersect(tile.used, {split.first, split.end})),
         lane_(threadIdx.x % 32),
         warp_(threadIdx.x / 32),
-        team_shift_(kMostTeamsShift - tile.teams_shift),
+        team_shift_(kMaxTeamsShift - tile.teams_shift),
         stride_shift_(split.stride_shift),
         used_(tile.used),
         first_key_(first_step(split)),
@@ -48,11 +48,11 @@ class KeyStream {
     if (num_stages_ == 0) keys_ = {0, 0};
   }
 
-  // How many stages the split takes, and the end of its keys.
+  // The number of stages that the split takes.
   __device__ __forceinline__ int num_stages() const { return num_stages_; }
   __device__ __forceinline__ int end() const { return keys_.end; }
 
-  // How many another split of the tile takes.
+  // The number of stages that another split of the tile takes.
   __device__ __forceinline__ int num_stages(Split split) const {
     const int keys = min(split.end, used_.end) - first_step(split);
     return keys <= 0 ? 0 : ((keys - 1) >> (split.stride_shift + team_shift_)) + 1;
@@ -63,9 +63,9 @@ class KeyStream {
     return first_key_ + (((stage << team_shift_) + of_team) << stride_shift_);
   }
 
-  // Sends for all that the ring holds but its last stage. All page-table entries are asked for
-  // before the first of them is used. Keys from `first_new` on, which the kernel ahead may be about
-  // to write, are sent for when that has ended.
+  // Requests all stages of the ring but the last. All page-table entries are loaded before the
+  // first of them is used. Keys from `first_new` on, which the previous kernel may be about to
+  // write, are requested after it has ended.
   __device__ __forceinline__ void start(int first_new) {
     CacheSlot slots[kMaxAttentionStages];
 #pragma unroll
@@ -85,7 +85,7 @@ class KeyStream {
     next_ = slots[0];
   }
 
-  // Where nothing has been sent to yet after start(): of the ring's last stage, or what is widened.
+  // Memory that is still unused after start(): the ring's last stage, or that of the widened keys.
   __device__ __forceinline__ Shared<T> unused() const {
     if constexpr (kWidens) {
       return wide(warp_);
@@ -94,8 +94,8 @@ class KeyStream {
     }
   }
 
-  // Waits for a stage, after which that of the stage before has been read by all of the team, and
-  // sends for another one in its place. With teams of several warps, all of the block call it.
+  // Waits for a stage; the whole team has then read the previous stage, and the next one is
+  // requested in its place. With teams of several warps, all threads of the block call it.
   __device__ __forceinline__ void advance(int stage) {
     cp_async_wait_all_but(plan_.num_stages - 2);
     meet();
@@ -127,7 +127,7 @@ class KeyStream {
   // This warp's place in its team.
   __device__ __forceinline__ int in_team() const { return warp_ & ((1 << team_shift_) - 1); }
 
-  // Steps that nobody sees are left out.
+  // Steps that no row sees are left out.
   __device__ __forceinline__ int first_step(Split split) const {
     const int shift = split.stride_shift;
     return split.first + (max(used_.begin - split.first, 0) >> shift << shift);
@@ -142,7 +142,7 @@ class KeyStream {
     return shared_as<T>(ring_ - Sizes::kWideBytes) + warp * 2 * Sizes::kBlockSize;
   }
 
-  // Of all that read what this warp writes.
+  // A barrier among all warps that read what this warp writes.
   __device__ __forceinline__ void meet() const {
     if (team_shift_ == 0) {
       __syncwarp();
@@ -151,7 +151,7 @@ class KeyStream {
     }
   }
 
-  // What this warp has brought to the stage that is read, as T.
+  // Widens the keys that this warp has brought to the current stage to T.
   __device__ __forceinline__ void widen() const {
     const Shared<C> from = part(at_, warp_);
     const Shared<T> to = wide(warp_);
@@ -166,7 +166,7 @@ class KeyStream {
     }
   }
 
-  // Of this lane's key among those that this warp brings to a stage; page -1: it is not used.
+  // The slot of this lane's key among the keys that this warp brings to a stage; page -1: not used.
   __device__ __forceinline__ CacheSlot locate(int stage) const {
     const int key = first_key(stage, in_team()) + lane_ % kStepKeys;
     if (key < keys_.begin || key >= keys_.end) return {-1, 0};
@@ -174,7 +174,7 @@ class KeyStream {
     return {page_table_[index], key - index * plan_.page_size.value};
   }
 
-  // Starts the copies of the keys that the lanes have located; what is not used becomes zeros.
+  // Starts the copies of the keys that the lanes have located; unused keys become zeros.
   __device__ __forceinline__ void copy(CacheSlot slot, int stage) const {
     const bool used = slot.page >= 0;
     Pack<int64_t> mine = {{-1, -1}};
@@ -182,7 +182,7 @@ class KeyStream {
       mine = {{cache_offset(params_.k_cache_strides, slot, kv_head_),
                cache_offset(params_.v_cache_strides, slot, kv_head_)}};
     }
-    __syncwarp();  // the offsets of the stage before are read
+    __syncwarp();  // all lanes have read the offsets of the previous stage
     if (lane_ < kStepKeys) shared_store16(offsets_ + lane_ * 2, mine);
     __syncwarp();
     const Shared<C> k_to = part(stage, warp_), v_to = k_to + Sizes::kCacheBlockSize;
@@ -241,8 +241,8 @@ class KeyStream {
   int lane_, warp_, team_shift_, stride_shift_;  // a team has 1 << team_shift warps
   KeyRange used_;
   int first_key_, num_stages_;
-  int at_ = -1;       // the stage of the ring that is read
-  CacheSlot next_{};  // of the next stage to be sent for
+  int at_ = -1;       // the stage of the ring that is read now
+  CacheSlot next_{};  // of the next stage to be requested
 };
 
 }  // namespace eecore::cuda

@@ -1,5 +1,5 @@
 // kv_fill: one list of work over the heads of all layers that some row skipped. Rows are ordered by
-// exit layer, so that the rows that a layer needs are the first ones of that order.
+// exit layer, so that the rows that a layer needs come first.
 #pragma once
 
 #include "eecore/cache_slot.cuh"
@@ -10,19 +10,19 @@
 
 namespace eecore::cuda {
 
-// What the first kernel leaves to the second.
+// What the first kernel hands to the second.
 struct KvFillRows {
   void* normed;     // [num_layers, num_tokens, padded_size], rows in order
-  int32_t* order;   // [num_tokens], rows with a slot by exit layer
-  int32_t* counts;  // [num_layers], how many of them the layer needs
+  int32_t* order;   // [num_tokens], rows with a slot, by exit layer
+  int32_t* counts;  // [num_layers], the number of rows that the layer needs
   void* keys;  // [num_layers, num_tokens, num_kv_heads * head_dim], rows in order: projected keys
-               // whose heads a third kernel norms at once; else null
+               // for a third kernel that norms all heads at once; else null
   int64_t padded_size;  // of hidden_size
   bool hidden_aligned, norm_weight_aligned;
 };
 
 // Grid: (num_tokens, num_layers). Each block finds the place of its row in the order, and norms the
-// row for its layer where the layer needs it.
+// row for its layer if the layer needs it.
 template <typename T>
 __global__ void __launch_bounds__(kRmsNormThreads)
     kv_fill_rows_kernel(KvFillParams params, KvFillRows rows) {
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kRmsNormThreads)
 // How a head is cut: plan.num_slices warps share each of its 16 rows.
 struct HeadPlan {
   int row_tiles;      // of 16 rows
-  int group_tiles;    // that a block has in work at a time
+  int group_tiles;    // tiles that a block works on at a time
   Divisor num_parts;  // of a head, group_tiles each
   Divisor num_heads;  // of a layer's keys and values
   int column;         // floats of shared memory from one row of x to the next
@@ -78,7 +78,7 @@ __host__ __device__ inline int head_floats(const SkinnyPlan& plan, const HeadPla
   return plan.num_slices * 8 * n_tiles * head.column;
 }
 
-// Where in cos_sin those of a layer's keys begin.
+// Where the tables of a layer's keys begin in cos_sin.
 __device__ __forceinline__ int64_t key_table_of(const KvFillParams& params, int64_t layer) {
   const int32_t* const ropes = params.layer_ropes;
   return ropes == nullptr ? 0 : ropes[2 * layer + 1] * params.rope_stride;
@@ -89,7 +89,7 @@ __device__ __forceinline__ const float* key_angles(const KvFillParams& params, i
   return params.cos_sin + key_table_of(params, layer);
 }
 
-// A key's element and the other of its pair, x and y, turned: element i of its head.
+// Element i of a head after rotation, where x is the element and y the other one of its pair.
 __device__ __forceinline__ float turned(float x, float y, int i, int half, const float* cos_sin) {
   if (i >= 2 * half) return x;
   const int angle = i < half ? i : i - half;
@@ -138,16 +138,16 @@ __global__ void __launch_bounds__(kRmsNormThreads)
   }
 }
 
-// Finishes one head of one row and writes it to its slot, or, where all key heads are normed at
-// once, leaves a key as it is projected in rows.keys, for the row at `place`. values: [head_dim],
-// with `num_slices` sums still to be added that lie `slice_stride` apart. The lanes of a warp share
+// Finishes one head of one row and writes it to its slot. Where all key heads are normed at once,
+// it instead stores a key as projected in rows.keys, for the row at `place`. values: [head_dim],
+// with `num_slices` sums still to be added that are `slice_stride` apart. The lanes of a warp share
 // the head.
 template <typename T, typename W, bool kLeavesKeys>
 __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t layer, int head,
                                            CacheSlot slot, int64_t angles, Shared<float> values,
                                            int num_slices, int slice_stride, const KvFillRows& rows,
                                            int64_t place) {
-  // Elements of a lane whose loads are under way together.
+  // Elements of a lane whose loads are in flight together.
   constexpr int kBatch = 4;
   const int lane = threadIdx.x % 32, head_dim = static_cast<int>(params.head_dim);
   const int num_kv_heads = static_cast<int>(params.num_kv_heads);
@@ -177,7 +177,7 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
     }
   };
 
-  // The projection, rounded as a model of dtype T rounds it; what follows is rounded at the store.
+  // The projection, rounded as a model of dtype T rounds it; later results are rounded when stored.
   float squares = 0.0f;
   for (int first = lane; first < head_dim; first += 32 * kBatch) {
     float biases[kBatch], scales[kBatch];
@@ -227,7 +227,7 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
   const int half = params.positions != nullptr ? static_cast<int>(params.rotary_dim / 2) : 0;
   const float* cos_sin = params.cos_sin + angles;  // where half is not 0
   for (int first = lane; first < head_dim; first += 32 * kBatch) {
-    float x[kBatch], y[kBatch], cosine[kBatch], sine[kBatch];  // y: the other of the pair
+    float x[kBatch], y[kBatch], cosine[kBatch], sine[kBatch];  // y: the other one of the pair
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const int i = first + 32 * j;
@@ -253,16 +253,16 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
   }
 }
 
-// A block's i-th unit of the work of all layers: from the last layer down, which needs all rows
-// that any layer needs.
+// A block's i-th unit of the work of all layers. Units run from the last layer down: it needs all
+// rows that any layer needs.
 __device__ __forceinline__ int fill_unit(int num_units, int i) {
   return num_units - 1 - static_cast<int>(blockIdx.x) - i * static_cast<int>(gridDim.x);
 }
 
 // Starts the stream of a block's units, `tiles_of_unit` each where the warp works, waits for the
-// previous kernel, and gives how many of the units are needed. That is known when the rows are in
-// order. Blocks that begin in the last layer have its weight on the way before: the kernel ahead,
-// which orders the rows, has waited for whoever wrote it.
+// previous kernel, and returns how many of the units are needed. That is known once the rows are in
+// order. Blocks that begin in the last layer start reading its weight before the wait: the previous
+// kernel, which orders the rows, has itself waited for the kernel that wrote the weight.
 template <typename W, int kMTiles, typename RowsOf>
 __device__ __forceinline__ int start_fill(const KvFillParams& params, const KvFillRows& rows,
                                           const SkinnyPlan& plan, WeightStream<W, kMTiles>& weight,
@@ -283,13 +283,13 @@ __device__ __forceinline__ int start_fill(const KvFillParams& params, const KvFi
     find_units();
   }
   weight.start(rows_of);
-  wait_for_previous_kernel();  // a second time at once
+  wait_for_previous_kernel();  // returns at once the second time
   let_next_kernel_start();
   if (starts_early) find_units();
   return my_units;
 }
 
-// Where the rows of a group go: the same for every head.
+// Loads where the rows of a group are written, the same for every head.
 __device__ __forceinline__ void load_places(const KvFillParams& params, const KvFillRows& rows,
                                             int64_t first_place, int most, Shared<CacheSlot> slots,
                                             Shared<int64_t> angles) {
@@ -301,7 +301,7 @@ __device__ __forceinline__ void load_places(const KvFillParams& params, const Kv
 }
 
 // Grid: (blocks that share the heads, groups of 8 * kNTiles rows in order). Dynamic shared memory:
-// the ring, then the products of a head. kLeavesKeys: all key heads are normed at once, later.
+// the ring, then the products of a head. kLeavesKeys: a later kernel norms all key heads at once.
 template <typename T, int kNTiles, typename W = T, bool kLeavesKeys = false>
 __global__ void __launch_bounds__(kSkinnyThreads,
                                   (kLeavesKeys || sizeof(W) == 1) && kNTiles == 4 ? 1 : 2)
@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(kSkinnyThreads,
     const int layer = cut.num_heads.quotient(head);
     const W* weight = static_cast<const W*>(params.kv_weight) + layer * params.weight_layer_stride;
     const int64_t* table =
-        params.kv_table + layer * params.table_layer_stride;  // where there is one
+        params.kv_table + layer * params.table_layer_stride;  // where the weight is packed
     const int64_t first_row = (head - layer * num_heads) * params.head_dim;
     const int part = tile - of_block * cut.num_parts.value;
     const int first = (part * cut.group_tiles + lane.group) * 16 + lane.row;
@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(kSkinnyThreads,
 
   EECORE_SHARED(CacheSlot, slots, 8 * kNTiles);
   EECORE_SHARED(int64_t, angles, 8 * kNTiles);
-  EECORE_SHARED(int64_t, key_table, 1);  // where those of a layer begin
+  EECORE_SHARED(int64_t, key_table, 1);  // where the tables of a layer begin
   load_places(params, rows, first_place, 8 * kNTiles, slots, angles);
 
   const Shared<float> products = dynamic_shared<float>(skinny_ring_bytes(plan, 1));
@@ -370,7 +370,7 @@ __global__ void __launch_bounds__(kSkinnyThreads,
                                     key_table[0] + angles[column], products + column * cut.column,
                                     plan.num_slices, slice_stride, rows, first_place + column);
     }
-    __syncthreads();  // the products are read before those of the next head are written
+    __syncthreads();  // all threads read the products before the next head's are written
   }
   cp_async_wait<0>();  // where the last layer was not needed
 }

@@ -1,6 +1,6 @@
-// kv_fill of heads without a norm: the work is cut into a few rows of the weight of a layer, so
-// that a fill of one layer is work for most of a GPU. Each row's elements that are rotated together
-// meet in one thread, however the heads are cut.
+// kv_fill of heads without a norm: a unit of work is a few rows of the weight of a layer, so that a
+// fill of one layer occupies most of a GPU. One thread has both elements that are rotated together,
+// however the heads are cut.
 #pragma once
 
 #include "eecore/head_pairs.cuh"
@@ -9,7 +9,7 @@
 namespace eecore::cuda {
 
 // Grid: (blocks that share the tiles of all layers, groups of 8 * kNTiles rows in order).
-// plan.num_tiles are of one layer. Dynamic shared memory: the ring, then the exchange.
+// plan.num_tiles counts the tiles of one layer. Dynamic shared memory: the ring, then the exchange.
 template <typename T, int kMTiles, int kNTiles, typename W = T>
 __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
     kv_fill_pairs_kernel(KvFillParams params, KvFillRows rows, SkinnyPlan plan, HeadTiles tiles,
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
   const int head_dim = static_cast<int>(params.head_dim);
   const int64_t first_place = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
 
-  const auto first_tile = [&](int unit) {  // of a layer: of the warp's 16 rows
+  const auto first_tile = [&](int unit) {  // in its layer, the first of the warp's 16 rows
     return unit * (skinny_tile_rows(plan, kMTiles) / 16) + lane.group * kMTiles;
   };
   const auto rows_of = [&](int i, const W*(&weight_rows)[2 * kMTiles]) {

@@ -1,6 +1,6 @@
-// Rows that were measured, and leave, by one block, as who leaves hangs on what was measured of the
-// others. Its warps share the states of the rows that leave. exit_rows is this alone; kernels that
-// measure confidences may end with it.
+// Lets measured rows exit, by one block, because whether a row exits depends on the measurements of
+// other rows. The block's warps share the states of the exiting rows. exit_rows consists of this
+// alone; kernels that measure confidences may end with it.
 #pragma once
 
 #include "eecore/copy_row.cuh"
@@ -18,21 +18,21 @@ __device__ __forceinline__ bool any_in_block(bool condition) {
   EECORE_SHARED(int, any_in_warp, kMaxWarps);
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   condition = __any_sync(kWholeWarp, condition) != 0;
-  __syncthreads();  // an earlier call's have been read
+  __syncthreads();  // all threads have read the flag of an earlier call
   if (lane == 0) any_in_warp[warp] = condition;
   __syncthreads();
   const bool any = lane < static_cast<int>(blockDim.x) / 32 && any_in_warp[lane] != 0;
   return __any_sync(kWholeWarp, any) != 0;
 }
 
-// Whether what is measured of a row of the program counts.
+// Whether the measurement of a row of the program counts.
 __device__ __forceinline__ bool is_wanted(const ExitRowsParams& params, int32_t r) {
   const bool asked = params.gone[r] == 0 && params.thresholds[r] < INFINITY;
-  // With a head what an accepted row says stays what it was when it was accepted.
+  // With a head, an accepted row keeps the token of the layer that accepted it.
   return asked && (params.token == nullptr || params.accepted[r] == 0);
 }
 
-// Takes over what was measured of the j-th row asked, and whether that is enough.
+// Records the measurement of the j-th measured row, and whether it accepts the row.
 __device__ __forceinline__ void measure_row(const ExitRowsParams& params, int64_t j) {
   const int32_t r = params.row[params.asked == nullptr ? j : params.asked[j]];
   if (!is_wanted(params, r)) return;
@@ -52,14 +52,14 @@ __device__ __forceinline__ void measure_row(const ExitRowsParams& params, int64_
   if (threshold < 1.0f && confidence >= threshold) params.accepted[r] = 1;
 }
 
-// Whether a row leaves, where `held_back` says whether those that leave together cannot.
+// Whether a row exits; `held_back`: rows that only exit together cannot exit yet.
 __device__ __forceinline__ bool row_leaves(const ExitRowsParams& params, int32_t r,
                                            bool held_back) {
   const bool goes = params.accepted[r] != 0 && !(held_back && params.together[r] != 0);
   return params.gone[r] == 0 && (goes || params.leave_after[r] <= params.layer);
 }
 
-// Keeps all but the state that active row i leaves with.
+// Records the exit of active row i, except for its state.
 __device__ __forceinline__ void leave_row(const ExitRowsParams& params, int64_t i) {
   const int32_t r = params.row[i];
   params.exit_layer[r] = params.layer;
@@ -71,8 +71,8 @@ __device__ __forceinline__ void leave_row(const ExitRowsParams& params, int64_t 
   params.seq_lens[i] = 1;
 }
 
-// Takes over what was measured of all rows, and lets rows leave. All threads of the one block call
-// it, which are whole warps; what they wrote before is theirs to order.
+// Records the measurements of all rows, and lets rows exit. All threads of the one block call it,
+// which are whole warps; the caller orders what they wrote before.
 __device__ __forceinline__ void leave_rows(const ExitRowsParams& params) {
   const int thread = static_cast<int>(threadIdx.x);
   const int num_threads = static_cast<int>(blockDim.x);
@@ -89,7 +89,7 @@ __device__ __forceinline__ void leave_rows(const ExitRowsParams& params) {
   }
   held_back = any_in_block(held_back);
 
-  // States, in segments: all warps have work even where one row leaves.
+  // States are copied in segments: all warps have work even where one row exits.
   const unsigned segments =
       static_cast<unsigned>((params.row_bytes + kExitRowsSegment - 1) / kExitRowsSegment);
   const unsigned items = static_cast<unsigned>(params.num_active) * segments;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void leave_rows(const ExitRowsParams& params) {
                 static_cast<char*>(params.final_hidden) + r * params.final_hidden_stride + begin,
                 rest < kExitRowsSegment ? rest : kExitRowsSegment, thread % 32, 32);
   }
-  __syncthreads();  // all have seen `gone` before it is written
+  __syncthreads();  // all threads have read `gone` before it is written
 
   for (int64_t i = thread; i < params.num_active; i += num_threads) {
     if (row_leaves(params, params.row[i], held_back)) leave_row(params, i);

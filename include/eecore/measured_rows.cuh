@@ -1,4 +1,4 @@
-// What a block that has measured all rows of a batch does with them.
+// The end of a block that has measured all rows of a batch.
 #pragma once
 
 #include "eecore/accept_rows.cuh"
@@ -6,7 +6,7 @@
 
 namespace eecore::cuda {
 
-// Accepts the rows, or lets them leave, where that is asked for. All threads of the one block call
+// Accepts the rows, or lets them exit, where that is asked for. All threads of the one block call
 // it, which are whole warps.
 __device__ __forceinline__ void go_on(const AcceptMaskParams& accept, const ExitRowsParams& leave) {
   const bool accepts = accept.num_survivors != nullptr, leaves = leave.all_gone != nullptr;

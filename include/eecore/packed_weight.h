@@ -2,7 +2,7 @@
 // product reads it in order and needs no sum across a vector.
 //
 // A panel is kPanelRows rows, all columns; rows of zeros fill the last panel of a weight. Its
-// planes lie one behind the other, each in ascending columns:
+// planes follow one another, each in ascending columns:
 //   quants      per 32 columns: 64 bytes are 4 columns of each row, row by row; two such groups
 //               share them as low and high nibbles. Of Q8_0 a group has its own, 128 added.
 //   high bits   per 32 columns: bytes in the order of a group, of Q5 one bit for each of its 8
@@ -10,7 +10,7 @@
 //   sub-scales  of K formats, per 32 columns: 16 bytes, one a row, of scales, then of minima (of
 //               Q6_K scales of the first, then of the last 16 columns)
 //   scales      float16 [16], and minima of formats that have them, per block
-// What a row of floats stands for is what the block format says; nothing is rounded.
+// A row of floats has the values that the block format defines; nothing is rounded.
 #pragma once
 
 #include <cstdint>
@@ -26,15 +26,15 @@ namespace eecore {
 enum class BlockFormat : int8_t { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K };
 constexpr int kNumBlockFormats = 8;
 constexpr int64_t kPanelRows = 16;
-// Columns that share a scale, or in K formats a sub-scale; of Q6_K half as many do.
+// Columns that share a scale, or in K formats a sub-scale; half as many in Q6_K.
 constexpr int64_t kBlockColumns = 32;
 
-// What a format's blocks hold. Sizes in bytes.
+// The contents of a format's blocks. Sizes in bytes.
 struct BlockTraits {
   const char* name;
   int64_t columns;  // of a block
   int64_t bytes;    // of a block in a file
-  int64_t quants;   // of a panel per 32 columns, as are the next two
+  int64_t quants;   // of a panel per 32 columns, like the next two
   int64_t high_bits;
   int64_t sub_scales;
   int64_t scales;  // of a panel per block
@@ -62,7 +62,7 @@ constexpr int quant_offset(BlockFormat format) {
   return has_minima(format) ? 0 : 1 << (quant_bits(format) - 1);
 }
 
-// Where the planes of a panel begin, behind its quants, and how long it is, a multiple of 64.
+// The offsets of the planes in a panel, after its quants, and the panel's size, a multiple of 64.
 struct PanelPlanes {
   int64_t high_bits, sub_scales, scales, bytes;
 };
@@ -76,14 +76,15 @@ constexpr PanelPlanes planes_of(BlockFormat format, int64_t columns) {
   return {high_bits, sub_scales, scales, (end + 63) / 64 * 64};
 }
 
-// Where a row lies: in which panel of the packed bytes, and which of its rows it is.
+// The place of a row: its panel in the packed bytes, and its number in the panel.
 struct RowPlace {
   int64_t offset;   // of the panel in bytes, a multiple of 64
   int64_t columns;  // a multiple of kBlockColumns
   BlockFormat format;
   int64_t lane;  // 0..kPanelRows - 1
 };
-// As one number, an element of a weight's table. The next row of a panel has the next number.
+// The place as one number, an element of a weight's table. The next row of a panel has the next
+// number.
 constexpr int64_t kMaxPackedColumns = (int64_t{1} << 24) * kBlockColumns - kBlockColumns;
 constexpr int64_t packed_place(const RowPlace& place) {
   return place.lane | static_cast<int64_t>(place.format) << 4 | place.columns / kBlockColumns << 8 |

@@ -1,13 +1,14 @@
 // paged_attention: a block holds the rows (query, head of the group) of one tile of a sequence that
 // share a kv head, and streams their keys and values through shared memory. The keys are cut into
-// splits, whose results for a row are merged in ascending order: those of a span, whose steps its
-// splits take in turns, in the block that takes it, then those of the spans, in the block too or,
-// where several blocks share a tile, by the last of them to be done or by a second kernel.
+// splits, and the results of a row's splits are merged in ascending order: first the splits of a
+// span, which take its steps in turns, within the block that has the span; then the spans, also
+// within the block or, where several blocks share a tile, in the last block of the tile to finish
+// or in a second kernel.
 //
-// A row's arithmetic over a split depends on its own keys and on where the span begins alone: one
-// warp walks the split in steps of kStepKeys keys, and keys that only a neighbour sees weigh
-// exactly 0. With a fixed split size spans begin at fixed keys too, and the row therefore does not
-// depend on its company, to the bit.
+// A row's arithmetic over a split depends only on its own keys and on where the span begins: one
+// warp walks the split in steps of kStepKeys keys, and keys that only a neighbouring row sees have
+// a weight of exactly 0. With a fixed split size spans also begin at fixed keys, so the row's
+// result does not depend on the rest of the batch, to the bit.
 #pragma once
 
 #include <type_traits>
@@ -18,7 +19,8 @@
 
 namespace eecore::cuda {
 
-// The results of a tile's rows over one round of splits, one for each team, in shared memory.
+// The results of a tile's rows over one round of splits, one result for each team, in shared
+// memory.
 struct RoundResults {
   Shared<float> values;  // [kAttentionWarps, kWarpRows, kPartStride]
   Shared<float> stats;   // [kAttentionWarps, kWarpRows, 2]: maximum, weight
@@ -26,7 +28,7 @@ struct RoundResults {
   TileRounds rounds;
 };
 
-// What a row of a tile is.
+// The query and head of a row of a tile.
 struct QueryHead {
   int token, head;
 };
@@ -38,14 +40,14 @@ __device__ __forceinline__ QueryHead query_head(const AttentionPlan& plan,
           (kv_head - query) * plan.group_size.value + tile.first_row + row};
 }
 
-// A kv head's scale of what a cache of C holds.
+// A kv head's scale of the stored numbers of a cache of C.
 template <typename T, typename C>
 __device__ __forceinline__ float scale_of(const float* scales, int kv_head) {
   if constexpr (std::is_same_v<T, C>) return 1.0f;
   return load_or(scales == nullptr ? nullptr : scales + kv_head, 1.0f);
 }
 
-// Writes a row's elements of the result from `at` on.
+// Writes a row's elements of the result, from `at` on.
 template <typename T, typename C, int kSize>
 __device__ __forceinline__ void store_result(const PagedAttentionParams& params,
                                              const AttentionPlan& plan, QueryHead row, int at,
@@ -57,18 +59,18 @@ __device__ __forceinline__ void store_result(const PagedAttentionParams& params,
   result.store(out, plan.out_aligned, scale);
 }
 
-// Merges a round's results with those of its span, a whole span's with those of the block's spans
-// before, and passes them on: to `out` when there is no more to come, else to the workspace. There
-// a span of a tile that blocks share has its own place; what a block goes on with alone has the
-// first two, of all spans so far and of the one that is not whole.
+// Merges a round's results with those of its span, and a complete span with the block's earlier
+// spans. Stores the result in `out` if it is complete, else in the workspace: in the place of the
+// span where blocks share the tile; otherwise in place 0 (all spans so far) or place 1 (the span
+// that is not complete).
 template <typename T, int kHeadDim, typename C>
 __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
                                              const AttentionPlan& plan, const AttentionTile& tile,
                                              int kv_head, const RoundResults& results) {
   using Sizes = AttentionSizes<T, kHeadDim>;
   constexpr int kPack = Sizes::kPack;
-  // Of the span, then of all spans so far, each read in one half and written in the other: all
-  // threads of a row read them.
+  // The statistics of the span, then of all spans so far. Each is read in one half and written in
+  // the other, because all threads of a row read it.
   EECORE_SHARED(float, stats, Sizes::kStatsSize);
   constexpr int kRowStats = Sizes::kTileRows * 2;
   const Shared<float> of_span = stats, of_spans = stats + 2 * kRowStats;
@@ -138,22 +140,22 @@ __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
   }
 }
 
-// float32 with a bias has no registers to spare for it.
+// False for float32 with a bias, which has no registers to spare.
 template <typename T, bool kBiased>
 constexpr bool kLastBlockMerges = !(kBiased && std::is_same_v<T, float>);
 
-// Merges what the blocks of a tile have left in the workspace, in the last of them to come here.
-// All threads of each block call it, when they have written what they leave.
+// Merges the results that the blocks of a tile have stored in the workspace, in the last block that
+// gets here. All threads of each block call it after storing their results.
 template <typename T, int kHeadDim, typename C>
 __device__ __forceinline__ void merge_in_last_block(const PagedAttentionParams& params,
                                                     const AttentionPlan& plan,
                                                     const AttentionTile& tile,
                                                     const TileRounds& rounds, int kv_head) {
   EECORE_SHARED(int, is_last, 1);
-  __syncthreads();  // what the block leaves is written
+  __syncthreads();  // the block's results are written
   if (threadIdx.x == 0) {
-    // The counter goes back to 0 with the last one. A fence on each side: what the others wrote
-    // before they counted is seen by whoever counts last, and by its block behind the barrier.
+    // The last block resets the counter to 0. With a fence on each side, the last block sees what
+    // the other blocks wrote before they counted, in all its threads after the barrier.
     const auto last = static_cast<unsigned>(rounds.num_blocks(plan) - 1);
     __threadfence();
     is_last[0] = atomicInc(reinterpret_cast<unsigned*>(params.arrivals) + blockIdx.x, last) == last;
@@ -173,7 +175,7 @@ __device__ __forceinline__ void merge_in_last_block(const PagedAttentionParams& 
 }
 
 // Grid: (num_tiles * num_kv_heads, num_blocks), heads first, so that neighbours read neighbouring
-// memory; tiles backwards, so that those of a causal prefill with the most keys start first.
+// memory; tiles backwards, so that the tiles of a causal prefill with the most keys start first.
 template <typename T, int kHeadDim, bool kBiased, typename C>
 __device__ __forceinline__ void attend_tile(const PagedAttentionParams& params,
                                             const AttentionPlan& plan) {
@@ -182,10 +184,11 @@ __device__ __forceinline__ void attend_tile(const PagedAttentionParams& params,
                                   PlainRows<kHeadDim, kBiased, C>>;
   constexpr int kWarpRows = Sizes::kWarpRows;
   EECORE_SHARED(int64_t, offsets, kAttentionWarps* Sizes::kStepKeys * 2);
-  // What the kernel ahead does not write is read before that has ended, if that is promised.
+  // If params.constant_places promises it, what the previous kernel does not write is read before
+  // that kernel has ended.
   wait_for_previous_kernel(!plan.early_places);
 
-  // This block's tile.
+  // The tile of this block.
   const int of_heads = plan.kv_heads.quotient(static_cast<int>(blockIdx.x));
   const int kv_head = static_cast<int>(blockIdx.x) - of_heads * plan.kv_heads.value;
   const int tile_index = plan.num_tiles - 1 - of_heads;
@@ -195,19 +198,20 @@ __device__ __forceinline__ void attend_tile(const PagedAttentionParams& params,
   const QuerySequence seq = find_sequence(params, tile_index, first_tile);
   const int tile_of_seq = tile_index - first_tile(seq.index, seq.first_token);
   AttentionTile tile = make_tile<kWarpRows>(params, plan, seq, tile_of_seq * Sizes::kTileRows);
-  // A block waits even where it has nothing to do: that it has ended says so of all ahead.
+  // A block waits even where it has nothing to do: its end must imply the end of all earlier
+  // kernels.
   if (tile.num_rows <= 0) return wait_for_previous_kernel();
-  // While keys go by it lies in shared memory: registers are scarce.
+  // The tile is kept in shared memory while keys are processed: registers are scarce.
   EECORE_SHARED(AttentionTile, kept_tile, 1);
   if (threadIdx.x == 0) kept_tile[0] = tile;
 
-  // Its spans, of which it takes every num_blocks-th, and their rounds.
+  // The spans of the tile, of which this block takes every num_blocks-th, and their rounds.
   TileRounds rounds = tile.rounds();
   if (static_cast<int>(blockIdx.y) >= rounds.num_blocks(plan)) return wait_for_previous_kernel();
   const int first_round = rounds.first_of_span(rounds.first_span() + static_cast<int>(blockIdx.y));
   int round = first_round;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int team = warp >> (kMostTeamsShift - tile.teams_shift);
+  const int team = warp >> (kMaxTeamsShift - tile.teams_shift);
   const int first_row = tile.first_row + (warp & (tile.team_warps() - 1)) * kWarpRows;
   const Shared<C> ring = dynamic_shared<C>(Sizes::kRestBytes + Sizes::kWideBytes);
   const auto bias_table = dynamic_shared<float>(Sizes::kRestBytes + Sizes::kWideBytes +
@@ -220,10 +224,10 @@ __device__ __forceinline__ void attend_tile(const PagedAttentionParams& params,
                                      tile.split(plan, round * num_teams + team), ring,
                                      offsets + warp * Sizes::kStepKeys * 2);
     stream.start(tile.seq.position(0));
-    wait_for_previous_kernel();  // a second time at once
+    wait_for_previous_kernel();  // returns at once the second time
     let_next_kernel_start();
     if (round == first_round) {
-      if constexpr (kBiased) {  // while the first keys are under way
+      if constexpr (kBiased) {  // while the first keys are in flight
         spread_position_bias(params, plan, kv_head, bias_table);
         __syncthreads();
       }
@@ -237,7 +241,7 @@ __device__ __forceinline__ void attend_tile(const PagedAttentionParams& params,
     }
     rows.start();
     int num_stages = stream.num_stages();
-    if (tile.teams_shift == 1) {  // both teams come to the same barriers
+    if (tile.teams_shift == 1) {  // both teams reach the same barriers
       num_stages =
           max(num_stages, stream.num_stages(tile.split(plan, round * num_teams + 1 - team)));
     }
@@ -249,7 +253,7 @@ __device__ __forceinline__ void attend_tile(const PagedAttentionParams& params,
       }
     }
 
-    __syncthreads();  // all teams have read the ring, where the results lie now
+    __syncthreads();  // all teams have read the ring, whose memory the results take
     tile = kept_tile[0];
     rounds = tile.rounds();
     RoundResults results{};
@@ -264,7 +268,7 @@ __device__ __forceinline__ void attend_tile(const PagedAttentionParams& params,
     const int next_span = rounds.span_of(round) + plan.num_blocks.value;
     round = rounds.ends_span(round) ? rounds.first_of_span(next_span) : round + 1;
     if (round >= rounds.end) break;
-    __syncthreads();  // the results are read before the ring is filled again
+    __syncthreads();  // all threads read the results before the ring is filled again
   }
   if constexpr (kLastBlockMerges<T, kBiased>) {
     if (plan.last_merges && rounds.num_blocks(plan) > 1) {
@@ -279,18 +283,18 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
   attend_tile<T, kHeadDim, kBiased, T>(params, plan);
 }
 
-// The same of caches in float8.
+// The same for caches in float8.
 template <typename T, int kHeadDim>
 __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultiprocessor)
     paged_attention_float8_kernel(PagedAttentionParams params, AttentionPlan plan) {
   attend_tile<T, kHeadDim, false, Float8>(params, plan);
 }
 
-constexpr int kAttentionCombineThreads = 32;  // many blocks even of one query
-// Of a multiprocessor. Asked for so few, ptxas leaves registers to the loads that are under way.
+constexpr int kAttentionCombineThreads = 32;  // many blocks even for one query
+// Blocks per multiprocessor. With so few asked for, ptxas leaves registers to the loads in flight.
 constexpr int kAttentionCombineBlocks = 8;
 
-// out = the rows' partials merged in ascending order, of tiles that blocks share.
+// out = the rows' partial results merged in ascending order, for tiles that blocks share.
 // Grid: (num_tokens, ceil(num_q_heads * head_dim / kMergedSize / kAttentionCombineThreads)).
 template <typename T, int kWarpRows>
 __global__ void __launch_bounds__(kAttentionCombineThreads, kAttentionCombineBlocks)

@@ -1,5 +1,5 @@
-// Blocks of packed weights (packed_weight.h) as a thread takes them: of 32 columns of a row the 8
-// of a piece, and what scales them. Whole numbers of 4 to 8 bits are elements of any type exactly.
+// Blocks of packed weights (packed_weight.h) as a thread reads them: the 8 columns of a piece out
+// of the 32 of a row, and their scales. Whole numbers of 4 to 8 bits are exact in any element type.
 #pragma once
 
 #include <type_traits>
@@ -11,8 +11,8 @@
 
 namespace eecore::cuda {
 
-// What a kernel asks of a format, in 16 bits, the lowest 8 of which are quant_offset: device code
-// cannot index kBlockTraits.
+// The properties of a format that kernels use, in 16 bits, the lowest 8 of which are quant_offset:
+// device code cannot index kBlockTraits.
 constexpr uint32_t k8Bits = 0x100, k5Bits = 0x200, k6Bits = 0x400, kMinima = 0x800,
                    kSubScales = 0x1000, kHalves = 0x2000;
 constexpr uint64_t form_bits(BlockFormat format) {
@@ -39,7 +39,7 @@ class PanelForm {
     const int i = static_cast<int>(format);
     bits_ = static_cast<uint32_t>((i < 4 ? kFirstForms : kLastForms) >> 16 * (i % 4) & 0xffff);
   }
-  // Of a format that the compiler knows: it answers all that is asked.
+  // The form of a format that is known at compile time, so that the compiler resolves all queries.
   template <BlockFormat kFormat>
   __device__ __forceinline__ static PanelForm of() {
     PanelForm form;
@@ -58,7 +58,7 @@ class PanelForm {
   // Whether the last 16 columns of a block have a scale of their own.
   __device__ __forceinline__ bool has_halves() const { return (bits_ & kHalves) != 0; }
 
-  // As BlockTraits has them.
+  // The sizes that BlockTraits has.
   __device__ __forceinline__ int quants() const { return has_8_bits() ? 512 : 256; }
   __device__ __forceinline__ int high_bits() const {
     return has_5_bits() ? 64 : has_6_bits() ? 128 : 0;
@@ -83,8 +83,8 @@ __device__ __forceinline__ PanelRow panel_row(const void* weight, int64_t entry)
           static_cast<int>(place.lane)};
 }
 
-// Where the planes of a panel have a block: in a panel where it is, Bytes = const uint8_t*, or in
-// what was copied of it to shared memory.
+// Where the planes of a panel have a block: in the panel itself, with Bytes = const uint8_t*, or in
+// a copy in shared memory.
 template <typename Bytes>
 struct PanelBlock {
   Bytes quants, high_bits, sub_scales, scales;
@@ -102,7 +102,7 @@ __device__ __forceinline__ PanelBlock<const uint8_t*> block_of_panel(const uint8
           panel + (sub_plane + i * subs), panel + (scale_plane + scale * form.scales())};
 }
 
-// A number at a place of a panel or of a copy.
+// A number at a place of a panel or of its copy.
 template <typename T, typename Bytes>
 __device__ __forceinline__ T number_at(Bytes place) {
   if constexpr (std::is_same_v<Bytes, const uint8_t*>) {
@@ -116,14 +116,15 @@ __device__ __forceinline__ float half_at(Bytes place) {
   return half_to_float(Float16{number_at<uint16_t>(place)});
 }
 
-// Where byte `at` of the quants of some blocks lies when it is copied: so that the 8 rows and 4
-// pieces that a warp takes at once are in different banks. `mask` is -1, or 0 for at itself.
+// The place of byte `at` of the quants of some blocks in a copy, chosen so that the 8 rows and 4
+// pieces that a warp reads at once are in different banks. `mask` is -1, or 0 for `at` itself.
 __device__ __forceinline__ int swizzled(int at, PanelForm form, int mask) {
   const int way = form.has_8_bits() ? (at >> 1 & 64) | (at >> 3 & 32) : at >> 2 & 32;
   return at ^ (way & mask);
 }
 
-// 8 whole numbers, columns 8 * piece and on of a block's 32: a byte each, of 8 bits with a sign.
+// 8 whole numbers, columns 8 * piece and on of a block's 32: a byte each; with 8 bits they are
+// signed.
 struct Quants {
   uint32_t first, last;
 };
@@ -152,7 +153,7 @@ __device__ __forceinline__ Quants quants_of(const PanelBlock<Bytes>& block, Pane
   return q;
 }
 
-// As elements of a 16-bit type, in pairs.
+// The numbers as elements of a 16-bit type, in pairs.
 template <typename T>
 __device__ __forceinline__ Pack<uint32_t> elements_of(const Quants& q, PanelForm form) {
   Pack<uint32_t> elements;
@@ -171,8 +172,8 @@ __device__ __forceinline__ Pack<uint32_t> elements_of(const Quants& q, PanelForm
   return elements;
 }
 
-// What a block's numbers are multiplied with, those of its first and of its last 16 columns, and
-// what is added then.
+// The factors of a block's numbers, for its first and its last 16 columns, and the minimum that is
+// added to the product.
 struct BlockScales {
   float first, last, minimum;
 };
@@ -198,7 +199,7 @@ __device__ __forceinline__ BlockScales scales_of(const PanelBlock<Bytes>& block,
   return scales;
 }
 
-// The floats that numbers stand for, rounded where the minimum is added, as the formats say.
+// The floats that numbers stand for, rounded where the minimum is added, as the formats define.
 __device__ __forceinline__ void to_floats(uint32_t quants, PanelForm form, float scale,
                                           float minimum, float (&out)[4]) {
   const int offset = form.offset();

@@ -1,19 +1,19 @@
 // The stream of a packed weight and its product with few rows of x.
 //
-// A warp copies the blocks of 16 rows together, as they lie in their panel: 16-byte pieces that all
-// of its lanes take numbers from. 16 rows of a tile need not be those of one panel: where they are
-// not, each lane gathers its numbers from where its rows are, word by word, which is slow.
+// A warp copies the blocks of 16 rows together, as they are laid out in their panel: 16-byte pieces
+// from which all of its lanes read. The 16 rows of a tile may be in different panels: then each
+// lane gathers its numbers from its own rows, word by word, which is slow.
 //
-// Where x is of 16 bits, the whole numbers of a block are multiplied as they are; its sums are
-// scaled in float32, and its minimum meets the sum of x: nothing of the weight is rounded. Float32
-// x meets the floats that the weight stands for.
+// If x has 16 bits, the whole numbers of a block are multiplied as they are; the block's sums are
+// scaled in float32, and its minimum is multiplied by the sum of x: nothing of the weight is
+// rounded. Float32 x is multiplied by the floats that the weight stands for.
 #pragma once
 
 #include "eecore/skinny_gemm.cuh"
 
 namespace eecore::cuda {
 
-// Whether a warp's 16 rows, of which each lane has two, lie in one panel.
+// Whether a warp's 16 rows, of which each lane has two, are in one panel.
 __device__ __forceinline__ bool share_panel(const PanelRow& first, const PanelRow& second) {
   const auto place = reinterpret_cast<unsigned long long>(first.panel);
   const bool is_same = place == __shfl_sync(kWholeWarp, place, 0) && first.panel == second.panel;
@@ -33,7 +33,7 @@ class WeightStream<Panel, kMTiles> {
  public:
   static constexpr int kRows = 2 * kMTiles;
 
-  // `num_tiles` of this block; 0 for a warp without work.
+  // `num_tiles`: tiles of this block; 0 for a warp without work.
   __device__ __forceinline__ WeightStream(const SkinnyPlan& plan, const SkinnyLane& lane,
                                           int num_tiles)
       : plan_(plan),
@@ -44,7 +44,7 @@ class WeightStream<Panel, kMTiles> {
         num_tiles_(num_tiles),
         chunk_(lane.slice) {}
 
-  // There are only `num_tiles` of this block; those behind that are under way are never read.
+  // Sets the block's number of tiles. Copies in flight for tiles after the last are never read.
   __device__ __forceinline__ void end_at(int num_tiles) { num_tiles_ = num_tiles; }
 
   // Fills all stages but one.
@@ -54,7 +54,7 @@ class WeightStream<Panel, kMTiles> {
     for (int i = 1; i < plan_.num_stages; ++i) copy_next(rows_of);
   }
 
-  // Brings the first chunks closer without reading them.
+  // Prefetches the first chunks without reading them.
   template <typename RowsOf>
   __device__ __forceinline__ void prefetch(const RowsOf& rows_of) {
     if (num_tiles_ == 0) return;
@@ -71,8 +71,8 @@ class WeightStream<Panel, kMTiles> {
     }
   }
 
-  // Waits for the next chunk, and has the stage of the one before it filled anew: all lanes have
-  // read that one.
+  // Waits for the next chunk, and refills the stage of the previous chunk, which all lanes have
+  // read.
   template <typename RowsOf>
   __device__ __forceinline__ void advance(const RowsOf& rows_of) {
     cp_async_wait_all_but(plan_.num_stages - 2);
@@ -81,13 +81,13 @@ class WeightStream<Panel, kMTiles> {
     read_ = write_ + 1 == plan_.num_stages ? 0 : write_ + 1;
   }
 
-  // This lane's rows of the tile that is to be multiplied next.
+  // This lane's rows of the tile that is multiplied next.
   template <typename RowsOf>
   __device__ __forceinline__ void next_rows(const RowsOf& rows_of, PanelRow (&rows)[kRows]) {
     rows_of(read_tile_++, rows);
   }
 
-  // The chunk of 16 rows m.
+  // The chunk of the 16 rows m.
   __device__ __forceinline__ Shared<uint8_t> slot(int m) const { return slot(read_, m); }
 
   __device__ __forceinline__ int num_blocks() const { return num_blocks_; }
@@ -97,7 +97,7 @@ class WeightStream<Panel, kMTiles> {
     return slots_ + (stage * (kMTiles * kStageBytes<Panel>)+m * kPanelSlotBytes);
   }
 
-  // Of the tile whose copies begin; null where its rows do not share one.
+  // Finds the panels of the tile whose copies begin; null where its rows do not share one.
   template <typename RowsOf>
   __device__ __forceinline__ void find_panels(const RowsOf& rows_of) {
     PanelRow rows[kRows];
@@ -109,7 +109,8 @@ class WeightStream<Panel, kMTiles> {
     }
   }
 
-  // A group of copies for each call, without any where no chunk is left: so the groups count right.
+  // Makes one group of copies per call, an empty one where no chunk is left, so that the count of
+  // groups is right.
   template <typename RowsOf>
   __device__ __forceinline__ void copy_next(const RowsOf& rows_of) {
     write_ = write_ + 1 == plan_.num_stages ? 0 : write_ + 1;
@@ -131,7 +132,7 @@ class WeightStream<Panel, kMTiles> {
     cp_async_commit();
   }
 
-  // Of the chunk that is copied.
+  // The number of blocks of the chunk that is copied.
   __device__ __forceinline__ int count_blocks() const {
     const int left = num_blocks_ - chunk_ * kPanelBlocks;
     return left < kPanelBlocks ? left : kPanelBlocks;
@@ -150,7 +151,7 @@ class WeightStream<Panel, kMTiles> {
       const int at = i + lane;
       if (at < quants) cp_async16(to.quants + swizzled(at, form, -1), from.quants + at);
     }
-    // Of all other planes a lane has one piece at most.
+    // A lane has at most one piece of every other plane.
     if (lane < count * form.high_bits()) cp_async16(to.high_bits + lane, from.high_bits + lane);
     if (lane < count * form.sub_scales()) cp_async16(to.sub_scales + lane, from.sub_scales + lane);
     if (lane < (form.has_sub_scales() ? 1 : count) * form.scales()) {
@@ -158,8 +159,8 @@ class WeightStream<Panel, kMTiles> {
     }
   }
 
-  // This lane's part of rows 2 * m and 2 * m + 1 goes to where rows lane.row and lane.row + 8 of a
-  // panel have theirs. Formats may differ from row to row: no two rows share bytes of a slot.
+  // Copies this lane's part of rows 2 * m and 2 * m + 1 to the places of rows lane.row and lane.row
+  // + 8 of a panel. Formats may differ from row to row: no two rows share bytes of a slot.
   template <typename RowsOf>
   __device__ __forceinline__ void gather_chunk(const RowsOf& rows_of, int m) {
     PanelRow rows[kRows];
@@ -210,16 +211,16 @@ class WeightStream<Panel, kMTiles> {
   const SkinnyLane& lane_;
   Shared<uint8_t> slots_;
   const int num_blocks_;            // of a row
-  const uint8_t* panels_[kMTiles];  // of the tile that is being copied
+  const uint8_t* panels_[kMTiles];  // of the tile that is copied
   PanelForm forms_[kMTiles];
   int num_tiles_;
-  int tile_ = 0, chunk_;       // to be copied next
-  int read_tile_ = 0;          // to be multiplied next
+  int tile_ = 0, chunk_;       // the next ones to copy
+  int read_tile_ = 0;          // the next one to multiply
   int write_ = -1, read_ = 0;  // stages
 };
 
-// sums += the products of 32 columns of 16 rows, of which the lane has pieces of two, with 8 rows
-// of x.
+// sums += the products of 32 columns of 16 rows with 8 rows of x; the lane has pieces of two of the
+// 16 rows.
 template <typename T>
 __device__ __forceinline__ void multiply_block(const Pack<uint32_t>& first,
                                                const Pack<uint32_t>& second,
@@ -233,7 +234,7 @@ __device__ __forceinline__ void multiply_block(const Pack<uint32_t>& first,
   }
 }
 
-// multiply_tile of a packed weight.
+// multiply_tile for a packed weight.
 template <int kMTiles, int kNTiles, typename RowsOf, typename Rows>
 __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const SkinnyLane& lane,
                                               WeightStream<Panel, kMTiles>& weight,
@@ -242,7 +243,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
   using T = typename Rows::Element;
   constexpr int kRows = 2 * kMTiles;
   constexpr int kColumns = static_cast<int>(kBlockColumns);
-  // Where this lane's rows are in a slot, and whether that is swizzled.
+  // The places of this lane's rows in a slot, and whether the slot is swizzled.
   PanelForm forms[kRows];
   int lanes[kRows], swizzles[kMTiles];
   {
@@ -270,7 +271,8 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
   const int step = plan.num_slices * kChunkSize<Panel>;
 
   if constexpr (std::is_same_v<T, float>) {
-    // Each thread sums its pieces' part of the products of its rows with all rows of x.
+    // Each thread sums the part that its pieces have in the products of its rows with all rows of
+    // x.
     constexpr int kTokens = 8 * kNTiles;
     float parts[kRows][kTokens];
 #pragma unroll
@@ -293,7 +295,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
           scale[i] = lane.piece < 2 ? scales.first : scales.last;
           minimum[i] = scales.minimum;
         }
-        // A part at a time: floats of all columns would not fit into the registers.
+        // One part at a time: floats of all columns would not fit into the registers.
 #pragma unroll 1
         for (int part = 0; part < 2; ++part) {
           float w[kRows][4];
@@ -328,7 +330,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
     }
   } else {
     bool has_minima = false;
-    bool has_halves[kMTiles];  // of blocks, with scales of their own
+    bool has_halves[kMTiles];  // of blocks whose halves have scales of their own
     bool are_q4_0 = true, are_q4_1 = true;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -355,12 +357,13 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
         for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
       }
     }
-    // With few rows of x those that meet the next block are under way; with many, registers are
+    // With few rows of x, the pieces for the next block are loaded early; with many, registers are
     // scarce.
     constexpr bool kIsAhead = kNTiles <= 2;
     constexpr bool kKnowsForms = kNTiles <= 2 * kMTiles;
     Pack<uint32_t> pieces[kNTiles], next[kNTiles];
-    // The blocks of the chunk that was waited for; form_of(i) is that of the lane's row i.
+    // Multiplies the blocks of the chunk that was waited for; form_of(i) is the form of the lane's
+    // row i.
     const auto multiply_blocks = [&](int count, const auto& form_of, bool with_minima,
                                      bool with_halves) {
 #pragma unroll 1
@@ -409,7 +412,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
               }
               continue;
             }
-            // The numbers of one half and zeros for those of the other, which other lanes have.
+            // The numbers of one half, and zeros for the other half, which other lanes have.
 #pragma unroll 1
             for (int half = 0; half < 2; ++half) {
               Pack<uint32_t> some[2] = {w[2 * m], w[2 * m + 1]};
@@ -439,7 +442,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
         for (int n = 0; n < kNTiles; ++n) next[n] = x.piece(columns[n]);
       }
       weight.advance(rows_of);
-      // The usual formats are known to the compiler, where there are registers for that.
+      // The compiler knows the usual formats, where there are registers for that.
       if (kKnowsForms && are_q4_0) {
         const auto form_of = [](int) { return PanelForm::of<BlockFormat::kQ4_0>(); };
         multiply_blocks(count, form_of, false, false);

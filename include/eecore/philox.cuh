@@ -1,5 +1,5 @@
 // Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): four random
-// words for each key and counter, with no state between them.
+// words for each key and counter, without state.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ __device__ __forceinline__ RandomWords philox(uint64_t key, uint32_t c0, uint32_
   return {{c0, c1, c2, c3}};
 }
 
-// What a request draws with at a position, for one purpose.
+// The random words of a request at a position, for one purpose.
 __device__ __forceinline__ RandomWords random_words(int64_t seed, int64_t position,
                                                     uint32_t purpose) {
   const uint64_t at = static_cast<uint64_t>(position);
@@ -33,7 +33,7 @@ __device__ __forceinline__ RandomWords random_words(int64_t seed, int64_t positi
                 static_cast<uint32_t>(at >> 32), purpose, 0);
 }
 
-// In [0, 1): 53 bits, and as many as float32 has.
+// A number in [0, 1): with 53 bits, and with as many as float32 has.
 __device__ __forceinline__ double uniform_double(const RandomWords& random) {
   const uint64_t bits = uint64_t{random.words[0]} << 32 | random.words[1];
   return static_cast<double>(bits >> 11) * 0x1p-53;

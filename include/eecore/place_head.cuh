@@ -1,4 +1,4 @@
-// place_head: a thread for each row.
+// place_head: one thread per row.
 #pragma once
 
 #include "eecore/place_row.cuh"

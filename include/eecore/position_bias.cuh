@@ -1,13 +1,14 @@
 // The position bias of paged_attention, spread out in shared memory by relative position, so that
-// the bias of a score is one load at an offset known beforehand.
+// the bias of a score is one load at a known offset.
 #pragma once
 
 #include "eecore/attention_tile.cuh"
 
 namespace eecore::cuda {
 
-// Entries beyond the last relative positions with a bias of their own, on both sides. A warp's step
-// that reaches such a position from any of its rows reaches no further than this from the others.
+// Extra entries on both sides, beyond the last relative positions with a bias of their own. A
+// warp's step that reaches such a position from any of its rows reaches at most this much further
+// from the other rows.
 template <typename Sizes>
 constexpr int kPositionBiasMargin = Sizes::kStepKeys + Sizes::kWarpRows;
 
@@ -27,7 +28,7 @@ __device__ __forceinline__ int position_bucket(const PositionBuckets& buckets, i
 }
 
 // Fills `table`, [group_size, bias_width], for the heads of a kv head, in base 2. All threads of
-// the block call it; a barrier makes the table theirs.
+// the block call it, and may read the table after a barrier.
 __device__ __forceinline__ void spread_position_bias(const PagedAttentionParams& params,
                                                      const AttentionPlan& plan, int kv_head,
                                                      Shared<float> table) {
@@ -38,20 +39,20 @@ __device__ __forceinline__ void spread_position_bias(const PagedAttentionParams&
   }
 }
 
-// A row's part of the table.
+// The part of the table that a row reads.
 class RowBias {
  public:
   RowBias() = default;
-  // For head `head` of the group, and the query at `position`.
+  // For head `head` of the group and the query at `position`.
   __device__ __forceinline__ RowBias(const AttentionPlan& plan, Shared<float> table, int head,
                                      int position)
       : at_(table + (head * plan.bias_width + plan.bias_origin)), position_(position) {}
 
-  // Of a key however far.
+  // The bias of a key at any distance.
   __device__ __forceinline__ float of(const AttentionPlan& plan, int key) const {
-    return at_[min(max(key - position_, -plan.bias_behind), plan.bias_ahead)];
+    return at_[min(max(key - position_, -plan.bias_before), plan.bias_ahead)];
   }
-  // Of a key of a step that is not all far, and of those behind it.
+  // The biases of a key and the keys after it, in a step that is not far as a whole.
   __device__ __forceinline__ Shared<float> from(int key) const { return at_ + (key - position_); }
 
  private:
@@ -59,11 +60,11 @@ class RowBias {
   int position_;
 };
 
-// Whether all of the keys [first_key, first_key + count) are so far from the queries at positions
-// [first_position, last_position], on one side of them, that each query has one bias for all.
+// Whether all keys [first_key, first_key + count) are so far from the queries at positions
+// [first_position, last_position], on one side, that each query has one bias for all of them.
 __device__ __forceinline__ bool has_one_bias(const AttentionPlan& plan, int first_key, int count,
                                              int first_position, int last_position) {
-  return first_key + count - 1 - first_position <= -plan.bias_behind ||
+  return first_key + count - 1 - first_position <= -plan.bias_before ||
          first_key - last_position >= plan.bias_ahead;
 }
 

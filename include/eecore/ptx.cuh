@@ -1,4 +1,4 @@
-// The only home of inline PTX: one function for each instruction that C++ has no name for. Under
+// The only file with inline PTX: one function for each instruction that C++ has no name for. For
 // the tests' emulator each has a host twin of the same signature in emulator/ptx.h.
 #pragma once
 
@@ -74,14 +74,14 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return out;
 }
 
-// The bytes that the four hex digits of `selector` name, the lowest first: 0 to 3 of `first`, 4 to
-// 7 of `second`.
+// The bytes selected by the four hex digits of `selector`, the lowest first: 0 to 3 are bytes of
+// `first`, 4 to 7 of `second`.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t first, uint32_t second,
                                                   uint32_t selector) {
   return __byte_perm(first, second, selector);
 }
 
-// a * b + c, rounded once, of the two elements of each.
+// a * b + c, rounded once, for the two elements of each.
 template <typename T>
 __device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c);
 template <>
@@ -99,13 +99,13 @@ __device__ __forceinline__ uint32_t fma_pair<Float16>(uint32_t a, uint32_t b, ui
 
 // ---- 16-byte accesses; addresses are multiples of 16 ----
 
-// Global memory that others in the block, or later kernels, read again.
+// For global memory that other threads of the block, or later kernels, read again.
 template <typename T>
 __device__ __forceinline__ Pack<T> load16(const T* from) {
   return *reinterpret_cast<const Pack<T>*>(from);
 }
 
-// Global memory that is read once and never written by this kernel: past L1.
+// For global memory that is read once and never written by this kernel: bypasses L1.
 template <typename T>
 __device__ __forceinline__ Pack<T> load16_once(const T* from) {
   uint4 bits;
@@ -130,8 +130,8 @@ __device__ __forceinline__ void shared_store16(T* to, const Pack<T>& pack) {
   *reinterpret_cast<Pack<T>*>(to) = pack;
 }
 
-// The number there, `otherwise` where `from` is null: behind a branch at the head of a kernel ptxas
-// finds fewer registers for what follows, so it is a load under a predicate.
+// The number at `from`, or `otherwise` where `from` is null. It is a load under a predicate: after
+// a branch at the start of a kernel ptxas finds fewer registers for the rest.
 __device__ __forceinline__ float load_or(const float* from, float otherwise) {
   float out = otherwise;
   asm volatile("{.reg .pred there; setp.ne.u64 there, %1, 0; @there ld.global.f32 %0, [%1];}"
@@ -140,8 +140,8 @@ __device__ __forceinline__ float load_or(const float* from, float otherwise) {
   return out;
 }
 
-// Brings the 128 bytes around an address into the L2 cache. Nothing is read by it: writes that come
-// later are seen as ever.
+// Prefetches the 128 bytes around an address into the L2 cache. Nothing is read: later writes are
+// seen as usual.
 __device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
@@ -149,20 +149,21 @@ __device__ __forceinline__ void prefetch_l2(const void* address) {
 // ---- Named barriers: 1 to 15, of whole warps of a block ----
 
 // Waits until `num_threads` threads have waited or arrived at barrier `id`; what they wrote to
-// shared memory before is visible then.
+// shared memory before is then visible.
 __device__ __forceinline__ void named_barrier_wait(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
-// Counts for barrier `id` without waiting: a producer that runs ahead.
+// Counts for barrier `id` without waiting, for a producer that runs ahead.
 __device__ __forceinline__ void named_barrier_arrive(int id, int num_threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
 // ---- Asynchronous copies from global to shared memory (sm_80) ----
 
-// Copies `bytes` (0 to 16) and fills the rest of 16 with zeros; past L1. With 0 bytes `from` is not
-// read. The copy is visible to this thread after cp_async_wait, to others after a barrier on top.
+// Copies `bytes` (0 to 16) and fills the rest of 16 with zeros; bypasses L1. With 0 bytes `from` is
+// not read. The copy is visible to this thread after cp_async_wait, to other threads also after a
+// barrier.
 template <typename T>
 __device__ __forceinline__ void cp_async16(T* to, const T* from, int bytes = 16) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
@@ -171,7 +172,7 @@ __device__ __forceinline__ void cp_async16(T* to, const T* from, int bytes = 16)
                : "memory");
 }
 
-// The same through L1, for what other warps of this SM read too.
+// The same through L1, for data that other warps of this SM also read.
 template <typename T>
 __device__ __forceinline__ void cp_async16_cached(T* to, const T* from, int bytes = 16) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
@@ -184,7 +185,7 @@ __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most kPending of this thread's newest groups are under way.
+// Waits until at most kPending of this thread's newest groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -192,8 +193,8 @@ __device__ __forceinline__ void cp_async_wait() {
 
 // ---- Matrices of 16-bit elements ----
 
-// Four 8x8 matrices; lane l gives the address of row l % 8 of matrix l / 8. Register i holds, of
-// matrix i, elements 2 * (lane % 4) and the next of row lane / 4.
+// Loads four 8x8 matrices; lane l gives the address of row l % 8 of matrix l / 8. Register i holds,
+// of matrix i, elements 2 * (lane % 4) and the next one of row lane / 4.
 template <typename T>
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&out)[4], T* row) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
@@ -240,9 +241,9 @@ __device__ __forceinline__ void mma_m16n8k16<Float16>(float (&sums)[4], const ui
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// ---- Programmatic dependent launch (sm_90; nothing before) ----
+// ---- Programmatic dependent launch (sm_90; before it, these do nothing) ----
 
-// Waits for the kernels before this one in the stream to finish and their writes to be visible. A
+// Waits until the earlier kernels of the stream have finished and their writes are visible. A
 // kernel launched with Launch::kAfterPrevious calls it before it touches what they write or read.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
@@ -250,7 +251,7 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-// The same where `waits`: under a predicate, as in load_or.
+// The same if `waits` is true: under a predicate, as in load_or.
 __device__ __forceinline__ void wait_for_previous_kernel(bool waits) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("{.reg .pred waits; setp.ne.s32 waits, %0, 0; @waits griddepcontrol.wait;}" ::"r"(
@@ -259,7 +260,7 @@ __device__ __forceinline__ void wait_for_previous_kernel(bool waits) {
 #endif
 }
 
-// Lets the next kernel of the stream start once every block has said so or ended.
+// Lets the next kernel of the stream start once every block has called this or ended.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

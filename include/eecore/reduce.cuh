@@ -37,7 +37,7 @@ __device__ __forceinline__ float reduce_block(float x, Op op = {}) {
     return x;
   } else {
     EECORE_SHARED(float, parts, kWarps);
-    __syncthreads();  // an earlier call's parts have been read
+    __syncthreads();  // all threads have read the parts of an earlier call
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
     __syncthreads();
     float total = parts[0];
@@ -48,7 +48,7 @@ __device__ __forceinline__ float reduce_block(float x, Op op = {}) {
 }
 
 // Whether `x` holds in any of a block's kThreads threads, a multiple of 32; every thread gets the
-// answer. All threads of the block call it, once a kernel.
+// answer. All threads of the block call it, once per kernel.
 template <int kThreads>
 __device__ __forceinline__ bool any_in_block(bool x) {
   constexpr int kWarps = kThreads / 32;

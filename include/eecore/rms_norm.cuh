@@ -1,5 +1,5 @@
-// Rows of x as the skinny products read them: normed where there is a weight for it, at multiples
-// of 16 bytes and filled up with zeros to whole chunks.
+// Rows of x in the format that the skinny products read: normed if there is a norm weight, at
+// multiples of 16 bytes and padded with zeros to whole chunks.
 #pragma once
 
 #include "eecore/element.cuh"
@@ -17,7 +17,7 @@ __device__ __forceinline__ void add_squares(const Pack<T>& pack, float& squares)
   for (int i = 0; i < Pack<T>::kSize; ++i) squares = fmaf(values[i], values[i], squares);
 }
 
-// Of a row whose squares sum to `squares`.
+// 1 / rms of a row whose squares sum to `squares`.
 __device__ __forceinline__ float inverse_rms(float squares, int size, float eps) {
   return 1.0f / sqrtf(squares / static_cast<float>(size) + eps);
 }
@@ -44,13 +44,13 @@ __device__ __forceinline__ void scale_pack(Pack<T>& x, const Pack<T>& weight, fl
   }
 }
 
-// out: [padded_size], x scaled, then zeros; without a weight, x as it is.
+// out: [padded_size], x times scale, then zeros; without a weight, a copy of x.
 template <typename T>
 __device__ __forceinline__ void scale_row(const T* x, const T* weight, float scale, int64_t size,
                                           bool x_aligned, bool weight_aligned, int64_t padded_size,
                                           T* out) {
   constexpr int kSize = Pack<T>::kSize;
-  constexpr int kBatch = 4;  // packs whose loads are under way together
+  constexpr int kBatch = 4;  // packs whose loads are in flight together
   constexpr int kStep = kRmsNormThreads * kSize;
   for (int64_t first = static_cast<int64_t>(threadIdx.x) * kSize; first < padded_size;
        first += kBatch * kStep) {
@@ -80,9 +80,9 @@ struct RmsNormRows {
   bool x_aligned, weight_aligned;
 };
 
-// What scale_row leaves of a normed row, or of one that is copied, of kMostKept packs a thread at
-// most: those stay in registers, and all loads are under way together. With kWhole 16 bytes each.
-constexpr int kMostKept = 4;
+// Does what scale_row does, with or without a norm, for rows of at most kMaxKept packs per thread:
+// the packs stay in registers, and all loads are in flight together. kWhole: loads of 16 bytes.
+constexpr int kMaxKept = 4;
 template <bool kWhole, typename T>
 __device__ __forceinline__ void norm_kept_row(const RmsNormRows& params, const T* x, T* out) {
   constexpr int kSize = Pack<T>::kSize, kStep = kRmsNormThreads * kSize;
@@ -98,9 +98,9 @@ __device__ __forceinline__ void norm_kept_row(const RmsNormRows& params, const T
       return load_words(row + i, size - i, params.x_aligned && params.weight_aligned);
     }
   };
-  Words words[kMostKept], factors[kMostKept];
+  Words words[kMaxKept], factors[kMaxKept];
 #pragma unroll
-  for (int j = 0; j < kMostKept; ++j) {
+  for (int j = 0; j < kMaxKept; ++j) {
     words[j] = load(x, first + j * kStep);
     factors[j] = load(weight, first + j * kStep);
   }
@@ -108,11 +108,11 @@ __device__ __forceinline__ void norm_kept_row(const RmsNormRows& params, const T
   if (is_normed) {
     float squares = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kMostKept; ++j) add_squares(elements_of<T>(words[j]), squares);
+    for (int j = 0; j < kMaxKept; ++j) add_squares(elements_of<T>(words[j]), squares);
     scale = inverse_rms(reduce_block<kRmsNormThreads>(squares), size, params.eps);
   }
 #pragma unroll
-  for (int j = 0; j < kMostKept; ++j) {
+  for (int j = 0; j < kMaxKept; ++j) {
     const int i = first + j * kStep;
     if (i >= padded_size) break;
     Pack<T> pack = elements_of<T>(words[j]);
@@ -121,7 +121,7 @@ __device__ __forceinline__ void norm_kept_row(const RmsNormRows& params, const T
   }
 }
 
-// Grid: one block for each row.
+// Grid: one block per row.
 template <typename T>
 __global__ void __launch_bounds__(kRmsNormThreads) rms_norm_kernel(RmsNormRows params) {
   wait_for_previous_kernel();
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kRmsNormThreads) rms_norm_kernel(RmsNormRows p
   const int64_t row = blockIdx.x;
   const T* x = static_cast<const T*>(params.x) + row * params.x_stride;
   T* out = static_cast<T*>(params.out) + row * params.padded_size;
-  if (params.padded_size <= kMostKept * kRmsNormThreads * Pack<T>::kSize) {
+  if (params.padded_size <= kMaxKept * kRmsNormThreads * Pack<T>::kSize) {
     if (params.x_aligned && params.weight_aligned && params.size % Pack<T>::kSize == 0) {
       norm_kept_row<true>(params, x, out);
     } else {

@@ -1,5 +1,5 @@
-// sample_tokens, last: a block for each row finds the bounds of its filters among the open keys,
-// digit by digit, and draws from what they leave.
+// sample_tokens, last: one block per row finds the bounds of the row's filters among the open keys,
+// digit by digit, and draws from the tokens that the filters keep.
 #pragma once
 
 #include "eecore/block_scan.cuh"
@@ -11,14 +11,14 @@ namespace eecore::cuda {
 
 constexpr int kDrawThreads = 1024;
 constexpr int kDrawWarps = kDrawThreads / 32;
-constexpr int kOpenDigitBits = 10;  // of open keys: a digit for each thread
-static_assert(1 << kOpenDigitBits == kDrawThreads && kMostSlices <= kDrawThreads);
+constexpr int kOpenDigitBits = 10;  // of open keys: one digit per thread
+static_assert(1 << kOpenDigitBits == kDrawThreads && kMaxSlices <= kDrawThreads);
 
-// What filters leave of scaled logits.
+// The scaled logits that the filters keep.
 struct Kept {
   const float* values;  // [vocab_size], aligned
-  uint32_t last_key;    // the largest that is left
-  int end_of_last;      // tokens of the last key are left below this id
+  uint32_t last_key;    // the largest that is kept
+  int end_of_last;      // tokens of the last key are kept below this id
   float least;          // weight
 
   static constexpr int kSize = Pack<float>::kSize;
@@ -30,7 +30,7 @@ struct Kept {
     return weight >= least ? weight : 0.0f;
   }
 
-  // As draw wants it.
+  // The weights in the form that draw reads.
   template <bool kWhole>
   __device__ __forceinline__ void load(int token, int end, double (&weights)[kSize]) const {
     const Pack<float> pack =
@@ -43,7 +43,7 @@ struct Kept {
   }
 };
 
-// The open keys of a row, slice by slice.
+// The open keys of a row, by slice.
 struct OpenKeys {
   const uint32_t* keys;       // [value_stride]
   const SiftedSlice* sifted;  // [num_slices]
@@ -51,7 +51,8 @@ struct OpenKeys {
 
   static constexpr int kSize = Pack<uint32_t>::kSize;
 
-  // visit(keys, count), a few keys of a slice at a time, of which `count` exist; by a warp.
+  // Calls visit(keys, count) with a few keys of a slice at a time, of which `count` exist; for one
+  // warp.
   template <typename Visit>
   __device__ __forceinline__ void for_packs_of(int slice, Visit visit) const {
     const uint32_t* of_slice = keys + int64_t{slice} * slice_size;
@@ -70,7 +71,7 @@ struct OpenKeys {
   }
 };
 
-// visit(key) of a few keys of which `count` exist.
+// Calls visit(key) for a few keys of which `count` exist.
 template <typename Visit>
 __device__ __forceinline__ void for_each(const Pack<uint32_t>& keys, int count, Visit visit) {
 #pragma unroll
@@ -79,13 +80,13 @@ __device__ __forceinline__ void for_each(const Pack<uint32_t>& keys, int count, 
   }
 }
 
-// Bits in which keys may differ: those from `low` on below `high`. `key` has the others.
+// The bits in which keys may differ: from `low` on, below `high`. `key` has the other bits.
 struct OpenBits {
   uint32_t key;
   int high, low;
 };
 
-// Of all open keys, or with a `digit` above 0 of those with that first digit.
+// The bits of all open keys, or with a `digit` above 0 of the keys with that first digit.
 __device__ __forceinline__ OpenBits open_bits(uint32_t all_of, uint32_t any_of, int digit) {
   constexpr uint32_t kRest = (1u << kRestBits) - 1;
   uint32_t differ = any_of & ~all_of;
@@ -99,14 +100,14 @@ __device__ __forceinline__ OpenBits open_bits(uint32_t all_of, uint32_t any_of, 
   return {any_of & ~((1u << high) - (1u << low)), high, low};
 }
 
-// A bound among keys, and what those below it come to.
+// A bound among keys, and the sum over the keys below it.
 struct KeyBound {
   uint32_t key;
   unsigned long long below;
 };
 
-// What open keys come to, by a digit. Lanes that change the same number wait for each other, so
-// there are a few of each, in different banks.
+// Sums over open keys, by a digit. Lanes that change the same number wait for each other, so there
+// are several copies of each, in different banks.
 struct OpenSums {
   static constexpr int kCopies = 4, kStride = kDrawThreads + 32 / kCopies;
   Shared<uint32_t> low, high;              // [kCopies, kStride]
@@ -120,7 +121,7 @@ struct OpenSums {
       high[copy * kStride + threadIdx.x] = 0;
     }
   }
-  // Of the thread's digit.
+  // The sum of the thread's digit.
   __device__ __forceinline__ unsigned long long sum() const {
     unsigned long long sum = 0;
 #pragma unroll
@@ -132,9 +133,9 @@ struct OpenSums {
   }
 };
 
-// The smallest open key up to which keys come to `target` or more: their number, or kByMass their
-// weights. `below`: what the keys in front of the open ones come to. Those below `least` or above
-// `most` count for nothing. All threads of the block call it.
+// The smallest open key up to which keys sum to `target` or more: by number, or with kByMass by
+// weight. `below`: the sum over the keys before the open ones. Keys below `least` or above `most`
+// do not count. All threads of the block call it.
 template <bool kByMass>
 __device__ __forceinline__ KeyBound find_bound(const OpenKeys& open, OpenBits bits, uint32_t least,
                                                uint32_t most, unsigned long long below,
@@ -188,12 +189,12 @@ __device__ __forceinline__ KeyBound find_bound(const OpenKeys& open, OpenBits bi
     bits.key |= sums.found_digit[0] << shift;
     bits.high = shift;
     below = sums.found_below[0];
-    __syncthreads();  // both have been read
+    __syncthreads();  // all threads have read both
   }
   return {bits.key, below};
 }
 
-// The bits that all of a row's open keys have, and that some have.
+// The bits that all of a row's open keys have, and the bits that any has.
 struct CommonBits {
   uint32_t all_of, any_of;
 };
@@ -213,13 +214,13 @@ __device__ __forceinline__ CommonBits common_bits(const OpenKeys& open) {
   return bits;
 }
 
-// The last key that is left, and how many of those that have it, in the order of their ids.
+// The last key that is kept, and how many tokens with that key are kept, in the order of their ids.
 struct LastKey {
   uint32_t key;
   unsigned long long staying;
 };
 
-// Of a row with filters by rank. All threads of the block call it.
+// The last key of a row with filters by rank. All threads of the block call it.
 __device__ __forceinline__ LastKey last_key_of(const OpenKeys& open, const Sifted& sifted,
                                                const Filters& filters, float mass_scale) {
   EECORE_SHARED(uint32_t, low_sums, OpenSums::kCopies* OpenSums::kStride);
@@ -257,13 +258,13 @@ __device__ __forceinline__ LastKey last_key_of(const OpenKeys& open, const Sifte
       open, open_bits(common.all_of, common.any_of, one_digit ? sifted.first_digit : 0),
       first_key(sifted.first_digit), min(last.key, end_key(sifted.last_digit) - 1),
       sifted.mass_below_first, target, mass_scale, sums);
-  // Rounded up, and one at least.
+  // Rounded up, and at least one.
   const unsigned long long mass = mass_of(weight_of_key(bound.key), mass_scale);
   const unsigned long long left = target - bound.below;
   return {bound.key, mass == 0 ? kEvery : max((left + mass - 1) / mass, 1ull)};
 }
 
-// A sum of weights for each slice, where threads of those numbers have it, and the bounds.
+// The sum of weights of each slice, held by the thread of the slice's number, and the bounds.
 struct KeptSlices {
   double of_slice;
   uint32_t last_key;
@@ -291,13 +292,14 @@ __device__ __forceinline__ int end_of_equals(const float* values, int begin, int
   return end;
 }
 
-// Of a row with filters by rank. All threads of the block call it.
+// The slices of a row with filters by rank. All threads of the block call it.
 __device__ __forceinline__ KeptSlices filtered_slices(const OpenKeys& open, LastKey last,
                                                       float least, const float* values,
                                                       int vocab_size) {
-  EECORE_SHARED(double, sum_of_slice, kMostSlices);
-  EECORE_SHARED(int, equals_of_slice, kMostSlices);
-  EECORE_SHARED(int, edge, 2);  // the slice in which the last tokens that stay are; how many there
+  EECORE_SHARED(double, sum_of_slice, kMaxSlices);
+  EECORE_SHARED(int, equals_of_slice, kMaxSlices);
+  EECORE_SHARED(int, edge,
+                2);  // the slice of the last tokens that are kept; how many are kept there
 #pragma unroll 1
   for (int slice = threadIdx.x / 32; slice < open.num_slices; slice += kDrawWarps) {
     double sum = 0.0;
@@ -321,7 +323,7 @@ __device__ __forceinline__ KeptSlices filtered_slices(const OpenKeys& open, Last
   if (threadIdx.x == 0) edge[0] = -1;
   __syncthreads();
 
-  // Equals of the last key stay slice by slice.
+  // Tokens of the last key are kept slice by slice.
   const int mine = static_cast<int>(threadIdx.x);
   const bool exists = mine < open.num_slices;
   const long long equals = exists ? int{equals_of_slice[mine]} : 0;
@@ -349,18 +351,19 @@ __device__ __forceinline__ KeptSlices filtered_slices(const OpenKeys& open, Last
 }
 
 struct SliceHit {
-  int slice;      // -1: none, all weigh nothing
-  double before;  // sum of the slices in front of it
+  int slice;      // -1: none, all have weight 0
+  double before;  // sum of the slices before it
   double target, total;
 };
 
-// The slice that u in [0, 1) hits, of sums that threads of their numbers have. All threads of the
-// block call it.
+// The slice that u in [0, 1) hits, where each thread holds the sum of the slice of its number. All
+// threads of the block call it.
 __device__ __forceinline__ SliceHit find_slice(double of_slice, double u) {
-  EECORE_SHARED(double, sum_in_front_of, kMostSlices);
-  EECORE_SHARED(int, hits, 2);  // the first that ends behind the target; the last that weighs
+  EECORE_SHARED(double, sum_in_front_of, kMaxSlices);
+  EECORE_SHARED(int, hits,
+                2);  // the first that ends past the target; the last with a positive weight
   if (threadIdx.x == 0) {
-    hits[0] = kMostSlices;
+    hits[0] = kMaxSlices;
     hits[1] = -1;
   }
   SliceHit hit;
@@ -373,12 +376,12 @@ __device__ __forceinline__ SliceHit find_slice(double of_slice, double u) {
     atomicMax(hits + 1, mine);
   }
   __syncthreads();
-  hit.slice = hits[0] < kMostSlices ? hits[0] : hits[1];
+  hit.slice = hits[0] < kMaxSlices ? hits[0] : hits[1];
   hit.before = hit.slice >= 0 ? double{sum_in_front_of[hit.slice]} : 0.0;
   return hit;
 }
 
-// Grid: num_rows. Draws the tokens of rows that draw.
+// Grid: num_rows. Draws the tokens of the rows that draw.
 __global__ void __launch_bounds__(kDrawThreads)
     sample_draw_kernel(SampleTokensParams params, SampleWorkspace workspace) {
   wait_for_previous_kernel();
@@ -430,7 +433,7 @@ __global__ void __launch_bounds__(kDrawThreads)
   }
 }
 
-// Grid: num_rows by num_slices. Writes the distributions that tokens were drawn from.
+// Grid: num_rows by num_slices. Writes the distributions that the tokens were drawn from.
 __global__ void __launch_bounds__(kSampleThreads)
     sample_probs_kernel(SampleTokensParams params, SampleWorkspace workspace) {
   wait_for_previous_kernel();

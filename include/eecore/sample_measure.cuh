@@ -1,4 +1,4 @@
-// sample_tokens, first of all: what is known of each slice of a row's logits, and the logits as the
+// sample_tokens, first: the statistics of each slice of a row's logits, and the logits as the
 // request changes them.
 #pragma once
 
@@ -7,7 +7,8 @@
 
 namespace eecore::cuda {
 
-// What a request does to logits; a mark holds kSeen and how often a token was generated.
+// The changes that a request makes to logits; a mark holds kSeen and how often a token was
+// generated.
 struct Penalties {
   static constexpr int kSeen = 1 << 30;
   float repetition, presence, frequency;
@@ -33,18 +34,18 @@ __device__ __forceinline__ bool changes_logits(const SampleTokensParams& params,
   return params.num_bias > 0 || Penalties(params, request).any();
 }
 
-// Marks and biases of a chunk's tokens, from `begin` on: those of the text, with drafts up to the
-// position. All threads of the block call it.
+// Marks and biases of a chunk's tokens, from `begin` on: for the tokens of the text, and for drafts
+// up to the position. All threads of the block call it.
 __device__ __forceinline__ void mark_chunk(const SampleTokensParams& params, int request,
                                            int64_t position, int begin, Shared<int> marks,
                                            Shared<float> biases) {
-  __syncthreads();  // those of an earlier chunk have been read
+  __syncthreads();  // all threads have read those of an earlier chunk
   for (int i = threadIdx.x; i < kSampleChunk; i += kSampleThreads) {
     marks[i] = 0;
     biases[i] = 0.0f;
   }
   __syncthreads();
-  // An id outside of the vocabulary may lie within the last chunk, where nobody asks for it.
+  // An id outside the vocabulary may be within the last chunk, where it is never read.
   const auto exists = [=](int64_t token) { return token >= begin && token < begin + kSampleChunk; };
   const int64_t* seen = params.seen + request * params.num_seen;
 #pragma unroll 1
@@ -63,7 +64,7 @@ __device__ __forceinline__ void mark_chunk(const SampleTokensParams& params, int
 #pragma unroll 1
     for (int64_t i = 1 + threadIdx.x; i < end; i += kSampleThreads) {
       if (!exists(drafts[i])) continue;
-      // Both at once could carry from the count into the mark.
+      // An addition for both at once could carry from the count into the mark.
       atomicOr(marks + (drafts[i] - begin), Penalties::kSeen);
       atomicAdd(marks + (drafts[i] - begin), 1);
     }
@@ -77,7 +78,8 @@ __device__ __forceinline__ void mark_chunk(const SampleTokensParams& params, int
   __syncthreads();
 }
 
-// The larger of two values, the one with the lower id among equals. An id of -1 is above all.
+// Whether a is the larger of two values, or the one with the lower id if they are equal. An id of
+// -1 comes before all.
 __device__ __forceinline__ bool is_ahead(float a, int a_id, float b, int b_id) {
   return a > b || (a == b && static_cast<uint32_t>(a_id) < static_cast<uint32_t>(b_id));
 }
@@ -86,12 +88,12 @@ __device__ __forceinline__ SliceNumbers no_numbers() {
   return {-INFINITY, -INFINITY, 0.0f, -1, -INFINITY, -1};
 }
 
-// What sums of exp are relative to: never an infinity that is taken from itself.
+// The base of sums of exp; never an infinity, which would be subtracted from itself.
 __device__ __forceinline__ float base_of(float largest) {
   return largest == -INFINITY ? 0.0f : largest;
 }
 
-// Of both together.
+// Merges two slices.
 __device__ __forceinline__ SliceNumbers merged(const SliceNumbers& a, const SliceNumbers& b) {
   SliceNumbers both;
   both.largest = fmaxf(a.largest, b.largest);
@@ -107,7 +109,7 @@ __device__ __forceinline__ SliceNumbers merged(const SliceNumbers& a, const Slic
   return both;
 }
 
-// Over groups of kLanes neighbouring lanes; the first of them gets it to the last bit.
+// Merges over groups of kLanes neighbouring lanes; the first lane has the exact result.
 template <int kLanes = 32>
 __device__ __forceinline__ SliceNumbers merge_lanes(SliceNumbers mine) {
 #pragma unroll
@@ -120,7 +122,7 @@ __device__ __forceinline__ SliceNumbers merge_lanes(SliceNumbers mine) {
   return mine;
 }
 
-// Takes a thread's next logits, whose ids ascend.
+// Adds a thread's next logits, whose ids ascend.
 __device__ __forceinline__ void take(int token, const float (&logits)[kTokensPerThread],
                                      SliceNumbers& numbers) {
   const float before = numbers.largest;
@@ -137,7 +139,7 @@ __device__ __forceinline__ void take(int token, const float (&logits)[kTokensPer
 }
 
 // Grid: num_rows by num_slices. Writes the numbers of each slice, the logits that requests change,
-// and `uniform`; clears what digits of keys are counted in.
+// and `uniform`; clears the counters of the keys' digits.
 template <typename T>
 __global__ void __launch_bounds__(kSampleThreads)
     sample_measure_kernel(SampleTokensParams params, SampleWorkspace workspace) {

@@ -1,5 +1,5 @@
-// sample_tokens, third, where filters ask for the most probable tokens: the first digits of their
-// bounds say what stays and what goes; keys for which they do not are left open.
+// sample_tokens, third, for filters that need the most probable tokens: the first digits of the
+// filters' bounds decide which keys are kept and which dropped; the keys in between stay open.
 #pragma once
 
 #include "eecore/block_scan.cuh"
@@ -7,7 +7,7 @@
 
 namespace eecore::cuda {
 
-// A thread's digits, neighbours.
+// Neighbouring digits of one thread.
 constexpr int kDigitsPerThread = kNumDigits / kSampleThreads;
 
 template <typename T>
@@ -21,13 +21,14 @@ __device__ __forceinline__ void load_digits(const T* of_row, T (&out)[kDigitsPer
   }
 }
 
-// The digits of a row's bounds; all threads of the block call it. Where no bound is, kNumDigits
-// stands for the first and the last.
+// The digits of a row's bounds; all threads of the block call it. Without a bound, the first and
+// the last digit are kNumDigits.
 __device__ __forceinline__ Sifted sift(const SampleWorkspace& workspace, int j,
                                        const Filters& filters) {
-  EECORE_SHARED(int, digits, 3);  // of top-k, then the first and the last that are open
+  EECORE_SHARED(int, digits, 3);  // of top-k, then the first and the last open one
   EECORE_SHARED(uint32_t, count_below, 1);
-  EECORE_SHARED(unsigned long long, masses, 3);  // below that of top-k, of it, below the first
+  EECORE_SHARED(unsigned long long, masses,
+                3);  // below the digit of top-k, of that digit, below the first digit
   if (threadIdx.x == 0) {
     digits[0] = -1;
     digits[1] = digits[2] = kNumDigits;
@@ -62,7 +63,8 @@ __device__ __forceinline__ Sifted sift(const SampleWorkspace& workspace, int j,
     return sifted;
   }
 
-  // The mass that top-k keeps is known up to that of its digit, and so is the bound of top-p.
+  // The mass that top-k keeps is known up to the mass of its digit, and the bound of top-p
+  // likewise.
   unsigned long long of_digits[kDigitsPerThread], sum = 0, total;
   load_digits(workspace.masses + int64_t{j} * kNumDigits, of_digits);
 #pragma unroll
@@ -101,9 +103,9 @@ __device__ __forceinline__ Sifted sift(const SampleWorkspace& workspace, int j,
   return sifted;
 }
 
-// Grid: num_rows by num_slices. Of rows whose filters ask for the most probable tokens, writes
-// where the bounds lie, the open keys of each slice in the order of their ids, and the sum of the
-// weights that stay for sure.
+// Grid: num_rows by num_slices. For rows whose filters need the most probable tokens, writes where
+// the bounds are, the open keys of each slice in the order of their ids, and the sum of the weights
+// that are kept for certain.
 __global__ void __launch_bounds__(kSampleThreads)
     sample_sift_kernel(SampleTokensParams params, SampleWorkspace workspace) {
   wait_for_previous_kernel();
@@ -120,7 +122,7 @@ __global__ void __launch_bounds__(kSampleThreads)
   const auto load = [&](int begin) {
     values.load(begin + static_cast<int>(threadIdx.x) * kTokensPerThread, place.end, scaled);
   };
-  load(place.begin);  // under way while the digits are looked for
+  load(place.begin);  // in flight while the digits are found
 
   const Sifted sifted = sift(workspace, place.j, filters);
   if (place.slice == 0 && threadIdx.x == 0) workspace.rows[place.j].sifted = sifted;

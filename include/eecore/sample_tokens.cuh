@@ -1,6 +1,6 @@
-// sample_tokens: the vocabulary lies in slices, a block for each slice of a row, and a short
-// sequence of kernels goes through it; what they know of a row and its slices lies in the
-// workspace.
+// sample_tokens: the vocabulary is cut into slices, with a block for each slice of a row, and a
+// short sequence of kernels processes it. The workspace holds what the kernels find out about a row
+// and its slices.
 //
 //   measure  largest logits and sums of exp of each slice; logits as requests change them
 //   weigh    the numbers of the raw distribution, greedy tokens, scaled logits; how many keys have
@@ -11,8 +11,8 @@
 //   probs    where distributions are asked for
 //   top      where the most probable tokens are: of each slice, then of the row
 //
-// Which rows draw, and with what filters, is known on the device alone: kernels return at once for
-// rows that have no need of them.
+// Which rows draw, and with which filters, is known only on the device: kernels return at once for
+// rows that do not need them.
 #pragma once
 
 #include "eecore/sample_draw.cuh"

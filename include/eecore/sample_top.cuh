@@ -1,15 +1,15 @@
-// sample_tokens, where the most probable tokens are asked for: those of each slice first, one
-// behind the other, then those of the row.
+// sample_tokens, where the most probable tokens are asked for: first those of each slice, in order,
+// then those of the row.
 #pragma once
 
 #include "eecore/sample_rows.cuh"
 
 namespace eecore::cuda {
 
-// A logit and its id in one number: the larger, the further ahead, equals by ascending id. No logit
-// gives 0.
+// A logit and its id in one number: larger for a larger logit, then for a lower id. No logit gives
+// 0.
 __device__ __forceinline__ unsigned long long ranked(float logit, int id) {
-  const uint32_t bits = float_to_bits(logit + 0.0f);  // one zero
+  const uint32_t bits = float_to_bits(logit + 0.0f);  // both zeros become one
   const uint32_t order = (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
   return static_cast<unsigned long long>(order) << 32 | static_cast<uint32_t>(~id);
 }
@@ -29,7 +29,7 @@ __device__ __forceinline__ unsigned long long largest_of_warp(unsigned long long
   return x;
 }
 
-// The largest of a thread's own tokens of a slice that is behind `last`.
+// The largest of a thread's own tokens of a slice that ranks after `last`.
 template <typename T>
 __device__ __forceinline__ unsigned long long next_of_thread(const Logits<T>& logits,
                                                              const SlicePlace& place,
@@ -49,7 +49,8 @@ __device__ __forceinline__ unsigned long long next_of_thread(const Logits<T>& lo
   return next;
 }
 
-// Grid: num_rows by num_slices. Writes [num_rows, num_slices, num_top], 0 behind a slice's end.
+// Grid: num_rows by num_slices. Writes [num_rows, num_slices, num_top], 0 where a slice has no more
+// tokens.
 template <typename T>
 __global__ void __launch_bounds__(kSampleThreads)
     sample_top_slices_kernel(SampleTokensParams params, SampleWorkspace workspace) {
@@ -63,7 +64,8 @@ __global__ void __launch_bounds__(kSampleThreads)
   unsigned long long mine = next_of_thread(logits, place, ~0ull);
 #pragma unroll 1
   for (int64_t k = 0; k < params.num_top; ++k) {
-    // Two halves by turns: a barrier lies between those who read one and who writes it again.
+    // Two halves in turns: a barrier is between the threads that read one and the thread that
+    // writes it again.
     const Shared<unsigned long long> half = of_warp + k % 2 * kSampleWarps;
     const unsigned long long largest_here = largest_of_warp(mine);
     if (threadIdx.x % 32 == 0) half[threadIdx.x / 32] = largest_here;
@@ -78,9 +80,9 @@ __global__ void __launch_bounds__(kSampleThreads)
   }
 }
 
-constexpr int kTopPerLane = kMostSlices / 32;
+constexpr int kTopPerLane = kMaxSlices / 32;
 
-// Grid: num_rows, a warp each, which takes the largest of the slices' next ones again and again.
+// Grid: num_rows, one warp each, which repeatedly takes the largest of the slices' next tokens.
 __global__ void __launch_bounds__(32)
     sample_top_kernel(SampleTokensParams params, SampleWorkspace workspace) {
   wait_for_previous_kernel();

@@ -1,5 +1,5 @@
-// sample_tokens, second: what slices know is merged, rows that draw are scaled, and their keys
-// counted by the first digit.
+// sample_tokens, second: merges the statistics of the slices, scales the rows that draw, and counts
+// their keys by the first digit.
 #pragma once
 
 #include "eecore/block_scan.cuh"
@@ -7,14 +7,14 @@
 
 namespace eecore::cuda {
 
-// What every block has to know of a row, with less work than all of its numbers are.
+// The numbers of a row that every block needs; cheaper than all of the row's numbers.
 struct RowLargest {
   float raw, changed;
   bool known;  // the softmax is defined
 
   __device__ __forceinline__ RowLargest(const SampleWorkspace& workspace, int j) {
     const SliceNumbers* of_row = workspace.numbers + int64_t{j} * workspace.num_slices;
-    float sum = 0.0f;  // NaN is the largest of all
+    float sum = 0.0f;  // NaN where a logit is NaN
     raw = changed = -INFINITY;
 #pragma unroll 1
     for (int slice = threadIdx.x % 32; slice < workspace.num_slices; slice += 32) {
@@ -31,8 +31,8 @@ struct RowLargest {
   __device__ __forceinline__ bool chooses() const { return known && is_finite(changed); }
 };
 
-// Writes the numbers of the raw distribution over allowed tokens, and the token of a row that draws
-// none. A warp calls it.
+// Writes the numbers of the raw distribution over allowed tokens, and the token of a row that does
+// not draw. A warp calls it.
 __device__ __forceinline__ void write_numbers(const SampleTokensParams& params,
                                               const SampleWorkspace& workspace,
                                               const RowPlace& place) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void write_numbers(const SampleTokensParams& params,
   workspace.rows[place.j].token = token;
 }
 
-// How many of the keys, and what their weights come to, by the first digit of the key.
+// The number of keys and the sum of their weights, by the first digit of the key.
 struct DigitSums {
   Shared<uint32_t> counts, low, high;  // [kNumDigits]
 
@@ -78,7 +78,7 @@ struct DigitSums {
   }
 };
 
-// Adds a thread's tokens. Where they are all alike, as in flat distributions, it is done once for
+// Adds a thread's tokens. If they are all alike, as in flat distributions, one addition does for
 // all of them: lanes that change the same number wait for each other.
 __device__ __forceinline__ void add_tokens(const float (&scaled)[kTokensPerThread],
                                            const float (&weights)[kTokensPerThread],
@@ -106,13 +106,13 @@ __device__ __forceinline__ void add_tokens(const float (&scaled)[kTokensPerThrea
   }
 }
 
-// Of a multiprocessor. Left to itself ptxas finds more of them worth spilled registers.
+// Blocks per multiprocessor. Without it ptxas chooses more blocks and spills registers.
 constexpr int kWeighBlocks = 4;
 
 // Grid: num_rows by num_slices + 1; the last block of a row writes its numbers. Writes the scaled
-// values of rows that draw; the sums of their slices' weights, or where filters ask for the most
-// probable tokens, counts and masses of digits. Tokens of no weight count for nothing: they are
-// behind all others.
+// values of rows that draw, and the sums of their slices' weights or, where filters need the most
+// probable tokens, counts and masses of digits. Tokens of weight 0 do not count: they come after
+// all other tokens.
 template <typename T>
 __global__ void __launch_bounds__(kSampleThreads, kWeighBlocks)
     sample_weigh_kernel(SampleTokensParams params, SampleWorkspace workspace) {
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kSampleThreads, kWeighBlocks)
       logits.load(token, place.end, scaled);
     }
   };
-  load(place.begin);  // under way while slices are merged
+  load(place.begin);  // in flight while slices are merged
 
   const RowLargest largest(workspace, place.j);
   const float temperature = params.temperature[place.request];
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kSampleThreads, kWeighBlocks)
       Pack<float> pack;
 #pragma unroll
       for (int p = 0; p < Pack<float>::kSize; ++p) pack.values[p] = scaled[i + p];
-      store16(values + token + i, pack);  // a row's end is padded
+      store16(values + token + i, pack);  // the end of a row is padded
     }
     if (by_rank) {
       add_tokens(scaled, weights, filters, workspace.mass_scale, sums);

@@ -1,4 +1,4 @@
-// The condition of an IF node, from a flag that kernels before it have written.
+// Sets the condition of an IF node, from a flag that earlier kernels have written.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,4 +1,4 @@
-// share_kv: a block for each row and layer, whose warps share the heads.
+// share_kv: one block per row and layer, whose warps share the heads.
 #pragma once
 
 #include "eecore/cache_slot.cuh"
@@ -9,7 +9,7 @@ namespace eecore::cuda {
 
 constexpr int kShareKvThreads = 128;
 
-// Grid: (num_tokens, num_layers). What is copied from is written by no block of the call.
+// Grid: (num_tokens, num_layers). No block of the call writes what another one copies from.
 __global__ void __launch_bounds__(kShareKvThreads) share_kv_kernel(ShareKvParams params) {
   wait_for_previous_kernel();
   let_next_kernel_start();

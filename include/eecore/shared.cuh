@@ -1,5 +1,5 @@
-// Shared memory of a block. Kernels name it only through Shared<T>, a plain pointer on the GPU; the
-// emulator of the tests puts a checked pointer in its place, which knows what has been written.
+// Shared memory of a block. Kernels access it only through Shared<T>, a plain pointer on the GPU;
+// in the tests' emulator it is a checked pointer that knows what has been written.
 //
 //   EECORE_SHARED(float, sums, 32);                      // static: Shared<float> sums
 //   Shared<T> tile = dynamic_shared<T>();                // dynamic: all of it

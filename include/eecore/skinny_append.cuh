@@ -1,5 +1,6 @@
-// skinny_linear whose results are heads of q, k and v, which go on as append_kv would have it: as
-// soon as they are summed q is rotated in its place, k too, and k and v go to their cache slots.
+// skinny_linear whose results are heads of q, k and v, which are processed as in append_kv: as soon
+// as they are summed, q is rotated in place, k is rotated, and k and v are written to their cache
+// slots.
 #pragma once
 
 #include "eecore/cache_slot.cuh"
@@ -8,17 +9,17 @@
 
 namespace eecore::cuda {
 
-// Rows of x at most.
+// The maximum number of rows of x.
 template <typename T>
-constexpr int kMostAppendedRows = sizeof(T) == 2 ? 32 : 8;
+constexpr int kMaxAppendedRows = sizeof(T) == 2 ? 32 : 8;
 
-// How two elements that are rotated together are turned.
-struct Turn {
+// The rotation of two elements of a head.
+struct Rotation {
   float cosine, sine;
 };
 
-// Grid: the blocks that share the tiles of out_features. Else as skinny_linear_kernel, with up to
-// 8 * kNTiles tokens.
+// Grid: the blocks that share the tiles of out_features. Otherwise like skinny_linear_kernel, with
+// up to 8 * kNTiles tokens.
 template <typename T, int kMTiles, int kNTiles, bool kMakesRows, typename W = T>
 __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 && kNTiles <= 2 ? 2 : 1)
     skinny_append_kernel(SkinnyLinearParams params, SkinnyPlan plan, HeadTiles tiles) {
@@ -38,8 +39,8 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 && kNTiles <= 2 ?
                          params.weight_stride, rows);
   };
 
-  // Where each row's heads go, and where their angles begin: read before the kernel ahead has ended
-  // where it does not write them.
+  // Where each row's heads are written, and where their angles begin: read before the previous
+  // kernel has ended if that kernel does not write them.
   EECORE_SHARED(CacheSlot, slots, 8 * kNTiles);
   EECORE_SHARED(int64_t, angles, 8 * kNTiles);
   const auto load_places = [&] {
@@ -60,23 +61,23 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 && kNTiles <= 2 ?
   if (!plan.early_places) load_places();
   __syncthreads();
 
-  const auto turn_of = [&](int tile, int m, int row, int column) {
+  const auto rotation_of = [&](int tile, int m, int row, int column) {
     const int tile_of_head = first_tile(tile) + m;
-    if (column >= x.count || tile_of_head >= tiles.count) return Turn{};
+    if (column >= x.count || tile_of_head >= tiles.count) return Rotation{};
     const HeadTile at(tiles, tile_of_head);
-    if (!at.is_rotary || at.head >= num_q_heads + num_kv_heads) return Turn{};
+    if (!at.is_rotary || at.head >= num_q_heads + num_kv_heads) return Rotation{};
     const bool is_query = at.head < num_q_heads && append.q_cos_sin != nullptr;
     const float* cos_sin = is_query ? append.q_cos_sin : append.cos_sin;
     cos_sin += angles[column] + (at.first + row);
-    return Turn{cos_sin[0], cos_sin[tiles.half]};
+    return Rotation{cos_sin[0], cos_sin[tiles.half]};
   };
   const T* bias = static_cast<const T*>(params.bias);
   const Shared<float> exchange = dynamic_shared<float>(ring_bytes);
   int turn = 0;
   for (int tile = 0; tile < my_tiles; ++tile) {
-    // Of the one pair that a thread finishes of each 8 columns, where it is one: on its way while
-    // the tile is multiplied.
-    Turn early[kNTiles];
+    // Where a thread finishes only one pair of each 8 columns: the rotation of that pair, loaded
+    // while the tile is multiplied.
+    Rotation early[kNTiles];
     const bool is_early = plan.num_slices >= kSlicesOfOneEach;
     if (is_early) {
       const int e = thread_of_slices(lane);
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 && kNTiles <= 2 ?
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n) {
         early[n] =
-            turn_of(tile, pair.m, pair.row, e < 64 * kMTiles ? 8 * n + pair.column : x.count);
+            rotation_of(tile, pair.m, pair.row, e < 64 * kMTiles ? 8 * n + pair.column : x.count);
       }
     }
     float sums[kMTiles][kNTiles][4];
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 && kNTiles <= 2 ?
           const int kv_head = at.head - num_q_heads;
           const int first = at.first + row, second = at.second + row;
           const bool is_turned = at.is_rotary && kv_head < num_kv_heads;
-          const Turn angle = is_early ? early[n] : turn_of(tile, m, row, column);
+          const Rotation angle = is_early ? early[n] : rotation_of(tile, m, row, column);
 
           const int base = at.head * head_dim;
           const T a = projected<T, W>(first_sum, params.weight_scale, bias, base + first);

@@ -1,5 +1,5 @@
-// skinny_gated_linear: a warp multiplies 16 rows of the gate and the 16 rows of up that go with
-// them, so that both products of an output meet in one thread.
+// skinny_gated_linear: a warp multiplies 16 rows of the gate and the matching 16 rows of up, so
+// that one thread has both products of an output.
 #pragma once
 
 #include "eecore/params.h"
@@ -9,17 +9,17 @@ namespace eecore::cuda {
 
 constexpr int kGatedMTiles = 2;  // gate, then up
 
-// silu(x), or gelu(x) in its approximation by tanh: 0.5 * (1 + tanh(u)) is sigmoid(2 * u), so that
-// both are x times a sigmoid.
+// silu(x), or gelu(x) in its approximation by tanh: 0.5 * (1 + tanh(u)) is sigmoid(2 * u), so both
+// are x times a sigmoid.
 __device__ __forceinline__ float gate_activation(float x, bool is_gelu) {
   constexpr float kTwiceRootTwoOverPi = 1.59576912f;
   const float u = is_gelu ? kTwiceRootTwoOverPi * fmaf(0.044715f * x * x, x, x) : x;
   return x / (1.0f + expf(-u));
 }
 
-// Grid: (blocks that share the tiles of inner_size, groups of 8 * kNTiles tokens). With
-// kMakesRows each block makes the rows of x ready, else params.x holds them as SkinnyRows wants
-// them. Dynamic shared memory: the ring, the exchange, then the rows that the block makes.
+// Grid: (blocks that share the tiles of inner_size, groups of 8 * kNTiles tokens). With kMakesRows
+// each block makes the rows of x ready, else params.x holds them in the format of SkinnyRows.
+// Dynamic shared memory: the ring, the exchange, then the rows that the block makes ready.
 template <typename T, int kNTiles, bool kMakesRows, typename W = T>
 __global__ void __launch_bounds__(kSkinnyThreads, 1)
     skinny_gated_linear_kernel(SkinnyGatedLinearParams params, SkinnyPlan plan) {

@@ -3,17 +3,18 @@
 //
 // A warp multiplies 16 * kMTiles rows of W with 8 * kNTiles rows of x. The order of the elements
 // inside a product is free as long as both sides keep it, so each thread takes whole 16-byte pieces
-// of W and x as its parts of the MMA's fragments: no transposition and no exchange between threads.
-// Each thread copies its own pieces of W through slots of shared memory that only it reads, many
-// chunks ahead and across the ends of tiles: the stream of the weight never waits for a barrier.
+// of W and x as its parts of the MMA's fragments, without transposition or exchange between
+// threads. Each thread copies its own pieces of W through slots of shared memory that only it
+// reads, many chunks ahead and across the ends of tiles: the stream of the weight never waits for a
+// barrier.
 //
-// W may be of the type of x, or int8 with a scale for each row: whole numbers that every type of x
-// holds exactly. Those become elements of that type in registers, right before they are multiplied;
-// the sums are scaled when they are whole. Packed weights have a stream and a product of their own,
-// in panel_stream.cuh.
+// W may have the type of x, or be int8 with a scale for each row: whole numbers that every type of
+// x holds exactly. They are converted to the type of x in registers, right before they are
+// multiplied; the complete sums are scaled. Packed weights have their own stream and product, in
+// panel_stream.cuh.
 //
-// A row's result depends on the number of slices that its products are summed in and on nothing
-// else: neither on the other rows of x nor on kMTiles, kNTiles or the number of stages.
+// A row's result depends only on the number of slices that its products are summed in: neither on
+// the other rows of x nor on kMTiles, kNTiles or the number of stages.
 #pragma once
 
 #include <type_traits>
@@ -30,8 +31,8 @@ namespace eecore::cuda {
 
 constexpr int kSkinnyWarps = 8;
 constexpr int kSkinnyThreads = 32 * kSkinnyWarps;
-constexpr int kSkinnyMaxStages = kMostPendingCopies + 2;
-constexpr int kPrefetchedChunks = 8;  // of each warp, where the weight has to wait
+constexpr int kSkinnyMaxStages = kMaxPendingCopies + 2;
+constexpr int kPrefetchedChunks = 8;  // of each warp, while the weight has to wait
 
 // Elements of the 16 bytes of a row that a thread takes, and of the 128 bytes that a warp takes.
 template <typename T>
@@ -39,7 +40,7 @@ constexpr int kPieceSize = 16 / static_cast<int>(sizeof(T));
 template <typename T>
 constexpr int kChunkSize = 8 * kPieceSize<T>;
 
-// Whether a weight of such elements has a scale for each row.
+// Whether a weight with elements of this type has a scale for each row.
 template <typename W>
 constexpr bool kHasScales = std::is_same_v<W, int8_t>;
 
@@ -51,18 +52,18 @@ template <typename W>
 constexpr bool kIsPacked = std::is_same_v<W, Panel>;
 constexpr int kPanelBlocks = kChunkSize<Panel> / static_cast<int>(kBlockColumns);
 
-// Bytes of a slot for a chunk of 16 rows of a packed weight, and where its planes begin: quants of
-// 8 bits take twice the place, and have no high bits; there are sub-scales for each block, and
-// scales.
+// Bytes of a slot for a chunk of 16 rows of a packed weight, and the offsets of its planes: quants
+// of 8 bits take twice the space and have no high bits; there are sub-scales and scales for each
+// block.
 constexpr int kHighBitsAt = kPanelBlocks * 256, kSubScalesAt = kPanelBlocks * 512,
               kScalesAt = kSubScalesAt + kPanelBlocks * 32,
               kPanelSlotBytes = kScalesAt + kPanelBlocks * 64;
 
-// Bytes of a chunk of 16 rows to a warp, of all warps of a block.
+// Bytes of a chunk of 16 rows, for all warps of a block.
 template <typename W>
 constexpr int kStageBytes = kIsPacked<W> ? kSkinnyWarps * kPanelSlotBytes : kSkinnyThreads * 64;
 
-// A row of W, of which the stream takes pieces.
+// A row of W that the stream takes pieces of.
 template <typename W>
 using WeightRow = std::conditional_t<kIsPacked<W>, PanelRow, const W*>;
 template <typename W>
@@ -77,22 +78,23 @@ __device__ __forceinline__ WeightRow<W> weight_row(const void* weight, const int
 
 // How the warps of a block share a product; the same for every block of a launch.
 struct SkinnyPlan {
-  int row_size;      // elements of a row of W
-  int num_chunks;    // of a row, the last one filled up with zeros
-  int num_slices;    // warps that share rows of W: warp i of them takes chunks i, i + num_slices..
-  int slices_shift;  // of which there are 1 << slices_shift
-  int num_stages;    // chunks that a warp has slots for, 2 to kSkinnyMaxStages
-  int stage_bytes;   // kStageBytes of the weight
-  int num_tiles;     // of W, of skinny_tile_rows rows each
-  Divisor num_blocks;  // that share them, gridDim.x
+  int row_size;    // elements of a row of W
+  int num_chunks;  // of a row, the last one padded with zeros
+  int num_slices;  // warps that share rows of W: warp i of them takes chunks i, i + num_slices, ..
+  int slices_shift;    // num_slices is 1 << slices_shift
+  int num_stages;      // chunks that a warp has slots for, 2 to kSkinnyMaxStages
+  int stage_bytes;     // kStageBytes of the weight
+  int num_tiles;       // of W, of skinny_tile_rows rows each
+  Divisor num_blocks;  // blocks that share the tiles, gridDim.x
   bool aligned;        // rows of W start at multiples of 16 bytes
   bool early_weight;   // W may be read before the previous kernel has ended
-  bool early_places;  // of rows whose heads are appended, params.append.constant_places may be used
+  bool
+      early_places;  // params.append.constant_places may be used, for rows whose heads are appended
   bool early_trigger;            // the next kernel may start before this one has waited
   bool x_aligned, norm_aligned;  // x and the norm's weight, where blocks make the rows of x ready
 };
 
-// Rows of a tile, which is what a block has in work at a time.
+// Rows of a tile, which a block works on at a time.
 __host__ __device__ inline int skinny_tile_rows(const SkinnyPlan& plan, int m_tiles) {
   return 16 * m_tiles * (kSkinnyWarps >> plan.slices_shift);
 }
@@ -116,7 +118,7 @@ struct SkinnyLane {
   }
 };
 
-// The tiles of this block are blockIdx.x, blockIdx.x + gridDim.x, ..: how many there are.
+// The number of tiles of this block, which are blockIdx.x, blockIdx.x + gridDim.x, ...
 __device__ __forceinline__ int tiles_of_block(const SkinnyPlan& plan, int num_tiles) {
   return plan.num_blocks.rounded_up(max(num_tiles - static_cast<int>(blockIdx.x), 0));
 }
@@ -135,7 +137,7 @@ class WeightStream {
   static constexpr int kPieces = 2 * kRows;                         // of a thread and chunk
   static constexpr int kStageWords = kPieces * kSkinnyThreads * 4;  // 4-byte words
 
-  // `num_tiles` of this block; 0 for a warp without work.
+  // `num_tiles`: tiles of this block; 0 for a warp without work.
   __device__ __forceinline__ WeightStream(const SkinnyPlan& plan, const SkinnyLane& lane,
                                           int num_tiles)
       : plan_(plan),
@@ -144,10 +146,10 @@ class WeightStream {
         num_tiles_(num_tiles),
         chunk_(lane.slice) {}
 
-  // There are only `num_tiles` of this block; those behind that are under way are never read.
+  // Sets the block's number of tiles. Copies in flight for tiles after the last are never read.
   __device__ __forceinline__ void end_at(int num_tiles) { num_tiles_ = num_tiles; }
 
-  // Fills all stages but one. What `also` copies before each belongs to the chunk.
+  // Fills all stages but one. What `also` copies before each stage belongs to its chunk.
   template <typename RowsOf, typename Also = Nothing>
   __device__ __forceinline__ void start(const RowsOf& rows_of, const Also& also = {}) {
     if (num_tiles_ > 0) rows_of(0, rows_);
@@ -157,7 +159,7 @@ class WeightStream {
     }
   }
 
-  // Brings the first chunks closer without reading them.
+  // Prefetches the first chunks without reading them.
   template <typename RowsOf>
   __device__ __forceinline__ void prefetch(const RowsOf& rows_of) {
     if (num_tiles_ == 0) return;
@@ -170,7 +172,7 @@ class WeightStream {
     }
   }
 
-  // Waits for the next chunk, and has the stage of the one before it filled anew, after `also`.
+  // Waits for the next chunk, and refills the stage of the previous one, after calling `also`.
   template <typename RowsOf, typename Also = Nothing>
   __device__ __forceinline__ void advance(const RowsOf& rows_of, const Also& also = {}) {
     cp_async_wait_all_but(plan_.num_stages - 2);
@@ -189,7 +191,8 @@ class WeightStream {
     return slots_ + (stage * kStageWords + (2 * i + half) * kSkinnyThreads * 4);
   }
 
-  // A group of copies for each call, without any where no chunk is left: so the groups count right.
+  // Makes one group of copies per call, an empty one where no chunk is left, so that the count of
+  // groups is right.
   template <typename RowsOf>
   __device__ __forceinline__ void copy_next(const RowsOf& rows_of) {
     write_ = write_ + 1 == plan_.num_stages ? 0 : write_ + 1;
@@ -221,7 +224,7 @@ class WeightStream {
       }
       return;
     }
-    // Element by element, of rows that start anywhere; only this thread reads the slot back.
+    // Element by element, for rows that start at any address; only this thread reads the slot back.
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       const int at = first + piece % 2 * (kChunkSize<W> / 2);
@@ -236,14 +239,15 @@ class WeightStream {
   const SkinnyPlan& plan_;
   const SkinnyLane& lane_;
   Shared<uint32_t> slots_;
-  const W* rows_[kRows];  // of the tile that is being copied
+  const W* rows_[kRows];  // of the tile that is copied
   int num_tiles_;
-  int tile_ = 0, chunk_;       // to be copied next
+  int tile_ = 0, chunk_;       // the next ones to copy
   int write_ = -1, read_ = 0;  // stages
 };
 
-// Starts the stream and waits for the previous kernel: after it where W cannot be its work, before
-// it where it can. Then W is brought as far as the L2 cache meanwhile.
+// Starts the stream and waits for the previous kernel: the stream starts first if that kernel does
+// not write W, and after the wait if it may. In the second case W is prefetched into the L2 cache
+// during the wait.
 template <typename W, int kMTiles, typename RowsOf>
 __device__ __forceinline__ void start_stream(const SkinnyPlan& plan,
                                              WeightStream<W, kMTiles>& weight,
@@ -254,18 +258,18 @@ __device__ __forceinline__ void start_stream(const SkinnyPlan& plan,
   }
   if (plan.early_trigger) let_next_kernel_start();
   weight.start(rows_of);
-  wait_for_previous_kernel();  // a second time at once
-  let_next_kernel_start();     // likewise
+  wait_for_previous_kernel();  // returns at once the second time
+  let_next_kernel_start();     // the same
 }
 
-// Rows of x, each at a multiple of 16 bytes and a whole number of chunks of W long.
+// Rows of x, each starting at a multiple of 16 bytes and padded to whole chunks of W.
 template <typename T>
 struct SkinnyRows {
   using Element = T;
 
   const T* data;
   int64_t stride;
-  int count;  // at least one; results of the rows behind them are of no meaning
+  int count;  // at least one; results of later rows have no meaning
 
   // The 16 bytes at a place in a row.
   __device__ __forceinline__ static Pack<uint32_t> piece(const T* at) {
@@ -273,7 +277,7 @@ struct SkinnyRows {
   }
 };
 
-// Those of `num_tokens` rows from `first` on that 8 * kNTiles columns hold.
+// The rows of `num_tokens`, from `first` on, that fit in 8 * kNTiles columns.
 template <int kNTiles, typename T>
 __device__ __forceinline__ SkinnyRows<T> skinny_rows(const T* x, int64_t stride, int64_t num_tokens,
                                                      int64_t first) {
@@ -281,7 +285,8 @@ __device__ __forceinline__ SkinnyRows<T> skinny_rows(const T* x, int64_t stride,
   return {x + first * stride, stride, left < 8 * kNTiles ? static_cast<int>(left) : 8 * kNTiles};
 }
 
-// Elements of W as they are multiplied with 16 bytes of x, of which a piece of W holds kXPieces.
+// Elements of W in the form that is multiplied with 16 bytes of x; a piece of W covers kXPieces
+// such.
 template <typename T, typename W>
 constexpr int kXPieces = static_cast<int>(sizeof(T) / sizeof(W));
 template <typename T>
@@ -323,8 +328,9 @@ __device__ __forceinline__ void multiply_pieces(const Pack<uint32_t> (&w)[2 * kM
   }
 }
 
-// The products of this warp's rows of its next tile with the rows of x (SkinnyRows, or what a block
-// made ready itself), over the warp's chunks: sums[m][n] is laid out as the sums of mma_m16n8k16.
+// The products of this warp's rows of its next tile with the rows of x (SkinnyRows, or rows that a
+// block made ready itself), over the warp's chunks: sums[m][n] has the layout of the sums of
+// mma_m16n8k16.
 template <typename W, int kMTiles, int kNTiles, typename RowsOf, typename Rows>
 __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const SkinnyLane& lane,
                                               WeightStream<W, kMTiles>& weight,
@@ -334,13 +340,14 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
   constexpr int kRows = 2 * kMTiles, kParts = kXPieces<T, W>;
   auto from = x.data + (lane.slice * kChunkSize<W> + lane.piece * kPieceSize<W>);
   const int step = plan.num_slices * kChunkSize<W>;
-  // Where in a chunk the piece of x is that goes with a part of a half of it.
+  // The place in a chunk of the piece of x that belongs to a part of a half of the chunk.
   const auto offset = [](int half, int part) {
     return half * (kChunkSize<W> / 2) + part * kPieceSize<T>;
   };
 
   if constexpr (std::is_same_v<T, float>) {
-    // Each thread sums its pieces' part of the products of its rows with all rows of x.
+    // Each thread sums the part that its pieces have in the products of its rows with all rows of
+    // x.
     constexpr int kColumns = 8 * kNTiles;
     float parts[kRows][kColumns];
 #pragma unroll
@@ -355,7 +362,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
         Pack<uint32_t> pieces[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) pieces[i] = weight.piece(i, half);
-        // A part at a time: x for all of them would not fit into the registers.
+        // One part at a time: x for all parts would not fit into the registers.
 #pragma unroll 1
         for (int part = 0; part < kParts; ++part) {
           Pack<uint32_t> w[kRows];
@@ -466,11 +473,12 @@ __device__ __forceinline__ int thread_of_slices(const SkinnyLane& lane) {
   return lane.slice * 32 + static_cast<int>(threadIdx.x) % 32;
 }
 
-// Whether a thread finishes one product of a warp's 16 rows with 8 rows of x at most, and no pair
-// of them more: so many warps share rows.
+// Slices from which on a thread finishes at most one product, and one pair, of a warp's 16 rows
+// with 8 rows of x.
 constexpr int kSlicesOfOneEach = 4;
 
-// Of one product, whose sum in the first slice is at `first`: the slices summed in their order.
+// The sum of one product over the slices, in their order; `first` is where the sum of the first
+// slice is.
 template <int kMTiles>
 __device__ __forceinline__ float sum_of_slices(Shared<float> first, int num_slices) {
   float sum = first[0];
@@ -481,9 +489,9 @@ __device__ __forceinline__ float sum_of_slices(Shared<float> first, int num_slic
   return sum;
 }
 
-// finish(row, column, n, values) for each product of the block's tile, once: values[m] of row `row`
-// (0 to 15) of the warp's 16 rows m, in a column of the 8 from 8 * n on; the slices summed in
-// order. All threads of the block call it; `turn` starts at 0 and is the caller's to keep.
+// Calls finish(row, column, n, values) once for each product of the block's tile: values[m] of row
+// `row` (0 to 15) of the warp's 16 rows m, in a column of the 8 from 8 * n on; the slices are
+// summed in order. All threads of the block call it; the caller keeps `turn`, which starts at 0.
 template <int kMTiles, int kNTiles, typename Finish>
 __device__ __forceinline__ void for_each_product(const SkinnyPlan& plan, const SkinnyLane& lane,
                                                  Shared<float> exchange, int& turn,
@@ -502,7 +510,8 @@ __device__ __forceinline__ void for_each_product(const SkinnyPlan& plan, const S
     }
     return;
   }
-  // Two buffers in turn: who writes one has passed the barrier behind which the other was read.
+  // Two buffers in turn: a thread that writes one has passed the barrier after which the other was
+  // read.
   const int first = lane.group << plan.slices_shift;  // warp of the group
 #pragma unroll
   for (int n = 0; n < kNTiles; ++n) {

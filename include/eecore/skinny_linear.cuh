@@ -1,4 +1,4 @@
-// skinny_linear: a tile of products is finished with bias, activation and residual as soon as it is
+// skinny_linear: bias, activation and residual are applied to a tile of products as soon as it is
 // summed.
 #pragma once
 
@@ -7,15 +7,16 @@
 
 namespace eecore::cuda {
 
-// What is added to a product: of its row of the weight, and where it is written.
+// The numbers that are added to a product: the bias of its row of the weight, and the residual.
 template <typename T>
 struct Addends {
   T bias, residual;
 };
 
 // Grid: (blocks that share the tiles of out_features, groups of 8 * kNTiles tokens). With
-// kMakesRows each block makes the rows of x ready, else params.x holds them as SkinnyRows wants
-// them. Dynamic shared memory: the ring, the exchange, then the rows that the block makes.
+// kMakesRows each block makes the rows of x ready, else params.x holds them in the format of
+// SkinnyRows. Dynamic shared memory: the ring, the exchange, then the rows that the block makes
+// ready.
 template <typename T, int kMTiles, int kNTiles, bool kMakesRows, typename W = T>
 __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 && kNTiles <= 2 ? 2 : 1)
     skinny_linear_kernel(SkinnyLinearParams params, SkinnyPlan plan) {
@@ -56,9 +57,8 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 && kNTiles <= 2 ?
     }
     return addends;
   };
-  // Of the one product that a thread finishes of each 8 columns, where it is one: on their way
-  // while the tile is multiplied. `out` may be the residual, of which a thread writes what it has
-  // read.
+  // Where a thread finishes only one product of each 8 columns: the addends of that product, loaded
+  // while the tile is multiplied. `out` may be the residual: a thread writes only what it has read.
   constexpr int kEarly = kNTiles <= 4 ? kNTiles : 1;
   const bool is_early = kEarly == kNTiles && plan.num_slices >= kSlicesOfOneEach;
   int turn = 0;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 && kNTiles <= 2 ?
                          } else {
                            sum = bias == nullptr ? values[m] : values[m] + addend;
                          }
-                         // Compared so that NaN stays NaN.
+                         // This form of the comparison keeps NaN.
                          if (params.activation == Activation::kRelu && sum < 0.0f) sum = 0.0f;
                          T result = from_float<T>(sum);
                          if (params.multiplier != 1.0f) {

@@ -1,5 +1,5 @@
-// Rows of x that each block of a skinny product makes ready itself, in shared memory: to the bit
-// what rms_norm_kernel leaves in global memory, without a kernel ahead.
+// Rows of x that each block of a skinny product makes ready itself, in shared memory: bit for bit
+// what rms_norm_kernel writes to global memory, without another kernel.
 #pragma once
 
 #include "eecore/panel_stream.cuh"
@@ -8,19 +8,20 @@
 
 namespace eecore::cuda {
 
-// Rows that a block makes ready, at most. Packed weights and float32 leave no registers for more.
+// The maximum number of rows that a block makes ready. Packed weights and float32 leave no
+// registers for more.
 template <typename T, typename W>
-constexpr int kMostSharedRows = sizeof(T) == 2 && !kIsPacked<W> ? 32 : 8;
-constexpr int kFewRows = 8;  // of which a thread has a piece of each in registers
+constexpr int kMaxSharedRows = sizeof(T) == 2 && !kIsPacked<W> ? 32 : 8;
+constexpr int kFewRows = 8;  // a thread has a piece of each in registers
 
-// Elements from one row to the next, where the chunks are those of a weight of elements W; the
-// offset keeps the banks of two rows apart.
+// Elements from one row to the next, with the chunks of a weight of elements W; the offset keeps
+// the banks of two rows apart.
 template <typename T, typename W>
 __host__ __device__ constexpr int shared_row_stride(int num_chunks) {
   return num_chunks * kChunkSize<W> + (kXPieces<T, W> > 1 ? 1 : 4) * kPieceSize<T>;
 }
 
-// Bytes of shared memory of `num_rows` rows, and of the norm's weight behind them.
+// Bytes of shared memory of `num_rows` rows, followed by the norm's weight.
 template <typename T, typename W>
 __host__ __device__ constexpr int64_t shared_rows_bytes(int64_t num_rows, int num_chunks) {
   return (num_rows + 1) * shared_row_stride<T, W>(num_chunks) * int64_t{sizeof(T)};
@@ -39,7 +40,7 @@ struct SharedRows {
   }
 };
 
-// Brings a row closer without reading it.
+// Prefetches a row without reading it.
 template <typename T>
 __device__ __forceinline__ void prefetch_row(const T* row, int64_t size) {
   constexpr int kLine = 128 / static_cast<int>(sizeof(T));
@@ -50,9 +51,9 @@ __device__ __forceinline__ void prefetch_row(const T* row, int64_t size) {
   }
 }
 
-// Makes `count` rows, kMost at most, ready from `to` on. With kWhole all of them and the norm's
-// weight are read 16 bytes at a time; with kIsSmall the rows are scaled one by one.
-template <int kMost, bool kWhole, bool kIsSmall, typename T>
+// Makes `count` rows, at most kMax, ready from `to` on. kWhole: all rows and the norm's weight are
+// read 16 bytes at a time. kIsSmall: the rows are scaled one by one.
+template <int kMax, bool kWhole, bool kIsSmall, typename T>
 __device__ __forceinline__ void fill_shared_rows(const RmsNormRows& rows, int count, Shared<T> to,
                                                  int stride) {
   static_assert(kSkinnyThreads == kRmsNormThreads, "else sums of squares are in another order");
@@ -71,19 +72,19 @@ __device__ __forceinline__ void fill_shared_rows(const RmsNormRows& rows, int co
     }
   };
 
-  // What all rows have at a place is under way together, and so is the weight, or what stands in
-  // for none. Each thread reads back what it wrote.
+  // What all rows have at a place is loaded together, and the weight with it, or x where there is
+  // no weight. Each thread reads back what it wrote.
   const T* factors_from = is_normed ? norm_weight : x;
-  float squares[kMost] = {};
+  float squares[kMax] = {};
   for (int i = first; i < padded_size; i += kStep) {
-    Words words[kMost], factors;
+    Words words[kMax], factors;
 #pragma unroll
-    for (int row = 0; row < kMost; ++row) {
+    for (int row = 0; row < kMax; ++row) {
       if (row < count) words[row] = load(x + row * rows.x_stride, i, rows.x_aligned);
     }
     factors = load(factors_from, i, rows.weight_aligned && rows.x_aligned);
 #pragma unroll
-    for (int row = 0; row < kMost; ++row) {
+    for (int row = 0; row < kMax; ++row) {
       if (row >= count) break;
       const Pack<T> pack = elements_of<T>(words[row]);
       shared_store16(to + (row * stride + i), pack);
@@ -93,18 +94,18 @@ __device__ __forceinline__ void fill_shared_rows(const RmsNormRows& rows, int co
   }
   if (!is_normed) return;
 
-  EECORE_SHARED(float, parts, kMost* kSkinnyWarps);
+  EECORE_SHARED(float, parts, kMax* kSkinnyWarps);
 #pragma unroll
-  for (int row = 0; row < kMost; ++row) {
+  for (int row = 0; row < kMax; ++row) {
     const float part = reduce_lanes(squares[row]);
-    if (threadIdx.x % 32 == 0) parts[static_cast<int>(threadIdx.x) / 32 * kMost + row] = part;
+    if (threadIdx.x % 32 == 0) parts[static_cast<int>(threadIdx.x) / 32 * kMax + row] = part;
   }
   __syncthreads();
-  // A lane takes a row: their divisions and roots are under way together.
+  // Each lane takes a row: divisions and roots of different rows run in parallel.
   const int lane = static_cast<int>(threadIdx.x) % 32, own = lane < count ? lane : 0;
   float total = parts[own];
 #pragma unroll
-  for (int warp = 1; warp < kSkinnyWarps; ++warp) total += parts[warp * kMost + own];
+  for (int warp = 1; warp < kSkinnyWarps; ++warp) total += parts[warp * kMax + own];
   const float own_scale = inverse_rms(total, size, rows.eps);
   if constexpr (kIsSmall) {
 #pragma unroll 1
@@ -118,18 +119,18 @@ __device__ __forceinline__ void fill_shared_rows(const RmsNormRows& rows, int co
     }
     return;
   }
-  float scales[kMost];
+  float scales[kMax];
 #pragma unroll
-  for (int row = 0; row < kMost; ++row) scales[row] = __shfl_sync(kWholeWarp, own_scale, row);
+  for (int row = 0; row < kMax; ++row) scales[row] = __shfl_sync(kWholeWarp, own_scale, row);
   for (int i = first; i < padded_size; i += kStep) {
     const Pack<T> factors = shared_load16(weight + i);
-    Pack<T> packs[kMost];
+    Pack<T> packs[kMax];
 #pragma unroll
-    for (int row = 0; row < kMost; ++row) {
+    for (int row = 0; row < kMax; ++row) {
       if (row < count) packs[row] = shared_load16(to + (row * stride + i));
     }
 #pragma unroll
-    for (int row = 0; row < kMost; ++row) {
+    for (int row = 0; row < kMax; ++row) {
       if (row >= count) break;
       scale_pack(packs[row], factors, scales[row]);
       shared_store16(to + (row * stride + i), packs[row]);
@@ -137,9 +138,9 @@ __device__ __forceinline__ void fill_shared_rows(const RmsNormRows& rows, int co
   }
 }
 
-// The same of more than kFewRows rows: each warp makes every eighth of them ready alone. A row's
-// squares are summed in the order of fill_shared_rows: lanes stand in for the threads that have the
-// pieces there, warp by warp.
+// The same for more than kFewRows rows: each warp makes every eighth row ready alone. A row's
+// squares are summed in the order of fill_shared_rows: lanes take the place of the threads that
+// have the pieces there, warp by warp.
 template <typename T>
 __device__ __forceinline__ void fill_rows_by_warps(const RmsNormRows& rows, int count, Shared<T> to,
                                                    int stride) {
@@ -149,7 +150,7 @@ __device__ __forceinline__ void fill_rows_by_warps(const RmsNormRows& rows, int 
   const T* x = static_cast<const T*>(rows.x);
   const T* norm_weight = static_cast<const T*>(rows.norm_weight);
 
-  // The rows of the warp, of which a batch of pieces is under way together.
+  // The rows of the warp; a batch of pieces of a row is loaded at a time.
 #pragma unroll 1
   for (int row = warp; row < count; row += kSkinnyWarps) {
     const T* const from = x + row * rows.x_stride;
@@ -200,14 +201,15 @@ __device__ __forceinline__ void fill_rows_by_warps(const RmsNormRows& rows, int 
   }
 }
 
-// Makes `count` rows (1 to kMost) ready from `to` on, `stride` elements apart, where
-// shared_rows_bytes are free. All threads of the block call it; `out` of the rows is not looked at.
-// The usual cases have code of their own, which is short: what runs once is waited for. Of a packed
-// weight, whose kernels have no registers to spare, that is a single row alone.
-template <int kMost, bool kIsOfPacked, typename T>
+// Makes `count` rows (1 to kMax) ready from `to` on, `stride` elements apart, where
+// shared_rows_bytes are free. All threads of the block call it; `out` of the rows is not used. The
+// usual cases have code of their own, which is short, because code that runs once is waited for.
+// For a packed weight, whose kernels have no registers to spare, that is only the case of a single
+// row.
+template <int kMax, bool kIsOfPacked, typename T>
 __device__ __forceinline__ SharedRows<T> make_shared_rows(const RmsNormRows& rows, int count,
                                                           Shared<T> to, int stride) {
-  if constexpr (kMost > kFewRows) {
+  if constexpr (kMax > kFewRows) {
     fill_rows_by_warps(rows, count, to, stride);
     __syncthreads();
     return {to, stride, count};
@@ -224,8 +226,8 @@ __device__ __forceinline__ SharedRows<T> make_shared_rows(const RmsNormRows& row
   return {to, stride, count};
 }
 
-// Starts the stream of the weight, waits for the previous kernel, and gives the rows of x, from
-// `first_token` on, of a product whose Params has x, norm_weight, eps and in_features: where they
+// Starts the stream of the weight, waits for the previous kernel, and returns the rows of x from
+// `first_token` on, for a product whose Params has x, norm_weight, eps and in_features: where they
 // are, or made ready from byte `shared_at` of shared memory on.
 template <typename T, int kNTiles, bool kMakesRows, typename W, int kMTiles, typename RowsOf,
           typename Params>
@@ -242,7 +244,7 @@ __device__ __forceinline__ auto start_product(const Params& params, const Skinny
   const auto x = skinny_rows<kNTiles>(static_cast<const T*>(params.x), params.x_stride,
                                       params.num_tokens, first_token);
   if constexpr (kMakesRows) {
-    static_assert(8 * kNTiles <= kMostSharedRows<T, W>);
+    static_assert(8 * kNTiles <= kMaxSharedRows<T, W>);
     const RmsNormRows rows{x.data,
                            params.norm_weight,
                            nullptr,

@@ -1,5 +1,5 @@
-// speculative_accept: a warp compares a sequence's greedy drafts with their targets; a block
-// samples one sequence.
+// speculative_accept: one warp compares a sequence's greedy drafts with their targets; one block
+// samples for a sequence.
 #pragma once
 
 #include "eecore/accept_drafts.cuh"
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
 
   const int64_t accepted = accepted_prefix(num_drafts, threadIdx.x % 32, [&](int64_t draft) {
     const int64_t at = draft * vocab_size;
-    return stands(drafts[draft], q + at, p + at, vocab_size, uniform[draft]);
+    return accepts_draft(drafts[draft], q + at, p + at, vocab_size, uniform[draft]);
   });
   const int64_t at = accepted * vocab_size;
   const int64_t token = draw_next<kThreads>(p + at, accepted < num_drafts ? q + at : nullptr,

@@ -1,7 +1,7 @@
-// Whole numbers of a byte each as elements of a 16-bit type, exactly, two at a time.
+// Converts whole numbers of one byte to elements of a 16-bit type, exactly, two at a time.
 //
-// They become the lowest bits of a power of two that is so large that these bits are its ones; then
-// that power is taken from it. Conversions of single bytes would take four times as long.
+// The numbers become the lowest bits of a power of two so large that these bits are its ones; then
+// that power is subtracted. Conversions of single bytes would take four times as long.
 #pragma once
 
 #include <type_traits>
@@ -10,7 +10,7 @@
 
 namespace eecore::cuda {
 
-// Bytes 2 * pair and 2 * pair + 1 of four below the exponent of a power of two.
+// Bytes 2 * pair and 2 * pair + 1 of four, placed below the exponent of a power of two.
 template <typename T>
 __device__ __forceinline__ uint32_t below_exponent(uint32_t bytes, int pair) {
   constexpr uint32_t kPower = std::is_same_v<T, BFloat16> ? 0x43434343u : 0x64646464u;
@@ -20,12 +20,13 @@ __device__ __forceinline__ uint32_t below_exponent(uint32_t bytes, int pair) {
 template <typename T>
 constexpr uint32_t kPairOfOnes = std::is_same_v<T, BFloat16> ? 0x3f803f80u : 0x3c003c00u;
 
-// Bytes with a sign.
+// Signed bytes.
 template <typename T>
 __device__ __forceinline__ uint32_t whole_pair(uint32_t bytes, int pair) {
   if constexpr (std::is_same_v<T, BFloat16>) {
     const uint32_t spread = below_exponent<T>(bytes, pair);
-    // 128 and seven bits, of which 256 is taken where the byte is negative: there is no eighth.
+    // 128 and seven bits, from which 256 is subtracted where the byte is negative: there is no
+    // eighth bit.
     return fma_pair<T>(spread & 0xff7fff7fu, kPairOfOnes<T>, (spread & 0xff80ff80u) | 0x80008000u);
   } else {
     constexpr uint32_t kMinus1152 = 0xe480e480u;
@@ -35,10 +36,10 @@ __device__ __forceinline__ uint32_t whole_pair(uint32_t bytes, int pair) {
   }
 }
 
-// Bytes of 0 to 127 less an offset of 0 to 127.
+// Bytes of 0 to 127, minus an offset of 0 to 127.
 template <typename T>
 __device__ __forceinline__ uint32_t small_pair(uint32_t bytes, int pair, uint32_t offset) {
-  // -128 or -1024, whose lowest bits are ones too.
+  // -128 or -1024, whose lowest bits are also ones.
   constexpr uint32_t kMinusPower = std::is_same_v<T, BFloat16> ? 0xc300u : 0xe400u;
   return fma_pair<T>(below_exponent<T>(bytes, pair), kPairOfOnes<T>,
                      (kMinusPower | offset) * 0x10001u);

@@ -581,9 +581,12 @@ def test_a_thread_records_one_tape_at_a_time() -> None:
     tape, other, adder = ops.Tape(), ops.Tape(), Adder(1)
     with tape.record():
         for again in (tape, other):
-            with pytest.raises(RuntimeError, match="this thread records already"), again.record():
+            with (
+                pytest.raises(RuntimeError, match="this thread is already recording"),
+                again.record(),
+            ):
                 pass
-            with pytest.raises(RuntimeError, match="no replay while one records"):
+            with pytest.raises(RuntimeError, match="no replay during a recording"):
                 again.replay()
         adder.call(0)
     assert len(tape) == 1
@@ -646,7 +649,7 @@ def test_what_another_thread_calls_meanwhile_runs() -> None:
         mine.call(0)
     assert len(tape) == 1
     assert (mine.take(), others.take()) == ([0], [1])
-    assert refused == ["tape: expected no replay while one records"]
+    assert refused == ["tape: expected no replay during a recording"]
 
 
 def test_threads_replay_tapes_of_their_own_side_by_side(num_threads: int) -> None:

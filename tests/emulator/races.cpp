@@ -39,10 +39,10 @@ struct Cell {
 
 // Pages hold cells of as many bytes as all accesses so far have been multiples of.
 constexpr uintptr_t kPageBytes = 4096;
-constexpr uint32_t kMostGranule = 16;
+constexpr uint32_t kMaxGranule = 16;
 struct Page {
-  uint32_t granule = kMostGranule;
-  std::vector<Cell> cells{kPageBytes / kMostGranule};
+  uint32_t granule = kMaxGranule;
+  std::vector<Cell> cells{kPageBytes / kMaxGranule};
 
   void refine(uint32_t wanted) {
     std::vector<Cell> finer(kPageBytes / wanted);
@@ -228,7 +228,7 @@ void check_global(Touch touch, const void* address, size_t bytes, const void* pl
   if (bytes == 0 || is_own_memory(address) || !is_in_kernel() || is_ours(at)) return;
   ++num_checked_so_far;
   const uint32_t granule = std::min<uint32_t>(
-      1u << std::countr_zero(static_cast<uint32_t>(at | bytes | kMostGranule)), kMostGranule);
+      1u << std::countr_zero(static_cast<uint32_t>(at | bytes | kMaxGranule)), kMaxGranule);
   for (const uintptr_t end = at + bytes; at < end;) {
     Page& page = page_of(at);
     if (granule < page.granule) page.refine(granule);

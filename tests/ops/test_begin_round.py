@@ -185,8 +185,14 @@ def test_bad_drafts_ahead_are_named_and_change_nothing(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"drafts": torch.zeros(3, 4).long()}, "drafts: expected them with num_given, or neither"),
-        ({"num_given": torch.zeros(3).long()}, "drafts: expected them with num_given, or neither"),
+        (
+            {"drafts": torch.zeros(3, 4).long()},
+            "drafts: expected both drafts and num_given, or neither",
+        ),
+        (
+            {"num_given": torch.zeros(3).long()},
+            "drafts: expected both drafts and num_given, or neither",
+        ),
         (
             {"drafts": torch.zeros(3, 5).long(), "num_given": torch.zeros(3).long()},
             r"drafts: expected \[num_rows, num_steps=4\], got \[3, 5\]",

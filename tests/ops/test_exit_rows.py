@@ -422,7 +422,7 @@ def test_a_condition_is_for_captured_streams(device: torch.device) -> None:
     got = "a stream that is not captured" if emulated.is_cuda_kernel(device) else "the CPU"
     with pytest.raises(RuntimeError, match=f"condition: expected None on {got}, got 3"):
         ops.exit_rows(*arguments, condition=3)
-    with pytest.raises(RuntimeError, match="condition: expected None where nobody leaves, got one"):
+    with pytest.raises(RuntimeError, match="condition: expected None with decide=False, got one"):
         ops.exit_rows(*arguments, decide=False, condition=3)
     assert not point.rows.all_gone
 

@@ -190,8 +190,8 @@ def test_a_head_runs_here_or_before() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"hidden": 1}, "hidden: expected it with lm_head, or neither, got one"),
-        ({"lm_head": 1}, "hidden: expected it with lm_head, or neither, got one"),
+        ({"hidden": 1}, "hidden: expected both hidden and lm_head, or neither, got one"),
+        ({"lm_head": 1}, "hidden: expected both hidden and lm_head, or neither, got one"),
         ({"norm_weight": 1}, "lm_head: expected one with norm_weight, .* got None"),
     ],
 )

@@ -1,4 +1,4 @@
-// Turns 16 rows of 16 numbers of 32 bits into their columns, in registers.
+// Transposes 16 rows of 16 numbers of 32 bits, in registers.
 #pragma once
 
 #include "vec.h"
@@ -7,7 +7,7 @@
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-inline void turn(__m512i (&v)[16]) {
+inline void transpose(__m512i (&v)[16]) {
   __m512i t[16];
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
@@ -37,11 +37,11 @@ inline void turn(__m512i (&v)[16]) {
     v[12 + j] = _mm512_shuffle_i32x4(t[4 + j], t[12 + j], 0xdd);
   }
 }
-inline void turn(Vec (&v)[kWidth]) {
+inline void transpose(Vec (&v)[kWidth]) {
   __m512i bits[kWidth];
 #pragma GCC unroll 16
   for (int i = 0; i < kWidth; ++i) bits[i] = _mm512_castps_si512(v[i].v);
-  turn(bits);
+  transpose(bits);
 #pragma GCC unroll 16
   for (int i = 0; i < kWidth; ++i) v[i].v = _mm512_castsi512_ps(bits[i]);
 }
