@@ -1,11 +1,11 @@
 """A round of speculation as a program: draft, verify, accept.
 
 (LayerSkip §4.3, A.4; Leviathan et al. 2023; Zhang et al. 2023.) A draft runs either the first
-layers only (SelfSpeculative) or all layers without some sublayers (DraftAndVerify). Both keep the
-state of every drafted position after the first layers, which the draft runs exactly like the full
-model. Verification continues from these states, so that no position passes through a shared layer
-twice. The keys and values of shared layers are in the cache already. A draft without some sublayers
-also writes keys and values of deeper layers; verification overwrites them.
+layers only (SelfSpeculative) or all layers with some sublayers skipped (DraftAndVerify). Both keep
+the state of every drafted position after the first layers, which the draft runs exactly like the
+full model. Verification continues from these states, so that no position passes through a shared
+layer twice. The keys and values of shared layers are in the cache already. A draft with skipped
+sublayers also writes keys and values of deeper layers; verification overwrites them.
 
 Drafts that were looked up (PromptLookup) are given to the round, and all layers verify them. Their
 distribution has a single token, so rejection sampling accepts a draft where the full model draws

@@ -220,7 +220,7 @@ class Iterations:
         if work.is_prefill or follows_text(sampling) or route.adaptive or route.auto is not None:
             return True
         if route.path == GIVEN and (not route.ahead or draft.guided is not None):
-            return True  # the host finds the drafts; only a head's are on the device
+            return True  # the host finds these drafts; only a draft head's are on the device
         # The host looks up the logits of tokens that are not the most probable ones.
         looks = needs_logits(sampling) and sampling.logprobs is not None
         return looks and route.path is not None and not route.path.is_given
