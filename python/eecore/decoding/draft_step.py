@@ -338,7 +338,7 @@ class DraftStep(Step):
     def _num_ahead(self, row: Row) -> int:
         """Number of drafts that a head with keys of its own may make, by the slots for them."""
         verified = len(row.given.tokens) if row.follows is None else row.work.max_drafts
-        # The first draft's key is at the last position that is verified, at most.
+        # The key of the first draft is at the last verified position, or before it.
         sequence = row.sequence
         last = min(row.position + verified, sequence.num_tokens + sequence.tokens_left - 2)
         slots = len(sequence.pages) * self._page_size - last

@@ -150,7 +150,7 @@ class Heads:
         """
         if self.sizes.greedy:
             index, states, few = self._picked(hidden, kind, control, request, GREEDY)
-            # With several rows to a request the head runs on all rows; some get logits below too.
+            # With several rows to a request the head runs on all of them, also if LOGITS.
             with few:
                 ops.place_head(
                     None,

@@ -38,10 +38,10 @@ __all__ = [
 
 # The purpose of a random number that draws a token.
 DRAWS_TOKEN = 0
-# The purpose of a random number that draws a draft, at the position of a token that is drawn too.
+# The purpose of a random number that draws a draft: another number than the token's there.
 DRAWS_DRAFT = 1
 
-# Programs have memory for at least this many generated tokens, which keeps them few.
+# Programs have memory for at least this many generated tokens: this limits their number.
 MIN_GENERATED = 64
 
 NO_TOKEN = "expected finite logits and confidences from the model, got NaN or infinity"

@@ -33,7 +33,7 @@ from eecore.scheduling.sequence import Sequence
 
 __all__ = ["Sizes", "Step", "sizes_for", "tapped_layers"]
 
-# Programs have memory for at least this many pages of a sequence, which keeps them few.
+# Programs have memory for at least this many pages of a sequence: this limits their number.
 MIN_PAGES = 8
 
 
@@ -98,7 +98,7 @@ def tapped_layers(
 
 
 class Step:
-    """The runs of up to ``sizes.num_rows`` rows over memory that stays where it is.
+    """The runs of up to ``sizes.num_rows`` rows over memory at fixed addresses.
 
     Args:
         model: the model.

@@ -102,7 +102,7 @@ class Costs:
         return times
 
     def in_full(self, requests: int, seconds: float) -> float:
-        """Seconds, converted to rounds of full depth; 0 where those have not been measured."""
+        """Seconds, converted to rounds of full depth; 0 before one has been measured."""
         full = self.full(requests)
         return 0.0 if full is None else seconds / full
 
