@@ -40,7 +40,7 @@ one step of a head, and the LM head after a step of layers.
 LEAD = 8.0
 """The lead, in rounds of full depth, at which a request's tokens count 1 / e as much."""
 GOES_ON = 0.5
-"""The assumed chance that a head's draft is accepted if the previous one was."""
+"""The assumed chance that a head's draft is worth verifying if the previous one was."""
 
 
 class Choice(NamedTuple):

@@ -47,7 +47,7 @@ class Guided:
         self._guides, self._guide, self.num_words = guides, guide, num_words
         self._start = Matcher(process)
         self._matcher: Matcher | None = None
-        self._seen: list[int] = []  # by the matcher; [] during a call, which may fail
+        self._seen: list[int] = []  # tokens that the matcher has read; [] while unknown
         self._looked: _Look | None = None
         self._ahead: list[int] = []
         """Tokens of the text and drafts for which masks were last written."""
