@@ -152,8 +152,8 @@ def test_a_long_text_costs_a_character_no_more_than_a_short_one(
         ("root ::= " + "(" * 5000, "expected at most 100 brackets in one another"),
         ("root ::= <think>", "tokens by name or number are not supported"),
         ('root ::= "a"\n"b"', "expected the name of a rule"),
-        ("root ::= root", "expected a rule root that some text follows"),
-        ('root ::= "a" root', "expected a rule root that some text follows"),
+        ("root ::= root", "expected a rule root that matches some text"),
+        ('root ::= "a" root', "expected a rule root that matches some text"),
     ],
 )
 def test_what_is_no_grammar(guides: Guides, grammar: str, message: str) -> None:

@@ -1,8 +1,8 @@
 """The end of a round with a head that drafts a block: all of the next round's drafts in one pass.
 
-The blocks of all rows are of one size, so that what is about a draft is a slice of what is about
-blocks: row r has places ``r * block_size`` up to the next one's. A row that may have fewer drafts
-has no slots at its last places, and nobody looks at what comes of these.
+The blocks of all rows have one size, so that one draft of all rows is a slice of the tensors of
+blocks: row r has the places from ``r * block_size`` to the next row's. A row that may have fewer
+drafts has no slots at its last places, whose results are not read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from eecore.models import AttentionBatch, BlockHead, KVCache
 __all__ = ["BlockDrafting"]
 
 MAX_ROWS_OF_LOGITS = 64
-"""Places of blocks whose logits are kept in memory at once; of more those of one draft are."""
+"""Maximum number of places whose logits are computed at once; with more places, the logits are
+computed one draft at a time.
+"""
 
 
 class BlockDrafting:
@@ -31,15 +33,15 @@ class BlockDrafting:
 
     Args:
         step: the program.
-        head: of its model.
-        given: the program's fields, those of :func:`head_drafting_fields` among them.
-        results: those of :func:`head_results`.
-        ended: where the program's rounds end.
+        head: the block head of the program's model.
+        given: the program's fields, with the fields of :func:`head_drafting_fields`.
+        results: the program's results, with the fields of :func:`head_results`.
+        ended: the ends of the program's rounds.
         kv: the model's cache, with pages for the head's layers.
     """
 
     last_row: Tensor | None = None
-    """Drafts start from keys alone, not from a state of the verification."""
+    """None: drafts start from keys alone, not from a state of the verification."""
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class BlockDrafting:
         self.drafted = ops.DraftedAhead(
             self._round.tokens, self._round.confidences, self._round.num_drafted
         )
-        """Results of the program's last run, for rows that go on after it."""
+        """Drafts of the program's last run, for rows that continue after it."""
         self._thresholds = given["ahead_thresholds"]
         fields = {
             "row": zeros(rows, dtype=torch.int32),
@@ -93,7 +95,7 @@ class BlockDrafting:
             drafts=masks,
             num_given=torch.full((rows,), size - 1, device=device),
         )
-        # The same with no place left out.
+        # The same blocks with all their places, also where a row has fewer drafts.
         self._whole = self._block._replace(
             num_drafted=torch.full((rows,), size - 1, device=device), most=zeros(rows)
         )
@@ -107,7 +109,7 @@ class BlockDrafting:
             self._places.query_start_loc,
             causal=False,
         )
-        # What the LM head says of places, those of one draft of all rows together.
+        # Tokens and confidences of all places, by place in the block and then by row.
         self._said = ops.HeadRows(
             zeros(size, rows), *(zeros(size, rows, dtype=torch.float32) for _ in range(2))
         )
@@ -115,7 +117,7 @@ class BlockDrafting:
         self._order = (order % size * rows + order // size).contiguous()
         self._flat = ops.HeadRows(*(part.view(-1) for part in self._said))
         self._sampling = _greedy(rows, device)
-        # Of one draft of each row, before and after it is a token of the model.
+        # One draft of each row, as a token of the head's vocabulary and of the model's.
         self._chosen, self._mapped = (
             ops.HeadRows(zeros(rows), *(zeros(rows, dtype=torch.float32) for _ in range(2)))
             for _ in range(2)
@@ -128,18 +130,18 @@ class BlockDrafting:
         self._nothing = torch.zeros_like(self._states)
 
     def num_drafts(self, num_slots: int) -> int:
-        """Drafts of a row that has so many slots for its block; -1 for none."""
+        """Number of drafts of a row that has ``num_slots`` slots for its block; -1 for none."""
         if num_slots >= self._size:
             return self._head.num_drafts
         return num_slots - 1 if num_slots > 1 else -1
 
     def run(self, states: Ordered[Tensor], control: Control, num_rows: Tensor) -> None:  # noqa: ARG002
-        """Draft behind the ended rounds.
+        """Draft after the ended rounds.
 
         Args:
-            states: not looked at: the head has its keys of them.
-            control: of the program.
-            num_rows: int32 [1].
+            states: not read, since the head has its keys from them.
+            control: the program's control.
+            num_rows: int32 [1], rows of the program.
         """
         head, places = self._head, self._places
         begin_round = partial(ops.begin_round, ended=self._ended, sources=self._sources)
@@ -170,7 +172,7 @@ class BlockDrafting:
     def _draft(
         self, draft: int, hidden: Tensor, logits: Tensor | None, control: Control, num_rows: Tensor
     ) -> None:
-        """Take over a draft of every row, and those after it."""
+        """Append one draft to every row, then the drafts after it."""
         head, made = self._head, self._round._replace(thresholds=self._thresholds[draft])
         place = draft + (not head.settings.from_last)
         with control.rows(num_rows):
@@ -186,19 +188,19 @@ class BlockDrafting:
     def _corrected(
         self, place: int, hidden: Tensor, logits: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """A draft of each row, by the token before it, and how likely it is to be accepted."""
+        """A draft of each row by the token before it, and the chance that the draft is accepted."""
         head, size, width = self._head, self._size, self._states.shape[1]
         assert self._active.token_ids is not None
         chosen, rows = self._chosen, self._seen[:, width:]
         if logits is None:
-            its = head.logits(hidden.view(-1, size, width)[:, place])
+            row_logits = head.logits(hidden.view(-1, size, width)[:, place])
         else:
-            its = logits.view(-1, size, logits.shape[1])[:, place]
+            row_logits = logits.view(-1, size, logits.shape[1])[:, place]
         if head.markov is not None:
             head.row_before(self._active.token_ids, rows)
-            its = head.corrected(its, rows)
+            row_logits = head.corrected(row_logits, rows)
         ops.sample_tokens(
-            its,
+            row_logits,
             self._sampling,
             ops.SampledRows(*chosen, self._logsumexp),
             purpose=DRAWS_DRAFT,
@@ -219,7 +221,7 @@ class BlockDrafting:
 
 
 def _greedy(num_rows: int, device: torch.device) -> ops.SamplingRows:
-    """The most probable token of each row."""
+    """Settings that take the most probable token of each row."""
 
     def numbers(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((num_rows,), value, dtype=dtype, device=device)

@@ -23,29 +23,29 @@ __all__ = ["CallByCall", "Capture", "Graphs", "RunProgram", "Tapes", "run_progra
 
 @dataclass(frozen=True)
 class Capture:
-    """A captured program, and what it took."""
+    """A captured program, with the time and memory of its capture."""
 
     run: Callable[[], None]
     seconds: float
     num_bytes: int
-    """Memory that a graph and what it allocates, or a tape's intermediate results, hold."""
+    """Memory of a graph and its allocations, or of a tape's intermediate results."""
 
 
 class RunProgram(ABC):
     """Runs programs."""
 
     returns_early = False
-    """Whether a run returns before the device has done it: the next can be launched then before the
-    outcome of this one is known.
+    """Whether a run returns before the device has done it, so that the next run can be launched
+    before the outcome of this one is known.
     """
 
     @property
     def captures(self) -> list[Capture]:
-        """All that were captured and are still held."""
+        """All captures that are still held."""
         return []
 
     def num_bytes(self, program: Program) -> int:  # noqa: ARG002
-        """Memory that a program's capture holds besides the program's own; 0 without one."""
+        """Memory of a program's capture, without the program's own memory; 0 without a capture."""
         return 0
 
     @abstractmethod
@@ -62,10 +62,10 @@ class CallByCall(RunProgram):
 
 
 class _Capturing(RunProgram):
-    """Captures a program when it first runs, and holds that for as long as there is the program."""
+    """Captures a program when it first runs; the capture lives as long as the program."""
 
     def __init__(self) -> None:
-        # By the program's id, until it goes: this is looked up for every run.
+        # By the program's id, which is quick to look up for every run; dropped with the program.
         self._captures: dict[int, tuple[Capture, ReferenceType[Program]]] = {}
 
     @property
@@ -84,7 +84,7 @@ class _Capturing(RunProgram):
 
     @torch.inference_mode()
     def _hold(self, program: Program) -> tuple[Capture, ReferenceType[Program]]:
-        """Capture a program, and forget it when the program goes."""
+        """Capture a program, and drop the capture when the program is deleted."""
         captures, key = self._captures, id(program)
         held = self._capture(program), ref(program, lambda _: captures.pop(key, None))
         captures[key] = held
@@ -95,10 +95,10 @@ class _Capturing(RunProgram):
 
 
 class Tapes(_Capturing):
-    """Replays programs on the CPU, each by one call that holds no lock of the interpreter.
+    """Replays programs on the CPU, each by one call without the interpreter's lock.
 
     Args:
-        replay: what is done with a tape to run it.
+        replay: runs a tape.
     """
 
     def __init__(self, replay: Callable[[ops.Tape], None] = ops.Tape.replay) -> None:
@@ -115,15 +115,15 @@ class Tapes(_Capturing):
 
 
 class Graphs(_Capturing):
-    """Launches programs on a GPU, each as one graph in which the GPU decides how deep it goes.
+    """Launches programs on a GPU, each as one graph in which the GPU decides how many layers run.
 
     Raises:
-        RuntimeError: torch's allocator of CUDA memory is another one than its own.
+        RuntimeError: torch is set to another CUDA allocator than its native one.
     """
 
     returns_early = True
-    # While a graph gets its memory no pool may go: torch ends the process. Pools go with engines,
-    # of other threads too, and with what is collected.
+    # While a graph allocates memory no pool may be deleted, or torch ends the process. Pools are
+    # deleted with engines, also in other threads, and by the garbage collector.
     _alone = threading.RLock()
 
     def __init__(self, device: torch.device) -> None:
@@ -136,7 +136,7 @@ class Graphs(_Capturing):
             )
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
-        # Graphs never run side by side: they share their memory, all of it of one stream.
+        # Graphs never run at the same time, so they share one pool, on one stream.
         self._pool: Any = torch.cuda.MemPool()
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
@@ -145,7 +145,7 @@ class Graphs(_Capturing):
             vars(self).pop("_pool", None)
 
     def _capture(self, program: Program) -> Capture:
-        program.run(Always())  # loads what a graph will launch; the graph's first run does it again
+        program.run(Always())  # loads the kernels; the graph's first run repeats the calls
         program.send()
         torch.cuda.synchronize(self._device)
         started, free = time.perf_counter(), torch.cuda.mem_get_info(self._device)[0]
@@ -164,7 +164,7 @@ class Graphs(_Capturing):
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """No garbage is collected inside; one thread at a time."""
+    """A context in which no garbage is collected; for one thread at a time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -175,5 +175,5 @@ def _nothing_collected() -> Iterator[None]:
 
 
 def run_program_on(device: torch.device) -> RunProgram:
-    """How programs run on a device."""
+    """The way to run programs on a device."""
     return Graphs(device) if device.type == "cuda" else Tapes()

@@ -1,9 +1,9 @@
-"""How a program says what depends on data: which rows are there, and what is passed over.
+"""How a program depends on data: which rows take part in its calls, and which calls are skipped.
 
 A program is written once. Run call by call, or captured as a CUDA graph, all its rows take part in
-every call, and those that are out are masked. On the CPU, where a masked row costs as much as any
-other, it is recorded as a tape: calls get their number of rows from memory, rows that are out are
-moved out of the way (``compacts``), and flags are jumps.
+every call, and inactive rows are masked. On the CPU, where a masked row costs as much as an active
+one, the program is recorded as a tape: calls get their number of rows from memory, active rows are
+moved to the front (``compacts``), and flags are jumps.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ __all__ = ["Control", "InGraph", "OnHost", "OnTape", "Program"]
 
 
 class Control(ABC):
-    """Decides on what only the device knows."""
+    """Decides by values that only the device knows."""
 
     compacts = False
-    """Whether the rows that are left stand in front, and no others take part in a call."""
+    """Whether active rows are moved to the front, and no other rows take part in a call."""
 
     def rows(self, count: Tensor, seqs: Tensor | None = None) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Calls inside are about the first ``count`` rows, of ``seqs`` sequences (int32 [1] each),
-        where :attr:`compacts`; about all of them elsewhere.
+        """A context whose calls are about the first ``count`` rows, of ``seqs`` sequences (int32
+        [1] each); about all rows without :attr:`compacts`.
         """
         return nullcontext()
 
     def condition(self, flag: Tensor) -> int | None:  # noqa: ARG002
-        """What the op that writes ``flag`` last is told where it decides on what :meth:`unless`
-        passes over, which then gets it too.
+        """A handle for the op that writes ``flag`` last, where that op sets the condition of
+        :meth:`unless`: both get the handle. None where the flag is read instead.
         """
         return None
 
     @abstractmethod
     def unless(self, flag: Tensor, body: Callable[[], None], condition: int | None = None) -> None:
-        """Run ``body`` if ``flag`` (bool [1]) is false by then; where it is true, it may run too:
-        it has no effect then.
+        """Run ``body`` if ``flag`` (bool [1]) is false by then. Where the flag is true ``body`` may
+        run as well, without effect.
         """
 
 
 class Program(Protocol):
-    """Everything from the first embedding to the last token of some rows, over fixed memory."""
+    """All calls from the embeddings to the tokens of some rows, over fixed memory."""
 
     def send(self) -> None:
-        """Have its rows sent to the device, where a run may change what it was given."""
+        """Send the loaded rows to the device, where a run may have changed them."""
         ...
 
     def run(self, control: Control) -> None:
-        """All of its calls."""
+        """Make all calls of the program."""
         ...
 
 
 class OnHost(Control):
-    """Runs call by call; the host waits for the device and looks at flags."""
+    """Runs call by call; the host waits for the device and reads flags."""
 
     def unless(self, flag: Tensor, body: Callable[[], None], condition: int | None = None) -> None:  # noqa: ARG002
         if not flag.item():

@@ -1,15 +1,15 @@
 """A round of speculation as a program: draft, verify, accept.
 
 (LayerSkip §4.3, A.4; Leviathan et al. 2023; Zhang et al. 2023.) A draft runs either the first
-layers only (SelfSpeculative) or all layers with some sublayers left out (DraftAndVerify). Both keep
-the state of every drafted position at the depth up to which the draft ran exactly like the full
-model: verification takes the rows up from there, so that no position passes through one of those
-layers twice. Their keys and values are in the cache already; those of deeper layers, where a draft
-with left-out sublayers wrote any, are overwritten by the verification.
+layers only (SelfSpeculative) or all layers with some sublayers skipped (DraftAndVerify). Both keep
+the state of every drafted position after the first layers, which the draft runs exactly like the
+full model. Verification continues from these states, so that no position passes through a shared
+layer twice. The keys and values of shared layers are in the cache already. A draft with skipped
+sublayers also writes keys and values of deeper layers; verification overwrites them.
 
-Drafts that were looked up (PromptLookup) come with the round, and all layers verify them. As their
-distribution has no other token, a sampled one stands where the full model's draw is the same token:
-that is rejection sampling, and what is drawn is what decoding without drafts draws.
+Drafts that were looked up (PromptLookup) are given to the round, and all layers verify them. Their
+distribution has a single token, so rejection sampling accepts a draft where the full model draws
+the same token: a sampled request gets the tokens that decoding without drafts draws.
 """
 
 from __future__ import annotations
@@ -72,25 +72,26 @@ from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
 __all__ = ["DraftKind", "DraftStep", "draft_kind"]
 
-# Programs of fewer drafts are not made as the end of a text comes near.
+# Programs are made for at least this many drafts, if requests can have so many, also near the end
+# of a text.
 MIN_STEPS = 16
 
 
 @dataclass(frozen=True)
 class DraftKind:
-    """What makes a program: which calls it has, and for how much it has memory."""
+    """The key of a program: its calls, and the sizes of its memory."""
 
     path: DraftPath
     num_steps: int
-    """Most drafts of a row."""
+    """Maximum number of drafts of a row."""
     samples: bool
-    """Some rows draw their drafts."""
+    """Whether some rows draw their drafts at random."""
     num_stops: int
-    """Most tokens that end a row's text."""
+    """Maximum number of tokens that end a row's text."""
     most_ahead: int
     """Maximum number of drafts that a draft head makes for the next round; 0 where none does."""
     taps: tuple[int, ...]
-    """Layers after which a draft head takes the states of what is verified; () where none does."""
+    """Layers after which a draft head takes the states of verified rows; () where none does."""
     sizes: Sizes
 
     @property
@@ -111,7 +112,7 @@ def draft_kind(
     path = rows[0].route.path
     assert path is not None
     steps = power_of_two(max(MIN_STEPS, *(row.work.max_drafts for row in rows)))
-    # Nor of more than the requests can ever have.
+    # No more than the requests can ever have.
     longest = max(sequence.sampling.max_tokens - 1 for sequence in sequences)
     steps = min(steps, max(s.max_drafts for s in sequences), power_of_two(max(1, longest)))
     drafts_ahead = any(row.ahead > 0 for row in rows)
@@ -128,7 +129,7 @@ def draft_kind(
 
 
 class DraftStep(Step):
-    """Rounds of up to ``sizes.num_rows`` sequences; those behind them take no part."""
+    """Rounds of up to ``sizes.num_rows`` sequences; the rows after them are padding."""
 
     def __init__(self, model: Network, kv: KVCache, kind: DraftKind) -> None:
         self.kind = kind
@@ -162,18 +163,18 @@ class DraftStep(Step):
         self._verification = new_verification(self, width)._replace(
             query_start_loc=results["query_start_loc"]
         )
-        # What the heads say of the drafts, of one step at a time.
+        # Tokens and confidences of one drafting step.
         self._drafted = {
             name: zeros(*shape, dtype=dtype)
             for name, (dtype, shape) in head_fields(rows, replace(kind.sizes.heads, top=0)).items()
         }
         self.rows: list[Row] = []
         self._sequences: list[Sequence] = []
-        self._adapts = False  # whether the threshold of some row follows its rounds
+        self._adapts = False  # whether some row's threshold follows its acceptance rate
         self._draft_layers = kind.path.layers_run - kind.path.shared_layers
         self._cross = cross_batch(given)
         vocab = model.config.vocab_size if kind.samples else 0
-        # As large as everything else together: on a CPU only rows that draw take any of it.
+        # As large as all other memory together; on a CPU only rows that draw touch their part.
         self._draft_probs = self.unset(rows * kind.num_steps, vocab, dtype=torch.float32)
         self._target_probs = self.unset(rows * width, vocab, dtype=torch.float32)
         self._uniform = zeros(rows * width, 2, dtype=torch.float32)
@@ -184,7 +185,7 @@ class DraftStep(Step):
         self._ahead: HeadDrafting | BlockDrafting | None = None
         if kind.drafts_ahead:
             assert isinstance(model, LlamaModel)
-            assert kind.path.is_given  # or drafting would move the rows of open_page_table
+            assert kind.path.is_given  # else both ways to draft would move rows of open_page_table
             accepted = self._round._replace(num_drafted=results["num_accepted"])
             head = model.draft_head
             if isinstance(head, BlockHead):
@@ -220,14 +221,14 @@ class DraftStep(Step):
             "draft_confidences": (torch.float32, (rows, steps)),
             "query_start_loc": (torch.int32, (rows + 1,)),
             **(head_results(rows, ahead) if ahead else {}),
-            # Of the full model, at every verified position.
+            # Tokens and confidences of the full model, at every verified position.
             **head_fields(rows * (steps + 1), self.kind.sizes.heads),
         }
 
     # Between rounds
 
     def fits(self, rows: list[Row]) -> bool:
-        """Whether these rows are those that were loaded last, and need this very program again."""
+        """Whether these rows are the rows that were loaded last, and need this program again."""
         if rows[0].route.path is not self.kind.path:
             return False
         sequences = [row.work.sequence for row in rows]
@@ -235,7 +236,7 @@ class DraftStep(Step):
             return False
         heads = self.sizes.heads
         if heads.logits and head_sizes(sequences, self.kind.num_steps + 1) != heads:
-            return False  # tokens that penalties count have become more than there is memory for
+            return False  # penalties count more tokens now than there is memory for
         num_pages = self.sizes.num_pages
         most = num_pages * self._page_size - self.kind.num_steps
         for row in rows:
@@ -247,7 +248,7 @@ class DraftStep(Step):
         return True
 
     def load(self, rows: list[Row]) -> None:
-        """Say who speculates next: at most ``sizes.num_rows`` sequences."""
+        """Load the rows of the next round: at most ``sizes.num_rows`` sequences."""
         sequences = [row.work.sequence for row in rows]
         changes = self.sizes.follows or self.sizes.heads.logits
         if changes or self._sequences != sequences:
@@ -255,9 +256,10 @@ class DraftStep(Step):
         self._write(rows, sequences)
 
     def follow(self, works: list[Work]) -> bool:
-        """Have the rows of the run that is out go on, each after what it gets there.
+        """Load the rows of the run in flight again, each to continue after its tokens there.
 
-        False, and nothing has happened, where these requests are not they, or do not fit any more.
+        Returns:
+            False, without any effect, where the requests are not the same, or no longer fit.
         """
         sequences = [work.sequence for work in works]
         if not self.sizes.follows or self._sequences != sequences:
@@ -272,7 +274,7 @@ class DraftStep(Step):
         return True
 
     def _write(self, rows: list[Row], sequences: list[Sequence]) -> None:
-        """All that a round is told."""
+        """Write all fields of a round, and send them."""
         self.rows, self._sequences = [], []  # until all is written
         self._host = host = self._given.host()
         if host.holds is not self._fixed:
@@ -289,7 +291,7 @@ class DraftStep(Step):
         self.rows, self._sequences = rows, sequences
 
     def _write_fixed(self, rows: list[Row], sequences: list[Sequence]) -> None:
-        """What does not change from round to round of the same rows."""
+        """Write the columns that do not change from round to round of the same rows."""
         self._host.holds = None
         self._adapts = any(row.route.adaptive for row in rows)
         self._write_rows(rows)
@@ -305,7 +307,7 @@ class DraftStep(Step):
         self._host.holds = self._fixed
 
     def _write_state(self, rows: list[Row]) -> None:
-        """Where each row is, and what it is given."""
+        """Write the position and the given drafts of each row."""
         cells, states = self._host.cells, []
         for i, row in enumerate(rows):
             work, sequence, drafts = row.work, row.work.sequence, row.given.tokens
@@ -334,9 +336,9 @@ class DraftStep(Step):
         self._host.write_whole(**columns)
 
     def _num_ahead(self, row: Row) -> int:
-        """Drafts that a head with keys of its own may make: no more than it has slots for."""
+        """Number of drafts that a head with keys of its own may make, by the slots for them."""
         verified = len(row.given.tokens) if row.follows is None else row.work.max_drafts
-        # The first draft's key is at the last position that is verified, at most.
+        # The key of the first draft is at the last verified position, or before it.
         sequence = row.sequence
         last = min(row.position + verified, sequence.num_tokens + sequence.tokens_left - 2)
         slots = len(sequence.pages) * self._page_size - last
@@ -347,7 +349,7 @@ class DraftStep(Step):
     # The program
 
     def run(self, control: Control) -> None:
-        """Draft until no row goes on, then verify."""
+        """Draft until no row drafts any more, then verify."""
         given, active, made = self._given.device, self._active, self._round
         drafts = not self.kind.path.is_given
         condition = control.condition(made.all_done) if drafts else None
@@ -371,7 +373,7 @@ class DraftStep(Step):
         self._verify(control)
 
     def _draft(self, step: int, control: Control) -> None:
-        """One more token of every row that drafts, and what is behind it."""
+        """Draft one more token of every row that still drafts, then the tokens after it."""
         model, path, active, made = self._model, self.kind.path, self._active, self._round
         batch = self._batch
         with control.rows(active.num_active):
@@ -403,7 +405,13 @@ class DraftStep(Step):
                 as_probability=path.stops_on == "probability",
             )
             ops.append_drafts(
-                *(shared, drafted["token"], drafted["gap"], step, made, active), condition=condition
+                shared,
+                drafted["token"],
+                drafted["gap"],
+                step,
+                made,
+                active,
+                condition=condition,
             )
             if control.compacts:
                 ops.compact_rows(made.done, active)
@@ -411,7 +419,7 @@ class DraftStep(Step):
             control.unless(made.all_done, lambda: self._draft(step + 1, control), condition)
 
     def _verify(self, control: Control) -> None:
-        """The last token through the shared layers, then all through the others."""
+        """Run the last token through the shared layers, then all tokens through the others."""
         model, given, results = self._model, self._given.device, self._results.device
         shared, made, checked = self.kind.path.shared_layers, self._round, self._verification
         with control.rows(given["num_rows"]):
@@ -467,7 +475,7 @@ class DraftStep(Step):
                 made, checked, results["token"], self._ended, results["num_accepted"], **drawn
             )
         if self._keys is not None:
-            # What is behind the last accepted token is written over before it is read.
+            # Keys after the last accepted token are overwritten before they are read.
             with control.rows(checked.num_tokens):
                 where = checked.positions, checked.slot_mapping
                 states = [self._keys.fill(states, results["token"], *where)]
@@ -475,7 +483,7 @@ class DraftStep(Step):
             self._ahead.run(states, control, given["num_rows"])
 
     def _work(self, purpose: int, positions: Tensor) -> HeadWork | None:
-        """Of rows that need logits, where there are any."""
+        """The settings of rows that need logits, where there are any."""
         if not self.sizes.heads.logits:
             return None
         work = HeadWork(
@@ -491,16 +499,16 @@ class DraftStep(Step):
             return replace(work, probs=self._draft_probs, probs_by_step=self.kind.num_steps)
         return replace(work, probs=self._target_probs, uniform=self._uniform)
 
-    # What came of it
+    # Outcomes
 
     def outcomes(self, rows: list[tuple[int, Row]], arrived: HostSide) -> list[Outcome]:
-        """Of some of the rows of a round; waits for what was fetched to come."""
+        """Outcomes of some of the rows of a round; waits until the results have arrived."""
         got = arrived.wait().cells
         starts = got["query_start_loc"]
         return [self._outcome(row, i, starts[i], got) for i, row in rows]
 
     def _outcome(self, row: Row, i: int, start: int, got: Cells) -> Outcome:
-        """As much of a round as stands; nothing is behind an accepted end of the text."""
+        """The accepted part of a round; no token follows an accepted end of the text."""
         sequence, num_layers = row.work.sequence, self._model.config.num_layers
         drafted, accepted, tokens = got["num_drafted"][i], got["num_accepted"][i], got["tokens"]
         emitted = [tokens[i, k] for k in range(1, accepted + 1)]
@@ -512,7 +520,7 @@ class DraftStep(Step):
             return Outcome(sequence, sequence.num_computed, error=NotFiniteError(NO_TOKEN))
         is_cut = good < len(emitted)
         emitted, accepted = emitted[:good], min(accepted, good)
-        # Drafted positions go through what they share with the draft once.
+        # Drafted positions run through the layers that they share with the draft once.
         runs = drafted * self._draft_layers + (drafted + 1) * num_layers
         outcome = Outcome(
             sequence,
@@ -531,7 +539,7 @@ class DraftStep(Step):
     def _records(
         self, sequence: Sequence, emitted: list[int], accepted: int, i: int, start: int, got: Cells
     ) -> list[TokenRecord]:
-        """Of the tokens before the first of logits or confidences of NaN."""
+        """Records of the tokens up to the first whose logits or confidence are NaN."""
         path, num_layers = self.kind.path, self._model.config.num_layers
         gaps, logprobs = got["gap"], got["logprob"]
         is_asked = sequence.sampling.logprobs is not None
@@ -553,9 +561,9 @@ class DraftStep(Step):
     def _logprobs(
         self, sequence: Sequence, token: int, at: int, got: Cells
     ) -> tuple[float | None, dict[int, float] | None]:
-        """Of an emitted token, as far as the request asked."""
+        """Log-probabilities of an emitted token, as far as the request asked for them."""
         logprob = got["logprob"][at]
-        if token != got["token"][at]:  # a draft, or drawn once more
+        if token != got["token"][at]:  # a sampled draft, or drawn after a rejection
             assert self._logits is not None
             logprob = self._logits.of(at, token) - got["logsumexp"][at]
         ids, values = numbers_of(got, "top_ids", at), numbers_of(got, "top_logprobs", at)
@@ -563,7 +571,7 @@ class DraftStep(Step):
 
 
 def _threshold(row: Row) -> float:
-    """The smallest float32 that is not below the row's: the same float32 numbers reach both."""
+    """The smallest float32 not below the row's threshold: the same float32 numbers reach both."""
     threshold = row.route.draft_threshold
     if threshold is None:
         return -1.0

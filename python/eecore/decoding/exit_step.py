@@ -1,8 +1,8 @@
 """An exit step as a program: Full, FixedExit and ConfidentExit, mixed as data of the rows.
 
-Every row goes through the same stretches of layers, one to each exit point of any of them. What a
-row is asked there, and where it leaves at the latest, is data. A fixed exit is a row that leaves at
-its layer and fills nothing. (Early-exit framework §3, Algorithm 1; CALM §3.)
+Every row goes through the same stretches of layers, one up to each exit point of any row. Data says
+what is measured of a row there, and after which layer it exits at the latest. A row with a fixed
+exit exits at its layer and fills nothing. (Early-exit framework §3, Algorithm 1; CALM §3.)
 """
 
 from __future__ import annotations
@@ -40,24 +40,25 @@ __all__ = ["ExitKind", "ExitStep", "exit_kind"]
 
 @dataclass(frozen=True)
 class ExitKind:
-    """What makes a program: which calls it has, and for how much it has memory."""
+    """The key of a program: its calls, and the sizes of its memory."""
 
     points: tuple[tuple[int, tuple[Check, ...]], ...]
-    """Exit points, ascending, with what is measured there; at the last one everybody leaves."""
+    """Exit points, ascending, with what is measured there; at the last one all rows exit."""
     fills: bool
     taps: tuple[int, ...]
-    """Layers after which a draft head with layers of its own takes the states of all rows, none of
-    which leaves before the last; () where none does."""
+    """Layers after which a draft head with layers of its own takes the states of all rows, which
+    then all run to the last layer; () where none does.
+    """
     shares: bool
-    """Rows have the keys and values of skipped loops copied."""
+    """Whether some rows get copies of keys and values in skipped loops."""
     sizes: Sizes
 
 
 def exit_kind(
     rows: list[Row], *, page_size: int, ahead: bool, head: KeyedHead | None = None
 ) -> ExitKind:
-    """The program that these rows need, sizes rounded up; with keys for a head where no row leaves
-    early.
+    """The program that these rows need, sizes rounded up; it writes keys for ``head`` where no row
+    exits early.
     """
     checks: dict[int, set[Check]] = defaultdict(set)
     for route in dict.fromkeys(row.route for row in rows):
@@ -78,23 +79,23 @@ def exit_kind(
 
 
 class ExitStep(Step):
-    """The steps of up to ``sizes.num_rows`` rows; those behind them have left from the start."""
+    """The steps of up to ``sizes.num_rows`` rows; the rows after them count as exited."""
 
     def __init__(self, model: Network, kv: KVCache, kind: ExitKind) -> None:
         self.kind = kind
         self._checks = [(point, check) for point, checks in kind.points for check in checks]
         for _, check in self._checks:
             if check.classifier is not None:
-                check.classifier.on(model.device)  # no program can move it while it is recorded
+                check.classifier.on(model.device)  # a program cannot move it while it is recorded
             if check.measure == "cut" and isinstance(model.draft_head, DraftHead):
-                model.draft_head.prepare_gap()  # nor copy rows
+                model.draft_head.prepare_gap()  # copies rows, which a recorded program cannot
         num_rows = kind.sizes.num_rows
         super().__init__(model, kv, kind.sizes, self._given_fields(), self._result_fields())
         self.rows: list[Row] = []
         self._sequences: list[Sequence] = []
-        self._thresholds_of: list[Row] | None = None  # whose lie there, and stay the same
-        self._decays = False  # whether thresholds of some row do not stay the same
-        self._reads_text = False  # whether settings of some row change with its text
+        self._thresholds_of: list[Row] | None = None  # whose constant thresholds are written
+        self._decays = False  # whether some row's thresholds change
+        self._reads_text = False  # whether some row's settings change with its text
         self._counters: dict[tuple[int, int], Counters] = {}  # by exit layer and layers filled
         self._zeros = [0] * num_rows
         given = self._given.device
@@ -116,7 +117,7 @@ class ExitStep(Step):
         return {
             "positions": (torch.int64, row),
             "slots": (torch.int64, row),
-            # What a run changes as rows are accepted and leave.
+            # Changed by a run as rows are accepted and exit.
             "open_positions": (torch.int64, row),
             "open_slots": (torch.int64, row),
             "open_lens": (torch.int32, row),
@@ -144,7 +145,7 @@ class ExitStep(Step):
     # Between runs
 
     def load(self, rows: list[Row]) -> None:
-        """Say who decodes next: at most ``sizes.num_rows`` rows."""
+        """Load the rows that decode next: at most ``sizes.num_rows``."""
         self.rows, self._sequences = [], []  # until all is written
         self._host, self._fixed = self._given.host(), object()
         self._write_fixed(rows)
@@ -153,7 +154,7 @@ class ExitStep(Step):
         self.rows, self._sequences = rows, sequences
 
     def _write_fixed(self, rows: list[Row]) -> None:
-        """What does not change while these rows go on."""
+        """Write the columns that are kept for the same rows."""
         self._thresholds_of = self._host.holds = None
         self._decays = any(row.route.decays for row in rows)
         self._reads_text = any(follows_text(row.sequence.sampling) for row in rows)
@@ -167,9 +168,10 @@ class ExitStep(Step):
         self._host.holds = self._fixed
 
     def goes_on(self, rows: list[Row]) -> bool:
-        """Have the rows of the last run go on, each after the token that it got there.
+        """Load the rows of the last run again, each to continue after its token there.
 
-        False, and nothing has happened, where these rows are not they, or do not fit any more.
+        Returns:
+            False, without any effect, where the rows are not the same, or no longer fit.
         """
         if self.sizes.follows or self._reads_text:
             return False
@@ -185,10 +187,11 @@ class ExitStep(Step):
         return True
 
     def follow(self, works: list[Work]) -> bool:
-        """Have the rows of the run that is out go on, each after the one token that it gets there.
+        """Load the rows of the run in flight again, each to continue after its one token there.
 
-        False, and nothing has happened, where these requests are not they, do not fit any more, or
-        have thresholds that change.
+        Returns:
+            False, without any effect, where the requests are not the same, no longer fit, or have
+            thresholds that change.
         """
         sequences = [work.sequence for work in works]
         if not self.sizes.follows or sequences != self._sequences or self._decays:
@@ -213,7 +216,7 @@ class ExitStep(Step):
     def _write_state(
         self, rows: list[Row], sequences: list[Sequence], positions: list[int]
     ) -> None:
-        """Where each row is, and that it has not left yet."""
+        """Write the position of each row, and that it has not exited yet."""
         host, size, zeros, num_rows = self._host, self._page_size, self._zeros, self.sizes.num_rows
         tokens, pages, slots, lens = [], [], [], []
         for sequence, at in zip(sequences, positions, strict=True):
@@ -223,11 +226,11 @@ class ExitStep(Step):
             slots.append(own[at // size] * size + at % size)
             lens.append(at + 1)
         count, gone = len(sequences), zeros
-        if count < num_rows:  # those that are not there have gone, and have no slots
-            others = num_rows - count
-            gone = [*zeros[:count], *[1] * others]
+        if count < num_rows:  # the rest is padding: exited rows without slots
+            num_padding = num_rows - count
+            gone = [*zeros[:count], *[1] * num_padding]
             for column, padding in (tokens, 0), (positions, 0), (slots, -1), (lens, 1):
-                column += [padding] * others
+                column += [padding] * num_padding
         host.write_whole(
             row=range(num_rows),
             num_active=[count],
@@ -256,7 +259,9 @@ class ExitStep(Step):
         self.send()
 
     def _write_thresholds(self, thresholds: Array, rows: list[Row]) -> None:
-        """Of every check; infinity where a row is not asked, 1 where it is for the record alone."""
+        """Write the thresholds of every check: infinity where a row is not measured, 1 where it is
+        measured only for the record.
+        """
         if self._thresholds_of is rows:
             return
         self._thresholds_of = None
@@ -277,7 +282,7 @@ class ExitStep(Step):
     # The program
 
     def run(self, control: Control) -> None:
-        """One step: everything from the embedding to tokens and filled keys and values."""
+        """Run one step, from the embeddings to the tokens and the filled keys and values."""
         given, results, rows = self._given.device, self._results.device, self._rows
         with control.rows(given["num_rows"]):
             if self.sizes.follows:
@@ -303,7 +308,7 @@ class ExitStep(Step):
                 self._model.share_kv(rows.fill_from, self._kv, given["shared_slots"])
 
     def _layers_to(self, index: int, begin: int, hidden: Tensor, control: Control) -> None:
-        """The stretch to exit point ``index``, the checks there, and what is behind it."""
+        """Run the stretch up to exit point ``index``, its checks, and then the next stretch."""
         rows, active, model = self._rows, self._active, self._model
         end, checks = self.kind.points[index]
         with control.rows(active.num_active):
@@ -340,7 +345,7 @@ class ExitStep(Step):
         *,
         decide: bool,
     ) -> None:
-        """Measure the rows that ask for it; those that may leave do when ``decide``."""
+        """Measure the rows with this check; with ``decide``, rows that may exit do so."""
         rows, active, model = self._rows, self._active, self._model
         thresholds = self._given.device["thresholds"][self._checks.index((end, check))]
         measure: ops.SoftmaxMeasure | ops.CosineMeasure | ops.MlpMeasure | None = None
@@ -377,10 +382,10 @@ class ExitStep(Step):
                 cumulative=check.measure == "gate",
             )
 
-    # What came of it
+    # Outcomes
 
     def outcomes(self, rows: list[tuple[int, Row]], arrived: HostSide) -> list[Outcome]:
-        """Of some of the rows of a run; waits for what was fetched to come."""
+        """Outcomes of some of the rows of a run; waits until the results have arrived."""
         got, num_layers = arrived.wait().cells, self._model.config.num_layers
         found = []
         for i, row in rows:
@@ -391,7 +396,7 @@ class ExitStep(Step):
                 is_measured = exit_layer in route.points or exit_layer in route.records
             confidence = got["confidence" if is_measured else "gap"][i]
             if route.check is not None and route.check.measure == "gate" and not is_measured:
-                confidence = 1.0  # the last loop takes what is left of the probability
+                confidence = 1.0  # the last loop gets the remaining probability
             if token < 0 or isnan(got["logprob"][i]) or isnan(confidence):
                 error = NotFiniteError(NO_TOKEN)
                 found.append(Outcome(sequence, sequence.num_computed, error=error))

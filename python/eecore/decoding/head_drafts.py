@@ -1,8 +1,8 @@
-"""The end of a round with a draft head: what it drafts for the next round, in the same program.
+"""The end of a round with a draft head: the head's drafts for the next round, in the same program.
 
-The head starts from the states of the row that gave the round's last token, which are at hand then,
-so that nothing of it is kept on the device. The host gets the drafts, and gives to the next round
-those that are worth verifying, as it does with drafts that were looked up.
+The head starts from the states of the row that gave the round's last token. They are in memory at
+that time, so that no state is kept on the device. The host gets the drafts, and gives the next
+round the ones that are worth verifying, as it does with drafts that were looked up.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def head_drafting_fields(num_rows: int, most: int) -> dict[str, Field]:
-    """What the host says of a round's drafting, of at most so many drafts of a row."""
+    """Fields that the host writes for drafting, with at most ``most`` drafts of a row."""
     return {
         "ahead": (torch.int64, (num_rows,)),
         "num_ahead": (torch.int32, (1,)),
@@ -50,7 +50,7 @@ def head_drafting_fields(num_rows: int, most: int) -> dict[str, Field]:
 
 
 def head_results(num_rows: int, most: int) -> dict[str, Field]:
-    """What comes of it."""
+    """Result fields of drafting, with at most ``most`` drafts of a row."""
     return {
         "ahead_tokens": (torch.int64, (num_rows, most + 1)),
         "num_ahead_drafted": (torch.int64, (num_rows,)),
@@ -59,13 +59,13 @@ def head_results(num_rows: int, most: int) -> dict[str, Field]:
 
 
 def new_round(step: Step, given: dict[str, Tensor], width: int, **own: Any) -> ops.DraftRound:
-    """A round's memory of a program's own, beside what host and device exchange.
+    """A round in memory of a program's own, in addition to what host and device exchange.
 
     Args:
         step: the program.
-        given: its fields: every round of it is behind the same text.
-        width: tokens of a row at most, drafts and the one before them.
-        own: the other fields of :class:`eecore.ops.DraftRound`, of this round alone.
+        given: the program's fields; all its rounds share the fields of the text.
+        width: maximum number of tokens of a row: the last token of the text, and drafts.
+        own: the other fields of :class:`eecore.ops.DraftRound`, for this round alone.
     """
     num_rows, zeros = step.sizes.num_rows, step.zeros
     made: dict[str, Any] = {"states": None, **own}
@@ -86,7 +86,7 @@ def new_round(step: Step, given: dict[str, Tensor], width: int, **own: Any) -> o
 
 
 def new_verification(step: Step, width: int) -> ops.Verification:
-    """Memory of a program's own for a verification; ``width``: tokens of a row at most."""
+    """A verification in memory of a program's own; ``width``: maximum number of tokens of a row."""
     rows, zeros = step.sizes.num_rows, step.zeros
     return ops.Verification(
         last_tokens=zeros(rows),
@@ -104,12 +104,12 @@ def new_verification(step: Step, width: int) -> ops.Verification:
 
 
 class HeadKeys:
-    """The keys and values of a draft head's own layers, which a program writes.
+    """Writes the keys and values of a draft head's own layers, for one program.
 
     Args:
-        model: with such a head.
-        kv: its cache, with pages for the head's layers.
-        num_rows: positions of a run at most.
+        model: a model with such a head.
+        kv: the model's cache, with pages for the head's layers.
+        num_rows: maximum number of positions of a run.
     """
 
     def __init__(self, model: Network, kv: KVCache, num_rows: int) -> None:
@@ -127,17 +127,17 @@ class HeadKeys:
         slot_mapping: Tensor,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Write them where all layers ran.
+        """Write the keys and values of positions that all layers ran for.
 
         Args:
-            states: after the layers of the head's taps, [num_rows, hidden_size].
+            states: states after the layers of the head's taps, each [num_rows, hidden_size].
             made: int64 [num_rows]: the token after each position; -1 for none.
             positions: int64 [num_rows].
             slot_mapping: int64 [num_rows]; -1 writes nothing.
-            starts: int64 [num_starts], rows at position 0, of prompts alone.
+            starts: int64 [num_starts], the rows at position 0, which only prompts have.
 
         Returns:
-            [num_rows, hidden_size of the head]: what it drafts from at each position.
+            [num_rows, hidden_size of the head]: the states from which the head drafts.
         """
         begun = self._head.begin(states)
         sources = self._sources[: len(made)]
@@ -147,16 +147,16 @@ class HeadKeys:
 
 
 class HeadDrafting:
-    """The calls of a block head, over memory of a program's own.
+    """The calls of a head that drafts token by token, over memory of a program's own.
 
     Args:
         step: the program.
-        model: its model, with a draft head.
-        given: the program's fields, those of :func:`head_drafting_fields` among them.
-        results: those of :func:`head_results`.
-        ended: where the program's rounds end.
-        accepted: these rounds, with as many drafts as were accepted.
-        kv: its cache.
+        model: the program's model, with a draft head.
+        given: the program's fields, with the fields of :func:`head_drafting_fields`.
+        results: the program's results, with the fields of :func:`head_results`.
+        ended: the ends of the program's rounds.
+        accepted: these rounds, with the number of accepted drafts as the number of drafts.
+        kv: the model's cache.
     """
 
     def __init__(
@@ -175,13 +175,13 @@ class HeadDrafting:
         self._head = head
         self._page_size = kv.page_size
         self.last_row = zeros(num_rows)
-        """int64 [num_rows]: the row of the verification whose states it starts from."""
+        """int64 [num_rows]: the row of the verification from whose states the head starts."""
         sizes = [model.config.hidden_size] * len(head.taps)
         self._ended, self._accepted = ended, accepted
         self._last: ops.Verification | None = None
         if isinstance(head, ChainHead):
             sizes = [head.config.hidden_size]
-            # Its key of a token is at the position before, the last one that was verified.
+            # The head's key of a token is one position earlier: the last position verified.
             self._last = new_verification(step, accepted.tokens.shape[1])
             self._ended = ended._replace(next_position=self._last.last_positions)
         self._begun = [zeros(num_rows, size, dtype=model.dtype) for size in sizes]
@@ -199,9 +199,9 @@ class HeadDrafting:
         self.drafted = ops.DraftedAhead(
             self._round.tokens, self._round.confidences, self._round.num_drafted
         )
-        """Results of the program's last run, for rows that go on after it."""
+        """Drafts of the program's last run, for rows that continue after it."""
         self._thresholds = given["ahead_thresholds"]
-        # Its rows are left in front as drafting ends, and the round itself drafts nothing.
+        # Drafting leaves rows of the open page table moved; the round itself does not draft then.
         self._active, batch = step.active_rows(
             row=zeros(num_rows, dtype=torch.int32),
             positions=zeros(num_rows),
@@ -221,13 +221,13 @@ class HeadDrafting:
             self._seen = SeenKeys(kv, batch, model.no_keys(num_rows))
 
     def run(self, states: Ordered[Tensor], control: Control, num_rows: Tensor) -> None:
-        """Draft behind the ended rounds.
+        """Draft after the ended rounds.
 
         Args:
-            states: of all rows that were verified, after the layers of the head's taps; or what
-                :meth:`HeadKeys.fill` gave.
-            control: of the program.
-            num_rows: int32 [1].
+            states: states of all verified rows after the layers of the head's taps, or the result
+                of :meth:`HeadKeys.fill`.
+            control: the program's control.
+            num_rows: int32 [1], rows of the program.
         """
         with control.rows(num_rows):
             begun = [
@@ -254,7 +254,7 @@ class HeadDrafting:
         control.unless(self._round.all_done, lambda: self._draft(0, state, control), condition)
 
     def _draft(self, step: int, state: Tensor, control: Control) -> None:
-        """One more token of every row that drafts, and what is behind it."""
+        """Draft one more token of every row that still drafts, then the tokens after it."""
         active, made = self._active, self._round
         made = made._replace(thresholds=self._thresholds[step])
         goes_on = step + 1 < MAX_AHEAD
@@ -271,7 +271,12 @@ class HeadDrafting:
                 hidden=state,
             )
             ops.append_drafts(
-                *(None, self._drafted.token, self._drafted.confidence, step, made, active),
+                None,
+                self._drafted.token,
+                self._drafted.confidence,
+                step,
+                made,
+                active,
                 condition=condition,
                 own_key=self._last is not None,
             )
@@ -282,7 +287,7 @@ class HeadDrafting:
 
 
 def drafted_ahead(row: Row, i: int, emitted: list[int], got: Cells) -> Ahead | None:
-    """What the head drafted for the i-th row, behind the tokens that it got."""
+    """The head's drafts for the i-th row, after the tokens that the row got."""
     count = got["num_ahead_drafted"][i]
     if not row.ahead or not count or not emitted:
         return None

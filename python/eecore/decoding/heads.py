@@ -1,7 +1,7 @@
-"""What a state says: confidence at an exit point, and the token that the head gives.
+"""Tokens and confidences of states: a confidence at an exit point, a token from the LM head.
 
-Rows of plain greedy requests go through the fused head, which never has logits in memory; rows of
-requests that sample, penalise or ask for log-probabilities through a head with logits.
+Rows of plain greedy requests go through the fused head, which never has logits in memory. Rows of
+requests that sample, penalise or ask for log-probabilities go through a head with logits.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ __all__ = [
     "state_measure",
 ]
 
-# How the token of a row is made: it is known already, by the fused head, from logits.
+# The token of a row is known already.
 KNOWN = 0
+# The token of a row is made by the fused head.
 GREEDY = 1
+# The token of a row is made from logits.
 LOGITS = 2
 
 
@@ -54,7 +56,12 @@ def measure_states(
 def state_measure(
     classifier: ExitClassifier | None, previous: Tensor
 ) -> ops.CosineMeasure | ops.MlpMeasure:
-    """``classifier``, or ``state`` without one, as ops take it; ``previous``: a layer before."""
+    """The measure ``classifier`` or, without one, ``state``, as an argument of ops.
+
+    Args:
+        classifier: the classifier of a policy, if any.
+        previous: [num_rows, hidden_size], the states one layer earlier.
+    """
     if classifier is None:
         return ops.CosineMeasure(previous)
     m = classifier.on(previous.device)
@@ -62,7 +69,7 @@ def state_measure(
 
 
 def head_fields(num_rows: int, sizes: HeadSizes) -> dict[str, Field]:
-    """Memory for what heads say of ``num_rows`` rows."""
+    """Fields for the results of heads for ``num_rows`` rows."""
     row = (num_rows,)
     fields: dict[str, Field] = {
         "token": (torch.int64, row),
@@ -79,14 +86,14 @@ def head_fields(num_rows: int, sizes: HeadSizes) -> dict[str, Field]:
 
 @dataclass(frozen=True)
 class HeadWork:
-    """What the rows that need logits want of them; see ``sample_tokens``."""
+    """Settings for the rows that need logits; see ``sample_tokens``."""
 
     rows: ops.SamplingRows
     positions: Tensor
-    """int64 [num_rows], of the token before."""
+    """int64 [num_rows], the position of the token before the one that is made."""
     purpose: int
     probs: Tensor | None = None
-    """Their filtered distributions, by row, or by ``probs_by_step`` for each request."""
+    """The filtered distributions, by row, or ``probs_by_step`` of them for each request."""
     uniform: Tensor | None = None
     probs_by_step: int = 0
     round_tokens: Tensor | None = None
@@ -100,17 +107,17 @@ class Logits:
     values: Tensor
     """[num_rows, vocab_size]"""
     index: Tensor | None
-    """int32 [num_rows], which rows; None: all of them."""
+    """int32 [num_rows], the rows that have logits; None: all of them."""
 
     def of(self, row: int, token: int) -> float:
-        """The logit of a token."""
+        """The logit of a token in a row."""
         if self.index is not None:
             row = self.index.tolist().index(row)
         return float(self.values[row, token])
 
 
 class Heads:
-    """The heads of one model, for rows of both kinds."""
+    """The fused head and the head with logits of one model."""
 
     def __init__(self, model: Network, sizes: HeadSizes) -> None:
         self._model = model
@@ -127,23 +134,23 @@ class Heads:
         request: Tensor | None = None,
         as_probability: bool = False,
     ) -> Logits | None:
-        """Write what the head says of the rows of ``hidden`` whose request is GREEDY or LOGITS.
+        """Write the tokens and confidences of the rows whose request is GREEDY or LOGITS.
 
         Args:
             hidden: [num_rows, hidden_size].
             kind: int32 [num_requests].
-            out: of :func:`head_fields`.
-            control: of the program, told how many rows there are.
-            work: of the requests that need logits, if there are any.
-            request: int32 [num_rows], each row's; None: row i is that of request i.
-            as_probability: ``gap`` is to be the probability of the token.
+            out: tensors for the fields of :func:`head_fields`.
+            control: the program's control, within a context of its rows.
+            work: the settings of requests that need logits, if there are any.
+            request: int32 [num_rows], the request of each row; None: row i is of request i.
+            as_probability: write the probability of the token to ``gap``.
 
         Returns:
-            Where the logits are, if some rows need them.
+            The logits, if some rows need them.
         """
         if self.sizes.greedy:
             index, states, few = self._picked(hidden, kind, control, request, GREEDY)
-            # Rows of several to a request are all placed, and those that need logits once more.
+            # With several rows to a request the head runs on all of them, also if LOGITS.
             with few:
                 ops.place_head(
                     None,
@@ -190,8 +197,8 @@ class Heads:
     def _picked(
         self, hidden: Tensor, kind: Tensor, control: Control, request: Tensor | None, wanted: int
     ) -> tuple[Tensor | None, Tensor, AbstractContextManager[None]]:
-        """The rows of a kind, by index and state, and a context for calls about them; all rows
-        where a program does not compact.
+        """The indices and states of the rows of a kind, and a context for calls about them; all
+        rows where the program does not compact.
         """
         if not control.compacts:
             return None, hidden, nullcontext()

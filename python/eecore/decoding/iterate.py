@@ -1,7 +1,7 @@
 """An iteration: the prompts' pass, then a program for each family of decoding rows.
 
-Rows of one family, whatever their policies, share a program: an exit step, or a round for each way
-to draft. Nobody's program depends on who else is there.
+Rows of one family share a program, whatever their policies: an exit step, or a round for each way
+to draft. The family of a row does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from eecore.scheduling.sequence import Sequence, SequenceStatus
 
 __all__ = ["Flight", "Iterations"]
 
-# Programs that are kept, and bytes that they hold together. The one that has not run for longest
-# goes first, the one that runs never.
+# Programs that are kept; the least recently used one is dropped first, but never the last one.
 MAX_PROGRAMS = 256
+# Bytes that the kept programs hold together.
 MAX_PROGRAM_BYTES = 1 << 29
 
 
 @dataclass(eq=False)
 class Flight:
-    """A program's run that was launched; the device may still be at it."""
+    """A launched run of a program, which the device may not have finished."""
 
     program: ExitStep | DraftStep
     rows: list[Row]
@@ -53,16 +53,16 @@ class Flight:
 
     @property
     def is_over(self) -> bool:
-        """Whether none of its sequences needs it any more."""
+        """Whether no running sequence needs the outcome any more."""
         return not any(row.sequence.status is SequenceStatus.RUNNING for row in self.rows)
 
     @cached_property
     def places(self) -> dict[Sequence, int]:
-        """The program's row for each sequence on board."""
+        """The program's row of each sequence in flight."""
         return {row.work.sequence: i for i, row in enumerate(self.rows)}
 
     def land(self) -> list[Outcome]:
-        """What it did for its sequences; those that have ended meanwhile are left out."""
+        """The outcomes of the sequences that are still running."""
         running = []
         for i, row in enumerate(self.rows):
             if row.work.sequence.status is SequenceStatus.RUNNING:
@@ -75,10 +75,10 @@ class Iterations:
 
     Args:
         model: the model.
-        kv: its cache.
-        run: how programs run.
-        ahead: launch a program's next run before the outcome of this one is known; where the run
-            returns early when None.
+        kv: the model's cache.
+        run: runs programs.
+        ahead: whether a program's next run is launched before the outcome of this one is known;
+            None: if ``run`` returns early.
         history_tokens: tokens of past outputs that are kept to draft from.
     """
 
@@ -102,24 +102,24 @@ class Iterations:
         self.run = run
         self.planner = Planner(model, torch.get_num_threads(), history_tokens)
         self._last: ExitStep | None = None
-        # The last rounds of drafts behind which a draft head drafted, and behind which none did.
+        # The last program of rounds, by whether a draft head drafts after its rounds.
         self._drafted: dict[bool, DraftStep] = {}
-        # When the last iteration ended, and who decoded in it.
+        # The end of the last iteration, and the sequences that decoded in it.
         self._ended: tuple[float, list[Sequence]] | None = None
         self._programs: OrderedDict[ExitKind | DraftKind, ExitStep | DraftStep] = OrderedDict()
         self._program_bytes: dict[ExitKind | DraftKind, int] = {}
 
     @property
     def captures(self) -> list[Capture]:
-        """Of the programs that are kept: the time and memory that each capture took."""
+        """The captures of the kept programs, with their times and memory."""
         return self.run.captures
 
     def iterate(self, works: list[Work], *, others_wait: bool = False) -> list[Outcome]:
-        """Run all works; one outcome for each, in order. No sequence has changed yet.
+        """Run all works, and return one outcome for each, in order; no sequence is updated yet.
 
         Args:
-            works: what each sequence does.
-            others_wait: whether requests wait for these to end.
+            works: the work of each sequence.
+            others_wait: whether waiting requests need these to end.
         """
         self.planner.num_threads = torch.get_num_threads()
         last, self._ended = self._ended, None
@@ -133,9 +133,9 @@ class Iterations:
                 outcomes[outcome.sequence] = outcome
         families = self._families(self.planner.plan(decoding, others_wait=others_wait))
         if len(families) == 1 and not prompts:
-            came = self._run_family(families[0], since)
+            found = self._run_family(families[0], since)
             self._ended = time.perf_counter(), sequences
-            return came
+            return found
         for family in families:
             for outcome in self._run_family(family, None):
                 outcomes[outcome.sequence] = outcome
@@ -143,7 +143,7 @@ class Iterations:
 
     @torch.inference_mode()
     def _prefill(self, prompts: list[Work]) -> list[Outcome]:
-        """A chunk of each prompt; an encoder reads its input first."""
+        """Run a chunk of each prompt, after the encoder has read its input."""
         unread = [work.sequence for work in prompts if work.sequence.tokens_to_encode]
         if unread:
             encode(self.model, self.kv, unread)
@@ -153,12 +153,12 @@ class Iterations:
         """Run the program that these rows share, and learn from it.
 
         Args:
-            family: rows.
-            since: when the last iteration of the same requests ended; None where other things were
+            family: the rows.
+            since: the end of the last iteration of the same requests; None where other work was
                 done in between.
         """
         outcomes, is_first = None, False
-        last, self._last = self._last, None  # a run that fails leaves nothing to go on from
+        last, self._last = self._last, None  # after a failed run there is nothing to continue from
         if last is not None and family[0].route.path is None and last.goes_on(family):
             self.run(last)
             outcomes = last.outcomes(list(enumerate(last.rows)), last.fetch())
@@ -181,13 +181,14 @@ class Iterations:
     def launch(self, works: list[Work], after: Flight | None = None) -> Flight | None:
         """Start an iteration that is a single run, and return before its outcome is known.
 
-        None where it is none, or where a row's next run depends on the outcome of this one in more
-        than its tokens: nothing has happened then.
-
         Args:
             works: sequences, each with pages for whatever the iteration computes.
-            after: the flight that is still out, if any. Its sequences go on where it leaves them;
-                that takes the same program.
+            after: the run in flight, if any. Its sequences continue after their tokens there, in
+                the same program.
+
+        Returns:
+            The run in flight; None, without any effect, where the iteration is not a single run, or
+            where a row depends on more of the run in flight than its tokens.
         """
         if not self.ahead:
             return None
@@ -202,30 +203,30 @@ class Iterations:
         families = self._families(self.planner.plan(works))
         if len(families) != 1:
             return None
-        self._ended = None  # the next iteration would be timed from the one before this
+        self._ended = None  # else the next iteration would be timed from before this one
         return self._launch(families[0], after)
 
     def land(self, flight: Flight) -> list[Outcome]:
-        """What a flight did; drafts of a head are kept for a round that does not follow it."""
+        """The outcomes of a run in flight; a head's drafts are kept for the next round."""
         outcomes = flight.land()
         self._keep_ahead(outcomes)
         return outcomes
 
     def _must_land(self, work: Work) -> bool:
-        """Whether what a row does next depends on more than where the device knows it to be."""
+        """Whether the next run of a row needs the outcome of the last one on the host."""
         sequence = work.sequence
         draft, sampling = draft_state(sequence, self.model.config.exit_layers), sequence.sampling
         route = draft.route
         if work.is_prefill or follows_text(sampling) or route.adaptive or route.auto is not None:
             return True
         if route.path == GIVEN and (not route.ahead or draft.guided is not None):
-            return True  # the host finds the drafts; those of a head alone stay on the device
-        # Of tokens that are not the most probable ones the host looks up the logits.
+            return True  # the host finds these drafts; only a draft head's are on the device
+        # The host looks up the logits of tokens that are not the most probable ones.
         looks = needs_logits(sampling) and sampling.logprobs is not None
         return looks and route.path is not None and not route.path.is_given
 
     def _launch(self, rows: list[Row], after: Flight | None) -> Flight | None:
-        """One run of the program that rows share; None where it would not be that of ``after``."""
+        """Start a run of the program that rows share; None where ``after`` runs another program."""
         if after is not None:
             rows = [_following(row, after) for row in rows]
         step: ExitStep | DraftStep | None = self._same_again(rows)
@@ -251,8 +252,8 @@ class Iterations:
         return Flight(step, rows, step.fetch(), is_first)
 
     def _same_again(self, rows: list[Row]) -> DraftStep | None:
-        """The program of a round of drafts where the last one, of the same rows, was its as well:
-        kinds of programs are large, and to compare them takes a while.
+        """The program of the last round of drafts, if it was of the same rows and fits them: this
+        is quicker than to compare kinds of programs, which are large.
         """
         if self.ahead or rows[0].route.path is None:
             return None
@@ -260,8 +261,8 @@ class Iterations:
         return step if step is not None and step.fits(rows) else None
 
     def _families(self, rows: list[Row]) -> list[list[Row]]:
-        """Rows that share a program, by how they draft; with a draft head that has keys of its own,
-        by whether rows may leave early, too: those that may leave it none.
+        """Rows grouped by program: by how they draft and, with a draft head that has keys of its
+        own, by whether they give the head keys, which rows that may exit early do not.
         """
         families: dict[tuple[DraftPath | None, bool], list[Row]] = {}
         for row in rows:
@@ -270,7 +271,7 @@ class Iterations:
         return [rows] if len(families) == 1 else list(families.values())
 
     def _program(self, kind: ExitKind | DraftKind) -> ExitStep | DraftStep:
-        """The program of a kind, made when it is first needed."""
+        """The program of a kind, which is made when it is first needed."""
         program = self._programs.get(kind)
         if program is None:
             make: Any = ExitStep if isinstance(kind, ExitKind) else DraftStep
@@ -282,11 +283,11 @@ class Iterations:
 
     @property
     def program_bytes(self) -> int:
-        """Memory that the programs which are kept hold."""
+        """Bytes that the kept programs hold."""
         return sum(self._program_bytes.values())
 
     def _forget_programs(self) -> None:
-        """Keep to the limits."""
+        """Drop programs beyond the limits."""
         while len(self._programs) > 1 and (
             len(self._programs) > MAX_PROGRAMS or self.program_bytes > MAX_PROGRAM_BYTES
         ):
@@ -298,7 +299,7 @@ class Iterations:
 
 
 def _following(row: Row, flight: Flight) -> Row:
-    """A row that goes on after the program's run that is in flight, if it is there."""
+    """A row, set to continue after the run in flight if its sequence takes part in that run."""
     place = flight.places.get(row.work.sequence)
     if place is None:
         return row

@@ -34,18 +34,18 @@ __all__ = [
 ]
 
 ALIGNMENT = 16
-# Of numbers as the struct module has them.
+# Formats of the struct module.
 FORMS = {torch.int64: "q", torch.int32: "i", torch.bool: "?"}
 
 Array = npt.NDArray[Any]
 Field = tuple[torch.dtype, tuple[int, ...]]
 Pages = list[int]
 Cells = dict[str, Any]
-"""Memoryviews by name, of which single numbers are read and written."""
+"""Memoryviews by name, to read and write single numbers."""
 
 
 class _Mapped:
-    """Pinned memory as a GPU sees it, for torch to make a tensor of: int64 numbers."""
+    """Pinned memory as int64 numbers of a GPU, which torch can turn into a tensor."""
 
     def __init__(self, memory: Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -60,8 +60,9 @@ class HostSide:
     """The host's copy of a twin memory, pinned where there is a GPU.
 
     Attributes:
-        arrays: by name, for the host to read and write.
-        cells: the same for single numbers: behind a run nothing of numpy is in a processor's cache.
+        arrays: arrays by name, for the host to read and write.
+        cells: the same memory for single numbers, without numpy, whose code a run has evicted from
+            the processor's cache.
     """
 
     def __init__(self, memory: Tensor, tensors: dict[str, Tensor], device: torch.device) -> None:
@@ -74,30 +75,30 @@ class HostSide:
         self.cells: Cells = {name: array.data for name, array in self.arrays.items()}
         self._tensors = tensors
         self.holds: object = None
-        """What the program that writes here knows its fixed columns by."""
+        """Identifies the fixed columns that were last written here; None: unknown."""
         self._moved: torch.cuda.Event | None = None
         self._tables: dict[str, _Table] = {}
         self._packs: dict[tuple[str, ...], Callable[..., None]] = {}
 
     def moves(self) -> None:
-        """A copy from or to here has just been queued on the current stream."""
+        """Note that a copy from or to this side was just queued on the current stream."""
         if self.memory.is_pinned():
             self._moved = self._moved or torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._moved.record()
 
     def wait(self) -> HostSide:
-        """Until the copy that was queued last is done."""
+        """Wait until the copy that was queued last is done."""
         if self._moved is not None:
             self._moved.synchronize()
         return self
 
     def write(self, **columns: Ordered[Any]) -> None:
-        """Write the first rows of some arrays; what is behind them stays."""
+        """Write the first rows of some arrays; the rows after them are kept."""
         for name, values in columns.items():
             self.arrays[name][: len(values)] = values
 
     def write_whole(self, **columns: Ordered[Any]) -> None:
-        """Write all rows of fields that lie one after the other, in this order, in one go."""
+        """Write all rows of fields that are neighbours in memory, in this order, by one call."""
         names = tuple(columns)
         pack = self._packs.get(names)
         if pack is None:
@@ -105,7 +106,7 @@ class HostSide:
         pack(*chain.from_iterable(columns.values()))
 
     def _pack(self, names: tuple[str, ...]) -> Callable[..., None]:
-        """Writes all numbers of some fields."""
+        """A function that writes all numbers of some fields."""
         begin = end = self._tensors[names[0]].data_ptr()
         form = "="
         for tensor in map(self._tensors.__getitem__, names):
@@ -132,7 +133,7 @@ class _Table:
         self._source, self._target = self._clean.data.cast("B"), table.data.cast("B")
 
     def write(self, pages: list[Pages]) -> None:
-        """Each row's."""
+        """Write each row's pages."""
         written = self._written
         for i, own in enumerate(pages):
             if own != written[i]:
@@ -142,13 +143,13 @@ class _Table:
 
 
 def numbers_of(cells: Cells, name: str, row: int) -> list[Any]:
-    """A row of a field; nothing of one that is not there."""
+    """A row of a field; [] where there is no such field."""
     return cells[name][row : row + 1].tolist()[0] if name in cells else []
 
 
 def _move(source: Tensor, target: Tensor) -> None:
-    """By a kernel, on a GPU too: before a few kilobytes a copy engine takes several times as long
-    to begin, and so does the kernel behind it.
+    """Copy by a kernel, also on a GPU: for a few kilobytes a copy engine takes several times as
+    long to start, and so does the kernel after the copy.
     """
     with torch.inference_mode():
         if source.device.type == "cuda":
@@ -158,13 +159,13 @@ def _move(source: Tensor, target: Tensor) -> None:
 
 
 class TwinMemory:
-    """Named tensors on a device, and twice on the host: one side moves, the other is at hand.
+    """Named tensors on a device, and twice on the host: one side is copied, the other is free.
 
-    On the CPU what the host writes is the device's memory itself.
+    On the CPU the host writes to the device's memory itself.
 
     Attributes:
         device: the device's tensors by name, zeros at first.
-        num_bytes: of all of them.
+        num_bytes: bytes of the tensors and their two copies.
     """
 
     def __init__(self, device: torch.device, fields: dict[str, Field]) -> None:
@@ -195,24 +196,29 @@ class TwinMemory:
         self._uses = 0
 
     def host(self) -> HostSide:
-        """A side to write, from which nothing moves any more."""
+        """A side to write, from which no copy is in flight."""
         return self._own or self._next_side()
 
     def _next_side(self) -> HostSide:
-        """The side that was not at hand the last time."""
+        """The side that was not used last, once its copy is done."""
         self._uses += 1
         return self._sides[self._uses % 2].wait()
 
     def send(self, side: HostSide) -> None:
-        """To the device, behind the work that is queued there; waits for nothing."""
+        """Queue a copy to the device, after the work that is queued there; does not wait."""
         if side is not self._own:
             _move(side.words, self._words)
             side.moves()
 
     def fetch(self, *, is_read_first: bool = False) -> HostSide:
-        """From the device, behind the work that is queued there: ``wait`` for it before reading.
+        """Queue a copy from the device, after the work that is queued there.
 
-        ``is_read_first``: before anything else is done, so that the CPU's own memory will do.
+        Args:
+            is_read_first: whether the side is read before the next run, so that on the CPU it may
+                be the program's memory itself.
+
+        Returns:
+            The side that is written; ``wait`` for it before reading.
         """
         if is_read_first and self._own is not None:
             return self._own
@@ -228,7 +234,7 @@ def slots_of(pages: Pages, first: int, stop: int, page_size: int) -> list[int]:
 
 
 def page_table(pages: list[Pages]) -> Array:
-    """Each sequence's pages, then zeros: int32 [num_rows, max_pages]."""
+    """Each sequence's pages, followed by zeros: int32 [num_rows, max_pages]."""
     table = np.zeros((len(pages), max(map(len, pages))), dtype=np.int32)
     for row, own in zip(table, pages, strict=True):
         row[: len(own)] = own
@@ -236,15 +242,15 @@ def page_table(pages: list[Pages]) -> Array:
 
 
 def power_of_two(count: int) -> int:
-    """The smallest one that is not below ``count``: sizes of programs are rounded up to these."""
+    """The smallest power of two that is not below ``count``; programs' sizes are powers of two."""
     return 1 << max(count - 1, 0).bit_length()
 
 
-# An encoder's keys and values lie in pages of the decoder's cache.
+# An encoder's keys and values are in pages of the decoder's cache.
 
 
 def cross_fields(num_rows: int, max_input_pages: int, prefix: str = "") -> dict[str, Field]:
-    """Where each row's encoded input lies; no fields without an encoder."""
+    """Fields for the place of each row's encoded input; none without an encoder."""
     if not max_input_pages:
         return {}
     return {
@@ -254,7 +260,7 @@ def cross_fields(num_rows: int, max_input_pages: int, prefix: str = "") -> dict[
 
 
 def cross_batch(tensors: dict[str, Tensor], prefix: str = "") -> CrossBatch | None:
-    """Of the fields on the device, where there are any."""
+    """The encoded inputs by the fields on the device; None without an encoder."""
     if f"{prefix}input_lens" not in tensors:
         return None
     return CrossBatch(tensors[f"{prefix}input_page_table"], tensors[f"{prefix}input_lens"])

@@ -1,7 +1,7 @@
-"""The pass of prompts: chunks of them, and what a preempted request computes once more.
+"""The pass of prompts: chunks of prompts, and replays of preempted requests.
 
-It runs before the programs of an iteration and shares no call with them, so that a prompt that
-arrives changes nothing for those who decode.
+The pass runs before the programs of an iteration and shares no call with them, so that a prompt
+that arrives changes nothing for requests that decode.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def encode(model: Network, kv: KVCache, sequences: list[Sequence]) -> None:
-    """Run the encoder on the inputs of sequences; what the decoder needs goes to their pages.
+    """Run the encoder on the inputs of sequences, and write the keys and values to their pages.
 
     Args:
-        model: with an encoder.
+        model: a model with an encoder.
         kv: the cache.
         sequences: one or more, each with an input and pages for it.
     """
@@ -84,8 +84,8 @@ class _Chunk:
     work: Work
     first: int
     stop: int
-    leave: list[int]
-    """After how many layers each position leaves: those of a replay where they left at first."""
+    depths: list[int]
+    """Number of layers that each position runs through; in a replay, as many as at first."""
 
     @property
     def sequence(self) -> Sequence:
@@ -93,8 +93,8 @@ class _Chunk:
 
     @property
     def emits(self) -> bool:
-        """Whether the last row gives a token: not of a replay or an unfinished prompt, nor where
-        none is wanted.
+        """Whether the last row gives a token: not in a replay or an unfinished prompt, nor where
+        the request wants none.
         """
         sequence = self.sequence
         ends = not sequence.output_ids and self.stop == sequence.num_prompt_tokens
@@ -120,14 +120,14 @@ class Prefill:
         self._slots = whole(
             [slots_of(c.sequence.pages, c.first, c.stop, kv.page_size) for c in chunks]
         )
-        self._leave = whole([chunk.leave for chunk in chunks])
+        self._depths = whole([chunk.depths for chunk in chunks])
         self._sequence = np.repeat(np.arange(len(chunks)), counts)
         self._ends = np.cumsum(counts)
         self._page_table = page_table([sequence.pages for sequence in sequences])
         self._keys: HeadKeys | None = None
         self._taps: tuple[int, ...] = ()
         self._tapped: dict[int, Tensor] = {}
-        self._deep = np.flatnonzero(self._leave == self._exit_layers[-1])
+        self._deep = np.flatnonzero(self._depths == self._exit_layers[-1])
         if isinstance(model.draft_head, KeyedHead) and len(self._deep):
             self._keys = HeadKeys(model, kv, len(self._deep))
             self._taps = model.draft_head.taps
@@ -142,14 +142,14 @@ class Prefill:
         sequence = work.sequence
         first, stop = sequence.num_computed, sequence.num_computed + work.num_tokens
         route, prompt = route_of(sequence, self._exit_layers), sequence.num_prompt_tokens
-        leave = [route.depth] * work.num_tokens
+        depths = [route.depth] * work.num_tokens
         if route.fills:
             for position in range(max(first, prompt), stop):
-                leave[position - first] = sequence.kv_exit_layers[position - prompt]
-        return _Chunk(work, first, stop, leave)
+                depths[position - first] = sequence.kv_exit_layers[position - prompt]
+        return _Chunk(work, first, stop, depths)
 
     def run(self) -> list[Outcome]:
-        """Everything; one outcome per work, in order."""
+        """Run the pass, and return one outcome per work, in order."""
         hidden = self._layers()
         emitting = [i for i, chunk in enumerate(self._chunks) if chunk.emits]
         records = {}
@@ -163,7 +163,7 @@ class Prefill:
         outcomes = []
         for i, chunk in enumerate(self._chunks):
             outcome = Outcome(chunk.sequence, chunk.stop)
-            outcome.counters = Counters(prompt_layers_run=sum(chunk.leave))
+            outcome.counters = Counters(prompt_layers_run=sum(chunk.depths))
             if i in records:
                 record = records[i]
                 outcome.records = [] if record is None else [record]
@@ -173,7 +173,7 @@ class Prefill:
         return outcomes
 
     def _score_prompts(self, hidden: Tensor, outcomes: list[Outcome]) -> None:
-        """Log-probabilities of prompts, for those who ask for them."""
+        """Add log-probabilities of prompts, for requests that ask for them."""
         scored = {
             i: part
             for i, (chunk, end) in enumerate(zip(self._chunks, self._ends, strict=True))
@@ -187,10 +187,10 @@ class Prefill:
                 outcomes[i].prompt_logprobs = entries
 
     def _layers(self) -> Tensor:
-        """[num_rows, hidden_size]: each row's state when it leaves."""
+        """Run the layers; [num_rows, hidden_size]: each row's state when it exits."""
         model, kv = self._model, self._kv
         hidden = model.embed(self._tensor(self._tokens))
-        stops = sorted(set(self._leave.tolist()))
+        stops = sorted(set(self._depths.tolist()))
         active = np.arange(len(self._tokens))
         final = hidden
         for begin, end in itertools.pairwise([0, *stops]):
@@ -198,31 +198,31 @@ class Prefill:
             hidden, tapped = tapped_layers(model, begin, end, taps, hidden, kv, self._batch(active))
             for tap, state in zip(taps, tapped, strict=True):
                 self._tapped[tap] = self._of_deep(state, active)
-            leaves = self._leave[active] == end
-            if leaves.all() and len(active) == len(self._tokens):
+            exits = self._depths[active] == end
+            if exits.all() and len(active) == len(self._tokens):
                 self._fill(active, hidden, end)
                 return hidden
-            leaving = active[leaves]
+            exiting = active[exits]
             final = final.clone() if final is hidden else final
-            final[self._tensor(leaving)] = hidden[self._tensor(np.flatnonzero(leaves))]
-            # Later positions of the sequence attend to what those that left early leave behind.
-            self._fill(leaving, final, end)
-            hidden = hidden[self._tensor(np.flatnonzero(~leaves))]
-            active = active[~leaves]
+            final[self._tensor(exiting)] = hidden[self._tensor(np.flatnonzero(exits))]
+            # In the layers above, later positions attend to keys of positions that exited early.
+            self._fill(exiting, final, end)
+            hidden = hidden[self._tensor(np.flatnonzero(~exits))]
+            active = active[~exits]
         return final
 
     def _of_deep(self, state: Tensor, active: Int64Array) -> Tensor:
-        """The states of those rows that all layers run for."""
+        """The states of the rows that run through all layers."""
         if len(active) == len(self._deep):
             return state
         return state[self._tensor(np.searchsorted(active, self._deep))]
 
     def _fill_head(self, keys: HeadKeys, records: dict[int, TokenRecord | None]) -> None:
-        """The keys of a draft head's own layers, at positions that all layers ran for.
+        """Write the keys of a draft head's own layers, at positions that all layers ran for.
 
         Args:
-            keys: of the head.
-            records: first tokens, of the chunks that give one.
+            keys: writes the keys of the head.
+            records: the first tokens of the chunks that give one.
         """
         following: list[int] = []
         for i, chunk in enumerate(self._chunks):
@@ -241,14 +241,14 @@ class Prefill:
             self._tensor(starts) if len(starts) else None,
         )
 
-    def _fill(self, leaving: Int64Array, final: Tensor, end: int) -> None:
-        """The skipped layers' keys and values of rows that had them filled at first."""
+    def _fill(self, exiting: Int64Array, final: Tensor, end: int) -> None:
+        """Fill the skipped layers' keys and values, for requests whose policy fills them."""
         if end == self._exit_layers[-1]:
             return
         routes = [route_of(chunk.sequence, self._exit_layers) for chunk in self._chunks]
         for shares in (False, True):
             fills = np.array([route.fills and route.shares == shares for route in routes])
-            index = leaving[fills[self._sequence[leaving]]]
+            index = exiting[fills[self._sequence[exiting]]]
             if not len(index):
                 continue
             ends = torch.full((len(index),), end, dtype=torch.int32, device=self._model.device)
@@ -284,8 +284,8 @@ class Prefill:
         )
 
     def _records(self, emitting: list[int], hidden: Tensor) -> list[TokenRecord | None]:
-        """First tokens, of the last rows of whole prompts: [num_emitting, hidden_size]; None where
-        the model gives none.
+        """The first tokens after whole prompts, from the states of their last rows, [num_emitting,
+        hidden_size]; None where the model gives no token.
         """
         sequences = [self._chunks[i].sequence for i in emitting]
         sizes, count = head_sizes(sequences), len(sequences)
@@ -320,7 +320,7 @@ class Prefill:
             top = [numbers_of(got, name, k) for name in ("top_ids", "top_logprobs")]
             asked = chunk.sequence.sampling.logprobs
             logprob, best = top_logprobs(asked, got["logprob"][k], *top)
-            records.append(TokenRecord(token, chunk.leave[-1], got["gap"][k], logprob, best))
+            records.append(TokenRecord(token, chunk.depths[-1], got["gap"][k], logprob, best))
         return records
 
     def _tensor(self, array: Array) -> Tensor:

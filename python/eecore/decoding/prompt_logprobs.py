@@ -1,7 +1,7 @@
-"""Log-probabilities of prompts: what the states of a prompt's pass say of the tokens behind them.
+"""Log-probabilities of prompts: of each token of a prompt, by the state before it.
 
-States go through the head a slice at a time: however long a prompt is, the logits of
-``SLICE_ROWS`` positions are in memory.
+States go through the head a slice at a time, so that at most the logits of ``SLICE_ROWS`` positions
+are in memory.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ SLICE_ROWS = 64
 
 @dataclass(frozen=True)
 class Scored:
-    """Consecutive rows of a pass, and the tokens behind them that are to be scored."""
+    """Consecutive rows of a pass, and the tokens to score, each after its row."""
 
     first_row: int
     token_ids: list[int]
     num_top: int
-    """How many of the most probable tokens to report besides."""
+    """Number of most probable tokens to report with each."""
 
     @classmethod
     def of(cls, sequence: Sequence, first: int, stop: int, end_row: int) -> Scored | None:
-        """Of positions ``first..stop-1`` of a request, in the rows before ``end_row``; None where
-        no log-probabilities are asked for, or where all of them are known: of a replay.
+        """The tokens to score after positions ``first..stop-1`` of a request, which are the rows
+        before ``end_row``; None where the request asks for no log-probabilities, or where all of
+        them are known, as in a replay.
         """
         asked, known = sequence.sampling.prompt_logprobs, len(sequence.prompt_logprobs)
         if asked is None:
@@ -48,15 +49,15 @@ class Scored:
 def prompt_logprobs(
     model: Network, hidden: Tensor, scored: list[Scored]
 ) -> list[list[PromptLogprob] | None]:
-    """Log-probabilities of tokens in the log-softmax of the logits as they come.
+    """Log-probabilities of tokens in the log-softmax of the unchanged logits.
 
     Args:
         model: the model.
         hidden: [num_rows, hidden_size], states of a pass.
-        scored: which rows, and which tokens.
+        scored: the rows and tokens to score.
 
     Returns:
-        For each of ``scored`` one entry a token; None where a row has no finite distribution.
+        For each of ``scored`` one entry per token; None where a row has no finite distribution.
     """
     rows = [row for s in scored for row in range(s.first_row, s.first_row + len(s.token_ids))]
     token_ids = [token for s in scored for token in s.token_ids]
@@ -78,7 +79,7 @@ def _whole(entries: list[PromptLogprob | None]) -> list[PromptLogprob] | None:
 def _of_slice(
     model: Network, hidden: Tensor, token_ids: list[int], tops: list[int]
 ) -> list[PromptLogprob | None]:
-    """Of [num_rows, hidden_size] states; None where logits are not finite."""
+    """One entry for each row of ``hidden``, [num_rows, hidden_size]; None: logits not finite."""
     logits = model.logits(hidden)
     best = _most_probable(logits, max(tops))
     tokens = torch.tensor(token_ids, device=logits.device)[:, None]
@@ -109,7 +110,7 @@ def _top(ids: list[int], values: list[float], count: int) -> dict[int, float]:
 
 
 def _most_probable(logits: Tensor, num_top: int) -> ops.SampledRows:
-    """Of each row, as generated tokens have it: greedily, without penalties."""
+    """The most probable tokens of each row, as for generated tokens without penalties."""
     num_rows, device = logits.shape[0], logits.device
 
     def of_request(value: float, dtype: torch.dtype) -> Tensor:

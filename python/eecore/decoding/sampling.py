@@ -1,8 +1,8 @@
-"""What a request wants of its distributions, as the rows of ``sample_tokens`` have it.
+"""The sampling settings of requests, as rows of ``sample_tokens``.
 
-Random numbers come from (seed, position, purpose): whatever is drawn again, after a failure or a
-preemption, alone or in another batch, is the same. Draft and target distributions of a speculating
-request go through the same filters, which is what makes acceptance lossless.
+Random numbers follow from (seed, position, purpose), so that a token that is drawn again, after a
+failure or a preemption, alone or in another batch, is the same. Draft and target distributions of a
+speculating request go through the same filters, which makes acceptance lossless.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ __all__ = [
     "write_sampling",
 ]
 
-# What a random number is for: two of one position must not be the same.
+# The purpose of a random number that draws a token.
 DRAWS_TOKEN = 0
+# The purpose of a random number that draws a draft: another number than the token's there.
 DRAWS_DRAFT = 1
 
-# Programs for fewer generated tokens are not made as a text begins.
+# Programs have memory for at least this many generated tokens: this limits their number.
 MIN_GENERATED = 64
 
 NO_TOKEN = "expected finite logits and confidences from the model, got NaN or infinity"
 
 
 def needs_logits(sampling: SamplingParams) -> bool:
-    """Whether a request needs logits in memory; the others get by with the fused head."""
+    """Whether a request needs logits in memory; the fused head serves all other requests."""
     return (
         sampling.temperature > 0.0
         or sampling.repetition_penalty != 1.0
@@ -59,7 +60,7 @@ def needs_logits(sampling: SamplingParams) -> bool:
 
 
 def follows_text(sampling: SamplingParams) -> bool:
-    """Whether a request's logits are changed by what its text has so far."""
+    """Whether a request's text so far changes its logits."""
     return (
         sampling.repetition_penalty != 1.0 or sampling.counts_tokens or sampling.guide is not None
     )
@@ -67,26 +68,26 @@ def follows_text(sampling: SamplingParams) -> bool:
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Which heads the rows of a program need, and what memory."""
+    """The heads that the rows of a program need, and the sizes of their memory."""
 
     greedy: bool = True
-    """Some rows get by with the fused head."""
+    """Whether some rows use the fused head."""
     logits: bool = False
-    """Some rows do not."""
+    """Whether some rows need logits."""
     seen: int = 0
-    """Most tokens that a repetition penalty counts."""
+    """Maximum number of tokens that a repetition penalty counts."""
     generated: int = 0
-    """Most that a presence or frequency penalty counts."""
+    """Maximum number of tokens that a presence or frequency penalty counts."""
     biases: int = 0
-    """Most tokens whose logits are biased."""
+    """Maximum number of tokens of a row whose logits are biased."""
     masks: tuple[int, int] = (0, 0)
-    """Masks of a request, one for each position, and words of each; none without a guide."""
+    """Masks of a request, one for each position, and int32 words of a mask; 0, 0 without guides."""
     top: int = 0
-    """Most log-probabilities that a row asks for."""
+    """Maximum number of log-probabilities that a row asks for."""
 
 
 def head_sizes(sequences: list[Sequence], positions: int = 1) -> HeadSizes:
-    """What these requests need, sizes rounded up; of each, this many positions at most."""
+    """The sizes that these requests need, rounded up, for at most ``positions`` of each."""
     needing = [s.sampling for s in sequences if needs_logits(s.sampling)]
     if not needing:
         return HeadSizes()
@@ -105,19 +106,19 @@ def head_sizes(sequences: list[Sequence], positions: int = 1) -> HeadSizes:
 
 
 def _rounded(count: int) -> int:
-    """A power of two, or 0."""
+    """The count rounded up to a power of two; 0 for 0."""
     return power_of_two(count) if count else 0
 
 
 def _seen(sequence: Sequence) -> set[int]:
-    """What a repetition penalty counts, the prompt included, as in transformers."""
+    """The tokens that a repetition penalty counts, the prompt included, as in transformers."""
     if sequence.sampling.repetition_penalty == 1.0:
         return set()
     return {*sequence.prompt_ids, *sequence.output_ids}
 
 
 def sampling_fields(num_rows: int, sizes: HeadSizes) -> dict[str, Field]:
-    """Memory of the rows' settings."""
+    """Fields for the rows' settings."""
     if not sizes.logits:
         return {}
     row = (num_rows,)
@@ -142,7 +143,7 @@ def sampling_fields(num_rows: int, sizes: HeadSizes) -> dict[str, Field]:
 
 
 def sampling_rows(tensors: dict[str, Tensor]) -> ops.SamplingRows:
-    """Of the fields on the device."""
+    """The rows' settings, by the fields on the device."""
     names = ops.SamplingRows._fields
     return ops.SamplingRows(**{name: tensors[name] for name in names if name in tensors})
 
@@ -150,7 +151,7 @@ def sampling_rows(tensors: dict[str, Tensor]) -> ops.SamplingRows:
 def write_sampling(
     host: HostSide, sequences: list[Sequence], drafts: Ordered[Ordered[int]] = ()
 ) -> None:
-    """Write each row's settings, and which tokens may come behind its drafts."""
+    """Write each row's settings, and the masks of allowed tokens after each of its drafts."""
     settings = [sequence.sampling for sequence in sequences]
     count = len(settings)
     names = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
@@ -176,7 +177,7 @@ def write_sampling(
 
 
 def _write_masks(rows: Array, sequences: list[Sequence], drafts: Ordered[Ordered[int]]) -> None:
-    """Write each request's masks as far as it has drafts; all bits of one without a guide."""
+    """Write each request's masks, one more than it has drafts; all bits set without a guide."""
     for masks, sequence, own in zip(rows, sequences, drafts, strict=False):
         guided = guided_of(sequence)
         if guided is None:
@@ -186,7 +187,7 @@ def _write_masks(rows: Array, sequences: list[Sequence], drafts: Ordered[Ordered
 
 
 def _write_ids(rows: Array, ids: Iterable[list[int]]) -> None:
-    """Write each request's ids into its row, -1 behind them."""
+    """Write each request's ids into its row, followed by -1."""
     for row, own in zip(rows, ids, strict=False):
         row[:] = -1
         row[: len(own)] = own
@@ -195,7 +196,9 @@ def _write_ids(rows: Array, ids: Iterable[list[int]]) -> None:
 def top_logprobs(
     asked: int | None, logprob: float, ids: list[int], values: list[float]
 ) -> tuple[float | None, dict[int, float] | None]:
-    """What a request that asked for ``asked`` log-probabilities gets to know of a token."""
+    """The log-probability of a token, and the ``asked`` most probable tokens with theirs; None,
+    None for a request that does not ask.
+    """
     if asked is None:
         return None, None
     best = zip(ids[:asked], values[:asked], strict=True)

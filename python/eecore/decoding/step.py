@@ -1,4 +1,4 @@
-"""What the programs of an iteration have in common: rows, and memory that both sides see."""
+"""The common part of the programs of an iteration: rows, and memory of host and device."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from eecore.scheduling.sequence import Sequence
 
 __all__ = ["Sizes", "Step", "sizes_for", "tapped_layers"]
 
-# Programs are for no fewer pages of a sequence: for each number of its own they would be many.
+# Programs have memory for at least this many pages of a sequence: this limits their number.
 MIN_PAGES = 8
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """For how much a program has memory, and which heads it calls."""
+    """The sizes of a program's memory, and the heads that it calls."""
 
     num_rows: int
     num_pages: int
     num_input_pages: int
     heads: HeadSizes
     follows: bool
-    """Rows may go on behind the run before."""
+    """Whether rows may continue after the previous run."""
 
 
 def sizes_for(rows: list[Row], positions: int, *, page_size: int, ahead: bool) -> Sizes:
-    """Rounded up; ``positions``: most that a run computes of a row."""
+    """The sizes for these rows, rounded up; a run computes at most ``positions`` of a row."""
     sequences = [row.sequence for row in rows]
-    # The run behind this one fits as well.
+    # The run after this one fits as well.
     most = max(sequence.num_tokens for sequence in sequences) - 1 + positions * (1 + ahead)
     pages = max(max(len(sequence.pages) for sequence in sequences), -(-most // page_size))
     return Sizes(
@@ -75,19 +75,20 @@ def tapped_layers(
 ) -> tuple[Tensor, list[Tensor]]:
     """The residual stream after layers ``begin..end-1``, and after each of the taps among them.
 
-    Without taps it is one call.
+    Without taps this is one call of the model.
 
     Args:
         model: the model.
         begin: the first layer.
-        end: the layer before which it ends.
+        end: the layer after the last one.
         taps: numbers of layers, ``begin`` to ``end``, in any order.
-        hidden: [num_tokens, hidden_size], the residual stream before them.
+        hidden: [num_tokens, hidden_size], the residual stream before layer ``begin``.
         kv: the cache.
         batch: how the rows attend.
 
     Returns:
-        [num_tokens, hidden_size], and one such for each tap in the order of the taps.
+        The state after the last layer, and the states after the taps in their order, each
+        [num_tokens, hidden_size].
     """
     states = {begin: hidden}
     for stop in sorted({*taps, end} - {begin}):
@@ -97,18 +98,18 @@ def tapped_layers(
 
 
 class Step:
-    """The runs of up to ``sizes.num_rows`` rows over memory that stays where it is.
+    """The runs of up to ``sizes.num_rows`` rows over memory at fixed addresses.
 
     Args:
         model: the model.
-        kv: its cache.
-        sizes: of the memory.
-        given: what the host writes for a run, besides what every program is given.
-        results: what a run gives.
+        kv: the model's cache.
+        sizes: the sizes of the memory.
+        given: fields that the host writes for a run, in addition to those of every program.
+        results: the result fields of a run.
 
     Attributes:
-        num_bytes: of the memory of its own, on host and device.
-        has_run: once at least.
+        num_bytes: bytes of the program's own memory, on host and device.
+        has_run: whether the program has run at least once.
     """
 
     has_run = False
@@ -130,22 +131,22 @@ class Step:
             "kind": (torch.int32, row),
             "num_rows": (torch.int32, (1,)),
             **sampling_fields(num_rows, sizes.heads),
-            # What a run changes as rows go out.
+            # Changed by a run as rows become inactive.
             "open_page_table": (torch.int32, (num_rows, sizes.num_pages)),
             **cross_fields(num_rows, sizes.num_input_pages, "open_"),
             "row": (torch.int32, row),
-            # What is written for each run, with what each program adds behind it.
+            # Written for each run, together with the fields that each program adds after these.
             "num_active": (torch.int32, (1,)),
             "token_ids": (torch.int64, row),
         }
         self._given = TwinMemory(model.device, shared | given)
         self._results = TwinMemory(model.device, results)
         self._host = self._given.host()
-        self._fixed = object()  # what the columns are known by that stay while rows go on
+        self._fixed = object()  # identifies the columns that are kept for the same rows
         self.num_bytes = self._given.num_bytes + self._results.num_bytes
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Memory of the program's own."""
+        """Zeros in memory of the program's own."""
         return self.unset(*shape, dtype=dtype).zero_()
 
     def unset(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -155,8 +156,8 @@ class Step:
         return memory
 
     def active_rows(self, **own: Tensor) -> tuple[ops.ActiveRows, AttentionBatch]:
-        """The rows that go on, and how they attend; ``own``: their positions, slots and lengths,
-        and what else is not what the program was given.
+        """The active rows, and how they attend; ``own``: their positions, slots and lengths, and
+        each field that replaces one of the program's.
         """
         given = self._given.device
         cross = cross_batch(given, "open_")
@@ -174,7 +175,7 @@ class Step:
         return active, AttentionBatch(*where, starts, cross)
 
     def _write_rows(self, rows: list[Row]) -> None:
-        """What does not change while these rows go on."""
+        """Write the columns that are kept for the same rows."""
         sequences = [row.sequence for row in rows]
         self._host.write(
             kind=[LOGITS if needs_logits(s.sampling) else GREEDY for s in sequences],
@@ -186,8 +187,8 @@ class Step:
             write_sampling(self._host, sequences, [row.given.tokens for row in rows])
 
     def _followers(self, rows: list[Row]) -> list[Row]:
-        """The rows of the last run, each after what it gets there; the same list where they were
-        that in the last run.
+        """The rows of the last run, each of which now continues after its result there; the same
+        list where the rows did so in the last run already.
         """
         if [row.follows for row in rows] == list(range(len(rows))):
             return rows
@@ -198,16 +199,16 @@ class Step:
         ]
 
     def _write_inputs(self, sequences: list[Sequence], prefix: str) -> None:
-        """Where the encoded inputs lie, with an encoder."""
+        """Write the places of the encoded inputs, with an encoder."""
         pages = [sequence.input_pages for sequence in sequences]
         self._host.write_pages(f"{prefix}input_page_table", pages)
         lens = [len(sequence.input_ids or ()) for sequence in sequences]
         self._host.write(**{f"{prefix}input_lens": lens})
 
     def send(self) -> None:
-        """Have what was loaded sent to the device, once more where a run has changed it."""
+        """Send what was loaded to the device, also again after a run has changed it."""
         self._given.send(self._host)
 
     def fetch(self) -> HostSide:
-        """Have what the last run gave sent to the host."""
+        """Send the results of the last run to the host."""
         return self._results.fetch(is_read_first=not self.sizes.follows)

@@ -1,9 +1,10 @@
 """What a round of ``Auto`` requests does: full depth, or drafts of the text, a head or layers.
 
-All of it follows from one table of costs (:mod:`eecore.planning.costs`) and one of acceptance rates
-(:mod:`eecore.planning.odds`), both measured as rounds run: whatever gives most tokens a second, for
-all ``Auto`` requests of a round together, since weights are read once for all. (DEL, Zarch et al.
-2025; Kangaroo, Liu et al. 2024; LayerSkip, Elhoushi et al. 2024; Leviathan et al. 2023.)
+The choice is the option with most expected tokens a second. It follows from a table of costs
+(:mod:`eecore.planning.costs`) and one of acceptance rates (:mod:`eecore.planning.odds`), both
+measured as rounds run. All ``Auto`` requests of a round get the same option, since the weights are
+read once for all of them. (DEL, Zarch et al. 2025; Kangaroo, Liu et al. 2024; LayerSkip, Elhoushi
+et al. 2024; Leviathan et al. 2023.)
 """
 
 from __future__ import annotations
@@ -21,30 +22,32 @@ from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
 __all__ = ["FULL", "Choice", "Chooser", "best_exit_layers"]
 
 MIN_GAIN = 1.05
-"""How many times the tokens of full depth anything else has to promise."""
+"""An option is chosen over full depth if it promises more than this many times its tokens."""
 HOLD_ROUNDS = 8
 """Rounds of the same requests for which a choice is held."""
 TRIAL_ROUNDS = 3
-"""Rounds of a trial of full depth or a head, of which the first tells nothing; a layer's drafts."""
+"""Rounds of a trial of full depth or of a head, of which the first measures nothing; also the
+minimum draft length in the one round of a layer's trial.
+"""
 MAX_WAIT = 256
-"""Rounds after which what lost is tried again at the latest; at first after 2, then twice as many
-each time.
+"""The longest wait, in rounds, before a rejected option is tried again: the first wait is 2 rounds,
+and each one is twice the last.
 """
 FIRST_COST = 0.08
-"""What one more row takes in rounds of full depth, a step of a head, and an LM head after a step of
-layers, until that is measured.
+"""The assumed cost, in rounds of full depth, of each of these until it is measured: one more row,
+one step of a head, and the LM head after a step of layers.
 """
 LEAD = 8.0
-"""Rounds of full depth by which a request is ahead whose tokens count 1 / e as much."""
+"""The lead, in rounds of full depth, at which a request's tokens count 1 / e as much."""
 GOES_ON = 0.5
-"""How often a head's draft is worth verifying where the one before it was."""
+"""The assumed chance that a head's draft is worth verifying if the previous one was."""
 
 
 class Choice(NamedTuple):
     """What all ``Auto`` requests of some rounds do."""
 
     layer: int = 0
-    """The exit layer that drafts; 0: drafts are given."""
+    """The exit layer that drafts; 0: no layer drafts."""
     drafts: int = 0
     """Maximum number of drafts that a layer makes for each request."""
     asks: bool = False
@@ -52,9 +55,9 @@ class Choice(NamedTuple):
     ahead: int = 0
     """Maximum number of drafts that a draft head makes for the next round."""
     thresholds: tuple[float, ...] = ()
-    """Probabilities below which the first, the second, ... of these is the last."""
+    """A probability for each of these drafts: the head stops after a draft that is less likely."""
     rounds: int = HOLD_ROUNDS
-    """Rounds for which it is held."""
+    """Rounds for which the choice is held."""
 
     @property
     def is_full(self) -> bool:
@@ -69,12 +72,13 @@ class Chooser:
     """Chooses for the ``Auto`` requests of one model, and learns from their rounds.
 
     Args:
-        num_layers: of the model.
-        agreement: of each exit layer with the last one; None where it was not measured.
-        head_agreement: of a draft head's first draft with the model, its second, ...; empty without
-            a head.
-        max_ahead: drafts that the head makes for a round, at most.
-        at_once: whether it makes all of them in one step.
+        num_layers: layers of the model.
+        agreement: how often each exit layer agrees with the last one; None where that was not
+            measured.
+        head_agreement: how often a draft head's first, second, ... draft agrees with the model;
+            empty without a head.
+        max_ahead: maximum number of drafts that the head makes for a round.
+        at_once: whether the head makes all of them in one step.
     """
 
     def __init__(
@@ -90,9 +94,9 @@ class Chooser:
         self.costs = Costs()
         self._loop = num_layers // len(agreement or (1,) * num_layers)  # layers between exits
         self.exit_layers = best_exit_layers(agreement, self._loop)
-        """Layers that may draft where a policy names none."""
+        """Exit layers that may draft for a policy that names none."""
         self.odds_of_all = Odds(self._expected)
-        """Odds of which those of each request begin."""
+        """Acceptance rates over all requests, from which each new request starts."""
         accepted, chance = 0.0, 1.0
         for share in head_agreement:
             chance *= share
@@ -102,10 +106,10 @@ class Chooser:
         self._steps: dict[int, float] = {}
         self._clock = 0
         self._waits: dict[str, tuple[int, int]] = {}
-        """When what lost is due to be tried, and the wait until then."""
+        """For each option: the round in which it may be tried again, and the current wait."""
 
     def _expected(self, key: Key) -> float:
-        """The acceptance rate of drafts of which none has been counted."""
+        """The acceptance rate assumed for a key until a draft has been counted."""
         source, about = key
         if not source.startswith("layer "):
             return (about + 0.5) / 10
@@ -116,7 +120,7 @@ class Chooser:
         return self._agreement[int(source[6:]) // self._loop - 1]
 
     def odds(self, draft: DraftState) -> Odds:
-        """The odds of a request, which begin as those of all."""
+        """The acceptance rates of a request, which start from those over all requests."""
         if draft.odds is None:
             draft.odds = Odds(self.odds_of_all.share)
         return draft.odds
@@ -138,12 +142,12 @@ class Chooser:
 
         Args:
             drafts: states of the requests.
-            written: tokens that each has so far.
-            most: drafts that there is room for.
-            given: what sources propose for each in this round.
+            written: output tokens of each request so far.
+            most: maximum number of drafts of a request.
+            given: the proposals of the sources for each request in this round.
             exit_layers: layers that may draft.
             has_head: whether a draft head may draft.
-            others_wait: whether other requests wait for these to end: all tokens count the same.
+            others_wait: whether waiting requests need these to end; all tokens then count the same.
         """
         requests = len(drafts)
         full = self.costs.full(requests)
@@ -160,7 +164,7 @@ class Chooser:
             options[f"layer {layer}"] = self._layer(layer, written, most)
         best = max(options, key=lambda name: options[name][0])
         if best == "given" and has_head and options["head"][0] > options["full"][0]:
-            best = "head"  # which is given what there is, too
+            best = "head"  # whose rounds verify given drafts as well
         for name in options:
             if name != best and name != "given" and self._is_due(name):
                 trial = options[name][1]
@@ -172,7 +176,7 @@ class Chooser:
         return options[best][1]
 
     def _is_due(self, name: str) -> bool:
-        """Whether what lost is to be tried again."""
+        """Whether an option is due for a trial; if so, its next wait is twice as long."""
         due, wait = self._waits.get(name, (0, 1))
         if self._clock < due:
             return False
@@ -181,13 +185,13 @@ class Chooser:
         return True
 
     def _wins(self, name: str) -> None:
-        """Note what is chosen: once it loses again it is tried sooner than before."""
+        """Halve the wait of the chosen option: once it loses, it is tried again sooner."""
         _, wait = self._waits.get(name, (0, 1))
         self._waits[name] = self._clock + wait, max(wait // 2, 1)
 
     def _row_cost(self, requests: int) -> float:
-        """What a draft's row takes, in tokens of full depth: the mean of as many as half of the
-        requests have, since rows are multiplied some at a time.
+        """The cost of one draft's row, in tokens of full depth: the mean over one draft for every
+        second request, since products take several rows at a time.
         """
         passes = self._verified(requests)
         count = max(requests // 2, 1)
@@ -197,7 +201,7 @@ class Chooser:
         return self.costs.rounds("verify", requests, FIRST_COST)
 
     def _step(self, requests: int) -> float:
-        """What one step of a head takes, in rounds of full depth."""
+        """The cost of one step of a head, in rounds of full depth."""
         return self._steps.get(requests.bit_length(), FIRST_COST)
 
     def pick(
@@ -207,28 +211,28 @@ class Chooser:
         *,
         others_wait: bool = False,
     ) -> tuple[list[Proposal], float]:
-        """The drafts that are likely enough to be worth a row, for each request; and tokens in the
-        time of a round of full depth.
+        """For each request the drafts that are likely enough to be worth a row; and the tokens that
+        are expected in the time of a round of full depth.
         """
         requests, weights = len(drafts), _weights(drafts, others_wait)
         passes, row_cost = self._verified(requests), self._row_cost(requests)
         taken: list[Proposal] = []
         chances: list[tuple[float, int]] = []
         for i, (draft, several) in enumerate(zip(drafts, given, strict=True)):
-            best, own, most = NOTHING, list[float](), 0.0
+            best, best_chances, most = NOTHING, list[float](), 0.0
             odds = self.odds(draft)
             for proposal in several:
-                chance, worth, its = weights[i], 0.0, list[float]()
+                chance, worth, kept = weights[i], 0.0, list[float]()
                 for score in proposal.scores:
                     chance *= odds.share((proposal.source, min(int(10 * score), 9)))
                     if chance <= 0.5 * row_cost:  # a few more rows may be cheaper than the mean
                         break
-                    its.append(chance)
+                    kept.append(chance)
                     worth += max(chance - row_cost, 0.0)
                 if worth > most:
-                    best, own, most = proposal, its, worth
+                    best, best_chances, most = proposal, kept, worth
             taken.append(best)
-            chances += [(chance, i) for chance in own]
+            chances += [(chance, i) for chance in best_chances]
         chances.sort(reverse=True)
         total, count, speed = float(requests), 0, requests / passes.at(0)
         for number, (chance, _) in enumerate(chances, 1):
@@ -242,7 +246,9 @@ class Chooser:
         return [p.first(n) for p, n in zip(taken, counts, strict=True)], speed
 
     def _head(self, drafts: Ordered[DraftState], weights: Ordered[float]) -> tuple[float, Choice]:
-        """Rounds with drafts of a head, by what such rounds have given."""
+        """Rounds with drafts of a head, by the means of such rounds so far: the tokens expected in
+        the time of a round of full depth, and the choice.
+        """
         requests = len(drafts)
         accepted = verified = steps = 0.0
         for draft, weight in zip(drafts, weights, strict=True):
@@ -260,7 +266,7 @@ class Chooser:
         return (requests + accepted) / taken, choice
 
     def _rounds_of(self, draft: DraftState, requests: int) -> HeadRounds:
-        """The means of a request, which begin as those of all."""
+        """The means of a request's rounds with a head, which start from those over all requests."""
         about = requests.bit_length()
         if about not in draft.head_rounds:
             draft.head_rounds[about] = replace(self._all_rounds(about))
@@ -270,10 +276,12 @@ class Chooser:
         return self._head_rounds.setdefault(about, replace(self._usual_head))
 
     def _layer(self, layer: int, written: Ordered[int], most: int) -> tuple[float, Choice]:
-        """Rounds in which a layer drafts: the number of drafts that gives most tokens a second."""
+        """Rounds in which a layer drafts: the tokens expected in the time of a round of full depth,
+        and the draft length that gives most of them.
+        """
         source, times = f"layer {layer}", self._layer_times(layer, len(written))
         tokens, best, number = float(len(written)), 0.0, 1
-        # Texts that have got about as far are alike.
+        # Outputs whose lengths have the same number of bits are counted together.
         chances: dict[int, float] = {}
         for size in written:
             chances[size.bit_length()] = chances.get(size.bit_length(), 0.0) + 1.0
@@ -289,7 +297,7 @@ class Chooser:
         return best, Choice(layer, number)
 
     def _layer_times(self, layer: int, requests: int) -> Times:
-        """Rounds by the steps of a layer; what it drafted is verified by the layers above."""
+        """Times of rounds by a layer's steps; the layers above it verify what it drafted."""
         share = layer / self._num_layers
         slope = share + FIRST_COST + (1.0 - share) * FIRST_COST * requests
         return self.costs.rounds(f"layer {layer}", requests, slope)
@@ -297,11 +305,11 @@ class Chooser:
     # Learning
 
     def count_round(self) -> None:
-        """Count a round, for what waits to be tried again."""
+        """Count a round: the waits of rejected options are in rounds."""
         self._clock += 1
 
     def learn_given(self, requests: int, verified: int, steps: int, seconds: float) -> None:
-        """Learn what a round took that verified drafts, and in which a head made steps."""
+        """Learn from the time of a round that verified drafts and in which a head made steps."""
         passes, step = self._verified(requests), self._step(requests)
         expected_pass = passes.at(verified)
         expected = expected_pass + step * steps
@@ -317,7 +325,7 @@ class Chooser:
             passes.add(verified, ratio)
 
     def learn_layer(self, layer: int, requests: int, steps: int, seconds: float) -> None:
-        """Learn what a round took in which a layer drafted."""
+        """Learn from the time of a round in which a layer drafted."""
         times = self._layer_times(layer, requests)
         ratio = self.costs.ratio(requests, seconds, times.at(steps))
         if ratio is not None:
@@ -326,8 +334,8 @@ class Chooser:
     def learn_drafts(
         self, draft: DraftState, given: Proposal, verified: int, accepted: int
     ) -> None:
-        """Count given drafts of a request, as many as were verified, by their scores; nothing is
-        known of those after the first that was rejected.
+        """Count the verified drafts of a request by their scores, up to the first rejected one:
+        the later ones were not compared.
         """
         odds = self.odds(draft)
         for k, score in enumerate(given.scores[: min(verified, accepted + 1)]):
@@ -336,7 +344,7 @@ class Chooser:
             self.odds_of_all.add(key, k < accepted)
 
     def learn_layer_drafts(self, layer: int, written: int, verified: int, accepted: int) -> None:
-        """Count a layer's drafts after so many tokens, by their places."""
+        """Count a layer's drafts by their positions, of which the first is ``written``."""
         source = f"layer {layer}"
         for k in range(min(verified, accepted + 1)):
             self.odds_of_all.add((source, (written + k).bit_length()), k < accepted)
@@ -344,13 +352,15 @@ class Chooser:
     def learn_head(
         self, draft: DraftState, requests: int, accepted: int, verified: int, steps: int
     ) -> None:
-        """Learn what a round gave a request for which a head had drafted, and drafted again."""
+        """Learn from a round of a request for which a head had drafted, and drafted again."""
         self._rounds_of(draft, requests).add(accepted, verified, steps)
         self._all_rounds(requests.bit_length()).add(accepted, verified, steps)
 
 
 def _weights(drafts: Ordered[DraftState], others_wait: bool) -> list[float]:
-    """What a token of each request counts, 1 on average: a batch takes as long as its last one."""
+    """The weight of a token of each request, 1 on average: tokens of requests that lag count
+    more, since a batch takes as long as its last request.
+    """
     if others_wait or len(drafts) == 1:
         return [1.0] * len(drafts)
     counts = [exp(min(-draft.lead / LEAD, 2.0)) for draft in drafts]
@@ -359,17 +369,17 @@ def _weights(drafts: Ordered[DraftState], others_wait: bool) -> list[float]:
 
 
 def _between(times: Times, place: float) -> float:
-    """The value between two whole numbers."""
+    """The time at a place that need not be a whole number, on the line between its neighbours."""
     low = int(place)
     return times.at(low) + (place - low) * (times.at(low + 1) - times.at(low))
 
 
 def best_exit_layers(agreement: Ordered[float] | None, step: int = 1) -> tuple[int, ...]:
-    """Exit layers whose drafts promise most, by what a layer and a draft cost: at most two.
+    """At most two exit layers whose drafts promise most, by the costs of a layer and a draft.
 
     Args:
-        agreement: of each exit layer with the last one.
-        step: layers from an exit layer to the next: those of a loop.
+        agreement: how often each exit layer agrees with the last one.
+        step: layers from one exit layer to the next; in a looped model the layers of a loop.
     """
     if agreement is None:
         return ()

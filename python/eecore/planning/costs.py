@@ -1,7 +1,7 @@
 """Seconds of rounds, measured as they run: exponential means by a whole number, lines between.
 
-A round is everything from the end of the one before to its own end: scheduling, planning, the
-pass, and what the host does with its tokens.
+A round lasts from the end of the previous round to its own end: scheduling, planning, the pass, and
+the host's work on its tokens.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from eecore.planning.odds import NEW
 __all__ = ["Costs", "Times"]
 
 MAX_SLOWER = 1.5
-"""How many times longer than expected a round counts at most: what is beyond was disturbed."""
+"""The largest multiple of the expected time that a round counts; a longer one was disturbed."""
 
 
 class Times:
     """Means of measurements by a whole number.
 
     Args:
-        base: expected at 0; None: unknown.
-        slope: expected for one more, until it is measured.
+        base: the expected value at 0; None: unknown.
+        slope: the expected increase from one number to the next, until it is measured.
     """
 
     def __init__(self, base: float | None, slope: float) -> None:
@@ -32,13 +32,14 @@ class Times:
         self._counts: dict[int, int] = {}
 
     def measured(self, place: int) -> bool:
-        """Whether so many were measured, or half or twice as many, or lie between two that were."""
+        """Whether a place lies between half the smallest measured one and twice the largest."""
         places = self._places
         return bool(places) and places[0] <= 2 * place and place <= 2 * places[-1]
 
     def at(self, place: int) -> float:
-        """The mean at a place: measured, on the line between two, or beyond them as steep as from
-        the first to the last; before the first at least its share.
+        """The mean at a place: measured, or on the line between its two neighbours. Before the
+        first and after the last place the slope is that from the first to the last; before the
+        first, the mean is at least proportional to the place.
         """
         known = self._means.get(place)
         if known is not None:
@@ -76,22 +77,23 @@ class Costs:
 
     def __init__(self) -> None:
         self._full = Times(None, 0.0)
-        self._pace = 1.0
+        self._slowdown = 1.0
+        """The machine's current slowdown, a factor of all times."""
         self._rounds: dict[tuple[str, int], Times] = {}
 
     def full(self, requests: int) -> float | None:
-        """Seconds of a round of full depth; None where they are not known."""
+        """Seconds of a round of full depth; None where they have not been measured."""
         full = self._full
-        return full.at(requests) * self._pace if full.measured(requests) else None
+        return full.at(requests) * self._slowdown if full.measured(requests) else None
 
     def rounds(self, kind: str, requests: int, slope: float, base: float = 1.0) -> Times:
         """Rounds of a kind, in rounds of full depth, by their drafts or steps.
 
         Args:
             kind: of round.
-            requests: about so many; by their bit length.
-            slope: what one more draft or step is expected to take.
-            base: what is expected without any.
+            requests: of the round; numbers of one bit length share a table.
+            slope: the expected cost of one more draft or step.
+            base: the expected time of a round without drafts or steps.
         """
         key = kind, requests.bit_length()
         times = self._rounds.get(key)
@@ -100,7 +102,7 @@ class Costs:
         return times
 
     def in_full(self, requests: int, seconds: float) -> float:
-        """Seconds in rounds of full depth; 0 where those are not known."""
+        """Seconds, converted to rounds of full depth; 0 before one has been measured."""
         full = self.full(requests)
         return 0.0 if full is None else seconds / full
 
@@ -109,20 +111,20 @@ class Costs:
         full = self.full(requests)
         if full is not None:
             seconds = min(seconds, MAX_SLOWER * full)
-            self._pace *= exp(NEW * log(seconds / full))
-        self._full.add(requests, seconds / self._pace)
+            self._slowdown *= exp(NEW * log(seconds / full))
+        self._full.add(requests, seconds / self._slowdown)
 
     def ratio(self, requests: int, seconds: float, expected: float) -> float | None:
-        """What a round took in rounds of full depth; the pace learns of it.
+        """The time of a round in rounds of full depth; the slowdown is updated by it.
 
         Args:
             requests: of the round.
-            seconds: that it took.
-            expected: rounds of full depth that it was expected to take.
+            seconds: the time that the round took.
+            expected: the expected time, in rounds of full depth.
         """
         full = self.full(requests)
         if full is None:
             return None
         slower = min(seconds / (full * expected), MAX_SLOWER)
-        self._pace *= exp(NEW * log(slower))
+        self._slowdown *= exp(NEW * log(slower))
         return float(slower ** (1.0 - NEW) * expected)

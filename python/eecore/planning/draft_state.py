@@ -1,4 +1,4 @@
-"""What decoding keeps of one request, in ``Sequence.draft``."""
+"""The state that decoding keeps for one request, in ``Sequence.draft``."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ __all__ = ["DraftState", "draft_state", "guided_of", "route_of"]
 
 @dataclass(slots=True)
 class DraftState:
-    """How one request decodes, and what its rounds have left for the next ones."""
+    """How one request decodes, and what one of its rounds keeps for the next."""
 
     route: Route
     guided: Guided | None = None
-    """The request's way through its guide."""
+    """The request's progress through its guide."""
     stop: AdaptiveDraftStop | None = None
-    """The adaptive draft threshold of DraftAndVerify, which follows the committed rounds."""
+    """The adaptive draft threshold of DraftAndVerify, updated by committed rounds."""
     ahead: Ahead | None = None
-    """What a draft head drafted after the last round."""
+    """The drafts that a draft head made after the last round."""
     index: NgramIndex | None = None
     """The n-grams of the text, for a request whose drafts are looked up."""
     past: PastOutputs | None = None
-    """The outputs of the engine's past requests, for a request of ``Auto``, where they are kept."""
+    """The outputs of the engine's past requests, for an ``Auto`` request, where they are kept."""
     num_known: int = 0
-    """Tokens of the text that a draft head has been told of."""
+    """Tokens of the text that a draft head knows."""
     odds: Odds | None = None
     """How often the request's drafts are accepted, once ``Auto`` has chosen for it."""
     lead: float = 0.0
-    """Rounds of full depth that the request is ahead of others of its batch."""
+    """Tokens of the request's rounds, less the tokens of full depth in the same time."""
     head_rounds: dict[int, HeadRounds] = field(default_factory=dict)
-    """What rounds with a draft head gave the request, by the bit length of their requests."""
+    """Means of the rounds with a draft head, by the bit length of their number of requests."""
 
 
 def draft_state(sequence: Sequence, exit_layers: range, guided: Guided | None = None) -> DraftState:
-    """The state of a request, made when it is first asked for.
+    """The state of a request, made when it is first needed.
 
     Args:
         sequence: the request.
-        exit_layers: of the model, the last one full depth.
-        guided: the beginning of its guide, if it has one.
+        exit_layers: exit layers of the model, the last one full depth.
+        guided: the beginning of the request's guide, if it has one.
     """
     state: DraftState | None = sequence.draft
     if state is None:
         route = make_route(sequence.exit, exit_layers, sequence.sampling.temperature > 0.0)
         if guided is not None and route.path is not None and not route.path.is_given:
-            # Drafts have to be known before the masks after them can be.
+            # The masks after drafts are computed before a round, so the drafts have to be given.
             route = Route(sequence.exit, exit_layers[-1], path=GIVEN)
         stop = None
         if route.adaptive:
@@ -64,7 +64,7 @@ def draft_state(sequence: Sequence, exit_layers: range, guided: Guided | None = 
 
 
 def guided_of(sequence: Sequence) -> Guided | None:
-    """The way of a request through its guide, if it has one."""
+    """The progress of a request through its guide, if it has one."""
     state: DraftState | None = sequence.draft
     return None if state is None else state.guided
 

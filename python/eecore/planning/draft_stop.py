@@ -1,4 +1,4 @@
-"""When a draft with left-out sublayers stops: a threshold that follows the acceptance rate."""
+"""When a draft with skipped sublayers stops: a threshold that follows the acceptance rate."""
 
 from __future__ import annotations
 

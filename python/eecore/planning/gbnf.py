@@ -1,9 +1,9 @@
-"""GBNF, the grammars of llama.cpp, as llguidance's Lark grammars that have the same texts.
+"""Translates GBNF, the grammars of llama.cpp, into Lark grammars of llguidance for the same texts.
 
-llama.cpp reads a text character by character and keeps every way to go on. llguidance cuts it into
-lexemes first, each as long as it can be, which loses ways: ``[0-9]+ "0"`` in two lexemes never
-ends. So a grammar whose rules do not contain themselves becomes one lexeme, a regular expression;
-in any other one every lexeme is a single character, none of which is the beginning of another.
+llama.cpp reads a text character by character and keeps every possible parse. llguidance first cuts
+the text into lexemes, each as long as possible, which loses parses: ``[0-9]+ "0"`` in two lexemes
+never ends. So a grammar without recursive rules becomes one lexeme, a regular expression; in a
+recursive grammar each lexeme is a single character, so that no lexeme is the beginning of another.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import NoReturn
 
 __all__ = ["is_gbnf", "lark_of"]
 
-# Times that a part of a rule may be repeated at least or at most, as a number.
+# The largest number of repetitions that a rule may name.
 MAX_REPETITIONS = 100_000
-# Brackets within brackets.
+# The deepest nesting of brackets.
 MAX_DEPTH = 100
 ROOT = "root"
 NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -37,7 +37,7 @@ COMMENTS = re.compile(r"(?:\s+|#[^\r\n]*|//[^\r\n]*)*")
 
 @dataclass(frozen=True)
 class Characters:
-    """One character of a set."""
+    """One character out of a set, or out of its complement if ``inverted``."""
 
     inverted: bool
     ranges: tuple[tuple[int, int], ...]
@@ -45,28 +45,28 @@ class Characters:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a rule stands for."""
+    """A reference to a rule."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """Parts, one after the other."""
+    """Several parts, one after the other."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Alternatives:
-    """One of some ways."""
+    """One of several alternatives."""
 
     ways: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """A part, at least and at most so often; None: as often as it likes."""
+    """A part, repeated ``least`` to ``most`` times; None: without a limit."""
 
     part: Node
     least: int
@@ -79,7 +79,7 @@ ANY = Characters(True, ())
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether a grammar begins with a rule of GBNF: in Lark none has ``::=``."""
+    """Whether a grammar begins with a rule of GBNF: no rule of Lark has ``::=``."""
     start = COMMENTS.match(text)
     assert start is not None
     name = NAME.match(text, start.end())
@@ -87,10 +87,10 @@ def is_gbnf(text: str) -> bool:
 
 
 def lark_of(text: str) -> str:
-    """A Lark grammar for llguidance, of the same texts as a grammar in GBNF.
+    """A Lark grammar for llguidance that matches the same texts as a grammar in GBNF.
 
     Raises:
-        ValueError: it is no GBNF.
+        ValueError: the text is not GBNF.
     """
     rules = _Reader(text).rules()
     if ROOT not in rules:
@@ -99,7 +99,7 @@ def lark_of(text: str) -> str:
     rules = _that_end({name: rules[name] for name in needed})
     if ROOT not in rules:
         raise ValueError(
-            f"GBNF: expected a rule {ROOT} that some text follows, got one without end"
+            f"GBNF: expected a rule {ROOT} that matches some text, got one without end"
         )
     rules = {name: _without_tail_calls(name, node) for name, node in rules.items()}
     needed = _needed(rules)
@@ -112,13 +112,13 @@ def lark_of(text: str) -> str:
 
 
 class _Reader:
-    """Reads rules from a text, from left to right."""
+    """Reads the rules of a text from left to right."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
 
     def rules(self) -> dict[str, Node]:
-        """All rules by name; of two with one name the second, as in llama.cpp."""
+        """All rules by name; the second one where two have the same name, as in llama.cpp."""
         found: dict[str, Node] = {}
         self._expect(LINES)
         while self._at < len(self._text):
@@ -138,7 +138,7 @@ class _Reader:
         raise ValueError(f"GBNF, line {line}: expected {expected}, got {got!r}")
 
     def _expect(self, pattern: re.Pattern[str], expected: str = "") -> str:
-        """What matches a pattern here."""
+        """Read what matches a pattern at the current place."""
         found = pattern.match(self._text, self._at)
         if found is None:
             self._fail(expected)
@@ -155,7 +155,7 @@ class _Reader:
             self._fail(token)
 
     def _alternatives(self, depth: int) -> Node:
-        """Ways up to the end of a rule, or of brackets within ``depth - 1`` others."""
+        """The alternatives up to the end of a rule, or of brackets at nesting ``depth``."""
         ways = [self._sequence(depth)]
         while True:
             before = self._at
@@ -178,7 +178,7 @@ class _Reader:
             parts.append(self._repeated(part))
 
     def _part(self, depth: int) -> Node | None:
-        """A literal, a set, brackets or a rule; None: the sequence is over."""
+        """A literal, a set, brackets or a rule; None at the end of a sequence."""
         if self._takes('"'):
             text: list[Node] = []
             while not self._takes('"'):
@@ -201,7 +201,7 @@ class _Reader:
         return Rule(self._expect(NAME)) if NAME.match(self._text, self._at) else None
 
     def _character(self) -> int:
-        """The code of a character of a literal or a set."""
+        """The code point of the next character of a literal or a set."""
         at = self._at
         if at >= len(self._text):
             self._fail("a character")
@@ -232,7 +232,7 @@ class _Reader:
         return Characters(inverted, tuple(ranges))
 
     def _repeated(self, part: Node) -> Node:
-        """A part with all that is said of how often it comes."""
+        """A part with all the repetitions that follow it."""
         while True:
             times = REPETITIONS.get(self._text[self._at : self._at + 1])
             if times is not None:
@@ -244,7 +244,7 @@ class _Reader:
             part = Repeated(part, *times)
 
     def _times(self) -> tuple[int, int | None]:
-        """At least and at most how often, as numbers in braces."""
+        """The least and largest number of repetitions, from braces; None: without a limit."""
         least = most = self._number()
         if self._takes(","):
             self._expect(LINES)
@@ -267,8 +267,8 @@ class _Reader:
 
 
 def _without_tail_calls(name: str, node: Node) -> Node:
-    """A rule that calls itself at the end of some ways, as a repetition: ``x ::= a x | b`` is
-    ``x ::= a* b``. A parser that keeps a row a character has more to do for each call.
+    """A rule without tail recursion: ``x ::= a x | b`` becomes the repetition ``x ::= a* b``. A
+    parser that keeps a row for each character has more work with each call.
     """
     ways = node.ways if isinstance(node, Alternatives) else (node,)
     again: list[Node] = []
@@ -287,7 +287,7 @@ def _without_tail_calls(name: str, node: Node) -> Node:
 
 
 def _called(node: Node) -> Iterator[str]:
-    """The rules that a node names."""
+    """The names of the rules that a node refers to."""
     waiting = [node]
     while waiting:
         here = waiting.pop()
@@ -302,7 +302,7 @@ def _called(node: Node) -> Iterator[str]:
 
 
 def _needed(rules: dict[str, Node]) -> list[str]:
-    """The rules that the root reaches."""
+    """The names of the rules that are reachable from the root."""
     found = {ROOT: None}
     waiting = [ROOT]
     while waiting:
@@ -316,7 +316,7 @@ def _needed(rules: dict[str, Node]) -> list[str]:
 
 
 def _that_end(rules: dict[str, Node]) -> dict[str, Node]:
-    """The rules without ways that never end: no text has them."""
+    """The rules without alternatives that never end, which match no text."""
     ended: dict[str, Node] = {}
     while True:
         found = {name: kept for name, node in rules.items() if (kept := _kept(node, ended))}
@@ -326,7 +326,7 @@ def _that_end(rules: dict[str, Node]) -> dict[str, Node]:
 
 
 def _kept(node: Node, ended: dict[str, Node]) -> Node | None:
-    """A node without the ways that name other rules than some; None: nothing is left."""
+    """A node without the alternatives that name rules outside ``ended``; None: nothing is left."""
     if isinstance(node, Rule):
         return node if node.name in ended else None
     if isinstance(node, Sequence):
@@ -344,7 +344,7 @@ def _kept(node: Node, ended: dict[str, Node]) -> Node | None:
 
 
 def _from_the_leaves(rules: dict[str, Node], needed: list[str]) -> list[str] | None:
-    """The rules, each after those that it names; None: some contain themselves."""
+    """The names of the rules, each after the rules that it names; None: some are recursive."""
     missing = {name: set(_called(rules[name])) for name in needed}
     callers: dict[str, list[str]] = {name: [] for name in needed}
     for name, called in missing.items():
@@ -360,7 +360,7 @@ def _from_the_leaves(rules: dict[str, Node], needed: list[str]) -> list[str] | N
 
 
 class _Writer:
-    """Writes rules in Lark: as parts of one lexeme, or with a lexeme for each character."""
+    """Writes rules in Lark: as parts of one lexeme, or with one lexeme per character."""
 
     def __init__(self, names: list[str], is_regular: bool) -> None:
         letter = "R" if is_regular else "r"
@@ -388,7 +388,7 @@ class _Writer:
 
 
 def _pattern(characters: Characters) -> str:
-    """A set as a regular expression of Rust's."""
+    """A set in the regular expressions of Rust."""
     if characters == ANY:
         return "/(?s:.)/"
     ranges = "".join(f"\\x{{{a:X}}}-\\x{{{b:X}}}" for a, b in characters.ranges)

@@ -1,8 +1,8 @@
-"""The processes in which guides are compiled and followed: llguidance runs in them alone.
+"""The processes in which guides are compiled and followed: llguidance runs nowhere else.
 
-A guide is written by a client, and there is one for any amount of work: in compiling it, or in the
-mask of any later token. So each has a process of its own, which the kernel ends when a call takes
-more time or memory than it may. All are forked from one that has read the tokenizer.
+A guide comes from a client, and can ask for any amount of work, when it is compiled or in the mask
+of any later token. So each guide has a process of its own, which the kernel ends when a call
+exceeds its limits of time or memory. All are forked from one process that has read the tokenizer.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 __all__ = ["prepared"]
 
-# Whitespace between the parts of JSON: models that are not sure could go on with it for ever.
+# Whitespace between the parts of JSON, bounded: an uncertain model could write it without end.
 WHITESPACE = r"( |\n([ ]{0,32}|\t{0,16}))?"
 
 
 def prepared(text: str, vocab_size: int, eos_token_ids: list[int]) -> Callable[[Channel], None]:
-    """What the process of a guide does: see :class:`eecore.bounded_process.Fork`.
+    """The function that the process of a guide runs: see :class:`eecore.bounded_process.Fork`.
 
     Args:
         text: the model's tokenizer, as a tokenizer.json.
-        vocab_size: of its logits.
-        eos_token_ids: that end its texts.
+        vocab_size: number of the model's logits.
+        eos_token_ids: tokens that end a text.
 
     Raises:
-        ValueError: llguidance does not read the tokenizer.
+        ValueError: llguidance cannot read the tokenizer.
     """
     from llguidance import LLTokenizer
 
@@ -47,8 +47,8 @@ class _Follower:
     """Compiles one guide, and calls its matchers.
 
     Args:
-        tokenizer: of the model.
-        channel: to the engine.
+        tokenizer: the model's tokenizer.
+        channel: the channel to the engine.
     """
 
     def __init__(self, tokenizer: LLTokenizer, channel: Channel) -> None:
@@ -56,7 +56,7 @@ class _Follower:
         self._matchers: dict[int, LLMatcher] = {}
 
     def run(self) -> None:
-        """Until the engine has gone, or a call takes too much."""
+        """Answer messages until the engine has gone, or a call exceeds its limits."""
         message = self._channel.receive()
         if message is None:
             return
@@ -94,7 +94,7 @@ class _Follower:
             return f"{can} {_error(matcher)}"
         first = matcher.deep_copy()
         if not any(first.compute_bitmask()) or first.is_error():
-            return f"some text follows, got: {_error(first) or text[:MAX_SHOWN]}"
+            return f"matches some text, got: {_error(first) or text[:MAX_SHOWN]}"
         self._matchers[0] = matcher
         return ""
 
@@ -106,10 +106,10 @@ class _Follower:
 
 
 def _grammar(kind: str, text: str) -> str:
-    """What llguidance compiles.
+    """The grammar of a guide, for llguidance to compile.
 
     Raises:
-        ValueError, RecursionError: the text is none of its kind.
+        ValueError, RecursionError: the text is not of this kind.
     """
     from llguidance import LLMatcher
 
@@ -126,7 +126,7 @@ def _grammar(kind: str, text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A text as Rust's regular expressions have it."""
+    """A text, escaped for a regular expression of Rust."""
     return "".join(c if c.isalnum() or not c.isascii() else f"\\x{ord(c):02x}" for c in text)
 
 

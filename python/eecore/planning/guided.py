@@ -1,9 +1,9 @@
-"""Following a guide: which tokens may come next, and whether the text is whole.
+"""Following a guide: which tokens are allowed next, and whether the text is complete.
 
-llguidance computes a mask in microseconds, for each row of a run before it runs, in a process of
-the guide's own: what a hostile guide costs there harms nobody else. A matcher is brought to where
-the tokens are, however often it is asked: nothing has to be undone after a failure, a preemption or
-a round of which little stands.
+llguidance computes a mask in microseconds, for each row of a run before it runs. It does so in a
+process of the guide's own, so that a hostile guide costs no other request anything. Each question
+names the tokens that it is about, and the matcher is moved there: nothing has to be undone after a
+failure, a preemption or rejected drafts.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ __all__ = ["FollowsGuides", "Guided", "Guides"]
 
 Array = npt.NDArray[Any]
 
-# Guides of which it stays known whether they can be followed.
+# Guides that are remembered, with their processes or errors.
 MAX_KNOWN = 256
-# Guides that are compiled at once.
+# Guides that are compiled at the same time.
 MAX_COMPILING = 8
 
 
 class Guided:
-    """One request's way through its guide.
+    """The progress of one request through its guide.
 
     Args:
-        guides: start its process once more, should it have ended.
-        guide: what is followed.
-        process: of the guide.
-        num_words: of a mask.
+        guides: start the guide's process again if it has ended.
+        guide: the guide to follow.
+        process: the process of the guide.
+        num_words: int32 words of a mask.
     """
 
     def __init__(self, guides: Guides, guide: Guide, process: GuideProcess, num_words: int) -> None:
         self._guides, self._guide, self.num_words = guides, guide, num_words
         self._start = Matcher(process)
         self._matcher: Matcher | None = None
-        self._seen: list[int] = []  # by the matcher; an interrupted call may have left it elsewhere
+        self._seen: list[int] = []  # tokens that the matcher has read; [] while unknown
         self._looked: _Look | None = None
         self._ahead: list[int] = []
-        """Tokens and drafts of the newest masks."""
+        """Tokens of the text and drafts for which masks were last written."""
         self._over: dict[int, bool] = {}
-        """Whether nothing can follow so many of them."""
+        """By a number of these tokens: whether the text is over after them."""
 
     def is_over(self, token_ids: list[int]) -> bool:
-        """Whether nothing but an end can follow these tokens. Of a guide that cannot be followed
-        the next mask tells.
+        """Whether only the end of the text can follow these tokens. False where the guide cannot
+        be followed: the next mask raises that error.
         """
         known = self._over.get(len(token_ids))
         if known is not None and token_ids == self._ahead[: len(token_ids)]:
@@ -69,13 +69,13 @@ class Guided:
     def drafts(
         self, token_ids: list[int], proposed: Ordered[int], most: int, stops: frozenset[int]
     ) -> list[int]:
-        """Drafts up to the first that may not come, then what alone can come behind them.
+        """The proposed tokens up to the first that the guide forbids, then the tokens it forces.
 
         Args:
-            token_ids: of the text so far.
-            proposed: drafts.
-            most: of them.
-            stops: tokens that end the text, of which none is drafted.
+            token_ids: tokens of the text so far.
+            proposed: proposed drafts.
+            most: maximum number of drafts to return.
+            stops: tokens that end the text, which are not drafted.
         """
         kept = _before(stops, proposed[:most])
         if not kept:
@@ -88,12 +88,12 @@ class Guided:
         return kept
 
     def write_masks(self, masks: Array, token_ids: list[int], drafts: Ordered[int]) -> None:
-        """Which tokens may come behind a text, and behind each of its drafts.
+        """Write the masks of allowed tokens after a text, and after each of its drafts.
 
         Args:
             masks: int32 [> num_drafts, num_words], of which the first rows are written.
-            token_ids: of the text so far.
-            drafts: of :meth:`drafts`.
+            token_ids: tokens of the text so far.
+            drafts: drafts from :meth:`drafts`.
         """
         if not drafts:
             masks[0] = self._mask(self._look(token_ids).mask)
@@ -108,7 +108,7 @@ class Guided:
             row[:] = self._mask(mask)
 
     def _look(self, token_ids: list[int]) -> _Look:
-        """What is asked after tokens without drafts, in one message."""
+        """The matcher's answers after a text without drafts, from one message."""
         looked = self._looked
         if looked is None or self._seen != token_ids:
             calls = [("is_stopped",), ("compute_ff_tokens",), ("compute_bitmask",)]
@@ -116,12 +116,12 @@ class Guided:
         return looked
 
     def _mask(self, mask: bytes) -> Array:
-        """int32 [num_words]."""
+        """The words of a mask: int32 [num_words]."""
         words = np.frombuffer(mask, dtype=np.int32)
-        return words[: self.num_words]  # there may be room for one token more
+        return words[: self.num_words]  # llguidance may have room for one more token
 
     def _at(self, token_ids: list[int], *calls: tuple[Any, ...]) -> list[Any]:
-        """What calls of the matcher return after these tokens; afterwards it is there again."""
+        """Call the matcher after these tokens; the calls together leave it where it was."""
         seen, self._seen, self._looked = self._seen, [], None
         matcher = self._matcher
         if self._start.is_closed:
@@ -135,22 +135,22 @@ class Guided:
 
 
 class _Look(NamedTuple):
-    """What there is to know after a text."""
+    """The matcher's answers after a text."""
 
     is_over: bool
     forced: list[int]
-    """Tokens that alone can come."""
+    """The next tokens, as far as there is only one choice."""
     mask: bytes
 
 
 class FollowsGuides(Protocol):
-    """What compiles guides: this process, or the one whose engine follows them."""
+    """Compiles guides: in this process, or in the engine's."""
 
     def follow(self, guide: Guide) -> object:
         """A guide, at its beginning.
 
         Raises:
-            GuideError: it cannot be compiled, or nothing can follow it.
+            GuideError: it cannot be compiled, or no text matches it.
         """
 
 
@@ -158,9 +158,9 @@ class Guides:
     """Compiles guides for one model; from any thread.
 
     Args:
-        tokenizer: of the model.
-        vocab_size: of its logits.
-        eos_token_ids: that end its texts.
+        tokenizer: the model's tokenizer.
+        vocab_size: number of the model's logits.
+        eos_token_ids: tokens that end a text.
     """
 
     def __init__(
@@ -176,31 +176,31 @@ class Guides:
         """A guide, at its beginning.
 
         Raises:
-            GuideError: it cannot be compiled, or nothing can follow it.
+            GuideError: it cannot be compiled, or no text matches it.
         """
         process = self.process(guide, restarts=False)
         return Guided(self, guide, process, -(-self._vocab_size // 32))
 
     def knows(self, guide: Guide) -> bool:
-        """Whether :meth:`follow` has its answer already."""
+        """Whether :meth:`follow` would return or raise at once."""
         known = self._compiled.get(guide)
         return known is not None and known.done()
 
     def process(self, guide: Guide, *, restarts: bool = True) -> GuideProcess:
-        """The process of a guide, compiled once for all who ask at the same time.
+        """The process of a guide, compiled once for all callers that wait for it.
 
         Args:
-            guide: what it follows.
-            restarts: whether one that has ended for others is started again.
+            guide: the guide that it follows.
+            restarts: whether a process that was ended to make room is started again.
 
         Raises:
-            GuideError: it cannot be compiled, or nothing can follow it.
+            GuideError: it cannot be compiled, or no text matches it.
         """
         known = self._compiled.setdefault(guide, Future())
         if restarts and _has_ended(known):
             known = self._compiled[guide] = Future()
         if not (known.running() or known.done()):
-            # In a thread of its own, which no interrupt reaches: all who wait hear of it.
+            # In a thread of its own, which no interrupt reaches: each waiting caller gets a result.
             threading.Thread(target=self._compile, args=(guide, known), daemon=True).start()
         for oldest in list(self._compiled)[:-MAX_KNOWN]:
             self._compiled.pop(oldest, None)
@@ -210,7 +210,7 @@ class Guides:
         return process
 
     def _compile(self, guide: Guide, found: Future[GuideProcess]) -> None:
-        """Start the process of a guide, as one of a few at a time, unless another thread does."""
+        """Start the process of a guide, a few at a time, unless another thread has begun."""
         with self._lock:
             if found.running() or found.done():
                 return
@@ -221,7 +221,7 @@ class Guides:
             with self._compiling:
                 found.set_result(fork.process(guide))
         except BaseException as error:
-            if not isinstance(error, GuideError):  # another time it may be compiled
+            if not isinstance(error, GuideError):  # it may compile another time
                 self._compiled.pop(guide, None)
             found.set_exception(error)
 
@@ -233,7 +233,7 @@ class Guides:
 
 
 def _has_ended(known: Future[GuideProcess]) -> bool:
-    """Whether there was a process, which ended through no fault of its guide."""
+    """Whether the guide had a process, which ended through no fault of the guide."""
     if not known.done() or known.exception() is not None:
         return False
     process = known.result()

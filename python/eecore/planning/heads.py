@@ -1,4 +1,4 @@
-"""Drafts that the model's draft head made at the end of the round before: a source of drafts."""
+"""Drafts that the model's draft head made at the end of the last round: a source of drafts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HeadDrafts:
         return draft.ahead is not None
 
     def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Proposal:
-        """What the head drafted, if the text is still the one that it drafted after."""
+        """The head's drafts, if the text still ends where it drafted."""
         ahead = draft.ahead
         if (
             ahead is None
@@ -33,7 +33,7 @@ class HeadDrafts:
 
 
 def max_ahead(head: DraftHead | KeyedHead | None) -> int:
-    """Maximum number of drafts that a head makes at the end of a round: of one that drafts a block
-    those of the block.
+    """Maximum number of drafts that a head makes at the end of a round; a head that drafts a block
+    makes as many as the block has.
     """
     return head.num_drafts if isinstance(head, BlockHead) else MAX_AHEAD

@@ -1,4 +1,4 @@
-"""Matchers of llguidance in processes of their own, seen from the engine."""
+"""The engine's side of llguidance's matchers, which run in processes of their own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from eecore.guide import Guide
 
 __all__ = ["Bounds", "GuideFork", "GuideProcess", "Matcher"]
 
-# Processes of guides at once; the one that was asked least recently ends for another.
+# Processes of guides at once; beyond that the least recently used one is ended.
 MAX_PROCESSES = 32
-# What a guide may cost: a few tens of milliseconds for a mask, where nothing is ambiguous.
+# Limits of llguidance: with an unambiguous grammar a mask takes a few tens of milliseconds.
 LIMITS = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 200_000,
@@ -29,28 +29,28 @@ LIMITS = {
 
 
 class Bounds(NamedTuple):
-    """What the process of a guide may take before the kernel ends it."""
+    """Limits of a guide's process; the kernel ends one that exceeds them."""
 
     compile_seconds: float = 2.0
-    """CPU time until the first mask is there."""
+    """CPU time until the first mask."""
     call_seconds: float = 1.0
     """CPU time of a call."""
     mask_seconds: float = 0.02
     """CPU time of a mask on average."""
     memory: int = 256 << 20
-    """Bytes beside the tokenizer."""
+    """Bytes in addition to the tokenizer."""
 
 
 BOUNDS = Bounds()
 
 
 class GuideFork:
-    """Processes that follow the guides of one model; the first guide starts what forks them.
+    """Forks a process for each guide of one model; the forking process starts with the first guide.
 
     Args:
-        tokenizer: of the model, as a tokenizer.json.
-        vocab_size: of its logits.
-        eos_token_ids: that end its texts.
+        tokenizer: the model's tokenizer, as a tokenizer.json.
+        vocab_size: number of the model's logits.
+        eos_token_ids: tokens that end a text.
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> None:
@@ -58,10 +58,10 @@ class GuideFork:
         self._processes: WeakSet[GuideProcess] = WeakSet()
 
     def process(self, guide: Guide) -> GuideProcess:
-        """A process with a guide that can be followed.
+        """A process with a compiled guide.
 
         Raises:
-            GuideError: it cannot be compiled within bounds, or nothing can follow it.
+            GuideError: the guide cannot be compiled within bounds, or no text matches it.
         """
         if importlib.util.find_spec("llguidance") is None:
             raise GuideError("guide: expected llguidance to be there: pip install 'eecore[guided]'")
@@ -83,7 +83,7 @@ class GuideProcess(BoundedProcess):
     """A process that follows one guide, for any number of requests.
 
     Args:
-        guide: what it follows.
+        guide: the guide that it follows.
         end: a socket to the process.
     """
 
@@ -91,17 +91,17 @@ class GuideProcess(BoundedProcess):
         super().__init__(end)
         self._guide = guide
         self.numbers = itertools.count(1)
-        """Numbers for copies of its matcher."""
+        """Numbers of copies of the matcher."""
         self.forgotten: list[int] = []
-        """Matchers that are not needed any more."""
+        """Numbers of matchers that are no longer needed."""
         self.failure: GuideError | None = None
-        """Why the guide cannot be followed, once it is known."""
+        """Why the guide cannot be followed, once that is known."""
 
     def compile(self) -> None:
         """Compile the guide.
 
         Raises:
-            GuideError: it cannot be compiled within bounds, or nothing can follow it.
+            GuideError: it cannot be compiled within bounds, or no text matches it.
         """
         question = self._guide.kind, self._guide.text, LIMITS, tuple(BOUNDS)
         (error,) = self._answer(question, "compiled")
@@ -109,14 +109,14 @@ class GuideProcess(BoundedProcess):
             self._fail(error)
 
     def call(self, number: int, calls: list[tuple[Any, ...]]) -> list[Any]:
-        """What calls of a matcher return.
+        """Call methods of a matcher, and return their results.
 
         Args:
-            number: of the matcher.
+            number: the number of the matcher.
             calls: names of methods, each with its arguments.
 
         Raises:
-            GuideError: the matcher cannot go on, or takes too much.
+            GuideError: the matcher cannot go on, or exceeds its bounds.
         """
         forgotten, self.forgotten = self.forgotten, []
         error, answers = self._answer((number, calls, forgotten), "followed")
@@ -125,7 +125,7 @@ class GuideProcess(BoundedProcess):
         return list(answers)
 
     def _answer(self, question: Message, done: str) -> Message:
-        """The answer of the process; ``done``: what it does with the guide."""
+        """Ask the process, and return its answer; ``done``: the verb for an error."""
         if self.failure is not None:
             raise self.failure
         answer = self.ask(question)
@@ -146,30 +146,30 @@ class Matcher:
     """A matcher of llguidance in the process of its guide.
 
     Args:
-        process: of the guide.
-        number: of the matcher there; the first has seen nothing, and stays.
+        process: the process of the guide.
+        number: the matcher's number there; matcher 0 has read no token, and is kept.
     """
 
-    _number = 0  # until it is made
+    _number = 0  # __del__ reads it even if __init__ failed
 
     def __init__(self, process: GuideProcess, number: int = 0) -> None:
         self._process, self._number = process, number
 
     @property
     def is_closed(self) -> bool:
-        """Whether its process has ended."""
+        """Whether the process of the guide has ended."""
         return self._process.is_closed
 
     def calls(self, *calls: tuple[Any, ...]) -> list[Any]:
-        """What calls of methods of LLMatcher return that are made one after the other.
+        """Call methods of LLMatcher, one after the other, and return their results.
 
         Raises:
-            GuideError: the matcher cannot go on, or takes too much.
+            GuideError: the matcher cannot go on, or exceeds its bounds.
         """
         return self._process.call(self._number, list(calls))
 
     def deep_copy(self) -> Matcher:
-        """Another matcher that is where this one is."""
+        """A copy of this matcher, which has read the same tokens."""
         copy = Matcher(self._process, next(self._process.numbers))
         self.calls(("deep_copy", copy._number))
         return copy

@@ -1,4 +1,4 @@
-"""Drafts out of the text itself: what followed the last tokens where they occurred before.
+"""Drafts out of the text itself: the tokens that followed its last ones at an earlier place.
 
 (Prompt lookup decoding, Saxena 2023; LLMA, Yang et al. 2023.)
 """
@@ -18,31 +18,31 @@ if TYPE_CHECKING:
 __all__ = ["TOKEN_BITS", "NgramIndex", "TextDrafts", "match_scores", "until"]
 
 MAX_CANDIDATES = 64
-"""Earlier places that are compared, the latest ones."""
+"""Maximum number of earlier places that are compared, the latest first."""
 TOKEN_BITS = 32
-"""Bits of a token's number in that of an n-gram."""
+"""Bits of one token in the number that stands for an n-gram."""
 MATCH_SCORES = (0.05, 0.25, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
-"""Scores by the tokens that matched, those of the drafts before included."""
+"""Scores of drafts by the number of tokens that match: the n-gram's and the preceding drafts."""
 
 
 class NgramIndex:
     """Where n-grams occurred in a text that grows.
 
     Args:
-        longest: tokens of the n-gram that ends the text, at most.
-        shortest: tokens of it at least.
+        longest: maximum length of the n-gram that ends the text.
+        shortest: its minimum length.
     """
 
     def __init__(self, longest: int, shortest: int) -> None:
         self._longest, self._shortest = longest, shortest
         self._tokens: list[int] = []
-        # The n-gram of the shortest kind that ends the text, as one number: no collector of
-        # garbage has to look at those, of which there are as many as tokens.
+        # The shortest n-gram that ends the text, as one number: there are as many as tokens, and
+        # the garbage collector does not visit numbers.
         self._end, self._mask = 0, (1 << shortest * TOKEN_BITS) - 1
         self._latest: dict[int, int] = {}
-        """The position after each such n-gram, where it occurred last."""
+        """For each such n-gram the position after its latest occurrence."""
         self._before: list[int] = []
-        """For each position the one before it after the same n-gram; 0 for none."""
+        """For each position the previous position after the same n-gram; 0 for none."""
 
     @property
     def num_tokens(self) -> int:
@@ -50,11 +50,11 @@ class NgramIndex:
         return len(self._tokens)
 
     def extend(self, token_ids: Ordered[int]) -> None:
-        """The text goes on."""
+        """Append tokens to the text."""
         latest, before, size = self._latest, self._before, self._shortest
         end, mask = self._end, self._mask
         for place, token in enumerate(token_ids, len(self._tokens)):
-            if place >= size:  # what ended the text has a token after it now
+            if place >= size:  # now a token follows the n-gram that ended the text
                 before.append(latest.get(end, 0))
                 latest[end] = place
             else:
@@ -64,12 +64,12 @@ class NgramIndex:
         self._tokens += token_ids
 
     def propose(self, most: int, stops: Set[int] = frozenset()) -> tuple[list[int], int]:
-        """What followed the longest n-gram that ends the text, at its latest place before, and the
-        length of that n-gram; nothing and 0 where there is none.
+        """The tokens that followed the longest n-gram that ends the text at its latest earlier
+        place, and the length of that n-gram; [] and 0 where there is none.
 
         Args:
             most: maximum number of tokens.
-            stops: tokens after which there is nothing.
+            stops: tokens that end a text: no draft follows one.
         """
         if len(self._tokens) < self._shortest:
             return [], 0
@@ -78,13 +78,13 @@ class NgramIndex:
             return [], 0
         drafts = self._tokens[place : place + most]
         size = len(drafts)
-        for at in range(most - size):  # a text that repeats itself goes on with what it drafts
+        for at in range(most - size):  # the end of the text was reached: the drafts repeat
             drafts.append(drafts[at])
         return until(drafts, stops), match
 
     def following(self, ending: Ordered[int], most: int) -> tuple[list[int], int]:
-        """What followed in this text the longest n-gram that ends another one, at its latest place,
-        and the length of that n-gram; nothing and 0 where there is none.
+        """The tokens that followed, in this text, the longest n-gram that ends another text, at its
+        latest place, and the length of that n-gram; [] and 0 where there is none.
 
         Args:
             ending: the last tokens of the other text.
@@ -114,7 +114,7 @@ class NgramIndex:
         return best, longest
 
     def _match(self, place: int, ending: Ordered[int]) -> int:
-        """How many tokens before ``place`` are those that end ``ending``."""
+        """How many tokens before ``place`` equal the last tokens of ``ending``."""
         tokens, length = self._tokens, self._shortest
         most = min(self._longest, place, len(ending))
         while length < most and tokens[place - 1 - length] == ending[-1 - length]:
@@ -132,7 +132,7 @@ class TextDrafts:
         return draft.route.ngrams is not None
 
     def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Proposal:
-        """What followed the longest n-gram that ends the text, at its latest place before."""
+        """The tokens after the longest n-gram that ends the text, at its latest earlier place."""
         index = draft.index
         if index is None:
             assert draft.route.ngrams is not None
@@ -145,7 +145,7 @@ class TextDrafts:
 
 
 def until(drafts: list[int], stops: Set[int]) -> list[int]:
-    """The drafts up to the first after which there is nothing."""
+    """The drafts up to the first one in ``stops``, which is included."""
     if not stops.isdisjoint(drafts):
         first = next(k for k, draft in enumerate(drafts) if draft in stops)
         del drafts[first + 1 :]
@@ -153,6 +153,6 @@ def until(drafts: list[int], stops: Set[int]) -> list[int]:
 
 
 def match_scores(match: int, count: int) -> tuple[float, ...]:
-    """The scores of as many drafts after so many tokens that matched."""
+    """The scores of ``count`` drafts after an n-gram of ``match`` tokens."""
     scores = MATCH_SCORES[match : match + count]
     return scores + MATCH_SCORES[-1:] * (count - len(scores))

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 __all__ = ["NEW", "HeadRounds", "Key", "Odds"]
 
 Key = tuple[str, int]
-"""The source of a draft, and a tenth of its score; for a layer's draft the bit length of its
-position in the output."""
+"""The source of a draft, and the tenth that its score is in; for a layer's draft, the bit length of
+its position in the output instead of a score.
+"""
 
 HALVE_AFTER = 32.0
-"""Drafts after which older ones count half."""
+"""Number of drafts after which older ones count half."""
 PRIOR_DRAFTS = 4.0
-"""Drafts that an expectation weighs."""
+"""Number of drafts that an expected rate weighs as much as."""
 NEW = 0.1
-"""The weight of a new round in a mean, and the share of an unexpected time that is the machine's
-pace.
+"""The weight of a new round in a mean, and the share of an unexpected time that is ascribed to the
+machine's slowdown.
 """
 
 
@@ -25,7 +26,7 @@ class Odds:
     """Accepted and tried drafts, counted by key; older ones count less.
 
     Args:
-        expected: the acceptance rate of a key of which nothing has been counted.
+        expected: the acceptance rate of a key without a counted draft.
     """
 
     __slots__ = ("_expected", "counts")
@@ -33,15 +34,15 @@ class Odds:
     def __init__(self, expected: Callable[[Key], float]) -> None:
         self._expected = expected
         self.counts: dict[Key, list[float]] = {}
-        """Accepted and tried drafts."""
+        """Accepted and tried drafts of each key."""
 
     def share(self, key: Key) -> float:
-        """The acceptance rate of drafts whose predecessors were accepted."""
+        """The acceptance rate of drafts whose preceding drafts were accepted."""
         known = self.counts.get(key)
         return self._expected(key) if known is None else known[0] / known[1]
 
     def add(self, key: Key, accepted: bool) -> None:
-        """Count a draft whose predecessors were accepted."""
+        """Count a draft whose preceding drafts were accepted."""
         known = self.counts.get(key)
         if known is None:
             known = self.counts[key] = [PRIOR_DRAFTS * self._expected(key), PRIOR_DRAFTS]
@@ -52,7 +53,7 @@ class Odds:
             known[1] *= 0.5
 
     def fade(self, source: str) -> None:
-        """Let what has been counted of a source weigh no more than an expectation."""
+        """Reduce the counts of a source to the weight of an expected rate."""
         for key, known in self.counts.items():
             if key[0] == source and known[1] > PRIOR_DRAFTS:
                 known[:] = [PRIOR_DRAFTS * known[0] / known[1], PRIOR_DRAFTS]
@@ -60,7 +61,7 @@ class Odds:
 
 @dataclass(slots=True)
 class HeadRounds:
-    """Means of what a round with a draft head's drafts gives one request."""
+    """Means of one request's rounds with drafts of a draft head."""
 
     accepted: float
     verified: float

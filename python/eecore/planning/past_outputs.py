@@ -1,4 +1,4 @@
-"""Drafts out of what an engine wrote before: requests that are asked again, agents, evaluations.
+"""Drafts out of an engine's past outputs: for repeated requests, agents and evaluations.
 
 (SuffixDecoding, Oliaro et al. 2024.)
 """
@@ -16,21 +16,23 @@ if TYPE_CHECKING:
 
 __all__ = ["PastDrafts", "PastOutputs"]
 
-LONGEST, SHORTEST = 16, 3
-"""Sizes of the n-grams that are looked up: longer than in a request's own text, since many outputs
-share short n-grams by chance."""
+LONGEST = 16
+"""Maximum length of the n-grams that are looked up."""
+SHORTEST = 3
+"""Minimum length: longer than in a request's own text, as outputs share short n-grams by chance.
+"""
 END = (1 << TOKEN_BITS) - 1
-"""A token that no vocabulary has, between two outputs."""
+"""Separates two outputs; no vocabulary has this token."""
 
 
 class PastOutputs:
     """The last outputs of an engine's requests, each after the end of its prompt.
 
-    They lie in two halves, of which the older one goes once the newer one is full. An output that
-    comes again is kept again, so that what recurs stays.
+    They are kept in two halves, of which the older one is dropped once the newer one is full. An
+    output that recurs is added again, so that it stays.
 
     Args:
-        max_tokens: tokens that are kept at most.
+        max_tokens: maximum number of tokens that are kept.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -43,7 +45,7 @@ class PastOutputs:
         return self._newer.num_tokens + self._older.num_tokens
 
     def add(self, sequence: Sequence) -> None:
-        """Keep the output of a request that has ended; of a long one the beginning."""
+        """Keep the output of a request that has ended; only the beginning of a long one."""
         first = max(sequence.num_prompt_tokens - LONGEST, 0)
         end = min(sequence.num_tokens, first + self._half - 1)
         if end <= sequence.num_prompt_tokens:
@@ -54,7 +56,7 @@ class PastOutputs:
         self._newer.extend(tokens)
 
     def following(self, ending: list[int], most: int) -> tuple[list[int], int]:
-        """What followed the longest n-gram that ends a text, and its length; see NgramIndex."""
+        """The tokens after the longest n-gram that ends a text, and its length; see NgramIndex."""
         newer = self._newer.following(ending, most)
         older = self._older.following(ending, most)
         return newer if newer[1] >= older[1] else older
@@ -70,7 +72,7 @@ class PastDrafts:
         return draft.past is not None and draft.route.ngrams is not None
 
     def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Proposal:
-        """What followed the longest n-gram that ends the text in an output before."""
+        """The tokens that followed the longest n-gram that ends the text, in a past output."""
         if most <= 0:
             return NOTHING
         assert draft.past is not None

@@ -1,7 +1,7 @@
 """What each decoding request does in an iteration.
 
-For most it follows from their policy alone; ``Auto`` requests do what :mod:`eecore.planning.auto`
-chooses, and are what is learnt from.
+For most requests it follows from their policy alone. ``Auto`` requests do what
+:mod:`eecore.planning.auto` chooses, which learns from their rounds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from eecore.scheduling.sequence import Sequence
 __all__ = ["Held", "Planner"]
 
 PLAIN_ROUNDS = 4
-"""Of so many rounds of full depth without ``Auto`` requests one is learnt from."""
+"""Without ``Auto`` requests, one out of this many rounds of full depth is learnt from."""
 
 
 @dataclass(slots=True)
@@ -34,9 +34,9 @@ class Held:
     sequences: list[Sequence]
     choice: Choice
     left: int
-    """Rounds that are left, after the one that is planned."""
+    """Rounds for which the choice is held after the one that is planned."""
     asked: list[list[Proposal]] | None = None
-    """What sources propose for its first round."""
+    """The proposals of the sources for the first round."""
 
 
 class Planner:
@@ -44,7 +44,7 @@ class Planner:
 
     Args:
         model: the model.
-        num_threads: CPU threads, on which it depends how long rounds take.
+        num_threads: CPU threads; the times of rounds depend on them.
         history_tokens: tokens of past outputs that are kept to draft from; 0: none.
     """
 
@@ -54,20 +54,20 @@ class Planner:
         self.past = PastOutputs(history_tokens) if history_tokens else None
         """The outputs of requests that have ended, where they are kept."""
         self.held: Held | None = None
-        """What ``Auto`` requests do, since it was last chosen."""
+        """The current choice for ``Auto`` requests."""
         self._steady: tuple[list[Sequence], list[Row]] | None = None
-        """Requests at full depth, and their rows as long as they are the same."""
+        """Requests that draft nothing, and their rows, which are reused for the same requests."""
         self._last: Ordered[Row] | None = None
-        """What was planned for the last round, if nothing was drafted in it."""
+        """The rows of the last round, if nothing was drafted in it."""
         self._is_full = False
-        """Whether all its rows ran all layers."""
+        """Whether all rows of that round ran all layers."""
         self._num_plain = 0
-        """Rounds of full depth that went on as the one before, without ``Auto`` requests."""
+        """Rounds of full depth with the rows of the previous one, without ``Auto`` requests."""
         self._routes: dict[tuple[Route, int], Route] = {}
 
     @property
     def chooser(self) -> Chooser:
-        """What chooses for ``Auto`` requests. It stays with the model, for other engines too."""
+        """The chooser for ``Auto`` requests, kept with the model for all its engines."""
         head, source = self._model.draft_head, self._model.source
         key = self.num_threads, head
         chooser: Chooser | None = self._model.learnt.get(key)
@@ -88,11 +88,11 @@ class Planner:
 
         Args:
             works: decoding requests.
-            others_wait: whether other requests wait for these to end.
+            others_wait: whether waiting requests need these to end.
 
         Returns:
-            A row for each, in their order; the very list of the last call where all of them go on
-            at full depth as they did.
+            A row for each, in their order; the same list object as in the last call where all of
+            them go on at full depth.
         """
         self._others_wait = others_wait
         steady, held = self._steady, self.held
@@ -136,7 +136,7 @@ class Planner:
         return rows
 
     def _chosen(self, rows: list[Row]) -> list[Row]:
-        """What ``Auto`` requests do, all of them the same."""
+        """The rows of ``Auto`` requests, which all follow one choice."""
         sequences = [row.work.sequence for row in rows]
         held = self.held
         most = max([row.work.max_drafts for row in rows])
@@ -176,7 +176,7 @@ class Planner:
 
     def _new_choice(self, rows: list[Row], sequences: list[Sequence], most: int) -> Held:
         """A choice for the next rounds of these requests."""
-        if most == 0:  # no pages are held for drafts, which the next round may ask for
+        if most == 0:  # no pages for drafts; the next round may have some
             return Held(sequences, FULL, 0)
         chooser = self.chooser
         drafts: list[DraftState] = [sequence.draft for sequence in sequences]
@@ -187,9 +187,9 @@ class Planner:
             assert policy is not None
             own = chooser.exit_layers if policy.exit_layers is None else policy.exit_layers
             if sequence.sampling.temperature > 0.0 or draft.guided is not None:
-                own = ()  # the tokens would be others
+                own = ()  # drafts of a layer would change the tokens
             if isinstance(self._model.draft_head, KeyedHead):
-                own = ()  # which leave it no keys
+                own = ()  # rows that layers draft for give the head no keys
             if exit_layers is not None:
                 own = tuple(layer for layer in exit_layers if layer in own)
             exit_layers = own
@@ -207,7 +207,7 @@ class Planner:
         return Held(sequences, choice, choice.rounds - 1, asked)
 
     def _route(self, route: Route, layer: int) -> Route:
-        """The route of an ``Auto`` request whose drafts a layer makes, or which is given some."""
+        """The route of an ``Auto`` request whose drafts ``layer`` makes; 0: drafts are given."""
         made = self._routes.get((route, layer))
         if made is None:
             path = DraftPath(layer, layer) if layer else GIVEN
@@ -217,7 +217,7 @@ class Planner:
     # Learning
 
     def ended(self, sequence: Sequence) -> None:
-        """Keep what a request wrote, whose text is complete or was cut."""
+        """Keep the output of a request whose text is complete or was cut."""
         if self.past is not None:
             self.past.add(sequence)
 
@@ -225,10 +225,10 @@ class Planner:
         """Learn from a run of rows that share a program.
 
         Args:
-            rows: what was planned.
-            outcomes: what came of it, for each.
-            seconds: from the end of the iteration before to the end of this one; None where other
-                things were done in that time.
+            rows: the rows as planned.
+            outcomes: the outcome of each.
+            seconds: from the end of the previous iteration to the end of this one; None where the
+                time includes other work.
         """
         path = rows[0].route.path
         goes_on = path is None and rows is self._last
@@ -237,7 +237,7 @@ class Planner:
             ways = {(row.route.depth, row.route.points) for row in rows}
             self._is_full = ways == {(self._exit_layers[-1], ())}
         is_full = goes_on and self._is_full
-        if is_full and self.held is None:  # nothing depends on it: it is to cost nothing
+        if is_full and self.held is None:  # no choice depends on it: most rounds skip the work
             self._num_plain += 1
             if self._num_plain % PLAIN_ROUNDS:
                 return
@@ -260,7 +260,7 @@ class Planner:
         outcomes: Ordered[Outcome],
         seconds: float | None,
     ) -> None:
-        """Learn from a round of drafts in which ``Auto`` requests may have been."""
+        """Learn from a round of drafts, of which some rows may be of ``Auto`` requests."""
         chooser = self.chooser
         free = [
             (row, outcome)
@@ -292,7 +292,7 @@ class Planner:
                 chooser.learn_head(draft, len(free), accepted, verified, steps)
 
     def _num_steps(self, row: Row, outcome: Outcome) -> int:
-        """Steps of a draft head that a round took for one request: one where it drafts a block."""
+        """Steps that a draft head made for one request in a round; one if it drafts a block."""
         ahead = outcome.ahead
         if ahead is None or isinstance(self._model.draft_head, BlockHead):
             return min(row.ahead, 1)
@@ -300,13 +300,13 @@ class Planner:
 
 
 def _rest(sequences: list[Sequence], is_resting: bool) -> None:
-    """Say whether pages are held for the drafts of these requests' next rounds."""
+    """Set whether these requests rest: a resting one gets no pages for drafts."""
     for sequence in sequences:
         sequence.is_resting = is_resting
 
 
 def _tell(head: DraftHead | KeyedHead, sequence: Sequence) -> None:
-    """Tell a head what its text has that it may draft from then on."""
+    """Tell a head the new tokens of a text; it may draft tokens that it knows."""
     draft, num_tokens = sequence.draft, sequence.num_tokens
     head.know(sequence.tokens(draft.num_known, num_tokens))
     draft.num_known = num_tokens

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 __all__ = ["MAX_AHEAD", "NOTHING", "Ahead", "DraftSource", "Proposal"]
 
 MAX_AHEAD = 8
-"""Drafts that a draft head makes at the end of a round: by then one of them is wrong."""
+"""Maximum number of drafts that a draft head makes at the end of a round: one of so many is wrong.
+"""
 
 
 class Proposal(NamedTuple):
@@ -22,11 +23,12 @@ class Proposal(NamedTuple):
     source: str = ""
     """The name of the source."""
     scores: Ordered[float] = ()
-    """For each draft the source's own estimate, 0 to 1, of the chance that it is accepted if those
-    before it are. How often it is right is counted by source and tenth of the score."""
+    """For each draft the source's own estimate, 0 to 1, of the chance that it is accepted if the
+    previous drafts are. Acceptance rates are counted by source and tenth of the score.
+    """
 
     def first(self, count: int) -> Proposal:
-        """The first drafts of it."""
+        """The first ``count`` of these drafts."""
         return Proposal(self.tokens[:count], self.source, self.scores[:count])
 
 
@@ -40,7 +42,7 @@ class Ahead(NamedTuple):
     last: int
     tokens: list[int]
     probabilities: list[float]
-    """Probabilities that the head gives to them, among the tokens that it knows."""
+    """The probability that the head gives each draft, among the tokens that it knows."""
 
 
 class DraftSource(Protocol):
@@ -48,10 +50,10 @@ class DraftSource(Protocol):
 
     @property
     def name(self) -> str:
-        """The name under which the acceptance of its drafts is counted."""
+        """The name under which the acceptance rates of this source are counted."""
 
     def serves(self, draft: DraftState) -> bool:
         """Whether a request's policy lets this source draft for it."""
 
     def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Proposal:
-        """Propose at most ``most`` drafts of the tokens after a request's last one."""
+        """Propose at most ``most`` drafts after a request's last token."""

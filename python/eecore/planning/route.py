@@ -1,4 +1,4 @@
-"""What a policy means to decoding, as data: the one place that asks which class a policy has."""
+"""Policies as data for decoding: the one module that asks for the class of a policy."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from eecore.exits import (
 __all__ = ["GAPS", "GIVEN", "Check", "DraftPath", "Route", "make_route"]
 
 GAPS = ("softmax", "cut")
-"""The measures that the head gives at the last layer anyway."""
+"""Measures that the head computes at the last layer for every row."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What is measured of a state at an exit point."""
+    """A measurement of the states at an exit point."""
 
     measure: Measure
     classifier: ExitClassifier | None = None
@@ -34,19 +34,20 @@ class Check:
 
 @dataclass(frozen=True)
 class DraftPath:
-    """Which part of the model drafts, and up to which layer it is the full model."""
+    """The part of the model that drafts, and the layers at its start that verification shares."""
 
     num_layers: int
-    """Layers that the draft goes through."""
+    """Number of layers that a draft runs through."""
     shared_layers: int
-    """Layers whose work verification reuses."""
+    """Number of first layers whose results verification reuses."""
     skip_attention: frozenset[int] = frozenset()
     skip_mlp: frozenset[int] = frozenset()
     stops_on: Literal["gap", "probability"] = "gap"
-    """What of a drafted token is compared with the threshold below which a draft ends: the gap of
-    the two largest probabilities, or the token's own probability (Zhang et al. 2023)."""
+    """The number that is compared with the threshold below which a draft ends: the gap between the
+    two largest probabilities, or the drafted token's own probability (Zhang et al. 2023).
+    """
     is_given: bool = False
-    """Drafts come with a round, and no layer makes them."""
+    """Whether drafts are given to a round, so that no layer makes them."""
 
     @property
     def layers_run(self) -> int:
@@ -55,7 +56,7 @@ class DraftPath:
 
 
 GIVEN = DraftPath(0, 0, is_given=True)
-"""The path of drafts that come with a round: looked up, or made by a draft head before."""
+"""The path of drafts that are given to a round: looked up, or made by a draft head before it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,19 +64,21 @@ class Route:
     """How a request decodes.
 
     Attributes:
-        depth: layers of a row that does not leave early, prompts included.
+        policy: the policy that the route was made from.
+        depth: layers that a row runs through unless it exits early, also for prompts.
         points: exit points, ascending.
-        check: what is measured there; None where a row leaves without being measured.
-        together: rows leave when all rows with ``together`` are accepted, none before.
-        records: layers after which the check is made and no row leaves by it.
-        fills: skipped layers get keys and values: from the exit state, unless it shares.
-        shares: those of skipped loops are copies of the last loop that ran.
-        path: how it drafts; None for a request that does not speculate.
-        draft_threshold: a draft ends with a token that is below it; None never ends one.
+        check: the measurement at the exit points; None where rows exit without one.
+        records: layers after which the check is made only for the record.
+        together: rows exit once all rows with ``together`` are accepted, none before.
+        fills: skipped layers get keys and values, from the exit state unless ``shares``.
+        shares: skipped loops get copies of the keys and values of the last loop that ran.
+        path: how the request drafts; None for a request that does not speculate.
+        draft_threshold: a draft ends with a token below this threshold; None: no threshold.
         adaptive: the threshold follows the acceptance rate.
         ahead: drafts that a draft head makes at the end of a round, for the next one.
-        ngrams: sizes of the longest and the shortest n-gram by which drafts are looked up.
-        auto: each round's drafts are chosen; this is its route at full depth.
+        ngrams: lengths of the longest and the shortest n-gram by which drafts are looked up.
+        auto: the policy whose drafts are chosen for each round; the route is then that of full
+            depth.
     """
 
     policy: Exit
@@ -95,8 +98,8 @@ class Route:
 
     @property
     def fills_head(self) -> bool:
-        """Whether each row runs all layers, in one pass: a draft head with layers of its own gets
-        keys of every position then.
+        """Whether every position runs through all layers in one pass, which gives a draft head with
+        layers of its own keys for all of them.
         """
         by_layers = self.path is not None and not self.path.is_given
         return not (self.points or by_layers or isinstance(self.policy, FixedExit))
@@ -107,7 +110,7 @@ class Route:
         return isinstance(self.policy, ConfidentExit) and self.policy.decay_tau != 0.0
 
     def thresholds(self, t: int, max_tokens: int) -> list[float]:
-        """Of each exit point, for token ``t`` of at most ``max_tokens``."""
+        """The threshold of each exit point for token ``t`` of at most ``max_tokens``."""
         assert isinstance(self.policy, ConfidentExit)
         return [self.policy.threshold_at(point, t, max_tokens) for point in self.points]
 
@@ -169,8 +172,8 @@ def make_route(policy: Exit, exit_layers: range, sampled: bool) -> Route:
 
 
 def _records(measure: Measure, points: tuple[int, ...], exit_layers: range) -> tuple[int, ...]:
-    """The exit layers at which a measure is taken though no row leaves by it."""
-    if measure == "gate":  # whose confidence is made of all loops so far
+    """The exit layers after which a measure is taken only for the record."""
+    if measure == "gate":  # its confidence adds up over all loops so far
         last = max(points, default=0)
         return tuple(layer for layer in exit_layers if layer < last and layer not in points)
     return () if measure in GAPS else (exit_layers[-1],)

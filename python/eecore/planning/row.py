@@ -1,4 +1,4 @@
-"""What one request does in an iteration, and what comes of it."""
+"""One request's work in an iteration, and the outcome."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Outcome", "Row"]
 
 
 class Row(NamedTuple):
-    """What one decoding request does."""
+    """The work of one decoding request."""
 
     work: Work
     route: Route
@@ -26,11 +26,13 @@ class Row(NamedTuple):
     ahead: int = 0
     """Maximum number of drafts that a draft head makes for the next round."""
     ahead_thresholds: Ordered[float] = ()
-    """Probabilities below which the first, the second, ... of these is the last."""
+    """A probability for each of these drafts: the head stops after a draft that is less likely."""
     follows: int | None = None
-    """The row in the program's last run that this one follows; None: it follows its last token."""
+    """The row of the program's run in flight whose result this row continues; None: the row
+    continues after the last token of its text.
+    """
     pending: int = 0
-    """Maximum number of tokens that it gets from that run."""
+    """Maximum number of tokens that the request gets from that run."""
 
     @property
     def sequence(self) -> Sequence:
@@ -38,32 +40,32 @@ class Row(NamedTuple):
 
     @property
     def position(self) -> int:
-        """The position of its next key and value."""
+        """The position of the row's next key and value."""
         return self.work.sequence.num_tokens - 1 + self.pending
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What an iteration did for one sequence; nothing of the sequence has changed yet."""
+    """What an iteration did for one sequence, which has not been updated yet."""
 
     sequence: Sequence
     num_computed: int
-    """Positions with valid KV."""
+    """Positions with valid keys and values."""
     records: list[TokenRecord] = field(default_factory=list)
     kv_exit_layers: list[int] = field(default_factory=list)
-    """Exit layer that the KV of each newly computed generated position comes from."""
+    """For each newly computed generated position, the exit layer of its keys and values."""
     counters: Counters = field(default_factory=Counters)
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
-    """Log-probabilities of more tokens of the prompt, after those that the sequence has."""
+    """Log-probabilities of further prompt tokens, after the ones that the sequence has."""
     draft_stop: AdaptiveDraftStop | None = None
-    """The next adaptive draft threshold, of a round that had one."""
+    """The next adaptive draft threshold, after a round that had one."""
     ahead: Ahead | None = None
-    """What a draft head drafted for the next round."""
+    """Drafts of a draft head for the next round."""
     seconds: float = 0.0
-    """The round's, from the end of the one before, where a pass of full depth is known; else 0."""
+    """Seconds from the end of the previous round to this one's; 0 where ``full_depth_s`` is."""
     full_depth_s: float = 0.0
-    """Seconds that a pass of full depth takes, with as many requests as the round had."""
+    """Seconds of a pass of full depth with as many requests as the round had; 0 where unknown."""
     is_cut: bool = False
-    """Fewer tokens count than the device would go on from."""
+    """Whether fewer tokens are valid than the device's next run continues from."""
     error: Exception | None = None
     """Why the sequence cannot go on; nothing else of the outcome counts then."""

@@ -1,4 +1,4 @@
-"""The sources of drafts, and what a request is given of them."""
+"""The sources of drafts, and the drafts that a request gets from them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from eecore.scheduling.scheduler import Work
 __all__ = ["SOURCES", "given_by_policy", "proposals"]
 
 SOURCES: tuple[DraftSource, ...] = (HeadDrafts(), TextDrafts(), PastDrafts())
-"""All sources; a request is asked for proposals of those that serve it."""
+"""All sources; a request gets proposals from the sources that serve it."""
 
 
 def proposals(work: Work, draft: DraftState) -> list[Proposal]:
-    """What each source proposes for a request of ``Auto``, as far as its guide lets it."""
+    """The proposal of each source for an ``Auto`` request, as far as its guide allows."""
     found, sequence, most = [], work.sequence, work.max_drafts
     for source in SOURCES:
         if source.serves(draft):
@@ -31,7 +31,7 @@ def proposals(work: Work, draft: DraftState) -> list[Proposal]:
 
 
 def given_by_policy(work: Work, draft: DraftState) -> Proposal:
-    """The drafts of a request whose policy leaves nothing to choose."""
+    """The drafts of a request whose policy names the source."""
     threshold = draft.route.draft_threshold or 0.0
     proposal = NOTHING
     for source in SOURCES:
