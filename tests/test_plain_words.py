@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "python" / "eecore"
 NOT_YET: tuple[str, ...] = (
     "decoding",
-    "engine",
     "models",
     "ops",
     "planning",
