@@ -16,7 +16,6 @@ NOT_YET: tuple[str, ...] = (
     "models",
     "ops",
     "planning",
-    "scheduling",
 )
 """Packages that still have findings; the list only gets shorter."""
 PAGES_NOT_YET: tuple[str, ...] = (

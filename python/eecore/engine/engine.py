@@ -49,7 +49,7 @@ class Engine:
         config: limits.
         run: how decoding programs run; None: as suits the device.
         ahead: whether a program's next run is launched before the outcome of this one is known;
-            None: on devices that work asynchronously.
+            None: where ``run`` returns before the program has ended.
 
     Attributes:
         num_failed_iterations: iterations, or parts of one, that raised; any thread may read it.

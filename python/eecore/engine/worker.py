@@ -176,7 +176,7 @@ class Worker(Callers):
                 f"{os.getpid()}; a child process must make its own engine"
             )
         if self._threads.get("") is threading.current_thread():
-            raise RuntimeError("engine: expected a call between its steps, got one from inside a step")
+            raise RuntimeError("engine: expected a call between its steps, got one from inside")
         if self._is_stopped and threading.current_thread() is threading.main_thread():
             raise EngineClosedError("engine: expected a running interpreter, got an exiting one")
 
