@@ -5,9 +5,8 @@ bfloat16) and, where the CUDA module has it, on CUDA (also float16). An op write
 it is given and returns nothing that aliases them; the wrappers allocate outputs that were left out.
 A tensor of the wrong shape, dtype, device or stride is a ``RuntimeError`` that names the argument,
 what was expected and what it got, raised before anything is written. So is memory that is written
-and shared with another argument, or with itself. Zero tokens or sequences are legal. No op has
-gradients: outside of ``torch.no_grad()`` a tensor that requires gradients is a ``RuntimeError``,
-too.
+and overlaps another argument, or itself. Zero tokens or sequences are legal. No op has
+gradients: outside of ``torch.no_grad()`` a tensor that requires some is a ``RuntimeError``, too.
 
 The ops are registered as ``torch.ops.eecore.*`` with their mutations declared, so they work under
 ``torch.compile``.

@@ -47,7 +47,7 @@ class AppendKv(NamedTuple):
     q_cos_sin: Tensor | None = None
     """float32 [max_position, rotary_dim], for queries only"""
     constant_places: bool = False
-    """No launched work that may be in flight writes slot_mapping or positions."""
+    """No work in flight writes slot_mapping or positions."""
 
 
 def append_kv(
@@ -97,9 +97,8 @@ def append_kv(
         value_scales: float32 [num_kv_heads], likewise of values.
         q_cos_sin: float32 [max_position, rotary_dim], by which queries are rotated in place of
             ``cos_sin``: with other frequencies, or with a factor by position.
-        constant_places: no launched work that may be in flight writes ``slot_mapping`` or
-            ``positions``: on a GPU :func:`skinny_linear` then reads them while earlier kernels
-            still run.
+        constant_places: no work in flight writes ``slot_mapping`` or ``positions``: on a GPU
+            :func:`skinny_linear` then reads them while earlier kernels still run.
     """
     _append_kv(
         q,
@@ -153,7 +152,7 @@ def paged_attention(
     With ``position_bias`` the score of a query at position p and a key at position j gets the bias
     of the bucket of j - p. Half of a side's buckets hold one distance each, the other half ever
     longer ranges, in equal steps of the logarithm up to ``max_distance``; the last one holds all
-    distances beyond. Keys ahead are at distance 0 or, when ``bidirectional``, have the upper half of
+    distances beyond. Keys ahead are at distance 0 or, if ``bidirectional``, have the upper half of
     the buckets. (T5: Raffel et al. 2020 §2.1; the buckets, float32 rounding included, are those of
     T5Attention in transformers.)
 
@@ -192,7 +191,7 @@ def paged_attention(
         key_scales: float32 [num_kv_heads], positive, factors of keys in float8, applied in the
             score. None: 1.
         value_scales: float32 [num_kv_heads], likewise of values, applied in the result.
-        constant_places: no launched work that may be in flight writes ``page_table``, ``seq_lens``,
+        constant_places: no work in flight writes ``page_table``, ``seq_lens``,
             ``query_start_loc``, the scales, or keys and values of positions before a sequence's
             queries: on a GPU these are then read while earlier kernels still run.
         out: [num_tokens, num_q_heads, head_dim]; allocated when None.

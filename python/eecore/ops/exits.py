@@ -440,7 +440,7 @@ def place_head(
     Args:
         head: the head's results for the selected rows; None with ``measure``.
         out: updated in place.
-        index: int32 [num_selected], the row of each selected row, each once; None: j.
+        index: int32 [num_selected], the row of each selected one, each once; None: row j is row j.
         kind: int32 [num_rows]; rows that are not of the ``wanted`` kind are left alone.
         wanted: a kind.
         measured_at: int32 [num_rows], with ``exit_layer``: where both are the same layer, the row

@@ -109,8 +109,8 @@ def decoder_layers(
 ) -> Tensor:
     """A range of a decoder's layers, in one call that wakes its threads once.
 
-    Each layer is bit for bit the single ops: :func:`skinny_linear` with the norm to queries, keys
-    and values, :func:`append_kv`, :func:`paged_attention`, :func:`skinny_linear` onto the
+    Bit for bit the results of the single ops, layer by layer: :func:`skinny_linear` with the norm
+    to queries, keys and values, :func:`append_kv`, :func:`paged_attention`, :func:`skinny_linear` onto the
     residual stream; with ``cross`` :func:`skinny_linear` with its norm to queries,
     :func:`paged_attention` without ``causal``, :func:`skinny_linear` onto the residual stream;
     :func:`skinny_gated_linear` with the norm (:func:`skinny_linear` where the activation is

@@ -128,8 +128,8 @@ def skinny_linear(
         multiplier: factor of the linear layer with its bias, before the residual.
         soft_cap: c > 0: the multiplied values y become ``c * tanh(y / c)``; 0: no cap.
         residual: [num_tokens, out_features], any row stride; ``out`` itself, or apart from it.
-        constant_weight: no launched work that may be in flight writes the weight: on a GPU the
-            weight is then read while earlier kernels still run.
+        constant_weight: no work in flight writes the weight: on a GPU the weight is then read while
+            earlier kernels still run.
         append: the columns of out are heads, those of q, then num_kv_heads of k, then as many of v;
             they are appended as by :func:`append_kv`, with ``eps`` for their norms too. Not with
             activation, residual, multiplier or cap.
