@@ -110,8 +110,8 @@ def decoder_layers(
     """A range of a decoder's layers, in one call that wakes its threads once.
 
     Bit for bit the results of the single ops, layer by layer: :func:`skinny_linear` with the norm
-    to queries, keys and values, :func:`append_kv`, :func:`paged_attention`, :func:`skinny_linear` onto the
-    residual stream; with ``cross`` :func:`skinny_linear` with its norm to queries,
+    to queries, keys and values, :func:`append_kv`, :func:`paged_attention`, :func:`skinny_linear`
+    onto the residual stream; with ``cross`` :func:`skinny_linear` with its norm to queries,
     :func:`paged_attention` without ``causal``, :func:`skinny_linear` onto the residual stream;
     :func:`skinny_gated_linear` with the norm (:func:`skinny_linear` where the activation is
     "relu"), :func:`skinny_linear` onto the residual stream. An output with a post-norm is

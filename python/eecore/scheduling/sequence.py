@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from eecore.exits import Exit
     from eecore.output import PromptLogprob
 
-# Maximum drafts of a round, whatever a policy says: of so many one is wrong.
+# Maximum drafts of a round, whatever a policy says: among so many one is wrong anyway.
 MAX_DRAFTS = 64
 
 __all__ = ["MAX_DRAFTS", "Counters", "Sequence", "SequenceStatus", "Times", "TokenRecord"]
