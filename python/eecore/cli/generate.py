@@ -78,7 +78,7 @@ class SamplingOptions:
         return {name: value for name, value in each.items() if value is not None}
 
     def check(self) -> None:
-        """Raise a RequestError for a setting that no model takes."""
+        """Raise a RequestError for a setting that no model accepts."""
         SamplingParams(**self.given)
 
     def params(self, model: Model, policy: Exit, answers: list[int] | None) -> SamplingParams:

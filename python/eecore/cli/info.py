@@ -36,7 +36,7 @@ def info(
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
-    """Show a model's sizes, tokenizer, exit layers and what this build runs it with."""
+    """Show a model's sizes, tokenizer, exit layers, and how this build runs it."""
     directory = check_path(model)
     with spinner(f"reading {model}"):
         facts = model_facts(directory, None if draft_head is None else fetch_draft_head(draft_head))

@@ -143,7 +143,7 @@ class AsyncEngine:
         self._callers.let_go()
 
     async def aclose(self) -> None:
-        """As :meth:`close`."""
+        """The same as :meth:`close`."""
         self.close()
 
     async def __aenter__(self) -> AsyncEngine:
@@ -259,7 +259,7 @@ class AsyncStream(AsyncIterator[StepOutput]):
                 self._loop.call_soon_threadsafe(self._wake)
 
     async def aclose(self) -> None:
-        """As :meth:`close`."""
+        """The same as :meth:`close`."""
         self.close()
 
     def _begin(self) -> None:

@@ -134,7 +134,7 @@ class Callers:
         """
         self.check()
         added = [self._claimed(caller, request, name) for request in requests]
-        if caller.is_closed:  # by another thread, which may have missed a name
+        if caller.is_closed:  # closed by another thread, which may have missed a name
             self._forget(caller)
             return
         caller.unfinished = dict.fromkeys(caller.requests.values())

@@ -161,7 +161,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> str:
-        """Queue a request and return its id. If it raises anything, there is no such request.
+        """Queue a request and return its id. If this raises anything, nothing is queued.
 
         Raises:
             RequestError: for a prompt, setting or length that this engine can never serve.
@@ -341,7 +341,7 @@ class Engine:
         return outcomes
 
     def _commit(self, outcomes: list[Outcome], going_on: Container[Sequence]) -> None:
-        """Make the outcomes of an iteration the state of the requests."""
+        """Commit the outcomes of an iteration to the requests."""
         now, steps = time.perf_counter(), list[StepOutput]()
         self._outbox.append(steps)
         for outcome in outcomes:
@@ -365,7 +365,7 @@ class Engine:
                     self.iterations.planner.ended(sequence)
 
     def _failed(self, what: str) -> None:
-        """Count and log what has just raised."""
+        """Count and log the exception that is being handled."""
         self.num_failed_iterations += 1
         LOGGER.warning("%s", what, exc_info=True)
 

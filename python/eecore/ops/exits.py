@@ -199,7 +199,7 @@ class ExitingRows(NamedTuple):
     kind: Tensor
     """int32 [num_rows]: how a row's token is made: 1 by the head, 2 from logits."""
     accepted: Tensor
-    """bool [num_rows], sticky."""
+    """bool [num_rows]: accepted rows, which stay accepted."""
     gone: Tensor
     """bool [num_rows]: rows that have exited."""
     exit_layer: Tensor

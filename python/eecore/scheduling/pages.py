@@ -97,7 +97,7 @@ class PageAllocator:
         """Whether every layer of every position in the page ran."""
         return page not in self._approximate
 
-    # What pages hold
+    # The contents of pages
 
     def share(self, sequence: Sequence) -> list[int]:
         """Cached pages of the first positions that a sequence has to compute; it owns them, too."""
