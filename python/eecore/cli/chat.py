@@ -156,7 +156,7 @@ class _Talk:
         """Run a command, or answer a message.
 
         Raises:
-            UsageError: the command is unknown, or refuses its argument.
+            UsageError: the command is unknown, or its argument is not accepted.
             EecoreError: the message cannot be answered; the conversation stays without it.
         """
         if not line.startswith("/"):

@@ -120,13 +120,13 @@ class Engine:
 
     @property
     def num_used_pages(self) -> int:
-        """Pages of the cache that requests hold; any thread may read it, roughly."""
+        """Pages of the cache that requests hold; approximate when read from another thread."""
         pages = self.scheduler.pages
         return pages.num_pages - pages.num_free
 
     @property
     def num_cached_pages(self) -> int:
-        """Pages that a new prompt may share, in use or not; any thread may read it, roughly."""
+        """Pages that a new prompt may share, in use or not; approximate from another thread."""
         return self.scheduler.pages.num_cached
 
     @property
@@ -225,8 +225,8 @@ class Engine:
 
         A request that makes the iteration fail ends with ``finish_reason`` "error", and so does a
         request for whose next token the model gives NaN or infinity; the other requests go on. If
-        no request is at fault, all of them end in this way. KeyboardInterrupt and
-        whatever else is no ``Exception`` pass through.
+        no request is at fault, all of them end in this way. A
+        ``BaseException`` that is no ``Exception``, such as KeyboardInterrupt, passes through.
 
         On a GPU the next iteration may be in flight when this one returns: its outcome is discarded
         for requests that turn out to be finished.
@@ -384,8 +384,8 @@ class Engine:
         self._commits = Commits(self.network.config.exit_layers, self.scheduler, keyed=keyed)
 
     def _end_all(self, error: BaseException) -> None:
-        """End all requests by an error that none of them has caused, and begin empty."""
-        self._failed("all requests end by an error that none of them has caused")
+        """End all requests with an error that none of them has caused, and begin empty."""
+        self._failed("all requests end with an error that none of them has caused")
         now, why = time.perf_counter(), f"engine: expected no error, got {described(error)}"
         ended = {s.request_id for steps in self._outbox for s in steps if s.finished}
         unfinished = [s for s in self.scheduler.requests.values() if s.request_id not in ended]
