@@ -225,8 +225,8 @@ class Engine:
 
         A request that makes the iteration fail ends with ``finish_reason`` "error", and so does a
         request for whose next token the model gives NaN or infinity; the other requests go on. If
-        no request is at fault, all of them end in this way. A
-        ``BaseException`` that is no ``Exception``, such as KeyboardInterrupt, passes through.
+        no request is at fault, all of them end in this way. A ``BaseException`` that is no
+        ``Exception``, such as KeyboardInterrupt, passes through.
 
         On a GPU the next iteration may be in flight when this one returns: its outcome is discarded
         for requests that turn out to be finished.

@@ -104,7 +104,7 @@ class TextStream:
         *,
         is_whole: bool = False,
     ) -> Decoded:
-        """The text before with one more piece, up to the first stop string."""
+        """The text so far with one more piece, up to the first stop string."""
         text, stops = before.text, before.stops
         if piece and not stops:
             text += piece

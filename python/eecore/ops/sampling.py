@@ -30,7 +30,7 @@ class SamplingRows(NamedTuple):
     is kept while those before it have less than this mass (within a millionth of it, since
     float32 probabilities are rounded); the first token is always kept; 1: off."""
     min_p: Tensor
-    """float32 [num_requests]: only tokens of at least this share of the largest probability; 0: off."""
+    """float32 [num_requests]: minimum probability of a token, as a share of the largest; 0: off."""
     repetition_penalty: Tensor
     """float32 [num_requests]: positive logits of seen tokens are divided by it, negative ones
     multiplied, once however often a token was seen (CTRL, Keskar et al. 2019); 1: off."""
