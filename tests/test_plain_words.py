@@ -11,17 +11,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "python" / "eecore"
-NOT_YET: tuple[str, ...] = (
-    "cli",
-    "engine",
-    "ops",
-    "scheduling",
-)
-"""Packages that still have findings; the list only gets shorter."""
-PAGES_NOT_YET: tuple[str, ...] = (
-    "docs/ops",
-)
-"""Pages, or folders of them, that still have findings; the list only gets shorter."""
 PLAIN = {
     "behind": "after",
     "besides": "also",
@@ -102,14 +91,11 @@ def test_words_are_plain(package: str) -> None:
         if package_of(module) == package
         for each in findings(module.read_text())
     ]
-    if package in NOT_YET:
-        assert found, f"{package} is clean: take it out of NOT_YET"
-    else:
-        assert not found, "\n".join(found)
+    assert not found, "\n".join(found)
 
 
 def group_of(page: Path) -> str:
-    """The name of a page in PAGES_NOT_YET: docs/ops is one."""
+    """The name of a page; docs/ops is one."""
     name = page.relative_to(ROOT).as_posix()
     return "docs/ops" if name.startswith("docs/ops/") else name
 
@@ -125,10 +111,7 @@ def test_pages_are_plain(group: str) -> None:
         if group_of(page) == group
         for line, what in words_in(page.read_text())
     ]
-    if group in PAGES_NOT_YET:
-        assert found, f"{group} is clean: take it out of PAGES_NOT_YET"
-    else:
-        assert not found, "\n".join(found)
+    assert not found, "\n".join(found)
 
 
 SOURCES = sorted(
@@ -184,11 +167,6 @@ def test_sources_are_plain(folder: str) -> None:
         for each in source_findings(source.read_text())
     ]
     assert not found, "\n".join(found)
-
-
-def test_not_yet_names_what_there_is() -> None:
-    assert set(NOT_YET) <= set(PACKAGES)
-    assert set(PAGES_NOT_YET) <= {group_of(page) for page in PAGES}
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_without_a_model_it_is_the_small_one_that_is_at_hand(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(chat, "is_at_hand", lambda name: name == chat.TALKS)
-    monkeypatch.setattr(chat, "TALKS", model)
+    monkeypatch.setattr(chat, "CHAT_MODEL", model)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
     assert run(["chat", *SIX]) == 0
     assert capsys.readouterr().out.rstrip("\n") == answers_to(model, "hello")[0].rstrip("\n")

@@ -295,7 +295,7 @@ def test_sigterm_drains(endless_directory: str, engine: str) -> None:
         assert process.stderr is not None
         said = process.stderr.read()
         assert said == (
-            "ending: 1 answer is still written, for 30 s at most (Ctrl-C again cuts them off)\n"
+            "ending: 1 answer is unfinished, for 30 s at most (Ctrl-C again cuts them off)\n"
         )
 
 

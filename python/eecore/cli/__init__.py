@@ -10,10 +10,10 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line and leave with its exit code."""
+    """Run the command line and exit with its code."""
     try:
         from eecore.cli.process import run_process
 
         sys.exit(run_process())
-    except KeyboardInterrupt:  # before or after all that reports it
+    except KeyboardInterrupt:  # before or after the code that reports it
         sys.exit(130)

@@ -32,12 +32,12 @@ COMMANDS = {
     "evaluate layerskip": "lab.commands.evaluate:layerskip",
     "evaluate calm": "lab.commands.evaluate_calm:calm",
 }
-"""The module and the function of each command, which is imported when it is run or listed."""
+"""The module and the function of each command, imported when the command is run or listed."""
 
 
 @cache
 def command_line(*names: str) -> Any:
-    """The command with the subcommands that begin with one of the words, or with all."""
+    """The command, with the subcommands whose first word is one of ``names``, or with all."""
     app = typer.Typer(
         name="eecore",
         help="Run language models with just enough layers for each token.",

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Promise:
-    """What is promised of the threshold."""
+    """The guarantee that the threshold gives."""
 
     delta: float = option(0.02, "Tolerated expected loss of a prompt.")
-    epsilon: float = option(0.05, "Tolerated probability that the loss exceeds delta all the same.")
+    epsilon: float = option(0.05, "Tolerated probability that the loss still exceeds delta.")
     loss: str = option(
         "textual",
-        "textual: 1 - similarity to the full model's text; risk: how much worse than the full "
-        "model's the text is, by the target.",
+        "textual: 1 - similarity to the full model's text; risk: how much worse the text matches "
+        "the target than the full model's does.",
     )
     similarity: str = option("rougeL", "rougeL, rouge2 or exact.")
-    max_tokens: int = option(64, "New tokens a prompt.", min=1)
+    max_tokens: int = option(64, "New tokens per prompt.", min=1)
 
 
 @takes_options
@@ -40,7 +40,7 @@ def calibrate(
     data: Annotated[
         Path, typer.Option(help='JSON lines of {"input": prompt, "target": label}, unseen so far.')
     ],
-    out: Annotated[Path, typer.Option(help="Where the calibration goes, as JSON.")] = Path(
+    out: Annotated[Path, typer.Option(help="Where to write the calibration, as JSON.")] = Path(
         "calibration.json"
     ),
     grid: Annotated[

@@ -38,19 +38,19 @@ if TYPE_CHECKING:
     from eecore.generation import Model
     from eecore.output import Output
 
-TALKS = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""A small model that can talk."""
+CHAT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""The small chat model that is used when no model is named."""
 FENCES = ("```", "~~~")
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What is shown beside the answers."""
+    """What is shown in addition to the answers."""
 
     PANEL: ClassVar[str] = "Output"
 
     depth: bool = option(False, "Colour each token by how it was made (/depth).")
-    stats: bool = option(False, "A line after each answer: what it took (/stats).")
+    stats: bool = option(False, "A line of statistics after each answer (/stats).")
 
 
 @takes_options
@@ -58,7 +58,7 @@ def chat(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]", help=MODEL_HELP, show_default=f"{TALKS} where the cache has it"
+            metavar="[MODEL]", help=MODEL_HELP, show_default=f"{CHAT_MODEL} where the cache has it"
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
@@ -70,19 +70,19 @@ def chat(
 ) -> int:
     """Talk with a model.
 
-    Enter sends, Alt-Enter begins another line, arrows bring back what was said, Ctrl-C ends an
-    answer, Ctrl-D or /quit the conversation; /help lists the commands. Without a terminal each line
-    of stdin is a message.
+    Enter sends, Alt-Enter begins another line, the arrow keys recall earlier messages, Ctrl-C ends
+    an answer, Ctrl-D or /quit ends the conversation; /help lists the commands. Without a terminal
+    each line of stdin is a message.
     """
     if model is None:
-        if not is_at_hand(TALKS):
+        if not is_at_hand(CHAT_MODEL):
             raise UsageError(
-                f"MODEL: expected a model that can talk, got none; a small one: eecore chat {TALKS}"
+                f"MODEL: expected a chat model, got none; a small one: eecore chat {CHAT_MODEL}"
             )
-        model = TALKS
+        model = CHAT_MODEL
     directory = check_path(model)
     sampling.check()
-    if not engine.debug:  # an error of an answer is reported in a line
+    if not engine.debug:  # an error in an answer is reported in one line
         logging.getLogger("eecore").addHandler(logging.NullHandler())
     said = None if depths.exit is None else depths.policy(directory)
     loaded = engine.load(directory, said)
@@ -107,16 +107,16 @@ def chat(
 
 
 class _Talk:
-    """One conversation and what is shown of it.
+    """One conversation and how it is shown.
 
     Args:
-        model: that answers.
-        directory: of the model, where calibrations may be.
-        policy: how deep it goes.
+        model: the model that answers.
+        directory: the model's directory, which may hold calibrations.
+        policy: the exit policy.
         sampling: the options of the command line.
         system: the system message, if there is one.
         depth: whether tokens are coloured by how they were made.
-        stats: whether a line says what an answer took.
+        stats: whether a line of statistics follows each answer.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class _Talk:
         self.console = Console()
         self.turns: list[dict[str, str]] = []
         self.last = ""
-        """What the last answer took."""
+        """The last answer's line of statistics."""
         self.commands: dict[str, Callable[[str], None]] = {
             "system": self._system,
             "exit-mode": self._exit_mode,
@@ -153,11 +153,11 @@ class _Talk:
         return system + self.turns
 
     def take(self, line: str) -> None:
-        """Do what a command says, or answer a message.
+        """Run a command, or answer a message.
 
         Raises:
-            UsageError: there is no such command, or it cannot do this.
-            EecoreError: the message cannot be answered, and is no part of the conversation.
+            UsageError: the command is unknown, or its argument is not accepted.
+            EecoreError: the message cannot be answered; the conversation stays without it.
         """
         if not line.startswith("/"):
             self._answer(line)
@@ -169,7 +169,7 @@ class _Talk:
         self.commands[name](rest.strip())
 
     def _answer(self, message: str) -> None:
-        """Stream the answer to a message; Ctrl-C ends it, and what there is by then stays."""
+        """Stream the answer to a message; Ctrl-C ends it and keeps the text so far."""
         self.turns.append({"role": "user", "content": message})
         text, started = "", time.perf_counter()
         output: Output | None = None
@@ -183,7 +183,7 @@ class _Talk:
                         started = time.perf_counter()
                     for step in steps:
                         new, output = step.text, step.output
-                        if output is not None:  # what was held back when it was cut short
+                        if output is not None:  # the rest, held back until the end
                             new = (output.text or "")[len(text) :]
                         text += new
                         show(step.token_ids, step.exit_layers, new)
@@ -209,7 +209,7 @@ class _Talk:
             say(self.last)
 
     def _prepared(self) -> tuple[list[int], SamplingParams]:
-        """The conversation in tokens, and how it is answered."""
+        """The tokens of the conversation, and the sampling settings of the answer."""
         assert self.model.tokenizer is not None
         ids = self.model.tokenizer.encode_chat(self.messages)
         room = self.model.engine_config.room(self.model.config, len(ids))
@@ -226,7 +226,7 @@ class _Talk:
         return eecore.stream(self.model, ids, exit=self.policy, sampling=params)
 
     def _shown(self, ids: list[int]) -> AbstractContextManager[Any]:
-        """What shows an answer: in colours of depth, as markdown, or as it is."""
+        """A printer of an answer: in colours of depth, as markdown, or as plain text."""
         if self.depth and has_colours(self.console):
             lowest = self.policy.lowest_exit
             painter = DepthPainter(self.model, ids, lowest, verified=is_lossless(self.policy))
@@ -279,17 +279,17 @@ class _Talk:
             "/system [TEXT]     show the system message, or set it",
             "/exit-mode [MODE]  show how deep a token goes, or set it: auto, full, confident:0.9",
             "/depth             colour tokens by how they were made, or no longer",
-            "/stats             a line after each answer: what it took, or no longer",
+            "/stats             a line of statistics after each answer, or no longer",
             "/save FILE         write the conversation as JSON",
             "/clear             begin anew",
             "/quit              end, as Ctrl-D does",
-            "Alt-Enter begins another line, arrows bring back what was said, Ctrl-C ends an answer",
+            "Alt-Enter begins another line, arrow keys recall messages, Ctrl-C ends an answer",
         ):
             say(line)
 
 
 class _Plain(AbstractContextManager["_Plain"]):
-    """An answer as it is."""
+    """Prints an answer as plain text."""
 
     def __init__(self) -> None:
         self._ends_line = False
@@ -304,7 +304,7 @@ class _Plain(AbstractContextManager["_Plain"]):
 
 
 class _Painted(AbstractContextManager["_Painted"]):
-    """An answer whose tokens have colours."""
+    """Prints an answer with coloured tokens."""
 
     def __init__(self, console: Console, painter: DepthPainter) -> None:
         self._console, self._painter = console, painter
@@ -318,7 +318,7 @@ class _Painted(AbstractContextManager["_Painted"]):
 
 
 class _Rendered(AbstractContextManager["_Rendered"]):
-    """An answer as markdown: paragraphs that are whole stay, the last one is drawn anew."""
+    """Prints an answer as markdown: whole paragraphs once, the last one anew as it grows."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -369,7 +369,7 @@ def whole_block(text: str) -> int:
 
 
 def _lines() -> Iterator[str]:
-    """The messages on a stdin that is no terminal, a line each."""
+    """The messages on stdin where it is not a terminal, one per line."""
     for line in sys.stdin.buffer:
         try:
             text = line.decode().strip()
@@ -382,7 +382,7 @@ def _lines() -> Iterator[str]:
 
 
 def _typed() -> Iterator[str]:
-    """The messages that are typed; Ctrl-C drops one, Ctrl-D ends."""
+    """The messages typed on a terminal; Ctrl-C drops one, Ctrl-D ends."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.key_binding import KeyBindings
 

@@ -22,7 +22,7 @@ def convert(
     ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The model directory to make.")],
     dtype: Annotated[
-        str, typer.Option(help="Of the written weights; only float32 keeps every value.")
+        str, typer.Option(help="Dtype of the written weights; only float32 keeps every value.")
     ] = "float32",
     debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:

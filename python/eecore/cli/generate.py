@@ -39,7 +39,7 @@ def _sampling(name: str, *flags: str, **details: Any) -> Any:
     usual = None
     if name in OWN:
         usual = f"the model's, or {getattr(SamplingParams, name):g}"
-        usual += f"; of answers {ANSWERS[name]:g}" if name in ANSWERS else ""
+        usual += f"; for answers {ANSWERS[name]:g}" if name in ANSWERS else ""
     return option(
         None,
         f"{help_of(SamplingParams, name)}.",
@@ -78,18 +78,18 @@ class SamplingOptions:
         return {name: value for name, value in each.items() if value is not None}
 
     def check(self) -> None:
-        """Raise a RequestError for a setting that no model takes."""
+        """Raise a RequestError for a setting that no model accepts."""
         SamplingParams(**self.given)
 
     def params(self, model: Model, policy: Exit, answers: list[int] | None) -> SamplingParams:
-        """The settings for a prompt: those that are given, then the model's own, then the usual
-        ones of answers (:meth:`SamplingParams.of_answer`); texts are continued greedily.
+        """The settings for a prompt: the given ones, then the model's own, then the defaults for
+        answers (:meth:`SamplingParams.of_answer`); texts are continued greedily.
 
         Args:
-            model: that is asked.
-            policy: how deep it goes.
-            answers: the prompt, where it asks for an answer, which may fill the context; None for a
-                text that is continued.
+            model: the model that answers.
+            policy: the exit policy.
+            answers: the prompt's tokens where it asks for an answer, which may fill the context;
+                None for a text that is continued.
         """
         if answers is None:
             params = SamplingParams.of(model, **self.given)
@@ -109,12 +109,12 @@ class OutputOptions:
 
     json: bool = option(False, "One JSON object a prompt.")
     logprobs: int | None = option(
-        None, "With --json: log-probabilities, and of so many other tokens."
+        None, "With --json: log-probabilities of tokens, and of this many top ones."
     )
     depth: bool = option(
-        False, "Colour each token by how it was made, under a line that says what colours mean."
+        False, "Colour each token by how it was made, after a line that explains the colours."
     )
-    stats: bool = option(False, "What was run, and what was saved, on stderr at the end.")
+    stats: bool = option(False, "Statistics of the work done and saved, on stderr at the end.")
 
 
 @takes_options
@@ -142,7 +142,7 @@ def generate(
     printed: OutputOptions,
     engine: EngineOptions,
 ) -> int:
-    """Answer prompts: text as it comes, or JSON lines.
+    """Answer prompts: streamed text, or JSON lines.
 
     Prompts go into the chat template of a model that has one; --raw continues them as they are.
     """
@@ -157,7 +157,7 @@ def generate(
     prompts = read_prompts(prompt, file)
     sampling.check()
     SamplingParams(logprobs=printed.logprobs)
-    if not engine.debug:  # an error of a prompt is reported in a line
+    if not engine.debug:  # an error in a prompt is reported in one line
         logging.getLogger("eecore").addHandler(logging.NullHandler())
     said = None if depths.exit is None else depths.policy(directory)
     loaded = engine.load(directory, said)
@@ -168,7 +168,7 @@ def generate(
         replace(sampling.params(loaded, policy, ids), logprobs=printed.logprobs) for ids in answers
     ]
     shown = policy if printed.depth else None
-    # On one terminal bar and text share a console, which keeps the bar below the text.
+    # On one terminal, bar and text share a console, which keeps the bar below the text.
     console, has_bar = Console(stderr=not sys.stdout.isatty()), False
     results: Results
     if len(prompts) == 1 and not printed.json:
@@ -200,7 +200,7 @@ def _in_template(model: Model, prompt: Prompt, system: str | None) -> list[int] 
 
 
 def _say_what_was_cut(outputs: list[Output], *, are_answers: bool) -> None:
-    """Say that texts ended before the model ended them, where nobody said how long they may be."""
+    """Report texts that a default limit cut before the model ended them."""
     if cut := sum(output.finish_reason == "length" for output in outputs):
         usual = f"after {SamplingParams.max_tokens} tokens"
         where = "at the end of the context" if are_answers else usual
@@ -209,7 +209,7 @@ def _say_what_was_cut(outputs: list[Output], *, are_answers: bool) -> None:
 
 
 class _Bar(Progress):
-    """How many prompts are done, and how fast, below the text."""
+    """A progress bar below the text: prompts done, and tokens per second."""
 
     def __init__(self, console: Console, total: int) -> None:
         super().__init__(
@@ -238,7 +238,7 @@ def _run(
     bar: _Bar | None,
     stats: bool,
 ) -> tuple[int, list[Output]]:
-    """Serve the prompts; on Ctrl-C what there is goes out, marked as cancelled.
+    """Serve the prompts; on Ctrl-C the outputs so far are printed, marked as cancelled.
 
     Returns:
         The exit code, and the output of each prompt, in any order.
@@ -270,7 +270,7 @@ def _run(
             SIGNALS.arrived()
             code = INTERRUPTED
             left = [engine.cancel(request_id) for request_id in order]
-            left += [step.output for step in engine.run()]  # a step that was interrupted ends all
+            left += [step.output for step in engine.run()]  # an interrupted step ends all requests
             for output in sorted(filter(None, left), key=lambda each: order[each.request_id]):
                 cancelled = replace(output, finish_reason="cancelled", error=None)
                 results.done(order[output.request_id], cancelled)

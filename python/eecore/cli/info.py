@@ -1,4 +1,4 @@
-"""``eecore info``: what a model directory or GGUF file holds, and what eecore makes of it."""
+"""``eecore info``: what a model directory or GGUF file holds, and how eecore runs it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 def info(
     model: ModelPath = BUILTIN,
     draft_head: Annotated[
-        str | None, typer.Option(help="A draft head to look at beside it, by path or repository.")
+        str | None, typer.Option(help="A draft head to show with it, by path or repository.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
-    """Show a model's sizes, tokenizer, exit layers and what this build runs it with."""
+    """Show a model's sizes, tokenizer, exit layers, and how this build runs it."""
     directory = check_path(model)
     with spinner(f"reading {model}"):
         facts = model_facts(directory, None if draft_head is None else fetch_draft_head(draft_head))
@@ -51,7 +51,7 @@ def info(
 
 
 def model_facts(directory: Path, draft_head: Path | None = None) -> dict[str, Any]:
-    """Everything, as JSON can say it; of the weights it compares those that may be tied."""
+    """All facts, in JSON's types; of the weights, only those that may be tied are compared."""
     from eecore import build_info
     from eecore.models import KVCache
 
@@ -82,7 +82,7 @@ def model_facts(directory: Path, draft_head: Path | None = None) -> dict[str, An
 def _head_facts(
     directory: Path, draft_head: Path | None, config: AnyModelConfig
 ) -> dict[str, Any] | None:
-    """Facts on the draft head that is named or lies beside the model; None without one."""
+    """Facts on the draft head that is named or stored with the model; None without one."""
     from eecore.models.readers.draft_heads import names_another, published_facts
     from eecore.models.readers.head_file import CONFIG_NAME, pack_beside, read_head_settings
 
@@ -106,7 +106,7 @@ def _head_facts(
 def _stored_facts(
     path: Path,
 ) -> tuple[AnyModelConfig, Tokenizer | None, torch.dtype, dict[str, Any]]:
-    """What the files hold; where weights are quantised, the bits of each and what a token reads."""
+    """Config, tokenizer, dtype and sizes; of quantised weights also bits and bytes per token."""
     import torch
 
     from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
@@ -148,7 +148,7 @@ def _stored_facts(
 
 
 def _bits(tensors: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
-    """Type and bits of the matrices, those of all layers together."""
+    """The type and bits of each matrix, all layers in one row."""
     kinds: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
         part = name.removesuffix(".weight").split(".")[-1]
@@ -199,7 +199,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _sampling(own: dict[str, float], tokenizer: dict[str, Any] | None) -> str:
-    """The model's own sampling settings, or those of its answers where it has none."""
+    """The model's own sampling settings, or the defaults for answers where it has none."""
     if not own and tokenizer is not None and tokenizer["chat_template"]:
         return f"none of its own: texts greedy, answers {_named(ANSWERS)}"
     if own.get("temperature"):
@@ -228,7 +228,7 @@ def _head_row(head: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def _family_rows(config: dict[str, Any]) -> tuple[str, str, list[tuple[str, str]]]:
-    """What is said of an encoder, of the heads, and of how far a model sees."""
+    """The text on an encoder, the text on the heads, and the rows on the context."""
     if "ropes" not in config:
         positions = f"{config['num_buckets']} relative positions up to {config['max_distance']}"
         return (

@@ -1,6 +1,6 @@
-"""The process around a command line: its signals, its streams, its end.
+"""The process around a command line: its signals, its streams and its exit.
 
-Imports little, since what happens before it has run meets Python's own manners.
+It imports little: until :func:`run_process` runs, Python itself handles signals and errors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def run_process() -> int:
         SIGNALS.ignore()
         code = _interrupted()
     code = finish_output(code)
-    gc.freeze()  # Python's end need not look through all modules for cycles
+    gc.freeze()  # the interpreter's exit then searches no modules for cycles
     return code
 
 
@@ -43,7 +43,7 @@ def _run() -> int:
         SIGNALS.arrived()
         return left.code if isinstance(left.code, int) else 0 if left.code is None else 1
     except Exception as error:
-        if SIGNALS.waiting:  # a library made something else of it
+        if SIGNALS.waiting:  # a library replaced the interrupt by another exception
             return _interrupted()
         say(f"error: {type(error).__name__}: {error}")
         return 1

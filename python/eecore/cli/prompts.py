@@ -18,9 +18,9 @@ Prompt = str | list[int]
 def read_prompts(argument: str | None, file: Path | None) -> list[Prompt]:
     """The prompts of a command line, at least one.
 
-    The argument (``-``, or none when text is piped in: all of stdin) is a single prompt. A file has
-    one a line; a ``.jsonl`` file has JSON strings, lists of token ids, or objects with a
-    ``prompt``. Blank lines are skipped. ``--file -`` reads lines from stdin.
+    The argument is a single prompt; ``-``, or no argument when text is piped in, makes all of stdin
+    one prompt. A file has one prompt per line; a ``.jsonl`` file has JSON strings, lists of token
+    ids, or objects with a ``prompt``. Blank lines are skipped. ``--file -`` reads lines from stdin.
     """
     if argument is not None and file is not None:
         raise UsageError("PROMPT: expected it or --file, got both")
@@ -45,7 +45,7 @@ def read_prompts(argument: str | None, file: Path | None) -> list[Prompt]:
 
 
 def _as_utf8(text: str) -> str:
-    """An argument's text: its bytes are UTF-8, whatever the locale took them for."""
+    """An argument's text, its bytes decoded as UTF-8 whatever the locale is."""
     try:
         return os.fsencode(text).decode() if not text.isascii() else text
     except UnicodeError:

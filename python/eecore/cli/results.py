@@ -1,4 +1,4 @@
-"""What ``eecore generate`` prints: text as it comes, text by prompt, JSON lines; statistics."""
+"""What ``eecore generate`` prints: streamed text, text by prompt, JSON lines; statistics."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ __all__ = [
 
 
 class Results:
-    """Where outputs go: in the order of the prompts, each as soon as those before it are there.
+    """Prints outputs in the order of the prompts, each as soon as all earlier ones are done.
 
     Args:
-        prompts: as they were given.
-        model: what answers them.
-        policy: show how deep it went for each token; None: do not.
+        prompts: the prompts as given.
+        model: the model that answers them.
+        policy: the exit policy, to show the depth of each token; None: depths are not shown.
         console: the terminal that a progress bar shares with the outputs.
     """
 
@@ -61,12 +61,12 @@ class Results:
         self._next = 0
 
     def step(self, index: int, step: StepOutput) -> None:
-        """A step of the prompt at ``index``."""
+        """Take a step of the prompt at ``index``."""
         if step.output is not None:
             self.done(index, step.output)
 
     def done(self, index: int, output: Output) -> None:
-        """The output of the prompt at ``index``."""
+        """Take the output of the prompt at ``index``."""
         self._waiting[index] = output
         while self._next in self._waiting:
             self.write(self._next, self._waiting.pop(self._next))
@@ -91,26 +91,26 @@ class Results:
         return self.policy is not None and can
 
     def explain(self) -> None:
-        """Say what the colours mean, where there are any."""
+        """Print what the colours mean, where colours are shown."""
         if self.policy is not None and self.has_paint:
             self.line(legend_of(self.policy, self.model.config.num_layers))
 
     def painter(self, prompt_ids: list[int]) -> DepthPainter | None:
-        """Colours the answer to a prompt; None where there are no colours."""
+        """The painter of the answer to a prompt; None where no colours are shown."""
         if self.policy is None or not self.has_paint:
             return None
         verified = is_lossless(self.policy)
         return DepthPainter(self.model, prompt_ids, self.policy.lowest_exit, verified=verified)
 
     def depths(self, layers: list[int]) -> str | None:
-        """How deep the tokens of an answer went, where they are not painted but it is asked for."""
+        """The depths of an answer's tokens in words; None where colours or nothing show them."""
         if self.policy is None or self.has_paint:
             return None
         return f"[{said_depths(self.policy, layers, self.model.config.num_layers)}]"
 
 
 class JsonLines(Results):
-    """One JSON object a line and prompt."""
+    """Prints a line with one JSON object for each prompt."""
 
     def write(self, index: int, output: Output) -> None:
         record: dict[str, Any] = {"index": index, "prompt": self.prompts[index]}
@@ -126,7 +126,7 @@ class JsonLines(Results):
 
 
 class TextByPrompt(Results):
-    """Each text under a line with the beginning of its prompt."""
+    """Prints each text under a line with the beginning of its prompt."""
 
     def write(self, index: int, output: Output) -> None:
         prompt = self.prompts[index]
@@ -146,13 +146,13 @@ class TextByPrompt(Results):
 
 
 class StreamedText(Results):
-    """The text of a single prompt, as it comes.
+    """Prints the text of a single prompt as it is generated.
 
     Args:
-        prompts: as it was given.
-        model: what answers it.
-        policy: show how deep it went for each token; None: do not.
-        asked: what the model is asked.
+        prompts: the one prompt as given.
+        model: the model that answers it.
+        policy: the exit policy, to show the depth of each token; None: depths are not shown.
+        asked: the prompt as the model gets it, in its chat template if it has one.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class StreamedText(Results):
         super().step(index, step)
 
     def write(self, index: int, output: Output) -> None:  # noqa: ARG002
-        if output.text is not None:  # what was held back when it was cut short
+        if output.text is not None:  # the rest, held back until the end
             rest = output.text[len(self._written) :]
             self._put(rest if self._painter is None else self._painter.paint(rest))
         if not self._written.endswith("\n"):
@@ -191,7 +191,7 @@ class StreamedText(Results):
 
 
 def stats_dict(output: Output) -> dict[str, Any]:
-    """A request's statistics with the derived ones."""
+    """A request's statistics and the figures derived from them."""
     stats = output.stats
     return {
         **asdict(stats),
@@ -203,7 +203,7 @@ def stats_dict(output: Output) -> dict[str, Any]:
 
 
 def saved(outputs: list[Output], seconds: float) -> str:
-    """What answers took, in a line: tokens/s, and layers run, beside those of full depth."""
+    """The cost of answers in one line: tokens/s and layers run, compared with full depth."""
     took = Saved.of([output.stats for output in outputs], seconds)
     tokens = sum(len(output.token_ids) for output in outputs)
     num_layers = took.num_layers
@@ -227,7 +227,7 @@ def saved(outputs: list[Output], seconds: float) -> str:
 
 
 def _exits_early(outputs: list[Output]) -> bool:
-    """Whether tokens came from fewer than all layers, and were not verified by the others."""
+    """Whether some token exited before the last layer and was not verified by all layers."""
     return any(
         not output.stats.is_lossless
         and any(layer < output.stats.num_layers for layer in output.exit_layers)
@@ -236,7 +236,7 @@ def _exits_early(outputs: list[Output]) -> bool:
 
 
 def print_stats(outputs: list[Output], seconds: float) -> None:
-    """A table of all requests together, on stderr."""
+    """Print a table of statistics of all requests together, on stderr."""
     tokens = sum(len(output.token_ids) for output in outputs)
     first = max(output.stats.time_to_first_token_s for output in outputs)
     for name, value in (

@@ -17,31 +17,31 @@ from eecore.textfiles import read_text
 if TYPE_CHECKING:
     from eecore.calibration.skip_search import SkipStep
 
-# A token is hardly ever longer than this: more of a long file need not go to the tokenizer.
-MOST_CHARACTERS_A_TOKEN = 32
+# A token is hardly ever longer: the rest of a long file does not go to the tokenizer.
+MAX_CHARACTERS_PER_TOKEN = 32
 
 
 @takes_options
 def search(
     model: ModelPath,
     text: Annotated[
-        Path, typer.Option(help="Text like that which the model will write, a few hundred words.")
+        Path, typer.Option(help="Text like what the model will write, a few hundred words.")
     ],
-    out: Annotated[Path, typer.Option(help="Where to write what was found, as JSON.")],
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to look at.")] = 256,
+    out: Annotated[Path, typer.Option(help="Where to write the result, as JSON.")],
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to use.")] = 256,
     max_skipped: Annotated[
         int | None,
-        typer.Option(min=1, help="Most sublayers to leave out.", show_default="half of them"),
+        typer.Option(min=1, help="Sublayers to leave out at most.", show_default="half of them"),
     ] = None,
     *,
     loading: LoadOptions,
 ) -> int:
     """Search the sublayers to skip for --exit draft-verify --skips FILE.
 
-    Each line is one more sublayer left out. Ctrl-C keeps what was found so far.
+    Each line of output is for one more sublayer left out. Ctrl-C keeps the result so far.
     """
     directory = check_path(model)
-    content = read_text(text)[: max_tokens * MOST_CHARACTERS_A_TOKEN]
+    content = read_text(text)[: max_tokens * MAX_CHARACTERS_PER_TOKEN]
     check_out("--out", out)
     loaded = loading.load(directory, kv_cache_tokens=16)
 
@@ -71,7 +71,7 @@ def search(
 
 
 def describe(step: SkipStep) -> str:
-    """One set, in a line."""
+    """A set of skipped sublayers and its figures, in one line."""
     skipped = len(step.skip_attention) + len(step.skip_mlp)
     return (
         f"{skipped:3} skipped, agreement {step.agreement:.2f}, draft cost {step.draft_cost:.2f}, "

@@ -36,16 +36,16 @@ class Where(str, Enum):
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """Who is answered, and how."""
+    """Which requests are answered, and how."""
 
     PANEL: ClassVar[str] = "HTTP"
 
-    host: str = option("127.0.0.1", "Where to listen.")
-    port: int = option(8000, "0: any that is free.", min=0, max=65535)
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8000, "Port to listen on; 0: any free one.", min=0, max=65535)
     api_key: list[str] | None = option(
         None,
-        "Requests have to come with it; may be repeated. Better in the environment, where nobody "
-        "sees it.",
+        "A key that requests must have; may be repeated. Better in the environment, where other "
+        "users do not see it.",
         envvar="EECORE_API_KEY",
         show_envvar=True,
     )
@@ -56,19 +56,19 @@ class HttpOptions:
         show_default="none",
     )
     access_log: bool = option(
-        False, "A line of JSON on stdout for each request, without what is said."
+        False, "A line of JSON on stdout for each request, without prompts and texts."
     )
     served_model_name: str | None = option(
         None, "What requests call the model.", show_default="the directory's"
     )
     generation_config: str = option(
         "auto",
-        "Sampling settings that requests leave out: auto (the model's own; of a chat model without "
-        "any those of eecore chat) | none (greedy).",
+        "Sampling settings that requests leave out: auto (the model's own; for a chat model "
+        "without any, those of eecore chat) | none (greedy).",
     )
     tool_parser: str = option(
         "auto",
-        "How the model writes calls of tools: auto (as its chat template does) | hermes | llama3 | "
+        "How the model writes tool calls: auto (as its chat template does) | hermes | llama3 | "
         "mistral | none (they stay text).",
     )
 
@@ -81,7 +81,7 @@ class DepthOptions:
 
     exit: str | None = option(
         None,
-        f"The policy of requests that say nothing: {' | '.join(FORMS)}.",
+        f"The policy of requests that name none: {' | '.join(FORMS)}.",
         show_default=USUAL_EXIT,
     )
     allow_exit: list[str] | None = option(
@@ -92,8 +92,8 @@ class DepthOptions:
     )
     alias: list[str] | None = option(
         None,
-        "A policy that /v1/models lists as a model of its own, MODEL:speculative-3-6 say; may be "
-        "repeated.",
+        "A policy that /v1/models lists as a model of its own, such as MODEL:speculative-3-6; may "
+        "be repeated.",
         show_default="those that suit the model",
     )
 
@@ -105,11 +105,11 @@ class BoundOptions:
     PANEL: ClassVar[str] = "Under load"
 
     max_waiting: int = option(
-        256, "Sequences that may wait beside those that run; beyond them it is a 429.", min=0
+        256, "Sequences that may wait while others run; requests beyond get a 429.", min=0
     )
-    max_body: int = option(4 << 20, "Bytes of a request.", min=1, max=MAX_BODY)
+    max_body: int = option(4 << 20, "Maximum bytes of a request.", min=1, max=MAX_BODY)
     timeout: float = option(600.0, "Seconds for a request; 0: no limit.", min=0)
-    drain: float = option(30.0, "Seconds that requests have to end after Ctrl-C or SIGTERM.", min=0)
+    drain: float = option(30.0, "Seconds for requests to end after Ctrl-C or SIGTERM.", min=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +126,8 @@ class ServerEngineOptions(EngineOptions):
     )
     draft_history_tokens: int | None = option(
         None,
-        "Tokens of past outputs that auto drafts from: faster where answers recur. How fast an "
-        "answer comes tells that it was given before: for one --api-key at most.",
+        "Tokens of past outputs that auto drafts from: faster where answers recur. An answer's "
+        "speed tells that it was given before, so use it with one --api-key at most.",
         min=0,
         show_default="0",
     )
@@ -161,7 +161,7 @@ def serve(
     bounds: BoundOptions,
     engine: ServerEngineOptions,
 ) -> int:
-    """Serve a model to OpenAI's clients; every request may say how deep to go."""
+    """Serve a model to OpenAI's clients; every request may choose its exit policy."""
     started = time.monotonic()
     from eecore.serving import require_extra
 
@@ -169,7 +169,7 @@ def serve(
         raise UsageError("--api-key: expected keys without spaces around them, none empty")
     if engine.draft_history_tokens and len(http.api_key or ()) > 1:
         raise UsageError(
-            "--draft-history-tokens: expected 0 with several keys, whose callers it would tell of "
+            "--draft-history-tokens: expected 0 with several keys, since callers would learn of "
             f"each other's answers, got {engine.draft_history_tokens}"
         )
     require_extra()
@@ -200,7 +200,7 @@ def serve(
     settings.check(policies)
     listener = listen(http.host, http.port)
     policy = None if depths.exit is None else policies.of(depths.exit)
-    if not sys.stderr.isatty():  # which has a spinner
+    if not sys.stderr.isatty():  # a terminal has a spinner
         say(f"loading {name_of(directory)}")
     with ExitStack() as stack:
         loaded: Servable
@@ -215,11 +215,11 @@ def serve(
         service = service_of(loaded, settings)
         if engine.warm_up:
             if not sys.stderr.isatty():
-                say("warming up (--no-warm-up leaves it out)")
+                say("warming up (--no-warm-up skips it)")
             with spinner("warming up"):
                 warm_up(service.served)
         if http.host not in LOOPBACK and not http.api_key:
-            say(f"warning: {http.host} can be reached by others: --api-key keeps them out")
+            say(f"warning: {http.host} is open to other machines: --api-key restricts access")
         shown = f"[{http.host}]" if ":" in http.host else http.host
         words = f"{service.served.name} at http://{shown}:{listener.getsockname()[1]}/v1"
         cut_off = run(
@@ -241,7 +241,7 @@ def serve(
 
 
 class _Drain:
-    """What is said while requests end: a line, and on a terminal how many answers are left."""
+    """Reports while requests finish: a line, and on a terminal the number of answers left."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -255,8 +255,8 @@ class _Drain:
             self._status.stop()
 
     def show(self, left: int) -> None:
-        """How many answers are left now."""
-        words = f"{left} answers are still written" if left != 1 else "1 answer is still written"
+        """Show how many answers are left."""
+        words = f"{left} answers are unfinished" if left != 1 else "1 answer is unfinished"
         if self._status is None:
             say(f"ending: {words}, for {self._seconds:g} s at most (Ctrl-C again cuts them off)")
             self._status = Console(stderr=True).status(words)
@@ -265,6 +265,6 @@ class _Drain:
 
 
 def _write(line: str) -> None:
-    """A reader that went away stops no server."""
+    """Print a line; a reader that is gone does not stop the server."""
     with suppress(OSError):
         print(line, flush=True)

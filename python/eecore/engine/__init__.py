@@ -1,1 +1,1 @@
-"""Requests in, tokens out: the engine of one thread, and the one that many share."""
+"""The engine of one thread, and the ways in which many threads and asyncio tasks share it."""

@@ -30,12 +30,11 @@ class AsyncEngine:
     """Streams of an engine for tasks of any event loop, in any thread; a worker thread steps.
 
     A stream cancels its request when it is closed, dropped or collected, when the task that waits
-    for it is cancelled, and when its event loop is closed: none of that waits for anything, and the
-    pages are back when the step that is running is done. A stream that is read slowly holds up
-    itself alone.
+    for it is cancelled, and when its event loop is closed: none of that waits, and the pages are
+    free when the step that is running is done. A stream that is read slowly delays only itself.
 
     Args:
-        engine: the engine, or what callers reach it by.
+        engine: the engine, or the ``Callers`` through which it is reached.
     """
 
     def __init__(self, engine: Engine | Callers) -> None:
@@ -44,12 +43,12 @@ class AsyncEngine:
 
     @property
     def engine(self) -> EngineView:
-        """The engine itself. It may be looked at, about as it is, and must not be stepped."""
+        """The engine itself, for approximate figures only: it must not be stepped."""
         return self._callers.engine
 
     @property
     def is_up(self) -> bool:
-        """Whether requests are taken just now: not while an engine in another process starts."""
+        """Whether requests are taken now: not while an engine in another process starts."""
         return self._callers.is_up
 
     @property
@@ -59,7 +58,7 @@ class AsyncEngine:
 
     @property
     def failure(self) -> Exception | None:
-        """Why requests will never be taken again, if that is so."""
+        """Why requests will never be taken again; None while they may be."""
         return self._callers.failure
 
     @property
@@ -74,7 +73,7 @@ class AsyncEngine:
         exit: Exit | str | None = None,
         sampling: SamplingParams | None = None,
     ) -> Prepared:
-        """A request for :meth:`stream`, once: checked and tokenized in the thread that calls.
+        """A request for one :meth:`stream`, checked and tokenized in the calling thread.
 
         Raises:
             RequestError: for a request that cannot be served.
@@ -82,7 +81,7 @@ class AsyncEngine:
         return self.engine.prepare(prompt, exit=exit, sampling=sampling)
 
     def compile(self, guide: Guide) -> None:
-        """Compile a guide in the thread that calls, before a request that follows it.
+        """Compile a guide in the calling thread, before a request that follows it.
 
         Raises:
             GuideError: it cannot be compiled within bounds, or nothing can follow it.
@@ -97,15 +96,15 @@ class AsyncEngine:
         sampling: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> AsyncStream:
-        """What each step adds to the request; the last item carries the whole output.
+        """A stream of what each step adds to the request; the last item has the whole output.
 
-        The request begins when the stream is first read. One from :meth:`prepare` has its own
+        The request begins when the stream is first read. A request from :meth:`prepare` has its own
         policy and sampling.
 
         Raises:
             RequestError: when it is first read, for a request that cannot be served or an id that
                 is in use.
-            RequestFailedError: the request failed on the way. The others go on.
+            RequestFailedError: the request failed while it ran. Other requests go on.
             EngineClosedError: the engine was closed.
         """
         return AsyncStream(self, prompt, exit, sampling, request_id)
@@ -129,8 +128,8 @@ class AsyncEngine:
         raise RuntimeError("the request ended without an output")
 
     def reset_prefix_cache(self) -> None:
-        """Forget what pages hold that no unfinished request has: now, or when the step that is
-        running is done.
+        """Forget the contents of pages that no unfinished request holds: now, or when the step that
+        is running is done.
         """
         self._callers.reset_prefix_cache()
 
@@ -140,11 +139,11 @@ class AsyncEngine:
         for caller in self._callers.group(self):
             stream = caller()
             if stream is not None:
-                stream.close(EngineClosedError("engine: expected an open one, got one that closed"))
+                stream.close(EngineClosedError("engine: expected an open one, got a closing one"))
         self._callers.let_go()
 
     async def aclose(self) -> None:
-        """As :meth:`close`."""
+        """The same as :meth:`close`."""
         self.close()
 
     async def __aenter__(self) -> AsyncEngine:
@@ -165,7 +164,7 @@ class AsyncEngine:
 
 @dataclass(frozen=True)
 class _ToLoop:
-    """Takes what came of the streams of an event loop, which is woken once for all of a step."""
+    """Takes the results of an event loop's streams; the loop is woken once for all of a step."""
 
     loop: asyncio.AbstractEventLoop
 
@@ -184,7 +183,7 @@ def _hand_out(batch: Batch) -> None:
 class AsyncStream(AsyncIterator[StepOutput]):
     """What the steps add to one request, for one reader at a time; see :class:`AsyncEngine`.
 
-    It is read in one event loop, that in which it begins.
+    A stream is read in one event loop, in which it begins.
     """
 
     def __init__(
@@ -230,10 +229,10 @@ class AsyncStream(AsyncIterator[StepOutput]):
         raise self._why or StopAsyncIteration
 
     def take(self) -> StepOutput | None:
-        """The next step if it is there already; None: not yet, or there is none.
+        """The next step if it has arrived; None: it has not, or there is none.
 
         Raises:
-            RequestFailedError: the request failed on the way.
+            RequestFailedError: the request failed while it ran.
         """
         if self._is_closed or self._waiting is not None or not self._unread:
             return None
@@ -244,23 +243,23 @@ class AsyncStream(AsyncIterator[StepOutput]):
             raise
 
     def close(self, why: Exception | None = None) -> None:
-        """Cancel the request if it is unfinished; waits for nothing, from any thread.
+        """Cancel the request if it is unfinished, without waiting; any thread may call this.
 
         Args:
-            why: what a reader that goes on gets.
+            why: the error that later reads raise; None: they end as at the end of a stream.
         """
         if not self._is_closed:
             self._why = why
             self._is_closed = True
         if self._caller is not None:
             self._callers.close(self._caller)
-            self._caller = None  # Python need not say that this is gone any more
+            self._caller = None  # no notice is needed when this is collected
         if self._waiting is not None and self._loop is not None:
             with suppress(RuntimeError):  # its event loop is closed
                 self._loop.call_soon_threadsafe(self._wake)
 
     async def aclose(self) -> None:
-        """As :meth:`close`."""
+        """The same as :meth:`close`."""
         self.close()
 
     def _begin(self) -> None:
@@ -279,12 +278,12 @@ class AsyncStream(AsyncIterator[StepOutput]):
         )
         self._engine._check_open()
         self._callers.open(caller, [request], request_id)
-        self._engine._check_open()  # it may have been closed meanwhile, without seeing the caller
-        if self._is_closed:  # by another thread, in the same way
+        self._engine._check_open()  # a close in the meantime may have missed the caller
+        if self._is_closed:  # by another thread, in the meantime
             self._callers.close(caller)
 
     async def _wait(self) -> None:
-        """Wait for what comes next."""
+        """Wait for the next item."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             raise RuntimeError(
@@ -294,7 +293,7 @@ class AsyncStream(AsyncIterator[StepOutput]):
             )
         future = self._waiting = loop.create_future()
         try:
-            if not self._is_closed:  # after the above: a close from now on wakes it
+            if not self._is_closed:  # looked at after the above: a later close wakes it
                 await future
         finally:
             self._waiting = None

@@ -1,11 +1,11 @@
-"""How callers reach an engine that one thread steps, in this process or in another.
+"""Callers of an engine that one thread steps, in this process or in another.
 
-A caller puts messages in a queue and gets back what each step made of its requests. It waits for
-nothing when it leaves, and it may leave at any moment: where it is lost without having closed,
-Python itself puts it into the queue.
+A caller puts messages into a queue and gets back the results of each step for its requests. It may
+close at any moment, and does not wait then. If it is collected without having closed, the callback
+of a weak reference puts it into the queue.
 
-A request whose steps are not read is held after :data:`READ_AHEAD` of them: callers say what they
-have read, by the messages that say everything else.
+A request whose steps are not read is held after :data:`READ_AHEAD` of them: callers report by
+messages what they have read.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from eecore.scheduling.sequence import Sequence
 
 __all__ = ["READ_AHEAD", "Add", "Caller", "Callers", "Cancel", "Client", "Message", "Read", "Reset"]
 
-# Steps of a request that its caller has not read, after which it is held.
+# Unread steps of a request after which it is held.
 READ_AHEAD = 16
 
 
 class Add(NamedTuple):
-    """Serve a request. Its key is its own for good; its name another one may have after it."""
+    """Serve a request. Its key is never reused; its name may be, once the request is gone."""
 
     key: int
     sequence: Sequence
     whole: bool
-    """The caller wants the output alone, not what each step adds."""
+    """The caller wants only the output, not what each step adds."""
 
 
 class Cancel(NamedTuple):
@@ -44,19 +44,19 @@ class Cancel(NamedTuple):
 
 
 class Read(NamedTuple):
-    """So many steps of a request have been read."""
+    """Another ``num_steps`` steps of a request have been read."""
 
     key: int
     num_steps: int
 
 
 class Reset(NamedTuple):
-    """Forget what pages hold that no unfinished request has."""
+    """Forget the contents of pages that no unfinished request holds."""
 
 
 Message = Add | Cancel | Read | Reset
 News = tuple[int, StepOutput | Exception]
-"""The key of a request, and what came of it. After an exception there is no more."""
+"""The key of a request, and its new step or the exception that ended it."""
 Batch = list[tuple["Caller", StepOutput | Exception]]
 
 
@@ -65,11 +65,11 @@ class Caller(ref[Any]):
 
     Args:
         owner: the caller's own side.
-        inbox: gets this when the owner is gone.
-        sink: takes what came of the requests, once a step; it may be that of several callers. A
+        inbox: the queue into which this is put when the owner is gone.
+        sink: takes the results of the requests, once a step; several callers may share it. A
             RuntimeError from it means that they are gone.
-        whole: the caller wants outputs alone.
-        is_gone: whether nobody can take anything any more.
+        whole: the caller wants only outputs.
+        is_gone: whether the owner can take no more results.
     """
 
     __slots__ = ("group", "is_closed", "is_gone", "read", "requests", "sink", "unfinished", "whole")
@@ -95,21 +95,21 @@ class Caller(ref[Any]):
         """The keys of its requests by their names, in order."""
         self.unfinished: dict[int, None] = {}
         self.read: dict[int, int] = {}
-        """Steps that it has read and not said so yet, by the keys of requests."""
+        """Steps that it has read and not reported yet, by the keys of requests."""
         self.is_closed = False
 
 
 class Callers:
     """The callers of one engine, on any thread.
 
-    Whoever steps the engine takes messages from the inbox, by :meth:`messages`, and has what came
-    of requests delivered.
+    The thread that steps the engine takes messages from the inbox with :meth:`messages`, and gives
+    callers their results with :meth:`deliver`.
 
     Attributes:
         inbox: messages, and callers that are gone.
-        is_up: whether requests are taken just now.
+        is_up: whether requests are taken now.
         num_restarts: how often the engine had to be started again.
-        failure: why it will never take requests again, if that is so.
+        failure: why it will never take requests again; None while it may.
     """
 
     engine: EngineView
@@ -122,33 +122,33 @@ class Callers:
         self._numbers = itertools.count()
         self._names: dict[str, Caller] = {}
         self._requests: dict[int, tuple[Caller, Sequence]] = {}
-        """By their keys, until their callers are closed."""
+        """Callers and requests by the requests' keys, until the callers are closed."""
 
     # For callers
 
     def open(self, caller: Caller, requests: Iterable[Sequence], name: str | None = None) -> None:
-        """Queue the requests of a caller; ``name`` is that of its only one.
+        """Queue the requests of a caller; ``name`` is the id of a single request.
 
         Raises:
             RequestError: the name is in use.
         """
         self.check()
         added = [self._claimed(caller, request, name) for request in requests]
-        if caller.is_closed:  # by another thread, which may have missed a name
+        if caller.is_closed:  # closed by another thread, which may have missed a name
             self._forget(caller)
             return
         caller.unfinished = dict.fromkeys(caller.requests.values())
-        self.inbox.put(added)  # at once: no step has some of them and not the others
+        self.inbox.put(added)  # in one message: no step has only some of them
 
     def close(self, caller: Caller) -> None:
-        """Cancel what is unfinished. It waits for nothing, from any thread, any number of times."""
+        """Cancel unfinished requests, without waiting; from any thread, any number of times."""
         caller.is_closed = True
         if caller.unfinished:
             self.inbox.put(caller)
         self._forget(caller)
 
     def read(self, caller: Caller, step: StepOutput) -> None:
-        """A caller has read a step of one of its requests."""
+        """Count a step that a caller has read of one of its requests."""
         if caller.whole or step.output is not None:
             return
         key = caller.requests[step.request_id]
@@ -158,20 +158,20 @@ class Callers:
             self.inbox.put(Read(key, count))
 
     def check(self) -> None:
-        """See to it that requests are taken, and that the calling thread may wait for them.
+        """Check that requests are taken, and that the calling thread may wait for them.
 
         Raises:
-            RuntimeError: they are not, or it may not.
+            RuntimeError: requests are not taken, or the thread may not wait.
         """
 
     def reset_prefix_cache(self) -> None:
-        """Forget what pages hold that no unfinished request has: now, or when the step that is
-        running is done.
+        """Forget the contents of pages that no unfinished request holds: now, or when the step that
+        is running is done.
         """
         self.inbox.put(Reset())
 
     def let_go(self) -> None:
-        """No more callers are expected."""
+        """Let the engine's thread know that no more callers are expected."""
 
     def group(self, group: object) -> list[Caller]:
         """The callers of a group that are not closed."""
@@ -183,10 +183,10 @@ class Callers:
         requests = list(self._requests.items())
         return sum(key in caller.unfinished for key, (caller, _) in requests)
 
-    # For whoever steps the engine
+    # For the thread that steps the engine
 
     def messages(self, item: Message | list[Add] | Caller) -> Iterator[Message]:
-        """What something from the inbox asks for."""
+        """The messages of an item from the inbox."""
         if isinstance(item, Caller):
             self._forget(item)
             unfinished, item.unfinished = item.unfinished, {}
@@ -197,7 +197,7 @@ class Callers:
             yield item
 
     def deliver(self, news: Iterable[News]) -> None:
-        """Give callers what came of their requests."""
+        """Give callers the results of their requests."""
         batches: dict[Callable[[Batch], object], Batch] = {}
         for key, item in news:
             caller = self._waiting_for(key)
@@ -214,7 +214,7 @@ class Callers:
                     self.close(caller)
 
     def look_for_gone(self) -> None:
-        """Close callers that are gone without having said so."""
+        """Close callers that are gone without having closed."""
         for caller in list(self._names.values()):
             if caller.is_gone():
                 self.close(caller)
@@ -225,18 +225,18 @@ class Callers:
         return caller if caller is not None and key in caller.unfinished else None
 
     def _claimed(self, caller: Caller, request: Sequence, name: str | None) -> Add:
-        """A request under a name that is its caller's until that is closed."""
+        """A request under a name that belongs to its caller until the caller is closed."""
         if name is not None and not isinstance(name, str):
             raise RequestError(f"request_id: expected a string, got {name!r}")
         while True:
             key = next(self._numbers)
             claimed = f"request-{key}" if name is None else str.__str__(name)
-            caller.requests[claimed] = key  # first, so that it is found whatever happens
+            caller.requests[claimed] = key  # first, so that closing always finds it
             other = self._names.setdefault(claimed, caller)
             if other is caller:
                 break
             del caller.requests[claimed]
-            if other() is None:  # lost, and the engine has not looked at it yet
+            if other() is None:  # gone, and the engine has not handled that yet
                 self._forget(other)
             elif name is not None:
                 raise RequestError(f"request_id: {name!r} is in use")
@@ -253,19 +253,19 @@ class Callers:
 
 
 class Client:
-    """One call of a caller on a thread: opened, read, and closed, whatever happens.
+    """One call on a thread: its requests are opened, read, and always closed.
 
     Args:
-        callers: of the engine.
-        whole: it reads outputs alone, not what each step adds.
+        callers: the engine's callers.
+        whole: whether only outputs are read, not what each step adds.
     """
 
     def __init__(self, callers: Callers, *, whole: bool = False) -> None:
         self._callers = callers
-        self._mail: queue.SimpleQueue[Batch] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[Batch] = queue.SimpleQueue()
         self._unread: deque[StepOutput | Exception] = deque()
         self._num_unfinished = 0
-        self._caller: Caller | None = Caller(self, callers.inbox, self._mail.put, whole=whole)
+        self._caller: Caller | None = Caller(self, callers.inbox, self._batches.put, whole=whole)
 
     def open(self, requests: list[Sequence]) -> list[str]:
         """Queue requests that the engine has prepared; returns their names."""
@@ -275,16 +275,16 @@ class Client:
         return list(self._caller.requests)
 
     def __iter__(self) -> Iterator[StepOutput]:
-        """The steps of its requests as they come, or their last ones.
+        """The steps of its requests as they arrive; with ``whole`` only the last ones.
 
         Raises:
-            Exception: whatever ended a request without an output.
+            Exception: the error that ended a request without an output.
         """
         caller = self._caller
         while self._num_unfinished and caller is not None:
             if not self._unread:
                 self._callers.check()
-                self._unread.extend(item for _, item in self._mail.get())
+                self._unread.extend(item for _, item in self._batches.get())
             item = self._unread.popleft()
             if isinstance(item, Exception):
                 raise item
@@ -294,7 +294,7 @@ class Client:
             yield item
 
     def close(self) -> None:
-        """Cancel what is unfinished; it waits for nothing."""
+        """Cancel unfinished requests, without waiting."""
         if self._caller is not None:
             self._callers.close(self._caller)
-            self._caller = None  # Python need not say that this is gone any more
+            self._caller = None  # no notice is needed when this is collected

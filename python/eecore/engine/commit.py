@@ -1,6 +1,6 @@
-"""What an iteration did for a request becomes the state of the request.
+"""The outcomes of an iteration are committed to the requests.
 
-What may fail because of the request, its text above all, is worked out before anything changes.
+Steps that a request can make fail, such as decoding its text, run before any state changes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from eecore.scheduling.sequence import Sequence, TokenRecord
 __all__ = ["Commits", "Taken"]
 
 TIMED = 0.5
-"""Share of a request's tokens, without the first, that timed rounds have to give before it is said
-what full depth would have taken.
+"""Share of a request's tokens, without the first, that timed rounds must have given for the output
+to say what full depth would have taken.
 """
 
 
@@ -37,20 +37,20 @@ class Taken:
     decoded: Decoded | None = None
     """The text, as far as it had to be decoded."""
     shown: int | None = None
-    """How much of it has been given to the caller then."""
+    """Characters of the text that the caller has after this step."""
     piece: Callable[[], str] | None = None
-    """Gives the new text."""
+    """Returns the new text."""
     approximate: Iterable[int] = ()
     """Pages with positions for which not every layer ran."""
 
 
 class Commits:
-    """Makes outcomes the state of requests, of their pages and of the queues.
+    """Commits outcomes to the requests, their pages and the queues.
 
     Args:
-        exit_layers: of the model, the last one full depth.
-        scheduler: has the requests.
-        keyed: whether pages have keys of a draft head's own layers, too.
+        exit_layers: the model's exit layers, the last one full depth.
+        scheduler: the scheduler, which has the requests.
+        keyed: whether pages also have keys of a draft head's own layers.
     """
 
     def __init__(self, exit_layers: range, scheduler: Scheduler, *, keyed: bool = False) -> None:
@@ -58,8 +58,8 @@ class Commits:
         self._scheduler, self._keyed = scheduler, keyed
 
     def taken(self, outcome: Outcome) -> Taken:
-        """What of an outcome without an error counts. Nothing changes, whatever its text or its
-        guide raises.
+        """The part that counts of an outcome without an error. No state changes, whatever the text
+        or the guide raises.
         """
         sequence, records = outcome.sequence, outcome.records
         taken = Taken(records)
@@ -76,14 +76,14 @@ class Commits:
     def put(
         self, outcome: Outcome, taken: Taken, now: float, going_on: Container[Sequence]
     ) -> StepOutput | None:
-        """Make an outcome the state of its request; returns what the caller gets of it. Where the
-        request ends by it, it has yet to be finished.
+        """Commit an outcome to its request; returns the step for the caller, if there is one. A
+        request that ends with it has yet to be finished in the scheduler.
 
         Args:
-            outcome: what the iteration did.
-            taken: what counts of it.
+            outcome: what the iteration did for the request.
+            taken: the part of the outcome that counts.
             now: the time, in seconds of ``time.perf_counter``.
-            going_on: requests whose next iteration has been launched, and needs its pages.
+            going_on: requests whose next iteration is in flight and needs their pages.
         """
         sequence, pages = outcome.sequence, self._scheduler.pages
         is_first = not sequence.output_ids
@@ -138,8 +138,8 @@ class Commits:
         )
 
     def end(self, sequence: Sequence, now: float, error: Exception | None = None) -> StepOutput:
-        """What the caller gets of a request that ends as it is: cancelled, or by an error of its
-        own. It has yet to be finished.
+        """The last step of a request that is cancelled, or ends by an error of its own. The
+        request has yet to be finished in the scheduler.
         """
         pages = self._scheduler.pages
         step = self.last_step(sequence, now, None if error is None else described(error))
@@ -150,10 +150,10 @@ class Commits:
         return step
 
     def last_step(self, sequence: Sequence, now: float, error: str | None) -> StepOutput:
-        """What the caller gets of a request that ends as it is; nothing of its pages changes."""
+        """The last step of a request that ends in its present state; its pages do not change."""
         text: TextStream | None = sequence.text
         taken = Taken((), decoded=None if text is None else text.decoded)
-        with suppress(Exception):  # the text that there is has to do then
+        with suppress(Exception):  # the text decoded so far is used then
             self._end_text(taken, sequence, None, len(sequence.output_ids))
         _keep_text(text, taken)
         reason = "cancelled" if error is None else "error"
@@ -167,8 +167,8 @@ class Commits:
         """Pages of newly computed positions for which not every layer ran.
 
         Args:
-            outcome: that computed them.
-            lacks_keys: a draft head's own layers have no keys of what the request generates.
+            outcome: the outcome that computed the positions.
+            lacks_keys: whether a draft head's own layers lack keys of the generated tokens.
         """
         sequence, num_layers = outcome.sequence, self._num_layers
         first, prompt = sequence.num_computed, len(sequence.prompt_ids)
@@ -177,7 +177,7 @@ class Commits:
         split, page_size = prompt + len(before), self._scheduler.pages.page_size
         pages = set()
         for position in range(max(first, prompt) if is_deep else first, outcome.num_computed):
-            if is_deep:  # and a position before the split is replayed
+            if is_deep:  # a position before the split is replayed
                 is_old = position < split
                 layer = before[position - prompt] if is_old else fresh[position - split]
                 if layer == num_layers and not lacks_keys:
@@ -186,7 +186,7 @@ class Commits:
         return pages
 
     def _take_tokens(self, taken: Taken, sequence: Sequence) -> None:
-        """The new tokens, as many as there are up to the end of the request."""
+        """Take the new tokens, up to the end of the request."""
         text: TextStream | None = sequence.text
         decoded = text.decoded if text is not None and text.watches else None
         guided = None if sequence.draft is None else sequence.draft.guided
@@ -222,7 +222,7 @@ class Commits:
     def _end_text(
         self, taken: Taken, sequence: Sequence, decoded: Decoded | None, num_tokens: int
     ) -> None:
-        """The whole text of a request that ends, which is that of its first tokens."""
+        """Take the whole text of a request that ends: the text of its first ``num_tokens``."""
         text: TextStream | None = sequence.text
         if text is None:
             return
@@ -287,7 +287,7 @@ def _keep_text(text: TextStream | None, taken: Taken) -> None:
 
 
 def _show(taken: Taken, text: TextStream, decoded: Decoded, *, final: bool = False) -> None:
-    """Text of a request with stop strings, which is decoded at once."""
+    """Take the new text of a request with stop strings, which is decoded at once."""
     piece, taken.shown = text.shows(decoded, final=final)
     taken.decoded, taken.piece = decoded, lambda: piece
 
@@ -304,8 +304,8 @@ def _logprobs(
 
 
 def _prompt_logprobs(sequence: Sequence) -> list[PromptLogprob | None] | None:
-    """The scores of the prompt's tokens so far, where they were asked for; a request's output has
-    them, and its first step.
+    """The scores of the prompt's tokens so far, where they were asked for. A request's first step
+    and its output have them.
     """
     if sequence.sampling.prompt_logprobs is None:
         return None

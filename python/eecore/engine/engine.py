@@ -1,8 +1,8 @@
-"""The engine: requests come in, each step moves all of them, tokens come out.
+"""The engine: takes requests, advances all of them in each step, and returns their tokens.
 
 A step schedules, runs and commits, each once. A request whose iteration raises ends with the error,
-and the others go on. After an exception for which no request can be blamed all requests end with
-it, and the engine goes on empty: nothing of what was being changed then is used any more.
+and the other requests go on. After an exception that no request has caused, all requests end with
+it, and the engine goes on empty: no state that was being changed is used again.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ __all__ = ["Engine", "RunProgram"]
 class Engine:
     """Continuous batching over one model, with an exit policy per request.
 
-    It is for one thread at a time. A call that is interrupted, by KeyboardInterrupt or in any other
-    way, ends all requests: their outputs, with ``finish_reason`` "error", are what the next step
-    returns.
+    Only one thread may use it at a time. A call that is interrupted, by KeyboardInterrupt or in any
+    other way, ends all requests: the next step returns their outputs, with ``finish_reason``
+    "error".
 
     Args:
         network: the model.
         tokenizer: its tokenizer; without one prompts are token ids, and there are no texts.
         config: limits.
-        run: how decoding programs run; what suits the device when None.
+        run: how decoding programs run; None: as suits the device.
         ahead: whether a program's next run is launched before the outcome of this one is known;
-            where the device works on its own when None.
+            None: where ``run`` returns before the program has ended.
 
     Attributes:
-        num_failed_iterations: iterations, or parts of one, that raised. From any thread.
+        num_failed_iterations: iterations, or parts of one, that raised; any thread may read it.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Engine:
         self._arrivals = 0
         self._flight: Flight | None = None
         self._outbox: list[list[StepOutput]] = []
-        """What the next steps return, if there is anything: taking it is one operation."""
+        """The results that the next steps return, a list for each: taking one is one operation."""
         self._empty()
 
     @property
@@ -91,12 +91,12 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether :meth:`step` has anything left to do or to give."""
+        """Whether :meth:`step` has anything left to do or to return."""
         return bool(self._outbox or self.scheduler.requests)
 
     @property
     def has_runnable(self) -> bool:
-        """Whether a step would get anywhere: not with requests alone that are on hold."""
+        """Whether a step would do anything: not if all requests are on hold."""
         return bool(self._outbox or self.scheduler.has_runnable)
 
     @property
@@ -120,13 +120,13 @@ class Engine:
 
     @property
     def num_used_pages(self) -> int:
-        """Pages of the cache that requests have; about now, from any thread."""
+        """Pages of the cache that requests hold; approximate when read from another thread."""
         pages = self.scheduler.pages
         return pages.num_pages - pages.num_free
 
     @property
     def num_cached_pages(self) -> int:
-        """Pages that a prompt may begin with, used or not; about now, from any thread."""
+        """Pages that a new prompt may share, in use or not; approximate from another thread."""
         return self.scheduler.pages.num_cached
 
     @property
@@ -145,7 +145,7 @@ class Engine:
         return self.iterations.captures
 
     def knows_full_depth(self, num_requests: int) -> bool:
-        """Whether it is known how long a pass of full depth takes with so many requests."""
+        """Whether the time of a pass of full depth with ``num_requests`` is known."""
         return self.iterations.planner.chooser.costs.full(num_requests) is not None
 
     @property
@@ -161,7 +161,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> str:
-        """Queue a request and return its id. If it raises anything, there is no such request.
+        """Queue a request and return its id. If this raises anything, nothing is queued.
 
         Raises:
             RequestError: for a prompt, setting or length that this engine can never serve.
@@ -172,7 +172,7 @@ class Engine:
         return self.enqueue(self.prepare(prompt, exit=exit, sampling=sampling), request_id)
 
     def check_held(self) -> None:
-        """See to it that weights which are shared with another model are still that model.
+        """Check that weights which are shared with another model are still that model's.
 
         Raises:
             ModelError: they are not; see :func:`eecore.from_transformers`.
@@ -187,8 +187,8 @@ class Engine:
         exit: Exit | str | None = None,
         sampling: SamplingParams | None = None,
     ) -> Sequence:
-        """A request for :meth:`enqueue`. Nothing of the engine changes, so that any thread may
-        prepare one while another steps.
+        """A request for :meth:`enqueue`. The engine does not change, so that any thread may prepare
+        a request while another steps.
 
         Raises:
             RequestError: for a prompt, setting or length that this engine can never serve.
@@ -197,7 +197,7 @@ class Engine:
         return self.intake.sequence(prompt, exit, sampling)
 
     def compile(self, guide: Guide) -> None:
-        """Compile a guide before a request that follows it; from any thread.
+        """Compile a guide before a request that follows it; any thread may call this.
 
         Raises:
             GuideError: it cannot be compiled, or nothing can follow it.
@@ -205,12 +205,12 @@ class Engine:
         self.intake.guides.follow(guide)
 
     def is_compiled(self, guide: Guide) -> bool:
-        """Whether :meth:`compile` has its answer already."""
+        """Whether the outcome of :meth:`compile` is known already."""
         guides = self.intake.guides
         return isinstance(guides, Guides) and guides.knows(guide)
 
     def enqueue(self, sequence: Sequence, request_id: str | None = None) -> str:
-        """Queue what :meth:`prepare` made, once, and return its id.
+        """Queue a request from :meth:`prepare`, once, and return its id.
 
         Raises:
             RequestError: for an id that is in use, or is no string.
@@ -221,14 +221,15 @@ class Engine:
         return self.scheduler.add(sequence).request_id
 
     def step(self) -> list[StepOutput]:
-        """One iteration for everybody who can run; returns what each request got.
+        """One iteration of all requests that can run; returns what each request got.
 
-        A request that makes it fail ends with ``finish_reason`` "error", and so does one for whose
-        next token the model gives NaN or infinity; the others go on. Where none is at fault all of
-        them end so. KeyboardInterrupt and its like pass through.
+        A request that makes the iteration fail ends with ``finish_reason`` "error", and so does a
+        request for whose next token the model gives NaN or infinity; the other requests go on. If
+        no request is at fault, all of them end in this way. A ``BaseException`` that is no
+        ``Exception``, such as KeyboardInterrupt, passes through.
 
-        On a GPU the next iteration may be under way when it returns: requests that turn out to be
-        finished have its outcome discarded.
+        On a GPU the next iteration may be in flight when this one returns: its outcome is discarded
+        for requests that turn out to be finished.
         """
         try:
             if not self._outbox:
@@ -240,7 +241,7 @@ class Engine:
         return self._outbox.pop(0) if self._outbox else []
 
     def cancel(self, request_id: str) -> Output | None:
-        """End a request now; its pages go back. None when it is not (or no longer) known."""
+        """End a request now and free its pages; None when it is not (or no longer) known."""
         sequence = self.scheduler.requests.get(request_id)
         if sequence is None:
             return None
@@ -253,7 +254,7 @@ class Engine:
     def hold(self, request_id: str) -> None:
         """Leave a request out of the next steps until :meth:`resume`, if it is unfinished.
 
-        It keeps its pages as long as no other request needs them, and holds none up.
+        The request keeps its pages as long as no other request needs them, and delays no other.
         """
         sequence = self.scheduler.requests.get(request_id)
         if sequence is not None:
@@ -261,14 +262,14 @@ class Engine:
                 self.scheduler.hold(sequence)
 
     def resume(self, request_id: str) -> None:
-        """Let a request go on that was on hold; its output is what it would have been anyway."""
+        """Let a request on hold go on; its output is the same as without the hold."""
         sequence = self.scheduler.requests.get(request_id)
         if sequence is not None:
             with self._or_end_all():
                 self.scheduler.resume(sequence)
 
     def reset_prefix_cache(self) -> None:
-        """Forget what pages hold that no unfinished request has."""
+        """Forget the contents of pages that no unfinished request holds."""
         with self._or_end_all():
             self.scheduler.pages.reset()
 
@@ -281,7 +282,7 @@ class Engine:
         return sum(s.status is status for s in list(self.scheduler.requests.values()))
 
     def _own_id(self, request_id: str | None) -> str:
-        """The id that a new request asks for, or one that no request has."""
+        """The id that a new request asks for, or an unused one."""
         requests = self.scheduler.requests
         given = {step.request_id for steps in self._outbox for step in steps}
         if request_id is None:
@@ -298,7 +299,7 @@ class Engine:
 
     def _advance(self) -> None:
         """Schedule an iteration, run it, and commit what it did."""
-        flight, self._flight = self._flight, None  # lost, it would only have to be flown again
+        flight, self._flight = self._flight, None  # it is run again if this fails
         following: Flight | None = None
         if flight is None or flight.is_over:
             works = self.scheduler.schedule()
@@ -320,7 +321,7 @@ class Engine:
         self._flight = following
 
     def _launch(self, works: list[Work], after: Flight | None = None) -> Flight | None:
-        """An iteration that is under way; None where it has to be waited for, or fails."""
+        """An iteration in flight; None where it has to be waited for, or fails to launch."""
         try:
             return self.iterations.launch(works, after)
         except Exception:
@@ -328,11 +329,11 @@ class Engine:
             return None
 
     def _land(self, flight: Flight) -> list[Outcome] | None:
-        """What a flight did; None where that has to be found out request by request."""
+        """The outcomes of a flight; None where its requests have to be run again."""
         try:
             outcomes = self.iterations.land(flight)
         except Exception:
-            self._failed("an iteration that was under way failed")
+            self._failed("an iteration in flight failed")
             return None
         for outcome in outcomes:
             if outcome.error is not None or outcome.is_cut:
@@ -340,7 +341,7 @@ class Engine:
         return outcomes
 
     def _commit(self, outcomes: list[Outcome], going_on: Container[Sequence]) -> None:
-        """Make the outcomes of an iteration the state of the requests."""
+        """Commit the outcomes of an iteration to the requests."""
         now, steps = time.perf_counter(), list[StepOutput]()
         self._outbox.append(steps)
         for outcome in outcomes:
@@ -349,7 +350,7 @@ class Engine:
                 try:
                     taken = self._commits.taken(outcome)
                 except Exception as its:
-                    self._failed(f"what came of request {sequence.request_id!r} was not taken over")
+                    self._failed(f"the outcome of request {sequence.request_id!r} failed to commit")
                     error = its
             if error is not None:
                 LOGGER.error("request %r ends by an error", sequence.request_id, exc_info=error)
@@ -364,14 +365,14 @@ class Engine:
                     self.iterations.planner.ended(sequence)
 
     def _failed(self, what: str) -> None:
-        """Count and log what has just raised."""
+        """Count and log the exception that is being handled."""
         self.num_failed_iterations += 1
         LOGGER.warning("%s", what, exc_info=True)
 
-    # After an error that is no request's
+    # After an error that no request has caused
 
     def _empty(self) -> None:
-        """Begin with nothing: no request, all pages free."""
+        """Begin empty: no requests, all pages free."""
         cache = None
         if self.has_prefix_cache:
             cache = PrefixCache(self.config.page_size, self.network.config.num_layers)
@@ -383,8 +384,8 @@ class Engine:
         self._commits = Commits(self.network.config.exit_layers, self.scheduler, keyed=keyed)
 
     def _end_all(self, error: BaseException) -> None:
-        """End all requests by an error for which none can be blamed, and begin with nothing."""
-        self._failed("all requests end by an error that is not theirs")
+        """End all requests with an error that none of them has caused, and begin empty."""
+        self._failed("all requests end with an error that none of them has caused")
         now, why = time.perf_counter(), f"engine: expected no error, got {described(error)}"
         ended = {s.request_id for steps in self._outbox for s in steps if s.finished}
         unfinished = [s for s in self.scheduler.requests.values() if s.request_id not in ended]
@@ -395,7 +396,7 @@ class Engine:
 
     @contextmanager
     def _or_end_all(self) -> Iterator[None]:
-        """A change of the requests that is made wholly, or ends all of them."""
+        """A change of requests that is completed, or ends all requests."""
         try:
             yield
         except BaseException as error:

@@ -1,7 +1,7 @@
-"""Whose fault it is: an iteration that fails is run in parts until it is known who makes it fail.
+"""A failed iteration is run in parts until the requests that make it fail are known.
 
-An iteration changes no sequence, so that any part of it can be run again. What does not come back
-harms nobody: an iteration is run once more as it is before it is taken apart.
+An iteration changes no sequence, so that any part of it can be run again. It is first run once more
+as a whole: an error that does not recur then ends no request.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MAX_DESCRIBED = 2000
 
 Run = Callable[[list[Work]], list[Outcome]]
 Failed = Callable[[str], None]
-"""Told what has just raised and is done again, where the exception is caught."""
+"""Called with a description of what has raised and is run again, inside the exception handler."""
 
 
 def isolated(run: Run, works: list[Work], failed: Failed) -> list[Outcome]:
-    """What ``run`` makes of works, one outcome for each, in order.
+    """The outcomes that ``run`` gives for works, one for each, in order.
 
-    A work that makes it raise, alone too, has an outcome with the error; so has one whose outcome
-    says so itself. The others have what a run without those gives.
+    A work that makes ``run`` raise even alone has an outcome with the error. An outcome that has an
+    error already is kept. The remaining works have the outcomes of a run without the failed ones.
     """
     try:
         outcomes = run(works)
@@ -47,7 +47,7 @@ def isolated(run: Run, works: list[Work], failed: Failed) -> list[Outcome]:
 
 
 def described(error: BaseException) -> str:
-    """An error in a sentence."""
+    """An error in words."""
     try:
         text = str(error)
     except Exception:
@@ -58,7 +58,7 @@ def described(error: BaseException) -> str:
 
 
 def _in_halves(run: Run, works: list[Work]) -> list[Outcome]:
-    """The outcomes, of as many works together as do not fail."""
+    """The outcomes, from runs of as many works together as do not fail."""
     try:
         return run(works)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""From what a user asks for to a request that the engine can serve, or to a sentence why not."""
+"""Turns a user's prompt and settings into a request that the engine can serve, or an error."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from eecore.values import as_index, shown
 __all__ = ["ASKED", "Intake"]
 
 ASKED: WeakSet[ModelFacts] = WeakSet()
-"""Models of which it has been asked whether they were trained for early exit."""
+"""Models that were already checked for a record of training for early exit."""
 
 
 class Intake:
     """Checks requests to one model, and makes sequences of them.
 
     Args:
-        network: the model, or what is known of it.
-        tokenizer: of the model.
+        network: the model, or the facts on it.
+        tokenizer: the model's tokenizer.
         config: limits of the engine.
-        guides: compiles them; None: in this process.
+        guides: compiles guides; None: they are compiled in this process.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Intake:
     def sequence(
         self, prompt: str | list[int], exit: Exit | str | None, sampling: SamplingParams | None
     ) -> Sequence:
-        """The request, which has no id and no place in the queue yet.
+        """A checked request, which has no id and no place in the queue yet.
 
         Raises:
             RequestError: for a prompt, setting or length that can never be served.
@@ -115,10 +115,10 @@ class Intake:
         """A request that :meth:`sequence` has checked, here or in another process.
 
         Args:
-            prompt_ids: of the decoder.
-            input_ids: of the encoder, if there is one.
-            policy: of the request.
-            sampling: with a seed.
+            prompt_ids: the decoder's prompt.
+            input_ids: the encoder's input, if there is an encoder.
+            policy: the request's exit policy.
+            sampling: the request's settings, with a seed.
 
         Raises:
             GuideError: the guide cannot be compiled, or nothing can follow it.
@@ -142,7 +142,7 @@ class Intake:
         return sequence
 
     def _ask_for_training(self, policy: Exit) -> None:
-        """Warn once of a model of which nothing says that its exits are any good."""
+        """Warn once about a model that has no record of good exits."""
         ASKED.add(self._network)
         source, layers = self._network.source, self._network.config.exit_layers
         if source is not None and (
@@ -167,7 +167,7 @@ class Intake:
                 raise RequestError("prompt: expected some text, got an empty string")
             try:
                 prompt = self._tokenizer.encode(prompt)
-            except Exception as error:  # half of a surrogate pair, for one
+            except Exception as error:  # half of a surrogate pair, for example
                 raise RequestError(
                     f"prompt: expected text that the tokenizer takes, got {shown(prompt)}: {error}"
                 ) from error
@@ -189,7 +189,7 @@ class Intake:
         return number
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
-        """Check what only the model tells whether it can be."""
+        """Check the settings whose limits depend on the model."""
         vocab_size = self._network.config.vocab_size
         if sampling.stop and self._tokenizer is None:
             raise RequestError("stop: expected a model with a tokenizer for stop strings")

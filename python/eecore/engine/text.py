@@ -11,7 +11,7 @@ __all__ = ["Decoded", "Piece", "TextStream"]
 
 
 class Decoded(NamedTuple):
-    """The text of a request's first tokens; decoding more of them makes another one."""
+    """The text of a request's first tokens; decoding more tokens makes another ``Decoded``."""
 
     decoder: IncrementalDecoder
     num_tokens: int = 0
@@ -19,22 +19,22 @@ class Decoded(NamedTuple):
     stops: bool = False
     """A stop string has appeared; the text ends before it."""
     is_whole: bool = False
-    """Nothing is held back any more."""
+    """The decoder holds back no more text."""
 
 
 class TextStream:
     """Turns tokens into text that can be shown at once, and watches for stop strings.
 
-    Text that may still turn out to begin a stop string is held back. Tokens are decoded when
-    somebody asks for the text, at once where there are stop strings: most requests are never read
-    step by step, and decoding takes as long as much else of a step. Who reads the steps of a
-    request may do so in another thread: nothing is ever half changed.
+    Text that may begin a stop string is held back. Tokens are decoded when the caller asks for the
+    text, or at once where there are stop strings: most requests are never read step by step, and
+    decoding takes as long as other large parts of a step. The caller may read the steps of a
+    request in another thread, since the state is never half changed.
 
     Args:
-        tokenizer: decodes.
-        prompt_ids: what the text comes after.
-        stop: strings that end it.
-        token_ids: of the request, which grow.
+        tokenizer: decodes the tokens.
+        prompt_ids: the tokens before the text.
+        stop: strings that end the text.
+        token_ids: the request's tokens, a list that grows.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class TextStream:
         self._decoded = Decoded(tokenizer.incremental(prompt_ids))
         self._shown = 0
         self.special_texts: Mapping[int, str] = {}
-        """What :meth:`show` was given."""
+        """The texts of special tokens that :meth:`show` was given."""
 
     def show(self, tokens: Mapping[int, str]) -> None:
         """Give special tokens a text, before there are any tokens."""
@@ -62,11 +62,11 @@ class TextStream:
 
     @property
     def decoded(self) -> Decoded:
-        """As far as anybody has asked."""
+        """The text decoded so far."""
         return self._decoded
 
     def after(self, decoded: Decoded, token_ids: Sequence[int]) -> Decoded:
-        """With more tokens."""
+        """The decoded text with more tokens."""
         if not token_ids:
             return decoded
         decoder = decoded.decoder.copy()
@@ -74,7 +74,7 @@ class TextStream:
         return self._with(decoded, decoder, decoded.num_tokens + len(token_ids), piece)
 
     def whole(self, decoded: Decoded) -> Decoded:
-        """With what the decoder still holds back."""
+        """The decoded text with what the decoder still holds back."""
         if decoded.is_whole:
             return decoded
         decoder = decoded.decoder.copy()
@@ -82,17 +82,17 @@ class TextStream:
         return self._with(decoded, decoder, decoded.num_tokens, piece, is_whole=True)
 
     def keep(self, decoded: Decoded) -> None:
-        """Remember what was decoded, unless more has been since."""
+        """Store a decoded text, unless more tokens have been decoded since."""
         if not self._decoded.is_whole and decoded.num_tokens >= self._decoded.num_tokens:
             self._decoded = decoded
 
     def shows(self, decoded: Decoded, *, final: bool) -> tuple[str, int]:
-        """New text, up to what can be shown for certain, and how much will have been shown then."""
+        """The new text that can be shown for certain, and the characters shown after it."""
         end = len(decoded.text) if final else len(decoded.text) - self._held_back(decoded.text)
         return decoded.text[self._shown : end], max(self._shown, end)
 
     def mark_shown(self, shown: int) -> None:
-        """So much of the text has been."""
+        """Store how many characters of the text have been shown."""
         self._shown = shown
 
     def _with(
@@ -104,7 +104,7 @@ class TextStream:
         *,
         is_whole: bool = False,
     ) -> Decoded:
-        """With a piece more, up to the first stop string."""
+        """The text so far with one more piece, up to the first stop string."""
         text, stops = before.text, before.stops
         if piece and not stops:
             text += piece
@@ -127,12 +127,12 @@ class TextStream:
 
 
 class Piece:
-    """The text that is new with the first ``num_tokens``, decoded when it is first asked for.
+    """The text that the first ``num_tokens`` add to what was shown, decoded at the first call.
 
     Args:
         stream: the request's text.
         num_tokens: tokens of the request.
-        final: whether no more of them come.
+        final: whether no more tokens follow.
     """
 
     __slots__ = ("_final", "_num_tokens", "_stream", "_text")

@@ -1,4 +1,4 @@
-"""What may be asked of a model and of an engine that may be in another process."""
+"""What callers see of a model and of an engine that may be in another process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["EngineView", "ModelFacts"]
 
 
 class HeadFacts(Protocol):
-    """What of a draft head decides whether a model can serve a request."""
+    """The facts on a draft head that decide whether a model can serve a request."""
 
     @property
     def vocabulary_sha256(self) -> str: ...
 
 
 class ModelFacts(Protocol):
-    """What of a model decides whether it can serve a request: all but its weights."""
+    """The facts on a model that decide whether it can serve a request: all but its weights."""
 
     @property
     def config(self) -> AnyModelConfig: ...
@@ -36,7 +36,7 @@ class ModelFacts(Protocol):
 
 
 class EngineView(Protocol):
-    """An engine that a worker steps: its limits, and about how full it is."""
+    """An engine that a worker steps: its limits, and approximately how full it is."""
 
     @property
     def config(self) -> EngineConfig: ...
@@ -66,14 +66,14 @@ class EngineView(Protocol):
         exit: Exit | str | None = None,
         sampling: SamplingParams | None = None,
     ) -> Sequence:
-        """A request, checked; from any thread.
+        """A checked request; any thread may call this.
 
         Raises:
             RequestError: for a prompt, setting or length that the engine can never serve.
         """
 
     def compile(self, guide: Guide) -> None:
-        """Compile a guide before a request that follows it; from any thread.
+        """Compile a guide before a request that follows it; any thread may call this.
 
         Raises:
             GuideError: it cannot be compiled, or nothing can follow it.

@@ -1,7 +1,7 @@
 """One thread that steps an engine for callers on any thread.
 
-A caller that is interrupted or lost ends its own requests: the thread that steps is never the one
-that an interrupt hits.
+A caller that is interrupted or lost ends its own requests only: an interrupt reaches the caller's
+thread, never the thread that steps.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from eecore.scheduling.sequence import Sequence
 
 __all__ = ["Stepper", "Worker"]
 
-# How long the thread stays when there is no request.
+# Seconds that the thread stays without a request.
 LINGER_S = 5.0
-# How often callers are looked for that are gone without having said so.
+# Seconds between searches for callers that are gone without having closed.
 LOOK_S = 1.0
 
 
 class _Served:
-    """A request that the engine has."""
+    """A request in the engine, with the number of its unread steps."""
 
     __slots__ = ("key", "unread", "whole")
 
@@ -42,10 +42,10 @@ class _Served:
 
 
 class Stepper:
-    """Does what messages say, and steps. It is for one thread.
+    """Carries out messages and steps the engine, in one thread.
 
     Args:
-        engine: which nobody else steps.
+        engine: the engine, which nothing else steps.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -61,11 +61,11 @@ class Stepper:
 
     @property
     def can_step(self) -> bool:
-        """Whether a step would give anything."""
+        """Whether a step would return anything or advance a request."""
         return bool(self._news) or self.engine.has_runnable
 
     def do(self, message: Message) -> None:
-        """Do what a message says. What comes of it is in the next step."""
+        """Carry out a message; the next step returns its results."""
         try:
             if isinstance(message, Add):
                 self._add(*message)
@@ -78,15 +78,15 @@ class Stepper:
                 self._take_read(*message)
             else:
                 self.engine.reset_prefix_cache()
-        except Exception:  # all requests have ended by it, which the next step says
+        except Exception:  # it has ended all requests, as the next step reports
             LOGGER.exception("%s failed", type(message).__name__)
 
     def step(self) -> list[News]:
-        """One step for everybody; returns what callers get."""
+        """One step of all requests; returns the results for their callers."""
         news, self._news = self._news, []
         try:
             steps = self.engine.step()
-        except BaseException:  # all requests have ended by it, which the next step says
+        except BaseException:  # it has ended all requests, as the next step reports
             LOGGER.exception("a step was interrupted")
             steps = []
         for step in steps:
@@ -124,10 +124,10 @@ class Stepper:
 
 
 class Worker(Callers):
-    """An engine that a thread of its own steps, which is there while there are requests.
+    """An engine with a thread of its own that steps it and that runs while there are requests.
 
     Args:
-        engine: which nobody else steps.
+        engine: the engine, which nothing else steps.
     """
 
     engine: Engine
@@ -138,16 +138,16 @@ class Worker(Callers):
         self._stepper = Stepper(engine)
         self._process = os.getpid()
         self._threads: dict[str, threading.Thread] = {}
-        """The thread that steps, if there is one: whoever comes first is it."""
+        """The thread that steps, if there is one: the first to register in :meth:`begin`."""
         self._num_threads = torch.get_num_threads()
-        """Threads of a kernel, as the newest caller has them: torch keeps the number by thread."""
+        """Threads of a kernel, as the newest caller has set: torch keeps the number per thread."""
         self._lingers = True
         self._is_stopped = False
         self._idle_since = self._looked_at = time.monotonic()
         _WORKERS.add(self)
 
     def open(self, caller: Caller, requests: Iterable[Sequence], name: str | None = None) -> None:
-        """Queue the requests of a caller; ``name`` is that of its only one.
+        """Queue the requests of a caller; ``name`` is the id of a single request.
 
         Raises:
             RequestError: the name is in use.
@@ -157,37 +157,37 @@ class Worker(Callers):
         self.engine.check_held()
         self._num_threads = torch.get_num_threads()
         super().open(caller, requests, name)
-        # After the messages are there: a thread that ends just now looks for them.
+        # Only now that the messages are queued: a thread about to end checks for them.
         if not (self._threads or self._is_stopped):
             self._lingers = True
             arguments = ref(self, self.inbox.put), self.inbox
             threading.Thread(target=_work, args=arguments, name="eecore", daemon=True).start()
 
     def check(self) -> None:
-        """See to it that the calling thread may wait for the engine.
+        """Check that the calling thread may wait for the engine.
 
         Raises:
-            RuntimeError: it is of another process, or the one that steps.
-            EngineClosedError: the interpreter ends.
+            RuntimeError: the thread is in another process, or is the one that steps.
+            EngineClosedError: the interpreter is exiting.
         """
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"engine: expected the process that made it, {self._process}, got its child "
-                f"{os.getpid()}; a child makes an engine of its own"
+                f"{os.getpid()}; a child process must make its own engine"
             )
         if self._threads.get("") is threading.current_thread():
             raise RuntimeError("engine: expected a call between its steps, got one from inside")
         if self._is_stopped and threading.current_thread() is threading.main_thread():
-            raise EngineClosedError("engine: expected a running interpreter, got one that ends")
+            raise EngineClosedError("engine: expected a running interpreter, got an exiting one")
 
     def let_go(self) -> None:
-        """The thread need not wait for callers that may come."""
+        """Let the thread end without waiting for further callers."""
         self._lingers = False
         if self._threads:
             self.inbox.put(None)
 
     def stop(self) -> None:
-        """End the thread when its step is done, for good. Daemon threads that wait end with the
+        """End the thread for good when its step is done. Daemon threads that wait end with the
         interpreter.
         """
         self._is_stopped = True
@@ -198,16 +198,16 @@ class Worker(Callers):
     # The thread
 
     def begin(self) -> bool:
-        """Whether this thread is the one that steps."""
+        """Register this thread as the one that steps; False if another one is registered."""
         mine = threading.current_thread()
         self._idle_since = time.monotonic()
         return self._threads.setdefault("", mine) is mine
 
     def go_on(self, item: Any) -> float | None:
-        """Do what something from the inbox asks for, and step until nothing can run.
+        """Carry out an item from the inbox, and step until no request can run.
 
         Returns:
-            The seconds to wait for what comes next; None: the thread is to end.
+            The seconds to wait for the next item; None: the thread ends.
         """
         while not self._is_stopped:
             while item is not None:
@@ -250,7 +250,7 @@ class Worker(Callers):
 
 
 def _work(reference: ReferenceType[Worker], inbox: queue.SimpleQueue[Any]) -> None:
-    """The thread of a worker. While it waits it keeps no engine alive."""
+    """The thread of a worker. While it waits, it does not keep the engine alive."""
     worker = reference()
     if worker is None or not worker.begin():
         return
@@ -265,7 +265,7 @@ def _work(reference: ReferenceType[Worker], inbox: queue.SimpleQueue[Any]) -> No
             return
         try:
             wait = worker.go_on(item)
-        except BaseException as error:  # no caller is to wait for a thread that has given up
+        except BaseException as error:  # no caller may be left waiting for a failed thread
             wait = worker.fail(error)
         del worker, item
 
@@ -275,7 +275,7 @@ _WORKERS: WeakSet[Worker] = WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """A thread that is inside a kernel must not outlive the interpreter."""
+    """Stop all workers: a thread inside a kernel must not outlive the interpreter."""
     for worker in list(_WORKERS):
         if worker._process == os.getpid():
             worker.stop()

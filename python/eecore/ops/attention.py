@@ -1,4 +1,4 @@
-"""Attention to a paged KV cache, and what writes that cache."""
+"""Attention to a paged KV cache, and the ops that write that cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _share_kv = compiled("share_kv")
 
 
 class AppendKv(NamedTuple):
-    """What :func:`append_kv` takes beside the heads, for :func:`skinny_linear` to go on with it.
+    """The arguments of :func:`append_kv` after the heads, for :func:`skinny_linear` to append too.
 
     On CUDA up to 32 rows (8 in float32) are multiplied and appended in one launch, where heads have
     no norms, head_dim and rotary_dim are multiples of 16, the weight is not packed and the caches
@@ -45,9 +45,9 @@ class AppendKv(NamedTuple):
     value_scales: Tensor | None = None
     """float32 [num_kv_heads]"""
     q_cos_sin: Tensor | None = None
-    """float32 [max_position, rotary_dim], of queries alone"""
+    """float32 [max_position, rotary_dim], for queries only"""
     constant_places: bool = False
-    """Nothing that was launched and may be under way writes slot_mapping or positions."""
+    """No work in flight writes slot_mapping or positions."""
 
 
 def append_kv(
@@ -73,17 +73,17 @@ def append_kv(
     ``q``, when given, gets its head norm and rotary embedding in place. ``k`` and ``v`` are read
     only. A slot is ``page * page_size + offset``; slot -1 writes nothing.
 
-    A cache may be in float8 (e4m3), whatever the model's dtype: of a key or value, divided by its
-    head's scale, it holds the nearest number, the even one of two, and 448 of what is larger. NaN
-    stays NaN.
+    A cache may be in float8 (e4m3), whatever the model's dtype: a key or value is divided by its
+    head's scale and rounded to the nearest number, ties to even; a larger magnitude than 448
+    becomes 448. NaN stays NaN.
 
     Args:
         q: [num_tokens, num_q_heads, head_dim], any strides with contiguous head_dim; or None.
         k: [num_tokens, num_kv_heads, head_dim], likewise.
         v: [num_tokens, num_kv_heads, head_dim], likewise.
         k_cache: [num_pages, page_size, num_kv_heads, head_dim], one layer, any strides with
-            contiguous head_dim: where heads come before slots, ``cache.transpose(1, 2)``. Of the
-            model's dtype, float8_e4m3fn, or on the CPU bfloat16 where the others are float32.
+            contiguous head_dim: where heads come before slots, ``cache.transpose(1, 2)``. In the
+            model's dtype, float8_e4m3fn, or on the CPU bfloat16 with a model in float32.
         v_cache: [num_pages, page_size, num_kv_heads, head_dim], likewise, in the same dtype.
         slot_mapping: int64 [num_tokens].
         positions: int64 [num_tokens]; None switches the rotary embedding off.
@@ -92,14 +92,13 @@ def append_kv(
         q_norm_weight: [head_dim], RMS norm of each query head; or [num_q_heads * head_dim], of all
             query heads of a token at once.
         k_norm_weight: [head_dim] of key heads, or [num_kv_heads * head_dim], likewise.
-        eps: of the head norms.
+        eps: epsilon of the head norms.
         key_scales: float32 [num_kv_heads], positive, of keys in float8; None: 1.
         value_scales: float32 [num_kv_heads], likewise of values.
-        q_cos_sin: float32 [max_position, rotary_dim], that queries are rotated by in place of
-            ``cos_sin``: one of other frequencies, or with a factor by position.
-        constant_places: nothing that was launched and may be under way writes ``slot_mapping`` or
-            ``positions``: on a GPU :func:`skinny_linear` reads them then while what is ahead still
-            runs.
+        q_cos_sin: float32 [max_position, rotary_dim], by which queries are rotated in place of
+            ``cos_sin``: with other frequencies, or with a factor by position.
+        constant_places: no work in flight writes ``slot_mapping`` or ``positions``: on a GPU
+            :func:`skinny_linear` then reads them while earlier kernels still run.
     """
     _append_kv(
         q,
@@ -144,35 +143,35 @@ def paged_attention(
 ) -> Tensor:
     """Attention of ragged queries to a paged KV cache.
 
-    Sequence s has queries ``query_start_loc[s]..query_start_loc[s+1]``; they are its last
+    Sequence s has queries ``query_start_loc[s]..query_start_loc[s+1]``, which are its last
     positions: query i of n sits at position ``seq_lens[s] - n + i`` and, with ``causal``, sees keys
     up to its own. One query a sequence is decoding, a few are verification, many are a prefill
-    chunk. A query that sees no key gives zeros; without ``causal`` a sequence may well have more
+    chunk. A query that sees no key gives zeros; without ``causal`` a sequence may have more
     queries than keys. Cache slots and page-table entries that no key uses are never read.
 
     With ``position_bias`` the score of a query at position p and a key at position j gets the bias
-    of the bucket of j - p. Half of a side's buckets hold one distance each, the others ever longer
-    stretches, in equal steps of the logarithm up to ``max_distance``; the last one holds whatever
-    lies beyond. Keys ahead are at distance 0 or, when ``bidirectional``, have the upper half of the
-    buckets. (T5: Raffel et al. 2020 §2.1; the buckets, float32 rounding included, are those of
+    of the bucket of j - p. Half of a side's buckets hold one distance each, the other half ever
+    longer ranges, in equal steps of the logarithm up to ``max_distance``; the last one holds all
+    distances beyond. Keys ahead are at distance 0 or, if ``bidirectional``, have the upper half of
+    the buckets. (T5: Raffel et al. 2020 §2.1; the buckets, float32 rounding included, are those of
     T5Attention in transformers.)
 
     Sums are float32. In bfloat16 on tensor cores, and on CPUs that multiply pairs of it (AVX-512
-    BF16), the weights of values are rounded to bfloat16 first; elsewhere they stay float32. So are
-    there queries in float32 over caches in bfloat16.
+    BF16), the weights of values are rounded to bfloat16 first; elsewhere they stay float32. On such
+    CPUs queries in float32 over caches in bfloat16 are rounded to bfloat16, too.
 
     Args:
         q: [num_tokens, num_q_heads, head_dim], any strides with contiguous head_dim; head_dim is a
             multiple of 8 up to 256.
         k_cache: [num_pages, page_size, num_kv_heads, head_dim], strides and dtype as in
-            :func:`append_kv`. Of float8, which every dtype holds exactly, what is multiplied is
-            the stored number; a GPU has no kernel for it with a ``position_bias``.
+            :func:`append_kv`. In float8, which every dtype holds exactly, the stored numbers are
+            multiplied; a GPU has no kernel for float8 with a ``position_bias``.
         v_cache: [num_pages, page_size, num_kv_heads, head_dim], likewise.
         page_table: int32 [num_seqs, max_pages_per_seq].
         seq_lens: int32 [num_seqs], keys in the cache, this call's included.
         query_start_loc: int32 [num_seqs + 1], from 0 to num_tokens.
-        scale: of the scores, usually head_dim ** -0.5.
-        soft_cap: c > 0: scaled scores s become ``c * tanh(s / c)``; 0: they stay. Not with a
+        scale: factor of the scores, usually head_dim ** -0.5.
+        soft_cap: c > 0: scaled scores s become ``c * tanh(s / c)``; 0: no cap. Not with a
             ``position_bias``.
         causal: False for cross attention and encoders.
         sliding_window: how many keys a query sees, itself included; 0 for all.
@@ -184,17 +183,17 @@ def paged_attention(
             buckets, or, when ``bidirectional``, an even number of 4 to 256.
         max_distance: where the last bucket starts; more than half the buckets of a side.
         bidirectional: whether keys ahead of a query have buckets of their own.
-        arrivals: int32 [num_arrivals] of zeros, which it holds again after the call, for calls that
-            follow each other on one stream: what a GPU's blocks that share a long context count in,
-            so that the last of them merges their results, where these are not much, and no second
-            kernel is needed. 4096 are enough on any of today's; with too few of them, or none,
-            results are the same.
-        key_scales: float32 [num_kv_heads], positive, of keys in float8: they are multiplied by it,
-            in the score. None: 1.
-        value_scales: float32 [num_kv_heads], likewise of values, in the result.
-        constant_places: nothing that was launched and may be under way writes ``page_table``,
-            ``seq_lens``, ``query_start_loc``, the scales, or keys and values of positions before a
-            sequence's queries: on a GPU these are read then while what is ahead still runs.
+        arrivals: int32 [num_arrivals], zeros before the call and again after it; calls that follow
+            each other on one stream may share it. The blocks of a GPU that share a long context
+            count in it, so that the last block merges small results and no second kernel is
+            needed. 4096 numbers are enough on any present GPU; with fewer, or with None, results
+            are the same.
+        key_scales: float32 [num_kv_heads], positive, factors of keys in float8, applied in the
+            score. None: 1.
+        value_scales: float32 [num_kv_heads], likewise of values, applied in the result.
+        constant_places: no work in flight writes ``page_table``, ``seq_lens``,
+            ``query_start_loc``, the scales, or keys and values of positions before a sequence's
+            queries: on a GPU these are then read while earlier kernels still run.
         out: [num_tokens, num_q_heads, head_dim]; allocated when None.
 
     Returns:
@@ -252,10 +251,10 @@ def kv_fill(
 
     Args:
         hidden: [num_tokens, hidden_size], each row's exit state before any norm.
-        exit_layer: int32 [num_tokens], 0..first_layer + num_layers; the last one fills nothing.
+        exit_layer: int32 [num_tokens], 0..first_layer + num_layers; the last value fills nothing.
         norm_weight: [num_layers, hidden_size], the norms before attention; None: there are none.
         kv: [num_layers, 2 * num_kv_heads * head_dim, hidden_size], K rows then V rows; any layer
-            and row stride, so a view of a stacked QKV matrix does.
+            and row stride, so a view of a stacked QKV matrix will do.
         k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], any strides with
             contiguous head_dim; dtype as in :func:`append_kv`.
         v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], likewise.
@@ -265,13 +264,13 @@ def kv_fill(
         positions: int64 [num_tokens]; None switches the rotary embedding off.
         cos_sin: float32 [max_position, rotary_dim], as in :func:`append_kv`; with ``layer_ropes``
             [num_ropes, max_position, rotary_dim].
-        eps: of the norms.
+        eps: epsilon of the norms.
         key_scales: float32 [num_layers, num_kv_heads], as in :func:`append_kv`.
         value_scales: float32 [num_layers, num_kv_heads], likewise.
-        layer_ropes: int32 [num_layers, 2]: of ``cos_sin`` the table of each layer's queries, and
-            that of its keys.
-        first_layer: the number of the first of these layers, as ``exit_layer`` counts them: those
-            of a looped model's last loop follow all others.
+        layer_ropes: int32 [num_layers, 2]: the table of ``cos_sin`` for each layer's queries, and
+            the table for its keys.
+        first_layer: the number of the first of these layers, as ``exit_layer`` counts: the layers
+            of a looped model's last loop follow the layers of all other loops.
     """
     _kv_fill(
         hidden,
@@ -307,19 +306,19 @@ def share_kv(
     """Copy keys and values to the layers of a looped model that each row skipped.
 
     Layers are numbered through all loops: loop * loop_layers + layer of the stack. For row t and
-    every layer l >= exit_layer[t], what its slot holds in the same layer of the stack of the last
-    loop that ran for the row is copied to its slot of layer l.
+    every layer l >= exit_layer[t], the row's slot of layer l gets a copy of its slot in the same
+    layer of the stack, in the last loop that ran for the row.
 
     Args:
-        exit_layer: int32 [num_tokens], 0..num_layers: layers from there on get copies; one that did
-            not run in any loop gets none.
+        exit_layer: int32 [num_tokens], 0..num_layers: layers from there on get copies; a layer that
+            did not run in any loop gets none.
         k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], of any dtype of a
-            cache, any strides with contiguous head_dim. What is in float8 has the same scales in
-            all loops.
+            cache, any strides with contiguous head_dim. In float8 all loops must have the same
+            scales.
         v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], likewise.
         slot_mapping: int64 [num_tokens]; -1 copies nothing.
         loop_layers: layers of the stack, a divisor of num_layers.
-        from_last: the copies are of the last loop, which :func:`kv_fill` has filled; not of the
-            last one that ran.
+        from_last: copy from the last loop, which :func:`kv_fill` has filled, not from the last
+            loop that ran.
     """
     _share_kv(exit_layer, k_cache, v_cache, slot_mapping, loop_layers, from_last)

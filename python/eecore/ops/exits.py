@@ -1,4 +1,4 @@
-"""Confidence, who leaves with it, and the rows of an exit step."""
+"""Confidence measures, the exits that they decide, and the rows of an exit step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _accept_mask = compiled("accept_mask")
-# On CUDA rows that are out are masked: fewer of them would change the shapes of a graph.
+# CPU only: on CUDA exited rows are masked, since fewer rows would change a graph's shapes.
 _compact_rows = compiled("compact_rows", cpu_only=True)
 _exit_confidence_cosine = compiled("exit_confidence_cosine")
 _exit_confidence_mlp = compiled("exit_confidence_mlp")
@@ -42,7 +42,7 @@ _select_rows = compiled("select_rows", cpu_only=True)
 
 
 class AcceptMask(NamedTuple):
-    """Who goes on after an exit point."""
+    """The rows that go on after an exit point."""
 
     survivors: Tensor
     """int32 [num_seqs]: rows not accepted, ascending, then -1."""
@@ -86,7 +86,7 @@ def _empty_mask(confidence: Tensor) -> AcceptMask:
 
 
 class AcceptRows(NamedTuple):
-    """What :func:`accept_mask` takes beside the confidences, for ops that go on with it.
+    """The arguments of :func:`accept_mask` after the confidences, for ops that also accept rows.
 
     On CUDA a few rows are measured and accepted in one launch.
     """
@@ -102,7 +102,7 @@ class AcceptRows(NamedTuple):
 
 
 class SoftmaxConfidence(NamedTuple):
-    """What one pass over the LM head tells of each row."""
+    """The results of one pass over the LM head for each row."""
 
     confidence: Tensor
     """float32 [num_seqs]: the gap of the two largest probabilities."""
@@ -135,11 +135,11 @@ def exit_confidence_softmax(
         norm_weight: [hidden_size]; None when ``hidden`` is normed already.
         lm_head: [vocab_size, hidden_size], vocab_size >= 2; int8 with ``lm_head_scale``, packed
             bytes with ``lm_head_table``.
-        eps: of the RMS norm.
+        eps: epsilon of the RMS norm.
         lm_head_scale: float32 [vocab_size], see :func:`skinny_linear`.
         lm_head_table: int64 [vocab_size], see :func:`pack_weight`.
-        multiplier: of the logits.
-        soft_cap: c > 0: multiplied logits l become ``c * tanh(l / c)``; 0: they stay.
+        multiplier: factor of the logits.
+        soft_cap: c > 0: multiplied logits l become ``c * tanh(l / c)``; 0: no cap.
     """
     out = _empty_head(hidden)
     head = norm_weight, lm_head, lm_head_scale, eps
@@ -157,24 +157,24 @@ def _empty_head(hidden: Tensor) -> SoftmaxConfidence:
 
 
 class ActiveRows(NamedTuple):
-    """The rows of a decoding program that go on, and what their next layers read.
+    """The rows of a decoding program that go on, and the input of their next layers.
 
-    A program has num_rows rows. On the CPU the active ones move up where others leave; on CUDA all
-    of them stay, and those that are out are masked.
+    A program has num_rows rows. On the CPU active rows move up where rows exit; on CUDA all rows
+    stay in place, and exited rows are masked.
     """
 
     row: Tensor
-    """int32 [n]: which of the program's rows each is, ascending."""
+    """int32 [n]: the program's row of each active row, ascending."""
     positions: Tensor
     """int64 [n]"""
     slot_mapping: Tensor
-    """int64 [n]; -1 for rows that are out: they write no keys or values."""
+    """int64 [n]; -1 for masked rows: they write no keys or values."""
     seq_lens: Tensor
-    """int32 [n]; 1 for rows that are out: their attention costs next to nothing."""
+    """int32 [n]; 1 for masked rows: their attention costs next to nothing."""
     page_table: Tensor
     """int32 [n, max_pages]"""
     num_active: Tensor
-    """int32 [1]: how many of the n there are."""
+    """int32 [1]: how many of the n rows are active."""
     token_ids: Tensor | None = None
     """int64 [n]"""
     cross_page_table: Tensor | None = None
@@ -184,49 +184,49 @@ class ActiveRows(NamedTuple):
 
 
 class ExitingRows(NamedTuple):
-    """All rows of a program with exit points: how they leave, who has left, and with what.
+    """All rows of a program with exit points: how they exit, which have exited, and their results.
 
-    The first four tensors are read, the others updated in place. A row that is padding is gone from
-    the start.
+    The first four tensors are read, the rest are updated in place. A row that is padding counts as
+    exited from the start.
     """
 
     leave_after: Tensor
-    """int32 [num_rows]: how many layers run before a row leaves, accepted or not."""
+    """int32 [num_rows]: how many layers run before a row exits, accepted or not."""
     together: Tensor
-    """bool [num_rows]: a row leaves once all such rows are accepted."""
+    """bool [num_rows]: a row exits once all such rows are accepted."""
     fills: Tensor
     """bool [num_rows]: the layers that a row skips are filled."""
     kind: Tensor
-    """int32 [num_rows], how a row's token is made: 1 by the head, 2 from logits."""
+    """int32 [num_rows]: how a row's token is made: 1 by the head, 2 from logits."""
     accepted: Tensor
-    """bool [num_rows], sticky."""
+    """bool [num_rows]: accepted rows, which stay accepted."""
     gone: Tensor
-    """bool [num_rows]: who has left."""
+    """bool [num_rows]: rows that have exited."""
     exit_layer: Tensor
-    """int32 [num_rows]: how many layers had run when a row left."""
+    """int32 [num_rows]: how many layers had run when a row exited."""
     fill_from: Tensor
     """int32 [num_rows]: the first layer to fill; written for rows that fill."""
     measured_at: Tensor
     """int32 [num_rows]: the layer of ``confidence``."""
     confidence: Tensor
-    """float32 [num_rows], as measured last, or of all that was measured."""
+    """float32 [num_rows]: the last one measured, or the cumulative one of all measured."""
     token: Tensor
-    """int64 [num_rows], the head's at ``token_at``."""
+    """int64 [num_rows]: the head's token at ``token_at``."""
     logprob: Tensor
-    """float32 [num_rows], the token's."""
+    """float32 [num_rows]: the log-probability of ``token``."""
     token_at: Tensor
     """int32 [num_rows]: the layer of ``token``."""
     pending: Tensor
-    """int32 [num_rows], of rows that left: 2 where the token is made from logits; of others 0 where
-    ``token`` is of the state that the row left with, else 1."""
+    """int32 [num_rows], for exited rows: 2 where the token is made from logits; otherwise 0 where
+    ``token`` was made from the row's exit state, else 1."""
     hidden: Tensor
-    """[num_rows, hidden_size], contiguous rows: the state that a row left with."""
+    """[num_rows, hidden_size], contiguous rows: the row's exit state."""
     all_gone: Tensor
     """bool [1]"""
 
 
 class SoftmaxMeasure(NamedTuple):
-    """What :func:`exit_confidence_softmax` takes beside the states."""
+    """The arguments of :func:`exit_confidence_softmax` after the states."""
 
     norm_weight: Tensor | None
     lm_head: Tensor
@@ -237,7 +237,7 @@ class SoftmaxMeasure(NamedTuple):
     soft_cap: float = 0.0
 
     def __call__(self, hidden: Tensor) -> SoftmaxConfidence:
-        """Of [num_seqs, hidden_size]."""
+        """Measure states, [num_seqs, hidden_size]."""
         norm_weight, lm_head, eps, scale, table, multiplier, soft_cap = self
         return exit_confidence_softmax(
             hidden,
@@ -252,18 +252,18 @@ class SoftmaxMeasure(NamedTuple):
 
 
 class CosineMeasure(NamedTuple):
-    """What :func:`exit_confidence_cosine` takes beside the states."""
+    """The argument of :func:`exit_confidence_cosine` before the states."""
 
     previous: Tensor
-    """[num_seqs, hidden_size], after one layer less."""
+    """[num_seqs, hidden_size], states after one layer fewer."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Of [num_seqs, hidden_size]."""
+        """Measure states, [num_seqs, hidden_size]."""
         return exit_confidence_cosine(self.previous, hidden)
 
 
 class MlpMeasure(NamedTuple):
-    """What :func:`exit_confidence_mlp` takes beside the states."""
+    """The arguments of :func:`exit_confidence_mlp` after the states."""
 
     weight1: Tensor
     bias1: Tensor | None = None
@@ -271,7 +271,7 @@ class MlpMeasure(NamedTuple):
     bias2: Tensor | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Of [num_seqs, hidden_size]."""
+        """Measure states, [num_seqs, hidden_size]."""
         return exit_confidence_mlp(hidden, *self)
 
 
@@ -290,31 +290,31 @@ def exit_rows(
     condition: int | None = None,
     cumulative: bool = False,
 ) -> None:
-    """Take over what was measured after a layer, or measure it here, and let rows leave.
+    """Store the confidences measured after a layer, or measure them here, and let rows exit.
 
     A row that is asked is accepted, once and for all, when its confidence reaches its threshold; a
-    threshold of 1 or more never accepts, nor does a NaN. An accepted row leaves, as does one whose
-    layers are up: what it leaves with is kept, and later layers pass it by. Nothing changes for
-    rows that had left before. (Early-exit framework §3.1, Algorithm 1; CALM §3.)
+    threshold of 1 or more never accepts, nor does a NaN. An accepted row exits, as does a row
+    that has run ``leave_after`` layers: its results are kept, and later layers skip it. Nothing
+    changes for rows that exited before. (Early-exit framework §3.1, Algorithm 1; CALM §3.)
 
     Args:
-        hidden: [n, hidden_size] of the active rows, after ``layer`` layers.
+        hidden: [n, hidden_size], states of the active rows after ``layer`` layers.
         layer: how many layers have run, 1..num_layers.
         rows: updated in place.
-        active: of its tensors ``slot_mapping`` and ``seq_lens`` are updated, where a row leaves.
+        active: its ``slot_mapping`` and ``seq_lens`` are updated where a row exits.
         thresholds: float32 [num_rows]; infinity: the row is not asked here.
-        confidence: float32 [num_asked]; ``head``'s when None. Without both nobody is measured.
-        head: what the head gives of the rows asked. Rows accepted before are not measured again.
+        confidence: float32 [num_asked]; ``head``'s when None. Without both no row is measured.
+        head: the head's results for the rows asked. Rows accepted before are not measured again.
         asked: int32 [num_asked], the active rows that were measured, each once; None: all.
-        decide: False leaves it at measuring.
-        measure: measure all active rows first, in place of ``confidence`` and ``head``: what comes
-            of it is the same. On CUDA a few rows are measured and leave in one launch, and an LM
-            head is read only where some row is asked.
-        condition: of :func:`captured_condition`: the body that it is for runs where a row stays.
-            Only on CUDA, on a stream that is captured.
-        cumulative: what is measured is the probability of exiting here for a row that has not
-            exited before; its confidence is that of exiting here or before,
-            ``1 - prod_i (1 - measured_i)`` over all layers at which it was measured. Without a
+        decide: False: only measure.
+        measure: measure all active rows first, in place of ``confidence`` and ``head``, with the
+            same results. On CUDA a few rows are measured and exit in one launch, and an LM head is
+            read only if some row is asked.
+        condition: from :func:`captured_condition`: its body runs if a row stays. Only on CUDA, on
+            a stream that is captured.
+        cumulative: each measured value is the probability that a row exits here if it has not
+            exited before; its confidence is the probability that it exits here or before,
+            ``1 - prod_i (1 - measured_i)`` over all layers at which it was measured. Not with a
             head.
     """
     if measure is not None and (confidence is not None or head is not None):
@@ -354,11 +354,11 @@ class SelectedRows(NamedTuple):
     """Some of the active rows."""
 
     index: Tensor  # type: ignore[assignment]  # a tuple has methods of these names
-    """int32 [n]: the active rows picked, ascending; behind ``count`` nothing is written."""
+    """int32 [n]: the active rows picked, ascending; nothing is written after ``count``."""
     count: Tensor  # type: ignore[assignment]
     """int32 [1]"""
     hidden: Tensor
-    """[n, hidden_size], their states; behind ``count`` nothing is written."""
+    """[n, hidden_size], states of these rows; nothing is written after ``count``."""
 
 
 def select_rows(
@@ -373,11 +373,11 @@ def select_rows(
     count: Tensor | None = None,
     states: Tensor | None = None,
 ) -> SelectedRows:
-    """Pick the active rows that a part of a program is for, and put their states side by side.
+    """Pick the active rows that a part of a program is for, and gather their states.
 
     Args:
-        hidden: [n, hidden_size] of the active rows.
-        row: int32 [n], which of the program's rows each is; None: row i is row i.
+        hidden: [n, hidden_size], states of the active rows.
+        row: int32 [n], the program's row of each active row; None: row i is row i.
         kind: int32 [num_rows]; rows of the ``wanted`` kind are picked. None: of any kind.
         wanted: a kind.
         thresholds: float32 [num_rows]; rows with infinity are not picked.
@@ -398,14 +398,14 @@ def select_rows(
 
 
 def compact_rows(leaving: Tensor, active: ActiveRows, hidden: Tensor | None = None) -> None:
-    """Move the active rows that stay up to where others leave, their order kept.
+    """Move the active rows that stay up to the places of rows that exit, in the same order.
 
-    Rows behind the new ``active.num_active`` mean nothing.
+    Rows after the new ``active.num_active`` are undefined.
 
     Args:
-        leaving: bool [num_rows], by the program's rows.
-        active: updated in place; all n rows are looked at.
-        hidden: [n, hidden_size], contiguous rows, their states, updated in place.
+        leaving: bool [num_rows], which of the program's rows exit.
+        active: updated in place; all n rows are read.
+        hidden: [n, hidden_size], contiguous rows, states of the active rows, updated in place.
     """
     _compact_rows(leaving, *active, hidden)
 
@@ -418,7 +418,7 @@ class HeadRows(NamedTuple):
     confidence: Tensor
     """float32 [num_rows]"""
     logprob: Tensor
-    """float32 [num_rows], the token's."""
+    """float32 [num_rows]: the log-probability of ``token``."""
 
 
 def place_head(
@@ -435,22 +435,22 @@ def place_head(
     measure: SoftmaxMeasure | None = None,
     hidden: Tensor | None = None,
 ) -> None:
-    """Put what the head gives of some rows to where all rows have theirs.
+    """Write the head's results for some rows to their places among all rows.
 
     Args:
-        head: of the rows selected; None with ``measure``.
+        head: the head's results for the selected rows; None with ``measure``.
         out: updated in place.
-        index: int32 [num_selected], which row each is, each once; None: row j is row j.
+        index: int32 [num_selected], the row of each selected one, each once; None: row j is row j.
         kind: int32 [num_rows]; rows that are not of the ``wanted`` kind are left alone.
         wanted: a kind.
-        measured_at: int32 [num_rows], with ``exit_layer``: where it is the layer that a row left
-            after, the row keeps its confidence.
+        measured_at: int32 [num_rows], with ``exit_layer``: where both are the same layer, the row
+            keeps its confidence.
         exit_layer: int32 [num_rows].
         as_probability: the confidence is the token's probability, not the head's.
         vocabulary: int64 [vocab_size], the token of each row of a head that was cut; None: row t is
-            token t. A token of -1 stays what it is.
-        measure: run the head first, on ``hidden``: what comes of it is the same. On CUDA that
-            spares a launch, and the head is not read where no row is of the ``wanted`` kind.
+            token t. A token of -1 stays -1.
+        measure: run the head first, on ``hidden``, with the same results. On CUDA that saves a
+            launch, and the head is not read if no row is of the ``wanted`` kind.
         hidden: [num_selected, hidden_size], with ``measure``.
     """
     given: dict[str, Tensor | float | None] = {}
@@ -479,12 +479,12 @@ def exit_confidence_cosine(
 def exit_confidence_cosine(
     previous: Tensor, hidden: Tensor, *, accept: AcceptRows | None = None
 ) -> Tensor | tuple[Tensor, AcceptMask]:
-    """Cosine of the states of two consecutive layers, per row; 0 for a zero vector.
+    """Cosine similarity of the states of two consecutive layers, per row; 0 for a zero vector.
 
     (Early-exit framework §2.1, hidden states similarity.)
 
     Args:
-        previous: [num_seqs, hidden_size], after one layer less.
+        previous: [num_seqs, hidden_size], states after one layer fewer.
         hidden: [num_seqs, hidden_size].
         accept: also accept the rows, as :func:`accept_mask` does.
 

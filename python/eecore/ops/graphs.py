@@ -1,4 +1,4 @@
-"""What a CUDA stream is asked to do, captured: graphs, and bodies that run only if a flag says."""
+"""Captured work of a CUDA stream: graphs, and bodies that run only if a flag says so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CapturedGraph", "captured_body", "captured_condition"]
 
 
 def _module(asked: str) -> Any:
-    """eecore._cuda. RuntimeError without one."""
+    """The module eecore._cuda; RuntimeError where it or a GPU is missing."""
     if cuda_module is None:
         got = "no GPU" if build_info()["cuda"] else "a build without eecore._cuda"
         raise RuntimeError(f"{asked}: expected CUDA kernels and a GPU for them, got {got}")
@@ -23,12 +23,12 @@ def _module(asked: str) -> Any:
 
 
 class CapturedGraph:
-    """What a CUDA stream is asked to do, captured once and launched many times.
+    """The work of a CUDA stream, captured once and launched many times.
 
-    Unlike ``torch.cuda.graph`` this leaves memory to the caller: what the captured work reads and
-    writes must live as long as the graph, and what it allocates should come from a pool of its own
-    (``torch.cuda.use_mem_pool``). That goes for the bodies of :func:`captured_body` too, which are
-    captured on the same stream.
+    Unlike ``torch.cuda.graph`` this leaves memory to the caller: tensors that the captured work
+    reads and writes must live as long as the graph, and its allocations should come from a pool of
+    its own (``torch.cuda.use_mem_pool``). The same holds for the bodies of :func:`captured_body`,
+    which are captured on the same stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class CapturedGraph:
 
     @contextmanager
     def capture(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Capture what is asked of ``stream``, which is the current one inside.
+        """Capture the work of ``stream``, which is the current stream inside.
 
         Raises:
             RuntimeError: the stream is being captured, or the CUDA runtime refuses; there are no
@@ -49,29 +49,29 @@ class CapturedGraph:
             with torch.cuda.stream(stream):
                 yield
         except BaseException:
-            del graph  # ends the capture, however long what was raised is kept
+            del graph  # ends the capture even if the exception is kept
             raise
         graph.end()
         self._graph = graph
 
     def launch(self) -> None:
-        """Run it behind the work on the current stream; returns at once."""
+        """Run the graph after the work on the current stream; returns at once."""
         stream = torch.cuda.current_stream(self._device)
         self._graph.launch(stream.cuda_stream, stream.device_index)
 
 
 def captured_condition(device: torch.device) -> int:
-    """What a :func:`captured_body` that is to come is asked, for an op that decides it.
+    """A condition for an op that decides whether a later :func:`captured_body` runs.
 
     The op (:func:`exit_rows` takes one) and the body follow on the same stream, in the same graph
-    or body, in this order; each condition gets one body. The op spares the kernel that would look
-    at the flag.
+    or body, in this order; each condition gets one body. This saves the kernel that would read
+    the flag.
 
     Args:
-        device: whose current stream is captured.
+        device: the device whose current stream is captured.
 
     Raises:
-        RuntimeError: as of :func:`captured_body`.
+        RuntimeError: as :func:`captured_body`.
     """
     module = _module("captured_condition")
     stream = torch.cuda.current_stream(device)
@@ -81,7 +81,7 @@ def captured_condition(device: torch.device) -> int:
 
 @contextmanager
 def captured_body(flag: Tensor, when: bool, condition: int | None = None) -> Iterator[None]:
-    """What is captured here is work that a CUDA graph does only if a flag says so by then.
+    """Capture work that a CUDA graph runs only if a flag says so when the graph reaches it.
 
     The current stream must be captured (:class:`CapturedGraph`), and stays current inside. The body
     may hold kernels, memory copies and further bodies.
@@ -89,8 +89,8 @@ def captured_body(flag: Tensor, when: bool, condition: int | None = None) -> Ite
     Args:
         flag: bool [1], on the device; kernels before may write it.
         when: the value with which the body runs.
-        condition: of :func:`captured_condition`, set by an op that writes the flag: it decides, and
-            the flag is not looked at.
+        condition: from :func:`captured_condition`, set by an op that writes the flag: it decides,
+            and the flag is not read.
 
     Raises:
         RuntimeError: the current stream is not captured, or the CUDA runtime refuses; there are no
@@ -103,6 +103,6 @@ def captured_body(flag: Tensor, when: bool, condition: int | None = None) -> Ite
     try:
         yield
     except BaseException:
-        del body  # ends its capture, however long what was raised is kept
+        del body  # ends its capture even if the exception is kept
         raise
     body.end()

@@ -12,12 +12,12 @@ from eecore.ops.weights import Matrix, arguments_of, tables_of
 
 __all__ = ["CrossAttention", "DecoderWeights", "decoder_layers"]
 
-# What it saves is the waking of threads between kernels.
+# CPU only: it saves the waking of threads between kernels.
 _decoder_layers = compiled("decoder_layers", cpu_only=True)
 
 
 class DecoderWeights(NamedTuple):
-    """The weights of a decoder's layers, each of all layers at once."""
+    """The weights of a decoder's layers, each for all layers at once."""
 
     attention_norm: Tensor | None
     """[num_layers, hidden_size], before attention."""
@@ -25,26 +25,26 @@ class DecoderWeights(NamedTuple):
     """[num_layers, q_size + 2 * num_kv_heads * head_dim, hidden_size]; rows of the heads of q, then
     of k, then of v."""
     q_norm: Tensor | None
-    """[num_layers, head_dim], RMS norm of each query head, or [num_layers, q_size], of all of them
-    at once."""
+    """[num_layers, head_dim], RMS norm of each query head, or [num_layers, q_size], of all query
+    heads at once."""
     k_norm: Tensor | None
-    """[num_layers, head_dim], of keys likewise, or [num_layers, num_kv_heads * head_dim]."""
+    """[num_layers, head_dim] or [num_layers, num_kv_heads * head_dim], likewise for keys."""
     o: Matrix
     """[num_layers, hidden_size, q_size]"""
     mlp_norm: Tensor | None
     """[num_layers, hidden_size], before the MLP."""
     gate_up: Matrix
-    """[num_layers, 2 * inner_size, hidden_size]; gate, then up rows. Of an MLP that is not gated
+    """[num_layers, 2 * inner_size, hidden_size]; gate, then up rows. For an MLP without a gate
     [num_layers, inner_size, hidden_size]."""
     down: Matrix
     """[num_layers, hidden_size, inner_size]"""
     attention_post_norm: Tensor | None = None
-    """[num_layers, hidden_size], of what attention gives."""
+    """[num_layers, hidden_size], norm of the output of attention."""
     mlp_post_norm: Tensor | None = None
-    """[num_layers, hidden_size], of what the MLP gives."""
+    """[num_layers, hidden_size], norm of the output of the MLP."""
 
     def unbind(self) -> list[DecoderWeights]:
-        """Layer by layer: views."""
+        """The weights of each layer, as views."""
         num_layers = len(self.o.unbind())
         each = ([None] * num_layers if f is None else f.unbind() for f in self)
         return [DecoderWeights(*fields) for fields in zip(*each, strict=True)]
@@ -53,7 +53,8 @@ class DecoderWeights(NamedTuple):
 class CrossAttention(NamedTuple):
     """Attention of a decoder's layers over the keys and values that an encoder left in the cache.
 
-    They lie in pages of the same caches, and every query sees all of its sequence's.
+    The encoder's keys and values lie in pages of the same caches. Each query sees all of them that
+    belong to its sequence.
     """
 
     norm: Tensor
@@ -65,7 +66,7 @@ class CrossAttention(NamedTuple):
     page_table: Tensor
     """int32 [num_seqs, max_cross_pages]"""
     seq_lens: Tensor
-    """int32 [num_seqs], keys of the encoder; with 0 the attention adds nothing."""
+    """int32 [num_seqs], keys of the encoder; where it is 0 the attention adds nothing."""
 
 
 _NO_CROSS_ATTENTION = (None,) * 9
@@ -106,19 +107,19 @@ def decoder_layers(
     causal: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A stretch of a decoder's layers, in one call that wakes its threads once.
+    """A range of a decoder's layers, in one call that wakes its threads once.
 
-    Layer by layer, bit for bit as the single ops: :func:`skinny_linear` with the norm to queries,
-    keys and values, :func:`append_kv`, :func:`paged_attention`, :func:`skinny_linear` onto the
-    residual stream; with ``cross`` :func:`skinny_linear` with its norm to queries,
+    Bit for bit the results of the single ops, layer by layer: :func:`skinny_linear` with the norm
+    to queries, keys and values, :func:`append_kv`, :func:`paged_attention`, :func:`skinny_linear`
+    onto the residual stream; with ``cross`` :func:`skinny_linear` with its norm to queries,
     :func:`paged_attention` without ``causal``, :func:`skinny_linear` onto the residual stream;
     :func:`skinny_gated_linear` with the norm (:func:`skinny_linear` where the activation is
-    "relu"), :func:`skinny_linear` onto the residual stream. What is normed on its way there comes
-    by :func:`skinny_linear` and :func:`add_normed`.
+    "relu"), :func:`skinny_linear` onto the residual stream. An output with a post-norm is
+    added by :func:`skinny_linear` and :func:`add_normed`.
 
     Args:
         hidden: [num_tokens, hidden_size], the residual stream, any row stride.
-        weights: of all layers.
+        weights: the weights of all layers.
         k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], strides and dtype as in
             :func:`kv_fill`; head_dim is a multiple of 8 up to 256.
         v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], likewise.
@@ -130,9 +131,9 @@ def decoder_layers(
         seq_lens: int32 [num_seqs], keys in the cache, this call's included.
         query_start_loc: int32 [num_seqs + 1], from 0 to num_tokens.
         begin_layer: the first layer that runs.
-        end_layer: the layer before which it ends, up to num_layers.
-        scale: of the attention scores, usually head_dim ** -0.5.
-        eps: of all norms.
+        end_layer: the layer before which the call ends, up to num_layers.
+        scale: factor of the attention scores, usually head_dim ** -0.5.
+        eps: epsilon of all norms.
         sliding_window: int32 [num_layers], how many keys a query sees, itself included; 0 for all.
         skip_attention: bool [num_layers], layers whose attention, ``cross`` included, is left out:
             they add nothing and write no keys or values.
@@ -140,18 +141,18 @@ def decoder_layers(
         fixed_split_size: keys per split of a long context, as in :func:`paged_attention`. With a
             fixed size a row's result depends neither on the other sequences' rows nor on the
             number of threads.
-        cross: of a decoder with an encoder, between self attention and MLP.
-        position_bias: float32 [num_buckets, num_q_heads], of the self attention of all layers, as
-            in :func:`paged_attention`.
-        max_distance: of ``position_bias``.
-        activation: "silu" or "gelu_tanh" of a gated MLP, "relu" of one that is not.
-        residual_multiplier: of what attention, ``cross`` included, and the MLP give.
-        soft_cap: of the scores of self attention, as in :func:`paged_attention`.
+        cross: cross attention of a decoder with an encoder, between self attention and MLP.
+        position_bias: float32 [num_buckets, num_q_heads], bias of the self attention of all layers,
+            as in :func:`paged_attention`.
+        max_distance: of ``position_bias``, as in :func:`paged_attention`.
+        activation: "silu" or "gelu_tanh" for a gated MLP, "relu" for an MLP without a gate.
+        residual_multiplier: factor of the outputs of attention, ``cross`` included, and MLP.
+        soft_cap: cap of the scores of self attention, as in :func:`paged_attention`.
         layer_ropes: int32 [num_layers, 2], as in :func:`kv_fill`.
         key_scales: float32 [num_layers, num_kv_heads], as in :func:`kv_fill`.
         value_scales: float32 [num_layers, num_kv_heads], likewise.
-        causal: of self attention; False: a query sees all keys of its sequence, those of the
-            positions after its own too, as where a block of drafts is made in one pass.
+        causal: whether self attention is causal; False: a query sees all keys of its sequence,
+            also at positions after its own, as where a block of drafts is made in one pass.
         out: [num_tokens, hidden_size], any row stride that keeps rows apart; ``hidden`` itself, or
             apart from it.
 

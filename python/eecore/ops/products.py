@@ -25,7 +25,7 @@ def add_normed(
     multiplier: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``residual + multiplier * norm(x)``: what a sublayer gives, normed, onto the residual stream.
+    """``residual + multiplier * norm(x)``: a sublayer's normed output added to the residual stream.
 
     As in a model of x's dtype, the RMS norm, its multiple and the sum are each rounded to that
     dtype. A row's result depends neither on the other rows nor on the number of threads.
@@ -34,9 +34,9 @@ def add_normed(
         x: [num_tokens, hidden_size], any row stride.
         norm_weight: [hidden_size].
         residual: [num_tokens, hidden_size], any row stride; ``out`` itself, or apart from it. None:
-            there is nothing to add to, and the multiple of the norm is all.
-        eps: of the RMS norm.
-        multiplier: of the normed rows.
+            nothing is added to the multiple of the norm.
+        eps: epsilon of the RMS norm.
+        multiplier: factor of the normed rows.
         out: [num_tokens, hidden_size], any row stride that keeps rows apart.
 
     Returns:
@@ -60,19 +60,19 @@ def embed_tokens(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Rows of an embedding table, by tokens that are given or that a step before made.
+    """Rows of an embedding table, for tokens that are given or that an earlier step made.
 
     Args:
-        token_ids: int64 [num_tokens], in [0, vocab_size) where they are looked at.
+        token_ids: int64 [num_tokens], in [0, vocab_size) where they are read.
         weight: [vocab_size, hidden_size], any row stride; int8 with ``scale``; packed bytes with
             ``table``.
         scale: float32 [vocab_size], see :func:`skinny_linear`; the product is rounded to float32,
             then to out's dtype.
-        table: int64 [vocab_size], see :func:`pack_weight`; rounded to out's dtype.
-        previous: int64 [num_previous], with ``sources``; -1, where a step made no token, is
-            embedded as 0.
+        table: int64 [vocab_size], see :func:`pack_weight`; rows are rounded to out's dtype.
+        previous: int64 [num_previous], tokens of an earlier step, with ``sources``; -1, where the
+            step made no token, is embedded as 0.
         sources: int32 [num_tokens]: the token is ``previous[sources[i]]``; -1: ``token_ids[i]``.
-        multiplier: of the rows, once they are in out's dtype; rounded to it again.
+        multiplier: factor of the rows in out's dtype; the product is rounded to it again.
         dtype: of out where it is allocated; weight's when None. With ``table`` out must be given.
         out: [num_tokens, hidden_size], any row stride that keeps rows apart.
 
@@ -122,17 +122,17 @@ def skinny_linear(
         weight_scale: float32 [out_features].
         weight_table: int64 [out_features].
         norm_weight: [in_features].
-        eps: of the RMS norm.
+        eps: epsilon of the RMS norm.
         bias: [out_features].
         activation: None or "relu".
-        multiplier: of the linear layer with its bias, before the residual.
-        soft_cap: c > 0: what comes of that, y, becomes ``c * tanh(y / c)``; 0: it stays.
+        multiplier: factor of the linear layer with its bias, before the residual.
+        soft_cap: c > 0: the multiplied values y become ``c * tanh(y / c)``; 0: no cap.
         residual: [num_tokens, out_features], any row stride; ``out`` itself, or apart from it.
-        constant_weight: nothing that was launched and may be under way writes the weight: on a GPU
-            it is read then while what is ahead still runs.
+        constant_weight: no work in flight writes the weight: on a GPU the weight is then read while
+            earlier kernels still run.
         append: the columns of out are heads, those of q, then num_kv_heads of k, then as many of v;
-            do with them as :func:`append_kv` does, with ``eps`` for their norms too. Neither
-            activation, residual, multiplier nor cap then.
+            they are appended as by :func:`append_kv`, with ``eps`` for their norms too. Not with
+            activation, residual, multiplier or cap.
         out: [num_tokens, out_features], any row stride that keeps rows apart.
 
     Returns:
@@ -188,7 +188,7 @@ def skinny_gated_linear(
         weight_scale: float32 [2 * inner_size], see :func:`skinny_linear`.
         weight_table: int64 [2 * inner_size], see :func:`pack_weight`.
         norm_weight: [in_features].
-        eps: of the RMS norm.
+        eps: epsilon of the RMS norm.
         bias: [2 * inner_size].
         activation: "silu", or "gelu_tanh": ``0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))``.
         constant_weight: as in :func:`skinny_linear`.

@@ -1,4 +1,4 @@
-"""The compiled modules and what they register; their only importer, but for tapes and graphs."""
+"""The compiled modules and the ops that they register."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 try:
     from eecore import _C
 except ImportError as error:
-    if torch.__version__ < "2.10":  # compared as versions, by torch
+    if torch.__version__ < "2.10":  # torch compares these as versions
         raise ImportError(f"torch: expected 2.10 or newer, got {torch.__version__}") from error
     raise
 
@@ -31,7 +31,7 @@ OP_NAMES = tuple(
         if name.startswith("eecore::")
     )
 )
-"""All that ``csrc/ops`` has a schema for."""
+"""All ops for which ``csrc/ops`` has a schema."""
 _cpu_only: set[str] = set()
 
 
@@ -57,14 +57,14 @@ def missing_cuda_ops() -> tuple[str, ...]:
 
 
 def compiled(op: str, *, cpu_only: bool = False) -> Callable[..., None]:
-    """The op as it is registered: every argument in its place, outputs among them.
+    """The op as it is registered: all arguments by position, outputs included.
 
-    It has no gradients, so that it refuses tensors that require some wherever autograd records. An
-    autograd kernel in Python would do the same at twice the cost of a small op.
+    It has no gradients: where autograd records, it refuses tensors that require gradients. An
+    autograd kernel in Python would do the same, but would double the cost of a small op.
 
     Args:
-        op: its name.
-        cpu_only: it is not to have a CUDA kernel.
+        op: the op's name.
+        cpu_only: the op has no CUDA kernel by design.
     """
     if cpu_only:
         _cpu_only.add(op)
@@ -85,7 +85,7 @@ def compiled(op: str, *, cpu_only: bool = False) -> Callable[..., None]:
 
 
 def cpu_only_ops() -> tuple[str, ...]:
-    """Those that were said to be, by name."""
+    """The ops without a CUDA kernel by design, sorted by name."""
     return tuple(sorted(_cpu_only))
 
 
@@ -96,7 +96,7 @@ def _argument_names(op: str) -> list[str]:
 def _fake_of(op: str) -> Callable[..., None]:
     """The fake kernel of an op, which only writes into its arguments: there is nothing to do.
 
-    Torch calls it for tensors of whatever devices as soon as one of them is on ``meta``.
+    Torch calls it for tensors on any devices as soon as one of them is on ``meta``.
     """
     names = _argument_names(op)
 

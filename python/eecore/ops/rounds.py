@@ -33,15 +33,15 @@ _speculative_accept = compiled("speculative_accept")
 
 
 class DraftRound(NamedTuple):
-    """A round of self-speculation: up to num_steps drafts of each of a program's rows.
+    """A round of self-speculation: up to num_steps drafts for each of a program's rows.
 
-    The tensors below ``stop_tokens`` are what the ops of a round write, and read again.
+    The ops of a round write the tensors from ``first_position`` to ``states``, and read them again.
     """
 
     token_ids: Tensor
     """int64 [num_rows]: the last token of each row's text."""
     start: Tensor
-    """int64 [num_rows], its position."""
+    """int64 [num_rows]: the position of ``token_ids``."""
     tokens_left: Tensor
     """int64 [num_rows]: how many tokens the text may still have; a round gives one or more."""
     max_drafts: Tensor
@@ -49,15 +49,15 @@ class DraftRound(NamedTuple):
     page_table: Tensor
     """int32 [num_rows, max_pages], any row stride."""
     thresholds: Tensor
-    """float32 [num_rows]: a draft ends with a token whose confidence is below it."""
+    """float32 [num_rows]: drafting ends with a token whose confidence is below it."""
     stop_tokens: Tensor
-    """int64 [num_rows, num_stop_tokens], filled up with -1: a draft ends with one of them."""
+    """int64 [num_rows, num_stop_tokens], filled up with -1: drafting ends with one of them."""
     first_position: Tensor
-    """int64 [num_rows], of the round's first token, the last of the text."""
+    """int64 [num_rows]: the position of the round's first token, which is the last of the text."""
     left: Tensor
     """int64 [num_rows], tokens left at the start of the round."""
     round_slots: Tensor
-    """int64 [num_rows, num_steps + 1]: cache slots of the round's tokens, -1 for those that a row
+    """int64 [num_rows, num_steps + 1]: cache slots of the round's tokens, -1 for tokens that a row
     cannot have."""
     tokens: Tensor
     """int64 [num_rows, num_steps + 1]: the round's first token, then the drafts."""
@@ -66,36 +66,36 @@ class DraftRound(NamedTuple):
     num_drafted: Tensor
     """int64 [num_rows]"""
     most: Tensor
-    """int64 [num_rows]: how many it may draft; -1 for rows without a round, which are padding and
-    those whose text has no tokens left."""
+    """int64 [num_rows]: maximum drafts of the row; -1 for rows without a round, which are padding
+    and rows whose text has no tokens left."""
     done: Tensor
-    """bool [num_rows]: who drafts no more."""
+    """bool [num_rows]: rows that draft no more."""
     all_done: Tensor
     """bool [1]"""
     states: Tensor | None
-    """[num_rows, num_steps + 1, hidden_size], contiguous rows: after the drafting layers, for the
-    verification. What it has of rows and steps that were not drafted means nothing. None: the
+    """[num_rows, num_steps + 1, hidden_size], contiguous rows: states after the drafting layers,
+    for the verification; undefined for rows and steps that were not drafted. None: the
     verification runs all layers."""
     drafts: Tensor | None = None
-    """int64 [num_rows, num_steps]: drafts of rows that are given them; with ``num_given``."""
+    """int64 [num_rows, num_steps]: drafts that are given to rows; with ``num_given``."""
     num_given: Tensor | None = None
-    """int64 [num_rows]: how many; such a row drafts none itself, one with -1 does."""
+    """int64 [num_rows]: drafts given to the row, which then drafts none itself; -1: it drafts."""
 
 
 class EndedRound(NamedTuple):
-    """Where each row's text goes on behind a round."""
+    """Where each row's text goes on after a round."""
 
     next_token: Tensor
     """int64 [num_rows]: the token after the accepted ones; -1 where no token has a positive
     probability."""
     next_position: Tensor
-    """int64 [num_rows], its position."""
+    """int64 [num_rows]: the position of ``next_token``."""
     next_left: Tensor
     """int64 [num_rows]: how many tokens the text may still have."""
 
 
 class DraftedAhead(NamedTuple):
-    """What was drafted behind each row of an ended round, for the next one."""
+    """Drafts made after each row of an ended round, for the next round."""
 
     tokens: Tensor
     """int64 [num_rows, num_steps + 1]: the token that the round ended with, then the drafts."""
@@ -106,7 +106,7 @@ class DraftedAhead(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """What the layers read that verify a round: each row's last token alone, then all, ragged."""
+    """The input of the layers that verify a round: each row's last token, then all, ragged."""
 
     last_tokens: Tensor
     """int64 [num_rows]: the last token of each round, which the drafting layers have not seen."""
@@ -118,13 +118,13 @@ class Verification(NamedTuple):
     """int32 [num_rows]; 1 without a round."""
     token_ids: Tensor
     """int64 [max_tokens], max_tokens >= num_rows * (num_steps + 1): the tokens of all rounds, one
-    after the other; 0 behind num_tokens."""
+    after the other; 0 after num_tokens."""
     positions: Tensor
-    """int64 [max_tokens]; 0 behind num_tokens."""
+    """int64 [max_tokens]; 0 after num_tokens."""
     slot_mapping: Tensor
-    """int64 [max_tokens]; -1 behind num_tokens."""
+    """int64 [max_tokens]; -1 after num_tokens."""
     sequence: Tensor
-    """int32 [max_tokens]: whose token each is; 0 behind num_tokens."""
+    """int32 [max_tokens]: the row of each token; 0 after num_tokens."""
     seq_lens: Tensor
     """int32 [num_rows]; 0 without a round."""
     query_start_loc: Tensor
@@ -146,22 +146,24 @@ def begin_round(
 ) -> None:
     """Begin a round: where each row starts, how far it may draft, and where its tokens go.
 
-    A row drafts at most ``max_drafts`` tokens, and one fewer than it has left; of drafts that it is
-    given it takes as many. (LayerSkip §4.3.)
+    A row drafts at most ``max_drafts`` tokens, and one fewer than it has left; it takes at most as
+    many of the drafts that it is given. (LayerSkip §4.3.)
 
     Args:
-        draft_round: what is given of it is read, all but the confidences and states written.
-        active: all rows of the round, those that draft nothing masked; ``token_ids`` is there. Its
-            page tables and ``num_active`` are left alone.
+        draft_round: its inputs are read, its other tensors are written, except for confidences and
+            states.
+        active: all rows of the round, written; rows that draft nothing are masked. It has
+            ``token_ids``; its page tables and ``num_active`` stay as they are.
         page_size: slots of a page.
         ended: where the rows of an earlier round go on; with ``sources``.
-        sources: int32 [num_rows]: whose place in ``ended`` a row takes up, -1: what is given.
-        ahead: what was drafted behind ``ended``: rows that take up a place there are given these
-            drafts instead of their own, up to the first that is less likely than the row's
-            threshold. The round has ``drafts``.
-        condition: see :func:`exit_rows`; its body runs where a row drafts.
+        sources: int32 [num_rows]: the row of ``ended`` that a row continues; -1: the row starts
+            from ``token_ids``.
+        ahead: drafts made after ``ended``: rows that continue a row of it are given these drafts
+            instead of their own, up to the first that is less likely than the row's threshold. The
+            round has ``drafts``.
+        condition: see :func:`exit_rows`; its body runs if a row drafts.
         own_key: ``seq_lens`` of a row that drafts count its own key, which a layer writes before
-            it attends; False: those before it alone, one at least.
+            it attends; False: only the keys before it, at least one.
     """
     _begin_round(
         draft_round.token_ids,
@@ -205,22 +207,22 @@ def append_drafts(
     condition: int | None = None,
     own_key: bool = True,
 ) -> None:
-    """Take over a drafted token of every row that drafts; see who drafts another, and from where.
+    """Append a drafted token to every row that drafts; decide which rows draft another, and where.
 
-    Rows that are not active have to be done: ``all_done`` looks at the active ones. A token of -1,
-    of a row without probabilities, is kept as it is and embedded as 0. (LayerSkip §4.3.)
+    Rows that are not active must be done: ``all_done`` is computed from active rows. A token of -1,
+    from a row without probabilities, is kept as it is and embedded as 0. (LayerSkip §4.3.)
 
     Args:
-        hidden: [num_active, hidden_size], after the drafting layers, at the last token so far; None
-            where the round keeps no states.
+        hidden: [num_active, hidden_size], states after the drafting layers, at the last token so
+            far; None where the round keeps no states.
         token: int64 [num_active], the drafts.
-        confidence: float32 [num_active], of them; NaN ends a draft.
+        confidence: float32 [num_active], of the drafts; NaN ends drafting.
         step: drafts of the round before this one, 0..num_steps-1.
         draft_round: updated in place.
-        active: updated in place; ``token_ids`` is there.
-        condition: see :func:`exit_rows`; its body runs where a row drafts another.
-        own_key: ``seq_lens`` count the next token's own key; False: of rows that go on they stay as
-            they are, where drafts have no keys.
+        active: updated in place; it has ``token_ids``.
+        condition: see :func:`exit_rows`; its body runs if a row drafts another.
+        own_key: ``seq_lens`` count the next token's own key; False: drafts have no keys, and
+            ``seq_lens`` of rows that go on stay as they are.
     """
     _append_drafts(
         hidden,
@@ -248,12 +250,12 @@ def append_drafts(
 
 
 def begin_verification(draft_round: DraftRound, verification: Verification) -> None:
-    """Lay out what verifies a round's drafts: the tokens of every row, its first one included.
+    """Lay out the input that verifies a round's drafts: every row's tokens, the first included.
 
     (LayerSkip §4.3.)
 
     Args:
-        draft_round: drafted.
+        draft_round: a round with its drafts.
         verification: written.
     """
     _begin_verification(
@@ -269,14 +271,14 @@ def begin_verification(draft_round: DraftRound, verification: Verification) -> N
 def gather_states(
     states: Tensor, last: Tensor, verification: Verification, out: Tensor | None = None
 ) -> Tensor:
-    """States after the drafting layers for a verification: those kept, and the last tokens'.
+    """States after the drafting layers, for a verification: kept states and those of last tokens.
 
     Args:
         states: [num_rows, num_steps + 1, hidden_size], contiguous rows, of a draft round.
-        last: [num_rows, hidden_size], any row stride, of the last tokens.
-        verification: which rows there are.
-        out: [max_tokens, hidden_size], any row stride that keeps rows apart. Rows behind num_tokens
-            are zeros on CUDA, where layers compute with them, and left alone on the CPU.
+        last: [num_rows, hidden_size], any row stride, states of the last tokens.
+        verification: the layout of the rows.
+        out: [max_tokens, hidden_size], any row stride that keeps rows apart. Rows after num_tokens
+            are zeros on CUDA, where layers compute with them, and not written on the CPU.
 
     Returns:
         ``out``, allocated when left out.
@@ -307,27 +309,27 @@ def accept_round(
     uniform: Tensor | None = None,
     last_row: Tensor | None = None,
 ) -> None:
-    """Accept the longest valid prefix of each row's drafts, and say where its text goes on.
+    """Accept the longest valid prefix of each row's drafts, and write where its text goes on.
 
-    Greedy rows accept drafts while they are the target's tokens. Rows that sample accept and draw
-    as :func:`speculative_accept` does, but that with all drafts accepted the next token is the
-    target's, which is a sample of its distribution already. A row without a round stays where it
-    was. (LayerSkip §4.3.2; Leviathan et al. 2023.)
+    Greedy rows accept drafts while they equal the target's tokens. Rows that sample accept and draw
+    as :func:`speculative_accept` does, except that with all drafts accepted the next token is the
+    target's, which is already a sample of its distribution. A row without a round keeps its
+    position. (LayerSkip §4.3.2; Leviathan et al. 2023.)
 
     Args:
-        draft_round: drafted.
-        verification: of these drafts.
-        target: int64 [max_tokens], the full model's token after each ragged row's: the most
-            probable one, or for rows that sample one that was drawn.
+        draft_round: a round with its drafts.
+        verification: the layout that verified these drafts.
+        target: int64 [max_tokens], the full model's token after each ragged row: the most probable
+            token, or for rows that sample a drawn token.
         ended: written.
         num_accepted: int64 [num_rows], written.
-        sampled: bool [num_rows]; None: all rows are greedy. The following come with it.
-        draft_probs: float32 [num_rows * num_steps, vocab_size], what each draft was drawn from; of
-            greedy rows, and of drafts that there are not, it may be anything.
+        sampled: bool [num_rows]; None: all rows are greedy. The arguments below are given with it.
+        draft_probs: float32 [num_rows * num_steps, vocab_size], the distribution of each draft; for
+            greedy rows and missing drafts it may hold anything.
         target_probs: float32 [max_tokens, vocab_size], the full model's at each ragged row.
-        uniform: float32 [max_tokens, 2] in [0, 1): of each ragged row to accept the draft behind
-            it, and to draw another token instead. A number that has drawn a token must not come
-            back in a later round, so each position has numbers of its own.
+        uniform: float32 [max_tokens, 2] in [0, 1): for each ragged row one number to accept the
+            draft after it, and one to draw another token instead. A number that has drawn a token
+            must not be used again in a later round, so each position has its own numbers.
         last_row: int64 [num_rows], written: the ragged row whose state gave the next token; 0
             without a round.
     """
@@ -355,7 +357,7 @@ class SpeculativeAccept(NamedTuple):
     num_accepted: Tensor
     """int32 [num_seqs]"""
     next_token: Tensor
-    """int64 [num_seqs]: -1 where the target row has no positive probability, NaN for one."""
+    """int64 [num_seqs]: -1 where the target row has no positive probability, as in a row of NaN."""
 
 
 def speculative_accept(
@@ -377,7 +379,8 @@ def speculative_accept(
     drawn. (LayerSkip §4.3.2; Leviathan et al. 2023.)
 
     Sequence s has drafts ``draft_start_loc[s]..draft_start_loc[s+1]`` and target rows
-    ``draft_start_loc[s]+s..draft_start_loc[s+1]+s`` inclusive: one more, for the token after.
+    ``draft_start_loc[s]+s..draft_start_loc[s+1]+s`` inclusive: one more than drafts, for the
+    token after.
 
     Args:
         draft_tokens: int64 [num_drafts].

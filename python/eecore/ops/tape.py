@@ -1,4 +1,4 @@
-"""What a program calls on the CPU, recorded once and replayed by one call."""
+"""The ops that a program calls on the CPU, recorded once and replayed by one call."""
 
 from __future__ import annotations
 
@@ -20,38 +20,39 @@ class CallTrace(NamedTuple):
 
     op: str
     num_tokens: int
-    """Rows that it was about; -1 for an op that knows none."""
+    """Rows of the call; -1 for an op without rows."""
     num_seqs: int
     begin_layer: int
-    """Of ``decoder_layers``, else 0."""
+    """The first layer of ``decoder_layers``, else 0."""
     end_layer: int
     seconds: float
 
 
 class Tape:
-    """What a program calls on the CPU, recorded once and replayed by one call, many times.
+    """The ops that a program calls on the CPU, recorded once and replayed by one call, many times.
 
-    A program calls ops of this module on tensors of its own, which hold whatever they hold by the
-    time of the replay: data, how many rows there are, and whether a stretch runs at all. Besides it
-    may allocate with ``torch.empty`` and the like, make constants with ``torch.tensor``, and take
-    views. All threads are awake from the
-    first kernel of a replay to its last. ``len(tape)`` is how many calls were recorded.
+    A program calls ops of this module on its own tensors, whose contents are read at the time of
+    the replay: data, numbers of rows, and flags that skip a part. It may also allocate with
+    ``torch.empty`` and similar functions, make constants with ``torch.tensor``, and take views.
+    All threads are awake from the first kernel of a replay to its last. ``len(tape)`` is the number
+    of recorded calls.
     """
 
     def __init__(self) -> None:
         self._tape = _C.Tape()
         self._kept: dict[int, Tensor] = {}
         self.num_bytes = 0
-        """Memory of the tensors that were made while it was recorded and that it keeps."""
+        """Bytes of the tensors that were made during the recording and that the tape keeps."""
 
     def __len__(self) -> int:
         return len(self._tape)
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Record what this thread calls; nothing runs. An exception leaves an empty tape.
+        """Record the ops that this thread calls; none runs. An exception leaves an empty tape.
 
-        Shapes, dtypes and strides are checked as ever; values are not, neither now nor at replay.
+        Shapes, dtypes and strides are checked as usual; values are checked neither now nor at
+        replay.
         Every tensor that an op is given lives as long as the tape.
 
         Raises:
@@ -72,15 +73,15 @@ class Tape:
 
     @contextmanager
     def rows(self, num_tokens: Tensor, num_seqs: Tensor | None = None) -> Iterator[None]:
-        """Calls recorded here have as many rows at replay as the counts say by then.
+        """Calls recorded here have as many rows at replay as the counts hold at that time.
 
-        There are never more than the calls were recorded with; a call without tokens is left out,
-        but for :func:`exit_rows` and :func:`select_rows`, which then say that there are none. The
-        rows are the first ones of each tensor. Inside another ``rows`` this one counts.
+        There are never more rows than the calls were recorded with. A call without tokens is
+        skipped, except for :func:`exit_rows` and :func:`select_rows`, which then report no rows.
+        The rows are the first ones of each tensor. The innermost ``rows`` counts.
 
         Args:
-            num_tokens: int32 [1]; of ops that know sequences alone these are their sequences.
-            num_seqs: int32 [1], where an op knows both, or of :func:`exit_rows` those asked;
+            num_tokens: int32 [1]; the sequences of an op that has only sequences.
+            num_seqs: int32 [1], for ops that have both; the rows asked of :func:`exit_rows`.
                 ``num_tokens`` when None.
         """
         counts = (num_tokens, num_tokens if num_seqs is None else num_seqs)
@@ -94,7 +95,7 @@ class Tape:
 
     @contextmanager
     def unless(self, flag: Tensor) -> Iterator[None]:
-        """Calls recorded here are left out of a replay where ``flag``, bool [1], is set by then."""
+        """Calls recorded here are skipped in a replay if ``flag``, bool [1], is set by then."""
         self._keep(flag, "flag", torch.bool)
         opened = self._tape.open_jump(flag.data_ptr())
         try:
@@ -106,12 +107,12 @@ class Tape:
         """Run the calls, without the interpreter's lock; replays of one tape follow one another.
 
         Raises:
-            RuntimeError: this thread, or this tape, records.
+            RuntimeError: this thread, or this tape, is recording.
         """
         self._tape.replay()
 
     def trace(self) -> list[CallTrace]:
-        """A replay that tells which calls it made, in order, and how long each of them took."""
+        """Replay, and return the calls that were made, in order, with the time of each."""
         return [CallTrace(*call) for call in self._tape.trace()]
 
     def _keep(self, tensor: Tensor, name: str, dtype: torch.dtype) -> None:
@@ -124,7 +125,7 @@ class Tape:
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets through what a tape can hold, and keeps the tensors that eecore's ops are given."""
+    """Lets calls through that a tape can hold, and keeps the tensors given to eecore's ops."""
 
     _ALLOCATIONS = frozenset(
         {
@@ -145,13 +146,13 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def num_bytes(self) -> int:
-        """Of the storages that were made and are kept."""
+        """Bytes of the storages that were made and are kept."""
         storages = [tensor.untyped_storage() for tensor in self._kept.values()]
         made = {s._cdata: s.nbytes() for s in storages if s._cdata in self._made}
         return sum(made.values())
 
     def _note(self, made: Any) -> Any:
-        """Remember where a call's results lie."""
+        """Remember the storages of a call's results."""
         for tensor in made if isinstance(made, (tuple, list)) else (made,):
             if isinstance(tensor, Tensor):
                 self._made.add(tensor.untyped_storage()._cdata)
@@ -159,7 +160,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch's question; a yes would import all of its compiler, a second at the first tape."""
+        """False: otherwise torch imports all of its compiler, which takes a second."""
         return False
 
     def __torch_dispatch__(
@@ -174,7 +175,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._note(func(*args, **kwargs))
         if name in self._ALLOCATIONS:
             return self._note(func(*args, **kwargs))
-        # Inference mode leaves it to a mode to take composite ops apart; some copy.
+        # In inference mode this mode has to decompose composite ops; some of them copy.
         with self:
             parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:

@@ -29,11 +29,11 @@ _unpack_weight = compiled("unpack_weight", cpu_only=True)
 
 
 class Matrix(NamedTuple):
-    """A linear layer of every layer at once, or of one."""
+    """The linear layers of all layers at once, or of one layer."""
 
     weight: Tensor
-    """[num_layers, out_features, in_features], any layer and row stride; int8 with a scale. Of one
-    layer [out_features, in_features]. With a table uint8 [num_bytes], of all layers."""
+    """[num_layers, out_features, in_features], any layer and row stride; int8 with a scale. For one
+    layer [out_features, in_features]. With a table uint8 [num_bytes], for all layers."""
     bias: Tensor | None = None
     """[num_layers, out_features]"""
     scale: Tensor | None = None
@@ -46,7 +46,7 @@ class Matrix(NamedTuple):
         return self.scale is not None or self.table is not None
 
     def rows(self, rows: slice) -> Matrix:
-        """Those of each layer's outputs: a view."""
+        """The matrix of some of each layer's outputs, as a view."""
         bias = None if self.bias is None else self.bias[..., rows]
         if self.table is not None:
             return Matrix(self.weight, bias, None, self.table[..., rows])
@@ -54,7 +54,7 @@ class Matrix(NamedTuple):
         return Matrix(self.weight[..., rows, :], bias, scale)
 
     def unbind(self) -> list[Matrix]:
-        """Layer by layer: views."""
+        """The matrix of each layer, as views."""
         num_layers = len(self.weight if self.table is None else self.table)
         weights = [self.weight] * num_layers if self.table is not None else self.weight.unbind(0)
         each = (
@@ -65,7 +65,7 @@ class Matrix(NamedTuple):
 
 
 def arguments_of(fields: Iterable[Tensor | Matrix | None]) -> Iterator[Tensor | None]:
-    """As a schema has them: a matrix is its tensors, of which the tables come at the end."""
+    """The arguments of a schema: each matrix's tensors but its table, which comes at the end."""
     for field in fields:
         if isinstance(field, Matrix):
             yield from field[:3]
@@ -74,7 +74,7 @@ def arguments_of(fields: Iterable[Tensor | Matrix | None]) -> Iterator[Tensor | 
 
 
 def tables_of(fields: Iterable[Tensor | Matrix | None]) -> list[Tensor | None]:
-    """Those of the matrices, in their order."""
+    """The tables of the matrices, in order."""
     return [field.table for field in fields if isinstance(field, Matrix)]
 
 
@@ -83,15 +83,15 @@ BLOCK_FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 
 
 FLOAT_BLOCK_FORMATS = ("Q4_1", "Q5_1", "Q8_0")
-"""Of these, what :func:`quantise_weight` makes."""
+"""Block formats that :func:`quantise_weight` makes."""
 
 
 def in_huge_pages(memory: Tensor) -> Tensor:
-    """The same tensor, in pages of 2 MiB where the system has them: what is read from one end to
-    the other, as weights are, comes faster then.
+    """The same tensor, in pages of 2 MiB where the system has them: weights, which are read from
+    one end to the other, are then read faster.
 
     Args:
-        memory: on the CPU, contiguous, and not written yet: the pages are taken as it is.
+        memory: on the CPU, contiguous, and not written yet: its pages are taken at the first write.
     """
     _C.ask_for_huge_pages(memory.data_ptr(), memory.nbytes)
     return memory
@@ -116,22 +116,22 @@ def pack_weight(
 ) -> Matrix:
     """A weight in the blocks of a GGUF file, laid out for the products; nothing is rounded.
 
-    What comes back is a :class:`Matrix` without a bias: bytes that 16 rows at a time lie in, and a
-    table that says of every row where it lies, in what format, and how wide it is. Rows of a table
-    may be taken apart and put together at will, so one weight may hold rows of several formats::
+    The result is a :class:`Matrix` without a bias: bytes, in which 16 rows at a time lie, and a
+    table with the place, the format and the width of every row. Rows of a table may be taken apart
+    and put together at will, so one weight may hold rows of several formats::
 
         packed = ops.pack_weight(blocks, "Q4_0")
         y = ops.skinny_linear(x, packed.weight, weight_table=packed.table)
 
     In products on the CPU each (normed) row of x is quantised to 8 bits with a scale per 32
-    columns, at 1/127 of their largest magnitude. Products within 32 columns (16 of Q6_K) are summed
+    columns, at 1/127 of their largest magnitude. Products within 32 columns (16 in Q6_K) are summed
     as exact integers, those sums in float32 in ascending order of columns. A row that holds NaN or
-    infinity gives NaN throughout. On CUDA x stays as it is: of bfloat16 and float16 the products
-    with the whole numbers of a block are summed in float32, then scaled, of float32 those with the
-    floats that the weight stands for.
+    infinity gives NaN throughout. On CUDA x stays as it is: for bfloat16 and float16 the products
+    with the whole numbers of a block are summed in float32, then scaled; for float32 the products
+    with the floats that the weight stands for are summed.
 
-    Weights are packed on the CPU. On CUDA the two tensors are moved there as they are; the table is
-    not looked at there, so a place that is none is read wherever it points.
+    Weights are packed on the CPU. For CUDA the two tensors are moved there as they are. The table
+    is not checked there: an invalid place is read wherever it points.
 
     Args:
         blocks: uint8 [num_rows, row_bytes], whole blocks, any row stride.
@@ -153,11 +153,12 @@ def pack_weight(
 def quantise_weight(weight: Tensor, format: str, *, blocks: Tensor | None = None) -> Tensor:
     """Round a weight to blocks of 4, 5 or 8 bits, as GGUF files have them, for :func:`pack_weight`.
 
-    Of 32 numbers Q4_1 and Q5_1 keep whole numbers, a scale and a minimum, both float16. Several
+    For 32 numbers Q4_1 and Q5_1 keep whole numbers, a scale and a minimum, both float16. Several
     ranges of the block are tried, then the scale and minimum that fit the whole numbers best, with
-    which they are rounded again; kept is what has the least squared error, each number counting by
-    its magnitude plus the root mean square of the 32. Q8_0 has a scale, 1/127 of the largest.
-    A block with NaN, infinity or more than float16 can say becomes NaN. On the CPU only.
+    which the numbers are rounded again. The attempt with the least squared error is kept, where
+    each number is weighted by its magnitude plus the root mean square of the 32. Q8_0 has a scale,
+    1/127 of the largest magnitude. A block with NaN, infinity or a number beyond float16 becomes
+    NaN. On the CPU only.
 
     Args:
         weight: float32 or bfloat16 [num_rows, in_features], any row stride; in_features a multiple

@@ -1,4 +1,4 @@
-"""The page allocator of the KV cache: a free list, owners counted, exactness remembered."""
+"""The page allocator of the KV cache: a free list, counts of owners, and which pages are exact."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class PageAllocator:
     A page that holds KV filled from an exit state is approximate: it must never be shared between
     requests. Freshly allocated pages count as exact until :meth:`mark_approximate`.
 
-    With a prefix cache a page may have several owners, and keeps what it holds when the last of
-    them gives it back. It is free all the same: whoever allocates pages gets those that hold
-    nothing first, then those that have not been used for longest.
+    With a prefix cache a page may have several owners, and keeps its contents when the last owner
+    gives it back. It is then free nevertheless: an allocation takes empty pages first, then the
+    least recently used ones.
 
     Args:
-        num_pages: of the KV cache.
-        page_size: positions a page.
-        cache: what pages hold; None: nothing that anybody else could use.
+        num_pages: pages of the KV cache.
+        page_size: positions per page.
+        cache: the contents of pages; None: pages are not shared.
     """
 
     def __init__(self, num_pages: int, page_size: int, cache: PrefixCache | None = None) -> None:
@@ -38,9 +38,9 @@ class PageAllocator:
         self._cache = cache
         self._free = list(range(num_pages - 1, -1, -1))
         self._kept: OrderedDict[int, None] = OrderedDict()
-        """Free pages that hold something, those used last at the end."""
+        """Free pages with contents, the most recently used at the end."""
         self._owners: dict[int, int] = {}
-        """How many each page has, of those that have any."""
+        """The number of owners of each page that has any."""
         self._approximate: set[int] = set()
 
     @property
@@ -50,7 +50,7 @@ class PageAllocator:
 
     @property
     def num_cached(self) -> int:
-        """Pages that the next request may find, with an owner or without."""
+        """Pages that the next request may share, with an owner or without."""
         return 0 if self._cache is None else len(self._cache)
 
     def pages_for(self, num_tokens: int) -> int:
@@ -66,8 +66,8 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Iterable[int]) -> None:
-        """Give pages back, once for each owner; ValueError, and nothing freed, for one that is not
-        out.
+        """Give pages back, once for each owner; ValueError, and nothing freed, for a page that
+        is not allocated.
         """
         owners, counts = self._owners, dict[int, int]()
         for page in pages:
@@ -82,11 +82,11 @@ class PageAllocator:
             del owners[page]
             self._approximate.discard(page)
             (kept if self._holds(page) else self._free).append(page)
-        # A page is of use with those before it alone: the last goes first.
+        # A page is of use only with all pages before it: the last one is reused first.
         self._kept.update(dict.fromkeys(reversed(kept)))
 
     def num_freed_by(self, pages: Iterable[int]) -> int:
-        """How many pages are free when these are given back."""
+        """How many pages become free when these are given back."""
         return sum(count == self._owners[page] for page, count in Counter(pages).items())
 
     def mark_approximate(self, pages: Iterable[int]) -> None:
@@ -97,10 +97,10 @@ class PageAllocator:
         """Whether every layer of every position in the page ran."""
         return page not in self._approximate
 
-    # What pages hold
+    # The contents of pages
 
     def share(self, sequence: Sequence) -> list[int]:
-        """Pages that hold the beginning of what a sequence has to compute; it owns them, too."""
+        """Cached pages of the first positions that a sequence has to compute; it owns them, too."""
         found = [] if self._cache is None else self._cache.find(sequence)
         for page in found:
             self._owners[page] = self._owners.get(page, 0) + 1
@@ -108,21 +108,21 @@ class PageAllocator:
         return found
 
     def publish(self, sequence: Sequence) -> None:
-        """Let others have what a sequence has computed, as far as it is exact."""
+        """Let other sequences share what a sequence has computed, as far as it is exact."""
         if self._cache is not None:
             self._cache.publish(sequence, takewhile(self.is_exact, sequence.pages))
 
     def release(self, sequence: Sequence) -> None:
-        """Take all pages of a sequence."""
+        """Take all pages from a sequence."""
         self.free([*sequence.pages, *sequence.input_pages])
         if self._cache is not None:
-            # Those that hold the same and are another's were used as well.
+            # Pages of other sequences with the same contents count as used as well.
             for page in reversed(self._cache.of(sequence)):
                 if page in self._kept:
                     self._kept.move_to_end(page)
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Nobody else is to have what these pages hold."""
+        """Let no further sequence share the contents of these pages."""
         for page in pages:
             if self._cache is not None:
                 self._cache.forget(page)
@@ -131,14 +131,14 @@ class PageAllocator:
                 self._free.append(page)
 
     def reset(self) -> None:
-        """Forget what pages without an owner hold."""
+        """Forget the contents of pages without an owner."""
         self.forget(list(self._kept))
 
     def _holds(self, page: int) -> bool:
         return self._cache is not None and page in self._cache
 
     def _emptied(self) -> int:
-        """The free page that has not been used for longest; it holds nothing any more."""
+        """The least recently used free page, whose contents are forgotten."""
         page = next(iter(self._kept))
         assert self._cache is not None
         self._cache.forget(page)

@@ -1,12 +1,13 @@
-"""Which pages hold the keys and values of which tokens: a chain of hashes, one for each full page.
+"""The prefix cache: which full page holds the keys and values of which tokens, by chained hashes.
 
-A key stands for the tokens of a page and all before them, so that equal keys mean equal keys and
-values: every position ran all layers, behind positions that did. That holds where a row's result
-does not depend on what runs beside it; how a prompt was cut into chunks, and whether a position was
-a prompt's, a token's or an accepted draft's, then changes no bit. Elsewhere there is no cache.
+The hash of a page covers its tokens and all tokens before them. Equal hashes mean equal keys and
+values, since every position of such a page, and every position before it, ran all layers. This
+holds where a row's result does not depend on the other rows of its batch: then it changes no bit
+how a prompt was cut into chunks, or whether a position belonged to a prompt, a generated token or
+an accepted draft. Elsewhere there is no cache.
 
-A decoder with an encoder has none either: what its keys and values are depends on the encoder's
-input, and its own prompt is one token.
+A decoder with an encoder has no cache either: its keys and values depend on the encoder's input,
+and its own prompt is one token.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ __all__ = ["PrefixCache"]
 
 
 class PrefixCache:
-    """Pages by what they hold, whoever owns them.
+    """Pages by their contents, whichever sequences own them.
 
     Args:
-        page_size: positions a page.
-        num_layers: of the model.
+        page_size: positions per page.
+        num_layers: layers of the model.
     """
 
     def __init__(self, page_size: int, num_layers: int) -> None:
@@ -41,22 +42,23 @@ class PrefixCache:
         return len(self._pages)
 
     def find(self, sequence: Sequence) -> list[int]:
-        """The first pages of what a sequence still has to compute, as far as they will do."""
-        most = min(sequence.most_cached, self._exact_positions(sequence))
+        """The cached pages that a sequence can use for the first positions it has to compute."""
+        most = min(sequence.max_cached, self._exact_positions(sequence))
         return self._known(sequence, most // self._page_size)
 
     def of(self, sequence: Sequence) -> list[int]:
-        """The pages that hold what a sequence has computed, its own or others."""
+        """The cached pages that hold what a sequence has computed, its own or another's."""
         return self._known(sequence, min(len(sequence.page_keys), len(sequence.pages)))
 
     def publish(self, sequence: Sequence, exact: Iterable[int]) -> None:
-        """Let others have the full pages that a sequence has computed.
+        """Let other sequences share the full pages that a sequence has computed.
 
         Args:
-            sequence: whose full pages stay as they are from now on.
-            exact: its first pages, up to one that is not exact: those behind it attended to that.
+            sequence: a sequence whose full pages stay as they are from now on.
+            exact: its first pages, up to one that is not exact: pages after that one attended to
+                it.
         """
-        # The end of a text may have cut short what was computed.
+        # The text may end before the last computed position.
         count = min(sequence.num_computed, sequence.num_tokens) // self._page_size
         pages = list(islice(exact, count))
         for key, page in zip(self._chain(sequence, len(pages)), pages, strict=True):
@@ -64,7 +66,7 @@ class PrefixCache:
                 self._keys[page] = key
 
     def forget(self, page: int) -> None:
-        """A page holds nothing any more that anybody may have."""
+        """Remove a page: its contents are shared no more."""
         key = self._keys.get(page)
         if key is not None:
             self._pages.pop(key, None)
@@ -80,7 +82,7 @@ class PrefixCache:
         return list(takewhile(lambda page: page >= 0, pages))
 
     def _chain(self, sequence: Sequence, count: int) -> list[bytes]:
-        """Keys of the first pages of a sequence, made once."""
+        """Keys of the first pages of a sequence, each made once."""
         keys, size = sequence.page_keys, self._page_size
         for index in range(len(keys), count):
             tokens = array("q", sequence.tokens(index * size, (index + 1) * size)).tobytes()

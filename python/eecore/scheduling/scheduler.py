@@ -1,16 +1,17 @@
-"""Iteration-level batching: who runs in the next iteration, and with which pages.
+"""Iteration-level batching: which requests run in the next iteration, and with which pages.
 
 Running requests come first, oldest first; then waiting ones are admitted while pages, places and
 the token budget last. When pages run out the youngest running request is preempted: its pages go
 back, it waits at the head of the queue, and its KV is recomputed later. The oldest request can
 always run, since a request that could not fit alone is refused on arrival. An encoder's input is
-read in one iteration, and counts; one that is larger than the budget has an iteration to itself.
+read in one iteration, and counts against the budget; an input that is larger than the budget has an
+iteration to itself.
 
-A request on hold is in neither queue. It keeps its pages until others run out of them: its own are
-the first to go.
+A request on hold is in neither queue. It keeps its pages until other requests run out of pages: the
+pages of requests on hold are taken first.
 
-With a prefix cache a request begins behind the pages that hold the beginning of its tokens. What
-nobody owns counts as free, and goes before anybody loses anything.
+With a prefix cache a request begins after the cached pages of its first tokens. Pages without an
+owner count as free, and are used before any request loses pages.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["Scheduler", "Work"]
 
 
 class Work(NamedTuple):
-    """What one sequence does in an iteration: positions ``num_computed..`` of it."""
+    """The work of one sequence in an iteration, from position ``num_computed`` on."""
 
     sequence: Sequence
     num_tokens: int
@@ -40,12 +41,12 @@ class Work(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """What counts against the budget of an iteration: positions of decoder and encoder."""
+        """Positions of decoder and encoder, which count against the budget of an iteration."""
         return self.num_tokens + self.max_drafts + self.sequence.tokens_to_encode
 
     @property
     def most_tokens(self) -> int:
-        """Tokens that a decoding sequence may get from it."""
+        """Maximum tokens that a decoding sequence gets from this work."""
         return 1 + self.max_drafts
 
 
@@ -54,15 +55,14 @@ class Scheduler:
 
     Args:
         config: limits.
-        pages: of the cache.
-        draft_keys: positions after its drafts for which a request that speculates gets pages where
-            they are free: those of drafts that a head with layers of its own makes for the next
-            round.
+        pages: the allocator of the cache's pages.
+        draft_keys: positions after its drafts for which a speculating request gets pages where
+            pages are free: a draft head with layers of its own drafts there for the next round.
 
     Attributes:
-        requests: those that are unfinished by id, in the order of their arrival.
-        running: those that are running, in the same order.
-        held: those out of scheduling until they are resumed.
+        requests: unfinished requests by id, in the order of their arrival.
+        running: running requests, in the same order.
+        held: requests on hold, which are not scheduled until they are resumed.
     """
 
     def __init__(self, config: EngineConfig, pages: PageAllocator, *, draft_keys: int = 0) -> None:
@@ -74,7 +74,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
 
     def add(self, sequence: Sequence) -> Sequence:
-        """Take a request in, whose id no other has, by one operation; returns it."""
+        """Add a request, whose id is unused, by one operation; returns it."""
         return self.requests.setdefault(sequence.request_id, sequence)
 
     @property
@@ -89,7 +89,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> deque[Sequence]:
-        """Those that wait, in the order of their arrival, which is that of their turn."""
+        """The waiting requests in the order of their arrival, in which they are admitted."""
         fresh = len(self.requests) - len(self.running) - len(self.held) - len(self._waiting)
         if fresh > 0:
             newest = list(islice(reversed(self.requests.values()), fresh))
@@ -105,7 +105,7 @@ class Scheduler:
         return works
 
     def _go_on(self, budget: int) -> tuple[list[Work], int]:
-        """The work of those that are running, and what is left of the budget."""
+        """The work of the running requests, and what is left of the budget."""
         works: list[Work] = []
         page_size = self.pages.page_size
         for sequence in list(self.running):
@@ -119,7 +119,7 @@ class Scheduler:
                 if missing <= 0 or missing <= self.pages.num_free * page_size:
                     if missing > 0:
                         self._grow(sequence, positions)
-                    works.append(Work(sequence, 1, drafts))  # most of them, most of the time
+                    works.append(Work(sequence, 1, drafts))  # the usual case
                     budget -= 1 + drafts
                     continue
             if works and sequence.tokens_to_encode >= budget:
@@ -132,10 +132,10 @@ class Scheduler:
         return works, budget
 
     def schedule_ahead(self, running: list[Work]) -> list[Work]:
-        """The iteration behind one of decoding sequences that is still running, with pages for it.
+        """The iteration after one of decoding sequences that is in flight, with pages for it.
 
-        Empty when nobody goes on for certain, or when :meth:`schedule` would do more than let them:
-        admit somebody, take pages from somebody, split the batch.
+        Empty when no sequence goes on for certain, or when :meth:`schedule` would do more than
+        continue them: admit a request, take pages from a request, or split the batch.
         """
         if self.waiting and len(self.running) < self._config.max_num_seqs:
             return []
@@ -147,7 +147,7 @@ class Scheduler:
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
             num_going += 1
-            # When the iteration gives the fewest.
+            # Tokens left if the iteration gives only one.
             left = sequence.sampling.max_tokens - len(sequence.output_ids) - 1
             if left <= 0:
                 continue
@@ -177,7 +177,7 @@ class Scheduler:
         return Work(sequence, min(left, budget, self._config.max_prefill_chunk), is_prefill=True)
 
     def _with_drafts(self, work: Work) -> Work:
-        """Adds as many drafts as the request wants and free pages allow, without preempting."""
+        """The work with as many drafts as the request wants and free pages allow; no preemption."""
         sequence = work.sequence
         room = (len(sequence.pages) + self.pages.num_free) * self.pages.page_size
         drafts = min(_wanted_drafts(sequence), room - sequence.num_tokens)
@@ -192,7 +192,9 @@ class Scheduler:
             sequence.pages += self.pages.allocate(missing)
 
     def _reserve(self, sequence: Sequence, work: Work) -> bool:
-        """Pages for the work, preempting the youngest as needed; False if that was the sequence."""
+        """Allocate the work's pages, preempting the youngest requests as needed; False if the
+        sequence itself was preempted.
+        """
         positions = sequence.num_computed + work.num_tokens + work.max_drafts
         while (missing := self.pages.pages_for(positions) - len(sequence.pages)) > (
             self.pages.num_free
@@ -223,8 +225,9 @@ class Scheduler:
         return works
 
     def _give_pages(self, sequence: Sequence) -> bool:
-        """Those that hold the beginning of its tokens already, and an encoder's; False, and nothing
-        given, without room for all its tokens and the next ones: it would be preempted at once.
+        """Give a sequence the cached pages of its first tokens, and pages for an encoder's input;
+        False, and nothing given, without room for all its tokens and the next ones: it would be
+        preempted at once.
         """
         cached = self.pages.share(sequence)
         following = min(1, sequence.tokens_left) + _required_drafts(sequence)
@@ -235,7 +238,7 @@ class Scheduler:
             return False
         sequence.input_pages = self.pages.allocate(inputs)
         sequence.pages, sequence.num_computed = cached, len(cached) * self.pages.page_size
-        if not sequence.counters.preemptions:  # what is replayed was its own
+        if not sequence.counters.preemptions:  # a replay finds its own pages
             sequence.cached_tokens = sequence.num_computed
         return True
 
@@ -247,7 +250,7 @@ class Scheduler:
         self._evict(sequence)
 
     def hold(self, sequence: Sequence) -> None:
-        """Take a sequence out of scheduling; nothing else of it changes."""
+        """Take a sequence out of scheduling and change nothing else."""
         waiting, before = self.waiting, sequence.status
         if before not in (SequenceStatus.RUNNING, SequenceStatus.WAITING):
             return
@@ -274,7 +277,7 @@ class Scheduler:
         bisect.insort(self.running, sequence, key=lambda s: s.arrival)
 
     def _wait(self, sequence: Sequence, waiting: deque[Sequence]) -> None:
-        """Before all that came later, as if it had waited ever since it arrived."""
+        """Queue a sequence before all later arrivals, as if it had waited since its own arrival."""
         sequence.status = SequenceStatus.WAITING
         waiting.insert(bisect.bisect(waiting, sequence.arrival, key=lambda s: s.arrival), sequence)
 
@@ -285,8 +288,8 @@ class Scheduler:
         _forget_pages(sequence, preemptions=1)
 
     def _reclaim(self, count: int) -> bool:
-        """Have ``count`` pages free, at the cost of those on hold; False, and nothing taken, when
-        theirs are not enough.
+        """Make ``count`` pages free, taking those of requests on hold as needed; False, and nothing
+        taken, when these are not enough.
         """
         if count <= self.pages.num_free:
             return True
@@ -301,7 +304,7 @@ class Scheduler:
         return True
 
     def crop(self, sequence: Sequence) -> None:
-        """Give back the pages behind the last computed position (LayerSkip §4.3)."""
+        """Give back the pages after the last computed position (LayerSkip §4.3)."""
         keep = self.pages.pages_for(sequence.num_computed)
         surplus = sequence.pages[keep:]
         if surplus:
@@ -309,7 +312,7 @@ class Scheduler:
             del sequence.pages[keep:]
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a sequence from wherever it is; its pages go back."""
+        """Remove a sequence from its queue and free its pages."""
         sequence.status = SequenceStatus.FINISHED
         if sequence in self.running:
             self.running.remove(sequence)
@@ -323,7 +326,7 @@ class Scheduler:
 
 
 def _forget_pages(sequence: Sequence, preemptions: int = 0) -> None:
-    """All that it has computed is gone with its pages, in one go."""
+    """Reset a sequence whose pages are gone, and with them all that it has computed."""
     s = sequence
     s.counters.preemptions += preemptions
     s.pages, s.input_pages, s.num_computed, s.is_encoded = [], [], 0, False
@@ -336,7 +339,7 @@ def _wanted_drafts(sequence: Sequence) -> int:
 
 
 def _required_drafts(sequence: Sequence) -> int:
-    """Drafts that a round must have. What a sampled request draws depends on how many drafts there
-    are, and must not depend on how many pages happen to be free.
+    """Drafts that a round must have. The tokens that a sampled request draws depend on the number
+    of drafts, and must not depend on how many pages happen to be free.
     """
     return _wanted_drafts(sequence) if sequence.sampling.temperature > 0.0 else 0

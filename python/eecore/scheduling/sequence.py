@@ -1,4 +1,4 @@
-"""One request: its tokens, its pages, and how far the KV cache has come."""
+"""One request: its tokens, its pages, and how much of its KV is computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from eecore.exits import Exit
     from eecore.output import PromptLogprob
 
-# A round has no more drafts, whatever a policy says: by then one of them is wrong.
+# Maximum drafts of a round, whatever a policy says: among so many one is wrong anyway.
 MAX_DRAFTS = 64
 
 __all__ = ["MAX_DRAFTS", "Counters", "Sequence", "SequenceStatus", "Times", "TokenRecord"]
@@ -27,7 +27,7 @@ class SequenceStatus(enum.Enum):
 
 
 class TokenRecord(NamedTuple):
-    """One generated token and where it came from."""
+    """One generated token, its exit layer and its scores."""
 
     token_id: int
     exit_layer: int
@@ -38,7 +38,7 @@ class TokenRecord(NamedTuple):
 
 @dataclass(slots=True)
 class Counters:
-    """Work of a request. A layer execution is one position through one layer."""
+    """Counts of a request's work. A layer execution is one position through one layer."""
 
     layers_run: int = 0
     prompt_layers_run: int = 0
@@ -67,11 +67,11 @@ class Times:
     first_token: float | None = None
     finished: float | None = None
     timed_tokens: int = 0
-    """Tokens of rounds for which a pass of full depth was known."""
+    """Tokens of rounds for which the time of a pass of full depth was known."""
     timed_s: float = 0.0
-    """Seconds of these rounds."""
+    """Seconds of the rounds that gave ``timed_tokens``."""
     full_depth_s: float = 0.0
-    """Seconds of passes of full depth for as many tokens, among as many requests."""
+    """Seconds that passes of full depth take for these tokens, with as many requests."""
 
 
 @dataclass(eq=False, slots=True)
@@ -79,9 +79,10 @@ class Sequence:
     """A request inside the engine.
 
     ``num_computed`` positions have valid KV. While it is below :attr:`prefill_target` the sequence
-    is in its prefill (or, after a preemption, in its replay); then it decodes. Pages belong to it
-    while it is running or on hold; one that waits or has finished has none, whatever it says. Full
-    pages may be those of others as well: only positions from ``num_computed`` on are written.
+    is in its prefill (or, after a preemption, in its replay); then it decodes. It has pages
+    while it is running or on hold; a waiting or finished sequence has none, whatever its fields
+    say. Full pages may be shared with other sequences: only positions from ``num_computed`` on are
+    written.
     """
 
     request_id: str
@@ -94,35 +95,35 @@ class Sequence:
     records: list[TokenRecord] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
     kv_exit_layers: list[int] = field(default_factory=list)
-    """Exit layer behind the KV of each computed generated position, for an identical replay."""
+    """Exit layer of each generated position whose KV is computed, for an identical replay."""
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
-    """Of the prompt's tokens behind the first, as far as they were asked for and it has come."""
+    """Scores of the prompt's tokens after the first, where asked for, as far as computed."""
     input_ids: list[int] | None = None
-    """What the encoder reads; the decoder's prompt is the start token then. None without one."""
+    """The encoder's input; the decoder's prompt is then the start token. None: no encoder."""
     input_pages: list[int] = field(default_factory=list)
-    """Of the keys and values that the encoder's states give the decoder."""
+    """Pages of the keys and values that the encoder's states give the decoder."""
     is_encoded: bool = False
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)
-    """What its first full pages are found by in the prefix cache, as far as it was asked."""
+    """Keys of its first full pages in the prefix cache, as far as they were needed."""
     cached_tokens: int = 0
-    """Positions of the prompt that came from the prefix cache, and no layer ran for."""
+    """Positions of the prompt that came from the prefix cache: no layer ran for them."""
     counters: Counters = field(default_factory=Counters)
     times: Times = field(default_factory=Times)
     draft: Any = None
-    """What planning and decoding keep of it: a ``DraftState``, made when it is first planned."""
+    """A ``DraftState`` of planning and decoding, made when the request is first planned."""
     is_resting: bool = False
-    """Whether its next round drafts nothing, whatever its policy would let it draft."""
+    """Whether the next round drafts nothing, even where the policy allows drafts."""
     text: Any = None
-    """The text of its tokens, which the engine makes; None without a tokenizer."""
+    """The text of the tokens, which the engine makes; None without a tokenizer."""
     contract: str = field(init=False)
-    """The promise of its policy."""
+    """The contract of the exit policy."""
     stop_ids: list[int] = field(init=False)
     """Tokens that end the request, ascending."""
     stop_set: frozenset[int] = field(init=False)
     max_drafts: int = field(init=False)
-    """Most tokens drafted a round; 0 for a request that does not speculate."""
+    """Maximum tokens drafted per round; 0 for a request that does not speculate."""
 
     def __post_init__(self) -> None:
         stops = set(self.sampling.stop_token_ids)
@@ -138,12 +139,12 @@ class Sequence:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of the decoder's prompt."""
+        """Tokens of the decoder's prompt."""
         return len(self.prompt_ids)
 
     @property
     def given_ids(self) -> list[int]:
-        """What the request came with."""
+        """The request's own tokens: the encoder's input, or without an encoder the prompt."""
         return self.prompt_ids if self.input_ids is None else self.input_ids
 
     @property
@@ -161,9 +162,9 @@ class Sequence:
         return self.num_tokens - 1 if self.output_ids else len(self.prompt_ids)
 
     @property
-    def most_cached(self) -> int:
-        """Leading positions that need not be computed where pages hold them: all but the last of a
-        prefill, and none whose state is still to be asked for the token behind it.
+    def max_cached(self) -> int:
+        """Leading positions that cached pages may replace: at most all but the last of a prefill,
+        and none whose state is still needed to score the prompt's next token.
         """
         most, known = self.prefill_target - 1, len(self.prompt_logprobs)
         if self.sampling.prompt_logprobs is None or known == self.num_prompt_tokens - 1:
