@@ -132,7 +132,7 @@ def test_what_cannot_be_is_said(talk: Talk) -> None:
 def test_without_a_model_it_is_the_small_one_that_is_at_hand(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(chat, "is_at_hand", lambda name: name == chat.TALKS)
+    monkeypatch.setattr(chat, "is_at_hand", lambda name: name == chat.CHAT_MODEL)
     monkeypatch.setattr(chat, "CHAT_MODEL", model)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
     assert run(["chat", *SIX]) == 0
@@ -145,7 +145,7 @@ def test_the_model_has_to_talk(
     monkeypatch.setattr(chat, "is_at_hand", lambda _: False)
     assert run(["chat"]) == USAGE
     said = error_of(capsys.readouterr())
-    assert "MODEL: expected a model that can talk, got none" in said
+    assert "MODEL: expected a chat model, got none" in said
     assert "eecore chat HuggingFaceTB/SmolLM2-135M-Instruct" in said
     bare = str(write_model(tmp_path / "bare", tokenizer=False))
     assert run(["chat", bare]) == USAGE
