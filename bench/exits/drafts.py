@@ -121,6 +121,8 @@ def measure(
 def rows_of(weights: str, file: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """All kinds of prompts in all batches, with one kind of weights."""
     on = {"device": arguments.device, "exits": arguments.exits}
+    if arguments.draft_head is not None:
+        on["draft_head"] = arguments.draft_head
     model = loaded(file, weights, kv_cache_tokens=16384 * max(1, max(arguments.batches) // 8), **on)
     if arguments.noise:
         give_noise(model, arguments.noise)
@@ -288,6 +290,7 @@ def main(words: Sequence[str]) -> None:
     made = parser("drafts", __doc__, batches=(1, 4, 8), rounds=5, threads=1)
     made.add_argument("--model", type=Path, help="a GGUF file; SmolLM2's where none is given")
     made.add_argument("--exits", type=Path, help="a draft head; the model's own otherwise")
+    made.add_argument("--draft-head", type=Path, help="a draft head of any kind, in its place")
     made.add_argument("--weights", nargs="+", default=["file", "int8", "float32"])
     made.add_argument("--prompts", type=int, default=20, help="of each kind")
     made.add_argument("--tokens", type=int, default=128, help="of an answer, at most")

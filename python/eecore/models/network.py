@@ -15,7 +15,14 @@ from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel
 from eecore.models.t5 import T5Model
 
-__all__ = ["Network", "allocate_cache", "bytes_per_token", "cache_dtype", "network_digest"]
+__all__ = [
+    "Network",
+    "allocate_cache",
+    "bytes_per_token",
+    "cache_dtype",
+    "check_digest",
+    "network_digest",
+]
 
 Network = LlamaModel | T5Model
 
@@ -102,6 +109,24 @@ def network_digest(network: LlamaModel) -> str:
         assert norm is not None
         digest.update(_little_endian(norm))
     return digest.hexdigest()
+
+
+def check_digest(network: LlamaModel, digest: str, where: str) -> None:
+    """Raise where a head was trained for another model.
+
+    Args:
+        network: the model at hand.
+        digest: that of the head's model.
+        where: the file and the field that says so.
+
+    Raises:
+        ModelError: it is another model's.
+    """
+    own = network_digest(network)
+    if digest != own:
+        raise ModelError(
+            f"{where}: expected {own}, the model's, got {digest}: it was trained for another model"
+        )
 
 
 def _little_endian(norm: Tensor) -> bytes:

@@ -19,7 +19,6 @@ from eecore.lab.training.head_loss import (
     StretchOrder,
     agreement_by_position,
     draft_loss,
-    starts_of,
 )
 from eecore.lab.training.head_run import HeadConfig, begin_queries, choose_vocabulary, is_held_out
 from eecore.lab.training.head_states import (
@@ -28,6 +27,7 @@ from eecore.lab.training.head_states import (
     MappedStates,
     StatesSettings,
     collect_states,
+    ends_of,
     open_states,
 )
 from eecore.models import KVCache, network_digest
@@ -173,14 +173,14 @@ def test_agreement_is_that_of_drafts_made_one_by_one(attends: bool) -> None:
                 if data.token[target] != data.greedy[target]:
                     break
     expected = [r / t if t else 0.0 for r, t in zip(right, tried, strict=True)]
-    assert agreement_by_position(head, frozen, data, starts_of(data.text), 3) == expected
+    assert agreement_by_position(head, frozen, data, data.starts, 3) == expected
 
 
 @pytest.mark.parametrize("attends", [False, True])
 def test_a_head_learns_what_the_loss_says(attends: bool) -> None:
     head = random_head(num_blocks=1, attends=attends)
     data, frozen = random_data([40, 30], attends=attends)
-    starts = starts_of(data.text)
+    starts = data.starts
     optimizer = torch.optim.Adam(head.parameters(), lr=0.02)
     losses = []
     for _ in range(60):
@@ -203,7 +203,7 @@ def test_tokens_of_a_text_are_learnt_beside_the_vocabulary() -> None:
         head_rows=wide.head_rows[few - 2],
         rows_of=lambda tokens: wide.head_rows[tokens - 2],
     )
-    starts = starts_of(data.text)
+    starts = data.starts
     assert narrow.with_tokens(few[:3]) is narrow
     data = replace(data, greedy=data.greedy.clamp(2, VOCAB - 3))
     both = narrow.with_tokens(data.greedy)
@@ -222,7 +222,8 @@ def test_an_epoch_has_every_start_once() -> None:
     text = torch.tensor([4] * 9 + [7] * 1 + [2] * 2 + [5] * 8)
     order = StretchOrder(text, 4, 1, seed=0)
     starts = torch.cat([order.starts(step) for step in range(order.steps_per_epoch)])
-    assert starts.sort().values.tolist() == starts_of(text).tolist()
+    rows = torch.arange(len(text))
+    assert starts.sort().values.tolist() == rows[rows + 1 < ends_of(text)].tolist()
     again = torch.cat([order.starts(order.steps_per_epoch + i) for i in range(2)])
     assert again.tolist() != starts[: len(again)].tolist()
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import eecore
 from bench.harness.prompts import QUESTIONS
 from devices import heads_in_floats
 from eecore import models
 from eecore.cli.app import run
-from eecore.errors import RequestError
+from eecore.errors import ModelError, RequestError
 from eecore.lab.answers.asking import ABOUT, QuestionSettings, follow_ups
 from eecore.lab.answers.questions import builtin_questions
 from eecore.lab.answers.writing import Answer
@@ -28,6 +28,7 @@ from eecore.lab.training.draft_head import DraftHead, HeadSizes
 from eecore.lab.training.head_keys import TextKeys, keys_at
 from eecore.lab.training.head_run import is_held_out
 from eecore.models import network_digest
+from looped_models import write_looped
 from tiny_models import write_model
 from tiny_t5 import write_t5
 
@@ -523,6 +524,190 @@ def test_a_question_that_cannot_be_asked_is_named(
     more = ["--prompts", str(tmp_path / "long.txt")]
     assert run(arguments(folder, tmp_path / "head", *more)) == REQUEST
     assert "error: question 2: " in capsys.readouterr().err
+
+
+def block_arguments(folder: Path, out: Path, *more: str, model: str = "model") -> list[str]:
+    small = ("--kind", "block", "--rank", "32", "--block-size", "5", "--epochs", "12")
+    return arguments(folder, out, *small, *more, model=model)
+
+
+@pytest.fixture(scope="module")
+def trained_block(folder: Path, trained: Path) -> Path:
+    """The directory of a head that drafts a block, which learnt from the other head's texts."""
+    out = folder / "block"
+    _take_answers(trained, out)
+    assert run(block_arguments(folder, out, "--resume")) == 0
+    return out
+
+
+def _take_answers(trained: Path, out: Path) -> None:
+    (out / "work").mkdir(parents=True)
+    shutil.copy(trained / "work" / "answers.jsonl", out / "work")
+
+
+def test_a_block_head_and_what_is_said_of_it(folder: Path, trained_block: Path) -> None:
+    tensors = load_file(trained_block / "model.safetensors")
+    hidden, width, vocabulary = 64, 4 * 64, 120
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden),
+        "markov_head.markov_w1.weight": (320, 32),
+        "markov_head.markov_w2.weight": (vocabulary, 32),
+        "confidence_head.proj.weight": (1, hidden + 32),
+        "lm_head.weight": (vocabulary, hidden),
+        "layers.0.self_attn.k_proj.weight": (width, hidden),
+        "layers.0.mlp.down_proj.weight": (hidden, 96),
+    }
+    assert {name: tuple(tensors[name].shape) for name in shapes} == shapes
+    config = json.loads((trained_block / "config.json").read_text())
+    assert config["speculators_model_type"] == "dspark"
+    assert (config["block_size"], config["draft_vocab_size"]) == (5, vocabulary)
+    assert config["aux_hidden_state_layer_ids"] == [1, 2, 3]
+    model = eecore.load(
+        folder / "model", device="cpu", kv_cache_tokens=64, draft_head=trained_block
+    )
+    head = model.network.draft_head
+    assert isinstance(head, models.BlockHead)
+    assert (head.kind, head.num_drafts, head.taps) == ("DSpark", 5, (1, 2, 3))
+    assert head.tokens is not None
+    assert 257 in head.tokens.tolist()  # what ends a text
+    about = json.loads((trained_block / "training.json").read_text())
+    assert about["training"]["tokens"] == about["agreement"]["by_tokens"][0][0]
+    assert len(about["agreement"]["by_position"]) == 5
+
+
+def test_training_brings_a_block_agreement(trained_block: Path) -> None:
+    agreement = json.loads((trained_block / "training.json").read_text())["agreement"]
+    assert agreement["by_position"][0] > 5 / 120
+
+
+def test_the_runtime_drafts_blocks_by_it(folder: Path, trained_block: Path) -> None:
+    """The text of full depth, with more drafts accepted than those of noise."""
+    accepted = {}
+    for name in ("trained", "noise"):
+        place = folder / f"block-{name}"
+        shutil.copytree(trained_block, place, ignore=shutil.ignore_patterns("work"))
+        if name == "noise":
+            tensors = load_file(place / "model.safetensors")
+            generator = torch.Generator().manual_seed(0)
+            for each in ("fc.weight", "markov_head.markov_w2.weight"):
+                tensors[each] = torch.randn(tensors[each].shape, generator=generator)
+            save_file(tensors, place / "model.safetensors")
+        model = eecore.load(folder / "model", device="cpu", kv_cache_tokens=2048, draft_head=place)
+        assert model.tokenizer is not None
+        asked = [f"What is {number} and {number}?" for number in range(0, 90, 2)]
+        prompts = [
+            model.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in asked
+        ]
+        sampled: dict[str, Any] = {"temperature": 0.8, "seed": 3}
+        for settings in (sampled, {}):
+            full = eecore.generate(model, prompts, max_tokens=16, exit="full", **settings)
+            got = eecore.generate(
+                model, prompts, max_tokens=16, exit=eecore.HeadDrafts(5, 0.0), **settings
+            )
+            assert [o.token_ids for o in got] == [o.token_ids for o in full]
+        accepted[name] = sum(output.stats.accepted for output in got)
+    assert accepted["trained"] > 2 * accepted["noise"]
+
+
+def test_a_block_head_that_was_stopped_goes_on_where_it_was(
+    folder: Path,
+    trained: Path,
+    trained_block: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "head"
+    _take_answers(trained, out)
+    for module, name, calls in (
+        ("eecore.lab.training.head_states", "collect_states", 1),
+        ("eecore.lab.training.harness", "TrainingRun.all_steps", 30),
+    ):
+        with monkeypatch.context() as patch:
+            _stopping_after(patch, module, name, calls)
+            assert run(block_arguments(folder, out, "--resume")) == 130
+    with (out / "work" / "states" / "states.bin").open("ab") as file:
+        file.write(b"xyz")
+    capsys.readouterr()
+    assert run(block_arguments(folder, out, "--resume")) == 0
+    assert re.search(r"resuming training after step 30 of \d+\n", capsys.readouterr().err)
+    straight, resumed = (
+        load_file(place / "model.safetensors") for place in (trained_block, out)
+    )
+    assert straight.keys() == resumed.keys()
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_a_block_head_of_another_model_is_refused(folder: Path, trained_block: Path) -> None:
+    other = write_model(folder / "stranger", num_hidden_layers=3, seed=5)
+    with pytest.raises(ModelError, match="eecore_model_digest: expected .*for another model"):
+        eecore.load(other, device="cpu", kv_cache_tokens=64, draft_head=trained_block)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "said"),
+    [
+        ("block", ["--attend", "0"], "--attend: expected --kind recurrent with it, got --kind bl"),
+        ("block", ["--blocks", "1"], "--blocks: expected --kind recurrent with it"),
+        ("block", ["--drafts", "3"], "--drafts: expected --kind recurrent with it"),
+        ("block", ["--begin", "head"], "--begin: expected --kind recurrent with it"),
+        ("block", ["--keep-vocabulary"], "--keep-vocabulary: expected --kind recurrent with it"),
+        ("recurrent", ["--layers", "1"], "--layers: expected --kind block with it, got --kind rec"),
+        ("recurrent", ["--block-size", "7"], "--block-size: expected --kind block with it"),
+        ("recurrent", ["--rank", "8"], "--rank: expected --kind block with it"),
+        ("block", ["--block-size", "1"], "1 is not in the range 2<=x<=64"),
+        ("tree", [], "'tree' is not one of"),
+    ],
+)
+def test_options_of_the_other_kind_are_refused(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    more: list[str],
+    said: str,
+) -> None:
+    out = tmp_path / "head"
+    assert run(arguments(folder, out, "--kind", kind, *more)) == USAGE
+    assert said in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "block"])
+def test_models_with_loops_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    write_looped(folder / "looped")
+    out = tmp_path / "head"
+    assert run(arguments(folder, out, "--kind", kind, model="looped")) == MODEL
+    said = "expected a model without loops for a head, got one that runs its layers 3 times"
+    assert said in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_heads_and_models_are_not_replaced_by_a_block_head(
+    folder: Path, trained: Path, trained_block: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (folder / "model" / "model.safetensors").read_bytes()
+    work = ["--work", str(trained_block / "work"), "--resume"]
+    for command, said in (
+        (block_arguments(folder, folder / "model"), "--out: expected no model there, got one in"),
+        (block_arguments(folder, folder / "model", *work), "--out: expected no model there"),
+        (block_arguments(folder, trained_block), "--out: expected no head there yet, got one in"),
+        (block_arguments(folder, trained, *work), "--out: expected no head there yet"),
+        (arguments(folder, trained_block, "--resume"), "--out: expected no head there yet"),
+    ):
+        assert run(command) == USAGE
+        assert said in capsys.readouterr().err
+    assert (folder / "model" / "model.safetensors").read_bytes() == before
+    assert run(block_arguments(folder, folder / "new", "--taps", "3", *work)) == REQUEST
+    assert "taps: expected [3], as this run has, got [1, 2, 3]" in capsys.readouterr().err
+    other = ["--work", str(trained / "work"), "--resume"]
+    assert run(block_arguments(folder, folder / "new", *other)) == REQUEST
+    assert "attended: expected [], as this run has, got [[" in capsys.readouterr().err
+    assert run(arguments(folder, folder / "new", "--attend", "0", *work)) == REQUEST
+    assert "with_prompts: expected False, as this run has, got True" in capsys.readouterr().err
+    assert not (folder / "new").exists()
 
 
 @pytest.mark.long

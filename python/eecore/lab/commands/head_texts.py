@@ -55,7 +55,7 @@ class Answers:
     )
 
 
-def check_directories(out: Path, work: Path, resume: bool, also: list[Path]) -> None:
+def check_directories(out: Path, work: Path, kind: str, resume: bool, also: list[Path]) -> None:
     """Check the directories: a new head, a new work directory or one to resume, and other runs'
     directories.
 
@@ -64,21 +64,34 @@ def check_directories(out: Path, work: Path, resume: bool, also: list[Path]) -> 
     """
     _check_others(also, work)
     for flag, path in (("--out", out), ("--work", work)):
-        kind = kind_of(path)
-        if kind not in ("nothing", "a directory"):
-            raise UsageError(f"{flag}: {shown_path(path)}: expected a directory, got {kind}")
+        got = kind_of(path)
+        if got not in ("nothing", "a directory"):
+            raise UsageError(f"{flag}: {shown_path(path)}: expected a directory, got {got}")
+    _check_out(out, kind, resume)
     if resume:
         if not _is_begun(work):
             got = kind_of(work) if kind_of(work) == "nothing" else "no answers there"
             raise UsageError(f"--resume: {shown_path(work)}: expected a run, got {got}")
         return
-    from eecore.models.readers.head_file import WEIGHTS_NAME
-
-    if is_file(out / WEIGHTS_NAME):
-        raise UsageError(f"--out: expected no head there yet, got one in {shown_path(out)}")
     if kind_of(work) == "a directory" and any(work.iterdir()):
         hint = " (a run can be resumed there)" if _is_begun(work) else ""
         raise UsageError(f"--work: expected a new or empty directory, got {shown_path(work)}{hint}")
+
+
+def _check_out(out: Path, kind: str, resume: bool) -> None:
+    """Refuse a directory with a head, or with a model, whose files a block head would replace."""
+    from eecore.lab.training import block_pack
+    from eecore.models.readers.head_file import WEIGHTS_NAME
+
+    own, other = block_pack.FACTS_NAME, WEIGHTS_NAME
+    if kind == "recurrent":
+        own, other = other, own
+    if is_file(out / other) or (is_file(out / own) and not resume):
+        raise UsageError(f"--out: expected no head there yet, got one in {shown_path(out)}")
+    replaced = (block_pack.CONFIG_NAME, block_pack.WEIGHTS_NAME)
+    is_other = kind == "block" and not is_file(out / own)
+    if is_other and any(is_file(out / name) for name in replaced):
+        raise UsageError(f"--out: expected no model there, got one in {shown_path(out)}")
 
 
 def _is_begun(work: Path) -> bool:

@@ -35,9 +35,10 @@ class Rates:
 
     @property
     def of_config(self) -> dict[str, Any]:
-        """The settings of a run's config, without the warm-up."""
+        """The settings of a run's config that were given, without the warm-up."""
         names = ("learning_rate", "schedule", "final_learning_rate", "batch_size", "seed")
-        return {name: getattr(self, name) for name in names}
+        values = ((name, getattr(self, name)) for name in names)
+        return {name: value for name, value in values if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

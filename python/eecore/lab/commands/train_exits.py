@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
@@ -14,6 +13,17 @@ from eecore.console.failures import UsageError
 from eecore.console.loading import check_path, load
 from eecore.console.options import ProcessOptions, option, takes_options
 from eecore.console.signals import INTERRUPTED
+from eecore.lab.commands.head_kinds import (
+    ANCHORS,
+    STRETCH,
+    Block,
+    Head,
+    Recurrent,
+    block_plan,
+    recurrent_plan,
+    refuse_others,
+    taps_of,
+)
 from eecore.lab.commands.head_texts import (
     STATES,
     Answers,
@@ -26,11 +36,9 @@ from eecore.lab.commands.settings import MAX_STEPS, Kept, Rates, say_settings, w
 from eecore.readable import is_file, shown_path
 
 if TYPE_CHECKING:
-    from eecore.config import ModelConfig
     from eecore.generation import Model
     from eecore.lab.training.harness import TrainingRun
-    from eecore.lab.training.head_run import HeadTrainee
-    from eecore.lab.training.head_states import StatesSettings
+    from eecore.lab.training.head_run import DraftTrainee
     from eecore.models import LlamaModel
 
 __all__ = ["stored_weights", "train_exits"]
@@ -38,39 +46,8 @@ __all__ = ["stored_weights", "train_exits"]
 TRAINING = "training"
 PARTS = (0.25, 0.5)
 """Shares of the texts for --learning-curve."""
-STRETCH = 32
 WARMUP = 20
 """The learning rate grows over one step in so many."""
-TIMED_STEPS = 1000
-"""Steps of the run whose speed converts --minutes to steps."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Head:
-    """The parts of the head, and the weights that it starts from."""
-
-    PANEL: ClassVar[str] = "Head"
-    taps: str | None = option(
-        None,
-        "Layers whose states are read; the last is the number of layers.",
-        show_default="a third, two thirds and all of the layers",
-    )
-    vocabulary: int = option(8192, "Tokens that can be drafted.", min=1)
-    blocks: int = option(1, "MLPs, one after the other.", min=1, max=16)
-    intermediate_size: int | None = option(
-        None, "Size of an MLP.", min=1, max=1 << 16, show_default="the model's"
-    )
-    attend: int = option(
-        4,
-        "Key heads of the model that the head attends to: those that attend most to what "
-        "followed the same token.",
-        min=0,
-        max=64,
-    )
-    begin: Path | None = option(None, "A head of this model to start from.")
-    keep_vocabulary: bool = option(
-        False, "Keep the vocabulary of the head of --begin, instead of choosing one."
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,19 +60,29 @@ class Run(Kept, Rates):
         0.05, "Rate at the schedule's end, as a share of --learning-rate.", min=0, max=1
     )
     warmup_steps: int | None = option(None, min=0, max=MAX_STEPS, show_default="5 %")
-    batch_size: int = option(32, f"Stretches of {STRETCH} tokens a step.", min=1, max=1 << 16)
+    batch_size: int | None = option(  # type: ignore[assignment]
+        None,
+        f"Stretches of {STRETCH} tokens a step; of a block head texts, {ANCHORS} blocks of each.",
+        min=1,
+        max=1 << 16,
+        show_default="32, or 8 texts",
+    )
     resume: bool = option(False, "Continue with the files in the work directory.")
     minutes: float | None = option(None, "Training time, instead of --epochs.", min=0.001, max=1e6)
     epochs: float | None = option(
         None, "Passes over the text.", min=0.001, max=1e6, show_default="4"
     )
-    drafts: int = option(3, "Drafts of each row in training.", min=1, max=8)
     precision: Literal["float32", "bfloat16"] = option(
         "float32", "Precision of products; bfloat16 is faster on a CPU that has it."
     )
     learning_curve: bool = option(
         False, "Also train on a quarter and on half of the text, to see what more text gains."
     )
+
+    @property
+    def of_config(self) -> dict[str, Any]:
+        more = {"precision": self.precision, "tensorboard": self.tensorboard}
+        return {**super().of_config, **more}
 
 
 @takes_options
@@ -109,6 +96,8 @@ def train_exits(
     out: Annotated[Path, typer.Option(help="The directory of the head to make.")],
     texts: Answers,
     head: Head,
+    recurrent: Recurrent,
+    block: Block,
     run: Run,
     process: ProcessOptions,
 ) -> int:
@@ -122,23 +111,27 @@ def train_exits(
     path = check_path(model)
     if run.minutes is not None and run.epochs is not None:
         raise UsageError("--minutes: expected it or --epochs, got both")
-    if head.keep_vocabulary and head.begin is None:
+    own, other = (block, recurrent) if head.kind == "block" else (recurrent, block)
+    refuse_others(other, head.kind)
+    if recurrent.keep_vocabulary and recurrent.begin is None:
         raise UsageError("--keep-vocabulary: expected --begin with it, got none")
     where = texts.work or out / "work"
-    check_directories(out, where, run.resume, texts.also or [])
+    check_directories(out, where, head.kind, run.resume, texts.also or [])
     asked = what_is_asked(texts, run.seed)
     _check_model(path, head.taps, head.vocabulary)
     loaded = load(path, threads=process.threads, device="cpu")
     network = _checked(loaded, model)
-    states = _states_settings(network, stored_weights(path, network), head.taps, head.attend)
+    weights = stored_weights(path, network)
 
     from eecore.lab.answers.writing import AnswerSettings
-    from eecore.lab.training.head_pack import save_head
-    from eecore.lab.training.head_run import HeadConfig, HeadTrainee
     from eecore.lab.training.head_states import open_states
     from eecore.lab.training.interrupts import stop_on_signals
-    from eecore.lab.training.trained_head import read_head
 
+    if head.kind == "block":
+        plan = block_plan(network, weights, head, block, run.of_config)
+    else:
+        plan = recurrent_plan(network, weights, head, recurrent, run.of_config)
+    states = plan.states
     settings = AnswerSettings(
         model=states.model,
         weights=states.weights,
@@ -146,30 +139,11 @@ def train_exits(
         max_tokens=texts.answer_tokens,
         seed=run.seed,
     )
-    inner = head.intermediate_size or network.config.intermediate_size
-    beginning = None
-    if head.begin is not None:
-        sizes = states.sizes(inner, head.blocks)
-        kept = head.vocabulary if head.keep_vocabulary else None
-        beginning = read_head(head.begin, states.model, states.taps, sizes, kept, states.attended)
-    config = HeadConfig(
-        steps=TIMED_STEPS,
-        intermediate_size=inner,
-        num_blocks=head.blocks,
-        vocabulary_size=head.vocabulary,
-        num_drafts=run.drafts,
-        **run.of_config,
-        stretch=STRETCH,
-        precision=run.precision,
-        tensorboard=run.tensorboard,
-        keep_vocabulary=head.keep_vocabulary,
-        begins_with="" if beginning is None else beginning.sha256,
-    )
     where.mkdir(parents=True, exist_ok=True)
     say_settings(
-        (texts, head, run),
+        (texts, head, own, run),
         taps=states.taps,
-        intermediate_size=inner,
+        **plan.settings,
         model=path,
         out=out,
         work=where,
@@ -180,14 +154,14 @@ def train_exits(
         data = open_states([place / STATES for place in (where, *(texts.also or []))], states)
         by_tokens = []
         for share in (*PARTS, 1.0) if run.learning_curve else (1.0,):
-            trainee = HeadTrainee(network, data, config, share=share, beginning=beginning)
+            trainee = plan.trainee(data, share)
             place = where / TRAINING / ("" if share == 1 else f"part-{share:g}")
             trained = _train(trainee, run, place, share, stop, line)
             if trained is None:
                 return _interrupted(line)
-            by_tokens.append((len(trainee.data), trainee.agreement()[0]))
+            by_tokens.append((trainee.data.num_tokens, trainee.agreement()[0]))
             if share == 1:
-                found = save_head(out, network, trainee, trained, by_tokens)
+                found = plan.save(out, trainee, trained, by_tokens)
                 shares = " ".join(f"{value:.3f}" for value in found)
                 line.keep(f"held-out agreement by draft: {shares}")
     print(f"wrote {out}")
@@ -230,29 +204,17 @@ def _check_model(path: Path, taps: str | None, vocabulary: int) -> None:
         raise ModelError(
             f"{shown_path(path)}: expected a model without an encoder, got {config.architecture}"
         )
+    if config.num_loops > 1:
+        raise ModelError(
+            f"{shown_path(path)}: expected a model without loops for a head, got one that runs its "
+            f"layers {config.num_loops} times; SelfSpeculative drafts with its first loop"
+        )
     if vocabulary > config.vocab_size:
         raise UsageError(
             f"--vocabulary: expected at most the model's {config.vocab_size} tokens, "
             f"got {vocabulary}"
         )
-    _taps(taps, config)
-
-
-def _taps(given: str | None, config: ModelConfig) -> tuple[int, ...]:
-    """The layers whose states are taken, ascending; the last is the number of layers."""
-    layers = config.num_layers
-    if given is None:
-        return tuple(sorted({max(1, layers // 3), max(1, 2 * layers // 3), layers}))
-    parts = [part.strip() for part in given.split(",")]
-    if not all(part.isdecimal() and len(part) < 6 for part in parts):
-        raise UsageError(f"--taps: expected layers such as 10,20,30, got {given}")
-    taps = [int(part) for part in parts]
-    ascending = all(a < b for a, b in pairwise(taps))
-    if not ascending or not taps[0] >= 1 or taps[-1] != layers:
-        raise UsageError(
-            f"--taps: expected ascending layers of 1..{layers}, the last {layers}, got {given}"
-        )
-    return tuple(taps)
+    taps_of(taps, config)
 
 
 def _checked(model: Model, name: str) -> LlamaModel:
@@ -268,28 +230,8 @@ def _checked(model: Model, name: str) -> LlamaModel:
     return model.network
 
 
-def _states_settings(
-    network: LlamaModel, weights: str, taps: str | None, attend: int
-) -> StatesSettings:
-    from eecore.lab.training.head_keys import choose_attended
-    from eecore.lab.training.head_states import StatesSettings
-    from eecore.models import network_digest
-
-    config = network.config
-    attended = choose_attended(network, attend) if attend else ()
-    return StatesSettings(
-        model=network_digest(network),
-        weights=weights,
-        hidden_size=config.hidden_size,
-        taps=_taps(taps, config),
-        attended=attended,
-        head_dim=config.head_dim if attended else 0,
-        queries=config.q_size // config.num_kv_heads if attended else 0,
-    )
-
-
 def _train(
-    trainee: HeadTrainee,
+    trainee: DraftTrainee,
     run: Run,
     directory: Path,
     share: float,

@@ -7,7 +7,7 @@ tokens and its own states, and draft k is compared with the model's prediction k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from eecore.lab.training.draft_head import DraftHead
-from eecore.lab.training.head_keys import is_last
-from eecore.lab.training.head_states import HeadStates, ends_of
+from eecore.lab.training.head_states import HeadStates, begins_of, ends_of
 
-__all__ = ["FrozenSide", "StretchOrder", "agreement_by_position", "draft_loss", "starts_of"]
+__all__ = ["FrozenSide", "StretchOrder", "agreement_by_position", "draft_loss", "shares"]
 
 LATER_ROWS = 2
 """One row in so many goes on to drafts after the first, since the first one matters most."""
@@ -67,11 +66,14 @@ class FrozenSide:
         """``head_rows`` in bfloat16, which autocast would convert for every product."""
         return self.head_rows.bfloat16()
 
-    def logits(self, values: Tensor) -> Tensor:
-        """Logits, float32 [n, vocabulary_size], of normed states, [n, hidden_size]."""
+    def products(self, values: Tensor) -> Tensor:
+        """The products of normed states, [n, hidden_size], with the LM head's rows, in float32."""
         short = torch.is_autocast_enabled("cpu")
-        rows = self.short_rows if short else self.head_rows
-        logits = functional.linear(values, rows).float()
+        return functional.linear(values, self.short_rows if short else self.head_rows).float()
+
+    def logits(self, values: Tensor) -> Tensor:
+        """The model's logits, float32 [n, vocabulary_size], of normed states, [n, hidden_size]."""
+        logits = self.products(values)
         if self.multiplier != 1:
             logits = logits * self.multiplier
         return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
@@ -105,9 +107,7 @@ class StretchOrder:
     def __init__(self, text: Tensor, length: int, batch_size: int, seed: int) -> None:
         ends = ends_of(text)
         rows = torch.arange(len(text))
-        starts_text = is_last(text).roll(1)  # the first row follows the last text's end
-        first = torch.where(starts_text, rows, 0).cummax(0).values
-        begins = rows[((rows - first) % length == 0) & (rows + 1 < ends)]
+        begins = rows[((rows - begins_of(text)) % length == 0) & (rows + 1 < ends)]
         self._begins, self._ends = begins, torch.minimum(begins + length, ends[begins] - 1)
         self._batch_size, self._seed = batch_size, seed
         self._shuffled: tuple[int, Tensor] | None = None
@@ -125,12 +125,6 @@ class StretchOrder:
         chosen = self._shuffled[1][place * self._batch_size : (place + 1) * self._batch_size]
         pairs = zip(self._begins[chosen].tolist(), self._ends[chosen].tolist(), strict=True)
         return torch.cat([torch.arange(begin, end) for begin, end in pairs])
-
-
-def starts_of(text: Tensor) -> Tensor:
-    """The rows that a draft can start from: all but the last of each text."""
-    rows = torch.arange(len(text))
-    return rows[rows + 1 < ends_of(text)]
 
 
 def draft_loss(
@@ -219,4 +213,9 @@ def agreement_by_position(
             on = hits & (data.token[target] == data.greedy[target])
             rows, row_ends, state = rows[on], row_ends[on], state[on]
             seen = seen and seen.rows(on)
+    return shares(right, tried)
+
+
+def shares(right: Sequence[int], tried: Sequence[int]) -> list[float]:
+    """The share of right drafts by position; 0 where none was tried."""
     return [r / t if t else 0.0 for r, t in zip(right, tried, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import save
 from eecore.files import filling
 from eecore.lab.plots import plot_head
 from eecore.lab.training.harness import TrainingRun
-from eecore.lab.training.head_run import HeadTrainee
+from eecore.lab.training.head_run import DraftTrainee, HeadTrainee
 from eecore.lab.training.run_log import read_logs
 from eecore.models import LlamaModel, network_digest
 from eecore.models.readers.head_file import (
@@ -25,7 +26,7 @@ from eecore.models.readers.head_file import (
     WEIGHTS_NAME,
 )
 
-__all__ = ["save_head"]
+__all__ = ["Measured", "save_head", "training_facts"]
 
 MIN_ACCEPTED = 0.05
 """Acceptance rate from which on a draft is made by default."""
@@ -55,15 +56,11 @@ def save_head(
         For each position how often the draft is right where those before it were, on held-out
         texts.
     """
-    by_position, greedy = trainee.agreement(), trainee.agreement(greedy=True)
+    measured = Measured.of(trainee, by_tokens)
     about = {
         **_about(network, trainee, run),
-        "agreement": {
-            "by_position": [round(value, 4) for value in by_position],
-            "by_position_greedy": [round(value, 4) for value in greedy],
-            "by_tokens": [[tokens, round(value, 4)] for tokens, value in by_tokens],
-        },
-        "policy": {"num_drafts": num_drafts(by_position), "threshold": THRESHOLD},
+        "agreement": measured.facts,
+        "policy": {"num_drafts": num_drafts(measured.by_position), "threshold": THRESHOLD},
     }
     tensors = trainee.head.tensors(torch.bfloat16)
     tensors["vocabulary"] = trainee.frozen.vocabulary.to(torch.int32)
@@ -72,9 +69,42 @@ def save_head(
         (partial / WEIGHTS_NAME).write_bytes(save(tensors, {"format": "pt"}))
         text = json.dumps(about, indent=1)
         (partial / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
-    if find_spec("matplotlib") is not None:
-        plot_head(out / "agreement.svg", by_tokens, by_position, greedy)
-    return by_position
+    measured.plot(out)
+    return measured.by_position
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a trained head agrees on with its model, on held-out texts.
+
+    Attributes:
+        by_position: for each position how often the draft is right where those before it were.
+        greedy: likewise, on the greedy texts only.
+        by_tokens: tokens of answers that heads learnt from, with their first draft's agreement.
+    """
+
+    by_position: list[float]
+    greedy: list[float]
+    by_tokens: Sequence[tuple[int, float]]
+
+    @classmethod
+    def of(cls, trainee: DraftTrainee, by_tokens: Sequence[tuple[int, float]]) -> Measured:
+        """Measure a head."""
+        return cls(trainee.agreement(), trainee.agreement(greedy=True), by_tokens)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The shares for JSON."""
+        return {
+            "by_position": [round(value, 4) for value in self.by_position],
+            "by_position_greedy": [round(value, 4) for value in self.greedy],
+            "by_tokens": [[tokens, round(value, 4)] for tokens, value in self.by_tokens],
+        }
+
+    def plot(self, out: Path) -> None:
+        """Draw them into a directory, where matplotlib is there."""
+        if find_spec("matplotlib") is not None:
+            plot_head(out / "agreement.svg", self.by_tokens, self.by_position, self.greedy)
 
 
 def num_drafts(by_position: Sequence[float]) -> int:
@@ -112,15 +142,19 @@ def _about(network: LlamaModel, trainee: HeadTrainee, run: TrainingRun) -> dict[
         "num_blocks": config.num_blocks,
         "vocabulary_size": config.vocabulary_size,
         **attention,
-        "training": {
-            "tokens": len(trainee.data),
-            "epochs": round(run.step / trainee.steps_per_epoch, 3),
-            "steps": run.step,
-            "seconds": round(run.seconds, 3),
-            "curve": _curve(run.directory),
-            "seed": config.seed,
-            **before,
-        },
+        "training": {**training_facts(trainee, run), **before},
+    }
+
+
+def training_facts(trainee: DraftTrainee, run: TrainingRun) -> dict[str, Any]:
+    """How a head was trained, for JSON."""
+    return {
+        "tokens": trainee.data.num_tokens,
+        "epochs": round(run.step / trainee.steps_per_epoch, 3),
+        "steps": run.step,
+        "seconds": round(run.seconds, 3),
+        "curve": _curve(run.directory),
+        "seed": trainee.config.seed,
     }
 
 

@@ -1,9 +1,10 @@
-"""The training of a draft head: its data, its settings, and its evaluation."""
+"""The training of draft heads, and of the recurrent kind: data, settings, evaluation."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -21,7 +22,6 @@ from eecore.lab.training.head_loss import (
     StretchOrder,
     agreement_by_position,
     draft_loss,
-    starts_of,
 )
 from eecore.lab.training.head_states import HeadStates
 from eecore.lab.training.recipe import MAX_SIZE, RunConfig
@@ -30,7 +30,15 @@ from eecore.models import LlamaModel
 from eecore.models.head_vocabulary import matrix_rows
 from eecore.values import FLAG, MIN_POSITIVE, real, whole
 
-__all__ = ["HeadConfig", "HeadTrainee", "begin_queries", "choose_vocabulary", "is_held_out"]
+__all__ = [
+    "DraftConfig",
+    "DraftTrainee",
+    "HeadConfig",
+    "HeadTrainee",
+    "begin_queries",
+    "choose_vocabulary",
+    "is_held_out",
+]
 
 MAX_DRAFTS = 8
 """Drafts of a row in training, at most."""
@@ -44,41 +52,151 @@ RIDGE = 1e-2
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadConfig(RunConfig):
-    """The settings of a draft head's run; a batch consists of stretches of texts.
+class DraftConfig(RunConfig):
+    """The settings of every draft head's run.
 
     Args:
-        intermediate_size: the size of the head's MLP.
-        num_blocks: MLPs, one after the other.
+        intermediate_size: the size of the head's MLPs.
         vocabulary_size: the number of tokens that can be drafted.
+        evaluated_rows: held-out rows, at most, in evaluations during the run.
+    """
+
+    intermediate_size: Annotated[int, SIZE]
+    vocabulary_size: Annotated[int, SIZE] = 8192
+    learning_rate: Annotated[float, real(MIN_POSITIVE, 1.0, expected="above 0, at most 1")] = 1e-3
+    final_learning_rate: Annotated[float, real(0.0, 1.0)] = 0.05
+    weight_decay: Annotated[float, real(0.0, 1e6, expected="0 or more")] = 0.01
+    checkpoint_seconds: Annotated[float | None, real(0.0, math.inf, expected="0 or more")] = 120.0
+    evaluate_steps: Annotated[int, SIZE] = 100
+    evaluated_rows: Annotated[int, SIZE] = 2048
+
+    @property
+    def measured(self) -> int:
+        """Drafts of which agreement is measured, from the first."""
+        raise NotImplementedError
+
+
+class DraftTrainee(Trainee):
+    """A draft head that learns from the texts of a frozen model.
+
+    Args:
+        network: the model, which is not changed.
+        data: states and tokens of its own texts.
+        config: the run's settings.
+        share: share of the texts that are trained on, to see what more text gains.
+        vocabulary: int64, the tokens that can be drafted; None: they are chosen from the texts.
+
+    Raises:
+        TrainingError: there are too few texts, or the vocabulary is larger than the model's.
+    """
+
+    config: DraftConfig
+
+    def __init__(
+        self,
+        network: LlamaModel,
+        data: HeadStates,
+        config: DraftConfig,
+        share: float,
+        vocabulary: Tensor | None = None,
+    ) -> None:
+        self.config = config
+        self.held = is_held_out(data.text)
+        if not self.held.any() or self.held.all():
+            raise TrainingError(
+                f"texts: expected more than {2 * ONE_IN}, to hold some out, got "
+                f"{len(torch.unique(data.text))}"
+            )
+        self.held_out = data.part(self.held)
+        texts = torch.unique(data.text[~self.held])
+        last = texts[max(1, round(share * len(texts))) - 1]
+        self.data = data.part(~self.held & (data.text <= last))
+        if vocabulary is None:
+            answers = self.data.greedy >= 0
+            tokens = [self.data.token[answers], self.data.greedy[answers]]
+            vocabulary = choose_vocabulary(network, tokens, config.vocabulary_size)
+        reached = int(data.positions.max()) + MAX_DRAFTS + 1 if data.keys else 0
+        self.frozen = frozen_side(network, vocabulary, reached, data.settings.attended)
+        self.step_columns = ("agreement",)
+        self.evaluation_columns = tuple(f"agreement_{k + 1}" for k in range(config.measured))
+
+    @property
+    @abstractmethod
+    def steps_per_epoch(self) -> int: ...
+
+    @abstractmethod
+    def agreement_of(self, starts: Tensor) -> list[float]:
+        """Agreement by position of drafts that start from held-out rows, int64 [n]."""
+
+    @abstractmethod
+    def loss(self, step: int) -> tuple[Tensor, int, float]:
+        """The loss of a step, the rows that drafts start from, and the first draft's agreement."""
+
+    def digest(self) -> str:
+        attended = self.data.settings.attended
+        digest = hashlib.sha256(f"{self.data.settings.taps}{attended or ''}".encode())
+        for numbers in (self.data.text, self.data.token, self.data.greedy):
+            digest.update(numbers.numpy().tobytes())
+        return digest.hexdigest()
+
+    def backward(self, step: int) -> Losses:
+        with self.config.autocast(torch.device("cpu")):
+            loss, count, agreement = self.loss(step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return Losses(loss.detach(), count, {"agreement": torch.tensor(agreement)})
+
+    def evaluate(self) -> tuple[float, ...]:
+        return tuple(self.agreement(self.config.evaluated_rows))
+
+    def describe(self, values: Mapping[str, float]) -> str:
+        return f"agreement {values['agreement']:.2f}"
+
+    def describe_evaluation(self, values: Mapping[str, float]) -> str:
+        shown = " ".join(f"{value:.3f}" for value in values.values())
+        return f"held-out agreement by draft: {shown}"
+
+    def rates(self, name: str, parameter: nn.Parameter) -> tuple[bool, float]:
+        return parameter.ndim > 1 and not name.endswith("norm"), 1.0
+
+    def agreement(self, max_rows: int | None = None, *, greedy: bool = False) -> list[float]:
+        """Agreement by position on held-out texts; with ``greedy`` on the greedy ones only."""
+        starts = self.held_out.starts
+        if greedy:
+            starts = starts[self.held_out.text[starts] % 2 == 0]
+        if max_rows is not None and len(starts) > max_rows:
+            starts = starts[:: -(-len(starts) // max_rows)]
+        return self.agreement_of(starts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(DraftConfig):
+    """The settings of a recurrent head's run; a batch consists of stretches of texts.
+
+    Args:
+        num_blocks: MLPs, one after the other.
         num_drafts: tokens of a draft in training.
         stretch: rows of a text that drafts start from.
-        evaluated_rows: held-out rows, at most, in evaluations during the run.
         measured_drafts: positions at which agreement is measured.
         keep_vocabulary: whether the vocabulary is that of the head it starts from; otherwise it is
             chosen from the texts.
         begins_with: SHA-256 of the weights file of the head that it starts from; empty for none.
     """
 
-    intermediate_size: Annotated[int, SIZE]
     num_blocks: Annotated[int, SIZE] = 1
-    vocabulary_size: Annotated[int, SIZE] = 8192
     num_drafts: Annotated[int, DRAFTS] = 3
     batch_size: Annotated[int, SIZE] = 32
-    learning_rate: Annotated[float, real(MIN_POSITIVE, 1.0, expected="above 0, at most 1")] = 1e-3
-    final_learning_rate: Annotated[float, real(0.0, 1.0)] = 0.05
-    weight_decay: Annotated[float, real(0.0, 1e6, expected="0 or more")] = 0.01
     stretch: Annotated[int, SIZE] = 32
-    checkpoint_seconds: Annotated[float | None, real(0.0, math.inf, expected="0 or more")] = 120.0
-    evaluate_steps: Annotated[int, SIZE] = 100
-    evaluated_rows: Annotated[int, SIZE] = 2048
     measured_drafts: Annotated[int, DRAFTS] = 5
     keep_vocabulary: Annotated[bool, FLAG] = False
     begins_with: str = ""
 
+    @property
+    def measured(self) -> int:
+        return self.measured_drafts
 
-class HeadTrainee(Trainee):
-    """A draft head that learns from the texts of a frozen model.
+
+class HeadTrainee(DraftTrainee):
+    """A recurrent head that learns from the texts of a frozen model.
 
     Args:
         network: the model, which is not changed.
@@ -102,73 +220,30 @@ class HeadTrainee(Trainee):
         share: float = 1.0,
         beginning: TrainedHead | None = None,
     ) -> None:
-        self.config, self.beginning = config, beginning
-        held = is_held_out(data.text)
-        if not held.any() or held.all():
-            raise TrainingError(
-                f"texts: expected more than {2 * ONE_IN}, to hold some out, got "
-                f"{len(torch.unique(data.text))}"
-            )
-        self.held_out = data.part(held)
-        texts = torch.unique(data.text[~held])
-        last = texts[max(1, round(share * len(texts))) - 1]
-        self.data = data.part(~held & (data.text <= last))
-        if beginning is None or not config.keep_vocabulary:
-            tokens = [self.data.token, self.data.greedy]
-            vocabulary = choose_vocabulary(network, tokens, config.vocabulary_size)
-        else:
+        vocabulary = None
+        if beginning is not None and config.keep_vocabulary:
             vocabulary = beginning.vocabulary
-        reached = int(data.positions.max()) + MAX_DRAFTS + 1 if data.keys else 0
-        self.frozen = frozen_side(network, vocabulary, reached, data.settings.attended)
+        super().__init__(network, data, config, share, vocabulary)
+        self.beginning = beginning
         sizes = data.settings.sizes(config.intermediate_size, config.num_blocks)
         self.head = DraftHead(sizes, self.frozen.eps, self.frozen.final_norm, config.seed)
         self.module: nn.Module = self.head
         if beginning is not None:
             beginning.put_into(self.head)
         if data.settings.attended and (beginning is None or not beginning.attends):
-            begin_queries(self.head, self.frozen, data, ~held)
+            begin_queries(self.head, self.frozen, data, ~self.held)
         self._order = StretchOrder(self.data.text, config.stretch, config.batch_size, config.seed)
-        self.step_columns = ("agreement",)
-        self.evaluation_columns = tuple(f"agreement_{k + 1}" for k in range(config.measured_drafts))
 
     @property
     def steps_per_epoch(self) -> int:
         return self._order.steps_per_epoch
 
-    def digest(self) -> str:
-        attended = self.data.settings.attended
-        digest = hashlib.sha256(f"{self.data.settings.taps}{attended or ''}".encode())
-        for numbers in (self.data.text, self.data.token, self.data.greedy):
-            digest.update(numbers.numpy().tobytes())
-        return digest.hexdigest()
-
-    def backward(self, step: int) -> Losses:
+    def loss(self, step: int) -> tuple[Tensor, int, float]:
         starts, drafts = self._order.starts(step), self.config.num_drafts
-        with self.config.autocast(torch.device("cpu")):
-            loss, agreement = draft_loss(self.head, self.frozen, self.data, starts, drafts)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return Losses(loss.detach(), len(starts), {"agreement": torch.tensor(agreement)})
+        loss, agreement = draft_loss(self.head, self.frozen, self.data, starts, drafts)
+        return loss, len(starts), agreement
 
-    def evaluate(self) -> tuple[float, ...]:
-        return tuple(self.agreement(self.config.evaluated_rows))
-
-    def describe(self, values: Mapping[str, float]) -> str:
-        return f"agreement {values['agreement']:.2f}"
-
-    def describe_evaluation(self, values: Mapping[str, float]) -> str:
-        shares = " ".join(f"{value:.3f}" for value in values.values())
-        return f"held-out agreement by draft: {shares}"
-
-    def rates(self, name: str, parameter: nn.Parameter) -> tuple[bool, float]:  # noqa: ARG002
-        return not name.endswith("norm"), 1.0
-
-    def agreement(self, max_rows: int | None = None, *, greedy: bool = False) -> list[float]:
-        """Agreement by position on held-out texts; with ``greedy`` on the greedy ones only."""
-        starts = starts_of(self.held_out.text)
-        if greedy:
-            starts = starts[self.held_out.text[starts] % 2 == 0]
-        if max_rows is not None and len(starts) > max_rows:
-            starts = starts[:: -(-len(starts) // max_rows)]
+    def agreement_of(self, starts: Tensor) -> list[float]:
         return agreement_by_position(
             self.head, self.frozen, self.held_out, starts, self.config.measured_drafts
         )

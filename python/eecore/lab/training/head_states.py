@@ -2,11 +2,13 @@
 
 A directory holds them, text by text, in plain files that grow: ``states.bin`` bfloat16 [n,
 num_taps, hidden_size] and ``rows.bin`` int32 [n, 3]: for each row the text's number, the token that
-follows in the text, and the model's own greedy next token. Where a head attends to keys of the
-model there are three more: ``keys.bin`` bfloat16 [m, num_attended, 2, head_dim], for every position
-of every text, the prompt's too, ``positions.bin`` int32 [n], and ``queries.bin`` bfloat16 [.,
-num_attended, queries], for the first rows: the model's own queries to the same keys, not rotated,
-from which a head's queries start. A killed run loses the texts that it was working on.
+follows in the text, and the model's own greedy next token. Rows begin with the last token of a
+text's prompt, or with its first, where a head needs prompts, too; the greedy token is -1 there.
+Where a head attends to keys of the model there are three more: ``keys.bin`` bfloat16 [m,
+num_attended, 2, head_dim], for every position of every text, the prompt's too, ``positions.bin``
+int32 [n], and ``queries.bin`` bfloat16 [., num_attended, queries], for the first rows: the model's
+own queries to the same keys, not rotated, from which a head's queries start. A killed run loses the
+texts that it was working on.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ __all__ = [
     "HeadStates",
     "MappedStates",
     "StatesSettings",
+    "begins_of",
     "collect_states",
     "ends_of",
     "open_states",
@@ -63,6 +66,7 @@ class StatesSettings:
         attended: the key heads whose keys and values are kept, too.
         head_dim: the key heads'; 0 without any.
         queries: features of the queries to one key head; 0 without any.
+        with_prompts: whether there are rows of the prompts, too.
     """
 
     model: str
@@ -72,6 +76,7 @@ class StatesSettings:
     attended: Attended = ()
     head_dim: int = 0
     queries: int = 0
+    with_prompts: bool = False
 
     def sizes(self, intermediate_size: int, num_blocks: int) -> HeadSizes:
         """The sizes of a head that learns from these states."""
@@ -139,7 +144,7 @@ class HeadStates:
     token: Tensor
     """int64 [n], the text's token that follows the state."""
     greedy: Tensor
-    """int64 [n], the model's own most probable token."""
+    """int64 [n], the model's own most probable token; -1 in a prompt."""
     keys: tuple[Tensor, ...] = ()
     """The keys and values of each directory, bfloat16 [m, num_attended, 2, head_dim], mapped."""
     key_begins: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
@@ -181,6 +186,28 @@ class HeadStates:
     def ends(self) -> Tensor:
         """int64 [n], for each row the first row after its text."""
         return ends_of(self.text)
+
+    @cached_property
+    def begins(self) -> Tensor:
+        """int64 [n], for each row the first row of its text."""
+        return begins_of(self.text)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """int64, the rows that a draft can start from: those of answers but each text's last."""
+        rows = torch.arange(len(self))
+        return rows[(rows + 1 < self.ends) & (self.greedy >= 0)]
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of answers."""
+        return int((self.greedy >= 0).sum())
+
+
+def begins_of(text: Tensor) -> Tensor:
+    """For each row of texts, int64 [n], the first row of its text: int64 [n]."""
+    starts_text = is_last(text).roll(1)  # the first row follows the last text's end
+    return torch.where(starts_text, torch.arange(len(text)), 0).cummax(0).values
 
 
 def ends_of(text: Tensor) -> Tensor:
@@ -342,7 +369,7 @@ def _add(
     settings: StatesSettings,
     files: StatesDirectory,
 ) -> int:
-    """Append the rows of all answers, one after the other; returns their number."""
+    """Append the rows of all texts, one after the other; returns the number of answers' tokens."""
     lengths = [len(text.prompt) + len(text.answer) - 1 for text in texts]
     batch = whole_sequences(lengths, PAGE_SIZE, network.device)
     num_pages = sum(-(-length // PAGE_SIZE) for length in lengths)
@@ -351,7 +378,8 @@ def _add(
     )
     tokens = [t for text in texts for t in (*text.prompt, *text.answer)[:-1]]
     starts = [0, *accumulate(lengths)]
-    positions = [range(len(t.prompt) - 1, n) for t, n in zip(texts, lengths, strict=True)]
+    begins = [0 if settings.with_prompts else len(text.prompt) - 1 for text in texts]
+    positions = [range(*ends) for ends in zip(begins, lengths, strict=True)]
     places = [start + p for start, own in zip(starts, positions, strict=False) for p in own]
     rows = torch.tensor(places, device=network.device)
     hidden = network.embed(torch.tensor(tokens, device=network.device))
@@ -366,7 +394,15 @@ def _add(
             queries[end] = network.queries(end, hidden.index_select(0, rows)).flatten(1)
         if end in settings.taps:
             tapped.append(hidden.index_select(0, rows))
-    greedy = network.confidence(tapped[-1]).token.tolist()
+    following = [
+        (text.index, token, place >= len(text.prompt))
+        for text, begin in zip(texts, begins, strict=True)
+        for place, token in enumerate((*text.prompt, *text.answer)[begin + 1 :], begin + 1)
+    ]
+    numbers = torch.tensor(following)
+    of_answers = numbers[:, 2].bool()
+    numbers[:, 2] = -1
+    numbers[of_answers, 2] = network.confidence(tapped[-1][of_answers]).token.cpu()
     # The rows are written last: an entry without a row does not count.
     if settings.attended:
         files.keys.append(keys_at(kv, settings.attended, batch.slot_mapping))
@@ -379,9 +415,8 @@ def _add(
         ]
         files.queries.append(torch.stack(own, 1)[:room])
     files.states.append(torch.stack(tapped, 1))
-    numbers = [(text.index, token) for text in texts for token in text.answer]
-    files.rows.append(torch.tensor([(*n, g) for n, g in zip(numbers, greedy, strict=True)]))
-    return len(numbers)
+    files.rows.append(numbers)
+    return int(of_answers.sum())
 
 
 def _stretches(texts: Sequence[Answer]) -> Iterator[list[Answer]]:
@@ -403,8 +438,9 @@ def _check_settings(path: Path, settings: StatesSettings) -> None:
     fields = JsonFields.read(path, TrainingError)
     if fields.text("format") != FORMAT:
         raise fields.wrong("format", repr(FORMAT), fields.text("format"))
-    for name in ("model", "weights", "hidden_size", "taps", "attended"):
+    older = {"attended": [], "with_prompts": False}
+    for name in ("model", "weights", "hidden_size", "taps", *older):
         expected = json.loads(json.dumps(getattr(settings, name)))
-        got = fields.values.get(name, [])
+        got = fields.values.get(name, older.get(name))
         if got != expected:
             raise fields.wrong(name, f"{expected!r}, as this run has", got)

@@ -19,6 +19,7 @@ from eecore.config import ModelConfig
 from eecore.errors import CheckpointError
 from eecore.models.block_head import BlockHead, BlockSettings, BlockWeights, Markov
 from eecore.models.llama import LlamaModel, LlamaWeights
+from eecore.models.network import check_digest
 from eecore.models.readers.checkpoint import Checkpoint
 from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.readers.config_json import model_config
@@ -32,7 +33,11 @@ from eecore.models.weights import (
 )
 from eecore.readable import shown_path
 
-__all__ = ["BLOCK_KINDS", "load_block_head", "read_block_settings"]
+__all__ = ["BLOCK_KINDS", "DIGEST_FIELD", "load_block_head", "read_block_settings"]
+
+DIGEST_FIELD = "eecore_model_digest"
+"""The field of config.json with the digest of the model that a head was trained for, in heads that
+``eecore train-exits`` made."""
 
 MAX_BLOCK = 64
 MAX_RANK = 1 << 14
@@ -190,6 +195,8 @@ def load_block_head(directory: Path, fields: ConfigFields, network: LlamaModel) 
             supported; raised before memory is allocated.
     """
     settings = read_block_settings(fields, network.config)
+    if DIGEST_FIELD in fields:
+        check_digest(network, fields.text(DIGEST_FIELD), f"{fields.where}: {DIGEST_FIELD}")
     with Checkpoint(directory) as files:
         reader = _Reader(files, settings, network)
         return BlockHead(settings, reader.weights(), directory)

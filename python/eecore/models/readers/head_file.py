@@ -19,7 +19,7 @@ from eecore.hub import fetch_head
 from eecore.json_fields import JsonFields
 from eecore.models.draft_head import LAYERS, DraftHead, HeadSettings, head_floats
 from eecore.models.llama import LlamaModel
-from eecore.models.network import Network, network_digest
+from eecore.models.network import Network, check_digest, network_digest
 from eecore.readable import kind_of, shown_path
 from eecore.tensor_files import TensorFile
 from eecore.values import shown
@@ -260,12 +260,7 @@ def load_head(path: str | Path, network: LlamaModel) -> DraftHead:
                 f"{place}: model.{name}: expected {getattr(config, name)}, as the model has it,"
                 f" got {getattr(settings, name)}"
             )
-    digest = network_digest(network)
-    if settings.digest != digest:
-        raise ModelError(
-            f"{place}: model.digest: expected {digest}, the model's, got {settings.digest}: it "
-            "was trained for another model"
-        )
+    check_digest(network, settings.digest, f"{place}: model.digest")
     if settings.attended:
         _check_attended(settings, network, place)
     file = HeadFile(directory, settings)
