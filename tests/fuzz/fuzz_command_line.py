@@ -100,6 +100,7 @@ OPTIONS: dict[str, dict[str, str]] = {
         "--vocabulary": "number", "--blocks": "number", "--drafts": "number", "--resume": "",
         "--attend": "number", "--seed": "number", "--texts": "file",
         "--minutes": "number", "--learning-rate": "number", "--answer-tokens": "number",
+        "--kind": "word", "--layers": "number", "--block-size": "number", "--rank": "number",
     },
 }  # fmt: skip
 VALID: dict[str, list[str]] = {
@@ -112,6 +113,7 @@ VALID: dict[str, list[str]] = {
     "--num-drafts": ["2"], "--layers": ["1,2", "none"], "--skip-attention": ["1"],
     "--skip-mlp": ["0,1"], "--temperature": ["1"], "--seed": ["1"], "--logprobs": ["2"],
     "--kv-cache-tokens": ["64"], "--max-skipped": ["1"], "--context": ["16"], "--lora": ["2"],
+    "--kind": ["block", "recurrent"],
 }  # fmt: skip
 NEEDED = {"search": ("--text", "--out"), "train": ("--data", "--out")}
 NEEDED |= {"train-classifier": ("--data", "--out"), "calibrate": ("--data", "--out")}

@@ -143,7 +143,7 @@ def test_blocks_of_several_texts_are_those_of_the_layout(
             drafted = oracle.drafts(states_before(data, row), token)
             before = head.before(torch.tensor([token, *drafted.tokens[:-1]]))
             logits = frozen.products(states) + head.correction(before)
-            torch.testing.assert_close(logits, drafted.logits)
+            torch.testing.assert_close(logits, drafted.logits, rtol=1e-4, atol=1e-4)
             confidence = head.confidence(states, before).sigmoid()
             torch.testing.assert_close(confidence, torch.tensor(drafted.scores))
 
@@ -207,7 +207,7 @@ def test_confidence_learns_whether_drafts_are_right(frozen: FrozenSide) -> None:
         head.get_parameter("confidence_head.proj.weight").mul_(-3.0)
     other, _ = block_loss(head, frozen, data, data.starts, MASK)
     other.backward()
-    assert abs(float(other) - float(loss)) > 0.01
+    assert abs(float((other - loss).detach())) > 0.01
     assert gradient is not None
     torch.testing.assert_close(head.fc.weight.grad, gradient)
 
@@ -247,7 +247,7 @@ def test_an_epoch_has_every_text_once_and_the_same_seed_the_same_rows(data: Head
 
 def test_a_mask_is_a_token_that_the_texts_do_not_have(data: HeadStates) -> None:
     embeddings = torch.ones(VOCAB, HIDDEN)
-    data = replace(data, token=data.token.clamp(min=3, max=12))
+    data = replace(data, token=3 + torch.arange(len(data)) % 10)
     assert choose_mask(data, embeddings) == 0
     embeddings[:3] = 0
     assert choose_mask(data, embeddings) == 13

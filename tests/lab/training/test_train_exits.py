@@ -631,9 +631,7 @@ def test_a_block_head_that_was_stopped_goes_on_where_it_was(
     capsys.readouterr()
     assert run(block_arguments(folder, out, "--resume")) == 0
     assert re.search(r"resuming training after step 30 of \d+\n", capsys.readouterr().err)
-    straight, resumed = (
-        load_file(place / "model.safetensors") for place in (trained_block, out)
-    )
+    straight, resumed = (load_file(place / "model.safetensors") for place in (trained_block, out))
     assert straight.keys() == resumed.keys()
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
@@ -655,7 +653,7 @@ def test_a_block_head_of_another_model_is_refused(folder: Path, trained_block: P
         ("recurrent", ["--layers", "1"], "--layers: expected --kind block with it, got --kind rec"),
         ("recurrent", ["--block-size", "7"], "--block-size: expected --kind block with it"),
         ("recurrent", ["--rank", "8"], "--rank: expected --kind block with it"),
-        ("block", ["--block-size", "1"], "1 is not in the range 2<=x<=64"),
+        ("block", ["--block-size", "1"], "--block-size: expected greater than or equal to 2, got"),
         ("tree", [], "'tree' is not one of"),
     ],
 )

@@ -118,7 +118,7 @@ class BlockHead(nn.Module):
                     parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
             self.get_parameter("markov_head.markov_w1.weight").mul_(MARKOV_SPREAD * rank**0.5)
             self.norm.weight.copy_(final_norm)
-            # Of each tap's states alike, however large they are; the last as the LM head reads it.
+            # All taps' states have one size here; the last tap's are what the LM head reads.
             parts = self.fc.weight.view(hidden, sizes.num_taps, hidden)
             parts.mul_(TAP_GAIN * sizes.num_taps**0.5)
             parts[:, -1] = torch.diag(final_norm / final_norm.square().mean().sqrt())
@@ -134,7 +134,9 @@ class BlockHead(nn.Module):
         block = texts.rows[:, None] + 1 + torch.arange(size)
         seen = [
             self._seen(length, rows)
-            for length, rows in zip(texts.lengths, torch.split(texts.rows, texts.counts), strict=True)
+            for length, rows in zip(
+                texts.lengths, torch.split(texts.rows, texts.counts), strict=True
+            )
         ]
         rotations = self._rotation(places), self._rotation(block.flatten())
         hidden = texts.block.flatten(0, 1)
