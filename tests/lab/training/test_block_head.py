@@ -277,10 +277,13 @@ def test_states_with_prompts_have_a_row_of_each_position(tmp_path: Path) -> None
     for with_prompts in (False, True):
         place = tmp_path / str(with_prompts)
         place.mkdir()
-        own, counts = replace(settings, with_prompts=with_prompts), []
-        assert collect_states(
-            network, texts, place, own, progress=lambda *count: counts.append(count)
-        )
+        own = replace(settings, with_prompts=with_prompts)
+        counts: list[tuple[int, int]] = []
+
+        def progress(done: int, wanted: int, counts: list[tuple[int, int]] = counts) -> None:
+            counts.append((done, wanted))
+
+        assert collect_states(network, texts, place, own, progress=progress)
         assert counts[-1] == (17, 17)
         found.append(open_states([place], own))
     answers, whole = found

@@ -638,7 +638,7 @@ def test_a_block_head_that_was_stopped_goes_on_where_it_was(
 
 def test_a_block_head_of_another_model_is_refused(folder: Path, trained_block: Path) -> None:
     other = write_model(folder / "stranger", num_hidden_layers=3, seed=5)
-    with pytest.raises(ModelError, match="eecore_model_digest: expected .*for another model"):
+    with pytest.raises(ModelError, match=r"eecore_model_digest: expected .*for another model"):
         eecore.load(other, device="cpu", kv_cache_tokens=64, draft_head=trained_block)
 
 

@@ -79,8 +79,7 @@ class BlockHead(nn.Module):
     Args:
         sizes: the sizes of the tensors.
         eps: the eps of the norms.
-        final_norm: the model's, [hidden_size], times the factor of its logits: the initial value of
-            the head's output norm.
+        norm: [hidden_size], the initial value of the output norm: the model's own, scaled.
         tap_sizes: the root mean square of each tap's states.
         seed: for the random initial weights.
     """
@@ -89,7 +88,7 @@ class BlockHead(nn.Module):
         self,
         sizes: BlockSizes,
         eps: float,
-        final_norm: Tensor,
+        norm: Tensor,
         tap_sizes: Tensor,
         seed: int = 0,
     ) -> None:
@@ -117,11 +116,11 @@ class BlockHead(nn.Module):
                 else:
                     parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
             self.get_parameter("markov_head.markov_w1.weight").mul_(MARKOV_SPREAD * rank**0.5)
-            self.norm.weight.copy_(final_norm)
+            self.norm.weight.copy_(norm)
             # All taps' states have one size here; the last tap's are what the LM head reads.
             parts = self.fc.weight.view(hidden, sizes.num_taps, hidden)
             parts.mul_(TAP_GAIN * sizes.num_taps**0.5)
-            parts[:, -1] = torch.diag(final_norm / final_norm.square().mean().sqrt())
+            parts[:, -1] = torch.diag(norm / norm.square().mean().sqrt())
             parts.div_(tap_sizes[:, None])
         half = torch.arange(sizes.head_dim // 2, dtype=torch.float32) * 2 / sizes.head_dim
         self._frequencies = sizes.rope_theta**-half

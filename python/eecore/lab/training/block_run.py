@@ -7,9 +7,11 @@ from typing import Annotated
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from eecore.lab.training.block_head import BlockHead, BlockSizes
 from eecore.lab.training.block_loss import AnchorOrder, block_agreement, block_loss
+from eecore.lab.training.head_loss import FrozenSide
 from eecore.lab.training.head_run import SIZE, DraftConfig, DraftTrainee
 from eecore.lab.training.head_states import HeadStates
 from eecore.models import LlamaModel
@@ -19,6 +21,10 @@ from eecore.values import whole
 __all__ = ["MAX_BLOCK", "MAX_LAYERS", "MAX_RANK", "BlockConfig", "BlockTrainee", "choose_mask"]
 
 MAX_BLOCK, MAX_LAYERS, MAX_RANK = 64, 16, 1024
+SPREAD = 2.0
+"""The standard deviation of the logits that a head begins with."""
+MEASURED_TOKENS = 512
+"""Tokens whose embeddings are measured for it, at most."""
 SIZED_ROWS = 4096
 """Rows whose states are measured, to give the taps' states one size."""
 
@@ -84,8 +90,8 @@ class BlockTrainee(DraftTrainee):
             vocabulary_size=config.vocabulary_size,
             markov_rank=config.markov_rank,
         )
-        norm = self.frozen.final_norm * self.frozen.multiplier
-        self.head = BlockHead(sizes, self.frozen.eps, norm, tap_sizes(self.data), config.seed)
+        norm, taps = first_norm(self.frozen), tap_sizes(self.data)
+        self.head = BlockHead(sizes, self.frozen.eps, norm, taps, config.seed)
         self.module: nn.Module = self.head
         starts = self.data.starts
         self._order = AnchorOrder(
@@ -107,6 +113,18 @@ class BlockTrainee(DraftTrainee):
     def rates(self, name: str, parameter: nn.Parameter) -> tuple[bool, float]:
         decays, rate = super().rates(name, parameter)
         return decays and "markov" not in name, rate
+
+
+def first_norm(frozen: FrozenSide) -> Tensor:
+    """The initial value of a head's output norm, [hidden_size]: the model's, scaled down.
+
+    A head's states begin as embeddings, with which the model's own norm gives a token's own row far
+    too large a logit.
+    """
+    some = frozen.vocabulary[:: -(-len(frozen.vocabulary) // MEASURED_TOKENS)]
+    norm = frozen.final_norm
+    states = functional.rms_norm(frozen.embeddings[some], norm.shape, norm, frozen.eps)
+    return norm * (SPREAD / float(frozen.products(states).std().clamp(min=1e-6)))
 
 
 def choose_mask(data: HeadStates, embeddings: Tensor) -> int:
