@@ -23,7 +23,13 @@ from eecore.lab.training.block_loss import (
     blocks_after,
     draft_weights,
 )
-from eecore.lab.training.block_run import BlockConfig, choose_mask, tap_sizes
+from eecore.lab.training.block_run import (
+    SPREAD,
+    BlockConfig,
+    choose_mask,
+    first_norm,
+    tap_sizes,
+)
 from eecore.lab.training.head_loss import FrozenSide
 from eecore.lab.training.head_states import (
     HeadStates,
@@ -309,3 +315,11 @@ def test_states_with_prompts_have_a_row_of_each_position(tmp_path: Path) -> None
 def test_settings_that_cannot_be(setting: dict[str, int], said: str) -> None:
     with pytest.raises(RequestError, match=said):
         BlockConfig(**{"steps": 1, "intermediate_size": 4, **setting})  # type: ignore[arg-type]
+
+
+def test_logits_begin_with_one_spread(frozen: FrozenSide) -> None:
+    """Whatever the size of the model's norm."""
+    for size in (0.1, 30.0):
+        norm = first_norm(replace(frozen, final_norm=frozen.final_norm * size))
+        states = torch.nn.functional.rms_norm(frozen.embeddings[2:18], (HIDDEN,), norm, EPS)
+        assert float(frozen.products(states).std()) == pytest.approx(SPREAD, rel=1e-3)
