@@ -3,6 +3,7 @@
 python -m bench drafts                       SmolLM2-135M-Instruct's Q4_1 file
 python -m bench drafts --model FILE.gguf     another chat model
 python -m bench drafts --weights file int8 float32 --batches 1 4 8
+python -m bench drafts --draft-head DIR      another draft head, of any kind
 python -m bench drafts --noise               what a draft head costs that is never right
 python -m bench drafts --noise eagle3        the same of an EAGLE-3 head; dflash, dspark
 python -m bench drafts --device cuda --dry-run --weights file bfloat16

@@ -26,6 +26,7 @@ from eecore.lab.training.block_loss import (
 from eecore.lab.training.block_run import (
     SPREAD,
     BlockConfig,
+    BlockTrainee,
     choose_mask,
     first_norm,
     tap_sizes,
@@ -38,7 +39,8 @@ from eecore.lab.training.head_states import (
     collect_states,
     open_states,
 )
-from eecore.models import network_digest
+from eecore.models import LlamaModel, network_digest
+from tiny_families import write_family
 from tiny_models import random_prompts, write_model
 
 HIDDEN, VOCAB, EPS, BLOCK, MASK = 8, 20, 1e-5, 3, 19
@@ -323,3 +325,25 @@ def test_logits_begin_with_one_spread(frozen: FrozenSide) -> None:
         norm = first_norm(replace(frozen, final_norm=frozen.final_norm * size))
         states = torch.nn.functional.rms_norm(frozen.embeddings[2:18], (HIDDEN,), norm, EPS)
         assert float(frozen.products(states).std()) == pytest.approx(SPREAD, rel=1e-3)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
+def test_embeddings_are_those_that_are_stored(tmp_path: Path, family: str) -> None:
+    """A head multiplies by none of the factors that its model has for embeddings and logits."""
+    write_family(tmp_path / "model", family)
+    network = eecore.load(tmp_path / "model", device="cpu", kv_cache_tokens=64).network
+    assert isinstance(network, LlamaModel)
+    hidden, vocab = network.config.hidden_size, network.config.vocab_size
+    data = random_data([5] * 60, [3] * 60)
+    states = torch.randn(len(data), 2, hidden, generator=torch.Generator().manual_seed(2))
+    settings = replace(SETTINGS, hidden_size=hidden)
+    data = replace(data, settings=settings, states=MappedStates([states.bfloat16()]))
+    config = BlockConfig(steps=1, intermediate_size=8, vocabulary_size=vocab // 2)
+    trainee = BlockTrainee(network, data, config)
+    table = network.weights.embed_tokens.weight
+    assert torch.equal(trainee.frozen.embeddings, table)
+    assert not torch.allclose(trainee.frozen.embeddings, network.embed(torch.arange(vocab)))
+    rows = network.weights.lm_head.weight[trainee.frozen.vocabulary]
+    values = torch.randn(3, hidden)
+    torch.testing.assert_close(trainee.frozen.products(values), values @ rows.T)
+    assert trainee.frozen.with_tokens(torch.arange(vocab)) is trainee.frozen
