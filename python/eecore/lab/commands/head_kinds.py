@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -158,7 +158,7 @@ def recurrent_plan(
     from eecore.models import network_digest
 
     model = network.config
-    inner, blocks = head.intermediate_size or model.intermediate_size, recurrent.blocks or 1
+    inner = head.intermediate_size or model.intermediate_size
     attend = 4 if recurrent.attend is None else recurrent.attend
     attended = choose_attended(network, attend) if attend else ()
     states = StatesSettings(
@@ -170,22 +170,21 @@ def recurrent_plan(
         head_dim=model.head_dim if attended else 0,
         queries=model.q_size // model.num_kv_heads if attended else 0,
     )
-    beginning = None
-    if recurrent.begin is not None:
-        sizes = states.sizes(inner, blocks)
-        kept = head.vocabulary if recurrent.keep_vocabulary else None
-        beginning = read_head(recurrent.begin, states.model, states.taps, sizes, kept, attended)
     config = HeadConfig(
         steps=TIMED_STEPS,
         intermediate_size=inner,
-        num_blocks=blocks,
         vocabulary_size=head.vocabulary,
-        num_drafts=recurrent.drafts or 3,
+        **_given(num_blocks=recurrent.blocks, num_drafts=recurrent.drafts),
         **of_run,
         stretch=STRETCH,
         keep_vocabulary=recurrent.keep_vocabulary,
-        begins_with="" if beginning is None else beginning.sha256,
     )
+    beginning = None
+    if recurrent.begin is not None:
+        sizes = states.sizes(inner, config.num_blocks)
+        kept = head.vocabulary if recurrent.keep_vocabulary else None
+        beginning = read_head(recurrent.begin, states.model, states.taps, sizes, kept, attended)
+        config = replace(config, begins_with=beginning.sha256)
 
     def trainee(data: HeadStates, share: float) -> DraftTrainee:
         return HeadTrainee(network, data, config, share=share, beginning=beginning)
@@ -193,7 +192,7 @@ def recurrent_plan(
     def save(out: Path, trained: Any, *facts: Any) -> list[float]:
         return save_head(out, network, trained, *facts)
 
-    shown = {"blocks": blocks, "attend": attend, "drafts": config.num_drafts}
+    shown = {"blocks": config.num_blocks, "attend": attend, "drafts": config.num_drafts}
     shown |= {"intermediate_size": inner, "batch_size": config.batch_size}
     return Plan(states, trainee, save, shown)
 
@@ -218,10 +217,8 @@ def block_plan(
     config = BlockConfig(
         steps=TIMED_STEPS,
         intermediate_size=head.intermediate_size or model.intermediate_size,
-        num_layers=block.layers or 1,
         vocabulary_size=head.vocabulary,
-        block_size=block.block_size or 7,
-        markov_rank=block.rank or 64,
+        **_given(num_layers=block.layers, block_size=block.block_size, markov_rank=block.rank),
         **of_run,
         anchors=ANCHORS,
     )
@@ -235,6 +232,11 @@ def block_plan(
     shown = {"layers": config.num_layers, "block_size": config.block_size}
     shown |= {"rank": config.markov_rank, "batch_size": config.batch_size}
     return Plan(states, trainee, save, {**shown, "intermediate_size": config.intermediate_size})
+
+
+def _given(**settings: int | None) -> dict[str, Any]:
+    """The settings that were given; the others have the config's defaults."""
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def taps_of(given: str | None, config: ModelConfig) -> tuple[int, ...]:
