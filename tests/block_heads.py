@@ -1,15 +1,14 @@
 """Small random heads that draft a block, in each layout that is read, and what they draft in plain
 PyTorch.
 
-The formulas are those of DFlash's and DSpark's own code (z-lab/dflash, deepseek-ai/DeepSpec,
-vllm-project/speculators), written down once more; they have been compared with the packages
-``speculators`` 0.9 and ``dflash`` 0.1.
+The formulas are those of DFlash's, DSpark's and Domino's own code (z-lab/dflash,
+deepseek-ai/DeepSpec, sgl-project/SpecForge, vllm-project/speculators), written down once more; but
+for Domino's they have been compared with the packages ``speculators`` 0.9 and ``dflash`` 0.1.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
+
+from tests.plain_layers import PlainLayer, normed, random_layer
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -35,7 +36,15 @@ SIZES: dict[str, Any] = {
     "attention_bias": False,
 }
 TAPS, BLOCK, MASK, RANK, CUT = (1, 3), 6, 319, 16, 100
-LAYOUTS = ("z-lab", "SpecForge DSpark", "DeepSpec", "speculators dflash", "speculators dspark")
+GRU, INNER = 24, 20
+LAYOUTS = (
+    "z-lab",
+    "SpecForge DSpark",
+    "SpecForge Domino",
+    "DeepSpec",
+    "speculators dflash",
+    "speculators dspark",
+)
 
 
 def config_of(layout: str) -> dict[str, Any]:
@@ -53,6 +62,10 @@ def config_of(layout: str) -> dict[str, Any]:
     if layout == "SpecForge DSpark":
         inner = {**own, **markov, "confidence_head_with_markov": False, "projector_type": "dspark"}
         return {**SIZES, **top, "architectures": ["DSparkDraftModel"], "dflash_config": inner}
+    if layout == "SpecForge Domino":
+        sizes = {"gru_hidden_dim": GRU, "emb_dim": INNER, "pure_draft_prefix_len": 1}
+        inner = {**own, **sizes, "projector_type": "domino", "shift_label": True}
+        return {**SIZES, **top, "architectures": ["DominoDraftModel"], "dflash_config": inner}
     if layout == "DeepSpec":
         return {**SIZES, **top, **own, **markov, "architectures": ["Qwen3DSparkModel"]}
     kind = layout.split()[1]
@@ -73,49 +86,50 @@ def config_of(layout: str) -> dict[str, Any]:
 
 def tensors_of(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """Random tensors of a head, float32."""
-    generator = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(seed)
     own = {**config, **config.get("dflash_config", {})}
     sizes = config.get("transformer_layer_config", config)
-    hidden, inner, width = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
-    vocab = sizes["vocab_size"]
+    hidden, vocab = sizes["hidden_size"], sizes["vocab_size"]
     draft_vocab, rank = config.get("draft_vocab_size", vocab), own.get("markov_rank", 0)
-    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     made: dict[str, Tensor] = {}
 
     def matrix(name: str, rows: int, columns: int, gain: float = 1.0) -> None:
-        weight = torch.randn(rows, columns, generator=generator)
-        made[name] = weight * (gain / math.sqrt(columns))
+        made[f"{name}.weight"] = torch.randn(rows, columns, generator=draw) * gain / columns**0.5
 
-    def norm(name: str, size: int) -> None:
-        made[name] = 1 + 0.2 * torch.randn(size, generator=generator)
+    def bias(name: str, size: int) -> None:
+        made[f"{name}.bias"] = torch.randn(size, generator=draw)
 
-    matrix("fc.weight", hidden, len(TAPS) * hidden)
-    norm("hidden_norm.weight", hidden)
-    norm("norm.weight", hidden)
+    matrix("fc", hidden, len(TAPS) * hidden)
+    for name in ("hidden_norm.weight", "norm.weight"):
+        made[name] = 1 + 0.2 * torch.randn(hidden, generator=draw)
     for layer in range(sizes["num_hidden_layers"]):
-        place = f"layers.{layer}"
-        norm(f"{place}.input_layernorm.weight", hidden)
-        norm(f"{place}.post_attention_layernorm.weight", hidden)
-        for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-            matrix(f"{place}.self_attn.{name}_proj.weight", count * width, hidden, 1.5)
-        matrix(f"{place}.self_attn.o_proj.weight", hidden, heads * width)
-        norm(f"{place}.self_attn.q_norm.weight", width)
-        norm(f"{place}.self_attn.k_norm.weight", width)
-        matrix(f"{place}.mlp.gate_proj.weight", inner, hidden)
-        matrix(f"{place}.mlp.up_proj.weight", inner, hidden)
-        matrix(f"{place}.mlp.down_proj.weight", hidden, inner)
+        made |= random_layer(f"layers.{layer}.", sizes, draw)
     if draft_vocab != vocab:
-        matrix("lm_head.weight", draft_vocab, hidden, 3.0)
-        chosen = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+        matrix("lm_head", draft_vocab, hidden, 3.0)
+        chosen = torch.randperm(vocab, generator=draw)[:draft_vocab].sort().values
         made["d2t"] = chosen - torch.arange(draft_vocab)
         made["t2d"] = torch.isin(torch.arange(vocab), chosen)
     if rank:
-        matrix("markov_head.markov_w1.weight", vocab, rank, 4.0)
-        matrix("markov_head.markov_w2.weight", draft_vocab, rank, 2.0)
+        matrix("markov_head.markov_w1", vocab, rank, 4.0)
+        matrix("markov_head.markov_w2", draft_vocab, rank, 2.0)
+        if own.get("markov_head_type") == "gated":
+            matrix("markov_head.gate_proj", rank, hidden + rank)
+            bias("markov_head.gate_proj", rank)
+        if own.get("markov_head_type") == "rnn":
+            matrix("markov_head.joint_proj", 3 * rank, hidden + 2 * rank)
+            bias("markov_head.joint_proj", 3 * rank)
     if own.get("enable_confidence_head"):
         sees = own["confidence_head_with_markov"]
-        matrix("confidence_head.proj.weight", 1, hidden + rank * sees)
-        made["confidence_head.proj.bias"] = torch.randn(1, generator=generator)
+        matrix("confidence_head.proj", 1, hidden + rank * sees)
+        bias("confidence_head.proj", 1)
+    if "gru_hidden_dim" in own:
+        size, inner = own["gru_hidden_dim"], own["emb_dim"]
+        matrix("prefix_gru.ih", 3 * size, hidden, 0.7)
+        matrix("prefix_gru.hh", 3 * size, size, 2.0)
+        for name in ("ih", "hh"):
+            made[f"prefix_gru.weight_{name}_l0"] = made.pop(f"prefix_gru.{name}.weight")
+        matrix("embed_proj.0", inner, hidden + size, 2.0)
+        matrix("embed_proj.2", draft_vocab, inner, 4.0)
     return made
 
 
@@ -165,76 +179,71 @@ class BlockOracle:
         self.tensors, self.embed_tokens = tensors, embed_tokens
         self.lm_head = tensors.get("lm_head.weight", lm_head)
         usual = config["architectures"][0] in ("Qwen3DSparkModel", "DSparkSpeculator")
+        usual = self.own.get("shift_label", usual)
         self.from_last = self.own.get("sample_from_anchor", usual)
 
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        weight = self.tensors[name]
-        return functional.rms_norm(x, weight.shape, weight, self.sizes["rms_norm_eps"])
-
-    def rotated(self, x: Tensor, first: int) -> Tensor:
-        """[num_tokens, num_heads, head_dim] at positions from ``first`` on."""
-        half = self.sizes["head_dim"] // 2
-        exponents = torch.arange(half, dtype=torch.float32) / half
-        positions = first + torch.arange(len(x), dtype=torch.float32)
-        angles = positions[:, None] / self.sizes["rope_theta"] ** exponents
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-        a, b = x[..., :half], x[..., half:]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
     def block(self, states: list[Tensor], token: int) -> Tensor:
-        """[block_size, hidden_size], normed: what stands behind the layers for a text.
+        """[block_size, hidden_size], normed: the states after the layers for a text.
 
         Args:
             states: of each tap, [num_tokens - 1, hidden_size] at all positions but the last.
             token: the text's last token.
         """
-        width, block_size = self.sizes["head_dim"], self.own["block_size"]
-        context = torch.cat(states, 1) @ self.tensors["fc.weight"].T
-        context = self.norm(context, "hidden_norm.weight")
-        ids = [token] + [self.own["mask_token_id"]] * (block_size - 1)
-        hidden = self.embed_tokens[torch.tensor(ids)]
-        for layer in range(self.sizes["num_hidden_layers"]):
-            place = f"layers.{layer}"
-            weights = {
-                name: self.tensors[f"{place}.self_attn.{name}_proj.weight"] for name in "qkvo"
-            }
-            x = self.norm(hidden, f"{place}.input_layernorm.weight")
-            seen = torch.cat((context, x))
-            q = (x @ weights["q"].T).unflatten(1, (-1, width))
-            k = (seen @ weights["k"].T).unflatten(1, (-1, width))
-            v = (seen @ weights["v"].T).unflatten(1, (-1, width))
-            q = self.rotated(self.norm(q, f"{place}.self_attn.q_norm.weight"), len(context))
-            k = self.rotated(self.norm(k, f"{place}.self_attn.k_norm.weight"), 0)
-            group = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-            scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(width)
-            found = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
-            hidden = hidden + found @ weights["o"].T
-            x = self.norm(hidden, f"{place}.post_attention_layernorm.weight")
-            mlp = {n: self.tensors[f"{place}.mlp.{n}_proj.weight"] for n in ("gate", "up", "down")}
-            hidden = (
-                hidden + (functional.silu(x @ mlp["gate"].T) * (x @ mlp["up"].T)) @ mlp["down"].T
-            )
-        return self.norm(hidden, "norm.weight")
+        tensors, size = self.tensors, self.own["block_size"]
+        context = torch.cat(states, 1) @ tensors["fc.weight"].T
+        context = normed(context, tensors["hidden_norm.weight"], self.sizes["rms_norm_eps"])
+        hidden = self.embed_tokens[[token] + [self.own["mask_token_id"]] * (size - 1)]
+        positions = torch.arange(len(context) + size, device=hidden.device)
+        for number in range(self.sizes["num_hidden_layers"]):
+            layer = PlainLayer(tensors, f"layers.{number}.", self.sizes)
+            layer.remember(context, positions[: len(context)])
+            hidden = layer(hidden, positions[len(context) :], causal=False)
+        return normed(hidden, tensors["norm.weight"], self.sizes["rms_norm_eps"])
 
     def drafts(self, states: list[Tensor], token: int) -> Drafted:
         """What it drafts; arguments as for :meth:`block`."""
+        tensors = self.tensors
         hidden = self.block(states, token)[0 if self.from_last else 1 :]
         logits = hidden @ self.lm_head.T
-        before, tokens, scores = token, list[int](), list[float]()
-        d2t = self.tensors.get("d2t")
+        before, tokens, scores, kept = token, list[int](), list[float](), None
+        d2t = tensors.get("d2t")
         for k, state in enumerate(hidden):
             row = torch.empty(0)
             if self.own.get("markov_rank"):
-                row = self.tensors["markov_head.markov_w1.weight"][before]
-                logits[k] += self.tensors["markov_head.markov_w2.weight"] @ row
+                row = tensors["markov_head.markov_w1.weight"][before]
+                taken, kept = self._markov(state, row, kept)
+                logits[k] += tensors["markov_head.markov_w2.weight"] @ taken
+            if "gru_hidden_dim" in self.own:
+                names = ("prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0")
+                kept = torch.zeros(self.own["gru_hidden_dim"]) if kept is None else kept
+                gru = [tensors[name] for name in names]
+                kept = torch.gru_cell(self.embed_tokens[before][None], kept[None], *gru)[0]
+                if k >= self.own["pure_draft_prefix_len"]:
+                    inner = tensors["embed_proj.0.weight"] @ torch.cat((state, kept))
+                    logits[k] += tensors["embed_proj.2.weight"] @ functional.silu(inner)
             best = int(logits[k].argmax())
             score = logits[k].softmax(0)[best]
             if self.own.get("enable_confidence_head"):
-                weight = self.tensors["confidence_head.proj.weight"][0]
+                weight = tensors["confidence_head.proj.weight"][0]
                 seen = torch.cat((state, row))[: len(weight)]
-                score = (weight @ seen + self.tensors["confidence_head.proj.bias"][0]).sigmoid()
+                score = (weight @ seen + tensors["confidence_head.proj.bias"][0]).sigmoid()
             before = best if d2t is None else best + int(d2t[best])
             tokens.append(before)
             scores.append(float(score))
         return Drafted(logits, tokens, scores)
+
+    def _markov(
+        self, state: Tensor, row: Tensor, kept: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What is made of a row of the table, and of the state before."""
+        kind = self.own.get("markov_head_type", "vanilla")
+        if kind == "vanilla":
+            return row, None
+        name = "markov_head." + ("gate_proj" if kind == "gated" else "joint_proj")
+        weight, bias = (self.tensors[f"{name}.{part}"] for part in ("weight", "bias"))
+        if kind == "gated":
+            return (weight @ torch.cat((state, row)) + bias).sigmoid() * row, None
+        kept = torch.zeros_like(row) if kept is None else kept
+        gate, candidate, output = (weight @ torch.cat((kept, row, state)) + bias).chunk(3)
+        gate = gate.sigmoid()
+        return output.tanh(), gate * kept + (1 - gate) * candidate.tanh()

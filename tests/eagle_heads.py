@@ -1,4 +1,7 @@
-"""EAGLE-3 heads in the layouts that people publish, and their formula in plain PyTorch."""
+"""EAGLE-3 and P-EAGLE heads in the layouts that people publish, and in plain PyTorch.
+
+P-EAGLE's has been compared with the package ``speculators`` 0.9.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import functional
 
-EPS = 1e-5
+from tests.plain_layers import PlainLayer, normed, random_layer
+
+EPS, WIDTH = 1e-5, 64
 
 
 class Layout(NamedTuple):
@@ -30,11 +34,22 @@ class Layout(NamedTuple):
     hidden_size: int | None = None
     """Width of the head; None: the model's."""
     num_heads: tuple[int, int] = (4, 2)
-    """Numbers of query heads and of key heads, 64 features each."""
+    """Numbers of query heads and of key heads, of :data:`WIDTH` features each."""
     window: int = 0
-    """Keys that its layer sees; 0: all."""
+    """Keys that its layers see; 0: all."""
     inner_size: int = 96
     """Width of the MLP."""
+    num_layers: int = 1
+    """More than 1 in a P-EAGLE alone."""
+    drafts: int = 0
+    """Drafts of a P-EAGLE; 0: it is an EAGLE-3."""
+    mask_token: int = 319
+    """The token of its places."""
+
+    @property
+    def prefix(self) -> str:
+        """How the names of its first layer begin."""
+        return "layers.0." if self.listed or self.drafts else "midlayer."
 
 
 RAW = Layout()
@@ -58,14 +73,28 @@ def write_eagle(
         layout: what it has.
         taps: after so many layers it takes the states.
         seed: of its numbers.
-        follows: tensors of the model; a head with ``norm_before_residual`` then gives what the
-            model gives a token without its layers.
+        follows: tensors of the model; a head of one layer or two with ``norm_before_residual`` then
+            gives what the model gives a token without its layers.
         fields: of config.json, in place of what would be there; None leaves one out.
     """
     draw = torch.Generator().manual_seed(seed)
     size = layout.hidden_size or target["hidden_size"]
-    vocab, head_dim, inner = target["vocab_size"], 64, layout.inner_size
-    q_size, kv_size = (count * head_dim for count in layout.num_heads)
+    vocab, inner, name = target["vocab_size"], layout.inner_size, layout.prefix
+    q_size, kv_size = (count * WIDTH for count in layout.num_heads)
+    layer = {
+        "model_type": layout.model_type,
+        "hidden_size": size,
+        "intermediate_size": inner,
+        "num_hidden_layers": layout.num_layers,
+        "num_attention_heads": layout.num_heads[0],
+        "num_key_value_heads": layout.num_heads[1],
+        "head_dim": WIDTH,
+        "vocab_size": vocab,
+        "rms_norm_eps": EPS,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+        "hidden_act": "silu",
+    }
 
     def matrix(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, generator=draw) * 1.5 / columns**0.5
@@ -74,23 +103,16 @@ def write_eagle(
         return 1 + 0.2 * torch.randn(length, generator=draw)
 
     taken = len(taps) * target["hidden_size"]
-    name = "layers.0." if layout.listed else "midlayer."
     tensors = {
         "fc.weight": matrix(size, taken),
         f"{name}hidden_norm.weight": norm(size),
-        f"{name}input_layernorm.weight": norm(size),
-        f"{name}post_attention_layernorm.weight": norm(size),
-        f"{name}self_attn.q_proj.weight": matrix(q_size, 2 * size),
-        f"{name}self_attn.k_proj.weight": matrix(kv_size, 2 * size),
-        f"{name}self_attn.v_proj.weight": matrix(kv_size, 2 * size),
-        f"{name}self_attn.o_proj.weight": matrix(size, q_size),
-        f"{name}mlp.gate_proj.weight": matrix(inner, size),
-        f"{name}mlp.up_proj.weight": matrix(inner, size),
-        f"{name}mlp.down_proj.weight": matrix(size, inner),
         "norm.weight": norm(size),
+        **random_layer(name, layer, draw, columns=2 * size),
     }
-    if layout.model_type == "qwen3":
-        tensors |= {f"{name}self_attn.{n}_norm.weight": norm(head_dim) for n in "qk"}
+    for number in range(1, layout.num_layers):
+        tensors |= random_layer(f"layers.{number}.", layer, draw)
+    if layout.drafts:
+        tensors["mask_hidden"] = torch.randn(1, 1, taken, generator=draw)
     if layout.norm_before_fc:
         tensors["input_norm.weight"] = norm(taken)
     if layout.fc_norm:
@@ -106,10 +128,11 @@ def write_eagle(
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool)
         tensors["t2d"][chosen] = True
     if follows is not None:
-        keys = torch.randn(head_dim, size, generator=draw)
+        keys = torch.randn(WIDTH, size, generator=draw)
+        more = {"self_attn.o": q_size, "mlp.down": inner} if layout.num_layers > 1 else {}
         for part, rows in (("q", q_size), ("k", kv_size)):
             tensors[f"{name}self_attn.{part}_proj.weight"] = torch.cat(
-                (keys.repeat(rows // head_dim, 1), torch.zeros(rows, size)), 1
+                (keys.repeat(rows // WIDTH, 1), torch.zeros(rows, size)), 1
             )
         values, output = torch.zeros(kv_size, 2 * size), torch.zeros(size, q_size)
         values[:size, :size], output[:, :size] = torch.eye(size), torch.eye(size)
@@ -120,27 +143,15 @@ def write_eagle(
             f"{name}self_attn.v_proj.weight": values,
             f"{name}self_attn.o_proj.weight": output,
             f"{name}mlp.down_proj.weight": torch.zeros(size, inner),
+            **{f"layers.1.{n}_proj.weight": torch.zeros(size, c) for n, c in more.items()},
             "norm.weight": follows["model.norm.weight"],
             "lm_head.weight": follows["lm_head.weight"][chosen],
         }
     path.mkdir(parents=True, exist_ok=True)
     save_file({n: t.clone() for n, t in tensors.items()}, path / "model.safetensors")
-    layer = {
-        "model_type": layout.model_type,
-        "hidden_size": size,
-        "intermediate_size": inner,
-        "num_hidden_layers": 1,
-        "num_attention_heads": layout.num_heads[0],
-        "num_key_value_heads": layout.num_heads[1],
-        "head_dim": head_dim,
-        "vocab_size": vocab,
-        "rms_norm_eps": EPS,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 512,
-        "hidden_act": "silu",
-    }
     if layout.window:
-        layer |= {"layer_types": ["sliding_attention"], "sliding_window": layout.window}
+        kinds = ["sliding_attention"] * layout.num_layers
+        layer |= {"layer_types": kinds, "sliding_window": layout.window}
     of_model = {"target_hidden_size": target["hidden_size"]} if layout.hidden_size else {}
     flags = {n: True for n in ("fc_norm", "norm_before_fc") if getattr(layout, n)}
     common = {"draft_vocab_size": count, **of_model, **flags}
@@ -155,6 +166,14 @@ def write_eagle(
             "speculators_config": {"verifier": {"name_or_path": None}},
             **common,
         }
+        if layout.drafts:
+            config |= {
+                "architectures": ["PEagleSpeculator"],
+                "speculators_model_type": "peagle",
+                "mask_token_id": layout.mask_token,
+            }
+            method = {"proposal_type": "greedy", "speculative_tokens": layout.drafts}
+            config["speculators_config"]["proposal_methods"] = [method]
     else:
         config = {
             **layer,
@@ -165,20 +184,79 @@ def write_eagle(
                 "use_aux_hidden_state": True,
             },
         }
+        if layout.drafts:  # SpecForge's, without the number of drafts
+            config |= {"architectures": ["PEagleDraftModel"], "mask_token_id": layout.mask_token}
     config |= fields
     config = {n: value for n, value in config.items() if value is not None}
     (path / "config.json").write_text(json.dumps(config))
     return path
 
 
-def rotated(heads: Tensor, positions: Tensor) -> Tensor:
-    """Rotary embedding of [num_rows, num_heads, head_dim], base 10000."""
-    size = heads.shape[-1]
-    turns = 10000.0 ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
-    angles = positions[:, None, None].float() * turns
-    a, b = heads.chunk(2, -1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+class EagleOracle:
+    """A head in plain PyTorch.
+
+    Args:
+        path: of the head.
+        layout: what it has.
+        embeddings: [vocab_size, hidden_size], of the model.
+    """
+
+    def __init__(self, path: Path, layout: Layout, embeddings: Tensor) -> None:
+        self.layout, self.tensors = layout, load_file(path / "model.safetensors")
+        self.table = self.tensors.get("embed_tokens.weight", embeddings)
+        self.sizes = {
+            "head_dim": WIDTH,
+            "rms_norm_eps": EPS,
+            "rope_theta": 10000.0,
+            "sliding_window": layout.window,
+        }
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return normed(x, self.tensors[f"{name}.weight"], EPS)
+
+    def begin(self, states: list[Tensor]) -> Tensor:
+        """[num_rows, hidden_size] of states of each tap."""
+        if self.layout.fc_norm:
+            states = [self.norm(state, f"fc_norm.{i}") for i, state in enumerate(states)]
+        taken = torch.cat(states, 1)
+        if self.layout.norm_before_fc:
+            taken = self.norm(taken, "input_norm")
+        return taken @ self.tensors["fc.weight"].T
+
+    def layer(self, number: int) -> PlainLayer:
+        """A layer without keys."""
+        prefix = f"layers.{number}." if number else self.layout.prefix
+        return PlainLayer(self.tensors, prefix, self.sizes)
+
+    def first(self, layer: PlainLayer, x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        """States after the first layer."""
+        h = layer.norm(x, "hidden_norm")
+        residual = h if self.layout.norm_before_residual else x
+        both = torch.cat((layer.norm(self.table[tokens], "input_layernorm"), h), 1)
+        return layer.mlp(residual + layer.attend(both, positions))
+
+    def chosen(self, normed: Tensor) -> tuple[list[int], list[float], Tensor]:
+        """Drafts of normed states, their probabilities, and the logits."""
+        logits = normed @ self.tensors["lm_head.weight"].T
+        found = logits.softmax(1).max(1)
+        best = found.indices
+        if "d2t" in self.tensors:
+            best = best + self.tensors["d2t"][best]
+        return best.tolist(), found.values.tolist(), logits
+
+    def pass_of(
+        self, states: list[Tensor], following: list[int]
+    ) -> tuple[list[int], list[float], Tensor]:
+        """What a P-EAGLE drafts; arguments as for :func:`reference_drafts`."""
+        more = self.layout.drafts - 1
+        masks = self.tensors["mask_hidden"].view(len(states), 1, -1)
+        x = torch.cat((self.begin(states), self.begin(list(masks)).expand(more, -1)))
+        tokens = torch.tensor(following + [self.layout.mask_token] * more)
+        positions = torch.arange(len(x))
+        x = self.first(self.layer(0), x, tokens, positions)
+        for number in range(1, self.layout.num_layers):
+            x = self.layer(number)(x, positions)
+        return self.chosen(self.norm(x[-1 - more :], "norm"))
 
 
 def reference_drafts(
@@ -197,55 +275,20 @@ def reference_drafts(
         embeddings: [vocab_size, hidden_size], of the model.
         states: [num_positions, hidden_size] after the layers of each tap.
         following: the token after each of these positions.
-        count: of drafts.
+        count: of drafts, of a chain.
     """
-    p = load_file(path / "model.safetensors")
-    name = "layers.0." if layout.listed else "midlayer."
-
-    def norm(x: Tensor, weight: str) -> Tensor:
-        return functional.rms_norm(x, x.shape[-1:], p[weight], EPS)
-
-    def linear(x: Tensor, weight: str) -> Tensor:
-        return x @ p[f"{name}{weight}.weight"].T
-
-    if layout.fc_norm:
-        states = [norm(state, f"fc_norm.{i}.weight") for i, state in enumerate(states)]
-    taken = torch.cat(states, 1)
-    if layout.norm_before_fc:
-        taken = norm(taken, "input_norm.weight")
-    x = taken @ p["fc.weight"].T
-    table = p.get("embed_tokens.weight", embeddings)
-    tokens = torch.tensor(following)
-    positions = torch.arange(len(x))
-    keys = values = torch.empty(0, layout.num_heads[1], 64)
+    oracle = EagleOracle(path, layout, embeddings)
+    if layout.drafts:
+        return oracle.pass_of(states, following)
+    x, layer = oracle.begin(states), oracle.layer(0)
+    tokens, positions = torch.tensor(following), torch.arange(len(following))
     drafts, probabilities, logits = [], [], []
     for _ in range(count):
-        h = norm(x, f"{name}hidden_norm.weight")
-        residual = h if layout.norm_before_residual else x
-        a = torch.cat((norm(table[tokens], f"{name}input_layernorm.weight"), h), 1)
-        q, k, v = (linear(a, f"self_attn.{n}_proj").view(len(a), -1, 64) for n in "qkv")
-        if layout.model_type == "qwen3":
-            q = norm(q, f"{name}self_attn.q_norm.weight")
-            k = norm(k, f"{name}self_attn.k_norm.weight")
-        keys = torch.cat((keys, rotated(k, positions)))
-        values = torch.cat((values, v))
-        shared = layout.num_heads[0] // layout.num_heads[1]
-        k, v = (each.repeat_interleave(shared, 1).transpose(0, 1) for each in (keys, values))
-        scores = rotated(q, positions).transpose(0, 1) @ k.transpose(1, 2) / 8.0
-        behind = positions[:, None] - torch.arange(len(keys))
-        hidden = (behind < 0) | (behind >= (layout.window or len(keys)))
-        found = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
-        x = residual + linear(found.transpose(0, 1).flatten(1), "self_attn.o_proj")
-        inner = norm(x, f"{name}post_attention_layernorm.weight")
-        gated = functional.silu(linear(inner, "mlp.gate_proj")) * linear(inner, "mlp.up_proj")
-        x = (x + linear(gated, "mlp.down_proj"))[-1:]
-        normed = norm(x, "norm.weight")
-        logits.append((normed @ p["lm_head.weight"].T)[0])
-        if layout.norm_output:
-            x = normed
-        probs = logits[-1].softmax(0)
-        best = int(probs.argmax())
-        drafts.append(best + int(p["d2t"][best]) if "d2t" in p else best)
-        probabilities.append(float(probs[best]))
+        x = oracle.first(layer, x, tokens, positions)[-1:]
+        normed_state = oracle.norm(x, "norm")
+        x = normed_state if layout.norm_output else x
+        found = oracle.chosen(normed_state)
+        drafts, probabilities = drafts + found[0], probabilities + found[1]
+        logits.append(found[2])
         tokens, positions = torch.tensor(drafts[-1:]), positions[-1:] + 1
-    return drafts, probabilities, torch.stack(logits)
+    return drafts, probabilities, torch.cat(logits)

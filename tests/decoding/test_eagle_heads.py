@@ -1,6 +1,4 @@
-"""EAGLE-3 heads: what they draft, the tokens of full depth in any company, and files that are not
-for a model.
-"""
+"""EAGLE-3 and P-EAGLE heads: what they draft, their keys, and files that are not for a model."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import eecore
-from devices import check_logprobs, cpu_only, engine_of, load
+from devices import cpu_only, engine_of, load
 from eagle_heads import Layout, reference_drafts, write_eagle
 from eecore import (
     Auto,
@@ -24,19 +22,18 @@ from eecore import (
     Full,
     HeadDrafts,
     ModelError,
-    PromptLookup,
     SamplingParams,
     SelfSpeculative,
 )
 from eecore.cli.info import info, model_facts
-from eecore.models import KeyedHead, KVCache, bytes_per_token
+from eecore.models import KeyedHead, PassHead, bytes_per_token
 from eecore.planning.proposal import MAX_AHEAD
-from tiny_models import random_prompts, scale_layers, write_model
+from published_heads import PROMPTS, drafts_of, states_of, write_target
+from tiny_models import random_prompts
 from workloads import Request, serve, tokens_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PROMPTS = [[7, 8, 9] * 5, *random_prompts(1, 23, 9, 31, seed=4), [3, 4, 5, 6, 3, 4]]
 TAPS = (1, 2, 3)
 LAYOUTS = {
     "raw": Layout(vocabulary_size=200),
@@ -45,15 +42,24 @@ LAYOUTS = {
     "speculators": Layout(listed=True, norm_before_residual=True, vocabulary_size=77),
     "3.1": Layout(listed=True, model_type="qwen3", fc_norm=True, norm_output=True),
     "norm before fc": Layout(listed=True, norm_before_fc=True, own_embeddings=True, window=9),
+    "parallel": Layout(listed=True, num_layers=3, drafts=6, vocabulary_size=77),
+    "parallel qwen3": Layout(
+        listed=True,
+        model_type="qwen3",
+        num_layers=2,
+        drafts=4,
+        norm_before_residual=True,
+        fc_norm=True,
+        window=9,
+    ),
+    "SpecForge parallel": Layout(num_layers=4, drafts=8, own_embeddings=True, vocabulary_size=90),
+    "two drafts": Layout(listed=True, drafts=2, norm_before_fc=True),
 }
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose layers add little: the next token hangs on the last one, mostly."""
-    directory = write_model(tmp_path_factory.mktemp("model"), seed=5)
-    scale_layers(directory, dict.fromkeys(range(4), 0.04))
-    return directory
+    return write_target(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +73,6 @@ def with_head(directory: Path, head: Path, **settings: Any) -> eecore.Model:
 
 
 @pytest.fixture(scope="module")
-def following(
-    directory: Path, target: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> eecore.Model:
-    """With a head that is mostly right."""
-    follows = load_file(directory / "model.safetensors")
-    head = tmp_path_factory.mktemp("following") / "head"
-    layout = Layout(listed=True, norm_before_residual=True)
-    return with_head(directory, write_eagle(head, target, layout, follows=follows))
-
-
-@pytest.fixture(scope="module")
 def noisy(
     directory: Path, target: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> eecore.Model:
@@ -86,27 +81,14 @@ def noisy(
     return with_head(directory, write_eagle(head, target, LAYOUTS["raw"]))
 
 
-def states_of(model: eecore.Model, tokens: list[int]) -> list[torch.Tensor]:
-    """[num_tokens, hidden_size] after the layers of the head's taps."""
-    network, count = model.network, len(tokens)
-    kv = KVCache.allocate(network.config, 1, count, device=network.device, dtype=network.dtype)
-    hidden, states = network.embed(torch.tensor(tokens)), []
-    for layer in range(network.config.num_layers):
-        hidden = network.layers(layer, layer + 1, hidden, kv, network.whole_text(count))
-        states.append(hidden)
-    return [states[tap - 1] for tap in network.draft_head.taps]
-
-
 def check_drafts(engine: Any, model: eecore.Model, layout: Layout) -> int:
     """Whatever its requests have drafted is what the formula drafts; how many have."""
-    checked = 0
-    for sequence in engine.requests.values():
-        ahead = sequence.draft and sequence.draft.ahead
-        if ahead is None:
-            continue
-        tokens = sequence.tokens(0, sequence.num_tokens)
-        assert ahead.num_tokens == len(tokens)
-        assert len(ahead.tokens) == min(MAX_AHEAD, sequence.tokens_left - 1)
+    checked, head = 0, model.network.draft_head
+    for tokens, left, ahead in drafts_of(engine):
+        if isinstance(head, PassHead):  # a block is cut where pages are few
+            assert len(ahead.tokens) <= min(head.num_drafts, left)
+        else:
+            assert len(ahead.tokens) == min(MAX_AHEAD, left)
         drafts, probabilities, _ = reference_drafts(
             model.network.draft_head.path,
             layout,
@@ -115,8 +97,9 @@ def check_drafts(engine: Any, model: eecore.Model, layout: Layout) -> int:
             tokens[1:],
             len(ahead.tokens),
         )
-        assert ahead.tokens == drafts
-        assert ahead.probabilities == pytest.approx(probabilities, rel=2e-3)
+        count = len(ahead.tokens)
+        assert ahead.tokens == drafts[:count]
+        assert ahead.probabilities == pytest.approx(probabilities[:count], rel=2e-3)
         checked += 1
     return checked
 
@@ -145,129 +128,13 @@ def test_drafts_are_those_of_the_formula(
     assert checked > 24
 
 
-POLICIES = [HeadDrafts(), HeadDrafts(1, 0.0), HeadDrafts(99, 0.0), Auto(), Auto(lookup=False)]
-
-
-def outputs_of(model: eecore.Model, exit: Any, **settings: Any) -> list[eecore.Output]:
-    settings = {"max_tokens": 40, "ignore_eos": True, **settings}
-    return eecore.generate(model, PROMPTS, exit=exit, **settings)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["following", "noisy"])
-def test_greedy_output_is_that_of_full(
-    name: str, policy: Any, request: pytest.FixtureRequest
-) -> None:
-    model = request.getfixturevalue(name)
-    expected = outputs_of(model, Full())
-    for _ in range(2):
-        assert tokens_of(outputs_of(model, policy)) == tokens_of(expected)
-    (alone,) = eecore.generate(model, PROMPTS[2], exit=policy, max_tokens=40, ignore_eos=True)
-    assert alone.token_ids == expected[2].token_ids
-
-
-def test_drafts_that_are_accepted_save_rounds(following: eecore.Model) -> None:
-    for output in outputs_of(following, HeadDrafts(4, 0.0)):
-        stats = output.stats
-        assert stats.accepted > 0.6 * stats.drafted > 0
-
-
-@pytest.mark.parametrize(
-    "filters",
-    [
-        {"temperature": 1.0},
-        {"temperature": 0.6, "top_k": 5, "repetition_penalty": 1.3},
-        {"temperature": 2.0, "top_p": 0.8, "min_p": 0.01, "logprobs": 2},
-        {"repetition_penalty": 1.5, "logprobs": 0},
-    ],
-)
-@pytest.mark.parametrize("policy", [HeadDrafts(5, 0.0), Auto()])
-def test_what_is_drawn_is_drawn_without_drafts(
-    following: eecore.Model, filters: dict[str, Any], policy: Any
-) -> None:
-    sampling = [
-        SamplingParams(max_tokens=40, ignore_eos=True, seed=seed, **filters)
-        for seed in range(len(PROMPTS))
-    ]
-    expected, got = (
-        eecore.generate(following, PROMPTS, exit=exit, sampling=sampling)
-        for exit in (Full(), policy)
-    )
-    assert tokens_of(got) == tokens_of(expected)
-    for one, other in zip(got, expected, strict=True):
-        check_logprobs(one, other)
-
-
-def served(
-    model: eecore.Model, policies: list[Any], *, temperature: float = 0.0, **settings: Any
-) -> list[eecore.Output]:
-    """Requests of different lengths under policies in turn; afterwards all pages are free."""
-    ahead = settings.pop("ahead", None)
-    engine = engine_of(model, EngineConfig(**{"kv_cache_tokens": 2048, **settings}), ahead=ahead)
-    requests = []
-    for i, prompt in enumerate(PROMPTS):
-        sampling = SamplingParams(
-            max_tokens=17 + 5 * i, ignore_eos=True, temperature=temperature, seed=i
-        )
-        requests.append(Request(prompt, policies[i % len(policies)], sampling))
-    outputs = serve(engine, requests)
-    assert engine.pages.num_free == engine.pages.num_pages
-    return outputs
-
-
-COMPANY = [
-    HeadDrafts(4, 0.0),
-    ConfidentExit(0.3),
-    Full(),
-    Auto(),
-    PromptLookup(3),
-    SelfSpeculative(2, 3),
-]
-
-
-@pytest.mark.parametrize("name", ["following", "noisy"])
-def test_all_policies_share_a_batch_and_pages_are_few(
-    name: str, directory: Path, request: pytest.FixtureRequest
-) -> None:
-    """What the head has keys of changes no token; preempted requests go on where they were."""
-    model = request.getfixturevalue(name)
-    plain = served(load(directory, kv_cache_tokens=2048), COMPANY[1:])
-    expected = tokens_of(served(model, [Full()]))
-    for settings in ({}, {"kv_cache_tokens": 112, "page_size": 4, "max_num_seqs": 5}):
-        outputs = served(model, COMPANY, **settings)
-        for i, output in enumerate(outputs):
-            if not isinstance(COMPANY[i % len(COMPANY)], ConfidentExit):
-                assert output.token_ids == expected[i]
-        assert settings == {} or sum(output.stats.preemptions for output in outputs) > 0
-    alone = served(model, COMPANY[1:])
-    assert tokens_of(alone) == tokens_of(plain)
-
-
-@pytest.mark.parametrize(
-    "policies",
-    [[HeadDrafts(4, 0.0)], [HeadDrafts(5, 0.0), HeadDrafts(2, 0.5)], [HeadDrafts(3), Full()]],
-)
-@pytest.mark.parametrize("name", ["following", "noisy"])
-def test_drafts_that_stay_on_the_device(
-    name: str, policies: list[Any], request: pytest.FixtureRequest
-) -> None:
-    """A round that is launched before the last one is known drafts and accepts what it would."""
-    model = request.getfixturevalue(name)
-    settings = {"max_num_seqs": 3}
-    expected, got = (served(model, policies, ahead=ahead, **settings) for ahead in (False, True))
-    assert tokens_of(got) == tokens_of(expected)
-    for one, other in zip(got, expected, strict=True):
-        assert one.stats.accepted == other.stats.accepted
-    few = served(model, policies, ahead=True, kv_cache_tokens=100, page_size=4)
-    assert tokens_of(few) == tokens_of(expected)
-
-
 @cpu_only
+@pytest.mark.parametrize("name", ["raw", "parallel"])
 def test_pages_that_are_shared_have_the_keys_of_the_head(
-    directory: Path, target: dict[str, Any], tmp_path: Path
+    name: str, directory: Path, target: dict[str, Any], tmp_path: Path
 ) -> None:
     """What another request computed, under any policy that runs all layers, is drafted from."""
-    layout = LAYOUTS["raw"]
+    layout = LAYOUTS[name]
     model = with_head(directory, write_eagle(tmp_path / "head", target, layout))
     engine = engine_of(model, EngineConfig(kv_cache_tokens=2048, page_size=4))
     sampling = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -293,34 +160,6 @@ def test_pages_that_are_shared_have_the_keys_of_the_head(
         engine.reset_prefix_cache()
 
 
-@pytest.mark.parametrize("policy", [HeadDrafts(4, 0.0), Auto()])
-def test_a_guide_is_followed(following: eecore.Model, policy: Any) -> None:
-    guide = eecore.Guide.regex("[a-c]{3}[x-z]{5}")
-    expected, got = (
-        eecore.generate(following, PROMPTS, exit=exit, max_tokens=12, guide=guide)
-        for exit in (Full(), policy)
-    )
-    assert tokens_of(got) == tokens_of(expected)
-
-
-@cpu_only
-@pytest.mark.parametrize("weights", ["int8", "int4", None])
-def test_of_a_quantised_model_and_in_bfloat16(
-    directory: Path, target: dict[str, Any], tmp_path: Path, weights: str | None
-) -> None:
-    """The head is in few bits beside few bits, and its drafts are the same, mostly."""
-    layout = Layout(listed=True, norm_before_residual=True)
-    follows = load_file(directory / "model.safetensors")
-    head = write_eagle(tmp_path / "head", target, layout, follows=follows)
-    dtype = "bfloat16" if weights is None else None
-    model = with_head(directory, head, weights=weights, dtype=dtype)
-    assert (model.network.draft_head._down.table is None) == (weights is None)
-    expected = outputs_of(model, Full())
-    got = outputs_of(model, HeadDrafts(4, 0.0))
-    assert tokens_of(got) == tokens_of(expected)
-    assert sum(o.stats.accepted for o in got) > 0.5 * sum(o.stats.drafted for o in got)
-
-
 @cpu_only
 def test_its_keys_are_counted(directory: Path, noisy: eecore.Model) -> None:
     plain, kv = load(directory, kv_cache_tokens=2048), engine_of(noisy).kv
@@ -329,9 +168,12 @@ def test_its_keys_are_counted(directory: Path, noisy: eecore.Model) -> None:
     sizes = [bytes_per_token(model.network, torch.float32) for model in (plain, noisy)]
     assert sizes[1] == sizes[0] * 5 // 4
     assert bytes_per_token(noisy.network, torch.float8_e4m3fn) == 4 * 128 * 2 + 128 * 2 * 4
-    assert outputs_of(load(directory, kv_cache_dtype="fp8"), Full())[0].token_ids
     narrow = with_head(directory, noisy.network.draft_head.path, kv_cache_dtype="fp8")
-    expected, got = (outputs_of(narrow, exit) for exit in (Full(), HeadDrafts(4, 0.0)))
+    asked = {"max_tokens": 40, "ignore_eos": True}
+    expected, got = (
+        eecore.generate(narrow, PROMPTS, exit=exit, **asked)
+        for exit in (Full(), HeadDrafts(4, 0.0))
+    )
     assert tokens_of(got) == tokens_of(expected)
 
 
@@ -368,22 +210,42 @@ BAD = [
     ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state: supported are true"),
     ({"eagle_config": None}, "eagle_aux_hidden_state_layer_ids: expected layers of the 4"),
     ({"fc_norm": True}, "expected tensor fc_norm.0.weight, got none"),
+    ({"fc_norm": True, "norm_before_fc": True}, "norm_before_fc: expected false beside fc_norm"),
     ({"model_type": "mamba"}, "model_type: supported are llama, qwen3, got 'mamba'"),
     ({"intermediate_size": 97}, r"mlp.gate_proj.weight: expected \[97, 64\]"),
     ({"speculators_model_type": "medusa"}, "supported are eagle3, .*, got 'medusa'"),
 ]
+BAD_PARALLEL: list[tuple[dict[str, Any], str]] = [
+    ({"mask_token_id": 320}, "mask_token_id: expected an integer of 0..319, got 320"),
+    ({"mask_token_id": None}, "mask_token_id: expected an integer"),
+    ({"hidden_size": 32}, "target_hidden_size: expected 64, as the model has it, got 32"),
+    ({"num_hidden_layers": 3}, "expected no tensor layers.3.* of which config.json says nothing"),
+    ({"num_hidden_layers": 5}, "expected tensor layers.4..*, got none"),
+    ({"layer_types": ["full_attention"]}, "layer_types: expected a list of 4 kinds"),
+    (
+        {"speculators_config": {"proposal_methods": [{"speculative_tokens": 1}]}},
+        "speculative_tokens: expected an integer of 2..64, got 1",
+    ),
+]
 
 
 @cpu_only
-@pytest.mark.parametrize(("fields", "message"), BAD)
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        *(("raw", *each) for each in BAD),
+        *(("SpecForge parallel", *each) for each in BAD_PARALLEL),
+    ],
+)
 def test_a_config_for_another_model_is_a_sentence(
     directory: Path,
     target: dict[str, Any],
     tmp_path: Path,
+    name: str,
     fields: dict[str, Any],
     message: str,
 ) -> None:
-    head = write_eagle(tmp_path / "head", target, LAYOUTS["raw"], **fields)
+    head = write_eagle(tmp_path / "head", target, LAYOUTS[name], **fields)
     if "hidden_size" in fields:
         content = json.loads((head / "config.json").read_text())
         (head / "config.json").write_text(json.dumps(content | {"target_hidden_size": 32}))
@@ -416,6 +278,29 @@ def test_tensors_of_another_head_are_a_sentence(
     message: str,
 ) -> None:
     head = write_eagle(tmp_path / "head", target, LAYOUTS["raw"])
+    tensors = {**load_file(head / "model.safetensors"), **change}
+    save_file({n: t for n, t in tensors.items() if t is not None}, head / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        with_head(directory, head)
+
+
+@cpu_only
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask_hidden": None}, "expected tensor mask_hidden, got none"),
+        ({"mask_hidden": torch.ones(1, 1, 64)}, r"mask_hidden: expected \[1, 1, 192\], .*, got"),
+        ({"layers.2.self_attn.q_proj.weight": torch.ones(4)}, r"q_proj.weight: expected \[256, 64"),
+    ],
+)
+def test_tensors_of_another_parallel_head_are_a_sentence(
+    directory: Path,
+    target: dict[str, Any],
+    tmp_path: Path,
+    change: dict[str, torch.Tensor | None],
+    message: str,
+) -> None:
+    head = write_eagle(tmp_path / "head", target, LAYOUTS["SpecForge parallel"])
     tensors = {**load_file(head / "model.safetensors"), **change}
     save_file({n: t for n, t in tensors.items() if t is not None}, head / "model.safetensors")
     with pytest.raises(ModelError, match=message):

@@ -1,4 +1,4 @@
-"""The layer of a checkpoint that drafts further tokens: its drafts, the tokens of full depth."""
+"""The layer of a checkpoint that drafts further tokens: its drafts, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 import eecore
-from devices import check_logprobs, engine_of, load
-from eecore import Auto, EngineConfig, Full, HeadDrafts, ModelError, SamplingParams
-from eecore.models import KVCache
+from devices import engine_of, load
+from eecore import EngineConfig, HeadDrafts, ModelError, SamplingParams
 from mtp_heads import LAYER, reference_drafts, write_mimo
-from tiny_models import random_prompts, write_model
-from workloads import tokens_of
+from published_heads import PROMPTS, drafts_of, states_of
+from tiny_models import write_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-PROMPTS = [[7, 8, 9] * 5, *random_prompts(2, 23, 9, 31, seed=4)]
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +29,6 @@ def model(directory: Path) -> eecore.Model:
     return load(directory, kv_cache_tokens=2048, draft_head=directory)
 
 
-def normed_states(model: eecore.Model, tokens: list[int]) -> torch.Tensor:
-    network, count = model.network, len(tokens)
-    kv = KVCache.allocate(network.config, 1, count, device=network.device, dtype=network.dtype)
-    hidden = network.embed(torch.tensor(tokens, device=network.device))
-    hidden = network.layers(0, network.config.num_layers, hidden, kv, network.whole_text(count))
-    return network.linear.normed(hidden, network.weights.final_norm).cpu()
-
-
 def test_drafts_are_those_of_the_formula(model: eecore.Model, directory: Path) -> None:
     assert model.network.draft_head.kind == "MTP"
     engine = engine_of(model)
@@ -50,36 +38,14 @@ def test_drafts_are_those_of_the_formula(model: eecore.Model, directory: Path) -
     checked = 0
     while engine.has_unfinished:
         engine.step()
-        for sequence in engine.requests.values():
-            ahead = sequence.draft and sequence.draft.ahead
-            if ahead is None:
-                continue
-            tokens = sequence.tokens(0, sequence.num_tokens)
-            states = normed_states(model, tokens[:-1])
+        for tokens, _, ahead in drafts_of(engine):
+            (state,) = states_of(model, tokens[:-1])
+            states = model.network.linear.normed(state, model.network.weights.final_norm).cpu()
             drafts, chances = reference_drafts(directory, states, tokens, len(ahead.tokens))
             assert ahead.tokens == drafts
             assert ahead.probabilities == pytest.approx(chances, rel=1e-3)
             checked += 1
     assert checked > 8
-
-
-@pytest.mark.parametrize(
-    "filters", [{}, {"temperature": 1.0, "logprobs": 1}, {"repetition_penalty": 1.5}]
-)
-@pytest.mark.parametrize("policy", [HeadDrafts(5, 0.0), Auto()])
-def test_the_text_is_that_of_full(
-    model: eecore.Model, filters: dict[str, Any], policy: Any
-) -> None:
-    sampling = [
-        SamplingParams(max_tokens=24, ignore_eos=True, seed=seed, **filters)
-        for seed in range(len(PROMPTS))
-    ]
-    expected, got = (
-        eecore.generate(model, PROMPTS, exit=exit, sampling=sampling) for exit in (Full(), policy)
-    )
-    assert tokens_of(got) == tokens_of(expected)
-    for one, other in zip(got, expected, strict=True):
-        check_logprobs(one, other)
 
 
 def test_it_is_there_when_it_is_asked_for(directory: Path, model: eecore.Model) -> None:

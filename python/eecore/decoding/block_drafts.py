@@ -2,7 +2,8 @@
 
 The blocks of all rows have one size, so that one draft of all rows is a slice of the tensors of
 blocks: row r has the places from ``r * block_size`` to the next row's. A row that may have fewer
-drafts has no slots at its last places, whose results are not read.
+drafts has no slots at its last places, whose results are not read. With causal attention the
+lengths count these places, too, since a place's keys are counted from the end.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from eecore.decoding.control import Control
 from eecore.decoding.head_drafts import new_round, new_verification
 from eecore.decoding.sampling import DRAWS_DRAFT
 from eecore.decoding.step import Step
-from eecore.models import AttentionBatch, BlockHead, KVCache
+from eecore.models import AttentionBatch, BlockHead, KVCache, PassHead
+from eecore.models.corrections import Work
 
 __all__ = ["BlockDrafting"]
 
@@ -40,28 +42,28 @@ class BlockDrafting:
         kv: the model's cache, with pages for the head's layers.
     """
 
-    last_row: Tensor | None = None
-    """None: drafts start from keys alone, not from a state of the verification."""
-
     def __init__(
         self,
         step: Step,
-        head: BlockHead,
+        head: PassHead,
         given: dict[str, Tensor],
         results: dict[str, Tensor],
         ended: ops.EndedRound,
         kv: KVCache,
     ) -> None:
         assert kv.of_head is not None
-        rows, size, zeros = step.sizes.num_rows, head.settings.block_size, step.zeros
+        rows, size, zeros = step.sizes.num_rows, head.block_size, step.zeros
         self._head, self._kv, self._ended = head, kv.of_head, ended
         self._page_size, self._num_rows, self._size = kv.page_size, rows, size
-        device, settings = results["ahead_tokens"].device, head.settings
+        device = results["ahead_tokens"].device
+        self._corrects: BlockHead | None = None
+        if isinstance(head, BlockHead) and head.is_sequential:
+            self._corrects = head
         self._sources = torch.arange(rows, dtype=torch.int32, device=device)
         self._round = new_round(
             step,
             given,
-            settings.num_drafts + 1,
+            head.num_drafts + 1,
             max_drafts=given["ahead"],
             thresholds=given["ahead_thresholds"][0],
             tokens=results["ahead_tokens"],
@@ -82,7 +84,7 @@ class BlockDrafting:
             "token_ids": zeros(rows),
         }
         self._active, _ = step.active_rows(**fields)
-        masks = torch.full((rows, size - 1), settings.mask_token, device=device)
+        masks = torch.full((rows, size - 1), head.mask_token, device=device)
         self._block = new_round(
             step,
             given,
@@ -105,27 +107,36 @@ class BlockDrafting:
             self._places.positions,
             self._places.slot_mapping,
             given["page_table"],
-            self._lens,
+            self._places.seq_lens if head.causal else self._lens,
             self._places.query_start_loc,
-            causal=False,
+            causal=head.causal,
         )
-        # Tokens and confidences of all places, by place in the block and then by row.
-        self._said = ops.HeadRows(
-            zeros(size, rows), *(zeros(size, rows, dtype=torch.float32) for _ in range(2))
-        )
+        # Tokens and confidences of drafts without a place, then of places, and then by row.
+        self._num_before = max(-head.first_place, 0)
+        self._said = _said(step, size + self._num_before, rows)
         order = torch.arange(rows * size, dtype=torch.int32, device=device)
-        self._order = (order % size * rows + order // size).contiguous()
+        self._order = ((order % size + self._num_before) * rows + order // size).contiguous()
         self._flat = ops.HeadRows(*(part.view(-1) for part in self._said))
+        hidden = head.config.hidden_size
+        self.last_row = zeros(rows) if self._num_before else None
+        """int64 [num_rows]: the row of the verification whose state gives the first draft; None:
+        drafts start from keys alone."""
+        self._first = zeros(rows, hidden, dtype=head.dtype)
+        if self._corrects is None:
+            return
         self._sampling = _greedy(rows, device)
         # One draft of each row, as a token of the head's vocabulary and of the model's.
         self._chosen, self._mapped = (
-            ops.HeadRows(zeros(rows), *(zeros(rows, dtype=torch.float32) for _ in range(2)))
-            for _ in range(2)
+            ops.HeadRows(*(part[0] for part in _said(step, 1, rows))) for _ in range(2)
         )
         self._logsumexp, self._zeros = (zeros(rows, dtype=torch.float32) for _ in range(2))
-        hidden, rank = settings.config.hidden_size, settings.markov_rank
-        self._numbers = torch.arange(rows, device=device)
-        self._seen = zeros(rows, hidden + rank, dtype=head.dtype)
+        correction = self._corrects.correction
+        own, kept = (correction.width, correction.state_size) if correction else (0, 0)
+        self._work = Work(
+            zeros(rows, hidden + own, dtype=head.dtype),
+            torch.arange(rows, device=device),
+            zeros(rows, kept, dtype=head.dtype),
+        )
         self._states = zeros(rows * size, hidden, dtype=head.dtype)
         self._nothing = torch.zeros_like(self._states)
 
@@ -135,38 +146,42 @@ class BlockDrafting:
             return self._head.num_drafts
         return num_slots - 1 if num_slots > 1 else -1
 
-    def run(self, states: Ordered[Tensor], control: Control, num_rows: Tensor) -> None:  # noqa: ARG002
+    def run(self, states: Ordered[Tensor], control: Control, num_rows: Tensor) -> None:
         """Draft after the ended rounds.
 
         Args:
-            states: not read, since the head has its keys from them.
+            states: what :meth:`HeadKeys.fill` returned.
             control: the program's control.
             num_rows: int32 [1], rows of the program.
         """
-        head, places = self._head, self._places
+        head, places, corrects = self._head, self._places, self._corrects
         begin_round = partial(ops.begin_round, ended=self._ended, sources=self._sources)
+        say = partial(
+            ops.place_head,
+            None,
+            as_probability=True,
+            vocabulary=head.tokens,
+            measure=head.measure,
+        )
         with control.rows(num_rows):
             begin_round(self._block, self._active, self._page_size)
-            ops.begin_verification(self._block, places._replace(seq_lens=self._lens))
+            if not head.causal:
+                ops.begin_verification(self._block, places._replace(seq_lens=self._lens))
             ops.begin_verification(self._whole, places)
             begin_round(self._round, self._active, self._page_size, own_key=False)
+            if self.last_row is not None:
+                first = ops.embed_tokens(self.last_row, states[0], out=self._first)
+                say(ops.HeadRows(*(part[0] for part in self._said)), hidden=first)
+            if corrects is not None and corrects.correction is not None:
+                corrects.correction.begin(self._work)
         with control.rows(places.num_tokens, num_rows):
-            hidden = head.block(places.token_ids, self._kv, self._batch)
-            if head.markov is None and head.confidence is None:
-                ops.place_head(
-                    None,
-                    self._flat,
-                    index=self._order,
-                    as_probability=True,
-                    vocabulary=head.tokens,
-                    measure=head.measure,
-                    hidden=hidden,
-                )
-                logits = None
+            hidden, logits = head.block(places.token_ids, self._kv, self._batch), None
+            if corrects is None:
+                say(self._flat, index=self._order, hidden=hidden)
             else:
-                head.normed(hidden, self._nothing, self._states)
+                corrects.normed(hidden, self._nothing, self._states)
                 many = self._num_rows * self._size > MAX_ROWS_OF_LOGITS
-                logits = None if many else head.logits(hidden)
+                logits = None if many else corrects.logits(hidden)
         self._draft(0, hidden, logits, control, num_rows)
 
     def _draft(
@@ -174,31 +189,34 @@ class BlockDrafting:
     ) -> None:
         """Append one draft to every row, then the drafts after it."""
         head, made = self._head, self._round._replace(thresholds=self._thresholds[draft])
-        place = draft + (not head.settings.from_last)
+        place = draft + head.first_place
         with control.rows(num_rows):
-            token, confidence = self._said.token[place], self._said.confidence[place]
-            if head.markov is not None or head.confidence is not None:
-                token, confidence = self._corrected(place, hidden, logits)
+            said = place + self._num_before
+            token, confidence = self._said.token[said], self._said.confidence[said]
+            if self._corrects is not None:
+                token, confidence = self._corrected(self._corrects, draft, place, hidden, logits)
             ops.append_drafts(None, token, confidence, draft, made, self._active, own_key=False)
-        if draft + 1 < head.settings.num_drafts:
+        if draft + 1 < head.num_drafts:
             control.unless(
                 made.all_done, lambda: self._draft(draft + 1, hidden, logits, control, num_rows)
             )
 
     def _corrected(
-        self, place: int, hidden: Tensor, logits: Tensor | None
+        self, head: BlockHead, draft: int, place: int, hidden: Tensor, logits: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """A draft of each row by the token before it, and the chance that the draft is accepted."""
-        head, size, width = self._head, self._size, self._states.shape[1]
+        """A draft of each row by the tokens before it, and the chance that it is accepted."""
+        size, width, work = self._size, self._states.shape[1], self._work
         assert self._active.token_ids is not None
-        chosen, rows = self._chosen, self._seen[:, width:]
+        chosen, correction = self._chosen, head.correction
         if logits is None:
             row_logits = head.logits(hidden.view(-1, size, width)[:, place])
         else:
             row_logits = logits.view(-1, size, logits.shape[1])[:, place]
-        if head.markov is not None:
-            head.row_before(self._active.token_ids, rows)
-            row_logits = head.corrected(row_logits, rows)
+        if head.confidence is not None or (correction is not None and correction.sees_state):
+            state = self._states.view(-1, size, width)[:, place]
+            ops.embed_tokens(work.order, state, out=work.rows[:, :width])
+        if correction is not None:
+            row_logits = correction.corrected(draft, row_logits, self._active.token_ids, work)
         ops.sample_tokens(
             row_logits,
             self._sampling,
@@ -214,10 +232,14 @@ class BlockDrafting:
             ops.place_head(found, chosen, as_probability=True, vocabulary=head.tokens)
         if head.confidence is None:
             return chosen.token, chosen.confidence
-        state = self._states.view(-1, size, width)[:, place]
-        ops.embed_tokens(self._numbers, state, out=self._seen[:, :width])
-        seen = self._seen if head.settings.confidence_sees_token else self._seen[:, :width]
-        return chosen.token, head.confidence(seen)
+        seen = width + head.settings.markov_rank * head.confidence_sees_token
+        return chosen.token, head.confidence(work.rows[:, :seen])
+
+
+def _said(step: Step, *shape: int) -> ops.HeadRows:
+    """Memory for tokens and confidences."""
+    floats = (step.zeros(*shape, dtype=torch.float32) for _ in range(2))
+    return ops.HeadRows(step.zeros(*shape), *floats)
 
 
 def _greedy(num_rows: int, device: torch.device) -> ops.SamplingRows:

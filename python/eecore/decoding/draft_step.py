@@ -57,12 +57,12 @@ from eecore.decoding.step import Sizes, Step, sizes_for, tapped_layers
 from eecore.errors import NotFiniteError
 from eecore.models import (
     AttentionBatch,
-    BlockHead,
     DraftHead,
     KeyedHead,
     KVCache,
     LlamaModel,
     Network,
+    PassHead,
 )
 from eecore.planning.heads import max_ahead
 from eecore.planning.route import DraftPath
@@ -124,8 +124,22 @@ def draft_kind(
         power_of_two(max(1, *(len(sequence.stop_ids) for sequence in sequences))),
         max_ahead(head) if drafts_ahead else 0,
         head.taps if takes and head is not None else (),
-        sizes_for(rows, steps + 1, page_size=page_size, ahead=ahead),
+        sizes_for(
+            rows,
+            steps + 1,
+            page_size=page_size,
+            ahead=ahead,
+            more_pages=_more_pages(head, page_size) if drafts_ahead else 0,
+        ),
     )
+
+
+def _more_pages(head: DraftHead | KeyedHead | None, page_size: int) -> int:
+    """Entries of the page table after a row's own pages, for the places of its block that have no
+    slot: causal attention counts them in the length."""
+    if not isinstance(head, PassHead) or not head.causal:
+        return 0
+    return -(-head.block_size // page_size)
 
 
 class DraftStep(Step):
@@ -179,6 +193,7 @@ class DraftStep(Step):
         self._target_probs = self.unset(rows * width, vocab, dtype=torch.float32)
         self._uniform = zeros(rows * width, 2, dtype=torch.float32)
         self._logits: Logits | None = None
+        self._more_pages = 0
         self._keys: HeadKeys | None = None
         if kind.taps and isinstance(model.draft_head, KeyedHead):
             self._keys = HeadKeys(model, kv, rows * width)
@@ -188,7 +203,8 @@ class DraftStep(Step):
             assert kind.path.is_given  # else both ways to draft would move rows of open_page_table
             accepted = self._round._replace(num_drafted=results["num_accepted"])
             head = model.draft_head
-            if isinstance(head, BlockHead):
+            if isinstance(head, PassHead):
+                self._more_pages = _more_pages(head, kv.page_size)
                 self._ahead = BlockDrafting(self, head, given, results, self._ended, kv)
             else:
                 self._ahead = HeadDrafting(self, model, given, results, self._ended, accepted, kv)
@@ -237,7 +253,7 @@ class DraftStep(Step):
         heads = self.sizes.heads
         if heads.logits and head_sizes(sequences, self.kind.num_steps + 1) != heads:
             return False  # penalties count more tokens now than there is memory for
-        num_pages = self.sizes.num_pages
+        num_pages = self.sizes.num_pages - self._more_pages
         most = num_pages * self._page_size - self.kind.num_steps
         for row in rows:
             work = row.work
@@ -265,7 +281,7 @@ class DraftStep(Step):
         if not self.sizes.follows or self._sequences != sequences:
             return False
         for work in works:
-            if len(work.sequence.pages) > self.sizes.num_pages:
+            if len(work.sequence.pages) > self.sizes.num_pages - self._more_pages:
                 return False
         rows = self._followers(self.rows)
         if any(map(is_not, [row.work for row in rows], works)):
@@ -476,9 +492,8 @@ class DraftStep(Step):
             )
         if self._keys is not None:
             # Keys after the last accepted token are overwritten before they are read.
-            with control.rows(checked.num_tokens):
-                where = checked.positions, checked.slot_mapping
-                states = [self._keys.fill(states, results["token"], *where)]
+            with control.rows(checked.num_tokens, given["num_rows"]):
+                states = [self._keys.fill(states, results["token"], batch)]
         if self._ahead is not None:
             self._ahead.run(states, control, given["num_rows"])
 

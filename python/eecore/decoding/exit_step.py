@@ -8,7 +8,7 @@ exit exits at its layer and fills nothing. (Early-exit framework §3, Algorithm 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isnan
 
 import numpy as np
@@ -131,6 +131,7 @@ class ExitStep(Step):
             "together": (torch.bool, row),
             "fills": (torch.bool, row),
             **({"shared_slots": (torch.int64, row)} if self.kind.shares else {}),
+            **({"lens": (torch.int32, row)} if self.kind.taps else {}),
         }
 
     def _result_fields(self) -> dict[str, Field]:
@@ -251,6 +252,8 @@ class ExitStep(Step):
             filled = [-1 if each else slot for each, slot in zip(shares, slots, strict=True)]
             shared = [slot if each else -1 for each, slot in zip(shares, slots, strict=True)]
             host.write(slots=filled, shared_slots=shared)
+        if self._keys is not None:
+            host.write(lens=lens)
         host.write_pages("open_page_table", pages)
         if self.sizes.num_input_pages:
             self._write_inputs(sequences, "open_")
@@ -301,8 +304,13 @@ class ExitStep(Step):
                     rows.hidden, rows.fill_from, self._kv, given["positions"], given["slots"]
                 )
             if self._keys is not None:
-                where = given["positions"], given["slots"]
-                self._keys.fill(self._tapped, results["token"], *where)
+                batch = replace(  # as it was before the rows exited
+                    self._batch,
+                    positions=given["positions"],
+                    slot_mapping=given["slots"],
+                    seq_lens=given["lens"],
+                )
+                self._keys.fill(self._tapped, results["token"], batch)
             if self.kind.shares:
                 assert isinstance(self._model, LlamaModel)
                 self._model.share_kv(rows.fill_from, self._kv, given["shared_slots"])

@@ -18,6 +18,7 @@ from eecore.decoding.control import Control
 from eecore.decoding.memory import Cells, Field
 from eecore.decoding.step import Step
 from eecore.models import (
+    AttentionBatch,
     ChainHead,
     DraftHead,
     KeyedHead,
@@ -123,8 +124,7 @@ class HeadKeys:
         self,
         states: Ordered[Tensor],
         made: Tensor,
-        positions: Tensor,
-        slot_mapping: Tensor,
+        batch: AttentionBatch,
         starts: Tensor | None = None,
     ) -> Tensor:
         """Write the keys and values of positions that all layers ran for.
@@ -132,18 +132,15 @@ class HeadKeys:
         Args:
             states: states after the layers of the head's taps, each [num_rows, hidden_size].
             made: int64 [num_rows]: the token after each position; -1 for none.
-            positions: int64 [num_rows].
-            slot_mapping: int64 [num_rows]; -1 writes nothing.
+            batch: the positions and their slots, of which -1 writes nothing, and the texts.
             starts: int64 [num_starts], the rows at position 0, which only prompts have.
 
         Returns:
             [num_rows, hidden_size of the head]: the states from which the head drafts.
         """
-        begun = self._head.begin(states)
         sources = self._sources[: len(made)]
-        where = positions, slot_mapping
-        self._head.fill(begun, made, sources, self._kv, *where, starts)
-        return begun
+        begun = self._head.begin(states)
+        return self._head.fill(begun, made, sources, self._kv, batch, starts)
 
 
 class HeadDrafting:

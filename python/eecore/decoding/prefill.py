@@ -236,8 +236,7 @@ class Prefill:
         keys.fill(
             [self._tapped[tap] for tap in self._taps],
             self._tensor(np.array(following, dtype=np.int64)[deep]),
-            self._tensor(self._positions[deep]),
-            self._tensor(self._slots[deep]),
+            self._batch(deep),
             self._tensor(starts) if len(starts) else None,
         )
 

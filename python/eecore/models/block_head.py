@@ -1,10 +1,10 @@
-"""Draft heads that draft a whole block in one pass: DFlash, and DSpark with its corrections.
+"""Draft heads that draft a whole block in one pass: DFlash, DSpark and Domino.
 
 The states after some of the model's layers become keys and values of the head's own layers at every
 position that the model has computed. To draft, these layers run once over a block: the last token,
 then mask tokens, each of which sees the text and the whole block. The state after the last layer at
-a mask gives the draft there. DSpark adds a low-rank table's values for the token before to a
-draft's logits, so that drafts depend on each other, and learns the chance that a draft is accepted.
+a mask gives the draft there. DSpark and Domino add to the logits of a draft what the tokens before
+it say, so that drafts depend on each other, and DSpark learns the chance that a draft is accepted.
 (DFlash: Chen et al. 2026; DSpark: DeepSpec 2026, arXiv 2607.05147.)
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +21,26 @@ from torch import Tensor
 from eecore import ops
 from eecore.config import ModelConfig
 from eecore.models.attention import AttentionBatch
-from eecore.models.keyed_head import KeyedHead
+from eecore.models.corrections import Correction
+from eecore.models.keyed_head import PassHead
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.ops import Matrix
 
-__all__ = ["BlockHead", "BlockSettings", "BlockWeights", "Markov"]
+__all__ = ["BlockHead", "BlockSettings", "BlockWeights", "GruSizes", "MarkovType"]
+
+MarkovType = Literal["vanilla", "gated", "rnn"]
+
+
+class GruSizes(NamedTuple):
+    """The sizes of Domino's correction."""
+
+    state: int
+    """The hidden size of the GRU."""
+    inner: int
+    """The size between the two linear layers."""
+    first: int
+    """The first draft of a block that is corrected."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +48,7 @@ class BlockSettings:
     """The settings in a head's files."""
 
     kind: str
-    """``DFlash`` or ``DSpark``."""
+    """``DFlash``, ``DSpark`` or ``Domino``."""
     config: ModelConfig
     """The config of the head's layers, as if they were a model."""
     taps: tuple[int, ...]
@@ -49,26 +63,16 @@ class BlockSettings:
     """Rows of the head's LM head."""
     markov_rank: int = 0
     """The rank of the table that changes logits by the token before; 0: there is none."""
+    markov_type: MarkovType = "vanilla"
+    """How a row of that table changes them."""
+    gru: GruSizes | None = None
+    """The sizes of Domino's correction; None: there is none."""
     has_confidence: bool = False
     """Whether the head predicts how likely a draft is to be accepted."""
     confidence_sees_token: bool = False
     """Whether the prediction also depends on the token before, by its row of the table."""
     verifier: str = ""
     """The name of the model that the head was trained for; empty: unknown."""
-
-    @property
-    def num_drafts(self) -> int:
-        """Drafts of a block."""
-        return self.block_size - (not self.from_last)
-
-
-class Markov(NamedTuple):
-    """A low-rank table: what the token before a draft adds to the draft's logits."""
-
-    before: Matrix
-    """[vocab_size, rank]: a row for each token before a draft."""
-    after: Matrix
-    """[draft_vocab_size, rank]: a row for each draft."""
 
 
 class BlockWeights(NamedTuple):
@@ -80,30 +84,38 @@ class BlockWeights(NamedTuple):
     """[num_taps, hidden_size, hidden_size]: the projection of each tap's states."""
     context_norm: Tensor
     """[hidden_size]: the norm of the sum of the projected states."""
-    markov: Markov | None = None
+    correction: Correction | None = None
     confidence: ops.MlpMeasure | None = None
-    """The chance that a draft is accepted if all drafts before it are, from the draft's normed
-    state, with the row of the token before where the settings say so."""
     tokens: Tensor | None = None
     """int64 [draft_vocab_size]: the model's token of each row of the LM head; None: row t is
     token t."""
 
 
-class BlockHead(KeyedHead):
-    """A head that drafts a block in one pass.
+class BlockHead(PassHead):
+    """A head that drafts from keys alone, not from a state.
 
     Args:
         settings: the settings in the head's files.
         weights: the head's weights, in the model's dtype and on its device.
         path: the head's directory.
+
+    Attributes:
+        correction: what the tokens before a draft add to its logits; None: nothing.
+        confidence: the chance that a draft is accepted if all drafts before it are, from the
+            draft's normed state, with the row of the token before where the settings say so; None:
+            the draft's probability stands for it.
+        confidence_sees_token: whether the settings say so.
     """
 
     def __init__(self, settings: BlockSettings, weights: BlockWeights, path: Path) -> None:
         self.settings, self.path, self.kind = settings, path, settings.kind
         self.config, self.taps = settings.config, settings.taps
         self.verifier = settings.verifier
-        self.agreement = tuple(0.8 - 0.02 * k for k in range(settings.num_drafts))
-        self.markov, self.confidence = weights.markov, weights.confidence
+        self.block_size, self.mask_token = settings.block_size, settings.mask_token
+        self.first_place = 0 if settings.from_last else 1
+        self.agreement = tuple(0.8 - 0.02 * k for k in range(self.num_drafts))
+        self.correction, self.confidence = weights.correction, weights.confidence
+        self.confidence_sees_token = settings.confidence_sees_token
         self._layers = LlamaModel(settings.config, weights.layers)
         self._taps, self._context_norm = weights.taps.unbind(), weights.context_norm
         self._norms = weights.context_norm.expand(settings.config.num_layers, -1)
@@ -112,33 +124,20 @@ class BlockHead(KeyedHead):
         self._zeros: list[Tensor] = []
 
     @property
+    def is_sequential(self) -> bool:
+        """Whether a draft, or its confidence, is made after those before it."""
+        return self.correction is not None or self.confidence is not None
+
+    @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the head's states."""
         return self._layers.dtype
 
     @property
-    def num_drafts(self) -> int:
-        """Drafts of a block."""
-        return self.settings.num_drafts
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights that the head does not share with the model."""
-        config, rank = self.config, self.settings.markov_rank
-        shared = 2 * config.vocab_size * config.hidden_size
-        own = config.num_parameters - shared + config.vocab_size * rank
-        own += self.settings.draft_vocab_size * rank
-        return own + len(self.taps) * config.hidden_size**2 + config.hidden_size
-
-    @property
     def tokens(self) -> Tensor | None:
-        """int64 [draft_vocab_size]: the model's token of each row of the head's LM head; None: row
-        t is token t."""
         return self._tokens
 
     @property
     def measure(self) -> ops.SoftmaxMeasure:
-        """The measure of a state of :meth:`block`; its tokens are rows of the head's LM head."""
         return self._layers.measure
 
     def prepare(self, kv: KVCache) -> None:
@@ -146,11 +145,6 @@ class BlockHead(KeyedHead):
         self._layers.prepare(kv, self.settings.block_size)
 
     def begin(self, states: Sequence[Tensor]) -> Tensor:
-        """The sum of the taps' projected states: [num_rows, hidden_size].
-
-        Args:
-            states: the states after each of the :attr:`taps`, [num_rows, hidden_size].
-        """
         begun: Tensor | None = None
         for state, matrix in zip(states, self._taps, strict=True):
             begun = self._layers.linear(state, matrix, residual=begun)
@@ -163,11 +157,9 @@ class BlockHead(KeyedHead):
         made: Tensor,  # noqa: ARG002 (a position's keys do not depend on the next token)
         sources: Tensor,  # noqa: ARG002
         kv: KVCache,
-        positions: Tensor,
-        slot_mapping: Tensor,
+        batch: AttentionBatch,
         starts: Tensor | None = None,  # noqa: ARG002
-    ) -> None:
-        """Write the head's keys and values at positions that the model has computed."""
+    ) -> Tensor:
         layers, config = self._layers, self.config
         cos_sin, layer_ropes = layers.tables(kv)
         if layers.linear.is_skinny(begun):
@@ -179,14 +171,14 @@ class BlockHead(KeyedHead):
                 self._kv,
                 kv.k,
                 kv.v,
-                slot_mapping,
+                batch.slot_mapping,
                 k_norm_weight=layers.weights.k_norm,
-                positions=positions,
+                positions=batch.positions,
                 cos_sin=cos_sin,
                 eps=config.rms_norm_eps,
                 layer_ropes=layer_ropes,
             )
-            return
+            return begun
         states = layers.linear.normed(begun, self._context_norm)
         k_norm = layers.weights.k_norm
         for index, ((k_cache, v_cache), matrix) in enumerate(
@@ -200,12 +192,13 @@ class BlockHead(KeyedHead):
                 v,
                 k_cache,
                 v_cache,
-                slot_mapping,
-                positions=positions,
+                batch.slot_mapping,
+                positions=batch.positions,
                 cos_sin=layers.cos_sin(kv.num_pages * kv.page_size, index),
                 k_norm_weight=None if k_norm is None else k_norm[index],
                 eps=config.rms_norm_eps,
             )
+        return begun
 
     def reserve(self, num_rows: int) -> None:
         """Allocate the first layer's number, 0, which :meth:`fill` needs for each of its rows."""
@@ -215,13 +208,6 @@ class BlockHead(KeyedHead):
             self._zeros.append(zeros)  # recorded programs keep the earlier ones
 
     def block(self, token_ids: Tensor, kv: KVCache, batch: AttentionBatch) -> Tensor:
-        """States after the head's layers: [num_tokens, hidden_size].
-
-        Args:
-            token_ids: int64 [num_tokens]: for each block the text's last token, then masks.
-            kv: the cache of the head's layers.
-            batch: a sequence for each block, not causal; its keys are the text's and the block's.
-        """
         hidden = self._layers.embed(token_ids)
         return self._layers.layers(0, self.config.num_layers, hidden, kv, batch)
 
@@ -239,26 +225,3 @@ class BlockHead(KeyedHead):
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_rows, draft_vocab_size] of states from :meth:`block`, in the model's dtype."""
         return self._layers.logits(hidden, few=True)
-
-    def row_before(self, token_ids: Tensor, out: Tensor) -> Tensor:
-        """The rows of tokens in the low-rank table: [num_rows, rank].
-
-        Args:
-            token_ids: int64 [num_rows], the tokens before the drafts.
-            out: [num_rows, rank], any row stride.
-        """
-        assert self.markov is not None
-        table = self.markov.before
-        return ops.embed_tokens(
-            token_ids, table.weight, scale=table.scale, table=table.table, out=out
-        )
-
-    def corrected(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Logits plus what the tokens before add to them: [num_rows, draft_vocab_size].
-
-        Args:
-            logits: [num_rows, draft_vocab_size], any row stride.
-            rows: [num_rows, rank], from :meth:`row_before`.
-        """
-        assert self.markov is not None
-        return self._layers.linear(rows, self.markov.after, residual=logits, few=True)

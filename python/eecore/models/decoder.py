@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from eecore import ops
 from eecore.config import Activation, AnyModelConfig
@@ -152,29 +151,5 @@ class Decoder:
         return ops.add_normed(given, post_norm, hidden, eps=self._eps, multiplier=multiplier)
 
     def _mlp(self, layer: ops.DecoderWeights, hidden: Tensor) -> Tensor:
-        activation, norm = self._activation, layer.mlp_norm
-        if not self.linear.is_skinny(hidden):
-            inner = _activated(self.linear(hidden, layer.gate_up, norm=norm), activation)
-        else:
-            into_inner = ops.skinny_linear if activation == "relu" else ops.skinny_gated_linear
-            inner = into_inner(
-                hidden,
-                layer.gate_up.weight,
-                weight_scale=layer.gate_up.scale,
-                weight_table=layer.gate_up.table,
-                bias=layer.gate_up.bias,
-                norm_weight=norm,
-                eps=self._eps,
-                activation=activation,
-                constant_weight=True,
-            )
+        inner = self.linear.gated(hidden, layer.gate_up, layer.mlp_norm, self._activation)
         return self._onto(hidden, inner, layer.down, layer.mlp_post_norm)
-
-
-def _activated(inner: Tensor, activation: Activation) -> Tensor:
-    if activation == "relu":
-        return inner.relu_()
-    gate, up = inner.chunk(2, dim=1)
-    if activation == "silu":
-        return functional.silu(gate).mul_(up)
-    return functional.gelu(gate, approximate="tanh").mul_(up)

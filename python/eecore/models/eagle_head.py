@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.config import ModelConfig
-from eecore.models.attention import keys_per_split
+from eecore.models.attention import AttentionBatch, keys_per_split
 from eecore.models.draft_head import HeadModel, SeenKeys, packed
 from eecore.models.keyed_head import ChainHead
 from eecore.models.kv_cache import KVCache
@@ -25,7 +26,7 @@ from eecore.models.linear import Linear
 from eecore.models.rope import RopeTables
 from eecore.ops import Matrix
 
-__all__ = ["EagleHead", "EagleSettings"]
+__all__ = ["EagleHead", "EagleSettings", "Mask"]
 
 USUAL_AGREEMENT = (0.7, 0.65, 0.6, 0.6, 0.55, 0.55, 0.5, 0.5)
 """Approximate acceptance rates of a public head's drafts, with which ``Auto`` requests begin."""
@@ -35,14 +36,23 @@ LM_HEAD = "Q5_1"
 """The block format of the LM head, if the model's weights are quantised."""
 
 
+class Mask(NamedTuple):
+    """The config.json of a P-EAGLE on places without a state."""
+
+    token: int
+    """The token of such a place."""
+    num_drafts: int
+    """Drafts of a pass."""
+
+
 @dataclass(frozen=True)
 class EagleSettings:
     """The settings in a head's ``config.json``."""
 
     kind: str
-    """EAGLE-3 or EAGLE-3.1."""
+    """EAGLE-3, EAGLE-3.1 or P-EAGLE."""
     config: ModelConfig
-    """The config of the head's layer; ``vocab_size`` is the model's."""
+    """The config of the head's layers; ``vocab_size`` is the model's."""
     taps: tuple[int, ...]
     """Layers of the model after which the head takes the state, in the order of ``fc``."""
     target_size: int
@@ -58,6 +68,8 @@ class EagleSettings:
     """Whether an RMS norm is applied before the LM head."""
     norm_output: bool = False
     """Whether each step takes the normed state of the step before; with ``norm_logits``."""
+    mask: Mask | None = None
+    """The mask of a P-EAGLE; None: it is another kind of head."""
     verifier: str = ""
     """The name of the model that the head was trained for; empty: unknown."""
 
@@ -65,37 +77,47 @@ class EagleSettings:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the required tensors, by their names in ``midlayer.*`` files."""
         c, taken = self.config, len(self.taps) * self.target_size
-        hidden, inner = c.hidden_size, c.intermediate_size
+        hidden = c.hidden_size
         shapes: dict[str, tuple[int, ...]] = {
             "fc.weight": (hidden, taken),
             "midlayer.hidden_norm.weight": (hidden,),
-            "midlayer.input_layernorm.weight": (hidden,),
-            "midlayer.post_attention_layernorm.weight": (hidden,),
-            "midlayer.self_attn.q_proj.weight": (c.q_size, 2 * hidden),
-            "midlayer.self_attn.k_proj.weight": (c.kv_size, 2 * hidden),
-            "midlayer.self_attn.v_proj.weight": (c.kv_size, 2 * hidden),
-            "midlayer.self_attn.o_proj.weight": (hidden, c.q_size),
-            "midlayer.mlp.gate_proj.weight": (inner, hidden),
-            "midlayer.mlp.up_proj.weight": (inner, hidden),
-            "midlayer.mlp.down_proj.weight": (hidden, inner),
             "norm.weight": (hidden,),
             "lm_head.weight": (self.draft_vocab_size, hidden),
+            **self._layer_shapes("midlayer", 2 * hidden),
         }
-        if c.attention_bias:
-            sizes = {"q": c.q_size, "k": c.kv_size, "v": c.kv_size}
-            shapes |= {f"midlayer.self_attn.{n}_proj.bias": (size,) for n, size in sizes.items()}
-        if c.output_bias:
-            shapes["midlayer.self_attn.o_proj.bias"] = (hidden,)
-        if c.mlp_bias:
-            sizes = {"gate": inner, "up": inner, "down": hidden}
-            shapes |= {f"midlayer.mlp.{n}_proj.bias": (size,) for n, size in sizes.items()}
-        if c.qk_norm == "head":
-            shapes["midlayer.self_attn.q_norm.weight"] = (c.head_dim,)
-            shapes["midlayer.self_attn.k_norm.weight"] = (c.head_dim,)
         if self.norm_before_fc:
             shapes["input_norm.weight"] = (taken,)
         if self.fc_norm:
             shapes |= {f"fc_norm.{i}.weight": (self.target_size,) for i in range(len(self.taps))}
+        if self.mask is not None:
+            shapes["mask_hidden"] = (1, 1, taken)
+            for layer in range(1, c.num_layers):
+                shapes |= self._layer_shapes(f"layers.{layer}", hidden)
+        return shapes
+
+    def _layer_shapes(self, layer: str, columns: int) -> dict[str, tuple[int, ...]]:
+        """The tensors of a layer whose attention takes so many columns."""
+        c = self.config
+        hidden, inner = c.hidden_size, c.intermediate_size
+        sizes = {
+            "self_attn.q_proj": (c.q_size, columns, c.attention_bias),
+            "self_attn.k_proj": (c.kv_size, columns, c.attention_bias),
+            "self_attn.v_proj": (c.kv_size, columns, c.attention_bias),
+            "self_attn.o_proj": (hidden, c.q_size, c.output_bias),
+            "mlp.gate_proj": (inner, hidden, c.mlp_bias),
+            "mlp.up_proj": (inner, hidden, c.mlp_bias),
+            "mlp.down_proj": (hidden, inner, c.mlp_bias),
+        }
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+        }
+        for name, (rows, taken, has_bias) in sizes.items():
+            shapes[f"{layer}.{name}.weight"] = (rows, taken)
+            if has_bias:
+                shapes[f"{layer}.{name}.bias"] = (rows,)
+        if c.qk_norm == "head":
+            shapes |= {f"{layer}.self_attn.{n}_norm.weight": (c.head_dim,) for n in "qk"}
         return shapes
 
 
@@ -125,7 +147,7 @@ class EagleHead(ChainHead):
         self.path, self.settings, self.kind = path, settings, settings.kind
         self.verifier = settings.verifier
         self.config, self.taps, self.agreement = settings.config, settings.taps, USUAL_AGREEMENT
-        self._network, self._eps = network, settings.config.rms_norm_eps
+        self.network, self._eps = network, settings.config.rms_norm_eps
         self._linear = Linear(network.device, self._eps)
         self._keys_per_split = keys_per_split(network.device)
         self._ropes = RopeTables(settings.config, network.device)
@@ -183,8 +205,14 @@ class EagleHead(ChainHead):
         head = self._lm_head
         return ops.SoftmaxMeasure(norm, head.weight, self._eps, head.scale, head.table)
 
-    def prepare(self, kv: KVCache) -> None:
-        self._tables(kv)
+    def prepare(self, kv: KVCache, num_more: int = 0) -> None:
+        """Compute what programs need beside a cache.
+
+        Args:
+            kv: of its own layers.
+            num_more: positions after those that have a slot, for rows without one.
+        """
+        self._ropes.reaching(kv.num_pages * kv.page_size + num_more)
 
     def begin(self, states: Sequence[Tensor]) -> Tensor:
         begun: Tensor | None = None
@@ -201,23 +229,46 @@ class EagleHead(ChainHead):
         made: Tensor,
         sources: Tensor,
         kv: KVCache,
-        positions: Tensor,
-        slot_mapping: Tensor,
+        batch: AttentionBatch,
         starts: Tensor | None = None,  # noqa: ARG002
-    ) -> None:
-        embedded = self._embedded(made, made, sources)
+    ) -> Tensor:
+        embedded = self.embed(made, previous=made, sources=sources)
         _, k, v = self._projected(begun, embedded, slice(self.config.q_size, None))
-        self._append(None, k, v, kv, positions, slot_mapping)
+        self._append(None, k, v, kv, batch)
+        return begun
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return self._embedded(token_ids)
+    def embed(
+        self, token_ids: Tensor, *, previous: Tensor | None = None, sources: Tensor | None = None
+    ) -> Tensor:
+        """What a layer takes of tokens; see :meth:`LlamaModel.embed`."""
+        table = self._embeddings
+        if table is None:
+            return self.network.embed(token_ids, previous=previous, sources=sources)
+        return ops.embed_tokens(token_ids, table, previous=previous, sources=sources)
 
     def step(self, state: Tensor, embedded: Tensor, seen: SeenKeys | None = None) -> Tensor:
         assert seen is not None
         assert seen.kv.of_head is not None
-        kv, batch, config = seen.kv.of_head, seen.batch, self.config
+        hidden = self.layer(state, embedded, seen.kv.of_head, seen.batch, few=True)
+        if not self.settings.norm_output:
+            return hidden
+        return ops.add_normed(hidden, self._norm, self._zeros.expand_as(hidden), eps=self._eps)
+
+    def layer(
+        self, state: Tensor, embedded: Tensor, kv: KVCache, batch: AttentionBatch, *, few: bool
+    ) -> Tensor:
+        """The state after its first layer: [num_rows, hidden_size].
+
+        Args:
+            state: [num_rows, hidden_size].
+            embedded: of the token after each.
+            kv: of its own layers.
+            batch: how the rows attend.
+            few: whether the rows are few; see :class:`Linear`.
+        """
+        config, linear = self.config, self._linear
         q, k, v = self._projected(state, embedded, slice(None))
-        self._append(q, k, v, kv, batch.positions, batch.slot_mapping)
+        self._append(q, k, v, kv, batch)
         attended = ops.paged_attention(
             q,
             *kv.layers[0],
@@ -230,24 +281,12 @@ class EagleHead(ChainHead):
             arrivals=kv.arrivals,
         ).view(-1, config.q_size)
         if self.settings.norm_before_residual:
-            attended = self._linear(attended, self._o, few=True)
+            attended = linear(attended, self._o, few=few)
             hidden = ops.add_normed(state, self._state_norm, attended, eps=self._eps)
         else:
-            hidden = self._linear(attended, self._o, residual=state, few=True)
-        gated = ops.skinny_gated_linear(
-            hidden,
-            self._gate_up.weight,
-            weight_table=self._gate_up.table,
-            bias=self._gate_up.bias,
-            norm_weight=self._mlp_norm,
-            eps=self._eps,
-            activation=config.activation,
-            constant_weight=True,
-        )
-        hidden = self._linear(gated, self._down, residual=hidden, few=True)
-        if not self.settings.norm_output:
-            return hidden
-        return ops.add_normed(hidden, self._norm, self._zeros.expand_as(hidden), eps=self._eps)
+            hidden = linear(attended, self._o, residual=state, few=few)
+        gated = linear.gated(hidden, self._gate_up, self._mlp_norm, config.activation, few=few)
+        return linear(gated, self._down, residual=hidden, few=few)
 
     def _projected(
         self, state: Tensor, embedded: Tensor, rows: slice
@@ -273,8 +312,7 @@ class EagleHead(ChainHead):
         k: Tensor,
         v: Tensor,
         kv: KVCache,
-        positions: Tensor,
-        slot_mapping: Tensor,
+        batch: AttentionBatch,
     ) -> None:
         """Norm and rotate heads, and put keys and values into the cache."""
         q_norm, k_norm = self._head_norms
@@ -283,24 +321,13 @@ class EagleHead(ChainHead):
             k,
             v,
             *kv.layers[0],
-            slot_mapping,
-            positions=positions,
-            cos_sin=self._tables(kv)[0],
+            batch.slot_mapping,
+            positions=batch.positions,
+            cos_sin=self._ropes.reaching(kv.num_pages * kv.page_size)[0],
             q_norm_weight=None if q is None else q_norm,
             k_norm_weight=k_norm,
             eps=self._eps,
         )
-
-    def _tables(self, kv: KVCache) -> Tensor:
-        return self._ropes.reaching(kv.num_pages * kv.page_size)
-
-    def _embedded(
-        self, token_ids: Tensor, previous: Tensor | None = None, sources: Tensor | None = None
-    ) -> Tensor:
-        table = self._embeddings
-        if table is None:
-            return self._network.embed(token_ids, previous=previous, sources=sources)
-        return ops.embed_tokens(token_ids, table, previous=previous, sources=sources)
 
 
 def _beside(states: Sequence[Tensor]) -> Tensor:

@@ -13,14 +13,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from eecore import ops
 from eecore.config import ModelConfig
+from eecore.models.attention import AttentionBatch
 from eecore.models.draft_head import SeenKeys
 from eecore.models.kv_cache import KVCache
 
-__all__ = ["ChainHead", "KeyedHead"]
+__all__ = ["ChainHead", "KeyedHead", "PassHead"]
 
 
 class KeyedHead(ABC):
@@ -61,6 +63,18 @@ class KeyedHead(ABC):
             states: the states after each of the :attr:`taps`, [num_rows, model's hidden_size].
         """
 
+    @property
+    @abstractmethod
+    def tokens(self) -> Tensor | None:
+        """int64 [draft_vocab_size]: the model's token of each row of its LM head; None: row t is
+        token t.
+        """
+
+    @property
+    @abstractmethod
+    def measure(self) -> ops.SoftmaxMeasure:
+        """The measure of a state that gives a draft: over :attr:`tokens`, by their places."""
+
     @abstractmethod
     def fill(
         self,
@@ -68,10 +82,9 @@ class KeyedHead(ABC):
         made: Tensor,
         sources: Tensor,
         kv: KVCache,
-        positions: Tensor,
-        slot_mapping: Tensor,
+        batch: AttentionBatch,
         starts: Tensor | None = None,
-    ) -> None:
+    ) -> Tensor:
         """Write the head's keys and values at positions that the model has computed.
 
         Args:
@@ -79,9 +92,11 @@ class KeyedHead(ABC):
             made: int64 [num_made]: tokens; -1 where the model gave none.
             sources: int32 [num_rows]: the index in ``made`` of the token after each position.
             kv: the cache of the head's layers.
-            positions: int64 [num_rows].
-            slot_mapping: int64 [num_rows]; -1 writes nothing.
+            batch: the positions and their slots, of which -1 writes nothing, and the texts.
             starts: int64 [num_starts], rows at position 0; None if there are none.
+
+        Returns:
+            The state to draft from after each position: [num_rows, head's hidden_size].
         """
 
     def reserve(self, num_rows: int) -> None:  # noqa: B027
@@ -93,18 +108,6 @@ class KeyedHead(ABC):
 
 class ChainHead(KeyedHead):
     """A head that drafts token by token, each from the state of the step before."""
-
-    @property
-    @abstractmethod
-    def tokens(self) -> Tensor | None:
-        """int64 [draft_vocab_size]: the model's token of each row of the head's LM head; None: row
-        t is token t.
-        """
-
-    @property
-    @abstractmethod
-    def measure(self) -> ops.SoftmaxMeasure:
-        """The measure of a state of :meth:`step`; its tokens are rows of the head's LM head."""
 
     @abstractmethod
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -119,4 +122,42 @@ class ChainHead(KeyedHead):
                 step before.
             embedded: the embedding of the next token.
             seen: the keys to attend to, in ``kv.of_head``.
+        """
+
+
+class PassHead(KeyedHead):
+    """A head that drafts all tokens of a round in one pass over a block of places, the first of
+    which is at the position of the text's last token.
+
+    Attributes:
+        block_size: places of a block.
+        first_place: the place that gives the first draft; -1: what :meth:`fill` returned at the
+            last position gives it, and place 0 gives the second.
+        mask_token: the token of all places but the first.
+        causal: whether a place sees none after it.
+    """
+
+    block_size: int
+    first_place: int
+    mask_token: int
+    causal = False
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts of a block."""
+        return self.block_size - self.first_place
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The dtype of its states."""
+
+    @abstractmethod
+    def block(self, token_ids: Tensor, kv: KVCache, batch: AttentionBatch) -> Tensor:
+        """States after its layers: [num_tokens, hidden_size].
+
+        Args:
+            token_ids: int64 [num_tokens]: of each block the text's last token, then masks.
+            kv: of its own layers.
+            batch: a sequence for each block, whose queries see the text and the block.
         """

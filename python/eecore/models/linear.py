@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from eecore import ops
+from eecore.config import Activation
 from eecore.models.int8 import dequantise_rows
 from eecore.ops import AppendKv, Matrix
 
@@ -103,6 +104,34 @@ class Linear:
             ops.append_kv(q, k, v, **append._asdict(), eps=self._eps)
         return q
 
+    def gated(
+        self,
+        x: Tensor,
+        gate_up: Matrix,
+        norm: Tensor | None,
+        activation: Activation = "silu",
+        *,
+        few: bool = False,
+    ) -> Tensor:
+        """``activation(gate) * up`` of x, normed first when there is a norm; "relu" has no up.
+
+        ``few``: as in :meth:`__call__`.
+        """
+        if not few and not self.is_skinny(x):
+            return _activated(self(x, gate_up, norm=norm), activation)
+        into_inner = ops.skinny_linear if activation == "relu" else ops.skinny_gated_linear
+        return into_inner(
+            x,
+            gate_up.weight,
+            weight_scale=gate_up.scale,
+            weight_table=gate_up.table,
+            bias=gate_up.bias,
+            norm_weight=norm,
+            eps=self._eps,
+            activation=activation,
+            constant_weight=True,
+        )
+
     def normed(self, x: Tensor, norm: Tensor) -> Tensor:
         """RMS norm."""
         return functional.rms_norm(x, norm.shape, norm, self._eps)
@@ -132,3 +161,12 @@ class Linear:
             constant_weight=True,
             append=append,
         )
+
+
+def _activated(inner: Tensor, activation: Activation) -> Tensor:
+    if activation == "relu":
+        return inner.relu_()
+    gate, up = inner.chunk(2, dim=1)
+    if activation == "silu":
+        return functional.silu(gate).mul_(up)
+    return functional.gelu(gate, approximate="tanh").mul_(up)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.config import ModelConfig
+from eecore.models.attention import AttentionBatch
 from eecore.models.draft_head import SeenKeys
 from eecore.models.keyed_head import ChainHead
 from eecore.models.kv_cache import KVCache
@@ -116,17 +117,17 @@ class MtpHead(ChainHead):
         made: Tensor,
         sources: Tensor,
         kv: KVCache,
-        positions: Tensor,
-        slot_mapping: Tensor,
+        batch: AttentionBatch,
         starts: Tensor | None = None,
-    ) -> None:
+    ) -> Tensor:
         embedded = self._network.embed(made, previous=made, sources=sources)
         if starts is not None:
             embedded.index_fill_(0, starts, 0.0)  # trained without the first embedding
         self.reserve(len(begun))
         first = self._first[-1][: len(begun)]
         hidden = self._together(begun, embedded)
-        self._layers.fill_kv(hidden, first, kv, positions, slot_mapping)
+        self._layers.fill_kv(hidden, first, kv, batch.positions, batch.slot_mapping)
+        return begun
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._network.embed(token_ids)

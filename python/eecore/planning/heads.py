@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eecore.models import BlockHead, DraftHead, KeyedHead
+from eecore.models import DraftHead, KeyedHead, PassHead
 from eecore.planning.draft_state import DraftState
 from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
 from eecore.scheduling.sequence import Sequence
@@ -36,4 +36,4 @@ def max_ahead(head: DraftHead | KeyedHead | None) -> int:
     """Maximum number of drafts that a head makes at the end of a round; a head that drafts a block
     makes as many as the block has.
     """
-    return head.num_drafts if isinstance(head, BlockHead) else MAX_AHEAD
+    return head.num_drafts if isinstance(head, PassHead) else MAX_AHEAD

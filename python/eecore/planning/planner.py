@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
 
-from eecore.models import BlockHead, DraftHead, KeyedHead, Network
+from eecore.models import DraftHead, KeyedHead, Network, PassHead
 from eecore.planning.auto import FULL, Choice, Chooser
 from eecore.planning.draft_state import DraftState, draft_state
 from eecore.planning.heads import max_ahead
@@ -79,7 +79,7 @@ class Planner:
                 agreement,
                 of_head,
                 max_ahead(head),
-                isinstance(head, BlockHead),
+                isinstance(head, PassHead),
             )
         return chooser
 
@@ -294,7 +294,7 @@ class Planner:
     def _num_steps(self, row: Row, outcome: Outcome) -> int:
         """Steps that a draft head made for one request in a round; one if it drafts a block."""
         ahead = outcome.ahead
-        if ahead is None or isinstance(self._model.draft_head, BlockHead):
+        if ahead is None or isinstance(self._model.draft_head, PassHead):
             return min(row.ahead, 1)
         return row.ahead and len(ahead.tokens)
 

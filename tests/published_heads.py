@@ -1,0 +1,174 @@
+"""Models with heads as people publish them: of each kind one of noise, and some that are mostly
+right about the model that they draft for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import eecore
+from block_heads import write_block_head
+from devices import load
+from eagle_heads import Layout, write_eagle
+from eecore.models import KVCache
+from eecore.planning.proposal import Ahead
+from mtp_heads import write_mimo
+from tiny_models import random_prompts, scale_layers, write_model
+
+PROMPTS = [[7, 8, 9] * 5, *random_prompts(1, 23, 9, 31, 4, seed=4), [3, 4, 5, 6, 3, 4]]
+EAGLES = {
+    "eagle3": Layout(vocabulary_size=200),
+    "peagle": Layout(listed=True, vocabulary_size=200, num_layers=3, drafts=6),
+}
+BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dflash": ("z-lab", {}),
+    "dspark": ("DeepSpec", {}),
+    "gated": ("DeepSpec", {"markov_head_type": "gated"}),
+    "rnn": ("DeepSpec", {"markov_head_type": "rnn"}),
+    "domino": ("SpecForge Domino", {}),
+}
+"""Layouts of heads that draft a block, and fields of their config.json."""
+KINDS = (*EAGLES, *BLOCKS, "mtp")
+FOLLOWING = ("eagle3", "peagle", "dspark", "gated", "rnn", "domino")
+"""Kinds of which :func:`write_head` makes one that is mostly right; P-EAGLE in its first draft."""
+
+
+def write_target(directory: Path) -> Path:
+    """Write a model whose layers add little: the next token hangs on the last one, mostly."""
+    return scale_layers(write_model(directory, seed=5), dict.fromkeys(range(4), 0.04))
+
+
+def write_head(directory: Path, kind: str, model: Path, *, follows: bool = False) -> Path:
+    """Write a head into a directory, which is returned.
+
+    Args:
+        directory: of the head.
+        kind: of :data:`KINDS` but for ``mtp``, or with ``follows`` of :data:`FOLLOWING`.
+        model: of :func:`write_target`.
+        follows: whether it drafts about what the model gives a token without its layers.
+    """
+    if kind in EAGLES:
+        target = json.loads((model / "config.json").read_text())
+        layout, given = EAGLES[kind], None
+        if follows:
+            layout = Layout(listed=True, norm_before_residual=True)
+            if kind == "peagle":
+                layout = layout._replace(num_layers=2, drafts=3)
+            given = load_file(model / "model.safetensors")
+        return write_eagle(directory, target, layout, follows=given)
+    layout, fields = BLOCKS[kind]
+    if not follows:
+        return write_block_head(directory, layout, **fields)
+    return _write_following(directory, kind, model)
+
+
+def _write_following(directory: Path, kind: str, model: Path) -> Path:
+    """A head whose correction gives the model's LM head of the token before, about."""
+    layout, fields = BLOCKS[kind]
+    if kind == "domino":
+        own = {"gru_hidden_dim": 64, "emb_dim": 128, "pure_draft_prefix_len": 0}
+        write_block_head(directory, layout)
+        config = json.loads((directory / "config.json").read_text())
+        fields = {"dflash_config": {**config["dflash_config"], **own}}
+    else:
+        fields = {**fields, "markov_rank": 64}
+    write_block_head(directory, layout, **fields)
+    file = directory / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    of_model = load_file(model / "model.safetensors")
+    lm_head = of_model["lm_head.weight"] * of_model["model.norm.weight"]
+    tensors["norm.weight"] *= 0.01
+    # tanh of little is that little, nearly.
+    one, none, little = torch.eye(64), torch.zeros(64, 64), 0.01
+    if kind == "domino":
+        tensors["prefix_gru.weight_ih_l0"] = torch.cat((none, none, little * one))
+        # The gates are 1/2: the candidate takes away what the mean has of the state before.
+        tensors["prefix_gru.weight_hh_l0"] = torch.cat((none, none, -2 * one))
+        # silu(x) - silu(-x) = x
+        tensors["embed_proj.0.weight"] = torch.cat(
+            (torch.zeros(128, 64), torch.cat((one, -one))), 1
+        )
+        tensors["embed_proj.2.weight"] = torch.cat((lm_head, -lm_head), 1) * 2 / little
+    else:
+        table = of_model["model.embed_tokens.weight"]
+        tensors["markov_head.markov_w1.weight"] = torch.nn.functional.rms_norm(table, (64,))
+        tensors["markov_head.markov_w2.weight"] = lm_head / (little if kind == "rnn" else 1.0)
+        tensors["confidence_head.proj.weight"].zero_()
+        tensors["confidence_head.proj.bias"].fill_(2.0)
+    if kind == "gated":
+        tensors["markov_head.gate_proj.bias"].fill_(20.0)
+    if kind == "rnn":
+        step = torch.zeros(192, 192)
+        step[128:, 64:128] = little * one
+        tensors["markov_head.joint_proj.weight"] = step
+        tensors["markov_head.joint_proj.bias"].zero_()
+    save_file(tensors, file)
+    return directory
+
+
+class Models:
+    """Models with heads, each made when it is first asked for.
+
+    Args:
+        scratch: a directory of its own.
+    """
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._made: dict[str, eecore.Model] = {}
+
+    @property
+    def target(self) -> Path:
+        """The directory of the model that all but ``mtp`` are for."""
+        directory = self._scratch / "model"
+        return directory if directory.exists() else write_target(directory)
+
+    def head(self, name: str) -> Path:
+        """The directory of a head: a kind, followed by `` that follows`` where it is to."""
+        directory, (kind, *follows) = self._scratch / name.replace(" ", "_"), name.split()
+        if directory.exists():
+            return directory
+        if kind == "mtp":
+            return write_mimo(directory)
+        return write_head(directory, kind, self.target, follows=bool(follows))
+
+    def __getitem__(self, name: str) -> eecore.Model:
+        """The model with a head, of 2048 tokens of cache."""
+        if name not in self._made:
+            self._made[name] = self.load(name, kv_cache_tokens=2048)
+        return self._made[name]
+
+    def load(self, name: str, **settings: Any) -> eecore.Model:
+        """The same with other settings."""
+        head = self.head(name)
+        return load(head if name == "mtp" else self.target, draft_head=head, **settings)
+
+
+NAMES = (*KINDS, *(f"{kind} following" for kind in FOLLOWING))
+
+
+def states_of(model: eecore.Model, tokens: list[int]) -> list[torch.Tensor]:
+    """[num_tokens, hidden_size] after the layers of the head's taps, at all positions of a text."""
+    network, count = model.network, len(tokens)
+    kv = KVCache.allocate(network.config, 1, count, device=network.device, dtype=network.dtype)
+    hidden, states = network.embed(torch.tensor(tokens, device=network.device)), []
+    for layer in range(network.config.num_layers):
+        hidden = network.layers(layer, layer + 1, hidden, kv, network.whole_text(count))
+        states.append(hidden.clone())
+    return [states[tap - 1] for tap in network.draft_head.taps]
+
+
+def drafts_of(engine: eecore.Engine) -> Iterator[tuple[list[int], int, Ahead]]:
+    """The text of each request, drafts that it may have, and what the head has drafted after it."""
+    for sequence in engine.requests.values():
+        ahead = sequence.draft and sequence.draft.ahead
+        if ahead is not None:
+            assert ahead.num_tokens == sequence.num_tokens
+            tokens = sequence.tokens(0, sequence.num_tokens)
+            yield tokens, sequence.tokens_left - 1, ahead
