@@ -103,7 +103,7 @@ class BlockHead(PassHead):
         correction: what the tokens before a draft add to its logits; None: nothing.
         confidence: the chance that a draft is accepted if all drafts before it are, from the
             draft's normed state, with the row of the token before where the settings say so; None:
-            the draft's probability stands for it.
+            its probability takes that place.
         confidence_sees_token: whether the settings say so.
     """
 
