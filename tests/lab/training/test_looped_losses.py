@@ -87,6 +87,22 @@ def test_its_states_are_those_of_the_oracle(tmp_path: Path) -> None:
         )
 
 
+def test_new_weights_keep_the_state_that_a_loop_begins_with(tmp_path: Path) -> None:
+    """Norms of what sublayers give are small, as many as there are; those of a checkpoint stay."""
+    write_looped(tmp_path / "model", vocab_size=260, eos_token_id=257)
+    write_byte_tokenizer(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    after = "input_layernorm_2.weight", "post_attention_layernorm_2.weight"
+    new = load_starting_point(config, tokenizer=tmp_path / "model").model.state_dict()
+    for name, weight in new.items():
+        if "norm" in name:
+            value = (2 * ENDS[-1]) ** -0.5 if name.endswith(after) else 1.0
+            assert weight.tolist() == pytest.approx([value] * len(weight)), name
+    stored = write_looped(tmp_path / "model", vocab_size=260, eos_token_id=257)
+    loaded = load_starting_point(tmp_path / "model").model.state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in stored.items())
+
+
 def test_two_stages_from_the_command_to_exits(tmp_path: Path) -> None:
     write_looped(tmp_path / "model", vocab_size=260, eos_token_id=257)
     write_byte_tokenizer(tmp_path / "model")
