@@ -166,9 +166,9 @@ def recipe(
     plain: bool, looped: bool, batch_size: int, learning_rate: float, seed: int, steps: int
 ) -> TrainingConfig:
     """LayerSkip's for TOPv2, the same without exits and dropout, or Ouro's of loops."""
-    loss = LoopedLoss(tilt=1.0) if looped else LastLayerLoss() if plain else EarlyExitLoss(1.0, "gradual")
+    loss = LastLayerLoss() if plain else EarlyExitLoss(1.0, "gradual")
     return TrainingConfig(
-        loss=loss,
+        loss=LoopedLoss(tilt=1.0) if looped else loss,
         layer_dropout=None if plain or looped else LayerDropout(0.2, "exponential"),
         **_every_recipe(batch_size, learning_rate, seed, steps),
     )
