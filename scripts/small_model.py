@@ -168,7 +168,7 @@ def recipe(
     """LayerSkip's for TOPv2, the same without exits and dropout, or Ouro's of loops."""
     loss = LastLayerLoss() if plain else EarlyExitLoss(1.0, "gradual")
     return TrainingConfig(
-        loss=LoopedLoss(tilt=1.0) if looped else loss,
+        loss=LoopedLoss(tilt=2.0) if looped else loss,
         layer_dropout=None if plain or looped else LayerDropout(0.2, "exponential"),
         **_every_recipe(batch_size, learning_rate, seed, steps),
     )
