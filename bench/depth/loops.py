@@ -119,7 +119,7 @@ def modes_of(model: eecore.Model, directory: Path) -> dict[str, Mode]:
     modes = {name: Mode(model, policy) for name, policy in found.items()}
     limits = replace(model.engine_config, kv_loops="last")
     keeps_one = eecore.Model(model.network, model.tokenizer, limits)
-    names = ("Full()", *(f"gate {threshold:g}" for threshold in THRESHOLDS[1::2]))
+    names = "Full()", f"gate {THRESHOLDS[-2]:g}"
     return modes | {f"{name}, one loop kept": Mode(keeps_one, found[name]) for name in names}
 
 

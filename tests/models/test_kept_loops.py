@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from eecore import (
     SamplingParams,
     SelfSpeculative,
 )
+from eecore.cli.app import run
 from eecore.models import KVCache
+from eecore.serving.settings import ServerSettings, service_of
 from looped_models import ENDS, LOOPS, STACK, decode, write_looped
-from tiny_models import write_model
+from tiny_models import write_byte_tokenizer, write_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -176,3 +179,18 @@ def test_models_without_loops_are_refused(tmp_path: Path) -> None:
         devices.load(write_model(tmp_path), engine=limits)
     with pytest.raises(eecore.RequestError, match="kv_loops: expected"):
         EngineConfig(kv_loops="first")  # type: ignore[arg-type]
+
+
+def test_the_command_line_and_a_server_run_all_layers_by_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_looped(tmp_path, vocab_size=260, eos_token_id=257)
+    write_byte_tokenizer(tmp_path)
+    words = ["generate", str(tmp_path), "ab=", "--raw", "--kv-loops", "last", "--json"]
+    assert run([*words, "--max-tokens", "2", "--device", "cpu", "--threads", "1"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    contract = "keys and values of the last loop alone, approximate; full: every layer"
+    assert said["stats"]["contract"] == contract
+    loaded = eecore.load(tmp_path, device="cpu", kv_cache_tokens=512, kv_loops="last")
+    depths = service_of(loaded, ServerSettings()).served.depths
+    assert (depths.default, depths.aliases) == ("full", ("full",))
