@@ -94,7 +94,7 @@ class Gated(nn.Module):
 
 
 class PostNorm(nn.RMSNorm):
-    """The norm of what a sublayer gives."""
+    """The norm of a sublayer's output."""
 
 
 class OuroLayer(nn.Module):
@@ -116,15 +116,16 @@ class OuroLayer(nn.Module):
 
 
 class OuroBase(Base):  # type: ignore[misc]
-    """What new weights are."""
+    """The initial weights."""
 
     config_class = OuroConfig
     base_model_prefix = "model"
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Those of transformers, but for the norms of what sublayers give: with weights of 1 the
+        """As in transformers, except for the norms of sublayers' outputs: with weights of 1 the
         sublayers of one loop would drown the state that it begins with. (Yin et al. 2025, Pangu
-        Ultra: norms scaled by depth.)"""
+        Ultra: norms scaled by depth.)
+        """
         if not isinstance(module, PostNorm):
             super()._init_weights(module)
             return
