@@ -11,7 +11,7 @@ from eecore.engine.text import TextStream
 from eecore.engine.view import ModelFacts
 from eecore.errors import ExitError, RequestError
 from eecore.exit_text import Policies, usual_exit
-from eecore.exits import Exit, Full
+from eecore.exits import Exit
 from eecore.models import Tokenizer
 from eecore.planning.auto import best_exit_layers
 from eecore.planning.draft_state import draft_state
@@ -22,7 +22,7 @@ from eecore.values import as_index, shown
 __all__ = ["ASKED", "Intake"]
 
 ONE_LOOP = "keys and values of the last loop alone, approximate"
-"""What a contract says first where a cache has no keys and values of the other loops."""
+"""The beginning of a contract where a cache has no keys and values of the other loops."""
 ASKED: WeakSet[ModelFacts] = WeakSet()
 """Models that were already checked for a record of training for early exit."""
 
@@ -64,9 +64,8 @@ class Intake:
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise RequestError(f"sampling: expected SamplingParams, got {shown(sampling)}")
-        policy: object = exit
-        if exit is None:
-            policy = Full() if self._keeps_one_loop else usual_exit(self._network.device)
+        usual = usual_exit(self._network.device, self._limits.kv_loops)
+        policy: object = usual if exit is None else exit
         if isinstance(policy, str):
             policy = self._policies.of(policy)
         if not isinstance(policy, Exit) or type(policy) is Exit:

@@ -40,9 +40,8 @@ class LoopedLoss:
     Args:
         entropy: how much the entropy of the exit distribution counts, 0 or more: where it is small
             beside the losses, the gate settles on one loop before the others have learnt.
-        tilt: where loops are equally good, loop t is left with a probability that is proportional
-            to ``t ** tilt``; 0: with the same one. Above 0 the later loops learn more, and do not
-            stay as good as the first, which learns faster.
+        tilt: loops that are equally good have probabilities proportional to ``t ** tilt``. Above 0
+            later loops learn more than earlier ones, so that running them is worth its time.
     """
 
     entropy: Annotated[float, real(0.0, 100.0)] = 1.0

@@ -116,7 +116,7 @@ class OuroLayer(nn.Module):
 
 
 class OuroBase(Base):  # type: ignore[misc]
-    """The initial weights."""
+    """A part of an Ouro, with its initial weights."""
 
     config_class = OuroConfig
     base_model_prefix = "model"
