@@ -78,7 +78,7 @@ def no_races_where_asked() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def full_depth_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that say no policy run at full depth here: what Auto does hangs on the clock."""
-    monkeypatch.setattr(intake, "usual_exit", lambda _: "full")
+    monkeypatch.setattr(intake, "usual_exit", lambda *_: "full")
 
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -92,12 +94,14 @@ class LoopedText:
         config: of it.
         keys: of each loop and layer of the stack, a row [num_kv_heads, head_dim] a token.
         values: likewise.
+        num_kept: tokens whose keys and values are those of one loop in all loops.
     """
 
     tensors: dict[str, Tensor]
     config: dict[str, Any] = field(default_factory=lambda: CONFIG)
     keys: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     values: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    num_kept: int = 0
 
     def read(self, token: int, loops: int = LOOPS) -> list[Tensor]:
         """The normed state [hidden_size] after each of the first loops; its keys are kept."""
@@ -128,6 +132,15 @@ class LoopedText:
                 position = len(self.keys[0, layer]) - 1
                 kept = self._key_and_value(layer, state, position)
             self._keep(loop, layer, kept)
+
+    def keep(self, loop: int) -> None:
+        """From now on all loops see the newest tokens' keys and values of this loop."""
+        for layer in range(self.config["num_hidden_layers"]):
+            for each in (self.keys, self.values):
+                newest = each[loop, layer][self.num_kept :]
+                for other in range(LOOPS):
+                    each.setdefault((other, layer), [])[self.num_kept :] = newest
+        self.num_kept = len(self.keys[loop, 0])
 
     def _layer(self, loop: int, layer: int, x: Tensor) -> Tensor:
         position = len(self.keys.get((loop, layer), ()))
@@ -180,6 +193,26 @@ class LoopedText:
         return f"model.layers.{layer}.{name}"
 
 
+Measure = Callable[[LoopedText, list[Tensor]], float]
+"""The confidence of a token, of its embedding and its states after the loops so far."""
+
+
+def exits_so_far(text: LoopedText, states: list[Tensor]) -> float:
+    """The probability with which the gate exits after one of the loops so far."""
+    return 1 - math.prod(1 - text.exit_probability(state) for state in states[1:])
+
+
+def softmax_gap(text: LoopedText, states: list[Tensor]) -> float:
+    """The gap of the two largest probabilities."""
+    first, second = text.logits(states[-1]).softmax(0).topk(2).values.tolist()
+    return float(first - second)
+
+
+def cosine(_text: LoopedText, states: list[Tensor]) -> float:
+    """The cosine of the state and the one before the loop."""
+    return float(torch.cosine_similarity(states[-2], states[-1], 0))
+
+
 def decode(
     tensors: dict[str, Tensor],
     prompt: list[int],
@@ -188,29 +221,43 @@ def decode(
     threshold: float = 1.0,
     last_loop: int = LOOPS,
     shares: bool = False,
+    chunk: int | None = None,
+    measure: Measure | None = None,
 ) -> tuple[list[int], list[int], list[float]]:
-    """Greedy tokens, the loop that each comes from, and its cumulative exit probability.
+    """Greedy tokens, the loop that each comes from, and its confidence, by default the cumulative
+    exit probability, which is 1 after the last loop.
 
     A token exits after the first loop at which that reaches the threshold; the prompt goes through
-    all loops. With ``last_loop`` the model is cut there, the prompt too.
+    all loops. With ``last_loop`` the model is cut there, the prompt too. With ``chunk`` the keys
+    and values of the last loop that ran are kept alone, of a prompt after so many tokens.
     """
     text = LoopedText(tensors)
-    for token in prompt:
+    for number, token in enumerate(prompt, 1):
         states = text.read(token, last_loop)
+        if chunk and (number % chunk == 0 or number == len(prompt)):
+            text.keep(last_loop - 1)
     tokens, loops, confidences = [int(text.logits(states[-1]).argmax())], [last_loop], [1.0]
     while len(tokens) < max_tokens:
         kept = ({name: list(each) for name, each in k.items()} for k in (text.keys, text.values))
         trial = replace(text, **dict(zip(("keys", "values"), kept, strict=True)))
-        states, stays, loop = trial.read(tokens[-1], last_loop), 1.0, last_loop
-        for number, state in enumerate(states[:-1], 1):
-            stays *= 1 - text.exit_probability(state)
-            if threshold < 1 and 1 - stays >= threshold:
+        states, loop = trial.read(tokens[-1], last_loop), last_loop
+        begin = tensors["model.embed_tokens.weight"][tokens[-1]]
+        found = [
+            (measure or exits_so_far)(text, [begin, *states[:number]])
+            for number in range(1, last_loop + 1)
+        ]
+        if measure is None:
+            found[-1] = 1.0
+        for number, confidence in enumerate(found[:-1], 1):
+            if threshold < 1 and confidence >= threshold:
                 loop = number
                 break
         text.read(tokens[-1], loop)
         for skipped in range(loop, last_loop):
             text.fill(states[loop - 1], skipped, shares=shares)
+        if chunk:
+            text.keep(loop - 1)
         tokens.append(int(text.logits(states[loop - 1]).argmax()))
         loops.append(loop)
-        confidences.append(1.0 if loop == last_loop else 1 - stays)
+        confidences.append(found[loop - 1])
     return tokens, loops, confidences

@@ -598,6 +598,10 @@ class EngineConfig:
             them where a text goes the same way; 0: none. No output depends on it, but the speed of
             an answer shows that it was given before: not for callers that must not know of each
             other.
+        kv_loops: which keys and values of a looped model (Ouro) are kept: those of "each" loop, or
+            those of the "last" loop that ran, in slots that all loops write to in turn. "last"
+            takes the memory of one loop, is approximate under every exit policy, and is for
+            policies that do not draft; prompts share no pages then.
     """
 
     kv_cache_tokens: AtLeastOne = 16384
@@ -609,6 +613,7 @@ class EngineConfig:
     prefix_cache: Annotated[bool, FLAG] = True
     draft_history_tokens: Annotated[int, whole(0)] = 0
     kv_cache_dtype: Annotated[str, choice(*KV_CACHE_DTYPES)] = "auto"
+    kv_loops: Annotated[Literal["each", "last"], choice("each", "last")] = "each"
 
     def __post_init__(self) -> None:
         check_fields(self, RequestError)

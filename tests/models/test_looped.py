@@ -19,6 +19,7 @@ from eecore import (
     ConfidentExit,
     DraftAndVerify,
     EngineConfig,
+    ExitClassifier,
     ExitError,
     FixedExit,
     Full,
@@ -29,7 +30,18 @@ from eecore import (
 )
 from eecore.calibration.exit_scores import Scored, forced_states
 from eecore.models import KVCache, LlamaModel
-from looped_models import CONFIG, ENDS, LOOPS, STACK, LoopedText, decode, write_looped
+from looped_models import (
+    CONFIG,
+    ENDS,
+    LOOPS,
+    STACK,
+    LoopedText,
+    Measure,
+    cosine,
+    decode,
+    softmax_gap,
+    write_looped,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -189,13 +201,37 @@ def test_loops_below_the_first_exit_count_for_the_gate(
     }
 
 
-@pytest.mark.parametrize("measure", ["softmax", "state"])
-def test_other_measures_exit_at_the_ends_of_loops(model: eecore.Model, measure: Any) -> None:
-    found = outputs(model, ConfidentExit(0.05, measure))
-    layers = {layer for out in found for layer in out.exit_layers[1:]}
-    assert layers <= set(ENDS)
-    assert min(layers) < ENDS[-1]
-    mixed = [ConfidentExit(0.05, measure), ConfidentExit(0.6, "gate"), Full()]
+WEIGHT = torch.randn(2, CONFIG["hidden_size"], generator=torch.Generator().manual_seed(3)) / 4
+CLASSIFIER = ExitClassifier(WEIGHT, torch.tensor([0.1, -0.1]))
+
+
+def classified(_text: LoopedText, states: list[Tensor]) -> float:
+    """The classifier's probability of exiting, of the normed state after the loop."""
+    return float((WEIGHT @ states[-1] + CLASSIFIER.tensors[1]).softmax(0)[1])
+
+
+@pytest.mark.parametrize(
+    ("policy", "measure"),
+    [
+        (ConfidentExit(0.05), softmax_gap),
+        (ConfidentExit(0.2, "state"), cosine),
+        (ConfidentExit(0.6, "classifier", classifier=CLASSIFIER), classified),
+    ],
+    ids=["softmax", "state", "classifier"],
+)
+def test_other_measures_exit_at_the_ends_of_loops(
+    model: eecore.Model, tensors: dict[str, Tensor], policy: ConfidentExit, measure: Measure
+) -> None:
+    found = outputs(model, policy)
+    for prompt, out in zip(PROMPTS, found, strict=True):
+        wanted, loops, confidences = decode(
+            tensors, prompt, 10, threshold=float(policy.threshold or 0), measure=measure
+        )
+        assert out.token_ids == wanted
+        assert out.exit_layers == [ENDS[loop - 1] for loop in loops]
+        assert out.confidences[1:] == pytest.approx(confidences[1:], abs=1e-4)
+    assert len({layer for out in found for layer in out.exit_layers[1:]}) > 1
+    mixed = [policy, ConfidentExit(0.6, "gate"), Full()]
     sampling = SamplingParams(max_tokens=10, ignore_eos=True)
     beside = eecore.generate(model, PROMPTS, exit=mixed, sampling=sampling)
     expected = [outputs(model, exit)[i] for i, exit in enumerate(mixed)]

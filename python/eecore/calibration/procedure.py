@@ -148,6 +148,10 @@ def calibrate(
     source = model.network.source
     if source is None:
         raise RequestError("calibrate: expected a model loaded from a directory, got another")
+    for name, expected in (("kv_cache_dtype", "auto"), ("kv_loops", "each")):
+        got = getattr(model.engine_config, name)
+        if got != expected:
+            raise RequestError(f"{name}: expected {expected!r} to calibrate with, got {got!r}")
     points = None if exit_points is None else tuple(exit_points)
 
     def policy_at(threshold: float) -> ConfidentExit:

@@ -161,7 +161,8 @@ def generate(
         logging.getLogger("eecore").addHandler(logging.NullHandler())
     said = None if depths.exit is None else depths.policy(directory)
     loaded = engine.load(directory, said)
-    policy = said or parse_exit(usual_exit(loaded.network.device))
+    kv_loops = loaded.engine_config.kv_loops
+    policy = said or parse_exit(usual_exit(loaded.network.device, kv_loops))
     answers = [None if raw else _in_template(loaded, text, system) for text in prompts]
     asked = [text if ids is None else ids for text, ids in zip(prompts, answers, strict=True)]
     params = [

@@ -32,6 +32,7 @@ __all__ = [
     "Dtype",
     "KVCacheDtype",
     "KVCacheTokens",
+    "KVLoops",
     "ModelPath",
     "OptionalModel",
     "Threads",
@@ -78,6 +79,14 @@ KVCacheDtype = Annotated[
     typer.Option(
         help="fp8: a byte for each key and value; bfloat16; float32; auto.",
         show_default="that of the model, or bfloat16 beside weights of few bits",
+    ),
+]
+KVLoops = Annotated[
+    str | None,
+    typer.Option(
+        help="Looped models: keep the keys and values of each loop, or only those of the last loop "
+        "that ran, in the memory of one loop, approximate.",
+        show_default="each",
     ),
 ]
 DraftHeadDirectory = Annotated[

@@ -394,7 +394,7 @@ class ExitStep(Step):
 
     def outcomes(self, rows: list[tuple[int, Row]], arrived: HostSide) -> list[Outcome]:
         """Outcomes of some of the rows of a run; waits until the results have arrived."""
-        got, num_layers = arrived.wait().cells, self._model.config.num_layers
+        got = arrived.wait().cells
         found = []
         for i, row in rows:
             sequence, route = row.work.sequence, row.route
@@ -413,7 +413,7 @@ class ExitStep(Step):
             if sequence.sampling.logprobs is not None:
                 top = [numbers_of(got, name, i) for name in ("top_ids", "top_logprobs")]
                 logprob, best = top_logprobs(sequence.sampling.logprobs, got["logprob"][i], *top)
-            filled = num_layers - exit_layer if route.fills else 0
+            filled = max(len(self._kv.layers) - exit_layer, 0) if route.fills else 0
             counters = self._counters.get((exit_layer, filled))
             if counters is None:
                 counters = Counters(exit_layer, layers_filled=filled, fill_calls=int(filled > 0))

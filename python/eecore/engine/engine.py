@@ -68,7 +68,9 @@ class Engine:
         self.network = network
         self.tokenizer = tokenizer
         dtype = cache_dtype(network, self.config.kv_cache_dtype)
-        kv = allocate_cache(network, self.config.num_pages, self.config.page_size, dtype)
+        kv = allocate_cache(
+            network, self.config.num_pages, self.config.page_size, dtype, self.config.kv_loops
+        )
         self.iterations = Iterations(
             network,
             kv,
@@ -104,7 +106,7 @@ class Engine:
         """Whether prompts that begin alike share pages: see :class:`EngineConfig`."""
         network = self.network
         exact = network.linear.is_batch_invariant and not isinstance(network.config, T5Config)
-        return self.config.prefix_cache and exact
+        return self.config.prefix_cache and exact and self.config.kv_loops == "each"
 
     @property
     def num_waiting(self) -> int:

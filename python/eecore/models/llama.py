@@ -452,8 +452,11 @@ class LlamaModel(Decoder):
         Row t fills layers ``exit_layer[t]..num_layers-1`` (int32) at ``slot_mapping[t]``, each with
         the layer's own norm, projection and rotary embedding. (Early-exit framework §3.2.) In a
         looped model a layer of the stack computes the same keys and values in each loop: they are
-        computed for the last loop, and copied to the other loops that the row skipped.
+        computed for the last loop, and copied to the other loops that the row skipped. A cache that
+        keeps one loop has nothing to fill.
         """
+        if self._keeps_one_loop(kv):
+            return
         cos_sin, layer_ropes = self.tables(kv)
         first = self.config.num_layers - self.config.stack_size
         k, v, key_scales, value_scales = kv.stretch(first, self.config.num_layers)
@@ -480,7 +483,12 @@ class LlamaModel(Decoder):
     def share_kv(self, exit_layer: Tensor, kv: KVCache, slot_mapping: Tensor) -> None:
         """Write keys and values of the loops that each row skipped, in place of :meth:`fill_kv`:
         copies from the last loop that ran."""
-        self._share(exit_layer, kv, slot_mapping, from_last=False)
+        if not self._keeps_one_loop(kv):
+            self._share(exit_layer, kv, slot_mapping, from_last=False)
+
+    def _keeps_one_loop(self, kv: KVCache) -> bool:
+        """Whether a cache has only the keys and values of the last loop that ran."""
+        return len(kv.layers) < self.config.num_layers
 
     def _share(
         self, exit_layer: Tensor, kv: KVCache, slot_mapping: Tensor, *, from_last: bool
@@ -520,8 +528,9 @@ class LlamaModel(Decoder):
         """
         config, of_stack = self.config, index % self.config.stack_size
         layer = self._layers[of_stack]
-        k_cache, v_cache = kv.layers[index]
-        key_scales, value_scales = kv.layer_scales[index]
+        in_cache = index % len(kv.layers)
+        k_cache, v_cache = kv.layers[in_cache]
+        key_scales, value_scales = kv.layer_scales[in_cache]
         tables, (of_queries, of_keys) = self._tables(kv), self._places(index)
         append = ops.AppendKv(
             k_cache,

@@ -98,14 +98,16 @@ def service_of(model: Servable, settings: ServerSettings) -> Service:
     source = model.network.source
     directory = None if source is None else source.directory
     policies = Policies(directory)
-    config = model.config
+    config, kv_loops = model.config, model.engine_config.kv_loops
     aliases = settings.aliases
     if aliases is None:
         agreement = None if source is None else source.exit_agreement(config.exit_layers)
         head = model.network.draft_head
         vocabulary = None if head is None else head.vocabulary_sha256
         aliases = recommended(policies, config.exit_layers, source, agreement, vocabulary)
-    usual = settings.exit or usual_exit(model.network.device)
+        if kv_loops != "each":  # neither drafts nor calibrations go with it
+            aliases = ("full",)
+    usual = settings.exit or usual_exit(model.network.device, kv_loops)
     depths = Depths(policies, usual, settings.allow_exit, aliases)
     if settings.allow_exit is not None:
         aliases = tuple(said for said in aliases if depths.allows(said, policies.of(said)))

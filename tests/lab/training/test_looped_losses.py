@@ -37,7 +37,7 @@ def sigmoid(x: float) -> float:
 
 def test_exit_probabilities_and_the_loss_by_hand() -> None:
     found = exit_log_probabilities(GATES).exp()
-    loss = LoopedLoss(0.1).of(LOSSES, GATES)
+    loss, tilted = LoopedLoss(0.1).of(LOSSES, GATES), LoopedLoss(0.1, 2.0).of(LOSSES, GATES)
     for token, (first, second) in enumerate(((0.0, -1.0), (2.0, 0.5))):
         p = [sigmoid(first), (1 - sigmoid(first)) * sigmoid(second)]
         p.append(1 - sum(p))
@@ -45,6 +45,19 @@ def test_exit_probabilities_and_the_loss_by_hand() -> None:
         entropy = -sum(each * math.log(each) for each in p)
         expected = sum(x * float(y) for x, y in zip(p, LOSSES[:, token], strict=True))
         assert float(loss[token]) == pytest.approx(expected - 0.1 * entropy, abs=1e-6)
+        later = sum(each * 2 * math.log(number) for number, each in enumerate(p, 1))
+        assert float(tilted[token]) == pytest.approx(expected - 0.1 * (entropy + later), abs=1e-6)
+
+
+def test_a_tilt_leaves_equal_loops_with_its_shares() -> None:
+    gates = torch.zeros(3, 1, requires_grad=True)
+    optimizer = torch.optim.Adam([gates], lr=0.1)
+    for _ in range(200):
+        optimizer.zero_grad()
+        LoopedLoss(0.5, 1.0).of(torch.ones(3, 1), gates).sum().backward()
+        optimizer.step()
+    shares = exit_log_probabilities(gates.detach()).exp()[:, 0].tolist()
+    assert shares == pytest.approx([1 / 6, 2 / 6, 3 / 6], abs=1e-3)
 
 
 def test_the_gate_learns_whether_a_later_loop_gains() -> None:
@@ -87,6 +100,22 @@ def test_its_states_are_those_of_the_oracle(tmp_path: Path) -> None:
         )
 
 
+def test_new_weights_keep_the_state_that_a_loop_begins_with(tmp_path: Path) -> None:
+    """Norms of what sublayers give are small, as many as there are; those of a checkpoint stay."""
+    write_looped(tmp_path / "model", vocab_size=260, eos_token_id=257)
+    write_byte_tokenizer(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    after = "input_layernorm_2.weight", "post_attention_layernorm_2.weight"
+    new = load_starting_point(config, tokenizer=tmp_path / "model").model.state_dict()
+    for name, weight in new.items():
+        if "norm" in name:
+            value = (2 * ENDS[-1]) ** -0.5 if name.endswith(after) else 1.0
+            assert weight.tolist() == pytest.approx([value] * len(weight)), name
+    stored = write_looped(tmp_path / "model", vocab_size=260, eos_token_id=257)
+    loaded = load_starting_point(tmp_path / "model").model.state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in stored.items())
+
+
 def test_two_stages_from_the_command_to_exits(tmp_path: Path) -> None:
     write_looped(tmp_path / "model", vocab_size=260, eos_token_id=257)
     write_byte_tokenizer(tmp_path / "model")
@@ -100,7 +129,7 @@ def test_two_stages_from_the_command_to_exits(tmp_path: Path) -> None:
         assert run([*words, *options, "--held-out", str(data), "--learning-rate", "0.01"]) == 0
         return load_starting_point(tmp_path / out).model.state_dict()
 
-    loops = stage("model", "loops", "--loss", "looped", "--entropy", "0.5")
+    loops = stage("model", "loops", "--loss", "looped", "--entropy", "0.5", "--tilt", "1")
     gated = stage("loops", "gated", "--loss", "gate")
     changed = {name for name, weight in gated.items() if not torch.equal(weight, loops[name])}
     assert changed == {"model.early_exit_gate.weight", "model.early_exit_gate.bias"}
@@ -141,9 +170,10 @@ def test_losses_of_loops_are_for_looped_models(tmp_path: Path) -> None:
             train(make_model(), make_pairs(), config, tmp_path / "out")
 
 
-def test_an_entropy_is_of_the_looped_loss(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["--entropy", "--tilt"])
+def test_settings_of_the_looped_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     words = ["train", str(tmp_path), "--data", "x", "--out", str(tmp_path / "out")]
-    assert run([*words, "--loss", "gate", "--entropy", "1"]) == 2
-    assert "--entropy: goes with --loss looped, got --loss gate" in capsys.readouterr().err
+    assert run([*words, "--loss", "gate", name, "1"]) == 2
+    assert f"{name}: goes with --loss looped, got --loss gate" in capsys.readouterr().err

@@ -87,6 +87,11 @@ class Exits:
         "looped: how much the entropy of the exit probabilities counts.",
         show_default="1",
     )
+    tilt: float | None = option(
+        None,
+        "looped: loop t counts in proportion to t to this power, where loops are equally good.",
+        show_default="0",
+    )
     e_scale: float | None = option(
         None, "layerskip: the weight of earlier layers, 0..1.", show_default="1"
     )
@@ -117,8 +122,12 @@ class Exits:
             LoopedLoss,
         )
 
-        if self.entropy is not None and self.loss != "looped":
-            raise UsageError(f"--entropy: goes with --loss looped, got --loss {self.loss}")
+        of_loops = {"entropy": self.entropy, "tilt": self.tilt}
+        given = {name: value for name, value in of_loops.items() if value is not None}
+        if given and self.loss != "looped":
+            raise UsageError(
+                f"--{next(iter(given))}: goes with --loss looped, got --loss {self.loss}"
+            )
         if self.loss == "layerskip":
             name, _, rotation = (self.curriculum or "gradual").partition(":")
             if rotation and not rotation.isdecimal():
@@ -138,14 +147,15 @@ class Exits:
             if value is not None:
                 raise UsageError(f"{flag}: expected none with --loss {self.loss}, got {value}")
         if self.loss == "looped":
-            return LoopedLoss() if self.entropy is None else LoopedLoss(self.entropy)
+            return LoopedLoss(**given)
         if self.loss == "gate":
             return GateLoss()
         return CalmLoss() if self.loss == "calm" else LastLayerLoss()
 
     def settings(self, loss: Loss) -> dict[str, object]:
         """The settings of the loss, defaults filled in."""
-        found = {name: getattr(loss, name, None) for name in ("e_scale", "curriculum", "entropy")}
+        names = ("e_scale", "curriculum", "entropy", "tilt")
+        found = {name: getattr(loss, name, None) for name in names}
         if rotation := getattr(loss, "rotation", None):
             found["curriculum"] = f"rotational:{rotation}"
         return found

@@ -35,14 +35,17 @@ def exit_log_probabilities(gates: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LoopedLoss:
-    """``sum_t p_t CE_t - entropy * H(p)``, a mean over tokens.
+    """``sum_t p_t CE_t + entropy * sum_t p_t (log p_t - tilt * log t)``, a mean over tokens.
 
     Args:
         entropy: how much the entropy of the exit distribution counts, 0 or more: where it is small
             beside the losses, the gate settles on one loop before the others have learnt.
+        tilt: loops that are equally good have probabilities proportional to ``t ** tilt``. Above 0
+            later loops learn more than earlier ones, so that running them is worth its time.
     """
 
     entropy: Annotated[float, real(0.0, 100.0)] = 1.0
+    tilt: Annotated[float, real(0.0, 100.0)] = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self, TrainingError, "LoopedLoss.")
@@ -50,7 +53,9 @@ class LoopedLoss:
     def of(self, losses: Tensor, gates: Tensor) -> Tensor:
         """float32 [n] of the cross entropies and the gate's logits, both [num_loops, n]."""
         log_p = exit_log_probabilities(gates)
-        return (log_p.exp() * (losses + self.entropy * log_p)).sum(0)
+        loops = torch.arange(1, len(gates) + 1, device=gates.device, dtype=gates.dtype)
+        own = log_p - self.tilt * loops.log()[:, None]
+        return (log_p.exp() * (losses + self.entropy * own)).sum(0)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,10 @@ class Gated(nn.Module):
         return given
 
 
+class PostNorm(nn.RMSNorm):
+    """The norm of a sublayer's output."""
+
+
 class OuroLayer(nn.Module):
     """A layer of the stack."""
 
@@ -100,9 +104,9 @@ class OuroLayer(nn.Module):
         super().__init__()
         self.self_attn, self.mlp = Attention(config), Gated(config)
         self.input_layernorm = _norm(config)
-        self.input_layernorm_2 = _norm(config)
+        self.input_layernorm_2 = PostNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = _norm(config)
-        self.post_attention_layernorm_2 = _norm(config)
+        self.post_attention_layernorm_2 = PostNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, x: Tensor, cos_sin: Tensor, mask: Tensor | None) -> Tensor:
         """[batch, length, hidden_size], the residual stream after the layer."""
@@ -111,11 +115,26 @@ class OuroLayer(nn.Module):
         return x + added
 
 
-class OuroStack(Base):  # type: ignore[misc]
-    """Embeddings, the stack of layers, the norm that ends each loop, and the exit gate."""
+class OuroBase(Base):  # type: ignore[misc]
+    """A part of an Ouro, with its initial weights."""
 
     config_class = OuroConfig
     base_model_prefix = "model"
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """As in transformers, except for the norms of sublayers' outputs: with weights of 1 the
+        sublayers of one loop would drown the state that it begins with. (Yin et al. 2025, Pangu
+        Ultra: norms scaled by depth.)
+        """
+        if not isinstance(module, PostNorm):
+            super()._init_weights(module)
+            return
+        num_layers = self.config.num_hidden_layers * self.config.total_ut_steps
+        nn.init.constant_(module.weight, (2 * num_layers) ** -0.5)
+
+
+class OuroStack(OuroBase):
+    """Embeddings, the stack of layers, the norm that ends each loop, and the exit gate."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -159,11 +178,9 @@ class OuroStack(Base):  # type: ignore[misc]
         return torch.stack([angles.cos(), angles.sin()])
 
 
-class OuroForCausalLM(Base):  # type: ignore[misc]
+class OuroForCausalLM(OuroBase):
     """The model with its LM head, which reads the normed state of any loop."""
 
-    config_class = OuroConfig
-    base_model_prefix = "model"
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: Any) -> None:
