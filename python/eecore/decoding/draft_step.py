@@ -31,14 +31,7 @@ from eecore.decoding.heads import HeadWork, head_fields
 from eecore.decoding.memory import HostSide, cross_batch
 from eecore.decoding.sampling import DRAWS_DRAFT, DRAWS_TOKEN, sampling_rows
 from eecore.decoding.step import tapped_layers
-from eecore.models import (
-    AttentionBatch,
-    BlockHead,
-    KeyedHead,
-    KVCache,
-    LlamaModel,
-    Network,
-)
+from eecore.models import AttentionBatch, BlockHead, KeyedHead, KVCache, LlamaModel, Network
 from eecore.planning.row import Outcome, Row
 
 __all__ = ["DraftStep"]
@@ -103,9 +96,8 @@ class DraftStep(DraftRows):
         )
         if kind.taps and isinstance(model.draft_head, KeyedHead):
             self._keys = HeadKeys(model, kv, rows * width)
-        # Keyword arguments of begin_round and accept_round.
-        self._begin_with: dict[str, Any] = {}
-        self._accept_with: dict[str, Any] = {}
+        self._begin_with: dict[str, Any] = {}  # keyword arguments of begin_round
+        self._accept_with: dict[str, Any] = {}  # keyword arguments of accept_round
         if kind.drafts_ahead:
             assert isinstance(model, LlamaModel)
             assert kind.path.is_given  # else both ways to draft would move rows of open_page_table
@@ -250,7 +242,7 @@ class DraftStep(DraftRows):
         return self._model.layers(0, num_shared, hidden, self._kv, self._last_batch)
 
     def _verify_layers(self, last: Tensor | None, control: Control) -> list[Tensor]:
-        """Write the tokens after all verified tokens; the states after the draft head's taps.
+        """Write the token after each verified one, and return the states after the taps.
 
         Args:
             last: the result of :meth:`_last_through_shared`.
