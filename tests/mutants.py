@@ -472,8 +472,8 @@ DECODING = (
     Mutant(
         "verification-draws-as-drafts-do",
         "python/eecore/decoding/draft_step.py",
-        "self._work(DRAWS_TOKEN, checked.positions)",
-        "self._work(DRAWS_DRAFT, checked.positions)",
+        "self._work(DRAWS_TOKEN, checked.positions, verify_draws)",
+        "self._work(DRAWS_DRAFT, checked.positions, verify_draws)",
         "tests/planning/test_lookup.py tests/decoding/test_lossless_sampling.py",
     ),
     Mutant(
@@ -499,21 +499,21 @@ DECODING = (
     ),
     Mutant(
         "accepted-token-not-computed",
-        "python/eecore/decoding/draft_step.py",
+        "python/eecore/decoding/draft_outcomes.py",
         "sequence.num_computed + good,",
         "sequence.num_computed + accepted,",
         "tests/decoding/test_speculation.py",
     ),
     Mutant(
         "drafts-counted-at-full-depth",
-        "python/eecore/decoding/draft_step.py",
+        "python/eecore/decoding/draft_outcomes.py",
         "layer = path.num_layers if is_draft else num_layers",
         "layer = num_layers",
         "tests/decoding/test_speculation.py",
     ),
     Mutant(
         "emitted-tokens-counted-as-accepted",
-        "python/eecore/decoding/draft_step.py",
+        "python/eecore/decoding/draft_outcomes.py",
         "drafted=drafted, accepted=accepted),",
         "drafted=drafted, accepted=good),",
         "tests/decoding/test_speculation.py",
@@ -549,7 +549,7 @@ DECODING = (
     Mutant(
         "replayed-exits-not-filled",
         "python/eecore/decoding/prefill.py",
-        "            self._fill(leaving, final, end)\n",
+        "            self._fill(exiting, final, end)\n",
         "",
         "tests/decoding/test_confident_exit.py tests/engine/test_engine.py",
     ),

@@ -22,6 +22,7 @@ from eecore import (
     SamplingParams,
     SelfSpeculative,
 )
+from eecore.decoding.draft_outcomes import DraftOutcomes
 from eecore.decoding.draft_step import DraftStep
 from eecore.decoding.exit_step import ExitStep
 from eecore.decoding.iterate import Iterations
@@ -81,8 +82,8 @@ def break_for_the_bad(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) ->
         (ExitStep, "load", Full()),
         (ExitStep, "outcomes", ConfidentExit(0.35)),
         (DraftStep, "load", SelfSpeculative(2, 4)),
-        (DraftStep, "_outcome", DraftAndVerify({3}, {2, 4})),
-        (DraftStep, "_records", SelfSpeculative(2, 4)),
+        (DraftOutcomes, "of", DraftAndVerify({3}, {2, 4})),
+        (DraftOutcomes, "_records", SelfSpeculative(2, 4)),
         (Commits, "taken", Full()),
         (TextStream, "after", Full()),
         (TextStream, "whole", Full()),

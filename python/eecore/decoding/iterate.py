@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from eecore.decoding.capture import Capture, RunProgram
-from eecore.decoding.draft_step import DraftKind, DraftStep, draft_kind
+from eecore.decoding.draft_kind import DraftKind, draft_kind
+from eecore.decoding.draft_step import DraftStep
 from eecore.decoding.exit_step import ExitKind, ExitStep, exit_kind
 from eecore.decoding.memory import HostSide
 from eecore.decoding.prefill import Prefill, encode

@@ -1,0 +1,179 @@
+"""The rows of rounds in the memory of their program: what the host writes between rounds."""
+
+from __future__ import annotations
+
+from operator import is_not
+
+import numpy as np
+
+from eecore.decoding.block_drafts import BlockDrafting
+from eecore.decoding.draft_kind import MIN_STEPS, DraftKind, given_fields, result_fields
+from eecore.decoding.head_drafts import HeadDrafting, HeadKeys
+from eecore.decoding.sampling import head_sizes
+from eecore.decoding.step import Step
+from eecore.models import KVCache, Network
+from eecore.planning.row import Row
+from eecore.scheduling.scheduler import Work
+from eecore.scheduling.sequence import Sequence
+
+__all__ = ["DraftRows"]
+
+
+class DraftRows(Step):
+    """Memory for the rounds of up to ``sizes.num_rows`` sequences; the rows after them are padding.
+
+    Args:
+        model: the model.
+        kv: the model's cache.
+        kind: the key of the program.
+
+    Attributes:
+        kind: the key of the program.
+        rows: the rows that were loaded last.
+    """
+
+    _keys: HeadKeys | None = None
+    """Writes the keys of a draft head that has layers of its own."""
+    _ahead: HeadDrafting | BlockDrafting | None = None
+    """Drafts for the next round, where a draft head does."""
+    _pages_after: int = 0
+    """Entries of the page table after a row's own pages."""
+
+    def __init__(self, model: Network, kv: KVCache, kind: DraftKind) -> None:
+        self.kind = kind
+        super().__init__(model, kv, kind.sizes, given_fields(kind), result_fields(kind))
+        self.rows: list[Row] = []
+        self._sequences: list[Sequence] = []
+        self._adapts = False  # whether some row's threshold follows its acceptance rate
+
+    def fits(self, rows: list[Row]) -> bool:
+        """Whether these rows are the rows that were loaded last, and need this program again."""
+        if rows[0].route.path is not self.kind.path:
+            return False
+        sequences = [row.work.sequence for row in rows]
+        if self._sequences != sequences:
+            return False
+        heads = self.sizes.heads
+        if heads.logits and head_sizes(sequences, self.kind.num_steps + 1) != heads:
+            return False  # penalties count more tokens now than there is memory for
+        num_pages = self.sizes.num_pages - self._pages_after
+        most = num_pages * self._page_size - self.kind.num_steps
+        for row in rows:
+            work = row.work
+            if work.max_drafts > MIN_STEPS or len(work.sequence.pages) > num_pages:
+                return False
+            if work.sequence.num_tokens > most:
+                return False
+        return True
+
+    def load(self, rows: list[Row]) -> None:
+        """Load the rows of the next round: at most ``sizes.num_rows`` sequences."""
+        sequences = [row.work.sequence for row in rows]
+        changes = self.sizes.follows or self.sizes.heads.logits
+        if changes or self._sequences != sequences:
+            self._fixed = object()
+        self._write(rows, sequences)
+
+    def follow(self, works: list[Work]) -> bool:
+        """Load the rows of the run in flight again, each to continue after its tokens there.
+
+        Returns:
+            False, without any effect, where the requests are not the same, or no longer fit.
+        """
+        sequences = [work.sequence for work in works]
+        if not self.sizes.follows or self._sequences != sequences:
+            return False
+        for work in works:
+            if len(work.sequence.pages) > self.sizes.num_pages - self._pages_after:
+                return False
+        rows = self._followers(self.rows)
+        if any(map(is_not, [row.work for row in rows], works)):
+            rows = [row._replace(work=work) for row, work in zip(rows, works, strict=True)]
+        self._write(rows, sequences)
+        return True
+
+    def _write(self, rows: list[Row], sequences: list[Sequence]) -> None:
+        """Write all fields of a round, and send them."""
+        self.rows, self._sequences = [], []  # until all is written
+        self._host = host = self._given.host()
+        if host.holds is not self._fixed:
+            self._write_fixed(rows, sequences)
+        elif self._adapts:
+            host.write(thresholds=[_threshold(row) for row in rows])
+        self._write_state(rows)
+        pages = [sequence.pages for sequence in sequences]
+        for prefix in ("", "open_"):
+            host.write_pages(f"{prefix}page_table", pages)
+            if self.sizes.num_input_pages:
+                self._write_inputs(sequences, prefix)
+        self.send()
+        self.rows, self._sequences = rows, sequences
+
+    def _write_fixed(self, rows: list[Row], sequences: list[Sequence]) -> None:
+        """Write the columns that do not change from round to round of the same rows."""
+        self._host.holds = None
+        self._adapts = any(row.route.adaptive for row in rows)
+        self._write_rows(rows)
+        padding = [False] * (self.sizes.num_rows - len(rows))
+        self._host.write(
+            thresholds=[_threshold(row) for row in rows],
+            sampled=[s.sampling.temperature > 0.0 for s in sequences] + padding,
+        )
+        stops = self._host.arrays["stop_tokens"]
+        stops[:] = -1
+        for i, sequence in enumerate(sequences):
+            stops[i, : len(sequence.stop_ids)] = sequence.stop_ids
+        self._host.holds = self._fixed
+
+    def _write_state(self, rows: list[Row]) -> None:
+        """Write the position and the given drafts of each row."""
+        cells, states = self._host.cells, []
+        for i, row in enumerate(rows):
+            work, sequence, drafts = row.work, row.work.sequence, row.given.tokens
+            output = sequence.output_ids
+            where = output[-1], len(sequence.prompt_ids) + len(output) - 1, sequence.tokens_left
+            num_ahead = row.ahead if self._keys is None else self._num_ahead(row)
+            states.append((*where, work.max_drafts, len(drafts), num_ahead))
+            for k, token in enumerate(drafts):
+                cells["drafts"][i, k] = token
+            if self._ahead is not None:
+                for k, threshold in enumerate(row.ahead_thresholds):
+                    cells["ahead_thresholds"][k, i] = threshold
+        states += [(0, 0, 0, -1, 0, -1)] * (self.sizes.num_rows - len(rows))
+        tokens, starts, left, most, num_given, ahead = zip(*states, strict=True)
+        columns = {
+            "num_active": (len(rows),),
+            "token_ids": tokens,
+            "start": starts,
+            "tokens_left": left,
+            "max_drafts": most,
+        }
+        if self.kind.path.is_given:
+            columns["num_given"] = num_given
+        if self._ahead is not None:
+            columns |= {"ahead": ahead, "num_ahead": (len(rows),)}
+        self._host.write_whole(**columns)
+
+    def _num_ahead(self, row: Row) -> int:
+        """Number of drafts that a head with keys of its own may make, by the slots for them."""
+        verified = len(row.given.tokens) if row.follows is None else row.work.max_drafts
+        # The key of the first draft is at the last verified position, or before it.
+        sequence = row.sequence
+        last = min(row.position + verified, sequence.num_tokens + sequence.tokens_left - 2)
+        slots = len(sequence.pages) * self._page_size - last
+        if isinstance(self._ahead, BlockDrafting):
+            return self._ahead.num_drafts(slots - 1) if row.ahead else -1
+        return min(row.ahead, slots)
+
+
+def _threshold(row: Row) -> float:
+    """The smallest float32 not below the row's threshold: the same float32 numbers reach both."""
+    threshold = row.route.draft_threshold
+    if threshold is None:
+        return -1.0
+    if row.route.adaptive:
+        threshold = row.sequence.draft.stop.threshold
+    rounded = np.float32(threshold)
+    if float(rounded) < threshold:
+        rounded = np.nextafter(rounded, np.float32(np.inf))
+    return float(rounded)
