@@ -170,12 +170,13 @@ def goals_table(result: Figures) -> str:
         [row["model"], str(row["batch"]), *(cell(row[name]) for name in names)]
         for row in result["goals"]
     ]
-    head = ["model", "batch", "measured, ms", "the model of that", "expected now", "goal", "bytes"]
+    head = ["model", "batch", "measured, ms", "modelled", "expected now", "goal", "bytes"]
     text = (
-        "A decoding step at full depth on an H100. Measured: the engine's wall clock, with kernels "
-        "that found out after the wait where rows and keys are; at a batch of 32 the host is most "
-        "of it. The other columns are not measured: the model of those kernels and of today's, "
-        "and what the bytes alone allow. `python -m bench gpu-expected`"
+        "A decoding step at full depth on an H100. Measured: the engine's wall clock, most of it "
+        "the host's at a batch of 32; these kernels looked up the places of rows and keys only "
+        "after the wait for the previous kernel. Modelled: the same kernels by the model of time. "
+        "Expected now: today's kernels by the same model. Bytes: what the bytes alone allow. "
+        "`python -m bench gpu-expected`"
     )
     return f"{markdown_table(head, lines, text_columns=1)}\n\n{text}"
 

@@ -35,7 +35,7 @@ KILL_SECONDS = 10
 OUTCOMES = {0: "passed", UNFINISHED: "no time was left for all of it"}
 SUMMARY = re.compile(r"\d+ (?:passed|failed|error)|ERROR SUMMARY|RACECHECK SUMMARY")
 TESTS = ("tests/ops", "tests/decoding/test_cuda_path.py", "tests/decoding/test_programs.py")
-# What no GPU has run yet: packed products, a float8 cache, T5, heads, sampled rows.
+# Tests of code that no kept run has: bench/results/gpu.md, "What has run".
 NEVER_RUN = (
     "tests/decoding/test_blocks_on_cuda.py",
     "tests/decoding/test_int8_on_cuda.py",

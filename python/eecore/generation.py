@@ -135,7 +135,7 @@ def load(
 
     Args:
         path: holds config.json, safetensors weights and, for text prompts, tokenizer.json. A GGUF
-            file (llama, qwen2, qwen3) runs as it is: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K,
+            file of a supported family runs as it is: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K,
             Q6_K, F16, BF16 and F32, mixed as the file mixes them; so do directories of GPTQ
             (``gptq``, ``gptq_v2``), AWQ (``gemm``) and compressed-tensors (4 and 8 bits, weights
             only). A string that names nothing on disk and looks like a repository's id is one:

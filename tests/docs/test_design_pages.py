@@ -117,6 +117,30 @@ def test_a_name_that_is_not_there_is_noticed() -> None:
     assert not is_exported("eecore.degenerate")
 
 
+def numbers(path: Path) -> dict[str, float]:
+    """The constants of a module that are numbers."""
+    return {
+        node.targets[0].id: float(node.value.value)
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, int | float)
+    }
+
+
+def test_the_constants_of_auto_are_those_of_the_code() -> None:
+    text = (DOCS / "design" / "planning.md").read_text()
+    rows = re.findall(r"^\| `([A-Z_]+)` \| `(planning/\w+\.py)` \| ([\d.]+) \|", text, re.MULTILINE)
+    described = {(file, name): float(value) for name, file, value in rows}
+    files = [f"planning/{name}.py" for name in ("auto", "odds", "costs", "planner")]
+    assert described == {
+        (file, name): value
+        for file in files
+        for name, value in numbers(test_house.PACKAGE / file).items()
+    }
+
+
 def test_the_table_of_floors_is_the_one_that_is_held() -> None:
     text = (DOCS / "design" / "index.md").read_text()
     table = text.partition("<!-- floors -->\n")[2].partition("<!-- end of floors -->")[0]

@@ -1,6 +1,6 @@
-"""The forward pass of the Llama family (Llama, SmolLM2, Mistral, Qwen2, Qwen3).
+"""The forward pass of all decoders without an encoder: Llama and the families like it.
 
-Models of the family differ by the switches of :class:`eecore.config.ModelConfig`. A looped model
+The families differ by the switches of :class:`eecore.config.ModelConfig`. A looped model
 (Ouro) runs its stack of layers several times: layers are numbered through all loops, layer l has
 the weights of layer ``l % stack_size`` of the stack and its own keys and values, and the final norm
 is applied at the end of each loop.

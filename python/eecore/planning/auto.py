@@ -26,16 +26,16 @@ MIN_GAIN = 1.05
 HOLD_ROUNDS = 8
 """Rounds of the same requests for which a choice is held."""
 TRIAL_ROUNDS = 3
-"""Rounds of a trial of full depth or of a head, of which the first measures nothing; also the
-minimum draft length in the one round of a layer's trial.
-"""
+"""Rounds of a trial of full depth or of a head; the first one measures nothing."""
+MIN_TRIAL_DRAFTS = 3
+"""Minimum draft length in the one round of a layer's trial."""
 MAX_WAIT = 256
 """The longest wait, in rounds, before a rejected option is tried again: the first wait is 2 rounds,
 and each one is twice the last.
 """
 FIRST_COST = 0.08
-"""The assumed cost, in rounds of full depth, of each of these until it is measured: one more row,
-one step of a head, and the LM head after a step of layers.
+"""The cost, in rounds of full depth, that is assumed until it is measured: for one more row, for
+one step of a head, and for the LM head after a step of layers.
 """
 LEAD = 8.0
 """The lead, in rounds of full depth, at which a request's tokens count 1 / e as much."""
@@ -171,7 +171,8 @@ class Chooser:
                 if not trial.layer:
                     return trial._replace(rounds=TRIAL_ROUNDS)
                 self.odds_of_all.fade(name)
-                return trial._replace(rounds=1, drafts=min(max(trial.drafts, TRIAL_ROUNDS), most))
+                drafts = min(max(trial.drafts, MIN_TRIAL_DRAFTS), most)
+                return trial._replace(rounds=1, drafts=drafts)
         self._wins(best)
         return options[best][1]
 

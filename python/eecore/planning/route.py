@@ -1,4 +1,4 @@
-"""Policies as data for decoding: the one module that asks for the class of a policy."""
+"""Policies as data for decoding: in the runtime the one module that asks for a policy's class."""
 
 from __future__ import annotations
 

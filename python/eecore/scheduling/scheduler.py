@@ -261,7 +261,7 @@ class Scheduler:
         return True
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's pages; it will replay from position 0."""
+        """Take a running sequence's pages; it will replay what is not in the prefix cache."""
         waiting = self.waiting
         self.running.remove(sequence)
         self._wait(sequence, waiting)
