@@ -148,7 +148,7 @@ def _install_wheels(folder: Path, version: str) -> None:
 
 
 def _always(requirements: Sequence[str] | None) -> list[str]:
-    """Those that no extra and no platform decides about."""
+    """The requirements without a marker for an extra or a platform."""
     return [each for each in requirements or () if ";" not in each]
 
 

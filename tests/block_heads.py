@@ -182,10 +182,10 @@ class BlockOracle:
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
     def block(self, states: list[Tensor], token: int) -> Tensor:
-        """[block_size, hidden_size], normed: what stands behind the layers for a text.
+        """The normed states after the layers for a text, [block_size, hidden_size].
 
         Args:
-            states: of each tap, [num_tokens - 1, hidden_size] at all positions but the last.
+            states: each tap's, [num_tokens - 1, hidden_size], at all positions but the last.
             token: the text's last token.
         """
         width, block_size = self.sizes["head_dim"], self.own["block_size"]

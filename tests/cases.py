@@ -21,7 +21,7 @@ CUDA_OPS = frozenset(ops.OP_NAMES) - frozenset(ops.CPU_ONLY_OPS)
 
 
 def cpu_capabilities() -> list[str]:
-    """Those of this CPU, and the software model of matrix tiles where it runs."""
+    """The capabilities of this CPU, and the software model of matrix tiles where it runs."""
     names = _C.cpu_capabilities()
     return [*names, "amx_model"] if "avx512_bf16" in names else names
 
@@ -56,7 +56,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Of a real model, as its ops see them."""
+    """The sizes of a real model, as its ops see them."""
 
     num_layers: int
     hidden_size: int

@@ -41,11 +41,11 @@ if DEVICE == "emulated":
 
 
 def share_the_gpu(num_workers: int) -> None:
-    """Have this process, one of so many, take its share of a GPU's memory and no more.
+    """Limit this process, one of ``num_workers``, to its share of a GPU's memory.
 
-    A cache whose size nobody says has a share of what is free, and room for what tests ask. What
-    torch keeps of caches that are gone it gives back before it goes beyond its share; besides it
-    every process has its kernels and its graphs there.
+    A cache of no given size takes a share of the free memory, with room for what tests ask. torch
+    releases the memory of freed caches before it exceeds its share; kernels and graphs of each
+    process come on top.
     """
     whole = generation._default_kv_cache_tokens
 
@@ -71,11 +71,11 @@ def check_tokens(
     expected: list[list[int]],
     margin: float,
 ) -> None:
-    """That greedy tokens are the same; off the CPU, until rounding has a choice.
+    """Greedy tokens have to be the same; off the CPU, up to the first near tie.
 
-    There a row rounds by how many run beside it. Two tokens may then be had in place of each other
-    where the whole model gives both the best probability, but for ``margin`` in its logarithm; what
-    follows the first such place is another text.
+    There a row's rounding depends on the number of rows in its batch. Two tokens may then replace
+    each other where the whole model gives both the best probability, within ``margin`` in its
+    logarithm; the text after the first such place is not compared.
     """
     if DEVICE == "cpu":
         assert got == expected
@@ -90,12 +90,12 @@ def check_tokens(
         assert output.top_logprobs is not None
         best = output.top_logprobs[0]
         for token in (one[place], other[place]):
-            behind = max(best.values()) - best.get(token, float("-inf"))
-            assert behind <= margin, f"{prompt}: {one} for {other}: {token} is {behind} behind"
+            gap = max(best.values()) - best.get(token, float("-inf"))
+            assert gap <= margin, f"{prompt}: {one} for {other}: {token} is {gap} below the best"
 
 
 def check_logprobs(got: eecore.Output, expected: eecore.Output) -> None:
-    """That those of the tokens and of the best are the same, as far as a device has them so."""
+    """Log-probabilities of the tokens and of the best ones are equal, as far as a device allows."""
     assert (got.logprobs is None) == (expected.logprobs is None)
     assert (got.top_logprobs is None) == (expected.top_logprobs is None)
     if DEVICE == "cpu":

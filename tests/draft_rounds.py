@@ -96,7 +96,7 @@ class Rounds:
         )
 
     def ahead(self, num_ended: int, num_steps: int = 3) -> ops.DraftedAhead:
-        """Behind a round of so many rows."""
+        """Drafts made ahead, after a round of ``num_ended`` rows."""
         return ops.DraftedAhead(
             self.whole(VOCAB_SIZE, num_ended, num_steps + 1),
             self.uniform(num_ended, num_steps),
@@ -108,7 +108,7 @@ Rows = ops.ActiveRows | ops.DraftRound | ops.EndedRound | ops.Verification
 
 
 def assert_same(got: Rows, expected: Rows, *, but: str = "") -> None:
-    """That all tensors of two tuples are equal, one of them aside."""
+    """All tensors of two tuples have to be equal, except the field ``but``."""
     for name, have, want in zip(got._fields, got, expected, strict=True):
         if want is not None and name != but:
             assert torch.equal(have, want), name

@@ -232,8 +232,8 @@ def reference_drafts(
         shared = layout.num_heads[0] // layout.num_heads[1]
         k, v = (each.repeat_interleave(shared, 1).transpose(0, 1) for each in (keys, values))
         scores = rotated(q, positions).transpose(0, 1) @ k.transpose(1, 2) / 8.0
-        behind = positions[:, None] - torch.arange(len(keys))
-        hidden = (behind < 0) | (behind >= (layout.window or len(keys)))
+        distance = positions[:, None] - torch.arange(len(keys))
+        hidden = (distance < 0) | (distance >= (layout.window or len(keys)))
         found = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
         x = residual + linear(found.transpose(0, 1).flatten(1), "self_attn.o_proj")
         inner = norm(x, f"{name}post_attention_layernorm.weight")

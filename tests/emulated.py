@@ -92,10 +92,10 @@ class CountedLaunch:
         least_sectors: as few as the bytes of each access would take.
         bank_ways: the most words of one bank of shared memory that lanes ask for at once.
         bank_place: where that is in the library, for addr2line, and what was asked for there.
-        in_flight: bytes that the cp.asyncs of a block have on their way, when its threads come to
-            wait for some of them, at most.
-        drained: by how much that is too little at another wait: less, and less than what is still
-            to come.
+        in_flight: the most bytes of a block's cp.asyncs in flight when its threads wait for some of
+            them.
+        drained: the most bytes by which another wait has less in flight than that, or than what is
+            still to be copied if that is less.
     """
 
     kernel: str

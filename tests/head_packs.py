@@ -34,16 +34,16 @@ def write_pack(
     """A pack of random weights.
 
     Args:
-        path: of its directory.
-        model: that it is for.
-        taps: layers whose states it sees besides the last.
+        path: the pack's directory.
+        model: the model of the head.
+        taps: layers whose states the head sees, in addition to the last.
         inner: width of its MLPs.
-        blocks: of them.
-        vocabulary_size: tokens that it knows, random ones; all of them when 0.
+        blocks: the number of MLPs.
+        vocabulary_size: how many tokens it knows, drawn at random; 0: all.
         attended: layers and key heads of the model that it attends to.
-        follows_tokens: it gives what the model does whose layers add nothing.
-        seed: of the weights.
-        fields: in place of those of its JSON.
+        follows_tokens: its drafts are those of the model whose layers add nothing.
+        seed: seeds the weights.
+        fields: fields that replace those of its JSON.
     """
     network = model.network
     config = network.config
@@ -149,17 +149,17 @@ def reference_drafts(
     seen: Seen | None = None,
     tokens: Tensor | None = None,
 ) -> tuple[list[int], list[float]]:
-    """What a head drafts, and the probabilities.
+    """The drafts of a head, and their probabilities.
 
     Args:
-        pack: of the head.
+        pack: the head's directory.
         model: in float32, its LM head not quantised.
         states: [hidden_size] after each tap's layers, at the last position that was computed.
-        token: behind it.
-        count: of drafts.
-        packed: its matrices are rounded as the CPU keeps them.
-        seen: where it attends.
-        tokens: among which it chooses; None: those of the pack.
+        token: the token after that position.
+        count: the number of drafts.
+        packed: the head's matrices are rounded as the CPU keeps them.
+        seen: the keys and values that it attends to.
+        tokens: the tokens that it may draft; None: those of the pack.
     """
     p, weights = load_file(pack / "head.safetensors"), model.network.weights
     vocabulary = p["vocabulary"].long() if tokens is None else tokens

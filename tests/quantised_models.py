@@ -39,7 +39,7 @@ class Quantisation:
     """Bits of some layers, by a part of their names."""
 
     def bits_of(self, name: str) -> int:
-        """Of a layer."""
+        """Bits of a layer."""
         return next((b for part, b in self.others.items() if part in name), self.bits)
 
 

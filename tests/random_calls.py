@@ -18,7 +18,7 @@ from eecore import ops
 from packed_blocks import SCALES, SMALL_FORMATS, packed_layers
 
 Arguments = dict[str, Any]
-# As a schema has them, and what holds the arguments behind the call to those before it.
+# Arguments in the schema's order, and a check of them after the call against those before it.
 Checked = tuple[Arguments, Callable[[Arguments, Arguments], None]]
 EXACT = Tolerance(0.0, 0.0)
 # A step of float8: float32 may fall on another side of what is between two numbers.
@@ -65,7 +65,7 @@ class Maker:
         return torch.randperm(count, generator=self._generator)
 
     def maybe(self, make: Callable[[], Any]) -> Any:
-        """It, or None."""
+        """What ``make`` makes, or None."""
         return make() if self.chance() else None
 
     def placed(self, values: Tensor, contiguous_dims: int = 8) -> Tensor:
@@ -167,7 +167,7 @@ class Maker:
         return self.placed(values, 1).movedim(list(range(len(order))), order)
 
     def caches(self, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Those of keys and of values, side by side in one memory or in two."""
+        """The caches of keys and of values, side by side in one memory or in two."""
         if self.chance(0.7):
             return self.cache(*shape, dtype=dtype), self.cache(*shape, dtype=dtype)
         *rest, heads, width = shape

@@ -142,7 +142,7 @@ def begin_verification(given: ops.DraftRound, max_tokens: int) -> ops.Verificati
 
 
 def gather_states(states: Tensor, last: Tensor, verification: ops.Verification) -> Tensor:
-    """States of the ragged rows, zeros behind them; see eecore.ops.gather_states."""
+    """States of the ragged rows, then zeros; see eecore.ops.gather_states."""
     out = states.new_zeros(len(verification.token_ids), states.shape[2])
     bounds = verification.query_start_loc.tolist()
     for row, (begin, end) in enumerate(itertools.pairwise(bounds)):

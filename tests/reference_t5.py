@@ -29,7 +29,7 @@ class ReferenceT5(ReferenceModel):
         return self.weights["shared.weight"][token]
 
     def bucket(self, distance: int, num_buckets: int) -> int:
-        """Of a distance of 0 or more among the buckets of one side (Raffel et al. 2020 §2.1)."""
+        """The bucket of a distance of 0 or more, on one side (Raffel et al. 2020 §2.1)."""
         exact = num_buckets // 2
         if distance < exact:
             return distance
@@ -71,7 +71,7 @@ class ReferenceT5(ReferenceModel):
         return h + self.linear(inner, f"{dense}.wo")
 
     def encode(self, input_ids: list[int]) -> Tensor:
-        """[n, hidden_size], behind the encoder's last norm."""
+        """States after the encoder's last norm, [n, hidden_size]."""
         h = self.weights["shared.weight"][input_ids]
         for layer in range(self.config["num_layers"]):
             name = f"encoder.block.{layer}.layer.0.SelfAttention"

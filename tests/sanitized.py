@@ -16,9 +16,9 @@ import cmake_build
 
 
 def runtimes() -> list[Path]:
-    """What has to be in a process first; nothing where the compiler has no AddressSanitizer.
+    """Libraries to preload; none where the compiler has no AddressSanitizer.
 
-    Behind the sanitizer's the library that throws exceptions, which it wants to see.
+    After the sanitizer's runtime follows libstdc++, whose exceptions it intercepts.
     """
     found = []
     for name in ("libasan.so", "libstdc++.so"):

@@ -105,7 +105,7 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def ended_within(pid: int, seconds: float) -> bool:
-    """Whether a process ends, perhaps with nobody who wants to know how."""
+    """Whether a process ends within so many seconds, also as a zombie."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:
@@ -126,7 +126,7 @@ def events(text: str) -> list[Any]:
 
 
 def assert_idle(service: Service) -> None:
-    """Nobody has a seat, and all pages are back."""
+    """No request has a place, and all pages are free."""
     engine = service.served.engine
     assert until(lambda: not (engine.num_streams or service.admission.taken))
     assert until(lambda: not (engine.engine.has_unfinished or engine.engine.num_used_pages))
@@ -149,13 +149,13 @@ def script(service: Service, output: Output, pieces: Sequence[str], *, ready: bo
 class Scripted:
     """An engine whose answers are written beforehand."""
 
-    behind: Any
+    wrapped: Any
     output: Output
     pieces: Sequence[str]
     ready: bool
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.behind, name)
+        return getattr(self.wrapped, name)
 
     async def generate(self, _prepared: Any) -> Output:
         return self.output

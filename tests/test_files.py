@@ -1,4 +1,4 @@
-"""Files appear whole or not at all, whoever writes them and whatever ends the writing early."""
+"""Files appear whole or not at all, whichever library writes them and whatever ends it early."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def test_devices_and_pipes_are_written_to_as_they_are(tmp_path: Path) -> None:
     os.close(reader)
 
 
-def test_a_device_stays_one_whoever_writes(tmp_path: Path) -> None:
-    """Libraries write beside and rename, as this module does: into a folder of their own."""
+def test_a_device_stays_one_with_any_library(tmp_path: Path) -> None:
+    """Libraries that write beside a file and rename do so in a folder of their own."""
     os.mkfifo(tmp_path / "pipe.safetensors")
     reader = os.open(tmp_path / "pipe.safetensors", os.O_RDONLY | os.O_NONBLOCK)
     with replacing(tmp_path / "pipe.safetensors") as partial:

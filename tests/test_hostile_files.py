@@ -217,7 +217,7 @@ def test_what_is_no_file(load: Callable[[Path], object], tmp_path: Path) -> None
 
 @pytest.mark.parametrize("load", [Calibration.load, SkipSearch.load, ExitClassifier.load])
 def test_what_is_no_path(load: Callable[[Any], object]) -> None:
-    for path in (7, None, "~nobody-is-called-this/x", "~\0", "~\ud800/x"):
+    for path in (7, None, "~no-such-user/x", "~\0", "~\ud800/x"):
         with pytest.raises(RequestError, match="path: expected that of a file or directory, got"):
             load(path)
 

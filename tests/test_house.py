@@ -30,7 +30,7 @@ BASELINE = ("run.cpp", "crew.h", "crew.cpp")
 INCLUDE = ROOT / "include"
 PACKAGE = ROOT / "python" / "eecore"
 MAX_TRACKED_BYTES = 48 << 20
-"""Of the checkout: it is copied whole to machines that have a GPU."""
+"""Bytes of the checkout, which is copied whole to machines that have a GPU."""
 
 
 @cache
@@ -281,7 +281,7 @@ def test_modules_look_where_their_floor_may(module: str) -> None:
 
 
 def test_annotations_can_be_evaluated_by_python_3_10() -> None:
-    """It takes no ClassVar without a type; the command line evaluates those of its options."""
+    """Python 3.10 takes no ClassVar without a type; the command line evaluates its annotations."""
     for module, path in sorted(modules().items()):
         assert not re.search(r": ClassVar( =|$)", path.read_text(), re.MULTILINE), module
 
@@ -349,7 +349,7 @@ def test_training_never_imports_its_extra_outright() -> None:
 
 
 def test_the_command_line_needs_nothing_of_the_server() -> None:
-    """Its packages come with an extra; ``eecore serve`` says so where they are not there."""
+    """The server's packages come with an extra; ``eecore serve`` says so where they are missing."""
     extra = {"fastapi", "starlette", "uvicorn", "prometheus_client", "pydantic", "anyio", "msgspec"}
     for module in ["eecore.serving", *on_floor("console"), *on_floor("lab"), *on_floor("cli")]:
         names = {name.split(".")[0] for name in imports(module)}

@@ -216,7 +216,7 @@ def test_offline_with_and_without_the_cache(online: Hub, directory: Path, fetch:
     assert "HF_HUB_OFFLINE is set; unset it" in said
     fetched = fetch("org/name")
     assert fetch("org/name", **OFFLINE) == fetched
-    assert fetch("org/name", HF_ENDPOINT="http://127.0.0.1:9") == fetched  # nobody listens there
+    assert fetch("org/name", HF_ENDPOINT="http://127.0.0.1:9") == fetched  # no server there
 
 
 def test_no_network(fetch: Fetch) -> None:

@@ -1,7 +1,7 @@
-"""The machine code of the CUDA kernels: what ptxas made of what the sources mean.
+"""The machine code of the CUDA kernels: what ptxas made of the sources.
 
-A loop that loads one partial result after the other, or a weight that is read behind a barrier, is
-right and slow; no result shows it, the order of the instructions does.
+A loop that loads one partial result after the other, or a weight that is read after a barrier, is
+right and slow; results do not show it, the order of the instructions does.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def of(kernels: dict[str, Code], pattern: str) -> list[tuple[re.Match[str], Code
 
 
 def place_of(code: Code, opcode: str) -> int:
-    """Of the first such instruction."""
+    """The place of the first such instruction."""
     return next(i for i, instruction in enumerate(code.lines) if instruction.opcode == opcode)
 
 
@@ -192,19 +192,19 @@ def all_products(kernels: dict[str, Code]) -> list[tuple[re.Match[str], int, int
 
 
 def skinny_products(kernels: dict[str, Code]) -> list[tuple[re.Match[str], int, int, Code]]:
-    """Those of floats and of int8."""
+    """The products of weights in floats and in int8."""
     return [each for each in all_products(kernels) if each[0][each[0].re.groups] != PACKED]
 
 
 def packed_products(kernels: dict[str, Code]) -> list[tuple[re.Match[str], int, int, Code]]:
-    """Those of packed weights whose x is of 16 bits."""
+    """The products of packed weights whose x has 16 bits."""
     products = [each for each in all_products(kernels) if each[0][each[0].re.groups] == PACKED]
     assert products
     return [each for each in products if each[0][1] != "float"]
 
 
 def is_int8(match: re.Match[str]) -> bool:
-    """Whether a product's weight is."""
+    """Whether a product's weight is in int8."""
     return match[match.re.groups] == INT8
 
 
@@ -219,8 +219,8 @@ def test_the_last_block_counts_between_fences_and_loads_in_batches(
         count = names.index("ATOMG")
         assert "MEMBAR" in names[:count], match.string
         assert "MEMBAR" in names[count:], match.string
-        behind = code.lines[count:]
-        loads = [i for i, line in enumerate(behind) if line.opcode == "LDG.E.128"]
+        following = code.lines[count:]
+        loads = [i for i, line in enumerate(following) if line.opcode == "LDG.E.128"]
         assert len(loads) >= MERGED_IN_LAST_BLOCK, match.string
 
 

@@ -161,7 +161,7 @@ def test_limits_of_the_process(machine: Path, monkeypatch: pytest.MonkeyPatch, k
 
 @pytest.mark.parametrize("mounted", ["a/b", ""])
 def test_a_control_group(machine: Path, mounted: str) -> None:
-    """Of version 2; in a container its own group may be the root."""
+    """A control group of version 2; in a container its own group may be the root."""
     write(machine / "proc/self/cgroup", "0::/a/b\n")
     group = machine / "cgroup" / mounted
     write(group / "memory.max", "700000\n")

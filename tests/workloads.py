@@ -55,7 +55,7 @@ SMALL_CACHES = [
 
 
 def policies(classifier: ExitClassifier) -> list[Exit]:
-    """Of every kind, for a model of three layers that has a draft head."""
+    """Policies of every kind, for a model of three layers that has a draft head."""
     return [
         Full(),
         FixedExit(1),
@@ -112,7 +112,7 @@ def check_books(engine: Engine) -> None:
 
 
 def check_sharing(engine: Engine, held: Counter[int]) -> None:
-    """Shared pages are full, exact and found; nobody is about to write into one."""
+    """Shared pages are full, exact and found; no request is about to write into one."""
     pages = engine.pages
     cache = pages._cache
     if cache is None:
@@ -152,8 +152,8 @@ class Driver:
     """A client of one engine.
 
     Args:
-        engine: to be driven.
-        faults: for each call the line at which it raises and what, or None; calls behind its end
+        engine: the engine to drive.
+        faults: for each call the line at which it raises and what, or None; calls after its end
             go undisturbed.
     """
 
@@ -166,7 +166,7 @@ class Driver:
     text: dict[str, str] = field(default_factory=dict)
     scores: dict[str, Any] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)
-    """Those that may have ended without an output, in a call that raised."""
+    """Requests that may have ended without an output, in a call that raised."""
     tripped: int = 0
 
     def add(self, request: Request, request_id: str) -> None:
@@ -230,7 +230,7 @@ class Driver:
 
     def _take(self, step: StepOutput) -> None:
         name = step.request_id
-        assert name not in self.outputs, "tokens behind the end"
+        assert name not in self.outputs, "tokens after the end"
         self.given[name] += step.token_ids
         self.text[name] += self._called(lambda: step.text)
         assert len(step.token_ids) == len(step.exit_layers) == len(step.confidences)
@@ -298,5 +298,5 @@ def check_company(model: eecore.Model, requests: list[Request], few_pages: Engin
 
 
 def numbers(request_ids: Iterable[str]) -> list[Any]:
-    """Of requests named by numbers."""
+    """The numbers that are the ids of requests, sorted."""
     return sorted(map(int, request_ids))

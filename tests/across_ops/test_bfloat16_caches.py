@@ -127,7 +127,7 @@ def test_a_row_is_independent_of_its_company(
 def test_a_value_that_a_row_does_not_see_changes_nothing(
     bad: float, window: int, device: torch.device
 ) -> None:
-    """Of queries of one sequence, whose last keys only the later ones see."""
+    """Queries of one sequence: only the later ones see the last keys."""
     case = AttentionCase((7,), (45,), 6, 2, 64, 8, sliding_window=window)
     call = narrowed(test_paged_attention.random_call(case, torch.float32, device))
     expected = ops.paged_attention(**call)

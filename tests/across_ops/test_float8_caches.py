@@ -1,4 +1,4 @@
-"""Caches in float8: what is written, to the bit, whoever writes it, and what is read of it."""
+"""Caches in float8: each op that writes them writes the same bits, and attention reads them."""
 
 from __future__ import annotations
 

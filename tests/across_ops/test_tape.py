@@ -318,7 +318,7 @@ def test_the_innermost_rows_count() -> None:
 
 
 def test_tokens_and_sequences_are_counted_apart() -> None:
-    """Of two sequences with two queries and one, the first is there at replay."""
+    """Recorded with sequences of two queries and one; the replay has the first one alone."""
     caches = normal(2, 4, 2, 1, 8)
     q, starts, out = normal(3, 1, 8), int32(0, 2, 3), torch.full((3, 1, 8), 7.0)
     pages, lens = int32(0, 1, 2, 3).view(2, 2), int32(3, 4)
@@ -346,7 +346,7 @@ def test_tokens_and_sequences_are_counted_apart() -> None:
 
 
 def test_rows_leave_and_the_others_move_up() -> None:
-    """Row 2 is asked nothing and leaves by its layers; at the second replay nobody is left."""
+    """Row 2 has no check and exits by its layer count; at the second replay no row is left."""
     no, whole, one = torch.zeros(4, dtype=torch.bool), int32(0, 0, 0, 0), torch.ones(4)
     hidden = normal(4, HIDDEN)
     before = hidden.clone()

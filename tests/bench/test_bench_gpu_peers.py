@@ -69,7 +69,7 @@ def weights_of(oracle: torch.nn.Module) -> Weights:
 
 
 def kernels(work: Pass, before: TorchKernels | None = None) -> TorchKernels:
-    """Of a pass, with the keys that one before it has left."""
+    """The kernels of a pass, with the keys that the pass before it has written."""
     made = TorchKernels(TINY, work, CPU, torch.float32)
     if before is not None:
         for cache, old in zip(made.caches, before.caches, strict=True):

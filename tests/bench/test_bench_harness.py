@@ -67,7 +67,7 @@ def test_options_that_a_benchmark_does_not_have_are_refused() -> None:
 # Turns
 
 
-def test_everybody_has_a_turn_in_each_round_behind_one_that_warms_up() -> None:
+def test_each_name_has_a_turn_in_each_round_after_a_warm_up() -> None:
     took: list[str] = []
 
     def turn_of(name: str) -> Any:

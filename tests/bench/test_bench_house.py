@@ -50,8 +50,8 @@ def folder(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def test_nobody_looks_at_whom_it_is_seen_by() -> None:
-    """No circles, for types alone neither."""
+def test_imports_have_no_circles() -> None:
+    """Imports for types alone count too."""
     done: set[str] = set()
 
     def visit(module: str, way: tuple[str, ...]) -> None:
@@ -77,7 +77,7 @@ def test_a_benchmark_looks_at_what_is_shared_and_at_itself(module: str) -> None:
 
 
 def test_imports_are_found_without_tricks() -> None:
-    """As a package, from the checkout's root: nobody changes the path."""
+    """Modules are imported as a package from the checkout's root; none changes the path."""
     trick = re.compile(r"sys\.path(\.(insert|append|extend)\b|\[.*\]\s*=|\s*\+?=)|noqa: E402")
     for path in modules().values():
         assert not trick.search(path.read_text()), path

@@ -1,4 +1,4 @@
-"""Rounds of ``Auto`` that are played again: what is recorded, and what a batch comes to."""
+"""Replayed rounds of ``Auto``: the recording, and the figures of a batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def times(row: float, *, step: float = 0.05) -> RoundTimes:
 
 
 def answers(count: int, *, right: float, sure: bool = True, length: int = 96) -> list[Answer]:
-    """Of random tokens, which a head drafts rightly so often; it knows when, if it is ``sure``."""
+    """Answers of random tokens; a share ``right`` of the drafts is right, likelier if ``sure``."""
     chance, found = random.Random(4), []
     for _ in range(count):
         tokens = [chance.randrange(1, 1 << 20) for _ in range(length)]
@@ -128,14 +128,14 @@ def model(tmp_path: Path) -> eecore.Model:
     return eecore.load(directory, device="cpu", kv_cache_tokens=4096)
 
 
-def test_what_a_head_drafts_is_recorded_behind_every_token(model: eecore.Model) -> None:
+def test_what_a_head_drafts_is_recorded_after_every_token(model: eecore.Model) -> None:
     prompts = random_prompts(6, 5, 9)
     recorded = bench_replay.answers_of(model, prompts, 20)
     expected = eecore.generate(model, prompts, exit=eecore.Full(), max_tokens=20, ignore_eos=True)
     assert [answer.tokens for answer in recorded] == [output.token_ids for output in expected]
     for answer, prompt in zip(recorded, prompts, strict=True):
         assert list(answer.prompt) == prompt
-        assert answer.drafts[0] == NOTHING  # behind the prompt no head drafts
+        assert answer.drafts[0] == NOTHING  # no head drafts right after the prompt
         rounds = [each for each in answer.drafts[1:] if each.tokens]
         assert len(rounds) >= 16
         assert all(0.0 <= p <= 1.0 for each in rounds for p in each.scores)

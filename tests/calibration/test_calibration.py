@@ -68,7 +68,7 @@ def test_the_fewest_prompts_that_can_pass() -> None:
     assert hoeffding_bentkus(0.0, 149, 0.02) <= 0.05 < hoeffding_bentkus(0.0, 148, 0.02)
 
 
-def test_no_threshold_is_asked_for_behind_the_first_that_fails() -> None:
+def test_no_threshold_is_tried_after_the_first_that_fails() -> None:
     asked = []
 
     def losses_at(threshold: float) -> list[float]:

@@ -222,7 +222,7 @@ def test_a_signal_that_a_library_swallows_comes_again(monkeypatch: pytest.Monkey
         (["generate", "MODEL", "-f", "/dev/zero/x"], REQUEST),
         (["generate", "MODEL", "-f", "."], REQUEST),
         (["generate", "\udcff", "hi"], MODEL),
-        (["generate", "~nobody-of-this-name/x", "hi"], MODEL),
+        (["generate", "~no-such-user/x", "hi"], MODEL),
         (["exits", "MODEL", "hi", "--html", "/nowhere/x.html"], USAGE),
         (["exits", "MODEL", "hi", "--html", "."], USAGE),
         (["exits", "MODEL", "hi", "--html", "../.."], USAGE),

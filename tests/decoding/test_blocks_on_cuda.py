@@ -112,7 +112,7 @@ def test_a_gguf_file_gives_the_tokens_of_the_directory_it_converts_to(
 
 
 def test_blocks_of_a_gpu_are_those_of_the_cpu() -> None:
-    """One tensor behind the other, each at its place."""
+    """The tensors of a matrix follow each other, each at its place."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     parts = [("Q4_K", 48), ("Q6_K", 20)]

@@ -159,7 +159,7 @@ def test_layers_between_exit_points_run_in_one_stretch(
 
 
 def second_step(model: eecore.Model, policy: ConfidentExit) -> Traced:
-    """What one token behind the prompt's took."""
+    """The layers that the first token after the prompt's ran."""
     traced = Traced()
     engine = engine_of(model, run=traced)
     engine.add_request(PROMPTS[0], exit=policy)
@@ -184,7 +184,7 @@ def test_a_threshold_of_one_never_exits(tiny: eecore.Model) -> None:
 @cpu_only
 @pytest.mark.parametrize("measure", ["softmax", "state"])
 def test_a_threshold_of_one_is_not_measured(tiny: eecore.Model, measure: Measure) -> None:
-    """It runs the layers of Full; the state's confidence at the end is for the record."""
+    """Rows run the layers of Full; the state's confidence at the end is only recorded."""
     policy = ConfidentExit(1.0, measure=measure, thresholds={2: 1.0})
     expected = [(0, 4)] if measure == "softmax" else [(0, 3), (3, 4)]
     assert stretches(second_step(tiny, policy)) == Counter(expected)

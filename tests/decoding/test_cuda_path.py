@@ -59,14 +59,14 @@ def modes_of_coded_weights(tied: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def pack(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a draft head."""
+    """The directory of a draft head."""
     model = eecore.load(tiny_directory, device="cpu")
     return write_pack(tmp_path_factory.mktemp("pack"), model, taps=(2,), vocabulary_size=300)
 
 
 @pytest.fixture(scope="module")
 def tiny(tiny_directory: Path, pack: Path) -> eecore.Model:
-    """With the draft head, on the CPU."""
+    """A model with the draft head, on the CPU."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         heads_in_floats(monkeypatch)
         return eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512, exits=pack)

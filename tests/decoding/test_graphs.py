@@ -1,4 +1,4 @@
-"""Captured graphs say what they lack, and harm nobody when they fail or go."""
+"""Captured graphs name what they lack, and harm no request when they fail or are freed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Held:
 
 
 def test_a_capture_that_fails_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever keeps what was raised does not keep the stream from being captured again."""
+    """A caller that keeps the exception does not keep the stream from being captured again."""
     made: list[weakref.ref[Held]] = []
 
     def make(*_: object) -> Held:

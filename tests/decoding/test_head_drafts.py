@@ -333,7 +333,7 @@ def test_drafts_that_stay_on_the_device(
     assert sum(output.stats.preemptions for output in few) > 0
 
 
-def test_what_is_drawn_behind_drafts_on_the_device(following: eecore.Model) -> None:
+def test_what_is_drawn_after_drafts_on_the_device(following: eecore.Model) -> None:
     policies = [HeadDrafts(4, 0.0), HeadDrafts(2, 0.3)]
     got, expected, full = (
         served(following, each, ahead=ahead, temperature=0.8)
@@ -347,10 +347,10 @@ def test_what_is_drawn_behind_drafts_on_the_device(following: eecore.Model) -> N
 
 
 @pytest.mark.parametrize("guided", [False, True], ids=["free", "guided"])
-def test_a_round_is_launched_behind_one_that_is_out(
+def test_a_round_is_launched_while_another_is_in_flight(
     following: eecore.Model, monkeypatch: pytest.MonkeyPatch, guided: bool
 ) -> None:
-    """But for a guide, which has to see what a head drafted."""
+    """Not with a guide, which has to see what a head drafted."""
     launched, launch = [], Iterations.launch
 
     def seen(self: Any, works: Any, after: Any = None) -> Any:
@@ -367,14 +367,14 @@ def test_a_round_is_launched_behind_one_that_is_out(
     while engine.has_unfinished:
         engine.step()
         steps += 1
-    behind = sum(after and flight is not None for after, flight in launched)
-    assert behind == 0 if guided else behind > 0.7 * steps
+    overlapped = sum(after and flight is not None for after, flight in launched)
+    assert overlapped == 0 if guided else overlapped > 0.7 * steps
 
 
 @cpu_only
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_of_a_quantised_model(directory: Path, weights: str) -> None:
-    """The same pack, and a head of 8 bits."""
+    """The same pack, and an LM head of 8 bits."""
     model = load(directory, kv_cache_tokens=2048, weights=weights)
     assert model.network.draft_head is not None
     expected = outputs_of(model, Full())

@@ -112,7 +112,7 @@ def sample(model: eecore.Model, policy: Exit, filters: dict[str, Any]) -> list[e
 
 
 def p_value(outputs: list[eecore.Output], joint: Joint) -> float:
-    """Of the chi-square test; runs that are expected fewer than 5 times share cells."""
+    """The chi-square test's p-value; runs expected fewer than 5 times share cells."""
     counts = Counter(tuple(output.token_ids) for output in outputs)
     if not set(counts) <= set(joint):
         return 0.0  # a run of probability zero

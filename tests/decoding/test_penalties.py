@@ -90,7 +90,7 @@ def test_greedy_output_is_the_reference(
 def test_speculation_keeps_the_output(
     agreeing: eecore.Model, settings: dict[str, Any], policy: Exit
 ) -> None:
-    """Drafts of a round count for those behind them."""
+    """Drafts of a round count for the drafts after them."""
     assert tokens_of(agreeing, exit=policy, **settings) == tokens_of(agreeing, **settings)
 
 
@@ -117,7 +117,7 @@ def test_early_exits_heed_them(tiny: eecore.Model, policy: Exit) -> None:
 
 
 def test_in_mixed_batches_and_after_preemptions(agreeing: eecore.Model) -> None:
-    """Nobody's penalties reach anybody else."""
+    """A request's penalties affect no other request."""
     exits: list[Exit] = [eecore.Full(), SelfSpeculative(2, 3), PromptLookup(4), FixedExit(2)]
     ways = [
         SamplingParams(max_tokens=20, ignore_eos=True, seed=1, **settings)

@@ -115,7 +115,7 @@ def test_programs_are_ops_of_eecore(
 
 
 def others(nodes: Nodes) -> set[str]:
-    """Names of what is called besides eecore's ops."""
+    """Names of the calls that are not eecore's ops."""
     names = {name for name, _ in nodes.seen if not name.startswith("eecore.")}
     return {name.removeprefix("aten.") for name in names}
 

@@ -244,14 +244,14 @@ def test_lossless_whatever_the_number_of_rows(
 def test_the_next_run_is_launched_before_the_last_is_known(
     agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, policy: Exit
 ) -> None:
-    launched = behind = 0
+    launched = overlapped = 0
     launch = iterate.Iterations.launch
 
     def counted(self: Any, works: Any, after: Any = None) -> Any:
-        nonlocal launched, behind
+        nonlocal launched, overlapped
         flight = launch(self, works, after)
         launched += flight is not None
-        behind += flight is not None and after is not None
+        overlapped += flight is not None and after is not None
         return flight
 
     monkeypatch.setattr(iterate.Iterations, "launch", counted)
@@ -263,8 +263,8 @@ def test_the_next_run_is_launched_before_the_last_is_known(
     while engine.has_unfinished:
         engine.step()
         steps += 1
-    assert behind > 0.8 * launched
-    assert launched <= steps + 1  # a run of which nothing is left, at most
+    assert overlapped > 0.8 * launched
+    assert launched <= steps + 1  # at most one run whose result is not used
 
 
 WARM = {"temperature": 1.1, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
@@ -291,13 +291,13 @@ def test_what_is_drawn_ahead_is_drawn_anyway(
     policy: Exit,
     waits: bool,
 ) -> None:
-    """A run waits for the last one's tokens where what it makes of logits hangs on them."""
-    behind, launch = [], iterate.Iterations.launch
+    """A run waits for the last one's tokens where its sampling depends on them."""
+    overlaps, launch = [], iterate.Iterations.launch
 
     def seen(self: Any, works: Any, after: Any = None) -> Any:
         flight = launch(self, works, after)
         if after is not None:
-            behind.append(flight is not None)
+            overlaps.append(flight is not None)
         return flight
 
     monkeypatch.setattr(iterate.Iterations, "launch", seen)
@@ -311,12 +311,12 @@ def test_what_is_drawn_ahead_is_drawn_anyway(
         return serve(engine, requests)
 
     check_same(outputs(ahead=True), outputs(ahead=False))
-    assert any(behind) is not waits
+    assert any(overlaps) is not waits
 
 
 @pytest.mark.parametrize("policy", [Full(), SelfSpeculative(2, 3)], ids=["full", "spec"])
 def test_requests_come_and_go_while_a_run_is_out(agreeing: eecore.Model, policy: Exit) -> None:
-    """One is cancelled, one comes, with runs launched that know of neither."""
+    """One request is cancelled and one added while a run that knows of neither is in flight."""
     outputs = eecore.generate(agreeing, PROMPTS, exit=policy, max_tokens=16)
     alone = {tuple(output.prompt_token_ids): output.token_ids for output in outputs}
     engine = engine_of(agreeing, EngineConfig(kv_cache_tokens=512), ahead=True)
@@ -334,7 +334,7 @@ def test_requests_come_and_go_while_a_run_is_out(agreeing: eecore.Model, policy:
     for output in done:
         assert output.token_ids == alone[tuple(output.prompt_token_ids)]
     assert engine.pages.num_free == engine.pages.num_pages
-    # What is still out by now is of nobody; the engine serves on.
+    # No request owns the run that is still in flight; the engine goes on.
     engine.add_request(PROMPTS[0], exit=policy, sampling=sampling)
     (again,) = (step.output for step in engine.run() if step.output is not None)
     assert again.token_ids == alone[tuple(PROMPTS[0])]
@@ -435,9 +435,9 @@ def test_nothing_of_distributions_is_read_before_it_is_written(
 
 
 def test_drafts_take_the_memory_of_what_can_be_drafted(agreeing: eecore.Model) -> None:
-    """By max_tokens, and by what a round drafts at most, not by what the policy would have.
+    """The bounds are max_tokens and a round's maximum, not the policy's draft length.
 
-    What a graph holds besides is measured, by what is free on a GPU that others may use.
+    A graph's other memory is measured by what is free on a GPU that other processes may use.
     """
 
     def program_bytes(drafts: int, **settings: Any) -> int:

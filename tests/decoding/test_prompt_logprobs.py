@@ -117,7 +117,7 @@ def check_entries(entries: Entries, prompt: list[int], rows: Tensor, count: int)
 
 @pytest.mark.parametrize("mode", POLICIES)
 def test_they_are_a_plain_models(tiny: eecore.Model, reference: ReferenceModel, mode: str) -> None:
-    """Of prompts of awkward lengths, all at once, with and without drafts and exits."""
+    """Prompts of awkward lengths, all at once, with and without drafts and exits."""
     policy = POLICIES[mode]
     depth = policy.exit_layer if isinstance(policy, FixedExit) else reference.num_layers
     requests = [

@@ -213,7 +213,7 @@ def test_rows_that_draft_no_more_are_out_of_the_way(agreeing: eecore.Model) -> N
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["landed", "ahead"])
 def test_rejected_positions_give_their_pages_back(agreeing: eecore.Model, ahead: bool) -> None:
-    """Where the next round is under way, but for what two rounds may come to."""
+    """With the next round in flight, all but the pages that two rounds may need."""
     config = EngineConfig(kv_cache_tokens=512, page_size=2)
     engine = prefilled(agreeing, SelfSpeculative(1, 7), config, ahead=ahead)
     while engine.has_unfinished:

@@ -50,7 +50,7 @@ def commands(page: str) -> list[list[str]]:
 
 
 def words_of(command: str) -> list[str]:
-    """Of one command, without the variables that are set for it."""
+    """The words of one command, without the variables that are set for it."""
     try:
         words = shlex.split(command)
     except ValueError:  # a part of a string
@@ -67,7 +67,7 @@ def said(page: str, program: str) -> list[list[str]]:
 
 @cache
 def options(*names: str) -> set[str]:
-    """Of a command of eecore; it has to be there."""
+    """The options of a command of eecore, which has to exist."""
     command: Any = command_line()
     for name in names:
         assert name in command.commands, f"eecore {' '.join(names)}: there is no such command"

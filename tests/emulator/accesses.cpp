@@ -109,8 +109,8 @@ int bank_ways(const Instruction& made) {
   return most;
 }
 
-// What a block has under way at most, when each of its threads comes to wait, and by how much that
-// is too little at another wait: less, and less than what is still to come.
+// The most bytes that a block has in flight when its threads wait, and the most by which another
+// wait has less than that, or than what is still to be copied if that is less.
 void count_in_flight(Launch& launch) {
   uint64_t in_flight = 0, drained = 0;
   for (const Copies& of_thread : copies) {

@@ -58,7 +58,7 @@ bool has_open_body(const EmulatedGraph& graph) {
   });
 }
 
-// Every node after those that it is behind; among those that may run, chance decides.
+// Runs every node after the nodes it depends on; among those that may run, chance decides.
 void run(const EmulatedGraph& graph) {
   std::set<const EmulatedNode*> done;
   while (done.size() < graph.nodes.size()) {

@@ -86,7 +86,7 @@ uint32_t known() { return knows_of_previous_kernel() ? launch_number - 1 : known
 
 // ---- Blocks of the running launch ----
 
-// What a thread knew of its block when it came to a fence.
+// What a thread knew of its block when it reached a fence.
 struct Release {
   uint32_t block;
   Knowledge knowledge;
@@ -104,7 +104,7 @@ std::unordered_map<uintptr_t, Releases> released;  // by atomics of an address
 uint32_t block_number = 0;
 bool has_let_next_start = false;
 std::vector<Acquisition> acquired;        // by the running block
-std::array<Releases, kMaxThreads> found;  // by atomics of a thread, with no fence behind them yet
+std::array<Releases, kMaxThreads> found;  // by atomics of a thread, with no fence after them yet
 std::array<Releases, kMaxThreads> to_release;  // with the next atomic of a thread
 
 // Whether an access by another block of this launch has happened for the running thread.
@@ -164,7 +164,7 @@ void check_ordered(Touch touch, uintptr_t at, const char* did, const Access& acc
 
 // ---- The check ----
 
-// `access` and one of the running thread: the latter alone where that comes behind.
+// `access` joined with one of the running thread: the latter alone where it comes after.
 Access with_mine(const Access& access, bool is_atomic) {
   Access mine{launch_number, block_number, now(), static_cast<uint16_t>(thread_number()),
               is_atomic};
@@ -344,7 +344,7 @@ EMULATOR_IGNORED(func_exit)
 EMULATOR_IGNORED(vptr_read, void*)
 EMULATOR_IGNORED(vptr_update, void*, void*)
 
-// Of who launches: whether a static variable has its value yet.
+// Called by the launching code: whether a static variable has its value yet.
 extern "C" __attribute__((visibility("hidden"))) uint8_t
 __tsan_atomic8_load(const volatile uint8_t* address, int order) {
   static_cast<void>(order);

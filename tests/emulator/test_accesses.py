@@ -206,7 +206,7 @@ def test_skinny_gated_linear_reads_each_weight_once_for_a_group_of_rows(
 
 
 def head_kernel(num_rows: int, dtype: torch.dtype) -> tuple[str, int]:
-    """That which reads the head for so many rows, and the groups that they are in."""
+    """The kernel that reads the head for so many rows, and the number of groups of rows."""
     if dtype == torch.bfloat16 and num_rows > 32:
         return "exit_confidence_softmax_many_kernel", -(-num_rows // 96)
     return "exit_confidence_softmax_kernel", -(-num_rows // (32 if dtype == torch.bfloat16 else 16))
@@ -444,7 +444,7 @@ def packed_call(format: str, tokens: int, dtype: torch.dtype) -> Callable[[], ob
 
 
 def calls(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    """Of every op; those with a ring, a tile or an exchange in shared memory in more shapes."""
+    """Calls of every op; ops with a ring, a tile or an exchange in shared memory in more shapes."""
     torch.manual_seed(0)
     made = {f"{case.op} {case.name}": case.make().call for case in cases(dtype, CPU, tiny=True)}
     for tokens in (1, 9, 20, 40):
@@ -490,7 +490,7 @@ CONFLICTS = {
     "skinny_gated_linear_kernel": 2,
     # The results of a round, 32 bytes a lane, read as two halves.
     "paged_attention_kernel": 2,
-    # Besides: of 16 elements that a lane widens, 32 bytes written as two halves, or 64 as four.
+    # Also the 16 elements that a lane widens: 32 bytes written as two halves, or 64 as four.
     "paged_attention_float8_kernel": 2,
     # Once a block, the numbers of its warps, 32 bytes each.
     "sample_measure_kernel": 2,

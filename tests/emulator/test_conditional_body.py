@@ -114,7 +114,7 @@ def test_deeper_checks_run_only_while_a_row_survives(stream: ctypes.c_void_p, se
 
 @pytest.mark.parametrize("when", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_follows_runs_behind_the_body(stream: ctypes.c_void_p, when: bool, seed: int) -> None:
+def test_what_follows_runs_after_the_body(stream: ctypes.c_void_p, when: bool, seed: int) -> None:
     checks = ExitChecks()
     flag = torch.zeros(1, dtype=torch.bool)
     graph = Graph(stream)
@@ -219,7 +219,7 @@ def test_a_body_that_is_given_up_leaves_other_captures_alone(
 
 
 class DecidingChecks:
-    """Exit checks whose op decides whether the body behind it runs, at three layers."""
+    """Exit checks whose op decides whether the body after it runs, at three layers."""
 
     def __init__(self, num_rows: int, kind: str | None) -> None:
         self.point = Point(num_rows, 100)

@@ -61,7 +61,7 @@ class Captured(CallByCall):
     def __init__(self, stream: ctypes.c_void_p) -> None:
         self._stream = stream
         self.kernels: list[list[str]] = []
-        """Of each program with decisions."""
+        """The kernels of each program with decisions."""
 
     def __call__(self, program: Program) -> None:
         program.run(Always())  # a capture loads no kernel
@@ -173,7 +173,7 @@ def test_rows_that_one_block_does_not_end_leave_in_a_launch_of_its_own(
             ConfidentExit(0.0, exit_points=(1, 2, 3)),
             [Full()],
             2,
-        ),  # nobody is asked behind the first
+        ),  # no row is checked after the first exit point
         (ConfidentExit(0.0, measure="state", exit_points=(2,)), [], 1),
     ],
 )

@@ -1,6 +1,6 @@
-"""How much is on its way from memory whenever a kernel comes to wait for some of it.
+"""The bytes in flight from memory whenever a kernel waits for some of them.
 
-A ring of n stages has n - 1 of them under way, from the first wait until nothing is left to bring.
+A ring of n stages has n - 1 of them in flight, from the first wait until nothing is left to copy.
 """
 
 from __future__ import annotations

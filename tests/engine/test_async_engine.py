@@ -1,4 +1,4 @@
-"""Async streams share a batch; one that is closed or fails takes nobody else along."""
+"""Async streams share a batch; a stream that is closed or fails ends no other."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ async def collect(stream: AsyncIterator[eecore.StepOutput]) -> list[int]:
 
 @pytest.mark.parametrize("seconds", [0.0, 0.001, 0.005])
 def test_scopes_that_cancel_again_and_again(engine: AsyncEngine, seconds: float) -> None:
-    """Of anyio, which cancels whatever a task awaits in its clean-up as well."""
+    """Scopes of anyio also cancel what a task awaits in its clean-up."""
 
     async def main() -> None:
         for _ in range(30):
@@ -304,7 +304,7 @@ def test_a_task_that_is_cancelled_many_times(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.parametrize("leave", ["break", "drop", "collect", "fail", "timeout"])
-def test_whoever_stops_reading_cancels(
+def test_a_caller_that_stops_reading_cancels(
     engine: AsyncEngine, expected: list[eecore.Output], leave: str
 ) -> None:
     async def leaves() -> None:

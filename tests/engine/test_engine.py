@@ -209,7 +209,7 @@ def test_a_hold_leaves_the_others_running_and_changes_no_output(agreeing: eecore
 
     engine.step()
     engine.step()
-    for request_id in (*ids[::2], "nobody"):
+    for request_id in (*ids[::2], "unknown"):
         engine.hold(request_id)
         held.append(request_id)
     assert engine.num_held == 3
@@ -280,7 +280,7 @@ def test_cancel_in_every_state(agreeing: eecore.Model) -> None:
     assert len(output.exit_layers) == len(output.confidences) == 2
     assert_idle(engine)
     assert engine.cancel(decoding) is None
-    assert engine.cancel("nobody") is None
+    assert engine.cancel("unknown") is None
     assert engine.step() == []
 
 
@@ -703,7 +703,7 @@ def test_what_never_fits_is_refused_at_once_and_the_rest_goes_on(agreeing: eecor
     assert_idle(engine)
 
 
-def test_one_bad_prompt_of_many_leaves_nothing_behind(agreeing: eecore.Model) -> None:
+def test_one_bad_prompt_of_many_leaves_no_request(agreeing: eecore.Model) -> None:
     with pytest.raises(RequestError, match="got 999"):
         eecore.generate(agreeing, [[1], [2], [999]])
     assert len(eecore.generate(agreeing, [[1], [2]], max_tokens=2)) == 2

@@ -157,10 +157,10 @@ def test_generate_gives_an_output_with_the_error(
 
 
 @pytest.mark.parametrize("error", [Fault, ZeroDivisionError])
-def test_what_nobody_planted_is_found(
+def test_errors_that_were_not_planted_are_found(
     agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
-    """Outputs do not show that an iteration was done again."""
+    """Outputs do not show that an iteration was repeated."""
     whole, left = Iterations.iterate, [error("here")]
 
     def broken(iterations: Iterations, works: list[Work], **settings: Any) -> list[Outcome]:
@@ -268,7 +268,7 @@ def fragile(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
 def test_states_of_nan_end_their_own_request(
     fragile: eecore.Model, mode: str, way: str, value: float
 ) -> None:
-    """Tokens whose embedding is broken: in a prompt, and one that a request comes to by itself."""
+    """Tokens whose embedding is broken: in a prompt, and one that a request generates."""
     policy, sampling = MODES[mode], WAYS[way]
     requests = [(prompt, policy, sampling) for prompt in PROMPTS]
     expected = run_all(fragile.engine(CONFIG), requests)

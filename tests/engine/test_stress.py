@@ -69,7 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
 
 @pytest.fixture(scope="module")
 def alone(model: eecore.Model) -> list[Output]:
-    """What each request gives when nobody else is there."""
+    """The output of each request when it runs alone."""
     return [
         eecore.generate(model, [r.prompt], exit=r.exit, sampling=r.sampling)[0] for r in REQUESTS
     ]

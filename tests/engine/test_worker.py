@@ -171,10 +171,10 @@ def test_names_are_never_used_twice(model: eecore.Model) -> None:
     assert len(names) == len(set(names)) == 36
 
 
-# Who does not read
+# Streams that are not read
 
 
-def test_a_stream_that_nobody_reads_is_put_on_hold(model: eecore.Model) -> None:
+def test_a_stream_that_is_not_read_is_put_on_hold(model: eecore.Model) -> None:
     expected = eecore.generate(model, PROMPTS[:2], sampling=LONG)
     order: list[str] = []
     unread = eecore.stream(model, PROMPTS[:2], sampling=LONG, order=order)
@@ -262,8 +262,8 @@ def test_a_client_that_was_closed_does_not_wake_the_worker_once_more(model: eeco
     assert until(lambda: getweakrefcount(client) == 0)
 
 
-def test_a_thread_that_dies_takes_nobody_along(model: eecore.Model) -> None:
-    """Each in turn had the engine step, or waited for those who did."""
+def test_a_thread_that_dies_ends_no_other(model: eecore.Model) -> None:
+    """Each thread in turn stepped the engine, or waited for the threads that did."""
     expected = [alone(model, i, LONG) for i in range(4)]
 
     def dies() -> None:
@@ -335,7 +335,7 @@ def test_an_interrupt_at_every_line_of_a_callers_thread(model: eecore.Model, who
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_thousand_interrupts(model: eecore.Model) -> None:
-    """By a timer, wherever the main thread is then: nobody else's request is harmed."""
+    """A timer interrupts the main thread at any place; other threads' requests are not harmed."""
     expected = alone(model, 3, LONG)
     got: list[list[int]] = []
     ends = threading.Event()
@@ -535,7 +535,7 @@ def test_kernels_run_on_as_many_threads_as_the_caller_says(
 
 
 def test_threads_that_begin_together_are_one(model: eecore.Model) -> None:
-    """Whoever comes second ends at once."""
+    """If several threads start together, all but one end at once."""
     worker = model.shared_engine()
     alone(model, 0)
     worker.let_go()

@@ -1,8 +1,8 @@
-"""Callers of one model, tasks and threads, who read, dawdle and leave in every way there is.
+"""Callers of one model, tasks and threads, that read, pause and stop in every way there is.
 
 In between there are bad requests, steps that fail, event loops that are closed in the middle, and
-interrupts at any line of the driver. Afterwards no request, page, queue or thread is left, and
-whoever stayed has the text that its request has alone.
+interrupts at any line of the driver. Afterwards no request, page, queue or thread is left, and each
+caller that stayed has the text that its request has alone.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ INTERRUPTED = {module.__file__ for module in (reach, driver, async_engine, gener
 
 
 class Request:
-    """A request, and what it gives when nobody else is there."""
+    """A request, and its output when it runs alone."""
 
     def __init__(self, model: eecore.Model, prompt: list[int], random: Random, seed: int) -> None:
         self.prompt = prompt
@@ -265,7 +265,7 @@ class Caller:
 
 @contextlib.contextmanager
 def interrupted(nth: int | None, error: type[BaseException] = Left) -> Iterator[None]:
-    """Raise at the n-th line of the driver that this thread comes to, once."""
+    """Raise at the n-th line of the driver that this thread reaches, once."""
     if nth is None:
         yield
         return
@@ -377,7 +377,7 @@ def _one(random: Random) -> bool:
     fails_at = random.choice((None, None, None, random.randrange(1, 40)))
     is_closed = random.random() < 0.1
     if is_cut:
-        driver.LOOK_S = 0.005  # nobody else tells of streams on hold in a loop that is closed
+        driver.LOOK_S = 0.005  # only this look finds streams on hold in a closed loop
     engines = [model.async_engine(), model.async_engine()]
     for caller in callers:
         caller.is_scoped = not is_cut

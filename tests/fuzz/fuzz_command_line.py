@@ -36,7 +36,7 @@ NUMBERS = [
 WORDS = [
     "", "a", "hi there", "ü🎉", "\udcff", "\ud800", "\0", "-", "--", "-x", "[bold]", "[/x]", "%s",
     "{}", "a" * 5000, "none", "null", "float32", "bfloat16", "int8", "int4", "cpu", "cuda",
-    "cuda:99", "softmax", "state", "rougeL", "textual", "../..", "~", "~nobody/x", "\n", "\x1b[31m",
+    "cuda:99", "softmax", "state", "rougeL", "textual", "../..", "~", "~daemon/x", "\n", "\x1b[31m",
 ]  # fmt: skip
 LAYERS = ["1", "1,2", "0-3", "3-1", "0-99999999999", "-", ",", "1-", "a", "9", "-1", "1,,2"]
 EXITS = [

@@ -108,7 +108,7 @@ def faults(random: Random, kind: type[BaseException]) -> list[Any]:
 
 
 def alone(model: int, number: int) -> Output:
-    """What a request gives when nobody else is there and nothing happens."""
+    """The output of a request that runs alone and undisturbed."""
     key = model, number
     if key not in ALONE:
         config = dataclasses.replace(MODELS[model].engine_config, prefix_cache=False)

@@ -49,8 +49,8 @@ from quantised_models import Quantisation, write_quantised
 from tiny_models import write_byte_tokenizer, write_model
 from tiny_t5 import write_t5
 
-MOST_MEMORY = 2 << 30
-"""What a file of some kilobytes may take beside what is there before, in bytes of addresses."""
+MAX_MEMORY = 2 << 30
+"""Address space in bytes that a file of some kilobytes may add."""
 PROMPT = [3, 5, 7, 11]
 MAX_TOKENS = 3
 SIZES = {
@@ -156,7 +156,7 @@ def prepare() -> None:
         KINDS[kind](None)  # what is right is served
         _clear()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MOST_MEMORY, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MEMORY, resource.RLIM_INFINITY))
 
 
 def one(random: Random) -> bool:
@@ -258,7 +258,7 @@ def generated(network: Any, policy: Exit | None = None) -> list[int]:
 
 
 def spoilt(random: Random | None, path: Path, *, is_json: bool = False) -> None:
-    """Change a file in its place: its JSON, its bytes, or what it is; nothing for nobody."""
+    """Change a file in its place: its JSON, its bytes or its type; nothing without ``random``."""
     if random is None:
         return
     change = random.randrange(12)
@@ -353,7 +353,7 @@ def _gguf_parts(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @cache
 def _packed_parts(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those of a file whose matrices are in the blocks of all formats."""
+    """The fields and tensors of a file whose matrices use the blocks of all formats."""
     fields, tensors = _gguf_parts(directory)
     formats = itertools.cycle(SCALES)
     offset = 0
@@ -463,7 +463,7 @@ def _quantised(random: Random | None) -> None:
 
 
 def _change_a_tensor(random: Random, tensors: dict[str, torch.Tensor]) -> None:
-    """Of a quantised layer most often: gone, renamed, or of other sizes, dtypes or numbers."""
+    """Remove, rename or alter (size, dtype, numbers) a tensor, most often of a quantised layer."""
     parts = [name for name in tensors if not name.endswith(("weight", "bias"))]
     name = random.choice(parts or list(tensors))
     tensor, change = tensors.pop(name), random.randrange(7)

@@ -28,7 +28,7 @@ SHARE = 400
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 EXTREMES = (-(2**63), -(2**31), -2, -1, 0, 1, 2**30, 2**31 - 1, 2**31, 2**62, 2**63 - 1)
 NUMBERS = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-45, 1e38, 1e300)
-MOST_ELEMENTS = 1 << 20
+MAX_ELEMENTS = 1 << 20
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -88,7 +88,7 @@ class Memory:
         self._storages = [(storage, bytes_of(storage).clone()) for storage in storages.values()]
 
     def assert_unchanged(self, but: Iterable[Tensor] = ()) -> None:
-        """That all bytes are what they were, but for those of some tensors."""
+        """All bytes have to be unchanged, except the bytes of the tensors ``but``."""
         may_change = list(but)
         for storage, before in self._storages:
             changed = bytes_of(storage) != before
@@ -114,9 +114,9 @@ def bytes_within(tensor: Tensor) -> Tensor:
 
 
 def _assert_apart(written: list[Tensor], arguments: Arguments, op: str) -> None:
-    """That a call which has run wrote to no byte twice, nor to one that it read."""
+    """No byte that a call wrote may be written twice, or be one that it read."""
     for tensor in written:
-        if tensor.numel() > MOST_ELEMENTS:
+        if tensor.numel() > MAX_ELEMENTS:
             continue
         inside = bytes_within(tensor)
         assert int(inside.sum()) == tensor.numel() * tensor.element_size(), "an overlap with itself"
@@ -146,8 +146,8 @@ Change = Callable[[Call, Random], None]
 
 
 def _some_tensor(call: Call, random: Random) -> tuple[str, Tensor]:
-    """One with memory of its own, and not too much of it."""
-    tensors = {n: t for n, t in call.tensors.items() if not t.is_meta and t.numel() < MOST_ELEMENTS}
+    """A tensor with memory of its own, below MAX_ELEMENTS where there is one."""
+    tensors = {n: t for n, t in call.tensors.items() if not t.is_meta and t.numel() < MAX_ELEMENTS}
     name = random.choice(list(tensors) or list(call.tensors))
     return name, tensors.get(name, torch.zeros(()))
 
@@ -276,7 +276,7 @@ def a_bit(call: Call, random: Random) -> None:
         tensor = call.tensors[name]
     else:
         name, tensor = _some_tensor(call, random)
-    if tensor.is_meta or tensor.dtype == torch.bool or not 0 < tensor.numel() <= MOST_ELEMENTS:
+    if tensor.is_meta or tensor.dtype == torch.bool or not 0 < tensor.numel() <= MAX_ELEMENTS:
         return
     changed = tensor.clone(memory_format=torch.contiguous_format)
     data = changed.view(-1).view(torch.uint8)

@@ -138,7 +138,7 @@ def _body(random: Random, depth: int) -> str:
 
 
 def _plain_body(random: Random, depth: int) -> str:
-    """Of what models come with, one in the other."""
+    """Nested features of the templates that models ship."""
     parts = [random.choice(FEATURES) for _ in range(random.randint(1, 2))]
     if depth:
         inner = _plain_body(random, depth - 1)

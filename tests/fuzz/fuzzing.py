@@ -36,8 +36,8 @@ from typing import Any
 LIMIT_S = 20.0
 START_S = 120.0
 SHARE = 150
-MOST_FINDINGS = 20
-"""After so many a class is left: they will be one fault, or few."""
+MAX_FINDINGS = 20
+"""The findings after which a class is stopped: they will be one fault, or few."""
 
 FOLDER = Path(__file__).parent
 # Fuzzers make use of what tests have, however they are started; a child gets the same path.
@@ -87,7 +87,7 @@ class Tally:
 
     name: str
     counts: Counter[str] = field(default_factory=Counter)
-    """Of "served", "refused" and the kinds of findings."""
+    """Inputs by verdict: "served", "refused" and the kinds of findings."""
     findings: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -138,9 +138,9 @@ def run(
         for at, verdict, text in _child(name, seed, stop, limit, command, environment):
             tally.add(at, verdict, text)
             seed = at + 1
-            if len(tally.findings) >= MOST_FINDINGS or (until and time.monotonic() >= until):
+            if len(tally.findings) >= MAX_FINDINGS or (until and time.monotonic() >= until):
                 break
-        if len(tally.findings) >= MOST_FINDINGS:
+        if len(tally.findings) >= MAX_FINDINGS:
             break
     tally.seconds = time.monotonic() - started
     return tally
@@ -202,7 +202,7 @@ class _Reports:
         self._lines: deque[bytes] = deque()
 
     def next(self, wait: float) -> tuple[str, int, str] | None:
-        """Its next report; None at its end, TimeoutError when ``wait`` seconds bring none."""
+        """The child's next report; None at its end, TimeoutError after ``wait`` seconds of silence."""
         while not self._lines:
             if not select.select([self._reads], [], [], wait)[0]:
                 raise TimeoutError

@@ -23,8 +23,8 @@ class Call:
     """A call that has to succeed.
 
     Attributes:
-        arguments: as the schema has them, in its order.
-        check: holds the arguments behind the call to those before it.
+        arguments: in the order of the schema.
+        check: compares the arguments after the call with those before it.
     """
 
     op: str

@@ -51,7 +51,7 @@ def one(random):
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    """That of the sanitized module, which is built."""
+    """The environment of the sanitized module, which is built first."""
     if not sanitized.runtimes():
         pytest.skip("no AddressSanitizer for this compiler")
     return sanitized.environment()

@@ -62,7 +62,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(*prompts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """As vLLM keeps them: lengths and tokens, with what was there before behind the ends."""
+    """Lengths and tokens as vLLM keeps them, with old tokens after each end."""
     tokens = np.full((4, 64), 999, np.int32)
     for row, prompt in zip(tokens, prompts, strict=False):
         row[: len(prompt)] = prompt
@@ -133,7 +133,7 @@ def test_where_it_does_not_run(changes: dict[str, Any], expected: str) -> None:
 
 
 def test_a_model_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its files are those that vLLM fetched; eecore fetches none."""
+    """The model's files are those that vLLM fetched; eecore fetches none."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     named = SimpleNamespace(model="owner/name", revision=None)
     with pytest.raises(ModelError, match="owner/name: expected a model directory, got none"):

@@ -146,7 +146,7 @@ def test_what_templates_may_use(template: str) -> None:
     assert render(template, messages) == of_transformers(template, messages)
 
 
-def test_lines_of_blocks_leave_nothing_behind() -> None:
+def test_lines_of_blocks_leave_no_text() -> None:
     source = "{% for m in messages %}\n  {% if m %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n"
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     assert ChatTemplate(source).render(messages, {}) == "a\nb\n"
@@ -335,6 +335,6 @@ def test_what_forks_ends_quietly_with_a_process_that_has_not_heard_it() -> None:
         )
     with ours:
         Channel(ours).send(())
-        assert select.select([ours], [], [], 60)[0]  # it has answered, which nobody reads
+        assert select.select([ours], [], [], 60)[0]  # it has answered; the answer is not read
     assert server.communicate(timeout=60)[1] == b""
     assert server.returncode == 0

@@ -157,7 +157,7 @@ def test_a_type_that_does_not_run_is_named(tmp_path: Path) -> None:
     write_gguf(file, original, quantization=KIND.Q4_0)
     data = file.read_bytes()
     name = b"blk.0.attn_output.weight"
-    at = data.index(name) + len(name) + 4 + 16  # behind the number of dimensions and two of them
+    at = data.index(name) + len(name) + 4 + 16  # after the number of dimensions and two dimensions
     assert data[at] == KIND.Q4_0
     file.write_bytes(data[:at] + bytes([KIND.IQ4_NL]) + data[at + 1 :])
     with pytest.raises(UnsupportedModelError, match=r"attn_output.*: supported are Q4_0.*IQ4_NL"):

@@ -1,4 +1,4 @@
-"""Chunks of prompts by the kernels of others: the same as eecore's, whoever they are."""
+"""Chunks of prompts with other libraries' attention kernels give the same as with eecore's."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def config_of(**switches: Any) -> ModelConfig:
 
 
 def tensors_of(config: ModelConfig) -> dict[str, Tensor]:
-    """Of a checkpoint, of a spread that makes every layer matter."""
+    """The tensors of a checkpoint, with a spread that makes every layer matter."""
     generator = torch.Generator().manual_seed(0)
     views = LlamaWeights.empty(config, NewWeights("meta", torch.float32)).by_checkpoint_name(config)
     tensors = {}
@@ -166,7 +166,7 @@ def test_exits_and_drafts_keep_their_promises(switch: str) -> None:
 
 
 def first_layers(weights: LlamaWeights, count: int) -> LlamaWeights:
-    """Those of the first layers: copies, since a stack of them is contiguous."""
+    """The weights of the first layers: copies, since a stack of them is contiguous."""
     kept = {"embed_tokens", "lm_head", "final_norm"}
     cut = {}
     for field in dataclasses.fields(weights):

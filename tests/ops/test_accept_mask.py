@@ -27,7 +27,7 @@ def random_rows(num_seqs: int, device: torch.device) -> dict[str, torch.Tensor]:
 def assert_accepts(
     rows: dict[str, torch.Tensor], accept: Callable[[], ops.AcceptMask], layer: int
 ) -> None:
-    """That ``accept`` does to the rows, and returns, what the reference says."""
+    """``accept`` has to change the rows, and return, as the reference does."""
     expected = reference.accept_mask(
         rows["confidence"], rows["thresholds"], layer, rows["status"], rows["exit_layer"]
     )

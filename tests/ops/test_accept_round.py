@@ -76,7 +76,7 @@ class Verified:
         )
 
     def check(self) -> None:
-        """That the op does what the reference says."""
+        """The op has to do what the reference does."""
         ended, num_accepted, last_row = reference.accept_round(
             self.round, self.verification, self.target, **self.sampling
         )
@@ -104,7 +104,7 @@ def test_sampling_matches_the_reference(
 
 
 def two_drafts(device: torch.device, num_rows: int = 1) -> Verified:
-    """Rows with the drafts 2 and 3 behind token 4, at position 10, with 8 tokens left."""
+    """Rows with the drafts 2 and 3 after token 4, at position 10, with 8 tokens left."""
     verified = Verified(num_rows, 2, device=device)
     given = verified.round
     for tensor, value in (

@@ -63,7 +63,7 @@ class Drafting:
         )
 
     def check(self, step: int, *, own_key: bool = True) -> None:
-        """That the op does what the reference says."""
+        """The op has to do what the reference does."""
         drafts = self.draft()
         expected = reference.append_drafts(*drafts, step, self.round, self.active, own_key=own_key)
         drafted = ~self.round.done

@@ -79,7 +79,7 @@ def test_how_far_a_row_drafts(
 
 
 def test_rows_go_on_where_another_round_ended(device: torch.device) -> None:
-    """Of more rows than this one has."""
+    """The earlier round has more rows than this one."""
     rounds = Rounds(3, device=device)
     given, active = rounds.given(), rounds.active()
     ended = ops.EndedRound(
@@ -115,7 +115,7 @@ def test_rows_that_are_given_drafts(num_seqs: int, device: torch.device) -> None
 
 @pytest.mark.parametrize("num_seqs", BATCH_SIZES)
 def test_rows_that_go_on_with_what_was_drafted_ahead(num_seqs: int, device: torch.device) -> None:
-    """Behind a round of fewer rows; the others have drafts of their own."""
+    """The earlier round has fewer rows; the remaining rows have drafts of their own."""
     rounds, num_ended = Rounds(num_seqs, 5, device), (num_seqs + 1) // 2
     given = rounds.given()._replace(
         drafts=rounds.whole(9, num_seqs, 5), num_given=rounds.whole(8, num_seqs) - 1
@@ -284,7 +284,7 @@ def fuzzed_call(m: Maker) -> Checked:
         "own_key": m.chance(),
     }
     if ended:
-        # Whoever goes on has room for a draft more than there may be.
+        # A row that goes on has room for one draft more than its maximum.
         deep = max(room - steps - 4, 1)
         given |= {
             "sources": m.placed(

@@ -180,7 +180,7 @@ def linear_of(matrix: ops.Matrix, x: torch.Tensor, **options: Any) -> torch.Tens
 
 
 def scales_of(call: dict[str, Any], layer: int) -> dict[str, torch.Tensor]:
-    """Of a layer's keys and values, where the caches are in float8 and have some."""
+    """The scales of a layer's keys and values, where caches in float8 have some."""
     names = ("key_scales", "value_scales")
     return {name: call[name][layer] for name in names if call.get(name) is not None}
 
@@ -404,7 +404,7 @@ def test_strides(device: torch.device) -> None:
     expected = ops.decoder_layers(**with_own_caches(call))
 
     def padded(tensor: torch.Tensor) -> torch.Tensor:
-        """The same values between others: NaN behind each row and, in a stack, each layer."""
+        """The same values in wider memory: NaN after each row and, in a stack, each layer."""
         wide = torch.full(tuple(n + 1 for n in tensor.shape), torch.nan)
         view = wide[tuple(slice(n) for n in tensor.shape)]
         return view.copy_(tensor)
@@ -702,7 +702,7 @@ def test_a_head_dim_that_attention_cannot_do_is_refused(head_dim: int) -> None:
         ops.decoder_layers(**call)
 
 
-def test_pages_behind_every_window_may_hold_garbage() -> None:
+def test_pages_before_every_window_may_hold_garbage() -> None:
     case = DecoderLayersCase((1,), (100,), sliding_window=(9, 7, 0), skip_attention=(2,))
     call = random_call(case)
     call["page_table"][:, :11] = 2**31 - 1
@@ -854,6 +854,6 @@ def fuzzed_call(m: Maker) -> Checked:
 
     tables = given.keys() - {"page_table", "cross_page_table"}
     packed = any(given[name] is not None for name in tables if name.endswith("_table"))
-    # A step of 8 bits, taken where the oracle does not, goes through the layers behind it.
+    # A step of 8 bits, taken where the oracle does not, goes through the layers after it.
     steps = packed or kept != dtype
     return given, compare(oracle, Tolerance(0.1, 0.2) if steps else Tolerance(4e-4, 4e-4))

@@ -137,7 +137,7 @@ class Point:
         )
 
     def check(self, **given: Any) -> None:
-        """That the op does what the reference says."""
+        """The op has to do what the reference does."""
         arguments = self.hidden, LAYER, self.rows, self.active
         *expected, slots, lens = _flat(exit_rows(*arguments, **given))
         ops.exit_rows(*arguments, **given)
@@ -175,7 +175,7 @@ def test_any_batch(num_active: int, with_head: bool, device: torch.device) -> No
     if with_head:
         given["confidence"] = point.head.confidence.flip(0)  # goes before the head's
     point.check(**given)
-    point.check()  # nobody is measured
+    point.check()  # no row is measured
     point.rows.leave_after.fill_(LAYER)
     point.check()
     assert point.rows.gone.all()

@@ -31,7 +31,7 @@ def assert_gathered(
     expected = reference.gather_states(states, last, verification)
     out = expected.new_full((len(expected), expected.shape[1] + 3), 7.0)[:, 3:]
     assert ops.gather_states(states, last, verification, out) is out
-    if not emulated.is_cuda_kernel(device):  # the CPU does not look at the rows behind
+    if not emulated.is_cuda_kernel(device):  # the CPU does not write the rows after them
         expected[int(verification.num_tokens) :] = 7.0
     assert torch.equal(out, expected)
 

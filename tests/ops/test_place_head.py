@@ -64,7 +64,7 @@ class Placing:
         self.measured = {"measured_at": whole(num_rows, 3), "exit_layer": whole(num_rows, 3)}
 
     def check(self, **given: Any) -> None:
-        """That the op does what the reference says."""
+        """The op has to do what the reference does."""
         expected = place_head(self.head, self.out, **given)
         ops.place_head(self.head, self.out, **given)
         assert torch.equal(self.out.token, expected.token)

@@ -117,7 +117,7 @@ def check(
     device: torch.device,
     **arguments: Any,
 ) -> ops.SampledRows:
-    """That the op does what the reference says; returns what it wrote."""
+    """The op has to do what the reference does; returns what the op wrote."""
     expected = reference.sample_tokens(logits, rows, out, **arguments)
     got = run(logits, rows, out, device, **arguments)
     for name in ("token", "uniform", "top_ids"):
@@ -464,14 +464,14 @@ def test_the_most_probable_tokens_of_the_logits_as_they_came(
     check(logits, rows, sampled_rows(3, 65, num_top), device, purpose=0, positions=positions)
 
 
-# Of the CUDA kernels: tokens that a block takes at a time, and as many of those as have one each.
-CHUNK, MOST_SLICES = 2048, 128
+CHUNK = 2048  # tokens that a block of the CUDA kernels takes at a time
+MAX_SLICES = 128  # chunks up to which each has a block of its own
 
 
 def few_rows(
     logits: Tensor, ways: list[dict[str, float]], device: torch.device, num_top: int = 5
 ) -> ops.SampledRows:
-    """That rows of logits give what the reference gives, in each of the ways."""
+    """Rows of logits have to give what the reference gives, in each of the ways."""
     rows = sampling_rows(ways, random_ids(len(ways), 6, logits.shape[1]))
     out = sampled_rows(len(ways), logits.shape[1], num_top, num_probs=len(ways))
     return check(logits, rows, out, device, purpose=0, positions=torch.arange(len(ways)) + 3)
@@ -497,12 +497,12 @@ def test_the_vocabulary_of_a_real_model(dtype: torch.dtype, device: torch.device
 
 def test_slices_of_several_chunks(device: torch.device) -> None:
     ways = [{"top_k": 400, "top_p": 0.99, "repetition_penalty": 1.2}]
-    few_rows(random_logits(1, CHUNK * MOST_SLICES + 1), ways, device)
+    few_rows(random_logits(1, CHUNK * MAX_SLICES + 1), ways, device)
 
 
 @pytest.mark.parametrize("share", [1e-9, 0.2, 0.5, 2 / 3, 0.999])
 def test_equals_stay_by_id_across_slices(share: float, device: torch.device) -> None:
-    """Of logits that are all the same, and of those with the bound's."""
+    """Logits that are all the same, and logits equal to the bound's."""
     vocab_size = 3 * CHUNK
     flat = torch.full((1, vocab_size), 2.5)
     got = few_rows(flat, [{"top_p": share}], device)

@@ -271,8 +271,8 @@ def test_no_request_waits_long_for_what_others_gain(hopeless: int) -> None:
     machine.run(60, 8)
     machine.hopeless = hopeless
     seconds, _ = machine.run(300, 8)
-    behind = seconds / cheap_rows(8) - min(machine.got)
-    assert behind < 40  # rounds of full depth, however long it goes on
+    excess = seconds / cheap_rows(8) - min(machine.got)
+    assert excess < 40  # rounds of full depth, however long the run is
     more, _ = machine.run(600, 8)
     assert more / cheap_rows(8) - min(machine.got) < 40
 

@@ -93,7 +93,7 @@ PATTERNS = [r"(ab|ba){2,9}-[0-9]{3}(\.[x-z]+)?", "[a-f]{0,6}", "a{3,}b?", "x", r
 def test_greedy_output_is_the_reference(
     tiny: eecore.Model, reference: ReferenceModel, pattern: str
 ) -> None:
-    """The most probable among the tokens behind which the pattern can still match."""
+    """The most probable of the tokens after which the pattern can still match."""
     alphabet = bytes_of(tiny)
     outputs = outputs_of(tiny, guide=Guide.regex(pattern), max_tokens=12)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
@@ -189,7 +189,7 @@ def test_texts_follow_the_schema_in_every_mode(agreeing: eecore.Model, policy: E
 
 
 def test_mixed_batches_and_preemptions(agreeing: eecore.Model) -> None:
-    """Nobody's guide reaches anybody else, and a replayed text is where it was."""
+    """A guide affects no other request; a replayed text keeps its guide's state."""
     ways: list[tuple[Exit, Guide | None, float]] = [
         (Full(), GUIDES["schema"], 0.0),
         (PromptLookup(4, min_ngram=1), None, 0.0),
@@ -276,7 +276,7 @@ def test_drafts_of_a_head(tmp_path: Path) -> None:
 
 
 def test_a_gguf_file(tmp_path: Path) -> None:
-    """Its tokenizer has merges, and two ends."""
+    """The file's tokenizer has merges, and two end tokens."""
     model = load(write_gguf(tmp_path / "model.gguf", write_model(tmp_path)), kv_cache_tokens=1024)
     guide = Guide.choice(["hello hello", "hell"])
     for policy in (Full(), PromptLookup(4), SelfSpeculative(1, 4)):

@@ -1,4 +1,4 @@
-"""What a client may have a guide cost: time and memory end with its process, and harm nobody."""
+"""Bounds of a client's guide: its process bounds time and memory, and harms no other request."""
 
 from __future__ import annotations
 

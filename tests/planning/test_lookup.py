@@ -58,7 +58,7 @@ def test_of_many_places_the_latest_are_compared() -> None:
     assert index.propose(1) == ([3], 2)  # 9, 1, 2 is too far back
 
 
-def test_nothing_is_behind_a_stop_token() -> None:
+def test_nothing_is_drafted_after_a_stop_token() -> None:
     index = NgramIndex(3, 2)
     index.extend([1, 2, 3, 4, 5, 6, 1, 2])
     assert index.propose(4)[0] == [3, 4, 5, 6]

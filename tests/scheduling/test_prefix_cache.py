@@ -98,7 +98,7 @@ def bits(output: Output) -> tuple[Any, ...]:
 # What is shared
 
 
-def test_a_prompt_begins_behind_what_it_has_in_common_with_another(model: eecore.Model) -> None:
+def test_a_prompt_begins_after_the_prefix_it_shares(model: eecore.Model) -> None:
     engine = engine_of(model)
     prompt = prompt_of(23)
     first, again = run(engine, prompt), run(engine, prompt)
@@ -158,7 +158,7 @@ def test_requests_of_one_call_share_nothing_that_is_not_computed_yet(model: eeco
 
 
 @pytest.mark.parametrize("policy", [FixedExit(1), FixedExit(2)], ids=str)
-def test_a_fixed_exit_leaves_nothing_behind(model: eecore.Model, policy: Exit) -> None:
+def test_a_fixed_exit_caches_no_page(model: eecore.Model, policy: Exit) -> None:
     engine = engine_of(model)
     prompt = prompt_of(30)
     alone = run(engine_of(model), prompt, policy, logprobs=2)
@@ -189,8 +189,8 @@ def test_what_was_filled_from_an_exit_is_never_found(model: eecore.Model) -> Non
     assert bits(full) == bits(run(engine_of(model), text))
 
 
-def test_nothing_behind_what_was_filled_is_found(model: eecore.Model) -> None:
-    """Positions that ran all layers, too, if one before them did not."""
+def test_nothing_after_a_filled_position_is_found(model: eecore.Model) -> None:
+    """Not even positions that ran all layers, if one before them did not."""
     policy = ConfidentExit(0.35, decay_tau=0.0)
     for seed in range(20):
         engine = engine_of(model, EngineConfig(512, page_size=2))
@@ -202,7 +202,7 @@ def test_nothing_behind_what_was_filled_is_found(model: eecore.Model) -> None:
         if not all(exact) and any(exact[exact.index(False) :]):
             assert engine.num_cached_pages == exact.index(False)
             return
-    pytest.fail("expected a full page behind one that was filled, got none")
+    pytest.fail("expected a full page after one that was filled, got none")
 
 
 def test_a_replay_takes_no_exact_page_where_a_token_left_early(model: eecore.Model) -> None:
@@ -321,10 +321,10 @@ def test_nor_does_that_of_a_long_text(settings: dict[str, str], tmp_path: Path) 
     check_pages(engine, plain.engine_config, outputs)
 
 
-# Who gives way
+# Which pages are evicted
 
 
-def test_pages_that_nobody_owns_are_free(model: eecore.Model) -> None:
+def test_pages_without_an_owner_are_free(model: eecore.Model) -> None:
     engine = engine_of(model)
     run(engine, prompt_of(40))
     assert engine.num_cached_pages == 11
@@ -356,10 +356,10 @@ def in_chain(engine: Engine, text: list[int]) -> list[int]:
     return cache.find(engine.prepare([*text, 0], sampling=SIX))
 
 
-def test_the_beginning_of_what_is_used_stays_longer_whoever_computed_it(
+def test_the_beginning_of_a_used_prefix_stays_longer(
     model: eecore.Model,
 ) -> None:
-    """Of two that computed the same at once the pages of one are kept, which ends first."""
+    """Two requests compute the same text at once: the pages of the one that ends first are kept."""
     engine = engine_of(model)
     prompt = prompt_of(16)
     for tokens in (1, 12):
@@ -384,7 +384,7 @@ def test_so_it_does_where_a_request_cannot_begin_yet(model: eecore.Model) -> Non
     assert len(kept) == 6
 
 
-def test_nobody_loses_pages_while_some_are_only_kept(model: eecore.Model) -> None:
+def test_no_request_loses_pages_while_cached_ones_are_left(model: eecore.Model) -> None:
     engine = engine_of(model, EngineConfig(kv_cache_tokens=16 * PAGE, page_size=PAGE))
     run(engine, prompt_of(48))
     assert engine.num_cached_pages == 13
@@ -451,7 +451,7 @@ def test_a_replay_is_no_hit_but_costs_less(model: eecore.Model) -> None:
     (output,) = [step.output for step in engine.run() if step.output]
     assert bits(output) == bits(run(engine_of(model), prompt_of(22)))
     assert output.stats.cached_tokens == 0
-    # 22 positions, and of the 24 that are replayed those behind the last full page but one.
+    # 22 positions, and of the 24 replayed ones those after the last full page but one.
     assert output.stats.prompt_layers_run == (22 + 4) * 3
 
 
@@ -506,8 +506,8 @@ def test_of_a_failed_request_nothing_is_left(
     assert bits(outputs[other]) == bits(run(engine_of(model), prompt_of(50, 3)))
 
 
-def test_what_lies_behind_the_end_of_a_text_is_not_shared(model: eecore.Model) -> None:
-    """A round may have computed more than stands."""
+def test_positions_after_the_end_of_a_text_are_not_shared(model: eecore.Model) -> None:
+    """A round may have computed more positions than the text has."""
     prompt, policy = prompt_of(10), SelfSpeculative(2, 6)
     whole = run(engine_of(model), prompt, max_tokens=40).text
     assert whole is not None
@@ -667,7 +667,7 @@ def test_random_steps(
 # Switching it off, and emptying it
 
 
-def test_reset_forgets_what_nobody_uses(model: eecore.Model) -> None:
+def test_reset_forgets_unused_pages(model: eecore.Model) -> None:
     engine = engine_of(model)
     used, idle = prompt_of(30, 1), prompt_of(30, 2)
     run(engine, idle)

@@ -217,7 +217,7 @@ def test_a_round_has_no_more_drafts_than_one_may() -> None:
         bench.scheduler.finish(sequence)
 
 
-def test_pages_behind_the_accepted_length_go_back() -> None:
+def test_pages_after_the_accepted_length_go_back() -> None:
     bench = Bench(page_size=1)
     sequence = bench.add(3, 16, SelfSpeculative(1, 6))
     bench.step()
@@ -381,7 +381,7 @@ def test_pages_on_hold_do_not_keep_others_waiting() -> None:
     late = bench.add(8)
     assert summary(bench.step()) == [("1", 8)]
     assert not held.pages
-    bench.scheduler.resume(held)  # before whoever came later, behind whoever runs
+    bench.scheduler.resume(held)  # before later requests, after running ones
     last = bench.add(1)
     assert list(bench.scheduler.waiting) == [held, last]
     assert bench.scheduler.running == [late]

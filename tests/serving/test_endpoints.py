@@ -234,7 +234,7 @@ def test_refusals_are_in_the_schema(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_no_other_tokens(server: Asker, stream: bool) -> None:
-    """Those of the tokens themselves, as OpenAI has it."""
+    """Only the generated tokens have log-probabilities, as in OpenAI's API."""
     asked = completion(logprobs=0, stream=stream)
     answer = server.post("/v1/completions", asked)
     bodies = events(answer.text) if stream else [answer.json()]

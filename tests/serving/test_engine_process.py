@@ -279,7 +279,7 @@ def test_a_crowd_of_which_some_leave(here: Asker, there: Asker) -> None:
     assert_idle(there.service)
 
 
-def test_a_text_that_cannot_be_made_harms_nobody_else(there: Asker) -> None:
+def test_a_text_that_cannot_be_made_harms_no_other_request(there: Asker) -> None:
     engine = there.service.served.engine
 
     async def main() -> tuple[Any, Any]:

@@ -107,10 +107,10 @@ def test_what_says_nothing_asks_for_nothing(server: Asker) -> None:
     assert plain["choices"] == same["choices"]
 
 
-def test_guides_that_cost_too_much_keep_nobody_waiting(
+def test_guides_that_cost_too_much_keep_no_request_waiting(
     server: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More of them than there are threads that get requests ready."""
+    """There are more guides than threads that prepare requests."""
     monkeypatch.setattr(matchers, "BOUNDS", matchers.Bounds(compile_seconds=0.1))
     goes_on = threading.Event()
     compile = matchers.GuideProcess.compile

@@ -378,8 +378,8 @@ def test_a_request_that_fails_on_the_way(
     assert_idle(server.service)
 
 
-def test_what_nobody_thought_of(intent: eecore.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Says no more than the kind of the failure."""
+def test_unexpected_errors(intent: eecore.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer says no more than the kind of the failure."""
 
     def broken(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("secret")

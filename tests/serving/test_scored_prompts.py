@@ -88,7 +88,7 @@ def test_a_completion_begins_with_its_prompt(
 
 
 def test_what_an_evaluation_harness_asks(server: Asker, intent: eecore.Model) -> None:
-    """Several prompts of token ids, one token behind each: how probable the ends of prompts are."""
+    """Several prompts of token ids, one token after each: probabilities of the prompts' ends."""
     assert intent.tokenizer is not None
     prompts = [intent.tokenizer.encode(each) for each in (PROMPT, OTHER, "a")]
     body = {

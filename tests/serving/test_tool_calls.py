@@ -34,7 +34,7 @@ Found = tuple[str, list[tuple[str, str]]]
 # What an answer says, what of it is text, and its calls.
 GOOD: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
     "hermes": ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [WEATHER]),
-    "behind text": (
+    "after text": (
         "hermes",
         f"I'll see.\n<tool_call>{CALL}</tool_call>\n",
         "I'll see.\n",
@@ -82,7 +82,7 @@ GOOD: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
     "llama": ("llama3", f"\n{LLAMA}", "", [WEATHER]),
     "llama's arguments": ("llama3", CALL, "", [WEATHER]),
     "llama, tagged": ("llama3", f"<|python_tag|>{LLAMA}", "", [WEATHER]),
-    "llama, behind text": (
+    "llama, after text": (
         "llama3",
         f"Let me see <|python_tag|> {LLAMA}\n",
         "Let me see ",
@@ -102,7 +102,7 @@ GOOD: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
         "",
         [WEATHER, TIME],
     ),
-    "mistral, behind text": ("mistral", f"Yes [[ [TOOL_CALLS] [{CALL}] ", "Yes [[ ", [WEATHER]),
+    "mistral, after text": ("mistral", f"Yes [[ [TOOL_CALLS] [{CALL}] ", "Yes [[ ", [WEATHER]),
 }
 
 # Answers that are text and nothing else.
@@ -456,7 +456,7 @@ def test_openais_client_reads_calls(intent: eecore.Model, parser: str, pieces: l
         assert calls[0].id != calls[1].id
 
 
-def test_a_conversation_goes_on_behind_a_call(endless: eecore.Model) -> None:
+def test_a_conversation_goes_on_after_a_call(endless: eecore.Model) -> None:
     """What the server says can be said to it again, in the words of each family's template."""
     tokenizer = endless.tokenizer
     assert tokenizer is not None

@@ -1,10 +1,10 @@
 // What launches touch, counted while a test asks for it: bytes of watched memory, the 32-byte
 // sectors of a warp's accesses to global memory, the banks of those to shared memory, and how much
-// is on its way by cp.async when threads come to wait for it.
+// is in flight by cp.async when threads wait for it.
 //
 // The threads of a warp are fibers, so that what they do at once has to be put together: the n-th
 // access of each lane at one place of the compiled code is taken for one instruction. Where lanes
-// come to a place differently often that is wrong.
+// reach a place differently often that is wrong.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ extern bool counts_accesses;
 void count_global(const void* address, size_t bytes);
 void count_shared(uint32_t offset, size_t bytes);
 
-// Of the running thread's cp.asyncs: what is started, when it comes to wait, what has landed then.
+// The running thread's cp.asyncs: bytes started, a wait, bytes landed by then.
 void count_copy(size_t bytes);
 void count_wait();
 void count_landed(size_t bytes);
@@ -35,7 +35,7 @@ EMULATOR_INLINE void touch_shared(uint32_t offset, size_t bytes) {
   if (counts_accesses) count_shared(offset, bytes);
 }
 
-// Of launch(), one behind the other.
+// Parts of launch(), called one after the other.
 void begin_counted_launch(const LaunchConfig& config);
 void end_counted_block();
 void end_counted_launch();

@@ -24,14 +24,14 @@ constexpr size_t kMaxDynamicSharedBytes = 227 * 1024;
 constexpr int kMaxThreads = 1024;
 int capability();
 
-// Of the running thread, within its warp and within its block.
+// Numbers of the running thread, within its warp and within its block.
 int lane();
 int thread_number();
 
-// Ends the launch; the message is put behind the kernel, block and thread. Called in a fiber.
+// Ends the launch; the message follows the kernel, block and thread. Called in a fiber.
 [[noreturn]] void fail(const std::string& message);
 
-// Barrier `id` of 16; the one of __syncthreads is 0. With 0 threads all of the block come to it.
+// Barrier `id` of 16; the one of __syncthreads is 0. With 0 threads all of the block reach it.
 // One that does not wait has only arrived.
 void come_to_barrier(int id, int num_threads, bool waits, const char* what,
                      const std::source_location& site);
@@ -83,11 +83,11 @@ void launch(const LaunchConfig& config, const std::function<void()>& body);
 void keep_names();
 std::string kept_names();  // a line each
 
-// Of the orders in which blocks and threads are visited; EECORE_EMULATOR_SEED at the start.
+// Seeds the orders in which blocks and threads are visited; EECORE_EMULATOR_SEED at the start.
 void set_seed(uint64_t seed);
 uint64_t seed();
 
 }  // namespace emulator
 
-// Of the running thread, under the names that kernels know.
+// Indices of the running thread, under the names that kernels know.
 extern emulator::Index3 threadIdx, blockIdx, blockDim, gridDim;

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <string>
 
-#pragma GCC visibility push(hidden)  // nobody else's: calls of them are plain calls
+#pragma GCC visibility push(hidden)  // no other library's: calls of them are plain calls
 namespace emulator {
 
 constexpr int kMaxWarps = kMaxThreads / 32;

@@ -2,10 +2,10 @@
 // block, of blocks of a launch, of launches that may overlap.
 //
 // The order of visits does not matter: each access is held against those before it that do not have
-// to happen before it. So launches and blocks run one behind the other as ever.
+// to happen before it. So launches and blocks run one after the other as ever.
 //
 // Within a block barriers order. Between the blocks of a launch it takes a fence, an atomic, an
-// atomic of the same address behind it, and a fence again. Kernels ahead in the stream have ended
+// atomic of the same address after it, and a fence again. Kernels ahead in the stream have ended
 // when a kernel starts, unless it is launched to start early. Then it starts when every block of
 // the kernel ahead has let it, or ended, and knows of no more ends than these knew of by then; from
 // its wait on it knows that the kernel ahead has ended, and with it those that this one waited for.
@@ -20,7 +20,7 @@ struct LaunchConfig;
 
 extern bool checks_races;
 
-// Of a function whose own accesses are not looked at.
+// Marks a function whose own accesses are not checked.
 #define EMULATOR_UNSEEN __attribute__((no_sanitize("thread"), noinline))
 
 // By the running thread; `place` is where in the code.
@@ -29,14 +29,14 @@ void check_global(Touch touch, const void* address, size_t bytes, const void* pl
 void check_fence();
 void let_next_kernel_start();
 
-// Of launch(), one behind the other.
+// Parts of launch(), called one after the other.
 void begin_checked_launch(const LaunchConfig& config);
 void begin_checked_block(int64_t number);
 void end_checked_block(bool waited);
 
 // Checks what is launched from here on; what was launched before has ended.
 void check_races(bool on);
-// A kernel that is not ours comes to the stream: it starts when those ahead have ended, and has
+// A kernel that is not ours is launched on the stream: it starts when those ahead have ended, and has
 // ended when the next one starts.
 void launch_foreign();
 // How many accesses have been checked since checking began.

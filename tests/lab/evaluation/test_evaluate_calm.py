@@ -99,7 +99,7 @@ def test_the_ideal_throughput_by_hand() -> None:
 
 
 def test_an_encoder_is_not_cut_in_half() -> None:
-    """Of its prompt an encoder-decoder model counts the start token alone."""
+    """An encoder-decoder model counts only the start token as its prompt."""
     full = timed([([[made([4, 4, 4], first=2.0, total=10.0, prompt=4)]], 10.0)])
     half = timed([([[made([2, 2, 2], prompt=2)]], 6.0)])
     assert throughput(half, full, full).share_of_ideal == pytest.approx((2 + 8 / 2) / 6)

@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
 
 
 def random_head(seed: int = 0, num_blocks: int = 2, *, attends: bool = False) -> DraftHead:
-    """Of which no weight is what heads begin with."""
+    """A head whose weights all differ from the initial ones."""
     sizes = HeadSizes(HIDDEN, 2, 12, num_blocks, *((len(ATTENDED), QUERIES) if attends else ()))
     head = DraftHead(sizes, EPS, torch.ones(HIDDEN))
     generator = torch.Generator().manual_seed(seed)
@@ -64,7 +64,7 @@ def random_data(
 ) -> tuple[HeadStates, FrozenSide]:
     """Texts numbered 0, 1, ..., whose tokens are the greedy ones but for every third.
 
-    Behind prompts of 3, 4, ... tokens; keys are in two directories.
+    They follow prompts of 3, 4, ... tokens; keys are in two directories.
     """
     generator = torch.Generator().manual_seed(seed)
     text = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
@@ -243,7 +243,7 @@ def test_states_are_those_of_the_model_at_each_tap(model: eecore.Model, tmp_path
 
 
 def test_keys_are_those_of_the_models_cache(model: eecore.Model, tmp_path: Path) -> None:
-    """Of the whole text, in two directories, the second one cut short and gone on with."""
+    """Keys of whole texts in two directories; the second run is interrupted and continued."""
     network = model.network
     attended = choose_attended(network, 3)
     settings = StatesSettings(
@@ -321,7 +321,7 @@ def test_queries_begin_as_what_the_model_asks() -> None:
     assert missed[inside].square().mean() < 1e-3 * queries.square().mean()
 
 
-def test_states_of_several_runs_are_one_behind_another(tmp_path: Path, model: eecore.Model) -> None:
+def test_states_of_several_runs_follow_each_other(tmp_path: Path, model: eecore.Model) -> None:
     settings = StatesSettings("one", "float32", 64, (2, 4))
     parts = []
     for place, answers in enumerate(([[3, 4], [5]], [[7, 8, 9]])):

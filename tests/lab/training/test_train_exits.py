@@ -65,7 +65,7 @@ def arguments(folder: Path, out: Path, *more: str, model: str = "model") -> list
 
 
 def own_arguments(folder: Path, out: Path) -> list[str]:
-    """Of a run whose model asks itself."""
+    """The arguments of a run whose model writes its own questions."""
     command = arguments(folder, out, "--own-questions", "--epochs", "0.5")
     place = command.index("--prompts")
     del command[place : place + 2]
