@@ -202,7 +202,7 @@ class _Reports:
         self._lines: deque[bytes] = deque()
 
     def next(self, wait: float) -> tuple[str, int, str] | None:
-        """The child's next report; None at its end, TimeoutError after ``wait`` seconds of silence."""
+        """The child's next report; None at its end, TimeoutError after ``wait`` seconds."""
         while not self._lines:
             if not select.select([self._reads], [], [], wait)[0]:
                 raise TimeoutError
