@@ -1,4 +1,4 @@
-"""eecore on aarch64, run by qemu in the place of such a machine.
+"""eecore on aarch64, emulated by qemu.
 
 ``python tests/aarch64.py -m pytest tests/ops`` runs a Python command line there: with Debian's
 Python for arm64, with the wheels of torch and of what tests need, and with eecore cross-compiled.
@@ -27,9 +27,9 @@ TOOLS = {
     "apt-get": "apt",
     "dpkg-deb": "dpkg",
 }
-"""What has to be on this machine, and the package of Debian that has it."""
+"""Programs that this machine needs, and the package of Debian that has each."""
 TORCH = "torch==2.10.0"
-"""The last one whose wheel for this machine asks for nothing of CUDA."""
+"""The last version whose wheel for aarch64 needs no CUDA."""
 TESTS = (
     "pytest pytest-timeout pytest-xdist hypothesis pybind11 "
     "scipy gguf llguidance regex transformers"
@@ -100,7 +100,7 @@ def build() -> Path:
 
 
 def whole(folder: Path, fill: Callable[[Path], None]) -> None:
-    """A folder that is there, or not at all."""
+    """Make a folder whole, or not at all."""
     if folder.exists():
         return
     print(f"aarch64: {folder.relative_to(cmake_build.ROOT)}", file=sys.stderr)

@@ -133,14 +133,14 @@ def write_block_head(
 
 @dataclass
 class Drafted:
-    """What a head drafts after a text."""
+    """The drafts of a head after a text."""
 
     logits: Tensor
     """[num_drafts, draft_vocab_size]"""
     tokens: list[int]
-    """The model's."""
+    """The drafts as ids of the model's vocabulary."""
     scores: list[float]
-    """The probability of each, or how likely it is to be accepted where the head says so."""
+    """Each draft's probability, or the head's estimate that it is accepted if it gives one."""
 
 
 class BlockOracle:
@@ -172,7 +172,7 @@ class BlockOracle:
         return functional.rms_norm(x, weight.shape, weight, self.sizes["rms_norm_eps"])
 
     def rotated(self, x: Tensor, first: int) -> Tensor:
-        """[num_tokens, num_heads, head_dim] at positions from ``first`` on."""
+        """Rotary embedding of [num_tokens, num_heads, head_dim], at positions from ``first`` on."""
         half = self.sizes["head_dim"] // 2
         exponents = torch.arange(half, dtype=torch.float32) / half
         positions = first + torch.arange(len(x), dtype=torch.float32)
@@ -218,7 +218,7 @@ class BlockOracle:
         return self.norm(hidden, "norm.weight")
 
     def drafts(self, states: list[Tensor], token: int) -> Drafted:
-        """What it drafts; arguments as for :meth:`block`."""
+        """The drafts; arguments as for :meth:`block`."""
         hidden = self.block(states, token)[0 if self.from_last else 1 :]
         logits = hidden @ self.lm_head.T
         before, tokens, scores = token, list[int](), list[float]()

@@ -1,4 +1,4 @@
-"""Where, and how, the tests of the runtime decode.
+"""The device and path of the runtime's tests.
 
 EECORE_TEST_DEVICE: ``cpu`` unless it says ``cuda``, a GPU, or ``emulated``, the path of CUDA over
 the emulator, on the CPU's memory. Those two leave out what is about the CPU's own kernels
@@ -27,7 +27,7 @@ if DEVICE not in ("cpu", "cuda", "emulated"):
 
 
 def heads_in_floats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have draft heads that are loaded draft with floats on the CPU too, as on a GPU."""
+    """Let loaded draft heads draft in floats on the CPU too, as on a GPU."""
     monkeypatch.setattr(draft_head._Form, "packs", False)
 
 
@@ -57,7 +57,7 @@ def share_the_gpu(num_workers: int) -> None:
 
 
 def load(directory: Path, **settings: Any) -> eecore.Model:
-    """``eecore.load`` on the device that is asked for."""
+    """Call ``eecore.load`` for the device under test."""
     model = eecore.load(directory, device="cuda" if DEVICE == "cuda" else "cpu", **settings)
     if DEVICE == "emulated":
         as_on_cuda(model)
@@ -109,7 +109,7 @@ def check_logprobs(got: eecore.Output, expected: eecore.Output) -> None:
 
 
 def as_on_cuda(model: eecore.Model) -> eecore.Model:
-    """The model on the CPU's memory as it runs on CUDA: single ops, rows masked, call by call."""
+    """The model on the CUDA path in the CPU's memory: single ops, rows masked, call by call."""
     of_head = getattr(model.network.draft_head, "_layers", None)  # of a head with layers
     for network in (model.network, *([] if of_head is None else [of_head])):
         network.calls_single_ops = True
@@ -119,7 +119,7 @@ def as_on_cuda(model: eecore.Model) -> eecore.Model:
 
 
 class Traced(Tapes):
-    """Runs programs on the CPU, and keeps which calls their replays made."""
+    """Runs programs on the CPU, and keeps the calls of their replays."""
 
     def __init__(self) -> None:
         super().__init__(lambda tape: self.calls.extend(tape.trace()))
@@ -131,7 +131,7 @@ class Traced(Tapes):
 
     @property
     def executions(self) -> int:
-        """(row, layer) pairs that ran."""
+        """The number of (row, layer) pairs that ran."""
         return sum(
             call.num_tokens * (call.end_layer - call.begin_layer)
             for call in self.of("decoder_layers")
@@ -145,7 +145,7 @@ def engine_of(
     run: RunProgram | None = None,
     ahead: bool | None = None,
 ) -> eecore.Engine:
-    """An engine that decodes as the model's own does, or a run ahead of what it knows."""
+    """An engine that decodes as the model's own, or launches runs ahead."""
     return eecore.Engine(
         model.network,
         model.tokenizer,

@@ -80,7 +80,7 @@ def route(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class CountedLaunch:
-    """What one launch touched.
+    """The accesses of one launch.
 
     Args:
         kernel: its name, template arguments included.
@@ -117,7 +117,7 @@ class CountedLaunch:
 
 @contextmanager
 def counting(**watched: torch.Tensor) -> Iterator[list[CountedLaunch]]:
-    """What is launched inside, in a list that is filled at the end; slower than without."""
+    """The launches of the block, in a list that is filled at its end; slower than without."""
     counted: list[CountedLaunch] = []
     counts = library()
     counts.eecore_emulator_count_accesses(1)
@@ -141,7 +141,7 @@ def counting(**watched: torch.Tensor) -> Iterator[list[CountedLaunch]]:
 
 
 class _ForeignKernels(TorchDispatchMode):
-    """Tells the emulator of torch's kernels between its own."""
+    """Reports torch's kernels between its own to the emulator."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -154,7 +154,7 @@ class _ForeignKernels(TorchDispatchMode):
 
 @contextmanager
 def checking_races() -> Iterator[Callable[[], int]]:
-    """A kernel fails inside whose accesses to global memory nothing orders; slower than without.
+    """Kernels in the block fail if nothing orders their accesses to global memory; slower.
 
     Those of its threads, of its blocks, and of kernels ahead in the stream which need not have
     ended. A call of torch is a kernel, too, which starts when those ahead have ended.

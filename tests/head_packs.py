@@ -1,4 +1,4 @@
-"""Packs of draft heads for small models: of noise, and one that is right where layers do little."""
+"""Packs of draft heads for small models: random ones, and one for layers that add little."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def write_pack(
 
 
 class Seen(NamedTuple):
-    """What a head attends to: keys and values, [num_keys, head_dim] each, of all its key heads."""
+    """The keys and values that a head attends to, [num_keys, head_dim] per key head."""
 
     keys: list[tuple[Tensor, Tensor]]
     cos_sin: Tensor
@@ -119,7 +119,7 @@ class Seen(NamedTuple):
 def attention(
     seen: Seen, p: dict[str, Tensor], state: Tensor, position: int, *, packed: bool
 ) -> Tensor:
-    """What the queries of a state find, through the output of each key head."""
+    """The attention of a state's queries, through the output of each key head."""
     norm, found = normed(state, p["attention.norm"]), torch.zeros_like(state)
     cos, sin = seen.cos_sin[position].chunk(2)
     for i, (keys, values) in enumerate(seen.keys):
@@ -194,7 +194,7 @@ def reference_drafts(
 
 
 def rounded(weight: Tensor, format: str) -> Tensor:
-    """A weight, [..., in_features], as blocks of a format have it; floats where none fit."""
+    """A weight [..., in_features] rounded to blocks of a format; unchanged if no blocks fit."""
     if weight.shape[-1] % 32:
         return weight
     rows = weight.float().reshape(-1, weight.shape[-1]).contiguous()

@@ -1,4 +1,4 @@
-"""What ``pytest -m quick`` runs: something of every floor, for while one is at work on it.
+"""The tests of ``pytest -m quick``: some of every floor, for use during work.
 
 The emulator is left out, since it may have to be compiled first.
 """
@@ -55,7 +55,7 @@ QUICK = SOME | {
     for folder, names in WHOLE.items()
     for name in names.split()
 }
-"""How the names of a file's quick tests begin."""
+"""The prefixes of the names of a file's quick tests."""
 
 
 def has_quick(path: Path) -> bool:
@@ -66,7 +66,7 @@ def has_quick(path: Path) -> bool:
 
 
 def mark(items: list[pytest.Item]) -> None:
-    """Give the quick ones their marker."""
+    """Mark the quick tests."""
     of_ops: dict[tuple[Path, str, str], list[pytest.Item]] = {}
     for item in items:
         if not has_quick(item.path) or not isinstance(item, pytest.Function):

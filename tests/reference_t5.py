@@ -38,7 +38,7 @@ class ReferenceT5(ReferenceModel):
         return min(exact + int(log * (num_buckets - exact) + 1e-6), num_buckets - 1)
 
     def bias(self, stack: str, query: int, keys: int) -> Tensor:
-        """[heads, keys], of one query."""
+        """The bias of one query, [heads, keys]."""
         name = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         table, num_buckets = self.weights[name], self.config["relative_attention_num_buckets"]
         if stack == "decoder":
@@ -52,11 +52,11 @@ class ReferenceT5(ReferenceModel):
         return table[rows].T
 
     def heads(self, x: Tensor, name: str) -> Tensor:
-        """[..., heads, head_dim]"""
+        """The heads of a projection, [..., heads, head_dim]."""
         return self.linear(x, name).view(*x.shape[:-1], self.num_heads, self.head_dim)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | float) -> Tensor:
-        """q: [heads, head_dim]; keys, values: [n, heads, head_dim]; nothing is scaled."""
+        """Unscaled attention of q [heads, head_dim] to keys and values [n, heads, head_dim]."""
         weights = (torch.einsum("hd,nhd->hn", q, keys) + bias).softmax(-1)
         return torch.einsum("hn,nhd->hd", weights, values).reshape(-1)
 

@@ -34,7 +34,7 @@ def runtimes() -> list[Path]:
 
 
 def environment() -> dict[str, str]:
-    """What a process needs in its environment to run the sanitized eecore; it is built first.
+    """The environment of a process that runs the sanitized eecore, which is built first.
 
     Raises:
         RuntimeError: with the compiler's words.

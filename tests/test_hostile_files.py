@@ -1,4 +1,4 @@
-"""Calibrations, exit classifiers, searches and data that are not what they should be.
+"""Invalid calibrations, exit classifiers, searches and data.
 
 Each kind of file has one reader: it gives a checked object, or one error that names file and field.
 """

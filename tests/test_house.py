@@ -1,4 +1,4 @@
-"""The house rules: who may look at whom, and that every op has all of its rooms.
+"""The house rules: which module may import which, and every op has all of its parts.
 
 The rules are read from the sources: Python imports through ast, C++ includes line by line.
 """
@@ -45,7 +45,7 @@ def schemas() -> tuple[str, ...]:
 
 
 def tracked_files() -> list[Path]:
-    """What git tracks or would; every file outside the build products where there is no git."""
+    """Files that git tracks or would track; without git, every file except build products."""
     command = ("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z")
     try:
         listing = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
@@ -61,7 +61,7 @@ def tracked_files() -> list[Path]:
 
 
 def includes(path: Path) -> Iterator[tuple[str, bool]]:
-    """Each included name, and whether it stands in quotes."""
+    """Each included name, and whether it is in quotes."""
     for line in path.read_text().splitlines():
         if match := re.match(r"\s*#\s*include\s*([<\"])([^>\"]+)[>\"]", line):
             yield match[2], match[1] == '"'
@@ -253,7 +253,7 @@ def floor(name: str) -> str:
 
 
 def floors_seen(module: str, *, for_types: bool = True) -> set[str]:
-    """The other rows that a module looks at."""
+    """The other floors that a module imports from."""
     names = imports(module, for_types=for_types)
     return {floor(name) for name in names if name.split(".")[0] == "eecore"} - {floor(module)}
 
@@ -331,7 +331,7 @@ def test_vllm_is_known_to_its_own_integration_alone() -> None:
 
 
 def test_models_are_read_without_an_extra() -> None:
-    """What the core imports, at once or when it is asked for, is a plain dependency."""
+    """Every package that the core imports, also lazily, is a plain dependency."""
     text = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [")[2]
     plain = set(re.findall(r'^  "([\w-]+)', text.partition("]\n\n")[0], re.MULTILINE))
     assert "torch" in plain

@@ -48,7 +48,7 @@ def module() -> Path:
 
 @pytest.fixture(scope="module")
 def kernels(module: Path) -> dict[str, Code]:
-    """By "kernel<arguments> architecture"."""
+    """The kernels' code by "kernel<arguments> architecture"."""
     nvdisasm = kernel_sass.find_nvdisasm()
     if nvdisasm is None:
         pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm")
@@ -57,7 +57,7 @@ def kernels(module: Path) -> dict[str, Code]:
 
 @pytest.fixture(scope="module")
 def is_recorded_compiler(module: Path) -> bool:
-    """Others may unroll loops otherwise."""
+    """Whether the compiler is the recorded one; others may unroll loops differently."""
     record = json.loads(kernel_resources.RECORD.read_text())
     return kernel_resources.compiler_of(module) == record["compiler"]
 
@@ -102,7 +102,7 @@ def test_kernels_of_a_new_gpu_wait_for_the_one_ahead(kernels: dict[str, Code]) -
 
 
 def test_a_kernel_waits_before_it_lets_the_next_one_start(kernels: dict[str, Code]) -> None:
-    """Else that one would not wait for what is two ahead. Products can be told not to."""
+    """Otherwise the next would not wait for the kernel two ahead. Products can be told not to."""
     for name, code in waits_early(kernels):
         assert "PREEXIT" in names_of(code), name
         if re.match(
@@ -155,7 +155,7 @@ def test_nothing_is_divided_on_the_way_to_the_first_copy(kernels: dict[str, Code
 
 
 def test_queries_are_loaded_together(kernels: dict[str, Code]) -> None:
-    """Where they are aligned: as many loads in a row as there are, up to 8, before a store."""
+    """Aligned queries: all loads, up to 8 in a row, come before a store."""
     for match, code in of(kernels, ATTENTION):
         if match[1] == "float":
             continue
@@ -225,13 +225,13 @@ def test_the_last_block_counts_between_fences_and_loads_in_batches(
 
 
 def test_rows_that_a_block_makes_are_read_as_shared_memory(kernels: dict[str, Code]) -> None:
-    """By instructions that say so: the compiler has seen where they lie."""
+    """Loads name shared memory: the compiler has seen where the rows are."""
     for match, code in of(kernels, MAKES_ROWS):
         assert not names_of(code) & {"LD", "ST"}, match.string
 
 
 def check_counts(code: Code, exact: bool, name: str, **expected: int) -> None:
-    """Instructions of whole steps, and of no more steps than the source has."""
+    """Instructions have to be those of whole steps, and of no more steps than the source has."""
     counts = kernel_sass.counts_of(code)
     for instruction, count in expected.items():
         if exact or count == 0:
@@ -313,7 +313,7 @@ def test_packed_products_multiply_and_copy_as_their_tiles_say(
 
 
 def test_packed_numbers_become_elements_two_at_a_time(kernels: dict[str, Code]) -> None:
-    """By a permutation of bytes, as those of int8: what is converted are the scales of scales."""
+    """By a permutation of bytes, as for int8: only the scales of scales are converted."""
     for match, m_tiles, _, code in packed_products(kernels):
         wait = next(i for i, line in enumerate(code.lines) if line.name == "DEPBAR")
         loop = code.lines[wait : last_of(code, "HMMA")]

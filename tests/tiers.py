@@ -39,7 +39,7 @@ ON_CUDA = cases.CUDA_OPS | {"skinny_products", "weight_formats", "appended_heads
 
 
 CUDA_BACKENDS = ("emulated", "cuda") if HAS_CUDA else ("emulated",)
-"""Where the CUDA kernels run here."""
+"""The backends that run the CUDA kernels here."""
 
 
 def in_all(*values: Any) -> list[Any]:

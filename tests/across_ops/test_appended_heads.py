@@ -34,7 +34,7 @@ class HeadsCase:
     head_norms: bool = False
 
     def is_one_kernel(self, dtype: torch.dtype) -> bool:
-        """On CUDA, but for the rows that are normed ahead."""
+        """Whether CUDA runs one kernel, the kernel that norms rows ahead aside."""
         whole = self.head_dim % 16 == 0 and self.rotary_dim % 16 == 0
         most = 8 if dtype == torch.float32 else 32
         return self.num_tokens <= most and whole and not self.head_norms
@@ -81,7 +81,7 @@ def product_call(case: HeadsCase, dtype: torch.dtype, device: torch.device) -> d
 
 
 def append_to(case: HeadsCase, dtype: torch.dtype, device: torch.device) -> AppendKv:
-    """With caches of NaN, and a row without a slot where there are some."""
+    """Arguments of an append: caches of NaN, and one row of several without a slot."""
     generator = torch.Generator().manual_seed(7)
     num_pages = case.num_tokens // PAGE_SIZE + 2
     shape = (num_pages, PAGE_SIZE, case.num_kv_heads, case.head_dim)

@@ -46,7 +46,7 @@ def tolerance() -> dict[str, float]:
 
 
 def assert_same(got: Tensor, expected: Tensor) -> None:
-    """Bit for bit, but for the kind of NaN."""
+    """Tensors have to be equal bit for bit, except the bits of a NaN."""
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -84,7 +84,7 @@ def test_attention_matches_the_reference(case: AttentionCase, device: torch.devi
 
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 128, 256])
 def test_columns_come_out_in_their_order(head_dim: int, device: torch.device) -> None:
-    """One key has a weight of 1."""
+    """One key has weight 1, so that the output is its value."""
     v = torch.arange(3 * head_dim, dtype=torch.bfloat16, device=device).view(3, 1, 1, head_dim)
     got = ops.paged_attention(
         torch.zeros(3, 2, head_dim, device=device),

@@ -19,7 +19,7 @@ MAX_BYTES = 8 * CALLS
 
 
 class Mallinfo(ctypes.Structure):
-    """What glibc says of its heap; uordblks are the bytes in use."""
+    """glibc's statistics of its heap; uordblks are the bytes in use."""
 
     _fields_ = [
         (name, ctypes.c_size_t)

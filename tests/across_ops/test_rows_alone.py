@@ -1,4 +1,4 @@
-"""A row's result is the same, bit for bit, whatever rows run beside it and on however many threads.
+"""A row's result is the same, bit for bit, in any batch and on any number of threads.
 
 Every op that multiplies with a weight, in every format of weights.
 """

@@ -34,7 +34,7 @@ def int32(*values: int) -> torch.Tensor:
 
 
 class Memory(NamedTuple):
-    """What a small decoder works on: a token of each sequence, which has pages of its own."""
+    """The tensors of a small decoder: one token of each sequence, which has pages of its own."""
 
     weights: ops.DecoderWeights
     lm_head: torch.Tensor
@@ -92,7 +92,7 @@ class Memory(NamedTuple):
         return Memory(**{name: t.clone() if name in changing else t for name, t in fields.items()})
 
     def load(self, position: int, seed: int) -> None:
-        """Every sequence's next token, at `position`."""
+        """Load every sequence's next token, at `position`."""
         self.hidden.copy_(normal(*self.hidden.shape, seed=seed))
         self.positions.fill_(position)
         page, offset = divmod(position, PAGE_SIZE)
@@ -128,7 +128,7 @@ def layers(memory: Memory, hidden: torch.Tensor, begin: int, end: int) -> torch.
 
 
 def program(memory: Memory) -> Results:
-    """All layers, with an exit point before the last; who would leave there leaves a mark."""
+    """All layers, with an exit point before the last, at which rows that would exit are marked."""
     hidden = layers(memory, memory.hidden, 0, LAYERS - 1)
     norm = memory.weights.attention_norm[0]
     head = ops.exit_confidence_softmax(hidden, norm, memory.lm_head, 1e-6)
@@ -157,7 +157,7 @@ def same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 class Adder:
-    """Adds ones to a row of its own for each call: which of them ran can be read."""
+    """Each call adds ones to a row of its own, which shows the calls that ran."""
 
     def __init__(self, num_calls: int, rows: int = 1) -> None:
         self.ran = [torch.zeros(rows, 1) for _ in range(num_calls)]

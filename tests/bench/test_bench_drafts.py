@@ -98,7 +98,7 @@ def test_a_batch_of_more_than_one_kind_has_is_of_all_kinds() -> None:
 
 @pytest.mark.parametrize("kind", bench_heads.KINDS)
 def test_a_draft_of_each_kind_of_head_is_timed(tmp_path: Path, kind: str) -> None:
-    """And written of as a share of full depth."""
+    """Each is also reported as a share of full depth."""
     model = eecore.load(write_model(tmp_path), device="cpu", kv_cache_tokens=1024)
     vocab_size = model.config.vocab_size
     bench_drafts.give_noise(model, kind, vocab_size)

@@ -1,4 +1,4 @@
-"""The model of time: its bytes are those of the calls, and what contradicts it is said."""
+"""The model of time: its bytes are those of the calls; contradicting times are reported."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_batches_and_faster_memory_are_in_order() -> None:
 
 
 def test_the_committed_figures_are_what_the_model_says() -> None:
-    """After a change of kernels or launchers: python -m bench gpu-expected."""
+    """To be renewed after a change of kernels or launchers by ``python -m bench gpu-expected``."""
     assert figures() == REPORTS[0].read()
 
 

@@ -133,7 +133,7 @@ REPLACING = Namespace(json=None, dry_run=False, replace=True)
 
 @pytest.fixture
 def cases(report: Report) -> Report:
-    """One whose figures are those of several cases, all of them kept."""
+    """A benchmark with the figures of several cases, all of which are kept."""
     made = Report(
         report.name,
         {"it": lambda figures: f"| {[row['min'] for row in figures['rows']]} |"},
@@ -198,7 +198,7 @@ COMMITTED = list(reports())
 
 
 def rows_at(figures: Any, path: str) -> list[Any]:
-    """The rows of a list of cases, empty where a run left them out."""
+    """The rows of a list of cases; empty if a run left them out."""
     for part in path.split("."):
         figures = (figures or {}).get(part)
     return figures or []

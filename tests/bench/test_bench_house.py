@@ -1,4 +1,4 @@
-"""The house rules of benchmarks: who may look at whom, how they are named and started."""
+"""The house rules of benchmarks: which may import which, how they are named and started."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALSO = {"tables": None, "overview": (), "__main__": (), "ops": ("gpu",)}
 
 @cache
 def modules() -> dict[str, Path]:
-    """By dotted name."""
+    """The modules of bench by dotted name."""
     found = {}
     for path in BENCH.rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -84,7 +84,7 @@ def test_imports_are_found_without_tricks() -> None:
 
 
 def test_workers_of_peers_import_nothing_that_peers_do_not_have() -> None:
-    """They run with interpreters that have no eecore: bench.harness.answers, and what they are."""
+    """Workers run with interpreters without eecore: they may import bench.harness.answers alone."""
     light = {"bench.decode.worker", "bench.decode.peer_worker", "bench.decode.parses"}
     light |= {"bench.calm.worker", "bench.integrations.vllm_worker", "bench.decode.models"}
     light |= {"bench.harness.answers", "bench.decode.llama_wheel"}

@@ -19,7 +19,7 @@ AGREEMENT = (0.7, 0.7, 0.7)
 
 
 def times(row: float, *, step: float = 0.05) -> RoundTimes:
-    """Where a draft more costs so much of a round."""
+    """Times of rounds in which each further draft costs ``step`` of a round."""
     return RoundTimes(
         dict.fromkeys(REQUESTS, 1.0),
         {n: {0: 1.0, 32: 1.0 + 32 * row} for n in REQUESTS},
@@ -48,7 +48,7 @@ def answers(count: int, *, right: float, sure: bool = True, length: int = 96) ->
 def speedup(
     its: list[Answer], costs: RoundTimes, batch: int, *, turns: int = 3, noise: float = 0.03
 ) -> float:
-    """Over full depth, of one planner that learns on."""
+    """The speed-up over full depth of one planner that keeps learning."""
     planner, chance, full, auto = new_planner(24, AGREEMENT), random.Random(1), 0.0, 0.0
     for _ in range(turns):
         for i in range(0, len(its), batch):
@@ -69,7 +69,7 @@ def test_drafts_that_stand_are_worth_their_rows(batch: int) -> None:
 
 @pytest.mark.parametrize("batch", [4, 8])
 def test_the_last_of_a_batch_gains_though_drafts_stand_for_half_of_it(batch: int) -> None:
-    """Rows go to those that they have not helped yet."""
+    """Rows go to the requests that they have not helped yet."""
     some, others = answers(16, right=0.9), answers(16, right=0.3)
     mixed = [answer for pair in zip(some, others, strict=True) for answer in pair]
     assert speedup(mixed, times(0.35 / batch), batch) > 1.0

@@ -1,4 +1,4 @@
-"""The soak of the server: its clients, what it takes for a fault, its table."""
+"""The soak of the server: its clients, its faults, its table."""
 
 from __future__ import annotations
 

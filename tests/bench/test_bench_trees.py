@@ -1,4 +1,4 @@
-"""What the comparison of trees and chains of drafts counts. Nothing is timed."""
+"""The counts of the comparison of trees and chains of drafts. Nothing is timed."""
 
 from __future__ import annotations
 

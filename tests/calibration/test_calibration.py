@@ -1,4 +1,4 @@
-"""Learn then Test: its p-values, its guarantee; and a calibration holds for its model alone."""
+"""Learn then Test: its p-values, its guarantee; a calibration is valid for its model alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GRID = (1.0, 0.8, 0.4, 0.0)
 
 @pytest.fixture(scope="module")
 def found(model: eecore.Model) -> Calibration:
-    """Delta so large that exits pass although a random model's differ from its last layer."""
+    """A calibration with a delta so large that the exits of a random model pass."""
     return calibrate(model, PROMPTS, delta=0.99, epsilon=0.4, grid=GRID, max_tokens=4)
 
 

@@ -53,7 +53,7 @@ def test_graphs_need_the_pools_of_torchs_own_allocator(monkeypatch: pytest.Monke
 
 
 class Held:
-    """Something of CUDA, made of anything."""
+    """A stand-in for an object of CUDA."""
 
     def __init__(self, *_: object) -> None: ...
 

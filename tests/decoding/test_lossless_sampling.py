@@ -41,7 +41,7 @@ Joint = dict[tuple[int, ...], float]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
-    """Drafts of this model are right about as often as wrong, and its distributions are broad."""
+    """A model with broad distributions whose drafts are accepted about half of the time."""
     directory = write_model(
         tmp_path_factory.mktemp("eleven"),
         tokenizer=False,

@@ -46,7 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def headed(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
-    """As ``agreeing``, with a draft head."""
+    """The model ``agreeing`` with a draft head."""
     directory = write_model(tmp_path_factory.mktemp("headed"), seed=3, num_hidden_layers=5)
     scale_layers(directory, {2: 0.2, 3: 0.1, 4: 0.2})
     write_pack(directory / "exits", load(directory), follows_tokens=True)

@@ -1,4 +1,4 @@
-"""Decoding programs: who shares one, or is launched ahead of what is known, gets its own tokens."""
+"""Decoding programs: a request that shares one or is launched ahead has the tokens it has alone."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def check_same(got: list[Output], expected: list[Output]) -> None:
 
 
 def test_policies_mix_as_data_of_one_program(tiny: eecore.Model) -> None:
-    """Full, fixed and confident rows share a run; what each gets is what it gets alone."""
+    """Full, fixed and confident rows share a run; each has the output that it has alone."""
     mixed: list[Exit] = [
         Full(),
         policy_of("softmax", "plain", "each"),
@@ -229,7 +229,7 @@ def test_a_seed_draws_the_same_after_a_preemption(agreeing: eecore.Model, policy
 def test_lossless_whatever_the_number_of_rows(
     agreeing_directory: Path, dtype: str, batch: int
 ) -> None:
-    """28 to 224 rows a verification: each rounds as it does where it decodes at full depth."""
+    """Verifications of 28 to 224 rows, each of which rounds as in decoding at full depth."""
     model = load(agreeing_directory, dtype=dtype, kv_cache_tokens=4096)
     prompts = random_prompts(*[3 + i % 5 for i in range(batch)], seed=batch)
     settings: dict[str, Any] = {"max_tokens": 21, "ignore_eos": True, "logprobs": 0}
@@ -496,7 +496,7 @@ def test_on_cuda_a_captured_run_waits_for_nothing_and_allocates_nothing(
 def test_a_program_that_was_loaded_halfway_is_loaded_again(
     agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
-    """One more row came into a program whose rows would have gone on otherwise."""
+    """A row joins a program whose other rows would have gone on."""
     policy, prompts = ConfidentExit(0.35), random_prompts(4, 4, 4, 4, seed=6)
     sampling = SamplingParams(max_tokens=9, ignore_eos=True)
     expected = [

@@ -77,7 +77,7 @@ def test_other_families(tmp_path: Path, family: str) -> None:
 def test_max_tokens_is_met_exactly(
     agreeing: eecore.Model, full_tokens: list[list[int]], max_tokens: int
 ) -> None:
-    """Edges around d = 4: a round never drafts what could not be emitted."""
+    """Edges around d = 4: a round never drafts tokens that could not be emitted."""
     outputs = eecore.generate(
         agreeing, PROMPTS, exit=SelfSpeculative(2, 4), max_tokens=max_tokens, ignore_eos=True
     )

@@ -1,4 +1,4 @@
-"""What README and docs/ say of commands, options, variables, names and files is so."""
+"""README and docs/ are right about commands, options, variables, names and files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def words_of(command: str) -> list[str]:
 
 
 def said(page: str, program: str) -> list[list[str]]:
-    """What a page has a program do."""
+    """The commands of a program on a page."""
     return [words[1:] for words in commands(page) if words[0] == program and len(words) > 1]
 
 

@@ -43,7 +43,7 @@ def test_much_that_is_left_is_merged_by_many_blocks() -> None:
 
 
 def test_calls_take_turns_with_what_they_count_in() -> None:
-    """As the layers of a graph that runs again and again do: every run with other lengths.
+    """Calls share counters as the layers of a replayed graph do: each run has other lengths.
 
     What a block leaves is ordered before what the last one reads, whichever that is.
     """

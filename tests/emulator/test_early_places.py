@@ -1,4 +1,4 @@
-"""What kernels read of rows' places before they wait for the one ahead, and the promise for it."""
+"""Rows' places that kernels read before they wait for the kernel ahead, and the promise for it."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, setting: str, call: dict[str, Any]) -
 
 
 def test_what_a_run_on_a_gpu_tries_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever EECORE_CUDA_TUNING says; places may have to wait, rows to be made ahead."""
+    """Any EECORE_CUDA_TUNING gives the same: places that have to wait, rows that are made ahead."""
     call = attention_call(CASES["decode"], torch.bfloat16, CPU)
     x, norm = torch.randn(20, 128).bfloat16(), torch.rand(128).bfloat16()
     weight = torch.randn(512, 128).bfloat16()

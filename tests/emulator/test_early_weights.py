@@ -1,4 +1,4 @@
-"""Which weights are on their way before a kernel waits for the one ahead of it."""
+"""The weights that are in flight before a kernel waits for the one ahead of it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ FAULTS = {
 
 
 def run_fault(name: str, faulty: bool) -> tuple[str, torch.Tensor]:
-    """What the emulator says of a kernel, and what the kernel wrote."""
+    """The emulator's message about a kernel, and the kernel's output."""
     data = torch.arange(4.0 * NUM_THREADS)
     out = torch.zeros(3 * NUM_THREADS)
     message = ctypes.create_string_buffer(2000)

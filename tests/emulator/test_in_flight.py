@@ -35,7 +35,7 @@ def test_a_ring_that_drains_is_found(faulty: bool, drained: int) -> None:
 
 
 def promised(m_tiles: int, blocks: int) -> int:
-    """Bytes under way to a block: csrc/cuda/skinny_launch.cuh, with room for all stages."""
+    """Bytes in flight to a block by csrc/cuda/skinny_launch.cuh, with room for all stages."""
     stage = 4 * m_tiles * THREADS * 16
     wanted = ceil_div(WANTED_BYTES * DEVICE.num_multiprocessors, blocks * stage)
     return min(wanted, MAX_STAGES - 1) * stage
@@ -81,7 +81,7 @@ def products(dtype: torch.dtype) -> dict[str, tuple[Callable[[], object], int]]:
 def test_a_weight_is_on_its_way_as_far_as_its_ring_promises(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Across the ends of tiles, too, and with rows that are made ready before the first wait."""
+    """Also across the ends of tiles, and with rows that are prepared before the first wait."""
     emulated.route(monkeypatch)
     for name, (run, m_tiles) in products(dtype).items():
         with emulated.counting() as counted:

@@ -46,7 +46,7 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
 
 
 def assert_idle(engine: AsyncEngine) -> None:
-    """Nothing is left once the step that may be running is done."""
+    """No request or page is left once the running step is done."""
     inner = engine.engine
     assert isinstance(inner, eecore.Engine)
     until(lambda: not (inner.has_unfinished or engine.num_streams))
@@ -254,7 +254,7 @@ def test_a_loop_that_shuts_down_in_the_middle_leaves_nothing(agreeing: eecore.Mo
 
 @pytest.fixture
 def engine(agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncEngine]:
-    """Whatever happens with it, in the end nothing is left."""
+    """An engine that has to be idle at the end of the test."""
     monkeypatch.setattr(worker, "LOOK_S", 30.0)  # no caller has to be looked for
     engine = agreeing.async_engine()
     yield engine

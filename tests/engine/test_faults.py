@@ -1,4 +1,4 @@
-"""What one request does wrong ends that request: the others never notice."""
+"""A fault of one request ends that request; other requests are not affected."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def names_the_bad(given: Any) -> bool:
-    """Whether the bad request is among what a function is given."""
+    """Whether the bad request is among the arguments of a function."""
     if isinstance(given, Sequence):
         return given.request_id == BAD
     if isinstance(given, TextStream):
@@ -317,7 +317,7 @@ def test_logits_of_nan_end_every_request(
 
 
 def test_a_row_of_nan_does_not_hold_back_those_that_leave_together(fragile: eecore.Model) -> None:
-    """They have what they have without it."""
+    """The other rows give the same as without it."""
     policy = ConfidentExit(0.0, batch="all", min_exit_layer=3)
     requests = [(prompt, policy, GREEDY) for prompt in PROMPTS]
     expected = run_all(fragile.engine(), requests)

@@ -47,7 +47,7 @@ def requests(agreeing: eecore.Model) -> list[Request]:
 
 
 def drive(driver: Driver, requests: list[Request]) -> None:
-    """Requests that come at different times, a cancel, a hold."""
+    """Requests that arrive at different times, a cancel, a hold."""
     for number, request in enumerate(requests[:4]):
         driver.add(request, str(number))
     for _ in range(3):

@@ -48,7 +48,7 @@ REQUESTS = make_requests(64)
 
 
 def same(output: Output, alone: Output) -> bool:
-    """Equal in all but what a shortened greedy draft changes: which tokens were drafted."""
+    """Whether outputs are equal, except for the drafted tokens, which shortened drafts change."""
     drafting = output.stats.drafted or alone.stats.drafted
     layers_equal = output.exit_layers == alone.exit_layers
     return (

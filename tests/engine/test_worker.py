@@ -1,4 +1,4 @@
-"""One engine for all callers of a model: threads, open streams, those who leave in the middle."""
+"""One engine for all callers of a model: threads, open streams, callers that stop in the middle."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 @pytest.fixture
 def model(agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[eecore.Model]:
-    """Whatever happens with it, in the end nothing is left."""
+    """A model whose engine has to be idle at the end of the test."""
     monkeypatch.setattr(module, "LOOK_S", 30.0)  # no caller has to be looked for
     yield agreeing
     assert_idle(agreeing.shared_engine())
 
 
 def assert_idle(worker: Worker) -> None:
-    """Nothing is left once the step that may be running is done."""
+    """No request or page is left once the running step is done."""
     until(lambda: not (worker.engine.has_unfinished or worker.num_unfinished or worker._names))
     assert not worker.engine.requests
     assert not worker.engine.has_unfinished
@@ -196,7 +196,7 @@ def test_a_stream_that_is_not_read_is_put_on_hold(model: eecore.Model) -> None:
 
 
 def test_pages_of_unread_streams_are_there_for_others(agreeing: eecore.Model) -> None:
-    """A cache for one of them; those who are read finish, and in the end so do the others."""
+    """The cache holds one of them; streams that are read finish, and later the others do too."""
     model = eecore.Model(
         agreeing.network, agreeing.tokenizer, eecore.EngineConfig(64, 4), agreeing.run_program
     )
@@ -243,7 +243,7 @@ def test_closing_dropping_and_collecting_a_stream_cancels_its_requests(
 
 
 def test_a_client_that_is_lost_without_a_close_is_noticed(model: eecore.Model) -> None:
-    """Such as by an interrupt between two lines: Python itself says so, whatever it was doing."""
+    """An interrupt between two lines may lose it; Python's finaliser reports that."""
     worker = model.shared_engine()
     client = Client(worker)
     client.open([worker.engine.prepare(PROMPTS[0], sampling=LONG)])
@@ -280,7 +280,7 @@ def test_a_thread_that_dies_ends_no_other(model: eecore.Model) -> None:
 
 @contextmanager
 def interrupted(nth: int) -> Iterator[list[bool]]:
-    """Raise KeyboardInterrupt where this thread begins the n-th line of what callers run."""
+    """Raise KeyboardInterrupt where this thread begins the n-th line of the callers' code."""
     files = {callers.__file__, module.__file__, generation.__file__}
     count, hit = 0, list[bool]()
 
@@ -373,7 +373,7 @@ def test_a_thousand_interrupts(model: eecore.Model) -> None:
 
 
 def test_a_call_from_a_signal_handler(model: eecore.Model) -> None:
-    """In the middle of another call of the same thread."""
+    """The handler runs in the middle of another call of the same thread."""
     texts: list[list[int]] = []
     before = signal.signal(signal.SIGUSR1, lambda *_: texts.append(alone(model, 0)))
     try:
@@ -389,7 +389,7 @@ def test_a_call_from_a_signal_handler(model: eecore.Model) -> None:
 def test_a_call_from_the_thread_that_steps_is_refused(
     model: eecore.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as one of a finaliser: it would wait for itself."""
+    """Such a call, of a finaliser for one, would wait for itself."""
     refusals: list[RuntimeError] = []
     step = Engine.step
 
@@ -418,7 +418,7 @@ def test_who_is_closed_before_it_is_opened_leaves_nothing(model: eecore.Model) -
 
 
 def test_a_name_goes_on_at_once(model: eecore.Model) -> None:
-    """Though the request that had it leaves when the step that is running is done."""
+    """The name is free at once, though its request ends only with the running step."""
 
     async def main() -> list[int]:
         engine = model.async_engine()
@@ -515,7 +515,7 @@ def test_the_worker_ends_when_it_is_not_needed(
 def test_kernels_run_on_as_many_threads_as_the_caller_says(
     model: eecore.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch keeps the number for each thread by itself, and the worker has one of its own."""
+    """torch keeps the number per thread, and the worker has a thread of its own."""
     whole, seen = Iterations.iterate, set[int]()
 
     def watched(*args: Any, **settings: Any) -> Any:
@@ -616,7 +616,7 @@ def test_a_client_without_requests_has_nothing_to_read(model: eecore.Model) -> N
 
 
 def test_the_requests_of_a_call_arrive_together(model: eecore.Model) -> None:
-    """No step has some of them and not the others: a policy may look at the whole batch."""
+    """Each step has all of them or none: a policy may look at the whole batch."""
     shared = callers.Callers()
     client = Client(shared)
     worker = model.shared_engine()

@@ -106,11 +106,11 @@ def prepare() -> None:
 
 
 class Left(BaseException):
-    """Why a caller stops reading: any exception of its own."""
+    """The exception by which a caller stops reading."""
 
 
 class Caller:
-    """One caller: what it asks for, how it reads, and how it leaves."""
+    """One caller: its requests, how it reads, and how it stops."""
 
     def __init__(self, random: Random) -> None:
         self.requests = random.choices(REQUESTS, k=random.choice((1, 1, 1, 3)))
@@ -133,7 +133,7 @@ class Caller:
 
     @property
     def stays(self) -> bool:
-        """Whether it reads to the end."""
+        """Whether the caller reads to the end."""
         is_stopped = self.cancels if self.is_async else self.interrupted_at
         return not is_stopped and (self.whole or self.leaves_after is None)
 
@@ -292,7 +292,7 @@ def interrupted(nth: int | None, error: type[BaseException] = Left) -> Iterator[
 
 @contextlib.contextmanager
 def broken(engine: eecore.Engine, nth: int | None) -> Iterator[None]:
-    """The n-th step fails, for all requests."""
+    """Fail the n-th step, for all requests."""
     whole, count = Scheduler.schedule, 0
 
     def counted(scheduler: Scheduler) -> list[Work]:
@@ -335,7 +335,7 @@ def run_loop(
 
 
 def check_idle(model: eecore.Model, engines: list[AsyncEngine]) -> None:
-    """Nothing is left."""
+    """No request, page, queue or thread is left."""
     worker = model.shared_engine()
     engine = worker.engine
     for _ in range(2):  # streams in cycles, then tasks of closed loops
@@ -354,7 +354,7 @@ def check_idle(model: eecore.Model, engines: list[AsyncEngine]) -> None:
 
 @nothing_done_again()
 def one(random: Random) -> bool:
-    """One crowd of callers."""
+    """Try one crowd of callers."""
     try:
         return _one(random)
     except BaseException:

@@ -36,7 +36,7 @@ DTYPES = (
 
 
 def one(random: Random) -> bool:
-    """A call of a random op."""
+    """Try a call of a random op."""
     _C.set_cpu_capability(random.choice(cases.cpu_capabilities()))
     torch.set_num_threads(random.choice((1, 1, 2, 3)))
     call = op_calls.random_call(random.choice(ops.OP_NAMES), random)
@@ -51,7 +51,7 @@ def one(random: Random) -> bool:
 
 
 def changed_call_is_served(call: Call, random: Random) -> bool:
-    """Whether a call runs in which something has been changed; that it keeps what is promised."""
+    """Whether a changed call runs; a refusal must have written nothing."""
     changed = dataclasses.replace(call, arguments=dict(call.arguments))
     for _ in range(random.choice((1, 1, 2))):
         random.choice(CHANGES)(changed, random)
@@ -77,7 +77,7 @@ def _written(op: str, arguments: Arguments) -> list[Tensor]:
 
 
 class Memory:
-    """What the memory of some tensors held, to the bit."""
+    """A copy of the memory of some tensors, to the bit."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         storages = {
@@ -103,7 +103,7 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def bytes_within(tensor: Tensor) -> Tensor:
-    """Which bytes of its storage a tensor's elements are."""
+    """A mask of the bytes of a tensor's storage that its elements use."""
     size = tensor.element_size()
     inside = torch.zeros(tensor.untyped_storage().nbytes() // size, dtype=torch.bool)
     if tensor.numel() > 0:
@@ -128,7 +128,7 @@ def _assert_apart(written: list[Tensor], arguments: Arguments, op: str) -> None:
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
-    """Residual streams may be where they were."""
+    """Whether two tensors are one: residual streams may be updated in place."""
     return (
         tensor.data_ptr() == other.data_ptr()
         and tensor.shape == other.shape
@@ -209,7 +209,7 @@ def another_device(call: Call, random: Random) -> None:
 
 
 def shared_memory(call: Call, random: Random) -> None:
-    """Something that is written lies where another tensor does, or close to it."""
+    """Let a written tensor overlap another one, or lie close to it."""
     names = [
         name for name in op_calls.written(call.op) if isinstance(call.arguments.get(name), Tensor)
     ]
@@ -248,7 +248,7 @@ def nothing(call: Call, random: Random) -> None:
 
 
 def something(call: Call, random: Random) -> None:
-    """A tensor where there was none."""
+    """Give a tensor where there was none."""
     names = [name for name, value in call.arguments.items() if value is None]
     if names:
         _, tensor = _some_tensor(call, random)
@@ -256,7 +256,7 @@ def something(call: Call, random: Random) -> None:
 
 
 def indices(call: Call, random: Random) -> None:
-    """Integers that are far off."""
+    """Set integers to numbers far out of bounds."""
     name, tensor = _some_tensor(call, random)
     if tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.numel() == 0:
         return
@@ -269,7 +269,7 @@ def indices(call: Call, random: Random) -> None:
 
 
 def a_bit(call: Call, random: Random) -> None:
-    """One of a tensor's bits: a place of a packed row, or what is packed there, for one."""
+    """Flip a bit of a tensor, such as of a packed row or of its offset."""
     tables = [name for name in call.tensors if name.endswith("table")]
     if tables and random.random() < 0.5:
         name = random.choice(tables)

@@ -57,7 +57,7 @@ PARTS: dict[str, Any] = {}
 
 
 def prepare() -> None:
-    """Small limits."""
+    """Set small limits."""
     chat_template.SECONDS, chat_template.CHARACTERS = 0.1, 1 << 18
     PARTS["oracle"] = _oracle()
 
@@ -83,7 +83,7 @@ def one(random: Random) -> bool:
 
 
 def _without_places(text: str) -> str:
-    """Where in memory an object is, is chance; and filters may change how that is written."""
+    """A text without objects' addresses, which are random and which filters may change."""
     return re.sub("0x[0-9a-f]*", "0x", text, flags=re.IGNORECASE)
 
 

@@ -1,4 +1,4 @@
-"""The frame of the fuzzers: a seed is an input, and what falls over is known by its seed.
+"""The harness of the fuzzers: a seed is an input, and a failing input is known by its seed.
 
 A class of inputs is a module ``fuzz_<name>.py`` in this folder. It has
 
@@ -56,7 +56,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def try_one(one: Callable[[Random], bool], random: Random) -> tuple[str, str]:
-    """What became of an input, and the error if it is a finding."""
+    """The verdict on an input, and the error if it is a finding."""
     try:
         return ("served" if one(random) else "refused"), ""
     except AssertionError:
@@ -67,7 +67,7 @@ def try_one(one: Callable[[Random], bool], random: Random) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Finding:
-    """An input that fell over.
+    """An input that failed.
 
     Attributes:
         kind: "crash", "hang", "wrong" or "foreign".
@@ -83,7 +83,7 @@ class Finding:
 
 @dataclass
 class Tally:
-    """How a class of inputs did."""
+    """The results of a class of inputs."""
 
     name: str
     counts: Counter[str] = field(default_factory=Counter)
@@ -102,7 +102,7 @@ class Tally:
             self.findings.append(Finding(seed, verdict, text))
 
     def row(self) -> dict[str, Any]:
-        """As JSON."""
+        """The tally as a row of JSON."""
         kinds = ("served", "refused", "crash", "hang", "wrong", "foreign")
         return {
             "inputs": self.inputs,
@@ -123,12 +123,12 @@ def run(
     """Try the inputs of a class from seed ``first`` on, until one of the limits is reached.
 
     Args:
-        name: of the class.
-        first: seed of the first input.
-        inputs: most inputs.
-        seconds: most time; the input that is being tried then is the last.
-        command: what is put before the child's command line.
-        environment: what is added to the child's environment.
+        name: the class's name.
+        first: the seed of the first input.
+        inputs: the maximum number of inputs.
+        seconds: the maximum time; the input that is running then is the last.
+        command: words before the child's command line.
+        environment: variables to add to the child's environment.
     """
     limit = getattr(module_of(name), "LIMIT_S", LIMIT_S)
     tally, seed, started = Tally(name), first, time.monotonic()
@@ -154,7 +154,7 @@ def _child(
     command: tuple[str, ...],
     environment: dict[str, str] | None,
 ) -> Iterator[tuple[int, str, str]]:
-    """Seed, verdict and error of each input that one child tries; of its death too."""
+    """Seed, verdict and error of each input that one child tries, its crash included."""
     reads, writes = os.pipe()
     numbers = [str(-1 if number is None else number) for number in (first, stop, writes)]
     path = os.pathsep.join([str(FOLDER), *filter(None, sys.path)])
@@ -194,7 +194,7 @@ def _child(
 
 
 class _Reports:
-    """What a child says, from a pipe."""
+    """Reports of a child, from a pipe."""
 
     def __init__(self, reads: int) -> None:
         self._reads = reads
@@ -216,7 +216,7 @@ class _Reports:
 
 
 def main(name: str, first: int, stop: int, reports: int) -> None:
-    """What the child does: try seeds, and say so before and after each."""
+    """The child's main: try seeds, and report before and after each."""
 
     def report(kind: str, seed: int, text: str = "") -> None:
         os.write(reports, json.dumps([kind, seed, text[-4000:]]).encode() + b"\n")

@@ -51,7 +51,7 @@ class Soak:
     """The clients of one engine.
 
     Attributes:
-        finished, cancelled, tokens: counted.
+        finished, cancelled, tokens: counts.
     """
 
     engine: Engine
@@ -67,7 +67,7 @@ class Soak:
         self._held: set[str] = set()
 
     def run(self, steps: int) -> None:
-        """So many steps."""
+        """Run so many steps."""
         for _ in range(steps):
             self._clients()
             for step in self.engine.step():
@@ -82,7 +82,7 @@ class Soak:
             self._cancel(name)
 
     def _clients(self) -> None:
-        """What clients do between two steps."""
+        """The clients' calls between two steps."""
         chance, engine = self.chance, self.engine
         while len(self._running) < 6 and (not self._active or chance.random() < 0.5):
             number = chance.randrange(fuzz_engine.NUM_REQUESTS)
@@ -120,13 +120,13 @@ class Soak:
 
 
 def rss_mb() -> float:
-    """Memory of this process that is resident, in 2**20 bytes."""
+    """Resident memory of this process, in 2**20 bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def sample(soak: Soak, started: float) -> Sample:
-    """How it stands; the books have to agree."""
+    """The figures now; the engine's books have to agree."""
     check_books(soak.engine)
     pages = soak.engine.pages
     unfinished = soak.engine.requests.values()

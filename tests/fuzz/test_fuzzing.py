@@ -65,7 +65,7 @@ def test_every_kind_of_finding_has_its_seed(name: str) -> None:
 def test_a_campaign_ends_in_time_and_goes_on_from_its_seed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock goes on whenever it is read, by ten milliseconds."""
+    """The clock advances by ten milliseconds whenever it is read."""
     clock = itertools.count(0, 10)
     monkeypatch.setattr(fuzzing, "time", SimpleNamespace(monotonic=lambda: next(clock) / 1000))
     tally = fuzzing.run(name, first=9, seconds=1.0)

@@ -1,4 +1,4 @@
-"""Drafts by the first layers for another engine's texts: always those of eecore's own engine."""
+"""Drafts by the first layers for another engine's texts equal those of eecore's own engine."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_texts_come_go_and_change_places(whole: eecore.Model, first: LlamaModel)
 def test_only_what_is_new_goes_through_the_layers(
     first: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A text that goes on, in another place, or that comes back after it was away."""
+    """A text may go on, move to another row, or come back after it was away."""
     mine, (a, b) = drafter(first), texts(300, 200)
     sizes: list[int] = []
     layers = LlamaModel.layers

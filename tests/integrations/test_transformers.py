@@ -1,4 +1,4 @@
-"""Models of transformers on eecore's engine: its own calls, its own tokens, its memory once."""
+"""Models of transformers on eecore's engine: transformers' calls and tokens, weights held once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def llama(directory: Path) -> PreTrainedModel:
 
 
 def batch(*lengths: int, pad: int = 0) -> dict[str, Any]:
-    """Prompts padded on the left, greedy, with end tokens that come."""
+    """A batch of prompts padded on the left, greedy, with end tokens that occur."""
     prompts = random_prompts(*lengths, seed=5)
     longest = max(lengths)
     rows = [[pad] * (longest - len(prompt)) + prompt for prompt in prompts]

@@ -1,4 +1,4 @@
-"""The proposer that vLLM asks: its settings and refusals, and a real vLLM's tokens.
+"""The proposer for vLLM: its settings and refusals, and a real vLLM's tokens.
 
 vLLM lives in an environment of its own: that of ``python -m bench peers``, or of the interpreter
 that EECORE_VLLM_PYTHON names. The tests that need it are skipped where there is none.
@@ -32,7 +32,7 @@ START_TIMEOUT_S = 300
 
 
 def config(model: Path | str, **changes: Any) -> Any:
-    """As much of vLLM's config as the proposer reads."""
+    """The fields of vLLM's config that the proposer reads."""
     settings = {
         "exit_layer": 2,
         "num_drafts": 3,
@@ -202,7 +202,7 @@ def start() -> Iterator[Starts]:
 
 
 def test_greedy_tokens_are_those_of_vllm_alone(start: Starts) -> None:
-    """Chunked prompts, answers that outgrow the cache, prompts that come as others end."""
+    """Prompts are chunked, answers outgrow the cache, and prompts arrive as others end."""
     said = random.Random(0)
     sentences = ["turn the kitchen lights down", "what is the temperature", "open the garage door"]
     tokenizer = eecore.load(kv_cache_tokens=256).tokenizer

@@ -1,4 +1,4 @@
-"""GGUF files run as they are: what their blocks stand for, in every exit mode."""
+"""GGUF files run as they are, with the numbers of their blocks, in every exit mode."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPTS = random_prompts(5, 1, 23, 9, 2, 40, seed=2)
 
 
 def floats(matrix: ops.Matrix) -> torch.Tensor:
-    """[..., out_features, in_features] of what a matrix stands for."""
+    """The numbers of a matrix, [..., out_features, in_features]."""
     if matrix.table is None:
         return matrix.weight
     rows = ops.unpack_weight(matrix.weight, matrix.table.flatten())

@@ -41,7 +41,7 @@ INPUTS = random_prompts(1, 7, MAX_SKINNY_ROWS + 8)
 
 @pytest.fixture(scope="session")
 def t5_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The upper half of the decoder changes less than the lower one."""
+    """A T5 whose upper half of the decoder changes less than the lower one."""
     return write_t5(tmp_path_factory.mktemp("t5"), deep_gain=0.3)
 
 

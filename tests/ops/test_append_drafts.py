@@ -1,4 +1,4 @@
-"""append_drafts: what ends a draft, what is kept of a token, who is left alone."""
+"""append_drafts: the ends of a draft, the kept fields of a token, the untouched rows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Drafting:
         return hidden, self.rounds.whole(VOCAB_SIZE, rows), self.rounds.uniform(rows)
 
     def drop_done(self) -> None:
-        """Let the active rows that are done make room for the others."""
+        """Remove the active rows that are done."""
         goes_on = ~self.round.done[self.active.row.long()]
         names = ("row", "positions", "slot_mapping", "seq_lens", "page_table", "token_ids")
         self.active = self.active._replace(

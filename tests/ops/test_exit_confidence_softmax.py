@@ -110,7 +110,7 @@ def test_rows_with_strides(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("start", [1, 4])
 def test_rows_that_start_anywhere(start: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Beside 16-byte boundaries, and between elements that are not to be read."""
+    """Rows are off 16-byte boundaries, between elements that must not be read."""
     case = random_case(9, 131, 323, dtype, device)
     expected = ops.exit_confidence_softmax(**case, eps=1e-5)
     for name, value in case.items():

@@ -1,4 +1,4 @@
-"""exit_rows: who is measured and accepted, who leaves, with what, and who is left alone."""
+"""exit_rows: rows that are measured, accepted, exit, and stay untouched."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def exit_rows(
     decide: bool = True,
     cumulative: bool = False,
 ) -> tuple[ops.ExitingRows, Tensor, Tensor]:
-    """New rows, slot mapping and lengths, row by row; see eecore.ops.exit_rows."""
+    """The reference: new rows, slot mapping and lengths, row by row; see eecore.ops.exit_rows."""
     rows = ops.ExitingRows(*(tensor.clone() for tensor in given))
     slot_mapping, seq_lens = active.slot_mapping.clone(), active.seq_lens.clone()
     if confidence is None and head is not None:
@@ -68,7 +68,7 @@ def exit_rows(
 
 
 class Point:
-    """An exit point after LAYER layers: random rows, of which some have left or are out."""
+    """An exit point after LAYER layers: random rows, some of which have exited or are inactive."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ def test_matches_the_reference(
 @pytest.mark.parametrize("with_head", [True, False])
 @pytest.mark.parametrize("num_active", BATCH_SIZES)
 def test_any_batch(num_active: int, with_head: bool, device: torch.device) -> None:
-    """Measured without anybody leaving, then once more with other confidences."""
+    """Rows are measured without exits, then again with other confidences."""
     point = Point(num_active, 16, device=device)
     given: dict[str, Any] = {"thresholds": point.thresholds}
     given |= {"head": point.head} if with_head else {"confidence": point.head.confidence}
@@ -187,7 +187,7 @@ def test_any_batch(num_active: int, with_head: bool, device: torch.device) -> No
 def test_some_of_the_active_rows_are_asked(
     num_asked: int, with_head: bool, device: torch.device
 ) -> None:
-    """Rows that are not active, and not gone, keep those that leave together."""
+    """Inactive rows that have not exited hold back those that exit together."""
     point = Point(9, device=device, num_rows=13)
     asked = torch.arange(9 - num_asked, 9, dtype=torch.int32, device=device)
     head = ops.SoftmaxConfidence(*(tensor[:num_asked] for tensor in point.head))
@@ -198,7 +198,7 @@ def test_some_of_the_active_rows_are_asked(
 
 @pytest.mark.parametrize("unsure", [None, 1])
 def test_rows_leave_together(unsure: int | None, device: torch.device) -> None:
-    """One that is not sure enough holds back the others, but for those that leave alone."""
+    """One row below its threshold holds back the others, except rows that exit alone."""
     point = Point(4, device=device)
     rows = point.rows
     rows.gone.zero_()
@@ -267,7 +267,7 @@ def test_whole_rows_in_wide_accesses(device: torch.device) -> None:
 
 
 def measure_of(kind: str, hidden: torch.Tensor) -> Any:
-    """What rows are measured with; two linear layers whose work several blocks share on a GPU."""
+    """The measure of rows: two linear layers, whose work several blocks share on a GPU."""
     size, generator = hidden.shape[1], torch.Generator().manual_seed(2)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -403,7 +403,7 @@ def test_rows_are_measured_here_or_before() -> None:
     ],
 )
 def test_parts_of_a_measure_come_together(given: dict[str, Any], message: str) -> None:
-    """At the boundary, where other callers are."""
+    """Checked at the op's boundary, for callers without the wrapper."""
     point = Point(4)
     given = {name: point.hidden.clone() if value else None for name, value in given.items()}
     given = {"confidence": point.head.confidence} | given

@@ -24,7 +24,7 @@ def random_call(
     *,
     from_last: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of a call: rows that exit after any layer, some without a slot."""
+    """Arguments of a call: rows that exit after any layer; some have no slot."""
     generator = torch.Generator().manual_seed(num_tokens)
     slots = torch.randperm(4 * num_tokens + 4, generator=generator)[:num_tokens]
     slots[torch.rand(num_tokens, generator=generator) < 0.2] = -1

@@ -1,4 +1,4 @@
-"""Prompt lookup: drafts out of the text itself, and what comes of them."""
+"""Prompt lookup: drafts from the text itself, and the outputs with them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = [[7, 8, 9] * 5, *random_prompts(1, 23, 9, 31, seed=4), [3, 4, 5, 6, 3,
 
 
 def propose(text: list[int], longest: int, shortest: int, most: int) -> tuple[list[int], int]:
-    """What is looked up, by trying every n-gram at every place."""
+    """The reference proposal: tries every n-gram at every place."""
     for size in range(min(longest, len(text) - 1), shortest - 1, -1):
         for place in range(len(text) - 1, size - 1, -1):
             if text[place - size : place] == text[-size:]:
@@ -109,7 +109,7 @@ FILTERS = [
 def test_whatever_is_drawn_is_drawn_without_drafts(
     tiny: eecore.Model, filters: dict[str, Any]
 ) -> None:
-    """Not only the distribution: the tokens of a seed."""
+    """Not only the distribution is the same, but also the tokens of a seed."""
     sampling = [
         SamplingParams(max_tokens=40, ignore_eos=True, seed=seed, **filters)
         for seed in range(len(PROMPTS))
@@ -157,7 +157,7 @@ def test_preempted_requests_go_on(tiny: eecore.Model, tokens: int) -> None:
 
 
 def test_an_encoder_decoder(tmp_path: Any) -> None:
-    """Drafts out of what the decoder has said."""
+    """Drafts come from the decoder's own text."""
     model = load(write_t5(tmp_path, "t5"), kv_cache_tokens=1024)
     inputs = random_prompts(9, 4, seed=1)
     settings = {"max_tokens": 40, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Drafts out of past outputs: what is kept, what is found, and that no output depends on it."""
+"""Drafts from past outputs: what is kept and found; no output depends on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def text_of(prompt: list[int], output: list[int], stops: tuple[int, ...] = ()) -> Sequence:
-    """A request as far as it has come."""
+    """A request with a prompt and the tokens generated so far."""
     sampling = eecore.SamplingParams(stop_token_ids=list(stops))
     sequence = Sequence("a", prompt, sampling, Auto(), 0, frozenset())
     sequence.output_ids += output
@@ -105,7 +105,7 @@ PROMPTS = random_prompts(5, 23, 9, 31, seed=4)
 def test_asked_again_all_of_it_is_drafted_and_no_output_depends_on_it(
     tiny: eecore.Model, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a chooser that takes whatever past outputs propose, whatever that costs."""
+    """The chooser takes every proposal of past outputs, whatever it costs."""
 
     def pick(_: Chooser, _drafts: Any, given: Any, **__: Any) -> tuple[list[Proposal], float]:
         past = [[p for p in several if p.source == "past"] for several in given]

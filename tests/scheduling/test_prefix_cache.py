@@ -1,4 +1,4 @@
-"""The prefix cache: what requests share, who gives way to whom, and that no output tells."""
+"""The prefix cache: shared pages, evicted pages, and outputs that do not depend on either."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ FORMATS: dict[str, dict[str, str]] = {
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three layers, of which the last two change little, and a draft head."""
+    """A model of three layers, the last two of which change little, and a draft head."""
     directory = write_model(tmp_path_factory.mktemp("prefixes"), num_hidden_layers=3, seed=8)
     scale_layers(directory, {1: 0.3, 2: 0.3})
     write_pack(directory / "exits", eecore.load(directory), taps=(2,), follows_tokens=True)
@@ -72,7 +72,7 @@ def prompt_of(count: int, seed: int = 0) -> list[int]:
 
 
 def run(engine: Engine, prompt: list[int], exit: Exit | None = None, **fields: Any) -> Output:
-    """One request, by itself."""
+    """The output of one request that runs alone."""
     settings = {"max_tokens": 6, "ignore_eos": True, **fields}
     name = engine.add_request(prompt, exit=exit, sampling=SamplingParams(**settings))
     outputs = {step.request_id: step.output for step in engine.run()}
@@ -84,12 +84,12 @@ def run(engine: Engine, prompt: list[int], exit: Exit | None = None, **fields: A
 
 
 def cached(engine: Engine, prompt: list[int], exit: Exit | None = None) -> int:
-    """Positions of a prompt that come from the cache."""
+    """The number of a prompt's positions that come from the cache."""
     return run(engine, prompt, exit, max_tokens=1).stats.cached_tokens
 
 
 def bits(output: Output) -> tuple[Any, ...]:
-    """All that a request gives but its times and its work."""
+    """All of a request's output except its times and its work."""
     given = (output.token_ids, output.text, output.finish_reason)
     given += (output.logprobs, output.top_logprobs)
     return (*given, output.exit_layers, output.confidences)
@@ -271,7 +271,7 @@ def check_conversations(model: eecore.Model) -> None:
 
 
 def check_pages(engine: Engine, plain: EngineConfig, outputs: list[Output]) -> None:
-    """Every page that is found holds the very bits that a prompt's pass makes."""
+    """Every page that is found has to hold the bits of a prompt's pass."""
     cache = engine.pages._cache
     assert cache is not None
     seen = set()
@@ -305,7 +305,7 @@ def test_nor_does_that_of_another_family(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
 def test_nor_does_that_of_a_long_text(settings: dict[str, str], tmp_path: Path) -> None:
-    """Whose keys are split, found at places where no chunk began before."""
+    """The keys of a long text are split, and hits begin where no chunk began before."""
     directory = write_model(tmp_path, num_hidden_layers=2, max_position_embeddings=4096)
     model = eecore.load(directory, device="cpu", kv_cache_tokens=4096, **settings)
     plain = model.without_prefix_cache()
@@ -402,7 +402,7 @@ def test_no_request_loses_pages_while_cached_ones_are_left(model: eecore.Model) 
 
 
 def test_pages_in_use_stay_when_others_run_out(model: eecore.Model) -> None:
-    """Two that share a beginning, and a third for which there is room only when both are done."""
+    """Two requests share a beginning; a third one has room only when both are done."""
     config = EngineConfig(kv_cache_tokens=12 * PAGE, page_size=PAGE)
     engine = engine_of(model, config)
     prompt = prompt_of(24)
@@ -557,7 +557,7 @@ SMALL = [
 
 
 class Chance:
-    """Requests that begin like others, and what they give alone."""
+    """Requests that begin like others, and their outputs when they run alone."""
 
     def __init__(self, model: eecore.Model, seed: int) -> None:
         self.random = Random(seed)
@@ -567,7 +567,7 @@ class Chance:
         self.requests: list[Request] = []
 
     def request(self) -> int:
-        """The number of one that fits into the smallest of caches."""
+        """The number of a request that fits into the smallest cache."""
         random = self.random
         if self.requests and random.random() < 0.2:  # the very same once more
             return random.randrange(len(self.requests))

@@ -1,4 +1,4 @@
-"""Who runs in an iteration: order, budgets, chunks, preemption, drafts."""
+"""The requests of an iteration: order, budgets, chunks, preemption, drafts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Bench:
         return sequence
 
     def step(self, emitted: int = 1) -> list[Work]:
-        """Schedule, and pretend that the model ran: decoding works emit ``emitted`` tokens."""
+        """Schedule, and act as if the model ran: each decoding request emits ``emitted`` tokens."""
         works = self.scheduler.schedule()
         for work in works:
             sequence = work.sequence
@@ -175,7 +175,7 @@ def test_greedy_drafts_are_cut_rather_than_preempt() -> None:
 
 
 def test_sampled_drafts_preempt_rather_than_be_cut() -> None:
-    """The number of drafts decides which random numbers are drawn, so it must not vary."""
+    """The number of drafts decides the random numbers that are drawn, so it must not vary."""
     bench = Bench(kv_cache_tokens=16)
     spec = bench.add(6, 10, SelfSpeculative(1, 6), temperature=1.0)
     bench.scheduler.schedule()

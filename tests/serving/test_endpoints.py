@@ -1,4 +1,4 @@
-"""Answers as OpenAI's clients read them, and what they say beside."""
+"""Answers as OpenAI's clients read them, and their further fields."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_log_probabilities_of_no_other_tokens(server: Asker, stream: bool) -> No
 
 
 def test_tools_reach_the_template(endless: eecore.Model) -> None:
-    """A template that has no place for them passes over them; one that has gets them."""
+    """A template without a place for tools ignores them; one with a place gets them."""
     tokenizer = endless.tokenizer
     assert tokenizer is not None
     template = "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"

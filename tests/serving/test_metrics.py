@@ -1,4 +1,4 @@
-"""What is counted by policy and by depth."""
+"""Counters by policy and by depth."""
 
 from __future__ import annotations
 

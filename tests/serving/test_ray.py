@@ -122,7 +122,7 @@ def test_a_client_that_leaves_ends_its_request(address: str) -> None:
 
 
 def test_when_a_replica_is_killed_the_other_answers(address: str) -> None:
-    """What had not begun is answered, what had ends with an error, nothing hangs."""
+    """Requests that had not begun are answered, running ones end with an error, none hangs."""
     before = replicas()
     assert len(before) == 2
 

@@ -1,4 +1,4 @@
-"""What is refused, in OpenAI's shape, quickly, and without disturbing others."""
+"""Refusals in OpenAI's shape, quick, and without effect on other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server on a socket: OpenAI's own client, clients that leave, signals, what is counted."""
+"""A server on a socket: OpenAI's own client, clients that disconnect, signals, counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passages of a user's files, and what a model is asked about them."""
+"""Passages of a user's files, and the questions about them."""
 
 from __future__ import annotations
 

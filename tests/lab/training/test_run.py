@@ -1,4 +1,4 @@
-"""Whole runs on tiny models: they learn, they resume bit for bit, what they write can be loaded."""
+"""Whole runs on tiny models: they learn, resume bit for bit, and write files that load."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def small(steps: int = 20, **settings: Any) -> TrainingConfig:
 
 
 class Killed(Exception):
-    """Stands for a process that ends here."""
+    """An error that stands for the end of the process."""
 
 
 def killed_at(step: int) -> Any:
