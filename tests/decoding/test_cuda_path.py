@@ -112,7 +112,7 @@ def test_every_mode_gives_the_tokens_of_the_cpu(
 def test_a_head_with_keys_of_its_own_drafts_as_on_the_cpu(
     tiny_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    """It shares a batch with requests that exit early and that do not."""
+    """The batch also has requests that exit early and that do not."""
     config = json.loads((tiny_directory / "config.json").read_text())
     layout = Layout(fc_norm=True, own_embeddings=True, vocabulary_size=150)
     head = write_eagle(tmp_path / "head", config, layout, taps=(1, 3))
@@ -139,7 +139,7 @@ def test_a_head_with_keys_of_its_own_drafts_as_on_the_cpu(
 def test_a_seed_draws_the_tokens_of_the_cpu(
     tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """It shares a batch with a greedy request, with every filter and log-probabilities."""
+    """The batch also has a greedy request; every filter and log-probabilities are on."""
     policy = (POLICIES | {"verify": DraftAndVerify({1}, {2}, num_drafts=3)})[mode]
     sampling = [
         SamplingParams(max_tokens=5),
@@ -159,7 +159,7 @@ def test_a_seed_draws_the_tokens_of_the_cpu(
 def test_a_prompt_scores_as_on_the_cpu(
     tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """It shares a batch with unscored prompts; the longest prompt fills more than a slice."""
+    """The batch also has unscored prompts; the longest prompt fills more than a slice."""
     prompts = [*PROMPTS, *random_prompts(70)]
     sampling = [SamplingParams(max_tokens=1, prompt_logprobs=count) for count in (2, None, 0)] + [
         SamplingParams(max_tokens=0, prompt_logprobs=3)

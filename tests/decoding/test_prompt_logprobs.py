@@ -228,7 +228,7 @@ def test_logits_of_a_slice_are_in_memory_at_once(
 def test_a_preempted_prompt_is_scored_once(
     tiny: eecore.Model, monkeypatch: pytest.MonkeyPatch, steps: int, prefix_cache: bool
 ) -> None:
-    """It is preempted in the middle of its prompt, at its end, and while it generates."""
+    """Preemption comes in the middle of the prompt, at its end, and while it generates."""
     config = EngineConfig(256, PAGE, max_prefill_chunk=CHUNK, prefix_cache=prefix_cache)
     prompt = PROMPTS[-1]  # five chunks
     alone = scored(engine_of(tiny, config), prompt, max_tokens=6)

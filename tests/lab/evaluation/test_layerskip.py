@@ -264,7 +264,7 @@ def test_a_sweep_that_is_stopped_keeps_what_it_has(
     calls: int,
     pairs: int,
 ) -> None:
-    """It is stopped in the middle of a turn, at the end of one, and in the second round."""
+    """The stop comes in the middle of a turn, at the end of one, and in the second round."""
     data, out = tmp_path / "data.jsonl", tmp_path / "grid"
     data.write_text('{"input": "a"}\n{"input": "b"}\n')
     words = ["sweep", str(directory), "--data", str(data), "--max-tokens", "2", "--threads", "1"]
