@@ -41,13 +41,13 @@ SYSTEM = FOLDER / "system"
 SITE = FOLDER / "site"
 PYTHON = FOLDER / "python"
 
-# As qemu-aarch64 -L, with a name that a process can be started by again.
+# Like qemu-aarch64 -L, with a name by which a process can be started again.
 WRAPPER = """#!/bin/sh
 export QEMU_LD_PREFIX="{system}" QEMU_CPU="${{QEMU_CPU:-{processor}}}"
 export PYTHONHOME="{system}/usr" PYTHONPATH="{path}" PYTHONNOUSERSITE=1
 exec qemu-aarch64 -0 "$0" "{system}/usr/bin/{name}" "$@"
 """
-# apt's own books of arm64, beside those of this machine.
+# apt's lists for arm64, apart from those of this machine.
 APT = """
 Dir::State "{folder}";
 Dir::State::status "{folder}/status";
@@ -123,7 +123,7 @@ def _unpack_system(folder: Path) -> None:
     plan = run("apt-get", "install", "--simulate", "python3", "libstdc++6", **settings)
     packages = [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
     python = next(name for name in packages if name.startswith("python3."))
-    # With what they depend on the headers would bring those of C, which the compiler has.
+    # Without dependencies: these would bring C's headers, which the compiler has.
     headers = f"lib{python.removesuffix('-minimal')}-dev"
     run("apt-get", "download", *packages, headers, cwd=apt, **settings)
     for archive in apt.glob("*.deb"):

@@ -32,8 +32,8 @@ def heads_in_floats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 cpu_only = pytest.mark.skipif(DEVICE != "cpu", reason="about the CPU's kernels")
-# What a probability or its logarithm differs by when other rows run beside its own. On the CPU
-# a row rounds alike whatever runs beside it.
+# The difference of a probability or its logarithm in another batch. On the CPU a row rounds alike
+# in any batch.
 ROUNDING = 0.0 if DEVICE == "cpu" else 1e-4
 if DEVICE == "emulated":
     emulated.route(pytest.MonkeyPatch())  # for good

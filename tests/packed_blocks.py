@@ -10,7 +10,7 @@ import torch
 
 from eecore import ops
 
-# Where a block holds float16 numbers, and what they are for weights of about 1: scales, minima.
+# Offsets of a block's float16 numbers, and their values for weights of about 1: scales, minima.
 SCALES: dict[str, tuple[int, tuple[float, ...]]] = {
     "Q4_0": (0, (1 / 5,)),
     "Q4_1": (0, (1 / 5, -1.5)),

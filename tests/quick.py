@@ -29,7 +29,7 @@ WHOLE = {
     "scheduling": "pages scheduler",
     "serving": "cached_prompts depth endpoints metrics models refusals scored_prompts streams wire",
 }
-# Of these files the tests whose names begin so.
+# Prefixes of the quick tests of these files.
 SOME = {
     "cli/test_cli.py": ("test_generate", "test_every_exit_mode", "test_json", "test_wrong_usage"),
     "cli/test_cli_streams.py": ("test_arguments_of_all_kinds",),

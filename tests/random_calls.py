@@ -21,7 +21,7 @@ Arguments = dict[str, Any]
 # Arguments in the schema's order, and a check of them after the call against those before it.
 Checked = tuple[Arguments, Callable[[Arguments, Arguments], None]]
 EXACT = Tolerance(0.0, 0.0)
-# A step of float8: float32 may fall on another side of what is between two numbers.
+# A step of float8: float32 may round to the other side of a midpoint.
 FLOAT8_STEP = Tolerance(rtol=0.13, atol=2.0**-9)
 
 

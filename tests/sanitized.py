@@ -44,7 +44,7 @@ def environment() -> dict[str, str]:
     return {
         "PYTHONPATH": os.pathsep.join(path),
         "LD_PRELOAD": " ".join(map(str, runtimes())),
-        # What Python never frees is no leak, and what is too large is refused as it is elsewhere.
+        # Python never frees some memory; too large an allocation fails as without the sanitizer.
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }

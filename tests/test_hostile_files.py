@@ -39,7 +39,7 @@ STEP = {
 SOFTMAX = json.loads((default_model() / "calibration-softmax.json").read_text())
 CLASSIFIER = json.loads((default_model() / "calibration-classifier.json").read_text())
 
-# What no field of any file may be.
+# Values that no field of any file may have.
 NEVER: list[Any] = [{}, {"a": 1}, [[]], [{}], ["x", 1], 1e400, -1e400, math.nan, "\ud800", 10**299]
 
 

@@ -25,7 +25,7 @@ from eecore import ops
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
-# Of csrc/cpu what is built once, for all CPUs.
+# Files of csrc/cpu that are built once, for all CPUs.
 BASELINE = ("run.cpp", "crew.h", "crew.cpp")
 INCLUDE = ROOT / "include"
 PACKAGE = ROOT / "python" / "eecore"
@@ -134,7 +134,7 @@ def test_no_instruction_of_one_capability_leaks_into_another() -> None:
     """
     objects = sorted((ROOT / "build").glob("*/CMakeFiles/eecore_cpu_*.dir/csrc/cpu/*.o"))
     # Without optimisation include/'s are there as well, and the linker meets the portable first.
-    # What is of another machine is nothing that nm has to understand.
+    # nm need not read objects of another machine.
     others = {"sanitized", "aarch64"}
     objects = [path for path in objects if not others & set(path.parts)]
     nm = shutil.which("nm")
@@ -198,8 +198,8 @@ def imports(module: str, *, for_types: bool = True) -> frozenset[str]:
     return frozenset(found)
 
 
-# Each module or folder of the package, lowest first, and the rows above it that it may look at;
-# EVERYBODYS beside those. "eecore" is the root: to import from it is to look at all it re-exports.
+# Each module or folder of the package, lowest first, and the rows above it that it may import, as
+# well as EVERYBODYS. "eecore" is the root: an import from it imports all that it re-exports.
 EVERYBODYS = {"errors", "files", "textfiles", "values", "readable", "json_fields", "tensor_files"}
 FLOORS = {
     "errors": "",
@@ -243,7 +243,7 @@ FLOORS = {
     "calibration_file builtin hub config output",
     "__main__": "cli",
 }
-# What a floor may name in annotations alone.
+# Floors that a floor may name in annotations alone.
 FOR_TYPES = {"scheduling": {"exits", "output"}}
 
 

@@ -22,10 +22,10 @@ STREAMS_WEIGHTS = r"skinny_|exit_confidence_softmax_|kv_fill_(?:pairs_)?kernel"
 COMBINE = r"paged_attention_combine_kernel<(\w+), \d+> "
 MERGED_AT_ONCE, MERGED_IN_LAST_BLOCK = 16, 8  # results of spans
 ATTENTION = r"paged_attention_kernel<(\w+), (\d+), (?:true|false)> "
-INT8 = "signed char"  # of a weight's elements, which are the last argument
+INT8 = "signed char"  # the type of a weight's elements, the last argument
 PACKED = "Panel"
-# Of the permutations that put int8 below an exponent: selectors and exponents, either of which a
-# register may hold.
+# Selectors and exponents of the permutations that put int8 below an exponent; a register may hold
+# either.
 SPREADS = {"0x4140", "0x4342", "0x43434343", "0x64646464"}
 SKINNY = rf"skinny_linear_kernel<(\w+), (\d+), (\d+), (?:true|false), (\w+|{INT8})> "
 GATED = rf"skinny_gated_linear_kernel<(\w+), (\d+), (?:true|false), (\w+|{INT8})> "
@@ -123,7 +123,7 @@ def test_nothing_but_weights_and_places_is_read_before_the_wait(
         weights = set()
         if re.match(STREAMS_WEIGHTS, name):
             element = "LDG.E.U8" if INT8 in name else "LDG.E" if "float" in name else "LDG.E.U16"
-            # Of packed rows the table is read first, and those that lie apart by the number.
+            # For packed rows the table is read first, and separate rows are read number by number.
             packed = {"LDG.E.64", "LDG.E", "LDG.E.U16", "LDG.E.U8"}
             weights = {"LDGSTS", *(packed if PACKED in name else [element])}
         if name.startswith("skinny_append_kernel"):
@@ -246,13 +246,13 @@ def test_attention_multiplies_and_copies_as_its_tile_says(
     for match, code in of(kernels, ATTENTION):
         size, head_dim = (4 if match[1] == "float" else 2), int(match[2])
         step_keys = (16 if head_dim > 64 else 32) // (1 if size == 2 else 2)
-        products = 2 * step_keys * head_dim // 256 if size == 2 else 0  # of a step's keys
-        copies = step_keys * head_dim * size // 16 // 32  # of a lane and a step's keys
+        products = 2 * step_keys * head_dim // 256 if size == 2 else 0  # for a step's keys
+        copies = step_keys * head_dim * size // 16 // 32  # by a lane for a step's keys
         check_counts(
             code,
             is_recorded_compiler,
             match.string,
-            # Scores; values, of a whole step, those that are numbers, and infinities of both signs.
+            # Scores; values: those of a whole step, finite ones, and infinities of both signs.
             HMMA=5 * products,
             # Keys and values, all of them or one by one, when a stream begins and as it goes on.
             LDGSTS=2 * 2 * (copies + 1),
@@ -263,13 +263,13 @@ def test_the_skinny_products_multiply_and_copy_as_their_tiles_say(
     kernels: dict[str, Code], is_recorded_compiler: bool
 ) -> None:
     for match, m_tiles, n_tiles, code in skinny_products(kernels):
-        pieces = 2 if is_int8(match) and n_tiles <= 4 else 1  # of x, written out, to one of W
+        pieces = 2 if is_int8(match) and n_tiles <= 4 else 1  # unrolled pieces of x to one of W
         check_counts(
             code,
             is_recorded_compiler,
             match.string,
-            HMMA=0 if match[1] == "float" else 4 * pieces * m_tiles * n_tiles,  # of a chunk
-            LDGSTS=2 * 4 * m_tiles,  # when the stream begins and as it goes on
+            HMMA=0 if match[1] == "float" else 4 * pieces * m_tiles * n_tiles,  # for a chunk
+            LDGSTS=2 * 4 * m_tiles,  # at the start of the stream and as it goes on
         )
 
 
@@ -282,11 +282,11 @@ def test_int8_becomes_floats_two_at_a_time(kernels: dict[str, Code]) -> None:
         found += 1
         wait = next(i for i, line in enumerate(code.lines) if line.name == "DEPBAR")
         loop = code.lines[wait : last_of(code, "HMMA")]
-        pieces = 2 if n_tiles <= 4 else 1  # of a row, written out
+        pieces = 2 if n_tiles <= 4 else 1  # unrolled pieces of a row
         pairs = 2 * m_tiles * pieces * 16 // 2
         operands = [line.operands.split(", ") for line in loop if line.name == "PRMT"]
         assert sum(bool(SPREADS & set(those)) for those in operands) == pairs, match.string
-        # Those that round up are of a division of whole numbers, where a tile ends.
+        # Conversions that round up belong to a division of whole numbers at the end of a tile.
         bytes_to_floats = [x for x in loop if x.name == "I2F" and not x.opcode.endswith(".RP")]
         assert not bytes_to_floats, match.string
     assert found > 0
@@ -296,8 +296,8 @@ def test_packed_products_multiply_and_copy_as_their_tiles_say(
     kernels: dict[str, Code], is_recorded_compiler: bool
 ) -> None:
     for match, m_tiles, n_tiles, code in packed_products(kernels):
-        # Of a block of any format: its numbers, those of a half of it, and sums of x; of Q4_0 and
-        # Q4_1, which the compiler knows, what they need.
+        # For a block of any format: its numbers, those of its half, and sums of x; for Q4_0 and
+        # Q4_1, which the compiler knows, only the instructions that they need.
         block = 2 * m_tiles * n_tiles
         products = 2 * block + 2 * n_tiles
         if n_tiles <= 2 * m_tiles:

@@ -31,7 +31,7 @@ Call = dict[str, Any]
 
 CPU = torch.device("cpu")
 CACHES = ("k_cache", "v_cache")
-# Where bfloat16 is multiplied as it is, and queries and weights are rounded to it.
+# Capabilities that multiply bfloat16 directly, with queries and weights rounded to it.
 MULTIPLIES = ("avx512_bf16", "amx", "amx_model")
 
 

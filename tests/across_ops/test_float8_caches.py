@@ -132,7 +132,7 @@ def test_appended_is_what_floats_are_rounded_to(
     assert_same(
         v.flatten(0, 1)[at], reference.to_float8(call["v"], scales["value_scales"])[written]
     )
-    # Of the same numbers in float32, which is what norm and rotary give.
+    # The same numbers in float32, as norm and rotary give them.
     wide = {
         name: value.float()
         for name, value in call.items()

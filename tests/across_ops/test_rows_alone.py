@@ -21,7 +21,7 @@ from eecore import ops
 Call = dict[str, Any]
 
 MAX_ROWS = 300
-# Of few rows every number; around tiles, groups and blocks that stay in cache.
+# Every small number; then sizes around tiles, groups and blocks that stay in cache.
 ROW_COUNTS = (*range(1, 20), 27, 31, 32, 33, 47, 63, 64, 65, 97, 129, 200, 257)
 # Columns: below a vector, odd, in several chunks, more than the integer sums of some CPUs take in.
 SIZES = ((7, 5), (131, 41), (576, 75), (1100, 36), (4133, 9))

@@ -54,7 +54,7 @@ def test_the_decoding_benchmark_of_a_gpu_runs_on_a_tiny_model(
         folder=tmp_path,
     )
     assert not [row["error"] for row in rows if "error" in row]
-    # Of a peer it is the difference of two times, which a busy machine may turn around.
+    # A peer's time is the difference of two times, which a busy machine may make negative.
     peers = [row for row in rows if row["mode"].startswith("transformers")]
     prompts = [row for row in rows if row["mode"].startswith("first token")]
     assert [row["seconds_to_first_token"] > 0 for row in prompts] == [True] * 3

@@ -222,7 +222,7 @@ def test_a_run_of_the_first_cases_wipes_no_others(report: Report) -> None:
         del rows_at(figures, path)[1:]
     assert report.cases or report.measured or report.name in ("fuzz", "gpu_expected")
     whole = report.kept_with(figures, report.file)
-    for path in set(report.cases) - {"ceilings"}:  # of a case several rows
+    for path in set(report.cases) - {"ceilings"}:  # these have several rows per case
         assert rows_at(whole, path)[1:] == rows_at(report.read(), path)[1:]
 
 
@@ -251,7 +251,7 @@ def test_more_utterances_than_there_are_is_an_error(tmp_path: Path) -> None:
 def test_utterances_that_cannot_be_made_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bench.harness.utterances.ROOT", tmp_path)  # which has no script
+    monkeypatch.setattr("bench.harness.utterances.ROOT", tmp_path)  # a folder without the script
     with pytest.raises(SystemExit, match=r"expected a file, got nothing; .*eecore\[intents\]"):
         utterances(1, tmp_path)
 

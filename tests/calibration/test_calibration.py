@@ -112,7 +112,7 @@ def test_the_guarantee_holds_over_many_calibration_sets(delta: float) -> None:
         early += answer < 1.0
     sampling_error = 3.0 * math.sqrt(epsilon * (1.0 - epsilon) / num_sets)
     assert exceeded / num_sets <= epsilon + sampling_error
-    assert early / num_sets > 0.9  # and it is not true for want of ever exiting
+    assert early / num_sets > 0.9  # not merely because nothing ever exits
 
 
 def test_every_threshold_is_measured_by_generating(found: Calibration) -> None:
@@ -133,7 +133,7 @@ def test_risk_is_what_is_lost_against_the_target(model: eecore.Model) -> None:
     textual = calibrate(model, right, loss="textual", **settings)
     risk = calibrate(model, right, loss="risk", **settings)
     wrong = calibrate(model, PROMPTS, loss="risk", **settings)
-    # With the full model's texts for targets both are the same; where it is wrong nothing is lost.
+    # If the targets are the full model's texts, both are equal; if it is wrong, no loss counts.
     assert [s.mean_loss for s in risk.steps] == [s.mean_loss for s in textual.steps]
     assert any(s.mean_loss > 0.0 for s in risk.steps)
     assert all(s.mean_loss == 0.0 for s in wrong.steps)

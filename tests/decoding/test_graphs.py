@@ -91,7 +91,7 @@ def test_a_pool_does_not_go_while_something_is_captured(monkeypatch: pytest.Monk
     kept = [run_program_on(torch.device("cuda", 0))]
     pool = weakref.ref(kept[0]._pool)  # type: ignore[attr-defined]
     goes = threading.Thread(target=kept.clear)
-    with Graphs._alone:  # as a capture in this thread has it
+    with Graphs._alone:  # held as by a capture in this thread
         goes.start()
         goes.join(0.05)
         assert pool() is not None

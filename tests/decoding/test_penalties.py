@@ -152,7 +152,7 @@ def test_a_text_outgrows_the_program_that_it_began_with(
     headed: eecore.Model, policy: Exit, settings: dict[str, Any]
 ) -> None:
     """Seen tokens pass 2, 4, 8, ... and generated ones 64; no iteration fails (conftest)."""
-    if not isinstance(policy, (PromptLookup, HeadDrafts)):  # others draw other tokens
+    if not isinstance(policy, (PromptLookup, HeadDrafts)):  # other policies draw other tokens
         settings = {**settings, "temperature": 0.0}
     bias = dict.fromkeys(range(40, 320), -100.0)
     asked: dict[str, Any] = {"max_tokens": 140, "ignore_eos": True, "logit_bias": bias, **settings}

@@ -199,7 +199,7 @@ def test_preempted_requests_come_back(agreeing: eecore.Model, policy: Exit, ahea
     assert sum(output.stats.preemptions for output in preempted) > 0
     for output, expected in zip(preempted, run(agreeing, [policy]), strict=True):
         assert output.token_ids == expected.token_ids
-        if not isinstance(policy, SelfSpeculative):  # which drafts less where pages are few
+        if not isinstance(policy, SelfSpeculative):  # drafts fewer tokens if pages are few
             assert output.exit_layers == expected.exit_layers
 
 

@@ -253,10 +253,10 @@ def test_a_preempted_prompt_is_scored_once(
     assert output.stats.preemptions == 1
     assert (output.token_ids, output.prompt_logprobs) == (alone.token_ids, alone.prompt_logprobs)
     assert tokens == prompt[1:]
-    # The first step of those that gave something has them, and no other.
+    # Only the first step with a token has them.
     assert steps_[0].prompt_logprobs == output.prompt_logprobs
     assert all(step.prompt_logprobs is None for step in steps_[1:])
-    if prefix_cache and engine.has_prefix_cache:  # its own pages will do for what is scored
+    if prefix_cache and engine.has_prefix_cache:  # scored positions may use its own pages
         replayed = output.stats.prompt_layers_run - alone.stats.prompt_layers_run
         assert replayed <= PAGE * tiny.config.num_layers
 

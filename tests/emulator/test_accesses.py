@@ -319,7 +319,7 @@ def test_kv_fill_reads_the_layers_that_a_row_skipped(
     )
     planned, ran = checked.of("kv_fill_kernel" if k_norm else "kv_fill_pairs_kernel")
     total, distinct = ran.watched["weight"]
-    if min(exits) == len(weight):  # what was under way before the rows were known is for nothing
+    if min(exits) == len(weight):  # the read before the rows are known is not used
         assert planned.reads["weight"] == 0
         assert total <= weight[-1].numel() * weight.element_size()
         return

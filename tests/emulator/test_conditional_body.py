@@ -64,7 +64,7 @@ class ExitChecks:
         self.status.zero_()
         self.exit_layer.fill_(NUM_LAYERS)
         for mask in self.masks:
-            mask.num_survivors.fill_(-1)  # who was not checked keeps it
+            mask.num_survivors.fill_(-1)  # rows that are not checked keep it
 
     def expected(self) -> tuple[list[int], int]:
         """The expected exit layers, and the number of checks that run."""

@@ -120,7 +120,7 @@ def test_kernels_of_a_check(
         checks = kernels_of_checks(kernels)
         assert checks
         assert checks == [expected] * len(checks)
-        assert "place_head_kernel" not in kernels  # what the head says is placed where it ends
+        assert "place_head_kernel" not in kernels  # the head places its own results
 
 
 def test_no_kernel_looks_whether_somebody_drafts(

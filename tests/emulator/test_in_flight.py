@@ -21,9 +21,9 @@ from cases import KvFillCase
 from eecore import ops
 from eecore.models.int8 import quantise_rows
 
-THREADS = 256  # of a block of a product
+THREADS = 256  # in a block of a product
 MAX_STAGES = 6
-WANTED_BYTES = 96 << 10  # of a weight, under way to each multiprocessor
+WANTED_BYTES = 96 << 10  # of a weight, in flight to each multiprocessor
 
 
 @pytest.mark.parametrize(("faulty", "drained"), [(False, 0), (True, 2 * 64 * 16)])

@@ -113,7 +113,7 @@ def test_a_request_that_was_prepared_in_another_thread(
     steps, output = run(main())
     assert output.token_ids == expected[1].token_ids
     assert [token for step in steps for token in step.token_ids] == output.token_ids
-    # What each step says adds up to what the output says.
+    # The steps add up to the output.
     assert [value for step in steps for value in step.logprobs] == output.logprobs
     assert [tops for step in steps for tops in step.top_logprobs] == output.top_logprobs
     with pytest.raises(RequestError, match="expected at least one token"):
@@ -249,7 +249,7 @@ def test_a_loop_that_shuts_down_in_the_middle_leaves_nothing(agreeing: eecore.Mo
     assert run(engine.generate(PROMPTS[0], sampling=SAMPLING)).finish_reason == "length"
 
 
-# Who leaves, and how
+# Callers that stop, and how
 
 
 @pytest.fixture
@@ -424,7 +424,7 @@ def test_tasks_and_threads_share_one_engine(
             assert list(pool.map(one, range(4))) == [output.token_ids for output in expected]
 
 
-# Who is slow
+# Slow callers
 
 
 def test_a_slow_reader_holds_up_itself_alone(engine: AsyncEngine) -> None:

@@ -286,7 +286,7 @@ def test_states_of_nan_end_their_own_request(
     stop = expected[0].token_ids.index(own[0]) + 1
     count = len(outputs[0].token_ids)
     assert outputs[0].token_ids == expected[0].token_ids[:count]
-    # Of a round nothing stands that was verified together with a broken token.
+    # A round accepts no draft that was verified together with a broken token.
     assert 0 < count <= stop if policy.max_drafts else count == stop
     assert outputs[-1].token_ids == []
     for output in (outputs[0], outputs[-1]):

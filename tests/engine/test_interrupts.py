@@ -116,7 +116,7 @@ def test_a_fault_at_any_line_of_any_call(
             check(driver.outputs, expected)
             assert same(serve(server, requests[1:2])[0], expected[1])
             tripped += driver.tripped
-        assert tripped >= len(places) // 2  # what the prefix cache has makes calls shorter
+        assert tripped >= len(places) // 2  # prefix-cache hits make calls shorter
 
     lines_of(shared, requests)  # captures what is still missing
     places = lines_of(shared, requests)

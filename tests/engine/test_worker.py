@@ -215,7 +215,7 @@ def test_pages_of_unread_streams_are_there_for_others(agreeing: eecore.Model) ->
     assert_idle(model.shared_engine())
 
 
-# Who leaves
+# Callers that stop
 
 
 def test_closing_dropping_and_collecting_a_stream_cancels_its_requests(
@@ -500,14 +500,14 @@ def test_the_worker_ends_when_it_is_not_needed(
 
     monkeypatch.setattr(Engine, "step", watched)
     model = eecore.Model(agreeing.network, agreeing.tokenizer, agreeing.engine_config)
-    for rounds in (1, 2):  # it comes back
+    for rounds in (1, 2):  # the thread starts again
         alone(model, 1)
         assert until(lambda: not any(thread.is_alive() for thread in threads))
         assert len(threads) == rounds
     monkeypatch.setattr(module, "LINGER_S", 1000.0)
     alone(model, 1)
     del model
-    gc.collect()  # nor does it keep an engine alive
+    gc.collect()  # the thread does not keep an engine alive
     assert until(lambda: not any(thread.is_alive() for thread in threads))
 
 

@@ -102,7 +102,7 @@ def prepare() -> None:
         REQUESTS.append(Request(model, prompt, random, seed))
     MODELS.extend(eecore.Model(model.network, model.tokenizer, config) for config in CONFIGS)
     gc.collect()
-    gc.freeze()  # all that will stay need not be looked at after every input
+    gc.freeze()  # permanent objects need not be traversed after every input
 
 
 class Left(BaseException):
@@ -138,7 +138,7 @@ class Caller:
         return not is_stopped and (self.whole or self.leaves_after is None)
 
     def check(self, request: Request, output: Output) -> None:
-        if output.finish_reason == "error":  # of a step that failed for everybody
+        if output.finish_reason == "error":  # of a step that failed for all requests
             assert output.token_ids == request.tokens[: len(output.token_ids)]
             return
         tokens, text = output.token_ids, output.text

@@ -29,7 +29,7 @@ from workloads import SMALL_CACHES, Driver, Request, policies, same, serve
 SHARE = 120
 
 CLASSIFIER = ExitClassifier(torch.linspace(-1.0, 1.0, 128).view(2, 64))
-# What Auto does depends on time: what it fell over could not be run again.
+# Auto depends on time, so that its failures could not be run again.
 POLICIES = [policy for policy in policies(CLASSIFIER) if not isinstance(policy, Auto)]
 CONFIGS = [
     *SMALL_CACHES,

@@ -40,7 +40,7 @@ MAX_FINDINGS = 20
 """The findings after which a class is stopped: they will be one fault, or few."""
 
 FOLDER = Path(__file__).parent
-# Fuzzers make use of what tests have, however they are started; a child gets the same path.
+# Fuzzers use modules of the tests, however they are started; a child gets the same path.
 PLACES = (FOLDER, FOLDER.parent, FOLDER.parent / "ops")
 sys.path += [str(place) for place in PLACES if str(place) not in sys.path]
 

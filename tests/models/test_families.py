@@ -144,7 +144,7 @@ def test_logits_and_tokens_are_those_of_transformers(family: str, written: Any) 
         got = Session(model.network, 41).logits(token_ids, chunks)
         torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
     for prompt, tokens in zip(PROMPTS, generated(model), strict=True):
-        # With a longrope transformers has the short factors for texts of up to 16 tokens.
+        # transformers uses a longrope's short factors for texts of up to 16 tokens.
         if family != "phi3_long" or len(prompt) > 16:
             assert tokens == greedy(oracle, prompt)
 

@@ -107,7 +107,7 @@ def test_engines_of_several_threads(form: str) -> None:
     head, own = lm_head(form), own_tokens(40)
     vocabulary = HeadVocabulary(head, own, 48)
 
-    vocabulary._put(own.tolist())  # what one was to put, another one has put
+    vocabulary._put(own.tolist())  # another thread may have put them already
 
     def take(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -251,7 +251,7 @@ def test_a_seed_draws_the_same_in_any_batch(t5: eecore.Model) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "mode"),
-    # Who decodes by what is tried in all modes with other models: the emulator is slow.
+    # Other models are tried in all modes; the emulator is slow.
     [
         *(("emulated", mode) for mode in ("full", "softmax_each", "state", "speculative")),
         *(("cuda", mode) for mode in POLICIES),

@@ -70,7 +70,7 @@ class Drafting:
         ops.append_drafts(*drafts, step, self.round, self.active, own_key=own_key)
         assert_same(self.round, expected[0], but="states")
         assert_same(self.active, expected[1])
-        if self.round.states is not None:  # of those that did not draft it may be anything
+        if self.round.states is not None:  # rows that did not draft may hold anything
             assert expected[0].states is not None
             assert torch.equal(self.round.states[drafted], expected[0].states[drafted])
 
@@ -145,7 +145,7 @@ def test_what_ends_a_draft(what: str, goes_on: bool, device: torch.device) -> No
     assert given.done.tolist() == given.all_done.tolist() == [not goes_on]
     assert active.slot_mapping.tolist() == [21 if goes_on else -1]
     assert active.seq_lens.tolist() == [at + 2 if goes_on else 1]
-    assert active.positions.tolist() == [at + 1]  # of the draft, the last token either way
+    assert active.positions.tolist() == [at + 1]  # the draft's: the last token in both cases
     assert active.token_ids is not None
     assert active.token_ids.tolist() == [4]
     assert given.num_drafted.tolist() == [1]

@@ -213,7 +213,7 @@ def test_rows_leave_together(unsure: int | None, device: torch.device) -> None:
     alone = [False, False, True, False]
     assert rows.gone.tolist() == ([True] * 4 if unsure is None else alone)
     assert rows.all_gone.item() is (unsure is None)
-    if unsure is not None:  # it leaves anyhow, and with it those that it held back
+    if unsure is not None:  # once it exits, so do the rows that it held back
         point.check(thresholds=thresholds, confidence=confidence.clamp(min=0.5))
         assert rows.all_gone.item()
 
@@ -299,7 +299,7 @@ def test_rows_measured_here_leave_like_those_measured_before(
     measure = measure_of(kind, point.hidden)
     said = measure(point.hidden)
     before: dict[str, Any] = {"head": said} if kind == "softmax" else {"confidence": said}
-    if num_active:  # one row is as sure as it has to be, to the bit
+    if num_active:  # one row is exactly at its threshold
         confidence = said.confidence if kind == "softmax" else said
         thresholds = torch.where(point.thresholds == 0.5, confidence.median(), point.thresholds)
         point.thresholds.copy_(thresholds)

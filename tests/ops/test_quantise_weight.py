@@ -214,7 +214,7 @@ def fuzzed_call(m: Maker) -> Checked:
             limit = weighted_error(weight, quantise_weight(weight, format))
             error = weighted_error(weight, got)
             floor = 1e-9 * weight.double().abs().amax() ** 3
-            # Where two ranges are equally good, rounding picks, and what follows may differ.
+            # If two ranges are equally good, rounding picks one, and later steps may differ.
             assert (error > 1.01 * limit + floor).sum() <= 1 + error.numel() // 100
             assert (error <= 2 * limit + floor).all()
 

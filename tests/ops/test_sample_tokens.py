@@ -238,7 +238,7 @@ def test_top_k_keeps_ties_and_top_p_the_lower_ids_of_them(device: torch.device) 
     logits = [1.0, 2.0, 1.0, 0.0, 1.0, 2.0] + [1.0] * 100
     assert kept(one_way(logits, device, top_k=3)) == [0, 1, 2, 4, *range(5, 106)]
     assert kept(one_way(logits, device, top_k=2)) == [1, 5]
-    e = torch.tensor(1.0).exp().item()  # of each of the two largest, for 1 of their 103 equals
+    e = torch.tensor(1.0).exp().item()  # weight of the two largest; equal ones have 1
     share = (2 * e + 3.5) / (2 * e + 103 + 1 / e)
     assert kept(one_way(logits, device, top_p=share)) == [0, 1, 2, 4, 5, 6]
     assert kept(one_way([3.0] * 200, device, top_p=0.5)) == list(range(100))
@@ -569,7 +569,7 @@ def test_positions_seeds_and_purposes_give_other_numbers(device: torch.device) -
             assert got.uniform is not None
             uniforms += got.uniform.flatten().tolist()
     assert len(set(tokens)) > 0.9 * len(tokens)
-    assert len(set(uniforms)) == len(uniforms) // 3  # of whatever purpose the token is
+    assert len(set(uniforms)) == len(uniforms) // 3  # the same for each purpose of the token
 
 
 def test_philox_gives_the_numbers_of_its_authors() -> None:

@@ -92,7 +92,7 @@ def test_greedy_output_is_that_of_full(tiny: eecore.Model, policy: PromptLookup)
         # Whatever is looked up or not, a position goes through every layer once.
         rounds = len(output.token_ids) - 1 - stats.accepted
         assert stats.layers_run == num_layers * (rounds + stats.drafted)
-        # Of the full model, wherever the token comes from.
+        # Confidences are the full model's, also for drafted tokens.
         assert output.confidences == pytest.approx(full.confidences, abs=ROUNDING, rel=0)
         assert stats.contract == f"prompt lookup ({policy.num_drafts} drafts): lossless"
 

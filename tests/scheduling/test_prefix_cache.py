@@ -150,11 +150,11 @@ def test_requests_of_one_call_share_nothing_that_is_not_computed_yet(model: eeco
     outputs = [step.output for step in engine.run() if step.output]
     assert [output.stats.cached_tokens for output in outputs] == [0, 0, 0]
     assert cached(engine, prompt) == 28
-    # Of three times the same one is kept.
+    # One of three equal copies is kept.
     assert engine.num_cached_pages == (30 + 6 - 1) // PAGE
 
 
-# What is not: pages that another computation made
+# What is not shared: pages of another computation
 
 
 @pytest.mark.parametrize("policy", [FixedExit(1), FixedExit(2)], ids=str)
@@ -222,7 +222,7 @@ def test_a_replay_takes_no_exact_page_where_a_token_left_early(model: eecore.Mod
     assert bits(output) == bits(alone)
 
 
-# That no output tells
+# Outputs do not depend on the cache
 
 
 def conversations(engine: Engine, able: list[Exit]) -> Iterator[tuple[Exit, Output]]:

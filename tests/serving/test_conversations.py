@@ -54,7 +54,7 @@ def text(served: ServedModel, *messages: Any, **fields: Any) -> str:
     return conversation(served, read(TokenizeRequest, body))
 
 
-# What comes after the user's message, and how a template has it.
+# Messages after the user's, and their text in a template.
 HISTORIES: dict[str, tuple[dict[str, Any], str]] = {
     "null": ({**ANSWER, "content": None, "tool_calls": [call("{}")]}, "<{}>"),
     "missing": ({**ANSWER, "tool_calls": [call("{}")]}, "<{}>"),

@@ -38,7 +38,7 @@ SCHEMA: dict[str, Any] = {
 }
 LARK = 'start: "[" NAME ("," NAME)* "]"\nNAME: /[a-z]{1,6}/'
 
-# What a body asks for, and the guide that it is.
+# Fields of a body, and the guide that they mean.
 ASKED: list[tuple[dict[str, Any], Guide]] = [
     ({"response_format": {"type": "json_object"}}, Guide.json_object()),
     (

@@ -251,7 +251,7 @@ def test_the_roads_that_are_not_there(server: Asker) -> None:
         ("application/x-www-form-urlencoded", {}, 200),  # what curl says by itself
         ("text/plain", {}, 415),
         ("multipart/form-data", {}, 415),
-        # What a page of another site can have a browser send without asking.
+        # Requests that a browser sends for a page of another site without a preflight.
         (None, {"origin": "https://example.org"}, 415),
         (None, {"origin": "null"}, 415),
         (None, {"sec-fetch-site": "cross-site"}, 415),

@@ -31,7 +31,7 @@ LLAMA = f'{{"name": "weather", "parameters": {PLACE}}}'
 
 Found = tuple[str, list[tuple[str, str]]]
 
-# What an answer says, what of it is text, and its calls.
+# An answer, the part of it that is text, and its calls.
 GOOD: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
     "hermes": ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [WEATHER]),
     "after text": (

@@ -176,7 +176,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(
     result = train(make_model(), pairs, small(), stopped, should_stop=third_time)
     assert (result.finished, result.step) == (False, 3)
     assert not (stopped / "config.json").exists()
-    # What does not change what is learnt may be set anew.
+    # Settings that do not affect the learning may change.
     result = train(make_model(), pairs, small(checkpoint_steps=1), stopped, resume=True)
     assert result.finished
     assert logs(stopped) == logs(whole)
