@@ -20,7 +20,8 @@ GLOBAL_ACCESSES = {"LDG", "STG", "LDGSTS", "ATOMG", "RED", "REDG"}
 STREAMS_WEIGHTS = r"skinny_|exit_confidence_softmax_|kv_fill_(?:pairs_)?kernel"
 
 COMBINE = r"paged_attention_combine_kernel<(\w+), \d+> "
-MERGED_AT_ONCE, MERGED_IN_LAST_BLOCK = 16, 8  # results of spans
+MERGED_AT_ONCE = 16  # results of spans that the combining kernel loads at once
+MERGED_IN_LAST_BLOCK = 8  # results of spans that the last block loads at once
 ATTENTION = r"paged_attention_kernel<(\w+), (\d+), (?:true|false)> "
 INT8 = "signed char"  # the type of a weight's elements, the last argument
 PACKED = "Panel"

@@ -142,9 +142,7 @@ def test_a_value_that_a_row_does_not_see_changes_nothing(
 
 
 @pytest.mark.parametrize("case", test_paged_attention.POISONED_CASES[:7], ids=str)
-def test_what_is_not_a_number_comes_out_where_it_went_in(
-    case: AttentionCase, device: torch.device
-) -> None:
+def test_nan_comes_out_where_it_went_in(case: AttentionCase, device: torch.device) -> None:
     seq = len(case.seq_lens) - 1
     length = case.seq_lens[seq]
     for name, key, column in (("k_cache", length - 1, 0), ("v_cache", length - 2, -1)):

@@ -242,7 +242,7 @@ def test_a_row_is_independent_of_its_company(
 
 @dtypes
 @pytest.mark.parametrize("case", test_paged_attention.POISONED_CASES[:7], ids=str)
-def test_what_is_not_a_number_comes_out_where_it_went_in(
+def test_nan_comes_out_where_it_went_in(
     case: AttentionCase, dtype: torch.dtype, device: torch.device
 ) -> None:
     tolerance = dataclasses.asdict(TOLERANCES[dtype])

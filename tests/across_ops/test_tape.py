@@ -345,7 +345,7 @@ def test_tokens_and_sequences_are_counted_apart() -> None:
     assert bool((out[2] == 7).all())
 
 
-def test_rows_leave_and_the_others_move_up() -> None:
+def test_rows_exit_and_the_others_move_up() -> None:
     """Row 2 has no check and exits by its layer count; at the second replay no row is left."""
     no, whole, one = torch.zeros(4, dtype=torch.bool), int32(0, 0, 0, 0), torch.ones(4)
     hidden = normal(4, HIDDEN)

@@ -131,7 +131,7 @@ def test_work_is_really_saved(tiny: eecore.Model, exit_layer: int, batch: str) -
 
 
 @cpu_only
-def test_rows_that_left_are_out_of_the_way(tiny: eecore.Model) -> None:
+def test_rows_that_exited_do_not_run(tiny: eecore.Model) -> None:
     """The rows that run are those that the outputs report."""
     traced = Traced()
     engine = engine_of(tiny, run=traced)

@@ -305,7 +305,7 @@ def test_a_guide_is_followed(following: eecore.Model, policy: Any) -> None:
 
 @cpu_only
 @pytest.mark.parametrize("weights", ["int8", "int4", None])
-def test_of_a_quantised_model_and_in_bfloat16(
+def test_a_quantised_model_and_one_in_bfloat16(
     directory: Path, target: dict[str, Any], tmp_path: Path, weights: str | None
 ) -> None:
     """The head has as few bits as the model, and its drafts are mostly the same."""

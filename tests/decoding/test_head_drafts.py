@@ -373,7 +373,7 @@ def test_a_round_is_launched_while_another_is_in_flight(
 
 @cpu_only
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_of_a_quantised_model(directory: Path, weights: str) -> None:
+def test_a_quantised_model(directory: Path, weights: str) -> None:
     """The same pack, and an LM head of 8 bits."""
     model = load(directory, kv_cache_tokens=2048, weights=weights)
     assert model.network.draft_head is not None

@@ -123,7 +123,7 @@ def test_drafts_of_any_length_share_a_program(agreeing: eecore.Model) -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_who_else_is_there_changes_nothing(agreeing: eecore.Model, sampled: bool) -> None:
+def test_other_requests_change_nothing(agreeing: eecore.Model, sampled: bool) -> None:
     """Every family, sampled requests beside greedy ones, prompts that arrive meanwhile."""
     policies: list[Exit] = [
         Full(),
@@ -284,7 +284,7 @@ WARM = {"temperature": 1.1, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
         ({**WARM, "frequency_penalty": 0.5}, Full(), True),
     ],
 )
-def test_what_is_drawn_ahead_is_drawn_anyway(
+def test_tokens_drawn_ahead_are_those_drawn_anyway(
     agreeing: eecore.Model,
     monkeypatch: pytest.MonkeyPatch,
     sampling: dict[str, Any],

@@ -116,7 +116,9 @@ def check_entries(entries: Entries, prompt: list[int], rows: Tensor, count: int)
 
 
 @pytest.mark.parametrize("mode", POLICIES)
-def test_they_are_a_plain_models(tiny: eecore.Model, reference: ReferenceModel, mode: str) -> None:
+def test_they_agree_with_a_plain_model(
+    tiny: eecore.Model, reference: ReferenceModel, mode: str
+) -> None:
     """Prompts of awkward lengths, all at once, with and without drafts and exits."""
     policy = POLICIES[mode]
     depth = policy.exit_layer if isinstance(policy, FixedExit) else reference.num_layers

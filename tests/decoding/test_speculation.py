@@ -200,7 +200,7 @@ def test_draft_and_verify_shares_the_layers_below_the_first_skipped(agreeing: ee
 
 
 @cpu_only
-def test_rows_that_draft_no_more_are_out_of_the_way(agreeing: eecore.Model) -> None:
+def test_rows_that_draft_no_more_do_not_run(agreeing: eecore.Model) -> None:
     """Each drafted token is one row of a draft, however ragged the drafts of a batch are."""
     traced = Traced()
     engine = prefilled(agreeing, SelfSpeculative(2, 6, draft_threshold=0.1), run=traced)

@@ -139,7 +139,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   of(stream)->graph = nullptr;
   of(stream)->dependencies.clear();
   --captured->open_captures;
-  // A GPU says cudaErrorStreamCaptureUnjoined. The graph stays, for those who capture its bodies.
+  // A GPU returns cudaErrorStreamCaptureUnjoined. The graph stays for captures of its bodies.
   if (has_open_body(*captured)) return cudaErrorInvalidValue;
   *graph = captured;
   return cudaSuccess;

@@ -123,9 +123,7 @@ def test_kernels_of_a_check(
         assert "place_head_kernel" not in kernels  # the head places its own results
 
 
-def test_no_kernel_looks_whether_somebody_drafts(
-    agreeing_directory: Path, captured: Captured
-) -> None:
+def test_no_kernel_checks_whether_rows_draft(agreeing_directory: Path, captured: Captured) -> None:
     """The ops that begin a round and that take over a draft decide it."""
     model = as_on_cuda(eecore.load(agreeing_directory, device="cpu", kv_cache_tokens=512))
     model.run_program = captured

@@ -145,7 +145,7 @@ def test_preemption_changes_no_output(
 
 
 @pytest.mark.parametrize("mode", ["each", "state"])
-def test_a_chunk_of_a_replay_may_be_all_of_positions_that_left_early(
+def test_a_chunk_of_a_replay_may_be_all_of_positions_that_exited_early(
     agreeing: eecore.Model, mode: str
 ) -> None:
     engine = agreeing.engine(EngineConfig(kv_cache_tokens=64, page_size=4, max_prefill_chunk=1))

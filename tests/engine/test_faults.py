@@ -116,7 +116,7 @@ def test_whatever_fails_for_a_request_ends_it_alone(
         assert (got.token_ids, got.text, got.error) == (output.token_ids, output.text, None)
 
 
-def test_a_device_that_is_broken_ends_everybody(
+def test_a_broken_device_ends_all_requests(
     agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR, logger="eecore")
@@ -316,7 +316,7 @@ def test_logits_of_nan_end_every_request(
     assert (output.token_ids, output.error) == ([], NOT_FINITE)
 
 
-def test_a_row_of_nan_does_not_hold_back_those_that_leave_together(fragile: eecore.Model) -> None:
+def test_a_row_of_nan_does_not_hold_back_rows_that_exit_together(fragile: eecore.Model) -> None:
     """The other rows give the same as without it."""
     policy = ConfidentExit(0.0, batch="all", min_exit_layer=3)
     requests = [(prompt, policy, GREEDY) for prompt in PROMPTS]

@@ -407,7 +407,7 @@ def test_a_call_from_the_thread_that_steps_is_refused(
     assert "got one from inside" in str(refusal)
 
 
-def test_who_is_closed_before_it_is_opened_leaves_nothing(model: eecore.Model) -> None:
+def test_a_client_closed_before_it_is_opened_leaves_nothing(model: eecore.Model) -> None:
     worker = model.shared_engine()
     client = Client(worker)
     caller = client._caller

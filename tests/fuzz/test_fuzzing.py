@@ -74,7 +74,7 @@ def test_a_campaign_ends_in_time_and_goes_on_from_its_seed(
     assert tally.seconds > 1
 
 
-def test_a_class_that_always_falls_over_is_left(
+def test_a_class_that_always_fails_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "fuzz_bad.py").write_text("def one(random):\n    raise KeyError\n")

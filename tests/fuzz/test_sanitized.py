@@ -91,7 +91,7 @@ def test_a_kernel_that_reads_what_it_must_not_is_a_finding(
     assert f"eecore::cpu::{capability}::" in said
 
 
-def test_one_that_reads_what_it_may_is_none(
+def test_a_kernel_that_reads_its_own_memory_is_no_finding(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capabilities = [name for name in CAPABILITIES if name in _C.cpu_capabilities()]

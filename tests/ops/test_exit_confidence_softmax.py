@@ -147,7 +147,7 @@ def test_the_number_of_threads_changes_nothing(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("tokens", [(0, 1), (5, 40), (300, 700), (255, 256), (701, 702)])
-def test_of_equal_logits_the_lowest_id_wins_with_gap_zero(
+def test_the_lowest_id_of_equal_logits_wins_with_gap_zero(
     tokens: tuple[int, int], device: torch.device
 ) -> None:
     case = random_case(2, 64, 703, device=device)

@@ -197,7 +197,7 @@ def test_some_of_the_active_rows_are_asked(
 
 
 @pytest.mark.parametrize("unsure", [None, 1])
-def test_rows_leave_together(unsure: int | None, device: torch.device) -> None:
+def test_rows_exit_together(unsure: int | None, device: torch.device) -> None:
     """One row below its threshold holds back the others, except rows that exit alone."""
     point = Point(4, device=device)
     rows = point.rows
@@ -290,7 +290,7 @@ MEASURES = ("softmax", "cosine", "linear", "mlp")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_active", [0, 1, 7, 8, 9, 33, *in_all(32, 70)])
 @pytest.mark.parametrize("kind", MEASURES)
-def test_rows_measured_here_leave_like_those_measured_before(
+def test_rows_measured_here_exit_like_rows_measured_before(
     kind: str, num_active: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     if not emulated.supports(device, dtype):
@@ -325,9 +325,7 @@ def test_rows_measured_here_leave_like_those_measured_before(
 
 
 @pytest.mark.parametrize("kind", MEASURES)
-def test_all_of_many_rows_leave_together_where_they_are_measured(
-    kind: str, device: torch.device
-) -> None:
+def test_many_rows_exit_together_where_they_are_measured(kind: str, device: torch.device) -> None:
     for num_active in (1, 33):
         point = Point(num_active, 100, device=device)
         for flags, value in ((point.rows.together, True), (point.rows.gone, False)):

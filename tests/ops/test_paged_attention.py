@@ -167,7 +167,7 @@ def key_of(call: dict[str, Any], name: str, seq: int, key: int) -> torch.Tensor:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", POISONED_CASES, ids=str)
-def test_what_is_not_a_number_comes_out_where_it_went_in(
+def test_nan_comes_out_where_it_went_in(
     case: AttentionCase, dtype: torch.dtype, value: float, device: torch.device
 ) -> None:
     tolerance = dataclasses.asdict(TOLERANCES[dtype])

@@ -125,9 +125,7 @@ def test_blocks_of_every_kind(block: Tensor, format: str, device: torch.device) 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 65536.0, -1e30])
-def test_what_is_no_number_spoils_its_block_alone(
-    bad: float, format: str, device: torch.device
-) -> None:
+def test_nan_spoils_its_block_alone(bad: float, format: str, device: torch.device) -> None:
     weight = weight_of(3, 96).to(device)
     expected = unpacked(weight, format)
     weight[1, 40] = bad

@@ -113,7 +113,7 @@ def test_a_refusal_is_remembered(guides: Guides, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("max_tokens", [3, 20])
-def test_what_costs_too_much_later_ends_its_request_alone(
+def test_a_guide_that_costs_too_much_later_ends_its_request_alone(
     tiny: eecore.Model, monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
     monkeypatch.setattr(matchers, "BOUNDS", matchers.Bounds(call_seconds=0.2))

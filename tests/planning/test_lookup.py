@@ -52,7 +52,7 @@ def test_the_longest_ngram_at_its_latest_place(letters: int, longest: int, short
     assert found > 0 or shortest == 6
 
 
-def test_of_many_places_the_latest_are_compared() -> None:
+def test_the_latest_of_many_places_are_compared() -> None:
     index = NgramIndex(4, 2)
     index.extend([9, 1, 2, 5, *([0, 1, 2, 3] * MAX_CANDIDATES), 9, 1, 2])
     assert index.propose(1) == ([3], 2)  # 9, 1, 2 is too far back

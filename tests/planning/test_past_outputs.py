@@ -102,7 +102,7 @@ PROMPTS = random_prompts(5, 23, 9, 31, seed=4)
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "seed": 3, "top_k": 20}])
-def test_asked_again_all_of_it_is_drafted_and_no_output_depends_on_it(
+def test_a_repeated_prompt_drafts_its_past_output_and_no_output_depends_on_it(
     tiny: eecore.Model, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The chooser takes every proposal of past outputs, whatever it costs."""
@@ -124,7 +124,7 @@ def test_asked_again_all_of_it_is_drafted_and_no_output_depends_on_it(
             assert all(output.stats.accepted >= 12 for output in outputs)
 
 
-def test_none_is_kept_unless_it_is_asked_for(tiny: eecore.Model) -> None:
+def test_no_output_is_kept_unless_asked_for(tiny: eecore.Model) -> None:
     engine = engine_of(tiny)
     assert engine.iterations.planner.past is None
     config = replace(tiny.engine_config, draft_history_tokens=512)

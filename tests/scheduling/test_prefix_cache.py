@@ -205,7 +205,7 @@ def test_nothing_after_a_filled_position_is_found(model: eecore.Model) -> None:
     pytest.fail("expected a full page after one that was filled, got none")
 
 
-def test_a_replay_takes_no_exact_page_where_a_token_left_early(model: eecore.Model) -> None:
+def test_a_replay_takes_no_exact_page_where_a_token_exited_early(model: eecore.Model) -> None:
     policy, prompt = ConfidentExit(0.35, decay_tau=0.0), prompt_of(10)
     alone = run(engine_of(model), prompt, policy, max_tokens=24)
     assert {1, 3} <= set(alone.exit_layers[1:14])
@@ -298,13 +298,13 @@ def test_no_output_depends_on_the_cache(directory: Path, settings: dict[str, str
 
 
 @pytest.mark.parametrize("family", ["llama_biased", "mistral", "qwen2_windows", "qwen3"])
-def test_nor_does_that_of_another_family(family: str, tmp_path: Path) -> None:
+def test_no_output_of_other_families_depends_on_it(family: str, tmp_path: Path) -> None:
     directory = write_model(tmp_path, family, num_hidden_layers=3, seed=8)
     check_conversations(eecore.load(directory, device="cpu", kv_cache_tokens=64))
 
 
 @pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
-def test_nor_does_that_of_a_long_text(settings: dict[str, str], tmp_path: Path) -> None:
+def test_no_output_of_a_long_text_depends_on_it(settings: dict[str, str], tmp_path: Path) -> None:
     """The keys of a long text are split, and hits begin where no chunk began before."""
     directory = write_model(tmp_path, num_hidden_layers=2, max_position_embeddings=4096)
     model = eecore.load(directory, device="cpu", kv_cache_tokens=4096, **settings)
@@ -370,7 +370,7 @@ def test_the_beginning_of_a_used_prefix_stays_longer(
     assert list(engine.pages._kept) == in_chain(engine, text)[::-1]
 
 
-def test_so_it_does_where_a_request_cannot_begin_yet(model: eecore.Model) -> None:
+def test_a_used_prefix_stays_where_a_request_cannot_begin_yet(model: eecore.Model) -> None:
     engine = engine_of(model, EngineConfig(kv_cache_tokens=16 * PAGE, page_size=PAGE))
     prompt = prompt_of(24)
     run(engine, prompt, max_tokens=1)
@@ -458,7 +458,7 @@ def test_a_replay_is_no_hit_but_costs_less(model: eecore.Model) -> None:
 # Requests that end in the middle
 
 
-def test_of_a_cancelled_request_others_have_what_it_had_computed(model: eecore.Model) -> None:
+def test_pages_of_a_cancelled_request_are_found(model: eecore.Model) -> None:
     engine = engine_of(model)
     prompt = prompt_of(60)
     name = engine.add_request(prompt, sampling=SIX)
@@ -469,14 +469,14 @@ def test_of_a_cancelled_request_others_have_what_it_had_computed(model: eecore.M
     assert cached(engine, prompt) == 32
 
 
-def test_one_that_never_ran_leaves_nothing(model: eecore.Model) -> None:
+def test_a_request_that_never_ran_caches_nothing(model: eecore.Model) -> None:
     engine = engine_of(model)
     engine.cancel(engine.add_request(prompt_of(60), sampling=SIX))
     assert engine.num_cached_pages == 0
 
 
 @pytest.mark.parametrize("chunks", [0, 2])
-def test_of_a_failed_request_nothing_is_left(
+def test_pages_of_a_failed_request_are_not_kept(
     model: eecore.Model,
     chunks: int,
     monkeypatch: pytest.MonkeyPatch,

@@ -267,7 +267,7 @@ def ahead(bench: Bench, works: list[Work]) -> list[tuple[str, int]]:
     return [(w.sequence.request_id, w.max_drafts) for w in bench.scheduler.schedule_ahead(works)]
 
 
-def test_ahead_are_those_that_go_on_for_certain() -> None:
+def test_only_requests_that_certainly_go_on_are_scheduled_ahead() -> None:
     bench = Bench()
     longer, last = bench.add(3, max_tokens=4), bench.add(3, max_tokens=2)
     drafting = bench.add(3, max_tokens=6, exit=SelfSpeculative(1, 4))
@@ -283,7 +283,7 @@ def test_ahead_are_those_that_go_on_for_certain() -> None:
     assert ahead(bench, works) == [("2", 3)]
 
 
-def test_ahead_there_is_nothing_when_somebody_else_could_run() -> None:
+def test_nothing_is_scheduled_ahead_when_another_request_could_run() -> None:
     bench = Bench(max_num_seqs=2)
     bench.add(3)
     bench.step()
@@ -298,7 +298,7 @@ def test_ahead_there_is_nothing_when_somebody_else_could_run() -> None:
     assert ahead(bench, works[:1]) == []  # one was left out, and is next
 
 
-def test_ahead_takes_no_pages_from_anybody() -> None:
+def test_scheduling_ahead_takes_no_pages_from_a_request() -> None:
     bench = Bench(kv_cache_tokens=16)
     sequences = [bench.add(4), bench.add(3), bench.add(2)]
     bench.step()
@@ -357,7 +357,7 @@ def test_nothing_runs_while_everything_is_on_hold() -> None:
     assert summary(bench.step()) == [("1", 2)]
 
 
-def test_pages_on_hold_go_before_anybody_is_preempted() -> None:
+def test_pages_on_hold_go_before_a_request_is_preempted() -> None:
     bench = Bench(kv_cache_tokens=24)
     sequences = [bench.add(7) for _ in range(3)]
     bench.step()  # 2 pages each: the cache is full

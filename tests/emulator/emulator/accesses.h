@@ -1,8 +1,8 @@
-// What launches touch, counted while a test asks for it: bytes of watched memory, the 32-byte
-// sectors of a warp's accesses to global memory, the banks of those to shared memory, and how much
-// is in flight by cp.async when threads wait for it.
+// Counts the accesses of launches while a test asks for it: bytes of watched memory, 32-byte
+// sectors of a warp's accesses to global memory, banks of accesses to shared memory, and the bytes
+// in flight by cp.async when threads wait for them.
 //
-// The threads of a warp are fibers, so that what they do at once has to be put together: the n-th
+// The threads of a warp are fibers, so that simultaneous accesses have to be put together: the n-th
 // access of each lane at one place of the compiled code is taken for one instruction. Where lanes
 // reach a place differently often that is wrong.
 #pragma once
@@ -40,9 +40,9 @@ void begin_counted_launch(const LaunchConfig& config);
 void end_counted_block();
 void end_counted_launch();
 
-// Counts what is launched from here on; nothing is watched. Off: what was counted is forgotten.
+// Counts launches from here on; no memory is watched. Off: drops the counts.
 void count_accesses(bool on);
-// Tells, by this name, how many bytes each launch reads of it, and how many of them are different.
+// Watches memory under a name: the bytes that each launch reads of it, and the distinct ones.
 void watch(const std::string& name, const void* begin, size_t bytes);
 // A JSON list of the launches since counting began.
 std::string counted_launches();

@@ -201,7 +201,7 @@ def test_the_model_is_left_as_it_was(folder: Path, trained: Path) -> None:
     assert trained.is_dir()
 
 
-def test_what_stopped_goes_on_where_it_was(
+def test_a_stopped_run_goes_on_where_it_was(
     folder: Path,
     trained: Path,
     tmp_path: Path,
@@ -321,7 +321,7 @@ def test_questions_of_its_own_and_others_about_its_answers(
     )
 
 
-def test_it_asks_itself_until_there_is_enough(
+def test_a_model_asks_itself_until_there_is_enough(
     folder: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -352,7 +352,7 @@ def test_it_asks_itself_until_there_is_enough(
     assert f"wrote {tokens} of 5000 tokens: there were no more questions" in said.err
 
 
-def test_killed_at_its_questions_it_goes_on(folder: Path, tmp_path: Path) -> None:
+def test_a_run_killed_at_its_questions_goes_on(folder: Path, tmp_path: Path) -> None:
     asking = importlib.import_module("eecore.lab.answers.asking")
     settings = QuestionSettings("digest", "float32", seed=3)
     model = eecore.load(folder / "model", device="cpu", kv_cache_tokens=8192)
