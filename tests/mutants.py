@@ -549,7 +549,7 @@ DECODING = (
     Mutant(
         "replayed-exits-not-filled",
         "python/eecore/decoding/prefill.py",
-        "            self._fill(leaving, final, end)\n",
+        "            self._fill(exiting, final, end)\n",
         "",
         "tests/decoding/test_confident_exit.py tests/engine/test_engine.py",
     ),

@@ -41,7 +41,7 @@ SOME = {
     "calibration/test_calibration.py": ("test_p_values", "test_every_threshold", "test_bad_sett"),
     "lab/evaluation/test_layerskip.py": ("test_scores_are",),
     "fuzz/test_fuzzing.py": ("test_figures", "test_mutations"),
-    "integrations/test_layer_drafts.py": ("test_drafts_are", "test_what_was_refused"),
+    "integrations/test_layer_drafts.py": ("test_drafts_are", "test_rejected_drafts"),
     "integrations/test_transformers.py": ("test_answers_are", "test_the_weights_are_shared"),
     "integrations/test_vllm.py": ("test_drafts_of_a_batch", "test_settings"),
     "models/test_gguf_load.py": ("test_weights_are_those", "test_truncated"),
