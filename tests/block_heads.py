@@ -133,14 +133,14 @@ def write_block_head(
 
 @dataclass
 class Drafted:
-    """The drafts of a head after a text."""
+    """What a head drafts after a text."""
 
     logits: Tensor
     """[num_drafts, draft_vocab_size]"""
     tokens: list[int]
-    """The drafts as ids of the model's vocabulary."""
+    """The model's."""
     scores: list[float]
-    """Each draft's probability, or the head's estimate that it is accepted if it gives one."""
+    """The probability of each, or how likely it is to be accepted where the head says so."""
 
 
 class BlockOracle:
@@ -172,7 +172,7 @@ class BlockOracle:
         return functional.rms_norm(x, weight.shape, weight, self.sizes["rms_norm_eps"])
 
     def rotated(self, x: Tensor, first: int) -> Tensor:
-        """Rotary embedding of [num_tokens, num_heads, head_dim], at positions from ``first`` on."""
+        """[num_tokens, num_heads, head_dim] at positions from ``first`` on."""
         half = self.sizes["head_dim"] // 2
         exponents = torch.arange(half, dtype=torch.float32) / half
         positions = first + torch.arange(len(x), dtype=torch.float32)
@@ -182,10 +182,10 @@ class BlockOracle:
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
     def block(self, states: list[Tensor], token: int) -> Tensor:
-        """The normed states after the layers for a text, [block_size, hidden_size].
+        """[block_size, hidden_size], normed: the states after the layers for a text.
 
         Args:
-            states: each tap's, [num_tokens - 1, hidden_size], at all positions but the last.
+            states: of each tap, [num_tokens - 1, hidden_size] at all positions but the last.
             token: the text's last token.
         """
         width, block_size = self.sizes["head_dim"], self.own["block_size"]
@@ -218,7 +218,7 @@ class BlockOracle:
         return self.norm(hidden, "norm.weight")
 
     def drafts(self, states: list[Tensor], token: int) -> Drafted:
-        """The drafts; arguments as for :meth:`block`."""
+        """What it drafts; arguments as for :meth:`block`."""
         hidden = self.block(states, token)[0 if self.from_last else 1 :]
         logits = hidden @ self.lm_head.T
         before, tokens, scores = token, list[int](), list[float]()

@@ -15,10 +15,10 @@ EPS = 1e-5
 
 
 class Layout(NamedTuple):
-    """The layout of a head: its format and its parts."""
+    """How a head is written, and what it has."""
 
     listed: bool = False
-    """Whether it has speculators' format."""
+    """As speculators writes it."""
     model_type: str = "llama"
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
     num_heads: tuple[int, int] = (4, 2)
     """Numbers of query heads and of key heads, 64 features each."""
     window: int = 0
-    """The number of keys that its layer sees; 0: all."""
+    """Keys that its layer sees; 0: all."""
     inner_size: int = 96
     """Width of the MLP."""
 

@@ -42,7 +42,7 @@ NAMES = ["noisy", "following"]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose layers add little: the next token mostly depends on the last one."""
+    """A model whose layers add little: the next token hangs on the last one, mostly."""
     directory = write_model(tmp_path_factory.mktemp("model"), seed=5)
     return scale_layers(directory, dict.fromkeys(range(4), 0.04))
 
@@ -77,7 +77,7 @@ def write_following(directory: Path, model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def following(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
-    """The model with a head that is mostly right."""
+    """With a head that is mostly right."""
     return with_head(directory, write_following(tmp_path_factory.mktemp("following"), directory))
 
 
@@ -103,7 +103,7 @@ def oracle_of(model: eecore.Model) -> BlockOracle:
 
 
 def states_of(model: eecore.Model, tokens: list[int]) -> list[torch.Tensor]:
-    """The states after each tap, at all positions of a text: [num_tokens, hidden_size]."""
+    """After each of the taps, at all positions of a text: [num_tokens, hidden_size]."""
     network, count = model.network, len(tokens)
     kv = KVCache.allocate(network.config, 1, count, device=network.device, dtype=network.dtype)
     batch = network.whole_text(count)
@@ -116,7 +116,7 @@ def states_of(model: eecore.Model, tokens: list[int]) -> list[torch.Tensor]:
 
 
 def check_drafts(model: eecore.Model, prompts: list[list[int]], **settings: Any) -> int:
-    """Check the drafts of all requests of a batch after every round; returns how many."""
+    """At the end of every round, of all requests of a batch; how many were looked at."""
     oracle, engine = oracle_of(model), engine_of(model, EngineConfig(**settings))
     for prompt in prompts:
         engine.add_request(
@@ -152,7 +152,7 @@ def test_drafts_are_those_of_the_formula(layout: str, directory: Path, tmp_path:
 
 
 def test_keys_of_shared_pages_are_the_same(noisy: eecore.Model) -> None:
-    """A prompt in the prefix cache and a preempted request have the same drafts as without."""
+    """A prompt in the prefix cache, and a request that was preempted, draft as before."""
     prompts = [PROMPTS[4] + [token] for token in (5, 6, 7)]
     settings = {"max_num_seqs": 1, "page_size": 4, "kv_cache_tokens": 400}
     assert check_drafts(noisy, [PROMPTS[4], *prompts], **settings) > 8
@@ -248,7 +248,7 @@ def test_all_policies_share_a_batch_and_pages_are_few(
 def test_drafts_that_stay_on_the_device(
     name: str, policies: list[Any], request: pytest.FixtureRequest
 ) -> None:
-    """A round launched before the last one's result is known drafts and accepts the same."""
+    """A round that is launched before the last one is known drafts and accepts what it would."""
     model = request.getfixturevalue(name)
     found = []
     for ahead in (False, True):
@@ -270,7 +270,7 @@ def test_drafts_that_stay_on_the_device(
 @cpu_only
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_models_in_few_bits(weights: str, directory: Path, tmp_path: Path) -> None:
-    """The head has as few bits as the model; its drafts are verified nevertheless."""
+    """The head is as few bits as the model; what it drafts is verified all the same."""
     head = write_following(tmp_path, directory)
     model = with_head(directory, head, weights=weights)
     assert head_of(model).markov.after.is_quantised
@@ -358,7 +358,7 @@ def test_files_that_are_not_whole_are_refused(directory: Path, tmp_path: Path) -
 def test_embeddings_and_an_lm_head_that_are_the_model_s_are_left_where_they_are(
     directory: Path, tmp_path: Path
 ) -> None:
-    """DeepSpec's files hold copies of both."""
+    """As in DeepSpec's files, which have both once more."""
     file = write_block_head(tmp_path, "DeepSpec") / "model.safetensors"
     own = load_file(directory / "model.safetensors")
     more = {"embed_tokens.weight": "model.embed_tokens.weight", "lm_head.weight": "lm_head.weight"}
@@ -380,7 +380,7 @@ def test_a_guide_keeps_what_it_allows(following: eecore.Model) -> None:
 
 
 def test_usual_taps_are_those_of_the_package(tmp_path: Path) -> None:
-    """The taps of a file of z-lab's that names none."""
+    """Where a file of z-lab's names none."""
     model = write_model(tmp_path / "model", num_hidden_layers=12)
     own = {"dflash_config": {"mask_token_id": 319}, "num_target_layers": 12}
     head = write_block_head(tmp_path / "head", "z-lab", **own)

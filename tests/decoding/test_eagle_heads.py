@@ -50,7 +50,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose layers add little: the next token mostly depends on the last one."""
+    """A model whose layers add little: the next token hangs on the last one, mostly."""
     directory = write_model(tmp_path_factory.mktemp("model"), seed=5)
     scale_layers(directory, dict.fromkeys(range(4), 0.04))
     return directory
@@ -70,7 +70,7 @@ def with_head(directory: Path, head: Path, **settings: Any) -> eecore.Model:
 def following(
     directory: Path, target: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> eecore.Model:
-    """The model with a head that is mostly right."""
+    """With a head that is mostly right."""
     follows = load_file(directory / "model.safetensors")
     head = tmp_path_factory.mktemp("following") / "head"
     layout = Layout(listed=True, norm_before_residual=True)
@@ -81,13 +81,13 @@ def following(
 def noisy(
     directory: Path, target: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> eecore.Model:
-    """The model with a random head that knows few tokens."""
+    """With a head of noise that knows few tokens."""
     head = tmp_path_factory.mktemp("noise") / "head"
     return with_head(directory, write_eagle(head, target, LAYOUTS["raw"]))
 
 
 def states_of(model: eecore.Model, tokens: list[int]) -> list[torch.Tensor]:
-    """States after the layers of the head's taps, [num_tokens, hidden_size]."""
+    """[num_tokens, hidden_size] after the layers of the head's taps."""
     network, count = model.network, len(tokens)
     kv = KVCache.allocate(network.config, 1, count, device=network.device, dtype=network.dtype)
     hidden, states = network.embed(torch.tensor(tokens)), []
@@ -98,7 +98,7 @@ def states_of(model: eecore.Model, tokens: list[int]) -> list[torch.Tensor]:
 
 
 def check_drafts(engine: Any, model: eecore.Model, layout: Layout) -> int:
-    """Check the drafts of an engine's requests against the formula; returns how many."""
+    """Whatever its requests have drafted is what the formula drafts; how many have."""
     checked = 0
     for sequence in engine.requests.values():
         ahead = sequence.draft and sequence.draft.ahead
@@ -126,7 +126,7 @@ def check_drafts(engine: Any, model: eecore.Model, layout: Layout) -> int:
 def test_drafts_are_those_of_the_formula(
     name: str, directory: Path, target: dict[str, Any], tmp_path: Path
 ) -> None:
-    """All drafts of a batch are checked after every round; prompts come in chunks."""
+    """At the end of every round, of all that there are in a batch, after prompts in chunks."""
     layout = LAYOUTS[name]
     short = {} if layout.listed else {"max_position_embeddings": 16}  # it is no limit
     model = with_head(directory, write_eagle(tmp_path / "head", target, layout, seed=3, **short))
@@ -229,7 +229,7 @@ COMPANY = [
 def test_all_policies_share_a_batch_and_pages_are_few(
     name: str, directory: Path, request: pytest.FixtureRequest
 ) -> None:
-    """The head's keys change no token; preempted requests go on where they were."""
+    """What the head has keys of changes no token; preempted requests go on where they were."""
     model = request.getfixturevalue(name)
     plain = served(load(directory, kv_cache_tokens=2048), COMPANY[1:])
     expected = tokens_of(served(model, [Full()]))
@@ -251,7 +251,7 @@ def test_all_policies_share_a_batch_and_pages_are_few(
 def test_drafts_that_stay_on_the_device(
     name: str, policies: list[Any], request: pytest.FixtureRequest
 ) -> None:
-    """A round launched before the last one's result is known drafts and accepts the same."""
+    """A round that is launched before the last one is known drafts and accepts what it would."""
     model = request.getfixturevalue(name)
     settings = {"max_num_seqs": 3}
     expected, got = (served(model, policies, ahead=ahead, **settings) for ahead in (False, True))
@@ -266,7 +266,7 @@ def test_drafts_that_stay_on_the_device(
 def test_pages_that_are_shared_have_the_keys_of_the_head(
     directory: Path, target: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Drafts use pages that another request computed, under any policy that runs all layers."""
+    """What another request computed, under any policy that runs all layers, is drafted from."""
     layout = LAYOUTS["raw"]
     model = with_head(directory, write_eagle(tmp_path / "head", target, layout))
     engine = engine_of(model, EngineConfig(kv_cache_tokens=2048, page_size=4))
@@ -305,10 +305,10 @@ def test_a_guide_is_followed(following: eecore.Model, policy: Any) -> None:
 
 @cpu_only
 @pytest.mark.parametrize("weights", ["int8", "int4", None])
-def test_a_quantised_model_and_one_in_bfloat16(
+def test_of_a_quantised_model_and_in_bfloat16(
     directory: Path, target: dict[str, Any], tmp_path: Path, weights: str | None
 ) -> None:
-    """The head has as few bits as the model, and its drafts are mostly the same."""
+    """The head is in few bits beside few bits, and its drafts are the same, mostly."""
     layout = Layout(listed=True, norm_before_residual=True)
     follows = load_file(directory / "model.safetensors")
     head = write_eagle(tmp_path / "head", target, layout, follows=follows)
@@ -344,7 +344,7 @@ def test_the_measure_cut_wants_another_head(noisy: eecore.Model) -> None:
 def test_a_request_without_a_next_token_ends_alone(
     directory: Path, target: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A request with NaN in its states has no token, and the head embeds none."""
+    """NaN in its states gives it no token, which the head is not asked to embed."""
     model = with_head(directory, write_eagle(tmp_path / "head", target))
     table = model.network.weights.embed_tokens.weight
     table[11] = torch.nan

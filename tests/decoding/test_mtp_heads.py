@@ -1,4 +1,4 @@
-"""A checkpoint's layer that drafts further tokens: its drafts, and the tokens of full depth."""
+"""The layer of a checkpoint that drafts further tokens: its drafts, the tokens of full depth."""
 
 from __future__ import annotations
 

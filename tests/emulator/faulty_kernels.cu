@@ -305,7 +305,7 @@ __global__ void merge_too_early(float* data, float* out) {
   merge_in_last<kFaulty ? Merge::kTooEarly : Merge::kSound>(data, out);
 }
 
-// Runs a kernel after others, each of which may start early; false if it is none of these.
+// A kernel behind others, each of which may start early; false if it is none of these.
 template <bool kFaulty>
 bool run_in_chain(const std::string& fault, float* data, float* out, Stream stream) {
   const LaunchShape shape{dim3(1), dim3(kThreads), 8 * kThreads * sizeof(float),
