@@ -1,4 +1,4 @@
-"""eecore on aarch64, run by qemu in the place of such a machine.
+"""eecore on aarch64, emulated by qemu.
 
 ``python tests/aarch64.py -m pytest tests/ops`` runs a Python command line there: with Debian's
 Python for arm64, with the wheels of torch and of what tests need, and with eecore cross-compiled.
@@ -27,9 +27,9 @@ TOOLS = {
     "apt-get": "apt",
     "dpkg-deb": "dpkg",
 }
-"""What has to be on this machine, and the package of Debian that has it."""
+"""Programs that this machine needs, and the package of Debian that has each."""
 TORCH = "torch==2.10.0"
-"""The last one whose wheel for this machine asks for nothing of CUDA."""
+"""The last version whose wheel for aarch64 needs no CUDA."""
 TESTS = (
     "pytest pytest-timeout pytest-xdist hypothesis pybind11 "
     "scipy gguf llguidance regex transformers"
@@ -41,13 +41,13 @@ SYSTEM = FOLDER / "system"
 SITE = FOLDER / "site"
 PYTHON = FOLDER / "python"
 
-# As qemu-aarch64 -L, with a name that a process can be started by again.
+# Like qemu-aarch64 -L, with a name by which a process can be started again.
 WRAPPER = """#!/bin/sh
 export QEMU_LD_PREFIX="{system}" QEMU_CPU="${{QEMU_CPU:-{processor}}}"
 export PYTHONHOME="{system}/usr" PYTHONPATH="{path}" PYTHONNOUSERSITE=1
 exec qemu-aarch64 -0 "$0" "{system}/usr/bin/{name}" "$@"
 """
-# apt's own books of arm64, beside those of this machine.
+# apt's lists for arm64, apart from those of this machine.
 APT = """
 Dir::State "{folder}";
 Dir::State::status "{folder}/status";
@@ -100,7 +100,7 @@ def build() -> Path:
 
 
 def whole(folder: Path, fill: Callable[[Path], None]) -> None:
-    """A folder that is there, or not at all."""
+    """Make a folder whole, or not at all."""
     if folder.exists():
         return
     print(f"aarch64: {folder.relative_to(cmake_build.ROOT)}", file=sys.stderr)
@@ -123,7 +123,7 @@ def _unpack_system(folder: Path) -> None:
     plan = run("apt-get", "install", "--simulate", "python3", "libstdc++6", **settings)
     packages = [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
     python = next(name for name in packages if name.startswith("python3."))
-    # With what they depend on the headers would bring those of C, which the compiler has.
+    # Without dependencies: these would bring C's headers, which the compiler has.
     headers = f"lib{python.removesuffix('-minimal')}-dev"
     run("apt-get", "download", *packages, headers, cwd=apt, **settings)
     for archive in apt.glob("*.deb"):
@@ -148,7 +148,7 @@ def _install_wheels(folder: Path, version: str) -> None:
 
 
 def _always(requirements: Sequence[str] | None) -> list[str]:
-    """Those that no extra and no platform decides about."""
+    """The requirements without a marker for an extra or a platform."""
     return [each for each in requirements or () if ";" not in each]
 
 

@@ -49,7 +49,7 @@ class Page:
         attached = self._ask("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
         self.said: list[str] = []
-        """What the console says of errors."""
+        """Errors on the console."""
         for domain in ("Page", "Runtime", "Log"):
             self._ask(f"{domain}.enable")
 
@@ -96,7 +96,7 @@ class Page:
         self._ask("Page.navigate", url=address)
 
     def run(self, script: str) -> Any:
-        """The value of an expression, or of what it promises."""
+        """The value of an expression, or of its promise."""
         params = {"returnByValue": True, "awaitPromise": True, "userGesture": True}
         got = self._ask("Runtime.evaluate", expression=script, **params)
         if "exceptionDetails" in got:
@@ -113,7 +113,7 @@ class Page:
             time.sleep(0.05)
 
     def type(self, text: str) -> None:
-        """Type a text where the focus is."""
+        """Type a text into the focused element."""
         self._ask("Input.insertText", text=text)
 
     def press(self, key: str) -> None:
@@ -125,7 +125,7 @@ class Page:
         self._ask("Input.dispatchKeyEvent", type="keyUp", **fields)
 
     def picture(self, path: Path) -> None:
-        """Write what is seen as a PNG."""
+        """Write a screenshot as a PNG."""
         shot = self._ask("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(shot["data"]))
 

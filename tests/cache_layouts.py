@@ -32,19 +32,19 @@ Empty = Callable[..., Tensor]
 
 
 def _halves_of_a_head(empty: Empty, n: Sizes) -> Caches:
-    """vLLM 0.32 on GPUs: the key of a head, then its value."""
+    """The layout of vLLM 0.32 on GPUs: the key of a head, then its value."""
     memory = empty(n.layers, n.pages, n.slots, n.heads, 2 * n.dim)
     return Caches(memory, *memory.split(n.dim, -1))
 
 
 def _layers_of_a_page(empty: Empty, n: Sizes) -> Caches:
-    """vLLM's BLNHC."""
+    """The layout BLNHC of vLLM."""
     memory = empty(n.pages, n.layers, n.slots, n.heads, 2 * n.dim)
     return Caches(memory, *memory.transpose(0, 1).split(n.dim, -1))
 
 
 def _pages_of_a_head(empty: Empty, n: Sizes) -> Caches:
-    """vLLM's LHBNC."""
+    """The layout LHBNC of vLLM."""
     memory = empty(n.layers, n.heads, n.pages, n.slots, 2 * n.dim)
     return Caches(memory, *memory.permute(0, 2, 3, 1, 4).split(n.dim, -1))
 
@@ -71,7 +71,7 @@ def _every_other_page(empty: Empty, n: Sizes) -> Caches:
 
 
 def _heads_anywhere(empty: Empty, n: Sizes) -> Caches:
-    """At no multiple of 16 bytes."""
+    """Heads at no multiple of 16 bytes."""
     memory = empty(2, n.layers, n.pages, n.slots, n.heads, n.dim + 3)
     return Caches(memory, *memory[..., 1:-2].unbind(0))
 
@@ -113,7 +113,7 @@ def laid_out(layout: str, k_cache: Tensor, v_cache: Tensor) -> Caches:
 
 
 def assert_nothing_beside_was_written(caches: Caches) -> None:
-    """Overwrites the keys and values."""
+    """Memory beside the cache must not have changed; overwrites the keys and values."""
     caches.k.fill_(BESIDE)
     caches.v.fill_(BESIDE)
     assert (caches.memory == BESIDE).all()

@@ -21,7 +21,7 @@ CUDA_OPS = frozenset(ops.OP_NAMES) - frozenset(ops.CPU_ONLY_OPS)
 
 
 def cpu_capabilities() -> list[str]:
-    """Those of this CPU, and the software model of matrix tiles where it runs."""
+    """The capabilities of this CPU, and the software model of matrix tiles where it runs."""
     names = _C.cpu_capabilities()
     return [*names, "amx_model"] if "avx512_bf16" in names else names
 
@@ -31,11 +31,11 @@ def fits_the_emulator(parameters: Mapping[str, object]) -> bool:
 
     A thread's step there takes some tens of nanoseconds, a warp's mma some microseconds.
     """
-    if parameters.get("inner_size") == 1000:  # of a classifier: one width will do
+    if parameters.get("inner_size") == 1000:  # a classifier's: one width is enough
         return parameters.get("hidden_size") == 576
-    if parameters.get("columns") == (1 << 20) + 33:  # of int8 weights
+    if parameters.get("columns") == (1 << 20) + 33:  # int8 weights
         return False
-    if "max_distance" in parameters:  # of a position bias: each with the usual other will do
+    if "max_distance" in parameters:  # a position bias: one value at a time is varied
         return parameters["max_distance"] == 128 or parameters.get("num_buckets") == 32
     return parameters.get("num_seqs") != 257 or "hidden_size" not in parameters
 
@@ -46,7 +46,7 @@ class Tolerance:
     atol: float
 
 
-# Of results computed in float32 and stored in the dtype, against a float64 or float32 oracle.
+# For results computed in float32 and stored in the dtype, against a float64 or float32 oracle.
 TOLERANCES = {
     torch.float32: Tolerance(rtol=2e-5, atol=2e-5),
     torch.bfloat16: Tolerance(rtol=1.6e-2, atol=1e-2),
@@ -56,7 +56,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Of a real model, as its ops see them."""
+    """The sizes of a real model, as its ops see them."""
 
     num_layers: int
     hidden_size: int
@@ -95,7 +95,7 @@ LLAMA_3B = ModelSizes(28, 3072, 8192, 24, 8, 128, 128256)
 LLAMA_8B = ModelSizes(32, 4096, 14336, 32, 8, 128, 128256)
 T5_SMALL = ModelSizes(8, 512, 1024, 6, 6, is_t5=True)  # version 1.1
 
-# Those of Llama 2, SmolLM2 and Llama 3.
+# The vocabularies of Llama 2, SmolLM2 and Llama 3.
 REAL_VOCAB_SIZES = (32000, SMOLLM2_135M.vocab_size, LLAMA_1B.vocab_size)
 
 BATCH_SIZES = (0, 1, 2, 7, 64, 257)
@@ -282,7 +282,7 @@ ATTENTION_CASES = (
     AttentionCase((2, 1), (150, 700), 4, 1, 64, 16, fixed_split_size=2**31 - 1),
     # Two teams of warps, of which one has no keys.
     AttentionCase((3,), (23,), 7, 1, 128, 48, sliding_window=1, fixed_split_size=17),
-    # Of keys shared by many blocks, some sequences have next to none.
+    # Many blocks share the keys, but some sequences have next to none.
     AttentionCase((1, 1, 2), (2500, 0, 10), 2, 1, 64, 3),
     # A group of more heads than a tile has rows; the smallest head; more sequences than lanes.
     AttentionCase((2, 1), (9, 30), 71, 1, 64, 3),

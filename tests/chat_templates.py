@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# With tools as JSON, checks of the roles, dates, a loop that trims.
+# Tools as JSON, checks of the roles, dates, a loop that trims.
 HEADERS = """
 {{- bos_token }}
 {%- if not date_string is defined %}{% set date_string = "26 Jul 2024" %}{% endif %}
@@ -47,7 +47,7 @@ HEADERS = """
 {%- endif %}
 """
 
-# With a namespace that looks back from the end, thoughts that are cut off, a macro, generation.
+# A namespace that looks back from the end, thoughts that are cut off, a macro, generation.
 THOUGHTS = """
 {%- macro content_of(content) %}
     {%- if content is string %}{{- content }}
@@ -106,7 +106,7 @@ THOUGHTS = """
 {%- endif %}
 """
 
-# With filters of lists, roles that must alternate, tools before the last user's message.
+# Filters of lists, roles that must alternate, tools before the last user's message.
 ALTERNATING = """
 {%- if messages[0].role == "system" %}
     {%- set system_message = messages[0]["content"] %}{%- set loop_messages = messages[1:] %}
@@ -164,7 +164,7 @@ ALTERNATING = """
 {%- endfor %}
 """
 
-# Without a role for the system, whose message begins the first user's, and with parts.
+# No role for the system, whose message begins the first user's; content in parts.
 TURNS = """
 {{- bos_token }}
 {%- set ns = namespace(first="") %}
@@ -192,7 +192,7 @@ TURNS = """
 {%- if add_generation_prompt %}{{- "<start_of_turn>model\\n" }}{%- endif %}
 """
 
-# With calls of answers whose content is null, their arguments as text that is put between fences.
+# Calls in answers whose content is null; their arguments are text between fences.
 FENCES = """
 {{- bos_token }}
 {%- for message in messages %}
@@ -208,7 +208,7 @@ FENCES = """
 {%- if add_generation_prompt %}{{- "<assistant>" }}{%- endif %}
 """
 
-# With arguments as they are, quotes for JSON's, where they are no text.
+# Arguments as they are, with Python's quotes if they are no text.
 BARE = """
 {%- for message in messages %}
     {{- "<" + message.role + ">" + message.content }}
@@ -218,7 +218,7 @@ BARE = """
 {%- endfor %}
 """
 
-# With arguments one by one, which therefore have to be an object.
+# Arguments one by one, which therefore have to be an object.
 TAGS = """
 {%- for message in messages %}
     {{- "<" + message.role + ">" + message.content }}
@@ -232,7 +232,7 @@ TAGS = """
 """
 
 TEMPLATES = {"headers": HEADERS, "thoughts": THOUGHTS, "alternating": ALTERNATING}
-# What a call in a history has to be like is theirs to say.
+# These templates decide about the form of a call in a history.
 PARTICULAR = {"fences": FENCES, "bare": BARE, "tags": TAGS}
 
 TOOLS: list[dict[str, Any]] = [
@@ -280,7 +280,7 @@ def long_conversation(turns: int) -> list[dict[str, Any]]:
     return messages[:-1]
 
 
-# What templates may use, piece by piece.
+# Features that templates may use, one by one.
 FEATURES = [
     "{{ {'b': 1, 'a': [1.5, none, true, 'ü<>&']}|tojson }}",
     "{{ {'b': 1, 'a': [1, 2]}|tojson(indent=2, sort_keys=true) }}",

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "python" / "eecore"
 
 @contextmanager
 def alone(name: str) -> Iterator[Path]:
-    """The folder build/<name>, which other processes wait for meanwhile."""
+    """Hold the folder build/<name>; other processes wait for it."""
     folder = ROOT / "build" / name
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -71,7 +71,7 @@ def _build(folder: Path, target: str, options: Sequence[str]) -> None:
 
 
 def run(*command: str, cwd: Path | None = None, **environment: str) -> str:
-    """What a command says, with this process's environment and what is given here.
+    """The output of a command, in this process's environment and the given variables.
 
     Raises:
         RuntimeError: it failed, with its words.

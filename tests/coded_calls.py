@@ -20,7 +20,7 @@ Call = dict[str, Any]
 FORMATS = ops.BLOCK_FORMATS
 FORMS = ("floats", "int8", *FORMATS)
 STEMS = {"weight": "weight", "lm_head": "lm_head", "kv_weight": "kv"}
-"""The names of weights, and how those of their scales and tables begin."""
+"""The names of weights, and the prefixes of their scales' and tables' names."""
 
 
 def whole_blocks(columns: int, form: str) -> int:
@@ -75,7 +75,7 @@ def as_floats(call: Call) -> Call:
 
 
 def oracle_of(call: Call, device: torch.device) -> Call:
-    """What the reference takes for a call: for CUDA the numbers that its weight stands for."""
+    """The reference's arguments for a call: on CUDA with the numbers that its weight stands for."""
     return as_floats(call) if emulated.is_cuda_kernel(device) else call
 
 
@@ -87,7 +87,7 @@ def check_close(
     *,
     is_normed: bool = True,
 ) -> None:
-    """On the CPU x may be rounded to the next of its steps where the norm's last bit differs."""
+    """On the CPU, x may round to the next step where the norm's last bit differs."""
     step = {"floats": 0.0, "int8": 2e-4}.get(form, 3e-2)
     rounds = is_normed and not emulated.is_cuda_kernel(device)
     tolerance = TOLERANCES[got.dtype]

@@ -12,14 +12,14 @@ from typing import Any
 FAILED, USAGE, MODEL, REQUEST = 1, 2, 3, 4
 INTERRUPTED, NO_READER, TERMINATED = 130, 141, 143
 LONG = 20_000
-"""Tokens that take longer than any test waits."""
+"""A number of tokens that takes longer than any test waits."""
 QUIET = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
 
 
 def start(
     arguments: Sequence[str], *, program: Sequence[str] = ("-m", "eecore"), **options: Any
 ) -> subprocess.Popen[str]:
-    """The command in a process of its own, which heeds Ctrl-C whatever the shell said to pytest."""
+    """Start the command in a process of its own, which handles Ctrl-C even if pytest ignores it."""
     return subprocess.Popen(
         [sys.executable, *program, *arguments],
         stdin=subprocess.DEVNULL,

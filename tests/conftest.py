@@ -54,7 +54,7 @@ def device(
 
 @pytest.fixture(autouse=True)
 def threads_as_before() -> Iterator[None]:
-    """Whatever number of threads a test runs with, the next begins with torch's own."""
+    """Each test begins with torch's own number of threads."""
     before = torch.get_num_threads()
     yield
     if torch.get_num_threads() != before:
@@ -63,21 +63,21 @@ def threads_as_before() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_fails_inside() -> Iterator[None]:
-    """A test fails where an engine has to do an iteration again for which it planted no fault."""
+    """Fail a test whose engine repeats an iteration without a planted fault."""
     with nothing_done_again():
         yield
 
 
 @pytest.fixture(autouse=True)
 def no_races_where_asked() -> Iterator[None]:
-    """With EECORE_EMULATED_RACES set emulated kernels fail where nothing orders their accesses."""
+    """With EECORE_EMULATED_RACES set, emulated kernels fail at accesses that nothing orders."""
     with emulated.checking_races() if "EECORE_EMULATED_RACES" in os.environ else nullcontext():
         yield
 
 
 @pytest.fixture(autouse=True)
 def full_depth_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that say no policy run at full depth here: what Auto does hangs on the clock."""
+    """Requests without a policy run at full depth here, as Auto depends on the clock."""
     monkeypatch.setattr(intake, "usual_exit", lambda *_: "full")
 
 
@@ -130,7 +130,7 @@ def pytest_collection_modifyitems(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is collected stays for the whole session and is not searched for cycles."""
+    """Freeze the collected tests: the garbage collector does not search them."""
     gc.disable()
     try:
         return (yield)
@@ -140,19 +140,19 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker tells what it has left out."""
+    """A worker reports the tests that it has left out."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left out"] = session.config.stash.get(LEFT_OUT, {})
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """All workers collect the same, and say the same."""
+    """Take one worker's report: all workers collect the same tests."""
     node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left out", {})
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Which suite it was, what it left out, and which backends this machine does not have."""
+    """Print the suite, the tests left out, and the backends that this machine does not have."""
     left_out = config.stash.get(LEFT_OUT, {})
     if not tiers.runs_all(config):
         counts = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)

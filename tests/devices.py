@@ -1,4 +1,4 @@
-"""Where, and how, the tests of the runtime decode.
+"""The device and path of the runtime's tests.
 
 EECORE_TEST_DEVICE: ``cpu`` unless it says ``cuda``, a GPU, or ``emulated``, the path of CUDA over
 the emulator, on the CPU's memory. Those two leave out what is about the CPU's own kernels
@@ -27,13 +27,13 @@ if DEVICE not in ("cpu", "cuda", "emulated"):
 
 
 def heads_in_floats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have draft heads that are loaded draft with floats on the CPU too, as on a GPU."""
+    """Let loaded draft heads draft in floats on the CPU too, as on a GPU."""
     monkeypatch.setattr(draft_head._Form, "packs", False)
 
 
 cpu_only = pytest.mark.skipif(DEVICE != "cpu", reason="about the CPU's kernels")
-# What a probability or its logarithm differs by when other rows run beside its own. On the CPU
-# a row rounds alike whatever runs beside it.
+# The difference of a probability or its logarithm in another batch. On the CPU a row rounds alike
+# in any batch.
 ROUNDING = 0.0 if DEVICE == "cpu" else 1e-4
 if DEVICE == "emulated":
     emulated.route(pytest.MonkeyPatch())  # for good
@@ -41,11 +41,11 @@ if DEVICE == "emulated":
 
 
 def share_the_gpu(num_workers: int) -> None:
-    """Have this process, one of so many, take its share of a GPU's memory and no more.
+    """Limit this process, one of ``num_workers``, to its share of a GPU's memory.
 
-    A cache whose size nobody says has a share of what is free, and room for what tests ask. What
-    torch keeps of caches that are gone it gives back before it goes beyond its share; besides it
-    every process has its kernels and its graphs there.
+    A cache of no given size takes a share of the free memory, with room for what tests ask. torch
+    releases the memory of freed caches before it exceeds its share; kernels and graphs of each
+    process come on top.
     """
     whole = generation._default_kv_cache_tokens
 
@@ -57,7 +57,7 @@ def share_the_gpu(num_workers: int) -> None:
 
 
 def load(directory: Path, **settings: Any) -> eecore.Model:
-    """``eecore.load`` on the device that is asked for."""
+    """Call ``eecore.load`` for the device under test."""
     model = eecore.load(directory, device="cuda" if DEVICE == "cuda" else "cpu", **settings)
     if DEVICE == "emulated":
         as_on_cuda(model)
@@ -71,11 +71,11 @@ def check_tokens(
     expected: list[list[int]],
     margin: float,
 ) -> None:
-    """That greedy tokens are the same; off the CPU, until rounding has a choice.
+    """Greedy tokens have to be the same; off the CPU, up to the first near tie.
 
-    There a row rounds by how many run beside it. Two tokens may then be had in place of each other
-    where the whole model gives both the best probability, but for ``margin`` in its logarithm; what
-    follows the first such place is another text.
+    There a row's rounding depends on the number of rows in its batch. Two tokens may then replace
+    each other where the whole model gives both the best probability, within ``margin`` in its
+    logarithm; the text after the first such place is not compared.
     """
     if DEVICE == "cpu":
         assert got == expected
@@ -90,12 +90,12 @@ def check_tokens(
         assert output.top_logprobs is not None
         best = output.top_logprobs[0]
         for token in (one[place], other[place]):
-            behind = max(best.values()) - best.get(token, float("-inf"))
-            assert behind <= margin, f"{prompt}: {one} for {other}: {token} is {behind} behind"
+            gap = max(best.values()) - best.get(token, float("-inf"))
+            assert gap <= margin, f"{prompt}: {one} for {other}: {token} is {gap} below the best"
 
 
 def check_logprobs(got: eecore.Output, expected: eecore.Output) -> None:
-    """That those of the tokens and of the best are the same, as far as a device has them so."""
+    """Log-probabilities of the tokens and of the best ones are equal, as far as a device allows."""
     assert (got.logprobs is None) == (expected.logprobs is None)
     assert (got.top_logprobs is None) == (expected.top_logprobs is None)
     if DEVICE == "cpu":
@@ -109,7 +109,7 @@ def check_logprobs(got: eecore.Output, expected: eecore.Output) -> None:
 
 
 def as_on_cuda(model: eecore.Model) -> eecore.Model:
-    """The model on the CPU's memory as it runs on CUDA: single ops, rows masked, call by call."""
+    """The model on the CUDA path in the CPU's memory: single ops, rows masked, call by call."""
     of_head = getattr(model.network.draft_head, "_layers", None)  # of a head with layers
     for network in (model.network, *([] if of_head is None else [of_head])):
         network.calls_single_ops = True
@@ -119,7 +119,7 @@ def as_on_cuda(model: eecore.Model) -> eecore.Model:
 
 
 class Traced(Tapes):
-    """Runs programs on the CPU, and keeps which calls their replays made."""
+    """Runs programs on the CPU, and keeps the calls of their replays."""
 
     def __init__(self) -> None:
         super().__init__(lambda tape: self.calls.extend(tape.trace()))
@@ -131,7 +131,7 @@ class Traced(Tapes):
 
     @property
     def executions(self) -> int:
-        """(row, layer) pairs that ran."""
+        """The number of (row, layer) pairs that ran."""
         return sum(
             call.num_tokens * (call.end_layer - call.begin_layer)
             for call in self.of("decoder_layers")
@@ -145,7 +145,7 @@ def engine_of(
     run: RunProgram | None = None,
     ahead: bool | None = None,
 ) -> eecore.Engine:
-    """An engine that decodes as the model's own does, or a run ahead of what it knows."""
+    """An engine that decodes as the model's own, or launches runs ahead."""
     return eecore.Engine(
         model.network,
         model.tokenizer,

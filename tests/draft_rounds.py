@@ -28,7 +28,7 @@ class Rounds:
         return (self.uniform(*shape) * below).to(torch.int64)
 
     def active(self) -> ops.ActiveRows:
-        """Rows of which all is to be written, but for the page table and the count."""
+        """Active rows whose fields are all to be written, except the page table and the count."""
         rows = self.num_rows
         return ops.ActiveRows(
             row=self.whole(99, rows).to(torch.int32),
@@ -41,7 +41,7 @@ class Rounds:
         )
 
     def given(self, states: Tensor | None = None) -> ops.DraftRound:
-        """A round before its start: what is written holds anything."""
+        """A round before its start: fields to be written hold anything."""
         rows, width = self.num_rows, self.num_steps + 1
         start = self.whole(MAX_PAGES * PAGE_SIZE, rows)
         room = MAX_PAGES * PAGE_SIZE - 1 - start
@@ -67,7 +67,7 @@ class Rounds:
         )
 
     def drafted(self, states: Tensor | None = None) -> ops.DraftRound:
-        """A round that has ended: some rows have drafts, some none, some no round at all."""
+        """A round that has ended: rows with drafts, without drafts, and without a round."""
         rows, width = self.num_rows, self.num_steps + 1
         most = self.whole(width + 1, rows) - 1
         return self.given(states)._replace(
@@ -76,7 +76,7 @@ class Rounds:
         )
 
     def verification(self, max_tokens: int | None = None) -> ops.Verification:
-        """Memory for one, of which all is to be written."""
+        """Memory for a verification, all of which is to be written."""
         rows, total = self.num_rows, max_tokens or self.num_rows * (self.num_steps + 1)
         return ops.Verification(
             *(self.whole(99, rows) for _ in range(3)),
@@ -96,7 +96,7 @@ class Rounds:
         )
 
     def ahead(self, num_ended: int, num_steps: int = 3) -> ops.DraftedAhead:
-        """Behind a round of so many rows."""
+        """Drafts made ahead, after a round of ``num_ended`` rows."""
         return ops.DraftedAhead(
             self.whole(VOCAB_SIZE, num_ended, num_steps + 1),
             self.uniform(num_ended, num_steps),
@@ -108,7 +108,7 @@ Rows = ops.ActiveRows | ops.DraftRound | ops.EndedRound | ops.Verification
 
 
 def assert_same(got: Rows, expected: Rows, *, but: str = "") -> None:
-    """That all tensors of two tuples are equal, one of them aside."""
+    """All tensors of two tuples have to be equal, except the field ``but``."""
     for name, have, want in zip(got._fields, got, expected, strict=True):
         if want is not None and name != but:
             assert torch.equal(have, want), name
@@ -120,13 +120,13 @@ def copies(*tuples: Rows) -> list[Tensor]:
 
 
 def unchanged(before: list[Tensor], *tuples: Rows) -> bool:
-    """Whether they are still what was copied."""
+    """Whether tensors still equal their copies."""
     now = [tensor for rows in tuples for tensor in rows if tensor is not None]
     return all(torch.equal(old, new) for old, new in zip(before, now, strict=True))
 
 
 def random_round(m: Maker, rows: int, steps: int) -> Arguments:
-    """What the ops of a round write, and read again, before its start."""
+    """The tensors that the ops of a round write and read, before its start."""
     return {
         "first_position": m.placed(m.whole(20, rows)),
         "left": m.placed(m.whole(20, rows)),
@@ -157,7 +157,7 @@ def random_verification(m: Maker, rows: int, steps: int) -> tuple[Arguments, ops
 
 
 def round_in(arguments: Arguments) -> ops.DraftRound:
-    """The round of some arguments, with nothing where they have nothing."""
+    """The round among some arguments; missing fields stay missing."""
     return ops.DraftRound(*(arguments.get(name) for name in ops.DraftRound._fields))  # type: ignore[arg-type]
 
 

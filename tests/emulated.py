@@ -80,7 +80,7 @@ def route(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class CountedLaunch:
-    """What one launch touched.
+    """The accesses of one launch.
 
     Args:
         kernel: its name, template arguments included.
@@ -92,10 +92,10 @@ class CountedLaunch:
         least_sectors: as few as the bytes of each access would take.
         bank_ways: the most words of one bank of shared memory that lanes ask for at once.
         bank_place: where that is in the library, for addr2line, and what was asked for there.
-        in_flight: bytes that the cp.asyncs of a block have on their way, when its threads come to
-            wait for some of them, at most.
-        drained: by how much that is too little at another wait: less, and less than what is still
-            to come.
+        in_flight: the most bytes of a block's cp.asyncs in flight when its threads wait for some of
+            them.
+        drained: the most bytes by which another wait has less in flight than that, or than what is
+            still to be copied if that is less.
     """
 
     kernel: str
@@ -117,7 +117,7 @@ class CountedLaunch:
 
 @contextmanager
 def counting(**watched: torch.Tensor) -> Iterator[list[CountedLaunch]]:
-    """What is launched inside, in a list that is filled at the end; slower than without."""
+    """The launches of the block, in a list that is filled at its end; slower than without."""
     counted: list[CountedLaunch] = []
     counts = library()
     counts.eecore_emulator_count_accesses(1)
@@ -141,7 +141,7 @@ def counting(**watched: torch.Tensor) -> Iterator[list[CountedLaunch]]:
 
 
 class _ForeignKernels(TorchDispatchMode):
-    """Tells the emulator of torch's kernels between its own."""
+    """Reports torch's kernels between its own to the emulator."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -154,7 +154,7 @@ class _ForeignKernels(TorchDispatchMode):
 
 @contextmanager
 def checking_races() -> Iterator[Callable[[], int]]:
-    """A kernel fails inside whose accesses to global memory nothing orders; slower than without.
+    """Kernels in the block fail if nothing orders their accesses to global memory; slower.
 
     Those of its threads, of its blocks, and of kernels ahead in the stream which need not have
     ended. A call of torch is a kernel, too, which starts when those ahead have ended.

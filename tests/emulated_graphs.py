@@ -15,14 +15,14 @@ NULL = ctypes.c_void_p(None)
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """A function of graph_calls.cpp that gives a pointer or nothing."""
+    """Call a function of graph_calls.cpp that returns a pointer or nothing."""
     function = getattr(emulated.library(), f"eecore_emulator_{name}")
     function.restype = ctypes.c_void_p
     return function(*arguments)
 
 
 def call_guarded(name: str, *arguments: Any) -> Any:
-    """The same of one that may throw: RuntimeError with its message."""
+    """Call a function that may throw: RuntimeError with its message."""
     message = ctypes.create_string_buffer(1000)
     result = call(name, *arguments, message, len(message))
     if message.value:
@@ -32,7 +32,7 @@ def call_guarded(name: str, *arguments: Any) -> Any:
 
 @contextmanager
 def new_stream() -> Iterator[ctypes.c_void_p]:
-    """An emulated stream, the current one inside."""
+    """An emulated stream, which is current inside the block."""
     made = ctypes.c_void_p(call("new_stream"))
     call("use_stream", made)
     yield made
@@ -61,7 +61,7 @@ class Graph:
 
 
 class Body:
-    """A conditional body that the ops are captured into: for a flag, or a condition."""
+    """A conditional body that ops are captured into, for a flag or a condition."""
 
     def __init__(
         self, stream: ctypes.c_void_p, flag: Tensor, when: bool, condition: int | None = None

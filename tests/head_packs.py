@@ -1,4 +1,4 @@
-"""Packs of draft heads for small models: of noise, and one that is right where layers do little."""
+"""Packs of draft heads for small models: random ones, and one for layers that add little."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def write_pack(
     """A pack of random weights.
 
     Args:
-        path: of its directory.
-        model: that it is for.
-        taps: layers whose states it sees besides the last.
+        path: the pack's directory.
+        model: the model of the head.
+        taps: layers whose states the head sees, in addition to the last.
         inner: width of its MLPs.
-        blocks: of them.
-        vocabulary_size: tokens that it knows, random ones; all of them when 0.
+        blocks: the number of MLPs.
+        vocabulary_size: how many tokens it knows, drawn at random; 0: all.
         attended: layers and key heads of the model that it attends to.
-        follows_tokens: it gives what the model does whose layers add nothing.
-        seed: of the weights.
-        fields: in place of those of its JSON.
+        follows_tokens: its drafts are those of the model whose layers add nothing.
+        seed: seeds the weights.
+        fields: fields that replace those of its JSON.
     """
     network = model.network
     config = network.config
@@ -110,7 +110,7 @@ def write_pack(
 
 
 class Seen(NamedTuple):
-    """What a head attends to: keys and values, [num_keys, head_dim] each, of all its key heads."""
+    """The keys and values that a head attends to, [num_keys, head_dim] per key head."""
 
     keys: list[tuple[Tensor, Tensor]]
     cos_sin: Tensor
@@ -119,7 +119,7 @@ class Seen(NamedTuple):
 def attention(
     seen: Seen, p: dict[str, Tensor], state: Tensor, position: int, *, packed: bool
 ) -> Tensor:
-    """What the queries of a state find, through the output of each key head."""
+    """The attention of a state's queries, through the output of each key head."""
     norm, found = normed(state, p["attention.norm"]), torch.zeros_like(state)
     cos, sin = seen.cos_sin[position].chunk(2)
     for i, (keys, values) in enumerate(seen.keys):
@@ -149,17 +149,17 @@ def reference_drafts(
     seen: Seen | None = None,
     tokens: Tensor | None = None,
 ) -> tuple[list[int], list[float]]:
-    """What a head drafts, and the probabilities.
+    """The drafts of a head, and their probabilities.
 
     Args:
-        pack: of the head.
+        pack: the head's directory.
         model: in float32, its LM head not quantised.
         states: [hidden_size] after each tap's layers, at the last position that was computed.
-        token: behind it.
-        count: of drafts.
-        packed: its matrices are rounded as the CPU keeps them.
-        seen: where it attends.
-        tokens: among which it chooses; None: those of the pack.
+        token: the token after that position.
+        count: the number of drafts.
+        packed: the head's matrices are rounded as the CPU keeps them.
+        seen: the keys and values that it attends to.
+        tokens: the tokens that it may draft; None: those of the pack.
     """
     p, weights = load_file(pack / "head.safetensors"), model.network.weights
     vocabulary = p["vocabulary"].long() if tokens is None else tokens
@@ -194,7 +194,7 @@ def reference_drafts(
 
 
 def rounded(weight: Tensor, format: str) -> Tensor:
-    """A weight, [..., in_features], as blocks of a format have it; floats where none fit."""
+    """A weight [..., in_features] rounded to blocks of a format; unchanged if no blocks fit."""
     if weight.shape[-1] % 32:
         return weight
     rows = weight.float().reshape(-1, weight.shape[-1]).contiguous()

@@ -1,4 +1,4 @@
-"""A small Hugging Face hub on this machine: what huggingface_hub asks of one, and no more."""
+"""A small local Hugging Face hub, with the requests that huggingface_hub makes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKEN = "hf_a_token_of_the_tests"
 
 @dataclass
 class Repository:
-    """Files by revision; one that is gated gives them to the holder of the token alone."""
+    """Files by revision; a gated repository needs the token."""
 
     revisions: dict[str, dict[str, bytes]]
     is_gated: bool = False

@@ -1,4 +1,4 @@
-"""A small looped model (Ouro) on disk, and what one computes, step by step in plain PyTorch."""
+"""A small looped model (Ouro) on disk, and its computation step by step in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def looped_tensors(config: dict[str, Any] = CONFIG, seed: int = 0) -> dict[str, 
 
 
 def write_looped(directory: Path, **changes: Any) -> dict[str, Tensor]:
-    """A model directory; its tensors are returned."""
+    """Write a model directory; returns its tensors."""
     config = {**CONFIG, **changes}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
@@ -104,7 +104,7 @@ class LoopedText:
     num_kept: int = 0
 
     def read(self, token: int, loops: int = LOOPS) -> list[Tensor]:
-        """The normed state [hidden_size] after each of the first loops; its keys are kept."""
+        """A token's normed states [hidden_size] after each of the first loops; keeps its keys."""
         x = self.tensors["model.embed_tokens.weight"][token]
         states = []
         for loop in range(loops):
@@ -115,16 +115,16 @@ class LoopedText:
         return states
 
     def logits(self, state: Tensor) -> Tensor:
-        """[vocab_size] of a loop's state."""
+        """Logits [vocab_size] of a loop's state."""
         return self.tensors["lm_head.weight"] @ state
 
     def exit_probability(self, state: Tensor) -> float:
-        """lambda of a loop's state."""
+        """The exit probability (lambda) of a loop's state."""
         gate = self.tensors["model.early_exit_gate.weight"][0] @ state
         return float(torch.sigmoid(gate + self.tensors["model.early_exit_gate.bias"][0]))
 
     def fill(self, state: Tensor, loop: int, *, shares: bool) -> None:
-        """Keys and values of the last token in a loop that it skipped."""
+        """Fill keys and values of the last token in a loop that it skipped."""
         for layer in range(self.config["num_hidden_layers"]):
             if shares:
                 kept = self.keys[loop - 1, layer][-1], self.values[loop - 1, layer][-1]

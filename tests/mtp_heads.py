@@ -21,7 +21,7 @@ LAYER = "model.mtp_layers.0."
 
 
 def write_mimo(directory: Path, seed: int = 0) -> Path:
-    """Write a model into a directory, which is returned."""
+    """Write a model into a directory, and return it."""
     write_model(directory, "qwen2", seed=seed)
     file, weights = directory / "config.json", directory / "model.safetensors"
     config = json.loads(file.read_text())

@@ -32,7 +32,7 @@ class Mutant:
 
     @property
     def is_emulated(self) -> bool:
-        """Whether it is in a CUDA kernel, which the emulator runs."""
+        """Whether the fault is in a CUDA kernel, which the emulator runs."""
         return self.file.startswith(("include/", "csrc/cuda/"))
 
     @property

@@ -40,7 +40,7 @@ BEGIN, END = "<!-- mutations: begin -->", "<!-- mutations: end -->"
 # Changes to these files change no result.
 WITHOUT_EFFECT = ("tests/mutations.json", "tests/mutations.py", "tests/mutants.py")
 TEST_TIMEOUT_S = 300
-"""After so long a test counts as failed: a fault may make it wait forever."""
+"""The time after which a test counts as failed: a fault may make it wait forever."""
 
 Suite = Literal["short", "long"]
 SUITES: tuple[Suite, ...] = ("short", "long")
@@ -99,7 +99,7 @@ class Copy:
         self.digest = self._bring_up_to_date()
 
     def _bring_up_to_date(self) -> str:
-        """Copy what has changed, without touching what has not; a fingerprint of all files."""
+        """Copy changed files alone; returns a fingerprint of all files."""
         listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
         said = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         wanted = [name for name in sorted(said.split("\0")) if name and (ROOT / name).is_file()]
@@ -154,7 +154,7 @@ class Copy:
             raise RuntimeError(f"the build failed:\n{said[-4000:]}")
 
     def finds(self, tests: str, suite: Suite) -> str:
-        """The test that fails, where one does; else nothing.
+        """The test that fails; an empty text if none does.
 
         Raises:
             RuntimeError: no test ran.
@@ -177,7 +177,7 @@ class Copy:
 
 
 def plant(mutant: Mutant, root: Path) -> None:
-    """Put a mutant's text in place.
+    """Put a mutant's text in its place.
 
     Raises:
         ValueError: what it replaces does not occur exactly once.
@@ -189,7 +189,7 @@ def plant(mutant: Mutant, root: Path) -> None:
 
 
 class Results:
-    """What was found, in a file that is written after each fault.
+    """The results, in a file that is written after each fault.
 
     Args:
         tree: the fingerprint of the working tree; results of another one are dropped.
@@ -219,7 +219,7 @@ class Results:
         self._write()
 
     def of(self, mutant: Mutant, suite: Suite) -> dict[str, Any] | None:
-        """What a suite found of a mutant; None before it ran."""
+        """A suite's result for a mutant; None before it ran."""
         found: dict[str, Any] | None = self.found.get(mutant.name, {}).get(suite)
         return found
 
@@ -241,7 +241,7 @@ class Results:
 
 
 def fingerprint(mutant: Mutant) -> str:
-    """A fingerprint of all that a result depends on, but for the working tree."""
+    """A fingerprint of all that a result depends on, except the working tree."""
     return digest(mutant.file, mutant.old, mutant.new, mutant.tests)
 
 
@@ -286,7 +286,7 @@ def say(text: str) -> None:
 
 
 def table(results: Results) -> str:
-    """What each suite found, by area, and what none did."""
+    """The mutants that each suite found, by area, and those that none found."""
     lines = [
         "| where | planted | found by the short suite | by the long one |",
         "|---|---|---|---|",

@@ -10,7 +10,7 @@ import torch
 
 from eecore import ops
 
-# Where a block holds float16 numbers, and what they are for weights of about 1: scales, minima.
+# Offsets of a block's float16 numbers, and their values for weights of about 1: scales, minima.
 SCALES: dict[str, tuple[int, tuple[float, ...]]] = {
     "Q4_0": (0, (1 / 5,)),
     "Q4_1": (0, (1 / 5, -1.5)),
@@ -22,7 +22,7 @@ SCALES: dict[str, tuple[int, tuple[float, ...]]] = {
     "Q6_K": (208, (1 / 1400,)),
 }
 SMALL_FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-"""Those of 32 columns."""
+"""Formats whose blocks have 32 columns."""
 
 
 def block_sizes(format: str) -> tuple[int, int]:
@@ -49,7 +49,7 @@ def random_blocks(
 def packed_layers(
     parts: Sequence[Sequence[tuple[str, int]]], columns: int, *, size: float = 1.0, seed: int = 0
 ) -> ops.Matrix:
-    """A matrix of several layers, each parts of (format, rows) one behind the other."""
+    """A matrix of several layers, each with parts of (format, rows) one after the other."""
     sizes = [[ops.packed_bytes(*part, columns) for part in layer] for layer in parts]
     packed = torch.zeros(sum(map(sum, sizes)), dtype=torch.uint8)
     table = torch.zeros(len(parts), sum(rows for _, rows in parts[0]), dtype=torch.int64)

@@ -34,12 +34,12 @@ class Quantisation:
     whole: bool = False
     """One scale for a matrix."""
     skipped: tuple[str, ...] = ()
-    """Layers left in floats, by a part of their names."""
+    """Layers kept in floats, by a part of their names."""
     others: dict[str, int] = field(default_factory=dict)
     """Bits of some layers, by a part of their names."""
 
     def bits_of(self, name: str) -> int:
-        """Of a layer."""
+        """Bits of a layer."""
         return next((b for part, b in self.others.items() if part in name), self.bits)
 
 
@@ -58,14 +58,14 @@ class Numbers:
     bits: int
 
     def floats(self) -> np.ndarray:
-        """(q - z) * s, a number at a time in float32."""
+        """The floats (q - z) * s, number by number in float32."""
         scales = self.scales.float().numpy()[:, self.groups]
         whole = self.q.astype(np.int64) - self.zeros.astype(np.int64)[:, self.groups]
         return whole.astype(np.float32) * scales
 
 
 def quantised(weight: np.ndarray, how: Quantisation, bits: int, seed: int) -> Numbers:
-    """Each group by its least and its largest."""
+    """Quantise each group by its least and largest number."""
     rows, columns = weight.shape
     size = columns if how.group_size == -1 or how.whole else how.group_size
     groups = np.arange(columns) // size
@@ -89,7 +89,7 @@ def quantised(weight: np.ndarray, how: Quantisation, bits: int, seed: int) -> Nu
 
 
 def words(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """uint32 [n, ceil(k * bits / 32)] of [n, k], the lowest first."""
+    """Pack [n, k] into uint32 [n, ceil(k * bits / 32)], the lowest bits first."""
     per_word = 32 // bits
     padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % per_word))).astype(np.uint32)
     packed = np.zeros((len(padded), padded.shape[1] // per_word), np.uint32)
@@ -201,7 +201,7 @@ def config_of(how: Quantisation) -> dict[str, Any]:
 def write_quantised(
     source: Path, directory: Path, how: Quantisation, modules: tuple[str, ...] = LINEAR
 ) -> dict[str, np.ndarray]:
-    """Quantise a model directory into another; what its matrices stand for, by their names."""
+    """Quantise a model directory into another; returns the numbers of its matrices by name."""
     directory.mkdir(parents=True)
     for path in source.iterdir():
         if path.suffix != ".safetensors":

@@ -1,4 +1,4 @@
-"""What ``pytest -m quick`` runs: something of every floor, for while one is at work on it.
+"""The tests of ``pytest -m quick``: some of every floor, for use during work.
 
 The emulator is left out, since it may have to be compiled first.
 """
@@ -29,7 +29,7 @@ WHOLE = {
     "scheduling": "pages scheduler",
     "serving": "cached_prompts depth endpoints metrics models refusals scored_prompts streams wire",
 }
-# Of these files the tests whose names begin so.
+# Prefixes of the quick tests of these files.
 SOME = {
     "cli/test_cli.py": ("test_generate", "test_every_exit_mode", "test_json", "test_wrong_usage"),
     "cli/test_cli_streams.py": ("test_arguments_of_all_kinds",),
@@ -41,7 +41,7 @@ SOME = {
     "calibration/test_calibration.py": ("test_p_values", "test_every_threshold", "test_bad_sett"),
     "lab/evaluation/test_layerskip.py": ("test_scores_are",),
     "fuzz/test_fuzzing.py": ("test_figures", "test_mutations"),
-    "integrations/test_layer_drafts.py": ("test_drafts_are", "test_what_was_refused"),
+    "integrations/test_layer_drafts.py": ("test_drafts_are", "test_rejected_drafts"),
     "integrations/test_transformers.py": ("test_answers_are", "test_the_weights_are_shared"),
     "integrations/test_vllm.py": ("test_drafts_of_a_batch", "test_settings"),
     "models/test_gguf_load.py": ("test_weights_are_those", "test_truncated"),
@@ -55,7 +55,7 @@ QUICK = SOME | {
     for folder, names in WHOLE.items()
     for name in names.split()
 }
-"""How the names of a file's quick tests begin."""
+"""The prefixes of the names of a file's quick tests."""
 
 
 def has_quick(path: Path) -> bool:
@@ -66,7 +66,7 @@ def has_quick(path: Path) -> bool:
 
 
 def mark(items: list[pytest.Item]) -> None:
-    """Give the quick ones their marker."""
+    """Mark the quick tests."""
     of_ops: dict[tuple[Path, str, str], list[pytest.Item]] = {}
     for item in items:
         if not has_quick(item.path) or not isinstance(item, pytest.Function):

@@ -1,4 +1,4 @@
-"""What random calls of the ops are made of: awkward sizes, strides and places in memory.
+"""Parts of random calls of the ops: awkward sizes, strides and places in memory.
 
 Tensors lie anywhere in memory of their own, which holds other numbers around them.
 """
@@ -18,10 +18,10 @@ from eecore import ops
 from packed_blocks import SCALES, SMALL_FORMATS, packed_layers
 
 Arguments = dict[str, Any]
-# As a schema has them, and what holds the arguments behind the call to those before it.
+# Arguments in the schema's order, and a check of them after the call against those before it.
 Checked = tuple[Arguments, Callable[[Arguments, Arguments], None]]
 EXACT = Tolerance(0.0, 0.0)
-# A step of float8: float32 may fall on another side of what is between two numbers.
+# A step of float8: float32 may round to the other side of a midpoint.
 FLOAT8_STEP = Tolerance(rtol=0.13, atol=2.0**-9)
 
 
@@ -39,7 +39,7 @@ class Maker:
         return self.random.choice(values)
 
     def size(self, most: int = 20, least: int = 0) -> int:
-        """Small ones, those around a power of two, and any."""
+        """A size: small, around a power of two, or any."""
         around = 1 << self.random.randrange(max(most, 1).bit_length())
         chosen = self.one_of(least, least + 1, around - 1, around, around + 1, most)
         if self.chance():
@@ -65,7 +65,7 @@ class Maker:
         return torch.randperm(count, generator=self._generator)
 
     def maybe(self, make: Callable[[], Any]) -> Any:
-        """It, or None."""
+        """What ``make`` makes, or None."""
         return make() if self.chance() else None
 
     def placed(self, values: Tensor, contiguous_dims: int = 8) -> Tensor:
@@ -88,11 +88,11 @@ class Maker:
         return self.placed((self.normal(rows, size) * deviation).to(dtype), 1)
 
     def columns(self, most: int) -> int:
-        """The width of a weight, one that blocks fill now and then."""
+        """The width of a weight; sometimes one that blocks fill."""
         return self.one_of(32, 64, 256) if self.chance(0.2) else self.size(most, 1)
 
     def weight(self, dtype: torch.dtype, *shape: int) -> ops.Matrix:
-        """[..., out_features, in_features] in the dtype, int8 with a scale, or in blocks."""
+        """A weight [..., out_features, in_features] in the dtype, int8 with a scale, or blocks."""
         deviation = shape[-1] ** -0.5
         kind = self.random.random()
         if kind < 0.3:
@@ -113,10 +113,10 @@ class Maker:
     def inputs(
         self, matrix: ops.Matrix, rows: int, columns: int, dtype: torch.dtype, size: float = 1.0
     ) -> Tensor:
-        """What a matrix is multiplied with.
+        """The input of a matrix product.
 
-        A packed product sees float32 in 8 bits. Here rounding them is no matter of the last bit
-        before, so that the oracle's are the same.
+        A packed product rounds float32 to 8 bits. These numbers do not round differently by their
+        last bit, so that the oracle's are the same.
         """
         if matrix.table is None or dtype != torch.float32:
             return self.states(rows, columns, dtype, size)
@@ -159,7 +159,7 @@ class Maker:
         return self.placed(torch.cat((angles.cos(), angles.sin()), -1))
 
     def cache(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """[..., num_pages, page_size, num_kv_heads, head_dim], strides in any order."""
+        """A cache [..., num_pages, page_size, num_kv_heads, head_dim], strides in any order."""
         order = list(range(len(shape) - 1))
         if self.chance():
             self.random.shuffle(order)
@@ -167,7 +167,7 @@ class Maker:
         return self.placed(values, 1).movedim(list(range(len(order))), order)
 
     def caches(self, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Those of keys and of values, side by side in one memory or in two."""
+        """The caches of keys and of values, side by side in one memory or in two."""
         if self.chance(0.7):
             return self.cache(*shape, dtype=dtype), self.cache(*shape, dtype=dtype)
         *rest, heads, width = shape
@@ -177,7 +177,7 @@ class Maker:
     def cache_format(
         self, dtype: torch.dtype, *shape: int
     ) -> tuple[torch.dtype, dict[str, Tensor | None]]:
-        """What caches of a model of the dtype are in, and the scales of this shape."""
+        """The dtype of the caches of a model, and scales of this shape."""
         if self.chance(0.7):
             return dtype, {"key_scales": None, "value_scales": None}
         scales = {
@@ -187,13 +187,13 @@ class Maker:
         return torch.float8_e4m3fn, scales
 
     def slots(self, count: int, cache: Tensor) -> Tensor:
-        """Distinct ones, and some -1."""
+        """Distinct slots, and some -1."""
         chosen = self.shuffled(cache.shape[-4] * cache.shape[-3])[:count]
         return self.placed(torch.where(self.uniform(count) < 0.1, -1, chosen))
 
 
 def assert_close(got: Tensor, want: Tensor, tolerance: Tolerance, name: str) -> None:
-    """Equal but for rounding; NaN and infinity at the same places."""
+    """Tensors have to be equal up to rounding, with NaN and infinity at the same places."""
     torch.testing.assert_close(
         got.double() if got.is_floating_point() else got,
         want.double() if got.is_floating_point() else want.to(got.dtype),
@@ -207,7 +207,7 @@ def assert_close(got: Tensor, want: Tensor, tolerance: Tolerance, name: str) -> 
 def compare(
     oracle: Callable[[Arguments], dict[str, Tensor]], tolerance: Tolerance = EXACT
 ) -> Callable[[Arguments, Arguments], None]:
-    """A check against what should be in the arguments that are written."""
+    """A check of the written arguments against an oracle."""
 
     def check(before: Arguments, after: Arguments) -> None:
         for name, want in oracle(before).items():

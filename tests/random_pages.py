@@ -16,7 +16,7 @@ def starts(counts: list[int]) -> Tensor:
 
 
 def random_pages(m: Maker, lengths: list[int], page_size: int) -> tuple[int, Tensor]:
-    """How many pages there are, and a page table with garbage behind the pages in use."""
+    """How many pages there are, and a page table with garbage after the pages in use."""
     counts = [-(-length // page_size) for length in lengths]
     total, widest = sum(counts) + 2, max(counts, default=0) + m.size(3, 1)
     table = torch.full((len(lengths), widest), 2**31 - 1, dtype=torch.int32)

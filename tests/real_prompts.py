@@ -1,4 +1,4 @@
-"""Real text that every Python installation has: beginnings of the standard library's docstrings."""
+"""Real text of every Python installation: beginnings of the standard library's docstrings."""
 
 from __future__ import annotations
 

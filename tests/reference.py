@@ -111,7 +111,7 @@ def append_drafts(
 
 
 def begin_verification(given: ops.DraftRound, max_tokens: int) -> ops.Verification:
-    """What verifies a round, row by row; see eecore.ops.begin_verification."""
+    """The verification of a round, row by row; see eecore.ops.begin_verification."""
     last, ragged = [], []
     lengths, starts = [], [0]
     for row, most in enumerate(given.most.tolist()):
@@ -142,7 +142,7 @@ def begin_verification(given: ops.DraftRound, max_tokens: int) -> ops.Verificati
 
 
 def gather_states(states: Tensor, last: Tensor, verification: ops.Verification) -> Tensor:
-    """States of the ragged rows, zeros behind them; see eecore.ops.gather_states."""
+    """States of the ragged rows, then zeros; see eecore.ops.gather_states."""
     out = states.new_zeros(len(verification.token_ids), states.shape[2])
     bounds = verification.query_start_loc.tolist()
     for row, (begin, end) in enumerate(itertools.pairwise(bounds)):
@@ -207,7 +207,7 @@ def accept_round(
 
 
 def _copied(rows: Rows) -> Rows:
-    """The same named tuple of copies."""
+    """A named tuple of copies."""
     return type(rows)(*(None if tensor is None else tensor.clone() for tensor in rows))
 
 
@@ -224,7 +224,7 @@ def philox(key: int, counter: tuple[int, int, int, int]) -> tuple[int, int, int,
 
 
 def random_words(seed: int, position: int, purpose: int) -> tuple[int, int, int, int]:
-    """What a request draws with at a position."""
+    """The random words of a request at a position."""
     low, high = position % 2**64 % 2**32, position % 2**64 >> 32
     return philox(seed % 2**64, (low, high, purpose, 0))
 
@@ -232,7 +232,7 @@ def random_words(seed: int, position: int, purpose: int) -> tuple[int, int, int,
 def filtered_weights(
     logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> Tensor:
-    """What tokens [vocab_size] are drawn with, float64, not normalised; see eecore.ops."""
+    """Weights [vocab_size] that tokens are drawn with, float64, not normalised; see eecore.ops."""
     scaled = (logits - logits.max()) / max(temperature, 1e-30)
     if 0 < top_k < logits.numel():
         scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[-1], -math.inf)
@@ -378,21 +378,21 @@ def speculative_accept(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * T(x / rms(x)) of a model of dtype T, each product rounded to T; in float64."""
+    """The norm weight * T(x / rms(x)) in dtype T of a model, products rounded to T; in float64."""
     wide = x.double()
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (weight.double() * scaled.to(x.dtype).double()).to(x.dtype)
 
 
 def pack_weight(blocks: Tensor, format: str) -> Tensor:
-    """What the blocks of a file stand for, by the format's own package: float32."""
+    """The numbers of a file's blocks by the format's own package, in float32."""
     kind = gguf.GGMLQuantizationType[format]
     with np.errstate(all="ignore"):
         return torch.from_numpy(gguf.quants.dequantize(blocks.contiguous().numpy(), kind))
 
 
 def in_8_bits(x: Tensor) -> Tensor:
-    """x [..., n] as packed products see it: whole numbers times 1/127 of the largest of 32."""
+    """Round x [..., n] as packed products do: whole numbers times 1/127 of the largest of 32."""
     blocks = x.float().unflatten(-1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True)
     to_q = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)
@@ -400,7 +400,7 @@ def in_8_bits(x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor | None, table: Tensor | None = None) -> Tensor:
-    """x @ weight.T in float64; with a scale, of x in 16 bits and int8 weight rows times scale.
+    """x @ weight.T in float64; with a scale, x is in 16 bits and the weight int8 rows times scale.
 
     With a table of x in 8 bits and what is packed.
     """
@@ -463,7 +463,7 @@ def kv_fill(
     layer_ropes: Tensor | None = None,
     first_layer: int = 0,
 ) -> None:
-    """What the layers from each row's exit layer on would have written, in place."""
+    """Write what the layers from each row's exit layer on would have written."""
     num_layers, _, _, num_kv_heads, head_dim = k_cache.shape
     for layer in range(num_layers):
         rows = ((exit_layer <= first_layer + layer) & (slot_mapping >= 0)).nonzero().flatten()
@@ -496,7 +496,7 @@ def share_kv(
     *,
     from_last: bool = False,
 ) -> None:
-    """Copies of the same layer of the stack in the last loop, or the last that ran, in place."""
+    """Copy the same layer of the stack from the last loop, or the last that ran, in place."""
     num_layers, _, page_size = k_cache.shape[:3]
     for slot, exits in zip(slot_mapping.tolist(), exit_layer.tolist(), strict=True):
         for layer in range(exits, num_layers) if slot >= 0 else ():
@@ -515,12 +515,12 @@ def to_float8(x: Tensor, scales: Tensor | None = None) -> Tensor:
 
 
 def stored(x: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
-    """What a cache of the dtype keeps of keys or values, in float64; not yet rounded to floats."""
+    """Keys or values as a cache of the dtype stores them, in float64; not rounded to floats."""
     return (to_float8(x, scales) if dtype == torch.float8_e4m3fn else x).double()
 
 
 def _scaled(x: Tensor, scales: Tensor | None) -> Tensor:
-    """What is meant by [..., num_kv_heads, head_dim] of a cache, in float64."""
+    """The values of [..., num_kv_heads, head_dim] of a cache times their scales, in float64."""
     return x.double() if scales is None else x.double() * scales.double()[:, None]
 
 
@@ -712,7 +712,7 @@ def skinny_gated_linear(
 
 
 def activate_gate(gate: Tensor, activation: str) -> Tensor:
-    """In float64, rounded to the gate's dtype."""
+    """The activation of a gate in float64, rounded to the gate's dtype."""
     wide = gate.double()
     if activation == "silu":
         return torch.nn.functional.silu(wide).to(gate.dtype)
@@ -721,7 +721,7 @@ def activate_gate(gate: Tensor, activation: str) -> Tensor:
 
 
 def _of_matrix(matrix: ops.Matrix) -> dict[str, Any]:
-    """One layer's, as arguments of skinny_linear."""
+    """One layer's matrix, as arguments of skinny_linear."""
     return {
         "weight": matrix.weight,
         "bias": matrix.bias,

@@ -42,7 +42,7 @@ class ReferenceModel:
     """Llama, Qwen2 or Qwen3 with default rotary embeddings, in float32.
 
     Args:
-        directory: of the model.
+        directory: the model's directory.
         vocabulary: int64 [n], the tokens that the ``cut`` measure knows.
     """
 
@@ -76,7 +76,7 @@ class ReferenceModel:
         return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
     def rotate(self, x: Tensor, position: int) -> Tensor:
-        """x: [heads, head_dim]"""
+        """Rotary embedding of x, [heads, head_dim]."""
         angle = position * self.inv_freq
         cos, sin = angle.cos().repeat(2), angle.sin().repeat(2)
         a, b = x.chunk(2, dim=-1)

@@ -29,7 +29,7 @@ class ReferenceT5(ReferenceModel):
         return self.weights["shared.weight"][token]
 
     def bucket(self, distance: int, num_buckets: int) -> int:
-        """Of a distance of 0 or more among the buckets of one side (Raffel et al. 2020 §2.1)."""
+        """The bucket of a distance of 0 or more, on one side (Raffel et al. 2020 §2.1)."""
         exact = num_buckets // 2
         if distance < exact:
             return distance
@@ -38,7 +38,7 @@ class ReferenceT5(ReferenceModel):
         return min(exact + int(log * (num_buckets - exact) + 1e-6), num_buckets - 1)
 
     def bias(self, stack: str, query: int, keys: int) -> Tensor:
-        """[heads, keys], of one query."""
+        """The bias of one query, [heads, keys]."""
         name = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         table, num_buckets = self.weights[name], self.config["relative_attention_num_buckets"]
         if stack == "decoder":
@@ -52,11 +52,11 @@ class ReferenceT5(ReferenceModel):
         return table[rows].T
 
     def heads(self, x: Tensor, name: str) -> Tensor:
-        """[..., heads, head_dim]"""
+        """The heads of a projection, [..., heads, head_dim]."""
         return self.linear(x, name).view(*x.shape[:-1], self.num_heads, self.head_dim)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | float) -> Tensor:
-        """q: [heads, head_dim]; keys, values: [n, heads, head_dim]; nothing is scaled."""
+        """Unscaled attention of q [heads, head_dim] to keys and values [n, heads, head_dim]."""
         weights = (torch.einsum("hd,nhd->hn", q, keys) + bias).softmax(-1)
         return torch.einsum("hn,nhd->hd", weights, values).reshape(-1)
 
@@ -71,7 +71,7 @@ class ReferenceT5(ReferenceModel):
         return h + self.linear(inner, f"{dense}.wo")
 
     def encode(self, input_ids: list[int]) -> Tensor:
-        """[n, hidden_size], behind the encoder's last norm."""
+        """States after the encoder's last norm, [n, hidden_size]."""
         h = self.weights["shared.weight"][input_ids]
         for layer in range(self.config["num_layers"]):
             name = f"encoder.block.{layer}.layer.0.SelfAttention"

@@ -16,9 +16,9 @@ import cmake_build
 
 
 def runtimes() -> list[Path]:
-    """What has to be in a process first; nothing where the compiler has no AddressSanitizer.
+    """Libraries to preload; none where the compiler has no AddressSanitizer.
 
-    Behind the sanitizer's the library that throws exceptions, which it wants to see.
+    After the sanitizer's runtime follows libstdc++, whose exceptions it intercepts.
     """
     found = []
     for name in ("libasan.so", "libstdc++.so"):
@@ -34,7 +34,7 @@ def runtimes() -> list[Path]:
 
 
 def environment() -> dict[str, str]:
-    """What a process needs in its environment to run the sanitized eecore; it is built first.
+    """The environment of a process that runs the sanitized eecore, which is built first.
 
     Raises:
         RuntimeError: with the compiler's words.
@@ -44,7 +44,7 @@ def environment() -> dict[str, str]:
     return {
         "PYTHONPATH": os.pathsep.join(path),
         "LD_PRELOAD": " ".join(map(str, runtimes())),
-        # What Python never frees is no leak, and what is too large is refused as it is elsewhere.
+        # Python never frees some memory; too large an allocation fails as without the sanitizer.
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }

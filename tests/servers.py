@@ -1,4 +1,4 @@
-"""Servers that tests ask in memory or over a socket."""
+"""Servers for tests, in memory or on a socket."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from eecore.serving.settings import ServerSettings, service_of
 from workloads import until
 
 LONG = 60_000
-"""Tokens of a request that still runs when a test has long made its point."""
+"""The tokens of a request that runs for longer than any test waits."""
 
 
 @dataclass
 class Asker:
-    """Asks an application in memory."""
+    """A client of an application in memory."""
 
     service: Service
     app: Any
 
     def run(self, asks: Callable[[httpx.AsyncClient], Coroutine[Any, Any, Any]]) -> Any:
-        """What a coroutine with a client returns."""
+        """The result of a coroutine that has a client."""
 
         async def main() -> Any:
             transport = httpx.ASGITransport(app=self.app)
@@ -67,7 +67,7 @@ def asker(model: Servable, keys: tuple[str, ...] = (), **settings: Any) -> Asker
 
 @contextmanager
 def listening(service: Service) -> Iterator[str]:
-    """A real server; its address."""
+    """Run a real server; yields its address."""
     listener = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="error"))
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
@@ -105,7 +105,7 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def ended_within(pid: int, seconds: float) -> bool:
-    """Whether a process ends, perhaps with nobody who wants to know how."""
+    """Whether a process ends within so many seconds, also as a zombie."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:
@@ -119,27 +119,27 @@ def ended_within(pid: int, seconds: float) -> bool:
 
 
 def events(text: str) -> list[Any]:
-    """The JSON of server-sent events, the last of which ends them."""
+    """The JSON of server-sent events; the last one has to be the end mark."""
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 
 
 def assert_idle(service: Service) -> None:
-    """Nobody has a seat, and all pages are back."""
+    """No request has a place, and all pages are free."""
     engine = service.served.engine
     assert until(lambda: not (engine.num_streams or service.admission.taken))
     assert until(lambda: not (engine.engine.has_unfinished or engine.engine.num_used_pages))
 
 
 def script(service: Service, output: Output, pieces: Sequence[str], *, ready: bool = False) -> None:
-    """Have a server's engine answer what is written beforehand.
+    """Give a server's engine scripted answers.
 
     Args:
-        service: of the server.
-        output: of every request.
-        pieces: of its text, a step each.
-        ready: whether all steps are there with the first.
+        service: the server's service.
+        output: the output of every request.
+        pieces: pieces of its text, one per step.
+        ready: whether all steps are available with the first.
     """
     engine: Any = Scripted(service.served.engine, output, pieces, ready)
     service.served.engine = engine
@@ -147,15 +147,15 @@ def script(service: Service, output: Output, pieces: Sequence[str], *, ready: bo
 
 @dataclass
 class Scripted:
-    """An engine whose answers are written beforehand."""
+    """An engine with scripted answers."""
 
-    behind: Any
+    wrapped: Any
     output: Output
     pieces: Sequence[str]
     ready: bool
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.behind, name)
+        return getattr(self.wrapped, name)
 
     async def generate(self, _prepared: Any) -> Output:
         return self.output

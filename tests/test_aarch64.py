@@ -1,4 +1,4 @@
-"""What the stand-in for an aarch64 machine needs of this one; ``make aarch64`` runs tests in it."""
+"""The needs of the emulated aarch64 machine; ``make aarch64`` runs tests in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that forks others ends without a word when the process that asks it has gone."""
+"""The process that forks others ends silently when its parent has gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model that ships with eecore: that it is there, whole, and as good as its card says."""
+"""The model that ships with eecore: present, whole, and as good as its card says."""
 
 from __future__ import annotations
 

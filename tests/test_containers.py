@@ -1,4 +1,4 @@
-"""Dockerfile and Dockerfile.cuda: what they copy is there, is enough, and is little.
+"""Dockerfile and Dockerfile.cuda: the files they copy exist, suffice, and are few.
 
 No container is built here: the workflow does that, and tries the image (scripts/try_image.sh).
 """
@@ -27,7 +27,7 @@ MAX_CONTEXT = 64 << 20
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
-    """The instructions of a file, each with what follows it."""
+    """The instructions of a file, each with its arguments."""
     lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
     text = "\n".join(lines).replace("\\\n", " ")
     return [(line.split()[0], line.partition(" ")[2].strip()) for line in text.split("\n") if line]
@@ -38,7 +38,7 @@ def values(name: str, instruction: str) -> list[str]:
 
 
 def copied(name: str) -> list[str]:
-    """What a file copies out of the context."""
+    """The paths that a file copies out of the context."""
     lines = [value.split() for value in values(name, "COPY") if "--from" not in value]
     return [source for *sources, _ in lines for source in sources]
 
@@ -71,7 +71,7 @@ def tracked() -> list[Path]:
 
 @pytest.fixture(scope="module")
 def context(tracked: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the build stage has of the tree."""
+    """The files of the tree that the build stage has."""
     folder = tmp_path_factory.mktemp("context")
     wanted = {Path(source) for source in copied("Dockerfile")}
     for path in tracked:

@@ -1,4 +1,4 @@
-"""Compiled kernels that are carried to another machine: whole, or refused with a reason."""
+"""Compiled kernels that are copied to another machine: whole, or refused with a reason."""
 
 from __future__ import annotations
 

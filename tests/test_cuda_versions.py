@@ -22,7 +22,7 @@ SOURCES = ("captured_graph", "conditional_body", "device", "begin_round")
 
 
 def header_folders() -> list[Path]:
-    """Those that are at hand."""
+    """The folders of CUDA headers that are installed."""
     folders = [Path(name) for name in os.environ.get("EECORE_CUDA_HEADERS", "").split(os.pathsep)]
     package = importlib.util.find_spec("nvidia")
     for root in (package and package.submodule_search_locations) or ():

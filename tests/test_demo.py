@@ -40,7 +40,7 @@ def small_demo(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def table_row(out: str, name: str) -> list[str]:
-    """Of the last table that has the row."""
+    """The row's cells, from the last table that has it."""
     lines = [line for line in out.splitlines() if line.startswith(f"│ {name}")]
     return [cell.strip() for cell in lines[-1].strip("│").split("│")]
 
@@ -176,7 +176,7 @@ def test_the_demo_of_the_real_model_stops_at_ctrl_c() -> None:
 
 
 def examples() -> list[Any]:
-    """Of README and the guides in docs/, but for those that ask a server: see its tests."""
+    """The examples of README and docs/, except those that need a server: its own tests run them."""
     found = []
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         name = path.relative_to(ROOT).as_posix()

@@ -1,4 +1,4 @@
-"""Files appear whole or not at all, whoever writes them and whatever ends the writing early."""
+"""Files appear whole or not at all, whichever library writes them and whatever ends it early."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PACKAGE = Path(eecore.__file__).parent
 
 
 class Stopped(BaseException):
-    """What ends a writing early, as Ctrl-C does."""
+    """An exception that ends a write early, as Ctrl-C does."""
 
 
 @contextmanager
 def full_disk(limit: int = 64) -> Iterator[None]:
-    """While this lasts no file grows past so many bytes."""
+    """Limit files to so many bytes inside the block."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
@@ -41,7 +41,7 @@ def full_disk(limit: int = 64) -> Iterator[None]:
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """Every file and folder below, hidden ones too."""
+    """Every file and folder below a folder, hidden ones too."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
@@ -115,8 +115,8 @@ def test_devices_and_pipes_are_written_to_as_they_are(tmp_path: Path) -> None:
     os.close(reader)
 
 
-def test_a_device_stays_one_whoever_writes(tmp_path: Path) -> None:
-    """Libraries write beside and rename, as this module does: into a folder of their own."""
+def test_a_device_stays_one_with_any_library(tmp_path: Path) -> None:
+    """Libraries that write beside a file and rename do so in a folder of their own."""
     os.mkfifo(tmp_path / "pipe.safetensors")
     reader = os.open(tmp_path / "pipe.safetensors", os.O_RDONLY | os.O_NONBLOCK)
     with replacing(tmp_path / "pipe.safetensors") as partial:
@@ -228,7 +228,7 @@ def test_a_full_disk_keeps_the_old_file(tmp_path: Path, name: str) -> None:
 
 
 def test_nothing_is_written_but_through_these() -> None:
-    """No module opens a file to write, or names a writer, outside a block that makes it whole."""
+    """Every module that writes a file does so inside a block that makes it whole."""
     writers = {"write_text", "write_bytes", "save_file", "savefig", "save_pretrained", "copyfile"}
     makers = {"replacing", "appearing", "filling"}
     for path in PACKAGE.rglob("*.py"):
@@ -263,7 +263,7 @@ def _name(call: ast.Call) -> str:
 
 
 def _inside(tree: ast.AST, node: ast.AST) -> str:
-    """The function that a call stands in: ``_write_...`` is given a folder that is made whole."""
+    """The function around a call: ``_write_...`` is given a folder that is made whole."""
     functions = [
         function.name
         for function in ast.walk(tree)

@@ -1,4 +1,4 @@
-"""Calibrations, exit classifiers, searches and data that are not what they should be.
+"""Invalid calibrations, exit classifiers, searches and data.
 
 Each kind of file has one reader: it gives a checked object, or one error that names file and field.
 """
@@ -39,7 +39,7 @@ STEP = {
 SOFTMAX = json.loads((default_model() / "calibration-softmax.json").read_text())
 CLASSIFIER = json.loads((default_model() / "calibration-classifier.json").read_text())
 
-# What no field of any file may be.
+# Values that no field of any file may have.
 NEVER: list[Any] = [{}, {"a": 1}, [[]], [{}], ["x", 1], 1e400, -1e400, math.nan, "\ud800", 10**299]
 
 
@@ -217,7 +217,7 @@ def test_what_is_no_file(load: Callable[[Path], object], tmp_path: Path) -> None
 
 @pytest.mark.parametrize("load", [Calibration.load, SkipSearch.load, ExitClassifier.load])
 def test_what_is_no_path(load: Callable[[Any], object]) -> None:
-    for path in (7, None, "~nobody-is-called-this/x", "~\0", "~\ud800/x"):
+    for path in (7, None, "~no-such-user/x", "~\0", "~\ud800/x"):
         with pytest.raises(RequestError, match="path: expected that of a file or directory, got"):
             load(path)
 

@@ -1,4 +1,4 @@
-"""The house rules: who may look at whom, and that every op has all of its rooms.
+"""The house rules: which module may import which, and every op has all of its parts.
 
 The rules are read from the sources: Python imports through ast, C++ includes line by line.
 """
@@ -25,12 +25,12 @@ from eecore import ops
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
-# Of csrc/cpu what is built once, for all CPUs.
+# Files of csrc/cpu that are built once, for all CPUs.
 BASELINE = ("run.cpp", "crew.h", "crew.cpp")
 INCLUDE = ROOT / "include"
 PACKAGE = ROOT / "python" / "eecore"
 MAX_TRACKED_BYTES = 48 << 20
-"""Of the checkout: it is copied whole to machines that have a GPU."""
+"""Bytes of the checkout, which is copied whole to machines that have a GPU."""
 
 
 @cache
@@ -45,7 +45,7 @@ def schemas() -> tuple[str, ...]:
 
 
 def tracked_files() -> list[Path]:
-    """What git tracks or would; every file outside the build products where there is no git."""
+    """Files that git tracks or would track; without git, every file except build products."""
     command = ("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z")
     try:
         listing = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
@@ -61,7 +61,7 @@ def tracked_files() -> list[Path]:
 
 
 def includes(path: Path) -> Iterator[tuple[str, bool]]:
-    """Each included name, and whether it stands in quotes."""
+    """Each included name, and whether it is in quotes."""
     for line in path.read_text().splitlines():
         if match := re.match(r"\s*#\s*include\s*([<\"])([^>\"]+)[>\"]", line):
             yield match[2], match[1] == '"'
@@ -134,7 +134,7 @@ def test_no_instruction_of_one_capability_leaks_into_another() -> None:
     """
     objects = sorted((ROOT / "build").glob("*/CMakeFiles/eecore_cpu_*.dir/csrc/cpu/*.o"))
     # Without optimisation include/'s are there as well, and the linker meets the portable first.
-    # What is of another machine is nothing that nm has to understand.
+    # nm need not read objects of another machine.
     others = {"sanitized", "aarch64"}
     objects = [path for path in objects if not others & set(path.parts)]
     nm = shutil.which("nm")
@@ -198,8 +198,8 @@ def imports(module: str, *, for_types: bool = True) -> frozenset[str]:
     return frozenset(found)
 
 
-# Each module or folder of the package, lowest first, and the rows above it that it may look at;
-# EVERYBODYS beside those. "eecore" is the root: to import from it is to look at all it re-exports.
+# Each module or folder of the package, lowest first, and the rows above it that it may import, as
+# well as EVERYBODYS. "eecore" is the root: an import from it imports all that it re-exports.
 EVERYBODYS = {"errors", "files", "textfiles", "values", "readable", "json_fields", "tensor_files"}
 FLOORS = {
     "errors": "",
@@ -243,7 +243,7 @@ FLOORS = {
     "calibration_file builtin hub config output",
     "__main__": "cli",
 }
-# What a floor may name in annotations alone.
+# Floors that a floor may name in annotations alone.
 FOR_TYPES = {"scheduling": {"exits", "output"}}
 
 
@@ -253,7 +253,7 @@ def floor(name: str) -> str:
 
 
 def floors_seen(module: str, *, for_types: bool = True) -> set[str]:
-    """The other rows that a module looks at."""
+    """The other floors that a module imports from."""
     names = imports(module, for_types=for_types)
     return {floor(name) for name in names if name.split(".")[0] == "eecore"} - {floor(module)}
 
@@ -281,7 +281,7 @@ def test_modules_look_where_their_floor_may(module: str) -> None:
 
 
 def test_annotations_can_be_evaluated_by_python_3_10() -> None:
-    """It takes no ClassVar without a type; the command line evaluates those of its options."""
+    """Python 3.10 takes no ClassVar without a type; the command line evaluates its annotations."""
     for module, path in sorted(modules().items()):
         assert not re.search(r": ClassVar( =|$)", path.read_text(), re.MULTILINE), module
 
@@ -331,7 +331,7 @@ def test_vllm_is_known_to_its_own_integration_alone() -> None:
 
 
 def test_models_are_read_without_an_extra() -> None:
-    """What the core imports, at once or when it is asked for, is a plain dependency."""
+    """Every package that the core imports, also lazily, is a plain dependency."""
     text = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [")[2]
     plain = set(re.findall(r'^  "([\w-]+)', text.partition("]\n\n")[0], re.MULTILINE))
     assert "torch" in plain
@@ -349,7 +349,7 @@ def test_training_never_imports_its_extra_outright() -> None:
 
 
 def test_the_command_line_needs_nothing_of_the_server() -> None:
-    """Its packages come with an extra; ``eecore serve`` says so where they are not there."""
+    """The server's packages come with an extra; ``eecore serve`` says so where they are missing."""
     extra = {"fastapi", "starlette", "uvicorn", "prometheus_client", "pydantic", "anyio", "msgspec"}
     for module in ["eecore.serving", *on_floor("console"), *on_floor("lab"), *on_floor("cli")]:
         names = {name.split(".")[0] for name in imports(module)}

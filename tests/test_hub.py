@@ -1,4 +1,4 @@
-"""Repositories of the hub: what an id names, what is fetched of it, and what errors say.
+"""Repositories of the hub: ids, the files that are fetched, and error texts.
 
 The hub is ``hub_server``; huggingface_hub, which reads its variables when it is imported, runs in
 processes of its own.
@@ -65,7 +65,7 @@ Fetch = Callable[..., str]
 
 @pytest.fixture
 def fetch(environment: dict[str, str], tmp_path: Path) -> Fetch:
-    """What a fresh process gets of an id: a path, or an error with its class."""
+    """The result of a fresh process for an id: a path, or an error with its class."""
     (tmp_path / "here").mkdir()
 
     def run(said: str, function: str = "fetch_model", **variables: str) -> str:
@@ -86,7 +86,7 @@ def fetch(environment: dict[str, str], tmp_path: Path) -> Fetch:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A model as repositories have them: with much that eecore does not read."""
+    """A model as in repositories, with many files that eecore does not read."""
     made = write_model(tmp_path / "model", num_shards=2)
     for name in ("pytorch_model.bin", "optimizer.pt", "README.md", "exits/old.pt"):
         (made / name).parent.mkdir(exist_ok=True)
@@ -216,7 +216,7 @@ def test_offline_with_and_without_the_cache(online: Hub, directory: Path, fetch:
     assert "HF_HUB_OFFLINE is set; unset it" in said
     fetched = fetch("org/name")
     assert fetch("org/name", **OFFLINE) == fetched
-    assert fetch("org/name", HF_ENDPOINT="http://127.0.0.1:9") == fetched  # nobody listens there
+    assert fetch("org/name", HF_ENDPOINT="http://127.0.0.1:9") == fetched  # no server there
 
 
 def test_no_network(fetch: Fetch) -> None:

@@ -1,7 +1,7 @@
-"""The machine code of the CUDA kernels: what ptxas made of what the sources mean.
+"""The machine code of the CUDA kernels: what ptxas made of the sources.
 
-A loop that loads one partial result after the other, or a weight that is read behind a barrier, is
-right and slow; no result shows it, the order of the instructions does.
+A loop that loads one partial result after the other, or a weight that is read after a barrier, is
+right and slow; results do not show it, the order of the instructions does.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ GLOBAL_ACCESSES = {"LDG", "STG", "LDGSTS", "ATOMG", "RED", "REDG"}
 STREAMS_WEIGHTS = r"skinny_|exit_confidence_softmax_|kv_fill_(?:pairs_)?kernel"
 
 COMBINE = r"paged_attention_combine_kernel<(\w+), \d+> "
-MERGED_AT_ONCE, MERGED_IN_LAST_BLOCK = 16, 8  # results of spans
+MERGED_AT_ONCE = 16  # results of spans that the combining kernel loads at once
+MERGED_IN_LAST_BLOCK = 8  # results of spans that the last block loads at once
 ATTENTION = r"paged_attention_kernel<(\w+), (\d+), (?:true|false)> "
-INT8 = "signed char"  # of a weight's elements, which are the last argument
+INT8 = "signed char"  # the type of a weight's elements, the last argument
 PACKED = "Panel"
-# Of the permutations that put int8 below an exponent: selectors and exponents, either of which a
-# register may hold.
+# Selectors and exponents of the permutations that put int8 below an exponent; a register may hold
+# either.
 SPREADS = {"0x4140", "0x4342", "0x43434343", "0x64646464"}
 SKINNY = rf"skinny_linear_kernel<(\w+), (\d+), (\d+), (?:true|false), (\w+|{INT8})> "
 GATED = rf"skinny_gated_linear_kernel<(\w+), (\d+), (?:true|false), (\w+|{INT8})> "
@@ -48,7 +49,7 @@ def module() -> Path:
 
 @pytest.fixture(scope="module")
 def kernels(module: Path) -> dict[str, Code]:
-    """By "kernel<arguments> architecture"."""
+    """The kernels' code by "kernel<arguments> architecture"."""
     nvdisasm = kernel_sass.find_nvdisasm()
     if nvdisasm is None:
         pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm")
@@ -57,7 +58,7 @@ def kernels(module: Path) -> dict[str, Code]:
 
 @pytest.fixture(scope="module")
 def is_recorded_compiler(module: Path) -> bool:
-    """Others may unroll loops otherwise."""
+    """Whether the compiler is the recorded one; others may unroll loops differently."""
     record = json.loads(kernel_resources.RECORD.read_text())
     return kernel_resources.compiler_of(module) == record["compiler"]
 
@@ -71,7 +72,7 @@ def of(kernels: dict[str, Code], pattern: str) -> list[tuple[re.Match[str], Code
 
 
 def place_of(code: Code, opcode: str) -> int:
-    """Of the first such instruction."""
+    """The place of the first such instruction."""
     return next(i for i, instruction in enumerate(code.lines) if instruction.opcode == opcode)
 
 
@@ -102,7 +103,7 @@ def test_kernels_of_a_new_gpu_wait_for_the_one_ahead(kernels: dict[str, Code]) -
 
 
 def test_a_kernel_waits_before_it_lets_the_next_one_start(kernels: dict[str, Code]) -> None:
-    """Else that one would not wait for what is two ahead. Products can be told not to."""
+    """Otherwise the next would not wait for the kernel two ahead. Products can be told not to."""
     for name, code in waits_early(kernels):
         assert "PREEXIT" in names_of(code), name
         if re.match(
@@ -123,7 +124,7 @@ def test_nothing_but_weights_and_places_is_read_before_the_wait(
         weights = set()
         if re.match(STREAMS_WEIGHTS, name):
             element = "LDG.E.U8" if INT8 in name else "LDG.E" if "float" in name else "LDG.E.U16"
-            # Of packed rows the table is read first, and those that lie apart by the number.
+            # For packed rows the table is read first, and separate rows are read number by number.
             packed = {"LDG.E.64", "LDG.E", "LDG.E.U16", "LDG.E.U8"}
             weights = {"LDGSTS", *(packed if PACKED in name else [element])}
         if name.startswith("skinny_append_kernel"):
@@ -155,7 +156,7 @@ def test_nothing_is_divided_on_the_way_to_the_first_copy(kernels: dict[str, Code
 
 
 def test_queries_are_loaded_together(kernels: dict[str, Code]) -> None:
-    """Where they are aligned: as many loads in a row as there are, up to 8, before a store."""
+    """Aligned queries: all loads, up to 8 in a row, come before a store."""
     for match, code in of(kernels, ATTENTION):
         if match[1] == "float":
             continue
@@ -192,19 +193,19 @@ def all_products(kernels: dict[str, Code]) -> list[tuple[re.Match[str], int, int
 
 
 def skinny_products(kernels: dict[str, Code]) -> list[tuple[re.Match[str], int, int, Code]]:
-    """Those of floats and of int8."""
+    """The products of weights in floats and in int8."""
     return [each for each in all_products(kernels) if each[0][each[0].re.groups] != PACKED]
 
 
 def packed_products(kernels: dict[str, Code]) -> list[tuple[re.Match[str], int, int, Code]]:
-    """Those of packed weights whose x is of 16 bits."""
+    """The products of packed weights whose x has 16 bits."""
     products = [each for each in all_products(kernels) if each[0][each[0].re.groups] == PACKED]
     assert products
     return [each for each in products if each[0][1] != "float"]
 
 
 def is_int8(match: re.Match[str]) -> bool:
-    """Whether a product's weight is."""
+    """Whether a product's weight is in int8."""
     return match[match.re.groups] == INT8
 
 
@@ -219,19 +220,19 @@ def test_the_last_block_counts_between_fences_and_loads_in_batches(
         count = names.index("ATOMG")
         assert "MEMBAR" in names[:count], match.string
         assert "MEMBAR" in names[count:], match.string
-        behind = code.lines[count:]
-        loads = [i for i, line in enumerate(behind) if line.opcode == "LDG.E.128"]
+        following = code.lines[count:]
+        loads = [i for i, line in enumerate(following) if line.opcode == "LDG.E.128"]
         assert len(loads) >= MERGED_IN_LAST_BLOCK, match.string
 
 
 def test_rows_that_a_block_makes_are_read_as_shared_memory(kernels: dict[str, Code]) -> None:
-    """By instructions that say so: the compiler has seen where they lie."""
+    """Loads name shared memory: the compiler has seen where the rows are."""
     for match, code in of(kernels, MAKES_ROWS):
         assert not names_of(code) & {"LD", "ST"}, match.string
 
 
 def check_counts(code: Code, exact: bool, name: str, **expected: int) -> None:
-    """Instructions of whole steps, and of no more steps than the source has."""
+    """Instructions have to be those of whole steps, and of no more steps than the source has."""
     counts = kernel_sass.counts_of(code)
     for instruction, count in expected.items():
         if exact or count == 0:
@@ -246,13 +247,13 @@ def test_attention_multiplies_and_copies_as_its_tile_says(
     for match, code in of(kernels, ATTENTION):
         size, head_dim = (4 if match[1] == "float" else 2), int(match[2])
         step_keys = (16 if head_dim > 64 else 32) // (1 if size == 2 else 2)
-        products = 2 * step_keys * head_dim // 256 if size == 2 else 0  # of a step's keys
-        copies = step_keys * head_dim * size // 16 // 32  # of a lane and a step's keys
+        products = 2 * step_keys * head_dim // 256 if size == 2 else 0  # for a step's keys
+        copies = step_keys * head_dim * size // 16 // 32  # by a lane for a step's keys
         check_counts(
             code,
             is_recorded_compiler,
             match.string,
-            # Scores; values, of a whole step, those that are numbers, and infinities of both signs.
+            # Scores; values: those of a whole step, finite ones, and infinities of both signs.
             HMMA=5 * products,
             # Keys and values, all of them or one by one, when a stream begins and as it goes on.
             LDGSTS=2 * 2 * (copies + 1),
@@ -263,13 +264,13 @@ def test_the_skinny_products_multiply_and_copy_as_their_tiles_say(
     kernels: dict[str, Code], is_recorded_compiler: bool
 ) -> None:
     for match, m_tiles, n_tiles, code in skinny_products(kernels):
-        pieces = 2 if is_int8(match) and n_tiles <= 4 else 1  # of x, written out, to one of W
+        pieces = 2 if is_int8(match) and n_tiles <= 4 else 1  # unrolled pieces of x to one of W
         check_counts(
             code,
             is_recorded_compiler,
             match.string,
-            HMMA=0 if match[1] == "float" else 4 * pieces * m_tiles * n_tiles,  # of a chunk
-            LDGSTS=2 * 4 * m_tiles,  # when the stream begins and as it goes on
+            HMMA=0 if match[1] == "float" else 4 * pieces * m_tiles * n_tiles,  # for a chunk
+            LDGSTS=2 * 4 * m_tiles,  # at the start of the stream and as it goes on
         )
 
 
@@ -282,11 +283,11 @@ def test_int8_becomes_floats_two_at_a_time(kernels: dict[str, Code]) -> None:
         found += 1
         wait = next(i for i, line in enumerate(code.lines) if line.name == "DEPBAR")
         loop = code.lines[wait : last_of(code, "HMMA")]
-        pieces = 2 if n_tiles <= 4 else 1  # of a row, written out
+        pieces = 2 if n_tiles <= 4 else 1  # unrolled pieces of a row
         pairs = 2 * m_tiles * pieces * 16 // 2
         operands = [line.operands.split(", ") for line in loop if line.name == "PRMT"]
         assert sum(bool(SPREADS & set(those)) for those in operands) == pairs, match.string
-        # Those that round up are of a division of whole numbers, where a tile ends.
+        # Conversions that round up belong to a division of whole numbers at the end of a tile.
         bytes_to_floats = [x for x in loop if x.name == "I2F" and not x.opcode.endswith(".RP")]
         assert not bytes_to_floats, match.string
     assert found > 0
@@ -296,8 +297,8 @@ def test_packed_products_multiply_and_copy_as_their_tiles_say(
     kernels: dict[str, Code], is_recorded_compiler: bool
 ) -> None:
     for match, m_tiles, n_tiles, code in packed_products(kernels):
-        # Of a block of any format: its numbers, those of a half of it, and sums of x; of Q4_0 and
-        # Q4_1, which the compiler knows, what they need.
+        # For a block of any format: its numbers, those of its half, and sums of x; for Q4_0 and
+        # Q4_1, which the compiler knows, only the instructions that they need.
         block = 2 * m_tiles * n_tiles
         products = 2 * block + 2 * n_tiles
         if n_tiles <= 2 * m_tiles:
@@ -313,7 +314,7 @@ def test_packed_products_multiply_and_copy_as_their_tiles_say(
 
 
 def test_packed_numbers_become_elements_two_at_a_time(kernels: dict[str, Code]) -> None:
-    """By a permutation of bytes, as those of int8: what is converted are the scales of scales."""
+    """By a permutation of bytes, as for int8: only the scales of scales are converted."""
     for match, m_tiles, _, code in packed_products(kernels):
         wait = next(i for i, line in enumerate(code.lines) if line.name == "DEPBAR")
         loop = code.lines[wait : last_of(code, "HMMA")]

@@ -1,4 +1,4 @@
-"""What memory a model takes: what is used, and no more than is there."""
+"""The memory of a model: what it uses, and no more than there is."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def virtual():
 
 
 def in_a_process(script: str, *arguments: object) -> Any:
-    """What a script prints as JSON."""
+    """The JSON that a script prints."""
     command = [sys.executable, "-c", START + script, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -161,7 +161,7 @@ def test_limits_of_the_process(machine: Path, monkeypatch: pytest.MonkeyPatch, k
 
 @pytest.mark.parametrize("mounted", ["a/b", ""])
 def test_a_control_group(machine: Path, mounted: str) -> None:
-    """Of version 2; in a container its own group may be the root."""
+    """A control group of version 2; in a container its own group may be the root."""
     write(machine / "proc/self/cgroup", "0::/a/b\n")
     group = machine / "cgroup" / mounted
     write(group / "memory.max", "700000\n")

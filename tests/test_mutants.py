@@ -1,4 +1,4 @@
-"""The faults of ``tests/mutants.py`` can be planted: the text that each replaces is still there."""
+"""The faults of ``tests/mutants.py`` can be planted: the text that each replaces exists."""
 
 from __future__ import annotations
 

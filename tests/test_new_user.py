@@ -1,4 +1,4 @@
-"""scripts/new_user.py: its agents, its chat on a terminal; in the long suite the whole walk."""
+"""scripts/new_user.py: its agents, its chat on a terminal; in the long suite the whole script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of requests after they have ended."""
+"""The outputs of requests that have ended."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_line_of_the_command_line() -> None:
 
 
 def test_passes_of_full_depth_are_measured_as_they_run(agreeing: eecore.Model) -> None:
-    """By requests at full depth, and by ``Auto``; before that nothing is said."""
+    """By requests at full depth, and by ``Auto``; before that there is no figure."""
 
     def ask(policy: Any, tokens: int = 40) -> RequestStats:
         settings: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True}

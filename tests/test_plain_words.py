@@ -241,3 +241,19 @@ def test_unplain_sources_are_found(source: str) -> None:
 )
 def test_plain_sources_pass(source: str) -> None:
     assert source_findings(source) == []
+
+
+TESTS = sorted(each for each in (ROOT / "tests").rglob("*.py") if each != Path(__file__))
+KERNELS = re.compile("early_behind_condition|merge_without_fence_behind")
+"""Names of tests/emulator/faulty_kernels.cu that tests have to repeat."""
+
+
+@pytest.mark.parametrize("folder", sorted({folder_of(module) for module in TESTS}))
+def test_tests_are_plain(folder: str) -> None:
+    found = [
+        f"{module.relative_to(ROOT)}: {each}"
+        for module in TESTS
+        if folder_of(module) == folder
+        for each in findings(KERNELS.sub("kernel", module.read_text()))
+    ]
+    assert not found, "\n".join(found)

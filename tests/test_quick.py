@@ -1,4 +1,4 @@
-"""Quick tests are there, and of everything."""
+"""Every part of the project has quick tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import quick
 
 
 def names_of(file: str) -> list[str]:
-    """The tests that a file has."""
+    """The names of a file's tests."""
     tree = ast.parse((quick.TESTS / file).read_text())
     return [
         node.name

@@ -1,4 +1,4 @@
-"""What the short suite leaves out holds nothing that is not tried in another case."""
+"""Every value that the short suite leaves out is tried in another case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of fields: what they keep, what they refuse, and what help says of them."""
+"""Rules of fields: values they keep, values they refuse, and their help."""
 
 from __future__ import annotations
 

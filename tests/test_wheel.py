@@ -1,4 +1,4 @@
-"""What is released: the source archive has all that is tracked, the wheel all of the package.
+"""Releases: the source archive has all tracked files, the wheel all of the package.
 
 scripts/build_wheel.sh makes both and installs the wheel; here setuptools only lists and copies.
 """
@@ -20,7 +20,7 @@ COMPILED = (".so", ".a")
 
 
 def setuptools(*command: str) -> None:
-    """One command of setup.py, which has to write outside the tree."""
+    """Run one command of setup.py, which has to write outside the tree."""
     run = [sys.executable, "setup.py", "--quiet", *command]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -49,13 +49,13 @@ def egg_info(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def metadata(egg_info: Path) -> Message:
-    """What an installer reads."""
+    """The metadata that an installer reads."""
     return Parser().parsestr((egg_info / "PKG-INFO").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> set[Path]:
-    """The files of the wheel, but for what is compiled or copied from include/."""
+    """The files of the wheel, except compiled ones and those from include/."""
     folder = tmp_path_factory.mktemp("copied")
     setuptools("egg_info", "--egg-base", str(folder), "build_py", "--build-lib", f"{folder}/lib")
     lib = folder / "lib"
@@ -75,7 +75,7 @@ def test_the_wheel_has_every_file_of_the_package(tracked: set[Path], copied: set
 
 
 def test_a_build_in_place_leaves_nothing_in_the_wheel(copied: set[Path]) -> None:
-    """This test runs on one: its modules may be of another Python, or CUDA's."""
+    """This test runs on a build in place, whose modules may be of another Python, or CUDA's."""
     assert [path.name for path in (ROOT / PACKAGE).glob("_C*.so")]
     assert not [path for path in copied if path.suffix in COMPILED or "include" in path.parts]
 

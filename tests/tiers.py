@@ -31,15 +31,15 @@ if platform.machine() in ("x86_64", "AMD64"):
     CPU_CAPABILITIES += ("avx2", "avx512", "avx512_bf16", "amx", "amx_model")
 TILES = ("amx", "amx_model")
 """Matrix tiles: the machine's, and a model of them in software."""
-# Test files of what differs with matrix tiles, the machine's or those of a model in software.
+# Test files of ops that differ with matrix tiles, the machine's or the software model's.
 TILED = {"skinny_products", "kv_fill", "exit_confidence_softmax"}
 TILED |= {"decoder_layers", "weight_formats", "rows_alone", "tiles"}
-# Test files of what runs on CUDA too: ops, and what is tested across them.
+# Test files that also run on CUDA: of ops, and across them.
 ON_CUDA = cases.CUDA_OPS | {"skinny_products", "weight_formats", "appended_heads", "float8_caches"}
 
 
 CUDA_BACKENDS = ("emulated", "cuda") if HAS_CUDA else ("emulated",)
-"""Where the CUDA kernels run here."""
+"""The backends that run the CUDA kernels here."""
 
 
 def in_all(*values: Any) -> list[Any]:

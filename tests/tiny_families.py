@@ -1,4 +1,4 @@
-"""Small random models of the families beyond Llama's, which transformers writes and answers for."""
+"""Small random models of families beyond Llama's, with transformers as writer and oracle."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3_plain": ("phi3", {"rope_parameters": None, "tie_word_embeddings": True, **ODD}),
     "ministral3_tied": ("ministral3", {"tie_word_embeddings": True, "sliding_window": 9}),
 }
-"""Further shapes: a family, and what differs."""
+"""Further shapes: a family, and the fields that differ."""
 
 
 def make_oracle(family: str, seed: int = 0) -> Any:
@@ -176,7 +176,7 @@ def write_family(directory: Path, family: str, seed: int = 0) -> Any:
 
 
 def make_mimo(directory: Path) -> None:
-    """Make a directory of a Qwen2 that of a MiMo, with the layer that drafts further tokens."""
+    """Turn a directory of a Qwen2 into one of a MiMo, with the layer that drafts further tokens."""
     file = directory / "config.json"
     own = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
     own["num_nextn_predict_layers"] = 1
@@ -194,7 +194,7 @@ def make_mimo(directory: Path) -> None:
 # GGUF, as llama.cpp's own converter writes it.
 
 GGUF_NAMES = {"mimo": "qwen2", "olmo3": "olmo2", "granite4": "granite", "ministral3": "mistral3"}
-"""llama.cpp's names of architectures, where they are others."""
+"""llama.cpp's names of architectures, where they differ."""
 INTERLEAVED = ("smollm3", "granite", "mistral3")
 """Architectures whose queries and keys are rotated in neighbouring pairs."""
 LAYER_NAMES = {
@@ -268,7 +268,7 @@ def write_family_gguf(
 def stored_tensors(
     name: str, tensor: torch.Tensor, architecture: str, config: dict[str, Any]
 ) -> list[tuple[str, torch.Tensor]]:
-    """What a tensor of a checkpoint is in a GGUF file."""
+    """A checkpoint's tensor as a GGUF file stores it."""
     layer, part, kind = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)\.(\w+)", name).groups()
     if architecture.startswith("gemma") and tensor.ndim == 1:
         tensor = tensor + 1
@@ -287,7 +287,7 @@ def stored_tensors(
 
 
 def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], family: str) -> None:
-    """Sizes, and what the family says of itself."""
+    """Add sizes and the family's own settings."""
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_context_length(config["max_position_embeddings"])

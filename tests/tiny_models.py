@@ -90,7 +90,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def shape(num_layers: int, hidden_size: int) -> Any:
-    """What an exit policy asks of the config of a model without loops."""
+    """The fields of a config without loops that an exit policy reads."""
     return SimpleNamespace(
         architecture="LlamaForCausalLM",
         hidden_size=hidden_size,

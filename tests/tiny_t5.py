@@ -71,11 +71,11 @@ def write_t5(
     """Write a random model of the family into the directory, which is returned.
 
     Args:
-        directory: is made.
-        family: of FAMILIES.
-        seed: of the weights.
-        dtype: that they are stored in.
-        deep_gain: of what the upper half of the decoder's layers adds: with little of it, the lower
+        directory: the directory to make.
+        family: one of FAMILIES.
+        seed: seeds the weights.
+        dtype: the dtype that they are stored in.
+        deep_gain: factor of what the upper half of the decoder's layers adds: if small, the lower
             half mostly agrees with the whole model.
         **overrides: fields of config.json.
     """

@@ -1,4 +1,4 @@
-"""Faults at any line of the engine, and what fails without one.
+"""Faults at any line of the engine, and failures without a planted one.
 
 A fault is an exception where a call begins its n-th line. Lines are counted in the folders that
 keep the books of requests, whatever is called from there. Some of what fails without a planted
@@ -26,18 +26,18 @@ WATCHED = tuple(str(PACKAGE / folder) for folder in FOLDERS)
 
 
 class Fault(Exception):
-    """What a faulty program raises: the only error for which an engine may do work again."""
+    """The error of a faulty program: the only one for which an engine may repeat work."""
 
 
 class Interrupt(BaseException):
-    """What somebody else raises, like KeyboardInterrupt."""
+    """An exception from outside, like KeyboardInterrupt."""
 
 
 class Tripwire:
     """Raises ``error`` before the ``at``-th line is run inside; counts lines without one.
 
     Attributes:
-        lines: that were begun.
+        lines: the number of lines begun.
     """
 
     def __init__(self, at: int | None = None, error: type[BaseException] = Interrupt) -> None:
@@ -60,7 +60,7 @@ class Tripwire:
 
     @property
     def tripped(self) -> bool:
-        """Whether it has raised."""
+        """Whether the tripwire has raised."""
         return self._at is not None and self.lines >= self._at
 
     def _on_call(self, frame: FrameType, _event: str, _arg: object) -> Any:
@@ -77,7 +77,7 @@ class Tripwire:
 
 @contextmanager
 def nothing_done_again() -> Iterator[None]:
-    """Fails where an engine of this process does an iteration again that no :class:`Fault` broke.
+    """Fails if an engine of this process repeats an iteration that no :class:`Fault` broke.
 
     Raises:
         AssertionError: with the traceback of each failure.

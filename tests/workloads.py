@@ -1,4 +1,4 @@
-"""Requests served with faults in between, and what has to hold whatever happened.
+"""Requests served with faults in between, and the invariants that have to hold.
 
 A driver plays a client that calls again whatever raised: a call that does may end requests with
 an error, but no page is lost, and nothing is done twice.
@@ -55,7 +55,7 @@ SMALL_CACHES = [
 
 
 def policies(classifier: ExitClassifier) -> list[Exit]:
-    """Of every kind, for a model of three layers that has a draft head."""
+    """Policies of every kind, for a model of three layers that has a draft head."""
     return [
         Full(),
         FixedExit(1),
@@ -84,7 +84,7 @@ LOSSLESS: list[Exit] = [
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asks for."""
+    """A client's request."""
 
     prompt: list[int]
     exit: Exit
@@ -92,7 +92,7 @@ class Request:
 
 
 def check_books(engine: Engine) -> None:
-    """Nothing is lost, held twice or half done."""
+    """No page or request may be lost, held twice or half done."""
     unfinished = engine.requests.values()
     held = Counter(page for s in unfinished for page in (*s.pages, *s.input_pages))
     pages = engine.pages
@@ -112,7 +112,7 @@ def check_books(engine: Engine) -> None:
 
 
 def check_sharing(engine: Engine, held: Counter[int]) -> None:
-    """Shared pages are full, exact and found; nobody is about to write into one."""
+    """Shared pages are full, exact and found; no request is about to write into one."""
     pages = engine.pages
     cache = pages._cache
     if cache is None:
@@ -131,7 +131,7 @@ def check_sharing(engine: Engine, held: Counter[int]) -> None:
 
 
 def check_sequence(sequence: Sequence, page_size: int) -> None:
-    """A request agrees with itself."""
+    """The fields of a request have to agree."""
     count = len(sequence.output_ids)
     assert sequence.status is not SequenceStatus.FINISHED
     assert [record.token_id for record in sequence.records] == sequence.output_ids
@@ -152,8 +152,8 @@ class Driver:
     """A client of one engine.
 
     Args:
-        engine: to be driven.
-        faults: for each call the line at which it raises and what, or None; calls behind its end
+        engine: the engine to drive.
+        faults: for each call the line at which it raises and what, or None; calls after its end
             go undisturbed.
     """
 
@@ -166,11 +166,11 @@ class Driver:
     text: dict[str, str] = field(default_factory=dict)
     scores: dict[str, Any] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)
-    """Those that may have ended without an output, in a call that raised."""
+    """Requests that may have ended without an output, in a call that raised."""
     tripped: int = 0
 
     def add(self, request: Request, request_id: str) -> None:
-        """A request, which is not there when the call raises."""
+        """Add a request, which is not there if the call raises."""
 
         def call() -> str:
             assert request_id not in self.engine.requests
@@ -183,12 +183,12 @@ class Driver:
         self.given[request_id], self.text[request_id] = [], ""
 
     def step(self) -> None:
-        """A step; what each request got until then is not lost when the call raises."""
+        """Run a step; the requests' earlier tokens are not lost if the call raises."""
         for step in self._called(self.engine.step):
             self._take(step)
 
     def cancel(self, request_id: str) -> Output | None:
-        """The output, unless the call raises."""
+        """Cancel a request; returns its output unless the call raises."""
         self.cancelled.add(request_id)
         output = self._called(lambda: self.engine.cancel(request_id))
         assert request_id not in self.engine.requests
@@ -198,15 +198,15 @@ class Driver:
         return output
 
     def hold(self, request_id: str) -> None:
-        """For a while."""
+        """Hold a request."""
         self._called(lambda: self.engine.hold(request_id))
 
     def resume(self, request_id: str) -> None:
-        """No longer on hold."""
+        """Resume a request."""
         self._called(lambda: self.engine.resume(request_id))
 
     def finish(self) -> None:
-        """Step until nothing is left, then see that nothing is."""
+        """Step until no request is left; then the engine has to be idle."""
         while self._called(lambda: self.engine.has_unfinished):
             self.step()
         check_books(self.engine)
@@ -214,7 +214,7 @@ class Driver:
         assert set(self.outputs) | self.cancelled == set(self.given) | self.cancelled
 
     def _called(self, call: Callable[[], T]) -> T:
-        """What a call returns, which is made until it does."""
+        """The result of a call, which is repeated while it raises."""
         while True:
             fault = next(self.faults, None)
             if fault is None:
@@ -230,7 +230,7 @@ class Driver:
 
     def _take(self, step: StepOutput) -> None:
         name = step.request_id
-        assert name not in self.outputs, "tokens behind the end"
+        assert name not in self.outputs, "tokens after the end"
         self.given[name] += step.token_ids
         self.text[name] += self._called(lambda: step.text)
         assert len(step.token_ids) == len(step.exit_layers) == len(step.confidences)
@@ -249,7 +249,7 @@ class Driver:
 
 
 def same(output: Output, expected: Output) -> bool:
-    """Equal in all but what depends on free pages: which tokens were drafted."""
+    """Whether outputs are equal, except for the drafted tokens, which depend on free pages."""
     drafts = output.stats.drafted or expected.stats.drafted
     layers = bool(drafts) or output.exit_layers == expected.exit_layers
     return (
@@ -262,7 +262,7 @@ def same(output: Output, expected: Output) -> bool:
 
 
 def serve(engine: Engine, requests: Iterable[Request]) -> list[Output]:
-    """What they give, undisturbed, in order."""
+    """The undisturbed outputs of requests, in order."""
     driver = Driver(engine)
     names = []
     for number, request in enumerate(requests):
@@ -273,12 +273,12 @@ def serve(engine: Engine, requests: Iterable[Request]) -> list[Output]:
 
 
 def tokens_of(outputs: Iterable[Output]) -> list[list[int]]:
-    """The tokens of each."""
+    """The tokens of each output."""
     return [output.token_ids for output in outputs]
 
 
 def check_company(model: eecore.Model, requests: list[Request], few_pages: Engine) -> None:
-    """Requests give alone what they give together, and where some have to begin again.
+    """Requests have to give alone what they give together and when preempted.
 
     Args:
         few_pages: an engine that has not the pages for all of them at once.
@@ -298,5 +298,5 @@ def check_company(model: eecore.Model, requests: list[Request], few_pages: Engin
 
 
 def numbers(request_ids: Iterable[str]) -> list[Any]:
-    """Of requests named by numbers."""
+    """The numbers that are the ids of requests, sorted."""
     return sorted(map(int, request_ids))

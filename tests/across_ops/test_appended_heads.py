@@ -1,4 +1,4 @@
-"""skinny_linear that goes on to append_kv is, to the bit, the one behind the other."""
+"""skinny_linear that also appends heads equals skinny_linear and then append_kv, to the bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HeadsCase:
     head_norms: bool = False
 
     def is_one_kernel(self, dtype: torch.dtype) -> bool:
-        """On CUDA, but for the rows that are normed ahead."""
+        """Whether CUDA runs one kernel, the kernel that norms rows ahead aside."""
         whole = self.head_dim % 16 == 0 and self.rotary_dim % 16 == 0
         most = 8 if dtype == torch.float32 else 32
         return self.num_tokens <= most and whole and not self.head_norms
@@ -81,7 +81,7 @@ def product_call(case: HeadsCase, dtype: torch.dtype, device: torch.device) -> d
 
 
 def append_to(case: HeadsCase, dtype: torch.dtype, device: torch.device) -> AppendKv:
-    """With caches of NaN, and a row without a slot where there are some."""
+    """Arguments of an append: caches of NaN, and one row of several without a slot."""
     generator = torch.Generator().manual_seed(7)
     num_pages = case.num_tokens // PAGE_SIZE + 2
     shape = (num_pages, PAGE_SIZE, case.num_kv_heads, case.head_dim)
@@ -100,8 +100,8 @@ def append_to(case: HeadsCase, dtype: torch.dtype, device: torch.device) -> Appe
     )
 
 
-def one_behind_the_other(call: dict[str, Any], append: AppendKv) -> Tensor:
-    """What the two ops leave in out."""
+def one_after_the_other(call: dict[str, Any], append: AppendKv) -> Tensor:
+    """The product after both ops have run."""
     out = ops.skinny_linear(**call)
     num_kv_heads, head_dim = append.k_cache.shape[2:]
     heads = out.view(len(out), out.shape[1] // head_dim, head_dim)
@@ -117,7 +117,7 @@ def assert_same(got: Tensor, want: Tensor) -> None:
 
 def check(case: HeadsCase, call: dict[str, Any], append: AppendKv) -> None:
     caches = [cache.clone() for cache in append[:2]]
-    want = one_behind_the_other(call, append._replace(k_cache=caches[0], v_cache=caches[1]))
+    want = one_after_the_other(call, append._replace(k_cache=caches[0], v_cache=caches[1]))
     assert_same(ops.skinny_linear(**call, append=append), want)
     for got, cache in zip(append[:2], caches, strict=True):
         assert_same(got, cache)
@@ -128,7 +128,7 @@ def check(case: HeadsCase, call: dict[str, Any], append: AppendKv) -> None:
 @pytest.mark.parametrize("weights", ["floats", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_same_as_one_behind_the_other(
+def test_the_same_as_one_after_the_other(
     case: HeadsCase, dtype: torch.dtype, weights: str, device: torch.device
 ) -> None:
     call = product_call(case, dtype, device)
@@ -149,11 +149,11 @@ def test_layouts_of_caches(layout: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_that_start_anywhere(dtype: torch.dtype, device: torch.device) -> None:
-    """Beside 16-byte boundaries, and between elements that are neither read nor written."""
+    """Tensors off 16-byte boundaries, between elements that are neither read nor written."""
     case = HeadsCase(7, 131, 3, 1, bias=True)
     call, append = product_call(case, dtype, device), append_to(case, dtype, device)
     want_append = append_to(case, dtype, device)
-    want = one_behind_the_other(call, want_append)
+    want = one_after_the_other(call, want_append)
     for name in ("x", "weight", "norm_weight", "bias"):
         around = torch.full_like(call[name], torch.nan)
         width = call[name].shape[-1]
@@ -192,7 +192,7 @@ def test_caches_in_float8(case: HeadsCase, dtype: torch.dtype, device: torch.dev
     for i, each in enumerate(narrow):
         caches = [cache.to(torch.float8_e4m3fn) for cache in each[:2]]
         narrow[i] = each._replace(k_cache=caches[0], v_cache=caches[1])
-    want = one_behind_the_other(call, narrow[0])
+    want = one_after_the_other(call, narrow[0])
     assert_same(ops.skinny_linear(**call, append=narrow[1]), want)
     for got, cache in zip(narrow[1][:2], narrow[0][:2], strict=True):
         assert_same(got.view(torch.uint8), cache.view(torch.uint8))
@@ -202,7 +202,7 @@ def test_caches_in_float8(case: HeadsCase, dtype: torch.dtype, device: torch.dev
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES[1:], ids=str)
 def test_kernels(case: HeadsCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One where the product's blocks append; else append_kv's runs behind it."""
+    """One kernel where the product's blocks append; else append_kv's runs after the product's."""
     emulated.route(monkeypatch)
     cpu = torch.device("cpu")
     call, append = product_call(case, dtype, cpu), append_to(case, dtype, cpu)

@@ -31,7 +31,7 @@ Call = dict[str, Any]
 
 CPU = torch.device("cpu")
 CACHES = ("k_cache", "v_cache")
-# Where bfloat16 is multiplied as it is, and queries and weights are rounded to it.
+# Capabilities that multiply bfloat16 directly, with queries and weights rounded to it.
 MULTIPLIES = ("avx512_bf16", "amx", "amx_model")
 
 
@@ -46,7 +46,7 @@ def tolerance() -> dict[str, float]:
 
 
 def assert_same(got: Tensor, expected: Tensor) -> None:
-    """Bit for bit, but for the kind of NaN."""
+    """Tensors have to be equal bit for bit, except the bits of a NaN."""
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -84,7 +84,7 @@ def test_attention_matches_the_reference(case: AttentionCase, device: torch.devi
 
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 128, 256])
 def test_columns_come_out_in_their_order(head_dim: int, device: torch.device) -> None:
-    """One key has a weight of 1."""
+    """One key has weight 1, so that the output is its value."""
     v = torch.arange(3 * head_dim, dtype=torch.bfloat16, device=device).view(3, 1, 1, head_dim)
     got = ops.paged_attention(
         torch.zeros(3, 2, head_dim, device=device),
@@ -127,7 +127,7 @@ def test_a_row_is_independent_of_its_company(
 def test_a_value_that_a_row_does_not_see_changes_nothing(
     bad: float, window: int, device: torch.device
 ) -> None:
-    """Of queries of one sequence, whose last keys only the later ones see."""
+    """Queries of one sequence: only the later ones see the last keys."""
     case = AttentionCase((7,), (45,), 6, 2, 64, 8, sliding_window=window)
     call = narrowed(test_paged_attention.random_call(case, torch.float32, device))
     expected = ops.paged_attention(**call)
@@ -142,9 +142,7 @@ def test_a_value_that_a_row_does_not_see_changes_nothing(
 
 
 @pytest.mark.parametrize("case", test_paged_attention.POISONED_CASES[:7], ids=str)
-def test_what_is_not_a_number_comes_out_where_it_went_in(
-    case: AttentionCase, device: torch.device
-) -> None:
+def test_nan_comes_out_where_it_went_in(case: AttentionCase, device: torch.device) -> None:
     seq = len(case.seq_lens) - 1
     length = case.seq_lens[seq]
     for name, key, column in (("k_cache", length - 1, 0), ("v_cache", length - 2, -1)):

@@ -43,7 +43,7 @@ class Round:
 
 
 def test_a_tape_replays_the_rows_that_there_are() -> None:
-    """What they come to is what the reference says of them alone; others are left as they were."""
+    """Their results are the reference's for these rows alone; the remaining rows do not change."""
     for num_rows in (0, 3, 5):
         memory, tape = Round(5), ops.Tape()
         with tape.record():

@@ -1,4 +1,4 @@
-"""Caches in float8: what is written, to the bit, whoever writes it, and what is read of it."""
+"""Caches in float8: each op that writes them writes the same bits, and attention reads them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def codes_of(cache: Tensor) -> Tensor:
 
 
 def assert_same(got: Tensor, expected: Tensor) -> None:
-    """Bit for bit, NaN included."""
+    """Tensors have to be equal bit for bit, NaN included."""
     assert torch.equal(codes_of(got), codes_of(expected))
 
 
@@ -54,7 +54,7 @@ def poisoned(like: Tensor) -> Tensor:
 
 
 def every_number() -> Tensor:
-    """float32: all of float8, what lies in the middle of two, and the neighbours of both."""
+    """All numbers of float8 in float32, the midpoints between them, and the neighbours of both."""
     whole = torch.arange(0x7F, dtype=torch.uint8).view(FLOAT8).float()
     middles = (whole[1:] + whole[:-1]) / 2
     exact = torch.cat((whole, middles))
@@ -88,7 +88,7 @@ def test_every_number_is_rounded_to_the_nearest(dtype: torch.dtype, device: torc
 
 @dtypes
 def test_every_number_is_read_as_it_is(dtype: torch.dtype, device: torch.device) -> None:
-    """One key has a weight of 1."""
+    """One key has weight 1, so that the output is its value."""
     for head_dim in (8, 64, 72, 128, 256):
         codes = torch.arange(256, dtype=torch.uint8)
         count = -(-256 // head_dim)
@@ -132,7 +132,7 @@ def test_appended_is_what_floats_are_rounded_to(
     assert_same(
         v.flatten(0, 1)[at], reference.to_float8(call["v"], scales["value_scales"])[written]
     )
-    # Of the same numbers in float32, which is what norm and rotary give.
+    # The same numbers in float32, as norm and rotary give them.
     wide = {
         name: value.float()
         for name, value in call.items()
@@ -242,7 +242,7 @@ def test_a_row_is_independent_of_its_company(
 
 @dtypes
 @pytest.mark.parametrize("case", test_paged_attention.POISONED_CASES[:7], ids=str)
-def test_what_is_not_a_number_comes_out_where_it_went_in(
+def test_nan_comes_out_where_it_went_in(
     case: AttentionCase, dtype: torch.dtype, device: torch.device
 ) -> None:
     tolerance = dataclasses.asdict(TOLERANCES[dtype])

@@ -1,4 +1,4 @@
-"""Calls of ops leave no memory behind, however many there are."""
+"""Calls of ops leak no memory, however many there are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_BYTES = 8 * CALLS
 
 
 class Mallinfo(ctypes.Structure):
-    """What glibc says of its heap; uordblks are the bytes in use."""
+    """glibc's statistics of its heap; uordblks are the bytes in use."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -39,7 +39,7 @@ def bytes_in_use() -> int:
 
 
 @pytest.mark.parametrize("op", ops.OP_NAMES)
-def test_calls_leave_no_memory_behind(op: str) -> None:
+def test_calls_leak_no_memory(op: str) -> None:
     call = op_calls.random_call(op, Random(5))
     for _ in range(100):
         call.run()

@@ -120,7 +120,7 @@ def test_what_is_written_shares_no_memory_with_anything_else(op: str, name: str)
         if call is None:  # never both
             continue
         tensor, beside = call.tensors[name], call.tensors[other]
-        # Its memory, and the first element of the other at its last one.
+        # The tensor's memory; the other tensor begins at its last element.
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         size, other_size = tensor.element_size(), beside.element_size()
         last = (extent - 1) * size // other_size * other_size

@@ -1,4 +1,4 @@
-"""Packed weights in the layers of a decoder, of mixed formats: what single ops give."""
+"""Packed weights of mixed formats in decoder layers give what single ops give."""
 
 from __future__ import annotations
 

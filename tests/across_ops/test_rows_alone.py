@@ -1,4 +1,4 @@
-"""A row's result is the same, bit for bit, whatever rows run beside it and on however many threads.
+"""A row's result is the same, bit for bit, in any batch and on any number of threads.
 
 Every op that multiplies with a weight, in every format of weights.
 """
@@ -20,8 +20,8 @@ from eecore import ops
 
 Call = dict[str, Any]
 
-MOST_ROWS = 300
-# Of few rows every number; around tiles, groups and blocks that stay in cache.
+MAX_ROWS = 300
+# Every small number; then sizes around tiles, groups and blocks that stay in cache.
 ROW_COUNTS = (*range(1, 20), 27, 31, 32, 33, 47, 63, 64, 65, 97, 129, 200, 257)
 # Columns: below a vector, odd, in several chunks, more than the integer sums of some CPUs take in.
 SIZES = ((7, 5), (131, 41), (576, 75), (1100, 36), (4133, 9))
@@ -45,7 +45,7 @@ def two_threads() -> Any:
 
 def parts(count: int) -> list[slice]:
     """Some runs of so many rows, the first and the last among them."""
-    starts = {0, MOST_ROWS - count, (MOST_ROWS - count) // 2, min(33, MOST_ROWS - count)}
+    starts = {0, MAX_ROWS - count, (MAX_ROWS - count) // 2, min(33, MAX_ROWS - count)}
     return [slice(start, start + count) for start in sorted(starts)]
 
 
@@ -68,7 +68,7 @@ def test_linear_layers(
 ) -> None:
     for op in OPS:
         product = Product(op, form)
-        call = product.call(MOST_ROWS, *sizes, dtype=dtype, device=device)
+        call = product.call(MAX_ROWS, *sizes, dtype=dtype, device=device)
         by_row = tuple({"x", "residual"} & call.keys())
         check_rows(product.run, call, by_row, ROW_COUNTS)
 
@@ -87,7 +87,7 @@ def test_more_rows_than_stay_in_cache(dtype: torch.dtype, form: str, device: tor
 @formats
 @pytest.mark.usefixtures("two_threads")
 def test_the_head(dtype: torch.dtype, form: str, device: torch.device) -> None:
-    call = test_exit_confidence_softmax.random_case(MOST_ROWS, 576, 301, dtype, device)
+    call = test_exit_confidence_softmax.random_case(MAX_ROWS, 576, 301, dtype, device)
     call["eps"] = 1e-5
     call = coded(call, form, "lm_head")
 
@@ -118,7 +118,7 @@ def test_what_is_filled(dtype: torch.dtype, form: str, device: torch.device) -> 
 
 @formats
 def test_threads(dtype: torch.dtype, form: str, device: torch.device) -> None:
-    for num_tokens in (1, 5, 40, MOST_ROWS):
+    for num_tokens in (1, 5, 40, MAX_ROWS):
         product = Product("skinny_linear", form)
         call = product.call(num_tokens, 576, 1001, dtype=dtype, device=device)
         before = torch.get_num_threads()

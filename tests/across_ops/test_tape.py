@@ -34,7 +34,7 @@ def int32(*values: int) -> torch.Tensor:
 
 
 class Memory(NamedTuple):
-    """What a small decoder works on: a token of each sequence, which has pages of its own."""
+    """The tensors of a small decoder: one token of each sequence, which has pages of its own."""
 
     weights: ops.DecoderWeights
     lm_head: torch.Tensor
@@ -92,7 +92,7 @@ class Memory(NamedTuple):
         return Memory(**{name: t.clone() if name in changing else t for name, t in fields.items()})
 
     def load(self, position: int, seed: int) -> None:
-        """Every sequence's next token, at `position`."""
+        """Load every sequence's next token, at `position`."""
         self.hidden.copy_(normal(*self.hidden.shape, seed=seed))
         self.positions.fill_(position)
         page, offset = divmod(position, PAGE_SIZE)
@@ -128,7 +128,7 @@ def layers(memory: Memory, hidden: torch.Tensor, begin: int, end: int) -> torch.
 
 
 def program(memory: Memory) -> Results:
-    """All layers, with an exit point before the last; who would leave there leaves a mark."""
+    """All layers, with an exit point before the last, at which rows that would exit are marked."""
     hidden = layers(memory, memory.hidden, 0, LAYERS - 1)
     norm = memory.weights.attention_norm[0]
     head = ops.exit_confidence_softmax(hidden, norm, memory.lm_head, 1e-6)
@@ -157,7 +157,7 @@ def same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 class Adder:
-    """Adds ones to a row of its own for each call: which of them ran can be read."""
+    """Each call adds ones to a row of its own, which shows the calls that ran."""
 
     def __init__(self, num_calls: int, rows: int = 1) -> None:
         self.ran = [torch.zeros(rows, 1) for _ in range(num_calls)]
@@ -318,7 +318,7 @@ def test_the_innermost_rows_count() -> None:
 
 
 def test_tokens_and_sequences_are_counted_apart() -> None:
-    """Of two sequences with two queries and one, the first is there at replay."""
+    """Recorded with sequences of two queries and one; the replay has the first one alone."""
     caches = normal(2, 4, 2, 1, 8)
     q, starts, out = normal(3, 1, 8), int32(0, 2, 3), torch.full((3, 1, 8), 7.0)
     pages, lens = int32(0, 1, 2, 3).view(2, 2), int32(3, 4)
@@ -345,8 +345,8 @@ def test_tokens_and_sequences_are_counted_apart() -> None:
     assert bool((out[2] == 7).all())
 
 
-def test_rows_leave_and_the_others_move_up() -> None:
-    """Row 2 is asked nothing and leaves by its layers; at the second replay nobody is left."""
+def test_rows_exit_and_the_others_move_up() -> None:
+    """Row 2 has no check and exits by its layer count; at the second replay no row is left."""
     no, whole, one = torch.zeros(4, dtype=torch.bool), int32(0, 0, 0, 0), torch.ones(4)
     hidden = normal(4, HIDDEN)
     before = hidden.clone()

@@ -1,4 +1,4 @@
-"""Products with matrix tiles: the instruction's own sums, bit for bit, on tiles cut any way."""
+"""Products with matrix tiles: the sums of the instruction, bit for bit, for tiles of any cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""int8 and packed weights in ops that read a weight, but for tests/ops/test_skinny_products.py."""
+"""int8 and packed weights in ops that read a weight; tests/ops/test_skinny_products.py has more."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_int8_fill_matches_the_reference(
 def test_packed_fill_matches_the_reference(
     num_kv_heads: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Heads that end inside panels; K and V in formats of their own, others in every layer."""
+    """Heads end inside panels; K and V have formats of their own, which differ by layer."""
     case = KvFillCase(9, hidden_size=256, num_kv_heads=num_kv_heads, head_dim=24, rotary_dim=24)
     call = test_kv_fill.random_call(case, dtype, device)
     rows = num_kv_heads * 24
@@ -96,7 +96,7 @@ def test_packed_fill_matches_the_reference(
 def test_what_is_filled_of_a_row_does_not_depend_on_the_others(
     format: str, device: torch.device
 ) -> None:
-    """Each layer fills other rows, in blocks of which the last has few."""
+    """Each layer fills different rows, and the last block has few."""
     case = KvFillCase(53, hidden_size=256, num_kv_heads=1, head_dim=24, rotary_dim=24)
     call = test_kv_fill.random_call(case, device=device)
     matrix = on_device(packed_layers([[(format, 48)]] * case.num_layers, 256, size=1 / 16), device)

@@ -1,4 +1,4 @@
-"""What the tests of benchmarks share."""
+"""Fixtures of the benchmarks' tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.harness.places import README, RESULTS, RESULTS_PAGE
 
 @pytest.fixture
 def run_bench() -> Iterator[running.RunsBench]:
-    """Runs ``python -m bench`` with some words; what is committed has to stay as it is."""
+    """Runs ``python -m bench`` with some arguments; committed files must not change."""
     kept = [README, RESULTS_PAGE, *RESULTS.iterdir()]
     before = {path: path.read_bytes() for path in kept}
     yield running.run

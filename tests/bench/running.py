@@ -1,4 +1,4 @@
-"""Benchmarks as they are run from the checkout's root."""
+"""Runs of benchmarks from the checkout's root."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RunsBench = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
-    """``python -m bench`` with these words."""
+    """Run ``python -m bench`` with these arguments."""
     return subprocess.run(
         [sys.executable, "-m", "bench", *map(str, words)],
         capture_output=True,

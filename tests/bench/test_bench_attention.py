@@ -1,4 +1,4 @@
-"""The benchmark of attention over long contexts: what it calls and counts. No time is judged."""
+"""The benchmark of attention over long contexts: its calls and counts. No timing is judged."""
 
 from __future__ import annotations
 

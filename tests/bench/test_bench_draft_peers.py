@@ -1,4 +1,4 @@
-"""The benchmark of drafts beside others: its turns, its counting; no time is judged."""
+"""The benchmark of drafts beside other engines: its turns, its counting. No timing is judged."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_speed_ups_are_of_the_same_turn_and_speeds_of_the_fastest() -> None:
 
 def test_a_batch_of_more_than_one_kind_has_is_of_all_kinds() -> None:
     asked = {kind: [[i, j] for j in range(3)] for i, kind in enumerate(draft_prompts.KINDS)}
-    asked["code"].append([0] * (bench_drafts.LONGEST_PROMPT + 1))  # which nobody asks
+    asked["code"].append([0] * (bench_drafts.LONGEST_PROMPT + 1))  # too long to be asked
     found = list(bench_drafts.by_kind(asked, [1, 3, 8]))
     assert [(kind, batches) for kind, _, batches in found] == [
         *((kind, [1, 3]) for kind in draft_prompts.KINDS),
@@ -108,7 +108,7 @@ def test_a_batch_of_more_than_one_kind_has_is_of_all_kinds() -> None:
 
 @pytest.mark.parametrize("kind", bench_heads.KINDS)
 def test_a_draft_of_each_kind_of_head_is_timed(tmp_path: Path, kind: str) -> None:
-    """And written of as a share of full depth."""
+    """Each is also reported as a share of full depth."""
     model = eecore.load(write_model(tmp_path), device="cpu", kv_cache_tokens=1024)
     vocab_size = model.config.vocab_size
     bench_drafts.give_noise(model, kind, vocab_size)

@@ -26,7 +26,7 @@ from eecore import ops
 def run_on_cpu(
     run_bench: RunsBench, *words: object, folder: Path
 ) -> tuple[str, list[dict[str, Any]]]:
-    """What it printed, and its rows."""
+    """The output of a benchmark, and its rows."""
     file = folder / "result.json"
     done = run_bench(*words, "--device", "cpu", "--json", file)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -54,7 +54,7 @@ def test_the_decoding_benchmark_of_a_gpu_runs_on_a_tiny_model(
         folder=tmp_path,
     )
     assert not [row["error"] for row in rows if "error" in row]
-    # Of a peer it is the difference of two times, which a busy machine may turn around.
+    # A peer's time is the difference of two times, which a busy machine may make negative.
     peers = [row for row in rows if row["mode"].startswith("transformers")]
     prompts = [row for row in rows if row["mode"].startswith("first token")]
     assert [row["seconds_to_first_token"] > 0 for row in prompts] == [True] * 3
@@ -105,7 +105,7 @@ def test_the_host_or_the_gpu_is_the_limit() -> None:
 def test_a_benchmark_goes_on_where_it_was_cut_off(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each row is in the file before the next is begun; only the rest is done again."""
+    """Each row is in the file before the next begins; only the remaining rows are run again."""
     file, done = tmp_path / "rows.json", []
 
     def measured(work: peers.Work, *_: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The model of time: its bytes are those of the calls, and what contradicts it is said."""
+"""The model of time: its bytes are those of the calls; contradicting times are reported."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_rows_that_leave_read_what_they_fill() -> None:
     assert read_of(launches, "weight", "skinny_gated_linear_kernel") < 4 * layer
     # Their tokens are known from the check.
     assert read_of(launches, "weight", "exit_confidence_softmax_kernel") == head
-    # One that nobody passes costs a head, and fills nothing.
+    # A check that no row passes costs a head and fills nothing.
     full = kernels(iteration(model, 8, 160, H100))
     checked = kernels(iteration(model, 8, 160, H100, leaves=False, exit_layer=4))
     heads = [read_of(each, "weight", "exit_confidence_softmax_kernel") for each in (full, checked)]
@@ -145,7 +145,7 @@ def test_memory_bounds_what_is_large() -> None:
     assert work_seconds(H100, launch) == pytest.approx(1e-3)
 
 
-def test_a_kernel_starts_early_behind_a_kernel_alone() -> None:
+def test_a_kernel_starts_early_only_after_a_kernel() -> None:
     early = KernelLaunch("rms_norm_kernel", (1, 1))
     late = dataclasses.replace(early, starts_early=False)
     boundary, early_boundary = H100.boundary, H100.early_boundary
@@ -172,7 +172,7 @@ def test_batches_and_faster_memory_are_in_order() -> None:
 
 
 def test_the_committed_figures_are_what_the_model_says() -> None:
-    """After a change of kernels or launchers: python -m bench gpu-expected."""
+    """To be renewed after a change of kernels or launchers by ``python -m bench gpu-expected``."""
     assert figures() == REPORTS[0].read()
 
 

@@ -1,4 +1,4 @@
-"""What others run on a GPU, on the CPU with tiny shapes: that it is right, not how fast."""
+"""The peers of a GPU, run on the CPU with tiny shapes: their results, not their speed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def weights_of(oracle: torch.nn.Module) -> Weights:
 
 
 def kernels(work: Pass, before: TorchKernels | None = None) -> TorchKernels:
-    """Of a pass, with the keys that one before it has left."""
+    """The kernels of a pass, with the keys that the pass before it has written."""
     made = TorchKernels(TINY, work, CPU, torch.float32)
     if before is not None:
         for cache, old in zip(made.caches, before.caches, strict=True):
@@ -152,7 +152,7 @@ def test_what_is_not_installed_is_named(
 
 
 def test_peers_and_the_plan_need_no_build() -> None:
-    """They come first: a build that fails costs nothing but what needs it."""
+    """They run first, so that a failing build costs only what needs it."""
     code = (
         "import sys; sys.modules['eecore._C'] = None; import bench.gpu.run, bench.gpu.peers;"
         "raise SystemExit(bench.gpu.peers.main("
@@ -165,7 +165,7 @@ def test_peers_and_the_plan_need_no_build() -> None:
 
 
 class FakeFlashInfer:
-    """The calls that are made of it, by torch's kernels over contiguous keys."""
+    """flashinfer's calls, by torch's kernels over contiguous keys."""
 
     def __init__(self, *, has_norms: bool) -> None:
         self.norm = self.activation = self.rope = self.page = self
@@ -222,7 +222,7 @@ class FakeFlashInfer:
 
 
 class Attention:
-    """A wrapper: what it is planned for, and attention over pages, a sequence at a time."""
+    """A wrapper of flashinfer: its plan, and attention over pages, one sequence at a time."""
 
     def plan(self, *layout: Any, causal: bool = False, **kinds: Any) -> None:
         assert kinds.keys() == {"q_data_type", "kv_data_type"}
@@ -273,7 +273,7 @@ def test_with_flashinfers_calls_it_computes_the_same(
 def test_flashinfer_is_used_as_far_as_it_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the CPU nothing is asked of it; what is missing is named."""
+    """On the CPU it is not called; missing parts are named."""
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     assert kernels_here(CPU, torch.float32) is TorchKernels
     assert capsys.readouterr().err == ""

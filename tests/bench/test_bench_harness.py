@@ -67,7 +67,7 @@ def test_options_that_a_benchmark_does_not_have_are_refused() -> None:
 # Turns
 
 
-def test_everybody_has_a_turn_in_each_round_behind_one_that_warms_up() -> None:
+def test_each_name_has_a_turn_in_each_round_after_a_warm_up() -> None:
     took: list[str] = []
 
     def turn_of(name: str) -> Any:
@@ -133,7 +133,7 @@ REPLACING = Namespace(json=None, dry_run=False, replace=True)
 
 @pytest.fixture
 def cases(report: Report) -> Report:
-    """One whose figures are those of several cases, all of them kept."""
+    """A benchmark with the figures of several cases, all of which are kept."""
     made = Report(
         report.name,
         {"it": lambda figures: f"| {[row['min'] for row in figures['rows']]} |"},
@@ -198,7 +198,7 @@ COMMITTED = list(reports())
 
 
 def rows_at(figures: Any, path: str) -> list[Any]:
-    """The rows of a list of cases, empty where a run left them out."""
+    """The rows of a list of cases; empty if a run left them out."""
     for part in path.split("."):
         figures = (figures or {}).get(part)
     return figures or []
@@ -222,7 +222,7 @@ def test_a_run_of_the_first_cases_wipes_no_others(report: Report) -> None:
         del rows_at(figures, path)[1:]
     assert report.cases or report.measured or report.name in ("fuzz", "gpu_expected")
     whole = report.kept_with(figures, report.file)
-    for path in set(report.cases) - {"ceilings"}:  # of a case several rows
+    for path in set(report.cases) - {"ceilings"}:  # these have several rows per case
         assert rows_at(whole, path)[1:] == rows_at(report.read(), path)[1:]
 
 
@@ -251,7 +251,7 @@ def test_more_utterances_than_there_are_is_an_error(tmp_path: Path) -> None:
 def test_utterances_that_cannot_be_made_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bench.harness.utterances.ROOT", tmp_path)  # which has no script
+    monkeypatch.setattr("bench.harness.utterances.ROOT", tmp_path)  # a folder without the script
     with pytest.raises(SystemExit, match=r"expected a file, got nothing; .*eecore\[intents\]"):
         utterances(1, tmp_path)
 

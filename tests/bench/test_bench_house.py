@@ -1,4 +1,4 @@
-"""The house rules of benchmarks: who may look at whom, how they are named and started."""
+"""The house rules of benchmarks: which may import which, how they are named and started."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALSO = {"tables": None, "overview": (), "__main__": (), "ops": ("gpu",)}
 
 @cache
 def modules() -> dict[str, Path]:
-    """By dotted name."""
+    """The modules of bench by dotted name."""
     found = {}
     for path in BENCH.rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -50,8 +50,8 @@ def folder(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def test_nobody_looks_at_whom_it_is_seen_by() -> None:
-    """No circles, for types alone neither."""
+def test_imports_have_no_circles() -> None:
+    """Imports for types alone count too."""
     done: set[str] = set()
 
     def visit(module: str, way: tuple[str, ...]) -> None:
@@ -77,14 +77,14 @@ def test_a_benchmark_looks_at_what_is_shared_and_at_itself(module: str) -> None:
 
 
 def test_imports_are_found_without_tricks() -> None:
-    """As a package, from the checkout's root: nobody changes the path."""
+    """Modules are imported as a package from the checkout's root; none changes the path."""
     trick = re.compile(r"sys\.path(\.(insert|append|extend)\b|\[.*\]\s*=|\s*\+?=)|noqa: E402")
     for path in modules().values():
         assert not trick.search(path.read_text()), path
 
 
 def test_workers_of_peers_import_nothing_that_peers_do_not_have() -> None:
-    """They run with interpreters that have no eecore: bench.harness.answers, and what they are."""
+    """Workers run with interpreters without eecore: they may import bench.harness.answers alone."""
     light = {"bench.decode.worker", "bench.decode.peer_worker", "bench.decode.parses"}
     light |= {"bench.calm.worker", "bench.integrations.vllm_worker", "bench.decode.models"}
     light |= {"bench.harness.answers", "bench.decode.llama_wheel"}

@@ -254,7 +254,7 @@ def test_it_runs_on_a_tiny_model_and_writes_nothing_when_dry(
         *("--skip-calibrated", "--skip-peers", "--dry-run"),
     )
     assert done.returncode == 0, done.stderr
-    full = done.stdout.partition("drafts accepted")[2]  # behind the short one
+    full = done.stdout.partition("drafts accepted")[2]  # after the short table
     rows = [line for line in full.splitlines() if line.startswith("| `")]
     names = [row.split(" | ")[0].removeprefix("| ") for row in rows]
     speculative = ["`SelfSpeculative(1, 3)`", "`SelfSpeculative(2, 2, 0.1)`"]

@@ -1,4 +1,4 @@
-"""Rounds of ``Auto`` that are played again: what is recorded, and what a batch comes to."""
+"""Replayed rounds of ``Auto``: the recording, and the figures of a batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AGREEMENT = (0.7, 0.7, 0.7)
 
 
 def times(row: float, *, step: float = 0.05) -> RoundTimes:
-    """Where a draft more costs so much of a round."""
+    """Times of rounds in which each further draft costs ``step`` of a round."""
     return RoundTimes(
         dict.fromkeys(REQUESTS, 1.0),
         {n: {0: 1.0, 32: 1.0 + 32 * row} for n in REQUESTS},
@@ -29,7 +29,7 @@ def times(row: float, *, step: float = 0.05) -> RoundTimes:
 
 
 def answers(count: int, *, right: float, sure: bool = True, length: int = 96) -> list[Answer]:
-    """Of random tokens, which a head drafts rightly so often; it knows when, if it is ``sure``."""
+    """Answers of random tokens; a share ``right`` of the drafts is right, likelier if ``sure``."""
     chance, found = random.Random(4), []
     for _ in range(count):
         tokens = [chance.randrange(1, 1 << 20) for _ in range(length)]
@@ -48,7 +48,7 @@ def answers(count: int, *, right: float, sure: bool = True, length: int = 96) ->
 def speedup(
     its: list[Answer], costs: RoundTimes, batch: int, *, turns: int = 3, noise: float = 0.03
 ) -> float:
-    """Over full depth, of one planner that learns on."""
+    """The speed-up over full depth of one planner that keeps learning."""
     planner, chance, full, auto = new_planner(24, AGREEMENT), random.Random(1), 0.0, 0.0
     for _ in range(turns):
         for i in range(0, len(its), batch):
@@ -69,7 +69,7 @@ def test_drafts_that_stand_are_worth_their_rows(batch: int) -> None:
 
 @pytest.mark.parametrize("batch", [4, 8])
 def test_the_last_of_a_batch_gains_though_drafts_stand_for_half_of_it(batch: int) -> None:
-    """Rows go to those that they have not helped yet."""
+    """Rows go to the requests that they have not helped yet."""
     some, others = answers(16, right=0.9), answers(16, right=0.3)
     mixed = [answer for pair in zip(some, others, strict=True) for answer in pair]
     assert speedup(mixed, times(0.35 / batch), batch) > 1.0
@@ -128,14 +128,14 @@ def model(tmp_path: Path) -> eecore.Model:
     return eecore.load(directory, device="cpu", kv_cache_tokens=4096)
 
 
-def test_what_a_head_drafts_is_recorded_behind_every_token(model: eecore.Model) -> None:
+def test_what_a_head_drafts_is_recorded_after_every_token(model: eecore.Model) -> None:
     prompts = random_prompts(6, 5, 9)
     recorded = bench_replay.answers_of(model, prompts, 20)
     expected = eecore.generate(model, prompts, exit=eecore.Full(), max_tokens=20, ignore_eos=True)
     assert [answer.tokens for answer in recorded] == [output.token_ids for output in expected]
     for answer, prompt in zip(recorded, prompts, strict=True):
         assert list(answer.prompt) == prompt
-        assert answer.drafts[0] == NOTHING  # behind the prompt no head drafts
+        assert answer.drafts[0] == NOTHING  # no head drafts right after the prompt
         rounds = [each for each in answer.drafts[1:] if each.tokens]
         assert len(rounds) >= 16
         assert all(0.0 <= p <= 1.0 for each in rounds for p in each.scores)

@@ -73,7 +73,7 @@ def test_a_server_that_refuses_ends_the_run(intent: eecore.Model) -> None:
 
 
 def test_other_servers_write_events_otherwise() -> None:
-    """Other line ends, comments, events cut in two, no usage, no space behind the colon."""
+    """Other line ends, comments, events cut in two, no usage, no space after the colon."""
     parts = [
         b'data: {"choices": [{"text": "a"}]}\r\n\r\n: ping\r\n\r',
         b'\ndata:{"choices": [{"te',

@@ -1,4 +1,4 @@
-"""The soak of the server: its clients, what it takes for a fault, its table."""
+"""The soak of the server: its clients, its faults, its table."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_faults_are_named() -> None:
     assert tables.faults({**good, "findings": ["it"]}) == ["it"]
 
 
-def test_growth_is_that_behind_the_warm_up() -> None:
+def test_growth_is_measured_after_the_warm_up() -> None:
     assert soak.growth_mb([0.0, 50.0] + [100.0] * 8) == 0
     assert soak.growth_mb([float(i) for i in range(10)]) == pytest.approx(6.0)
 

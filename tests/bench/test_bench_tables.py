@@ -24,7 +24,7 @@ SHOWN_ELSEWHERE = {"soak"}
 
 @pytest.fixture
 def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the command writes instead: copies of the pages."""
+    """Copies of the pages, to which the command writes instead."""
     for page in (README, *results.pages()):
         shutil.copy(page, tmp_path)
     copied = [tmp_path / page.name for page in results.pages()]
@@ -67,7 +67,7 @@ def test_a_changed_figure_changes_its_table(copies: Path) -> None:
 def test_one_microbenchmark_changes_its_own_line(
     copies: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What ``make bench ARGS="-k accept_mask"`` ends with."""
+    """The last step of ``make bench ARGS="-k accept_mask"``."""
     before = json.loads((RESULTS / "ops.json").read_text())
     shutil.copy(RESULTS / "ops.json", copies)
     monkeypatch.setattr(results, "RESULTS", copies)

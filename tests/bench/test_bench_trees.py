@@ -1,4 +1,4 @@
-"""What the comparison of trees and chains of drafts counts. Nothing is timed."""
+"""The counts of the comparison of trees and chains of drafts. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIKELY = torch.tensor([0.5, 0.3, 0.1])
 
 
 class AnyHead:
-    """Whose choices behind any token are the next ones, always as likely; it attends to nothing."""
+    """A head that proposes the next three ids after any token, always as likely."""
 
     def step(self, states: Tensor, tokens: list[int], _seen: None) -> tuple[Tensor, Tensor, Tensor]:
         ids = torch.tensor([[token + 1, token + 2, token + 3] for token in tokens])
@@ -27,7 +27,7 @@ def paths(choices: int) -> list[Path]:
     return each.paths
 
 
-def test_a_chain_is_the_first_choice_behind_the_first() -> None:
+def test_a_chain_is_the_first_choice_at_each_depth() -> None:
     assert [path.tokens for path in paths(1)] == [
         tuple(range(11, 11 + count)) for count in range(1, MOST_ROWS + 1)
     ]
@@ -41,7 +41,7 @@ def test_a_tree_takes_the_likeliest_path_next() -> None:
     assert all(path.tokens[:-1] in {p.tokens for p in found} | {()} for path in found)
 
 
-def test_each_state_is_that_behind_the_tokens_of_its_path() -> None:
+def test_each_state_is_that_after_the_tokens_of_its_path() -> None:
     class Remembers(AnyHead):
         def step(
             self, states: Tensor, tokens: list[int], _seen: None

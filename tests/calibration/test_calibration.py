@@ -1,4 +1,4 @@
-"""Learn then Test: its p-values, its guarantee; and a calibration holds for its model alone."""
+"""Learn then Test: its p-values, its guarantee; a calibration is valid for its model alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GRID = (1.0, 0.8, 0.4, 0.0)
 
 @pytest.fixture(scope="module")
 def found(model: eecore.Model) -> Calibration:
-    """Delta so large that exits pass although a random model's differ from its last layer."""
+    """A calibration with a delta so large that the exits of a random model pass."""
     return calibrate(model, PROMPTS, delta=0.99, epsilon=0.4, grid=GRID, max_tokens=4)
 
 
@@ -68,7 +68,7 @@ def test_the_fewest_prompts_that_can_pass() -> None:
     assert hoeffding_bentkus(0.0, 149, 0.02) <= 0.05 < hoeffding_bentkus(0.0, 148, 0.02)
 
 
-def test_no_threshold_is_asked_for_behind_the_first_that_fails() -> None:
+def test_no_threshold_is_tried_after_the_first_that_fails() -> None:
     asked = []
 
     def losses_at(threshold: float) -> list[float]:
@@ -112,7 +112,7 @@ def test_the_guarantee_holds_over_many_calibration_sets(delta: float) -> None:
         early += answer < 1.0
     sampling_error = 3.0 * math.sqrt(epsilon * (1.0 - epsilon) / num_sets)
     assert exceeded / num_sets <= epsilon + sampling_error
-    assert early / num_sets > 0.9  # and it is not true for want of ever exiting
+    assert early / num_sets > 0.9  # not merely because nothing ever exits
 
 
 def test_every_threshold_is_measured_by_generating(found: Calibration) -> None:
@@ -133,7 +133,7 @@ def test_risk_is_what_is_lost_against_the_target(model: eecore.Model) -> None:
     textual = calibrate(model, right, loss="textual", **settings)
     risk = calibrate(model, right, loss="risk", **settings)
     wrong = calibrate(model, PROMPTS, loss="risk", **settings)
-    # With the full model's texts for targets both are the same; where it is wrong nothing is lost.
+    # If the targets are the full model's texts, both are equal; if it is wrong, no loss counts.
     assert [s.mean_loss for s in risk.steps] == [s.mean_loss for s in textual.steps]
     assert any(s.mean_loss > 0.0 for s in risk.steps)
     assert all(s.mean_loss == 0.0 for s in wrong.steps)

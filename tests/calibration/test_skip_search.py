@@ -21,7 +21,7 @@ TEXTS = random_prompts(30, 20, seed=12)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
-    """Layer 1 has an attention, layer 2 an MLP that adds nothing."""
+    """A model: the attention of layer 1 and the MLP of layer 2 add nothing."""
     directory = write_model(tmp_path_factory.mktemp("harmless"))
     path = directory / "model.safetensors"
     tensors = load_file(path)
@@ -90,7 +90,7 @@ def test_the_found_policy_is_lossless_and_always_accepted(model: eecore.Model) -
 def test_drafts_are_filtered_and_penalised_like_the_model(
     model: eecore.Model, fields: dict[str, Any]
 ) -> None:
-    """Where draft and model are the same, each draft must be accepted."""
+    """If draft and model are the same, each draft must be accepted."""
     (output,) = eecore.generate(
         model,
         [[1, 2, 1, 2]],

@@ -18,14 +18,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that still writes when a test has long made its point."""
+    """A model that generates for longer than any test waits."""
     directory = tmp_path_factory.mktemp("cli") / "endless"
     return str(write_model(directory, max_position_embeddings=4 * LONG))
 
 
 @pytest.fixture
 def lines(tmp_path: Path) -> Callable[[str, str], str]:
-    """Writes a file of that name, and says where it is."""
+    """Writes a file of that name and returns its path."""
 
     def write(name: str, text: str) -> str:
         (tmp_path / name).write_text(text)

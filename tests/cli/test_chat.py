@@ -1,4 +1,4 @@
-"""``eecore chat``: several turns, its commands, what a terminal shows, what ends what."""
+"""``eecore chat``: several turns, its commands, a terminal's display, and how it ends."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tiny_models import write_model
 
 Talk = Callable[..., Any]
 SIX = ("-n", "6", "--seed", "3")
-"""Options of answers of six tokens, the same each time."""
+"""Options for answers of six tokens, the same each time."""
 
 
 @pytest.fixture
 def talk(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Talk:
-    """Says lines to a chat; what it printed, and its exit code."""
+    """Send lines to a chat; its output, and its exit code."""
 
     def said(*lines: str, options: tuple[str, ...] = SIX, code: int = 0) -> Any:
         text = "".join(f"{line}\n" for line in lines)
@@ -47,7 +47,7 @@ def talk(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 def answers_to(model: str, *said: str, system: str | None = None, **settings: Any) -> list[str]:
-    """What the library answers, turn by turn."""
+    """The library's answers, turn by turn."""
     loaded = eecore.load(model)
     assert loaded.tokenizer is not None
     messages = [] if system is None else [{"role": "system", "content": system}]
@@ -228,7 +228,7 @@ class Terminal:
         os.write(self._end, text.encode())
 
     def wait_for(self, words: str) -> None:
-        """Read until the words have come after what was waited for before."""
+        """Read until the words appear after those that were waited for before."""
         while words not in self.shown[self._at :]:
             try:
                 chunk = os.read(self._end, 4096)

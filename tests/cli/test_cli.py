@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what is printed, where, and the exit code."""
+"""The command line as a user meets it: its output, the stream, and the exit code."""
 
 from __future__ import annotations
 

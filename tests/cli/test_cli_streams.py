@@ -1,4 +1,4 @@
-"""The command line where the world is not as it should be: streams, signals, arguments, disks."""
+"""The command line with bad streams, signals, arguments and disks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tiers import in_all
 def through_a_shell(
     words: Sequence[str], redirections: str, **env: str
 ) -> subprocess.CompletedProcess[bytes]:
-    """The command as a shell runs it."""
+    """Run the command by a shell."""
     line = f'exec "$0" -m eecore "$@" {redirections}'
     return subprocess.run(
         ["sh", "-c", line, sys.executable, *words],
@@ -115,7 +115,7 @@ def test_a_stdout_that_cannot_say_a_letter(model: str, env: dict[str, str]) -> N
 
 
 def text_of(model: str, prompt: str) -> str | None:
-    """What the library writes where the command line above says the same."""
+    """The library's text for the same request."""
     sampling: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "temperature": 2.0, "seed": 3}
     return eecore.generate(eecore.load(model), prompt, **sampling)[0].text
 
@@ -149,7 +149,7 @@ def test_any_width_of_a_terminal(
     ],
 )
 def test_a_signal_at_any_moment(endless: str, number: signal.Signals, seconds: float) -> None:
-    """From the first import on: one line or none, and the exit code."""
+    """A signal at any moment from the first import on gives one line or none, and its exit code."""
     marked = ("-c", "import eecore.cli; print(flush=True); eecore.cli.main()")
     arguments = ["generate", endless, "hi", "-n", str(LONG), "--ignore-eos"]
     command = start(arguments, program=marked)
@@ -222,7 +222,7 @@ def test_a_signal_that_a_library_swallows_comes_again(monkeypatch: pytest.Monkey
         (["generate", "MODEL", "-f", "/dev/zero/x"], REQUEST),
         (["generate", "MODEL", "-f", "."], REQUEST),
         (["generate", "\udcff", "hi"], MODEL),
-        (["generate", "~nobody-of-this-name/x", "hi"], MODEL),
+        (["generate", "~no-such-user/x", "hi"], MODEL),
         (["exits", "MODEL", "hi", "--html", "/nowhere/x.html"], USAGE),
         (["exits", "MODEL", "hi", "--html", "."], USAGE),
         (["exits", "MODEL", "hi", "--html", "../.."], USAGE),

@@ -1,4 +1,4 @@
-"""The bar of a prompt that takes long to read: what is shown, where, and that it goes."""
+"""The progress bar of a long prompt: its text, its place, and its end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Stderr(io.StringIO):
 
 
 class Reading:
-    """An engine in the middle of two prompts, which gives two steps when the bar has been seen."""
+    """An engine in the middle of two prompts, which gives two steps once the bar is shown."""
 
     def __init__(self, seen: threading.Event | None) -> None:
         requests = [(512, [0] * 1900), (90, [0] * 88), (0, [0] * 12)]

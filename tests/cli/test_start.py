@@ -1,4 +1,4 @@
-"""What a command does before its first token: modules, processes and collections, counted."""
+"""The modules, processes and garbage collections of a command before its first token, counted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MAX_OWN_MODULES = 150
 
 
 def counted(*arguments: str) -> tuple[str, dict[str, Any]]:
-    """What a command printed, and what it did."""
+    """The output of a command, and its counts."""
     with start(arguments, program=("-c", COUNTING)) as process:
         out, error = process.communicate(timeout=120)
     assert process.returncode == 0, error

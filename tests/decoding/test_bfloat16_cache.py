@@ -1,4 +1,4 @@
-"""A KV cache in bfloat16 for a model in float32: what has one unasked; modes keep to Full."""
+"""A KV cache in bfloat16 for a model in float32: when it is the default; modes agree with Full."""
 
 from __future__ import annotations
 

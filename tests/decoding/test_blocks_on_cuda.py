@@ -1,4 +1,4 @@
-"""Models whose weights are blocks of 4 to 8 bits, on the CUDA path: the tokens of their floats."""
+"""Models with weights in blocks of 4 to 8 bits on the CUDA path give the tokens of their floats."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def load(path: Path, device: str, **settings: str | Path | None) -> eecore.Model
 
 
 def write_floats(directory: Path, *embeddings: str) -> None:
-    """Make the checkpoint's matrices what is left of them as int4; ``embeddings``: a T5's name."""
+    """Round the checkpoint's matrices as int4 does; ``embeddings``: a T5's name of its table."""
     _, network, _ = load_model(directory, "cpu", weights="int4")
     tensors = load_file(directory / "model.safetensors")
     views = network.weights.by_checkpoint_name(network.config, *embeddings)
@@ -112,7 +112,7 @@ def test_a_gguf_file_gives_the_tokens_of_the_directory_it_converts_to(
 
 
 def test_blocks_of_a_gpu_are_those_of_the_cpu() -> None:
-    """One tensor behind the other, each at its place."""
+    """The tensors of a matrix follow each other, each at its place."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     parts = [("Q4_K", 48), ("Q6_K", 20)]

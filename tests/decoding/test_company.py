@@ -1,4 +1,4 @@
-"""What a request gives does not depend, to the last bit, on what runs beside it or how it is cut.
+"""A request's output does not depend, to the last bit, on its batch or the cuts of its prompt.
 
 Log-probabilities are compared: tokens alone would hide most differences.
 """
@@ -31,7 +31,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=FORMATS.values(), ids=FORMATS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
-    """Wide enough that sums of other orders differ; the last layers change little."""
+    """A model so wide that the order of sums matters; its last layers change little."""
     directory = write_model(
         tmp_path_factory.mktemp("company"),
         seed=4,
@@ -77,7 +77,7 @@ def test_prompts_may_be_cut_anywhere(model: eecore.Model, alone: Any, most: dict
 
 @pytest.mark.parametrize("num_rows", [28, 56, 112, 224])
 def test_speculation_is_full_decoding(model: eecore.Model, alone: Any, num_rows: int) -> None:
-    """6 drafts and a token each: so many rows a verification."""
+    """Verifications of 7 rows a request: 6 drafts and a token."""
     count = num_rows // 7
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
     traced = Traced()

@@ -110,7 +110,7 @@ def stretches(traced: Traced) -> Counter[tuple[int, int]]:
 @pytest.mark.parametrize("batch", ["each", "all"])
 @pytest.mark.parametrize("exit_layer", [1, 2, 3])
 def test_work_is_really_saved(tiny: eecore.Model, exit_layer: int, batch: str) -> None:
-    """Everything accepted at layer e: e layers per token, and one fill per iteration."""
+    """If all rows exit at layer e, a token takes e layers and an iteration one fill."""
     traced = Traced()
     engine = engine_of(tiny, run=traced)
     policy = ConfidentExit(0.0, min_exit_layer=exit_layer, batch=batch)
@@ -131,8 +131,8 @@ def test_work_is_really_saved(tiny: eecore.Model, exit_layer: int, batch: str) -
 
 
 @cpu_only
-def test_rows_that_left_are_out_of_the_way(tiny: eecore.Model) -> None:
-    """What runs is what the outputs say, row by row."""
+def test_rows_that_exited_do_not_run(tiny: eecore.Model) -> None:
+    """The rows that run are those that the outputs report."""
     traced = Traced()
     engine = engine_of(tiny, run=traced)
     for prompt in PROMPTS:
@@ -152,14 +152,14 @@ def test_rows_that_left_are_out_of_the_way(tiny: eecore.Model) -> None:
 def test_layers_between_exit_points_run_in_one_stretch(
     tiny: eecore.Model, measure: Measure, expected: list[tuple[int, int]]
 ) -> None:
-    """A measure of two states has the layer before an exit point run alone."""
+    """A measure of two states splits off the layer before an exit point."""
     almost_one = math.nextafter(1.0, 0.0)  # at 1 nothing is measured
     policy = ConfidentExit(almost_one, measure=measure, exit_points=(1, 3))
     assert stretches(second_step(tiny, policy)) == Counter(expected)
 
 
 def second_step(model: eecore.Model, policy: ConfidentExit) -> Traced:
-    """What one token behind the prompt's took."""
+    """The layers that the first token after the prompt's ran."""
     traced = Traced()
     engine = engine_of(model, run=traced)
     engine.add_request(PROMPTS[0], exit=policy)
@@ -184,7 +184,7 @@ def test_a_threshold_of_one_never_exits(tiny: eecore.Model) -> None:
 @cpu_only
 @pytest.mark.parametrize("measure", ["softmax", "state"])
 def test_a_threshold_of_one_is_not_measured(tiny: eecore.Model, measure: Measure) -> None:
-    """It runs the layers of Full; the state's confidence at the end is for the record."""
+    """Rows run the layers of Full; the state's confidence at the end is only recorded."""
     policy = ConfidentExit(1.0, measure=measure, thresholds={2: 1.0})
     expected = [(0, 4)] if measure == "softmax" else [(0, 3), (3, 4)]
     assert stretches(second_step(tiny, policy)) == Counter(expected)
@@ -218,7 +218,7 @@ def test_a_confidence_of_nan_decides_nothing(tiny: eecore.Model) -> None:
 
 
 def test_all_means_all_rows_that_asked_for_it(tiny: eecore.Model) -> None:
-    """Full and each neighbours neither hold an "all" group back nor leave with it."""
+    """Neighbours with Full or batch="each" neither hold back an "all" group nor exit with it."""
     never = ConfidentExit(1.0, batch="each")
     together = ConfidentExit(0.0, min_exit_layer=2, batch="all")
     outputs = eecore.generate(

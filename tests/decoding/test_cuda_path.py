@@ -51,7 +51,7 @@ POLICIES = {
 
 
 def modes_of_coded_weights(tied: str) -> list[Any]:
-    """Families with embeddings of their own, or with those of the LM head, and their modes."""
+    """Families with and without tied embeddings, and their modes."""
     modes = [(tied, "full"), (tied, "softmax_each")]
     modes += [("llama_biased", mode) for mode in ("state", "speculative", "head")]
     others = [("llama_biased", mode) for mode in POLICIES] + [(tied, "speculative")]
@@ -60,14 +60,14 @@ def modes_of_coded_weights(tied: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def pack(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a draft head."""
+    """The directory of a draft head."""
     model = eecore.load(tiny_directory, device="cpu")
     return write_pack(tmp_path_factory.mktemp("pack"), model, taps=(2,), vocabulary_size=300)
 
 
 @pytest.fixture(scope="module")
 def tiny(tiny_directory: Path, pack: Path) -> eecore.Model:
-    """With the draft head, on the CPU."""
+    """A model with the draft head, on the CPU."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         heads_in_floats(monkeypatch)
         return eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512, exits=pack)
@@ -80,7 +80,7 @@ def on_cuda(
     pack: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[eecore.Model]:
-    """The tiny model on the CUDA path: on a GPU, or over the emulator on the CPU's memory.
+    """The tiny model on the CUDA path: on a GPU, or in the emulator on the CPU's memory.
 
     The emulator fails where nothing orders what kernels touch: as they overlap on a GPU.
     """
@@ -113,7 +113,7 @@ def test_every_mode_gives_the_tokens_of_the_cpu(
 def test_a_head_with_keys_of_its_own_drafts_as_on_the_cpu(
     tiny_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    """Beside requests that exit early and that do not."""
+    """The batch also has requests that exit early and that do not."""
     config = json.loads((tiny_directory / "config.json").read_text())
     layout = Layout(fc_norm=True, own_embeddings=True, vocabulary_size=150)
     head = write_eagle(tmp_path / "head", config, layout, taps=(1, 3))
@@ -140,7 +140,7 @@ def test_a_head_with_keys_of_its_own_drafts_as_on_the_cpu(
 def test_a_seed_draws_the_tokens_of_the_cpu(
     tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """Beside a greedy request, with every filter and log-probabilities."""
+    """The batch also has a greedy request; every filter and log-probabilities are on."""
     policy = (POLICIES | {"verify": DraftAndVerify({1}, {2}, num_drafts=3)})[mode]
     sampling = [
         SamplingParams(max_tokens=5),
@@ -160,7 +160,7 @@ def test_a_seed_draws_the_tokens_of_the_cpu(
 def test_a_prompt_scores_as_on_the_cpu(
     tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """Beside one that does not ask; the longest fills more than a slice."""
+    """The batch also has unscored prompts; the longest prompt fills more than a slice."""
     prompts = [*PROMPTS, *random_prompts(70)]
     sampling = [SamplingParams(max_tokens=1, prompt_logprobs=count) for count in (2, None, 0)] + [
         SamplingParams(max_tokens=0, prompt_logprobs=3)
@@ -182,7 +182,7 @@ def test_a_prompt_scores_as_on_the_cpu(
 def test_penalties_and_guides_give_the_tokens_of_the_cpu(
     tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """In one batch, each its own."""
+    """Each request of a batch has its own."""
     sampling = [
         SamplingParams(max_tokens=6, presence_penalty=0.7, logit_bias={7: 3.0, 9: -100.0}),
         SamplingParams(max_tokens=6, frequency_penalty=1.5, temperature=0.8, seed=2),
@@ -197,7 +197,7 @@ def test_penalties_and_guides_give_the_tokens_of_the_cpu(
 def test_products_are_told_that_weights_are_constant(
     tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that they are read while what is ahead still runs."""
+    """Kernels may then read them while the kernel ahead still runs."""
     told: list[bool] = []
     schema = torch.ops.eecore.skinny_linear.default._schema
     place = [argument.name for argument in schema.arguments].index("constant_weight")
@@ -230,7 +230,7 @@ def test_biases_head_norms_and_windows_too(
 
 
 def drafts_of(model: eecore.Model) -> list[tuple[list[int], list[float]]]:
-    """What a head drafts for two requests, round by round."""
+    """The drafts of a head for two requests, round by round."""
     engine = model.engine()
     for prompt in PROMPTS[:2]:
         sampling = SamplingParams(max_tokens=9, ignore_eos=True)

@@ -26,7 +26,7 @@ THRESHOLD = 0.3
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model with a head of noise, of which nothing matters but the 37 tokens it knows."""
+    """A model with a random draft head that knows 37 tokens."""
     directory = write_model(tmp_path_factory.mktemp("cut"))
     write_pack(directory / "exits", load(directory), vocabulary_size=37)
     return directory

@@ -108,7 +108,7 @@ def test_few_pages_and_small_chunks_change_nothing(narrow: eecore.Model) -> None
 
 
 def test_outputs_are_close_to_those_of_floats(agreeing: eecore.Model, narrow: eecore.Model) -> None:
-    """What is rounded is rounded: some tokens differ, the first ones mostly not."""
+    """Rounding changes some tokens, but mostly not the first ones."""
     expected, got = tokens_of(agreeing, Full()), tokens_of(narrow, Full())
     same = sum(a[:4] == b[:4] for a, b in zip(expected, got, strict=True))
     assert same >= len(PROMPTS) - 2

@@ -1,4 +1,4 @@
-"""Captured graphs say what they lack, and harm nobody when they fail or go."""
+"""Captured graphs name what they lack, and harm no request when they fail or are freed."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_graphs_need_the_pools_of_torchs_own_allocator(monkeypatch: pytest.Monke
 
 
 class Held:
-    """Something of CUDA, made of anything."""
+    """A stand-in for an object of CUDA."""
 
     def __init__(self, *_: object) -> None: ...
 
 
 def test_a_capture_that_fails_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever keeps what was raised does not keep the stream from being captured again."""
+    """A caller that keeps the exception does not keep the stream from being captured again."""
     made: list[weakref.ref[Held]] = []
 
     def make(*_: object) -> Held:
@@ -91,7 +91,7 @@ def test_a_pool_does_not_go_while_something_is_captured(monkeypatch: pytest.Monk
     kept = [run_program_on(torch.device("cuda", 0))]
     pool = weakref.ref(kept[0]._pool)  # type: ignore[attr-defined]
     goes = threading.Thread(target=kept.clear)
-    with Graphs._alone:  # as a capture in this thread has it
+    with Graphs._alone:  # held as by a capture in this thread
         goes.start()
         goes.join(0.05)
         assert pool() is not None

@@ -45,7 +45,7 @@ BFLOAT16_MARGIN = 0.15  # a few of the steps that logits have
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose layers add little: the next token hangs on the last one, mostly."""
+    """A model whose layers add little: the next token mostly depends on the last one."""
     directory = write_model(tmp_path_factory.mktemp("following"), seed=5)
     scale_layers(directory, dict.fromkeys(range(4), 0.04))
     write_pack(directory / "exits", load(directory), follows_tokens=True)
@@ -54,13 +54,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def following(directory: Path) -> eecore.Model:
-    """With a head that is mostly right, found beside it."""
+    """The model with a head in its directory that is mostly right."""
     return load(directory, kv_cache_tokens=2048)
 
 
 @pytest.fixture(scope="module")
 def noisy(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
-    """With a head of noise that knows few tokens."""
+    """The model with a random head that knows few tokens."""
     pack = tmp_path_factory.mktemp("noise")
     write_pack(pack, load(directory, exits=False), taps=(1, 3), blocks=2, vocabulary_size=37)
     return load(directory, kv_cache_tokens=2048, exits=pack)
@@ -68,7 +68,7 @@ def noisy(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> eecore.M
 
 @pytest.fixture(scope="module")
 def attending(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
-    """With a head of noise that attends to keys of the model, two of one layer among them."""
+    """The model with a random head that attends to its keys, two heads of one layer among them."""
     pack = tmp_path_factory.mktemp("attending")
     write_pack(pack, load(directory, exits=False), taps=(2,), attended=ATTENDED)
     return load(directory, kv_cache_tokens=2048, exits=pack)
@@ -82,7 +82,7 @@ def outputs_of(model: eecore.Model, exit: Any, **settings: Any) -> list[eecore.O
 def states_at_the_end(
     model: eecore.Model, tokens: list[int], ends: list[int]
 ) -> tuple[list[Any], Seen]:
-    """[hidden_size] after so many layers, at the last of some tokens, and keys of all of them."""
+    """The last token's states [hidden_size] after so many layers, and keys of all tokens."""
     network, count = model.network, len(tokens)
     kv = KVCache.allocate(network.config, 1, count, device=network.device, dtype=network.dtype)
     batch = network.whole_text(count)
@@ -107,7 +107,7 @@ def test_drafts_are_those_of_the_formula(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At the end of every round, of all that there are in a batch."""
+    """All drafts of a batch are checked after every round."""
     model = request.getfixturevalue(name)
     pack = model.network.draft_head.path
     monkeypatch.setattr(draft_head, "NUM_SPARE", num_spare)
@@ -311,7 +311,7 @@ def served(
 def test_drafts_that_stay_on_the_device(
     name: str, policies: list[Any], request: pytest.FixtureRequest
 ) -> None:
-    """A round that is launched before the last one is known drafts and accepts what it would."""
+    """A round launched before the last one's result is known drafts and accepts the same."""
     model = request.getfixturevalue(name)
     expected = served(model, policies, ahead=False)
     got = served(model, policies, ahead=True)
@@ -333,7 +333,7 @@ def test_drafts_that_stay_on_the_device(
     assert sum(output.stats.preemptions for output in few) > 0
 
 
-def test_what_is_drawn_behind_drafts_on_the_device(following: eecore.Model) -> None:
+def test_what_is_drawn_after_drafts_on_the_device(following: eecore.Model) -> None:
     policies = [HeadDrafts(4, 0.0), HeadDrafts(2, 0.3)]
     got, expected, full = (
         served(following, each, ahead=ahead, temperature=0.8)
@@ -347,10 +347,10 @@ def test_what_is_drawn_behind_drafts_on_the_device(following: eecore.Model) -> N
 
 
 @pytest.mark.parametrize("guided", [False, True], ids=["free", "guided"])
-def test_a_round_is_launched_behind_one_that_is_out(
+def test_a_round_is_launched_while_another_is_in_flight(
     following: eecore.Model, monkeypatch: pytest.MonkeyPatch, guided: bool
 ) -> None:
-    """But for a guide, which has to see what a head drafted."""
+    """Not with a guide, which has to see what a head drafted."""
     launched, launch = [], Iterations.launch
 
     def seen(self: Any, works: Any, after: Any = None) -> Any:
@@ -367,14 +367,14 @@ def test_a_round_is_launched_behind_one_that_is_out(
     while engine.has_unfinished:
         engine.step()
         steps += 1
-    behind = sum(after and flight is not None for after, flight in launched)
-    assert behind == 0 if guided else behind > 0.7 * steps
+    overlapped = sum(after and flight is not None for after, flight in launched)
+    assert overlapped == 0 if guided else overlapped > 0.7 * steps
 
 
 @cpu_only
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_of_a_quantised_model(directory: Path, weights: str) -> None:
-    """The same pack, and a head of 8 bits."""
+def test_a_quantised_model(directory: Path, weights: str) -> None:
+    """The same pack, and an LM head of 8 bits."""
     model = load(directory, kv_cache_tokens=2048, weights=weights)
     assert model.network.draft_head is not None
     expected = outputs_of(model, Full())

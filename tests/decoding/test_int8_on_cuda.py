@@ -1,4 +1,4 @@
-"""Models of int8 weights on the CUDA path: the tokens of the floats that the weights stand for."""
+"""Models with int8 weights on the CUDA path give the tokens of the weights as floats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rounded(directory: Path, into: Path) -> Path:
-    """The model with linear layers as int8 keeps them, and a table that is one of them."""
+    """The model with linear layers rounded as int8, and the embeddings if they are tied."""
     shutil.copytree(directory, into)
     tensors = load_file(directory / "model.safetensors")
     untied = {"model.embed_tokens.weight", "shared.weight"} if "lm_head.weight" in tensors else {}
@@ -40,7 +40,7 @@ def rounded(directory: Path, into: Path) -> Path:
 
 @pytest.fixture(params=CUDA_BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A GPU, or the emulator on the CPU's memory: where that is so, int8 has no blocks."""
+    """A GPU, or the emulator on the CPU's memory, where int8 then has no blocks either."""
     if request.param == "emulated":
         emulated.route(monkeypatch)
         heads_in_floats(monkeypatch)

@@ -41,7 +41,7 @@ Joint = dict[tuple[int, ...], float]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
-    """Drafts of this model are right about as often as wrong, and its distributions are broad."""
+    """A model with broad distributions whose drafts are accepted about half of the time."""
     directory = write_model(
         tmp_path_factory.mktemp("eleven"),
         tokenizer=False,
@@ -112,7 +112,7 @@ def sample(model: eecore.Model, policy: Exit, filters: dict[str, Any]) -> list[e
 
 
 def p_value(outputs: list[eecore.Output], joint: Joint) -> float:
-    """Of the chi-square test; runs that are expected fewer than 5 times share cells."""
+    """The chi-square test's p-value; runs expected fewer than 5 times share cells."""
     counts = Counter(tuple(output.token_ids) for output in outputs)
     if not set(counts) <= set(joint):
         return 0.0  # a run of probability zero

@@ -46,7 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def headed(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
-    """As ``agreeing``, with a draft head."""
+    """The model ``agreeing`` with a draft head."""
     directory = write_model(tmp_path_factory.mktemp("headed"), seed=3, num_hidden_layers=5)
     scale_layers(directory, {2: 0.2, 3: 0.1, 4: 0.2})
     write_pack(directory / "exits", load(directory), follows_tokens=True)
@@ -90,7 +90,7 @@ def test_greedy_output_is_the_reference(
 def test_speculation_keeps_the_output(
     agreeing: eecore.Model, settings: dict[str, Any], policy: Exit
 ) -> None:
-    """Drafts of a round count for those behind them."""
+    """Drafts of a round count for the drafts after them."""
     assert tokens_of(agreeing, exit=policy, **settings) == tokens_of(agreeing, **settings)
 
 
@@ -117,7 +117,7 @@ def test_early_exits_heed_them(tiny: eecore.Model, policy: Exit) -> None:
 
 
 def test_in_mixed_batches_and_after_preemptions(agreeing: eecore.Model) -> None:
-    """Nobody's penalties reach anybody else."""
+    """A request's penalties affect no other request."""
     exits: list[Exit] = [eecore.Full(), SelfSpeculative(2, 3), PromptLookup(4), FixedExit(2)]
     ways = [
         SamplingParams(max_tokens=20, ignore_eos=True, seed=1, **settings)
@@ -152,7 +152,7 @@ def test_a_text_outgrows_the_program_that_it_began_with(
     headed: eecore.Model, policy: Exit, settings: dict[str, Any]
 ) -> None:
     """Seen tokens pass 2, 4, 8, ... and generated ones 64; no iteration fails (conftest)."""
-    if not isinstance(policy, (PromptLookup, HeadDrafts)):  # others draw other tokens
+    if not isinstance(policy, (PromptLookup, HeadDrafts)):  # other policies draw other tokens
         settings = {**settings, "temperature": 0.0}
     bias = dict.fromkeys(range(40, 320), -100.0)
     asked: dict[str, Any] = {"max_tokens": 140, "ignore_eos": True, "logit_bias": bias, **settings}

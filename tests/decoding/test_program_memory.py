@@ -11,7 +11,7 @@ INT64, INT32 = torch.int64, torch.int32
 
 
 def test_columns_are_written_whole_and_nothing_beside_them() -> None:
-    fields = {"before": INT32, "flags": torch.bool, "first": INT64, "last": INT32, "behind": INT64}
+    fields = {"before": INT32, "flags": torch.bool, "first": INT64, "last": INT32, "after": INT64}
     memory = TwinMemory(torch.device("cpu"), {n: (dtype, (3,)) for n, dtype in fields.items()})
     side = memory.host()
     side.write(**{name: [5, 5, 5] for name in fields if name != "flags"})
@@ -21,7 +21,7 @@ def test_columns_are_written_whole_and_nothing_beside_them() -> None:
         "flags": [True, False, True],
         "first": [-1, 2, 1 << 40],
         "last": [0, 1, 2],
-        "behind": [5, 5, 5],
+        "after": [5, 5, 5],
     }
     with pytest.raises(AssertionError, match="neighbours"):
         side.write_whole(before=[1, 2, 3], first=[1, 2, 3])

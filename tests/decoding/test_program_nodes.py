@@ -1,4 +1,4 @@
-"""What a captured program is made of on CUDA: nodes that the body of an IF node may have.
+"""Captured programs on CUDA: only nodes that the body of an IF node may have.
 
 CUDA takes kernels, copies and fills of device memory, and other IF nodes there; no wait for the
 host, no copy from it or to it, no allocation by the driver. eecore's ops are kernels. All else that
@@ -33,7 +33,7 @@ VIEWS |= {"as_strided", "_unsafe_view", "expand", "squeeze", "t", "transpose", "
 
 
 class Nodes(TorchDispatchMode):
-    """The ops that a program calls, and in how many bodies around."""
+    """The ops that a program calls, each with the depth of its body."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Bodies(OnHost):
 
 
 class Watched(CallByCall):
-    """Runs programs, and keeps what they are made of."""
+    """Runs programs, and keeps their nodes."""
 
     def __init__(self) -> None:
         self.nodes = Nodes()
@@ -81,7 +81,7 @@ class Watched(CallByCall):
 
 @pytest.fixture(scope="module")
 def model(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
-    """The tiny model as it runs on CUDA, with a draft head, by the ops of the CPU."""
+    """The tiny model with a draft head on the CUDA path, by the ops of the CPU."""
     plain = eecore.load(tiny_directory, device="cpu")
     folder = tmp_path_factory.mktemp("pack")
     pack = write_pack(folder, plain, taps=(2,), vocabulary_size=300)
@@ -115,7 +115,7 @@ def test_programs_are_ops_of_eecore(
 
 
 def others(nodes: Nodes) -> set[str]:
-    """Names of what is called besides eecore's ops."""
+    """Names of the calls that are not eecore's ops."""
     names = {name for name, _ in nodes.seen if not name.startswith("eecore.")}
     return {name.removeprefix("aten.") for name in names}
 

@@ -1,4 +1,4 @@
-"""Decoding programs: who shares one, or is launched ahead of what is known, gets its own tokens."""
+"""Decoding programs: a request that shares one or is launched ahead has the tokens it has alone."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def check_same(got: list[Output], expected: list[Output]) -> None:
 
 
 def test_policies_mix_as_data_of_one_program(tiny: eecore.Model) -> None:
-    """Full, fixed and confident rows share a run; what each gets is what it gets alone."""
+    """Full, fixed and confident rows share a run; each has the output that it has alone."""
     mixed: list[Exit] = [
         Full(),
         policy_of("softmax", "plain", "each"),
@@ -123,7 +123,7 @@ def test_drafts_of_any_length_share_a_program(agreeing: eecore.Model) -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_who_else_is_there_changes_nothing(agreeing: eecore.Model, sampled: bool) -> None:
+def test_other_requests_change_nothing(agreeing: eecore.Model, sampled: bool) -> None:
     """Every family, sampled requests beside greedy ones, prompts that arrive meanwhile."""
     policies: list[Exit] = [
         Full(),
@@ -199,7 +199,7 @@ def test_preempted_requests_come_back(agreeing: eecore.Model, policy: Exit, ahea
     assert sum(output.stats.preemptions for output in preempted) > 0
     for output, expected in zip(preempted, run(agreeing, [policy]), strict=True):
         assert output.token_ids == expected.token_ids
-        if not isinstance(policy, SelfSpeculative):  # which drafts less where pages are few
+        if not isinstance(policy, SelfSpeculative):  # drafts fewer tokens if pages are few
             assert output.exit_layers == expected.exit_layers
 
 
@@ -229,7 +229,7 @@ def test_a_seed_draws_the_same_after_a_preemption(agreeing: eecore.Model, policy
 def test_lossless_whatever_the_number_of_rows(
     agreeing_directory: Path, dtype: str, batch: int
 ) -> None:
-    """28 to 224 rows a verification: each rounds as it does where it decodes at full depth."""
+    """Verifications of 28 to 224 rows, each of which rounds as in decoding at full depth."""
     model = load(agreeing_directory, dtype=dtype, kv_cache_tokens=4096)
     prompts = random_prompts(*[3 + i % 5 for i in range(batch)], seed=batch)
     settings: dict[str, Any] = {"max_tokens": 21, "ignore_eos": True, "logprobs": 0}
@@ -244,14 +244,14 @@ def test_lossless_whatever_the_number_of_rows(
 def test_the_next_run_is_launched_before_the_last_is_known(
     agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, policy: Exit
 ) -> None:
-    launched = behind = 0
+    launched = overlapped = 0
     launch = iterate.Iterations.launch
 
     def counted(self: Any, works: Any, after: Any = None) -> Any:
-        nonlocal launched, behind
+        nonlocal launched, overlapped
         flight = launch(self, works, after)
         launched += flight is not None
-        behind += flight is not None and after is not None
+        overlapped += flight is not None and after is not None
         return flight
 
     monkeypatch.setattr(iterate.Iterations, "launch", counted)
@@ -263,8 +263,8 @@ def test_the_next_run_is_launched_before_the_last_is_known(
     while engine.has_unfinished:
         engine.step()
         steps += 1
-    assert behind > 0.8 * launched
-    assert launched <= steps + 1  # a run of which nothing is left, at most
+    assert overlapped > 0.8 * launched
+    assert launched <= steps + 1  # at most one run whose result is not used
 
 
 WARM = {"temperature": 1.1, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
@@ -284,20 +284,20 @@ WARM = {"temperature": 1.1, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
         ({**WARM, "frequency_penalty": 0.5}, Full(), True),
     ],
 )
-def test_what_is_drawn_ahead_is_drawn_anyway(
+def test_tokens_drawn_ahead_are_those_drawn_anyway(
     agreeing: eecore.Model,
     monkeypatch: pytest.MonkeyPatch,
     sampling: dict[str, Any],
     policy: Exit,
     waits: bool,
 ) -> None:
-    """A run waits for the last one's tokens where what it makes of logits hangs on them."""
-    behind, launch = [], iterate.Iterations.launch
+    """A run waits for the last one's tokens where its sampling depends on them."""
+    overlaps, launch = [], iterate.Iterations.launch
 
     def seen(self: Any, works: Any, after: Any = None) -> Any:
         flight = launch(self, works, after)
         if after is not None:
-            behind.append(flight is not None)
+            overlaps.append(flight is not None)
         return flight
 
     monkeypatch.setattr(iterate.Iterations, "launch", seen)
@@ -311,12 +311,12 @@ def test_what_is_drawn_ahead_is_drawn_anyway(
         return serve(engine, requests)
 
     check_same(outputs(ahead=True), outputs(ahead=False))
-    assert any(behind) is not waits
+    assert any(overlaps) is not waits
 
 
 @pytest.mark.parametrize("policy", [Full(), SelfSpeculative(2, 3)], ids=["full", "spec"])
 def test_requests_come_and_go_while_a_run_is_out(agreeing: eecore.Model, policy: Exit) -> None:
-    """One is cancelled, one comes, with runs launched that know of neither."""
+    """One request is cancelled and one added while a run that knows of neither is in flight."""
     outputs = eecore.generate(agreeing, PROMPTS, exit=policy, max_tokens=16)
     alone = {tuple(output.prompt_token_ids): output.token_ids for output in outputs}
     engine = engine_of(agreeing, EngineConfig(kv_cache_tokens=512), ahead=True)
@@ -334,7 +334,7 @@ def test_requests_come_and_go_while_a_run_is_out(agreeing: eecore.Model, policy:
     for output in done:
         assert output.token_ids == alone[tuple(output.prompt_token_ids)]
     assert engine.pages.num_free == engine.pages.num_pages
-    # What is still out by now is of nobody; the engine serves on.
+    # No request owns the run that is still in flight; the engine goes on.
     engine.add_request(PROMPTS[0], exit=policy, sampling=sampling)
     (again,) = (step.output for step in engine.run() if step.output is not None)
     assert again.token_ids == alone[tuple(PROMPTS[0])]
@@ -435,9 +435,9 @@ def test_nothing_of_distributions_is_read_before_it_is_written(
 
 
 def test_drafts_take_the_memory_of_what_can_be_drafted(agreeing: eecore.Model) -> None:
-    """By max_tokens, and by what a round drafts at most, not by what the policy would have.
+    """The bounds are max_tokens and a round's maximum, not the policy's draft length.
 
-    What a graph holds besides is measured, by what is free on a GPU that others may use.
+    A graph's other memory is measured by what is free on a GPU that other processes may use.
     """
 
     def program_bytes(drafts: int, **settings: Any) -> int:
@@ -496,7 +496,7 @@ def test_on_cuda_a_captured_run_waits_for_nothing_and_allocates_nothing(
 def test_a_program_that_was_loaded_halfway_is_loaded_again(
     agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
-    """One more row came into a program whose rows would have gone on otherwise."""
+    """A row joins a program whose other rows would have gone on."""
     policy, prompts = ConfidentExit(0.35), random_prompts(4, 4, 4, 4, seed=6)
     sampling = SamplingParams(max_tokens=9, ignore_eos=True)
     expected = [

@@ -66,7 +66,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def run_all(engine: Engine, requests: list[tuple[list[int], Exit, SamplingParams]]) -> list[Output]:
-    """All at once."""
+    """The outputs of requests that run at once."""
     names = [engine.add_request(p, exit=e, sampling=s) for p, e, s in requests]
     outputs = {step.request_id: step.output for step in engine.run() if step.output is not None}
     check_books(engine)
@@ -75,7 +75,7 @@ def run_all(engine: Engine, requests: list[tuple[list[int], Exit, SamplingParams
 
 
 def scored(engine: Engine, prompt: list[int], exit: Exit | None = None, **fields: Any) -> Output:
-    """One request, by itself."""
+    """The output of one request that runs alone."""
     settings = {"max_tokens": 3, "ignore_eos": True, "prompt_logprobs": 2, **fields}
     (output,) = run_all(engine, [(prompt, exit or Full(), SamplingParams(**settings))])
     return output
@@ -88,7 +88,7 @@ def of(output: Output) -> Entries:
 
 
 def expected_rows(reference: ReferenceModel, prompt: list[int], num_layers: int) -> Tensor:
-    """[prompt_len, vocab_size] log-probabilities by the plain model, one position at a time."""
+    """Log-probabilities [prompt_len, vocab_size] of the plain model, one position at a time."""
     sequence, h = reference.start(prompt[:1], num_layers)
     rows = [reference.head(h)]
     for token in prompt[1:]:
@@ -116,8 +116,10 @@ def check_entries(entries: Entries, prompt: list[int], rows: Tensor, count: int)
 
 
 @pytest.mark.parametrize("mode", POLICIES)
-def test_they_are_a_plain_models(tiny: eecore.Model, reference: ReferenceModel, mode: str) -> None:
-    """Of prompts of awkward lengths, all at once, with and without drafts and exits."""
+def test_they_agree_with_a_plain_model(
+    tiny: eecore.Model, reference: ReferenceModel, mode: str
+) -> None:
+    """Prompts of awkward lengths, all at once, with and without drafts and exits."""
     policy = POLICIES[mode]
     depth = policy.exit_layer if isinstance(policy, FixedExit) else reference.num_layers
     requests = [
@@ -228,7 +230,7 @@ def test_logits_of_a_slice_are_in_memory_at_once(
 def test_a_preempted_prompt_is_scored_once(
     tiny: eecore.Model, monkeypatch: pytest.MonkeyPatch, steps: int, prefix_cache: bool
 ) -> None:
-    """In the middle of its prompt, at its end, and while it writes."""
+    """Preemption comes in the middle of the prompt, at its end, and while it generates."""
     config = EngineConfig(256, PAGE, max_prefill_chunk=CHUNK, prefix_cache=prefix_cache)
     prompt = PROMPTS[-1]  # five chunks
     alone = scored(engine_of(tiny, config), prompt, max_tokens=6)
@@ -253,10 +255,10 @@ def test_a_preempted_prompt_is_scored_once(
     assert output.stats.preemptions == 1
     assert (output.token_ids, output.prompt_logprobs) == (alone.token_ids, alone.prompt_logprobs)
     assert tokens == prompt[1:]
-    # The first step of those that gave something has them, and no other.
+    # Only the first step with a token has them.
     assert steps_[0].prompt_logprobs == output.prompt_logprobs
     assert all(step.prompt_logprobs is None for step in steps_[1:])
-    if prefix_cache and engine.has_prefix_cache:  # its own pages will do for what is scored
+    if prefix_cache and engine.has_prefix_cache:  # scored positions may use its own pages
         replayed = output.stats.prompt_layers_run - alone.stats.prompt_layers_run
         assert replayed <= PAGE * tiny.config.num_layers
 
@@ -281,7 +283,7 @@ def test_a_prompt_that_is_scored_is_computed_and_shared(tiny: eecore.Model) -> N
 
 
 def check_alike(outputs: list[Output], expected: list[Output]) -> None:
-    """The same, where a row rounds by what is beside it to some digits."""
+    """Outputs have to be the same; to some digits where rounding depends on the batch."""
     assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
     for output, alone in zip(outputs, expected, strict=True):
         if DEVICE == "cpu":

@@ -42,7 +42,7 @@ def random_logits(vocab_size: int, seed: int = 0) -> torch.Tensor:
 def filtered_probs(
     logits: torch.Tensor, params: SamplingParams, context: list[int] | None = None
 ) -> torch.Tensor:
-    """The distribution that a request with these settings draws from: [vocab_size]."""
+    """The distribution [vocab_size] that a request with these settings draws from."""
     sequence = Sequence("0", context or [0], params, eecore.Full(), 0, frozenset())
     draft_state(sequence, range(1, 2))
     sizes = head_sizes([sequence])
@@ -104,7 +104,7 @@ def test_filters_agree_with_transformers(fields: dict[str, Any], vocab_size: int
 
 
 def test_repetition_penalty_agrees_with_transformers() -> None:
-    """The prompt counts as seen, as there; a token once however often it was."""
+    """The prompt counts as seen, as in transformers; a token counts once."""
     logits, context = random_logits(320), [5, 9, 9, 300, 5]
     processor = RepetitionPenaltyLogitsProcessor(1.3)
     expected = processor(torch.tensor([context]), logits[None].clone())[0].softmax(-1)
@@ -131,7 +131,7 @@ HOT = SamplingParams(max_tokens=12, temperature=1.2, ignore_eos=True, seed=4)
 
 
 def test_logprobs_are_of_the_raw_distribution(tiny: eecore.Model) -> None:
-    """Before temperature, penalty and filters, whichever way the token came about."""
+    """They precede temperature, penalties and filters, in every mode."""
     kinds: list[dict[str, Any]] = [
         {"logprobs": 4},
         {"logprobs": 4, "temperature": 0.5, "top_k": 3, "repetition_penalty": 1.5, "seed": 0},

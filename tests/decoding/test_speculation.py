@@ -77,7 +77,7 @@ def test_other_families(tmp_path: Path, family: str) -> None:
 def test_max_tokens_is_met_exactly(
     agreeing: eecore.Model, full_tokens: list[list[int]], max_tokens: int
 ) -> None:
-    """Edges around d = 4: a round never drafts what could not be emitted."""
+    """Edges around d = 4: a round never drafts tokens that could not be emitted."""
     outputs = eecore.generate(
         agreeing, PROMPTS, exit=SelfSpeculative(2, 4), max_tokens=max_tokens, ignore_eos=True
     )
@@ -200,7 +200,7 @@ def test_draft_and_verify_shares_the_layers_below_the_first_skipped(agreeing: ee
 
 
 @cpu_only
-def test_rows_that_draft_no_more_are_out_of_the_way(agreeing: eecore.Model) -> None:
+def test_rows_that_draft_no_more_do_not_run(agreeing: eecore.Model) -> None:
     """Each drafted token is one row of a draft, however ragged the drafts of a batch are."""
     traced = Traced()
     engine = prefilled(agreeing, SelfSpeculative(2, 6, draft_threshold=0.1), run=traced)
@@ -213,7 +213,7 @@ def test_rows_that_draft_no_more_are_out_of_the_way(agreeing: eecore.Model) -> N
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["landed", "ahead"])
 def test_rejected_positions_give_their_pages_back(agreeing: eecore.Model, ahead: bool) -> None:
-    """Where the next round is under way, but for what two rounds may come to."""
+    """With the next round in flight, all but the pages that two rounds may need."""
     config = EngineConfig(kv_cache_tokens=512, page_size=2)
     engine = prefilled(agreeing, SelfSpeculative(1, 7), config, ahead=ahead)
     while engine.has_unfinished:

@@ -1,4 +1,4 @@
-"""What docs/extending/add-a-draft-source.md shows runs, put to where the page says."""
+"""The code of docs/extending/add-a-draft-source.md runs, in the files that the page names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = random_prompts(9, 21, seed=2)
 
 
 class Willing(auto.Chooser):
-    """Verifies what is proposed, whatever it costs."""
+    """A planner that verifies every proposal, whatever it costs."""
 
     def choose(self, *_: Any, **__: Any) -> auto.Choice:
         return auto.Choice(asks=True)

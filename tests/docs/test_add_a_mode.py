@@ -1,4 +1,4 @@
-"""What docs/extending/add-a-mode.md shows runs, put to where the page says."""
+"""The code of docs/extending/add-a-mode.md runs, in the files that the page names."""
 
 from __future__ import annotations
 

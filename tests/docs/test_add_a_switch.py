@@ -1,4 +1,4 @@
-"""docs/extending/add-a-switch.md shows the code as it stands, and names all that has the switch."""
+"""docs/extending/add-a-switch.md shows the current code, and names all places of the switch."""
 
 from __future__ import annotations
 

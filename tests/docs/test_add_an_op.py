@@ -1,4 +1,4 @@
-"""What docs/extending/add-an-op.md shows compiles, put to where the page says."""
+"""The code of docs/extending/add-an-op.md compiles, in the files that the page names."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def run(block: str, **given: Any) -> dict[str, Any]:
 
 
 def count(flags: torch.Tensor, count: torch.Tensor) -> None:
-    """What the compiled op does."""
+    """The result of the compiled op."""
     count.copy_(flags.sum())
 
 

@@ -1,4 +1,4 @@
-"""What docs/design and docs/extending name is there: files, and names in them."""
+"""Files that docs/design and docs/extending name exist, as do the names in them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ NAME = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(.*\))?")
 
 
 def blocks(page: Path) -> Iterator[str]:
-    """Paragraphs, items of lists and rows of tables, without code and what a test compares."""
+    """Paragraphs, list items and table rows, without code and parts that other tests compare."""
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"<!-- (\w+) -->.*?<!-- end of \1 -->", "", text, flags=re.DOTALL)
     yield from re.split(r"\n(?= *\n| *- | *\d+\. |\|)", text)
 
 
 def found(name: str, page: Path) -> Path:
-    """A file by its path from the root or from the package, or by a name that it has alone."""
+    """A file by its path from the root or from the package, or by a unique name."""
     for base in (ROOT, test_house.PACKAGE):
         if (base / name).is_file():
             return base / name
@@ -72,7 +72,7 @@ def members(path: Path) -> dict[str, set[str]]:
 
 
 def is_in(name: str, path: Path) -> bool:
-    """Whether a file has a name, or a class of it a member."""
+    """Whether a file defines a name, or a class of it that member."""
     first, _, rest = name.partition(".")
     if rest:
         return path.suffix == ".py" and rest in members(path).get(first, ())

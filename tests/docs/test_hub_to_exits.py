@@ -34,7 +34,7 @@ SMALLER = {
 
 
 def steps() -> list[tuple[str, str]]:
-    """What the page does, in its order: a language and a command, or a block of Python."""
+    """The page's steps in order: a language, and a command or a block of Python."""
     found: list[tuple[str, str]] = []
     for language, text in BLOCK.findall(PAGE.read_text()):
         if language == "python":
@@ -50,7 +50,7 @@ def commands(program: str) -> list[list[str]]:
 
 
 def follow() -> list[str]:
-    """Do in this folder what the page says; the commands of eecore that ran."""
+    """Follow the page in this folder; returns the commands of eecore that ran."""
     ran = []
     for language, text in steps():
         if language == "python":

@@ -1,4 +1,4 @@
-"""What README and docs/ say of commands, options, variables, names and files is so."""
+"""README and docs/ are right about commands, options, variables, names and files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def commands(page: str) -> list[list[str]]:
 
 
 def words_of(command: str) -> list[str]:
-    """Of one command, without the variables that are set for it."""
+    """The words of one command, without the variables that are set for it."""
     try:
         words = shlex.split(command)
     except ValueError:  # a part of a string
@@ -61,13 +61,13 @@ def words_of(command: str) -> list[str]:
 
 
 def said(page: str, program: str) -> list[list[str]]:
-    """What a page has a program do."""
+    """The commands of a program on a page."""
     return [words[1:] for words in commands(page) if words[0] == program and len(words) > 1]
 
 
 @cache
 def options(*names: str) -> set[str]:
-    """Of a command of eecore; it has to be there."""
+    """The options of a command of eecore, which has to exist."""
     command: Any = command_line()
     for name in names:
         assert name in command.commands, f"eecore {' '.join(names)}: there is no such command"

@@ -23,7 +23,7 @@ def measured() -> dict[str, Any]:
 
 
 def section(path: Path, name: str) -> str:
-    """What stands between the marks of a section."""
+    """The text between the marks of a section."""
     text = path.read_text()
     begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
     assert text.count(begin) == text.count(end) == 1, f"{path.name}: {name}"
@@ -47,7 +47,7 @@ def test_a_page_has_its_parts(op: str) -> None:
 
 
 def test_every_export_has_its_contract_on_one_page() -> None:
-    """Each on one page, or a link to it would not know where to go."""
+    """Each export is on one page, so that links to it have one target."""
     named = [
         name
         for path in PAGES.glob("*.md")

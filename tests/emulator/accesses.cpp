@@ -30,7 +30,7 @@ struct Watched {
   uint64_t total = 0, distinct = 0;
 };
 
-// What the lanes of a warp did at once.
+// Simultaneous accesses of the lanes of a warp.
 struct Instruction {
   uint32_t lanes = 0, bytes = 0;
   std::array<uint64_t, 32> at{};
@@ -39,7 +39,7 @@ struct Instruction {
 // The accesses of a block, by warp and place.
 using Places = std::map<std::pair<int, const void*>, std::vector<Instruction>>;
 
-// How many of a place each thread has made.
+// The number of accesses of each thread at a place.
 using Counts = std::unordered_map<const void*, uint32_t>;
 
 // Bytes that a thread copies by cp.async; those that it fills with zeros count too.
@@ -109,8 +109,8 @@ int bank_ways(const Instruction& made) {
   return most;
 }
 
-// What a block has under way at most, when each of its threads comes to wait, and by how much that
-// is too little at another wait: less, and less than what is still to come.
+// The most bytes that a block has in flight when its threads wait, and the most by which another
+// wait has less than that, or than what is still to be copied if that is less.
 void count_in_flight(Launch& launch) {
   uint64_t in_flight = 0, drained = 0;
   for (const Copies& of_thread : copies) {
@@ -133,7 +133,7 @@ Copies& copies_of_thread() {
   return copies[thread];
 }
 
-// Where in the library a place lies, for addr2line, and what its lanes asked for there.
+// A place in the library, for addr2line, and the accesses of its lanes there.
 std::string described(const void* place, const Instruction& made) {
   std::ostringstream text;
   Dl_info info;

@@ -1,5 +1,5 @@
 // CUDA C++ for g++: the names of the language, and launches that the emulator runs at once, or
-// records where their stream is captured.
+// records if their stream is captured.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -42,7 +42,7 @@ namespace emulator {
 // Dynamic shared memory that each kernel has asked for.
 inline std::map<const void*, size_t> allowed_shared_bytes;
 
-// Kernels that have been asked about, or launched outside of a capture.
+// Kernels whose attributes were read, or that were launched outside a capture.
 inline std::set<const void*> loaded_kernels;
 
 // "paged_attention_kernel<float, 64>"

@@ -58,7 +58,7 @@ bool has_open_body(const EmulatedGraph& graph) {
   });
 }
 
-// Every node after those that it is behind; among those that may run, chance decides.
+// Runs every node after the nodes it depends on; among those that may run, chance decides.
 void run(const EmulatedGraph& graph) {
   std::set<const EmulatedNode*> done;
   while (done.size() < graph.nodes.size()) {
@@ -139,7 +139,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   of(stream)->graph = nullptr;
   of(stream)->dependencies.clear();
   --captured->open_captures;
-  // A GPU says cudaErrorStreamCaptureUnjoined. The graph stays, for those who capture its bodies.
+  // A GPU returns cudaErrorStreamCaptureUnjoined. The graph stays for captures of its bodies.
   if (has_open_body(*captured)) return cudaErrorInvalidValue;
   *graph = captured;
   return cudaSuccess;

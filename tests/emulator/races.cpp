@@ -21,11 +21,11 @@ bool checks_races = false;
 
 namespace {
 
-// ---- What is known of a piece of global memory ----
+// ---- The state of a piece of global memory ----
 
 constexpr uint32_t kManyBlocks = 0xffffffff;
 
-// Who touched it: a thread of a block of a launch, or several of them.
+// The threads that touched it: one thread of a block of a launch, or several.
 struct Access {
   uint32_t launch = 0, block = 0, time = 0;  // no launch is 0
   uint16_t thread = kNobody;
@@ -33,8 +33,8 @@ struct Access {
 };
 
 struct Cell {
-  Access write, read;        // the last write, and what has read since
-  uint32_t read_before = 0;  // the last launch that has, before that of `read`
+  Access write, read;        // the last write, and the reads since
+  uint32_t read_before = 0;  // the last launch that read it, before that of `read`
 };
 
 // Pages hold cells of as many bytes as all accesses so far have been multiples of.
@@ -86,14 +86,14 @@ uint32_t known() { return knows_of_previous_kernel() ? launch_number - 1 : known
 
 // ---- Blocks of the running launch ----
 
-// What a thread knew of its block when it came to a fence.
+// A thread's knowledge of its block when it reached a fence.
 struct Release {
   uint32_t block;
   Knowledge knowledge;
 };
 using Releases = std::vector<std::shared_ptr<const Release>>;
 
-// What a thread has learnt of other blocks, from a time on.
+// A thread's knowledge of other blocks, from a time on.
 struct Acquisition {
   uint16_t thread;
   uint32_t time;
@@ -104,7 +104,7 @@ std::unordered_map<uintptr_t, Releases> released;  // by atomics of an address
 uint32_t block_number = 0;
 bool has_let_next_start = false;
 std::vector<Acquisition> acquired;        // by the running block
-std::array<Releases, kMaxThreads> found;  // by atomics of a thread, with no fence behind them yet
+std::array<Releases, kMaxThreads> found;  // by atomics of a thread, with no fence after them yet
 std::array<Releases, kMaxThreads> to_release;  // with the next atomic of a thread
 
 // Whether an access by another block of this launch has happened for the running thread.
@@ -125,7 +125,7 @@ bool is_ordered(const Access& access) {
   return access.block != kManyBlocks && is_acquired(access);
 }
 
-// ---- What is said of a fault ----
+// ---- Messages about faults ----
 
 const char* verb(Touch touch) {
   return touch == Touch::kRead ? "reads" : touch == Touch::kWrite ? "writes" : "changes";
@@ -164,7 +164,7 @@ void check_ordered(Touch touch, uintptr_t at, const char* did, const Access& acc
 
 // ---- The check ----
 
-// `access` and one of the running thread: the latter alone where that comes behind.
+// `access` joined with one of the running thread: the latter alone where it comes after.
 Access with_mine(const Access& access, bool is_atomic) {
   Access mine{launch_number, block_number, now(), static_cast<uint16_t>(thread_number()),
               is_atomic};
@@ -305,7 +305,7 @@ uint64_t num_checked() { return num_checked_so_far; }
 
 }  // namespace emulator
 
-// ---- What g++ -fsanitize=thread has every access call; its own library is not linked ----
+// ---- The hooks of g++ -fsanitize=thread for every access; its own library is not linked ----
 
 #define EMULATOR_SEEN(name, touch, bytes) \
   extern "C" __attribute__((visibility("hidden"))) void __tsan_##name(const void* address) { \
@@ -344,7 +344,7 @@ EMULATOR_IGNORED(func_exit)
 EMULATOR_IGNORED(vptr_read, void*)
 EMULATOR_IGNORED(vptr_update, void*, void*)
 
-// Of who launches: whether a static variable has its value yet.
+// Called by the launching code: whether a static variable has its value yet.
 extern "C" __attribute__((visibility("hidden"))) uint8_t
 __tsan_atomic8_load(const volatile uint8_t* address, int order) {
   static_cast<void>(order);

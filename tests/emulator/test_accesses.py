@@ -1,4 +1,4 @@
-"""What kernels touch is what the plans of their launches promise, and in as few steps as they can.
+"""Accesses of kernels are those that the plans of their launches promise, in as few steps.
 
 The plans are those of the model of time (bench/gpu/plans.py), so that each holds the other.
 """
@@ -40,7 +40,7 @@ FLOATS = (torch.float32, torch.bfloat16)
 
 
 class Checked:
-    """A call, as it was planned and as it ran."""
+    """A call's planned launches, and those that ran."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Checked:
         assert early == [each.starts_early for each in self.ran]
 
     def of(self, kernel: str) -> tuple[KernelLaunch, emulated.CountedLaunch]:
-        """The only one of this name."""
+        """The only launch of this name."""
         (found,) = (
             pair for pair in zip(self.planned, self.ran, strict=True) if pair[1].name == kernel
         )
@@ -106,7 +106,7 @@ def test_nothing_is_counted_unasked() -> None:
 def test_every_op_launches_what_its_plan_says(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the tiny shapes of the benchmark of a GPU."""
+    """The shapes are the tiny ones of the benchmark of a GPU."""
     planned_ops = set()
     for case in cases(dtype, CPU, tiny=True):
         Checked(monkeypatch, case.make().call)
@@ -160,7 +160,7 @@ def test_packed_weights_are_read_once_for_a_group_of_rows(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In as many bytes as their format has, and none of them in part."""
+    """Each group reads the bytes of the format, and none of them in part."""
     x, norm = torch.randn(num_tokens, in_features).to(dtype), torch.rand(in_features).to(dtype)
     matrix = packed_weight(format, 1024, in_features)
     weight, table = matrix.weight, matrix.table
@@ -206,7 +206,7 @@ def test_skinny_gated_linear_reads_each_weight_once_for_a_group_of_rows(
 
 
 def head_kernel(num_rows: int, dtype: torch.dtype) -> tuple[str, int]:
-    """That which reads the head for so many rows, and the groups that they are in."""
+    """The kernel that reads the head for so many rows, and the number of groups of rows."""
     if dtype == torch.bfloat16 and num_rows > 32:
         return "exit_confidence_softmax_many_kernel", -(-num_rows // 96)
     return "exit_confidence_softmax_kernel", -(-num_rows // (32 if dtype == torch.bfloat16 else 16))
@@ -306,7 +306,7 @@ def test_the_head_is_not_read_where_no_row_is_asked(
 def test_kv_fill_reads_the_layers_that_a_row_skipped(
     exits: tuple[int, ...], k_norm: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By whole heads where they are normed. What begins before the rows are known is no layer."""
+    """Normed heads are read whole. Reads before the rows are known do not count as a layer."""
     call = fill_call(KvFillCase(len(exits), hidden_size=1024, k_norm=k_norm), dtype)
     call["exit_layer"] = torch.tensor(exits, dtype=torch.int32)
     call["slot_mapping"] = torch.arange(len(exits))
@@ -319,7 +319,7 @@ def test_kv_fill_reads_the_layers_that_a_row_skipped(
     )
     planned, ran = checked.of("kv_fill_kernel" if k_norm else "kv_fill_pairs_kernel")
     total, distinct = ran.watched["weight"]
-    if min(exits) == len(weight):  # what was under way before the rows were known is for nothing
+    if min(exits) == len(weight):  # the read before the rows are known is not used
         assert planned.reads["weight"] == 0
         assert total <= weight[-1].numel() * weight.element_size()
         return
@@ -367,7 +367,7 @@ def test_attention_reads_each_key_and_value_once(
 
 
 def in_float8(call: Call) -> Call:
-    """The call over caches of a byte an element."""
+    """The call over caches in float8."""
     caches = ("k_cache", "v_cache")
     return {**call, **{name: reference.to_float8(call[name]) for name in caches}}
 
@@ -444,7 +444,7 @@ def packed_call(format: str, tokens: int, dtype: torch.dtype) -> Callable[[], ob
 
 
 def calls(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    """Of every op; those with a ring, a tile or an exchange in shared memory in more shapes."""
+    """Calls of every op; ops with a ring, a tile or an exchange in shared memory in more shapes."""
     torch.manual_seed(0)
     made = {f"{case.op} {case.name}": case.make().call for case in cases(dtype, CPU, tiny=True)}
     for tokens in (1, 9, 20, 40):
@@ -490,7 +490,7 @@ CONFLICTS = {
     "skinny_gated_linear_kernel": 2,
     # The results of a round, 32 bytes a lane, read as two halves.
     "paged_attention_kernel": 2,
-    # Besides: of 16 elements that a lane widens, 32 bytes written as two halves, or 64 as four.
+    # Also the 16 elements that a lane widens: 32 bytes written as two halves, or 64 as four.
     "paged_attention_float8_kernel": 2,
     # Once a block, the numbers of its warps, 32 bytes each.
     "sample_measure_kernel": 2,

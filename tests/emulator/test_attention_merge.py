@@ -30,7 +30,7 @@ def test_there_is_no_second_kernel(case: AttentionCase) -> None:
 
 
 def test_much_that_is_left_is_merged_by_many_blocks() -> None:
-    """Of 71 spans of 64 keys; the last block would have more to read than a launch takes."""
+    """71 spans of 64 keys: more than the last block of a launch may read."""
     case = AttentionCase((1,), (4500,), 4, 1, 64, 16, fixed_split_size=16)
     given = random_call(case, torch.bfloat16, CPU)
     given["arrivals"] = torch.zeros(100, dtype=torch.int32)
@@ -43,7 +43,7 @@ def test_much_that_is_left_is_merged_by_many_blocks() -> None:
 
 
 def test_calls_take_turns_with_what_they_count_in() -> None:
-    """As the layers of a graph that runs again and again do: every run with other lengths.
+    """Calls share counters as the layers of a replayed graph do: each run has other lengths.
 
     What a block leaves is ordered before what the last one reads, whichever that is.
     """

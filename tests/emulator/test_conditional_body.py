@@ -34,7 +34,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.c_void_p]:
 
 
 class ExitChecks:
-    """Exit checks at three layers, each in the body of the one before; what they decide."""
+    """Exit checks at three layers, each in the body of the last one, and their decisions."""
 
     layers = (3, 6, 9)
 
@@ -53,7 +53,7 @@ class ExitChecks:
         ]
 
     def check(self, index: int) -> Tensor:
-        """Accepts after a layer; the flag that says whether all rows are accepted."""
+        """Accept rows after a layer; returns the flag of whether all rows are accepted."""
         mask = self.masks[index]
         layer, confidence = self.layers[index], self.confidence[index]
         exits._accept_mask(confidence, self.thresholds, layer, self.status, self.exit_layer, *mask)
@@ -64,10 +64,10 @@ class ExitChecks:
         self.status.zero_()
         self.exit_layer.fill_(NUM_LAYERS)
         for mask in self.masks:
-            mask.num_survivors.fill_(-1)  # who was not checked keeps it
+            mask.num_survivors.fill_(-1)  # rows that are not checked keep it
 
     def expected(self) -> tuple[list[int], int]:
-        """Exit layers, and how many checks run."""
+        """The expected exit layers, and the number of checks that run."""
         status = torch.zeros(NUM_SEQS, dtype=torch.bool)
         exits = torch.full((NUM_SEQS,), NUM_LAYERS, dtype=torch.int32)
         for i, layer in enumerate(self.layers):
@@ -80,7 +80,7 @@ class ExitChecks:
 
 
 def capture(stream: ctypes.c_void_p, checks: ExitChecks) -> Graph:
-    """First check, then each in the body that runs unless all are accepted already."""
+    """Capture the first check, then each in a body that runs unless all rows are accepted."""
 
     def from_check(index: int) -> None:
         flag = checks.check(index)
@@ -114,7 +114,7 @@ def test_deeper_checks_run_only_while_a_row_survives(stream: ctypes.c_void_p, se
 
 @pytest.mark.parametrize("when", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_follows_runs_behind_the_body(stream: ctypes.c_void_p, when: bool, seed: int) -> None:
+def test_what_follows_runs_after_the_body(stream: ctypes.c_void_p, when: bool, seed: int) -> None:
     checks = ExitChecks()
     flag = torch.zeros(1, dtype=torch.bool)
     graph = Graph(stream)
@@ -202,7 +202,7 @@ def test_a_body_around_an_open_one_does_not_end(stream: ctypes.c_void_p) -> None
 def test_a_body_that_is_given_up_leaves_other_captures_alone(
     stream: ctypes.c_void_p, graph_goes_first: bool
 ) -> None:
-    """As an exception in it would, in whatever order what it held goes."""
+    """An exception in the body does that; its objects may be freed in any order."""
     flag = torch.zeros(1, dtype=torch.bool)
     checks = ExitChecks()
     checks.reset(torch.ones(3, NUM_SEQS))
@@ -219,7 +219,7 @@ def test_a_body_that_is_given_up_leaves_other_captures_alone(
 
 
 class DecidingChecks:
-    """Exit checks whose op decides whether the body behind it runs, at three layers."""
+    """Exit checks whose op decides whether the body after it runs, at three layers."""
 
     def __init__(self, num_rows: int, kind: str | None) -> None:
         self.point = Point(num_rows, 100)
@@ -229,7 +229,7 @@ class DecidingChecks:
         self.fresh = [tensor.clone() for tensor in self.point.rows]
 
     def run(self, stream: ctypes.c_void_p | None, index: int = 0) -> None:
-        """Into a graph, or call by call without a stream."""
+        """Run the checks into a graph, or call by call without a stream."""
         rows, measure = self.point.rows, self.measures[index]
         is_last = index == 2
         condition = None if is_last or stream is None else new_condition(stream)
@@ -249,7 +249,7 @@ class DecidingChecks:
             self.run(None, index + 1)
 
     def reset(self, seed: int) -> None:
-        """Rows that are asked at all points, how sure they are, and how sure they have to be."""
+        """Set the rows to be checked at all points, their confidences and their thresholds."""
         generator = torch.Generator().manual_seed(seed)
         for tensor, value in zip(self.point.rows, self.fresh, strict=True):
             tensor.copy_(value)

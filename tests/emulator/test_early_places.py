@@ -1,4 +1,4 @@
-"""What kernels read of rows' places before they wait for the one ahead, and the promise for it."""
+"""Rows' places that kernels read before they wait for the kernel ahead, and the promise for it."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_keys_of_earlier_positions_do_not_wait(name: str, dtype: torch.dtype) ->
     assert torch.equal(results[False], results[True])
 
 
-def attends_behind_its_page_table(constant_places: bool, between: bool) -> None:
-    """Attention over the pages that the kernel ahead has just written, or the one before that."""
+def attends_after_its_page_table(constant_places: bool, between: bool) -> None:
+    """Attention over pages whose table the last kernel has written, or the kernel before it."""
     call = attention_call(AttentionCase((1,), (60,), 4, 2, 64, 16), torch.bfloat16, CPU)
     confidence, thresholds = torch.zeros(4), torch.ones(4)
     status, exit_layer = torch.zeros(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int32)
@@ -89,23 +89,23 @@ def test_a_page_table_that_the_kernel_ahead_writes_is_found() -> None:
         r"paged_attention_kernel<.*reads global memory .* that accept_mask_kernel, 1 kernel ahead"
     )
     with pytest.raises(RuntimeError, match=wrote):
-        attends_behind_its_page_table(constant_places=True, between=False)
-    attends_behind_its_page_table(constant_places=False, between=False)
-    attends_behind_its_page_table(constant_places=True, between=True)
+        attends_after_its_page_table(constant_places=True, between=False)
+    attends_after_its_page_table(constant_places=False, between=False)
+    attends_after_its_page_table(constant_places=True, between=True)
 
 
 def test_an_early_trigger_takes_from_the_next_kernel_what_it_knew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A kernel that lets the next one start before it has waited says nothing of those ahead."""
+    """A kernel that triggers before it waits promises nothing about the kernels ahead of it."""
     monkeypatch.setenv("EECORE_CUDA_TUNING", "early_trigger=1")
     wrote = r"that accept_mask_kernel, 2 kernels ahead, wrote, which need not have ended"
     with pytest.raises(RuntimeError, match=wrote):
-        attends_behind_its_page_table(constant_places=True, between=True)
-    attends_behind_its_page_table(constant_places=False, between=True)
+        attends_after_its_page_table(constant_places=True, between=True)
+    attends_after_its_page_table(constant_places=False, between=True)
 
 
-def appends_behind_its_positions(constant_places: bool) -> None:
+def appends_after_its_positions(constant_places: bool) -> None:
     call = appended_call(1, torch.bfloat16)
     positions = torch.zeros(1, dtype=torch.int64)
     append = call["append"]._replace(positions=positions, constant_places=constant_places)
@@ -121,8 +121,8 @@ def appends_behind_its_positions(constant_places: bool) -> None:
 def test_positions_that_the_kernel_ahead_writes_are_found() -> None:
     wrote = r"skinny_append_kernel<.*reads global memory .* that place_head_kernel, 1 kernel ahead"
     with pytest.raises(RuntimeError, match=wrote):
-        appends_behind_its_positions(constant_places=True)
-    appends_behind_its_positions(constant_places=False)
+        appends_after_its_positions(constant_places=True)
+    appends_after_its_positions(constant_places=False)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 20, 32])
@@ -143,7 +143,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, setting: str, call: dict[str, Any]) -
 
 
 def test_what_a_run_on_a_gpu_tries_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever EECORE_CUDA_TUNING says; places may have to wait, rows to be made ahead."""
+    """Any EECORE_CUDA_TUNING gives the same: places that have to wait, rows that are made ahead."""
     call = attention_call(CASES["decode"], torch.bfloat16, CPU)
     x, norm = torch.randn(20, 128).bfloat16(), torch.rand(128).bfloat16()
     weight = torch.randn(512, 128).bfloat16()

@@ -1,4 +1,4 @@
-"""Which weights are on their way before a kernel waits for the one ahead of it."""
+"""The weights that are in flight before a kernel waits for the one ahead of it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_constant_weight_does_not_wait_for_rows_that_its_blocks_norm(op: str) 
     assert early_copies(lambda: product.run({**call, "constant_weight": True})) > 0
 
 
-def test_a_weight_does_not_wait_behind_the_kernel_that_norms() -> None:
+def test_a_weight_does_not_wait_for_the_kernel_that_norms() -> None:
     call = Product("skinny_linear").call(33, 128, 64)
     launched = emulated.kernels_of(lambda: ops.skinny_linear(**call))
     assert launched == ["rms_norm_kernel", "skinny_linear_kernel"]

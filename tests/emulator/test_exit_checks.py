@@ -1,4 +1,4 @@
-"""What an exit check costs in a captured program: its kernels, counted in the emulator."""
+"""The cost of an exit check in a captured program: its kernels, counted in the emulator."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Captured(CallByCall):
     def __init__(self, stream: ctypes.c_void_p) -> None:
         self._stream = stream
         self.kernels: list[list[str]] = []
-        """Of each program with decisions."""
+        """The kernels of each program with decisions."""
 
     def __call__(self, program: Program) -> None:
         program.run(Always())  # a capture loads no kernel
@@ -72,7 +72,7 @@ class Captured(CallByCall):
         super().__call__(program)
 
     def of(self, work: Callable[[], None]) -> list[str]:
-        """The kernels of some work that has been done before."""
+        """The kernels of some work that has already run once."""
         take_captured()
         graph = Graph(self._stream)
         try:
@@ -91,7 +91,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Captured]:
 
 
 def kernels_of_checks(kernels: list[str]) -> list[list[str]]:
-    """What is between the last product of a layer and each IF node."""
+    """The kernels between the last product of a layer and each IF node."""
     checks, check = [], []
     for name in kernels:
         if name == "if":
@@ -105,7 +105,7 @@ def kernels_of_checks(kernels: list[str]) -> list[list[str]]:
 def test_kernels_of_a_check(
     tiny_directory: Path, captured: Captured, mode: str, num_rows: int
 ) -> None:
-    """With one row and with several, which leave each alone or all together."""
+    """One row, or several that exit each alone or all together."""
     policy, expected = CHECKS[mode]
     model = as_on_cuda(eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512))
     model.run_program = captured
@@ -120,13 +120,11 @@ def test_kernels_of_a_check(
         checks = kernels_of_checks(kernels)
         assert checks
         assert checks == [expected] * len(checks)
-        assert "place_head_kernel" not in kernels  # what the head says is placed where it ends
+        assert "place_head_kernel" not in kernels  # the head places its own results
 
 
-def test_no_kernel_looks_whether_somebody_drafts(
-    agreeing_directory: Path, captured: Captured
-) -> None:
-    """What begins a round decides, and what takes over a draft."""
+def test_no_kernel_checks_whether_rows_draft(agreeing_directory: Path, captured: Captured) -> None:
+    """The ops that begin a round and that take over a draft decide it."""
     model = as_on_cuda(eecore.load(agreeing_directory, device="cpu", kv_cache_tokens=512))
     model.run_program = captured
     eecore.generate(model, random_prompts(3), exit=SelfSpeculative(2, 3), max_tokens=4)
@@ -173,7 +171,7 @@ def test_rows_that_one_block_does_not_end_leave_in_a_launch_of_its_own(
             ConfidentExit(0.0, exit_points=(1, 2, 3)),
             [Full()],
             2,
-        ),  # nobody is asked behind the first
+        ),  # no row is checked after the first exit point
         (ConfidentExit(0.0, measure="state", exit_points=(2,)), [], 1),
     ],
 )
@@ -184,7 +182,7 @@ def test_the_head_is_read_once_for_a_token(
     together: list[Exit],
     passes: int,
 ) -> None:
-    """A row that leaves where the head has measured it has its token from there."""
+    """A row that exits where the head measured it takes its token from that measure."""
     policies = [policy, *together]
     tokens = {}
     for kernels in ("cpu", "emulated"):

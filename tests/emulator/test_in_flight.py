@@ -1,6 +1,6 @@
-"""How much is on its way from memory whenever a kernel comes to wait for some of it.
+"""The bytes in flight from memory whenever a kernel waits for some of them.
 
-A ring of n stages has n - 1 of them under way, from the first wait until nothing is left to bring.
+A ring of n stages has n - 1 of them in flight, from the first wait until nothing is left to copy.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from cases import KvFillCase
 from eecore import ops
 from eecore.models.int8 import quantise_rows
 
-THREADS = 256  # of a block of a product
+THREADS = 256  # in a block of a product
 MAX_STAGES = 6
-WANTED_BYTES = 96 << 10  # of a weight, under way to each multiprocessor
+WANTED_BYTES = 96 << 10  # of a weight, in flight to each multiprocessor
 
 
 @pytest.mark.parametrize(("faulty", "drained"), [(False, 0), (True, 2 * 64 * 16)])
@@ -35,7 +35,7 @@ def test_a_ring_that_drains_is_found(faulty: bool, drained: int) -> None:
 
 
 def promised(m_tiles: int, blocks: int) -> int:
-    """Bytes under way to a block: csrc/cuda/skinny_launch.cuh, with room for all stages."""
+    """Bytes in flight to a block by csrc/cuda/skinny_launch.cuh, with room for all stages."""
     stage = 4 * m_tiles * THREADS * 16
     wanted = ceil_div(WANTED_BYTES * DEVICE.num_multiprocessors, blocks * stage)
     return min(wanted, MAX_STAGES - 1) * stage
@@ -81,7 +81,7 @@ def products(dtype: torch.dtype) -> dict[str, tuple[Callable[[], object], int]]:
 def test_a_weight_is_on_its_way_as_far_as_its_ring_promises(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Across the ends of tiles, too, and with rows that are made ready before the first wait."""
+    """Also across the ends of tiles, and with rows that are prepared before the first wait."""
     emulated.route(monkeypatch)
     for name, (run, m_tiles) in products(dtype).items():
         with emulated.counting() as counted:

@@ -1,4 +1,4 @@
-"""How many kernels a decoder layer is on a GPU: each costs a boundary, whatever it computes."""
+"""The number of kernels of a decoder layer on a GPU: each costs a boundary."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OF_MORE_ROWS = [NORM, *APART, *DECODING[1:3], NORM, *DECODING[3:]]
 
 
 def batch_of(lengths: list[int], num_pages: int) -> AttentionBatch:
-    """A token of each sequence, its last."""
+    """A batch with the last token of each sequence."""
     pages = torch.arange(len(lengths) * num_pages, dtype=torch.int32).view(len(lengths), num_pages)
     positions = torch.tensor(lengths) - 1
     rows = torch.arange(len(lengths))
@@ -48,7 +48,7 @@ def batch_of(lengths: list[int], num_pages: int) -> AttentionBatch:
 def test_a_layer_is_as_few_kernels_as_it_can_be(
     num_tokens: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With contexts short and long, in a cache with room for long ones."""
+    """Contexts are short and long, in a cache with room for long ones."""
     emulated.route(monkeypatch)
     directory = write_model(tmp_path, intermediate_size=128, max_position_embeddings=2048)
     _, model, _ = load_model(directory, "cpu", dtype)

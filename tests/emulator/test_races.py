@@ -1,4 +1,4 @@
-"""Accesses to global memory that nothing orders are found, whichever happens to be first."""
+"""Accesses to global memory that nothing orders are found, whichever comes first."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_nothing_is_checked_unasked(name: str) -> None:
 def test_the_kernels_of_every_op_are_clean(
     dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One after the other, without a kernel of torch between them."""
+    """They run one after the other, without a kernel of torch between them."""
     emulated.route(monkeypatch)
     runs = calls(dtype)
     emulated.set_seed(seed)

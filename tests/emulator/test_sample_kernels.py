@@ -1,4 +1,4 @@
-"""How many kernels sample_tokens takes, and that its plan has them all."""
+"""The number of kernels of sample_tokens; its plan has them all."""
 
 from __future__ import annotations
 

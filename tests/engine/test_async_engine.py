@@ -1,4 +1,4 @@
-"""Async streams share a batch; one that is closed or fails takes nobody else along."""
+"""Async streams share a batch; a stream that is closed or fails ends no other."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
 
 
 def assert_idle(engine: AsyncEngine) -> None:
-    """Nothing is left once the step that may be running is done."""
+    """No request or page is left once the running step is done."""
     inner = engine.engine
     assert isinstance(inner, eecore.Engine)
     until(lambda: not (inner.has_unfinished or engine.num_streams))
@@ -113,7 +113,7 @@ def test_a_request_that_was_prepared_in_another_thread(
     steps, output = run(main())
     assert output.token_ids == expected[1].token_ids
     assert [token for step in steps for token in step.token_ids] == output.token_ids
-    # What each step says adds up to what the output says.
+    # The steps add up to the output.
     assert [value for step in steps for value in step.logprobs] == output.logprobs
     assert [tops for step in steps for tops in step.top_logprobs] == output.top_logprobs
     with pytest.raises(RequestError, match="expected at least one token"):
@@ -249,12 +249,12 @@ def test_a_loop_that_shuts_down_in_the_middle_leaves_nothing(agreeing: eecore.Mo
     assert run(engine.generate(PROMPTS[0], sampling=SAMPLING)).finish_reason == "length"
 
 
-# Who leaves, and how
+# Callers that stop, and how
 
 
 @pytest.fixture
 def engine(agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncEngine]:
-    """Whatever happens with it, in the end nothing is left."""
+    """An engine that has to be idle at the end of the test."""
     monkeypatch.setattr(worker, "LOOK_S", 30.0)  # no caller has to be looked for
     engine = agreeing.async_engine()
     yield engine
@@ -267,7 +267,7 @@ async def collect(stream: AsyncIterator[eecore.StepOutput]) -> list[int]:
 
 @pytest.mark.parametrize("seconds", [0.0, 0.001, 0.005])
 def test_scopes_that_cancel_again_and_again(engine: AsyncEngine, seconds: float) -> None:
-    """Of anyio, which cancels whatever a task awaits in its clean-up as well."""
+    """Scopes of anyio also cancel what a task awaits in its clean-up."""
 
     async def main() -> None:
         for _ in range(30):
@@ -304,7 +304,7 @@ def test_a_task_that_is_cancelled_many_times(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.parametrize("leave", ["break", "drop", "collect", "fail", "timeout"])
-def test_whoever_stops_reading_cancels(
+def test_a_caller_that_stops_reading_cancels(
     engine: AsyncEngine, expected: list[eecore.Output], leave: str
 ) -> None:
     async def leaves() -> None:
@@ -424,7 +424,7 @@ def test_tasks_and_threads_share_one_engine(
             assert list(pool.map(one, range(4))) == [output.token_ids for output in expected]
 
 
-# Who is slow
+# Slow callers
 
 
 def test_a_slow_reader_holds_up_itself_alone(engine: AsyncEngine) -> None:

@@ -67,7 +67,7 @@ def alone(model: eecore.Model, prompt: list[int], policy: Exit, sampling: Sampli
 
 
 def assert_idle(engine: Engine) -> None:
-    """Nothing is left, once a worker is done with its step: no request, no page."""
+    """No request or page is left once a worker is done with its step."""
     assert until(lambda: not engine.has_unfinished)
     assert engine.num_waiting == engine.num_running == 0
     assert engine.pages.num_free == engine.pages.num_pages
@@ -128,7 +128,7 @@ def test_the_prompt_runs_through_all_layers_but_for_a_fixed_exit(agreeing: eecor
 def test_preemption_changes_no_output(
     agreeing: eecore.Model, mode: str, sampling: SamplingParams
 ) -> None:
-    """Pages for about two of the six requests, in small pages and small chunks of replay."""
+    """The cache holds about two of the six requests, in small pages and replayed chunks."""
     policy = MODES[mode]
     config = EngineConfig(kv_cache_tokens=96, page_size=4, max_prefill_chunk=9)
     engine = agreeing.engine(config)
@@ -145,7 +145,7 @@ def test_preemption_changes_no_output(
 
 
 @pytest.mark.parametrize("mode", ["each", "state"])
-def test_a_chunk_of_a_replay_may_be_all_of_positions_that_left_early(
+def test_a_chunk_of_a_replay_may_be_all_of_positions_that_exited_early(
     agreeing: eecore.Model, mode: str
 ) -> None:
     engine = agreeing.engine(EngineConfig(kv_cache_tokens=64, page_size=4, max_prefill_chunk=1))
@@ -190,7 +190,7 @@ def test_a_replay_writes_the_same_keys_and_values(agreeing: eecore.Model) -> Non
 
 
 def test_a_hold_leaves_the_others_running_and_changes_no_output(agreeing: eecore.Model) -> None:
-    """Pages for about two of them: those on hold lose theirs, others go on with theirs."""
+    """The cache holds about two requests: those on hold lose their pages to the others."""
     engine = agreeing.engine(EngineConfig(kv_cache_tokens=96, page_size=4, max_prefill_chunk=9))
     policies = list(MODES.values())
     policies.remove(MODES["all"])  # waits for its neighbours
@@ -209,7 +209,7 @@ def test_a_hold_leaves_the_others_running_and_changes_no_output(agreeing: eecore
 
     engine.step()
     engine.step()
-    for request_id in (*ids[::2], "nobody"):
+    for request_id in (*ids[::2], "unknown"):
         engine.hold(request_id)
         held.append(request_id)
     assert engine.num_held == 3
@@ -280,7 +280,7 @@ def test_cancel_in_every_state(agreeing: eecore.Model) -> None:
     assert len(output.exit_layers) == len(output.confidences) == 2
     assert_idle(engine)
     assert engine.cancel(decoding) is None
-    assert engine.cancel("nobody") is None
+    assert engine.cancel("unknown") is None
     assert engine.step() == []
 
 
@@ -562,7 +562,7 @@ def test_settings_are_kept_as_pythons_own() -> None:
 
 
 class Hostile:
-    """Raises, whatever it is asked for."""
+    """An object that raises at every access."""
 
     def __index__(self) -> int:
         raise OSError("never")
@@ -590,7 +590,7 @@ def test_tokens_that_are_no_tokens(agreeing: eecore.Model, token: Any) -> None:
 
 
 def test_a_request_is_checked_once(agreeing: eecore.Model) -> None:
-    """What its settings checked when they were made is not checked again: it is cheap to begin."""
+    """Settings that were checked when made are not checked again, so that a start is cheap."""
     engine = agreeing.engine()
     calls = Counter[str]()
 
@@ -617,7 +617,7 @@ def test_a_request_is_checked_once(agreeing: eecore.Model) -> None:
 def test_rows_that_go_on_cost_few_calls(
     agreeing: eecore.Model, policy: eecore.Exit, sampling: SamplingParams
 ) -> None:
-    """Launched ahead of what is known, an iteration costs little more than its rows' results."""
+    """An iteration launched ahead costs little more than its rows' results."""
     calls = 0
 
     def counts(_frame: Any, event: str, _: object) -> None:
@@ -703,7 +703,7 @@ def test_what_never_fits_is_refused_at_once_and_the_rest_goes_on(agreeing: eecor
     assert_idle(engine)
 
 
-def test_one_bad_prompt_of_many_leaves_nothing_behind(agreeing: eecore.Model) -> None:
+def test_one_bad_prompt_of_many_leaves_no_request(agreeing: eecore.Model) -> None:
     with pytest.raises(RequestError, match="got 999"):
         eecore.generate(agreeing, [[1], [2], [999]])
     assert len(eecore.generate(agreeing, [[1], [2]], max_tokens=2)) == 2

@@ -1,4 +1,4 @@
-"""What one request does wrong ends that request: the others never notice."""
+"""A fault of one request ends that request; other requests are not affected."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def names_the_bad(given: Any) -> bool:
-    """Whether the bad request is among what a function is given."""
+    """Whether the bad request is among the arguments of a function."""
     if isinstance(given, Sequence):
         return given.request_id == BAD
     if isinstance(given, TextStream):
@@ -117,7 +117,7 @@ def test_whatever_fails_for_a_request_ends_it_alone(
         assert (got.token_ids, got.text, got.error) == (output.token_ids, output.text, None)
 
 
-def test_a_device_that_is_broken_ends_everybody(
+def test_a_broken_device_ends_all_requests(
     agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR, logger="eecore")
@@ -158,10 +158,10 @@ def test_generate_gives_an_output_with_the_error(
 
 
 @pytest.mark.parametrize("error", [Fault, ZeroDivisionError])
-def test_what_nobody_planted_is_found(
+def test_errors_that_were_not_planted_are_found(
     agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
-    """Outputs do not show that an iteration was done again."""
+    """Outputs do not show that an iteration was repeated."""
     whole, left = Iterations.iterate, [error("here")]
 
     def broken(iterations: Iterations, works: list[Work], **settings: Any) -> list[Outcome]:
@@ -269,7 +269,7 @@ def fragile(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
 def test_states_of_nan_end_their_own_request(
     fragile: eecore.Model, mode: str, way: str, value: float
 ) -> None:
-    """Tokens whose embedding is broken: in a prompt, and one that a request comes to by itself."""
+    """Tokens whose embedding is broken: in a prompt, and one that a request generates."""
     policy, sampling = MODES[mode], WAYS[way]
     requests = [(prompt, policy, sampling) for prompt in PROMPTS]
     expected = run_all(fragile.engine(CONFIG), requests)
@@ -287,7 +287,7 @@ def test_states_of_nan_end_their_own_request(
     stop = expected[0].token_ids.index(own[0]) + 1
     count = len(outputs[0].token_ids)
     assert outputs[0].token_ids == expected[0].token_ids[:count]
-    # Of a round nothing stands that was verified together with a broken token.
+    # A round accepts no draft that was verified together with a broken token.
     assert 0 < count <= stop if policy.max_drafts else count == stop
     assert outputs[-1].token_ids == []
     for output in (outputs[0], outputs[-1]):
@@ -317,8 +317,8 @@ def test_logits_of_nan_end_every_request(
     assert (output.token_ids, output.error) == ([], NOT_FINITE)
 
 
-def test_a_row_of_nan_does_not_hold_back_those_that_leave_together(fragile: eecore.Model) -> None:
-    """They have what they have without it."""
+def test_a_row_of_nan_does_not_hold_back_rows_that_exit_together(fragile: eecore.Model) -> None:
+    """The other rows give the same as without it."""
     policy = ConfidentExit(0.0, batch="all", min_exit_layer=3)
     requests = [(prompt, policy, GREEDY) for prompt in PROMPTS]
     expected = run_all(fragile.engine(), requests)

@@ -47,7 +47,7 @@ def requests(agreeing: eecore.Model) -> list[Request]:
 
 
 def drive(driver: Driver, requests: list[Request]) -> None:
-    """Requests that come at different times, a cancel, a hold."""
+    """Requests that arrive at different times, a cancel, a hold."""
     for number, request in enumerate(requests[:4]):
         driver.add(request, str(number))
     for _ in range(3):
@@ -116,7 +116,7 @@ def test_a_fault_at_any_line_of_any_call(
             check(driver.outputs, expected)
             assert same(serve(server, requests[1:2])[0], expected[1])
             tripped += driver.tripped
-        assert tripped >= len(places) // 2  # what the prefix cache has makes calls shorter
+        assert tripped >= len(places) // 2  # prefix-cache hits make calls shorter
 
     lines_of(shared, requests)  # captures what is still missing
     places = lines_of(shared, requests)

@@ -49,7 +49,7 @@ def test_full_depth_greedy_tokens_equal_transformers(
 
 
 def test_batch_and_single_tokens_are_the_same(model: eecore.Model) -> None:
-    """And on two threads those of one."""
+    """Two threads give the tokens of one."""
     prompts = real_prompts(3, words=20)
     torch.set_num_threads(2)
     together = eecore.generate(model, prompts, max_tokens=32)

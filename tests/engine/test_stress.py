@@ -48,7 +48,7 @@ REQUESTS = make_requests(64)
 
 
 def same(output: Output, alone: Output) -> bool:
-    """Equal in all but what a shortened greedy draft changes: which tokens were drafted."""
+    """Whether outputs are equal, except for the drafted tokens, which shortened drafts change."""
     drafting = output.stats.drafted or alone.stats.drafted
     layers_equal = output.exit_layers == alone.exit_layers
     return (
@@ -69,7 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
 
 @pytest.fixture(scope="module")
 def alone(model: eecore.Model) -> list[Output]:
-    """What each request gives when nobody else is there."""
+    """The output of each request when it runs alone."""
     return [
         eecore.generate(model, [r.prompt], exit=r.exit, sampling=r.sampling)[0] for r in REQUESTS
     ]

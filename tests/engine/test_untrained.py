@@ -1,4 +1,4 @@
-"""A model of which nothing says that it was trained for early exit is warned of, once."""
+"""A warning, once, for a model without a sign of training for early exit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def loaded(directory: Path) -> eecore.Model:
 
 
 def warnings_of(model: eecore.Model, *policies: Exit | str) -> list[str]:
-    """What is said while each of some policies is asked for."""
+    """The warnings while each of some policies is requested."""
     engine = model.engine()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -101,7 +101,7 @@ def test_the_command_line_says_it_in_a_line(
 
 
 def test_a_server_says_it_for_its_model(directory: Path) -> None:
-    """The server checks requests by what it knows of the model in another process."""
+    """The server checks requests by its facts about the model in another process."""
     config = loaded(directory).config
     facts = _Facts(config, torch.device("cpu"), ModelSource(directory, "float32", None), None)
     with warnings.catch_warnings(record=True) as caught:

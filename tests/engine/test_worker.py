@@ -1,4 +1,4 @@
-"""One engine for all callers of a model: threads, open streams, those who leave in the middle."""
+"""One engine for all callers of a model: threads, open streams, callers that stop in the middle."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 @pytest.fixture
 def model(agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[eecore.Model]:
-    """Whatever happens with it, in the end nothing is left."""
+    """A model whose engine has to be idle at the end of the test."""
     monkeypatch.setattr(module, "LOOK_S", 30.0)  # no caller has to be looked for
     yield agreeing
     assert_idle(agreeing.shared_engine())
 
 
 def assert_idle(worker: Worker) -> None:
-    """Nothing is left once the step that may be running is done."""
+    """No request or page is left once the running step is done."""
     until(lambda: not (worker.engine.has_unfinished or worker.num_unfinished or worker._names))
     assert not worker.engine.requests
     assert not worker.engine.has_unfinished
@@ -171,10 +171,10 @@ def test_names_are_never_used_twice(model: eecore.Model) -> None:
     assert len(names) == len(set(names)) == 36
 
 
-# Who does not read
+# Streams that are not read
 
 
-def test_a_stream_that_nobody_reads_is_put_on_hold(model: eecore.Model) -> None:
+def test_a_stream_that_is_not_read_is_put_on_hold(model: eecore.Model) -> None:
     expected = eecore.generate(model, PROMPTS[:2], sampling=LONG)
     order: list[str] = []
     unread = eecore.stream(model, PROMPTS[:2], sampling=LONG, order=order)
@@ -196,7 +196,7 @@ def test_a_stream_that_nobody_reads_is_put_on_hold(model: eecore.Model) -> None:
 
 
 def test_pages_of_unread_streams_are_there_for_others(agreeing: eecore.Model) -> None:
-    """A cache for one of them; those who are read finish, and in the end so do the others."""
+    """The cache holds one of them; streams that are read finish, and later the others do too."""
     model = eecore.Model(
         agreeing.network, agreeing.tokenizer, eecore.EngineConfig(64, 4), agreeing.run_program
     )
@@ -215,7 +215,7 @@ def test_pages_of_unread_streams_are_there_for_others(agreeing: eecore.Model) ->
     assert_idle(model.shared_engine())
 
 
-# Who leaves
+# Callers that stop
 
 
 def test_closing_dropping_and_collecting_a_stream_cancels_its_requests(
@@ -243,7 +243,7 @@ def test_closing_dropping_and_collecting_a_stream_cancels_its_requests(
 
 
 def test_a_client_that_is_lost_without_a_close_is_noticed(model: eecore.Model) -> None:
-    """Such as by an interrupt between two lines: Python itself says so, whatever it was doing."""
+    """An interrupt between two lines may lose it; Python's finaliser reports that."""
     worker = model.shared_engine()
     client = Client(worker)
     client.open([worker.engine.prepare(PROMPTS[0], sampling=LONG)])
@@ -262,8 +262,8 @@ def test_a_client_that_was_closed_does_not_wake_the_worker_once_more(model: eeco
     assert until(lambda: getweakrefcount(client) == 0)
 
 
-def test_a_thread_that_dies_takes_nobody_along(model: eecore.Model) -> None:
-    """Each in turn had the engine step, or waited for those who did."""
+def test_a_thread_that_dies_ends_no_other(model: eecore.Model) -> None:
+    """Each thread in turn stepped the engine, or waited for the threads that did."""
     expected = [alone(model, i, LONG) for i in range(4)]
 
     def dies() -> None:
@@ -280,7 +280,7 @@ def test_a_thread_that_dies_takes_nobody_along(model: eecore.Model) -> None:
 
 @contextmanager
 def interrupted(nth: int) -> Iterator[list[bool]]:
-    """Raise KeyboardInterrupt where this thread begins the n-th line of what callers run."""
+    """Raise KeyboardInterrupt where this thread begins the n-th line of the callers' code."""
     files = {callers.__file__, module.__file__, generation.__file__}
     count, hit = 0, list[bool]()
 
@@ -335,7 +335,7 @@ def test_an_interrupt_at_every_line_of_a_callers_thread(model: eecore.Model, who
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_thousand_interrupts(model: eecore.Model) -> None:
-    """By a timer, wherever the main thread is then: nobody else's request is harmed."""
+    """A timer interrupts the main thread at any place; other threads' requests are not harmed."""
     expected = alone(model, 3, LONG)
     got: list[list[int]] = []
     ends = threading.Event()
@@ -373,7 +373,7 @@ def test_a_thousand_interrupts(model: eecore.Model) -> None:
 
 
 def test_a_call_from_a_signal_handler(model: eecore.Model) -> None:
-    """In the middle of another call of the same thread."""
+    """The handler runs in the middle of another call of the same thread."""
     texts: list[list[int]] = []
     before = signal.signal(signal.SIGUSR1, lambda *_: texts.append(alone(model, 0)))
     try:
@@ -389,7 +389,7 @@ def test_a_call_from_a_signal_handler(model: eecore.Model) -> None:
 def test_a_call_from_the_thread_that_steps_is_refused(
     model: eecore.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as one of a finaliser: it would wait for itself."""
+    """Such a call, of a finaliser for one, would wait for itself."""
     refusals: list[RuntimeError] = []
     step = Engine.step
 
@@ -407,7 +407,7 @@ def test_a_call_from_the_thread_that_steps_is_refused(
     assert "got one from inside" in str(refusal)
 
 
-def test_who_is_closed_before_it_is_opened_leaves_nothing(model: eecore.Model) -> None:
+def test_a_client_closed_before_it_is_opened_leaves_nothing(model: eecore.Model) -> None:
     worker = model.shared_engine()
     client = Client(worker)
     caller = client._caller
@@ -418,7 +418,7 @@ def test_who_is_closed_before_it_is_opened_leaves_nothing(model: eecore.Model) -
 
 
 def test_a_name_goes_on_at_once(model: eecore.Model) -> None:
-    """Though the request that had it leaves when the step that is running is done."""
+    """The name is free at once, though its request ends only with the running step."""
 
     async def main() -> list[int]:
         engine = model.async_engine()
@@ -500,14 +500,14 @@ def test_the_worker_ends_when_it_is_not_needed(
 
     monkeypatch.setattr(Engine, "step", watched)
     model = eecore.Model(agreeing.network, agreeing.tokenizer, agreeing.engine_config)
-    for rounds in (1, 2):  # it comes back
+    for rounds in (1, 2):  # the thread starts again
         alone(model, 1)
         assert until(lambda: not any(thread.is_alive() for thread in threads))
         assert len(threads) == rounds
     monkeypatch.setattr(module, "LINGER_S", 1000.0)
     alone(model, 1)
     del model
-    gc.collect()  # nor does it keep an engine alive
+    gc.collect()  # the thread does not keep an engine alive
     assert until(lambda: not any(thread.is_alive() for thread in threads))
 
 
@@ -515,7 +515,7 @@ def test_the_worker_ends_when_it_is_not_needed(
 def test_kernels_run_on_as_many_threads_as_the_caller_says(
     model: eecore.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch keeps the number for each thread by itself, and the worker has one of its own."""
+    """torch keeps the number per thread, and the worker has a thread of its own."""
     whole, seen = Iterations.iterate, set[int]()
 
     def watched(*args: Any, **settings: Any) -> Any:
@@ -535,7 +535,7 @@ def test_kernels_run_on_as_many_threads_as_the_caller_says(
 
 
 def test_threads_that_begin_together_are_one(model: eecore.Model) -> None:
-    """Whoever comes second ends at once."""
+    """If several threads start together, all but one end at once."""
     worker = model.shared_engine()
     alone(model, 0)
     worker.let_go()
@@ -616,7 +616,7 @@ def test_a_client_without_requests_has_nothing_to_read(model: eecore.Model) -> N
 
 
 def test_the_requests_of_a_call_arrive_together(model: eecore.Model) -> None:
-    """No step has some of them and not the others: a policy may look at the whole batch."""
+    """Each step has all of them or none: a policy may look at the whole batch."""
     shared = callers.Callers()
     client = Client(shared)
     worker = model.shared_engine()

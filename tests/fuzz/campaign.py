@@ -17,7 +17,7 @@ import fuzzing
 
 
 def shrink(name: str, examples: int = 2000) -> None:
-    """Look for the smallest input that falls over; it is raised."""
+    """Look for the smallest input that fails; its error is raised."""
     from hypothesis import HealthCheck, given, settings
     from hypothesis import strategies as st
 

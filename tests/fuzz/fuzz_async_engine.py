@@ -1,8 +1,8 @@
-"""Callers of one model, tasks and threads, who read, dawdle and leave in every way there is.
+"""Callers of one model, tasks and threads, that read, pause and stop in every way there is.
 
 In between there are bad requests, steps that fail, event loops that are closed in the middle, and
-interrupts at any line of the driver. Afterwards no request, page, queue or thread is left, and
-whoever stayed has the text that its request has alone.
+interrupts at any line of the driver. Afterwards no request, page, queue or thread is left, and each
+caller that stayed has the text that its request has alone.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ INTERRUPTED = {module.__file__ for module in (reach, driver, async_engine, gener
 
 
 class Request:
-    """A request, and what it gives when nobody else is there."""
+    """A request, and its output when it runs alone."""
 
     def __init__(self, model: eecore.Model, prompt: list[int], random: Random, seed: int) -> None:
         self.prompt = prompt
@@ -102,15 +102,15 @@ def prepare() -> None:
         REQUESTS.append(Request(model, prompt, random, seed))
     MODELS.extend(eecore.Model(model.network, model.tokenizer, config) for config in CONFIGS)
     gc.collect()
-    gc.freeze()  # all that will stay need not be looked at after every input
+    gc.freeze()  # permanent objects need not be traversed after every input
 
 
 class Left(BaseException):
-    """Why a caller stops reading: any exception of its own."""
+    """The exception by which a caller stops reading."""
 
 
 class Caller:
-    """One caller: what it asks for, how it reads, and how it leaves."""
+    """One caller: its requests, how it reads, and how it stops."""
 
     def __init__(self, random: Random) -> None:
         self.requests = random.choices(REQUESTS, k=random.choice((1, 1, 1, 3)))
@@ -133,12 +133,12 @@ class Caller:
 
     @property
     def stays(self) -> bool:
-        """Whether it reads to the end."""
+        """Whether the caller reads to the end."""
         is_stopped = self.cancels if self.is_async else self.interrupted_at
         return not is_stopped and (self.whole or self.leaves_after is None)
 
     def check(self, request: Request, output: Output) -> None:
-        if output.finish_reason == "error":  # of a step that failed for everybody
+        if output.finish_reason == "error":  # of a step that failed for all requests
             assert output.token_ids == request.tokens[: len(output.token_ids)]
             return
         tokens, text = output.token_ids, output.text
@@ -265,7 +265,7 @@ class Caller:
 
 @contextlib.contextmanager
 def interrupted(nth: int | None, error: type[BaseException] = Left) -> Iterator[None]:
-    """Raise at the n-th line of the driver that this thread comes to, once."""
+    """Raise at the n-th line of the driver that this thread reaches, once."""
     if nth is None:
         yield
         return
@@ -292,7 +292,7 @@ def interrupted(nth: int | None, error: type[BaseException] = Left) -> Iterator[
 
 @contextlib.contextmanager
 def broken(engine: eecore.Engine, nth: int | None) -> Iterator[None]:
-    """The n-th step fails, for all requests."""
+    """Fail the n-th step, for all requests."""
     whole, count = Scheduler.schedule, 0
 
     def counted(scheduler: Scheduler) -> list[Work]:
@@ -335,7 +335,7 @@ def run_loop(
 
 
 def check_idle(model: eecore.Model, engines: list[AsyncEngine]) -> None:
-    """Nothing is left."""
+    """No request, page, queue or thread is left."""
     worker = model.shared_engine()
     engine = worker.engine
     for _ in range(2):  # streams in cycles, then tasks of closed loops
@@ -354,7 +354,7 @@ def check_idle(model: eecore.Model, engines: list[AsyncEngine]) -> None:
 
 @nothing_done_again()
 def one(random: Random) -> bool:
-    """One crowd of callers."""
+    """Try one crowd of callers."""
     try:
         return _one(random)
     except BaseException:
@@ -377,7 +377,7 @@ def _one(random: Random) -> bool:
     fails_at = random.choice((None, None, None, random.randrange(1, 40)))
     is_closed = random.random() < 0.1
     if is_cut:
-        driver.LOOK_S = 0.005  # nobody else tells of streams on hold in a loop that is closed
+        driver.LOOK_S = 0.005  # only this look finds streams on hold in a closed loop
     engines = [model.async_engine(), model.async_engine()]
     for caller in callers:
         caller.is_scoped = not is_cut

@@ -36,7 +36,7 @@ NUMBERS = [
 WORDS = [
     "", "a", "hi there", "ü🎉", "\udcff", "\ud800", "\0", "-", "--", "-x", "[bold]", "[/x]", "%s",
     "{}", "a" * 5000, "none", "null", "float32", "bfloat16", "int8", "int4", "cpu", "cuda",
-    "cuda:99", "softmax", "state", "rougeL", "textual", "../..", "~", "~nobody/x", "\n", "\x1b[31m",
+    "cuda:99", "softmax", "state", "rougeL", "textual", "../..", "~", "~daemon/x", "\n", "\x1b[31m",
 ]  # fmt: skip
 LAYERS = ["1", "1,2", "0-3", "3-1", "0-99999999999", "-", ",", "1-", "a", "9", "-1", "1,,2"]
 EXITS = [
@@ -150,7 +150,7 @@ def one(random: Random) -> bool:
 
 
 def _is_whole(content: bytes) -> bool:
-    """What was there before, or all that a command writes."""
+    """Whether a file is what it was before, or all that a command writes."""
     if content.startswith(b"<!doctype"):
         return content.rstrip().endswith(b"</html>")
     if content[8:9] == b"{":
@@ -183,7 +183,7 @@ def _arguments(random: Random) -> list[str]:
 
 
 def _bounds(random: Random, command: str) -> list[str]:
-    """What keeps a command short."""
+    """Options that keep a command short."""
     odd = random.random() < 0.1
     if command == "train":  # a whole run takes a second
         return ["--steps", random.choice(["0", "-1", "x"]) if random.random() < 0.8 else "1"]
@@ -231,7 +231,7 @@ LINES: list[str] = [
 
 
 def _file(random: Random, name: str) -> str:
-    """A file for an option: mostly one that is meant for it."""
+    """A file for an option, mostly of the right kind."""
     if random.random() < 0.1:
         return random.choice(["nothing.txt", "written", "/dev/null", "-", "\0", *WORDS])
     path = Path(PLACES["folder"]) / random.choice(["data.jsonl", "data.jsonl", "data.json"])
@@ -248,14 +248,14 @@ def _file(random: Random, name: str) -> str:
 
 
 class _Kept(io.BytesIO):
-    """What was written stays to be read."""
+    """A stream whose text can be read after it is closed."""
 
     def close(self) -> None:
         pass
 
 
 class _Full(io.RawIOBase):
-    """A device that takes nothing more, or whose reader has gone."""
+    """A stream whose device is full, or whose reader has gone."""
 
     def __init__(self, error: OSError) -> None:
         self._error = error
@@ -269,7 +269,7 @@ class _Full(io.RawIOBase):
 
 @contextlib.contextmanager
 def _streams(random: Random) -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
-    """Standard streams of odd kinds, prepared as those of a process; what was written to them."""
+    """Standard streams of odd kinds, set up as in a process, and the text written to them."""
     before = sys.stdin, sys.stdout, sys.stderr
     out, err = _Kept(), _Kept()
     encoding = random.choice(["utf-8", "utf-8", "ascii", "latin-1", "utf-16"])

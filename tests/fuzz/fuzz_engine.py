@@ -29,7 +29,7 @@ from workloads import SMALL_CACHES, Driver, Request, policies, same, serve
 SHARE = 120
 
 CLASSIFIER = ExitClassifier(torch.linspace(-1.0, 1.0, 128).view(2, 64))
-# What Auto does depends on time: what it fell over could not be run again.
+# Auto depends on time, so that its failures could not be run again.
 POLICIES = [policy for policy in policies(CLASSIFIER) if not isinstance(policy, Auto)]
 CONFIGS = [
     *SMALL_CACHES,
@@ -51,7 +51,7 @@ ALONE: dict[tuple[int, int], Output] = {}
 
 
 def prepare() -> None:
-    """Two tiny models, with and without an encoder, and what is asked of them."""
+    """Make two tiny models, with and without an encoder, and their requests."""
     logging.getLogger("eecore").addHandler(logging.NullHandler())
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp())
@@ -70,7 +70,7 @@ def prepare() -> None:
 
 
 def make_request(random: Random, policies: list[Exit], has_scores: bool) -> Request:
-    """One that fits into the smallest of the caches; its prompt may be scored, if any can be."""
+    """A request that fits into the smallest cache; may score its prompt if the model allows it."""
     prompt = [random.randrange(256) for _ in range(random.choice((1, 2, 3, 5, 9, 14)))]
     if random.random() < 0.5:  # as another begins, or just the same
         beginning = random.choice(BEGINNINGS)
@@ -108,7 +108,7 @@ def faults(random: Random, kind: type[BaseException]) -> list[Any]:
 
 
 def alone(model: int, number: int) -> Output:
-    """What a request gives when nobody else is there and nothing happens."""
+    """The output of a request that runs alone and undisturbed."""
     key = model, number
     if key not in ALONE:
         config = dataclasses.replace(MODELS[model].engine_config, prefix_cache=False)
@@ -117,7 +117,7 @@ def alone(model: int, number: int) -> Output:
 
 
 def check(output: Output, expected: Output) -> None:
-    """The same, or as much of it as there was by its end."""
+    """An output has to be the expected one, or its beginning if it ended early."""
     if output.finish_reason in ("cancelled", "error"):
         assert output.token_ids == expected.token_ids[: len(output.token_ids)]
     else:
@@ -126,7 +126,7 @@ def check(output: Output, expected: Output) -> None:
 
 @nothing_done_again()
 def one(random: Random) -> bool:
-    """A workload."""
+    """Try one workload."""
     model, config = random.randrange(len(MODELS)), random.randrange(len(CONFIGS))
     ahead = random.random() < 0.5
     chosen = [random.randrange(NUM_REQUESTS) for _ in range(random.randint(1, 6))]

@@ -1,4 +1,4 @@
-"""Files of every kind, spoilt: bytes, JSON fields, headers, and what is no file at all.
+"""Spoilt files of every kind: bytes, JSON fields, headers, and paths that are no file.
 
 What loads must run; where it holds what the file held before, it gives the tokens that it gave.
 """
@@ -49,8 +49,8 @@ from quantised_models import Quantisation, write_quantised
 from tiny_models import write_byte_tokenizer, write_model
 from tiny_t5 import write_t5
 
-MOST_MEMORY = 2 << 30
-"""What a file of some kilobytes may take beside what is there before, in bytes of addresses."""
+MAX_MEMORY = 2 << 30
+"""Address space in bytes that a file of some kilobytes may add."""
 PROMPT = [3, 5, 7, 11]
 MAX_TOKENS = 3
 SIZES = {
@@ -106,7 +106,7 @@ MODELS = [*CHOICES, "shards", "t5", "t5_v1_1", *QUANTISED]
 
 @dataclass
 class Workplace:
-    """Files that are right, by the names of their kinds, and a place for spoilt ones."""
+    """Good files by the names of their kinds, and a folder for spoilt ones."""
 
     good: Path
     place: Path
@@ -116,7 +116,7 @@ class Workplace:
 
 @cache
 def workplace() -> Workplace:
-    """Made once a process, and gone with it."""
+    """The workplace of this process, removed at its end."""
     root = tempfile.TemporaryDirectory(prefix="fuzz-files-")
     good, place = Path(root.name) / "good", Path(root.name) / "place"
     place.mkdir()
@@ -145,7 +145,7 @@ def workplace() -> Workplace:
 
 
 def prepare() -> None:
-    """Files that are right, and a limit on memory."""
+    """Make good files, and limit the memory."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable_progress_bar()
@@ -156,11 +156,11 @@ def prepare() -> None:
         KINDS[kind](None)  # what is right is served
         _clear()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MOST_MEMORY, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MEMORY, resource.RLIM_INFINITY))
 
 
 def one(random: Random) -> bool:
-    """One spoilt file."""
+    """Try one spoilt file."""
     kind = random.choice(list(KINDS))
     try:
         KINDS[kind](random)
@@ -183,7 +183,7 @@ def _clear() -> None:
 
 
 def _write_others(work: Workplace) -> None:
-    """Calibration, search, classifier, state of a run, log, data."""
+    """Write a calibration, a search, a classifier, a run's state, a log and data."""
     shipped = json.loads((eecore.default_model() / "calibration-softmax.json").read_text())
     calibration = shipped | {
         "model_sha256": model_digest(work.good / "llama"),
@@ -232,13 +232,13 @@ def _trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @cache
 def tokens_of(name: str) -> tuple[Any, list[int]]:
-    """The config of a model that is right, and what it generates."""
+    """The config of a good model, and its tokens."""
     _, network, _ = load_model(workplace().good / name, "cpu")
     return network, generated(network)
 
 
 def generated(network: Any, policy: Exit | None = None) -> list[int]:
-    """Some tokens by an engine, which has all its pages back afterwards."""
+    """Some tokens of an engine, whose pages have to be free afterwards."""
     limits = EngineConfig(kv_cache_tokens=64, page_size=8, max_num_seqs=1)
     engine = eecore.Engine(network, None, limits)
     prompt = [min(token, network.config.vocab_size - 1) for token in PROMPT]
@@ -258,7 +258,7 @@ def generated(network: Any, policy: Exit | None = None) -> list[int]:
 
 
 def spoilt(random: Random | None, path: Path, *, is_json: bool = False) -> None:
-    """Change a file in its place: its JSON, its bytes, or what it is; nothing for nobody."""
+    """Change a file in its place: its JSON, its bytes or its type; nothing without ``random``."""
     if random is None:
         return
     change = random.randrange(12)
@@ -276,7 +276,7 @@ def spoilt(random: Random | None, path: Path, *, is_json: bool = False) -> None:
 
 
 def _no_file(random: Random, path: Path) -> None:
-    """Something else in the place of a file."""
+    """Put something else in the place of a file."""
     path.unlink()
     kind = random.randrange(6)
     if kind == 0:
@@ -313,7 +313,7 @@ def _copied(name: str) -> Path:
 
 
 def _gguf_parts(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Metadata, and tensors as [sizes, type, offset, bytes in hexadecimal digits]."""
+    """A file's metadata, and its tensors as [sizes, type, offset, bytes in hexadecimal digits]."""
     config = json.loads((directory / "config.json").read_text())
     tokens = [chr(0x100 + index) for index in range(256)] + ["<s>", "</s>", "ab", "abc"]
     fields = {
@@ -353,7 +353,7 @@ def _gguf_parts(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @cache
 def _packed_parts(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those of a file whose matrices are in the blocks of all formats."""
+    """The fields and tensors of a file whose matrices use the blocks of all formats."""
     fields, tensors = _gguf_parts(directory)
     formats = itertools.cycle(SCALES)
     offset = 0
@@ -378,7 +378,7 @@ def _gguf_name(name: str) -> list[str]:
 
 
 def gguf_bytes(fields: Any, tensors: Any) -> bytes:
-    """A GGUF file of whatever came out of a mutation, as far as that can be said in one."""
+    """A GGUF file of mutated fields, as far as the format can hold them."""
     fields = fields if isinstance(fields, dict) else {}
     tensors = tensors if isinstance(tensors, dict) else {}
     whole = [(name, t) for name, t in tensors.items() if isinstance(t, list) and len(t) >= 4]
@@ -406,7 +406,7 @@ def _gguf_integer(value: Any, bits: int) -> int:
 
 
 def _gguf_value(value: Any) -> bytes:
-    """A value with its type before it; what GGUF cannot say becomes text."""
+    """A value with its type before it; values that GGUF lacks become text."""
     if isinstance(value, list):
         items = [_gguf_value(item) for item in value]
         kind = items[0][:4] if items else struct.pack("<I", 4)
@@ -463,7 +463,7 @@ def _quantised(random: Random | None) -> None:
 
 
 def _change_a_tensor(random: Random, tensors: dict[str, torch.Tensor]) -> None:
-    """Of a quantised layer most often: gone, renamed, or of other sizes, dtypes or numbers."""
+    """Remove, rename or alter (size, dtype, numbers) a tensor, most often of a quantised layer."""
     parts = [name for name in tensors if not name.endswith(("weight", "bias"))]
     name = random.choice(parts or list(tensors))
     tensor, change = tensors.pop(name), random.randrange(7)
@@ -505,7 +505,7 @@ def _start(random: Random | None) -> None:
 
 
 def _path(random: Random | None) -> None:
-    """Names that no file has, most of which none can have."""
+    """Load names that no file has, most of which no file can have."""
     if random is None:
         return
     load = random.choice(
@@ -521,7 +521,7 @@ def _path(random: Random | None) -> None:
 
 
 def _runs(directory: Path, name: str) -> None:
-    """Load and generate; what is as it was gives what it gave."""
+    """Load and generate; an unchanged model has to give the same tokens."""
     config, network, _ = load_model(directory, "cpu")
     expected, tokens = tokens_of(name)
     got = generated(network)

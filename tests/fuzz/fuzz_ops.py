@@ -28,7 +28,7 @@ SHARE = 400
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 EXTREMES = (-(2**63), -(2**31), -2, -1, 0, 1, 2**30, 2**31 - 1, 2**31, 2**62, 2**63 - 1)
 NUMBERS = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-45, 1e38, 1e300)
-MOST_ELEMENTS = 1 << 20
+MAX_ELEMENTS = 1 << 20
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -36,7 +36,7 @@ DTYPES = (
 
 
 def one(random: Random) -> bool:
-    """A call of a random op."""
+    """Try a call of a random op."""
     _C.set_cpu_capability(random.choice(cases.cpu_capabilities()))
     torch.set_num_threads(random.choice((1, 1, 2, 3)))
     call = op_calls.random_call(random.choice(ops.OP_NAMES), random)
@@ -51,7 +51,7 @@ def one(random: Random) -> bool:
 
 
 def changed_call_is_served(call: Call, random: Random) -> bool:
-    """Whether a call runs in which something has been changed; that it keeps what is promised."""
+    """Whether a changed call runs; a refusal must have written nothing."""
     changed = dataclasses.replace(call, arguments=dict(call.arguments))
     for _ in range(random.choice((1, 1, 2))):
         random.choice(CHANGES)(changed, random)
@@ -77,7 +77,7 @@ def _written(op: str, arguments: Arguments) -> list[Tensor]:
 
 
 class Memory:
-    """What the memory of some tensors held, to the bit."""
+    """A copy of the memory of some tensors, to the bit."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         storages = {
@@ -88,7 +88,7 @@ class Memory:
         self._storages = [(storage, bytes_of(storage).clone()) for storage in storages.values()]
 
     def assert_unchanged(self, but: Iterable[Tensor] = ()) -> None:
-        """That all bytes are what they were, but for those of some tensors."""
+        """All bytes have to be unchanged, except the bytes of the tensors ``but``."""
         may_change = list(but)
         for storage, before in self._storages:
             changed = bytes_of(storage) != before
@@ -103,7 +103,7 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def bytes_within(tensor: Tensor) -> Tensor:
-    """Which bytes of its storage a tensor's elements are."""
+    """A mask of the bytes of a tensor's storage that its elements use."""
     size = tensor.element_size()
     inside = torch.zeros(tensor.untyped_storage().nbytes() // size, dtype=torch.bool)
     if tensor.numel() > 0:
@@ -114,9 +114,9 @@ def bytes_within(tensor: Tensor) -> Tensor:
 
 
 def _assert_apart(written: list[Tensor], arguments: Arguments, op: str) -> None:
-    """That a call which has run wrote to no byte twice, nor to one that it read."""
+    """No byte that a call wrote may be written twice, or be one that it read."""
     for tensor in written:
-        if tensor.numel() > MOST_ELEMENTS:
+        if tensor.numel() > MAX_ELEMENTS:
             continue
         inside = bytes_within(tensor)
         assert int(inside.sum()) == tensor.numel() * tensor.element_size(), "an overlap with itself"
@@ -128,7 +128,7 @@ def _assert_apart(written: list[Tensor], arguments: Arguments, op: str) -> None:
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
-    """Residual streams may be where they were."""
+    """Whether two tensors are one: residual streams may be updated in place."""
     return (
         tensor.data_ptr() == other.data_ptr()
         and tensor.shape == other.shape
@@ -146,8 +146,8 @@ Change = Callable[[Call, Random], None]
 
 
 def _some_tensor(call: Call, random: Random) -> tuple[str, Tensor]:
-    """One with memory of its own, and not too much of it."""
-    tensors = {n: t for n, t in call.tensors.items() if not t.is_meta and t.numel() < MOST_ELEMENTS}
+    """A tensor with memory of its own, below MAX_ELEMENTS where there is one."""
+    tensors = {n: t for n, t in call.tensors.items() if not t.is_meta and t.numel() < MAX_ELEMENTS}
     name = random.choice(list(tensors) or list(call.tensors))
     return name, tensors.get(name, torch.zeros(()))
 
@@ -209,7 +209,7 @@ def another_device(call: Call, random: Random) -> None:
 
 
 def shared_memory(call: Call, random: Random) -> None:
-    """Something that is written lies where another tensor does, or close to it."""
+    """Let a written tensor overlap another one, or lie close to it."""
     names = [
         name for name in op_calls.written(call.op) if isinstance(call.arguments.get(name), Tensor)
     ]
@@ -248,7 +248,7 @@ def nothing(call: Call, random: Random) -> None:
 
 
 def something(call: Call, random: Random) -> None:
-    """A tensor where there was none."""
+    """Give a tensor where there was none."""
     names = [name for name, value in call.arguments.items() if value is None]
     if names:
         _, tensor = _some_tensor(call, random)
@@ -256,7 +256,7 @@ def something(call: Call, random: Random) -> None:
 
 
 def indices(call: Call, random: Random) -> None:
-    """Integers that are far off."""
+    """Set integers to numbers far out of bounds."""
     name, tensor = _some_tensor(call, random)
     if tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.numel() == 0:
         return
@@ -269,14 +269,14 @@ def indices(call: Call, random: Random) -> None:
 
 
 def a_bit(call: Call, random: Random) -> None:
-    """One of a tensor's bits: a place of a packed row, or what is packed there, for one."""
+    """Flip a bit of a tensor, such as of a packed row or of its offset."""
     tables = [name for name in call.tensors if name.endswith("table")]
     if tables and random.random() < 0.5:
         name = random.choice(tables)
         tensor = call.tensors[name]
     else:
         name, tensor = _some_tensor(call, random)
-    if tensor.is_meta or tensor.dtype == torch.bool or not 0 < tensor.numel() <= MOST_ELEMENTS:
+    if tensor.is_meta or tensor.dtype == torch.bool or not 0 < tensor.numel() <= MAX_ELEMENTS:
         return
     changed = tensor.clone(memory_format=torch.contiguous_format)
     data = changed.view(-1).view(torch.uint8)

@@ -60,7 +60,7 @@ EXPECTED: list[list[int]] = []
 
 
 class Hostile:
-    """Raises, whatever it is asked for."""
+    """An object that raises at every access."""
 
     def __init__(self, error: type[Exception]) -> None:
         self._error = error
@@ -73,7 +73,7 @@ class Hostile:
 
 
 class Sly(int):
-    """An int that says something else when it is asked again."""
+    """An int whose value changes when it is read again."""
 
     def __int__(self) -> int:
         return 10**30
@@ -82,7 +82,7 @@ class Sly(int):
 
 
 class SlyText(str):
-    """A string with a form of its own."""
+    """A subclass of str with a text form of its own."""
 
     def __str__(self) -> str:
         return "other"
@@ -92,7 +92,7 @@ class SlyText(str):
 
 
 def prepare() -> None:
-    """A tiny model and what the neighbours give undisturbed."""
+    """Make a tiny model and the neighbours' undisturbed outputs."""
     logging.getLogger("eecore").addHandler(logging.NullHandler())
     torch.set_num_threads(1)
     directory = write_model(Path(tempfile.mkdtemp()), num_hidden_layers=3, seed=8)
@@ -105,7 +105,7 @@ def prepare() -> None:
 
 
 def number(random: Random) -> Any:
-    """Around every limit there is, in every type that counts."""
+    """A number around one of the limits, of any numeric type."""
     edges = (0, 1, 2, 3, 64, 127, 128, 320, 321, 1024, 2**31, 2**32, 2**53, 2**63, 2**64)
     whole = random.choice((*edges, 10**20, 10**30, 10**400, 10**5000, random.getrandbits(70)))
     whole = (whole + random.choice((-1, 0, 0, 1))) * random.choice((1, 1, 1, -1))
@@ -141,7 +141,7 @@ def number(random: Random) -> Any:
 
 
 def text(random: Random) -> Any:
-    """Strings that are seldom written."""
+    """An unusual string."""
     pieces = ("a", "e", "", "\0", "\ud800", "\U0001f600", "é", "\n", " ", "</s>", "<|im_start|>")
     made = "".join(random.choice(pieces) for _ in range(random.randrange(6)))
     return random.choice((made, made, SlyText(made), made.encode("utf8", "replace"), made * 999))
@@ -180,7 +180,7 @@ def anything(random: Random, depth: int = 0) -> Any:
 
 
 def guide(random: Random) -> Guide:
-    """A guide that a client may write to have others wait: it is refused, or followed."""
+    """A guide made to keep other requests waiting: it is refused, or followed."""
     depth = random.choice((1, 3, 30, 3000))
     times = random.choice(("", "*", "+", "?", "{3}", "{9,99}", "{0,999999}", "{100000}"))
     part = random.choice(('"a"', "[a-z ]", "x", "(x x)", '("b" | x)', '"" ', "y", "root"))
@@ -215,7 +215,7 @@ class Maker:
     wildness: float
 
     def some(self, *good: Any) -> Any:
-        """A good value, or any."""
+        """A good value, or any value."""
         wild = self.random.random() < self.wildness
         return anything(self.random) if wild else self.random.choice(good)
 
@@ -305,7 +305,7 @@ def part_of(random: Random, text: str) -> Any:
 
 
 def answer_of(random: Random, form: Any) -> tuple[list[dict[str, Any]], list[str]]:
-    """An answer and what its calls gave, and what of it a prompt has."""
+    """An answer with the results of its calls, and the texts that a prompt has of it."""
     text = random.choice(SAID)
     numbers = [random.randrange(10**6, 10**7) for _ in range(random.choice((0, 0, 1, 1, 2, 3)))]
     content = random.choice((text, part_of(random, text)))
@@ -383,7 +383,7 @@ def chat(random: Random) -> bool:
 
 @nothing_done_again()
 def one(random: Random) -> bool:
-    """A chat, or a request among two neighbours."""
+    """Try a chat, or a request among two neighbours."""
     if random.random() < 0.4:
         return chat(random)
     engine = ENGINE[0]

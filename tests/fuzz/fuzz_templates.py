@@ -57,7 +57,7 @@ PARTS: dict[str, Any] = {}
 
 
 def prepare() -> None:
-    """Small limits."""
+    """Set small limits."""
     chat_template.SECONDS, chat_template.CHARACTERS = 0.1, 1 << 18
     PARTS["oracle"] = _oracle()
 
@@ -83,7 +83,7 @@ def one(random: Random) -> bool:
 
 
 def _without_places(text: str) -> str:
-    """Where in memory an object is, is chance; and filters may change how that is written."""
+    """A text without objects' addresses, which are random and which filters may change."""
     return re.sub("0x[0-9a-f]*", "0x", text, flags=re.IGNORECASE)
 
 
@@ -138,7 +138,7 @@ def _body(random: Random, depth: int) -> str:
 
 
 def _plain_body(random: Random, depth: int) -> str:
-    """Of what models come with, one in the other."""
+    """Nested features of the templates that models ship."""
     parts = [random.choice(FEATURES) for _ in range(random.randint(1, 2))]
     if depth:
         inner = _plain_body(random, depth - 1)

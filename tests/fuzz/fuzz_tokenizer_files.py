@@ -95,7 +95,7 @@ STEPS: dict[str, list[Any]] = {
 
 
 def _changed(random: Random, whole: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer with other parts, some of them not as they should be."""
+    """A tokenizer file with changed parts, some of them invalid."""
     changed = dict(whole)
     for _ in range(random.randint(1, 3)):
         name = random.choice([*STEPS, "added_tokens"])

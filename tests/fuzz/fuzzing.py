@@ -1,4 +1,4 @@
-"""The frame of the fuzzers: a seed is an input, and what falls over is known by its seed.
+"""The harness of the fuzzers: a seed is an input, and a failing input is known by its seed.
 
 A class of inputs is a module ``fuzz_<name>.py`` in this folder. It has
 
@@ -36,11 +36,11 @@ from typing import Any
 LIMIT_S = 20.0
 START_S = 120.0
 SHARE = 150
-MOST_FINDINGS = 20
-"""After so many a class is left: they will be one fault, or few."""
+MAX_FINDINGS = 20
+"""The findings after which a class is stopped: they will be one fault, or few."""
 
 FOLDER = Path(__file__).parent
-# Fuzzers make use of what tests have, however they are started; a child gets the same path.
+# Fuzzers use modules of the tests, however they are started; a child gets the same path.
 PLACES = (FOLDER, FOLDER.parent, FOLDER.parent / "ops")
 sys.path += [str(place) for place in PLACES if str(place) not in sys.path]
 
@@ -56,7 +56,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def try_one(one: Callable[[Random], bool], random: Random) -> tuple[str, str]:
-    """What became of an input, and the error if it is a finding."""
+    """The verdict on an input, and the error if it is a finding."""
     try:
         return ("served" if one(random) else "refused"), ""
     except AssertionError:
@@ -67,7 +67,7 @@ def try_one(one: Callable[[Random], bool], random: Random) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Finding:
-    """An input that fell over.
+    """An input that failed.
 
     Attributes:
         kind: "crash", "hang", "wrong" or "foreign".
@@ -83,11 +83,11 @@ class Finding:
 
 @dataclass
 class Tally:
-    """How a class of inputs did."""
+    """The results of a class of inputs."""
 
     name: str
     counts: Counter[str] = field(default_factory=Counter)
-    """Of "served", "refused" and the kinds of findings."""
+    """Inputs by verdict: "served", "refused" and the kinds of findings."""
     findings: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -102,7 +102,7 @@ class Tally:
             self.findings.append(Finding(seed, verdict, text))
 
     def row(self) -> dict[str, Any]:
-        """As JSON."""
+        """The tally as a row of JSON."""
         kinds = ("served", "refused", "crash", "hang", "wrong", "foreign")
         return {
             "inputs": self.inputs,
@@ -123,12 +123,12 @@ def run(
     """Try the inputs of a class from seed ``first`` on, until one of the limits is reached.
 
     Args:
-        name: of the class.
-        first: seed of the first input.
-        inputs: most inputs.
-        seconds: most time; the input that is being tried then is the last.
-        command: what is put before the child's command line.
-        environment: what is added to the child's environment.
+        name: the class's name.
+        first: the seed of the first input.
+        inputs: the maximum number of inputs.
+        seconds: the maximum time; the input that is running then is the last.
+        command: words before the child's command line.
+        environment: variables to add to the child's environment.
     """
     limit = getattr(module_of(name), "LIMIT_S", LIMIT_S)
     tally, seed, started = Tally(name), first, time.monotonic()
@@ -138,9 +138,9 @@ def run(
         for at, verdict, text in _child(name, seed, stop, limit, command, environment):
             tally.add(at, verdict, text)
             seed = at + 1
-            if len(tally.findings) >= MOST_FINDINGS or (until and time.monotonic() >= until):
+            if len(tally.findings) >= MAX_FINDINGS or (until and time.monotonic() >= until):
                 break
-        if len(tally.findings) >= MOST_FINDINGS:
+        if len(tally.findings) >= MAX_FINDINGS:
             break
     tally.seconds = time.monotonic() - started
     return tally
@@ -154,7 +154,7 @@ def _child(
     command: tuple[str, ...],
     environment: dict[str, str] | None,
 ) -> Iterator[tuple[int, str, str]]:
-    """Seed, verdict and error of each input that one child tries; of its death too."""
+    """Seed, verdict and error of each input that one child tries, its crash included."""
     reads, writes = os.pipe()
     numbers = [str(-1 if number is None else number) for number in (first, stop, writes)]
     path = os.pathsep.join([str(FOLDER), *filter(None, sys.path)])
@@ -194,7 +194,7 @@ def _child(
 
 
 class _Reports:
-    """What a child says, from a pipe."""
+    """Reports of a child, from a pipe."""
 
     def __init__(self, reads: int) -> None:
         self._reads = reads
@@ -202,7 +202,7 @@ class _Reports:
         self._lines: deque[bytes] = deque()
 
     def next(self, wait: float) -> tuple[str, int, str] | None:
-        """Its next report; None at its end, TimeoutError when ``wait`` seconds bring none."""
+        """The child's next report; None at its end, TimeoutError after ``wait`` seconds."""
         while not self._lines:
             if not select.select([self._reads], [], [], wait)[0]:
                 raise TimeoutError
@@ -216,7 +216,7 @@ class _Reports:
 
 
 def main(name: str, first: int, stop: int, reports: int) -> None:
-    """What the child does: try seeds, and say so before and after each."""
+    """The child's main: try seeds, and report before and after each."""
 
     def report(kind: str, seed: int, text: str = "") -> None:
         os.write(reports, json.dumps([kind, seed, text[-4000:]]).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""Mutations of what a fuzzer knows to be right: bytes, and values of JSON."""
+"""Mutations of valid inputs: bytes, and values of JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WILD: list[Any] = [
 
 
 def mutated_bytes(random: Random, data: bytes, most: int = 4) -> bytes:
-    """``data`` with one to ``most`` changes: bits, bytes, pieces, numbers that are seldom meant."""
+    """``data`` with one to ``most`` changes: bits, bytes, pieces, unusual numbers."""
     got = bytearray(data)
     for _ in range(random.randint(1, most)):
         at = random.randrange(len(got) + 1)
@@ -59,7 +59,7 @@ def mutated_bytes(random: Random, data: bytes, most: int = 4) -> bytes:
 
 
 def wild(random: Random) -> Any:
-    """A value that few expect."""
+    """An unexpected value."""
     return copy.deepcopy(random.choice(WILD))
 
 
@@ -90,7 +90,7 @@ def mutated_json(random: Random, value: Any, most: int = 2) -> Any:
 
 
 def _places(value: Any) -> Any:
-    """Owner and key of everything inside."""
+    """The owner and key of every value inside."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in pairs if isinstance(value, (dict, list)) else ():
         yield value, key
@@ -99,7 +99,7 @@ def _places(value: Any) -> Any:
 
 
 def _nudged(random: Random, value: Any) -> Any:
-    """Something like it."""
+    """A value close to the given one."""
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, int):

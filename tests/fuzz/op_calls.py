@@ -23,8 +23,8 @@ class Call:
     """A call that has to succeed.
 
     Attributes:
-        arguments: as the schema has them, in its order.
-        check: holds the arguments behind the call to those before it.
+        arguments: in the order of the schema.
+        check: compares the arguments after the call with those before it.
     """
 
     op: str
@@ -40,7 +40,7 @@ class Call:
 
 
 def overload(op: str) -> Any:
-    """``torch.ops.eecore.<op>``."""
+    """The overload ``torch.ops.eecore.<op>``."""
     return getattr(torch.ops.eecore, op).default
 
 
@@ -60,7 +60,7 @@ def tests_of(op: str) -> ModuleType:
 
 
 def fuzzed_call(op: str) -> Callable[[Maker], Checked]:
-    """Makes calls of an op: ``fuzzed_call`` of its tests, ``fuzzed_<op>`` where they are of two."""
+    """The maker of an op's calls: ``fuzzed_call`` of its tests, ``fuzzed_<op>`` in shared tests."""
     name = f"fuzzed_{op}" if op in TESTED_TOGETHER else "fuzzed_call"
     made: Callable[[Maker], Checked] = getattr(tests_of(op), name)
     return made

@@ -28,14 +28,14 @@ from workloads import check_books
 
 NUM_SAMPLES = 200
 WARM = 0.2
-"""The share of the steps before memory has to stay where it is."""
-MOST_GROWTH_MB = 4.0
-"""Of resident memory, over all the rest: what an allocator moves by itself."""
+"""The share of the steps that warm up; memory must not grow after them."""
+MAX_GROWTH_MB = 4.0
+"""Growth of resident memory after the warm-up that an allocator may cause by itself."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """How it stands after some steps."""
+    """Figures after some steps."""
 
     steps: int
     seconds: float
@@ -51,7 +51,7 @@ class Soak:
     """The clients of one engine.
 
     Attributes:
-        finished, cancelled, tokens: counted.
+        finished, cancelled, tokens: counts.
     """
 
     engine: Engine
@@ -67,7 +67,7 @@ class Soak:
         self._held: set[str] = set()
 
     def run(self, steps: int) -> None:
-        """So many steps."""
+        """Run so many steps."""
         for _ in range(steps):
             self._clients()
             for step in self.engine.step():
@@ -82,7 +82,7 @@ class Soak:
             self._cancel(name)
 
     def _clients(self) -> None:
-        """What clients do between two steps."""
+        """The clients' calls between two steps."""
         chance, engine = self.chance, self.engine
         while len(self._running) < 6 and (not self._active or chance.random() < 0.5):
             number = chance.randrange(fuzz_engine.NUM_REQUESTS)
@@ -120,13 +120,13 @@ class Soak:
 
 
 def rss_mb() -> float:
-    """Memory of this process that is resident, in 2**20 bytes."""
+    """Resident memory of this process, in 2**20 bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def sample(soak: Soak, started: float) -> Sample:
-    """How it stands; the books have to agree."""
+    """The figures now; the engine's books have to agree."""
     check_books(soak.engine)
     pages = soak.engine.pages
     unfinished = soak.engine.requests.values()
@@ -143,7 +143,7 @@ def sample(soak: Soak, started: float) -> Sample:
 
 
 def growth_mb(samples: list[Sample]) -> float:
-    """How far memory rose behind the warm-up: between the means of the first and the last third."""
+    """Memory growth after the warm-up: from the mean of the first third to that of the last."""
     warm = [s.rss_mb for s in samples if s.steps >= WARM * samples[-1].steps]
     third = max(len(warm) // 3, 1)
     return sum(warm[-third:]) / third - sum(warm[:third]) / third
@@ -171,7 +171,7 @@ def main() -> int:
     soak.drain()
     last = sample(soak, started)
     growth = growth_mb(samples)
-    is_flat = growth < MOST_GROWTH_MB and last.free_pages == engine.pages.num_pages
+    is_flat = growth < MAX_GROWTH_MB and last.free_pages == engine.pages.num_pages
     figures = {
         "steps": soak.steps,
         "steps_per_s": round(soak.steps / samples[-1].seconds),

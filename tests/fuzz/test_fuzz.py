@@ -40,7 +40,7 @@ for name in fuzzing.classes():
 
 @pytest.mark.long
 def test_nothing_falls_over_under_hypothesis() -> None:
-    """Each class in a child of a process that has imported what takes longest."""
+    """Each class runs in a child of a process that has made the slow imports."""
     path = os.pathsep.join([str(fuzzing.FOLDER), *filter(None, sys.path)])
     got = subprocess.run(
         [sys.executable, "-c", SHRINKS],

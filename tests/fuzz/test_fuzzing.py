@@ -1,4 +1,4 @@
-"""The frame itself: each way to fall over is one finding, and the inputs behind it are tried."""
+"""The fuzzing harness: each failure is one finding, and the inputs after it are tried."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_kind_of_finding_has_its_seed(name: str) -> None:
 def test_a_campaign_ends_in_time_and_goes_on_from_its_seed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock goes on whenever it is read, by ten milliseconds."""
+    """The clock advances by ten milliseconds whenever it is read."""
     clock = itertools.count(0, 10)
     monkeypatch.setattr(fuzzing, "time", SimpleNamespace(monotonic=lambda: next(clock) / 1000))
     tally = fuzzing.run(name, first=9, seconds=1.0)
@@ -74,13 +74,13 @@ def test_a_campaign_ends_in_time_and_goes_on_from_its_seed(
     assert tally.seconds > 1
 
 
-def test_a_class_that_always_falls_over_is_left(
+def test_a_class_that_always_fails_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "fuzz_bad.py").write_text("def one(random):\n    raise KeyError\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "fuzz_bad", raising=False)
-    assert fuzzing.run("bad", inputs=10**6).inputs == fuzzing.MOST_FINDINGS
+    assert fuzzing.run("bad", inputs=10**6).inputs == fuzzing.MAX_FINDINGS
 
 
 def test_figures_add_up(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def one(random):
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    """That of the sanitized module, which is built."""
+    """The environment of the sanitized module, which is built first."""
     if not sanitized.runtimes():
         pytest.skip("no AddressSanitizer for this compiler")
     return sanitized.environment()
@@ -65,7 +65,7 @@ def write_class(text: str, name: str, folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def tried(environment: dict[str, str], folder: Path, inputs: int, name: str) -> fuzzing.Tally:
-    """What the frame says of a class of inputs, sanitized; its module may lie in a folder."""
+    """The harness's tally of a class of inputs, sanitized; its module may be in a folder."""
     path = os.pathsep.join((environment["PYTHONPATH"], str(folder), str(fuzzing.FOLDER)))
     return fuzzing.run(
         name, first=10**6, inputs=inputs, environment={**environment, "PYTHONPATH": path}
@@ -79,7 +79,7 @@ CAPABILITIES = ("portable", "avx2", "avx512", "avx512_bf16")
 def test_a_kernel_that_reads_what_it_must_not_is_a_finding(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: str
 ) -> None:
-    """The kernels of each capability are compiled with the sanitizer, and the frame hears of it."""
+    """Kernels of each capability are sanitized, and the report reaches the harness."""
     if capability not in _C.cpu_capabilities():
         pytest.skip(f"this CPU does not have {capability}")
     text = POISONED.format(capabilities=[capability], poisons=True)
@@ -91,7 +91,7 @@ def test_a_kernel_that_reads_what_it_must_not_is_a_finding(
     assert f"eecore::cpu::{capability}::" in said
 
 
-def test_one_that_reads_what_it_may_is_none(
+def test_a_kernel_that_reads_its_own_memory_is_no_finding(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capabilities = [name for name in CAPABILITIES if name in _C.cpu_capabilities()]
@@ -102,7 +102,7 @@ def test_one_that_reads_what_it_may_is_none(
 
 
 def test_what_is_undefined_ends_the_process(environment: dict[str, str]) -> None:
-    """UBSan's checks are in the module, those that do not return."""
+    """UBSan's checks in the module abort."""
     folder = Path(environment["PYTHONPATH"].split(os.pathsep)[0])
     (module,) = (folder / "eecore").glob("_C*.so")
     symbols = module.read_bytes()
@@ -113,7 +113,7 @@ def test_what_is_undefined_ends_the_process(environment: dict[str, str]) -> None
 def test_rows_of_no_elements_are_not_copied(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may lie at no address, from which not even no bytes may be copied."""
+    """They may have a null address, from which memcpy of 0 bytes is undefined."""
     write_class(EMPTY, "empty", tmp_path, monkeypatch)
     tally = tried(environment, tmp_path, 20, "empty")
     assert tally.counts == {"served": 20}, "\n".join(map(str, tally.findings))

@@ -1,4 +1,4 @@
-"""The engines in C++ and CUDA: built against the installed headers and library, and run."""
+"""The example engines in C++ and CUDA, built against the installed headers and library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of transformers that changes while eecore holds it: followed, or refused by name."""
+"""Changes of a transformers model while eecore holds it: followed, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def other_data(model: PreTrainedModel) -> None:
 
 
 def config_of_rope(model: PreTrainedModel) -> None:
-    """What transformers itself does not look at again."""
+    """Fields of the config that transformers itself does not read again."""
     model.config.rope_parameters["rope_theta"] = 50.0
 
 
@@ -87,7 +87,7 @@ def there_and_back(model: PreTrainedModel) -> None:
 
 
 def hidden_states(model: PreTrainedModel) -> None:
-    """Transformers leaves hooks in place that change nothing."""
+    """Hooks that transformers leaves in place and that change nothing."""
     model(IDS, output_hidden_states=True)
 
 
@@ -118,7 +118,7 @@ def test_what_a_model_has_become_is_followed(
 
 
 def test_a_head_that_is_untied_is_followed(directory: Path) -> None:
-    """With the same numbers first, and then with others."""
+    """The head has the same numbers first, and then different ones."""
     model = loaded(directory / "llama_tied")
     model.generate(IDS, **CALL, **EARLY)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())

@@ -1,4 +1,4 @@
-"""Drafts by the first layers for another engine's texts: always those of eecore's own engine."""
+"""Drafts by the first layers for another engine's texts equal those of eecore's own engine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def texts(*lengths: int, seed: int = 3) -> list[np.ndarray]:
 def continued(
     whole: eecore.Model, given: list[np.ndarray], count: int = NUM_DRAFTS
 ) -> list[list[int]]:
-    """What eecore's engine writes behind each text with the same layers."""
+    """The tokens that eecore's engine generates after each text with the same layers."""
     outputs = eecore.generate(
         whole,
         [each.tolist() for each in given],
@@ -77,7 +77,7 @@ def test_of_every_family(tmp_path: Path, family: str) -> None:
     assert made == continued(whole, given)
 
 
-def test_what_was_refused_leaves_nothing_behind(whole: eecore.Model, first: LlamaModel) -> None:
+def test_rejected_drafts_leave_no_state(whole: eecore.Model, first: LlamaModel) -> None:
     """Rounds in which none, some or all of the drafts, and another token, are accepted."""
     mine, given = drafter(first), texts(9, 30, 2)
     for round_number in range(12):
@@ -104,7 +104,7 @@ def test_texts_come_go_and_change_places(whole: eecore.Model, first: LlamaModel)
 def test_only_what_is_new_goes_through_the_layers(
     first: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A text that goes on, in another place, or that comes back after it was away."""
+    """A text may go on, move to another row, or come back after it was away."""
     mine, (a, b) = drafter(first), texts(300, 200)
     sizes: list[int] = []
     layers = LlamaModel.layers
@@ -119,7 +119,7 @@ def test_only_what_is_new_goes_through_the_layers(
     a, b = text(*a, *drafts[0], 7), text(*b, drafts[1][0], 7)
     sizes.clear()
     mine.draft([b, a], 3)
-    # Of a its last draft and the token behind it, of b the latter alone.
+    # For a: its last draft and the token after it; for b: that token alone.
     assert sizes == [3, 2, 2]
     mine.draft([b], 3)
     sizes.clear()

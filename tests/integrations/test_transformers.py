@@ -1,4 +1,4 @@
-"""Models of transformers on eecore's engine: its own calls, its own tokens, its memory once."""
+"""Models of transformers on eecore's engine: transformers' calls and tokens, weights held once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def llama(directory: Path) -> PreTrainedModel:
 
 
 def batch(*lengths: int, pad: int = 0) -> dict[str, Any]:
-    """Prompts padded on the left, greedy, with end tokens that come."""
+    """A batch of prompts padded on the left, greedy, with end tokens that occur."""
     prompts = random_prompts(*lengths, seed=5)
     longest = max(lengths)
     rows = [[pad] * (longest - len(prompt)) + prompt for prompt in prompts]
@@ -75,7 +75,7 @@ def test_answers_are_transformers_own(tmp_path: Path, family: str) -> None:
         for exit in LOSSLESS:
             got = model.generate(**given, custom_generate=EARLY, exit=exit)
             assert torch.equal(got, expected), (lengths, exit)
-    # It shares its weights, and still is what it was.
+    # The model shares its weights, and is unchanged.
     assert torch.equal(model.generate(**given), expected)
 
 
@@ -276,7 +276,7 @@ def test_texts_that_end_an_answer(directory: Path, tmp_path: Path) -> None:
 
 def test_stopping_criteria_end_a_sequence(directory: Path) -> None:
     model = loaded(directory)
-    # With an end token, since transformers pads what has ended only then.
+    # An end token is set: without one transformers does not pad ended sequences.
     given = {**batch(9, 4), "eos_token_id": 1, "pad_token_id": 0}
     whole = model.generate(**given)[0, 9:].tolist()
     given["stopping_criteria"] = StoppingCriteriaList([lambda ids, _: ids[:, -1] == whole[4]])

@@ -88,7 +88,7 @@ def test_it_is_our_kernel_that_attends(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_prompts_in_pieces(tmp_path: Path) -> None:
-    """Several queries behind keys that are there already."""
+    """Several queries after keys that are in the cache already."""
     directory = write_model(tmp_path)
     ours = loaded(directory, eecore.register_attention())
     ids = torch.tensor(random_prompts(23))

@@ -1,4 +1,4 @@
-"""The proposer that vLLM asks: its settings and refusals, and a real vLLM's tokens.
+"""The proposer for vLLM: its settings and refusals, and a real vLLM's tokens.
 
 vLLM lives in an environment of its own: that of ``python -m bench peers``, or of the interpreter
 that EECORE_VLLM_PYTHON names. The tests that need it are skipped where there is none.
@@ -32,7 +32,7 @@ START_TIMEOUT_S = 300
 
 
 def config(model: Path | str, **changes: Any) -> Any:
-    """As much of vLLM's config as the proposer reads."""
+    """The fields of vLLM's config that the proposer reads."""
     settings = {
         "exit_layer": 2,
         "num_drafts": 3,
@@ -62,7 +62,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(*prompts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """As vLLM keeps them: lengths and tokens, with what was there before behind the ends."""
+    """Lengths and tokens as vLLM keeps them, with old tokens after each end."""
     tokens = np.full((4, 64), 999, np.int32)
     for row, prompt in zip(tokens, prompts, strict=False):
         row[: len(prompt)] = prompt
@@ -133,7 +133,7 @@ def test_where_it_does_not_run(changes: dict[str, Any], expected: str) -> None:
 
 
 def test_a_model_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its files are those that vLLM fetched; eecore fetches none."""
+    """The model's files are those that vLLM fetched; eecore fetches none."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     named = SimpleNamespace(model="owner/name", revision=None)
     with pytest.raises(ModelError, match="owner/name: expected a model directory, got none"):
@@ -202,7 +202,7 @@ def start() -> Iterator[Starts]:
 
 
 def test_greedy_tokens_are_those_of_vllm_alone(start: Starts) -> None:
-    """Chunked prompts, answers that outgrow the cache, prompts that come as others end."""
+    """Prompts are chunked, answers outgrow the cache, and prompts arrive as others end."""
     said = random.Random(0)
     sentences = ["turn the kitchen lights down", "what is the temperature", "open the garage door"]
     tokenizer = eecore.load(kv_cache_tokens=256).tokenizer

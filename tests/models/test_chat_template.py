@@ -1,4 +1,4 @@
-"""Chat templates: what transformers renders, and an error of ours for what has no end."""
+"""Chat templates: transformers' text, and an error for templates without an end."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_templates_of_models_give_the_text_of_transformers(
 
 
 def test_turns_without_a_system_give_the_text_of_transformers() -> None:
-    """As Gemma has them."""
+    """Gemma's templates take no system message."""
     parts = [{"type": "image"}, {"type": "text", "text": " What is it? "}]
     user, model = {"role": "user", "content": " Hi "}, {"role": "assistant", "content": "Yes. "}
     for messages in (
@@ -146,7 +146,7 @@ def test_what_templates_may_use(template: str) -> None:
     assert render(template, messages) == of_transformers(template, messages)
 
 
-def test_lines_of_blocks_leave_nothing_behind() -> None:
+def test_lines_of_blocks_leave_no_text() -> None:
     source = "{% for m in messages %}\n  {% if m %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n"
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     assert ChatTemplate(source).render(messages, {}) == "a\nb\n"
@@ -170,7 +170,7 @@ def test_long_conversations_have_room() -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less time than usual, which tests would wait for."""
+    """A shorter time limit, so that tests do not wait."""
     monkeypatch.setattr(chat_template, "SECONDS", 0.1)
 
 
@@ -186,7 +186,7 @@ def test_what_has_no_end_is_refused(name: str) -> None:
 
 @pytest.mark.usefixtures("short")
 def test_a_template_that_has_ended_its_process_harms_no_other_rendering() -> None:
-    """Others wait while it is being ended, and have their texts then."""
+    """Other renderings wait while the process is ended, and then get their texts."""
     assert render("{{ messages[0].content }}") == CONVERSATIONS["one"][0]["content"]
     found: list[str] = []
 
@@ -216,7 +216,7 @@ def test_a_template_takes_no_memory_of_this_process() -> None:
 
 
 def test_templates_open_no_files() -> None:
-    """Even one that got out of the sandbox: codecs are read when they are first asked for."""
+    """Not even a template outside the sandbox can: files of codecs are read on first use."""
     with pytest.raises(ChatTemplateError):
         render("{{ 'a'.encode('cp1140') }}")
 
@@ -326,7 +326,7 @@ def test_interrupts_pass() -> None:
 
 
 def test_what_forks_ends_quietly_with_a_process_that_has_not_heard_it() -> None:
-    """As Ctrl-C ends one that has just started it."""
+    """Ctrl-C may end a process that has just started the forking one."""
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-c", PROGRAM, str(theirs.fileno()), "eecore.template_process"]
@@ -335,6 +335,6 @@ def test_what_forks_ends_quietly_with_a_process_that_has_not_heard_it() -> None:
         )
     with ours:
         Channel(ours).send(())
-        assert select.select([ours], [], [], 60)[0]  # it has answered, which nobody reads
+        assert select.select([ours], [], [], 60)[0]  # it has answered; the answer is not read
     assert server.communicate(timeout=60)[1] == b""
     assert server.returncode == 0

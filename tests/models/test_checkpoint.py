@@ -1,4 +1,4 @@
-"""Model directories: what is read from them, and how a bad one is refused."""
+"""Model directories: their contents, and how a bad one is refused."""
 
 from __future__ import annotations
 

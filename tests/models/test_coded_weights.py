@@ -1,4 +1,4 @@
-"""Models with int8 and int4 weights: what the rounded weights give, in all exit modes."""
+"""Models with int8 and int4 weights give what the rounded weights give, in all exit modes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FIVE_BITS, EIGHT_BITS = (".k_proj.weight", ".k.weight"), (".v_proj.weight", ".v.
 
 
 def rounded(name: str, weight: Tensor, coding: str) -> Tensor:
-    """What is left of a checkpoint's matrix."""
+    """A checkpoint's matrix, rounded."""
     if weight.shape[-1] % 32 != 0:
         return dequantise_rows(*quantise_rows(weight), torch.float32)
     format = "Q5_1" if name.endswith(FIVE_BITS) else "Q4_1"
@@ -44,7 +44,7 @@ def rounded(name: str, weight: Tensor, coding: str) -> Tensor:
 
 
 def round_weights(directory: Path, coding: str) -> None:
-    """Make the checkpoint's linear layers what a coding keeps of them."""
+    """Round the checkpoint's linear layers as a coding does."""
     file = directory / "model.safetensors"
     tensors = load_file(file)
     untied = {"model.embed_tokens.weight", "shared.weight"} if "lm_head.weight" in tensors else {}
@@ -75,7 +75,7 @@ def test_logits_are_those_of_the_rounded_weights(family: str, coding: str, tmp_p
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_packed_layers_hold_what_the_checkpoint_does(dtype: str, tmp_path: Path) -> None:
-    """Rows of Q, K and V that fill no panels, layers and all."""
+    """Rows of Q, K and V fill no whole panels in any layer."""
     sizes = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3}
     directory = write_model(tmp_path, **sizes, intermediate_size=160)
     tensors = load_file(directory / "model.safetensors")

@@ -76,7 +76,7 @@ def head(oracle: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 class Exits:
-    """transformers' layers, left early: a skipped layer makes keys and values of the exit state.
+    """transformers' layers with exits: a skipped layer makes keys and values of the exit state.
 
     Args:
         oracle: the model.
@@ -89,7 +89,7 @@ class Exits:
         self.reads_prompt, self.exit = True, 0
 
     def after(self, number: int, state: torch.Tensor, made: Any) -> Any:
-        """What goes into the next layer, and after the last one into the head."""
+        """The input of the next layer, and after the last one of the head."""
         hidden = made[0] if isinstance(made, tuple) else made
         if self.exit:
             return (state, *made[1:]) if isinstance(made, tuple) else state
@@ -144,7 +144,7 @@ def test_logits_and_tokens_are_those_of_transformers(family: str, written: Any) 
         got = Session(model.network, 41).logits(token_ids, chunks)
         torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
     for prompt, tokens in zip(PROMPTS, generated(model), strict=True):
-        # With a longrope transformers has the short factors for texts of up to 16 tokens.
+        # transformers uses a longrope's short factors for texts of up to 16 tokens.
         if family != "phi3_long" or len(prompt) > 16:
             assert tokens == greedy(oracle, prompt)
 
@@ -185,7 +185,7 @@ def test_rows_exit_as_transformers_layers_would(family: str, written: Any) -> No
 def test_the_cuda_path_gives_the_tokens_of_the_cpu(
     family: str, written: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over the emulator: a prompt that is longer than the windows beside a short one."""
+    """In the emulator: a prompt longer than the windows beside a short one."""
     exits = Full(), ConfidentExit(0.4)
     options = {"max_tokens": 4, "ignore_eos": True}
     directory = written(family)[0]

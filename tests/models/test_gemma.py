@@ -27,7 +27,7 @@ TEXT = (
     "\n"
 )
 PERPLEXITY = 19.936
-"""That of llama.cpp on this text and PyPI's file; in float32 the file's numbers give 20.040."""
+"""llama.cpp's on this text and PyPI's file; in float32 the file's numbers give 20.040."""
 
 pytestmark = pytest.mark.skipif(not PLACE, reason="EECORE_GEMMA3_GGUF names no file")
 

@@ -150,7 +150,7 @@ def test_an_unknown_tokenizer_leaves_the_directory_without_one(
     assert load_model(out, "cpu")[2] is None
 
 
-# Refusals: each leaves nothing behind
+# Refusals: none leaves a file
 
 
 @pytest.fixture

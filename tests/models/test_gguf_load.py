@@ -1,4 +1,4 @@
-"""GGUF files run as they are: what their blocks stand for, in every exit mode."""
+"""GGUF files run as they are, with the numbers of their blocks, in every exit mode."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPTS = random_prompts(5, 1, 23, 9, 2, 40, seed=2)
 
 
 def floats(matrix: ops.Matrix) -> torch.Tensor:
-    """[..., out_features, in_features] of what a matrix stands for."""
+    """The numbers of a matrix, [..., out_features, in_features]."""
     if matrix.table is None:
         return matrix.weight
     rows = ops.unpack_weight(matrix.weight, matrix.table.flatten())
@@ -157,7 +157,7 @@ def test_a_type_that_does_not_run_is_named(tmp_path: Path) -> None:
     write_gguf(file, original, quantization=KIND.Q4_0)
     data = file.read_bytes()
     name = b"blk.0.attn_output.weight"
-    at = data.index(name) + len(name) + 4 + 16  # behind the number of dimensions and two of them
+    at = data.index(name) + len(name) + 4 + 16  # after the number of dimensions and two dimensions
     assert data[at] == KIND.Q4_0
     file.write_bytes(data[:at] + bytes([KIND.IQ4_NL]) + data[at + 1 :])
     with pytest.raises(UnsupportedModelError, match=r"attn_output.*: supported are Q4_0.*IQ4_NL"):

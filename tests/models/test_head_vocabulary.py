@@ -1,4 +1,4 @@
-"""The rows of a draft head's own tokens, and those that tokens of texts have in turns."""
+"""The rows of a draft head's own tokens, and the spare rows that tokens of texts share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def own_tokens(count: int) -> Tensor:
 
 
 def check(vocabulary: HeadVocabulary, head: Matrix, own: Tensor, num_spare: int) -> None:
-    """Every row is its token's, and no token has two."""
+    """Every row has to be its token's, and no token may have two."""
     tokens, table = vocabulary.tokens, vocabulary.rows.table
     assert table is not None
     assert torch.equal(tokens[: len(own)], own)
@@ -107,7 +107,7 @@ def test_engines_of_several_threads(form: str) -> None:
     head, own = lm_head(form), own_tokens(40)
     vocabulary = HeadVocabulary(head, own, 48)
 
-    vocabulary._put(own.tolist())  # what one was to put, another one has put
+    vocabulary._put(own.tolist())  # another thread may have put them already
 
     def take(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -52,7 +52,7 @@ def edited(directory: Path, **changes: Any) -> Path:
 
 
 class Raw(str):
-    """JSON text that stands where it is put."""
+    """JSON text that is written as it is."""
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -201,7 +201,7 @@ def test_what_is_no_file_is_not_opened(name: str, kind: str, model_dir: Path) ->
 
 
 @pytest.mark.parametrize(
-    "path", ["a" * 300, "a/" * 3000, "no\0where", "\ud800", "~nobody-is-called-this/x", ""]
+    "path", ["a" * 300, "a/" * 3000, "no\0where", "\ud800", "~no-such-user/x", ""]
 )
 def test_paths_that_nothing_can_have(path: str) -> None:
     with pytest.raises(ModelError, match="expected"):
@@ -312,7 +312,7 @@ def test_names_of_tensors_are_shown_as_text(model_dir: Path) -> None:
 
 
 def test_a_claim_takes_no_memory_before_it_is_believed(model_dir: Path) -> None:
-    """In a process that may have little more than it has already."""
+    """The process may have little more memory than it has already."""
     for changes in ({"max_position_embeddings": 10**8}, {"num_hidden_layers": 10**9}):
         edited(model_dir, **changes)
         program = f"""

@@ -16,7 +16,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def flags_at(address: int) -> list[str]:
-    """Of the mapping that an address lies in, as Linux names them."""
+    """The flags of the mapping that holds an address, as Linux names them."""
     inside = False
     for line in SMAPS.read_text().splitlines():
         bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)

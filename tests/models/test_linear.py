@@ -1,4 +1,4 @@
-"""Which products multiply how many rows, and that heads come to the cache by either."""
+"""The products that multiply a number of rows; heads reach the cache by each of them."""
 
 from __future__ import annotations
 

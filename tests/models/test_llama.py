@@ -225,7 +225,7 @@ def test_logits_of_the_real_model_agree_with_transformers(smollm2: Path) -> None
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_program_of_many_rows_calls_ops_of_eecore_alone(family: str, tmp_path: Path) -> None:
-    """And gives what some of them at a time give, to the bit."""
+    """The result equals that of a few rows at a time, to the bit."""
     _, model, _ = load_model(write_model(tmp_path, family), "cpu")
     count = 40
     tokens, session, beside = tokens_for(model, count), Session(model, count), Session(model, count)

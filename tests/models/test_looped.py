@@ -89,7 +89,7 @@ def network_of(model: eecore.Model) -> LlamaModel:
 
 
 def limited(model: eecore.Model, **limits: Any) -> eecore.Model:
-    """The same model in an engine of other limits."""
+    """The same model with an engine of other limits."""
     return eecore.Model(model.network, None, EngineConfig(**limits))
 
 

@@ -93,7 +93,7 @@ def ropes(config: Any, head_dim: int) -> tuple[RopeConfig, ...]:
 
 
 def layer_ropes(config: Any) -> tuple[int | None, ...]:
-    """Which of them each layer of a config of transformers has."""
+    """The rotary embedding of each layer of a config of transformers."""
     layers = range(config.num_hidden_layers)
     if getattr(config, "no_rope_layers", None) is not None:
         return tuple(0 if config.no_rope_layers[layer] else None for layer in layers)
@@ -103,7 +103,7 @@ def layer_ropes(config: Any) -> tuple[int | None, ...]:
 
 
 def attention_scale(config: Any) -> float | None:
-    """What multiplies the scores, where that is not head_dim**-0.5."""
+    """The factor of the scores if it is not head_dim**-0.5."""
     if hasattr(config, "query_pre_attn_scalar"):
         return float(config.query_pre_attn_scalar**-0.5)
     return getattr(config, "attention_multiplier", None)

@@ -1,4 +1,4 @@
-"""Chunks of prompts by the kernels of others: the same as eecore's, whoever they are."""
+"""Chunks of prompts with other libraries' attention kernels give the same as with eecore's."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def varlen(
     window_size: tuple[int, int],
     softcap: float,
 ) -> Tensor:
-    """What flash_attn_varlen_func computes, by its arguments, with the mask written out."""
+    """flash_attn_varlen_func by its arguments, with the mask written out."""
     assert causal
     assert starts.dtype == key_starts.dtype == torch.int32
     outs, longest = [], [0, 0]

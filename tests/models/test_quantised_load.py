@@ -33,7 +33,7 @@ FORMATS = {0: "Q4_0", 2: "Q5_0", 4: "Q8_0"}
 
 
 def stacked(values: dict[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:
-    """What the fields of a layer's weights must hold."""
+    """The required fields of a layer's weights."""
     prefix = f"model.layers.{layer}"
     parts = {
         "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -48,7 +48,7 @@ def stacked(values: dict[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:
 
 
 def held(matrix: ops.Matrix) -> str:
-    """How a matrix is held."""
+    """The form in which a matrix is held."""
     if matrix.scale is not None:
         return "int8"
     if matrix.table is None:
@@ -147,7 +147,7 @@ def test_every_family(family: str, tmp_path: Path) -> None:
 
 
 def test_layers_of_other_bits_keep_theirs(original: Path, tmp_path: Path) -> None:
-    """Mixed within one matrix; the LM head too."""
+    """Bits are mixed within one matrix; the LM head has its own too."""
     others = {"v_proj": 8, "layers.1.mlp.down_proj": 8}
     for layout in ("gptq", "packed"):
         how = Quantisation(layout, others=others)
@@ -170,7 +170,7 @@ def test_a_layer_in_floats_makes_floats_of_its_kind(original: Path, tmp_path: Pa
 
 
 def test_zero_points_of_zero(original: Path, tmp_path: Path) -> None:
-    """Stored less one they borrow from the next of their word."""
+    """Stored less one, they borrow from the next number of their word."""
     expected = write_quantised(original, tmp_path / "model", Quantisation("gptq", symmetric=False))
     path = tmp_path / "model" / "model.safetensors"
     tensors = load_file(path)
@@ -269,7 +269,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def changed(**parts: Any) -> Callable[[Tensors], Tensors]:
-    """Other tensors of a layer; none where it is None."""
+    """Replacements of a layer's tensors; None removes one."""
 
     def change(tensors: Tensors) -> Tensors:
         new = {f"{Q}.{part}": value for part, value in parts.items()}

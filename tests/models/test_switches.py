@@ -73,7 +73,7 @@ def config_of(**switches: Any) -> ModelConfig:
 
 
 def tensors_of(config: ModelConfig) -> dict[str, Tensor]:
-    """Of a checkpoint, of a spread that makes every layer matter."""
+    """The tensors of a checkpoint, with a spread that makes every layer matter."""
     generator = torch.Generator().manual_seed(0)
     views = LlamaWeights.empty(config, NewWeights("meta", torch.float32)).by_checkpoint_name(config)
     tensors = {}
@@ -94,7 +94,7 @@ def model_of(config: ModelConfig, dtype: torch.dtype = torch.float32) -> LlamaMo
 
 
 def run(network: LlamaModel, tokens: list[int]) -> tuple[list[Tensor], KVCache, AttentionBatch]:
-    """States before the first layer and after each, of one text; its cache, and what it is of."""
+    """States of a text before the first layer and after each; its cache and its batch."""
     config, batch = network.config, network.whole_text(len(tokens))
     kv = KVCache.allocate(config, 1, len(tokens), device=network.device, dtype=network.dtype)
     states = [network.embed(torch.tensor(tokens))]
@@ -166,7 +166,7 @@ def test_exits_and_drafts_keep_their_promises(switch: str) -> None:
 
 
 def first_layers(weights: LlamaWeights, count: int) -> LlamaWeights:
-    """Those of the first layers: copies, since a stack of them is contiguous."""
+    """The weights of the first layers: copies, since a stack of them is contiguous."""
     kept = {"embed_tokens", "lm_head", "final_norm"}
     cut = {}
     for field in dataclasses.fields(weights):
@@ -187,7 +187,7 @@ def first_layers(weights: LlamaWeights, count: int) -> LlamaWeights:
 def test_the_cuda_path_gives_the_tokens_of_the_cpu(
     switch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over the emulator, with programs as on a GPU: exits of each row, and drafts."""
+    """In the emulator, with programs as on a GPU: exits of each row, and drafts."""
     config = config_of(**SWITCHES[switch])
     exits = ConfidentExit(0.005), SelfSpeculative(2, 2)
     expected = [answers(loaded(model_of(config)), exit, max_tokens=3) for exit in exits]

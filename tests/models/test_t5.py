@@ -41,7 +41,7 @@ INPUTS = random_prompts(1, 7, MAX_SKINNY_ROWS + 8)
 
 @pytest.fixture(scope="session")
 def t5_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The upper half of the decoder changes less than the lower one."""
+    """A T5 whose upper half of the decoder changes less than the lower one."""
     return write_t5(tmp_path_factory.mktemp("t5"), deep_gain=0.3)
 
 
@@ -216,7 +216,7 @@ def test_self_speculation_gives_the_tokens_of_full_depth(t5: eecore.Model, exit_
 
 
 @pytest.mark.parametrize("mode", POLICIES)
-def test_what_nobody_has_written_is_never_read(t5_directory: Path, mode: str) -> None:
+def test_unwritten_cache_is_never_read(t5_directory: Path, mode: str) -> None:
     model = load(t5_directory, kv_cache_tokens=512)
     settings = {"exit": POLICIES[mode], "max_tokens": 12, "ignore_eos": True}
     expected = eecore.generate(model, INPUTS, **settings)
@@ -240,7 +240,7 @@ def test_all_modes_side_by_side_give_what_each_gives_alone(t5: eecore.Model, mod
     assert together[at].exit_layers == alone.exit_layers
 
 
-def test_a_seed_draws_the_same_whoever_is_beside_it(t5: eecore.Model) -> None:
+def test_a_seed_draws_the_same_in_any_batch(t5: eecore.Model) -> None:
     sampling = SamplingParams(max_tokens=15, temperature=0.8, top_k=40, seed=5)
     alone = eecore.generate(t5, INPUTS[1], sampling=sampling)
     beside = eecore.generate(t5, [*INPUTS, INPUTS[1]], sampling=sampling)
@@ -251,7 +251,7 @@ def test_a_seed_draws_the_same_whoever_is_beside_it(t5: eecore.Model) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "mode"),
-    # Who decodes by what is tried in all modes with other models: the emulator is slow.
+    # Other models are tried in all modes; the emulator is slow.
     [
         *(("emulated", mode) for mode in ("full", "softmax_each", "state", "speculative")),
         *(("cuda", mode) for mode in POLICIES),
@@ -330,7 +330,7 @@ def test_an_input_counts_against_an_iteration_and_a_large_one_has_its_own(t5: ee
     assert pages_free(engine)
 
 
-def test_cancelled_and_failing_requests_leave_no_pages_behind(
+def test_cancelled_and_failing_requests_give_their_pages_back(
     t5: eecore.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = t5.engine(eecore.EngineConfig(kv_cache_tokens=1024))
@@ -358,7 +358,7 @@ def test_cancelled_and_failing_requests_leave_no_pages_behind(
 # What cannot be
 
 
-def test_bad_inputs_are_refused_and_harm_nobody(t5: eecore.Model) -> None:
+def test_bad_inputs_are_refused_and_harm_no_request(t5: eecore.Model) -> None:
     engine = t5.engine(eecore.EngineConfig(kv_cache_tokens=1024))
     expected = eecore.generate(t5, INPUTS[1], max_tokens=10)
     engine.add_request(INPUTS[1], sampling=SamplingParams(max_tokens=10))

@@ -37,7 +37,7 @@ def byte_tokenizer(tmp_path: Path) -> Tokenizer:
 
 @pytest.fixture
 def sentencepiece(tmp_path: Path) -> Tokenizer:
-    """Of Llama-2's kind: a space before the text, bytes for unknown characters, <s> first."""
+    """A tokenizer like Llama-2's: a space before the text, bytes for unknown text, <s> first."""
     pieces = [SPACE, *"Helowrd,", f"{SPACE}w", f"{SPACE}H", "ll"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     merges = [(SPACE, "w"), (SPACE, "H"), ("l", "l")]

@@ -1,4 +1,4 @@
-"""Files of tokenizers: what cannot be used is an error of ours, which says what and where."""
+"""Files of tokenizers: a part that cannot be used is an error of eecore's that names it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def template(*names: str, ids: list[int] | None = None) -> dict[str, Any]:
 
 
 def replacing(count: int) -> list[dict[str, Any]]:
-    """So many doublings of a letter."""
+    """A normalizer of so many doublings of a letter."""
     return [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * count
 
 

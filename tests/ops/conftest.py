@@ -1,4 +1,4 @@
-"""Two threads, however many the machine has: what kernels hand out has somebody to take it."""
+"""Two threads on any machine, so that kernels share work."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def random_rows(num_seqs: int, device: torch.device) -> dict[str, torch.Tensor]:
 def assert_accepts(
     rows: dict[str, torch.Tensor], accept: Callable[[], ops.AcceptMask], layer: int
 ) -> None:
-    """That ``accept`` does to the rows, and returns, what the reference says."""
+    """``accept`` has to change the rows, and return, as the reference does."""
     expected = reference.accept_mask(
         rows["confidence"], rows["thresholds"], layer, rows["status"], rows["exit_layer"]
     )
@@ -111,7 +111,7 @@ def test_opcheck(device: torch.device) -> None:
 
 
 def acceptance(m: Maker, rows: int) -> Arguments:
-    """What accepts rows of any confidence."""
+    """An acceptance of rows of any confidence."""
     return {
         "thresholds": m.placed(m.one_of(m.uniform(rows), torch.ones(rows))),
         "layer": m.random.randint(1, 40),
@@ -124,7 +124,7 @@ def acceptance(m: Maker, rows: int) -> Arguments:
 
 
 def accepted(before: Arguments, confidence: Tensor) -> dict[str, Tensor]:
-    """What is written of an acceptance."""
+    """The tensors that an acceptance writes."""
     status, exit_layer, survivors = reference.accept_mask(
         confidence, *(before[n] for n in ("thresholds", "layer", "status", "exit_layer"))
     )

@@ -25,7 +25,7 @@ from random_calls import Arguments, Checked, Maker, compare
 
 
 class Verified:
-    """A round's drafts and what the full model says of them."""
+    """A round's drafts and their verification by the full model."""
 
     def __init__(
         self, num_rows: int, num_steps: int = 4, vocab_size: int = VOCAB_SIZE, device: Any = None
@@ -44,7 +44,7 @@ class Verified:
         self.sampling: dict[str, Tensor] = {}
 
     def sample(self, vocab_size: int) -> None:
-        """Let some rows sample: drafts come from q, and p is not far from it."""
+        """Let some rows sample: drafts come from q, and p is close to it."""
         rounds, given = self.rounds, self.round
         rows, steps, max_tokens = rounds.num_rows, rounds.num_steps, len(self.target)
         p = (rounds.uniform(max_tokens, vocab_size) * 4).softmax(-1)
@@ -76,7 +76,7 @@ class Verified:
         )
 
     def check(self) -> None:
-        """That the op does what the reference says."""
+        """The op has to do what the reference does."""
         ended, num_accepted, last_row = reference.accept_round(
             self.round, self.verification, self.target, **self.sampling
         )
@@ -104,7 +104,7 @@ def test_sampling_matches_the_reference(
 
 
 def two_drafts(device: torch.device, num_rows: int = 1) -> Verified:
-    """Rows with the drafts 2 and 3 behind token 4, at position 10, with 8 tokens left."""
+    """Rows with the drafts 2 and 3 after token 4, at position 10, with 8 tokens left."""
     verified = Verified(num_rows, 2, device=device)
     given = verified.round
     for tensor, value in (

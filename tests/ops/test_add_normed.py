@@ -1,4 +1,4 @@
-"""add_normed: what a sublayer gives, normed, onto the residual stream."""
+"""add_normed: adds a sublayer's normed output to the residual stream."""
 
 from __future__ import annotations
 

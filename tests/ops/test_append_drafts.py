@@ -1,4 +1,4 @@
-"""append_drafts: what ends a draft, what is kept of a token, who is left alone."""
+"""append_drafts: the ends of a draft, the kept fields of a token, the untouched rows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Drafting:
         return hidden, self.rounds.whole(VOCAB_SIZE, rows), self.rounds.uniform(rows)
 
     def drop_done(self) -> None:
-        """Let the active rows that are done make room for the others."""
+        """Remove the active rows that are done."""
         goes_on = ~self.round.done[self.active.row.long()]
         names = ("row", "positions", "slot_mapping", "seq_lens", "page_table", "token_ids")
         self.active = self.active._replace(
@@ -63,14 +63,14 @@ class Drafting:
         )
 
     def check(self, step: int, *, own_key: bool = True) -> None:
-        """That the op does what the reference says."""
+        """The op has to do what the reference does."""
         drafts = self.draft()
         expected = reference.append_drafts(*drafts, step, self.round, self.active, own_key=own_key)
         drafted = ~self.round.done
         ops.append_drafts(*drafts, step, self.round, self.active, own_key=own_key)
         assert_same(self.round, expected[0], but="states")
         assert_same(self.active, expected[1])
-        if self.round.states is not None:  # of those that did not draft it may be anything
+        if self.round.states is not None:  # rows that did not draft may hold anything
             assert expected[0].states is not None
             assert torch.equal(self.round.states[drafted], expected[0].states[drafted])
 
@@ -145,7 +145,7 @@ def test_what_ends_a_draft(what: str, goes_on: bool, device: torch.device) -> No
     assert given.done.tolist() == given.all_done.tolist() == [not goes_on]
     assert active.slot_mapping.tolist() == [21 if goes_on else -1]
     assert active.seq_lens.tolist() == [at + 2 if goes_on else 1]
-    assert active.positions.tolist() == [at + 1]  # of the draft, the last token either way
+    assert active.positions.tolist() == [at + 1]  # the draft's: the last token in both cases
     assert active.token_ids is not None
     assert active.token_ids.tolist() == [4]
     assert given.num_drafted.tolist() == [1]

@@ -1,4 +1,4 @@
-"""begin_round: where rows start, how far they may draft, and the slots of what they draft."""
+"""begin_round: rows' first positions, their maximum draft length, and the slots of drafts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_round_matches_the_reference(
 
 @pytest.mark.parametrize("own_key", [True, False])
 def test_keys_before_a_first_token(own_key: bool, device: torch.device) -> None:
-    """There is one at least, whatever it is."""
+    """There is at least one key, of any content."""
     rounds = Rounds(2, 4, device)
     given, active = rounds.given(), rounds.active()
     given.start.copy_(torch.tensor([0, 5]))
@@ -79,7 +79,7 @@ def test_how_far_a_row_drafts(
 
 
 def test_rows_go_on_where_another_round_ended(device: torch.device) -> None:
-    """Of more rows than this one has."""
+    """The earlier round has more rows than this one."""
     rounds = Rounds(3, device=device)
     given, active = rounds.given(), rounds.active()
     ended = ops.EndedRound(
@@ -99,7 +99,7 @@ def test_rows_go_on_where_another_round_ended(device: torch.device) -> None:
 
 @pytest.mark.parametrize("num_seqs", BATCH_SIZES)
 def test_rows_that_are_given_drafts(num_seqs: int, device: torch.device) -> None:
-    """Some are, some get none, some draft themselves."""
+    """Some rows are given drafts, some get none, some draft themselves."""
     rounds = Rounds(num_seqs, 5, device)
     given = rounds.given()._replace(
         drafts=rounds.whole(9, num_seqs, 5), num_given=rounds.whole(8, num_seqs) - 1
@@ -115,7 +115,7 @@ def test_rows_that_are_given_drafts(num_seqs: int, device: torch.device) -> None
 
 @pytest.mark.parametrize("num_seqs", BATCH_SIZES)
 def test_rows_that_go_on_with_what_was_drafted_ahead(num_seqs: int, device: torch.device) -> None:
-    """Behind a round of fewer rows; the others have drafts of their own."""
+    """The earlier round has fewer rows; the remaining rows have drafts of their own."""
     rounds, num_ended = Rounds(num_seqs, 5, device), (num_seqs + 1) // 2
     given = rounds.given()._replace(
         drafts=rounds.whole(9, num_seqs, 5), num_given=rounds.whole(8, num_seqs) - 1
@@ -130,7 +130,7 @@ def test_rows_that_go_on_with_what_was_drafted_ahead(num_seqs: int, device: torc
 
 
 def test_drafts_ahead_end_before_one_that_is_unlikely(device: torch.device) -> None:
-    """Or of NaN; one that is just as likely as it has to be is taken."""
+    """A probability of NaN ends drafts too; one equal to the threshold does not."""
     probabilities = [[0.5, 0.9, 0.9], [0.9, 0.4999, 0.9], [0.9, float("nan"), 0.9], [0.9] * 3]
     rounds = Rounds(4, 4, device)
     given = rounds.given()._replace(
@@ -284,7 +284,7 @@ def fuzzed_call(m: Maker) -> Checked:
         "own_key": m.chance(),
     }
     if ended:
-        # Whoever goes on has room for a draft more than there may be.
+        # A row that goes on has room for one draft more than its maximum.
         deep = max(room - steps - 4, 1)
         given |= {
             "sources": m.placed(

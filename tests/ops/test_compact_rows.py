@@ -1,4 +1,4 @@
-"""compact_rows: rows that stay move up with all that is theirs; nothing else moves."""
+"""compact_rows: rows that stay move up with all their fields; nothing else moves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def compact_rows(leaving: Tensor, active: ops.ActiveRows) -> Tensor:
 
 
 def active_rows(num_active: int, num_rows: int, *, everything: bool = True) -> ops.ActiveRows:
-    """Tables are views of wider ones."""
+    """Active rows whose tables are views of wider ones."""
     generator = torch.Generator().manual_seed(num_active)
 
     def whole(*shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""decoder_layers: the very bits of the single ops, and no write before all checks."""
+"""decoder_layers: the bits of the single ops, and no write before all checks."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def random_call(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> dict[str, Any]:
-    """Scattered pages; NaN in all slots that hold no key of an earlier position."""
+    """A call with scattered pages, and NaN in all slots without a key of an earlier position."""
     generator = torch.Generator().manual_seed(2)
     size, num_seqs = case.page_size, len(case.seq_lens)
     max_pages = max((-(-length // size) for length in case.seq_lens), default=0)
@@ -172,7 +172,7 @@ def with_own_caches(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def linear_of(matrix: ops.Matrix, x: torch.Tensor, **options: Any) -> torch.Tensor:
-    """By the single op."""
+    """A linear layer by the single op."""
     weight, bias, scale, table = matrix
     return ops.skinny_linear(
         x, weight, bias=bias, weight_scale=scale, weight_table=table, **options
@@ -180,7 +180,7 @@ def linear_of(matrix: ops.Matrix, x: torch.Tensor, **options: Any) -> torch.Tens
 
 
 def scales_of(call: dict[str, Any], layer: int) -> dict[str, torch.Tensor]:
-    """Of a layer's keys and values, where the caches are in float8 and have some."""
+    """The scales of a layer's keys and values, where caches in float8 have some."""
     names = ("key_scales", "value_scales")
     return {name: call[name][layer] for name in names if call.get(name) is not None}
 
@@ -212,7 +212,7 @@ def onto(
     matrix: ops.Matrix,
     norm: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What a sublayer gives, onto the residual stream."""
+    """The residual stream plus the output of a sublayer."""
     multiplier = call["residual_multiplier"]
     if norm is None:
         return linear_of(matrix, x, residual=hidden, multiplier=multiplier)
@@ -287,7 +287,7 @@ def compose(call: dict[str, Any]) -> torch.Tensor:
 
 
 def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Caches alike to the bit, NaN where there is NaN."""
+    """Caches have to be equal to the bit, with NaN at the same places."""
     for name in ("k_cache", "v_cache"):
         torch.testing.assert_close(got[name], expected[name], rtol=0, atol=0, equal_nan=True)
 
@@ -404,7 +404,7 @@ def test_strides(device: torch.device) -> None:
     expected = ops.decoder_layers(**with_own_caches(call))
 
     def padded(tensor: torch.Tensor) -> torch.Tensor:
-        """The same values between others: NaN behind each row and, in a stack, each layer."""
+        """The same values in wider memory: NaN after each row and, in a stack, each layer."""
         wide = torch.full(tuple(n + 1 for n in tensor.shape), torch.nan)
         view = wide[tuple(slice(n) for n in tensor.shape)]
         return view.copy_(tensor)
@@ -529,7 +529,7 @@ def arguments(fields: Any) -> dict[str, Any]:
 
 
 def with_arguments(fields: Any, changed: dict[str, Any]) -> Any:
-    """The same with some tensors exchanged, by those names."""
+    """The weights with some tensors replaced, by the names of the schema."""
     for argument, tensor in changed.items():
         name, _, part = argument.rpartition("_")
         matrix = getattr(fields, name, None)
@@ -702,7 +702,7 @@ def test_a_head_dim_that_attention_cannot_do_is_refused(head_dim: int) -> None:
         ops.decoder_layers(**call)
 
 
-def test_pages_behind_every_window_may_hold_garbage() -> None:
+def test_pages_before_every_window_may_hold_garbage() -> None:
     case = DecoderLayersCase((1,), (100,), sliding_window=(9, 7, 0), skip_attention=(2,))
     call = random_call(case)
     call["page_table"][:, :11] = 2**31 - 1
@@ -854,6 +854,6 @@ def fuzzed_call(m: Maker) -> Checked:
 
     tables = given.keys() - {"page_table", "cross_page_table"}
     packed = any(given[name] is not None for name in tables if name.endswith("_table"))
-    # A step of 8 bits, taken where the oracle does not, goes through the layers behind it.
+    # A step of 8 bits, taken where the oracle does not, goes through the layers after it.
     steps = packed or kept != dtype
     return given, compare(oracle, Tolerance(0.1, 0.2) if steps else Tolerance(4e-4, 4e-4))

@@ -27,7 +27,7 @@ def embed_tokens(
     multiplier: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Indexing; see eecore.ops.embed_tokens."""
+    """The reference by indexing; see eecore.ops.embed_tokens."""
     if previous is not None and sources is not None:
         given = sources < 0
         looked_up = previous[sources.clamp(min=0).long()] if len(previous) else token_ids
@@ -48,7 +48,7 @@ def table(hidden_size: int, dtype: torch.dtype, device: torch.device) -> torch.T
 
 
 def tokens(count: int, device: torch.device) -> dict[str, Any]:
-    """Tokens, some of them made before; what is not looked at is no token."""
+    """Tokens, some of them made before; unread entries are no tokens."""
     generator = torch.Generator().manual_seed(count)
     draw = {"generator": generator}
     sources = torch.randint(-1, NUM_PREVIOUS, (count,), **draw)
@@ -75,7 +75,7 @@ def test_matches_the_reference(hidden_size: int, dtype: torch.dtype, device: tor
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["floats", "int8", "Q8_0"])
 def test_multiplied_rows(form: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Rounded to the dtype before they are multiplied, and after it."""
+    """Rows are rounded to the dtype before the multiplication, and after it."""
     if not emulated.supports(device, dtype):
         pytest.skip("float16 is for CUDA")
     weight, given = table(96, torch.float32, device), tokens(7, device)

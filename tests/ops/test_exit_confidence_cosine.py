@@ -23,7 +23,7 @@ def exit_confidence_cosine(previous: Tensor, hidden: Tensor) -> Tensor:
 def random_states(
     num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """States of two layers as they come: the second is the first plus an update."""
+    """States of two layers: the second is the first plus an update."""
     generator = torch.Generator().manual_seed(num_seqs * 10007 + hidden_size)
     previous = torch.randn(num_seqs, hidden_size, generator=generator)
     update = torch.randn(num_seqs, hidden_size, generator=generator)

@@ -110,7 +110,7 @@ def test_rows_with_strides(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("start", [1, 4])
 def test_rows_that_start_anywhere(start: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Beside 16-byte boundaries, and between elements that are not to be read."""
+    """Rows are off 16-byte boundaries, between elements that must not be read."""
     case = random_case(9, 131, 323, dtype, device)
     expected = ops.exit_confidence_softmax(**case, eps=1e-5)
     for name, value in case.items():
@@ -147,7 +147,7 @@ def test_the_number_of_threads_changes_nothing(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("tokens", [(0, 1), (5, 40), (300, 700), (255, 256), (701, 702)])
-def test_of_equal_logits_the_lowest_id_wins_with_gap_zero(
+def test_the_lowest_id_of_equal_logits_wins_with_gap_zero(
     tokens: tuple[int, int], device: torch.device
 ) -> None:
     case = random_case(2, 64, 703, device=device)

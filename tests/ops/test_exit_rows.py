@@ -1,4 +1,4 @@
-"""exit_rows: who is measured and accepted, who leaves, with what, and who is left alone."""
+"""exit_rows: rows that are measured, accepted, exit, and stay untouched."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def exit_rows(
     decide: bool = True,
     cumulative: bool = False,
 ) -> tuple[ops.ExitingRows, Tensor, Tensor]:
-    """New rows, slot mapping and lengths, row by row; see eecore.ops.exit_rows."""
+    """The reference: new rows, slot mapping and lengths, row by row; see eecore.ops.exit_rows."""
     rows = ops.ExitingRows(*(tensor.clone() for tensor in given))
     slot_mapping, seq_lens = active.slot_mapping.clone(), active.seq_lens.clone()
     if confidence is None and head is not None:
@@ -68,7 +68,7 @@ def exit_rows(
 
 
 class Point:
-    """An exit point after LAYER layers: random rows, of which some have left or are out."""
+    """An exit point after LAYER layers: random rows, some of which have exited or are inactive."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Point:
         )
 
     def check(self, **given: Any) -> None:
-        """That the op does what the reference says."""
+        """The op has to do what the reference does."""
         arguments = self.hidden, LAYER, self.rows, self.active
         *expected, slots, lens = _flat(exit_rows(*arguments, **given))
         ops.exit_rows(*arguments, **given)
@@ -167,7 +167,7 @@ def test_matches_the_reference(
 @pytest.mark.parametrize("with_head", [True, False])
 @pytest.mark.parametrize("num_active", BATCH_SIZES)
 def test_any_batch(num_active: int, with_head: bool, device: torch.device) -> None:
-    """Measured without anybody leaving, then once more with other confidences."""
+    """Rows are measured without exits, then again with other confidences."""
     point = Point(num_active, 16, device=device)
     given: dict[str, Any] = {"thresholds": point.thresholds}
     given |= {"head": point.head} if with_head else {"confidence": point.head.confidence}
@@ -175,7 +175,7 @@ def test_any_batch(num_active: int, with_head: bool, device: torch.device) -> No
     if with_head:
         given["confidence"] = point.head.confidence.flip(0)  # goes before the head's
     point.check(**given)
-    point.check()  # nobody is measured
+    point.check()  # no row is measured
     point.rows.leave_after.fill_(LAYER)
     point.check()
     assert point.rows.gone.all()
@@ -187,7 +187,7 @@ def test_any_batch(num_active: int, with_head: bool, device: torch.device) -> No
 def test_some_of_the_active_rows_are_asked(
     num_asked: int, with_head: bool, device: torch.device
 ) -> None:
-    """Rows that are not active, and not gone, keep those that leave together."""
+    """Inactive rows that have not exited hold back those that exit together."""
     point = Point(9, device=device, num_rows=13)
     asked = torch.arange(9 - num_asked, 9, dtype=torch.int32, device=device)
     head = ops.SoftmaxConfidence(*(tensor[:num_asked] for tensor in point.head))
@@ -197,8 +197,8 @@ def test_some_of_the_active_rows_are_asked(
 
 
 @pytest.mark.parametrize("unsure", [None, 1])
-def test_rows_leave_together(unsure: int | None, device: torch.device) -> None:
-    """One that is not sure enough holds back the others, but for those that leave alone."""
+def test_rows_exit_together(unsure: int | None, device: torch.device) -> None:
+    """One row below its threshold holds back the others, except rows that exit alone."""
     point = Point(4, device=device)
     rows = point.rows
     rows.gone.zero_()
@@ -213,7 +213,7 @@ def test_rows_leave_together(unsure: int | None, device: torch.device) -> None:
     alone = [False, False, True, False]
     assert rows.gone.tolist() == ([True] * 4 if unsure is None else alone)
     assert rows.all_gone.item() is (unsure is None)
-    if unsure is not None:  # it leaves anyhow, and with it those that it held back
+    if unsure is not None:  # once it exits, so do the rows that it held back
         point.check(thresholds=thresholds, confidence=confidence.clamp(min=0.5))
         assert rows.all_gone.item()
 
@@ -267,7 +267,7 @@ def test_whole_rows_in_wide_accesses(device: torch.device) -> None:
 
 
 def measure_of(kind: str, hidden: torch.Tensor) -> Any:
-    """What rows are measured with; two linear layers whose work several blocks share on a GPU."""
+    """The measure of rows: two linear layers, whose work several blocks share on a GPU."""
     size, generator = hidden.shape[1], torch.Generator().manual_seed(2)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -290,7 +290,7 @@ MEASURES = ("softmax", "cosine", "linear", "mlp")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_active", [0, 1, 7, 8, 9, 33, *in_all(32, 70)])
 @pytest.mark.parametrize("kind", MEASURES)
-def test_rows_measured_here_leave_like_those_measured_before(
+def test_rows_measured_here_exit_like_rows_measured_before(
     kind: str, num_active: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     if not emulated.supports(device, dtype):
@@ -299,7 +299,7 @@ def test_rows_measured_here_leave_like_those_measured_before(
     measure = measure_of(kind, point.hidden)
     said = measure(point.hidden)
     before: dict[str, Any] = {"head": said} if kind == "softmax" else {"confidence": said}
-    if num_active:  # one row is as sure as it has to be, to the bit
+    if num_active:  # one row is exactly at its threshold
         confidence = said.confidence if kind == "softmax" else said
         thresholds = torch.where(point.thresholds == 0.5, confidence.median(), point.thresholds)
         point.thresholds.copy_(thresholds)
@@ -325,9 +325,7 @@ def test_rows_measured_here_leave_like_those_measured_before(
 
 
 @pytest.mark.parametrize("kind", MEASURES)
-def test_all_of_many_rows_leave_together_where_they_are_measured(
-    kind: str, device: torch.device
-) -> None:
+def test_many_rows_exit_together_where_they_are_measured(kind: str, device: torch.device) -> None:
     for num_active in (1, 33):
         point = Point(num_active, 100, device=device)
         for flags, value in ((point.rows.together, True), (point.rows.gone, False)):
@@ -403,7 +401,7 @@ def test_rows_are_measured_here_or_before() -> None:
     ],
 )
 def test_parts_of_a_measure_come_together(given: dict[str, Any], message: str) -> None:
-    """At the boundary, where other callers are."""
+    """Checked at the op's boundary, for callers without the wrapper."""
     point = Point(4)
     given = {name: point.hidden.clone() if value else None for name, value in given.items()}
     given = {"confidence": point.head.confidence} | given

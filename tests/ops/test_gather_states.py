@@ -17,7 +17,7 @@ from random_calls import Arguments, Checked, Maker, compare
 def drafted_states(
     rounds: Rounds, hidden_size: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, ops.Verification]:
-    """States with others between, last states, and what is verified."""
+    """States with others in between, last states, and the verification."""
     rows, width = rounds.num_rows, rounds.num_steps + 1
     states = rounds.uniform(rows, 2 * width, hidden_size).to(dtype)[:, ::2]
     last = rounds.uniform(rows, hidden_size + 1).to(dtype)[:, 1:]
@@ -31,7 +31,7 @@ def assert_gathered(
     expected = reference.gather_states(states, last, verification)
     out = expected.new_full((len(expected), expected.shape[1] + 3), 7.0)[:, 3:]
     assert ops.gather_states(states, last, verification, out) is out
-    if not emulated.is_cuda_kernel(device):  # the CPU does not look at the rows behind
+    if not emulated.is_cuda_kernel(device):  # the CPU does not write the rows after them
         expected[int(verification.num_tokens) :] = 7.0
     assert torch.equal(out, expected)
 

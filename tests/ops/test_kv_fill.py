@@ -213,7 +213,7 @@ def test_layouts_of_caches(layout: str, dtype: torch.dtype, device: torch.device
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("start", [1, 4])
 def test_rows_that_start_anywhere(start: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Beside 16-byte boundaries, and between elements that are not to be read."""
+    """Rows are off 16-byte boundaries, between elements that must not be read."""
     call = random_call(KvFillCase(9, hidden_size=131, bias=True, k_norm=True), dtype, device)
     expected = filled(ops.kv_fill, call)
     for name in ("hidden", "norm_weight", "kv_weight", "kv_bias", "k_norm_weight"):

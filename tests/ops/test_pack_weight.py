@@ -1,4 +1,4 @@
-"""pack_weight: a file's blocks, laid out anew with not a bit lost."""
+"""pack_weight: a file's blocks in a new layout, without loss of a bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPES = ((1, 256), (16, 512), (5, 768), (37, 256), (64, 1024))
 
 @pytest.mark.parametrize("format", ops.BLOCK_FORMATS)
 def test_matches_the_reference(format: str, device: torch.device) -> None:
-    """Bit for bit what the format's own package makes of the blocks."""
+    """The numbers are, bit for bit, those of the format's own package."""
     for num_rows, columns in SHAPES:
         blocks = random_blocks(format, num_rows, columns).to(device)
         packed = ops.pack_weight(blocks, format)
@@ -122,7 +122,7 @@ def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message:
 
 @pytest.mark.parametrize("num_bytes", [0, 7, 19, 35])
 def test_bytes_that_are_no_whole_blocks_are_named(num_bytes: int) -> None:
-    """Where the packed weight is allocated by the call, too."""
+    """Also if the call allocates the packed weight."""
     blocks = torch.zeros(3, num_bytes, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="blocks: expected rows of whole blocks of 20 bytes"):
         ops.pack_weight(blocks, "Q4_1")

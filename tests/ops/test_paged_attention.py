@@ -25,7 +25,7 @@ BIASED = dataclasses.replace(SMALL, num_buckets=32)
 
 
 class Drawn(NamedTuple):
-    """Tensors of a call, on the CPU."""
+    """The tensors of a call, on the CPU."""
 
     qkv: torch.Tensor
     k_cache: torch.Tensor
@@ -36,7 +36,7 @@ class Drawn(NamedTuple):
 
 @cache
 def drawn(case: AttentionCase, dtype: torch.dtype) -> Drawn:
-    """Once for all backends: key by key they take longer than the op."""
+    """Draw them once for all backends: key by key this takes longer than the op."""
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int) -> torch.Tensor:
@@ -123,7 +123,7 @@ def test_queries_that_see_no_key_give_zeros(device: torch.device) -> None:
 
 
 def test_a_score_far_below_the_largest_has_no_weight() -> None:
-    """On the CPU: its exponential would be a number that takes a core many times as long."""
+    """On the CPU its exponential would be a subnormal number, which is many times slower."""
     for dtype in (torch.float32, torch.bfloat16):
         q = torch.full((1, 1, 8), 1.0)
         k_cache, v_cache = torch.zeros(2, 1, 16, 1, 8)
@@ -158,7 +158,7 @@ POISONED_CASES = (
 
 
 def key_of(call: dict[str, Any], name: str, seq: int, key: int) -> torch.Tensor:
-    """A view of what a cache holds of a sequence's key: [num_kv_heads, head_dim]."""
+    """A view of a sequence's key in a cache, [num_kv_heads, head_dim]."""
     cache: torch.Tensor = call[name]
     page, offset = divmod(key, cache.shape[1])
     return cache[int(call["page_table"][seq, page]), offset]
@@ -167,7 +167,7 @@ def key_of(call: dict[str, Any], name: str, seq: int, key: int) -> torch.Tensor:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", POISONED_CASES, ids=str)
-def test_what_is_not_a_number_comes_out_where_it_went_in(
+def test_nan_comes_out_where_it_went_in(
     case: AttentionCase, dtype: torch.dtype, value: float, device: torch.device
 ) -> None:
     tolerance = dataclasses.asdict(TOLERANCES[dtype])
@@ -258,7 +258,7 @@ def test_a_fixed_split_makes_a_row_independent_of_its_company(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Verification gives bit by bit what decoding gives: in any batch, chunk and thread count.
+    """Verification equals decoding bit by bit, in any batch, chunk and thread count.
 
     On CUDA alone a row's keys are shared by blocks, and one or more spans of splits long.
     """
@@ -298,7 +298,7 @@ SHARED_CASES = (
 def test_the_last_block_merges_as_a_second_kernel_does(
     case: AttentionCase, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """To the bit, in whatever order blocks come; what they count in is 0 again."""
+    """The result is equal to the bit in any order of blocks; the counters are 0 again."""
     call = random_call(case, dtype, device)
     expected = ops.paged_attention(**call)
     torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""place_head: where the head's tokens go, and what becomes of confidences."""
+"""place_head: the places of the head's tokens, and the confidences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def place_head(
     as_probability: bool = False,
     vocabulary: Tensor | None = None,
 ) -> ops.HeadRows:
-    """New rows, one by one; see eecore.ops.place_head."""
+    """The reference: new rows, one by one; see eecore.ops.place_head."""
     out = ops.HeadRows(*(tensor.clone() for tensor in given))
     for j, i in enumerate(range(len(head.token)) if index is None else index.tolist()):
         if kind is not None and int(kind[i]) != wanted:
@@ -41,7 +41,7 @@ def place_head(
 
 
 class Placing:
-    """What the head gives of some of a program's rows."""
+    """The head's results for some of a program's rows."""
 
     def __init__(self, num_selected: int, num_rows: int, device: torch.device | None) -> None:
         generator = torch.Generator().manual_seed(num_selected)
@@ -64,7 +64,7 @@ class Placing:
         self.measured = {"measured_at": whole(num_rows, 3), "exit_layer": whole(num_rows, 3)}
 
     def check(self, **given: Any) -> None:
-        """That the op does what the reference says."""
+        """The op has to do what the reference does."""
         expected = place_head(self.head, self.out, **given)
         ops.place_head(self.head, self.out, **given)
         assert torch.equal(self.out.token, expected.token)
@@ -121,7 +121,7 @@ def test_rows_of_a_head_that_runs_here_are_placed_like_those_of_one_before(
 
 @pytest.mark.parametrize("num_selected", [0, 1, 7])
 def test_rows_in_their_places(num_selected: int, device: torch.device) -> None:
-    """Without an index, of all rows or the first few."""
+    """There is no index: the head ran for all rows or the first few."""
     placing = Placing(num_selected, num_selected + 2, device)
     placing.check(kind=placing.kind, wanted=2)
     placing.check(**placing.measured)
@@ -196,7 +196,7 @@ def test_a_head_runs_here_or_before() -> None:
     ],
 )
 def test_parts_of_a_head_come_together(given: dict[str, Any], message: str) -> None:
-    """At the boundary, where other callers are."""
+    """Checked at the op's boundary, for callers without the wrapper."""
     placing = Placing(4, 4, None)
     with pytest.raises(RuntimeError, match=f"place_head: {message}"):
         torch.ops.eecore.place_head.default(

@@ -18,19 +18,19 @@ FORMATS = ops.FLOAT_BLOCK_FORMATS
 
 
 def _counting(weight: Tensor) -> Tensor:
-    """What each number of a block counts for in its error: [..., 32] blocks in float64."""
+    """The weight of each number in a block's error, for [..., 32] blocks in float64."""
     blocks = weight.double().unflatten(-1, (-1, 32))
     return blocks.abs() + blocks.square().mean(-1, keepdim=True).sqrt()
 
 
 def weighted_error(weight: Tensor, got: Tensor) -> Tensor:
-    """[..., blocks]: the weighted squared error of each block of 32."""
+    """The weighted squared error of each block of 32: [..., blocks]."""
     difference = (got.double() - weight.double()).unflatten(-1, (-1, 32))
     return (_counting(weight) * difference.square()).sum(-1)
 
 
 def quantise_weight(weight: Tensor, format: str) -> Tensor:
-    """What is left of a weight [rows, columns] of finite numbers in Q4_1, Q5_1 or Q8_0; float64."""
+    """A weight [rows, columns] of finite numbers rounded to Q4_1, Q5_1 or Q8_0; float64."""
     x = weight.double().unflatten(-1, (-1, 32))
     if format == "Q8_0":
         scale = (x.abs().amax(-1, keepdim=True) / 127).half().double()
@@ -42,7 +42,7 @@ def quantise_weight(weight: Tensor, format: str) -> Tensor:
     scale, minimum = reach / most, least
 
     def keep_better(whole: Tensor) -> None:
-        """The straight line through the numbers over their whole numbers, if it is nearer."""
+        """The line fitted to the numbers over their whole numbers, if its error is smaller."""
         nonlocal best, scale, minimum
         total, mean_q = counts.sum(-1, keepdim=True), (counts * whole).sum(-1, keepdim=True)
         mean_q, mean_x = mean_q / total, (counts * x).sum(-1, keepdim=True) / total
@@ -66,7 +66,7 @@ def quantise_weight(weight: Tensor, format: str) -> Tensor:
 
 
 def unpacked(weight: Tensor, format: str) -> Tensor:
-    """What is left of a weight."""
+    """A weight, quantised and unpacked again."""
     return reference.pack_weight(ops.quantise_weight(weight, format), format)
 
 
@@ -114,7 +114,7 @@ def test_is_no_worse_than_the_format_s_own_package(format: str) -> None:
     ],
 )
 def test_blocks_of_every_kind(block: Tensor, format: str, device: torch.device) -> None:
-    """Each number within a step of itself: of a block's range, and of float16's numbers."""
+    """Each number moves by at most a step: of the block's range, or of float16."""
     got = unpacked(block[None].to(device), format)[0]
     steps = {"Q4_1": 15, "Q5_1": 31, "Q8_0": 127}[format]
     reach = block.abs().max() if format == "Q8_0" else block.max() - block.min()
@@ -125,9 +125,7 @@ def test_blocks_of_every_kind(block: Tensor, format: str, device: torch.device) 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 65536.0, -1e30])
-def test_what_is_no_number_spoils_its_block_alone(
-    bad: float, format: str, device: torch.device
-) -> None:
+def test_nan_spoils_its_block_alone(bad: float, format: str, device: torch.device) -> None:
     weight = weight_of(3, 96).to(device)
     expected = unpacked(weight, format)
     weight[1, 40] = bad
@@ -214,7 +212,7 @@ def fuzzed_call(m: Maker) -> Checked:
             limit = weighted_error(weight, quantise_weight(weight, format))
             error = weighted_error(weight, got)
             floor = 1e-9 * weight.double().abs().amax() ** 3
-            # Where two ranges are equally good, rounding picks, and what follows may differ.
+            # If two ranges are equally good, rounding picks one, and later steps may differ.
             assert (error > 1.01 * limit + floor).sum() <= 1 + error.numel() // 100
             assert (error <= 2 * limit + floor).all()
 

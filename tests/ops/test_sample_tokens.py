@@ -1,4 +1,4 @@
-"""sample_tokens: which token, with what numbers, from which distribution, for whom."""
+"""sample_tokens: the tokens, their figures, their distributions, and the rows that sample."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def sampled_rows(
     uniform: bool = False,
     num_probs: int = 0,
 ) -> ops.SampledRows:
-    """Outputs that say where nothing was written."""
+    """Outputs filled with values that show where nothing was written."""
     return ops.SampledRows(
         *(torch.full((num_outputs,), -7, dtype=torch.int64),),
         *(torch.full((num_outputs,), -7.0) for _ in range(3)),
@@ -104,7 +104,7 @@ def run(
     device: torch.device,
     **arguments: Any,
 ) -> ops.SampledRows:
-    """What the op writes over a copy of ``out``."""
+    """The outputs of the op, written over a copy of ``out``."""
     written = on(device, ops.SampledRows(*(None if t is None else t.clone() for t in out)))
     ops.sample_tokens(logits.to(device), on(device, rows), written, **on(device, arguments))
     return ops.SampledRows(*(None if t is None else t.cpu() for t in written))
@@ -117,7 +117,7 @@ def check(
     device: torch.device,
     **arguments: Any,
 ) -> ops.SampledRows:
-    """That the op does what the reference says; returns what it wrote."""
+    """The op has to do what the reference does; returns what the op wrote."""
     expected = reference.sample_tokens(logits, rows, out, **arguments)
     got = run(logits, rows, out, device, **arguments)
     for name in ("token", "uniform", "top_ids"):
@@ -149,7 +149,7 @@ def random_ids(num_rows: int, count: int, vocab_size: int) -> Tensor:
 
 
 def bits(allowed: Tensor) -> Tensor:
-    """bool [..., vocab_size] as int32 words."""
+    """A mask, bool [..., vocab_size], as int32 words."""
     padded = torch.nn.functional.pad(allowed.long(), (0, -allowed.shape[-1] % 32))
     words = (padded.unflatten(-1, (-1, 32)) << torch.arange(32)).sum(-1)
     return words.int()
@@ -216,7 +216,7 @@ def test_any_batch(num_rows: int, device: torch.device) -> None:
 def one_way(
     logits: list[float], device: torch.device, position: int = 0, **way: float
 ) -> ops.SampledRows:
-    """What one request gives."""
+    """The result of one request."""
     out = sampled_rows(1, len(logits), num_probs=1)
     arguments = {"purpose": 0, "positions": torch.tensor([position])}
     return check(torch.tensor([logits]), sampling_rows([way]), out, device, **arguments)
@@ -238,7 +238,7 @@ def test_top_k_keeps_ties_and_top_p_the_lower_ids_of_them(device: torch.device) 
     logits = [1.0, 2.0, 1.0, 0.0, 1.0, 2.0] + [1.0] * 100
     assert kept(one_way(logits, device, top_k=3)) == [0, 1, 2, 4, *range(5, 106)]
     assert kept(one_way(logits, device, top_k=2)) == [1, 5]
-    e = torch.tensor(1.0).exp().item()  # of each of the two largest, for 1 of their 103 equals
+    e = torch.tensor(1.0).exp().item()  # weight of the two largest; equal ones have 1
     share = (2 * e + 3.5) / (2 * e + 103 + 1 / e)
     assert kept(one_way(logits, device, top_p=share)) == [0, 1, 2, 4, 5, 6]
     assert kept(one_way([3.0] * 200, device, top_p=0.5)) == list(range(100))
@@ -298,7 +298,7 @@ def test_nothing_is_drawn_where_the_softmax_is_not_defined(
 
 
 def test_tokens_count_as_seen_once(device: torch.device) -> None:
-    """In the text, among the drafts up to the position, or in both; ids that are none are not."""
+    """Tokens of the text and drafts up to the position count; invalid ids do not."""
     num_rows, vocab_size = 6, 40
     rows = sampling_rows(
         [{"repetition_penalty": 1.5, "temperature": i % 2} for i in range(num_rows)],
@@ -322,7 +322,7 @@ def test_tokens_count_as_seen_once(device: torch.device) -> None:
 
 
 def test_generated_tokens_count_as_often_as_they_were(device: torch.device) -> None:
-    """In the text, and among the drafts up to the position; none of the prompt."""
+    """Tokens of the text and drafts up to the position count; those of the prompt do not."""
     logits = torch.tensor([[4.0, 4.0, 4.0, 3.5]]).repeat(4, 1)
     ways = [{"temperature": 0.0, "presence_penalty": 0.25, "frequency_penalty": 0.5}] * 4
     rows = sampling_rows(ways, torch.tensor([[3, 2]] * 4), generated=torch.tensor([[0, -1]] * 4))
@@ -348,7 +348,7 @@ def test_generated_tokens_count_as_often_as_they_were(device: torch.device) -> N
 
 
 def test_a_count_is_one_whether_tokens_are_drafts_or_text(device: torch.device) -> None:
-    """A round gives the very logits that decoding without drafts gives."""
+    """A round gives the same logits as decoding without drafts."""
     logits = random_logits(1, 50)
     way = {"presence_penalty": 0.3, "frequency_penalty": 0.7, "repetition_penalty": 1.3}
     text, drafts = [4, 9, 4], [9, 4, 4, 17, 9]
@@ -390,7 +390,7 @@ def test_bias_comes_before_penalties(device: torch.device) -> None:
 
 
 def test_what_is_not_allowed_is_as_if_its_logit_were_minus_infinity(device: torch.device) -> None:
-    """NaN included; all that is said of a row is said of what is allowed."""
+    """NaN is no exception; all figures of a row are those of the allowed tokens."""
     vocab_size = 77
     allowed = torch.rand(len(WAYS), 1, vocab_size) < 0.5
     allowed[:, :, 3] = True
@@ -464,14 +464,14 @@ def test_the_most_probable_tokens_of_the_logits_as_they_came(
     check(logits, rows, sampled_rows(3, 65, num_top), device, purpose=0, positions=positions)
 
 
-# Of the CUDA kernels: tokens that a block takes at a time, and as many of those as have one each.
-CHUNK, MOST_SLICES = 2048, 128
+CHUNK = 2048  # tokens that a block of the CUDA kernels takes at a time
+MAX_SLICES = 128  # chunks up to which each has a block of its own
 
 
 def few_rows(
     logits: Tensor, ways: list[dict[str, float]], device: torch.device, num_top: int = 5
 ) -> ops.SampledRows:
-    """That rows of logits give what the reference gives, in each of the ways."""
+    """Rows of logits have to give what the reference gives, in each of the ways."""
     rows = sampling_rows(ways, random_ids(len(ways), 6, logits.shape[1]))
     out = sampled_rows(len(ways), logits.shape[1], num_top, num_probs=len(ways))
     return check(logits, rows, out, device, purpose=0, positions=torch.arange(len(ways)) + 3)
@@ -497,12 +497,12 @@ def test_the_vocabulary_of_a_real_model(dtype: torch.dtype, device: torch.device
 
 def test_slices_of_several_chunks(device: torch.device) -> None:
     ways = [{"top_k": 400, "top_p": 0.99, "repetition_penalty": 1.2}]
-    few_rows(random_logits(1, CHUNK * MOST_SLICES + 1), ways, device)
+    few_rows(random_logits(1, CHUNK * MAX_SLICES + 1), ways, device)
 
 
 @pytest.mark.parametrize("share", [1e-9, 0.2, 0.5, 2 / 3, 0.999])
 def test_equals_stay_by_id_across_slices(share: float, device: torch.device) -> None:
-    """Of logits that are all the same, and of those with the bound's."""
+    """Logits that are all the same, and logits equal to the bound's."""
     vocab_size = 3 * CHUNK
     flat = torch.full((1, vocab_size), 2.5)
     got = few_rows(flat, [{"top_p": share}], device)
@@ -548,7 +548,7 @@ def test_the_most_probable_tokens_across_slices(device: torch.device) -> None:
 
 
 def test_positions_seeds_and_purposes_give_other_numbers(device: torch.device) -> None:
-    """And large ones are not cut off."""
+    """Large numbers are not cut off."""
     numbers = [0, 1, 2**31, 2**32, 2**32 + 1, 2**62, -1]
     logits = torch.zeros(len(numbers), 1000)
     rows = sampling_rows([{}] * len(numbers))
@@ -569,7 +569,7 @@ def test_positions_seeds_and_purposes_give_other_numbers(device: torch.device) -
             assert got.uniform is not None
             uniforms += got.uniform.flatten().tolist()
     assert len(set(tokens)) > 0.9 * len(tokens)
-    assert len(set(uniforms)) == len(uniforms) // 3  # of whatever purpose the token is
+    assert len(set(uniforms)) == len(uniforms) // 3  # the same for each purpose of the token
 
 
 def test_philox_gives_the_numbers_of_its_authors() -> None:
@@ -657,7 +657,7 @@ def test_confidence_is_the_gap_unless_asked(device: torch.device) -> None:
 
 
 def changes_of(num_requests: int) -> dict[str, Tensor]:
-    """What changes logits, of a vocabulary of 5."""
+    """Settings that change logits, for a vocabulary of 5."""
     return {
         "generated": torch.zeros(num_requests, 6, dtype=torch.int64),
         "bias_ids": torch.zeros(num_requests, 1, dtype=torch.int64),
@@ -667,7 +667,7 @@ def changes_of(num_requests: int) -> dict[str, Tensor]:
 
 
 def given() -> dict[str, Any]:
-    """A call in which nothing is wrong."""
+    """A valid call."""
     return {
         "logits": torch.zeros(2, 5),
         **sampling_rows([{}] * 3, **changes_of(3))._asdict(),
@@ -792,7 +792,7 @@ def test_a_tape_samples_the_rows_that_are_there_by_then() -> None:
 
 
 def check_samples(before: Arguments, after: Arguments) -> None:
-    """Tokens are the reference's, or those of a draw or a filter that is off by a rounding."""
+    """Tokens have to be the reference's, up to the rounding of a draw or filter."""
     rows = ops.SamplingRows(*(before[name] for name in ops.SamplingRows._fields))
     given = ops.SampledRows(*(before[name] for name in ops.SampledRows._fields))
     rest = {
@@ -819,7 +819,7 @@ def nearly_drawn(
     rest: Arguments,
     output: int,
 ) -> bool:
-    """Whether the reference gives an output's token with parameters that differ a little."""
+    """Whether the reference gives an output's token with slightly different parameters."""
     for p, low, warm in itertools.product((-1e-5, 1e-5), (-1e-5, 1e-5), (-1e-5, 1e-5)):
         near = rows._replace(
             top_p=torch.where(rows.top_p < 1, rows.top_p + p, rows.top_p),

@@ -1,4 +1,4 @@
-"""select_rows: which active rows are picked, in what order, and their states beside each other."""
+"""select_rows: the active rows picked, their order, and their states side by side."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def random_call(
     *,
     from_last: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of a call: rows that exit after any layer, some without a slot."""
+    """Arguments of a call: rows that exit after any layer; some have no slot."""
     generator = torch.Generator().manual_seed(num_tokens)
     slots = torch.randperm(4 * num_tokens + 4, generator=generator)[:num_tokens]
     slots[torch.rand(num_tokens, generator=generator) < 0.2] = -1
@@ -60,7 +60,7 @@ def test_any_cache_is_copied_bit_for_bit(dtype: torch.dtype, device: torch.devic
         assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
 
 
-def test_of_the_last_loop_that_ran_and_of_the_last(device: torch.device) -> None:
+def test_copies_of_the_last_loop_that_ran_and_of_the_last(device: torch.device) -> None:
     cache = torch.arange(LAYERS, device=device).float()[:, None, None, None, None]
     call = {
         "exit_layer": torch.tensor([LOOP], dtype=torch.int32, device=device),

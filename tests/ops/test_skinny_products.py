@@ -86,7 +86,7 @@ class Product:
         return result
 
     def check(self, call: Call, device: torch.device) -> None:
-        """Hold a call to the reference."""
+        """Compare a call with the reference."""
         expected = getattr(reference, self.op)(**oracle_of(call, device))
         is_normed = call.get("norm_weight") is not None
         check_close(self.run(call), expected, self.form, device, is_normed=is_normed)
@@ -98,7 +98,7 @@ def product(op: str, form: str) -> Product:
 
 
 def products(*forms: str) -> pytest.MarkDecorator:
-    """Each op with each form, as one parameter: the short suite, too, has all pairs with others."""
+    """Each op with each form as one parameter, so that the short suite has all pairs too."""
     pairs = [Product(op, form) for form in forms for op in OPS]
     return pytest.mark.parametrize("product", pairs, ids=str)
 
@@ -117,7 +117,7 @@ on_int8 = pytest.mark.parametrize("product", [Product("skinny_linear", "int8")],
 def test_matches_the_reference(
     num_tokens: int, dtype: torch.dtype, product: Product, device: torch.device
 ) -> None:
-    """With and without options and an activation, in turn."""
+    """Options and activations alternate."""
     for turn, sizes in enumerate(SKINNY_LINEARS, num_tokens):
         if num_tokens in SKINNY_BATCH_SIZES or math.prod(sizes) < 30000:
             call = product.call(num_tokens, *sizes, OPTIONS[turn % 2], dtype, device)
@@ -149,7 +149,7 @@ def test_packed_products_match_the_reference(
 
 @each_format
 def test_packed_rows_of_any_width_and_view(form: str, device: torch.device) -> None:
-    """An odd number of blocks, too; rows of a view begin and end inside panels."""
+    """Also an odd number of blocks; rows of a view begin and end inside panels."""
     for columns in sorted(
         {whole_blocks(each, form) for each in (32, 96, 256, 576, 768, 1536, 4864)}
     ):
@@ -183,7 +183,7 @@ def test_packed_rows_of_any_place_and_format(dtype: torch.dtype, device: torch.d
 def test_activations_of_every_size(
     activation: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """0 stays 0, large stays large, -large goes to 0, and what is not a number stays so."""
+    """0 stays 0, large numbers stay, large negative ones go to 0, and NaN stays NaN."""
     sizes = [0.0, 1e-30, 0.5, 2, 5, 9, 11, 20, 87, 89, 200, 1e30, torch.inf]
     values = torch.tensor([*sizes, *(-size for size in sizes), torch.nan], device=device).to(dtype)
     x = torch.ones(1, 1, dtype=dtype, device=device)
@@ -204,7 +204,7 @@ def test_activations_of_every_size(
 def test_rounds_the_projection_before_the_residual(
     activation: str | None, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Products of small whole numbers are exact, so that every rounding can be told."""
+    """Products of small whole numbers are exact, so that each rounding shows."""
     generator = torch.Generator().manual_seed(0)
 
     def whole(*shape: int) -> Tensor:
@@ -218,7 +218,7 @@ def test_rounds_the_projection_before_the_residual(
 
 
 def between(values: Tensor, start: int) -> Tensor:
-    """Rows that start so far from where memory does, between elements that are not to be read."""
+    """Rows at an offset in their memory, between elements that must not be read."""
     around = torch.full_like(values, 99 if values.dtype == torch.int8 else torch.nan)
     return torch.cat((around[..., :start], values, around), -1)[..., start : -values.shape[-1]]
 
@@ -230,7 +230,7 @@ def between(values: Tensor, start: int) -> Tensor:
 def test_rows_that_start_anywhere(
     start: int, dtype: torch.dtype, product: Product, device: torch.device
 ) -> None:
-    """On and beside 16-byte boundaries."""
+    """Rows start on and off 16-byte boundaries."""
     for num_tokens, in_features in ((5, 72), (9, 131)):
         call = product.call(num_tokens, in_features, 41, dtype=dtype, device=device)
         expected = product.run(call)
@@ -264,7 +264,7 @@ def test_out_may_be_the_residual(
 def test_a_row_does_not_depend_on_the_others(
     in_features: int, options: str, dtype: torch.dtype, product: Product, device: torch.device
 ) -> None:
-    """Nor on how many they are, or on what is not finite among them."""
+    """Neither on their number, nor on NaN or infinity among them."""
     is_cuda = emulated.is_cuda_kernel(device)
     num_tokens = 75 if is_cuda else 301
     together_of = ROWS_TOGETHER[::4] if is_cuda and in_features > 1000 else ROWS_TOGETHER
@@ -287,7 +287,7 @@ def test_a_row_does_not_depend_on_the_others(
 def test_what_is_not_finite_stays_in_its_row(
     value: float, product: Product, device: torch.device
 ) -> None:
-    """The row itself is NaN throughout, or at least nowhere finite."""
+    """The row itself is NaN throughout, or at least not finite anywhere."""
     rounds = product.form != "floats" and not emulated.is_cuda_kernel(device)
     for options in OPTIONS:
         call = product.call(5, 70, 33, options, device=device)
@@ -339,7 +339,7 @@ def test_vectors_of_every_width_agree(product: Product) -> None:
 def test_nothing_but_the_result_is_rounded_on_cuda(
     columns: int, num_tokens: int, form: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Small whole numbers, and scales that are powers of two: every byte counts as what it says."""
+    """Numbers are small and whole, and scales powers of two, so that all products are exact."""
     generator = torch.Generator().manual_seed(columns)
 
     def whole(low: int, high: int, *shape: int) -> Tensor:
@@ -366,7 +366,7 @@ def test_nothing_but_the_result_is_rounded_on_cuda(
 
 @on_int8
 def test_large_in_one_place_does_not_blur_the_rest(product: Product, device: torch.device) -> None:
-    """16 bits: beside an outlier of 100, x of about 1 keeps 8 bits and more."""
+    """With 16 bits, x of about 1 keeps 8 bits and more beside an outlier of 100."""
     call = product.call(1, 576, 64, "plain", device=device)
     call["x"] /= 3
     call["x"][0, 5] = 100
@@ -379,7 +379,7 @@ def test_large_in_one_place_does_not_blur_the_rest(product: Product, device: tor
 def test_the_largest_weights_fit_at_any_length(
     num_tokens: int, columns: int, device: torch.device
 ) -> None:
-    """Sums of 32 bits would overflow, and so they do not take in that many columns."""
+    """Sums in 32 bits would overflow, so that each takes fewer columns."""
     x = torch.ones(num_tokens, columns, device=device)
     weight = torch.full((5, columns), -128, dtype=torch.int8, device=device)
     got = ops.skinny_linear(x, weight, weight_scale=torch.ones(5, device=device))
@@ -516,7 +516,7 @@ def test_bad_input_is_named_and_changes_nothing(
 def test_bad_codes_are_named_by_emulated_kernels(
     product: Product, change: Call, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for what the table holds, which is not looked at there."""
+    """The contents of the table are not checked there."""
     emulated.route(monkeypatch)
     check_refusal(product, change, message)
 
@@ -580,7 +580,7 @@ def fuzzed_skinny_linear(m: Maker) -> Checked:
 
 
 def appended_call(m: Maker, tokens: int, dtype: torch.dtype) -> Checked:
-    """To heads of q, k and v, which go on to append_kv."""
+    """A product whose heads of q, k and v are appended."""
     width, page_size = m.columns(40), m.size(9, 1)
     heads = m.size(4), m.size(3)
     rows = (heads[0] + 2 * heads[1]) * width

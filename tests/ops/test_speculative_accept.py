@@ -153,7 +153,7 @@ def test_the_first_token_has_the_distribution_of_the_target(
             assert chisquare(counts[possible].numpy(), expected.numpy()).pvalue > 1e-3
 
     assert_drawn_from_target(emitted[:, 0])
-    # Positions behind accepted drafts too: what has been emitted there is independent of them.
+    # Also positions after accepted drafts: the tokens emitted there are independent of the drafts.
     for position in range(1, num_drafts + 1):
         reached = num_accepted >= position
         if int(reached.sum()) > num_trials // 20:
@@ -163,7 +163,7 @@ def test_the_first_token_has_the_distribution_of_the_target(
 def sample_one(
     p: list[float], q: list[float], draft: int, uniform: list[float], device: torch.device
 ) -> tuple[int, int]:
-    """One sequence with one draft; the same p before and behind it."""
+    """One sequence with one draft; the same p before and after it."""
     got = ops.speculative_accept(
         torch.tensor([draft], device=device),
         torch.tensor([0, 1], dtype=torch.int32, device=device),

@@ -13,7 +13,7 @@ from random_calls import Arguments, Checked, Maker, compare
 
 
 def unpack_weight(blocks: Tensor, format: str, rows: Tensor) -> Tensor:
-    """Some rows of the same."""
+    """Some rows of the unpacked weight."""
     return reference.pack_weight(blocks, format)[rows]
 
 

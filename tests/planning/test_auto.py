@@ -1,4 +1,4 @@
-"""Auto: the tokens of full depth, by whatever is fastest."""
+"""Auto: the tokens of full depth, by the fastest mode."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_greedy_output_is_that_of_full(agreeing: eecore.Model, policy: Auto) -> 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_sampled_output_is_that_of_full(agreeing: eecore.Model, policy: Auto) -> None:
-    """Though layers may draft for greedy requests."""
+    """For greedy requests layers may draft; these sample."""
     sampling = [
         SamplingParams(max_tokens=30, ignore_eos=True, seed=i, temperature=0.7, top_k=9)
         for i in range(len(PROMPTS))
@@ -69,7 +69,7 @@ def test_sampled_output_is_that_of_full(agreeing: eecore.Model, policy: Auto) ->
 
 
 class Model(SimpleNamespace):
-    """What a planner asks of a model: nothing of its weights."""
+    """The attributes of a model that a planner reads; no weights."""
 
     __hash__ = object.__hash__
 
@@ -130,7 +130,7 @@ class Machine:
         return [TokenRecord(token, 12, 1.0) for token in tokens]
 
     def run(self, rounds: int, requests: int | list[Sequence] = 1) -> tuple[float, float]:
-        """Rounds of some requests: their seconds, and those of full depth for as many tokens."""
+        """Run rounds; returns their seconds, and those of full depth for as many tokens."""
         running = self.requests(requests) if isinstance(requests, int) else requests
         seconds = tokens = 0.0
         first = [len(each.output_ids) for each in running]
@@ -192,12 +192,12 @@ class Machine:
 
 
 def cheap_rows(rows: int) -> float:
-    """Weights come from memory."""
+    """Times of a pass that is bound by reading weights."""
     return 1.0 + 0.03 * rows
 
 
 def dear_rows(rows: int) -> float:
-    """Multiplying is what takes time."""
+    """Times of a pass that is bound by arithmetic."""
     return float(rows)
 
 
@@ -234,7 +234,7 @@ def test_drafts_that_pay_are_made(fields: dict[str, float], gain: float) -> None
 
 @pytest.mark.parametrize("requests", [1, 4])
 def test_rounds_say_what_full_depth_would_have_taken(requests: int) -> None:
-    """Among as many requests, whose rounds each of them waits for."""
+    """Every request of the batch waits for the whole round, at full depth too."""
     machine = Machine(cheap_rows, text=0.7)
     machine.run(60, requests)
     machine.timed = machine.at_full_depth = 0.0
@@ -251,7 +251,7 @@ def test_a_head_that_believes_what_is_wrong_is_found_out() -> None:
 
 
 def test_more_requests_have_fewer_drafts_each() -> None:
-    """A row more costs little of a pass of one, and much of a pass of many."""
+    """A further row costs little in a pass of one, and much in a pass of many."""
     drafts = []
     for requests in (1, 4, 16):
         machine = Machine(lambda rows: max(1.0, rows / 8), text=0.7)
@@ -271,8 +271,8 @@ def test_no_request_waits_long_for_what_others_gain(hopeless: int) -> None:
     machine.run(60, 8)
     machine.hopeless = hopeless
     seconds, _ = machine.run(300, 8)
-    behind = seconds / cheap_rows(8) - min(machine.got)
-    assert behind < 40  # rounds of full depth, however long it goes on
+    excess = seconds / cheap_rows(8) - min(machine.got)
+    assert excess < 40  # rounds of full depth, however long the run is
     more, _ = machine.run(600, 8)
     assert more / cheap_rows(8) - min(machine.got) < 40
 
@@ -441,7 +441,7 @@ def calls_of(engine: eecore.Engine) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("policy", "most"), [(Full(), (55, 14)), (Auto(), (160, 20))])
 def test_calls_of_a_round_that_goes_on_as_the_last_one(policy: Any, most: tuple[int, int]) -> None:
-    """Held rounds: most of all rounds."""
+    """Such rounds are the most frequent ones."""
     model = eecore.load(eecore.default_model(), device="cpu", kv_cache_tokens=1024)
     for _ in range(2):
         engine = model.engine()

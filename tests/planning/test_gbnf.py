@@ -1,4 +1,4 @@
-"""GBNF means what it means in llama.cpp: every text of a grammar may be said, and it may end."""
+"""GBNF as in llama.cpp: every text of a grammar is allowed, and may end."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_rules_that_are_no_terminals_are_told_from_lark() -> None:
 def test_a_long_text_costs_a_character_no_more_than_a_short_one(
     guides: Guides, tiny: eecore.Model
 ) -> None:
-    """Calls at the end of a rule, as llama.cpp wants them, in place of repetitions."""
+    """Rules call themselves at their end, as llama.cpp needs it, in place of repetitions."""
     grammar = 'root ::= "(" root ")" | x\nx ::= [a-z ] x | "."'
     assert may_be(guides, tiny, grammar, "(" + "so it goes " * 300 + ".)")
 

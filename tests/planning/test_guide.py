@@ -1,4 +1,4 @@
-"""Guides: no token that a text may not have, whatever decodes it, and lossless modes stay so."""
+"""Guides: only allowed tokens in every mode, and lossless modes stay lossless."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ PATTERNS = [r"(ab|ba){2,9}-[0-9]{3}(\.[x-z]+)?", "[a-f]{0,6}", "a{3,}b?", "x", r
 def test_greedy_output_is_the_reference(
     tiny: eecore.Model, reference: ReferenceModel, pattern: str
 ) -> None:
-    """The most probable among the tokens behind which the pattern can still match."""
+    """The most probable of the tokens after which the pattern can still match."""
     alphabet = bytes_of(tiny)
     outputs = outputs_of(tiny, guide=Guide.regex(pattern), max_tokens=12)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
@@ -176,7 +176,7 @@ def follows_schema(text: str) -> bool:
     ids=str,
 )
 def test_texts_follow_the_schema_in_every_mode(agreeing: eecore.Model, policy: Exit) -> None:
-    """A model that knows nothing of JSON, at any temperature."""
+    """The model knows no JSON, and the temperature is any."""
     sampling = [
         SamplingParams(max_tokens=150, temperature=heat, seed=i, guide=GUIDES["schema"])
         for i, heat in enumerate((0.0, 0.5, 1.0, 3.0, 1.0, 2.0))
@@ -189,7 +189,7 @@ def test_texts_follow_the_schema_in_every_mode(agreeing: eecore.Model, policy: E
 
 
 def test_mixed_batches_and_preemptions(agreeing: eecore.Model) -> None:
-    """Nobody's guide reaches anybody else, and a replayed text is where it was."""
+    """A guide affects no other request; a replayed text keeps its guide's state."""
     ways: list[tuple[Exit, Guide | None, float]] = [
         (Full(), GUIDES["schema"], 0.0),
         (PromptLookup(4, min_ngram=1), None, 0.0),
@@ -214,7 +214,7 @@ def test_mixed_batches_and_preemptions(agreeing: eecore.Model) -> None:
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_an_end_comes_where_the_guide_lets_it(tiny: eecore.Model, ignore_eos: bool) -> None:
-    """However much the model wants it elsewhere, and even where the end is no end."""
+    """Even if the model prefers to end elsewhere, or the end token ends nothing."""
     settings: dict[str, Any] = {"logit_bias": {EOS: 100.0}, "ignore_eos": ignore_eos}
     for output in outputs_of(tiny, guide=Guide.regex("[ab]{4,}"), **settings):
         assert len(output.token_ids) == 5
@@ -276,7 +276,7 @@ def test_drafts_of_a_head(tmp_path: Path) -> None:
 
 
 def test_a_gguf_file(tmp_path: Path) -> None:
-    """Its tokenizer has merges, and two ends."""
+    """The file's tokenizer has merges, and two end tokens."""
     model = load(write_gguf(tmp_path / "model.gguf", write_model(tmp_path)), kv_cache_tokens=1024)
     guide = Guide.choice(["hello hello", "hell"])
     for policy in (Full(), PromptLookup(4), SelfSpeculative(1, 4)):
@@ -297,7 +297,7 @@ def guides_of(model: eecore.Model) -> Guides:
 
 
 def test_a_way_is_where_the_tokens_are(tiny: eecore.Model) -> None:
-    """Whatever was asked before, and after a call that was interrupted."""
+    """After any earlier calls, an interrupted one included."""
     guides = guides_of(tiny)
     alphabet = {character: token for token, character in bytes_of(tiny).items()}
     texts = [[alphabet[c] for c in text] for text in ("", "ab", "abba-12", "abba-1", "ba", "abba")]
@@ -374,7 +374,7 @@ def test_guides_that_cannot_be(tiny: eecore.Model, guide: Any, message: str) -> 
 
 
 def test_formats_that_are_not_known_are_annotations(tiny: eecore.Model) -> None:
-    """Wherever a schema is; not where a value is, or the name of a property."""
+    """They are in any place of a schema, not in values or names of properties."""
     schema = {
         "properties": {"format": {"type": "string", "format": "int32"}, "b": {"$ref": "#/x/y"}},
         "required": ["format", "b"],
@@ -433,7 +433,7 @@ def test_a_guide_that_explodes_ends_its_request_alone(tiny: eecore.Model) -> Non
 def test_a_round_without_room_for_drafts_follows_its_guide(
     agreeing: eecore.Model, guide: Guide, steps: int
 ) -> None:
-    """From whatever round on."""
+    """Any round may be the first without room."""
     expected = tokens_of(agreeing, guide=guide)
     tokens_of(agreeing, guide=guide, exit=Auto())  # there is something to know
     engine = agreeing.engine()

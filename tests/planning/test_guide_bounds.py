@@ -1,4 +1,4 @@
-"""What a client may have a guide cost: time and memory end with its process, and harm nobody."""
+"""Bounds of a client's guide: its process bounds time and memory, and harms no other request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLANKS = 'start: "a" WS WS "b"\nWS: / +/\n'
 
 
 def ambiguous(rules: int) -> str:
-    """Rules that call the start on both sides: a row of the parser has each of them many times."""
+    """Rules that call the start on both sides, which fill each row of the parser many times."""
     names = [f"r{i}" for i in range(rules)]
     lines = [f'{name}: start "a{i}" | start start' for i, name in enumerate(names)]
     return "\n".join([f'start: {" | ".join(names)} | "x"', *lines])
@@ -65,7 +65,7 @@ def guides(tiny: eecore.Model, monkeypatch: pytest.MonkeyPatch) -> Guides:
 
 
 def walk(guided: Guided, steps: int) -> int:
-    """Take tokens that may come, and return how many came."""
+    """Take allowed tokens, and return how many."""
     masks = np.zeros((1, guided.num_words), dtype=np.int32)
     tokens: list[int] = []
     for _ in range(steps):
@@ -78,7 +78,7 @@ def walk(guided: Guided, steps: int) -> int:
 
 
 def test_hostile_grammars_end_and_others_go_on(guides: Guides) -> None:
-    """All at once; whatever becomes of them, it is a refusal or a text."""
+    """All run at once; each ends in a refusal or a text."""
 
     def ask(guide: Guide) -> str:
         try:
@@ -113,7 +113,7 @@ def test_a_refusal_is_remembered(guides: Guides, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("max_tokens", [3, 20])
-def test_what_costs_too_much_later_ends_its_request_alone(
+def test_a_guide_that_costs_too_much_later_ends_its_request_alone(
     tiny: eecore.Model, monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
     monkeypatch.setattr(matchers, "BOUNDS", matchers.Bounds(call_seconds=0.2))

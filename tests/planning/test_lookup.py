@@ -1,4 +1,4 @@
-"""Prompt lookup: drafts out of the text itself, and what comes of them."""
+"""Prompt lookup: drafts from the text itself, and the outputs with them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = [[7, 8, 9] * 5, *random_prompts(1, 23, 9, 31, seed=4), [3, 4, 5, 6, 3,
 
 
 def propose(text: list[int], longest: int, shortest: int, most: int) -> tuple[list[int], int]:
-    """What is looked up, by trying every n-gram at every place."""
+    """The reference proposal: tries every n-gram at every place."""
     for size in range(min(longest, len(text) - 1), shortest - 1, -1):
         for place in range(len(text) - 1, size - 1, -1):
             if text[place - size : place] == text[-size:]:
@@ -52,13 +52,13 @@ def test_the_longest_ngram_at_its_latest_place(letters: int, longest: int, short
     assert found > 0 or shortest == 6
 
 
-def test_of_many_places_the_latest_are_compared() -> None:
+def test_the_latest_of_many_places_are_compared() -> None:
     index = NgramIndex(4, 2)
     index.extend([9, 1, 2, 5, *([0, 1, 2, 3] * MAX_CANDIDATES), 9, 1, 2])
     assert index.propose(1) == ([3], 2)  # 9, 1, 2 is too far back
 
 
-def test_nothing_is_behind_a_stop_token() -> None:
+def test_nothing_is_drafted_after_a_stop_token() -> None:
     index = NgramIndex(3, 2)
     index.extend([1, 2, 3, 4, 5, 6, 1, 2])
     assert index.propose(4)[0] == [3, 4, 5, 6]
@@ -92,7 +92,7 @@ def test_greedy_output_is_that_of_full(tiny: eecore.Model, policy: PromptLookup)
         # Whatever is looked up or not, a position goes through every layer once.
         rounds = len(output.token_ids) - 1 - stats.accepted
         assert stats.layers_run == num_layers * (rounds + stats.drafted)
-        # Of the full model, wherever the token comes from.
+        # Confidences are the full model's, also for drafted tokens.
         assert output.confidences == pytest.approx(full.confidences, abs=ROUNDING, rel=0)
         assert stats.contract == f"prompt lookup ({policy.num_drafts} drafts): lossless"
 
@@ -109,7 +109,7 @@ FILTERS = [
 def test_whatever_is_drawn_is_drawn_without_drafts(
     tiny: eecore.Model, filters: dict[str, Any]
 ) -> None:
-    """Not only the distribution: the tokens of a seed."""
+    """Not only the distribution is the same, but also the tokens of a seed."""
     sampling = [
         SamplingParams(max_tokens=40, ignore_eos=True, seed=seed, **filters)
         for seed in range(len(PROMPTS))
@@ -157,7 +157,7 @@ def test_preempted_requests_go_on(tiny: eecore.Model, tokens: int) -> None:
 
 
 def test_an_encoder_decoder(tmp_path: Any) -> None:
-    """Drafts out of what the decoder has said."""
+    """Drafts come from the decoder's own text."""
     model = load(write_t5(tmp_path, "t5"), kv_cache_tokens=1024)
     inputs = random_prompts(9, 4, seed=1)
     settings = {"max_tokens": 40, "ignore_eos": True}

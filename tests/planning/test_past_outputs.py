@@ -1,4 +1,4 @@
-"""Drafts out of past outputs: what is kept, what is found, and that no output depends on it."""
+"""Drafts from past outputs: what is kept and found; no output depends on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def text_of(prompt: list[int], output: list[int], stops: tuple[int, ...] = ()) -> Sequence:
-    """A request as far as it has come."""
+    """A request with a prompt and the tokens generated so far."""
     sampling = eecore.SamplingParams(stop_token_ids=list(stops))
     sequence = Sequence("a", prompt, sampling, Auto(), 0, frozenset())
     sequence.output_ids += output
@@ -102,10 +102,10 @@ PROMPTS = random_prompts(5, 23, 9, 31, seed=4)
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "seed": 3, "top_k": 20}])
-def test_asked_again_all_of_it_is_drafted_and_no_output_depends_on_it(
+def test_a_repeated_prompt_drafts_its_past_output_and_no_output_depends_on_it(
     tiny: eecore.Model, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a chooser that takes whatever past outputs propose, whatever that costs."""
+    """The chooser takes every proposal of past outputs, whatever it costs."""
 
     def pick(_: Chooser, _drafts: Any, given: Any, **__: Any) -> tuple[list[Proposal], float]:
         past = [[p for p in several if p.source == "past"] for several in given]
@@ -124,7 +124,7 @@ def test_asked_again_all_of_it_is_drafted_and_no_output_depends_on_it(
             assert all(output.stats.accepted >= 12 for output in outputs)
 
 
-def test_none_is_kept_unless_it_is_asked_for(tiny: eecore.Model) -> None:
+def test_no_output_is_kept_unless_asked_for(tiny: eecore.Model) -> None:
     engine = engine_of(tiny)
     assert engine.iterations.planner.past is None
     config = replace(tiny.engine_config, draft_history_tokens=512)

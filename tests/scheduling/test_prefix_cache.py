@@ -1,4 +1,4 @@
-"""The prefix cache: what requests share, who gives way to whom, and that no output tells."""
+"""The prefix cache: shared pages, evicted pages, and outputs that do not depend on either."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ FORMATS: dict[str, dict[str, str]] = {
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three layers, of which the last two change little, and a draft head."""
+    """A model of three layers, the last two of which change little, and a draft head."""
     directory = write_model(tmp_path_factory.mktemp("prefixes"), num_hidden_layers=3, seed=8)
     scale_layers(directory, {1: 0.3, 2: 0.3})
     write_pack(directory / "exits", eecore.load(directory), taps=(2,), follows_tokens=True)
@@ -72,7 +72,7 @@ def prompt_of(count: int, seed: int = 0) -> list[int]:
 
 
 def run(engine: Engine, prompt: list[int], exit: Exit | None = None, **fields: Any) -> Output:
-    """One request, by itself."""
+    """The output of one request that runs alone."""
     settings = {"max_tokens": 6, "ignore_eos": True, **fields}
     name = engine.add_request(prompt, exit=exit, sampling=SamplingParams(**settings))
     outputs = {step.request_id: step.output for step in engine.run()}
@@ -84,12 +84,12 @@ def run(engine: Engine, prompt: list[int], exit: Exit | None = None, **fields: A
 
 
 def cached(engine: Engine, prompt: list[int], exit: Exit | None = None) -> int:
-    """Positions of a prompt that come from the cache."""
+    """The number of a prompt's positions that come from the cache."""
     return run(engine, prompt, exit, max_tokens=1).stats.cached_tokens
 
 
 def bits(output: Output) -> tuple[Any, ...]:
-    """All that a request gives but its times and its work."""
+    """All of a request's output except its times and its work."""
     given = (output.token_ids, output.text, output.finish_reason)
     given += (output.logprobs, output.top_logprobs)
     return (*given, output.exit_layers, output.confidences)
@@ -98,7 +98,7 @@ def bits(output: Output) -> tuple[Any, ...]:
 # What is shared
 
 
-def test_a_prompt_begins_behind_what_it_has_in_common_with_another(model: eecore.Model) -> None:
+def test_a_prompt_begins_after_the_prefix_it_shares(model: eecore.Model) -> None:
     engine = engine_of(model)
     prompt = prompt_of(23)
     first, again = run(engine, prompt), run(engine, prompt)
@@ -150,15 +150,15 @@ def test_requests_of_one_call_share_nothing_that_is_not_computed_yet(model: eeco
     outputs = [step.output for step in engine.run() if step.output]
     assert [output.stats.cached_tokens for output in outputs] == [0, 0, 0]
     assert cached(engine, prompt) == 28
-    # Of three times the same one is kept.
+    # One of three equal copies is kept.
     assert engine.num_cached_pages == (30 + 6 - 1) // PAGE
 
 
-# What is not: pages that another computation made
+# What is not shared: pages of another computation
 
 
 @pytest.mark.parametrize("policy", [FixedExit(1), FixedExit(2)], ids=str)
-def test_a_fixed_exit_leaves_nothing_behind(model: eecore.Model, policy: Exit) -> None:
+def test_a_fixed_exit_caches_no_page(model: eecore.Model, policy: Exit) -> None:
     engine = engine_of(model)
     prompt = prompt_of(30)
     alone = run(engine_of(model), prompt, policy, logprobs=2)
@@ -189,8 +189,8 @@ def test_what_was_filled_from_an_exit_is_never_found(model: eecore.Model) -> Non
     assert bits(full) == bits(run(engine_of(model), text))
 
 
-def test_nothing_behind_what_was_filled_is_found(model: eecore.Model) -> None:
-    """Positions that ran all layers, too, if one before them did not."""
+def test_nothing_after_a_filled_position_is_found(model: eecore.Model) -> None:
+    """Not even positions that ran all layers, if one before them did not."""
     policy = ConfidentExit(0.35, decay_tau=0.0)
     for seed in range(20):
         engine = engine_of(model, EngineConfig(512, page_size=2))
@@ -202,10 +202,10 @@ def test_nothing_behind_what_was_filled_is_found(model: eecore.Model) -> None:
         if not all(exact) and any(exact[exact.index(False) :]):
             assert engine.num_cached_pages == exact.index(False)
             return
-    pytest.fail("expected a full page behind one that was filled, got none")
+    pytest.fail("expected a full page after one that was filled, got none")
 
 
-def test_a_replay_takes_no_exact_page_where_a_token_left_early(model: eecore.Model) -> None:
+def test_a_replay_takes_no_exact_page_where_a_token_exited_early(model: eecore.Model) -> None:
     policy, prompt = ConfidentExit(0.35, decay_tau=0.0), prompt_of(10)
     alone = run(engine_of(model), prompt, policy, max_tokens=24)
     assert {1, 3} <= set(alone.exit_layers[1:14])
@@ -222,7 +222,7 @@ def test_a_replay_takes_no_exact_page_where_a_token_left_early(model: eecore.Mod
     assert bits(output) == bits(alone)
 
 
-# That no output tells
+# Outputs do not depend on the cache
 
 
 def conversations(engine: Engine, able: list[Exit]) -> Iterator[tuple[Exit, Output]]:
@@ -271,7 +271,7 @@ def check_conversations(model: eecore.Model) -> None:
 
 
 def check_pages(engine: Engine, plain: EngineConfig, outputs: list[Output]) -> None:
-    """Every page that is found holds the very bits that a prompt's pass makes."""
+    """Every page that is found has to hold the bits of a prompt's pass."""
     cache = engine.pages._cache
     assert cache is not None
     seen = set()
@@ -298,14 +298,14 @@ def test_no_output_depends_on_the_cache(directory: Path, settings: dict[str, str
 
 
 @pytest.mark.parametrize("family", ["llama_biased", "mistral", "qwen2_windows", "qwen3"])
-def test_nor_does_that_of_another_family(family: str, tmp_path: Path) -> None:
+def test_no_output_of_other_families_depends_on_it(family: str, tmp_path: Path) -> None:
     directory = write_model(tmp_path, family, num_hidden_layers=3, seed=8)
     check_conversations(eecore.load(directory, device="cpu", kv_cache_tokens=64))
 
 
 @pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
-def test_nor_does_that_of_a_long_text(settings: dict[str, str], tmp_path: Path) -> None:
-    """Whose keys are split, found at places where no chunk began before."""
+def test_no_output_of_a_long_text_depends_on_it(settings: dict[str, str], tmp_path: Path) -> None:
+    """The keys of a long text are split, and hits begin where no chunk began before."""
     directory = write_model(tmp_path, num_hidden_layers=2, max_position_embeddings=4096)
     model = eecore.load(directory, device="cpu", kv_cache_tokens=4096, **settings)
     plain = model.without_prefix_cache()
@@ -321,10 +321,10 @@ def test_nor_does_that_of_a_long_text(settings: dict[str, str], tmp_path: Path) 
     check_pages(engine, plain.engine_config, outputs)
 
 
-# Who gives way
+# Which pages are evicted
 
 
-def test_pages_that_nobody_owns_are_free(model: eecore.Model) -> None:
+def test_pages_without_an_owner_are_free(model: eecore.Model) -> None:
     engine = engine_of(model)
     run(engine, prompt_of(40))
     assert engine.num_cached_pages == 11
@@ -356,10 +356,10 @@ def in_chain(engine: Engine, text: list[int]) -> list[int]:
     return cache.find(engine.prepare([*text, 0], sampling=SIX))
 
 
-def test_the_beginning_of_what_is_used_stays_longer_whoever_computed_it(
+def test_the_beginning_of_a_used_prefix_stays_longer(
     model: eecore.Model,
 ) -> None:
-    """Of two that computed the same at once the pages of one are kept, which ends first."""
+    """Two requests compute the same text at once: the pages of the one that ends first are kept."""
     engine = engine_of(model)
     prompt = prompt_of(16)
     for tokens in (1, 12):
@@ -370,7 +370,7 @@ def test_the_beginning_of_what_is_used_stays_longer_whoever_computed_it(
     assert list(engine.pages._kept) == in_chain(engine, text)[::-1]
 
 
-def test_so_it_does_where_a_request_cannot_begin_yet(model: eecore.Model) -> None:
+def test_a_used_prefix_stays_where_a_request_cannot_begin_yet(model: eecore.Model) -> None:
     engine = engine_of(model, EngineConfig(kv_cache_tokens=16 * PAGE, page_size=PAGE))
     prompt = prompt_of(24)
     run(engine, prompt, max_tokens=1)
@@ -384,7 +384,7 @@ def test_so_it_does_where_a_request_cannot_begin_yet(model: eecore.Model) -> Non
     assert len(kept) == 6
 
 
-def test_nobody_loses_pages_while_some_are_only_kept(model: eecore.Model) -> None:
+def test_no_request_loses_pages_while_cached_ones_are_left(model: eecore.Model) -> None:
     engine = engine_of(model, EngineConfig(kv_cache_tokens=16 * PAGE, page_size=PAGE))
     run(engine, prompt_of(48))
     assert engine.num_cached_pages == 13
@@ -402,7 +402,7 @@ def test_nobody_loses_pages_while_some_are_only_kept(model: eecore.Model) -> Non
 
 
 def test_pages_in_use_stay_when_others_run_out(model: eecore.Model) -> None:
-    """Two that share a beginning, and a third for which there is room only when both are done."""
+    """Two requests share a beginning; a third one has room only when both are done."""
     config = EngineConfig(kv_cache_tokens=12 * PAGE, page_size=PAGE)
     engine = engine_of(model, config)
     prompt = prompt_of(24)
@@ -451,14 +451,14 @@ def test_a_replay_is_no_hit_but_costs_less(model: eecore.Model) -> None:
     (output,) = [step.output for step in engine.run() if step.output]
     assert bits(output) == bits(run(engine_of(model), prompt_of(22)))
     assert output.stats.cached_tokens == 0
-    # 22 positions, and of the 24 that are replayed those behind the last full page but one.
+    # 22 positions, and of the 24 replayed ones those after the last full page but one.
     assert output.stats.prompt_layers_run == (22 + 4) * 3
 
 
 # Requests that end in the middle
 
 
-def test_of_a_cancelled_request_others_have_what_it_had_computed(model: eecore.Model) -> None:
+def test_pages_of_a_cancelled_request_are_found(model: eecore.Model) -> None:
     engine = engine_of(model)
     prompt = prompt_of(60)
     name = engine.add_request(prompt, sampling=SIX)
@@ -469,14 +469,14 @@ def test_of_a_cancelled_request_others_have_what_it_had_computed(model: eecore.M
     assert cached(engine, prompt) == 32
 
 
-def test_one_that_never_ran_leaves_nothing(model: eecore.Model) -> None:
+def test_a_request_that_never_ran_caches_nothing(model: eecore.Model) -> None:
     engine = engine_of(model)
     engine.cancel(engine.add_request(prompt_of(60), sampling=SIX))
     assert engine.num_cached_pages == 0
 
 
 @pytest.mark.parametrize("chunks", [0, 2])
-def test_of_a_failed_request_nothing_is_left(
+def test_pages_of_a_failed_request_are_not_kept(
     model: eecore.Model,
     chunks: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -506,8 +506,8 @@ def test_of_a_failed_request_nothing_is_left(
     assert bits(outputs[other]) == bits(run(engine_of(model), prompt_of(50, 3)))
 
 
-def test_what_lies_behind_the_end_of_a_text_is_not_shared(model: eecore.Model) -> None:
-    """A round may have computed more than stands."""
+def test_positions_after_the_end_of_a_text_are_not_shared(model: eecore.Model) -> None:
+    """A round may have computed more positions than the text has."""
     prompt, policy = prompt_of(10), SelfSpeculative(2, 6)
     whole = run(engine_of(model), prompt, max_tokens=40).text
     assert whole is not None
@@ -557,7 +557,7 @@ SMALL = [
 
 
 class Chance:
-    """Requests that begin like others, and what they give alone."""
+    """Requests that begin like others, and their outputs when they run alone."""
 
     def __init__(self, model: eecore.Model, seed: int) -> None:
         self.random = Random(seed)
@@ -567,7 +567,7 @@ class Chance:
         self.requests: list[Request] = []
 
     def request(self) -> int:
-        """The number of one that fits into the smallest of caches."""
+        """The number of a request that fits into the smallest cache."""
         random = self.random
         if self.requests and random.random() < 0.2:  # the very same once more
             return random.randrange(len(self.requests))
@@ -667,7 +667,7 @@ def test_random_steps(
 # Switching it off, and emptying it
 
 
-def test_reset_forgets_what_nobody_uses(model: eecore.Model) -> None:
+def test_reset_forgets_unused_pages(model: eecore.Model) -> None:
     engine = engine_of(model)
     used, idle = prompt_of(30, 1), prompt_of(30, 2)
     run(engine, idle)

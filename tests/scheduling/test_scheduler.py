@@ -1,4 +1,4 @@
-"""Who runs in an iteration: order, budgets, chunks, preemption, drafts."""
+"""The requests of an iteration: order, budgets, chunks, preemption, drafts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Bench:
         return sequence
 
     def step(self, emitted: int = 1) -> list[Work]:
-        """Schedule, and pretend that the model ran: decoding works emit ``emitted`` tokens."""
+        """Schedule, and act as if the model ran: each decoding request emits ``emitted`` tokens."""
         works = self.scheduler.schedule()
         for work in works:
             sequence = work.sequence
@@ -175,7 +175,7 @@ def test_greedy_drafts_are_cut_rather_than_preempt() -> None:
 
 
 def test_sampled_drafts_preempt_rather_than_be_cut() -> None:
-    """The number of drafts decides which random numbers are drawn, so it must not vary."""
+    """The number of drafts decides the random numbers that are drawn, so it must not vary."""
     bench = Bench(kv_cache_tokens=16)
     spec = bench.add(6, 10, SelfSpeculative(1, 6), temperature=1.0)
     bench.scheduler.schedule()
@@ -217,7 +217,7 @@ def test_a_round_has_no_more_drafts_than_one_may() -> None:
         bench.scheduler.finish(sequence)
 
 
-def test_pages_behind_the_accepted_length_go_back() -> None:
+def test_pages_after_the_accepted_length_go_back() -> None:
     bench = Bench(page_size=1)
     sequence = bench.add(3, 16, SelfSpeculative(1, 6))
     bench.step()
@@ -267,7 +267,7 @@ def ahead(bench: Bench, works: list[Work]) -> list[tuple[str, int]]:
     return [(w.sequence.request_id, w.max_drafts) for w in bench.scheduler.schedule_ahead(works)]
 
 
-def test_ahead_are_those_that_go_on_for_certain() -> None:
+def test_only_requests_that_certainly_go_on_are_scheduled_ahead() -> None:
     bench = Bench()
     longer, last = bench.add(3, max_tokens=4), bench.add(3, max_tokens=2)
     drafting = bench.add(3, max_tokens=6, exit=SelfSpeculative(1, 4))
@@ -283,7 +283,7 @@ def test_ahead_are_those_that_go_on_for_certain() -> None:
     assert ahead(bench, works) == [("2", 3)]
 
 
-def test_ahead_there_is_nothing_when_somebody_else_could_run() -> None:
+def test_nothing_is_scheduled_ahead_when_another_request_could_run() -> None:
     bench = Bench(max_num_seqs=2)
     bench.add(3)
     bench.step()
@@ -298,7 +298,7 @@ def test_ahead_there_is_nothing_when_somebody_else_could_run() -> None:
     assert ahead(bench, works[:1]) == []  # one was left out, and is next
 
 
-def test_ahead_takes_no_pages_from_anybody() -> None:
+def test_scheduling_ahead_takes_no_pages_from_a_request() -> None:
     bench = Bench(kv_cache_tokens=16)
     sequences = [bench.add(4), bench.add(3), bench.add(2)]
     bench.step()
@@ -357,7 +357,7 @@ def test_nothing_runs_while_everything_is_on_hold() -> None:
     assert summary(bench.step()) == [("1", 2)]
 
 
-def test_pages_on_hold_go_before_anybody_is_preempted() -> None:
+def test_pages_on_hold_go_before_a_request_is_preempted() -> None:
     bench = Bench(kv_cache_tokens=24)
     sequences = [bench.add(7) for _ in range(3)]
     bench.step()  # 2 pages each: the cache is full
@@ -381,7 +381,7 @@ def test_pages_on_hold_do_not_keep_others_waiting() -> None:
     late = bench.add(8)
     assert summary(bench.step()) == [("1", 8)]
     assert not held.pages
-    bench.scheduler.resume(held)  # before whoever came later, behind whoever runs
+    bench.scheduler.resume(held)  # before later requests, after running ones
     last = bench.add(1)
     assert list(bench.scheduler.waiting) == [held, last]
     assert bench.scheduler.running == [late]

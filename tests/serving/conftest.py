@@ -28,7 +28,7 @@ def intent() -> eecore.Model:
 
 @pytest.fixture(scope="session")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
-    """Still writing when a test has long made its point."""
+    """A model that generates for longer than any test waits."""
     directory = tmp_path_factory.mktemp("serving") / "endless"
     write_model(directory, max_position_embeddings=2 * LONG)
     return eecore.load(directory, kv_cache_tokens=2 * LONG)

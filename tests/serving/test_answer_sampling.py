@@ -21,7 +21,7 @@ def server(tiny: eecore.Model) -> Asker:
 
 
 def expected(tiny: eecore.Model, **settings: Any) -> str:
-    """What the library answers."""
+    """The library's answer."""
     assert tiny.tokenizer is not None
     ids = tiny.tokenizer.encode_chat(SAID)
     (output,) = eecore.generate(tiny, ids, **{**SETTINGS, **settings})

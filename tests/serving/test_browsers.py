@@ -20,7 +20,7 @@ ALLOWED = "access-control-allow-origin"
 
 
 def preflight(server: Asker, origin: str) -> Any:
-    """What a browser asks before it sends JSON to another site."""
+    """A browser's request before it sends JSON to another site."""
     headers = {
         "origin": origin,
         "access-control-request-method": "POST",
@@ -72,7 +72,7 @@ def test_what_is_no_origin(origin: str) -> None:
 
 
 class Tags(HTMLParser):
-    """What a page is made of, and what it has a browser fetch."""
+    """The tags of a page, and the addresses that a browser fetches for it."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a server says of prompts that begin alike."""
+"""A server's figures for prompts with a common beginning."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def counted(server: Asker) -> dict[str, float]:
 
 
 def cached(server: Asker, prompt: str, **fields: object) -> tuple[int, int]:
-    """Tokens of the prompt, and of these the cached."""
+    """The numbers of tokens of the prompt, and of cached ones."""
     answer = server.post("/v1/completions", {"prompt": prompt, **SHORT, **fields})
     usage = answer.json()["usage"]
     return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]

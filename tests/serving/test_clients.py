@@ -1,4 +1,4 @@
-"""Other people's clients against a server; each where it is installed."""
+"""Clients of other projects against a server; each runs if it is installed."""
 
 from __future__ import annotations
 
@@ -121,13 +121,13 @@ class TestLangChain:
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_openais_agents_loop(address: str, streams: bool) -> None:
-    """Over /v1/responses, which they speak by themselves."""
+    """The agents use /v1/responses by default."""
     agents = pytest.importorskip("agents")
     openai = pytest.importorskip("openai")
     opened = []
 
     def open_door(door: Literal["front", "back"]) -> str:
-        """Opens a door."""
+        """Open a door."""
         opened.append(door)
         return SAID
 
@@ -155,7 +155,7 @@ def test_openais_agents_loop(address: str, streams: bool) -> None:
 
 
 def test_what_the_schema_allows_and_what_it_forbids(caller: Asker) -> None:
-    """Whatever comes, the answer is one of those that the schema names, and no failure of ours."""
+    """Every answer is one that the schema names, and none is an internal error."""
     schemathesis = pytest.importorskip("schemathesis")
     hypothesis = pytest.importorskip("hypothesis")
     checks = schemathesis.checks

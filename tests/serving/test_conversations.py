@@ -1,4 +1,4 @@
-"""Histories that agents send: each means what it means to OpenAI, in every template at hand."""
+"""Histories that agents send: each means the same as for OpenAI, in every template at hand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def text(served: ServedModel, *messages: Any, **fields: Any) -> str:
     return conversation(served, read(TokenizeRequest, body))
 
 
-# What comes after the user's message, and how a template has it.
+# Messages after the user's, and their text in a template.
 HISTORIES: dict[str, tuple[dict[str, Any], str]] = {
     "null": ({**ANSWER, "content": None, "tool_calls": [call("{}")]}, "<{}>"),
     "missing": ({**ANSWER, "tool_calls": [call("{}")]}, "<{}>"),
@@ -152,7 +152,7 @@ def test_thoughts_have_the_names_that_templates_know(served: ServedModel) -> Non
 
 
 ASSEMBLED = {"index": 0, "parsed_arguments": None}
-"""What clients add to a call that they have put together from a stream."""
+"""Fields that clients add to a call that they have joined from a stream."""
 
 
 @pytest.mark.parametrize("template", EVERY)
@@ -161,7 +161,7 @@ ASSEMBLED = {"index": 0, "parsed_arguments": None}
 def test_its_own_answers_can_be_sent_back(
     served: ServedModel, template: str, parser: str, count: int
 ) -> None:
-    """As they are, as openai's client has them, and as one that was streamed."""
+    """Sent as they are, as openai's client holds them, and as joined from a stream."""
     served.tokenizer.chat_template = EVERY[template]
     made = [ToolCall(FORMATS[parser].new_id(), "now", f'{{"at": {i}}}').whole() for i in range(2)]
     for content in ("", None, "I see."):

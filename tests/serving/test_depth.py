@@ -1,4 +1,4 @@
-"""How deep a request may go: said in every way there is, and reported."""
+"""The depth of a request: set in every way there is, and reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers as OpenAI's clients read them, and what they say beside."""
+"""Answers as OpenAI's clients read them, and their further fields."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_refusals_are_in_the_schema(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_no_other_tokens(server: Asker, stream: bool) -> None:
-    """Those of the tokens themselves, as OpenAI has it."""
+    """Only the generated tokens have log-probabilities, as in OpenAI's API."""
     asked = completion(logprobs=0, stream=stream)
     answer = server.post("/v1/completions", asked)
     bodies = events(answer.text) if stream else [answer.json()]
@@ -251,7 +251,7 @@ def test_log_probabilities_of_no_other_tokens(server: Asker, stream: bool) -> No
 
 
 def test_tools_reach_the_template(endless: eecore.Model) -> None:
-    """A template that has no place for them passes over them; one that has gets them."""
+    """A template without a place for tools ignores them; one with a place gets them."""
     tokenizer = endless.tokenizer
     assert tokenizer is not None
     template = "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"

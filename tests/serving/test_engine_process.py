@@ -1,4 +1,4 @@
-"""An engine in a process of its own: the same answers, and what happens when a process dies."""
+"""An engine in a process of its own: the same answers, and the death of a process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def beside(path: Path, **settings: Any) -> Iterator[tuple[Asker, RemoteModel]]:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that ships, and a classifier and a draft head beside it."""
+    """A directory with the shipped model, a classifier and a draft head."""
     directory = tmp_path_factory.mktemp("process") / "intent"
     directory.mkdir()
     for path in eecore.default_model().iterdir():
@@ -85,7 +85,7 @@ def here(directory: Path) -> Asker:
 
 
 def without_names(answer: Any) -> Any:
-    """What does not differ from one request to the next: no names, and no times."""
+    """An answer without its names and times, which differ by request."""
     kept = {name: value for name, value in answer.items() if name not in ("id", "created")}
     timed = ("tokens_per_s", "full_depth_tokens_per_s", "speedup")
     told = {name: value for name, value in kept["usage"]["eecore"].items() if name not in timed}
@@ -131,7 +131,7 @@ def test_the_same_scores_of_prompts(here: Asker, there: Asker) -> None:
 
 
 def chosen(chunks: list[Any], index: int) -> Any:
-    """What a stream says of a choice, however it was cut."""
+    """The content of a choice in a stream, however the stream was cut."""
     own = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
     text = "".join(choice["text"] for choice in own)
     layers = [layer for choice in own for layer in choice.get("exit_layers", ())]
@@ -168,7 +168,7 @@ def test_every_policy(here: Asker, there: Asker, said: Any) -> None:
 
 
 def test_calls_of_tools_show_what_marks_them(here: Asker, there: Asker) -> None:
-    """Special tokens have a text then, in the process that decodes."""
+    """Special tokens then have a text in the process that decodes."""
     engine = there.service.served.engine
     tokenizer = here.service.served.tokenizer
     special = next(id for id in range(tokenizer.vocab_size) if not tokenizer.decode([id]))
@@ -206,7 +206,7 @@ def test_the_same_refusals(here: Asker, there: Asker, wrong: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["encoder", "file"])
 def test_other_kinds_of_models(tmp_path: Path, kind: str) -> None:
-    """One with an encoder is told its input; of a file the tokenizer is here too."""
+    """A model with an encoder gets its input; a file's tokenizer is in the server as well."""
     if kind == "encoder":
         path = write_t5(tmp_path / "t5")
     else:
@@ -279,7 +279,7 @@ def test_a_crowd_of_which_some_leave(here: Asker, there: Asker) -> None:
     assert_idle(there.service)
 
 
-def test_a_text_that_cannot_be_made_harms_nobody_else(there: Asker) -> None:
+def test_a_text_that_cannot_be_made_harms_no_other_request(there: Asker) -> None:
     engine = there.service.served.engine
 
     async def main() -> tuple[Any, Any]:
@@ -309,7 +309,7 @@ def endless_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not much time between two processes."""
+    """Short waits between two processes."""
     monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.05)
     monkeypatch.setattr(remote, "LAST_WAIT_S", 0.1)
 
@@ -480,7 +480,7 @@ def test_warnings_of_the_other_process_are_said_here(tmp_path: Path) -> None:
 
 
 def test_an_untrained_model_is_warned_of_once(tmp_path: Path) -> None:
-    """Both processes know the requests; the server's own says it."""
+    """Both processes know the requests; the server's own process warns."""
     directory = write_model(tmp_path / "model")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -510,7 +510,7 @@ def of_server(pid: int) -> int:
 
 
 def test_signals_are_the_servers(endless_directory: Path) -> None:
-    """A terminal sends them to both; and no engine outlives its server, however that ends."""
+    """A terminal sends them to both processes; no engine outlives its server."""
     if not Path("/proc/self/stat").exists():
         pytest.skip("no /proc")
     with started(str(endless_directory)) as (process, address), ThreadPoolExecutor(1) as pool:
@@ -542,7 +542,7 @@ def test_signals_are_the_servers(endless_directory: Path) -> None:
 def test_models_that_cannot_be_loaded(
     spoilt: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same line and the same code, wherever the engine was to run."""
+    """The line and the exit code are the same in either process."""
     directory = write_model(tmp_path / "model")
     arguments = list(spoilt)
     if spoilt == ("truncated",):

@@ -1,4 +1,4 @@
-"""Every field of a request has a part in the answer, has none by a list, or is refused."""
+"""Every field of a request affects the answer, is on a list of ignored ones, or is refused."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_what_becomes_of_each_field_of_openais_client(kind: type[Request], name:
 
 
 def of_no_kind(name: str) -> Any:
-    """What no field of that name can be."""
+    """A value that no field of that name can have."""
     objects = ("logit_bias", "metadata", "reasoning", "response_format", "text", "tool_choice")
     return [3.5] if name in objects else {"a": {}}
 
@@ -132,7 +132,7 @@ def test_what_has_no_effect_changes_nothing(server: Asker) -> None:
 
 
 def said_by(answer: Any) -> Any:
-    """All of an answer that is not told by time and names."""
+    """An answer without times and names."""
     return (
         [item["content"] for item in answer["output"]] if "output" in answer else answer["choices"]
     )
@@ -182,7 +182,7 @@ def test_a_field_of_the_other_endpoint_is_refused(
 
 
 def test_what_routers_add_asks_for_nothing() -> None:
-    """vllm-router writes out the defaults of fields that the client has not sent."""
+    """vllm-router sends defaults of fields that the client has left out."""
     falses = ("stream", "no_stop_trim", "ignore_eos", "return_hidden_states")
     trues = ("skip_special_tokens", "separate_reasoning", "stream_reasoning", "include_reasoning")
     fields = {**dict.fromkeys(falses, False), **dict.fromkeys(trues, True)}

@@ -1,4 +1,4 @@
-"""Answers that have to look like something, asked for as OpenAI's and vLLM's clients do."""
+"""Constrained answers, requested as OpenAI's and vLLM's clients do."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SCHEMA: dict[str, Any] = {
 }
 LARK = 'start: "[" NAME ("," NAME)* "]"\nNAME: /[a-z]{1,6}/'
 
-# What a body asks for, and the guide that it is.
+# Fields of a body, and the guide that they mean.
 ASKED: list[tuple[dict[str, Any], Guide]] = [
     ({"response_format": {"type": "json_object"}}, Guide.json_object()),
     (
@@ -107,10 +107,10 @@ def test_what_says_nothing_asks_for_nothing(server: Asker) -> None:
     assert plain["choices"] == same["choices"]
 
 
-def test_guides_that_cost_too_much_keep_nobody_waiting(
+def test_guides_that_cost_too_much_keep_no_request_waiting(
     server: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More of them than there are threads that get requests ready."""
+    """There are more guides than threads that prepare requests."""
     monkeypatch.setattr(matchers, "BOUNDS", matchers.Bounds(compile_seconds=0.1))
     goes_on = threading.Event()
     compile = matchers.GuideProcess.compile
@@ -263,7 +263,7 @@ class Lamp(pydantic.BaseModel):
 
 
 class Shade(pydantic.BaseModel):
-    """Has definitions of the same names, of other things."""
+    """A tool's argument whose definitions have the same names as another tool's."""
 
     class Colour(pydantic.BaseModel):
         level: Annotated[int, pydantic.Field(ge=0, le=3)]
@@ -308,7 +308,7 @@ def guide_of(body: ChatRequest, parser: str) -> Guide:
 
 
 def accepts(guide: Guide, text: str) -> bool:
-    """Whether a whole text is what a guide describes."""
+    """Whether a guide accepts a whole text."""
     tokenizer = llguidance.LLTokenizer("byte")
     form = {"json": "json_schema"}.get(guide.kind, guide.kind)
     matcher = llguidance.LLMatcher(tokenizer, llguidance.grammar_from(form, guide.text))
@@ -326,7 +326,7 @@ FORMS: list[Any] = [
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("parser", ["hermes", "llama3", "mistral"])
 def test_a_response_format_leaves_room_for_calls(parser: str, form: Any) -> None:
-    """An answer is a call or of the form, never anything else."""
+    """An answer is a call or has the response format."""
     guide = guide_of(read_chat(tools=TOOLS, response_format=form), parser)
     family = FORMATS[parser]
     call = json.dumps({"name": "off", family.arguments: {}})
@@ -349,7 +349,7 @@ def test_a_response_format_leaves_room_for_calls(parser: str, form: Any) -> None
 
 @pytest.mark.parametrize("parser", ["hermes", "llama3", "mistral"])
 def test_definitions_of_a_tool_are_its_own(parser: str) -> None:
-    """Tools that pydantic describes, beside others with definitions of the same names."""
+    """Tools described by pydantic, beside tools with definitions of the same names."""
     assert all("$ref" in json.dumps(tool) for tool in REFERRING)
     guide = guide_of(read_chat(tools=REFERRING, tool_choice="required"), parser)
     form = FORMATS[parser]

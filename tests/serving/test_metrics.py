@@ -1,4 +1,4 @@
-"""What is counted by policy and by depth."""
+"""Counters by policy and by depth."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_acceptance_by_policy(intent: eecore.Model, counts: Metrics) -> None:
 
 
 def test_labels_of_policies_are_bounded(intent: eecore.Model, counts: Metrics) -> None:
-    """Those that the server was set up with have theirs however many others come."""
+    """Policies of the server's set-up keep their labels, however many others are asked for."""
     (output,) = eecore.generate(intent, PROMPT, max_tokens=2)
     for number in range(3 * metrics.MAX_POLICIES):
         counts.ended("stop", output, eecore.ConfidentExit(number / 1000))
@@ -93,7 +93,7 @@ def test_what_is_cancelled_is_counted_with_what_there_is(counts: Metrics) -> Non
 def test_iterations_that_fail_inside_are_counted(
     intent: eecore.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request never notices one; whoever runs the server does."""
+    """Requests do not show them; the server's metrics do."""
     server = asker(eecore.Model(intent.network, intent.tokenizer, intent.engine_config))
     whole, left = Iterations.iterate, [Fault()]
 

@@ -37,7 +37,7 @@ def spelled(parts: Iterable[bytes]) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def sentencepiece() -> Tokenizer:
-    """Bytes for what has no token, and no space before the first word."""
+    """A tokenizer with bytes for text without a token, and no space before the first word."""
     pieces = [SPACE, "a", f"{SPACE}a", "\ufffd"]
     tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "<unk>", "</s>", *pieces]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -81,7 +81,7 @@ def cut_texts(draw: st.DrawFn) -> list[bytes]:
 @settings(max_examples=60, deadline=None)
 @given(parts=cut_texts(), num_before=st.integers(0, 3))
 def test_wherever_a_text_is_cut(parts: list[bytes], num_before: int) -> None:
-    """A prompt may end in the middle of a character, too."""
+    """A prompt may also end in the middle of a character."""
     tokenizer = spelled(parts)
     ids = [list(dict.fromkeys(parts)).index(part) for part in parts]
     assert [tokenizer.spelled_bytes(token) for token in ids] == parts
@@ -101,7 +101,7 @@ def test_wherever_a_text_is_cut(parts: list[bytes], num_before: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 255), max_size=12))
 def test_bytes_that_are_no_text(data: list[int]) -> None:
-    """What comes after them begins where the text has it."""
+    """The text after them begins at its place."""
     tokenizer = spelled(bytes([byte]) for byte in range(256))
     end = ord("!")
     *_, last = offsets_of(tokenizer, [*data, end])

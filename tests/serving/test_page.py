@@ -1,4 +1,4 @@
-"""The page at ``/``, as far as it can be known without a browser."""
+"""The page at ``/``, as far as it can be tested without a browser."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_any_text_is_markdown() -> None:
 
 
 def node(scripts: list[str], option: str) -> str:
-    """What a script says."""
+    """The output of a script."""
     program = shutil.which("node")
     if program is None:
         pytest.skip("no node")

@@ -88,7 +88,7 @@ def page(opened: Page, address: str) -> Page:
 def fake(
     page: Page, pieces: list[str], *, ends: bool = True, layer: int = 12, status: int = 200
 ) -> None:
-    """Let the page get other answers than the server's."""
+    """Give the page other answers than the server's."""
     script = FAKE.replace("PIECES", json.dumps(pieces)).replace(
         "USAGE", json.dumps({"eecore": USAGE})
     )

@@ -122,7 +122,7 @@ def test_a_client_that_leaves_ends_its_request(address: str) -> None:
 
 
 def test_when_a_replica_is_killed_the_other_answers(address: str) -> None:
-    """What had not begun is answered, what had ends with an error, nothing hangs."""
+    """Requests that had not begun are answered, running ones end with an error, none hangs."""
     before = replicas()
     assert len(before) == 2
 
@@ -183,7 +183,7 @@ def test_a_replica_is_ill_when_its_requests_get_no_further(monkeypatch: pytest.M
     replica = Engine(Arguments(kv_cache_tokens=1024), [])
     engine = replica._service.served.engine.engine
     asyncio.run(replica.check_health())  # nothing to do
-    engine.add_request([5, 6, 7])  # which nobody steps for
+    engine.add_request([5, 6, 7])  # no thread steps for it
     asyncio.run(replica.check_health())
     asyncio.run(replica.check_health())  # not for long
     assert replica.record_autoscaling_stats()["requests"] == 1

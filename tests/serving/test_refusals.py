@@ -1,4 +1,4 @@
-"""What is refused, in OpenAI's shape, quickly, and without disturbing others."""
+"""Refusals in OpenAI's shape, quick, and without effect on other requests."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_the_roads_that_are_not_there(server: Asker) -> None:
         ("application/x-www-form-urlencoded", {}, 200),  # what curl says by itself
         ("text/plain", {}, 415),
         ("multipart/form-data", {}, 415),
-        # What a page of another site can have a browser send without asking.
+        # Requests that a browser sends for a page of another site without a preflight.
         (None, {"origin": "https://example.org"}, 415),
         (None, {"origin": "null"}, 415),
         (None, {"sec-fetch-site": "cross-site"}, 415),
@@ -378,8 +378,8 @@ def test_a_request_that_fails_on_the_way(
     assert_idle(server.service)
 
 
-def test_what_nobody_thought_of(intent: eecore.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Says no more than the kind of the failure."""
+def test_unexpected_errors(intent: eecore.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer says no more than the kind of the failure."""
 
     def broken(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("secret")

@@ -1,4 +1,4 @@
-"""Which replica a request goes to, and how many there should be."""
+"""The replica of a request, and the number of replicas."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_is_no_request_begins_with_nothing() -> None:
 
 @pytest.mark.parametrize("depth", [*range(100, 3000, 50), 100_000])
 def test_however_deep_it_is(depth: int) -> None:
-    """Where one of those who read it gives up is no business of a router."""
+    """A router does not depend on the depth at which a JSON parser gives up."""
     body = b'{"prompt": ' + b"[" * depth + b"]" * depth + b"}"
     assert len(beginning_of(body)) <= MAX_BLOCKS
     assert beginning_of(b"[" * depth) == []

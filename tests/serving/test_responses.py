@@ -63,7 +63,7 @@ def client(caller: Asker) -> Iterator[openai.OpenAI]:
 
 
 def saying(intent: eecore.Model, pieces: Sequence[str], reason: str = "stop") -> Asker:
-    """A server whose answers are written beforehand."""
+    """A server with scripted answers."""
     server = asker(intent, tool_parser="hermes")
     (output,) = eecore.generate(intent, SAID, max_tokens=64)
     output = replace(output, text="".join(pieces), finish_reason=reason, error="by accident")
@@ -72,7 +72,7 @@ def saying(intent: eecore.Model, pieces: Sequence[str], reason: str = "stop") ->
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
-    """The events of a stream, each of which names its kind twice and has its number."""
+    """The events of a stream; each has to name its kind twice and have its number."""
     found = []
     for block in text.split("\n\n")[:-1]:
         kind, data = block.split("\n", 1)
@@ -195,7 +195,7 @@ def test_a_stream_that_fails(intent: eecore.Model) -> None:
 
 
 def test_an_agent_of_three_turns(client: openai.OpenAI) -> None:
-    """Each answer goes back as it is, with what its calls gave."""
+    """Each answer goes back as it is, with the results of its calls."""
     tools: Any = [LOCK]
     items: list[Any] = [{"role": "user", "content": SAID}]
     asked: Any = {"model": "intent", "instructions": "Be brief.", "tools": tools}

@@ -20,7 +20,7 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
 def scores(model: eecore.Model, prompt: str | list[int], **fields: Any) -> list[PromptLogprob]:
-    """What the engine says of a prompt's tokens but the first."""
+    """The engine's scores of a prompt's tokens except the first."""
     (output,) = eecore.generate(model, prompt, max_tokens=0, **{"prompt_logprobs": 20, **fields})
     assert output.prompt_logprobs is not None
     return [entry for entry in output.prompt_logprobs if entry is not None]
@@ -88,7 +88,7 @@ def test_a_completion_begins_with_its_prompt(
 
 
 def test_what_an_evaluation_harness_asks(server: Asker, intent: eecore.Model) -> None:
-    """Several prompts of token ids, one token behind each: how probable the ends of prompts are."""
+    """Several prompts of token ids, one token after each: probabilities of the prompts' ends."""
     assert intent.tokenizer is not None
     prompts = [intent.tokenizer.encode(each) for each in (PROMPT, OTHER, "a")]
     body = {
@@ -170,7 +170,7 @@ def test_offsets_are_those_of_characters(tiny: Asker) -> None:
 
 
 def test_of_tokens_with_one_text_the_most_probable_one_is_listed(tiny: Asker) -> None:
-    """Bytes that are no characters all look alike."""
+    """Bytes that are no characters all have the same text."""
     prompt = [65, *range(128, 256, 3)]
     body = {"prompt": prompt, "echo": True, "logprobs": 20, "max_tokens": 0}
     (choice,) = choices_of(tiny, body)

@@ -1,4 +1,4 @@
-"""A server on a socket: OpenAI's own client, clients that leave, signals, what is counted."""
+"""A server on a socket: OpenAI's own client, clients that disconnect, signals, counters."""
 
 from __future__ import annotations
 
@@ -417,7 +417,7 @@ def test_a_port_that_is_taken(address: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_crowd_of_which_some_stay(intent: eecore.Model) -> None:
-    """Those who stay get what they get alone; of those who leave, or are wrong, nothing is left."""
+    """Clients that stay get what they get alone; nothing is left of disconnects or bad requests."""
     service = asker(intent, max_num_seqs=8, max_waiting=200).service
     random = Random(0)
     policies = ["full", "speculative:3,6", "auto", "fixed:6", "confident:0.9"]

@@ -1,4 +1,4 @@
-"""What a stream says, event by event, however many of them are sent together."""
+"""Streams, event by event, however many events are sent together."""
 
 from __future__ import annotations
 

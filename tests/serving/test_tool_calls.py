@@ -1,4 +1,4 @@
-"""Calls of tools in an answer's text: found in whole answers and streams alike, or left alone."""
+"""Tool calls in an answer's text: found in whole answers and streams alike, or left as text."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ LLAMA = f'{{"name": "weather", "parameters": {PLACE}}}'
 
 Found = tuple[str, list[tuple[str, str]]]
 
-# What an answer says, what of it is text, and its calls.
+# An answer, the part of it that is text, and its calls.
 GOOD: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
     "hermes": ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [WEATHER]),
-    "behind text": (
+    "after text": (
         "hermes",
         f"I'll see.\n<tool_call>{CALL}</tool_call>\n",
         "I'll see.\n",
@@ -82,7 +82,7 @@ GOOD: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
     "llama": ("llama3", f"\n{LLAMA}", "", [WEATHER]),
     "llama's arguments": ("llama3", CALL, "", [WEATHER]),
     "llama, tagged": ("llama3", f"<|python_tag|>{LLAMA}", "", [WEATHER]),
-    "llama, behind text": (
+    "llama, after text": (
         "llama3",
         f"Let me see <|python_tag|> {LLAMA}\n",
         "Let me see ",
@@ -102,7 +102,7 @@ GOOD: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
         "",
         [WEATHER, TIME],
     ),
-    "mistral, behind text": ("mistral", f"Yes [[ [TOOL_CALLS] [{CALL}] ", "Yes [[ ", [WEATHER]),
+    "mistral, after text": ("mistral", f"Yes [[ [TOOL_CALLS] [{CALL}] ", "Yes [[ ", [WEATHER]),
 }
 
 # Answers that are text and nothing else.
@@ -163,7 +163,7 @@ def read(parser: str, pieces: Sequence[str]) -> Found:
 
 
 def splits(text: str) -> Iterator[list[str]]:
-    """Whole, in two at each point, character by character, and at random."""
+    """The splits of a text: whole, in two at each point, by character, and at random."""
     yield [text]
     yield list(text)
     for at in range(len(text)):
@@ -192,7 +192,7 @@ def test_what_is_no_call_is_text_and_all_there(parser: str, answer: str) -> None
 
 @pytest.mark.parametrize("seed", range(3))
 def test_answers_that_were_tampered_with(seed: int) -> None:
-    """However they are split they say the same, and without calls all that was said."""
+    """Every split gives the same; without calls, all of the text."""
     random = Random(seed)
     answers = [answer for _, answer, _, _ in GOOD.values()] + [answer for _, answer in BAD]
     parts = [CALL, LLAMA, *'{}[]"\\;:, \n<', "<tool_call>", "</tool_call>", "[TOOL_CALLS]"]
@@ -250,7 +250,7 @@ def test_a_parser_is_chosen_by_the_chat_template() -> None:
 
 
 def test_markers_that_are_special_tokens_are_shown(endless: eecore.Model) -> None:
-    """In answers to requests with tools, and in no others."""
+    """They are shown only in answers to requests with tools."""
     tokenizer = endless.tokenizer
     assert tokenizer is not None
     served = asker(endless).service.served
@@ -332,7 +332,7 @@ def test_a_stream_with_calls(intent: eecore.Model) -> None:
 
 
 def test_a_stream_that_says_how_deep_it_went(intent: eecore.Model) -> None:
-    """No token is lost, whether its text is held back or not."""
+    """No token is missing, whether its text is held back or not."""
     server = saying(intent, [*PIECES[2:-1], PIECES[2], *PIECES[3:]])
     body = chat(stream=True, return_exit_layers=True)
     chunks = events(server.post("/v1/chat/completions", body).text)
@@ -456,8 +456,8 @@ def test_openais_client_reads_calls(intent: eecore.Model, parser: str, pieces: l
         assert calls[0].id != calls[1].id
 
 
-def test_a_conversation_goes_on_behind_a_call(endless: eecore.Model) -> None:
-    """What the server says can be said to it again, in the words of each family's template."""
+def test_a_conversation_goes_on_after_a_call(endless: eecore.Model) -> None:
+    """The server's answers can be sent back, in each family's template."""
     tokenizer = endless.tokenizer
     assert tokenizer is not None
     before = tokenizer.chat_template

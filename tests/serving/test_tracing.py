@@ -34,7 +34,7 @@ class Traced:
         self.server.service.tracing = Tracing(provider)
 
     def span(self) -> Any:
-        """The one there is."""
+        """The only span."""
         (span,) = self._exporter.get_finished_spans()
         return span
 
@@ -116,7 +116,7 @@ def test_refusals_are_no_spans(traced: Traced) -> None:
 
 @pytest.fixture
 def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
-    """One that listens, and what it was sent."""
+    """A collector that listens, and the spans that it received."""
     sent: list[tuple[str, bytes]] = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""What a server does before its first request."""
+"""The work of a server before its first request."""
 
 from __future__ import annotations
 

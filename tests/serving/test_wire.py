@@ -1,4 +1,4 @@
-"""What two processes of a server say to each other."""
+"""Messages between the two processes of a server."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ from eecore.serving.wire import (
 
 
 def crossed(message: Any) -> Any:
-    """What comes of a message in the other process."""
+    """A message as the other process receives it."""
     return decode(encode(message), type(message))
 
 
 def requested(**settings: Any) -> Request:
-    """What comes of a request."""
+    """A request as the other process receives it."""
     fields: dict[str, Any] = {
         "key": 3,
         "name": "a",
@@ -174,7 +174,7 @@ def test_classifiers_go_once_and_then_by_their_digests() -> None:
 
 
 class PeculiarError(RuntimeError):
-    """Not eecore's, nor Python's."""
+    """An error that is neither eecore's nor Python's."""
 
 
 class OfTwoError(Exception):

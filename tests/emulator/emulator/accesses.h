@@ -1,10 +1,10 @@
-// What launches touch, counted while a test asks for it: bytes of watched memory, the 32-byte
-// sectors of a warp's accesses to global memory, the banks of those to shared memory, and how much
-// is on its way by cp.async when threads come to wait for it.
+// Counts the accesses of launches while a test asks for it: bytes of watched memory, 32-byte
+// sectors of a warp's accesses to global memory, banks of accesses to shared memory, and the bytes
+// in flight by cp.async when threads wait for them.
 //
-// The threads of a warp are fibers, so that what they do at once has to be put together: the n-th
+// The threads of a warp are fibers, so that simultaneous accesses have to be put together: the n-th
 // access of each lane at one place of the compiled code is taken for one instruction. Where lanes
-// come to a place differently often that is wrong.
+// reach a place differently often that is wrong.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ extern bool counts_accesses;
 void count_global(const void* address, size_t bytes);
 void count_shared(uint32_t offset, size_t bytes);
 
-// Of the running thread's cp.asyncs: what is started, when it comes to wait, what has landed then.
+// The running thread's cp.asyncs: bytes started, a wait, bytes landed by then.
 void count_copy(size_t bytes);
 void count_wait();
 void count_landed(size_t bytes);
@@ -35,14 +35,14 @@ EMULATOR_INLINE void touch_shared(uint32_t offset, size_t bytes) {
   if (counts_accesses) count_shared(offset, bytes);
 }
 
-// Of launch(), one behind the other.
+// Parts of launch(), called one after the other.
 void begin_counted_launch(const LaunchConfig& config);
 void end_counted_block();
 void end_counted_launch();
 
-// Counts what is launched from here on; nothing is watched. Off: what was counted is forgotten.
+// Counts launches from here on; no memory is watched. Off: drops the counts.
 void count_accesses(bool on);
-// Tells, by this name, how many bytes each launch reads of it, and how many of them are different.
+// Watches memory under a name: the bytes that each launch reads of it, and the distinct ones.
 void watch(const std::string& name, const void* begin, size_t bytes);
 // A JSON list of the launches since counting began.
 std::string counted_launches();

@@ -37,7 +37,7 @@ inline void __threadfence_block() {}
 
 namespace emulator {
 
-// The value of the lane that `source` names for this one; its own where that is -1.
+// The value of the lane that `source` names for this one; its own if that is -1.
 template <typename T, typename Source>
 T shuffle(unsigned mask, const char* what, T value, Source source,
           const std::source_location& site) {
@@ -108,7 +108,7 @@ inline int __all_sync(unsigned mask, bool value, EMULATOR_SITE) {
 
 namespace emulator {
 
-// What was there before; its access is one of its own kind to the check of races.
+// Returns the value before; the check of races treats the access as atomic.
 template <typename T, typename Change>
 EMULATOR_UNSEEN T exchange(T* address, Change change) {
   if (checks_races) {

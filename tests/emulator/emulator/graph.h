@@ -1,8 +1,8 @@
-// Streams that are captured, and the graphs that come of it: what is launched becomes a node.
+// Captured streams and their graphs: each launch becomes a node.
 //
 // A launched graph runs its nodes one by one, in a seeded random order that keeps their
-// dependencies; a dependency that is missing shows as a wrong result. What a GPU would refuse is an
-// error here too.
+// dependencies; a missing dependency shows as a wrong result. Calls that a GPU would refuse are
+// errors here too.
 #pragma once
 
 #include <functional>
@@ -10,11 +10,10 @@
 
 namespace emulator {
 
-// Where `stream` is captured, the work of a kernel becomes a node of its graph, and true comes
-// back.
+// If `stream` is captured, makes the work of a kernel a node of its graph and returns true.
 bool record(void* stream, const std::string& kernel, const std::function<void()>& work);
 
-// What was captured since the last call, in order, one a line: kernels, and "if" for an IF node.
+// The nodes captured since the last call, in order, one a line: kernels, and "if" for an IF node.
 std::string take_captured();
 
 bool is_recorded(void* stream);

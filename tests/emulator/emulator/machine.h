@@ -1,8 +1,8 @@
 // The machine that the emulated kernels run on: the threads of a block are fibers of one host
 // thread, visited in a seeded random order between the points where they wait for each other.
 //
-// What goes wrong in a kernel ends the launch with an exception that names the kernel, the block
-// and the thread: see README.md for all that is found.
+// A fault in a kernel ends the launch with an exception that names the kernel, the block and the
+// thread; README.md lists the faults.
 #pragma once
 
 #include <cstddef>
@@ -17,32 +17,32 @@ struct Index3 {
   unsigned x = 1, y = 1, z = 1;
 };
 
-// What the device claims to be. A few multiprocessors make persistent kernels loop.
+// Properties of the emulated device. Few multiprocessors, so that persistent kernels loop.
 constexpr int kNumMultiprocessors = 3;
 constexpr size_t kStaticSharedBytes = 48 * 1024;
 constexpr size_t kMaxDynamicSharedBytes = 227 * 1024;
 constexpr int kMaxThreads = 1024;
 int capability();
 
-// Of the running thread, within its warp and within its block.
+// Numbers of the running thread, within its warp and within its block.
 int lane();
 int thread_number();
 
-// Ends the launch; the message is put behind the kernel, block and thread. Called in a fiber.
+// Ends the launch; the message follows the kernel, block and thread. Called in a fiber.
 [[noreturn]] void fail(const std::string& message);
 
-// Barrier `id` of 16; the one of __syncthreads is 0. With 0 threads all of the block come to it.
+// Barrier `id` of 16; the one of __syncthreads is 0. With 0 threads all of the block reach it.
 // One that does not wait has only arrived.
 void come_to_barrier(int id, int num_threads, bool waits, const char* what,
                      const std::source_location& site);
 
-// What the lanes of a mask bring together: each lane gives `bytes` (at most kMaxGift) and gets the
-// gifts of all 32 lanes, one after the other, when the lanes of the mask have come.
+// An exchange between the lanes of a mask: each lane gives `bytes` (at most kMaxGift) and gets the
+// gifts of all 32 lanes, one after the other, once all lanes of the mask have arrived.
 // `orders_memory` is true of __syncwarp alone.
 constexpr int kMaxGift = 32;
 void gather(unsigned mask, const char* what, const void* gift, size_t bytes, void* gifts,
             bool orders_memory, const std::source_location& site);
-// The same of a type.
+// The same for a value of a type.
 template <typename T>
 struct Gathered {
   T of[32];
@@ -65,7 +65,7 @@ unsigned char* change_shared(uint32_t offset, size_t bytes);
 void start_copy(uint32_t to, const void* from, size_t bytes, size_t zeros);
 void close_copy_group();
 void wait_for_copies(int pending_groups);
-// How many, since this was last asked, began before their thread waited for the kernel ahead.
+// How many began before their thread waited for the kernel ahead, since the last call.
 uint64_t early_copies();
 
 // griddepcontrol.wait.
@@ -79,15 +79,15 @@ struct LaunchConfig {
 };
 void launch(const LaunchConfig& config, const std::function<void()>& body);
 
-// The names of what is launched from here on are kept, until they are asked for.
+// Keeps the names of kernels launched from here on, until kept_names().
 void keep_names();
 std::string kept_names();  // a line each
 
-// Of the orders in which blocks and threads are visited; EECORE_EMULATOR_SEED at the start.
+// Seeds the orders in which blocks and threads are visited; EECORE_EMULATOR_SEED at the start.
 void set_seed(uint64_t seed);
 uint64_t seed();
 
 }  // namespace emulator
 
-// Of the running thread, under the names that kernels know.
+// Indices of the running thread, under the names that kernels know.
 extern emulator::Index3 threadIdx, blockIdx, blockDim, gridDim;

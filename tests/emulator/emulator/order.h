@@ -1,5 +1,5 @@
-// Who knows of whom in the running block: what synchronisation has told a thread of what others
-// did.
+// The order of accesses in the running block: which of other threads' accesses have happened for a
+// thread, by synchronisation.
 //
 // Time passes with every synchronisation of the block; a thread is its number, or one of the names
 // below for several of them.
@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <string>
 
-#pragma GCC visibility push(hidden)  // nobody else's: calls of them are plain calls
+#pragma GCC visibility push(hidden)  // no other library's: calls of them are plain calls
 namespace emulator {
 
 constexpr int kMaxWarps = kMaxThreads / 32;
@@ -21,7 +21,7 @@ constexpr uint16_t kManyLanes = 0x8000;  // + the warp
 // Whether what `thread` did at `time` has happened for the running thread.
 bool happened(uint16_t thread, uint32_t time);
 
-// What the running thread knows of its block, kept.
+// A copy of what the running thread knows of its block.
 struct Knowledge {
   int thread;
   uint32_t now, last_barrier, synced;
@@ -31,18 +31,19 @@ struct Knowledge {
 Knowledge knowledge();
 bool happened_for(const Knowledge& known, uint16_t thread, uint32_t time);
 
-// The running thread beside `thread`, which did the same at `time`: alone where that has happened,
-// else both, as narrowly as one name tells.
+// A name for the running thread and `thread`, which did the same at `time`: the running thread
+// alone if that has happened, else both, as narrowly as one name can.
 uint16_t joined(uint16_t thread, uint32_t time);
 
 uint32_t now();
 void pass_time();
 std::string name_of(uint16_t thread);
 
-// Whether the running thread, or one that it has heard of, has waited for the kernel ahead.
+// Whether the running thread, or a thread that it has synchronised with, has waited for the kernel
+// ahead.
 bool knows_of_previous_kernel();
 
-// Whether a kernel runs at all, and not who launches it.
+// Whether a kernel is running, not its launcher.
 bool is_in_kernel();
 
 // Shared memory of the running block, and the stack of the running thread.

@@ -1,14 +1,15 @@
-// Accesses to global memory that nothing orders, found while a test asks for it: of threads of a
-// block, of blocks of a launch, of launches that may overlap.
+// Finds accesses to global memory that nothing orders, while a test asks for it: by threads of a
+// block, by blocks of a launch, by launches that may overlap.
 //
 // The order of visits does not matter: each access is held against those before it that do not have
-// to happen before it. So launches and blocks run one behind the other as ever.
+// to happen before it. So launches and blocks still run one after the other.
 //
 // Within a block barriers order. Between the blocks of a launch it takes a fence, an atomic, an
-// atomic of the same address behind it, and a fence again. Kernels ahead in the stream have ended
+// atomic of the same address after it, and a fence again. Kernels ahead in the stream have ended
 // when a kernel starts, unless it is launched to start early. Then it starts when every block of
-// the kernel ahead has let it, or ended, and knows of no more ends than these knew of by then; from
-// its wait on it knows that the kernel ahead has ended, and with it those that this one waited for.
+// the kernel ahead has triggered or ended, and knows of no more ended kernels than these blocks
+// did; from its wait on it knows that the kernel ahead has ended, and the kernels that it waited
+// for.
 #pragma once
 
 #include <cstddef>
@@ -20,23 +21,23 @@ struct LaunchConfig;
 
 extern bool checks_races;
 
-// Of a function whose own accesses are not looked at.
+// Marks a function whose own accesses are not checked.
 #define EMULATOR_UNSEEN __attribute__((no_sanitize("thread"), noinline))
 
-// By the running thread; `place` is where in the code.
+// Checks accesses of the running thread; `place` is the place in the code.
 enum class Touch { kRead, kWrite, kAtomic };
 void check_global(Touch touch, const void* address, size_t bytes, const void* place);
 void check_fence();
 void let_next_kernel_start();
 
-// Of launch(), one behind the other.
+// Parts of launch(), called one after the other.
 void begin_checked_launch(const LaunchConfig& config);
 void begin_checked_block(int64_t number);
 void end_checked_block(bool waited);
 
 // Checks what is launched from here on; what was launched before has ended.
 void check_races(bool on);
-// A kernel that is not ours comes to the stream: it starts when those ahead have ended, and has
+// Records a foreign kernel on the stream: it starts when the kernels ahead have ended, and has
 // ended when the next one starts.
 void launch_foreign();
 // How many accesses have been checked since checking began.

@@ -105,7 +105,7 @@ Shared<T> static_array(const void* key, size_t size) {
   return {begin, begin, static_cast<uint32_t>(begin + size * sizeof(T))};
 }
 
-// What was there before. Its bank is not counted: which lanes meet there hangs on the data.
+// Returns the value before. Its bank is not counted, as the lanes that meet there depend on data.
 template <typename T, typename Change>
 T exchange(const Shared<T>& address, Change change) {
   static_assert(std::is_integral_v<T> && sizeof(T) == 4, "what shared memory has an atomic of");

@@ -1,4 +1,4 @@
-"""Evaluation of confident exits: its arithmetic by hand, what it writes, what it refuses."""
+"""Evaluation of confident exits: its arithmetic by hand, its files, its refusals."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_ideal_throughput_by_hand() -> None:
 
 
 def test_an_encoder_is_not_cut_in_half() -> None:
-    """Of its prompt an encoder-decoder model counts the start token alone."""
+    """An encoder-decoder model counts only the start token as its prompt."""
     full = timed([([[made([4, 4, 4], first=2.0, total=10.0, prompt=4)]], 10.0)])
     half = timed([([[made([2, 2, 2], prompt=2)]], 6.0)])
     assert throughput(half, full, full).share_of_ideal == pytest.approx((2 + 8 / 2) / 6)
@@ -118,7 +118,7 @@ def test_the_ideal_latency_by_hand() -> None:
 
 
 def test_a_model_cut_at_the_mean_depth_lies_between_full_and_half() -> None:
-    """A token costs a head, 1 s, and 1 s a layer: full depth 5 s, half 3, one layer 2."""
+    """A token costs 1 s for the head and 1 s a layer: full depth 5 s, half 3 s, one layer 2 s."""
     full = timed([([[made([4, 4, 4, 4], first=2.0, total=17.0)]], 17.0)])
     half = timed([([[made([2, 2, 2, 2], first=2.0, total=11.0)]], 11.0)])
     # 15 and 9 s for four tokens, of which three are decoded: 2.25 layers a token, 1.5 s a layer.

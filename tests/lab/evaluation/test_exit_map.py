@@ -17,7 +17,7 @@ VOID = {"br", "meta"}
 
 
 class Page(HTMLParser):
-    """Which tokens a page shows; a tag that is not closed is an error."""
+    """The tokens that a page shows; a tag that is not closed is an error."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

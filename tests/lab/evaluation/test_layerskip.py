@@ -1,4 +1,4 @@
-"""LayerSkip's evaluation: scores by exit, modes beside full depth, what reuse saves; sweeps."""
+"""LayerSkip's evaluation: scores by exit, modes beside full depth, savings of reuse; sweeps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXAMPLES = [Example(f"prompt {i}", f"target {i}") for i in range(3)]
 
 
 def test_scores_are_those_of_the_model_cut_there(model: eecore.Model) -> None:
-    """Against generation: the token that an exit finds likeliest is what FixedExit writes."""
+    """The token that an exit finds likeliest is the one that FixedExit generates."""
     prompts = random_prompts(5, 9)
     for exit_layer in range(1, model.config.num_layers + 1):
         policy = FixedExit(exit_layer)
@@ -243,7 +243,7 @@ def test_the_command_lines(
 
 
 def stopping_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
-    """Ctrl-C as a sweep asks for so many times whether it is to stop."""
+    """Raise SIGINT at the ``calls``-th time that a sweep asks whether to stop."""
     asked = itertools.count(1)
     call = StopRequest.__call__
 
@@ -264,7 +264,7 @@ def test_a_sweep_that_is_stopped_keeps_what_it_has(
     calls: int,
     pairs: int,
 ) -> None:
-    """In the middle of a turn, at the end of one, and in the second round."""
+    """The stop comes in the middle of a turn, at the end of one, and in the second round."""
     data, out = tmp_path / "data.jsonl", tmp_path / "grid"
     data.write_text('{"input": "a"}\n{"input": "b"}\n')
     words = ["sweep", str(directory), "--data", str(data), "--max-tokens", "2", "--threads", "1"]
@@ -310,7 +310,7 @@ def test_a_table_of_a_part_of_the_grid(tmp_path: Path) -> None:
 def test_a_written_sweep_has_auto_draft_with_first_layers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A checkpoint trained elsewhere: the one that ships, without what its training wrote."""
+    """The checkpoint is trained elsewhere: the shipped one without the files of its training."""
     model = tmp_path / "model"
     shutil.copytree(eecore.default_model(), model)
     (model / "exits.json").unlink()

@@ -1,4 +1,4 @@
-"""CALM: the weighted loss, the labels of the exit classifier, its loss, its training."""
+"""CALM: the weighted loss, and the labels, loss and training of the exit classifier."""
 
 from __future__ import annotations
 

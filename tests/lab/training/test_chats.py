@@ -1,4 +1,4 @@
-"""Conversations as training data: which tokens the assistant says, by several kinds of template."""
+"""Conversations as training data: the assistant's tokens, by several kinds of template."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TWO_TURNS = [
 
 
 def with_template(directory: Path, template: str | None) -> Tokenizer:
-    """A tokenizer of bytes."""
+    """A tokenizer of bytes with a chat template."""
     write_byte_tokenizer(directory)
     path = directory / "tokenizer_config.json"
     settings = json.loads(path.read_text())
@@ -64,7 +64,7 @@ def with_template(directory: Path, template: str | None) -> Tokenizer:
 
 
 def texts(tokenizer: Tokenizer, messages: list[dict[str, Any]], **variables: Any) -> list[str]:
-    """What is learnt, special tokens written out."""
+    """The learnt texts, with special tokens written out."""
     pieces = chat_pieces(tokenizer, messages, END, **variables)
     return [tokenizer.decode(ids, skip_special_tokens=False) for ids, learnt in pieces if learnt]
 

@@ -20,7 +20,7 @@ END = 257
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A token a byte."""
+    """A tokenizer with one token per byte."""
     directory = tmp_path_factory.mktemp("bytes")
     write_byte_tokenizer(directory)
     found = Tokenizer.from_directory(directory)

@@ -1,4 +1,4 @@
-"""Draft heads: their two moves, what they learn from, and how their agreement is counted."""
+"""Draft heads: their two steps, their training data, and how their agreement is counted."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
 
 
 def random_head(seed: int = 0, num_blocks: int = 2, *, attends: bool = False) -> DraftHead:
-    """Of which no weight is what heads begin with."""
+    """A head whose weights all differ from the initial ones."""
     sizes = HeadSizes(HIDDEN, 2, 12, num_blocks, *((len(ATTENDED), QUERIES) if attends else ()))
     head = DraftHead(sizes, EPS, torch.ones(HIDDEN))
     generator = torch.Generator().manual_seed(seed)
@@ -64,7 +64,7 @@ def random_data(
 ) -> tuple[HeadStates, FrozenSide]:
     """Texts numbered 0, 1, ..., whose tokens are the greedy ones but for every third.
 
-    Behind prompts of 3, 4, ... tokens; keys are in two directories.
+    They follow prompts of 3, 4, ... tokens; keys are in two directories.
     """
     generator = torch.Generator().manual_seed(seed)
     text = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
@@ -114,7 +114,7 @@ def test_the_moves_are_the_formulas() -> None:
 
 
 def test_what_a_head_attends_to_is_the_formula() -> None:
-    """Rows of two texts, of which each sees as many keys as it has a position, a step later too."""
+    """Rows of two texts: each sees the keys up to its position, also one step later."""
     head = random_head(4, num_blocks=1, attends=True)
     data, frozen = random_data([5, 3], seed=2, attends=True)
     t, rows = head.tensors(torch.float32), torch.tensor([0, 3, 5, 6])
@@ -194,7 +194,7 @@ def test_a_head_learns_what_the_loss_says(attends: bool) -> None:
 
 
 def test_tokens_of_a_text_are_learnt_beside_the_vocabulary() -> None:
-    """The loss is that of a vocabulary which has them: of 8 tokens of 60 at first."""
+    """The loss is that of a vocabulary with these tokens; the head has 8 of 60 at first."""
     head, (data, wide) = random_head(), random_data([40, 30])
     few = torch.arange(10, 18)
     narrow = replace(
@@ -244,7 +244,7 @@ def test_states_are_those_of_the_model_at_each_tap(model: eecore.Model, tmp_path
 
 
 def test_keys_are_those_of_the_models_cache(model: eecore.Model, tmp_path: Path) -> None:
-    """Of the whole text, in two directories, the second one cut short and gone on with."""
+    """Keys of whole texts in two directories; the second run is interrupted and continued."""
     network = model.network
     attended = choose_attended(network, 3)
     settings = StatesSettings(
@@ -303,7 +303,7 @@ def test_heads_of_a_model_of_few_positions(tmp_path: Path, positions: int, found
 
 
 def test_queries_begin_as_what_the_model_asks() -> None:
-    """Where a linear layer can say it, but for the ridge."""
+    """Queries equal the model's where a linear layer can express them, up to the ridge."""
     head = random_head(6, num_blocks=1, attends=True)
     data, frozen = random_data([300, 200], seed=3, attends=True)
     weight = torch.randn(3 * QUERIES, HIDDEN, generator=torch.Generator().manual_seed(7))
@@ -322,7 +322,7 @@ def test_queries_begin_as_what_the_model_asks() -> None:
     assert missed[inside].square().mean() < 1e-3 * queries.square().mean()
 
 
-def test_states_of_several_runs_are_one_behind_another(tmp_path: Path, model: eecore.Model) -> None:
+def test_states_of_several_runs_follow_each_other(tmp_path: Path, model: eecore.Model) -> None:
     settings = StatesSettings("one", "float32", 64, (2, 4))
     parts = []
     for place, answers in enumerate(([[3, 4], [5]], [[7, 8, 9]])):

@@ -1,4 +1,4 @@
-"""The intent task: what its data promise, and the way from them to a scored model."""
+"""The intent task: the promises of its data, and the steps to a scored model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer dropout: its rates, what it leaves out, and that the rest is untouched."""
+"""Layer dropout: its rates, the layers it leaves out, and the untouched rest."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_eval_mode_and_removal_leave_the_layers_alone() -> None:
 def _samples_one_by_one(
     model: Any, ids: Tensor, kept: list[list[bool]], given: dict[str, Tensor]
 ) -> Tensor:
-    """What the model gives when each sample runs alone through a model of its kept layers."""
+    """The outputs if each sample runs alone through a model of its kept layers."""
     rows = []
     for sample in range(len(ids)):
         all_layers = model.model.layers

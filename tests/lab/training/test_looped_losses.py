@@ -1,4 +1,4 @@
-"""Training of a looped model: the losses by hand, the model beside the oracle, and both stages."""
+"""Training of a looped model: the losses by hand, the model against the oracle, both stages."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_gate_learns_whether_a_later_loop_gains() -> None:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Any:
-    """A small looped model of transformers, with the tokenizer that it comes with."""
+    """A small looped model of transformers, with its tokenizer."""
     write_looped(tmp_path / "model", vocab_size=260, eos_token_id=257)
     write_byte_tokenizer(tmp_path / "model")
     return load_starting_point(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Several sequences in a row: they do not see each other, and are learnt as alone."""
+"""Several sequences packed in a row do not see each other, and are learnt as if alone."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_losses_and_gradients_are_those_of_rows_alone(
 def test_a_batch_in_pieces_has_the_gradients_of_the_whole(
     make_model: Any, pairs: TokenData, settings: dict[str, Any]
 ) -> None:
-    """Targets of a piece count as much as those of the whole batch, however they fall."""
+    """Targets of a piece count as in the whole batch, however they are spread."""
     found: list[dict[str, torch.Tensor]] = []
     for accumulate in (1, 3):
         model = make_model()

@@ -1,4 +1,4 @@
-"""Passages of a user's files, and what a model is asked about them."""
+"""Passages of a user's files, and the questions about them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_paragraphs_are_put_together(tmp_path: Path) -> None:
     assert texts(read_passages([file])) == [together, "\n\n".join([PARAGRAPH] * 2)]
 
 
-def test_a_long_paragraph_is_cut_behind_sentences(tmp_path: Path) -> None:
+def test_a_long_paragraph_is_cut_after_sentences(tmp_path: Path) -> None:
     text = "".join(f"{number:02}: {SENTENCE}" for number in range(70)).strip()
     found = texts(read_passages([write(tmp_path / "a.txt", text)]))
     assert " ".join(found) == text

@@ -1,4 +1,4 @@
-"""Two processes on the CPU learn what one learns, and stop and go on together."""
+"""Two processes on the CPU learn the same as one, and stop and resume together."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "t5": {"shard": True, "loss": CalmLoss(), "relative_rate": True, "lora": LoraSettings(2)},
 }
 ALONE = {"shard": False, "accumulate": 1}
-"""Settings of one process, which learns the same."""
+"""Settings with which one process learns the same."""
 STOPPED = ("whole", "sharded")
 
 
@@ -98,7 +98,7 @@ def all_runs(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes have written, of which this was one."""
+    """The folder that two processes have written, this one included."""
     folder = tmp_path_factory.mktemp("processes")
     other = multiprocessing.get_context("spawn").Process(
         target=in_a_process, args=(1, folder, all_runs)

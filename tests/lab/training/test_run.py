@@ -1,4 +1,4 @@
-"""Whole runs on tiny models: they learn, they resume bit for bit, what they write can be loaded."""
+"""Whole runs on tiny models: they learn, resume bit for bit, and write files that load."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def small(steps: int = 20, **settings: Any) -> TrainingConfig:
 
 
 class Killed(Exception):
-    """Stands for a process that ends here."""
+    """An error that stands for the end of the process."""
 
 
 def killed_at(step: int) -> Any:
@@ -176,7 +176,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(
     result = train(make_model(), pairs, small(), stopped, should_stop=third_time)
     assert (result.finished, result.step) == (False, 3)
     assert not (stopped / "config.json").exists()
-    # What does not change what is learnt may be set anew.
+    # Settings that do not affect the learning may change.
     result = train(make_model(), pairs, small(checkpoint_steps=1), stopped, resume=True)
     assert result.finished
     assert logs(stopped) == logs(whole)

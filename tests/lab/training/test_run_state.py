@@ -1,4 +1,4 @@
-"""The state of a run as a file: what is not what the run left is refused, and changes nothing."""
+"""The state of a run as a file: a file that the run did not write is refused without effect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 
 class Stopped(Exception):
-    """Stands for a process that ends."""
+    """An error that stands for the end of the process."""
 
 
 def settings() -> TrainingConfig:

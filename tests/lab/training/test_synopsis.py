@@ -1,4 +1,4 @@
-"""The synopsis task: what is read from apt's lists, and how it is split."""
+"""The synopsis task: its data from apt's lists, and their split."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ USAGE, MODEL, REQUEST, INTERRUPTED = 2, 3, 4, 130
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, one without weights, and data."""
+    """A folder with a model, a model without weights, and data."""
     folder = tmp_path_factory.mktemp("train")
     write_model(folder / "model", num_hidden_layers=3)
     write_model(folder / "untrained", num_hidden_layers=3)

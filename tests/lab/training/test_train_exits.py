@@ -1,4 +1,4 @@
-"""``eecore train-exits`` as a user meets it: answers, states, a head, and a directory of it."""
+"""``eecore train-exits`` as a user meets it: answers, states, a head, and its directory."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ STAGES = (
     ("reading", "step 30/"),
     ("training", None),
 )
-"""What a run that was stopped in each of its steps goes on with, and where it stops next."""
+"""For each step in which a run is stopped: what it goes on with, and where it stops next."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A chat model, one that cannot chat, and questions."""
+    """A folder with a chat model, a model that cannot chat, and questions."""
     folder = tmp_path_factory.mktemp("train_exits")
     write_model(folder / "model", num_hidden_layers=3, max_position_embeddings=2048)
     write_model(folder / "dumb", num_hidden_layers=3)
@@ -66,7 +66,7 @@ def arguments(folder: Path, out: Path, *more: str, model: str = "model") -> list
 
 
 def own_arguments(folder: Path, out: Path) -> list[str]:
-    """Of a run whose model asks itself."""
+    """The arguments of a run whose model writes its own questions."""
     command = arguments(folder, out, "--own-questions", "--epochs", "0.5")
     place = command.index("--prompts")
     del command[place : place + 2]
@@ -139,7 +139,7 @@ def test_training_brings_agreement(trained: Path) -> None:
 def test_the_runtime_drafts_by_it(
     folder: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As trained: a step of the loop and the head that runs say the same."""
+    """The runtime's head gives the same as a step of the training loop."""
     model = eecore.load(folder / "model", device="cpu", kv_cache_tokens=1024, exits=trained)
     assert model.tokenizer is not None
     prompts = []
@@ -187,7 +187,7 @@ def test_the_runtime_drafts_by_it(
 
 
 def _trained_head(directory: Path) -> DraftHead:
-    """The module of the training, with the weights of the files."""
+    """The training's module with the files' weights."""
     sizes = HeadSizes(64, 3, 96, 1, 4, 128)
     head = DraftHead(sizes, 1e-5, torch.ones(64))
     tensors = load_file(directory / "head.safetensors")
@@ -202,14 +202,14 @@ def test_the_model_is_left_as_it_was(folder: Path, trained: Path) -> None:
     assert trained.is_dir()
 
 
-def test_what_stopped_goes_on_where_it_was(
+def test_a_stopped_run_goes_on_where_it_was(
     folder: Path,
     trained: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Stopped in each of the three steps, and cut in the middle of a line and of a row."""
+    """The run is stopped in each of its three steps, and cut in the middle of a line and a row."""
     out = tmp_path / "head"
     said = []
     for module, name, calls in (
@@ -239,7 +239,7 @@ def test_what_stopped_goes_on_where_it_was(
 
 
 def test_minutes_become_steps(folder: Path, trained: Path, tmp_path: Path) -> None:
-    """Measured on a few steps, which leave no trace in the head; the answers are there already."""
+    """A few steps are measured, without effect on the head; the answers are there already."""
     out, work = tmp_path / "head", tmp_path / "work"
     shutil.copytree(trained / "work", work, ignore=shutil.ignore_patterns("training"))
     command = arguments(folder, out, "--work", str(work), "--resume", "--minutes", "0.001")
@@ -265,7 +265,7 @@ def test_a_head_that_begins_with_another_drafts_the_tokens_of_its_own_text(
 def test_a_head_begins_with_another(
     folder: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which is as good as it was before the first step."""
+    """Before the first step it is as good as the head it begins with."""
     out = tmp_path / "head"
     few = ["--epochs", "0.01", "--begin", str(trained), "--learning-rate", "1e-9"]
     few.append("--keep-vocabulary")
@@ -322,13 +322,13 @@ def test_questions_of_its_own_and_others_about_its_answers(
     )
 
 
-def test_it_asks_itself_until_there_is_enough(
+def test_a_model_asks_itself_until_there_is_enough(
     folder: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However few of its questions a model ends; where there are no more, it says so."""
+    """The model asks on, however few questions it ends; if there are no more, it says so."""
     asking = importlib.import_module("eecore.lab.answers.asking")
     monkeypatch.setattr(asking, "MIN_WORDS", 1)
     monkeypatch.setattr(asking, "MIN_QUESTIONS", 6)
@@ -353,7 +353,7 @@ def test_it_asks_itself_until_there_is_enough(
     assert f"wrote {tokens} of 5000 tokens: there were no more questions" in said.err
 
 
-def test_killed_at_its_questions_it_goes_on(folder: Path, tmp_path: Path) -> None:
+def test_a_run_killed_at_its_questions_goes_on(folder: Path, tmp_path: Path) -> None:
     asking = importlib.import_module("eecore.lab.answers.asking")
     settings = QuestionSettings("digest", "float32", seed=3)
     model = eecore.load(folder / "model", device="cpu", kv_cache_tokens=8192)
@@ -375,7 +375,7 @@ def test_killed_at_its_questions_it_goes_on(folder: Path, tmp_path: Path) -> Non
 
 
 def test_what_is_asked_about_answers(folder: Path) -> None:
-    """Code is to be changed, texts are to be summarised; an answer about an answer is not asked."""
+    """Follow-ups: change this code, summarise this text; none follows a follow-up."""
     model = eecore.load(folder / "model", device="cpu", kv_cache_tokens=64)
     assert model.tokenizer is not None
     code = "def f(x):\n    y = x + 1\n    return y"
@@ -710,7 +710,7 @@ def test_heads_and_models_are_not_replaced_by_a_block_head(
 
 @pytest.mark.long
 def test_questions_about_texts_that_fit_the_model(folder: Path, tmp_path: Path) -> None:
-    """The tokenizer's tokens are bytes, so that the longer half does not fit 2048 positions."""
+    """Tokens are bytes, so that the longer half does not fit into 2048 positions."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(10):
@@ -743,7 +743,7 @@ def answers(out: Path) -> list[str]:
 
 
 def _stopping_after(patch: pytest.MonkeyPatch, module: str, name: str, calls: int) -> None:
-    """Have a step of the command told to stop when it has asked so often."""
+    """Tell a step of the command to stop once it has asked so often."""
     *places, last = name.split(".")
     place: Any = importlib.import_module(module)
     for part in places:
