@@ -171,8 +171,8 @@ class Chooser:
                 if not trial.layer:
                     return trial._replace(rounds=TRIAL_ROUNDS)
                 self.odds_of_all.fade(name)
-                drafts = min(max(trial.drafts, MIN_TRIAL_DRAFTS), most)
-                return trial._replace(rounds=1, drafts=drafts)
+                length = min(max(trial.drafts, MIN_TRIAL_DRAFTS), most)
+                return trial._replace(rounds=1, drafts=length)
         self._wins(best)
         return options[best][1]
 
