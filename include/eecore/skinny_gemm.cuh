@@ -116,6 +116,15 @@ struct SkinnyLane {
     group = warp >> plan.slices_shift;
     slice = warp - (group << plan.slices_shift);
   }
+
+  // With the warps of a slice side by side, so that each four of them have the same chunks.
+  __device__ __forceinline__ static SkinnyLane of_warpgroup(const SkinnyPlan& plan) {
+    SkinnyLane lane(plan);
+    const int warp = threadIdx.x / 32, num_groups = kSkinnyWarps >> plan.slices_shift;
+    lane.group = warp % num_groups;
+    lane.slice = warp / num_groups;
+    return lane;
+  }
 };
 
 // The number of tiles of this block, which are blockIdx.x, blockIdx.x + gridDim.x, ...

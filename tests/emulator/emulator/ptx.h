@@ -8,6 +8,8 @@
 #include <cmath>
 #include <cstring>
 
+#define EECORE_HAS_WGMMA 1
+
 namespace eecore::cuda {
 
 // ---- Conversions ----
