@@ -242,9 +242,9 @@ void with_ready_rows(Params params, SkinnyPlan plan, int m_tiles, int64_t num_bl
   start_with(exchange_bytes, std::false_type{});
 }
 
-// Whether warpgroups multiply, each 64 of `num_rows` rows of a weight: all row counts of x or none,
-// so that a row's result does not depend on its batch. Fewer tiles than multiprocessors would leave
-// some of these without work.
+// Whether warpgroups multiply a weight of `num_rows` rows, 64 at a time. The number of rows of x
+// does not count, so that a row's result does not depend on its batch. With fewer tiles than
+// multiprocessors some of these would be idle.
 template <typename Params>
 bool is_by_warpgroups(const Params& params, int64_t num_rows, int device) {
   const DeviceProperties& properties = device_properties(device);
@@ -254,7 +254,7 @@ bool is_by_warpgroups(const Params& params, int64_t num_rows, int device) {
          tuning().wgmma;
 }
 
-// Starts `kernel`, with the rows of x made ready by a kernel ahead where they must be.
+// Launches `kernel`, after rms_norm_kernel where the rows of x must be made ready.
 template <typename T, int kMTiles, int kNTiles, typename Params>
 void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan), Params params,
                        SkinnyPlan plan, int64_t num_rows, Stream stream) {
@@ -269,7 +269,7 @@ void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan), Par
   if (needs_rows(form, params.x, params.x_stride, params.norm_weight)) {
     make_rows<T>(form, params.num_tokens, params.norm_weight, params.eps, params.workspace,
                  params.x, params.x_stride, stream);
-    plan.early_weight = true;  // the kernel that makes rows has waited for whoever wrote the weight
+    plan.early_weight = true;  // the kernel that makes rows has waited for writes of the weight
   }
   const int64_t other_bytes = skinny_exchange_floats(plan, kMTiles) * int64_t{sizeof(float)} +
                               rows_buffers_bytes<kNTiles>(plan);

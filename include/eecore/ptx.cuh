@@ -250,7 +250,7 @@ __device__ __forceinline__ void mma_m16n8k16<Float16>(float (&sums)[4], const ui
 // ---- Products of a warpgroup: four warps, the first of a number that 4 divides (sm_90a) ----
 //
 // They are asynchronous. A thread's registers may be touched between a wait for the group of a
-// product and the next wgmma_fence, which has to come before the next product that works with them.
+// product and the next wgmma_fence, which must precede the next product that works with them.
 // Shared memory may be written from the wait on; before a product reads it, each thread that wrote
 // there calls fence_proxy_async, and a barrier comes after that. All four warps make the same
 // calls.

@@ -17,7 +17,7 @@ __device__ __forceinline__ float gate_activation(float x, bool is_gelu) {
   return x / (1.0f + expf(-u));
 }
 
-// A number of `out`, from both products of row `row` of the gate.
+// The number of `out` that the products of row `row` of the gate and of up give.
 template <typename T, typename W>
 __device__ __forceinline__ T gated(const SkinnyGatedLinearParams& params, int64_t row, float gate,
                                    float up) {

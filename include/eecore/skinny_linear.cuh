@@ -13,7 +13,7 @@ struct Addends {
   T bias, residual;
 };
 
-// Those of row `row` of the weight and of a token; none of a row behind the last.
+// The addends of one number of `out`; zeros where `is_there` is false or `row` is past the last.
 template <typename T>
 __device__ __forceinline__ Addends<T> addends_of(const SkinnyLinearParams& params, int64_t token,
                                                  int64_t row, bool is_there) {
@@ -26,7 +26,8 @@ __device__ __forceinline__ Addends<T> addends_of(const SkinnyLinearParams& param
   return addends;
 }
 
-// A product as `out` has it.
+// The number of `out` that a product gives: with scale, bias, activation, multiplier, soft cap and
+// residual.
 template <typename T, typename W>
 __device__ __forceinline__ T finished(const SkinnyLinearParams& params, int64_t row, float product,
                                       const Addends<T>& addends) {

@@ -1,14 +1,13 @@
-// Skinny products by warpgroups (sm_90a): 64 rows of W at a time, and up to 64 rows of x, which
-// shared memory holds once for all warps that have the same chunk.
+// Skinny products by warpgroups (sm_90a): 64 rows of W at a time and up to 64 rows of x, which
+// shared memory holds once for all warps that multiply the same chunk.
 //
-// The stream of the weight is that of the other skinny products: what a warp takes of its 16 rows
-// of W is its part of wgmma's A, out of registers. Rows of x come chunk by chunk, 64 bytes to a
-// thread, which lays them down in the order of k that the pieces of W have (multiply_pieces):
-// elements 8 * t to 8 * t + 7 of half a chunk are, two by two, those of lane t of four in each 8 of
-// k.
+// The stream of the weight is that of the other skinny products: the pieces of a warp's 16 rows of
+// W are its part of wgmma's A, from registers. Rows of x are copied chunk by chunk, 64 bytes by a
+// thread, and stored in the order of k that the pieces of W have (multiply_pieces): elements 8 * t
+// to 8 * t + 7 of half a chunk are two elements of lane t of four in each 8 of k.
 //
-// A row's result depends on the number of slices and on nothing else, neither on the other rows of
-// x nor on kNTiles.
+// A row's result depends only on the number of slices, neither on the other rows of x nor on
+// kNTiles.
 #pragma once
 
 #include "eecore/skinny_gated_linear.cuh"
@@ -19,7 +18,7 @@ namespace eecore::cuda {
 constexpr int kWarpgroupRows = 64;
 constexpr int kMaxWarpgroupSlices = kSkinnyThreads / 128;
 
-// Bytes of a chunk of the rows of x, and of the two buffers of each slice.
+// Bytes of a chunk of the rows of x, and of all buffers: two for each slice.
 template <int kNTiles>
 constexpr int kRowsChunkBytes = 8 * kNTiles * 128;
 template <int kNTiles>
@@ -27,7 +26,7 @@ __host__ __device__ inline int rows_buffers_bytes(const SkinnyPlan& plan) {
   return plan.num_slices * 2 * kRowsChunkBytes<kNTiles>;
 }
 
-// Chunks of rows of x, from where they are to the buffers of this thread's slice: 64 bytes each.
+// Copies chunks of rows of x to the buffers of this thread's slice: 64 bytes of each chunk.
 template <typename T, int kNTiles>
 class ChunksOfRows {
   static_assert(sizeof(T) == 2);
@@ -35,7 +34,7 @@ class ChunksOfRows {
   static constexpr int kBufferSize = kRowsChunkBytes<kNTiles> / static_cast<int>(sizeof(T));
 
  public:
-  // The buffers of all slices are at `buffers`.
+  // `buffers` are those of all slices.
   __device__ __forceinline__ ChunksOfRows(const SkinnyPlan& plan, const SkinnyLane& lane,
                                           const SkinnyRows<T>& x, Shared<T> buffers)
       : plan_(plan),
@@ -51,9 +50,9 @@ class ChunksOfRows {
     load(lane.slice);
   }
 
-  // Puts the chunk that was loaded into the next buffer, and loads the one that follows `chunk`, or
-  // the first of the next tile. Who writes a buffer has passed the barrier that all warps came to
-  // after they had waited for the products that read it.
+  // Stores the chunk that was loaded in the next buffer, and loads the one after `chunk`, or the
+  // first one of the next tile. No product reads that buffer any more: this thread has passed the
+  // barrier of the chunk between, before which each warp waited for its products.
   __device__ __forceinline__ void advance(int chunk) {
     turn_ = 1 - turn_;
     if (is_needed_) {
@@ -70,13 +69,13 @@ class ChunksOfRows {
     load(next < plan_.num_chunks ? next : lane_.slice);
   }
 
-  // Waits for what all threads of the slice have put into the buffer.
+  // Waits until all threads of the slice have stored their part of the buffer.
   __device__ __forceinline__ void wait() const {
     named_barrier_wait(1 + lane_.slice, num_threads_);
   }
 
-  // The b of the chunk's product `step` of four. Piece p of all columns, 8 elements of k to each,
-  // lies behind that of p - 1: pieces 2 * step and 2 * step + 1 are those of a step.
+  // The descriptor of b in product `step` of the chunk's four. A piece is 8 elements of k of all
+  // columns; pieces 2 * step and 2 * step + 1, one after the other, are b.
   __device__ __forceinline__ uint64_t matrix(int step) const {
     return wgmma_matrix(buffer() + step * (kBufferSize / 4), kPieceBytes, 128, Swizzle::kNone);
   }
@@ -103,7 +102,7 @@ class ChunksOfRows {
 };
 
 #if EECORE_HAS_WGMMA
-// As multiply_tile.
+// The multiply_tile of the other skinny products, by wgmma.
 template <typename T, int kMTiles, int kNTiles, typename RowsOf>
 __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const SkinnyLane& lane,
                                               WeightStream<T, kMTiles>& weight,
@@ -156,9 +155,9 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
 }
 #endif
 
-// What both kernels do. `num_rows` of the weight for each of kMTiles, row `m * num_rows` and those
-// behind it for m of them; finish(token, row, values) for each of their products. Dynamic shared
-// memory: the ring, the exchange, then the buffers of rows of x.
+// The work of both kernels. Row r of a tile is multiplied with rows r + m * num_rows of the weight,
+// for each m below kMTiles; finish(token, row, values) gets these products. Dynamic shared memory:
+// the ring, the exchange, then the buffers of rows of x.
 template <typename T, int kMTiles, int kNTiles, typename Params, typename Finish>
 __device__ __forceinline__ void multiply_by_warpgroups(const Params& params, const SkinnyPlan& plan,
                                                        int64_t num_rows, const Finish& finish) {
@@ -207,10 +206,10 @@ __device__ __forceinline__ void multiply_by_warpgroups(const Params& params, con
 #endif
 }
 
-// Blocks of a multiprocessor.
+// Blocks that share a multiprocessor.
 constexpr int warpgroup_blocks(int m_tiles) { return m_tiles == 1 ? 2 : 1; }
 
-// As skinny_linear_kernel.
+// skinny_linear_kernel by warpgroups.
 template <typename T, int kNTiles>
 __global__ void __launch_bounds__(kSkinnyThreads, warpgroup_blocks(1))
     skinny_warpgroup_linear_kernel(SkinnyLinearParams params, SkinnyPlan plan) {
@@ -222,7 +221,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, warpgroup_blocks(1))
       });
 }
 
-// As skinny_gated_linear_kernel.
+// skinny_gated_linear_kernel by warpgroups.
 template <typename T, int kNTiles>
 __global__ void __launch_bounds__(kSkinnyThreads, warpgroup_blocks(kGatedMTiles))
     skinny_warpgroup_gated_kernel(SkinnyGatedLinearParams params, SkinnyPlan plan) {
