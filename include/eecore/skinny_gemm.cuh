@@ -29,7 +29,8 @@
 
 namespace eecore::cuda {
 
-constexpr int kSkinnyWarps = 8;
+constexpr int kSkinnyWarpsShift = 3;
+constexpr int kSkinnyWarps = 1 << kSkinnyWarpsShift;
 constexpr int kSkinnyThreads = 32 * kSkinnyWarps;
 constexpr int kSkinnyMaxStages = kMaxPendingCopies + 2;
 constexpr int kPrefetchedChunks = 8;  // of each warp, while the weight has to wait
@@ -117,12 +118,12 @@ struct SkinnyLane {
     slice = warp - (group << plan.slices_shift);
   }
 
-  // With the warps of a slice side by side, so that each four of them have the same chunks.
+  // Warps of a slice side by side, so that the four warps of a warpgroup have the same chunks.
   __device__ __forceinline__ static SkinnyLane of_warpgroup(const SkinnyPlan& plan) {
     SkinnyLane lane(plan);
-    const int warp = threadIdx.x / 32, num_groups = kSkinnyWarps >> plan.slices_shift;
-    lane.group = warp % num_groups;
-    lane.slice = warp / num_groups;
+    const int warp = threadIdx.x / 32;
+    lane.group = warp & ((kSkinnyWarps >> plan.slices_shift) - 1);
+    lane.slice = warp >> (kSkinnyWarpsShift - plan.slices_shift);
     return lane;
   }
 };

@@ -41,7 +41,7 @@ class ChunksOfRows {
         lane_(lane),
         num_threads_(kSkinnyThreads >> plan.slices_shift),
         buffers_(buffers + lane.slice * (2 * kBufferSize)) {
-    const int thread = static_cast<int>(threadIdx.x) % num_threads_;
+    const int thread = static_cast<int>(threadIdx.x) & (num_threads_ - 1);
     is_needed_ = thread < 2 * kColumns;
     half_ = thread / kColumns;
     column_ = thread % kColumns;
