@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -125,9 +125,9 @@ def test_warpgroups_launch_and_read_what_their_plan_says(
     """Under the setting that asks for them."""
     monkeypatch.setenv(TUNING, "wgmma=1")
     for in_features, out_features, options in ((64, 512, "plain"), (131, 300, "all")):
-        product = Product(op)
-        call = product.call(num_tokens, in_features, out_features, options, torch.bfloat16)
-        checked = Checked(monkeypatch, lambda: product.run(call), weight=call["weight"])  # noqa: B023
+        call = Product(op).call(num_tokens, in_features, out_features, options, torch.bfloat16)
+        run = partial(Product(op).run, call)
+        checked = Checked(monkeypatch, run, weight=call["weight"])
         names = [each.kernel for each in checked.planned]
         assert names[-1].startswith("skinny_warpgroup_")
         assert names[:-1] == ["rms_norm_kernel"] * (options == "all")
