@@ -35,6 +35,7 @@ COPIES_KEYS = r"paged_attention_(?:float8_)?kernel<"
 STREAMS = rf"{STREAMS_WEIGHTS}|{COPIES_KEYS}"
 # Instructions ahead of the first copy, all branches counted; a division is some twenty of them.
 MAX_BEFORE_KEYS, MAX_BEFORE_WEIGHTS = 900, 600
+BY_WARPGROUPS = r"skinny_warpgroup_(linear|gated)_kernel<\w+, \d+> sm_90a"
 FILL = rf"kv_fill_pairs_kernel<(\w+), (\d+), (\d+), (\w+|{INT8})> "
 MAKES_ROWS = r"(?:skinny_\w+|exit_confidence_softmax)_kernel<(\w+), (?:\d+, )+true, "
 
@@ -107,7 +108,8 @@ def test_a_kernel_waits_before_it_lets_the_next_one_start(kernels: dict[str, Cod
     for name, code in waits_early(kernels):
         assert "PREEXIT" in names_of(code), name
         if re.match(
-            r"skinny_(?:gated_)?linear_kernel|skinny_append_kernel|exit_confidence_soft", name
+            r"skinny_(?:gated_)?linear_kernel|skinny_(?:append|warpgroup)_|exit_confidence_soft",
+            name,
         ):
             continue
         assert not [line for line in code.before("ACQBULK") if line.name == "PREEXIT"], name
@@ -272,6 +274,18 @@ def test_the_skinny_products_multiply_and_copy_as_their_tiles_say(
             HMMA=0 if match[1] == "float" else 4 * pieces * m_tiles * n_tiles,  # for a chunk
             LDGSTS=2 * 4 * m_tiles,  # at the start of the stream and as it goes on
         )
+
+
+def test_products_of_warpgroups_are_asynchronous(kernels: dict[str, Code]) -> None:
+    """One fence and one wait for those of a chunk: ptxas adds more where it serialises them."""
+    for match, code in of(kernels, BY_WARPGROUPS):
+        m_tiles = 2 if match[1] == "gated" else 1
+        counts = kernel_sass.counts_of(code)
+        assert counts["HGMMA"] == 4 * m_tiles, match.string
+        assert counts["HMMA"] == 0, match.string
+        assert counts["WARPGROUP"] == 2, match.string  # ARRIVE and DEPBAR
+        assert counts["FENCE"] == 1, match.string  # of the async proxy
+        assert counts["LDGSTS"] == 2 * 4 * m_tiles, match.string
 
 
 def test_int8_becomes_floats_two_at_a_time(kernels: dict[str, Code]) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 import eecore
-from bench.gpu.devices import contradicts, known_gpu
+from bench.gpu.devices import TUNING, contradicts, known_gpu
 from bench.gpu.kept import Kept, about
 from bench.gpu.launches import seconds
 from bench.gpu.timing import elapsed, read_rate
@@ -56,7 +56,6 @@ PROMPT, ACCEPTANCE, NUM_DRAFTS = 128, 0.75, 8
 COLUMNS = ("model", "batch", "mode", "way", "tokens/s", "ms/iteration", "GPU ms", "of ideal")
 COLUMNS += ("note",)
 NAMES = ("model", "batch", "mode", "way")
-TUNING = "EECORE_CUDA_TUNING"
 PARTS = ("modes", "speculation", "prompts", "transformers")
 PROMPTS = (128, 512, 2048)
 BUSY = 0.9

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LEAST, MOST = 0.7, 1.4
+TUNING = "EECORE_CUDA_TUNING"
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Device:
     num_multiprocessors: int
     shared_bytes: int
     """Of shared memory, that a block can ask for."""
+    capability: int
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,6 @@ class Gpu(Device):
 
     name: str
     """As torch calls it, in part."""
-    capability: int
     l2_bytes: int
     memory_rate: float
     l2_rate: float

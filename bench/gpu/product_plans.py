@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.calls import Call, Known, ceil_div, nbytes
-from bench.gpu.devices import Device
+from bench.gpu.devices import TUNING, Device
 from bench.gpu.launches import KernelLaunch
 
 WARPS = 8  # of a block
@@ -29,6 +30,7 @@ MAX_ROWS_IN_BLOCKS = 32  # of 16 bits that a block makes ready itself, or whose 
 STAGE_BYTES = 32 * WARPS * 64  # of 16 rows of a weight to a warp
 PACKED_STAGE_BYTES = WARPS * 4 * 608  # slots of 4 blocks
 PACKED_CHUNK, BLOCK_COLUMNS = 128, 32
+WARPGROUP_ROWS, MAX_WARPGROUP_SLICES = 64, 2
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,42 @@ def product(
     )
 
 
+def is_by_warpgroups(rows: Rows, weight_rows: int, device: Device) -> bool:
+    """Whether a setting has warpgroups multiply, and the weight has tiles for all of the device."""
+    return (
+        "wgmma=1" in os.environ.get(TUNING, "").split(",")
+        and device.capability == 90
+        and rows.dtype.itemsize == 2
+        and not rows.packed
+        and 10 * ceil_div(weight_rows, WARPGROUP_ROWS) >= 9 * device.num_multiprocessors
+    )
+
+
+def by_warpgroups(
+    kernel: str, call: Call, rows: Rows, m_tiles: int, device: Device, reads: Mapping[str, float]
+) -> list[KernelLaunch]:
+    """A product of ``m_tiles`` times as many rows of a weight as ``out`` has columns."""
+    weight_rows = call["out"].shape[1]
+    slices = min(choose_slices(weight_rows, rows.num_chunks, device), MAX_WARPGROUP_SLICES)
+    tile_rows = 16 * (WARPS // slices)
+    tiles = ceil_div(weight_rows, tile_rows)
+    must = must_be_made(rows, call["x"], call["norm_weight"])
+    launch = product(
+        kernel,
+        rows,
+        m_tiles * weight_rows,
+        weight_bytes_of(call, m_tiles * weight_rows),
+        tiles,
+        m_tiles * tile_rows,
+        min(tiles, (2 if m_tiles == 1 else 1) * device.num_multiprocessors),
+        rows.tiles(8),
+        made=Made.AHEAD if must else Made.NOWHERE,
+        reads=reads,
+        writes=nbytes(call["out"]),
+    )
+    return [rms_norm(rows, call.bytes_of("norm_weight")), launch] if must else [launch]
+
+
 def weight_bytes_of(call: Call, rows: int) -> int:
     """Of a matrix of so many rows; packed ones are taken to be all that their bytes hold."""
     weight, scale, table = (call[name] for name in ("weight", "weight_scale", "weight_table"))
@@ -274,6 +312,17 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
     out_features = out.shape[1]
     if rows.count == 0 or out_features == 0:
         return []
+    appends = call["slot_mapping"] is not None
+    _, _, kv_heads, head_dim = call["k_cache"].shape if appends else (0, 0, 0, 1)
+    reads = {"bias": call.bytes_of("bias"), "residual": call.bytes_of("residual")}
+
+    def append_behind() -> KernelLaunch:
+        heads = out_features // head_dim - 2 * kv_heads
+        return append_launch(call, rows.count, kv_heads, heads, rows.dtype.itemsize)
+
+    if is_by_warpgroups(rows, out_features, device):
+        launches = by_warpgroups("skinny_warpgroup_linear_kernel", call, rows, 1, device, reads)
+        return [*launches, append_behind()] if appends else launches
     slices = choose_slices(out_features, rows.num_chunks, device)
     n_tiles = rows.tiles(8)
 
@@ -300,10 +349,7 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
     )
     norm_bytes = call.bytes_of("norm_weight")
     launches = [rms_norm(rows, norm_bytes)] if made is Made.AHEAD else []
-    appends = call["slot_mapping"] is not None
     in_blocks = appends and blocks_append(call, rows)
-    _, _, kv_heads, head_dim = call["k_cache"].shape if appends else (0, 0, 0, 1)
-    reads = {"bias": call.bytes_of("bias"), "residual": call.bytes_of("residual")}
     cached = rows.count * 2 * kv_heads * head_dim * out.element_size()
     launches.append(
         product(
@@ -322,8 +368,7 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
         )
     )
     if appends and not in_blocks:
-        heads = out_features // head_dim - 2 * kv_heads
-        launches.append(append_launch(call, rows.count, kv_heads, heads, rows.dtype.itemsize))
+        launches.append(append_behind())
     return launches
 
 
@@ -333,6 +378,9 @@ def skinny_gated_linear(call: Call, device: Device, _: Known) -> list[KernelLaun
     inner = out.shape[1]
     if rows.count == 0 or inner == 0:
         return []
+    reads = {"bias": call.bytes_of("bias")}
+    if is_by_warpgroups(rows, inner, device):
+        return by_warpgroups("skinny_warpgroup_gated_kernel", call, rows, 2, device, reads)
     slices = choose_slices(inner, rows.num_chunks, device)
     tiles = ceil_div(inner, 16 * (WARPS // slices))
     blocks = min(tiles, device.num_multiprocessors)
@@ -351,7 +399,7 @@ def skinny_gated_linear(call: Call, device: Device, _: Known) -> list[KernelLaun
             rows.tiles(8),
             made=made,
             norm_bytes=norm_bytes,
-            reads={"bias": call.bytes_of("bias")},
+            reads=reads,
             writes=nbytes(out),
         )
     )

@@ -78,7 +78,7 @@ def gated_work(num_tokens: int, in_features: int, inner_size: int, setting: Sett
 def gpu_cases(setting: Setting) -> Iterator[Case]:
     real = [(model.hidden_size, model.inner_size) for model in (LLAMA_8B, LLAMA_1B)]
     shapes = [(64, 96)] if setting.tiny else real
-    for (k, n), b in itertools.product(shapes, (1, 8, 16)):
+    for (k, n), b in itertools.product(shapes, (1, 8, 16, 32, 64)):
         moved = (2 * k * n + b * (k + n)) * setting.dtype.itemsize
         make = partial(gated_work, b, k, n, setting)
         yield Case("skinny_gated_linear", f"{k} -> 2 x {n}, B={b}", moved, make)

@@ -46,7 +46,8 @@ void tune(std::string_view setting, Tuning& tuning) {
   if (name == "early_trigger") return of(tuning.early_trigger, 0, 1);
   if (name == "ring_kib") return of(tuning.ring_kib, 16, 192);
   if (name == "shared_rows") return of(tuning.shared_rows, 8, 32);
-  refuse("early_start, early_places, early_trigger, ring_kib or shared_rows");
+  if (name == "wgmma") return of(tuning.wgmma, 0, 1);
+  refuse("early_start, early_places, early_trigger, ring_kib, shared_rows or wgmma");
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include "dispatch.h"
 #include "eecore/rms_norm.cuh"
 #include "eecore/skinny_rows.cuh"
+#include "eecore/skinny_warpgroup.cuh"
 #include "launch.cuh"
 
 namespace eecore::cuda {
@@ -239,6 +240,47 @@ void with_ready_rows(Params params, SkinnyPlan plan, int m_tiles, int64_t num_bl
         true;  // the kernel that makes rows has waited for the kernel that wrote the weight
   }
   start_with(exchange_bytes, std::false_type{});
+}
+
+// Whether warpgroups multiply a weight of `num_rows` rows, 64 at a time. The number of rows of x
+// does not count, so that a row's result does not depend on its batch. With fewer tiles than
+// multiprocessors some of these would be idle.
+template <typename Params>
+bool is_by_warpgroups(const Params& params, int64_t num_rows, int device) {
+  const DeviceProperties& properties = device_properties(device);
+  return params.dtype != DType::kFloat32 && params.weight_scale == nullptr &&
+         params.weight_table == nullptr && properties.capability == 90 &&
+         10 * ceil_div(num_rows, kWarpgroupRows) >= 9 * int64_t{properties.num_multiprocessors} &&
+         tuning().wgmma;
+}
+
+// Launches `kernel`, after rms_norm_kernel where the rows of x must be made ready.
+template <typename T, int kMTiles, int kNTiles, typename Params>
+void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan), Params params,
+                       SkinnyPlan plan, int64_t num_rows, Stream stream) {
+  set_slices(plan, std::min(plan.num_slices, kMaxWarpgroupSlices));
+  plan.num_tiles = static_cast<int>(ceil_div(num_rows, skinny_tile_rows(plan, 1)));
+  const int64_t blocks =
+      std::min<int64_t>(plan.num_tiles, resident_skinny_blocks(kMTiles, stream.device));
+  plan.num_blocks = Divisor::of(blocks);
+  plan.early_trigger = params.constant_weight && tuning().early_trigger;
+  plan.early_weight = params.constant_weight;
+  const RowForm form = row_form(params);
+  if (needs_rows(form, params.x, params.x_stride, params.norm_weight)) {
+    make_rows<T>(form, params.num_tokens, params.norm_weight, params.eps, params.workspace,
+                 params.x, params.x_stride, stream);
+    plan.early_weight = true;  // the kernel that makes rows has waited for writes of the weight
+  }
+  const int64_t other_bytes = skinny_exchange_floats(plan, kMTiles) * int64_t{sizeof(float)} +
+                              rows_buffers_bytes<kNTiles>(plan);
+  set_stages(plan, kMTiles, blocks, other_bytes, stream.device);
+  const dim3 grid(static_cast<unsigned>(blocks),
+                  static_cast<unsigned>(ceil_div(params.num_tokens, 8 * kNTiles)));
+  launch(
+      name, kernel,
+      {grid, dim3(kSkinnyThreads),
+       static_cast<size_t>(skinny_ring_bytes(plan, kMTiles) + other_bytes), Launch::kAfterPrevious},
+      stream, params, plan);
 }
 
 // Calls body(TypeTag<T>{}, TypeTag<W>{}, n_tiles) for a product's dtype, the elements of its weight

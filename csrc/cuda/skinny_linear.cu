@@ -70,6 +70,13 @@ template <typename T, typename W, int kNTiles>
 void multiply(const SkinnyLinearParams& params, Stream stream) {
   SkinnyPlan plan = make_plan<W>(params.weight, params.weight_stride, params.in_features);
   set_slices(plan, choose_slices(params.out_features, plan.num_chunks, stream.device));
+  if constexpr (sizeof(T) == 2 && std::is_same_v<T, W>) {
+    if (is_by_warpgroups(params, params.out_features, stream.device)) {
+      return launch_warpgroups<T, 1, kNTiles>("skinny_linear",
+                                              skinny_warpgroup_linear_kernel<T, kNTiles>, params,
+                                              plan, params.out_features, stream);
+    }
+  }
   const int64_t wide_tiles = ceil_div(params.out_features, skinny_tile_rows(plan, 2));
   const bool fills_device =
       10 * wide_tiles >= 9 * int64_t{device_properties(stream.device).num_multiprocessors};
@@ -95,7 +102,9 @@ void run_skinny_linear(const SkinnyLinearParams& params, Stream stream) {
   check_activation("skinny_linear", params.activation, {Activation::kNone, Activation::kRelu});
   if (params.num_tokens == 0 || params.out_features == 0) return;
   SkinnyLinearParams product = params;
-  const bool appends_later = appends(params) && !blocks_append(params);
+  const bool appends_later =
+      appends(params) &&
+      (!blocks_append(params) || is_by_warpgroups(params, params.out_features, stream.device));
   if (appends_later) product.append = {};
   dispatch_product("skinny_linear", product, [&](auto tag, auto weight_tag, auto n_tiles) {
     using T = typename decltype(tag)::type;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "eecore/shared.cuh"
 
@@ -19,6 +20,11 @@ struct Float8 {
 };
 template <typename T>
 struct Pack;
+
+// How 16-byte pieces are exchanged within 8 rows of a matrix that wgmma reads, as bits 62 and 63 of
+// its descriptor say: piece p of 8 rows of as many bytes lies at p ^ (address / 128), modulo the
+// pieces of a row.
+enum class Swizzle { kNone = 0, k128Bytes = 1, k64Bytes = 2, k32Bytes = 3 };
 
 }  // namespace eecore::cuda
 
@@ -241,6 +247,133 @@ __device__ __forceinline__ void mma_m16n8k16<Float16>(float (&sums)[4], const ui
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// ---- Products of a warpgroup: four warps, the first of a number that 4 divides (sm_90a) ----
+//
+// They are asynchronous. A thread's registers may be touched between a wait for the group of a
+// product and the next wgmma_fence, which must precede the next product that works with them.
+// Shared memory may be written from the wait on; before a product reads it, each thread that wrote
+// there calls fence_proxy_async, and a barrier comes after that. All four warps make the same
+// calls.
+
+// sums[8 * kTiles columns]: sums[n] of warp w of the four are those of mma_m16n8k16 of rows 16 * w
+// to 16 * w + 15 and columns 8 * n to 8 * n + 7.
+template <int kTiles>
+using WgmmaSums = float[kTiles][4];
+// Rows 16 * w to 16 * w + 15 of a[64, 16], as those of mma_m16n8k16.
+using WgmmaPart = uint32_t[4];
+
+// Makes what this thread wrote to shared memory visible to wgmma, once a barrier has passed.
+__device__ __forceinline__ void fence_proxy_async() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// The address as a descriptor has it.
+template <typename T>
+__device__ __forceinline__ uint32_t shared_address(T* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Keeps what the compiler does with registers on its side of a fence or wait.
+__device__ __forceinline__ void keep_in_place(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+__device__ __forceinline__ void keep_in_place(uint32_t& x) { asm volatile("" : "+r"(x)::"memory"); }
+template <typename T, int kSize>
+__device__ __forceinline__ void keep_in_place(T (&x)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) keep_in_place(x[i]);
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define EECORE_HAS_WGMMA 1
+#else
+#define EECORE_HAS_WGMMA 0
+#endif
+
+// Comes before products that work with registers which this thread has touched: sums (WgmmaSums)
+// and parts of A (an array of WgmmaPart).
+template <typename Sums, typename Parts>
+__device__ __forceinline__ void wgmma_fence(Sums& sums, Parts& parts) {
+#if EECORE_HAS_WGMMA
+  keep_in_place(sums);
+  keep_in_place(parts);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+
+// Closes a group of products.
+__device__ __forceinline__ void wgmma_commit() {
+#if EECORE_HAS_WGMMA
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+
+// Waits until at most kPending of this warp's newest groups are under way; `sums` and `parts` are
+// those of the groups that are not.
+template <int kPending, typename Sums, typename Parts>
+__device__ __forceinline__ void wgmma_wait(Sums& sums, Parts& parts) {
+#if EECORE_HAS_WGMMA
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+  keep_in_place(sums);
+  keep_in_place(parts);
+#endif
+}
+
+#define EECORE_WGMMA_SUMS(n) "+f"(sums[n][0]), "+f"(sums[n][1]), "+f"(sums[n][2]), "+f"(sums[n][3])
+#define EECORE_WGMMA(shape, type, operands, ...) \
+  asm volatile("{.reg .pred adds; setp.eq.u32 adds, 0, 0; wgmma.mma_async.sync.aligned." shape \
+               ".f32." type "." type " " operands ", adds, 1, 1, 0;}" \
+               : __VA_ARGS__ \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(matrix))
+#define EECORE_WGMMA_OF_TYPE(type) \
+  if constexpr (kTiles == 1) { \
+    EECORE_WGMMA("m64n8k16", type, \
+                 "{%0, %1, %2, %3}" \
+                 ", {%4, %5, %6, %7}, %8", \
+                 EECORE_WGMMA_SUMS(0)); \
+  } else if constexpr (kTiles == 2) { \
+    EECORE_WGMMA("m64n16k16", type, \
+                 "{%0, %1, %2, %3, %4, %5, %6, %7}" \
+                 ", {%8, %9, %10, %11}, %12", \
+                 EECORE_WGMMA_SUMS(0), EECORE_WGMMA_SUMS(1)); \
+  } else if constexpr (kTiles == 4) { \
+    EECORE_WGMMA("m64n32k16", type, \
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}" \
+                 ", {%16, %17, %18, %19}, %20", \
+                 EECORE_WGMMA_SUMS(0), EECORE_WGMMA_SUMS(1), EECORE_WGMMA_SUMS(2), \
+                 EECORE_WGMMA_SUMS(3)); \
+  } else if constexpr (kTiles == 8) { \
+    EECORE_WGMMA("m64n64k16", type, \
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
+                 "%30, %31}" \
+                 ", {%32, %33, %34, %35}, %36", \
+                 EECORE_WGMMA_SUMS(0), EECORE_WGMMA_SUMS(1), EECORE_WGMMA_SUMS(2), \
+                 EECORE_WGMMA_SUMS(3), EECORE_WGMMA_SUMS(4), EECORE_WGMMA_SUMS(5), \
+                 EECORE_WGMMA_SUMS(6), EECORE_WGMMA_SUMS(7)); \
+  }
+
+// Starts sums[64, 8 * kTiles] += a[64, 16] b[16, 8 * kTiles], in float, for 8, 16, 32 or 64
+// columns; `matrix` is a descriptor of b (wgmma_matrix).
+template <typename T, int kTiles>
+__device__ __forceinline__ void wgmma_m64k16(float (&sums)[kTiles][4], const uint32_t (&a)[4],
+                                             uint64_t matrix) {
+  static_assert(kTiles == 1 || kTiles == 2 || kTiles == 4 || kTiles == 8);
+#if EECORE_HAS_WGMMA
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    EECORE_WGMMA_OF_TYPE("bf16")
+  } else {
+    static_assert(std::is_same_v<T, Float16>);
+    EECORE_WGMMA_OF_TYPE("f16")
+  }
+#else
+  __trap();  // the launcher asks for a GPU that has it, and a build for it
+#endif
+}
+#undef EECORE_WGMMA_OF_TYPE
+#undef EECORE_WGMMA
+#undef EECORE_WGMMA_SUMS
+
 // ---- Programmatic dependent launch (sm_90; before it, these do nothing) ----
 
 // Waits until the earlier kernels of the stream have finished and their writes are visible. A
@@ -270,3 +403,22 @@ __device__ __forceinline__ void let_next_kernel_start() {
 }  // namespace eecore::cuda
 
 #endif  // EECORE_EMULATED
+
+namespace eecore::cuda {
+
+// The descriptor of a matrix b of 16-bit elements in shared memory, whose columns lie there one by
+// one: 8 elements of a column are 16 bytes, 8 columns of those a core matrix. Without a swizzle
+// that is 128 bytes in a row, `leading_bytes` from the 8 elements below it and `stride_bytes` from
+// the 8 columns beside it. With one, columns are as far apart as its name says, 8 elements are
+// followed by the next, and `leading_bytes` does not count. The 8 columns of a swizzle begin at a
+// multiple of 8 times that, or base_offset is (address / 128) % 8 of where they do.
+template <typename Pointer>
+__device__ __forceinline__ uint64_t wgmma_matrix(Pointer start, int leading_bytes, int stride_bytes,
+                                                 Swizzle swizzle, int base_offset = 0) {
+  const auto field = [](uint32_t bytes) { return uint64_t{(bytes & 0x3ffff) >> 4}; };
+  return field(shared_address(start)) | field(static_cast<uint32_t>(leading_bytes)) << 16 |
+         field(static_cast<uint32_t>(stride_bytes)) << 32 |
+         static_cast<uint64_t>(base_offset) << 49 | static_cast<uint64_t>(swizzle) << 62;
+}
+
+}  // namespace eecore::cuda

@@ -17,6 +17,26 @@ __device__ __forceinline__ float gate_activation(float x, bool is_gelu) {
   return x / (1.0f + expf(-u));
 }
 
+// The number of `out` that the products of row `row` of the gate and of up give.
+template <typename T, typename W>
+__device__ __forceinline__ T gated(const SkinnyGatedLinearParams& params, int64_t row, float gate,
+                                   float up) {
+  const T* bias = static_cast<const T*>(params.bias);
+  if constexpr (kHasScales<W>) {
+    const float* scale = params.weight_scale + row;
+    const float gate_scale = scale[0], up_scale = scale[params.inner_size];
+    const bool biased = bias != nullptr;
+    gate = fmaf(gate, gate_scale, biased ? to_float(bias[row]) : 0.0f);
+    up = fmaf(up, up_scale, biased ? to_float(bias[params.inner_size + row]) : 0.0f);
+  } else if (bias != nullptr) {
+    gate += to_float(bias[row]);
+    up += to_float(bias[params.inner_size + row]);
+  }
+  const bool is_gelu = params.activation == Activation::kGeluTanh;
+  const float active = rounded<T>(gate_activation(rounded<T>(gate), is_gelu));
+  return from_float<T>(active * rounded<T>(up));
+}
+
 // Grid: (blocks that share the tiles of inner_size, groups of 8 * kNTiles tokens). With kMakesRows
 // each block makes the rows of x ready, else params.x holds them in the format of SkinnyRows.
 // Dynamic shared memory: the ring, the exchange, then the rows that the block makes ready.
@@ -49,9 +69,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
   const auto x =
       start_product<T, kNTiles, kMakesRows>(params, plan, weight, rows_of, first_token, rows_at);
 
-  const T* bias = static_cast<const T*>(params.bias);
   T* out = static_cast<T*>(params.out);
-  const bool is_gelu = params.activation == Activation::kGeluTanh;
   const Shared<float> exchange = dynamic_shared<float>(ring_bytes);
   int turn = 0;
   for (int tile = 0; tile < my_tiles; ++tile) {
@@ -61,21 +79,8 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
                      [&](int row_in_tile, int column, int, const float (&values)[kGatedMTiles]) {
                        const int64_t row = first_row(tile) + row_in_tile;
                        if (column >= x.count || row >= params.inner_size) return;
-                       float gate = values[0], up = values[1];
-                       if constexpr (kHasScales<W>) {
-                         const float* scale = params.weight_scale + row;
-                         const float gate_scale = scale[0], up_scale = scale[params.inner_size];
-                         const bool biased = bias != nullptr;
-                         gate = fmaf(gate, gate_scale, biased ? to_float(bias[row]) : 0.0f);
-                         up = fmaf(up, up_scale,
-                                   biased ? to_float(bias[params.inner_size + row]) : 0.0f);
-                       } else if (bias != nullptr) {
-                         gate += to_float(bias[row]);
-                         up += to_float(bias[params.inner_size + row]);
-                       }
-                       const float active = rounded<T>(gate_activation(rounded<T>(gate), is_gelu));
                        out[(first_token + column) * params.out_stride + row] =
-                           from_float<T>(active * rounded<T>(up));
+                           gated<T, W>(params, row, values[0], values[1]);
                      });
   }
 }

@@ -29,7 +29,8 @@
 
 namespace eecore::cuda {
 
-constexpr int kSkinnyWarps = 8;
+constexpr int kSkinnyWarpsShift = 3;
+constexpr int kSkinnyWarps = 1 << kSkinnyWarpsShift;
 constexpr int kSkinnyThreads = 32 * kSkinnyWarps;
 constexpr int kSkinnyMaxStages = kMaxPendingCopies + 2;
 constexpr int kPrefetchedChunks = 8;  // of each warp, while the weight has to wait
@@ -115,6 +116,15 @@ struct SkinnyLane {
     piece = lane % 4;
     group = warp >> plan.slices_shift;
     slice = warp - (group << plan.slices_shift);
+  }
+
+  // Warps of a slice side by side, so that the four warps of a warpgroup have the same chunks.
+  __device__ __forceinline__ static SkinnyLane of_warpgroup(const SkinnyPlan& plan) {
+    SkinnyLane lane(plan);
+    const int warp = threadIdx.x / 32;
+    lane.group = warp & ((kSkinnyWarps >> plan.slices_shift) - 1);
+    lane.slice = warp >> (kSkinnyWarpsShift - plan.slices_shift);
+    return lane;
   }
 };
 

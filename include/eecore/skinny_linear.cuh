@@ -13,6 +13,45 @@ struct Addends {
   T bias, residual;
 };
 
+// The addends of one number of `out`; zeros where `is_there` is false or `row` is past the last.
+template <typename T>
+__device__ __forceinline__ Addends<T> addends_of(const SkinnyLinearParams& params, int64_t token,
+                                                 int64_t row, bool is_there) {
+  Addends<T> addends{};
+  if (!is_there || row >= params.out_features) return addends;
+  if (params.bias != nullptr) addends.bias = static_cast<const T*>(params.bias)[row];
+  if (params.residual != nullptr) {
+    addends.residual = static_cast<const T*>(params.residual)[token * params.residual_stride + row];
+  }
+  return addends;
+}
+
+// The number of `out` that a product gives: with scale, bias, activation, multiplier, soft cap and
+// residual.
+template <typename T, typename W>
+__device__ __forceinline__ T finished(const SkinnyLinearParams& params, int64_t row, float product,
+                                      const Addends<T>& addends) {
+  const float addend = to_float(addends.bias);
+  const float before = to_float(addends.residual);
+  float sum;
+  if constexpr (kHasScales<W>) {
+    sum = fmaf(product, params.weight_scale[row], addend);
+  } else {
+    sum = params.bias == nullptr ? product : product + addend;
+  }
+  // This form of the comparison keeps NaN.
+  if (params.activation == Activation::kRelu && sum < 0.0f) sum = 0.0f;
+  T result = from_float<T>(sum);
+  if (params.multiplier != 1.0f) {
+    result = from_float<T>(__fmul_rn(to_float(result), params.multiplier));
+  }
+  if (params.soft_cap > 0.0f) {
+    result = from_float<T>(__fmul_rn(params.soft_cap, tanhf(to_float(result) / params.soft_cap)));
+  }
+  if (params.residual != nullptr) result = from_float<T>(before + to_float(result));
+  return result;
+}
+
 // Grid: (blocks that share the tiles of out_features, groups of 8 * kNTiles tokens). With
 // kMakesRows each block makes the rows of x ready, else params.x holds them in the format of
 // SkinnyRows. Dynamic shared memory: the ring, the exchange, then the rows that the block makes
@@ -44,19 +83,8 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 && kNTiles <= 2 ?
   const auto x =
       start_product<T, kNTiles, kMakesRows>(params, plan, weight, rows_of, first_token, rows_at);
 
-  const T* bias = static_cast<const T*>(params.bias);
-  const T* residual = static_cast<const T*>(params.residual);
   T* out = static_cast<T*>(params.out);
   const Shared<float> exchange = dynamic_shared<float>(ring_bytes);
-  const auto addends_of = [&](int64_t row, int column) {
-    Addends<T> addends{};
-    if (column >= x.count || row >= params.out_features) return addends;
-    if (bias != nullptr) addends.bias = bias[row];
-    if (residual != nullptr) {
-      addends.residual = residual[(first_token + column) * params.residual_stride + row];
-    }
-    return addends;
-  };
   // Where a thread finishes only one product of each 8 columns: the addends of that product, loaded
   // while the tile is multiplied. `out` may be the residual: a thread writes only what it has read.
   constexpr int kEarly = kNTiles <= 4 ? kNTiles : 1;
@@ -71,44 +99,27 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 && kNTiles <= 2 ?
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) {
           const int column = e < 128 ? 8 * n + e / 16 : x.count;
-          early[n][m] = addends_of(first_row(tile) + 16 * m + e % 16, column);
+          early[n][m] = addends_of<T>(params, first_token + column,
+                                      first_row(tile) + 16 * m + e % 16, column < x.count);
         }
       }
     }
     float sums[kMTiles][kNTiles][4];
     multiply_tile(plan, lane, weight, rows_of, x, sums);
-    for_each_product(plan, lane, exchange, turn, sums,
-                     [&](int row_in_tile, int column, int n, const float (&values)[kMTiles]) {
-                       if (column >= x.count) return;
-                       const int64_t token = first_token + column;
+    for_each_product(
+        plan, lane, exchange, turn, sums,
+        [&](int row_in_tile, int column, int n, const float (&values)[kMTiles]) {
+          if (column >= x.count) return;
+          const int64_t token = first_token + column;
 #pragma unroll
-                       for (int m = 0; m < kMTiles; ++m) {
-                         const int64_t row = first_row(tile) + 16 * m + row_in_tile;
-                         if (row >= params.out_features) break;
-                         const Addends<T> addends =
-                             is_early ? early[n < kEarly ? n : 0][m] : addends_of(row, column);
-                         const float addend = to_float(addends.bias);
-                         const float before = to_float(addends.residual);
-                         float sum;
-                         if constexpr (kHasScales<W>) {
-                           sum = fmaf(values[m], params.weight_scale[row], addend);
-                         } else {
-                           sum = bias == nullptr ? values[m] : values[m] + addend;
-                         }
-                         // This form of the comparison keeps NaN.
-                         if (params.activation == Activation::kRelu && sum < 0.0f) sum = 0.0f;
-                         T result = from_float<T>(sum);
-                         if (params.multiplier != 1.0f) {
-                           result = from_float<T>(__fmul_rn(to_float(result), params.multiplier));
-                         }
-                         if (params.soft_cap > 0.0f) {
-                           result = from_float<T>(__fmul_rn(
-                               params.soft_cap, tanhf(to_float(result) / params.soft_cap)));
-                         }
-                         if (residual != nullptr) result = from_float<T>(before + to_float(result));
-                         out[token * params.out_stride + row] = result;
-                       }
-                     });
+          for (int m = 0; m < kMTiles; ++m) {
+            const int64_t row = first_row(tile) + 16 * m + row_in_tile;
+            if (row >= params.out_features) break;
+            const Addends<T> addends =
+                is_early ? early[n < kEarly ? n : 0][m] : addends_of<T>(params, token, row, true);
+            out[token * params.out_stride + row] = finished<T, W>(params, row, values[m], addends);
+          }
+        });
   }
 }
 

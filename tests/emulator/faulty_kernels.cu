@@ -305,6 +305,191 @@ __global__ void merge_too_early(float* data, float* out) {
   merge_in_last<kFaulty ? Merge::kTooEarly : Merge::kSound>(data, out);
 }
 
+// ---- Products of a warpgroup ----
+
+constexpr int kGroupThreads = 128;
+
+// Where 8 elements of a column of b[64, num_columns] are, in bytes, as a swizzle has it.
+template <Swizzle kSwizzle>
+struct Layout {
+  static constexpr int kColumnBytes = kSwizzle == Swizzle::k128Bytes  ? 128
+                                      : kSwizzle == Swizzle::k64Bytes ? 64
+                                      : kSwizzle == Swizzle::k32Bytes ? 32
+                                                                      : 16;
+  static constexpr int kPieces = kColumnBytes / 16;
+  int num_columns;
+
+  // Each column's next pieces are behind those of all columns.
+  int leading_bytes() const { return num_columns * kColumnBytes; }
+  int stride_bytes() const { return 8 * kColumnBytes; }
+  int start_of(int piece) const { return piece / kPieces * leading_bytes() + piece % kPieces * 16; }
+  int place_of(int column, int piece) const {
+    const int exchanged = kColumnBytes * (column % 8) / 128 % kPieces;
+    return start_of(piece ^ exchanged) + column * kColumnBytes;
+  }
+};
+
+// out[64, 8 * kTiles] = a[64, 64] b[8 * kTiles, 64]^T, with b in shared memory from byte 128 *
+// `shift` on.
+template <typename T, int kTiles, Swizzle kSwizzle>
+__global__ void swizzled_product(const float* a, const float* b, float* out, int shift) {
+  const Layout<kSwizzle> layout{8 * kTiles};
+  const Shared<T> columns = dynamic_shared<T>(128 * shift);
+  for (int at = threadIdx.x; at < layout.num_columns * 64; at += kGroupThreads) {
+    const int column = at / 64, k = at % 64;
+    columns[layout.place_of(column, k / 8) / 2 + k % 8] = from_float<T>(b[at]);
+  }
+  fence_proxy_async();
+  __syncthreads();
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4, pair = lane % 4;
+  WgmmaSums<kTiles> sums;
+  WgmmaPart parts[4];
+  for (int n = 0; n < kTiles; ++n) {
+    for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
+  }
+  for (int step = 0; step < 4; ++step) {
+    for (int i = 0; i < 4; ++i) {
+      const float* from = a + (row + i % 2 * 8) * 64 + 16 * step + i / 2 * 8 + 2 * pair;
+      parts[step][i] = pack_pair<T>(from[0], from[1]);
+    }
+  }
+  wgmma_fence(sums, parts);
+  for (int step = 0; step < 4; ++step) {
+    const uint64_t matrix =
+        wgmma_matrix(columns + layout.start_of(2 * step) / 2, layout.leading_bytes(),
+                     layout.stride_bytes(), kSwizzle, kSwizzle == Swizzle::kNone ? 0 : shift % 8);
+    wgmma_m64k16<T>(sums, parts[step], matrix);
+  }
+  wgmma_commit();
+  wgmma_wait<0>(sums, parts);
+  for (int n = 0; n < kTiles; ++n) {
+    for (int i = 0; i < 4; ++i) {
+      out[(row + i / 2 * 8) * 8 * kTiles + 8 * n + 2 * pair + i % 2] = sums[n][i];
+    }
+  }
+}
+
+template <typename T>
+void run_product(int swizzle, int columns, int shift, const float* a, const float* b, float* out) {
+  const auto start = [&](auto kernel) {
+    launch("swizzled_product", kernel,
+           {dim3(1), dim3(kGroupThreads), static_cast<size_t>(128 * shift + columns * 128)},
+           {nullptr, 0}, a, b, out, shift);
+  };
+  const auto with_tiles = [&](auto tiles) {
+    constexpr int kTiles = tiles();
+    switch (static_cast<Swizzle>(swizzle)) {
+      case Swizzle::kNone:
+        return start(swizzled_product<T, kTiles, Swizzle::kNone>);
+      case Swizzle::k128Bytes:
+        return start(swizzled_product<T, kTiles, Swizzle::k128Bytes>);
+      case Swizzle::k64Bytes:
+        return start(swizzled_product<T, kTiles, Swizzle::k64Bytes>);
+      case Swizzle::k32Bytes:
+        return start(swizzled_product<T, kTiles, Swizzle::k32Bytes>);
+    }
+    throw std::runtime_error("no such swizzle");
+  };
+  if (columns == 8) return with_tiles(std::integral_constant<int, 1>{});
+  if (columns == 16) return with_tiles(std::integral_constant<int, 2>{});
+  if (columns == 32) return with_tiles(std::integral_constant<int, 4>{});
+  with_tiles(std::integral_constant<int, 8>{});
+}
+
+// What is wrong with a product of 64 rows and 8 columns of ones, to which that of other numbers is
+// added.
+enum class Wgmma {
+  kSound,
+  kNoProxyFence,
+  kFenceBehindBarrier,
+  kNoFence,
+  kNoFenceBetween,
+  kNoCommit,
+  kOneGroupPending,
+  kReadsSums,
+  kWritesPart,
+  kWritesMatrix,
+  kNoBarrierBehind,
+  kPendingCopy,
+  kGivesUpPart,
+  kLeavesOutWarp,
+  kOtherMatrix,
+  kReservedBits,
+};
+template <Wgmma kFault>
+__device__ __forceinline__ void multiply_ones(const float* data, float* out) {
+  const Shared<BFloat16> matrix = dynamic_shared<BFloat16>();  // of 16 x 8 elements, two of them
+  const BFloat16 one = from_float<BFloat16>(1.0f);
+  const int warp = threadIdx.x / 32;
+  matrix[threadIdx.x] = one;
+  matrix[kGroupThreads + threadIdx.x] = one;
+  if (kFault == Wgmma::kPendingCopy) {
+    __syncthreads();
+    if (threadIdx.x == 0) cp_async16(shared_as<float>(matrix), data);
+  }
+  if (kFault != Wgmma::kNoProxyFence && kFault != Wgmma::kFenceBehindBarrier) fence_proxy_async();
+  __syncthreads();
+  if (kFault == Wgmma::kFenceBehindBarrier) fence_proxy_async();
+  WgmmaSums<1> sums;
+  WgmmaPart parts[1];
+  for (int i = 0; i < 4; ++i) {
+    sums[0][i] = 0.0f;
+    parts[0][i] = pack_pair<BFloat16>(1.0f, 1.0f);
+  }
+  const auto start = [&](WgmmaPart& part, int which) {
+    uint64_t descriptor = wgmma_matrix(matrix + which * kGroupThreads, 128, 256, Swizzle::kNone);
+    if (kFault == Wgmma::kReservedBits) descriptor |= uint64_t{1} << 52;
+    wgmma_m64k16<BFloat16>(sums, part, descriptor);
+  };
+  if (kFault != Wgmma::kNoFence) wgmma_fence(sums, parts);
+  if (kFault == Wgmma::kGivesUpPart) {
+    WgmmaPart brief[1];
+    for (int i = 0; i < 4; ++i) brief[0][i] = parts[0][i];
+    wgmma_fence(sums, brief);
+    start(brief[0], 0);
+  } else if (kFault != Wgmma::kLeavesOutWarp || warp != 2) {
+    start(parts[0], kFault == Wgmma::kOtherMatrix && warp == 2 ? 1 : 0);
+  }
+  if (kFault == Wgmma::kWritesPart) parts[0][3] = 0;
+  if (kFault == Wgmma::kWritesMatrix && threadIdx.x == 77) matrix[5] = one;
+  if (kFault == Wgmma::kReadsSums) out[0] = sums[0][0];
+  if (kFault != Wgmma::kNoCommit) wgmma_commit();
+  wgmma_wait<kFault == Wgmma::kOneGroupPending ? 1 : 0>(sums, parts);
+  // Once more, with other columns.
+  for (int i = 0; i < 4; ++i) parts[0][i] = pack_pair<BFloat16>(2.0f, 2.0f);
+  if (kFault != Wgmma::kNoBarrierBehind) named_barrier_wait(1, kGroupThreads);
+  matrix[threadIdx.x] = from_float<BFloat16>(3.0f);
+  fence_proxy_async();
+  named_barrier_wait(1, kGroupThreads);
+  if (kFault != Wgmma::kNoFenceBetween) wgmma_fence(sums, parts);
+  start(parts[0], 0);
+  wgmma_commit();
+  wgmma_wait<0>(sums, parts);
+  out[threadIdx.x] = sums[0][0];
+}
+
+#define EECORE_WGMMA_FAULT(name, fault) \
+  template <bool kFaulty> \
+  __global__ void name(const float* data, float* out) { \
+    multiply_ones<kFaulty ? Wgmma::fault : Wgmma::kSound>(data, out); \
+  }
+EECORE_WGMMA_FAULT(wgmma_without_proxy_fence, kNoProxyFence)
+EECORE_WGMMA_FAULT(wgmma_proxy_fence_too_late, kFenceBehindBarrier)
+EECORE_WGMMA_FAULT(wgmma_without_fence, kNoFence)
+EECORE_WGMMA_FAULT(wgmma_without_second_fence, kNoFenceBetween)
+EECORE_WGMMA_FAULT(wgmma_without_commit, kNoCommit)
+EECORE_WGMMA_FAULT(wgmma_with_group_pending, kOneGroupPending)
+EECORE_WGMMA_FAULT(wgmma_sums_read, kReadsSums)
+EECORE_WGMMA_FAULT(wgmma_part_written, kWritesPart)
+EECORE_WGMMA_FAULT(wgmma_matrix_written, kWritesMatrix)
+EECORE_WGMMA_FAULT(wgmma_matrix_written_by_others, kNoBarrierBehind)
+EECORE_WGMMA_FAULT(wgmma_of_pending_copy, kPendingCopy)
+EECORE_WGMMA_FAULT(wgmma_part_given_up, kGivesUpPart)
+EECORE_WGMMA_FAULT(wgmma_without_a_warp, kLeavesOutWarp)
+EECORE_WGMMA_FAULT(wgmma_of_other_matrix, kOtherMatrix)
+EECORE_WGMMA_FAULT(wgmma_of_reserved_bits, kReservedBits)
+#undef EECORE_WGMMA_FAULT
+
 // A kernel behind others, each of which may start early; false if it is none of these.
 template <bool kFaulty>
 bool run_in_chain(const std::string& fault, float* data, float* out, Stream stream) {
@@ -427,6 +612,22 @@ void run(const std::string& fault, float* data, float* out) {
   EECORE_FAULT(missing_wait_group, static_cast<const float*>(data), out)
   shape.order = Launch::kAfterPrevious;
   EECORE_FAULT(never_waits, out)
+  shape = {dim3(1), dim3(kGroupThreads), 512};
+  EECORE_FAULT(wgmma_without_proxy_fence, static_cast<const float*>(data), out)
+  EECORE_FAULT(wgmma_proxy_fence_too_late, static_cast<const float*>(data), out)
+  EECORE_FAULT(wgmma_without_fence, static_cast<const float*>(data), out)
+  EECORE_FAULT(wgmma_without_second_fence, static_cast<const float*>(data), out)
+  EECORE_FAULT(wgmma_without_commit, static_cast<const float*>(data), out)
+  EECORE_FAULT(wgmma_with_group_pending, static_cast<const float*>(data), out)
+  EECORE_FAULT(wgmma_sums_read, static_cast<const float*>(data), out)
+  EECORE_FAULT(wgmma_part_written, static_cast<const float*>(data), out)
+  EECORE_FAULT(wgmma_matrix_written, static_cast<const float*>(data), out)
+  EECORE_FAULT(wgmma_matrix_written_by_others, static_cast<const float*>(data), out)
+  EECORE_FAULT(wgmma_of_pending_copy, static_cast<const float*>(data), out)
+  EECORE_FAULT(wgmma_part_given_up, static_cast<const float*>(data), out)
+  EECORE_FAULT(wgmma_without_a_warp, static_cast<const float*>(data), out)
+  EECORE_FAULT(wgmma_of_other_matrix, static_cast<const float*>(data), out)
+  EECORE_FAULT(wgmma_of_reserved_bits, static_cast<const float*>(data), out)
   shape = {dim3(3), dim3(kThreads)};
   EECORE_FAULT(order_dependent, out)
   EECORE_FAULT(shared_place, out)
@@ -444,16 +645,13 @@ void run(const std::string& fault, float* data, float* out) {
 
 }  // namespace eecore::cuda::faults
 
-// Runs a kernel on `data` (4 * 64 floats) into `out` (3 * 64 floats); what went wrong goes to
-// `message`. Returns whether anything did.
-extern "C" __attribute__((visibility("default"))) int eecore_emulator_run_fault(
-    const char* fault, int faulty, float* data, float* out, char* message, int message_size) {
+namespace {
+
+// What went wrong in `run` goes to `message`. Returns whether anything did.
+template <typename Run>
+int reported(char* message, int message_size, const Run& run) {
   try {
-    if (faulty != 0) {
-      eecore::cuda::faults::run<true>(fault, data, out);
-    } else {
-      eecore::cuda::faults::run<false>(fault, data, out);
-    }
+    run();
   } catch (const std::exception& error) {
     const int length = std::min<int>(message_size - 1, static_cast<int>(std::strlen(error.what())));
     std::memcpy(message, error.what(), length);
@@ -461,4 +659,31 @@ extern "C" __attribute__((visibility("default"))) int eecore_emulator_run_fault(
     return 1;
   }
   return 0;
+}
+
+}  // namespace
+
+// Runs a kernel on `data` (4 * 64 floats) into `out` (3 * 64 floats).
+extern "C" __attribute__((visibility("default"))) int eecore_emulator_run_fault(
+    const char* fault, int faulty, float* data, float* out, char* message, int message_size) {
+  return reported(message, message_size, [&] {
+    if (faulty != 0) {
+      eecore::cuda::faults::run<true>(fault, data, out);
+    } else {
+      eecore::cuda::faults::run<false>(fault, data, out);
+    }
+  });
+}
+
+// out[64, columns] = a[64, 64] b[columns, 64]^T by wgmma.
+extern "C" __attribute__((visibility("default"))) int eecore_emulator_run_product(
+    int is_half, int swizzle, int columns, int shift, const float* a, const float* b, float* out,
+    char* message, int message_size) {
+  return reported(message, message_size, [&] {
+    if (is_half != 0) {
+      eecore::cuda::faults::run_product<eecore::cuda::Float16>(swizzle, columns, shift, a, b, out);
+    } else {
+      eecore::cuda::faults::run_product<eecore::cuda::BFloat16>(swizzle, columns, shift, a, b, out);
+    }
+  });
 }

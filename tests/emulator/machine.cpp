@@ -3,6 +3,7 @@
 #include <emulator/accesses.h>
 #include <emulator/order.h>
 #include <emulator/races.h>
+#include <emulator/warpgroup.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -129,6 +130,7 @@ struct Thread {
   const char* waits_for = nullptr;  // "__syncthreads", "__shfl_xor_sync", ...
   std::source_location site;
   std::vector<std::vector<Copy>> groups;  // cp.async groups under way, the last one open
+  std::vector<uint32_t> proxy_fences;     // when it called fence_proxy_async
   uint32_t synced = 0;                    // last __syncwarp or __syncthreads
   bool waited = false;                    // for the kernel ahead
 };
@@ -150,7 +152,9 @@ constexpr uint32_t kGranule = 2;
 struct Shadow {
   enum State : uint8_t { kNeverWritten, kWritten, kPending };
   uint32_t write_time = 0, read_time = 0;
-  uint16_t writer = kNobody, reader = kNobody;  // a thread, or one of the three above
+  uint32_t fences = 0;                          // that the writer had called by then
+  uint16_t writer = kNobody, reader = kNobody;  // a thread, or a name of several
+  uint16_t async_reads = 0;                     // under way
   State state = kNeverWritten;
   bool by_atomics = false;  // the last writes
 };
@@ -258,17 +262,27 @@ inline bool comes_before(uint16_t thread, uint32_t time, int warp_of_mine,
                          const std::array<uint32_t, kMaxWarps>& waited_for_warp, uint32_t synced,
                          const SyncedOf& synced_of) {
   if (thread == kManyWarps) return false;
-  const bool many = (thread & kManyLanes) != 0;
-  const int warp = many ? thread & ~kManyLanes : thread / 32;
-  if (warp != warp_of_mine) return time < waited_for_warp[warp];
-  return time < synced && (many || time < synced_of(thread));
+  const auto warp_has = [&](int warp) {
+    return time < (warp == warp_of_mine ? synced : waited_for_warp[warp]);
+  };
+  if ((thread & kManyLanes) != 0) return warp_has(thread & ~kManyLanes);
+  if ((thread & kWarpgroup) != 0) {
+    const int first = 4 * (thread & ~kWarpgroup);
+    return warp_has(first) && warp_has(first + 1) && warp_has(first + 2) && warp_has(first + 3);
+  }
+  const int warp = thread / 32;
+  return warp_has(warp) && (warp != warp_of_mine || time < synced_of(thread));
 }
 
 // Two threads, as narrowly as one name tells.
 inline uint16_t both(uint16_t thread, uint16_t me) {
   if (thread == kManyWarps) return kManyWarps;
-  const int warp = (thread & kManyLanes) != 0 ? thread & ~kManyLanes : thread / 32;
-  return warp == me / 32 ? static_cast<uint16_t>(kManyLanes | warp) : kManyWarps;
+  const bool is_group = (thread & kManyLanes) == 0 && (thread & kWarpgroup) != 0;
+  const int warp = is_group                     ? 4 * (thread & ~kWarpgroup)
+                   : (thread & kManyLanes) != 0 ? thread & ~kManyLanes
+                                                : thread / 32;
+  if (!is_group && warp == me / 32) return static_cast<uint16_t>(kManyLanes | warp);
+  return warp / 4 == me / 128 ? static_cast<uint16_t>(kWarpgroup | warp / 4) : kManyWarps;
 }
 
 std::string where(uint32_t offset) {
@@ -290,6 +304,10 @@ void check_write(const Shadow& shadow, uint32_t offset, const char* how) {
     complain("wrote", shadow.writer);
   }
   if (!happened(shadow.reader, shadow.read_time)) complain("read", shadow.reader);
+  if (shadow.async_reads > 0) {
+    fail(std::string(how) + " " + where(offset) +
+         ", which a wgmma that is under way reads: no wait for its group");
+  }
 }
 
 void mark_written(Shadow& shadow, Shadow::State state) {
@@ -297,7 +315,34 @@ void mark_written(Shadow& shadow, Shadow::State state) {
   shadow.by_atomics = false;
   shadow.writer = static_cast<uint16_t>(block.running->number);
   shadow.write_time = block.now;
+  shadow.fences = static_cast<uint32_t>(block.running->proxy_fences.size());
   shadow.reader = kNobody;
+}
+
+void mark_read(Shadow& shadow) {
+  const auto me = static_cast<uint16_t>(block.running->number);
+  if (shadow.reader == kNobody || shadow.reader == me ||
+      happened(shadow.reader, shadow.read_time)) {
+    shadow.reader = me;
+  } else {
+    shadow.reader = both(shadow.reader, me);
+  }
+  shadow.read_time = block.now;
+}
+
+// What the running thread reads there has been written, and it knows.
+void check_read(const Shadow& shadow, uint32_t offset, const char* how) {
+  const auto complain = [&](const std::string& why) {
+    fail(std::string(how) + " " + where(offset) + ", " + why);
+  };
+  if (shadow.state == Shadow::kNeverWritten) complain("which nobody has written");
+  if (shadow.state == Shadow::kPending) {
+    complain("into which a cp.async of " + name_of(shadow.writer) +
+             " is under way: no wait for its group");
+  }
+  if (!happened(shadow.writer, shadow.write_time)) {
+    complain("which " + name_of(shadow.writer) + " wrote with no barrier between");
+  }
 }
 
 void check_bounds(uint32_t offset, size_t bytes) {
@@ -337,12 +382,14 @@ void run_block() {
     thread.ended = false;
     thread.waits_for = nullptr;
     thread.groups.assign(1, {});
+    thread.proxy_fences.clear();
     thread.synced = 0;
     thread.waited = false;
     prepare(thread.context, thread_main);
     block.ready.push_back(number);
   }
   for (auto& of_warp : block.meetings) of_warp.clear();
+  begin_warpgroups(block.num_threads);
 
   while (block.error.empty() && !block.ready.empty()) {
     const size_t picked = (random_source() >> 32) * block.ready.size() >> 32;
@@ -354,6 +401,7 @@ void run_block() {
     switch_context(host, block.running->context);
   }
   block.running = nullptr;
+  if (block.error.empty() && block.num_ended == block.num_threads) block.error = end_warpgroups();
   if (!block.error.empty() || block.num_ended == block.num_threads) return;
 
   // Nobody can go on: who waits for whom?
@@ -419,6 +467,9 @@ void pass_time() { ++block.now; }
 std::string name_of(uint16_t thread) {
   if (thread == kManyWarps) return "threads of several warps";
   if ((thread & kManyLanes) != 0) return "lanes of warp " + std::to_string(thread & ~kManyLanes);
+  if ((thread & kWarpgroup) != 0) {
+    return "threads of warpgroup " + std::to_string(thread & ~kWarpgroup);
+  }
   return "thread " + std::to_string(thread);
 }
 
@@ -531,27 +582,9 @@ uint32_t dynamic_shared_end() { return static_cast<uint32_t>(block.shared.size()
 
 unsigned char* read_shared(uint32_t offset, size_t bytes) {
   check_bounds(offset, bytes);
-  const auto me = static_cast<uint16_t>(block.running->number);
   for (uint32_t at = offset / kGranule; at * kGranule < offset + bytes; ++at) {
-    Shadow& shadow = block.shadow[at];
-    if (shadow.state == Shadow::kNeverWritten) {
-      fail("reads " + where(at * kGranule) + ", which nobody has written");
-    }
-    if (shadow.state == Shadow::kPending) {
-      fail("reads " + where(at * kGranule) + ", into which a cp.async of " +
-           name_of(shadow.writer) + " is under way: no wait for its group");
-    }
-    if (!happened(shadow.writer, shadow.write_time)) {
-      fail("reads " + where(at * kGranule) + ", which " + name_of(shadow.writer) +
-           " wrote with no barrier between");
-    }
-    if (shadow.reader == kNobody || shadow.reader == me ||
-        happened(shadow.reader, shadow.read_time)) {
-      shadow.reader = me;
-    } else {
-      shadow.reader = both(shadow.reader, me);
-    }
-    shadow.read_time = block.now;
+    check_read(block.shadow[at], at * kGranule, "reads");
+    mark_read(block.shadow[at]);
   }
   return block.shared.data() + offset;
 }
@@ -586,6 +619,40 @@ unsigned char* change_shared(uint32_t offset, size_t bytes) {
   return block.shared.data() + offset;
 }
 
+void begin_async_read(uint32_t offset, size_t bytes, const char* what) {
+  check_bounds(offset, bytes);
+  const std::string how = std::string("starts a ") + what + " that reads";
+  for (uint32_t at = offset / kGranule; at * kGranule < offset + bytes; ++at) {
+    Shadow& shadow = block.shadow[at];
+    check_read(shadow, at * kGranule, how.c_str());
+    // The first fence after the write; several writers have none in common.
+    const bool is_thread = shadow.writer < kMaxThreads;
+    const auto* fences = is_thread ? &block.threads[shadow.writer]->proxy_fences : nullptr;
+    if (fences == nullptr || fences->size() <= shadow.fences ||
+        !happened(shadow.writer, (*fences)[shadow.fences])) {
+      fail(how + " " + where(at * kGranule) + ", which " + name_of(shadow.writer) +
+           " wrote with no fence_proxy_async ahead of the barrier between");
+    }
+    ++shadow.async_reads;
+  }
+}
+
+void end_async_read(uint32_t offset, size_t bytes) {
+  for (uint32_t at = offset / kGranule; at * kGranule < offset + bytes; ++at) {
+    --block.shadow[at].async_reads;
+    mark_read(block.shadow[at]);
+  }
+}
+
+const unsigned char* shared_bytes(uint32_t offset, size_t bytes) {
+  check_bounds(offset, bytes);
+  return block.shared.data() + offset;
+}
+
+void fence_async_proxy() { block.running->proxy_fences.push_back(block.now); }
+
+bool coin() { return random_source() % 2 == 0; }
+
 void start_copy(uint32_t to, const void* from, size_t bytes, size_t zeros) {
   check_bounds(to, bytes + zeros);
   if (block.config.starts_early && !block.running->waited) ++early_copies_started;
@@ -597,7 +664,7 @@ void start_copy(uint32_t to, const void* from, size_t bytes, size_t zeros) {
     mark_written(block.shadow[at], Shadow::kPending);
   }
   if (counts_accesses) count_copy(bytes + zeros);
-  Copy copy{to, from, bytes, zeros, random_source() % 2 == 0};
+  Copy copy{to, from, bytes, zeros, coin()};
   if (copy.landed) land(copy);
   block.running->groups.back().push_back(copy);
 }
@@ -616,6 +683,7 @@ void wait_for_copies(int pending_groups) {
            ++at) {
         block.shadow[at].state = Shadow::kWritten;
         block.shadow[at].write_time = block.now;
+        block.shadow[at].fences = static_cast<uint32_t>(block.running->proxy_fences.size());
       }
     }
     groups.erase(groups.begin());

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ import emulated
 import reference
 from bench.gpu.calls import Known
 from bench.gpu.cases import cases
-from bench.gpu.devices import Device
+from bench.gpu.devices import TUNING, Device
 from bench.gpu.launches import KernelLaunch, kernels
 from bench.gpu.trace import nodes_of
 from cases import CUDA_OPS, AppendKvCase, AttentionCase, KvFillCase
@@ -33,7 +33,7 @@ from eecore.models.int8 import quantise_rows
 from packed_blocks import SMALL_FORMATS, random_blocks
 from tiers import in_all
 
-DEVICE = Device(num_multiprocessors=3, shared_bytes=232448)  # the emulator's
+DEVICE = Device(num_multiprocessors=3, shared_bytes=232448, capability=90)  # the emulator's
 CPU = torch.device("cpu")
 Call = dict[str, Any]
 FLOATS = (torch.float32, torch.bfloat16)
@@ -115,6 +115,27 @@ def test_every_op_launches_what_its_plan_says(
 
 
 # Bytes of global memory
+
+
+@pytest.mark.parametrize("op", ["skinny_linear", "skinny_gated_linear"])
+@pytest.mark.parametrize("num_tokens", [9, 70])
+def test_warpgroups_launch_and_read_what_their_plan_says(
+    num_tokens: int, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the setting that asks for them."""
+    monkeypatch.setenv(TUNING, "wgmma=1")
+    for in_features, out_features, options in ((64, 512, "plain"), (131, 300, "all")):
+        call = Product(op).call(num_tokens, in_features, out_features, options, torch.bfloat16)
+        run = partial(Product(op).run, call)
+        checked = Checked(monkeypatch, run, weight=call["weight"])
+        names = [each.kernel for each in checked.planned]
+        assert names[-1].startswith("skinny_warpgroup_")
+        assert names[:-1] == ["rms_norm_kernel"] * (options == "all")
+        if in_features % 8 == 0:  # of others no 16 bytes are read at once
+            planned, ran = checked.of(names[-1])
+            total, distinct = ran.watched["weight"]
+            assert distinct == planned.reads["weight"] == call["weight"].nbytes
+            assert total == distinct + planned.repeats["weight"]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

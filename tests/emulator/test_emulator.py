@@ -30,6 +30,21 @@ FAULTS = {
     "miscounted_named_barrier": r"divergent barrier: .*(as one of \d+|waits in named)",
     "divergent_shuffle": r"thread \d+ waits in __shfl_xor_sync at .* has ended",
     "unaligned_access": r"16-byte access to global memory at .* not a multiple of 16",
+    "wgmma_without_proxy_fence": r"a wgmma that reads byte \d+ .* with no fence_proxy_async ahead",
+    "wgmma_proxy_fence_too_late": r"byte \d+ .*, which thread \d+ wrote with no fence_proxy_async",
+    "wgmma_without_fence": r"starts a wgmma with sums that it has touched since its last wgmma_",
+    "wgmma_without_second_fence": r"starts a wgmma with a part of A that it has touched since",
+    "wgmma_without_commit": r"writes a part of A of a wgmma that is under way: no wait for its",
+    "wgmma_with_group_pending": r"writes a part of A of a wgmma that is under way: no wait for its",
+    "wgmma_sums_read": r"thread \(\d+, 0, 0\) reads sums of a wgmma that is under way: no wait for",
+    "wgmma_part_written": r"writes a part of A of a wgmma that is under way: no wait for its group",
+    "wgmma_matrix_written": r"byte 10 .*(a wgmma that is under way reads|wrote with no barrier)",
+    "wgmma_matrix_written_by_others": r"writes byte .*(under way reads|(read|wrote) with no)",
+    "wgmma_of_pending_copy": r"reads byte \d+ .*cp\.async of thread 0 is under way: no wait",
+    "wgmma_part_given_up": r"gives up registers of a wgmma that is under way: no wait",
+    "wgmma_without_a_warp": r"divergent warpgroup: .*wgmma",
+    "wgmma_of_other_matrix": r"divergent warpgroup: it comes to wgmma .* with another matrix",
+    "wgmma_of_reserved_bits": r"descriptor whose reserved bits are not 0",
     "never_waits": r"launched to start early, but no block waits",
     "lowered_shared_limit": r"lowered_shared_limit<true> may have 57344 bytes .*, after 65536",
     "loaded_in_capture": r"kernel .*loaded_in_capture<true> would be loaded during a capture",
@@ -61,6 +76,33 @@ def test_a_planted_fault_is_found_and_its_sound_twin_is_not(name: str, seed: int
     assert message == ""
     message, _ = run_fault(name, faulty=True)
     assert re.search(FAULTS[name], message), message
+
+
+def run_product(
+    dtype: torch.dtype, swizzle: int, columns: int, shift: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A product of 64 x 64 numbers by wgmma, and what it has to be."""
+    generator = torch.Generator().manual_seed(columns + shift)
+    a, b = (torch.randint(-8, 9, (rows, 64), generator=generator).float() for rows in (64, columns))
+    out, message = torch.full((64, columns), torch.nan), ctypes.create_string_buffer(2000)
+    failed = emulated.library().eecore_emulator_run_product(
+        int(dtype == torch.float16),
+        *(swizzle, columns, shift),
+        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (a, b, out)),
+        *(message, len(message)),
+    )
+    assert not failed, message.value.decode()
+    return out, a @ b.T
+
+
+@pytest.mark.parametrize("columns", [8, 16, 32, 64])
+@pytest.mark.parametrize("swizzle", [0, 1, 2, 3])  # as descriptors number them
+def test_a_warpgroup_multiplies_what_descriptors_say(swizzle: int, columns: int) -> None:
+    """Whatever the swizzle, and wherever it begins: base offsets are not 0 then."""
+    for shift in (0, 3, 12):
+        for dtype in (torch.bfloat16, torch.float16):
+            out, expected = run_product(dtype, swizzle, columns, shift)
+            torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
 def test_order_dependence_shows_between_seeds_and_the_same_seed_repeats() -> None:

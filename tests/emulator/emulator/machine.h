@@ -61,6 +61,16 @@ unsigned char* write_shared(uint32_t offset, size_t bytes);  // checks, marks as
 // The same for an atomic, which does not conflict with other atomics.
 unsigned char* change_shared(uint32_t offset, size_t bytes);
 
+// The async proxy's reads for `what`, by the running thread: from the start of one to its end
+// nobody may write there. Threads that wrote there must have fenced since.
+void begin_async_read(uint32_t offset, size_t bytes, const char* what);
+void end_async_read(uint32_t offset, size_t bytes);
+const unsigned char* shared_bytes(uint32_t offset, size_t bytes);  // checks bounds alone
+void fence_async_proxy();
+
+// Either, as the seed has it.
+bool coin();
+
 // cp.async: the data lands at the wait, or at any moment before.
 void start_copy(uint32_t to, const void* from, size_t bytes, size_t zeros);
 void close_copy_group();

@@ -17,6 +17,7 @@ namespace emulator {
 constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr uint16_t kNobody = 0xffff, kManyWarps = 0xfffe;
 constexpr uint16_t kManyLanes = 0x8000;  // + the warp
+constexpr uint16_t kWarpgroup = 0x4000;  // + the number of its four warps
 
 // Whether what `thread` did at `time` has happened for the running thread.
 bool happened(uint16_t thread, uint32_t time);

@@ -3,9 +3,12 @@
 
 #include <emulator/device.h>
 #include <emulator/shared.h>
+#include <emulator/warpgroup.h>
 
 #include <cmath>
 #include <cstring>
+
+#define EECORE_HAS_WGMMA 1
 
 namespace eecore::cuda {
 
@@ -216,6 +219,47 @@ void mma_m16n8k16(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[
     }
   }
   for (int i = 0; i < 4; ++i) sums[i] = total[i];
+}
+
+// ---- Products of a warpgroup ----
+
+template <int kTiles>
+class WgmmaSums : public ::emulator::CheckedRegisters<float, 4 * kTiles> {
+  using All = ::emulator::CheckedRegisters<float, 4 * kTiles>;
+
+ public:
+  struct Tile {
+    All& all;
+    int first;
+    auto operator[](int i) const { return all[first + i]; }
+  };
+  Tile operator[](int n) { return {*this, 4 * n}; }
+};
+using WgmmaPart = ::emulator::CheckedRegisters<uint32_t, 4>;
+
+inline void fence_proxy_async() { ::emulator::fence_async_proxy(); }
+
+template <typename T>
+uint32_t shared_address(const ::emulator::Shared<T>& pointer) {
+  return ::emulator::wgmma_address(pointer.checked(16, 16));
+}
+
+template <typename Sums, typename Parts>
+void wgmma_fence(Sums&, Parts&, EMULATOR_SITE) {
+  ::emulator::fence_wgmma(site);
+}
+inline void wgmma_commit(EMULATOR_SITE) { ::emulator::commit_products(site); }
+template <int kPending, typename Sums, typename Parts>
+void wgmma_wait(Sums&, Parts&, EMULATOR_SITE) {
+  ::emulator::wait_for_products(kPending, site);
+}
+
+template <typename T, int kTiles>
+void wgmma_m64k16(WgmmaSums<kTiles>& sums, WgmmaPart& a, uint64_t matrix, EMULATOR_SITE) {
+  static_assert(kTiles == 1 || kTiles == 2 || kTiles == 4 || kTiles == 8);
+  static_assert(std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>);
+  ::emulator::start_product({&sums, sums.values(), kTiles, &a, a.values(), matrix, half_of<T>},
+                            site);
 }
 
 // ---- Programmatic dependent launch ----

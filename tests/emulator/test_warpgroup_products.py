@@ -1,0 +1,169 @@
+"""Skinny products by warpgroups, which a setting of EECORE_CUDA_TUNING asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_accesses import CPU, DEVICE
+from test_in_flight import promised
+from test_skinny_products import OPS, ROWS_TOGETHER, Product
+
+import emulated
+from coded_calls import coded
+from eecore import ops
+from eecore.ops import AppendKv
+from tiers import in_all
+
+HALVES = (torch.bfloat16, *in_all(torch.float16))
+KERNELS = {
+    "skinny_linear": "skinny_warpgroup_linear_kernel",
+    "skinny_gated_linear": "skinny_warpgroup_gated_kernel",
+}
+M_TILES = {"skinny_linear": 1, "skinny_gated_linear": 2}
+TUNING = "EECORE_CUDA_TUNING"
+
+each_op = pytest.mark.parametrize("op", OPS)
+each_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def by_warpgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated.route(monkeypatch)
+    monkeypatch.setenv(TUNING, "wgmma=1")
+
+
+def kernels_of(product: Product, call: dict[str, Any]) -> list[str]:
+    return emulated.kernels_of(lambda: product.run(call))
+
+
+@each_op
+@each_half
+@pytest.mark.parametrize(
+    ("in_features", "out_features"), [(64, 400), (131, 257), *in_all((576, 150), (1100, 130))]
+)
+def test_warpgroups_match_the_reference(
+    in_features: int, out_features: int, dtype: torch.dtype, op: str
+) -> None:
+    """Whole tiles and parts of them, rows of x that are made ready ahead and that need not be."""
+    product = Product(op)
+    for num_tokens, options in ((1, "plain"), (9, "all"), (24, "plain"), (40, "all"), (70, "all")):
+        call = product.call(num_tokens, in_features, out_features, options, dtype)
+        assert kernels_of(product, call)[-1] == KERNELS[op]
+        product.check(call, CPU)
+
+
+@each_op
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_are_those_of_a_warps_products(
+    dtype: torch.dtype, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, where as many slices sum them: so the order of k is the same on both sides."""
+    product = Product(op)
+    for in_features, out_features in ((192, 800), (256, 700)):
+        call = product.call(33, in_features, out_features, "all", dtype)
+        by_warpgroups = product.run(call)
+        monkeypatch.setenv(TUNING, "wgmma=0")
+        assert kernels_of(product, call)[-1] == f"{op}_kernel"
+        assert torch.equal(product.run(call), by_warpgroups)
+        monkeypatch.setenv(TUNING, "wgmma=1")
+
+
+@each_op
+@pytest.mark.parametrize("options", ["plain", "all"])
+def test_a_row_of_a_warpgroup_does_not_depend_on_the_others(options: str, op: str) -> None:
+    """Nor on how many they are, or on what is not finite among them."""
+    product = Product(op)
+    call = product.call(75, 200, 140, options, torch.bfloat16)
+    call["x"][[3, 21]] = torch.nan
+    call["x"][17, -1] = torch.inf
+    together = product.run(call)
+    assert together[22:].isfinite().all()
+    for first, count in ROWS_TOGETHER[::3]:
+        rows = slice(first, first + count)
+        own = {name: call[name][rows] for name in ("x", "residual") if name in call}
+        got = product.run({**call, **own})
+        torch.testing.assert_close(got, together[rows], rtol=0, atol=0, equal_nan=True)
+
+
+@each_op
+def test_warpgroups_multiply_where_they_can_and_tiles_suffice(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the weight alone: whatever the number of rows of x."""
+    product = Product(op)
+    for out_features, form, dtype, is_by_warpgroups in (
+        (129, "floats", torch.bfloat16, True),
+        (128, "floats", torch.bfloat16, False),
+        (400, "floats", torch.float32, False),
+        (400, "int8", torch.bfloat16, False),
+        (400, "Q4_1", torch.float16, False),
+    ):
+        for num_tokens in (1, 40):
+            call = product.call(num_tokens, 128, out_features, "plain", torch.float32)
+            call = coded({**call, "x": call["x"].to(dtype)}, form)
+            if form == "floats":
+                call["weight"] = call["weight"].to(dtype)
+            names = kernels_of(product, call)
+            assert (names[-1] == KERNELS[op]) is is_by_warpgroups, (out_features, form)
+    call = product.call(20, 128, 400, "plain", torch.bfloat16)
+    monkeypatch.delenv(TUNING)
+    assert kernels_of(product, call) == [f"{op}_kernel"]
+
+
+def test_heads_of_a_warpgroups_product_are_appended_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of few rows, too, which other products append themselves."""
+    results = []
+    for setting in ("wgmma=1", "wgmma=0"):
+        monkeypatch.setenv(TUNING, setting)
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(9, 128, generator=generator).bfloat16()
+        weight = torch.randn(8 * 64, 128, generator=generator).bfloat16() / 11
+        cache = torch.zeros(2, 1, 16, 2, 64, dtype=torch.bfloat16)
+        angles = torch.rand(40, 32, generator=generator)
+        call: dict[str, Any] = {
+            "x": x,
+            "weight": weight,
+            "append": AppendKv(
+                k_cache=cache[0],
+                v_cache=cache[1],
+                cos_sin=torch.cat((angles.cos(), angles.sin()), -1),
+                slot_mapping=torch.arange(9),
+                positions=torch.arange(20, 29),
+            ),
+        }
+        results.append((ops.skinny_linear(**call), cache))
+    for by_warpgroups, by_warps in zip(*results, strict=True):
+        torch.testing.assert_close(by_warpgroups, by_warps, rtol=2e-2, atol=2e-2)
+
+
+@each_op
+@pytest.mark.parametrize("num_tokens", [9, 64])
+def test_a_warpgroups_weight_is_on_its_way(num_tokens: int, op: str) -> None:
+    """As far as its ring promises, and read once; rows of x go to banks side by side."""
+    call = Product(op).call(num_tokens, 512, 1536, "plain", torch.bfloat16)
+    with emulated.counting(weight=call["weight"]) as counted:
+        Product(op).run(call)
+    (launch,) = counted
+    assert launch.watched["weight"] == (call["weight"].nbytes, call["weight"].nbytes)
+    assert launch.drained == 0
+    assert launch.in_flight == promised(M_TILES[op], launch.grid[0])
+    assert launch.grid[0] <= 2 * DEVICE.num_multiprocessors
+    assert launch.bank_ways == 1, launch.bank_place
+
+
+@each_op
+def test_warpgroups_wait_for_rows_that_the_kernel_ahead_writes(op: str) -> None:
+    product = Product(op)
+    call = product.call(20, 192, 400, "all", torch.bfloat16)
+    run: Callable[..., torch.Tensor] = getattr(ops, op)
+    with emulated.checking_races() as checked:
+        expected = run(**call, constant_weight=True)
+        x = torch.empty_like(call["x"])
+        ops.skinny_linear(call["x"], torch.eye(192).bfloat16(), out=x, constant_weight=True)
+        assert torch.equal(run(**{**call, "x": x}, constant_weight=True), expected)
+        assert checked() > 0
