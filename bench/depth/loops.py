@@ -2,11 +2,11 @@
 
 python -m bench loops --model DIRECTORY
 
-The model is made by scripts/intents/train_intents.py ``--loops``, its gate by ``eecore train
---loss gate``. Exact match is over whole parses; speed is of decoding steps, all modes in turns.
-Efficiency is what a step should take over what it takes: at a batch of 1 the same model cut at the
-mean depth, at more each loop for the rows that are still there, with nothing for gate and fills.
-Writes bench/results/loops.json and a table of bench/RESULTS.md.
+scripts/intents/train_intents.py ``--loops`` makes the model, ``eecore train --loss gate`` its gate.
+Exact match is over whole parses; speed is of decoding steps, all modes in turns. Efficiency is the
+predicted time of a step over its measured time. The prediction at a batch of 1 is the same model
+cut at the mean depth; for larger batches it is the sum over loops for the rows still in flight. It
+counts nothing for gate and fills. Writes bench/results/loops.json and a table of bench/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from eecore.lab.evaluation.tables import markdown_table
 from eecore.models import model_digest
 
 THRESHOLDS = (0.9, 0.8, 0.6, 0.5, 0.3)
-GROUPS = 8  # batches of each size that are timed
-STEPS = 12  # of each: most parses are longer
+GROUPS = 8  # timed batches of each size
+STEPS = 12  # timed steps of each batch; most parses are longer
 
 
 def table(figures: Figures) -> str:
-    """A line for each mode."""
+    """The table, with a line for each mode."""
     batches = figures["batches"]
     head = ["mode", "exact match", "loops a token"]
     for batch in batches:
@@ -59,7 +59,7 @@ REPORTS = (Report("loops", {"loops": table}, {"modes": ("mode",)}),)
 
 
 def modes_of(exit_layers: range) -> dict[str, eecore.exits.Exit]:
-    """Full depth, each loop as the last one, the gate, and the first loop as the drafter."""
+    """Full depth, a fixed exit after each loop, the gate, and drafts by the first loop."""
     found: dict[str, eecore.exits.Exit] = {"Full()": eecore.Full()}
     found |= {f"FixedExit({layer})": eecore.FixedExit(layer) for layer in exit_layers[:-1]}
     for threshold in THRESHOLDS:
@@ -74,7 +74,7 @@ def modes_of(exit_layers: range) -> dict[str, eecore.exits.Exit]:
 def quality(
     model: eecore.Model, policy: eecore.exits.Exit, records: Sequence[dict[str, str]]
 ) -> tuple[float, float]:
-    """Exact match, and loops run a token after the first."""
+    """Exact match, and the mean number of loops for a token after the first."""
     outputs = eecore.generate(
         model, [record["input"] for record in records], exit=policy, max_tokens=LONGEST_PARSE
     )
@@ -85,7 +85,7 @@ def quality(
 
 
 class Timed:
-    """All modes at all batch sizes, and the depths that they are held to."""
+    """All modes at all batch sizes, and the fixed depths that their times are predicted from."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Timed:
                     self.runs[rows, name] = Decoding(model, made, STEPS)
 
     def round(self) -> None:
-        """All of them once, in turns."""
+        """Run every mode once, in turns."""
         for run in self.runs.values():
             run.round()
 
@@ -171,7 +171,7 @@ def run(arguments: Any) -> Figures:
 def main(words: Sequence[str]) -> None:
     made = parser("loops", __doc__, batches=(1, 8), rounds=5, threads=1)
     made.add_argument("--model", type=Path, required=True, help="a directory")
-    made.add_argument("--data", type=Path, default=DATA, help="made where it is missing")
+    made.add_argument("--data", type=Path, default=DATA, help="created if it is missing")
     made.add_argument("--count", type=int, default=1000, help="utterances")
     arguments = made.parse_args(words)
     torch.set_num_threads(arguments.threads)
