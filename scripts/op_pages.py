@@ -62,13 +62,13 @@ def figures(measured: dict[str, Any], op: str) -> str:
     head = ["case", *(f"{peer}, µs" for peer in timed), *rates]
     table = markdown_table(head, lines, text_columns=1)
     return (
-        "Times of the fastest round; [how they were measured](index.md#figures)."
+        "Times are those of the fastest round; [how they were measured](index.md#figures)."
         f"\n\n{table}"
     )
 
 
 def about(measured: dict[str, Any]) -> str:
-    """A sentence on the machine of all pages' figures."""
+    """The machine that the figures of all pages were measured on."""
     ceilings = {name: rate / 1e9 for name, rate in measured["ceilings"].items()}
     return (
         f"{measured['cpu']}, {measured['threads']} thread(s), {measured['cpu_capability']} "
