@@ -309,7 +309,7 @@ def without_training(model: eecore.Model, prompt: list[int], layer: int) -> str:
         (output,) = eecore.generate(model, prompt, exit=policy, max_tokens=UNTRAINED_TOKENS)
     text = " ".join((output.text or "").split())
     return (
-        f"\nAn exit without training gives no useful text: after layer {layer} of "
+        f"\nAn exit that a model was not trained for gives no useful text: after layer {layer} of "
         f"{model.config.num_layers} the first answer begins {text!r}. eecore train trains exits."
     )
 
