@@ -54,7 +54,7 @@ BENCHMARKS = {
 
 
 def about(module: str) -> str:
-    """The first line of its docstring."""
+    """The first line of a module's docstring."""
     file = Path(__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py")
     return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
 

@@ -23,7 +23,8 @@ class Line:
     Args:
         model: its name and weights.
         batch: requests at a time.
-        full, peer: tokens/s of all requests at full depth, of eecore and of another engine.
+        full: tokens/s of all requests at full depth in eecore.
+        peer: the same in another engine.
         gain: the speed-up of early exit or drafts over full depth.
     """
 

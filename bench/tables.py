@@ -50,7 +50,7 @@ WITH_REPORTS = (
 
 
 def reports() -> Iterator[Report]:
-    """Of all benchmarks."""
+    """The reports of all benchmarks."""
     for module in WITH_REPORTS:
         yield from importlib.import_module(f"bench.{module}").REPORTS
 

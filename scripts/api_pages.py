@@ -1,9 +1,9 @@
-"""Signatures and docstrings of what eecore exports, as Markdown, in docs/api.md and docs/ops.
+"""Signatures and docstrings of eecore's exports, as Markdown, in docs/api.md and docs/ops.
 
 python scripts/api_pages.py        # after a change of a signature or docstring
 
 A page has the text of a name between two marks, ``<!-- eecore.load -->`` and ``<!-- end of
-eecore.load -->``: it reads the same in the repository and in the manual.
+eecore.load -->``, so that it reads the same in the repository and in the manual.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def places() -> dict[str, Path]:
 
 
 def exported(name: str) -> Any:
-    """What is exported under ``eecore.NAME`` or ``eecore.ops.NAME``; ValueError for another."""
+    """The object ``eecore.NAME`` or ``eecore.ops.NAME``; ValueError if it is not exported."""
     home, own = (ops, name[11:]) if name.startswith("eecore.ops.") else (eecore, name[7:])
     if own not in home.__all__:
         raise ValueError(f"{name}: expected a name that eecore exports, got {own}")
@@ -62,7 +62,7 @@ def exported(name: str) -> Any:
 
 
 def resolved(annotation: Any, module: str) -> str:
-    """An annotation as it is written, without the rules of values that ``Annotated`` adds."""
+    """An annotation as written in the source, without the constraints of ``Annotated``."""
     if annotation is inspect.Parameter.empty:
         return ""
     if not isinstance(annotation, str):
@@ -72,7 +72,7 @@ def resolved(annotation: Any, module: str) -> str:
 
 
 class Plain(ast.NodeTransformer):
-    """Takes the type out of ``Annotated[type, rule]``, and out of a module's name for one."""
+    """Replaces ``Annotated[type, rule]``, or a module's name for one, by the type."""
 
     def __init__(self, module: str) -> None:
         self.names = vars(sys.modules[module])
@@ -91,7 +91,7 @@ class Plain(ast.NodeTransformer):
 
 
 def parameters(thing: Any) -> tuple[list[str], str]:
-    """The parameters of a call, each with its type and default, and what comes back."""
+    """The parameters of a call, each with its type and default, and the type of its result."""
     signature = inspect.signature(thing)
     module = inspect.unwrap(thing).__module__
     written: list[str] = []
@@ -114,16 +114,16 @@ def parameters(thing: Any) -> tuple[list[str], str]:
 
 
 def default(value: Any) -> str:
-    """A default as one would write it."""
+    """A default value as source code."""
     if isinstance(value, str):
         return f'"{value}"'
     written = repr(value)
-    # What is made anew for each call, and long lists, are named in the text.
+    # The text describes defaults that are made for each call, and long lists.
     return "..." if written.startswith("<") or len(written) > WIDTH // 2 else written
 
 
 def call(name: str, thing: Any, returns: bool = True) -> str:
-    """A call on one line, or with a parameter on each."""
+    """A call on one line, or with one parameter on each line."""
     name = f"async {name}" if inspect.iscoroutinefunction(thing) else name
     given, back = parameters(thing)
     end = f") -> {back}" if returns and back else ")"
@@ -148,12 +148,12 @@ def signature(name: str, thing: Any) -> str:
 
 
 def linked(text: str, page: Path) -> str:
-    """Roles of Sphinx as links to where a name is, and code between single backticks."""
+    """A text with Sphinx roles as links to the names, and code between single backticks."""
 
     def link(found: re.Match[str]) -> str:
         role, name = found.groups()
         for full in (name, f"eecore.{name}", f"eecore.ops.{name}"):
-            # A method may have the name of a function: eecore.stream, AsyncEngine.stream.
+            # A method can have the name of a function: eecore.stream, AsyncEngine.stream.
             if role != "meth" and (place := places().get(full)) is not None:
                 target = posixpath.relpath(place, page.parent) if place != page else ""
                 return f"[`{name}`]({target}#{anchor(full)})"
@@ -190,7 +190,7 @@ def described(docstring: str, page: Path) -> str:
 
 
 def indented(lines: Iterator[str]) -> Iterator[str]:
-    """The lines of a section, which end with an empty one."""
+    """The lines of a section, up to an empty line."""
     for line in lines:
         if not line.strip():
             return
@@ -212,9 +212,9 @@ def items(section: str) -> str:
 
 
 def fields(thing: type, page: Path) -> str:
-    """The fields of a class, each with what stands under it; types are those of a tuple alone.
+    """The fields of a class, each with its docstring; with types only for tuples.
 
-    Other classes have theirs in the signature.
+    Other classes have the types in the signature.
     """
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
     assert isinstance(tree, ast.ClassDef)
@@ -235,7 +235,7 @@ def fields(thing: type, page: Path) -> str:
 
 
 def members(thing: type) -> Iterator[tuple[str, Any, Any]]:
-    """Public methods and properties of a class that say what they do: name, as stored, function."""
+    """(name, attribute, function) of a class's public methods and properties with docstrings."""
     for name, stored in vars(thing).items():
         function = stored.__func__ if isinstance(stored, staticmethod | classmethod) else stored
         function = function.fget if isinstance(function, property) else function
@@ -252,7 +252,7 @@ def contract(name: str, page: Path) -> str:
         if thing.__init__.__doc__ and "__init__" in vars(thing):
             is_plain = thing.__init__.__doc__.startswith("Initialize self")
             parts += [] if is_plain else [described(thing.__init__.__doc__, page)]
-        # Where the docstring describes fields by name, their types are in the signature.
+        # If the docstring describes fields by name, their types are in the signature.
         described_already = re.search(r"^\s*(Args|Attributes):$", thing.__doc__ or "", re.MULTILINE)
         if not described_already and (listed := fields(thing, page)):
             parts += ["Fields:", listed]
@@ -270,12 +270,12 @@ def contract(name: str, page: Path) -> str:
 
 
 def code(text: str) -> str:
-    """A block that is highlighted as Python, and is no example to run, which are marked python."""
+    """A block that is highlighted as Python; blocks marked ``python`` are examples that run."""
     return f"```py\n{text}\n```"
 
 
 def section(name: str, page: Path) -> str:
-    """What stands between the marks of a name."""
+    """The text between the marks of a name."""
     return f"\n{contract(name, page)}\n"
 
 

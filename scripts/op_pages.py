@@ -1,4 +1,4 @@
-"""Figures of docs/ops, from the benchmarks of ops, and its table of ops, from the pages.
+"""The figures of docs/ops, from the benchmarks of ops, and the table of ops, from its pages.
 
 python scripts/op_pages.py         # from bench/results/ops.json
 """
@@ -17,18 +17,18 @@ from eecore.lab.evaluation.tables import markdown_table
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "ops"
 RECORD = ROOT / "bench" / "results" / "ops.json"
-# A case begins with one of these names; of two with the same beginning the longer is first.
+# A case begins with one of these names; a name precedes all names that it begins with.
 PEERS = ("eecore", "sdpa-grouped", "sdpa", "single ops", "torch")
 RATES = ("GB/s", "GFLOP/s", "of ceiling")
 
 
 def op_of(name: str) -> str:
-    """The op of a benchmark, with whose name the benchmark's name begins."""
+    """The op of a benchmark: the name of the benchmark begins with the name of its op."""
     return max((op for op in ops.OP_NAMES if name.startswith(op)), key=len)
 
 
 def peer_and_case(row: dict[str, Any], op: str) -> tuple[str, str]:
-    """What was timed, eecore or a peer, and the case, the same for all that were timed in it."""
+    """(peer, case): eecore or the peer that was timed, and the case that all of them share."""
     peer = next((peer for peer in PEERS if row["case"].startswith(f"{peer}-")), None)
     case = row["case"] if peer is None else row["case"].removeprefix(f"{peer}-")
     kind = row["op"].removeprefix(op).strip("_").replace("_", " ")

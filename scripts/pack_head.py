@@ -1,9 +1,9 @@
-"""Stores the matrices of draft heads in blocks of 4 bits, in place: a third of their size.
+"""Stores the matrices of draft heads in blocks of 4 bits, in place, at a third of the size.
 
     python scripts/pack_head.py python/eecore/data/heads/*
 
-On a CPU a head drafts with exactly these blocks, so that nothing changes there. Elsewhere its
-matrices are the floats that the blocks stand for.
+On a CPU a head drafts with exactly these blocks, so that its drafts do not change. On other devices
+its matrices are the dequantised blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from eecore.models.readers.head_file import WEIGHTS_NAME, HeadFile, in_blocks, r
 
 
 def pack(directory: Path) -> None:
-    """Pack the head of one directory, which is read again before it takes the place of the old."""
+    """Pack the head of one directory; the new file is read again before it replaces the old one."""
     file = directory / WEIGHTS_NAME
     before = file.stat().st_size
     tensors = in_blocks(load_file(file))

@@ -1,8 +1,7 @@
-"""Find the sublayers that SmolLM2's drafts can leave out: writes smollm2_skips.json, for the
-benchmark of all modes.
+"""Finds the sublayers that SmolLM2's drafts can skip, for the benchmark of all modes.
 
-The search looks at what the model itself writes, in answer to questions that neither the demo nor a
-benchmark asks. Takes a few minutes.
+Writes smollm2_skips.json. The search uses the model's own answers to questions that are neither in
+the demo nor in a benchmark. Takes a few minutes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small Llama or T5 and its tokenizer, trained from nothing on JSON lines of {"input", "target"}.
+"""Trains a small Llama or T5 and its tokenizer from scratch on lines of {"input", "target"}.
 
 The recipe of a Llama is LayerSkip's for TOPv2, a task of this kind (§5: p_max = 0.2, e_scale = 1,
 C_grad), from random weights, so dropout grows over the run (§4.1.1); that of a T5 is CALM's (§3.2).
@@ -94,14 +94,14 @@ T5_MODEL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Task:
-    """What is learnt.
+    """A task to learn.
 
     Attributes:
-        ask: the special token that ends a prompt: the input is over, its target is wanted.
-        context: most tokens of an input and its target.
-        vocab_size: of the tokenizer.
-        start: the other special token, which gets id 0: it ends a Llama's target, and starts a
-            T5's, which ``ask`` ends as well.
+        ask: the special token between an input and its target.
+        context: the maximum number of tokens of an input and its target.
+        vocab_size: the tokenizer's vocabulary size.
+        start: the other special token, with id 0: it ends a Llama's target, and starts a T5's
+            target, which ``ask`` ends.
     """
 
     ask: str
@@ -112,7 +112,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Length:
-    """How long to train: steps, or the minutes that they take on this machine now."""
+    """The length of the training, in steps or in minutes on this machine."""
 
     steps: int | None = None
     minutes: float | None = None
@@ -121,7 +121,7 @@ class Length:
 def train_tokenizer(folder: Path, task: Task, data: Path | None = None) -> Tokenizer:
     """A byte-level BPE tokenizer of ``train.jsonl`` alone, written to ``folder``.
 
-    Numbers stand alone, so that a common one is a token wherever it stands, easy to copy.
+    Numbers are split from words, so that a common number is one token, which is easy to copy.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -147,7 +147,7 @@ def train_tokenizer(folder: Path, task: Task, data: Path | None = None) -> Token
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": ends,
-        # Of a conversation the last thing that was said.
+        # The last message of a conversation.
         "chat_template": "{{ messages[-1]['content'] }}" + task.ask,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -175,7 +175,7 @@ def recipe(
 
 
 def calm_recipe(batch_size: int, learning_rate: float, seed: int, steps: int) -> TrainingConfig:
-    """CALM's: the loss of every layer, weighted by depth (§3.2); rates relative to the weights."""
+    """CALM's recipe: losses of all layers, weighted by depth (§3.2); relative learning rates."""
     return TrainingConfig(
         loss=CalmLoss(),
         layer_dropout=None,
@@ -214,10 +214,10 @@ def train_small_model(
 ) -> None:
     """Train a Llama on ``train.jsonl``, score every exit on ``valid.jsonl``, write it to ``out``.
 
-    With ``loops`` it is an Ouro, which runs its layers so many times: as many layers in all.
+    With ``loops`` it is an Ouro with ``layers`` / ``loops`` layers, which run ``loops`` times.
 
-    Progress goes to stderr. Ctrl-C saves and exits with 130; ``resume`` goes on, with the settings
-    that the run began with.
+    Progress goes to stderr. Ctrl-C saves and exits with 130; ``resume`` continues the run with its
+    original settings.
     """
     if not (data / "tokenizer.json").is_file():
         train_tokenizer(data, task)
@@ -256,7 +256,7 @@ def train_small_t5(
     layers: int = T5_MODEL["num_layers"],
     resume: bool = False,
 ) -> None:
-    """The same for a T5, as many layers on either side, with a tokenizer of its own."""
+    """The same for a T5 with ``layers`` layers in both encoder and decoder, and its tokenizer."""
     tokenizer = data / "t5"
     if not (tokenizer / "tokenizer.json").is_file():
         train_tokenizer(tokenizer, task, data)
@@ -276,7 +276,7 @@ def train_small_t5(
 
 
 def starting_point(config: dict[str, Any], tokenizer: Path, seed: int) -> StartingPoint:
-    """Random weights of a config."""
+    """A starting point with random weights of a config."""
     with tempfile.TemporaryDirectory() as scratch:
         config_file = Path(scratch) / "config.json"
         config_file.write_text(json.dumps(config))
@@ -292,7 +292,7 @@ def run_training(
     length: Length,
     resume: bool,
 ) -> None:
-    """Train until the steps are done; ``config_of`` gives the recipe of so many."""
+    """Train until the steps are done; ``config_of`` gives the recipe for a number of steps."""
     sequences, held_out = (
         read_data(
             [data / f"{split}.jsonl"],

@@ -94,6 +94,25 @@ def test_words_are_plain(package: str) -> None:
     assert not found, "\n".join(found)
 
 
+TOOLS = sorted(tool for folder in ("bench", "scripts") for tool in (ROOT / folder).rglob("*.py"))
+
+
+def folder_of(source: Path) -> str:
+    """The folder of a source, from the root of the repository on."""
+    return source.relative_to(ROOT).parent.as_posix()
+
+
+@pytest.mark.parametrize("folder", sorted({folder_of(tool) for tool in TOOLS}))
+def test_tools_are_plain(folder: str) -> None:
+    found = [
+        f"{tool.relative_to(ROOT)}: {each}"
+        for tool in TOOLS
+        if folder_of(tool) == folder
+        for each in findings(tool.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
 def group_of(page: Path) -> str:
     """The name of a page; docs/ops is one."""
     name = page.relative_to(ROOT).as_posix()
@@ -151,11 +170,6 @@ def source_findings(source: str) -> list[str]:
             found.append((number, f"a comment begins with {opening[0].split()[-1]}"))
         is_open = re.search(r"//\s*\S", line) is not None
     return [f"line {line}: {what}" for line, what in sorted(found)]
-
-
-def folder_of(source: Path) -> str:
-    """The folder of a source, from the root of the repository on."""
-    return source.relative_to(ROOT).parent.as_posix()
 
 
 @pytest.mark.parametrize("folder", sorted({folder_of(source) for source in SOURCES}))

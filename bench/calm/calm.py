@@ -97,7 +97,7 @@ def check_peers(directory: Path) -> None:
     if not config.get("is_encoder_decoder"):
         raise SystemExit(
             f"{directory}: expected an encoder-decoder model, got {config.get('model_type')}: "
-            "run others with --skip-peers"
+            "run other models with --skip-peers"
         )
 
 
@@ -110,7 +110,7 @@ def main(words: Sequence[str]) -> None:
     made.add_argument("--batch-size", type=int, nargs="+", default=[8, 32])
     made.add_argument("--thresholds", help="softmax=0.85,...; the paper's")
     made.add_argument("--calibration", type=Path, nargs="+", default=[], metavar="FILE")
-    made.add_argument("--tau", type=float, help="of the decaying threshold")
+    made.add_argument("--tau", type=float, help="the temperature of the decaying threshold")
     made.add_argument("--exit-points", help="2,4; all layers")
     made.add_argument("--skip-peers", action="store_true", help="eecore alone")
     arguments = made.parse_args(words)

@@ -23,8 +23,8 @@ Prompts = Sequence[list[int]]
 
 
 @dataclass
-class Turn:
-    """What an engine made of one batch."""
+class TimedBatch:
+    """The tokens that an engine generated for one batch, and the seconds that it took."""
 
     seconds: float
     tokens: list[list[int]]
@@ -39,23 +39,23 @@ class Engine:
     """One row of the table."""
 
     name: str
-    generate: Callable[[Prompts], Turn]
-    rounds: list[list[Turn]] = field(default_factory=list)
+    generate: Callable[[Prompts], TimedBatch]
+    rounds: list[list[TimedBatch]] = field(default_factory=list)
     """The batches of each round."""
 
 
 def own_engine(model: eecore.Model, max_tokens: int) -> Engine:
-    def generate(prompts: Prompts) -> Turn:
+    def generate(prompts: Prompts) -> TimedBatch:
         started = time.perf_counter()
         outputs = eecore.generate(model, list(prompts), exit="full", max_tokens=max_tokens)
-        return Turn(time.perf_counter() - started, [output.token_ids for output in outputs])
+        return TimedBatch(time.perf_counter() - started, [output.token_ids for output in outputs])
 
     return Engine("eecore", generate)
 
 
 def peer_engine(worker: Worker, max_tokens: int) -> Engine:
-    def generate(prompts: Prompts) -> Turn:
-        return Turn(*worker.generate(list(prompts), max_tokens))
+    def generate(prompts: Prompts) -> TimedBatch:
+        return TimedBatch(*worker.generate(list(prompts), max_tokens))
 
     return Engine(worker.engine, generate)
 
@@ -63,8 +63,10 @@ def peer_engine(worker: Worker, max_tokens: int) -> Engine:
 def start_workers(
     directory: Path, model_sha256: str, threads: int, left_out: dict[str, str]
 ) -> tuple[list[Worker], dict[str, str]]:
-    """Those that can be had, in float32, and their versions; the reasons for others go to
-    ``left_out``."""
+    """The workers of the available peers, in float32, and their versions by name.
+
+    ``left_out`` gets the reason for each peer that is not available.
+    """
     workers: list[Worker] = []
     versions: dict[str, str] = {}
     for name, peer in peers.prepare(list(PEERS)).items():
@@ -93,7 +95,7 @@ def measure(
     rounds: int,
     left_out: dict[str, str],
 ) -> None:
-    """All engines on every batch, in turns, after a warm-up; one that fails leaves the run."""
+    """All engines on every batch, in turns, after a warm-up; an engine that fails is left out."""
     batches = batches_of(prompts, batch_size)
 
     def turns(batch: Prompts) -> None:
@@ -122,14 +124,14 @@ def measure(
             )
 
 
-def tokens_per_s(turns: Sequence[Turn]) -> float:
-    """Of batches that ran one after the other."""
+def tokens_per_s(turns: Sequence[TimedBatch]) -> float:
+    """Throughput over batches that ran one after the other."""
     tokens = sum(len(row) for turn in turns for row in turn.tokens)
     return tokens / sum(turn.seconds for turn in turns)
 
 
 def figures(engine: Engine, own: Engine, batch_size: int) -> dict[str, Any]:
-    """tokens/s of the best round; how many times as fast eecore is, the median over batches."""
+    """tokens/s of the best round, and eecore's speed-up over the engine: median over batches."""
     pairs = [
         (theirs, ours)
         for round_, own_round in zip(engine.rounds, own.rounds, strict=True)

@@ -16,7 +16,7 @@ from eecore.lab.evaluation.tables import markdown_table
 
 @dataclass(frozen=True)
 class Page(Report):
-    """A page and two figures in build/bench, as bench/RESULTS.md shows an excerpt alone."""
+    """A page and two figures in build/bench; bench/RESULTS.md shows only an excerpt."""
 
     def text(self, figures: Figures) -> str:
         return full(figures)
@@ -28,7 +28,7 @@ class Page(Report):
 
 
 def report_of(result: Figures) -> CalmReport:
-    """The evaluation, from what is kept of it."""
+    """The evaluation, from its recorded figures."""
     kept = result["evaluation"]
 
     def speed(figures: dict[str, Any] | None) -> Speed | None:
@@ -64,7 +64,7 @@ BOUNDS = {"share_of_ideal": "the ideal", "share_of_cut": "a model cut at the mea
 
 
 def confident_speeds(result: Figures, kind: str, bound: str) -> Iterator[tuple[float, str]]:
-    """Share of a bound and name of each confident exit; ``kind`` is throughput or latency."""
+    """(share of a bound, name) of each confident exit; ``kind`` is throughput or latency."""
     for row in result["evaluation"]["rows"]:
         speed = row[kind]
         if row["settings"] is None or speed is None or speed[bound] is None:
@@ -73,7 +73,7 @@ def confident_speeds(result: Figures, kind: str, bound: str) -> Iterator[tuple[f
 
 
 def shares(result: Figures) -> str:
-    """The confident exits that are the furthest from what is ideal for their exit rate."""
+    """The confident exits that are furthest from the ideal speed for their exit rate."""
     lines = []
     for kind in ("throughput", "latency"):
         for bound, words in BOUNDS.items():
@@ -109,7 +109,7 @@ def notes(result: Figures) -> str:
     return "\n".join(lines)
 
 
-# Of every model that there are figures of.
+# One report for each model that has figures.
 def page_of(name: str) -> Page:
     """The report of a model."""
     return Page(

@@ -1,9 +1,9 @@
-"""An engine with one T5, at full depth, in a process of its own, which answers on stdout.
+"""An engine with one T5 at full depth, in a process of its own, which answers on stdout.
 
 python -m bench.calm.worker transformers|ctranslate2 DIRECTORY BITS THREADS
 
-It answers as bench/decode/worker.py does, with up to n greedy tokens for each prompt: the model's
-end token, which is the last, counts. The prompts of a request run together, padded.
+It answers as bench/decode/worker.py does, with up to n greedy tokens for each prompt, the model's
+end token included. The prompts of a request run together, padded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def transformers(directory: str, bits: str, threads: int) -> Generate:
 
 
 def until(tokens: list[int], end: int) -> list[int]:
-    """Up to the end token, which belongs to them; all where there is none."""
+    """The tokens up to and including the end token; all tokens if it is missing."""
     return tokens[: tokens.index(end) + 1] if end in tokens else tokens
 
 

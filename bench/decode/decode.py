@@ -1,11 +1,11 @@
-"""Full-depth decoding, end to end, against the other engines for CPUs, on the same weights.
+"""Full-depth decoding, end to end, in eecore and in other engines for CPUs, on the same weights.
 
-python -m bench decode             everything, with the peers that python -m bench peers can get
+python -m bench decode             everything, with the peers of python -m bench peers
 python -m bench decode --quick     a tiny model and eecore alone; writes nothing
 
 Every engine runs in a process of its own, all in turns: a round runs each engine once, and ratios
-are taken within a round, so that a busy machine slows all alike. A run makes 64 greedy tokens after
-a prompt of one token, so that each of its passes is a decoding step and there is no prefill. Writes
+are taken within a round, so that a busy machine slows all alike. A run generates 64 greedy tokens
+after a prompt of one token, so that each pass is a decoding step and there is no prefill. Writes
 bench/results/decode.json and the tables in bench/RESULTS.md.
 """
 
@@ -47,7 +47,7 @@ MODELS = {
 
 
 def run_quick() -> Figures:
-    """Seconds, not minutes: shows that the script works."""
+    """A run of a few seconds, to check that the script works."""
     session = Session(tokens=4, rounds=1, available={"eecore"})
     with tempfile.TemporaryDirectory() as scratch:
         tiny = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
@@ -58,7 +58,7 @@ def run_quick() -> Figures:
 
 
 def run_all(arguments: argparse.Namespace) -> Figures:
-    """Gets the peers and measures every model on every number of threads."""
+    """Install the peers and measure every model on every number of threads."""
     made = peers.prepare([name for name in arguments.engines if name != "eecore"])
     available = {"eecore"} | {name for name, peer in made.items() if peer.available}
     session = Session(arguments.tokens, arguments.rounds, available & set(arguments.engines))

@@ -1,7 +1,7 @@
-"""The engines that decode at full depth: each in a process of its own, asked in turns.
+"""The engines that decode at full depth: each in a process of its own, called in turns.
 
-What a prompt and a token are is the same for all: lists of token ids, greedy tokens. An engine that
-cannot run says why with an EngineError.
+All engines get prompts as lists of token ids and answer with greedy tokens. An engine that cannot
+run raises an EngineError with the reason.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Worker:
         return float(answer["seconds"]), answer["tokens"]
 
     def nats(self, windows: list[list[int]], begin: int) -> list[float]:
-        """Mean nats of each window's tokens after a place; of :mod:`bench.decode.llama_wheel`."""
+        """Mean nats of each window's tokens after ``begin``, by :mod:`bench.decode.llama_wheel`."""
         found = []
         for window in windows:
             self.process.send({"window": window, "after": begin})
@@ -78,7 +78,7 @@ class Worker:
 
 @dataclass
 class LlamaCpp:
-    """llama.cpp's own benchmarks, a process a run; they time the decoding alone."""
+    """llama.cpp's own benchmarks, one process for each run; they time only the decoding."""
 
     bits: str
     threads: int
@@ -103,7 +103,7 @@ class LlamaCpp:
         pass
 
     def _json_line(self, command: list[str]) -> dict[str, Any]:
-        """What the program prints; its log, written by a thread, now and then ends too early."""
+        """The program's line of JSON; retried, as its output is sometimes cut off."""
         for _ in range(3):
             answer = run_llama_cpp(command, self.threads)
             for line in answer.splitlines():
@@ -116,7 +116,7 @@ Engine = Worker | LlamaCpp
 
 
 def run_llama_cpp(command: list[str], threads: int, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
-    """Standard output of one of its programs."""
+    """Standard output of one of llama.cpp's programs."""
     program = peers.llama_cpp_program(command[0])
     done = subprocess.run(
         [program, *command[1:]],
@@ -133,7 +133,7 @@ def run_llama_cpp(command: list[str], threads: int, timeout_s: float = ANSWER_TI
 
 
 def llama_cpp_text(directory: Path, prompt: str, tokens: int) -> str:
-    """Greedy float32 text after a prompt."""
+    """llama.cpp's greedy text after a prompt, in float32."""
     command = ["llama-simple", "-m", str(gguf_file(directory, "f32")), "-n", str(tokens), prompt]
     return run_llama_cpp(command, 1).strip().removeprefix(prompt)
 
@@ -143,7 +143,7 @@ def gguf_file(directory: Path, bits: str) -> Path:
 
 
 def convert(directory: Path, available: set[str]) -> None:
-    """Write the model in the formats of the engines that need one, once."""
+    """Write the model once in each format that an available engine needs."""
     wanted = [("ctranslate2", CONVERTED / directory.name / "ctranslate2", [])]
     wanted += [
         ("llama.cpp", gguf_file(directory, bits), [json.dumps(gguf_kinds(directory, bits))])
@@ -155,7 +155,7 @@ def convert(directory: Path, available: set[str]) -> None:
 
 
 def gguf_kinds(directory: Path, bits: str) -> dict[str, str]:
-    """By the names of matrices, "" for all others; those of int4 are what eecore makes of them."""
+    """GGUF types by matrix name, "" for all other matrices; int4 as eecore quantises."""
     if bits != "int4":
         return {"": GGUF_KINDS[bits]}
     formats = {care: name.lower() for care, name in BLOCK_FORMATS["int4"].items()}
@@ -169,7 +169,7 @@ def gguf_kinds(directory: Path, bits: str) -> dict[str, str]:
 
 
 def convert_once(what: str, directory: Path, target: Path, *kinds: str) -> None:
-    """Write one format, unless it is there."""
+    """Write one format, unless the file exists."""
     if target.exists():
         return
     say(f"{directory.name}: writing {target.relative_to(ROOT)}")

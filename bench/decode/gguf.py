@@ -1,10 +1,10 @@
-"""The same GGUF files in eecore and llama.cpp, as they are: tokens/s of batches, in turns.
+"""The same GGUF files in eecore and llama.cpp, unconverted: tokens/s of batches, in turns.
 
 python -m bench gguf [FILE.gguf ...] [--threads 1 2] [--batches 1 8 32] [--coder]
 
-Without files SmolLM2-135M-Instruct's (Q4_1), as scripts/get_smollm2.py finds or downloads it;
---coder adds Qwen2.5-Coder-0.5B-Instruct's (Q4_0, Q4_K_M, Q8_0), as python -m bench coder-files
-makes them of a download of 478 MB. Writes bench/results/gguf.json and the table in
+Default: SmolLM2-135M-Instruct's file (Q4_1), as scripts/get_smollm2.py finds or downloads it.
+--coder adds Qwen2.5-Coder-0.5B-Instruct's files (Q4_0, Q4_K_M, Q8_0), which python -m bench
+coder-files makes from a download of 478 MB. Writes bench/results/gguf.json and the table in
 bench/RESULTS.md.
 """
 
@@ -31,12 +31,12 @@ Seconds = dict[tuple[str, int], list[float]]
 
 
 def tokens_of(tokens: int, batch: int) -> int:
-    """Of each sequence: fewer are enough where there are several."""
+    """Tokens to generate for each sequence; fewer suffice if a batch has several sequences."""
     return tokens if batch == 1 else max(tokens // 2, 1)
 
 
 def engines_of(file: Path, threads: int) -> dict[str, Engine]:
-    """eecore, and llama.cpp where it can be had."""
+    """eecore, and llama.cpp if it is available."""
     engines: dict[str, Engine] = {"eecore": Worker("eecore", "file", threads, file.resolve())}
     if peers.prepare(["llama.cpp"])["llama.cpp"].available:
         engines["llama.cpp"] = LlamaCpp("file", threads, file)
@@ -46,7 +46,7 @@ def engines_of(file: Path, threads: int) -> dict[str, Engine]:
 def measure(
     file: Path, engines: Mapping[str, Engine], batches: Sequence[int], tokens: int, rounds: int
 ) -> Seconds:
-    """Seconds of every round by engine and batch; the engines are closed."""
+    """Seconds of every round by engine and batch; closes the engines."""
     times: Seconds = {}
     try:
         for engine in engines.values():
@@ -68,11 +68,11 @@ def measure(
 
 
 def rows_of(file: Path, threads: int, tokens: int, times: Seconds) -> list[dict[str, Any]]:
-    """Best rounds, and the median of eecore's rounds over those beside them."""
+    """tokens/s of the best rounds, and the median over rounds of eecore's speed-up."""
     rows = []
     for batch in sorted({batch for _, batch in times}):
         ours, theirs = times["eecore", batch], times.get(("llama.cpp", batch), [])
-        whole = min(len(ours), len(theirs))  # of rounds that both ended
+        whole = min(len(ours), len(theirs))  # the rounds that both engines finished
         count = batch * tokens_of(tokens, batch)
         rows.append(
             {
@@ -113,7 +113,7 @@ def main(words: Sequence[str]) -> None:
     made.add_argument("files", nargs="*", type=Path)
     made.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     made.add_argument("--tokens", type=int, default=64)
-    made.add_argument("--coder", action="store_true", help="the 0.5B coder's files too")
+    made.add_argument("--coder", action="store_true", help="also the files of the 0.5B coder")
     arguments = made.parse_args(words)
     rows: list[dict[str, Any]] = []
     tokens, rounds = arguments.tokens, arguments.rounds

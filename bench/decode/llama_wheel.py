@@ -1,9 +1,9 @@
-"""llama.cpp from xllamacpp's wheel, by the C functions of its library, in a process of its own.
+"""llama.cpp from xllamacpp's wheel, called through the C functions of its library.
 
 python -m bench.decode.llama_wheel ENGINE FILE.gguf BITS THREADS
 
-Answers as :mod:`bench.decode.worker` does, and {"window": [ids], "after": n} with {"nats": mean} of
-the window's tokens after place n. The wheel is compiled for AVX2 and nothing newer.
+Answers as :mod:`bench.decode.worker` does; also answers {"window": [ids], "after": n} with {"nats":
+mean} of the window's tokens after position n. The wheel is compiled for AVX2 and nothing newer.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 from bench.harness.answers import answering, version_of
 
 TOKENS = 8192
-"""Tokens that the cache holds, all sequences together."""
+"""Capacity of the cache in tokens, for all sequences together."""
 
 
 class Settings(ctypes.Structure):
-    """llama_context_params: its first fields, and room for those that are left as they are."""
+    """llama_context_params: its first fields, and space for the rest, which keep their defaults."""
 
     _fields_ = (
         *((name, ctypes.c_uint32) for name in ("n_ctx", "n_batch", "n_ubatch", "n_seq_max")),
@@ -32,7 +32,7 @@ class Settings(ctypes.Structure):
 
 
 class ModelSettings(ctypes.Structure):
-    """llama_model_params, which are left as they are."""
+    """llama_model_params with its defaults."""
 
     _fields_ = (("all", ctypes.c_uint8 * 512),)
 
@@ -99,7 +99,7 @@ class Model:
         self.calls.llama_memory_clear(self.memory, ctypes.c_bool(True))
 
     def logits(self, rows: list[tuple[int, int, int]], wanted: int) -> Any:
-        """[wanted, vocab_size] of the last rows, each a token, its position and its sequence."""
+        """Logits [wanted, vocab_size] of the last rows; a row is (token, position, sequence)."""
         import numpy
 
         for i, (token, position, sequence) in enumerate(rows):
@@ -113,7 +113,7 @@ class Model:
         return numpy.ctypeslib.as_array(made, (wanted, self.vocab_size))
 
     def generate(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        """Greedy tokens of prompts of one length, a step of all at a time."""
+        """Greedy tokens after prompts of equal length, one step of all sequences at a time."""
         self.clear()
         rows = [
             (t, at, i) for at in range(len(prompts[0])) for i, t in enumerate(column(prompts, at))
@@ -127,7 +127,7 @@ class Model:
         return made
 
     def nats(self, window: list[int], begin: int) -> float:
-        """Mean of the tokens after place ``begin``, each given all tokens before it."""
+        """Mean nats of the tokens after position ``begin``, each given all tokens before it."""
         import numpy
 
         self.clear()

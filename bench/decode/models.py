@@ -1,9 +1,9 @@
-"""The models that engines are compared on, and their weights in the format of each engine.
+"""The models of the comparison of engines, and their weights in the format of each engine.
 
 python -m bench.decode.models gguf DIRECTORY FILE '{"": "q8_0"}'    in the environment of the peers
 python -m bench.decode.models ctranslate2 DIRECTORY TARGET          in the environment of the peers
 
-The weights are the same everywhere, but for what the fewer bits of a format round off.
+The weights are the same in all formats, up to the rounding of formats with fewer bits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LAYER_NAMES = {
 
 
 def weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of a Llama checkpoint with tied embeddings, by name."""
+    """Shapes of the tensors of a Llama checkpoint with tied embeddings, by name."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     q_size = config["num_attention_heads"] * config["head_dim"]
     kv_size = config["num_key_value_heads"] * config["head_dim"]
@@ -77,7 +77,7 @@ def weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def make_random_llama(directory: Path, **changes: Any) -> Path:
-    """A seeded random Llama as a model directory without a tokenizer, made once."""
+    """A model directory with a seeded random Llama and no tokenizer, made once."""
     import torch
     from safetensors.torch import save_file
 
@@ -104,10 +104,10 @@ def make_gguf(directory: Path, file: Path, kinds: str) -> None:
     """Write a model as a GGUF file; norms in float32.
 
     Args:
-        directory: of the model.
-        file: to write.
-        kinds: of the matrices, "q8_0" and the like: JSON, by the checkpoint's names, under "" that
-            of those which are not named.
+        directory: the model's directory.
+        file: the file to write.
+        kinds: JSON of the matrices' GGUF types, such as "q8_0", by the checkpoint's names; the
+            name "" stands for all matrices that are not named.
     """
     import gguf
     import numpy as np
@@ -140,7 +140,7 @@ def make_gguf(directory: Path, file: Path, kinds: str) -> None:
 
 
 def add_settings(writer: Any, config: dict[str, Any]) -> None:
-    """Sizes and constants of the architecture."""
+    """Write the sizes and constants of the architecture."""
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -155,7 +155,7 @@ def add_settings(writer: Any, config: dict[str, Any]) -> None:
 
 
 def add_vocabulary(writer: Any, directory: Path) -> None:
-    """SmolLM2's byte-level tokens; none for a model without a tokenizer."""
+    """Write SmolLM2's byte-level tokens; nothing for a model without a tokenizer."""
     import gguf
 
     file = directory / "tokenizer.json"
@@ -193,9 +193,9 @@ def gguf_name(name: str) -> str:
 
 
 def interleave_rotary(weight: Any, num_heads: int) -> Any:
-    """Rows of each head as pairs (i, i + head_dim / 2) side by side, as llama.cpp rotates them.
+    """Reorder each head's rows to pairs (i, i + head_dim / 2), as llama.cpp rotates them.
 
-    Of a weight [num_heads * head_dim, num_columns] or a bias [num_heads * head_dim].
+    ``weight``: [num_heads * head_dim, num_columns], or a bias [num_heads * head_dim].
     """
     halves = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
@@ -205,7 +205,7 @@ def interleave_rotary(weight: Any, num_heads: int) -> Any:
 
 
 class NumberedTokens:
-    """What the converter asks of a tokenizer, with the numbers of the tokens as their text."""
+    """The part of a tokenizer that the converter uses; a token's text is its number."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._tokens = {str(number): number for number in range(config["vocab_size"])}
@@ -223,7 +223,7 @@ class NumberedTokens:
 
 
 def make_ctranslate2(directory: Path, target: Path) -> None:
-    """Convert to float32; the engine quantises when it loads."""
+    """Convert a model to float32; the engine quantises it when it loads it."""
     from ctranslate2.converters import TransformersConverter
 
     config = json.loads((directory / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Prompts one after the other, the first new tokens timed apart: by eecore here, by peers there."""
+"""Prompts one after the other, the first new tokens timed separately, by eecore and by peers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Decode = Callable[[Sequence[list[int]]], list[Parse]]
 
 
 def eecore_decode(model: eecore.Model, policy: eecore.exits.Exit, max_tokens: int) -> Decode:
-    """One utterance after the other, timed from the outside."""
+    """Decodes one prompt after the other in this process, timed around the engine's steps."""
 
     def one(prompt: list[int]) -> Parse:
         first_seconds, first_tokens = 0.0, 0
@@ -45,7 +45,7 @@ def eecore_decode(model: eecore.Model, policy: eecore.exits.Exit, max_tokens: in
 
 
 def peer_process(directory: Path, dtype: str, threads: int) -> Process:
-    """transformers, and economize where it is installed, with one model."""
+    """A process with one model in transformers, and in economize if it is installed."""
     command = [peers.python_of("python"), "-m", "bench.decode.peer_worker"]
     return Process([*command, directory, dtype, str(threads)], threads)
 

@@ -1,6 +1,6 @@
-"""What one mode made of one prompt, and how a peer is told to decode.
+"""The result of one mode for one prompt, and the modes of peers.
 
-It runs in the environments of peers too, so it takes nothing but the standard library.
+This module also runs in the environments of peers, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Parse:
-    """What one mode made of one prompt, and when."""
+    """The tokens that one mode generated for one prompt, and their times."""
 
     tokens: list[int]
-    """New ones, the model's end token included."""
+    """New tokens, the model's end token included."""
     seconds: float
-    """From the prompt's tokens to the last new one."""
+    """Seconds from the prompt's tokens to the last new token."""
     first_seconds: float
-    """To the end of the step that gave the first new tokens."""
+    """Seconds to the end of the step that gave the first new tokens."""
     first_tokens: int
-    """How many these were: drafts may have been accepted with the prompt."""
+    """The number of tokens of that step, which may include accepted drafts."""
     drafted: int = 0
     accepted: int = 0
     depth: int | None = None
-    """Exit layers summed over the new tokens, where the mode tells."""
+    """The sum of the exit layers of the new tokens, if the mode reports them."""
 
 
 @dataclass(frozen=True)
 class PeerMode:
-    """How a peer decodes.
+    """A mode of a peer.
 
     Attributes:
-        kind: ``full`` (transformers), ``assisted`` (transformers' early exit), of economize
-            ``economize`` (early-exit drafts), ``lookup`` (n-grams), ``hybrid`` (these, early-exit
-            drafts where there are none) or ``calm`` (its confident exit).
-        exit_layer: of the drafts.
-        num_drafts: most of them a round.
-        threshold: of confidence; drafts stop below it, and ``calm`` exits above it.
+        kind: ``full`` (transformers), ``assisted`` (transformers' early exit), or a mode of
+            economize: ``economize`` (early-exit drafts), ``lookup`` (n-grams), ``hybrid``
+            (n-grams, else early-exit drafts) or ``calm`` (its confident exit).
+        exit_layer: the layer after which drafts exit.
+        num_drafts: the maximum draft length of a round.
+        threshold: a confidence; drafts stop below it, and ``calm`` exits above it.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class PeerMode:
 
     @property
     def name(self) -> str:
-        """As in the tables."""
+        """The mode's name in the tables."""
         rest = "" if self.threshold is None else f", {self.threshold:g}"
         return {
             "full": "transformers `generate`",

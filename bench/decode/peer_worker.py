@@ -1,10 +1,10 @@
-"""transformers and economize on one model, in a process of their own, which answers on stdout.
+"""transformers and economize with one model, in a process that answers on stdout.
 
 python -m bench.decode.peer_worker DIRECTORY DTYPE THREADS
 
-Once loaded, it prints a line of JSON with versions. Then each line {"mode": {...}, "prompts":
-[[ids], ...], "max_tokens": n} is answered by {"parses": [...]}, a Parse each, or by {"error":
-"..."} where the mode cannot run. It runs with the interpreter of the peers' environment.
+Once loaded, it prints a line of JSON with versions. It answers each line {"mode": {...}, "prompts":
+[[ids], ...], "max_tokens": n} with {"parses": [...]}, one Parse for each prompt, or with {"error":
+"..."} if the mode cannot run. It runs with the interpreter of the peers' environment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Decode = Callable[[list[int], int], Parse]
 
 
 class FirstTokens:
-    """A streamer of transformers that notes when the first new tokens came, and how many."""
+    """A streamer for transformers that records the time and number of the first new tokens."""
 
     def __init__(self) -> None:
         self.calls = self.count = 0
@@ -66,7 +66,7 @@ def transformers_decode(network: Any, mode: PeerMode) -> Decode:
 
 
 def economize_decode(network: Any, mode: PeerMode) -> Decode:
-    """economize's own loop, which is faster than its ``generate``."""
+    """A mode of economize by its own loop, which is faster than its ``generate``."""
     import economize
     import torch
     from economize.techniques.dynamic_depth import CalmConfig
@@ -77,7 +77,7 @@ def economize_decode(network: Any, mode: PeerMode) -> Decode:
     technique: Any
     if mode.kind == "calm":
         technique = CalmConfig(confidence="softmax", threshold=mode.threshold)
-        # A look at every token: on a CPU it costs nothing, and no token is made after the end.
+        # Check every token: on a CPU this costs nothing, and no token is made after the end.
         decoding = economize.DecodeConfig(cycle_length=1, sync_interval=1)
     else:
         if mode.kind == "lookup":
@@ -112,7 +112,7 @@ def economize_decode(network: Any, mode: PeerMode) -> Decode:
 
 
 def serve(directory: str, dtype: str, threads: int) -> None:
-    """Load the model, then answer until stdin ends."""
+    """Load the model, then answer requests until stdin ends."""
     say = answering()
     import torch
     from transformers import AutoModelForCausalLM
@@ -133,7 +133,7 @@ def serve(directory: str, dtype: str, threads: int) -> None:
             decode = decode_of(PeerMode(**asked["mode"]))
             parses = [decode(prompt, asked["max_tokens"]) for prompt in asked["prompts"]]
             say({"parses": [asdict(parse) for parse in parses]})
-        except Exception as error:  # whatever a peer raises, the others go on
+        except Exception as error:  # an error of one peer must not stop the other peers
             say({"error": f"{type(error).__name__}: {error}"[:300]})
 
 

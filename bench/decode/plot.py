@@ -42,7 +42,7 @@ def draw_speeds(axes: Any, rows: list[Row], model: str) -> None:
 
 
 def draw_exits(axes: Any, rows: list[Row]) -> None:
-    """Time of exits and drafts against what is predicted, one sequence, one thread."""
+    """Time of exits and drafts over the predicted time, one sequence, one thread."""
     axes.plot([0, 1], [0, 1], color="#888888", linewidth=0.8)
     for model, marker in zip(unique(rows, "model"), "os^v", strict=False):
         for weights, bits in BITS_OF.items():
@@ -64,7 +64,7 @@ def draw_exits(axes: Any, rows: list[Row]) -> None:
 
 
 def draw(decode: Figures, depth: Figures, file: Path) -> None:
-    """The same file from the same numbers and the same matplotlib."""
+    """Draw the plot; the same figures and the same matplotlib give the same file."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -1,4 +1,4 @@
-"""Time to the first token of a long prompt, against transformers on the same weights and dtype.
+"""Time to the first token of a long prompt, in eecore and in transformers with the same weights.
 
 python -m bench prefill [--prompt-tokens 512] [--threads 1 2]
 
@@ -22,7 +22,7 @@ from bench.harness.command import parser
 from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import get_smollm2
-from bench.harness.turns import Turn, median_ratio, seconds_of, take_turns, timed
+from bench.harness.turns import TimedCall, median_ratio, seconds_of, take_turns, timed
 from eecore.lab.evaluation.tables import markdown_table
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ def transformers_first_token(directory: Path, bits: str) -> FirstToken:
 
 
 def runs_of(directory: Path) -> dict[str, FirstToken]:
-    """eecore with each kind of weights, each with its peer behind it where there is one."""
+    """eecore with each kind of weights, followed by transformers in the same dtype, if any."""
     runs: dict[str, FirstToken] = {}
     for name, settings in KINDS.items():
         runs[name] = eecore_first_token(directory, settings)
@@ -65,9 +65,9 @@ def runs_of(directory: Path) -> dict[str, FirstToken]:
 def rows_of(
     runs: dict[str, FirstToken], prompt: list[int], rounds: int, num_parameters: int
 ) -> list[dict[str, Any]]:
-    """Figures on torch's threads; ``num_parameters`` of the layers, as the LM head sees one row."""
+    """Figures on torch's threads; ``num_parameters``: of the layers, without the LM head."""
 
-    def turn_of(run: FirstToken) -> Callable[[], Turn]:
+    def turn_of(run: FirstToken) -> Callable[[], TimedCall]:
         return lambda: timed(lambda: run(prompt))
 
     turns = take_turns({name: turn_of(run) for name, run in runs.items()}, rounds)

@@ -1,4 +1,4 @@
-"""Engines at full depth in turns: what one run is about, and what has come out of it."""
+"""A run of all engines at full depth, in turns: its settings and its results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bench.harness.results import Figures
 from bench.harness.turns import median_ratio
 
 BATCHES = (1, 8, 32)
-BATCHED_TOKENS = 32  # of each sequence, enough where there are several
+BATCHED_TOKENS = 32  # tokens to generate for each sequence of a batch of several
 ENGINES: dict[str, tuple[str, ...]] = {
     "eecore": ("f32", "bf16", "int8", "int4"),
     "llama.cpp": ("f32", "bf16", "int8", "int4"),
@@ -35,14 +35,14 @@ ENGINES: dict[str, tuple[str, ...]] = {
 }
 WEIGHT_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 20 / 32}
 Q8_0_BYTES = 34 / 32  # 32 weights and a scale
-PAUSE_S = 0.3  # idle threads of some engines spin for a while after their work
+PAUSE_S = 0.3  # the threads of some engines keep spinning for a while after a run
 PROMPT = [15, 16, 17, 18, 19, 20, 21, 22]
 PROMPT_TEXT = "The capital of France is"
 
 
 @dataclass
 class Session:
-    """What a run is about, and what has come out of it."""
+    """The settings and results of a run."""
 
     tokens: int
     rounds: int
@@ -68,7 +68,7 @@ class Session:
 
 @contextlib.contextmanager
 def started(session: Session, directory: Path, threads: int) -> Iterator[list[Engine]]:
-    """All engines with one model, loaded side by side and warmed up; one that fails is left out."""
+    """All engines with one model, loaded and warmed up; an engine that fails is left out."""
     with contextlib.ExitStack() as stack:
         begun = []
         for engine, bits in session.candidates():
@@ -78,7 +78,7 @@ def started(session: Session, directory: Path, threads: int) -> Iterator[list[En
         for engine in begun:
             try:
                 session.versions[engine.engine] = engine.wait_until_loaded()
-                for batch in BATCHES:  # first runs compile and touch memory
+                for batch in BATCHES:  # warm-up: compiles, and touches memory
                     engine.seconds(batch, 8)
                 engines.append(engine)
             except (EngineError, subprocess.TimeoutExpired) as error:
@@ -89,7 +89,7 @@ def started(session: Session, directory: Path, threads: int) -> Iterator[list[En
 
 
 def measure(session: Session, directory: Path, threads: int) -> None:
-    """All rounds of one model on so many threads."""
+    """Run all rounds of one model on so many threads."""
     torch.set_num_threads(threads)
     times: dict[tuple[str, str, int], list[float]] = {}
     with started(session, directory, threads) as engines:
@@ -117,7 +117,7 @@ def measure(session: Session, directory: Path, threads: int) -> None:
 def figures(
     session: Session, directory: Path, what: dict[str, Any], seconds: list[float]
 ) -> dict[str, Any]:
-    """Speeds of one engine in one setting, and its share of the read ceiling of its rounds."""
+    """Speeds of one engine in one setting, and its share of the read ceiling."""
     tokens = session.tokens_of(what["batch"])
     count = what["batch"] * tokens
     read = weight_bytes(directory, what["engine"], what["bits"])
@@ -148,7 +148,7 @@ def weight_bytes(directory: Path, engine: str, bits: str) -> float:
 
 
 def compare_tokens(session: Session, directory: Path, engines: list[Engine]) -> None:
-    """How much of each engine's greedy float32 text is eecore's, up to the first difference."""
+    """Record how far each engine's greedy float32 text is the same as eecore's."""
     workers = {e.engine: e for e in engines if isinstance(e, Worker) and e.bits == "f32"}
     ours = workers.pop("eecore", None)
     if ours is None:
@@ -177,7 +177,7 @@ def add_agreement(
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """eecore's speed over each peer's at equal bits, by best rounds and by the median round."""
+    """eecore's speed-up over each peer at equal bits, by best rounds and by the median round."""
     names = ("model", "threads", "batch", "bits")
     ours = {tuple(row[n] for n in names): row for row in rows if row["engine"] == "eecore"}
     found = []

@@ -12,7 +12,7 @@ BITS = ("f32", "bf16", "int8", "int4")
 
 
 def short(result: dict[str, Any]) -> str:
-    """One sequence on one thread: engines by model and bits, and what that was measured on."""
+    """The table of one sequence on one thread: engines by model and bits."""
     rows = result["rows"]
     models, engines = unique(rows, "model"), unique(rows, "engine")
     head = ["tokens/s", *(f"{model} {bits}" for model in models for bits in BITS)]
@@ -29,7 +29,7 @@ def short(result: dict[str, Any]) -> str:
 
 
 def about(result: dict[str, Any]) -> str:
-    """What was measured, and on what."""
+    """A sentence on the measurement and the machine."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     reads = ", ".join(
         f"{best_ceiling(result, threads) / 1e9:.1f} GB/s on {threads}"
@@ -37,8 +37,8 @@ def about(result: dict[str, Any]) -> str:
     )
     return (
         f"One sequence, one thread, {result['tokens']} greedy tokens after a prompt of one; best "
-        f"of {result['rounds']} rounds in turns. int8 is Q8_0, int4 Q4_1 with keys of Q5_1, "
-        f"values and head of Q8_0, here and in llama.cpp. {in_words(result)}, "
+        f"of {result['rounds']} rounds in turns. In eecore and in llama.cpp int8 is Q8_0, int4 is "
+        f"Q4_1 with Q5_1 for keys and Q8_0 for values and the head. {in_words(result)}, "
         f"{versions}. Memory reads at {reads} thread(s). `python -m bench decode`"
     )
 
@@ -48,7 +48,7 @@ def best_ceiling(result: dict[str, Any], threads: int) -> float:
 
 
 def full(result: dict[str, Any]) -> str:
-    """Every setting, with shares of the read ceiling, ratios, and what was compared or left out."""
+    """The table of every setting, with shares of the read ceiling, ratios and notes."""
     head = ["model", "bits", "engine"]
     rows = result["rows"]
     settings = [(t, b) for t in unique(rows, "threads") for b in unique(rows, "batch")]
@@ -65,16 +65,16 @@ def full(result: dict[str, Any]) -> str:
                 if any(cells):
                     lines.append([model, bits, engine, *cells])
     about = (
-        "tokens/s of all sequences together, best round (of 32 tokens each where there are "
-        "several); the rate of reading the weights over the read bandwidth measured in the same "
-        "rounds (some of the weights come from a large L3, so this can pass 1); how many times as "
-        "fast eecore is at equal bits."
+        "tokens/s of all sequences together, best round (32 tokens for each of several "
+        "sequences); of ceiling: the rate of reading the weights over the read bandwidth measured "
+        "in the same rounds (above 1 if a large L3 holds some of the weights); eecore is: its "
+        "speed-up at equal bits."
     )
     return "\n\n".join([about, markdown_table(head, lines, text_columns=3), notes(result)])
 
 
 def figures(result: dict[str, Any], where: dict[str, Any]) -> list[str]:
-    """tokens/s, share of the read ceiling, and how many times as fast eecore is."""
+    """Cells of one setting: tokens/s, share of the read ceiling, eecore's speed-up."""
     found, ratio = find(result["rows"], **where), find(result["ratios"], **where)
     if found is None:
         return ["", "", ""]
@@ -86,7 +86,7 @@ def figures(result: dict[str, Any], where: dict[str, Any]) -> list[str]:
 
 
 def notes(result: dict[str, Any]) -> str:
-    """What agreed, and what could not be measured."""
+    """Notes: agreement of texts, and what was left out."""
     lines = [
         f"- {entry['model']}, float32: of {entry['of']} greedy {entry['unit']}, the first "
         f"{entry['same']} of eecore and {entry['engine']} are the same"

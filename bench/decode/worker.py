@@ -1,10 +1,11 @@
-"""One engine with one model in a process of its own, which answers on stdout.
+"""One engine with one model, in a process that answers on stdout.
 
 python -m bench.decode.worker ENGINE DIRECTORY BITS THREADS
 
 Once loaded, it prints a line of JSON about itself. Then for each line {"prompts": [[ids], ...],
 "tokens": n} it generates n greedy tokens per prompt and prints {"seconds": s, "tokens": [[ids],
-...]}. Each engine runs with its own environment's interpreter; OMP_NUM_THREADS comes with THREADS.
+...]}. Each engine runs with its own environment's interpreter; the caller sets OMP_NUM_THREADS to
+THREADS.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def eecore(directory: str, bits: str, threads: int) -> Generate:
     by_bits = {
         **{bits: {"weights": bits} for bits in ("int8", "int4")},
         **{bits: {} for bits in ("file", "file, avx2")},
-    }  # "file": those of a GGUF file
+    }  # "file": the weights of a GGUF file
     settings = by_bits[bits] if bits in by_bits else {"dtype": DTYPES[bits]}
     model = eecore.load(
         directory, device="cpu", prefix_cache=False, kv_cache_tokens=4096, **settings
@@ -100,8 +101,8 @@ def vllm(directory: str, bits: str, threads: int) -> Generate:
 
 
 def vllm_generate(threads: int, *, ignore_eos: bool = True, **settings: Any) -> Generate:
-    """By vLLM with settings of its ``LLM``."""
-    # In one process, on as many threads as the other engines, wherever the system puts them.
+    """Generates with vLLM, whose ``LLM`` gets the settings."""
+    # In one process, on as many threads as the other engines, not bound to cores.
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -136,7 +137,7 @@ ENGINES = {
 
 
 def serve(engine: str, load: Callable[[], Generate]) -> None:
-    """Load an engine, then answer until stdin ends."""
+    """Load an engine, then answer requests until stdin ends."""
     answer = answering()
     generate = load()
     answer({"version": version_of(engine) or "from source"})

@@ -1,4 +1,4 @@
-"""Decoding steps of an engine, timed one by one."""
+"""Decoding steps of an engine, each timed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import eecore
 
-ARRIVING = 64  # tokens of a prompt that arrives
+ARRIVING = 64  # length of an arriving prompt
 PAGE_SIZE = 16
 
 
@@ -19,7 +19,7 @@ class Step(NamedTuple):
 
     seconds: float
     exit_layers: list[int]
-    """Of the tokens that came out."""
+    """The exit layers of the step's tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Batch:
     prompts: list[list[int]]
     policies: list[eecore.exits.Exit]
     sampled: int = 0
-    """So many of the first ones are sampled."""
+    """The number of requests, from the first on, that sample."""
     arriving: list[int] | None = None
-    """A prompt that comes in with every step, for one token."""
+    """A prompt that arrives before every step and asks for one token."""
 
 
 class Decoding:
@@ -43,7 +43,8 @@ class Decoding:
         self._rows = len(first.prompts)
         most = max(policy.max_drafts for policy in first.policies)
         self._steps = steps
-        self._room = 1 + (self._steps + 1) * (most + 1)  # nobody is done, nor drafts less
+        # Enough tokens that no request finishes or drafts less before the last step.
+        self._room = 1 + (self._steps + 1) * (most + 1)
         prompt = max(len(prompt) for batch in batches for prompt in batch.prompts)
         pages = 2 + (2 * prompt + self._room) // PAGE_SIZE
         arriving = 2 * ARRIVING if first.arriving else 0
@@ -57,7 +58,7 @@ class Decoding:
         self.rounds: list[list[Step]] = []
 
     def round(self) -> None:
-        """All batches once."""
+        """Run all batches once."""
         self.rounds.append([step for batch in self._batches for step in self._decode(batch)])
 
     def _decode(self, batch: Batch) -> list[Step]:
@@ -95,27 +96,27 @@ class Decoding:
 
     @property
     def tokens_per_step(self) -> float:
-        """And request."""
+        """Mean number of tokens of a request in a step."""
         return statistics.fmean(map(len, self.exits)) / self._rows
 
     @property
     def step_ms(self) -> float:
-        """By each step's fastest round."""
+        """Mean milliseconds of a step, each by its fastest round."""
         steps = zip(*self.rounds, strict=False)
         return statistics.fmean(min(s.seconds for s in same) for same in steps) * 1e3
 
     @property
     def fastest_ms(self) -> float:
-        """The one fastest step."""
+        """Milliseconds of the fastest step of all."""
         return min(step.seconds for steps in self.rounds for step in steps) * 1e3
 
     @property
     def token_ms(self) -> float:
-        """What it takes to give every request a token."""
+        """Milliseconds per token of each request, by :attr:`step_ms`."""
         return self.step_ms / self.tokens_per_step
 
     @property
     def median_token_ms(self) -> float:
-        """By the median round."""
+        """Milliseconds per token of each request, by the median round."""
         rounds = [statistics.fmean(step.seconds for step in steps) for steps in self.rounds]
         return statistics.median(rounds) * 1e3 / self.tokens_per_step

@@ -1,14 +1,14 @@
-"""Whether saved layers become saved time: exits and self-speculation beside what they should take.
+"""Whether saved layers save time: exits and self-speculation compared with predicted times.
 
 python -m bench depth                                       all of it, about 20 minutes
 python -m bench depth --models intent --weights int8        a part of it
 python -m bench depth --quick --json FILE                   fewer rounds, batches, threads
 
-Engine steps of decoding alone are timed, greedy, prompts and first tokens left out. All modes of a
-model run in turns, every round the same tokens; a step's time is the least of its rounds. What a
-mode should take is predicted from the model cut at some depths and from the ops timed alone, all in
-the same rounds (bench/depth/predictions.py). Writes bench/results/depth.json and the tables in
-bench/RESULTS.md.
+Only decoding steps of the engine are timed, greedy, without prompts and first tokens. All modes of
+a model run in turns, with the same tokens in every round; a step's time is the minimum over rounds.
+The expected time of a mode is predicted from the model cut at some depths and from the ops timed
+alone, all in the same rounds (bench/depth/predictions.py). Writes bench/results/depth.json and the
+tables in bench/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ REPORTS = (
 
 
 def run(subjects: list[Subject], arguments: argparse.Namespace) -> Figures:
-    """All models in all weights on all numbers of threads."""
+    """Measure all models with all kinds of weights on all numbers of threads."""
     result: Figures = {
         **machine(),
         "has_amx": has_amx(),

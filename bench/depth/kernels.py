@@ -1,7 +1,7 @@
-"""What the ops of a decoding step take without an engine: layers, head, checks, filling.
+"""Times of the ops of a decoding step without an engine: layers, head, checks, filling.
 
-Each with weights of the model's sizes and of its own, so that nothing but the ops is called; all in
-turns, so that one finds in the caches what it would find there in a step.
+Each op has random weights of the model's sizes, and nothing but the ops is called. The ops run in
+turns, so that each finds the caches as it would in a step.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from eecore import ops
 
 PAGE_SIZE = 16
 KEYS_PER_SPLIT = 512
-PASSES = 6  # a round
+PASSES = 6  # of each op in a round
 
 
 class Kernels:
     """The ops of one model's step, for any number of rows.
 
     Args:
-        config: the model's.
-        weights: "float32", "bfloat16", or "int8", whose states are float32.
-        most_rows: that are asked for.
+        config: the model's config.
+        weights: "float32", "bfloat16", or "int8", with states in float32.
+        max_rows: the largest number of rows to time.
     """
 
-    def __init__(self, config: Any, weights: str, most_rows: int) -> None:
+    def __init__(self, config: Any, weights: str, max_rows: int) -> None:
         self._config = config
         self._format = {"int8": "Q8_0"}.get(weights)
         self._dtype = torch.bfloat16 if weights == "bfloat16" else torch.float32
@@ -49,14 +49,14 @@ class Kernels:
         )
         self._head = self._linear(config.vocab_size, hidden)
         self._classifier = torch.randn(2, hidden)
-        self._states = torch.randn(most_rows, hidden).to(self._dtype)
+        self._states = torch.randn(max_rows, hidden).to(self._dtype)
         self._is_t5 = isinstance(config, eecore.T5Config)
         shapes = ((q_size, hidden), (hidden, q_size))
         self._cross = [self._linear(layers, *shape) for shape in shapes if self._is_t5]
-        cache = (layers, 2 * most_rows, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+        cache = (layers, 2 * max_rows, PAGE_SIZE, config.num_kv_heads, config.head_dim)
         self._k, self._v = (torch.zeros(cache, dtype=self._dtype) for _ in range(2))
         self.milliseconds: dict[str, dict[int, float]] = {}
-        """The least time of each op, by rows; that of filling is a layer's."""
+        """The minimum time of each op, by rows; filling is timed for one layer."""
 
     def _linear(self, *shape: int) -> ops.Matrix:
         weight = torch.randn(shape).mul_(shape[-1] ** -0.5)
@@ -69,7 +69,7 @@ class Kernels:
 
     @property
     def num_bytes(self) -> int:
-        """Weights that a step at full depth reads."""
+        """Bytes of the weights that a step at full depth reads."""
         weights = self._weights
         matrices = (weights.qkv, weights.o, weights.gate_up, weights.down, *self._cross)
         norms = weights.attention_norm.nbytes + weights.mlp_norm.nbytes
@@ -78,7 +78,7 @@ class Kernels:
 
     @torch.inference_mode()
     def round(self, rows: list[int]) -> None:
-        """All ops a few times in turns, for each number of rows."""
+        """Run all ops a few times in turns, for each number of rows."""
         for count in rows:
             calls = self._calls(count)
             for _ in range(PASSES):
@@ -93,7 +93,7 @@ class Kernels:
         known[rows] = min(known.get(rows, milliseconds), milliseconds)
 
     def _calls(self, rows: int) -> dict[str, Callable[[], Any]]:
-        """In the order of a step."""
+        """The ops by name, in the order of a step."""
         config, states = self._config, self._states[:rows]
         calls: dict[str, Callable[[], Any]] = {}
         calls["layers"] = self._layers(rows)
@@ -107,7 +107,7 @@ class Kernels:
         return calls
 
     def _positions(self, rows: int) -> dict[str, Any]:
-        """Of the rotary embedding, which a T5 does not have."""
+        """Arguments of the rotary embedding; none for a T5, which has no rotary embedding."""
         if self._is_t5:
             return {"positions": None, "cos_sin": None}
         rotary_dim = self._config.ropes[0].rotary_dim
@@ -152,7 +152,7 @@ class Kernels:
         )
 
     def _fill(self, rows: int) -> Callable[[], Any]:
-        """All layers of every row."""
+        """A call that fills all layers of every row."""
         config, weights = self._config, self._weights
         kv = weights.qkv.rows(slice(config.q_size, None))
         arguments = self._positions(rows)

@@ -33,8 +33,8 @@ from eecore.models import model_digest
 from eecore.readable import beside_model
 
 THRESHOLDS = (0.9, 0.8, 0.6, 0.5, 0.3)
-GROUPS = 8  # batches of each size that are timed
-STEPS = 12  # of each: most parses are longer
+GROUPS = 8  # timed batches of each size
+STEPS = 12  # timed steps of each batch; most parses are longer
 
 
 def table(figures: Figures) -> str:
@@ -163,7 +163,7 @@ def quality(mode: Mode, records: Sequence[dict[str, str]]) -> tuple[float, float
 
 
 class Timed:
-    """All modes at all batch sizes, and the depths that they are held to."""
+    """All modes at all batch sizes, and the fixed depths that their times are predicted from."""
 
     def __init__(
         self, records: Sequence[dict[str, str]], modes: dict[str, Mode], batches: Sequence[int]
@@ -184,7 +184,7 @@ class Timed:
                     self.runs[rows, name] = Decoding(own, made, STEPS)
 
     def round(self) -> None:
-        """All of them once, in turns."""
+        """Run every mode once, in turns."""
         for run in self.runs.values():
             run.round()
 

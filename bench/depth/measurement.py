@@ -1,4 +1,4 @@
-"""All modes of one model in turns, and what each should take."""
+"""All modes of one model in turns, with the measured and the predicted time of each."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from bench.depth.models import Mode, Subject, cuts, depths
 from bench.depth.predictions import Costs, Curve, Line
 from bench.harness.turns import batches_of
 
-CURVE_STEPS = 3  # of large batches
-MOST_ROWS = 32  # of those that are not
-SINGLES, GROUPS = 6, 2  # batches of one prompt, and of more, that a trained model has in turn
+CURVE_STEPS = 3  # steps of a large batch
+MAX_ROWS = 32  # rows up to which a batch is not large
+SINGLES = 6  # batches of one prompt that a model trained for early exit decodes
+GROUPS = 2  # batches of several prompts that it decodes
 LONGEST = 64  # tokens of a prompt
-MIXED_ROWS = 8  # at most, where there are so few
+MIXED_ROWS = 8  # rows of a mixed batch at most, unless all batches are larger
 
 
 class Measurement:
@@ -36,8 +37,8 @@ class Measurement:
         self._steps = steps
         self._batches = batches
         most_drafts = max(mode.policy.max_drafts for mode in subject.modes)
-        most_rows = max(batches) * (most_drafts + 1)
-        self._curve = curve_rows(most_rows)
+        max_rows = max(batches) * (most_drafts + 1)
+        self._curve = curve_rows(max_rows)
         self._kernels = Kernels(model.config, weights, self._curve[-1])
         self._runs: dict[tuple[int, str], Decoding] = {}
         self._modes = {mode.name: mode for mode in subject.modes}
@@ -51,7 +52,7 @@ class Measurement:
 
     def _decoding(self, mode: Mode, rows: int) -> Decoding:
         subject, steps, longest, groups = self._subject, self._steps, LONGEST, 1
-        if rows > MOST_ROWS:
+        if rows > MAX_ROWS:
             steps, longest = min(steps, CURVE_STEPS), 2
         elif subject.is_natural:
             groups = SINGLES if rows == 1 else GROUPS
@@ -62,7 +63,7 @@ class Measurement:
         return Decoding(self._model, batches, steps)
 
     def _mixed(self, rows: int) -> dict[str, Decoding]:
-        """What may come between requests that decode at full depth."""
+        """Batches of full-depth requests, alone and mixed with other kinds of requests."""
         prompts = self._subject.tokens(self._model, rows, LONGEST)
         full = [eecore.Full()] * rows
         arriving = [3 + i % (self._model.config.vocab_size - 3) for i in range(ARRIVING)]
@@ -78,7 +79,7 @@ class Measurement:
         return {name: Decoding(self._model, [batch], self._steps) for name, batch in mixes.items()}
 
     def round(self) -> None:
-        """All modes of a batch in turns, then the next batch; then the ops alone."""
+        """Run all modes of each batch in turns, then the ops alone."""
         for run in (*self._runs.values(), *self._mixes.values()):
             run.round()
         self._kernels.round(self._curve)
@@ -129,7 +130,7 @@ class Measurement:
         }
 
     def hosts(self) -> list[dict[str, Any]]:
-        """What a step at full depth takes beside its kernels, at the smallest and largest batch."""
+        """A full-depth step's time outside its kernels, at the smallest and the largest batch."""
         kernels = self._kernels.milliseconds
         rows = []
         for batch in sorted({min(self._batches), max(self._batches)}):
@@ -148,7 +149,7 @@ class Measurement:
         return rows
 
     def mixes(self) -> list[dict[str, Any]]:
-        """Steps of mixed batches, and their times over that of one that only decodes."""
+        """Steps of mixed batches, and their times over those of a batch that only decodes."""
         alone = self._mixes["alone"]
         return [
             {
@@ -163,7 +164,7 @@ class Measurement:
 
 
 def curve_rows(most: int) -> list[int]:
-    """Powers of two up to ``most``; times beyond are taken from the line through the last two."""
+    """Powers of two up to ``most``; times beyond are extrapolated from the last two."""
     rows = [1, 2]
     while 2 * rows[-1] <= most:
         rows.append(2 * rows[-1])
@@ -173,7 +174,7 @@ def curve_rows(most: int) -> list[int]:
 def predicted(
     policy: eecore.exits.Exit, run: Decoding, rows: int, costs: Costs
 ) -> tuple[float | None, float | None]:
-    """A token's time by the model cut at the mean depth, and by the rows that are there."""
+    """A token's predicted time: by the model cut at the mean depth, and by the rows in flight."""
     if isinstance(policy, eecore.SelfSpeculative):
         taken = costs.round_of_speculation(rows, policy.exit_layer, policy.num_drafts)
         return taken / run.tokens_per_step, None

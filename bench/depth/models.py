@@ -1,9 +1,9 @@
 """The models whose exits and drafts are timed, and the modes in which each of them decodes.
 
-A model that was trained for early exit runs on its own prompts with its calibrated thresholds.
-Others are made to exit: at a threshold of 0 everybody leaves, after a check that nobody passes. For
-their drafts to be accepted, what layers behind the exit add is damped in the weights; it takes the
-same time.
+A model that was trained for early exit runs on its own prompts with its calibrated thresholds. The
+other models are forced to exit: all rows exit at a threshold of 0, after a check that no row
+passes. For their drafts to be accepted, the weights damp what the layers after the exit add, which
+does not change their time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from bench.harness.exits import MEASURES, NEVER, calibrated_policies
 from bench.harness.places import MODELS, T5, unpacked_t5
 from bench.harness.smollm2 import get_smollm2
 
-UNSURE = 1e-5  # of a classifier: surer, a large state would be worth a confidence of 1
+UNSURE = 1e-5  # scale of a classifier's weights: a larger one gives a large state confidence 1
 DAMPING = 0.02
-"""So that about four of five drafts are accepted, in rounds of seven."""
+"""The factor at which about four of five drafts are accepted, in rounds of seven."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A row's policy; L is the number of layers in its name."""
+    """A policy and its name, in which L is the number of layers."""
 
     name: str
     policy: eecore.exits.Exit
@@ -45,12 +45,12 @@ class Subject:
     directory: Path
     num_layers: int
     is_natural: bool
-    """Exits by its own thresholds on its own prompts."""
+    """Whether it exits by its own calibrated thresholds, on its own prompts."""
     modes: list[Mode]
     prompts: list[str] | None
-    """None: single tokens."""
+    """Texts, or None for prompts of a single token."""
     speculated_steps: int
-    """Each gives many tokens, and behind its end a text is not what the model was trained for."""
+    """Timed steps of self-speculation: few, since each gives many tokens and no text may end."""
 
     def tokens(self, model: eecore.Model, count: int, longest: int) -> list[list[int]]:
         """So many prompts, of at most so many tokens."""
@@ -62,7 +62,7 @@ class Subject:
 
 
 def depths(num_layers: int) -> dict[str, int]:
-    """At which models are cut, by name."""
+    """The depths at which a model is cut, by name."""
     return {"L/4": num_layers // 4, "L/2": num_layers // 2}
 
 
@@ -86,7 +86,7 @@ def speculations(num_layers: int, drafts: tuple[int, ...]) -> list[Mode]:
 
 
 def together_and_apart(name: str, policy: eecore.ConfidentExit) -> list[Mode]:
-    """``name`` has a place for the batch mode."""
+    """The policy in both batch modes; ``name`` has a placeholder for the batch mode."""
     return [
         Mode(name.format("each"), dataclasses.replace(policy, batch="each")),
         Mode(name.format("all"), dataclasses.replace(policy, batch="all")),
@@ -94,7 +94,7 @@ def together_and_apart(name: str, policy: eecore.ConfidentExit) -> list[Mode]:
 
 
 def calibrated_exits(directory: Path) -> list[Mode]:
-    """The model's own thresholds, without their guarantee, which is for one dtype alone."""
+    """The model's calibrated thresholds, without their guarantee, which holds for one dtype."""
     modes = []
     for measure, policy in calibrated_policies(directory).items():
         policy = dataclasses.replace(policy, calibration=None)
@@ -103,7 +103,7 @@ def calibrated_exits(directory: Path) -> list[Mode]:
 
 
 def forced_exits(num_layers: int, hidden_size: int) -> list[Mode]:
-    """Everybody leaves at one exit point, and nobody at the one before it."""
+    """Policies by which all rows exit at one exit point and no row at the exit point before it."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(2, hidden_size, generator=generator) * UNSURE
     random = eecore.ExitClassifier(weight)
@@ -125,7 +125,7 @@ def forced_exits(num_layers: int, hidden_size: int) -> list[Mode]:
 
 
 def natural(name: str, directory: Path) -> Subject:
-    """Trained for early exit, on what people say to a home."""
+    """A model trained for early exit on utterances to a smart home."""
     config = json.loads((directory / "config.json").read_text())
     num_layers = config.get("num_decoder_layers") or config["num_hidden_layers"]
     records = (T5 / "examples.jsonl").read_text().splitlines()
@@ -145,7 +145,7 @@ def natural(name: str, directory: Path) -> Subject:
 
 
 def forced(name: str, directory: Path) -> Subject:
-    """Not trained for it."""
+    """A model that was not trained for early exit."""
     config = json.loads((directory / "config.json").read_text())
     num_layers = config["num_hidden_layers"]
     return Subject(
@@ -164,7 +164,7 @@ def forced(name: str, directory: Path) -> Subject:
 
 
 def damped(directory: Path, first: int) -> Path:
-    """The model beside it whose layers from ``first`` on add little, made once."""
+    """A copy of a model whose layers from ``first`` on add little, made once, next to it."""
     target = directory.with_name(f"{directory.name}-damped")
     if (target / "config.json").is_file():
         return target
@@ -179,12 +179,12 @@ def damped(directory: Path, first: int) -> Path:
     for file in directory.glob("*.json"):
         if file.name != "config.json":
             shutil.copy(file, target)
-    shutil.copy(directory / "config.json", target)  # last: it says that the rest is there
+    shutil.copy(directory / "config.json", target)  # last: it marks the copy as complete
     return target
 
 
 def tiny(scratch: Path) -> Subject:
-    """For tests."""
+    """A tiny model for tests."""
     sizes = {"hidden_size": 128, "num_hidden_layers": 8, "vocab_size": 256}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 256}
     return forced("tiny", make_random_llama(scratch / "tiny", **sizes, **heads))

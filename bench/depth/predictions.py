@@ -1,7 +1,7 @@
-"""What a step should take, from a model cut at some depths and from ops timed alone.
+"""The predicted time of a step, from a model cut at some depths and from ops timed alone.
 
-Arithmetic alone; all times are milliseconds. An exit is a number of layers, and a step has one of
-each row.
+Only arithmetic; all times are milliseconds. An exit is a number of layers, and a step has one exit
+for each row.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ Exits = Sequence[int]
 
 @dataclass(frozen=True)
 class Line:
-    """A step's time by depth, at one number of rows."""
+    """The time of a step as a line over depth, at one number of rows."""
 
     intercept: float
     slope: float
-    """A layer's."""
+    """Milliseconds of a layer."""
 
     @staticmethod
     def through(times: Mapping[int, float]) -> Line:
-        """The least squares of times by depth, two or more."""
+        """The least-squares line through times by depth, two or more."""
         slope, intercept = statistics.linear_regression(list(times), list(times.values()))
         return Line(intercept, slope)
 
@@ -34,7 +34,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Curve:
-    """Time by number of rows, on straight lines between those measured; nothing for no rows."""
+    """Time by number of rows, linear between the measured numbers of rows; 0 for no rows."""
 
     times: Mapping[int, float]
 
@@ -51,24 +51,24 @@ class Curve:
 
 @dataclass(frozen=True)
 class Costs:
-    """What one model's parts take on one number of threads."""
+    """The times of one model's parts on one number of threads."""
 
     num_layers: int
     lines: Mapping[int, Line]
-    """By number of rows."""
+    """A step's line by number of rows."""
     kernels: Mapping[str, Curve]
-    """head, state, classifier, and a layer's fill."""
+    """Curves of head, state, classifier, and fill (of one layer)."""
 
     def layer(self, rows: float) -> float:
         return Curve({count: line.slope for count, line in self.lines.items()}).at(rows)
 
     def cut(self, steps: Sequence[Exits], extra: Callable[[Exits], float]) -> float:
-        """A model cut at the mean depth, and what exits need besides."""
+        """The time of a model cut at the mean depth, plus the extra time of exits."""
         depth = statistics.fmean(layer for step in steps for layer in step)
         return self.lines[len(steps[0])].at(depth) + statistics.fmean(map(extra, steps))
 
     def present(self, steps: Sequence[Exits], extra: Callable[[Exits], float]) -> float:
-        """Each layer for the rows that are still there, and what exits need besides."""
+        """The time of each layer for the rows still in flight, plus the extra time of exits."""
 
         def step_time(step: Exits) -> float:
             there = (sum(layer > index for layer in step) for index in range(self.num_layers))
@@ -77,10 +77,10 @@ class Costs:
         return statistics.fmean(map(step_time, steps))
 
     def exits(self, points: Sequence[int], measure: str) -> Callable[[Exits], float]:
-        """What a step needs besides layers and one head: checks, and filling what was skipped.
+        """A step's extra time over its layers and one head: checks, and filling skipped layers.
 
-        A softmax check is the head of the rows that leave by it, and the last head is of those
-        that reach the last layer.
+        A softmax check is also the head of the rows that exit at it, so that the last head runs
+        only for the rows that reach the last layer.
         """
         head, fill = self.kernels["head"], self.kernels["fill"]
         check = self.kernels["head" if measure == "softmax" else measure]
@@ -95,9 +95,10 @@ class Costs:
         return extra
 
     def round_of_speculation(self, rows: int, exit_layer: int, num_drafts: int) -> float:
-        """Drafts one after the other, then all of them through the other layers and the head.
+        """The time of a round: drafts one after the other, then verification of all of them.
 
-        The last draft has been through none of the layers before the verification.
+        Verification runs the drafts through the remaining layers and the head; the last draft
+        also runs through the first layers then.
         """
         line, head = self.lines[rows], self.kernels["head"]
         verified = rows * (num_drafts + 1)

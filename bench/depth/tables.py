@@ -8,7 +8,7 @@ from eecore.lab.evaluation.tables import markdown_table
 
 
 def full(result: Row) -> str:
-    """Every mode, the host's share, mixed batches, and what was measured on what."""
+    """The tables of every mode, the host's share and mixed batches, with notes."""
     rows = result["modes"]
     parts = []
     for names in sets_of_modes(rows):
@@ -21,7 +21,7 @@ def full(result: Row) -> str:
 
 
 def short(result: Row) -> str:
-    """On the fewest threads: confident exits by softmax and the longest drafts."""
+    """The table of softmax exits and the longest drafts, on the fewest threads."""
     rows = result["modes"]
     threads = min(row["threads"] for row in rows)
     batches = unique(rows, "batch")
@@ -42,30 +42,32 @@ def short(result: Row) -> str:
 
 
 SHORT_LEAD = (
-    "What saved layers save in time: decoding steps of `ConfidentExit` (softmax, each row for "
-    "itself) and `SelfSpeculative` as a speed-up over `Full()`; in brackets the share of what a "
-    "model cut at the mean depth, with checks and filling, or the passes of drafts and "
-    "verification alone would reach."
+    "The time that saved layers save: decoding steps of `ConfidentExit` (softmax, each row exits "
+    "alone) and `SelfSpeculative` as a speed-up over `Full()`; in brackets the share of the "
+    "predicted speed-up: that of a model cut at the mean depth, with checks and filling, or of "
+    "the passes of drafts and verification alone."
 )
 SPEEDS_ABOUT = (
-    "Speed-up of decoding over `Full()`; in brackets, predicted over taken time: by a model cut at "
-    "the mean depth (on the line through `Full()` and two `FixedExit`) with checks and filling as "
-    "the ops take alone, and after the slash, where rows leave one by one, by each layer's time "
-    "for the rows that are still there. Weights are read once for many rows, so rows that leave "
-    "alone save little where memory bounds. Of self-speculation the prediction is that of its own "
-    "passes at the measured acceptance. The first models exit and draft as they were trained to; "
-    "the others are forced to leave at the layer named, after a check that nobody passes, and what "
-    "their layers behind L/4 add is damped so that drafts are accepted."
+    "Speed-up of decoding over `Full()`; in brackets, predicted over measured time. The first "
+    "prediction is a model cut at the mean depth (on the line through `Full()` and two "
+    "`FixedExit`), plus checks and filling timed as single ops; the second, after the slash, if "
+    "rows exit one by one, is each layer's time for the rows still in flight. Weights are read "
+    "once for many rows, so rows that exit alone save little where memory is the bound. The "
+    "prediction of self-speculation is its own passes at the measured acceptance rate. The first "
+    "models exit and draft as they were trained to; the other models are forced to exit at the "
+    "layer named, after a check that no row passes, and what their layers after L/4 add is damped "
+    "so that drafts are accepted."
 )
 HOST_ABOUT = (
-    "The fastest step of `Full()`, and of the same kernels back to back (`decoder_layers` over all "
-    "layers, `exit_confidence_softmax`); host: the difference, and its share of the step."
+    "The fastest step of `Full()`, and the time of the same kernels back to back "
+    "(`decoder_layers` over all layers, `exit_confidence_softmax`); host: the difference, and its "
+    "share of the step."
 )
 MIX_ABOUT = (
-    "A step of requests that decode at full depth, in milliseconds, and the times of that: with a "
-    "prompt of 64 tokens that arrives in every step, with one of the requests sampled, and with "
-    "`Full()`, `FixedExit(L/2)`, softmax exits and self-speculation in one batch (in brackets, per "
-    "token)."
+    "Milliseconds of a step of requests that decode at full depth, and the factor by which the "
+    "step is longer: if a prompt of 64 tokens arrives in every step, if one of the requests "
+    "samples, and if the batch has `Full()`, `FixedExit(L/2)`, softmax exits and self-speculation "
+    "(in brackets, per token)."
 )
 
 
@@ -80,7 +82,7 @@ def sets_of_modes(rows: list[Row]) -> list[list[str]]:
 
 
 def speed_table(chosen: list[Row], names: list[str], rows: list[Row]) -> str:
-    """A line for each model, weights, threads and batch; a column for each mode."""
+    """A table: a line for each model, weights, threads and batch; a column for each mode."""
     keys = ("model", "weights", "threads", "batch")
     lines = []
     for values in dict.fromkeys(tuple(row[key] for key in keys) for row in chosen):
@@ -94,7 +96,7 @@ def speed_table(chosen: list[Row], names: list[str], rows: list[Row]) -> str:
 
 
 def cell(row: Row, *, depth: bool = False) -> str:
-    """Speed-up, mean depth or acceptance, efficiencies."""
+    """A cell: speed-up, mean depth or acceptance rate, efficiencies."""
     text = f"{row['speed_up']:.2f}x"
     if depth and row["acceptance"] is not None:
         text += f" at {row['acceptance']:.0%}"
@@ -145,7 +147,7 @@ def settings(rows: list[Row]) -> list[Row]:
 
 
 def sources(result: Row) -> str:
-    """From where a step reads the weights: a cache where that is clearly faster than memory."""
+    """A sentence on the models whose weights come from a cache, and from memory."""
     from_cache, from_memory = [], []
     for row in result["weights"]:
         kind = from_cache if row["from_cache"] else from_memory
@@ -155,11 +157,11 @@ def sources(result: Row) -> str:
         for what, names in (("weights from a cache", from_cache), ("from memory", from_memory))
         if names
     ]
-    return f"By how fast so many bytes are read: {'; '.join(parts)}."
+    return f"By the rate at which so many bytes are read: {'; '.join(parts)}."
 
 
 def about(result: Row) -> str:
-    """What was measured, and on what."""
+    """A sentence on the measurement and the machine."""
     amx = "with AMX" if result["has_amx"] else "without AMX"
     return (
         f"{result['steps']} decoding steps, each by the fastest of {result['rounds']} rounds in "

@@ -1,1 +1,1 @@
-"""Exit modes and drafts, beside full depth and beside others."""
+"""Exit modes and drafts, compared with full depth and with other engines."""

@@ -1,11 +1,11 @@
-"""``Auto`` beside every fixed exit layer and number of drafts, on the intent model.
+"""``Auto`` compared with every fixed exit layer and draft length, on the intent model.
 
 python -m bench auto                          batch 1 and 8, float32, bfloat16 and int8
 python -m bench auto --count 64 --rounds 12
 
-Held-out utterances, prompts included. Each pair takes turns with full depth and ``Auto``, batch by
-batch, and with no other, as programs of many policies would push each other out of memory; the
-first round is left out. Writes bench/results/auto.json and its table in bench/results/drafts.md.
+Held-out utterances, prompts included. Each pair takes turns with full depth and ``Auto`` alone,
+batch by batch, as the programs of many policies would not fit in memory together; the first round
+is left out. Writes bench/results/auto.json and its table in bench/results/drafts.md.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ EXIT_LAYERS, NUM_DRAFTS = (2, 3, 4), (3, 6)
 
 
 def load(weights: str) -> eecore.Model:
-    """The model that ships, in a dtype or with fewer bits."""
+    """The model that ships with eecore, in a dtype or with fewer bits."""
     where = eecore.default_model()
     return eecore.load(where, device="cpu", kv_cache_tokens=4096, **WEIGHTS[weights])
 
 
 def measure(model: eecore.Model, prompts: list[str], batch: int, rounds: int) -> Sweep:
-    """The grid, pair by pair; of ``Auto`` and of full depth the median."""
+    """The grid, pair by pair, and the medians of ``Auto`` and of full depth."""
     pairs = [(layer, drafts) for layer in EXIT_LAYERS for drafts in NUM_DRAFTS]
     runs = {pair: in_turns(model, prompts, pair, batch, rounds) for pair in pairs}
     cells = tuple(
@@ -58,8 +58,10 @@ def measure(model: eecore.Model, prompts: list[str], batch: int, rounds: int) ->
 def in_turns(
     model: eecore.Model, prompts: list[str], pair: tuple[int, int], batch: int, rounds: int
 ) -> list[TimedRun]:
-    """Full depth, ``Auto`` and a pair, batch by batch in turns, in any order: what others do on the
-    machine meets all of them. The first round records programs, and Auto learns.
+    """Time full depth, ``Auto`` and a pair, batch by batch in turns, in random order.
+
+    Other load on the machine slows all three alike. In the first round programs are recorded and
+    ``Auto`` learns.
     """
     model = model.without_prefix_cache()
     runs = [TimedRun(policy) for policy in (eecore.Full(), eecore.Auto(), SelfSpeculative(*pair))]

@@ -1,11 +1,11 @@
-"""What a check of confidence costs: exits at half of the layers, with more and more checks before.
+"""The cost of a confidence check: exits at half of the layers, after more and more checks.
 
 python -m bench checks                        SmolLM2-135M-Instruct's Q4_1 file and float32
 python -m bench checks --batches 1 8 32 --rounds 5
 
-Everybody leaves after half of the layers; before that a check that nobody passes comes after every
-layer, every third one, or never. How much of what ``FixedExit`` gains is left tells what checks
-cost, by measure. Writes bench/results/checks.json and its table in bench/RESULTS.md.
+All rows exit after half of the layers. Before, a check that no row passes runs after every layer,
+after every third layer, or never. The share of ``FixedExit``'s speed-up that remains shows the cost
+of the checks, by measure. Writes bench/results/checks.json and its table in bench/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MEASURES: tuple[Measure, ...] = ("softmax", "cut", "state")
 
 
 def policies(num_layers: int) -> dict[str, Exit]:
-    """By name: full depth, the model cut at half of it, and exits there with checks before."""
+    """Policies by name: full depth, a cut at half of the layers, exits there after checks."""
     last = num_layers // 2
     found: dict[str, Exit] = {"full": Full(), "fixed": FixedExit(last)}
     for measure in MEASURES:
@@ -48,7 +48,7 @@ def policies(num_layers: int) -> dict[str, Exit]:
 def measure(
     model: eecore.Model, prompts: list[list[int]], max_tokens: int, rounds: int
 ) -> dict[str, float]:
-    """Milliseconds a decoding step by policy: all in turns, of each the fastest."""
+    """Milliseconds of a decoding step by policy: in turns, the fastest of each."""
     last = model.config.num_layers // 2
     best: dict[str, float] = {}
     for _ in range(rounds):
@@ -74,8 +74,8 @@ def markdown(result: Figures) -> str:
     for each in MEASURES:
         head += [f"{each}: one", "each third", "every layer"]
     about = (
-        f"Speed-up of a decoding step over `Full()`. {result['model']}, of whose "
-        f"{result['num_layers']} layers half run; `cut` goes over {result['cut']} of "
+        f"Speed-up of a decoding step over `Full()`. {result['model']}, half of its "
+        f"{result['num_layers']} layers; `cut` computes the logits of {result['cut']} of "
         f"{result['vocab_size']} tokens. Answers of {result['tokens']} tokens, the fastest of "
         f"{result['rounds']} turns; 1 thread, {in_words(result)}. `python -m bench checks`"
     )

@@ -1,10 +1,10 @@
-"""Drafts of eecore, and those of others, on one model and the same prompts: tokens/s, in one run.
+"""Drafts of eecore and of its peers on one model and the same prompts: tokens/s, in one run.
 
 python -m bench draft-peers [--prompts 8] [--tokens 96] [--threads 1]
 
-SmolLM2-135M-Instruct in float32, one prompt at a time, beside transformers and economize; and its
-Q4_1 file beside llama.cpp at full depth. Decoding alone, in turns, prompt by prompt. Writes
-bench/results/draft-peers.json and the table in bench/RESULTS.md.
+SmolLM2-135M-Instruct in float32, one prompt at a time, compared with transformers and economize;
+and its Q4_1 file, compared with llama.cpp at full depth. Only decoding is timed, prompt by prompt
+in turns. Writes bench/results/draft-peers.json and the table in bench/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ from bench.harness.turns import rotated
 from eecore.exits import Auto, Exit, Full, HeadDrafts, PromptLookup
 from eecore.lab.evaluation.tables import markdown_table
 
-EARLY_EXIT = 6  # of 30 layers
-DRAFTS, THRESHOLD = 5, 0.6  # where early exits draft, no further than they are sure
+EARLY_EXIT = 6  # the exit layer of drafts, of 30 layers
+DRAFTS = 5  # the maximum draft length
+THRESHOLD = 0.6  # the confidence below which drafting stops
 OURS: dict[str, Exit] = {
     "Full()": Full(),
     "PromptLookup()": PromptLookup(),
@@ -58,7 +59,7 @@ OneDecode = Callable[[list[int]], Parse]
 
 
 class Row:
-    """What one way to decode took, by kind of prompts."""
+    """Figures of one way to decode, by kind of prompts."""
 
     def __init__(self, weights: str, engine: str, decode: OneDecode) -> None:
         self.weights, self.engine, self.decode = weights, engine, decode
@@ -68,7 +69,7 @@ class Row:
         self.failed = ""
 
     def take(self, kind: str, prompt: list[int], expected: list[int] | None) -> list[int]:
-        """One turn; returns the tokens."""
+        """Decode one prompt and record its time; returns the tokens."""
         parse = self.decode(prompt)
         self.tokens[kind] += len(parse.tokens) - parse.first_tokens
         self.seconds[kind] += parse.seconds - parse.first_seconds
@@ -88,14 +89,14 @@ class Row:
 
 
 def warm_up(rows: Sequence[Row], prompts: dict[str, list[list[int]]]) -> None:
-    """Nobody's first run counts."""
+    """Decode once by every row, untimed."""
     for row in rows:
-        with contextlib.suppress(EngineError):  # which says so when it counts
+        with contextlib.suppress(EngineError):  # the timed run reports it
             row.decode(prompts[KINDS[0]][0])
 
 
 def take_turns(rows: Sequence[Row], prompts: dict[str, list[list[int]]]) -> list[Row]:
-    """Every prompt by every row, in turns; those that could not are left out, and say why."""
+    """Decode every prompt by every row, in turns; rows that fail are left out, with the reason."""
     first, *others = rows
     for kind in KINDS:
         for turn, prompt in enumerate(prompts[kind]):
@@ -134,7 +135,7 @@ def encoded(model: eecore.Model, count: int) -> dict[str, list[list[int]]]:
 
 
 def measure_floats(file: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Ours, and those of transformers and economize."""
+    """Rows in float32: of eecore, of transformers and of economize."""
     there = peers.prepare(["transformers", "economize"])
     with tempfile.TemporaryDirectory() as scratch:
         directory = get_smollm2(Path(scratch) / "model", file)
@@ -157,7 +158,7 @@ def measure_floats(file: Path, arguments: argparse.Namespace) -> list[dict[str, 
 
 
 def measure_file(file: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Ours, and llama.cpp at full depth, which takes as long for any text."""
+    """Rows on the Q4_1 file: of eecore, and of llama.cpp at full depth on any text."""
     model = loaded(file, kv_cache_tokens=4096)
     theirs = None
     if peers.prepare(["llama.cpp"])["llama.cpp"].available:
@@ -196,10 +197,10 @@ def markdown(result: Figures) -> str:
     head = ["weights", "tokens/s of", *KINDS, "overall", "answers of `Full()`"]
     about = (
         f"{result['model']}, batch 1, {result['prompts']} prompts of each kind, greedy, at most "
-        f"{result['tokens']} tokens an answer. Decoding alone, prompt by prompt in turns. Of "
-        "economize's drafts in brackets the exit layer, most of them a round, and the confidence "
-        f"below which there are no more. {result['threads']} thread(s), {in_words(result)}, "
-        f"{result['peers']}. `python -m bench draft-peers`"
+        f"{result['tokens']} tokens an answer. Only decoding is timed, prompt by prompt in turns. "
+        "In brackets after economize's drafts: the exit layer, the maximum draft length, and the "
+        f"confidence below which drafting stops. {result['threads']} thread(s), "
+        f"{in_words(result)}, {result['peers']}. `python -m bench draft-peers`"
     )
     return f"{markdown_table(head, lines, text_columns=2)}\n\n{about}"
 
@@ -210,7 +211,7 @@ REPORTS = (Report("draft-peers", {"draft-peers": markdown}, {"rows": ("weights",
 def main(words: Sequence[str]) -> None:
     made = parser("draft-peers", __doc__, threads=1)
     made.add_argument("--prompts", type=int, default=8, help="of each kind")
-    made.add_argument("--tokens", type=int, default=96, help="of an answer, at most")
+    made.add_argument("--tokens", type=int, default=96, help="tokens of an answer, at most")
     arguments = made.parse_args(words)
     torch.set_num_threads(arguments.threads)
     with smollm2_file() as file:

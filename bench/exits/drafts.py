@@ -1,4 +1,4 @@
-"""Drafts of a text and of a head, and ``Auto``, on real text: against full depth, in one run.
+"""Drafts of a text and of a head, and ``Auto``, compared with full depth on real text.
 
 python -m bench drafts                       SmolLM2-135M-Instruct's Q4_1 file
 python -m bench drafts --model FILE.gguf     another chat model
@@ -61,26 +61,26 @@ PUBLISHED = ("eagle3", "peagle", *BLOCK_LAYOUTS)
 """Kinds of heads that people publish."""
 MIXED = "mixed"
 """All kinds of prompts in one batch."""
-OFTENER = 3
-"""Full depth and ``Auto``, which lie close together in a batch, take so many times the turns there:
-they are over sooner, and disturbed by less."""
+TURN_FACTOR = 3
+"""Factor of the turns of full depth and ``Auto`` in a batch, where their times are close and the
+shorter runs vary more."""
 
 
 class Mode:
-    """What one mode took for all groups of a kind."""
+    """Times and counts of one mode for all groups of a kind."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.seconds: list[list[float]] = []
-        """Of each group, by turn."""
+        """Seconds of each group, by turn."""
         self.tokens = self.drafted = self.accepted = 0
         self.others = 0
-        """Answers that are not those of full depth."""
+        """The number of answers that differ from full depth's."""
 
     def record(
         self, turns: Sequence[Sequence[eecore.Output]], full: Sequence[eecore.Output]
     ) -> None:
-        """A group, once in each turn, and what full depth answered."""
+        """Record a group's outputs in each turn, and compare them with full depth's."""
         texts = [output.token_ids for output in full]
         others = ([o.token_ids != t for o, t in zip(turn, texts, strict=True)] for turn in turns)
         self.others += max(map(sum, others))
@@ -95,7 +95,7 @@ class Mode:
         return self.tokens / sum(min(turns) for turns in self.seconds)
 
     def speedup(self, full: Mode) -> float:
-        """Over full depth: all groups of a turn together, the median of the turns of both."""
+        """Speed-up over full depth: the median over turns, each turn with all groups together."""
         own, others = (list(map(sum, zip(*m.seconds, strict=True))) for m in (self, full))
         shared = min(len(own), len(others))
         return median_ratio(own[:shared], others[:shared])
@@ -104,7 +104,7 @@ class Mode:
 def measure(
     model: eecore.Model, prompts: Sequence[list[int]], batch: int, max_tokens: int, rounds: int
 ) -> list[Mode]:
-    """All modes on groups of ``batch`` prompts, in turns; programs are recorded before."""
+    """Time all modes on groups of ``batch`` prompts, in turns; programs are recorded before."""
     has_head = model.network.draft_head is not None
     modes = [Mode(name) for name, exit in MODES.items() if has_head or not exit.needs_head]
     groups = [list(prompts[i : i + batch]) for i in range(0, len(prompts) - batch + 1, batch)]
@@ -116,19 +116,19 @@ def measure(
         run(mode, groups[0])
     for group in groups:
         turns: dict[str, list[list[eecore.Output]]] = {mode.name: [] for mode in modes}
-        for turn in range(rounds if batch == 1 else OFTENER * rounds):
+        for turn in range(rounds if batch == 1 else TURN_FACTOR * rounds):
             now = modes if turn < rounds else [m for m in modes if m.name in ("full", "auto")]
             for mode in rotated(now, turn):
                 turns[mode.name].append(run(mode, group))
         for mode in modes:
             mode.record(turns[mode.name], turns["full"][0])
             if mode.others and model.network.device.type == "cpu":
-                raise SystemExit("expected the tokens of Full(), got others")
+                raise SystemExit("expected the tokens of Full(), got different ones")
     return modes
 
 
 def rows_of(weights: str, file: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """All kinds of prompts in all batches, with one kind of weights."""
+    """Rows of all kinds of prompts in all batches, with one kind of weights."""
     on = {"device": arguments.device, "exits": arguments.exits}
     if arguments.draft_head is not None:
         on["draft_head"] = arguments.draft_head
@@ -176,8 +176,8 @@ def there(kind: str, count: int) -> list[str]:
 def by_kind(
     asked: Mapping[str, Sequence[list[int]]], batches: Sequence[int]
 ) -> Iterator[tuple[str, list[list[int]], list[int]]]:
-    """Prompts, and in which batches they are measured: of one kind each, and where a batch is more
-    than there are of one, of all kinds in turns.
+    """(kind, prompts, batches) of each kind; the kind :data:`MIXED` has the batches that are
+    larger than the number of prompts of one kind, with prompts of all kinds in turns.
     """
     short = {kind: [p for p in its if len(p) <= LONGEST_PROMPT] for kind, its in asked.items()}
     few = min(map(len, short.values()))
@@ -215,9 +215,9 @@ def give_noise(model: eecore.Model, kind: str, drafted: int = 8192) -> None:
     :data:`PUBLISHED`.
 
     Args:
-        model: gets the head.
-        kind: of the head.
-        drafted: tokens among which it chooses.
+        model: the model that gets the head.
+        kind: eecore's own kind, ``eagle3``, ``dflash`` or ``dspark``.
+        drafted: size of the head's vocabulary.
     """
     network, config = model.network, model.config
     assert isinstance(network, LlamaModel)
@@ -249,7 +249,7 @@ def markdown(result: Figures) -> str:
     for weights, kind, batch in dict.fromkeys(key[:3] for key in rows):
         full, lookup, auto = (rows[weights, kind, batch, n] for n in ("full", "lookup", "auto"))
         head = rows.get((weights, kind, batch, "head"))
-        stood = auto["accepted"] / auto["drafted"] if auto["drafted"] else 0.0
+        accepted = auto["accepted"] / auto["drafted"] if auto["drafted"] else 0.0
         lines.append(
             [
                 weights,
@@ -260,22 +260,22 @@ def markdown(result: Figures) -> str:
                 "" if head is None else f"{head['speedup']:.2f}x",
                 f"{auto['speedup']:.2f}x",
                 f"{auto['drafted']:.2f}",
-                f"{stood:.0%}",
+                f"{accepted:.0%}",
             ]
         )
     columns = ["weights", "prompts", "batch", "full, tokens/s", "lookup", "head", "auto"]
-    columns += ["drafted by auto, a token", "of these stood"]
+    columns += ["drafted by auto, a token", "acceptance rate"]
     named = "" if result.get("name", "drafts") == "drafts" else f" --name {result['name']}"
     named += " --model FILE" if result.get("name") == "drafts-coder" else ""
     turns = f"of each batch the fastest of {result['rounds']} turns"
     if result.get("pairs_turns"):
-        oftener = f"{OFTENER} times as many in a batch, of full and auto"
+        oftener = f"{TURN_FACTOR} times as many for full and auto in a batch"
         fastest = f"the fastest of {result['rounds']} turns of each batch ({oftener})"
-        turns = f"tokens/s by {fastest}, speed-ups the median of turns"
-    noise = ", with a draft head of noise" if result.get("has_noise") else ""
+        turns = f"tokens/s: {fastest}; speed-ups: median over turns"
+    noise = ", with a draft head of random weights" if result.get("has_noise") else ""
     about = (
         f"{result['model']}{noise}, greedy, at most {result['tokens']} tokens an answer, the same "
-        "in all modes. Decoding alone, from when the last prompt of a batch has its first token; "
+        "in all modes. Decoding alone, after the last prompt of a batch has its first token; "
         f"{turns}. {result['threads']} thread(s), "
         f"{in_words(result)}. `python -m bench drafts{named}`"
     )
@@ -283,7 +283,7 @@ def markdown(result: Figures) -> str:
 
 
 def short(result: Figures) -> str:
-    """Medians over the kinds of prompts, by weights and batch."""
+    """The table of medians over the kinds of prompts, by weights and batch."""
     lines = []
     rows = [row for row in result["rows"] if row["kind"] != MIXED]
     for weights, batch in dict.fromkeys((row["weights"], row["batch"]) for row in rows):
@@ -317,7 +317,7 @@ def main(words: Sequence[str]) -> None:
     made.add_argument("--draft-head", type=Path, help="a draft head of any kind, in its place")
     made.add_argument("--weights", nargs="+", default=["file", "int8", "float32"])
     made.add_argument("--prompts", type=int, default=20, help="of each kind")
-    made.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
+    made.add_argument("--tokens", type=int, default=128, help="tokens of an answer, at most")
     made.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     made.add_argument(
         "--noise",

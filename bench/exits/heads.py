@@ -1,12 +1,12 @@
-"""What one draft of a head costs, in shares of a token at full depth, by rows that draft together.
+"""The cost of a head's draft as a share of a token at full depth, by rows that draft together.
 
 python -m bench heads                        SmolLM2-135M-Instruct's Q4_1 file
 python -m bench heads --model FILE.gguf --weights file float32 --batches 1 4 8
 
-Heads of random weights, of the sizes that the kind usually has: what they draft does not matter.
-A step of the head with the choice of its token, or a whole block of drafts with the choice of all
-of theirs, and what is written of each position that the model computes, beside a pass of all layers
-with the LM head; all in turns, of each the fastest.
+Heads have random weights and the usual sizes of their kind; their tokens do not matter. Timed are a
+step of the head with the choice of its token (or a block of drafts with the choice of all of its
+tokens), the keys and values that the head writes for each position, and a pass of all layers with
+the LM head: all in turns, the fastest of each.
 """
 
 from __future__ import annotations
@@ -41,13 +41,11 @@ from eecore.models.corrections import Work
 
 KINDS = ("own", *PUBLISHED)
 TEXT = 512
-"""Tokens of each row's text."""
+"""Length of each row's text in tokens."""
 
 
 def calls(model: eecore.Model, rows: int) -> dict[str, Callable[[], Any]]:
-    """A pass of full depth, a step of the head, and what it writes at a position, of so many
-    rows.
-    """
+    """Calls with so many rows: a pass of full depth, a step of the head, the head's keys."""
     network = model.network
     assert isinstance(network, LlamaModel)
     head = network.draft_head
@@ -151,7 +149,7 @@ def markdown(result: Figures) -> str:
         )
     columns = ["weights", "head", "rows", "full depth, ms", "a draft", "keys of a position"]
     about = (
-        f"In shares of a pass of full depth of as many rows; {result['model']}, texts of {TEXT} "
+        f"Shares of a pass of full depth with the same rows; {result['model']}, texts of {TEXT} "
         f"tokens, {result['threads']} thread(s), {in_words(result)}. `python -m bench heads`"
     )
     return f"{markdown_table(columns, lines, text_columns=2)}\n\n{about}"
@@ -159,7 +157,7 @@ def markdown(result: Figures) -> str:
 
 def main(words: Sequence[str]) -> None:
     made = parser("heads", __doc__, batches=(1, 4, 8), rounds=100, threads=1)
-    made.add_argument("--model", type=Path, help="a GGUF file; SmolLM2's where none is given")
+    made.add_argument("--model", type=Path, help="a GGUF file; default: SmolLM2's")
     made.add_argument("--weights", nargs="+", default=["file", "float32"])
     arguments: argparse.Namespace = made.parse_args(words)
     torch.set_num_threads(arguments.threads)

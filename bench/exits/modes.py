@@ -1,9 +1,9 @@
-"""SmolLM2 in every exit mode, against its own full depth and transformers' generate.
+"""SmolLM2 in every exit mode, compared with full depth and with transformers' generate.
 
 python -m bench modes [--max-tokens 64] [--rounds 3] [--threads 2]
 
-All run the same weights in one process, one prompt at a time, greedy, in turns: each round runs
-every mode once, and ratios are taken within a round, so that a busy machine slows both sides.
+All modes run the same weights in one process, one prompt at a time, greedy, in turns: each round
+runs every mode once, and ratios are taken within a round, so that a busy machine slows both sides.
 Writes bench/results/modes.json and the table in bench/RESULTS.md, in about 2 minutes.
 """
 
@@ -25,7 +25,7 @@ from bench.harness.machine import in_words, machine
 from bench.harness.places import ROOT
 from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import chat, get_smollm2
-from bench.harness.turns import Turn, median_ratio, seconds_of, take_turns, timed
+from bench.harness.turns import TimedCall, median_ratio, seconds_of, take_turns, timed
 from eecore.lab.evaluation.tables import markdown_table
 
 QUESTIONS = (
@@ -37,7 +37,7 @@ BITS = {"float32": "f32", "bfloat16": "bf16"}
 
 
 class Made(NamedTuple):
-    """What a mode makes of a prompt."""
+    """The tokens that a mode generates for a prompt, and eecore's output."""
 
     tokens: list[int]
     output: eecore.Output | None = None
@@ -47,7 +47,7 @@ Generate = Callable[[list[int]], Made]
 
 
 def eecore_modes(model: eecore.Model, max_tokens: int) -> dict[str, Generate]:
-    """By the names of the table."""
+    """eecore's modes, by their names in the table."""
     num_layers = model.config.num_layers
     late = num_layers - 3
 
@@ -80,17 +80,17 @@ def transformers_mode(directory: Path, dtype: str, max_tokens: int) -> Generate:
 
 def measure(
     modes: Mapping[str, Generate], prompts: list[list[int]], rounds: int
-) -> dict[str, list[Turn]]:
-    """Everybody's turns, each over all prompts."""
+) -> dict[str, list[TimedCall]]:
+    """The timed calls of every mode, each over all prompts."""
 
-    def turn_of(generate: Generate) -> Callable[[], Turn]:
+    def turn_of(generate: Generate) -> Callable[[], TimedCall]:
         return lambda: timed(lambda: [generate(prompt) for prompt in prompts])
 
     return take_turns({name: turn_of(generate) for name, generate in modes.items()}, rounds)
 
 
-def row_of(name: str, turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
-    """The figures of a mode beside the others."""
+def row_of(name: str, turns: Mapping[str, Sequence[TimedCall]]) -> dict[str, Any]:
+    """The figures of a mode, compared with full depth and with transformers."""
     made: list[Made] = turns[name][-1].made
     seconds = seconds_of(turns[name])
     outputs = [each.output for each in made if each.output is not None]
@@ -112,7 +112,7 @@ def row_of(name: str, turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
 
 
 def markdown(result: Figures) -> str:
-    """The table, with what it was measured on."""
+    """The table, with a sentence on the measurement and the machine."""
     lines = []
     for row in result["modes"]:
         depth, accepted = row["mean_exit_layer"], row["draft_acceptance"]

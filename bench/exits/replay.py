@@ -1,14 +1,14 @@
-"""What ``Auto`` chooses, on drafts and times that were recorded: free of a machine's noise.
+"""The choices of ``Auto`` on recorded drafts and times, without the noise of a machine.
 
 python -m bench replay [--weights file int8] [--batches 1 4 8]
 
-For each kind of prompt is recorded what SmolLM2's draft head drafts behind every token of its
-greedy answers, and how long rounds take that verify so many drafts of so many requests. Then
-``Auto`` decides round after round, in batches of these prompts drawn anew, with a clock that those
-times move; it begins with what is known of no model. Beside it stands the best that always does
-the same, found by trying: so many steps of the head, a threshold, and drafts that are looked up by
-long n-grams or not at all. What a machine does slower when rounds take turns is not in it. Writes
-bench/results/replay.json and its table in bench/RESULTS.md.
+For each kind of prompt the benchmark records the drafts of SmolLM2's draft head after every token
+of its greedy answers, and the times of rounds by their requests and drafts. Then ``Auto`` decides
+round after round, in random batches of these prompts, with a clock that the recorded times move;
+it starts without knowledge of the model. It is compared with the best constant policy, found by
+trying: a number of steps of the head, a threshold, and drafts that are looked up by long n-grams
+or not at all. The replay leaves out the time that a machine loses when kinds of rounds alternate.
+Writes bench/results/replay.json and its table in bench/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -40,22 +40,24 @@ from eecore.planning.planner import Planner
 from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
 
 REQUESTS = (1, 2, 4, 8)
-"""Of the rounds that are timed."""
+"""Numbers of requests of the rounds that are timed."""
 DRAFTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""That they verify, all together."""
+"""Numbers of drafts that these rounds verify, over all requests."""
 STEPS = 3
-"""Of the head, behind rounds that verify nothing."""
-TURNS, FIRST_TURNS = 8, 2
-"""Rounds of each sort; the first ones do not count."""
+"""Steps of the head after timed rounds that verify nothing."""
+TURNS = 8
+"""Rounds of each sort."""
+FIRST_TURNS = 2
+"""The first of these rounds, which do not count."""
 STEPS_TRIED, THRESHOLDS = (1, 2, 3, 4), (0.3, 0.5, 0.7, 0.9)
 LOOKUPS = ((0, 0), (4, 3), (8, 8))
-"""The shortest n-gram by which drafts are looked up, and how many; of what is always the same."""
-NOISE = 0.03
-PLAYS = 4
+"""Lookups of the constant policies: (the shortest n-gram, the maximum draft length)."""
+NOISE = 0.03  # standard deviation of the logarithm of a round's time
+PLAYS = 4  # replays of each kind and batch
 
 
 class Told(Chooser):
-    """That does as it is told, whatever it costs."""
+    """A chooser with prescribed choices, which ignores costs."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers, None, (0.5,))
@@ -69,22 +71,22 @@ class Told(Chooser):
         return [self.taken(draft, its) for draft, its in zip(drafts, given, strict=True)], 0.0
 
     def told(self, requests: int) -> Choice:
-        """What it is told to do for so many requests."""
+        """The prescribed choice for so many requests."""
         raise NotImplementedError
 
     def taken(self, draft: DraftState, given: Sequence[Proposal]) -> Proposal:
-        """What one of them is given of what sources propose."""
+        """The proposal for a request, made from ``given``, the proposals of its sources."""
         raise NotImplementedError
 
 
 class Recorder(Told):
-    """A head drafts as much as it can after each token, and nothing is verified."""
+    """Records a head's longest drafts after each token; no draft is verified."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
         self.drafts: dict[int, list[Proposal]] = {}
-        """For each request, in the order in which they came."""
-        self._kept: list[DraftState] = []  # so that none is taken for another
+        """The head's proposals of each request, by the id of its draft state, in order."""
+        self._kept: list[DraftState] = []  # keeps the ids unique
 
     def told(self, requests: int) -> Choice:
         del requests
@@ -105,7 +107,7 @@ class Recorder(Told):
 
 
 class Times:
-    """Of rounds, by their sort and count."""
+    """Seconds of rounds, by sort and count."""
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -114,13 +116,13 @@ class Times:
         self._seconds[sort, count].append(seconds)
 
     def median(self, sort: str, count: int = 0) -> float | None:
-        """None where there was none."""
+        """Median seconds of a sort and count; None without rounds."""
         found = self._seconds.get((sort, count))
         return statistics.median(found) if found else None
 
 
 class NotedCosts(Costs):
-    """Notes rounds of full depth as they are learnt."""
+    """Costs that also report the rounds of full depth that they learn."""
 
     def __init__(self, note: Callable[[str, int, float], None]) -> None:
         super().__init__()
@@ -132,12 +134,12 @@ class NotedCosts(Costs):
 
 
 class Timer(Told):
-    """Rounds of each sort in turns, of drafts that are wrong."""
+    """Times rounds of each sort in turns, with wrong drafts."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
         self.times = Times()
-        """Seconds of full depth, of rounds that are given drafts, of steps of a head."""
+        """Seconds of rounds of full depth, of rounds with drafts, and of steps of a head."""
         self._turns = self._sorts()
         self._now = ("full", 0)
         self._left = self._seen = 0
@@ -171,7 +173,7 @@ class Timer(Told):
         self.note("steps" if steps else "given", verified or steps, seconds)
 
     def note(self, sort: str, count: int, seconds: float) -> None:
-        """Note how long a round took, if it was told to be that."""
+        """Record the seconds of a round if it was of the prescribed sort and count."""
         if (sort, count) == self._now:
             self._seen += 1
             if self._seen > FIRST_TURNS:
@@ -179,7 +181,7 @@ class Timer(Told):
 
 
 class Choosing(Chooser):
-    """Notes how long it takes to choose."""
+    """A chooser that records the seconds of its choices."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers, None, (0.5,))
@@ -193,7 +195,7 @@ class Choosing(Chooser):
 
 
 class Same(Told):
-    """Always so many steps of the head, a threshold, and drafts of long n-grams."""
+    """A constant policy: steps of the head, a threshold, and drafts of long n-grams."""
 
     def __init__(
         self, num_layers: int, steps: int, threshold: float, lookups: tuple[int, int]
@@ -220,13 +222,13 @@ class Same(Told):
 
 
 def use(model: eecore.Model, auto: Chooser) -> None:
-    """What chooses for ``Auto`` requests from now on."""
+    """Let a chooser decide for the model's ``Auto`` requests from now on."""
     network = model.network
     network.learnt[torch.get_num_threads(), network.draft_head] = auto
 
 
 def answers_of(model: eecore.Model, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
-    """Greedy answers, and what the head drafts behind each of their tokens."""
+    """Greedy answers, and the head's drafts after each of their tokens."""
     found = []
     for i in range(0, len(prompts), 8):
         group = list(prompts[i : i + 8])
@@ -242,7 +244,7 @@ def answers_of(model: eecore.Model, prompts: Sequence[list[int]], tokens: int) -
 
 
 def times_of(model: eecore.Model, prompts: Sequence[list[int]]) -> RoundTimes:
-    """Of rounds behind such prompts, by their requests."""
+    """Times of rounds after these prompts, by number of requests."""
     full: dict[int, float] = {}
     given: dict[int, dict[int, float]] = {}
     step: dict[int, float] = {}
@@ -275,14 +277,14 @@ def played(
     tokens: int,
     chance: random.Random,
 ) -> float:
-    """Full depth's time over the other one's, of all answers in batches."""
+    """Speed-up of a planner over full depth, for all answers in batches."""
     order = list(answers)
     chance.shuffle(order)
     full = other = 0.0
     for i in range(0, len(order) - batch + 1, batch):
         its = play(
             *(planner, order[i : i + batch], times),
-            most_tokens=tokens,
+            max_tokens=tokens,
             noise=NOISE,
             chance=chance,
         )
@@ -293,7 +295,7 @@ def played(
 def best_same(
     answers: Sequence[Answer], times: RoundTimes, batch: int, tokens: int, num_layers: int
 ) -> tuple[float, str]:
-    """The best that always does the same, and what."""
+    """The best constant policy: (its speed-up, its description)."""
     best = 0.0, ""
     for steps, threshold, lookups in product(STEPS_TRIED, THRESHOLDS, LOOKUPS):
         same = Same(num_layers, steps, threshold, lookups)
@@ -307,7 +309,7 @@ def best_same(
 def rows_of(
     model: eecore.Model, weights: str, recorded: dict[str, list[Answer]], arguments: Any
 ) -> list[dict[str, Any]]:
-    """All kinds of prompts in all batches, with one kind of weights."""
+    """Rows of all kinds of prompts in all batches, with one kind of weights."""
     head = model.network.draft_head
     assert head is not None
     num_layers, agreement = model.config.num_layers, head.agreement
@@ -320,7 +322,7 @@ def rows_of(
         autos: dict[str, list[float]] = {kind: [] for kind in recorded}
         for number in range(PLAYS):
             chance, planner = random.Random(number), new_planner(num_layers, agreement)
-            for kind, answers in recorded.items():  # what is learnt of one stays for the next
+            for kind, answers in recorded.items():  # the planner keeps what it learnt
                 speedup = played(planner, answers, times[kind], batch, arguments.tokens, chance)
                 autos[kind].append(speedup)
         for kind, answers in recorded.items():
@@ -354,9 +356,9 @@ def table(figures: Figures) -> str:
     return (
         markdown_table(head, rows, text_columns=2)
         + f"\n\n{figures['model']}, greedy, at most {figures['tokens']} tokens an answer. A draft"
-        " more: of as many as requests, each one's part of a round of full depth. Always the same:"
-        " so many steps of the head until a draft is below a threshold, and drafts of n-grams that"
-        " are so long or longer. "
+        " more: the time that one draft for each request adds, as a share of a round of full depth,"
+        " divided by the requests. Always the same: steps of the head until a draft is below the"
+        " threshold, and drafts of n-grams of at least that length. "
         f"{figures['threads']} thread(s), {in_words(figures['machine'])}. `python -m bench replay`"
     )
 
@@ -369,7 +371,7 @@ def main(words: Sequence[str]) -> None:
     command = parser("replay", __doc__, batches=(1, 4, 8), threads=1)
     command.add_argument("--weights", nargs="+", default=["file", "int8"])
     command.add_argument("--prompts", type=int, default=16, help="of each kind")
-    command.add_argument("--tokens", type=int, default=64, help="of an answer at most")
+    command.add_argument("--tokens", type=int, default=64, help="tokens of an answer, at most")
     arguments = command.parse_args(words)
     torch.set_num_threads(arguments.threads)
     rows: list[dict[str, Any]] = []

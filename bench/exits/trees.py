@@ -1,13 +1,13 @@
-"""Trees of drafts beside chains, counted on a model's own answers.
+"""Trees of drafts compared with chains, counted on a model's own answers.
 
 python -m bench trees [--prompts 6] [--tokens 64]
 
-SmolLM2-135M-Instruct's draft head after every token of its greedy answers. A chain is the head's
-first choice, and its first choice after that; a tree has second and third choices too, the
-likeliest paths first. Both grow until a path is less likely than a threshold. Counted are the rows
-to verify and the drafts that stand; what a round costs follows from what a row and a step of the
-head cost beside a pass of full depth. No time is measured. Writes bench/results/trees.json and its
-table in bench/RESULTS.md.
+SmolLM2-135M-Instruct's draft head drafts after every token of its greedy answers. A chain is the
+head's first choice, and its first choice after that; a tree also has second and third choices, the
+likeliest paths first. Both grow until a path is less likely than a threshold. The benchmark counts
+the rows to verify and the accepted drafts; the cost of a round follows from assumed costs of a row
+and of a step of the head relative to a pass of full depth. No time is measured. Writes
+bench/results/trees.json and its table in bench/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -33,56 +33,58 @@ from eecore.lab.training.head_keys import TextKeys, keys_at
 from eecore.models import KVCache, LlamaModel
 from eecore.models.readers.head_file import HeadFile
 
-MOST_ROWS = 8
-CHOICES = 3
+MAX_ROWS = 8  # that a round verifies
+CHOICES = 3  # of the head after each token of a tree
 THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8)
-ROW_COSTS, STEP_COST = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5), 0.06
-"""Of a row that is verified and of a step of the head, in passes of full depth."""
+ROW_COSTS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+"""Costs of a verified row, in passes of full depth."""
+STEP_COST = 0.06
+"""Cost of a step of the head, in passes of full depth."""
 
 
 class Path(NamedTuple):
-    """A draft and those before it."""
+    """A draft and the drafts before it."""
 
     tokens: tuple[int, ...]
     likely: float
-    """Probability that all of it stands, by the head."""
+    """The head's probability that the whole path is accepted."""
 
 
 @dataclass
 class Count:
-    """Of the rounds of one shape and threshold."""
+    """Counts over the rounds of one shape and threshold."""
 
     rounds: int = 0
     rows: int = 0
     steps: int = 0
-    stood: int = 0
+    accepted: int = 0
 
     def add(self, paths: Sequence[Path], truth: Sequence[int]) -> None:
-        """One round: its drafts, and what the answer goes on with."""
+        """Count one round: its paths, compared with the tokens that follow in the answer."""
         self.rounds += 1
         self.rows += len(paths)
         self.steps += 1 + max((len(path.tokens) for path in paths), default=0)
-        self.stood += max(
+        self.accepted += max(
             (len(p.tokens) for p in paths if p.tokens == tuple(truth[: len(p.tokens)])), default=0
         )
 
     def speed(self, row_cost: float) -> float:
-        """Tokens a pass of full depth."""
+        """Tokens per pass of full depth."""
         passes = self.rounds + row_cost * self.rows + STEP_COST * self.steps
-        return (self.rounds + self.stood) / passes
+        return (self.rounds + self.accepted) / passes
 
 
 @dataclass
 class Grown:
-    """All that a round may draft after one token, the likeliest first; chains stay within it."""
+    """The paths that a round may draft after one token, the likeliest first."""
 
     state: dict[tuple[int, ...], Tensor]
     paths: list[Path] = field(default_factory=list)
     open: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
 
     def take(self) -> Path | None:
-        """The likeliest path that is not taken yet."""
-        if not self.open or len(self.paths) == MOST_ROWS:
+        """Take the likeliest open path; None if there is none or ``paths`` is full."""
+        if not self.open or len(self.paths) == MAX_ROWS:
             return None
         likely, tokens = heapq.heappop(self.open)
         self.paths.append(Path(tokens, -likely))
@@ -90,7 +92,7 @@ class Grown:
 
 
 class Head:
-    """A model's draft head in floats, which names more than its first choice."""
+    """A model's draft head in floats, which gives more than its first choice."""
 
     def __init__(self, model: eecore.Model) -> None:
         network = model.network
@@ -119,7 +121,7 @@ class Head:
         self._rows = network.weights.lm_head.weight[file.vocabulary].float()
 
     def begin(self, text: Sequence[int], first: int) -> tuple[Tensor, TextKeys | None]:
-        """States [n, hidden_size] at each position of a text from ``first`` on; what they see."""
+        """States [n, hidden_size] at each position of a text from ``first`` on, and its keys."""
         network = self.network
         kv = KVCache.allocate(
             network.config, 1, len(text), device=network.device, dtype=network.dtype
@@ -135,7 +137,7 @@ class Head:
             return states, None
         keys = keys_at(kv, self._attended, batch.slot_mapping).bfloat16()
         positions = batch.positions[first:]
-        cos_sin = network.cos_sin(len(text) + MOST_ROWS, self._attended[0][0])
+        cos_sin = network.cos_sin(len(text) + MAX_ROWS, self._attended[0][0])
         begins = torch.zeros_like(positions)
         return states, TextKeys.of([keys], begins, positions, cos_sin)
 
@@ -152,7 +154,7 @@ class Head:
 def grown(
     head: Head, begun: tuple[Tensor, TextKeys | None], after: Sequence[int], choices: int
 ) -> list[Grown]:
-    """What is drafted after each of ``after``, from what :meth:`Head.begin` gave."""
+    """The drafts after each token of ``after``; ``begun``: the result of :meth:`Head.begin`."""
     states, every = begun
     all_grown = [Grown({(): state}) for state in states]
     latest = [(i, Path((), 1.0)) for i in range(len(all_grown))]
@@ -179,7 +181,7 @@ def grown(
 
 @torch.inference_mode()
 def count(model: eecore.Model, head: Head, kind: str, prompts: int, most: int) -> dict[Any, Count]:
-    """By shape and threshold."""
+    """Counts by shape and threshold."""
     counts = {(s, t): Count() for s in ("chain", "tree") for t in THRESHOLDS}
     for text in prompts_of(kind, prompts):
         prompt = chat(model, text)
@@ -198,7 +200,7 @@ def count(model: eecore.Model, head: Head, kind: str, prompts: int, most: int) -
 
 
 def row_of(kind: str, row_cost: float, counts: dict[Any, Count]) -> dict[str, Any]:
-    """Chains and trees, each with the threshold that is best for it."""
+    """Figures of chains and trees, each at its best threshold."""
     row: dict[str, Any] = {"kind": kind, "row_cost": row_cost}
     for shape in ("chain", "tree"):
         best = max(
@@ -207,14 +209,14 @@ def row_of(kind: str, row_cost: float, counts: dict[Any, Count]) -> dict[str, An
         row[shape] = {
             "speed": best.speed(row_cost),
             "rows": best.rows / best.rounds,
-            "stood": best.stood / best.rounds,
+            "stood": best.accepted / best.rounds,
         }
     return row
 
 
 def markdown(result: Figures) -> str:
-    head = ["prompts", "a row costs", "chain: rows", "stood", "speed-up"]
-    head += ["tree: rows", "stood", "speed-up", "tree / chain"]
+    head = ["prompts", "a row costs", "chain: rows", "accepted", "speed-up"]
+    head += ["tree: rows", "accepted", "speed-up", "tree / chain"]
     lines = [
         [
             row["kind"],
@@ -235,8 +237,9 @@ def markdown(result: Figures) -> str:
     about = (
         f"SmolLM2-135M-Instruct and its draft head, {result['prompts']} prompts of each kind, "
         f"greedy answers of at most {result['tokens']} tokens, drafts of the head alone after "
-        f"each of their tokens: at most {MOST_ROWS} rows, {CHOICES} choices after each. Costs in "
-        f"passes of full depth, a step of the head {STEP_COST}; of each shape the best threshold. "
+        f"each of their tokens: at most {MAX_ROWS} rows, {CHOICES} choices after each. Costs in "
+        f"passes of full depth, {STEP_COST} for a step of the head; each shape at its best "
+        "threshold. "
         "Counted, not timed. `python -m bench trees`"
     )
     return f"{markdown_table(head, lines)}\n\n{about}"
@@ -248,7 +251,7 @@ REPORTS = (Report("trees", {"trees": markdown}, {"rows": ("kind", "row_cost")}),
 def main(words: Sequence[str]) -> None:
     made = parser("trees", __doc__, threads=2)
     made.add_argument("--prompts", type=int, default=6, help="of each kind")
-    made.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
+    made.add_argument("--tokens", type=int, default=64, help="tokens of an answer, at most")
     arguments = made.parse_args(words)
     torch.set_num_threads(arguments.threads)
     rows = []

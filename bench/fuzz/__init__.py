@@ -1,1 +1,1 @@
-"""What fuzzing campaigns and soaks have left."""
+"""The results of fuzzing campaigns and soaks."""

@@ -1,4 +1,4 @@
-"""The table of fuzzed inputs, from what campaigns and a soak have left.
+"""The table of fuzzed inputs, from the results of a campaign and a soak.
 
 python tests/fuzz/campaign.py --inputs 100000 --out bench/results/fuzz.json
 python tests/fuzz/soak.py --out bench/results/soak.json
@@ -32,25 +32,25 @@ def campaign(rows: dict[str, dict[str, float]]) -> str:
 
 
 def soak(figures: dict[str, Any]) -> str:
-    """What an engine that ran for long was like at the end."""
+    """The state of an engine at the end of a long run."""
     return (
         f"A soak: {figures['steps']:,} steps of one engine, {figures['requests']:,} requests of "
         f"every policy over few pages, {figures['cancelled']:,} cancelled, "
         f"{figures['preemptions']:,} preemptions, {figures['tokens']:,} tokens, each request's "
-        "those that it has alone. "
+        "the same as when it runs alone. "
         f"{figures['lost_pages']} pages lost, {figures['pages_free_at_the_end']} free at the end; "
         f"resident memory {figures['rss_mb_at_first']:.1f} MB after the first samples, "
         f"{figures['rss_mb_at_the_end']:.1f} at the end, {figures['rss_growth_mb']:+.1f} between "
-        "the first and the last third behind the warm-up. `make soak`"
+        "the first and the last third after the warm-up. `make soak`"
     )
 
 
 def markdown(result: Figures) -> str:
-    """Both, and how they are meant."""
+    """Both tables, with a note on how to read them."""
     about = (
-        "Inputs are made from seeds and tried in child processes: refused means one of the errors "
-        "that are promised. Findings were mended as they came; these figures are of seeds after "
-        "the last mend. `make fuzz MINUTES=10` tries others."
+        "Inputs are made from seeds and tried in child processes; refused: with a documented "
+        "error. Each finding was fixed when it was found; these figures are of seeds tried after "
+        "the last fix. `make fuzz MINUTES=10` tries other seeds."
     )
     text = [campaign(result), about]
     if SOAK.file.is_file():

@@ -1,4 +1,4 @@
-"""paged_attention on a GPU: the shapes, and torch's SDPA, flashinfer and flash-attn beside it."""
+"""paged_attention on a GPU: the shapes, and the peers torch SDPA, flashinfer and flash-attn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AttentionShape:
     num_kv_heads: int = LLAMA_8B.num_kv_heads
     head_dim: int = LLAMA_8B.head_dim
     causal: bool = True
-    num_buckets: int = 0  # of a T5 position bias, on both sides where the call is not causal
+    num_buckets: int = 0  # of a T5 position bias, bidirectional if the call is not causal
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ ATTENTION_SHAPES = (
     AttentionShape(128, 1, 1024),
     AttentionShape(16, 1, 4096, 32, 32),
     AttentionShape(64, 1, 4096, *SMOLLM2_135M.heads),
-    # What decoding runs most: short contexts.
+    # Short contexts, which are the most frequent in decoding.
     *(AttentionShape(b, 1, 160, *heads) for heads in SHORT_HEADS for b in (1, 8, 32)),
     AttentionShape(8, 8, 4096),
     AttentionShape(32, 8, 4096),
@@ -70,10 +70,10 @@ MAX_DISTANCE = 128
 
 
 def attention_mask(shape: AttentionShape, bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """What torch adds to the scores, or which keys it keeps.
+    """torch's mask: a bias to add to the scores, or the keys to keep.
 
-    Causality is between the last queries alone: torch's is_causal means another corner. A mask of
-    booleans would take SDPA's slow path, :func:`causal_lower_right` takes flash.
+    The queries are the last positions, unlike torch's is_causal, which aligns them with the first
+    keys. A boolean mask would use SDPA's slow path; :func:`causal_lower_right` uses flash.
     """
     if bias is None:
         several = shape.causal and shape.num_queries > 1
@@ -81,7 +81,7 @@ def attention_mask(shape: AttentionShape, bias: Tensor | None, q: Tensor) -> Ten
     positions = torch.arange(shape.num_queries)[:, None] + (shape.seq_len - shape.num_queries)
     relative = torch.arange(shape.seq_len) - positions
     seen = relative <= 0
-    # On the CPU: on a GPU logarithms of whole powers are rounded otherwise.
+    # On the CPU, as a GPU rounds the logarithms of exact powers differently.
     num_sided = shape.num_buckets if shape.causal else shape.num_buckets // 2
     exact = num_sided // 2
     distance = -relative.clamp(max=0) if shape.causal else relative.abs()
@@ -102,7 +102,7 @@ def contiguous_call(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> dict[str, Any]:
-    """Arguments of ops.paged_attention for sequences of equal length, their pages in any order."""
+    """Arguments of ops.paged_attention for sequences of equal length, pages in random order."""
     num_q_heads, num_kv_heads, head_dim = heads
     pages = -(-seq_len // PAGE_SIZE)
     cache_shape = (pages * num_seqs, PAGE_SIZE, num_kv_heads, head_dim)
@@ -125,7 +125,7 @@ def attention_work(
     device: torch.device,
     fixed_split_size: int | None = None,
 ) -> Work:
-    """With splits as a model asks for them, unless they are given."""
+    """The inputs and peers of a shape; ``fixed_split_size`` defaults to that of a model."""
     split = keys_per_split(device) if fixed_split_size is None else fixed_split_size
     heads = (shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
     call = contiguous_call(shape.num_queries, shape.seq_len, shape.num_seqs, heads, dtype, device)
@@ -173,7 +173,7 @@ def attention_work(
 
         peers["SDPA, cuDNN"] = cudnn
         results["SDPA, cuDNN"] = lambda: cudnn().transpose(1, 2).reshape(q.shape)
-    # The others know no such bias.
+    # flashinfer and flash-attn have no such bias.
     if device.type == "cuda" and dtype != torch.float32 and position_bias is None:
         if is_installed("flashinfer"):
             peers["flashinfer"] = results["flashinfer"] = flashinfer_call(

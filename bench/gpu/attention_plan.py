@@ -1,4 +1,4 @@
-"""What paged_attention launches: the splits of csrc/cuda/paged_attention.cu in short."""
+"""The launches of paged_attention: the splits of csrc/cuda/paged_attention.cu in short."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from bench.gpu.devices import Device
 from bench.gpu.launches import KernelLaunch
 
 WARPS = 4  # of a block
-MOST_REPEATED_QUERIES = 32  # that splits of a fixed size are for
-MERGED_SIZE, MOST_MERGED_BYTES = 4, 16 << 10
-"""Elements that a thread merges, and bytes that the last block of a tile does."""
+MAX_REPEATED_QUERIES = 32  # queries of a sequence up to which splits have a fixed size
+MERGED_SIZE = 4  # elements that a thread merges
+MAX_MERGED_BYTES = 16 << 10  # bytes that the last block of a tile merges
 
 
 def nearly_busy(units: int, resident: int, least: int, most: int) -> int:
-    """The fewest blocks of a unit that keep nearly as many of the resident ones busy as any."""
+    """The fewest blocks of a unit that keep nearly the largest share of resident blocks busy."""
     most = min(most, max(4 * resident // units, 1))
     least = min(least, most)
 
@@ -41,21 +41,21 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
     warp_rows = 4 if q.dtype == torch.float32 else 16
     tile_rows = WARPS * warp_rows
 
-    # Of each sequence, if all have equally many queries.
+    # Sizes of each sequence, if all have equally many queries.
     queries = ceil_div(num_tokens, num_seqs)
     rows = queries * group
     tiles = ceil_div(rows, tile_rows)
     team_warps = 1 if rows <= warp_rows else 2 if rows <= 2 * warp_rows else 4
     units = tiles * min(num_seqs, num_tokens) * num_kv_heads
     resident = 2 * device.num_multiprocessors
-    all_rows = num_tokens * num_q_heads * (head_dim + 2) * 4  # bytes of a result of each
+    all_rows = num_tokens * num_q_heads * (head_dim + 2) * 4  # bytes of one result of each row
 
     def spans_of(keys: int) -> int:
         return max(ceil_div(keys, WARPS * split), 1)
 
     split = call["fixed_split_size"]
-    partials = places = 0  # of each row: those that are left, and room for them
-    so_far = 0.0  # times that a block lays its rows down, to take them up again
+    partials = places = 0  # partial results of each row: written, and allocated
+    so_far = 0.0  # times that a block stores its rows and loads them again
     if split == 0:
         most = min(max(max_keys // 512, 1), 256)
         blocks = nearly_busy(units, resident, max(ceil_div(max_keys, 16384), 1), most)
@@ -68,10 +68,10 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
         if not is_busy and places * all_rows <= 256 << 20:
             blocks = nearly_busy(units, resident, 1, min(places, 256))
         partials = spans if blocks > 1 else 0
-        rounds = spans * team_warps if queries <= MOST_REPEATED_QUERIES else 1
+        rounds = spans * team_warps if queries <= MAX_REPEATED_QUERIES else 1
         so_far = rounds - (spans if blocks > 1 else 1)
 
-    # Keys that the queries of a sequence see together, and one of them on the average.
+    # Keys that the queries of a sequence see together, and that one query sees on average.
     window = call["sliding_window"]
     used = min(keys, window + queries - 1) if window > 0 else keys
     seen = used - ((queries - 1) / 2 if call["causal"] else 0)
@@ -84,7 +84,7 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
     is_wide = q.dtype == torch.float32 and call["position_bias"] is not None
     can_merge = not is_wide and arrivals is not None and bound * num_kv_heads <= arrivals.shape[0]
     merged_bytes = min(rows, tile_rows) * places * head_dim * 4
-    combines = blocks > 1 and not (can_merge and merged_bytes <= MOST_MERGED_BYTES)
+    combines = blocks > 1 and not (can_merge and merged_bytes <= MAX_MERGED_BYTES)
     merges = blocks > 1 and not combines
     launches = [
         KernelLaunch(
@@ -103,7 +103,7 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
                 "so far": 2 * so_far * all_rows,
             },
             writes=0 if combines else out,
-            # The last block of each tile reads what the others left, or the next kernel does.
+            # The last block of each tile, or the next kernel, reads the other blocks' results.
             workspace=partial,
             last_blocks=units if merges else 0,
             last_bytes=partial if merges else 0.0,

@@ -1,8 +1,9 @@
-"""What the boundary between two kernels costs on this GPU: compiles and runs boundaries.cu.
+"""The cost of the boundary between two kernels on this GPU: compiles and runs boundaries.cu.
 
 python -m bench.gpu.boundaries [--build]
 
-Where it was compiled before (``--build``, where nvcc is; no GPU is needed) it is only run.
+A program that was compiled before is only run. ``--build`` compiles it on a machine with nvcc; no
+GPU is needed.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ ARCH = "arch=compute_90a,code=sm_90a"
 
 
 def program() -> Path:
-    """The place beside the carried kernels; the name says from which source it was compiled."""
+    """The program's file, in the folder of the carried kernels; its name has the source's hash."""
     folder = os.environ.get("EECORE_CUDA_OBJECTS") or ROOT / "build" / "cuda-objects"
     return Path(folder) / f"boundaries-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}"
 
 
 def build(target: Path) -> None:
-    """Compile it.
+    """Compile the program.
 
     Raises:
-        SystemExit: there is no nvcc, or it fails.
+        SystemExit: nvcc is missing or fails.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     nvcc = os.environ.get("CUDACXX", "nvcc")

@@ -1,4 +1,4 @@
-"""A call of an op as the plans of its launches see it: arguments by name, sizes, what is known."""
+"""A call of an op, for the plans of its launches: arguments by name, sizes, known values."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from bench.gpu.launches import KernelLaunch
 
 @dataclass(frozen=True)
 class Known:
-    """What the tensors of a call would say.
+    """Values of a call's tensors, which have no memory.
 
     Args:
-        seq_len: keys of each sequence; None: as many as its row of the page table has room for.
-        exit_layers: each row's; None: all rows fill all layers.
-        tokens_known: of rows that are placed by their kind none is of the kind that is.
+        seq_len: keys of each sequence; None: as many as its row of the page table can hold.
+        exit_layers: the exit layer of each row; None: all rows fill all layers.
+        tokens_known: whether no row is of the kind that has its head placed.
     """
 
     seq_len: int | None = None
@@ -40,7 +40,7 @@ class Call:
         return self.arguments[name]
 
     def bytes_of(self, *names: str) -> int:
-        """Of those that are there."""
+        """Bytes of the named tensors; missing ones count 0."""
         return sum(nbytes(self[name]) for name in names if self[name] is not None)
 
 
@@ -53,4 +53,4 @@ def ceil_div(a: int, b: int) -> int:
 
 
 Plan = Callable[[Call, Device, Known], list[KernelLaunch]]
-"""Of a call, on a device."""
+"""The kernels of a call on a device."""

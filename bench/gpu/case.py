@@ -1,6 +1,6 @@
-"""What a case of the benchmark on GPUs is: an op at one shape, its bytes, peers and targets.
+"""Cases of the benchmark on GPUs: an op at one shape, its bytes, peers and targets.
 
-A case makes its inputs on demand, so that only one case's tensors are in memory at a time.
+A case makes its inputs on demand, so that only one case has tensors in memory at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True)
 class Work:
-    """One set of inputs: the op, its peers, and what each gives, to be compared."""
+    """One set of inputs: calls of the op and of its peers, and their results to compare."""
 
     call: Call
     peers: dict[str, Call] = field(default_factory=dict)
@@ -39,15 +39,15 @@ class Case:
     name: str
     moved_bytes: int
     make: Callable[[], Work]
-    of_copy: float | None = None  # target: share of the measured copy bandwidth
-    microseconds: float | None = None  # target: at most
-    over_peer: float | None = None  # target: times as fast as the best peer
+    of_copy: float | None = None  # target: a share of the measured copy bandwidth
+    microseconds: float | None = None  # target: the longest time
+    over_peer: float | None = None  # target: the speed-up over the best peer
     flops: float | None = None
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the inputs of a run have in common; ``tiny`` shrinks every shape."""
+    """Settings of all inputs of a run; ``tiny`` shrinks every shape."""
 
     dtype: torch.dtype = torch.float32
     device: torch.device | None = None
@@ -55,7 +55,7 @@ class Setting:
 
     @property
     def hidden_size(self) -> int:
-        """Of the ops whose launch is their cost."""
+        """The hidden size of small ops, whose cost is their launch."""
         return 64 if self.tiny else LLAMA_8B.hidden_size
 
     def states(self, *shape: int) -> Tensor:
@@ -74,11 +74,12 @@ def small_cases(
     more_bytes: int = 0,
     microseconds: float | None = 5,
 ) -> Iterator[Case]:
-    """Those of an op of a few kilobytes, whose launch is its cost, at three batch sizes.
+    """Cases of an op of a few kilobytes, whose cost is its launch, at three batch sizes.
 
     Args:
-        name: with ``{}`` where the batch size is.
-        row_bytes: what it moves for each row, ``more_bytes`` beside that.
+        name: the cases' name, with ``{}`` for the batch size.
+        row_bytes: bytes that it moves for each row.
+        more_bytes: bytes that it moves once.
     """
     for b in (1, 8, 32):
         moved = b * row_bytes + more_bytes

@@ -1,4 +1,4 @@
-"""What is timed on a GPU: ``gpu_cases`` of the ops' benchmarks, at the shapes of real models."""
+"""The cases to time on a GPU: ``gpu_cases`` of the ops' benchmarks, at shapes of real models."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 from bench.gpu.case import Case, Setting
 from eecore import ops
 
-# Those of many bytes, which have most to tell, in this order before all others.
+# Ops that move many bytes, whose times say most: in this order before all other ops.
 FIRST = ("paged_attention", "exit_confidence_softmax", "kv_fill")
 FIRST += ("skinny_linear", "skinny_gated_linear")
 
 
 def cases_of(op: str, setting: Setting) -> Iterator[Case]:
-    """Those of one op."""
+    """The cases of one op."""
     found: Iterator[Case] = importlib.import_module(f"bench.ops.bench_{op}").gpu_cases(setting)
     return found
 
 
 def cases(dtype: torch.dtype, device: torch.device, tiny: bool) -> Iterator[Case]:
-    """Every row of the table, for one dtype; of the small ops one case each in turn.
+    """Every row of the table, for one dtype; the small ops take turns, one case each.
 
     Args:
-        tiny: shrinks every shape: for tests of the script on a machine without a GPU.
+        tiny: shrinks every shape, for tests of the script on a machine without a GPU.
     """
     setting = Setting(dtype, device, tiny)
     for op in FIRST:

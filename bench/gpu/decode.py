@@ -3,11 +3,11 @@
 python -m bench gpu-decode [--model 8b|1b|135m] [--batch 1 8 32] [--json FILE]
 
 Random weights in the shape of Llama-3.2-1B, Llama-3-8B or SmolLM2-135M, bfloat16: depth and
-acceptance are forced, the work is real. A program is ``captured`` as one graph, or runs call by
-call (``calls``), the host looking at its flags; a way that fails is named with the reason. Beside
-the engine's wall clock stands the GPU's own time of the program, launched again and again on one
-state: where it is much less than the wall clock, the host is the limit. ``prompts`` times the first
-token. bench/gpu.sh runs it.
+acceptance rate are forced, the work is real. A program is ``captured`` as one graph, or runs call
+by call (``calls``), with the host reading its flags; a way that fails is listed with the reason.
+The table has the engine's wall clock and the GPU's own time of the program, launched again and
+again on one state: if it is much less than the wall clock, the host is the limit. ``prompts`` times
+the first token. bench/gpu.sh runs it.
 """
 
 from __future__ import annotations
@@ -59,20 +59,19 @@ NAMES = ("model", "batch", "mode", "way")
 PARTS = ("modes", "speculation", "prompts", "transformers")
 PROMPTS = (128, 512, 2048)
 BUSY = 0.9
-"""Share of the wall clock from which on the GPU is the limit, not the host."""
+"""The share of the wall clock above which the GPU is the limit, not the host."""
 LAUNCHES = 50
-"""Runs of a program by which its own time is measured."""
-# Whose steps a model of time knows, as bench.gpu.trace.iteration takes them: whether rows that are
-# checked at L/2 leave there.
+"""Runs of a program to measure its own time."""
+# Modes that the model of time knows, with the argument ``rows_exit`` of bench.gpu.trace.iteration.
 STEPS: dict[str, bool | None] = {
     "full": None,
-    "a check that nobody passes": False,
+    "a check that no row passes": False,
     "confident exit L/2": True,
 }
 
 
 def model_config(name: str) -> ModelConfig:
-    """Sizes of a model; embeddings are tied in the small one, as in Llama-3.2-1B."""
+    """The config of a model; the small model's embeddings are tied, as in Llama-3.2-1B."""
     num_kv_heads, head_dim, vocab_size = HEADS[name]
     return ModelConfig(
         architecture="LlamaForCausalLM",
@@ -88,7 +87,7 @@ def model_config(name: str) -> ModelConfig:
 
 
 def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LlamaModel:
-    """Seeded weights, made on the device."""
+    """A model with seeded random weights, made on the device."""
     weights = LlamaWeights.empty(config, NewWeights(device, dtype))
     generator = torch.Generator(device).manual_seed(0)
     for field in dataclasses.fields(weights):
@@ -102,7 +101,7 @@ def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
 
 
 def scale_deep_layers(model: LlamaModel, first: int, factor: float, whole: LlamaWeights) -> None:
-    """What the layers from ``first`` on add to the residual stream, times ``factor``."""
+    """Scale what the layers from ``first`` on add to the residual stream by ``factor``."""
     for name in ("o", "down"):
         own, original = getattr(model.weights, name).weight, getattr(whole, name).weight
         torch.mul(original[first:], factor, out=own[first:])
@@ -128,7 +127,7 @@ class Bench:
         return eecore.Engine(self.model, None, config, run=run)
 
     def run(self, engine: eecore.Engine, policy: Any) -> tuple[float, list[eecore.Output]]:
-        """Seconds from the first token of all to the last, and what came out."""
+        """Seconds from the last request's first token to the last token, and the outputs."""
         generator = torch.Generator().manual_seed(1)
         vocab_size = self.model.config.vocab_size
         sampling = eecore.SamplingParams(max_tokens=self.tokens, ignore_eos=True)
@@ -143,7 +142,7 @@ class Bench:
         return time.perf_counter() - begin, outputs
 
     def host_syncs(self, engine: eecore.Engine, policy: Any) -> int:
-        """Waits of the host in one decoding iteration, but for the one for its tokens."""
+        """Waits of the host in one decoding iteration, without the wait for its tokens."""
         sampling = eecore.SamplingParams(max_tokens=4, ignore_eos=True)
         for _ in range(self.batch):
             engine.add_request([1, 2, 3], exit=policy, sampling=sampling)
@@ -159,10 +158,10 @@ class Bench:
 
     @contextmanager
     def program(self, engine: eecore.Engine, policy: Any) -> Iterator[Callable[[], float]]:
-        """What launches an engine's program again on the state half way through its requests.
+        """A function that launches an engine's program on the state halfway through its requests.
 
-        Each call gives the seconds that the launch took the host. The tokens mean nothing; on the
-        CPU, where a run changes what it was given, nor do times.
+        Each call returns the seconds that the launch took the host. The tokens mean nothing; on
+        the CPU, where a run changes its inputs, the times mean nothing either.
         """
         generator = torch.Generator().manual_seed(1)
         sampling = eecore.SamplingParams(max_tokens=self.tokens, ignore_eos=True)
@@ -188,9 +187,9 @@ class Bench:
             list(engine.run())
 
     def program_times(self, engine: eecore.Engine, policy: Any) -> dict[str, Any]:
-        """The program's own seconds a run, the engine left out, and what a launch takes the host.
+        """The program's own seconds a run, without the engine, and the host's seconds a launch.
 
-        The time of a run is that between two events on the GPU.
+        The time of a run is between two events on the GPU.
         """
         try:
             with self.program(engine, policy) as launch:
@@ -210,7 +209,7 @@ class Bench:
         }
 
     def first_token(self, length: int) -> float:
-        """Seconds from a prompt of so many tokens to its first token, the median over rounds."""
+        """Seconds from a prompt of ``length`` tokens to its first token, the median over rounds."""
         config = eecore.EngineConfig(
             kv_cache_tokens=self.batch * (length + 32),
             max_num_seqs=self.batch,
@@ -237,13 +236,13 @@ class Bench:
             torch.cuda.synchronize()
 
     def measure(self, mode: str, way: str, policy: Any) -> dict[str, Any]:
-        """A row: the median over rounds, after one that captures."""
+        """A row: medians over rounds, after a round that captures."""
         row: dict[str, Any] = {"batch": self.batch, "mode": mode, "way": way}
         try:
             engine = self.engine(way)
             self.run(engine, policy)
             runs = [self.run(engine, policy) for _ in range(self.rounds)]
-        except Exception as error:  # a way that this GPU or torch cannot go
+        except Exception as error:  # a way that this GPU or torch does not support
             return row | {"error": f"{type(error).__name__}: {error}".replace("\n", " ")[:200]}
         outputs = runs[0][1]
         seconds = statistics.median(each for each, _ in runs)
@@ -268,7 +267,7 @@ class Bench:
 
 
 def limit_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Which of the two an iteration waits for: the GPU, or the host."""
+    """The limit of an iteration, "GPU" or "host", with the GPU's share of the wall clock."""
     if "seconds_per_iteration" not in row or "gpu_seconds" not in row:
         return {}
     share = row["gpu_seconds"] / row["seconds_per_iteration"]
@@ -284,22 +283,22 @@ def weight_bytes(config: ModelConfig, itemsize: int) -> tuple[float, float, floa
 
 
 def compare(row: dict[str, Any], bench: Bench) -> None:
-    """Put what the model of time expects of a captured step beside what was measured."""
+    """Add the model of time's expectation of a captured step to its measured row."""
     device = bench.model.device
     gpu = known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if gpu is None or "error" in row or row["way"] != "captured" or row["mode"] not in STEPS:
         return
-    model, leaves = model_without_memory(bench.model.config), STEPS[row["mode"]]
+    model, rows_exit = model_without_memory(bench.model.config), STEPS[row["mode"]]
     keys = PROMPT + bench.tokens // 2
-    nodes = iteration(model, bench.batch, keys, gpu, leaves=leaves)
+    nodes = iteration(model, bench.batch, keys, gpu, rows_exit=rows_exit)
     row["expected_seconds"] = seconds(gpu, nodes)
-    # What the model speaks of is the graph alone: the host is no finding about kernels.
+    # The model covers only the graph: a slow host is no finding about kernels.
     measured = row.get("gpu_seconds", row["seconds_per_iteration"])
     row["finding"] = contradicts(measured, row["expected_seconds"])
 
 
 def mode_rows(bench: Bench, kept: Kept, model: str, ways: Sequence[str]) -> None:
-    """Every mode in every way, with its share of what its bytes allow."""
+    """Measure every mode in every way, with its share of the bandwidth limit."""
     config = bench.model.config
     num_layers, half = config.num_layers, config.num_layers // 2
     layer, kv, head = weight_bytes(config, bench.model.dtype.itemsize)
@@ -310,7 +309,7 @@ def mode_rows(bench: Bench, kept: Kept, model: str, ways: Sequence[str]) -> None
         "full": (eecore.Full(), full),
         "fixed exit L/2": (eecore.FixedExit(half), half * layer + head),
         "confident exit L/2": (forced, half * (layer + kv) + head),
-        "a check that nobody passes": (never, full + head),
+        "a check that no row passes": (never, full + head),
     }
     for way in ways:
         for mode, (policy, num_bytes) in modes.items():
@@ -335,8 +334,10 @@ def mode_rows(bench: Bench, kept: Kept, model: str, ways: Sequence[str]) -> None
 
 
 def prompt_rows(bench: Bench, kept: Kept, model: str) -> None:
-    """Time to the first token, one prompt at a time: with the best attention of others that there
-    is, and with eecore's own."""
+    """Measure the time to the first token, one prompt at a time.
+
+    With the model's ``prompt_attention``, if it has one, and with eecore's own attention.
+    """
     best = bench.model.prompt_attention
     ways = [("eecore", None)] if best is None else [(best.name, best), ("eecore", None)]
     longest = bench.model.config.max_position - 32
@@ -356,9 +357,9 @@ def prompt_rows(bench: Bench, kept: Kept, model: str) -> None:
 
 
 def speculative_rows(bench: Bench, kept: Kept, name: str) -> None:
-    """Self-speculation with L/4 layers, whose acceptance is brought to ACCEPTANCE.
+    """Measure self-speculation with L/4 layers at an acceptance rate of about ACCEPTANCE.
 
-    The deeper layers add less and less to the residual stream until drafts are accepted so often.
+    The deeper layers' contributions to the residual stream are scaled down until the rate is met.
     """
     model, way, mode = bench.model, "captured", f"self-speculation L/4, d={NUM_DRAFTS}"
     if kept.find(model=name, batch=bench.batch, mode=mode, way=way) is not None:
@@ -391,7 +392,7 @@ def speculative_rows(bench: Bench, kept: Kept, name: str) -> None:
 
 
 def transformers_rows(bench: Bench, kept: Kept, model: str) -> None:
-    """transformers' generate on a model of the same shape, and with assistant_early_exit."""
+    """Measure transformers' generate on a model of the same shape, also with early exit."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
@@ -424,7 +425,7 @@ def transformers_rows(bench: Bench, kept: Kept, model: str) -> None:
         return time.perf_counter() - begin
 
     modes: dict[str, dict[str, Any]] = {"transformers generate": {}}
-    if bench.batch == 1:  # it assists one sequence at a time
+    if bench.batch == 1:  # transformers drafts only for a single sequence
         modes["transformers assistant_early_exit"] = {
             "assistant_early_exit": config.num_layers // 4
         }
@@ -443,7 +444,7 @@ def transformers_rows(bench: Bench, kept: Kept, model: str) -> None:
 
 
 def note(row: dict[str, Any]) -> str:
-    """What else there is to say of a row."""
+    """The note of a row: all its further figures."""
     if "error" in row:
         return str(row["error"])
     said: list[tuple[str, Callable[[Any], str]]] = [
@@ -465,11 +466,11 @@ def note(row: dict[str, Any]) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Markdown."""
+    """The table as Markdown."""
     lines = [
         f"{result['device']}, torch {result['torch']}, a sum reads "
         f"{result['read'] / 1e9:.0f} GB/s in this run; prompts of {PROMPT} tokens, "
-        f"{result['tokens']} generated. Ideal: by the bytes of weights that a mode reads. GPU: the "
+        f"{result['tokens']} generated. Ideal: the time to read the mode's weights. GPU: the "
         "program alone, launched again and again. "
         "`bench/gpu.sh`",
         "",
@@ -495,7 +496,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def short(result: dict[str, Any]) -> str:
-    """Captured programs alone: full depth, half of the layers, self-speculation."""
+    """The table of captured programs: full depth, half of the layers, self-speculation."""
     rows = {
         (row["model"], row["batch"], row["mode"]): row
         for row in result["rows"]
@@ -549,8 +550,8 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=65, help="generated a request")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--seconds", type=float, default=150, help="no part starts after these")
-    parser.add_argument("--json", type=Path, help="where the rows go")
+    parser.add_argument("--seconds", type=float, default=150, help="no part starts after this time")
+    parser.add_argument("--json", type=Path, help="the file for the rows")
     return parser.parse_args(words)
 
 
@@ -584,7 +585,7 @@ def main(words: Sequence[str]) -> int:
 def parts_of(
     bench: Bench, kept: Kept, model: str, only: Sequence[str]
 ) -> list[tuple[str, Callable[[], None]]]:
-    """What is measured of one model at one batch size, by part."""
+    """The measurements of one model at one batch size, by part."""
     on_gpu, batch = bench.model.device.type == "cuda", bench.batch
     ways = ["captured", "calls"] if on_gpu and batch == 1 else ["captured"]
     parts: list[tuple[str, Callable[[], None]]] = [
@@ -593,6 +594,6 @@ def parts_of(
     ]
     if batch == 1:
         parts.append(("prompts", lambda: prompt_rows(bench, kept, model)))
-    if model in ("1b", "tiny") and (batch == 1 or not on_gpu):  # it says how slow that host is
+    if model in ("1b", "tiny") and (batch == 1 or not on_gpu):  # shows the speed of the host
         parts.append(("transformers", lambda: transformers_rows(bench, kept, model)))
     return [(name, run) for name, run in parts if name in only]

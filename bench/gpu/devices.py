@@ -1,7 +1,7 @@
-"""What the model of time knows of a GPU: a few constants, each with where it comes from.
+"""Constants of GPUs for the model of time, each with its source.
 
-They are for before there is one at hand, and were not measured here: ``bench gpu`` measures the
-bandwidth of a copy and of a sum, and the rate of a product, in the run that it compares.
+The constants are for predictions without a GPU and were not measured for this project: ``bench
+gpu`` measures the bandwidth of a copy and of a sum, and the rate of a product, in its own run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ TUNING = "EECORE_CUDA_TUNING"
 
 @dataclass(frozen=True)
 class Device:
-    """What launchers ask of a device."""
+    """The properties of a device that launchers use."""
 
     num_multiprocessors: int
     shared_bytes: int
@@ -24,20 +24,20 @@ class Device:
 
 @dataclass(frozen=True)
 class Gpu(Device):
-    """Rates are bytes and operations a second that a good kernel reaches; times are seconds."""
+    """Constants of a GPU: bytes and operations a second that a good kernel reaches; seconds."""
 
     name: str
     """As torch calls it, in part."""
     l2_bytes: int
     memory_rate: float
     l2_rate: float
-    """From the L2 cache to all multiprocessors; each takes its share of it."""
+    """Bytes a second from the L2 cache to all multiprocessors, each of which gets its share."""
     tensor_rate: float
-    """bfloat16 products through mma.sync, sums in float32."""
+    """Operations a second of bfloat16 products by mma.sync, with sums in float32."""
     boundary: float
-    """From the end of a kernel to the first work of the next, which depends on it, in a graph."""
+    """Seconds from the end of a kernel to the first work of the next dependent one, in a graph."""
     early_boundary: float
-    """The same where the next one may start before."""
+    """The same if the next kernel may start early."""
 
     def __post_init__(self) -> None:
         if self.early_boundary > self.boundary:
@@ -47,24 +47,24 @@ class Gpu(Device):
             )
 
 
-# Multiprocessors and L2 cache: NVIDIA's data sheets and white papers, of all four. Shared memory of
-# a block: the CUDA programming guide, by capability.
+# Multiprocessors and L2 cache of all four: NVIDIA's data sheets and white papers. Shared memory of
+# a block, by capability: the CUDA programming guide.
 #
 # A boundary inside a graph: 1.3 us on an H100 for kernels that do nothing, from "Look Ma, No
-# Bubbles! Designing a Low-Latency Megakernel for Llama-1B" (Hazy Research, 27 May 2025). Of the
-# others no such figure was found, and the same is assumed; a chain of empty nodes on a laptop's RTX
-# 5070 Ti takes 0.58 us each (github.com/ahrefs/ocannl, issue 488), so that it is no lower bound.
+# Bubbles! Designing a Low-Latency Megakernel for Llama-1B" (Hazy Research, 27 May 2025). No figure
+# was found for the other GPUs, and the same is assumed. This is no lower bound: a chain of empty
+# nodes on a laptop's RTX 5070 Ti takes 0.58 us each (github.com/ahrefs/ocannl, issue 488).
 _BOUNDARY = 1.3e-6
-# With programmatic dependent launch, where capability is 90 or more: no published figure was found.
-# An assumption: the launch itself is hidden, what is left is the end of the kernel ahead and a trip
-# to memory.
+# With programmatic dependent launch, at capability 90 or more: no published figure was found. An
+# assumption: the launch itself is hidden, and the end of the previous kernel and a memory access
+# remain.
 _EARLY_BOUNDARY = 0.8e-6
 # From L2: an assumption of the order of Chips and Cheese's plots ("Nvidia's H100: Funny L2, and
-# Tons of Bandwidth", 2 July 2023; "Microbenchmarking Nvidia's RTX 4090", 2 November 2022). Of the
-# A100 the white paper says 5120 bytes a clock, 7.2 TB/s at 1.41 GHz; two thirds of it is assumed.
+# Tons of Bandwidth", 2 July 2023; "Microbenchmarking Nvidia's RTX 4090", 2 November 2022). For the
+# A100 the white paper has 5120 bytes a clock, 7.2 TB/s at 1.41 GHz; two thirds of it is assumed.
 _HOPPER_L2, _ADA_L2, _AMPERE_L2 = 5.5e12, 5.0e12, 4.8e12
 # Data sheet of the H100 SXM and H200: 989 TFLOP/s without sparsity, through wgmma. mma.sync, which
-# these kernels use, reaches less there: three fifths are assumed.
+# these kernels use, reaches less: three fifths are assumed.
 _HOPPER_MMA = 0.6 * 989e12
 
 GPUS = (
@@ -74,7 +74,7 @@ GPUS = (
         num_multiprocessors=132,
         shared_bytes=227 << 10,
         l2_bytes=50 << 20,
-        # Data sheet: 4.8 TB/s. An assumption: the share of it that the H100 reaches.
+        # Data sheet: 4.8 TB/s. An assumption: the same share of it as on the H100.
         memory_rate=0.92 * 4.8e12,
         l2_rate=_HOPPER_L2,
         tensor_rate=_HOPPER_MMA,
@@ -130,7 +130,7 @@ GPUS = (
 
 
 def known_gpu(device_name: str) -> Gpu | None:
-    """The one that torch calls so, "NVIDIA A100-SXM4-80GB"; None where there are no constants."""
+    """The GPU of torch's name, such as "NVIDIA A100-SXM4-80GB"; None without constants."""
     for gpu in GPUS:
         if all(word in device_name for word in gpu.name.split("-")):
             return gpu
@@ -138,5 +138,5 @@ def known_gpu(device_name: str) -> Gpu | None:
 
 
 def contradicts(measured: float, expected: float) -> bool:
-    """Whether a time is not what the model says, in either direction."""
-    return not LEAST * expected <= measured <= MOST * expected
+    """Whether a measured time contradicts the expected one, in either direction."""
+    return not MIN_RATIO * expected <= measured <= MAX_RATIO * expected

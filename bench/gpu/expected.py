@@ -1,14 +1,14 @@
-"""What ops and decoding iterations should take on GPUs: a model of time, nothing is measured.
+"""Expected times of ops and decoding iterations on GPUs, by a model of time; measures nothing.
 
 python -m bench gpu-expected [--dry-run] [--json FILE]
 
-A kernel takes the boundary to the one ahead of it, its latency, and then the longest of what
-memory, the L2 cache and the tensor cores need for what it moves and multiplies. Which kernels there
-are comes from the ops' own calls (bench/gpu/trace.py) and launchers (bench/gpu/plans.py), latencies
-from bench/gpu/launches.py, the constants from data sheets and publications (bench/gpu/devices.py).
-Left out: weights that are under way before a boundary is over, and the host. Where a GPU
-was measured outside of 0.7 to 1.4 times what is expected, the model or the kernel is wrong:
-``bench gpu`` and ``bench gpu-decode`` say so.
+The time of a kernel is the boundary to the previous kernel, its latency, and the longest of the
+times of memory, the L2 cache and the tensor cores for its bytes and operations. The kernels come
+from the ops' own calls (bench/gpu/trace.py) and launchers (bench/gpu/plans.py), latencies from
+bench/gpu/launches.py, the constants from data sheets and publications (bench/gpu/devices.py). The
+model leaves out loads of weights that start before a boundary ends, and the host. If a time
+measured on a GPU is outside of 0.7 to 1.4 times the expected time, the model or the kernel is
+wrong: ``bench gpu`` and ``bench gpu-decode`` report it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from bench.gpu.calls import Known
 from bench.gpu.cases import cases
 from bench.gpu.decode import PROMPT, STEPS, model_config
-from bench.gpu.devices import GPUS, LEAST, MOST, Gpu
+from bench.gpu.devices import GPUS, MAX_RATIO, MIN_RATIO, Gpu
 from bench.gpu.launches import LATENCIES_AFTER_THE_WAIT, Node, kernels, seconds
 from bench.gpu.trace import META, iteration, model_without_memory, nodes_of, without_memory
 from bench.harness import command
@@ -32,9 +32,9 @@ from bench.harness.rows import Row
 from eecore.lab.evaluation.tables import markdown_table
 
 BATCHES = (1, 8, 32)
-SEQ_LEN = PROMPT + 32  # half way through 64 more
+SEQ_LEN = PROMPT + 32  # halfway through 64 more tokens
 MEASURED = "gpu-nvidia-h100-80gb-hbm3-decode.json"
-"""The last measured steps, whose kernels read page tables and slots after the wait."""
+"""The last measured steps, by kernels that read page tables and slots after the wait."""
 GOALS: dict[tuple[str, int], float] = {
     ("135m", 1): 0.43,
     ("135m", 8): 0.47,
@@ -51,7 +51,7 @@ MODELS = {"135m": "SmolLM2-135M", "1b": "Llama-3.2-1B", "8b": "Llama-3-8B"}
 
 
 def expected_cases(gpu: Gpu, dtype: torch.dtype, tiny: bool) -> dict[tuple[str, str], float]:
-    """Seconds of each case of ``bench gpu``, by op and name; none in float32."""
+    """Expected seconds of each case of ``bench gpu``, by op and name; no cases in float32."""
     if dtype == torch.float32:
         return {}
     return {key: seconds(gpu, nodes) for key, nodes in case_nodes(gpu, dtype, tiny).items()}
@@ -69,7 +69,7 @@ def case_nodes(gpu: Gpu, dtype: torch.dtype, tiny: bool) -> dict[tuple[str, str]
 
 
 def cost(gpu: Gpu, nodes: Sequence[Node]) -> Row:
-    """Of one GPU: microseconds, kernels, bytes to and from memory."""
+    """The cost on one GPU: microseconds, kernels, bytes to and from memory."""
     launches = kernels(nodes)
     return {
         "us": round(seconds(gpu, nodes) * 1e6, 2),
@@ -91,11 +91,11 @@ def iteration_rows() -> list[Row]:
     for short, name in MODELS.items():
         model = model_without_memory(model_config(short))
         for batch in BATCHES:
-            for mode, leaves in STEPS.items():
+            for mode, rows_exit in STEPS.items():
                 on = {
                     gpu.name: cost(
                         gpu,
-                        iteration(model, batch, SEQ_LEN, gpu, leaves=leaves),
+                        iteration(model, batch, SEQ_LEN, gpu, rows_exit=rows_exit),
                     )
                     for gpu in GPUS
                 }
@@ -104,9 +104,9 @@ def iteration_rows() -> list[Row]:
 
 
 def goal_rows() -> list[Row]:
-    """Full depth on an H100: measured, what the model says of those kernels, of today's, the goal.
+    """Full depth on an H100: measured, expected of the measured kernels, expected now, the goal.
 
-    What was measured is the engine's wall clock: at a batch of 32 the host's time above all.
+    The measured time is the engine's wall clock, at a batch of 32 mostly the host's time.
     """
     rows = []
     measured = {
@@ -118,7 +118,7 @@ def goal_rows() -> list[Row]:
     for (short, batch), goal in GOALS.items():
         nodes = iteration(model_without_memory(model_config(short)), batch, SEQ_LEN, gpu)
         bound = sum(launch.moved_bytes for launch in kernels(nodes)) / gpu.memory_rate
-        # With more rows there were other kernels.
+        # Larger batches were measured with different kernels.
         before = seconds(gpu, nodes, LATENCIES_AFTER_THE_WAIT) if batch <= 8 else None
         rows.append(
             {
@@ -137,7 +137,7 @@ def goal_rows() -> list[Row]:
 
 
 def figures() -> Figures:
-    """All that the model says; the same each time."""
+    """All figures of the model; they are deterministic."""
     return {
         "dtype": "bfloat16",
         "seq_len": SEQ_LEN,
@@ -185,18 +185,17 @@ def about(result: Figures) -> str:
     return (
         f"Expected, not measured: {result['dtype']}, {result['seq_len']} keys a row, one graph, "
         "the host left out; checks are softmax, after half of the layers; kernels and bytes as on "
-        "the first GPU. A kernel takes the boundary to "
-        "the one ahead and its latency, then the longest of what memory, L2 and tensor cores need; "
-        "the constants "
-        "of each GPU, and where they are from, are in `bench/gpu/devices.py`. What is measured "
-        f"outside of {LEAST} to {MOST} times it will be called a finding by `bench gpu` and "
-        "`bench gpu-decode`. "
+        "the first GPU. The time of a kernel is the boundary to the previous kernel, its latency, "
+        "and the longest of the times of memory, L2 and tensor cores; the constants of each GPU, "
+        "with their sources, are in `bench/gpu/devices.py`. `bench gpu` and `bench gpu-decode` "
+        f"report a measured time outside of {MIN_RATIO} to {MAX_RATIO} times the expected time as "
+        "a finding. "
         "`python -m bench gpu-expected`"
     )
 
 
 def ops_table(result: Figures) -> str:
-    """Cases that are more than launches: on some GPU their work takes as long as its boundaries."""
+    """The table of cases whose work takes at least as long as their boundaries on some GPU."""
     names = [gpu["name"] for gpu in result["gpus"]]
     boundary = {gpu["name"]: gpu["boundary"] * 1e6 for gpu in result["gpus"]}
 
@@ -212,8 +211,8 @@ def ops_table(result: Figures) -> str:
     head = ["op", "case", "kernels", "MB", *(f"{name}, us" for name in names)]
     rest = len(result["ops"]) - len(shown)
     text = (
-        f"Expected of the cases of `bench gpu`, by the same model. {rest} others are boundaries "
-        "between kernels above all."
+        f"Expected times of the cases of `bench gpu`, by the same model. {rest} more cases are "
+        "mostly boundaries between kernels."
     )
     return f"{markdown_table(head, lines, text_columns=2)}\n\n{text}"
 

@@ -2,7 +2,7 @@
 
 python -m bench gpu [--json FILE] [--only OP] [--dtype bfloat16]
 
-bench/gpu.sh runs it. Every result is compared with its peers' before it is timed.
+bench/gpu.sh runs it. Every result is compared with the peers' results before it is timed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bench.gpu.cases import Case, cases
-from bench.gpu.devices import LEAST, MOST, contradicts, known_gpu
+from bench.gpu.devices import MAX_RATIO, MIN_RATIO, contradicts, known_gpu
 from bench.gpu.expected import expected_cases
 from bench.gpu.int8_cases import int8_cases
 from bench.gpu.kept import Kept, about
@@ -39,7 +39,7 @@ def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def measure(case: Case, dtype: torch.dtype, device: torch.device, rounds: int) -> dict[str, Any]:
-    """One row. A peer that fails or disagrees is named with the reason and not timed."""
+    """One row. A peer that fails or disagrees is listed with the reason and not timed."""
     sets = [case.make() for _ in range(sets_needed(device, case.moved_bytes))]
     row: dict[str, Any] = {"op": case.op, "case": case.name, "dtype": str(dtype)[6:]}
     peers: dict[str, Any] = {}
@@ -97,7 +97,7 @@ def target_text(row: dict[str, Any]) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Markdown, with what it was measured on."""
+    """The table as Markdown, with a sentence on the measurement and the machine."""
     about = (
         f"{result['device']}, driver {result['driver']}, torch {result['torch']}, commit "
         f"{result['commit']}. Copy {result['copy'] / 1e9:.0f} GB/s (read and written), sum "
@@ -137,7 +137,8 @@ def table(result: dict[str, Any]) -> str:
         if row.get("finding")
     ]
     if found:
-        lines += ["", f"Findings: not {LEAST} to {MOST} times what the model expects.", *found]
+        limits = f"{MIN_RATIO} to {MAX_RATIO}"
+        lines += ["", f"Findings: not {limits} times what the model expects.", *found]
     return "\n".join(lines)
 
 
@@ -153,7 +154,7 @@ REPORTS = (
 
 
 def compare(row: dict[str, Any], expected_seconds: float | None) -> None:
-    """Put what the model of time expects beside what was measured; a contradiction is a finding."""
+    """Add the model's expected time to a measured row; a contradiction is a finding."""
     if expected_seconds is None:
         return
     row["expected"] = expected_seconds * 1e6
@@ -164,13 +165,13 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m bench gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--json", type=Path, help="where the rows go")
-    parser.add_argument("--only", action="append", help="an op; may be given several times")
+    parser.add_argument("--json", type=Path, help="the file for the rows")
+    parser.add_argument("--only", action="append", help="an op; may be repeated")
     parser.add_argument("--dtype", action="append", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="shrink every shape: tests the script")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--seconds", type=float, default=150, help="no case starts after these")
+    parser.add_argument("--seconds", type=float, default=150, help="no case starts after this time")
     return parser.parse_args(words)
 
 

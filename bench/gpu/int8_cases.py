@@ -1,7 +1,6 @@
-"""Products with int8 weights, a scale for each row: half of the bytes of 16-bit ones.
+"""Products with int8 weights and a scale for each row: half of the bytes of 16-bit weights.
 
-Peers are the same op, and cuBLAS, with the weights that the int8 ones stand for in the states'
-dtype.
+The peers are the same op and cuBLAS, with the dequantised weights in the states' dtype.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ BATCHES = (1, 8, 16)
 def int8_weight(
     out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[ops.Matrix, Tensor]:
-    """And the same in floats."""
+    """A random int8 weight, and the same weight in floats."""
     floats = torch.randn(out_features, in_features, device=device) * in_features**-0.5
     whole, scale = quantise_rows(floats)
     return ops.Matrix(whole, None, scale), dequantise_rows(whole, scale, dtype)
@@ -83,7 +82,7 @@ def head_work(
 
 
 def int8_cases(dtype: torch.dtype, device: torch.device, tiny: bool) -> Iterator[Case]:
-    """The products of a decoding step, which their weights' bytes bound."""
+    """The products of a decoding step, which are bound by the bytes of their weights."""
     models = (LLAMA_8B, LLAMA_1B)
     layers = [(model.hidden_size, model.qkv_size) for model in models]
     mlps = [(model.hidden_size, model.inner_size) for model in models]
@@ -99,6 +98,6 @@ def int8_cases(dtype: torch.dtype, device: torch.device, tiny: bool) -> Iterator
             yield Case(
                 op,
                 f"int8, {k} {arrow} {n}, B={b}",
-                per_row * n * (k + 4) + b * k * dtype.itemsize,  # and a little is written
+                per_row * n * (k + 4) + b * k * dtype.itemsize,  # without the small result
                 lambda b=b, k=k, n=n, work=work: work(b, k, n, dtype, device),
             )

@@ -1,7 +1,7 @@
-"""Rows of a benchmark on a GPU, in a file that is whole after each of them.
+"""Rows of a benchmark on a GPU, in a file that is complete after each row.
 
-A run that is cut off keeps what it had, and the next one of the same commit, device and settings
-goes on after it.
+An interrupted run keeps its rows, and the next run of the same commit, device and settings
+continues after them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench.harness.results import case_of, write_json
 
 Row = dict[str, Any]
 UNFINISHED = 3
-"""Exit code of a benchmark that had no time for all of its cases."""
+"""Exit code of a benchmark that did not have time for all of its cases."""
 SOURCES = ("CMakeLists.txt", "csrc", "include", "python", "bench", "tests")
 SUFFIXES = (".py", ".cpp", ".h", ".cu", ".cuh", ".txt")
 
@@ -43,7 +43,7 @@ def commit() -> str:
 
 
 def sources() -> str:
-    """The begin of a SHA-256 of all sources: a copy of a checkout may have no commit."""
+    """The beginning of a SHA-256 of all sources, as a copy of a checkout may have no commit."""
     digest = hashlib.sha256()
     for name in SOURCES:
         path = ROOT / name
@@ -64,7 +64,7 @@ def driver() -> str:
 
 
 def about(device: torch.device, **settings: Any) -> dict[str, Any]:
-    """What rows of one file have in common."""
+    """The fields that all rows of a file have in common."""
     on_gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
@@ -80,10 +80,9 @@ class Kept:
     """The figures of one run.
 
     Args:
-        file: where they go after each row; None: nowhere.
-        common: what all rows have in common, :func:`about`. A file that says something else is
-            begun anew.
-        names: of a row, under which it says which case it is.
+        file: the file that is written after each row; None: none.
+        common: the fields of :func:`about`. A file with different fields is replaced.
+        names: the fields that identify a row's case.
         finish: makes the table, which is printed at the end.
     """
 
@@ -98,44 +97,44 @@ class Kept:
         self.figures: dict[str, Any] = {**common, "not_run": [], "rows": []}
         before = _read(file)
         if before is not None and all(before.get(name) == common[name] for name in common):
-            # What failed is tried again.
+            # Failed cases are tried again.
             rows = [row for row in before.get("rows", ()) if "error" not in row]
             self.figures = {**before, "not_run": [], "rows": rows}
 
     @property
     def rows(self) -> list[Row]:
-        """All that there are, those of the run before among them."""
+        """All rows, including those of an earlier run."""
         rows: list[Row] = self.figures["rows"]
         return rows
 
     def find(self, **case: Any) -> Row | None:
-        """The row of a case, where there is one."""
+        """The row of a case; None if there is none."""
         wanted = case_of(case, self._names)
         return next((row for row in self.rows if case_of(row, self._names) == wanted), None)
 
     def add(self, row: Row) -> Row:
-        """Put a row to the others, and all of them into the file."""
+        """Add a row and write the file."""
         self.rows.append(row)
         self.write()
         return row
 
     def skip(self, what: str) -> None:
-        """Note a case for which no time was left."""
+        """Record a case for which no time was left."""
         if what not in self.figures["not_run"]:
             self.figures["not_run"].append(what)
 
     def note(self, **fields: Any) -> None:
-        """Put what was measured once for the run beside the rows."""
+        """Record figures of the whole run."""
         self.figures |= fields
 
     def write(self) -> None:
-        """The file again, and its table."""
+        """Write the file and its table."""
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             write_json(self._file, self.figures)
 
     def close(self) -> int:
-        """Print the table; the exit code."""
+        """Print the table; returns the exit code."""
         self.write()
         print("" if self._finish is None else self._finish(self.figures))
         return UNFINISHED if self.figures["not_run"] else 0

@@ -1,4 +1,4 @@
-"""How long each kernel of a decoding step takes in its graph, read by torch's profiler.
+"""The time of each kernel of a decoding step in its graph, by torch's profiler.
 
 python -m bench gpu-kernels [--model 135m 1b] [--batch 1 32] [--json FILE]
 
@@ -26,14 +26,14 @@ NAMES = ("model", "batch", "mode")
 
 
 def policies(num_layers: int) -> dict[str, Any]:
-    """Full depth, and a check that nobody passes."""
+    """The policies: full depth, and a check that no row passes."""
     half = num_layers // 2
     never = eecore.ConfidentExit(1.0 - 2.0**-24, exit_points=(half,))
-    return {"full": eecore.Full(), "a check that nobody passes": never}
+    return {"full": eecore.Full(), "a check that no row passes": never}
 
 
 def kernels_of(bench: Bench, policy: Any) -> list[dict[str, Any]]:
-    """The kernels of one run, by name: how many, and microseconds of each."""
+    """The kernels of one run by name, with their number and the microseconds of each."""
     engine = bench.engine("captured")
     bench.run(engine, policy)
     on_gpu = bench.model.device.type == "cuda"
@@ -55,7 +55,7 @@ def kernels_of(bench: Bench, policy: Any) -> list[dict[str, Any]]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Markdown: the kernels that take most."""
+    """The kernels that take most time, as Markdown."""
     lines = [
         f"{result['device']}, torch {result['torch']}, commit {result['commit']}: kernels of a "
         "decoding step, those that take most. `python -m bench gpu-kernels`",
@@ -84,7 +84,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 32])
     parser.add_argument("--tokens", type=int, default=33)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--seconds", type=float, default=20, help="no case starts after these")
+    parser.add_argument("--seconds", type=float, default=20, help="no case starts after this time")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(words)
     if arguments.device == "cuda" and eecore.ops.missing_cuda_ops():

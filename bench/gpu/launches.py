@@ -1,4 +1,4 @@
-"""Kernels as the model of time sees them: grid, bytes, operations; how long they should take."""
+"""Kernels in the model of time: grid, bytes and operations, and their expected seconds."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from bench.gpu.devices import Gpu
 
-# Seconds that a kernel takes beside what it moves and multiplies: instructions and trips to memory
-# that wait for each other. From a count over its machine code of what one row takes after
-# griddepcontrol.wait, stall counts and 290 cycles for a load from L2 at 1.755 GHz, give or take
-# 20 %, and of products from what ops took on an H100 beside their bytes (2.2 to 3.0 us, the
-# boundary included). Not measured one by one; `bench gpu-kernels` does that.
+# Seconds of a kernel in addition to its bytes and operations: dependent instructions and memory
+# accesses. Counted over its machine code for one row after griddepcontrol.wait, with stall counts
+# and 290 cycles for a load from L2 at 1.755 GHz, accurate to 20 %; for products, from the times of
+# ops on an H100 less the times of their bytes (2.2 to 3.0 us, the boundary included). They are not
+# measured one by one; `bench gpu-kernels` does that.
 FEW_TRIPS = 0.4e-6
 LATENCIES = {
     "append_kv_float8_kernel": 1.0e-6,
@@ -33,8 +33,8 @@ LATENCIES = {
     "skinny_warpgroup_gated_kernel": 1.7e-6,
     "skinny_warpgroup_linear_kernel": 1.6e-6,
 }
-# The same of kernels that found out where rows and keys are after the wait: those of the run on an
-# H100 that bench/RESULTS.md shows.
+# The same for kernels that read the places of rows and keys after the wait: the kernels of the run
+# on an H100 in bench/RESULTS.md.
 LATENCIES_AFTER_THE_WAIT = {
     **LATENCIES,
     "paged_attention_float8_kernel": 4.5e-6,
@@ -52,16 +52,16 @@ class KernelLaunch:
         kernel: its name in include/eecore, without template arguments.
         grid: blocks in x and y.
         reads: bytes of global memory by operand, each byte once.
-        repeats: bytes by operand that blocks read once more, which the L2 cache gives.
+        repeats: bytes by operand that blocks read again, from the L2 cache.
         writes: bytes written to global memory.
-        workspace: bytes that it leaves to the next kernel of its call, or was left. The L2 cache
-            keeps them where they fit.
-        last_blocks, last_bytes: of the workspace what so many of its blocks read once all others
-            have ended.
+        workspace: bytes written for the next kernel of the call, or read from the previous one. The
+            L2 cache keeps them if they fit.
+        last_blocks: blocks that read the workspace after all other blocks have ended.
+        last_bytes: bytes of the workspace that these blocks read.
         flops: operations of the matrix instructions, padding included.
-        starts_early: it asks to start before the kernel ahead has ended (Launch::kAfterPrevious).
-        at_work: blocks that find something to do; None: all.
-        latency: seconds more than :data:`LATENCIES` says.
+        starts_early: whether it may start before the previous kernel ends (Launch::kAfterPrevious).
+        at_work: blocks that have work; None: all.
+        latency: seconds in addition to :data:`LATENCIES`.
     """
 
     kernel: str
@@ -83,27 +83,27 @@ class KernelLaunch:
 
     @property
     def moved_bytes(self) -> float:
-        """To and from memory, the workspace left out."""
+        """Bytes to and from memory, without the workspace."""
         return sum(self.reads.values()) + self.writes
 
 
 def set_condition() -> KernelLaunch:
-    """What runs ahead of an IF node."""
+    """The kernel before an IF node, which sets its condition."""
     return KernelLaunch("set_condition_kernel", (1, 1), {"flag": 1}, starts_early=False)
 
 
 @dataclass(frozen=True)
 class IfNode:
-    """A node of a graph that has a body, or passes over it."""
+    """A conditional node of a graph, which runs its body or skips it."""
 
 
 Node = KernelLaunch | IfNode
 
 
 def work_seconds(gpu: Gpu, launch: KernelLaunch) -> float:
-    """A kernel without its boundary: the longest of what memory, L2 and tensor cores take.
+    """Seconds of a kernel without its boundary: the longest of memory, L2 and tensor cores.
 
-    Fewer blocks than multiprocessors have their share of L2 and of the tensor cores alone.
+    A kernel with fewer blocks than multiprocessors gets only their share of L2 and tensor cores.
     """
     blocks = launch.blocks if launch.at_work is None else launch.at_work
     busy = min(1.0, blocks / gpu.num_multiprocessors)
@@ -124,26 +124,26 @@ def work_seconds(gpu: Gpu, launch: KernelLaunch) -> float:
 
 
 def seconds(gpu: Gpu, nodes: Sequence[Node], latencies: Mapping[str, float] = LATENCIES) -> float:
-    """Kernels one after the other in a graph, each with its boundary, its latency and its work.
+    """Seconds of consecutive kernels in a graph, each with its boundary, latency and work.
 
-    A kernel starts early only right behind another one, and an IF node is taken to cost a boundary
-    of its own: csrc/cuda/device.cu, may_start_early.
+    A kernel starts early only directly after another kernel, and an IF node is assumed to cost a
+    boundary of its own: csrc/cuda/device.cu, may_start_early.
     """
     total = 0.0
-    behind_kernel = True  # replays follow each other
+    after_kernel = True  # replays follow each other
     for node in nodes:
         if isinstance(node, IfNode):
             total += gpu.boundary
-            behind_kernel = False
+            after_kernel = False
             continue
-        early = node.starts_early and behind_kernel and gpu.capability >= 90
+        early = node.starts_early and after_kernel and gpu.capability >= 90
         total += gpu.early_boundary if early else gpu.boundary
         total += work_seconds(gpu, node)
         total += latencies.get(node.kernel, FEW_TRIPS) + node.latency
-        behind_kernel = True
+        after_kernel = True
     return total
 
 
 def kernels(nodes: Iterable[Node]) -> list[KernelLaunch]:
-    """Those of the nodes that are one."""
+    """The nodes that are kernels."""
     return [node for node in nodes if isinstance(node, KernelLaunch)]

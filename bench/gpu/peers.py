@@ -1,14 +1,14 @@
-"""What others reach on the same GPU in the same run: passes of whole models, attention, products.
+"""Speeds of peers on the same GPU in the same run: passes of models, attention, products.
 
 python -m bench gpu-peers [--json FILE] [--only PART ...] [--model 135m 1b 8b]
 
-``model``: a Llama of fixed shapes, cuBLAS's products and FlashInfer's kernels (torch's where it is
-not installed) in one CUDA graph, about what vLLM and SGLang run without their host; decoding,
-verification and time to first token. ``transformers``: its own model with a static cache, a step of
-which is captured. ``attention``: FlashInfer's paged kernels, also over sequences with different
-numbers of queries, and torch's SDPA (flash with causal_lower_right, cuDNN). ``products``: cuBLAS at
-8 to 288 rows. It needs torch alone; a peer that is not installed is named and passed over. Its
-kernels are built ahead by ``--build`` on a machine that has nvcc.
+``model``: a Llama of fixed shapes, cuBLAS's products and FlashInfer's kernels (torch's if it is not
+installed) in one CUDA graph, similar to vLLM and SGLang without their host; decoding, verification
+and time to first token. ``transformers``: its own model with a static cache, with a captured step.
+``attention``: FlashInfer's paged kernels, also over sequences with different numbers of queries,
+and torch's SDPA (flash with causal_lower_right, cuDNN). ``products``: cuBLAS at 8 to 288 rows. Only
+torch is required; a peer that is not installed is listed and skipped. ``--build`` builds the peers'
+kernels ahead on a machine that has nvcc.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from bench.gpu.static_llama import (
 from bench.gpu.timing import Call, matmul_rate, read_rate, time_calls
 
 BATCHES, PROMPT, DRAFTS = (1, 8, 32, 64), 128, 8
-NUM_KEYS = PROMPT + 32  # as in bench gpu-decode, half way through 64 more
+NUM_KEYS = PROMPT + 32  # as in bench gpu-decode, halfway through 64 more tokens
 FIRST_TOKENS = (128, 512, 2048)
 ROWS = (8, 32, 64, 72, 128, 288)
 PARTS = ("model", "transformers", "attention", "products")
@@ -53,7 +53,7 @@ COLUMNS = ("part", "model", "case", "peer", "us", "of read", "of matmul", "note"
 
 @dataclass(frozen=True)
 class Timed:
-    """A call of a peer, what it reads at least, and its operations."""
+    """A call of a peer, the bytes that it must read, and its operations."""
 
     call: Call
     num_bytes: float = 0.0
@@ -76,7 +76,7 @@ def is_installed(package: str) -> bool:
 
 
 def passes(tiny: bool) -> Iterator[tuple[str, Pass]]:
-    """Decoding, verification, prompts; each with its name."""
+    """The passes of decoding, verification and prompts, each with its name."""
     keys, drafts = (40, 3) if tiny else (NUM_KEYS, DRAFTS + 1)
     for batch in (1, 2) if tiny else BATCHES:
         yield f"decode, batch {batch}", Pass(batch, 1, keys)
@@ -87,7 +87,7 @@ def passes(tiny: bool) -> Iterator[tuple[str, Pass]]:
 
 
 def model_works(names: Sequence[str], device: torch.device, dtype: torch.dtype) -> Iterator[Work]:
-    """The static Llama of each model."""
+    """Cases of the static Llama of each model."""
     kernels = kernels_here(device, dtype)
     for name in names:
         shape = SHAPES[name]
@@ -115,10 +115,10 @@ def model_works(names: Sequence[str], device: torch.device, dtype: torch.dtype) 
 def transformers_works(
     names: Sequence[str], device: torch.device, dtype: torch.dtype
 ) -> Iterator[Work]:
-    """A decoding step of transformers' model with a static cache."""
+    """Cases of a decoding step of transformers' model with a static cache."""
     for name in names:
         if name == "8b":
-            continue  # it says nothing that 1b does not, and takes long to make
+            continue  # adds nothing to 1b, and takes long to make
         for batch in (1,) if name == "tiny" else (1, 32):
 
             def made(shape: LlamaShape = SHAPES[name], batch: int = batch) -> Timed:
@@ -132,7 +132,7 @@ def transformers_works(
 def transformers_step(
     shape: LlamaShape, batch: int, num_keys: int, device: torch.device, dtype: torch.dtype
 ) -> Call:
-    """One step of transformers' model at a fixed place: the cache is set back after it."""
+    """One step of transformers' model at a fixed position: the cache is reset after it."""
     from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
     config = LlamaConfig(
@@ -165,7 +165,7 @@ def transformers_step(
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Sequences with numbers of queries of their own, over equally many keys."""
+    """Sequences with different numbers of queries, over equally many keys."""
 
     name: str
     queries: tuple[int, ...]
@@ -220,18 +220,18 @@ class AttentionInputs:
 
     @property
     def moved_bytes(self) -> int:
-        """All keys and values once, queries and results."""
+        """Bytes of all keys and values once, of queries and of results."""
         return self.k.nbytes + self.v.nbytes + 2 * self.q.nbytes
 
     @property
     def flops(self) -> float:
-        """Of both products, keys that a query does not see left out."""
+        """Operations of both products, without the keys that a query does not see."""
         num_q_heads, _, size = self.case.heads
         keys = sum(m * (self.case.num_keys - (m - 1) / 2) for m in self.case.queries)
         return 4.0 * num_q_heads * size * keys
 
     def sdpa(self, backend: SDPBackend | None) -> Call:
-        """torch's, over contiguous keys; sequences are equally long."""
+        """torch's SDPA over contiguous keys of equally long sequences."""
         batch, queries = len(self.case.queries), self.case.queries[0]
         q = self.q.view(batch, queries, *self.q.shape[1:]).transpose(1, 2)
         mask = causal_lower_right(queries, self.case.num_keys) if queries > 1 else None
@@ -249,7 +249,7 @@ class AttentionInputs:
         return attend if backend is None else chosen
 
     def one_by_one(self) -> Tensor:
-        """What is right, a sequence at a time in float32."""
+        """The reference result, one sequence at a time in float32."""
         found, first = [], 0
         for i, count in enumerate(self.case.queries):
             q = self.q[first : first + count].float().transpose(0, 1)[None]
@@ -262,7 +262,7 @@ class AttentionInputs:
         return torch.cat(found)
 
     def flashinfer(self, backend: str) -> Call:
-        """FlashInfer's paged kernels, planned outside of the timing."""
+        """FlashInfer's paged kernels, planned before the timing."""
         import flashinfer
 
         def integers(values: Any) -> Tensor:
@@ -287,13 +287,13 @@ class AttentionInputs:
         return lambda: wrapper.run(self.q, self.cache)
 
     def peers(self) -> dict[str, Callable[[], Call]]:
-        """Of this case, on this device."""
+        """The peers of this case on this device, by name."""
         found: dict[str, Callable[[], Call]] = {}
         on_gpu = self.device.type == "cuda"
         if self.is_even:
             backend = SDPBackend.FLASH_ATTENTION if on_gpu else None
             found["SDPA, flash" if on_gpu else "SDPA"] = lambda: self.sdpa(backend)
-            # cuDNN's is only asked where no mask says which keys a query sees.
+            # cuDNN is only measured without a mask.
             if on_gpu and self.case.queries[0] in (1, self.case.num_keys):
                 found["SDPA, cuDNN"] = lambda: self.sdpa(SDPBackend.CUDNN_ATTENTION)
         if on_gpu and is_installed("flashinfer"):
@@ -304,7 +304,7 @@ class AttentionInputs:
 
 
 def attention_works(tiny: bool, device: torch.device, dtype: torch.dtype) -> Iterator[Work]:
-    """Each peer of each case; its results are compared before it is timed."""
+    """Cases of each peer of each attention; results are compared before they are timed."""
     for case in attention_cases(tiny):
         inputs = AttentionInputs(case, device, dtype)
         model = "/".join(map(str, case.heads[:2])) + f" heads of {case.heads[2]}"
@@ -322,7 +322,7 @@ def attention_works(tiny: bool, device: torch.device, dtype: torch.dtype) -> Ite
 
 
 def product_works(names: Sequence[str], device: torch.device, dtype: torch.dtype) -> Iterator[Work]:
-    """torch.mm of each matrix of a layer, and of the LM head."""
+    """Cases of torch.mm with each matrix of a layer and with the LM head."""
     for name in names:
         shape = SHAPES[name]
         hidden, inner = shape.hidden_size, shape.intermediate_size
@@ -339,7 +339,7 @@ def product_works(names: Sequence[str], device: torch.device, dtype: torch.dtype
 
             def made(k: int = k, n: int = n, rows: int = rows) -> Timed:
                 x = torch.randn(rows, k, device=device).to(dtype)
-                # Weights that take turns are not found in the cache.
+                # Weights take turns, so that the cache does not hold them.
                 several = max(1, (256 << 20) // (k * n * dtype.itemsize))
                 count = min(several, 64) if device.type == "cuda" else 1
                 turns = itertools.cycle(
@@ -354,7 +354,7 @@ def product_works(names: Sequence[str], device: torch.device, dtype: torch.dtype
 def works(
     parts: Sequence[str], names: Sequence[str], device: torch.device, dtype: torch.dtype
 ) -> Iterator[Work]:
-    """All that is timed, what is likeliest to be needed first."""
+    """All cases, the most important first."""
     if "model" in parts:
         yield from model_works(names, device, dtype)
     if "transformers" in parts:
@@ -369,7 +369,7 @@ def works(
 
 
 def measured(work: Work, device: torch.device, rounds: int) -> dict[str, Any]:
-    """The row of one peer; one that fails is named with the reason."""
+    """The row of one peer; a failure is recorded with the reason."""
     row = {"part": work.part, "model": work.model, "case": work.case, "peer": work.peer}
     try:
         timed = work.make()
@@ -384,7 +384,7 @@ def measured(work: Work, device: torch.device, rounds: int) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Markdown."""
+    """The table as Markdown."""
     lines = [
         f"{result['device']}, driver {result['driver']}, torch {result['torch']}, commit "
         f"{result['commit']}. Peers alone, captured in CUDA graphs; random weights. "
@@ -406,10 +406,10 @@ def table(result: dict[str, Any]) -> str:
 
 
 def build_ahead() -> int:
-    """Compile FlashInfer's modules for these shapes, where nvcc is; no GPU is needed.
+    """Compile FlashInfer's modules for these shapes; this needs nvcc, but no GPU.
 
-    They are put into the installed package, where it looks before it compiles anything.
-    FLASHINFER_CUDA_ARCH_LIST=9.0a says for what.
+    They are put into the installed package, which looks there before it compiles a module.
+    FLASHINFER_CUDA_ARCH_LIST=9.0a sets the architecture.
     """
     if not is_installed("flashinfer"):
         print("gpu-peers: flashinfer is not installed: nothing is built", file=sys.stderr)
@@ -456,7 +456,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--model", nargs="+", choices=list(SHAPES), default=["1b", "135m", "8b"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=60, help="no case starts after these")
+    parser.add_argument("--seconds", type=float, default=60, help="no case starts after this time")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--build", action="store_true", help="FlashInfer's modules, no timing")
     arguments = parser.parse_args(words)

@@ -1,8 +1,9 @@
-"""What an op launches on CUDA, from its arguments' shapes: the launchers of csrc/cuda in short.
+"""The launches of an op on CUDA, from its arguments' shapes: the launchers of csrc/cuda in short.
 
-A grid depends on the number of multiprocessors, who makes rows ready on shared memory. Values on
-the device are not looked at: a call is taken to use all that its shapes have room for, unless
-``Known`` says otherwise. The tests hold grids and bytes to what the emulator counts.
+A grid depends on the number of multiprocessors, and the kernel that makes rows ready on shared
+memory.
+Values on the device are not read: a call is assumed to use the full sizes of its tensors, unless
+``Known`` has other values. The tests compare grids and bytes with the counts of the emulator.
 """
 
 from __future__ import annotations
@@ -94,13 +95,13 @@ MEASURED_WITH = frozenset(
     {"previous", "weight1", "bias1", "weight2", "bias2", "norm_weight", "lm_head"}
     | {"lm_head_scale", "lm_head_table"}
 )
-"""What is measured, and with what, within a call of another op."""
-LEAVING_ROWS, LEAVING_STATES = 32, 8
-"""Rows that one block goes on with: those that others measured, and those that it did itself."""
+"""Inputs of the confidence measures within a call of another op."""
+EXITING_ROWS = 32  # rows that one block can exit after another kernel measured them
+EXITING_STATES = 8  # rows that one block can measure and exit by itself
 
 
 def _measuring(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
-    """What a call of another op measures first."""
+    """The kernels by which a call of another op first measures confidence."""
     for name, op in (("lm_head", "softmax"), ("previous", "cosine"), ("weight1", "mlp")):
         if call.arguments.get(name) is not None:
             given = {"num_survivors": None, **call.arguments}
@@ -109,14 +110,14 @@ def _measuring(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
     return []
 
 
-def _going_on(last: KernelLaunch, behind: KernelLaunch, grid: tuple[int, int]) -> KernelLaunch:
-    """A kernel that does the work of the one behind it too."""
-    reads = {**last.reads, **{f"{name}, behind": n for name, n in behind.reads.items()}}
-    return replace(last, grid=grid, reads=reads, writes=last.writes + behind.writes)
+def _going_on(last: KernelLaunch, after: KernelLaunch, grid: tuple[int, int]) -> KernelLaunch:
+    """A kernel that also does the work of the kernel after it."""
+    reads = {**last.reads, **{f"{name}, after": n for name, n in after.reads.items()}}
+    return replace(last, grid=grid, reads=reads, writes=last.writes + after.writes)
 
 
 def exit_rows(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
-    """Every row leaves, with its state."""
+    """The kernels if every row exits, with its state."""
     launches = _measuring(call, device, known)
     rows = {
         name: nbytes(x)
@@ -127,7 +128,7 @@ def exit_rows(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
     written = sum(size for name, size in rows.items() if name in call.written - MEASURED)
     reads = {"hidden": states[0], "rows": sum(rows.values())}
     own = KernelLaunch("exit_rows_kernel", (1, 1), reads, writes=states[0] + written)
-    most = LEAVING_ROWS if len(launches) > 1 else LEAVING_STATES
+    most = EXITING_ROWS if len(launches) > 1 else EXITING_STATES
     if not launches or call["hidden"].shape[0] > most:
         return [*launches, own]
     return [*launches[:-1], _going_on(launches[-1], own, (1, 1))]
@@ -136,7 +137,7 @@ def exit_rows(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
 def place_head(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
     launches = _measuring(call, device, known)
     if known.tokens_known and call["kind"] is not None and launches:
-        # Its blocks look at the kinds, and at nothing else.
+        # Its blocks read only the kinds of rows.
         kinds = {"kind": call.bytes_of("kind")}
         product, summary = (KernelLaunch(each.kernel, each.grid, kinds) for each in launches[-2:])
         return [*launches[:-2], product, summary]
@@ -156,9 +157,9 @@ def one_pass(
     *,
     parts: Mapping[str, str] | None = None,
 ) -> Plan:
-    """A kernel that reads all its tensors, and writes those that it changes.
+    """The plan of one kernel that reads all its tensors and writes those that it changes.
 
-    ``parts``: tensors of which it touches as many bytes as another one has.
+    ``parts``: tensors of which it only accesses as many bytes as the given other tensor has.
     """
     sizes_of = parts or {}
 
@@ -177,7 +178,7 @@ def one_pass(
 
 
 def greedy_or_sampled(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
-    """A warp for each sequence that is greedy, a block for each that samples."""
+    """The plan with a warp for each greedy sequence and a block for each sampling sequence."""
     num_seqs = call["draft_start_loc"].shape[0] - 1
     if call["target_tokens"] is not None:
         made = one_pass(lambda _: ceil_div(num_seqs, 4), "speculative_accept_greedy_kernel")
@@ -187,7 +188,7 @@ def greedy_or_sampled(call: Call, device: Device, known: Known) -> list[KernelLa
 
 
 def share_kv(call: Call, _: Device, known: Known) -> list[KernelLaunch]:
-    """A block for each row and layer, of which those of skipped layers copy."""
+    """A kernel with a block for each row and layer; the blocks of skipped layers copy."""
     exits, cache = call["exit_layer"], call["k_cache"]
     rows, layers, loop = len(exits), len(cache), call["loop_layers"]
     if not rows or not layers:
@@ -208,7 +209,7 @@ def share_kv(call: Call, _: Device, known: Known) -> list[KernelLaunch]:
 
 
 ONE_BLOCK = one_pass(lambda _: 1)
-"""Of the ops that have no plan of their own."""
+"""The plan of ops that have no plan of their own."""
 
 PLANS: dict[str, Plan] = {
     "add_normed": one_pass(lambda call: call["x"].shape[0]),
@@ -236,6 +237,6 @@ def plan(call: Call, device: Device, known: Known | None = None) -> list[KernelL
     """The kernels of a call.
 
     Raises:
-        NotImplementedError: there is no plan of what it is asked for.
+        NotImplementedError: the op or its arguments have no plan.
     """
     return PLANS.get(call.op, ONE_BLOCK)(call, device, known or Known())

@@ -1,4 +1,4 @@
-"""What ops of one pass over a weight launch: csrc/cuda/skinny_launch.cuh and its ops in short."""
+"""The launches of ops with one pass over a weight: csrc/cuda/skinny_launch.cuh in short."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from bench.gpu.launches import KernelLaunch
 
 WARPS = 8  # of a block
 HEAD_M_TILES = 2
-HEAD_TILES = 4  # of 8 rows in a pass over it
-HEAD_TILE_ROWS = 16 * HEAD_M_TILES  # of the head, to a warp
-MANY_ROWS = 96  # in a pass over the head whose blocks share rows
-MANY_STAGE_BYTES, MANY_STAGES = MANY_ROWS * 192, 3  # of those rows; as few as pay
+HEAD_TILES = 4  # tiles of 8 rows in a pass over the head
+HEAD_TILE_ROWS = 16 * HEAD_M_TILES  # rows of the head for a warp
+MANY_ROWS = 96  # rows in a pass over the head whose blocks share rows
+MANY_STAGE_BYTES = MANY_ROWS * 192  # of the shared rows
+MANY_STAGES = 3  # the fewest stages that pay
 SUMMARY_WARPS = 4
 SUMMARY_BYTES = 16
 FEW_ROWS = 8
-L1_BYTES = 64 << 10  # that the ring of a weight leaves, about
-MOST_FILL_SLICES = 4
-MANY_ROWS_LATENCY = 1.2e-6  # of a block that makes more than a few rows ready
-MAX_ROWS_IN_BLOCKS = 32  # of 16 bits that a block makes ready itself, or whose heads it appends
-STAGE_BYTES = 32 * WARPS * 64  # of 16 rows of a weight to a warp
-PACKED_STAGE_BYTES = WARPS * 4 * 608  # slots of 4 blocks
+L1_BYTES = 64 << 10  # free beside the ring of a weight, about
+MAX_FILL_SLICES = 4
+MANY_ROWS_LATENCY = 1.2e-6  # seconds of a block that makes more than a few rows ready
+MAX_ROWS_IN_BLOCKS = 32  # 16-bit rows that a block makes ready or whose heads it appends
+STAGE_BYTES = 32 * WARPS * 64  # 16 rows of a weight for each warp
+PACKED_STAGE_BYTES = WARPS * 4 * 608  # slots of 4 blocks for each warp
 PACKED_CHUNK, BLOCK_COLUMNS = 128, 32
 WARPGROUP_ROWS, MAX_WARPGROUP_SLICES = 64, 2
 
@@ -38,10 +39,10 @@ class Rows:
     """Rows of x as a product reads them.
 
     Args:
-        count: how many.
-        size: elements of each.
-        dtype: of them.
-        packed: whether the weight is.
+        count: the number of rows.
+        size: elements of a row.
+        dtype: the dtype of the elements.
+        packed: whether the weight is packed.
     """
 
     count: int
@@ -51,7 +52,7 @@ class Rows:
 
     @property
     def chunk(self) -> int:
-        """Elements of what a warp takes of a row."""
+        """Elements of a row that a warp takes at a time."""
         return PACKED_CHUNK if self.packed else 128 // self.dtype.itemsize
 
     @property
@@ -60,7 +61,7 @@ class Rows:
 
     @property
     def row_bytes(self) -> int:
-        """With what fills up its last chunk, or block of a packed weight."""
+        """Bytes of a row, with the padding of its last chunk or block of a packed weight."""
         step = BLOCK_COLUMNS if self.packed else self.chunk
         return ceil_div(self.size, step) * step * self.dtype.itemsize
 
@@ -74,7 +75,7 @@ class Rows:
 
 
 def rms_norm(rows: Rows, norm_bytes: int) -> KernelLaunch:
-    """Rows made ready in the workspace; each block reads the norm's weight."""
+    """The kernel that makes rows ready in the workspace; each block reads the norm's weight."""
     return KernelLaunch(
         "rms_norm_kernel",
         (rows.count, 1),
@@ -85,7 +86,7 @@ def rms_norm(rows: Rows, norm_bytes: int) -> KernelLaunch:
 
 
 class Made(Enum):
-    """Where rows of x are made ready for a product: not at all where it can read x as it is."""
+    """Where rows of x are made ready for a product, if it cannot read x directly."""
 
     NOWHERE = auto()
     AHEAD = auto()
@@ -93,7 +94,7 @@ class Made(Enum):
 
 
 def must_be_made(rows: Rows, x: Tensor, norm: Tensor | None) -> bool:
-    """Whether a product cannot read x where it is."""
+    """Whether a product cannot read x directly."""
     return (
         norm is not None
         or rows.row_bytes != rows.size * rows.dtype.itemsize
@@ -104,7 +105,7 @@ def must_be_made(rows: Rows, x: Tensor, norm: Tensor | None) -> bool:
 def blocks_make_rows(
     rows: Rows, m_tiles: int, slices: int, blocks: int, device: Device, own_bytes: int
 ) -> bool:
-    """Whether shared memory has room for them beside enough stages of the weight."""
+    """Whether shared memory has room for the rows and for enough stages of the weight."""
     if rows.count > (FEW_ROWS if rows.packed else most_in_blocks(rows)):
         return False
     stage = m_tiles * (PACKED_STAGE_BYTES if rows.packed else STAGE_BYTES)
@@ -118,7 +119,7 @@ def blocks_make_rows(
 
 
 def most_in_blocks(rows: Rows) -> int:
-    """Rows that blocks make ready or append, of a weight that is not packed."""
+    """The largest number of rows that blocks make ready or append, for an unpacked weight."""
     return FEW_ROWS if rows.dtype == torch.float32 else MAX_ROWS_IN_BLOCKS
 
 
@@ -151,11 +152,10 @@ def product(
     writes: float = 0.0,
     workspace: float = 0.0,
 ) -> KernelLaunch:
-    """A pass over the weight for each group of rows, all of which every tile reads.
+    """The kernel with a pass over the weight for each group of rows; every tile reads the group.
 
-    The last tile reads the last row of the weight in place of those that it lacks. L1 keeps rows of
-    x from one tile of a block to the next where there is room for them, and for tiles that are
-    multiplied side by side.
+    The last tile reads the weight's last row in place of missing rows. L1 keeps rows of x from one
+    tile of a block to the next if they fit, and for tiles that are multiplied side by side.
     """
     groups = ceil_div(rows.count, 8 * n_tiles)
     read_rows = tiles * tile_rows
@@ -226,7 +226,7 @@ def by_warpgroups(
 
 
 def weight_bytes_of(call: Call, rows: int) -> int:
-    """Of a matrix of so many rows; packed ones are taken to be all that their bytes hold."""
+    """Bytes of a matrix of ``rows`` rows; all bytes of a packed one."""
     weight, scale, table = (call[name] for name in ("weight", "weight_scale", "weight_table"))
     if scale is not None:
         raise NotImplementedError(f"{call.op}: no plan of int8 weights")
@@ -260,7 +260,7 @@ def append_kv(call: Call, _: Device, __: Known) -> list[KernelLaunch]:
 def append_launch(
     call: Call, num_tokens: int, num_kv_heads: int, num_q_heads: int, item: int
 ) -> KernelLaunch:
-    """append_kv as a kernel of its own, of heads of so many bytes a number."""
+    """append_kv as a kernel of its own, for heads of ``item`` bytes a number."""
     cache, cos_sin = call["k_cache"], call["cos_sin"]
     head_dim, is_float8 = cache.shape[3], cache.dtype == torch.float8_e4m3fn
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
@@ -284,7 +284,7 @@ def append_launch(
 
 
 def append_reads(call: Call, num_tokens: int) -> dict[str, float]:
-    """What heads are rotated by, and where they go."""
+    """Bytes of the rotary angles and of the slots."""
     cos_sin = call["cos_sin"]
     return {
         "cos_sin": 0 if cos_sin is None else num_tokens * cos_sin.shape[1] * 4,
@@ -293,7 +293,7 @@ def append_reads(call: Call, num_tokens: int) -> dict[str, float]:
 
 
 def blocks_append(call: Call, rows: Rows) -> bool:
-    """Whether those of the product do, so that there is no kernel behind it."""
+    """Whether the product's blocks also append, so that no kernel follows."""
     cos_sin = call["cos_sin"]
     return (
         rows.count <= most_in_blocks(rows)
@@ -459,7 +459,7 @@ def exit_confidence_softmax(call: Call, device: Device, _: Known) -> list[Kernel
 
 
 def is_many(rows: Rows, device: Device) -> bool:
-    """Whether blocks share rows of x in shared memory, with enough chunks of them on the way."""
+    """Whether blocks share rows of x in shared memory, with enough chunks in flight."""
     if rows.count <= 8 * HEAD_TILES or rows.packed or rows.dtype == torch.float32:
         return False
     room = device.shared_bytes - 512 - WARPS * MANY_ROWS * SUMMARY_BYTES
@@ -498,7 +498,7 @@ def kv_fill(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
     units, read_rows = num_heads, kv_size
     if in_pairs:
         slices = choose_slices(kv_size, rows.num_chunks, device)
-        slices = min(slices, MOST_FILL_SLICES)
+        slices = min(slices, MAX_FILL_SLICES)
         units = ceil_div(kv_size, 16 * m_tiles * (WARPS // slices))
         read_rows = units * 16 * m_tiles * (WARPS // slices)
     resident = (2 if m_tiles == 1 else 1) * device.num_multiprocessors

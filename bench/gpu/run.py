@@ -1,10 +1,10 @@
-"""The plan of a run on a GPU: what tells most comes first, each step under a limit.
+"""The plan of a run on a GPU: the most important steps first, each with a time limit.
 
 python -m bench gpu-run [FOLDER [PART ...]] [--seconds 540] [--show]
 
 FOLDER gets gpu-<device>[-peers|-decode|-variants|-kernels].json, written row by row, one .log and
-one .md. A step that has passed for this commit and device is not run again: a second call goes on
-where the first was cut off. bench/gpu.sh runs it.
+one .md. A step that has passed for this commit and device is not run again: a second call continues
+an interrupted first one. bench/gpu.sh runs it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bench.harness.results import write_json
 FOLDER = ROOT / "build" / "gpu"
 SECONDS = 540
 MIN_SECONDS = 5
-"""With less time left no step is started."""
+"""The remaining time below which no step is started."""
 KILL_SECONDS = 10
 OUTCOMES = {0: "passed", UNFINISHED: "no time was left for all of it"}
 SUMMARY = re.compile(r"\d+ (?:passed|failed|error)|ERROR SUMMARY|RACECHECK SUMMARY")
@@ -51,11 +51,11 @@ class Step:
     """One command of the plan.
 
     Args:
-        name: of the step.
-        part: what it belongs to; a call may name some.
-        seconds: after which it is ended.
+        name: the step's name.
+        part: the part that it belongs to; a call may name parts.
+        seconds: its time limit.
         words: the command.
-        variables: of its environment, besides those that are there.
+        variables: additional environment variables.
     """
 
     name: str
@@ -66,11 +66,11 @@ class Step:
 
 
 def plan(folder: Path, device: str, archs: str) -> list[Step]:
-    """All steps, in their order: those of the nine minutes, then those that are named alone.
+    """All steps in order: those of the default run, then those that must be named.
 
     Args:
-        folder: of the results.
-        device: its name in names of files.
+        folder: the folder of the results.
+        device: the device's name in names of files.
         archs: CUDA architectures to build for.
     """
     python = sys.executable
@@ -86,7 +86,7 @@ def plan(folder: Path, device: str, archs: str) -> list[Step]:
             *("--durations=5", *side_by_side, *words),
         )
 
-    # FlashInfer compiles nothing while a GPU waits: its modules are there, or it is left out.
+    # FlashInfer must not compile while a GPU waits: without built modules it is left out.
     built_ahead = {"FLASHINFER_DISABLE_JIT": "1", "FLASHINFER_USE_CUDA_NORM": "1"}
     only_cuda = ("-k", "cuda and not emulated")
     reduced, on_cuda = {"EECORE_REDUCED_CASES": "1"}, {"EECORE_TEST_DEVICE": "cuda"}
@@ -132,7 +132,7 @@ def plan(folder: Path, device: str, archs: str) -> list[Step]:
         Step("tests", "tests", 72, pytest(*TESTS, *only_cuda), reduced),
         Step("never run", "tests", 55, pytest(*NEVER_RUN), {**reduced, **on_cuda}),
         Step("memcheck", "memcheck", 45, (*sanitize, "memcheck")),
-        # Beyond the nine minutes: these are run where they are named.
+        # Steps that only run if they are named.
         Step("runtime", "runtime", 240, pytest(*RUNTIME), on_cuda),
         Step("racecheck", "racecheck", 150, (*sanitize, "racecheck")),
         Step("all tests", "all-tests", 240, pytest(*TESTS, *only_cuda)),
@@ -149,7 +149,7 @@ def has(package: str) -> bool:
 
 
 def chosen(steps: Sequence[Step], parts: Sequence[str]) -> list[Step]:
-    """The steps of these parts, the build always; of all but those by name alone without any."""
+    """The build and the steps of these parts; without parts, all but BY_NAME_ALONE."""
     if parts:
         return [step for step in steps if step.part in ("build", *parts)]
     return [step for step in steps if step.part not in BY_NAME_ALONE]
@@ -159,7 +159,7 @@ def here() -> tuple[str, str, str]:
     """The GPU's name, its name in names of files, and its architecture for CMake.
 
     Raises:
-        SystemExit: there is none that can be used.
+        SystemExit: there is no usable GPU.
     """
     import torch
 
@@ -183,7 +183,7 @@ def file_name(device: str) -> str:
 
 
 class Record:
-    """How steps ended, in a file that is whole after each of them."""
+    """The outcomes of steps, in a file that is complete after each step."""
 
     def __init__(self, file: Path, device: str, now: str) -> None:
         self._file = file
@@ -200,14 +200,14 @@ class Record:
         return self.steps.get(step.name, {}).get("outcome") == "passed"
 
     def add(self, step: Step, outcome: str, seconds: float, summary: str) -> None:
-        """Put how a step ended in place of how it ended before."""
+        """Record the outcome of a step in place of its earlier outcome."""
         said = {"step": step.name, "outcome": outcome, "seconds": round(seconds, 1)}
         self.steps[step.name] = {**said, "summary": summary}
         write_json(self._file, {**self._common, "steps": [*self.steps.values()]})
 
 
 def run_step(step: Step, limit: float, log: Path) -> tuple[str, str]:
-    """How a step ended, and the lines of its output that sum up; all of it goes to the log."""
+    """Run a step; its outcome and the summary lines of its output, which goes to the log."""
     own = os.pathsep.join(["python", *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = {**os.environ, "PYTHONPATH": own, "PYTHONUNBUFFERED": "1", **step.variables}
     with log.open("ab") as output:
@@ -221,7 +221,7 @@ def run_step(step: Step, limit: float, log: Path) -> tuple[str, str]:
                 env=variables,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                preexec_fn=os.setpgrp,  # a step is ended with all that it has started
+                preexec_fn=os.setpgrp,  # so that a step's child processes end with it
             )
         except OSError as error:
             return f"FAILED ({error.strerror})", ""
@@ -230,7 +230,7 @@ def run_step(step: Step, limit: float, log: Path) -> tuple[str, str]:
             outcome = OUTCOMES.get(status, f"FAILED ({status})")
         except subprocess.TimeoutExpired:
             outcome = f"not finished in {limit:.0f} s"
-        finally:  # also where this run is ended
+        finally:  # also if this run is ended
             end(running)
     with log.open("rb") as written:
         written.seek(begin)
@@ -242,7 +242,7 @@ def run_step(step: Step, limit: float, log: Path) -> tuple[str, str]:
 
 
 def end(running: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it has started."""
+    """End a process and its child processes."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(running.pid, number)
@@ -254,10 +254,10 @@ def end(running: subprocess.Popen[bytes]) -> None:
 
 
 def run_all(steps: Sequence[Step], record: Record, log: Path, seconds: float) -> bool:
-    """Run what has not passed yet, as long as there is time; whether nothing has failed.
+    """Run the steps that have not passed yet, while time is left; whether no step has failed.
 
     Raises:
-        SystemExit: the build has failed: nothing after it could run.
+        SystemExit: the build has failed, so that no step can run.
     """
     begin, good = time.monotonic(), True
     for step in steps:

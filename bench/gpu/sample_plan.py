@@ -1,4 +1,4 @@
-"""What sample_tokens launches on CUDA: csrc/cuda/sample_tokens.cu in short."""
+"""The launches of sample_tokens on CUDA: csrc/cuda/sample_tokens.cu in short."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from bench.gpu.calls import Call, Known, ceil_div, nbytes
 from bench.gpu.devices import Device
 from bench.gpu.launches import KernelLaunch
 
-CHUNK, MOST_SLICES = 2048, 128
+CHUNK = 2048  # logits
+MAX_SLICES = 128  # of a row
 DIGIT_BYTES = 1024 * (4 + 8)
-"""Of a row's counts and masses by the first digit of keys."""
-NUMBERS_BYTES, SIFTED_BYTES = 32, 24
-"""What is known of a slice."""
+"""Bytes of a row's counts and masses by the first digit of keys."""
+NUMBERS_BYTES = 32  # of a slice
+SIFTED_BYTES = 24  # of a slice
 
 
 def slices_of(vocab_size: int) -> int:
     chunks = ceil_div(vocab_size, CHUNK)
-    return ceil_div(vocab_size, CHUNK * ceil_div(chunks, MOST_SLICES))
+    return ceil_div(vocab_size, CHUNK * ceil_div(chunks, MAX_SLICES))
 
 
 def sample_tokens(call: Call, _: Device, __: Known) -> list[KernelLaunch]:
-    """Every row is taken to draw, with filters that count digits and leave hardly a key open."""
+    """The kernels if every row samples, with filters that count digits and keep few keys."""
     logits = call["logits"]
     num_rows, vocab_size = logits.shape
     slices = slices_of(vocab_size)

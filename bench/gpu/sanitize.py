@@ -1,10 +1,10 @@
-"""Tests of the backend cuda under a tool of compute-sanitizer, a process for each file.
+"""Tests of the backend cuda under a tool of compute-sanitizer, one process for each file.
 
 python -m bench.gpu.sanitize memcheck|racecheck [--sanitizer PROGRAM] [--one-in N] [PATH...]
 
-Of the cases every N-th; of programs, memcheck alone: racecheck ends with a fault of its own in
-graphs that have conditional nodes (seen with CUDA 13.0). What a file's tests said is printed whole
-where it failed; the last line sums up. bench/gpu.sh runs it.
+Every N-th case is run. Programs are only tested by memcheck: racecheck crashes in graphs with
+conditional nodes (seen with CUDA 13.0). The output of a file's tests is printed if they fail; the
+last line is a summary. bench/gpu.sh runs it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ OPS = ("tests/ops",)
 PROGRAMS = ("tests/decoding/test_cuda_path.py", "tests/decoding/test_programs.py")
 FOUND, NO_TESTS = 9, 5  # exit codes: the sanitizer's when it finds something, and pytest's
 VARIABLES = {"EECORE_REDUCED_CASES": "1", "PYTEST_ADDOPTS": ""}
-# Each tensor has an allocation of its own then; a graph's memory would not stay, though.
+# Gives each tensor an allocation of its own; graphs need the cached memory to stay.
 OF_OPS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 def files_of(paths: Sequence[str]) -> list[Path]:
-    """The test files in folders, and those that are named."""
+    """The test files of folders, and the files among the paths."""
     found = [ROOT / path for path in paths]
     return [file for path in found for file in ([path] if path.is_file() else path.glob("test_*"))]
 
 
 def run(command: Sequence[str], file: Path, one_in: int) -> tuple[int, str]:
-    """How a command on a file of tests ended, and what it said."""
+    """The exit code of a command on a file of tests, and its output."""
     variables = {**VARIABLES, **(OF_OPS if file.parent.name == "ops" else {})}
     done = subprocess.run(
         [*command, str(file)],
@@ -54,9 +54,9 @@ def main(words: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("tool", choices=["memcheck", "racecheck"])
-    parser.add_argument("paths", nargs="*", help="of tests, from the checkout")
+    parser.add_argument("paths", nargs="*", help="paths of tests in the checkout")
     parser.add_argument("--sanitizer", default="compute-sanitizer")
-    parser.add_argument("--one-in", type=int, default=8, help="of the cases; 1 takes all")
+    parser.add_argument("--one-in", type=int, default=8, help="run every N-th case; 1 runs all")
     arguments = parser.parse_intermixed_args(words)
     checked = [arguments.sanitizer, "--error-exitcode", str(FOUND), "--tool", arguments.tool]
     tests = ["-m", "pytest", "-k", "cuda and not emulated", "-p", "no:cacheprovider"]

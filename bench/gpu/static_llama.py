@@ -1,9 +1,9 @@
-"""What serving engines run in a forward pass, without their host: a Llama of fixed shapes.
+"""A Llama of fixed shapes: the forward pass of a serving engine without its host.
 
 Its products are cuBLAS's (torch.mm); norms, rotary embedding, the cache and attention are
-FlashInfer's kernels where that is installed, else torch's. All tensors stay where they are, so that
-a pass can be captured into one CUDA graph. One shape is a decoding step (one query a sequence), a
-verification (a few) or a prompt (many). It needs torch alone, not eecore.
+FlashInfer's kernels if it is installed, else torch's. No tensor moves, so that a pass can be
+captured into one CUDA graph. A shape is a decoding step (one query a sequence), a verification (a
+few queries) or a prompt (many). This module needs only torch, not eecore.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Weights:
 
     @staticmethod
     def random(shape: LlamaShape, device: torch.device, dtype: torch.dtype) -> Weights:
-        """Seeded; the LM head is the embedding, as in small Llamas: the bytes are the same."""
+        """Seeded random weights; the LM head is the embedding, which reads the same bytes."""
         generator = torch.Generator(device).manual_seed(0)
 
         def matrix(rows: int, columns: int) -> Tensor:
@@ -96,7 +96,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Pass:
-    """Sequences of equal length, and how many of their last tokens are computed."""
+    """Sequences of equal length, and the number of last tokens that a pass computes."""
 
     batch: int
     num_queries: int
@@ -108,7 +108,7 @@ class Pass:
 
 
 class TorchKernels:
-    """What torch has: keys of a sequence lie side by side."""
+    """torch's kernels; the keys of a sequence are contiguous."""
 
     name = "cuBLAS and torch, one graph"
 
@@ -145,7 +145,7 @@ class TorchKernels:
         return torch.cat([a * self._cos - b * self._sin, b * self._cos + a * self._sin], dim=-1)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of [rows, heads, head_dim] over the cache, which gets its last keys first."""
+        """Attention of [rows, heads, head_dim] over the cache, after appending the new keys."""
         work, cache = self.work, self.caches[layer]
         q, k = self.rotated(q), self.rotated(k)
         new = (work.batch, work.num_queries, *k.shape[1:])
@@ -160,7 +160,7 @@ class TorchKernels:
 
 
 class FlashInferKernels(TorchKernels):
-    """FlashInfer's: keys lie in pages, in any order; planned once, outside of the graph."""
+    """FlashInfer's kernels; keys are in pages in any order; planned once, outside of the graph."""
 
     name = "cuBLAS and FlashInfer, one graph"
 
@@ -238,14 +238,14 @@ class FlashInferKernels(TorchKernels):
 
 
 class FlashInferWithoutNorms(FlashInferKernels):
-    """The same with torch's norms, where FlashInfer's were not built."""
+    """FlashInfer's kernels with torch's norms, if FlashInfer's norms were not built."""
 
     name = "cuBLAS and FlashInfer, torch's norms, one graph"
     norm, add_norm = TorchKernels.norm, TorchKernels.add_norm
 
 
 def kernels_here(device: torch.device, dtype: torch.dtype) -> type[TorchKernels]:
-    """FlashInfer's as far as they run here, else torch's, with the reason on stderr."""
+    """FlashInfer's kernels if they run here, else torch's, with the reason on stderr."""
     if device.type != "cuda":
         return TorchKernels
     shape, work = LlamaShape(1, 128, 128, 2, 1, 64, 64), Pass(1, 1, PAGE_SIZE)
@@ -263,7 +263,7 @@ def kernels_here(device: torch.device, dtype: torch.dtype) -> type[TorchKernels]
 
 
 class StaticLlama:
-    """One pass of a model, again and again over the same tokens."""
+    """One pass of a model, repeated over the same tokens."""
 
     def __init__(
         self, shape: LlamaShape, weights: Weights, kernels: TorchKernels, tokens: Tensor
@@ -272,12 +272,12 @@ class StaticLlama:
         self._tokens = tokens
         queries = kernels.work.num_queries
         self._last_rows = torch.arange(queries - 1, len(tokens), queries, device=tokens.device)
-        # A prompt wants the logits of its last token; drafts are verified by all.
+        # A prompt needs the logits of its last token; verification needs all.
         self._all_rows = queries <= PAGE_SIZE
 
     @torch.inference_mode()
     def __call__(self) -> Tensor:
-        """The logits [rows, vocab_size]: of each sequence's last token, where it is a prompt."""
+        """The logits [rows, vocab_size]; of a prompt, only the last token's."""
         shape, weights, kernels = self._shape, self._weights, self._kernels
         residual = functional.embedding(self._tokens, weights.embedding)
         hidden = kernels.norm(residual, weights.layers[0].input_norm)

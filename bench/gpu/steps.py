@@ -1,4 +1,4 @@
-"""All tables of a run on a GPU, from its JSON files, into one page.
+"""All tables of a run on a GPU, from its JSON files, on one page.
 
 python -m bench.gpu.steps FOLDER DEVICE
 """
@@ -15,7 +15,7 @@ from bench.gpu import decode, gpu, kernels, peers, variants
 
 
 def steps_table(result: dict[str, Any]) -> str:
-    """How the steps ended."""
+    """The table of the outcomes of steps."""
     lines = ["| step | outcome | s | |", "|---|---|---:|---|"]
     lines += [
         f"| {step['step']} | {step['outcome']} | {step['seconds']:.0f} | {step['summary']} |"

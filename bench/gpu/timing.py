@@ -1,9 +1,9 @@
-"""Times of calls on a GPU, and the ceilings that they are held against.
+"""Times of calls on a GPU, and the ceilings to compare them with.
 
-A call is captured into a CUDA graph with others of its kind, on inputs that take turns so that the
-L2 cache does not hold them, and the graph is replayed: what is left is the kernels' own time.
-On the CPU (``--device cpu``) the same code runs each call and reads a clock: the script is tested
-that way, its times mean nothing there.
+Several equal calls are captured into one CUDA graph, on inputs that take turns so that the L2 cache
+does not hold them, and the graph is replayed: this measures only the kernels' own time. On the CPU
+(``--device cpu``) the same code runs each call and reads a clock, to test the script; the times
+mean nothing there.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch
 
 Call = Callable[[], object]
 
-L2_TIMES = 3  # inputs that take turns are this many times the L2 cache together
+L2_TIMES = 3  # size of all inputs that take turns, as a multiple of the L2 cache
 MIN_GRAPH_SECONDS = 300e-6
 MAX_CALLS = 200
 
 
 class Times(NamedTuple):
-    """Of one call, in seconds."""
+    """Seconds of one call."""
 
     minimum: float
     median: float
 
 
 def sets_needed(device: torch.device, num_bytes: int) -> int:
-    """How many input sets of a size must take turns so that none is found in L2."""
+    """The number of input sets of a size that must take turns so that L2 holds none of them."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -39,12 +39,12 @@ def sets_needed(device: torch.device, num_bytes: int) -> int:
 
 
 def time_calls(device: torch.device, calls: Sequence[Call], rounds: int) -> Times:
-    """The time of one of several calls that do the same on inputs of their own.
+    """The time of one of several equal calls, each on inputs of its own.
 
     Args:
-        device: where they run.
-        calls: taken in turns.
-        rounds: replays that are timed.
+        device: the device of the calls.
+        calls: the calls, which take turns.
+        rounds: the number of timed replays.
     """
     for call in calls:
         call()
@@ -64,7 +64,7 @@ def _time_on_the_cpu(calls: Sequence[Call], rounds: int) -> Times:
 
 
 def elapsed(device: torch.device, run: Call) -> float:
-    """Seconds from the begin of a call's work on a device to its end."""
+    """Seconds from the beginning of a call's work on a device to its end."""
     if device.type == "cuda":
         return _elapsed(run)
     begin = time.perf_counter()
@@ -107,7 +107,7 @@ def copy_rate(device: torch.device) -> float:
 
 @functools.cache
 def read_rate(device: torch.device) -> float:
-    """Bytes read a second by a large sum: what has little to write can be faster than a copy."""
+    """Bytes read a second by a large sum, which can exceed the rate of a copy."""
     num_bytes = 4 << 30 if device.type == "cuda" else 16 << 20
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     return num_bytes / time_calls(device, [source.sum], 10).median

@@ -1,6 +1,6 @@
-"""The kernels of a call or of a whole iteration, found by running it on tensors without memory.
+"""The kernels of a call or of a whole iteration, traced on tensors without memory.
 
-The ops are asked for, not run: what they would launch comes from bench/gpu/plans.py.
+The ops are recorded and not run; their launches come from bench/gpu/plans.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PAGE_SIZE = 16
 
 
 class _Recorder(TorchDispatchMode):
-    """Keeps the calls of eecore's ops, which write their results into their arguments."""
+    """Records the calls of eecore's ops, which write their results into their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,13 +61,13 @@ class _Recorder(TorchDispatchMode):
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Tensors on the meta device, of which copies to the host have no values either."""
+    """A context in which tensors are on the meta device, and copies to the host have no values."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
 
 def nodes_of(run: Callable[[], object], device: Device, known: Known) -> list[Node]:
-    """What a call of ops would launch; its tensors are on the meta device."""
+    """The launches of a function that calls ops on tensors of the meta device."""
     with _Recorder() as recorder:
         run()
     return _planned(recorder, device, known)
@@ -81,7 +81,7 @@ def _planned(recorder: _Recorder, device: Device, known: Known) -> list[Node]:
 
 
 class _Passing(OnHost):
-    """A control under which flags are as told: all bodies run, or none."""
+    """A control under which all conditional bodies run, or none of them."""
 
     def __init__(self, recorder: _Recorder, runs: bool) -> None:
         self._recorder, self._runs = recorder, runs
@@ -103,7 +103,7 @@ class _Passing(OnHost):
 
 
 def model_without_memory(config: ModelConfig) -> LlamaModel:
-    """Of bfloat16 weights on the meta device."""
+    """A model with bfloat16 weights on the meta device."""
     return LlamaModel(config, LlamaWeights.empty(config, NewWeights(META, torch.bfloat16)))
 
 
@@ -113,22 +113,22 @@ def iteration(
     seq_len: int,
     device: Device,
     *,
-    leaves: bool | None = None,
+    rows_exit: bool | None = None,
     exit_layer: int | None = None,
 ) -> list[Node]:
-    """The graph of a decoding step: full depth, or with a softmax check behind a layer.
+    """The graph of a decoding step: full depth, or with a softmax check after a layer.
 
     Args:
-        model: on the meta device.
-        batch: rows, a power of two.
+        model: a model on the meta device.
+        batch: the number of rows, a power of two.
         seq_len: keys of each row.
         device: the GPU.
-        leaves: None: full depth, without a check. Else whether all rows, which are checked behind
-            a layer, leave there, and their keys and values are filled.
-        exit_layer: that layer; half of them when None.
+        rows_exit: None for full depth without a check; else whether all rows exit at the check, so
+            that the keys and values of the skipped layers are filled.
+        exit_layer: the layer before the check; None: half of the layers.
     """
     num_layers = model.config.num_layers
-    checks = leaves is not None
+    checks = rows_exit is not None
     at = num_layers // 2 if exit_layer is None else exit_layer
     points: tuple[tuple[int, tuple[Check, ...]], ...] = ((num_layers, ()),)
     if checks:
@@ -141,8 +141,8 @@ def iteration(
     )
     model.prepare(kv)
     program = ExitStep(model, kv, kind)
-    filled_from = at if leaves else num_layers
+    filled_from = at if rows_exit else num_layers
     with _Recorder() as recorder:
-        program.run(_Passing(recorder, runs=not leaves))
-    known = Known(seq_len, (filled_from,) * batch, tokens_known=leaves is True)
+        program.run(_Passing(recorder, runs=not rows_exit))
+    known = Known(seq_len, (filled_from,) * batch, tokens_known=rows_exit is True)
     return _planned(recorder, device, known)

@@ -1,4 +1,4 @@
-"""What a run can decide without another build: steps under each setting of EECORE_CUDA_TUNING.
+"""Choices that need no new build: decoding steps under each setting of EECORE_CUDA_TUNING.
 
 python -m bench gpu-variants [--model 135m 1b] [--batch 1 8 32] [--json FILE]
 
@@ -45,7 +45,7 @@ NAMES = ("model", "batch")
 
 @contextmanager
 def tuned(setting: str) -> Iterator[None]:
-    """Programs that are captured inside keep the setting."""
+    """A context in which programs are captured with the setting, and keep it."""
     before = os.environ.get(TUNING)
     os.environ[TUNING] = setting
     try:
@@ -57,12 +57,12 @@ def tuned(setting: str) -> Iterator[None]:
 
 
 def settings_of(batch: int) -> tuple[str, ...]:
-    """What is tried with so many rows."""
+    """The settings to try at a batch size."""
     return SETTINGS if batch <= FEW_ROWS else (*SETTINGS, *OF_MANY_ROWS)
 
 
 def measure(bench: Bench) -> dict[str, float]:
-    """Seconds of a run of the program, by setting."""
+    """Seconds of a run of the program by setting."""
     device = bench.model.device
     with ExitStack() as stack:
         launches = {}
@@ -81,7 +81,7 @@ def measure(bench: Bench) -> dict[str, float]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Markdown: each setting beside none."""
+    """The table of each setting, compared with no setting, as Markdown."""
     lines = [
         f"{result['device']}, torch {result['torch']}, commit {result['commit']}: a step at full "
         f"depth under `{TUNING}`, the GPU's own time. `python -m bench gpu-variants`",
@@ -109,7 +109,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=33)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--seconds", type=float, default=30, help="no case starts after these")
+    parser.add_argument("--seconds", type=float, default=30, help="no case starts after this time")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(words)
     if arguments.device == "cuda" and eecore.ops.missing_cuda_ops():

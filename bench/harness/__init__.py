@@ -1,1 +1,1 @@
-"""What benchmarks share: ceilings, peers, processes, prompts, turns, results."""
+"""Tools that all benchmarks share: ceilings, peers, processes, prompts, turns, results."""

@@ -1,6 +1,6 @@
-"""The other end of a :class:`bench.harness.processes.Process`: lines of JSON on stdout.
+"""The program's side of a :class:`bench.harness.processes.Process`: lines of JSON on stdout.
 
-It runs in the environments of peers too, so it takes nothing but the standard library.
+This module also runs in the environments of peers, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def answering() -> Callable[[dict[str, Any]], None]:
-    """What answers; libraries print what they like, which goes to stderr from now on."""
+    """A function that prints an answer; from now on all other output goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -24,7 +24,7 @@ def answering() -> Callable[[dict[str, Any]], None]:
 
 
 def version_of(package: str) -> str | None:
-    """None where it is not installed."""
+    """The version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""What a benchmark result is held against: ceilings of this machine, measured beside it.
+"""Ceilings of this machine, measured together with a benchmark to compare its result with.
 
-An absolute time on a shared machine says little; a share of what the machine can do says a lot.
-Every benchmark reports through :func:`report`, which measures the ceiling right after the benchmark
+An absolute time on a shared machine says little; a share of the machine's ceiling says a lot. Every
+benchmark reports through :func:`report`, which measures the ceiling right after the benchmark
 and puts GB/s, GFLOP/s and the fraction of the ceiling into pytest-benchmark's extra_info.
 """
 
@@ -16,35 +16,35 @@ from eecore import _C
 
 DRAM_FLOATS = 64 << 20  # 256 MB, beyond every cache
 L3_FLOATS = 2 << 20  # 8 MB, beyond the second-level cache
-L3_BYTES = 24 << 20  # working sets up to here are held against L3
+L3_BYTES = 24 << 20  # larger working sets are compared with memory
 
 
 @functools.cache
 def read_buffer() -> torch.Tensor:
-    """What read rates of memory are measured on."""
+    """The buffer for measuring read rates."""
     return torch.ones(DRAM_FLOATS)
 
 
 def read_ceiling(working_set: int) -> float:
-    """Bytes per second of the plainest read loop, from L3 or from memory, on torch's threads."""
+    """Bytes per second of a plain read loop, from L3 or from memory, on torch's threads."""
     floats, runs = (L3_FLOATS, 50) if working_set <= L3_BYTES else (DRAM_FLOATS, 4)
     return float(max(_C.read_rate(read_buffer().data_ptr(), floats) for _ in range(runs)))
 
 
 def read_rate(num_bytes: int) -> float:
-    """Bytes per second of reading so many, at most 256 MB, again and again."""
+    """Bytes per second of reading ``num_bytes``, at most 256 MB, again and again."""
     floats = min(max(num_bytes // 4, 1024), DRAM_FLOATS)
     runs = max(4, min(50, DRAM_FLOATS // floats))
     return float(max(_C.read_rate(read_buffer().data_ptr(), floats) for _ in range(runs)))
 
 
 def are_cached(num_bytes: int) -> bool:
-    """Whether so many bytes are read from a cache: clearly faster than memory is."""
+    """Whether ``num_bytes`` are read from a cache: clearly faster than memory."""
     return read_rate(num_bytes) > 1.25 * read_rate(4 * DRAM_FLOATS)
 
 
 def weights_lie(num_bytes: int) -> str:
-    """A sentence that says where weights of so many bytes are read from."""
+    """A sentence on where weights of ``num_bytes`` are read from."""
     rate, memory = read_rate(num_bytes), read_rate(4 * DRAM_FLOATS)
     where = "a cache" if rate > 1.25 * memory else "memory"
     return (
@@ -54,13 +54,13 @@ def weights_lie(num_bytes: int) -> str:
 
 
 def multiply_ceiling(dtype: torch.dtype) -> float:
-    """Operations per second of multiply-adds, of bfloat16 pairs where the CPU can."""
+    """Operations per second of multiply-adds, in bfloat16 with pairs if the CPU has them."""
     is_bfloat16 = dtype == torch.bfloat16
     return float(max(_C.multiply_rate(is_bfloat16, 1_000_000) for _ in range(4)))
 
 
 def ceilings() -> dict[str, float]:
-    """What this machine can do on torch's threads: bytes and operations per second."""
+    """The ceilings of this machine on torch's threads: bytes and operations per second."""
     return {
         "dram_read": read_ceiling(DRAM_FLOATS * 4),
         "l3_read": read_ceiling(L3_FLOATS * 4),
@@ -70,7 +70,7 @@ def ceilings() -> dict[str, float]:
 
 
 def describe_ceilings(measured: dict[str, float]) -> str:
-    """Ceilings in words, for the head of a table."""
+    """A sentence on ceilings, for the text of a table."""
     rates = {name: rate / 1e9 for name, rate in measured.items()}
     return (
         "Measured at the start of the run: memory read {dram_read:.1f} GB/s, L3 read {l3_read:.1f} "
@@ -90,9 +90,9 @@ def report(
     """Add rates and fractions of the ceilings to a finished benchmark, by its fastest round.
 
     Args:
-        moved_bytes: what the op must read and write.
-        working_set: what it goes through again and again; ``moved_bytes`` when None.
-        flops: operations, for an op that multiplication may bound.
+        moved_bytes: bytes that the op must read and write.
+        working_set: bytes that it reads again and again; None: ``moved_bytes``.
+        flops: operations of an op that may be bound by multiplication.
         dtype: of those operations.
     """
     if benchmark.stats is None:  # --benchmark-disable

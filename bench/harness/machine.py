@@ -1,4 +1,4 @@
-"""What a benchmark ran on: into its figures, and in words below its table."""
+"""The machine that a benchmark ran on: for its figures, and in words for its table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import eecore
 
 
 def machine(device: str = "cpu") -> dict[str, str]:
-    """For the figures of a run."""
+    """The machine's description for the figures of a run."""
     gpu = {"gpu": torch.cuda.get_device_name()} if device == "cuda" else {}
     return {
         **gpu,
@@ -24,7 +24,7 @@ def machine(device: str = "cpu") -> dict[str, str]:
 
 
 def in_words(result: dict[str, Any]) -> str:
-    """As far as figures tell: some are older than what they should name."""
+    """The machine in words, from the fields that the figures have; old figures have fewer."""
     if "gpu" in result:
         return f"{result['gpu']}, torch {result['torch']}"
     parts = [result["cpu"]] if "cpu" in result else []
@@ -34,7 +34,7 @@ def in_words(result: dict[str, Any]) -> str:
 
 
 def cpu_name() -> str:
-    """The processor's own name where the system tells it."""
+    """The processor's name, if the system tells it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -43,7 +43,7 @@ def cpu_name() -> str:
 
 
 def has_amx() -> bool:
-    """Whether the processor has tiles to multiply."""
+    """Whether the processor has AMX tiles."""
     with contextlib.suppress(OSError):
         return " amx_tile " in Path("/proc/cpuinfo").read_text()
     return False

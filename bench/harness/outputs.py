@@ -8,6 +8,6 @@ import eecore
 
 
 def decoding_seconds(outputs: Sequence[eecore.Output]) -> float:
-    """From when the last prompt of the batch had its first token until the last one was done."""
+    """Seconds from the first token of the batch's last prompt to the end of its last request."""
     stats = [output.stats for output in outputs]
     return max(s.total_s for s in stats) - max(s.time_to_first_token_s for s in stats)

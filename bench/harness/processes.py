@@ -1,7 +1,7 @@
-"""Programs of other engines, each a process that is asked in lines of JSON and answers so.
+"""Programs of other engines, each a process that answers lines of JSON with lines of JSON.
 
-They run with this checkout on their path, as modules of it; whoever runs with another interpreter
-finds nothing else there that this process finds.
+They run as modules of this checkout, which is on their path. A program with another interpreter
+gets none of the other paths of this process.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ANSWER_TIMEOUT_S = 300
 
 
 def own_paths() -> list[Path]:
-    """Where this process finds what it imports."""
+    """The import paths of this process."""
     return [Path(path) for path in sys.path if path]
 
 
 class EngineError(Exception):
-    """An engine could not run; the message says why."""
+    """An engine could not run; the message has the reason."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Process:
     command: list[str | Path]
     threads: int
     paths: Sequence[Path] = ()
-    """Where it finds more than its interpreter and this checkout have."""
+    """Import paths in addition to its interpreter's and this checkout."""
     process: subprocess.Popen[str] = field(init=False)
     log: IO[str] = field(init=False)
 
@@ -58,12 +58,12 @@ class Process:
 
     def send(self, request: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the answer tells
+        with contextlib.suppress(BrokenPipeError):  # answer() raises the error
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
 
     def answer(self, timeout: float) -> dict[str, Any]:
-        """The next answer; EngineError where none comes within so many seconds."""
+        """The next answer; EngineError if there is none within ``timeout`` seconds."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], timeout)
         line = self.process.stdout.readline() if ready else ""
@@ -83,7 +83,7 @@ class Process:
 
 
 def environment(threads: int, paths: Sequence[Path] = ()) -> dict[str, str]:
-    """Of an engine's process: the caller's, with nothing that steers threads but their number."""
+    """The environment of an engine's process: the caller's, with only ``threads`` for threads."""
     steering = ("OMP_", "GOMP_", "KMP_", "MKL_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
     cache = peers.DIRECTORY / "cache"

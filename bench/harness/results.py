@@ -1,8 +1,8 @@
-"""What benchmarks leave: figures in bench/results, and tables that are made of them alone.
+"""Results of benchmarks: figures in bench/results, and tables that are made from them alone.
 
-A table stands between the marks of its section, in bench/RESULTS.md, in one of the pages beside the
-figures or in README.md. A run of some cases changes those alone. One with other settings, or on
-another machine, changes nothing unless it is told to: its figures go to build/bench.
+A table is between the marks of its section in bench/RESULTS.md, in bench/results/*.md or in
+README.md. A run of some cases changes only these cases. A run with other settings or on another
+machine changes nothing without ``--replace``: its figures go to build/bench.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from eecore.files import write_text
 
 Figures = dict[str, Any]
 EMPTY: tuple[Any, ...] = (None, [], {})
-"""What a run has in place of a part that it left out."""
+"""Values of a part that a run left out."""
 
 
 class OtherSettings(ValueError):
-    """Figures that cannot stand beside those that are kept."""
+    """Figures whose settings differ from those of the kept figures."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,12 @@ class Report:
     """The figures of one benchmark and the tables that show them.
 
     Args:
-        name: of bench/results/NAME.json.
-        tables: what makes the text of each section of bench/RESULTS.md and bench/results/*.md.
-        cases: the lists of rows among the figures, ``a.b`` of a list b in a, and the names under
-            which a row says which case it is. Without any a run replaces the one before.
-        measured: what else is measured anew in each run; the rest are settings.
+        name: NAME of bench/results/NAME.json.
+        tables: functions that make the text of each section of bench/RESULTS.md and
+            bench/results/*.md, by section.
+        cases: the lists of rows among the figures (``a.b`` for a list b in a), and the names of the
+            fields that identify a row's case. Without lists a run replaces the previous run.
+        measured: other figures that each run measures; all further fields are settings.
         renewed: settings that a run of all cases may change.
     """
 
@@ -51,11 +52,11 @@ class Report:
         return RESULTS / f"{self.name}.json"
 
     def read(self) -> Figures:
-        """The figures of the last run that was kept."""
+        """The kept figures."""
         return dict(json.loads(self.file.read_text()))
 
     def text(self, figures: Figures) -> str:
-        """All tables, as they are printed."""
+        """All tables, as text to print."""
         return "\n\n".join(table(figures) for table in self.tables.values())
 
     def write_tables(self, figures: Figures) -> None:
@@ -75,9 +76,9 @@ class Report:
                 self.write_tables(whole)
 
     def kept_with(self, figures: Figures, file: Path) -> Figures | None:
-        """The figures of a file with those of a new run in their places.
+        """The figures of a file, updated with those of a new run.
 
-        None where the two cannot stand beside each other: the new ones are in build/bench then.
+        None if their settings differ; the new figures are then in build/bench.
         """
         if not file.exists():
             return figures
@@ -89,12 +90,12 @@ class Report:
             write_json(PAGES / file.name, figures)
             say(
                 f"{file.name}: {error}. It is left as it is, and this run's figures are in "
-                f"{PAGES / file.name}; --replace puts them in the place of all that is kept"
+                f"{PAGES / file.name}; --replace replaces all kept figures with them"
             )
             return None
 
     def _leaves_out(self, kept: Figures, now: Figures, path: str = "") -> bool:
-        """Whether something that is kept was not measured in a run."""
+        """Whether a run left out a part of the kept figures."""
         for name, before in kept.items():
             got, place = now.get(name), path + name
             if got in EMPTY and before not in EMPTY:
@@ -133,14 +134,14 @@ class Report:
 
 
 def case_of(row: Figures, names: Sequence[str]) -> tuple[Any, ...]:
-    """Which case a row is of."""
+    """The values that identify a row's case."""
     return tuple(row.get(name) for name in names)
 
 
 def joined_rows(
     kept: Sequence[Figures], now: Sequence[Figures], names: Sequence[str]
 ) -> list[Figures]:
-    """Rows in their order, those of cases in ``now`` from there; new cases come last."""
+    """The rows of ``kept``, those of cases in ``now`` replaced; new cases come last."""
     fresh: dict[tuple[Any, ...], list[Figures]] = {}
     for row in now:
         fresh.setdefault(case_of(row, names), []).append(row)
@@ -155,7 +156,7 @@ def write_json(file: Path, figures: Figures) -> None:
 
 
 def pages() -> list[Path]:
-    """The pages of tables: bench/RESULTS.md and those beside the figures."""
+    """The pages of tables: bench/RESULTS.md and bench/results/*.md."""
     return [RESULTS_PAGE, *sorted(RESULTS.glob("*.md"))]
 
 
@@ -173,7 +174,7 @@ def page_with(section: str) -> Path:
 
 
 def insert(page: Path, section: str, text: str) -> None:
-    """Replace what stands between the marks of a section in a Markdown file.
+    """Replace the text between the marks of a section in a Markdown file.
 
     Raises:
         ValueError: the file has no such marks.

@@ -1,4 +1,4 @@
-"""Rows of figures: dictionaries that have the same names."""
+"""Rows of figures: dictionaries with the same keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Row = dict[str, Any]
 
 
 def unique(rows: Sequence[Row], name: str) -> list[Any]:
-    """What the rows have under a name, each once, in their order."""
+    """The values of the rows under a name, each once, in the order of the rows."""
     return list(dict.fromkeys(row[name] for row in rows))
 
 
@@ -18,5 +18,5 @@ def is_at(row: Row, where: Row) -> bool:
 
 
 def find(rows: Sequence[Row], **where: Any) -> Row | None:
-    """The first row that has all of these values."""
+    """The first row that has all of these values; None if there is none."""
     return next((row for row in rows if is_at(row, where)), None)

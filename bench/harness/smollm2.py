@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct: its GGUF file, its weights in other formats, and what it is asked."""
+"""SmolLM2-135M-Instruct: its GGUF file, its weights in other formats, and its prompts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def smollm2_file(given: Path | None = None) -> Iterator[Path]:
-    """A GGUF file: SmolLM2's, checked, where none is given; what is downloaded goes at the end.
+    """The given GGUF file, or SmolLM2's, checked; a download is deleted at the end.
 
     Raises:
-        RuntimeError: it cannot be had, or is another.
+        RuntimeError: the file cannot be downloaded, or has another hash.
     """
     with tempfile.TemporaryDirectory() as scratch:
         file = given
@@ -39,17 +39,17 @@ def smollm2_file(given: Path | None = None) -> Iterator[Path]:
 
 
 def loaded(file: Path, weights: str = "file", **options: Any) -> eecore.Model:
-    """The model of a GGUF file as it is, or SmolLM2 with the weights of :data:`WEIGHTS`.
+    """The model of a GGUF file, or SmolLM2 with the weights of :data:`WEIGHTS`.
 
     Args:
-        file: SmolLM2's, where ``weights`` names others than its own.
-        weights: "file" for those of the file.
-        options: of ``eecore.load``.
+        file: a GGUF file; it must be SmolLM2's unless ``weights`` is "file".
+        weights: "file" for the file's own weights, or a name of :data:`WEIGHTS`.
+        options: options of ``eecore.load``.
     """
     options = {"device": "cpu", "prefix_cache": False, **options}
     settings = WEIGHTS.get(weights, {})
     if "weights" in settings and options["device"] == "cuda":
-        settings = {**settings, "dtype": "bfloat16"}  # of the states, as on a GPU usual
+        settings = {**settings, "dtype": "bfloat16"}  # the usual dtype of states on a GPU
     if weights not in WEIGHTS:
         return eecore.load(file, **options)
     with tempfile.TemporaryDirectory() as scratch:
@@ -57,6 +57,6 @@ def loaded(file: Path, weights: str = "file", **options: Any) -> eecore.Model:
 
 
 def chat(model: eecore.Model, question: str) -> list[int]:
-    """The tokens of a question in the model's template."""
+    """The tokens of a question in the model's chat template."""
     assert model.tokenizer is not None
     return model.tokenizer.encode_chat([{"role": "user", "content": question}])

@@ -1,4 +1,4 @@
-"""What is said to a home: held-out utterances for the intent model."""
+"""Held-out utterances to a smart home, for the intent model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONGEST_PARSE = 96  # tokens
 
 
 def utterances(count: int, folder: Path = DATA) -> list[dict[str, str]]:
-    """The first of the held-out split; the data is made where there is none."""
+    """The first utterances of the held-out split; makes the data if it is missing."""
     file = folder / "test.jsonl"
     if not file.is_file():
         script = ROOT / "scripts" / "intents" / "make_data.py"

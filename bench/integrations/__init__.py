@@ -1,1 +1,1 @@
-"""Inside transformers and inside vLLM."""
+"""eecore inside transformers and inside vLLM."""

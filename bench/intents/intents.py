@@ -1,12 +1,12 @@
-"""The intent model in every exit mode, beside transformers and economize, on held-out utterances.
+"""The intent model in every exit mode, transformers and economize, on held-out utterances.
 
 python -m bench intents                     the model that ships with eecore
 python -m bench intents --model DIRECTORY   another, made by scripts/intents/train_intents.py
 
-One utterance at a time, greedy, up to the model's end token. All modes run in turns: they parse a
-chunk of utterances each, then the next chunk, and ratios are taken within a chunk, so that a busy
-machine slows all alike. Prompts are token ids on every side. Writes bench/results/intents.json and
-the tables in bench/RESULTS.md.
+One utterance at a time, greedy, up to the model's end token. All modes take turns: each parses one
+chunk of utterances, then each the next chunk, and ratios are taken within a chunk, so that a busy
+machine slows all modes alike. All engines get token ids. Writes bench/results/intents.json and the
+tables in bench/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ REPORTS = (
 def measure(
     modes: list[Mode], prompts: list[list[int]], rounds: int, chunk_size: int
 ) -> dict[str, str]:
-    """Every mode on every chunk, in turns; returns why modes of peers were left out, by name."""
+    """Every mode on every chunk, in turns; returns the reason for each mode that was left out."""
     left_out: dict[str, str] = {}
     chunks = batches_of(prompts, chunk_size)
     for mode in list(modes):
@@ -78,7 +78,7 @@ def measure(
 def take_turn(
     mode: Mode, modes: list[Mode], prompts: list[list[int]], left_out: dict[str, str]
 ) -> None:
-    """One chunk; a mode that fails leaves the run."""
+    """Run one mode on one chunk; a mode that fails is left out from then on."""
     try:
         mode.chunks.append(mode.decode(prompts))
     except EngineError as error:
@@ -88,7 +88,7 @@ def take_turn(
 
 
 def broken_promises(modes: Sequence[Mode]) -> list[str]:
-    """Where self-speculation did not give the tokens of full depth."""
+    """A message for each self-speculation that did not give the tokens of full depth."""
     found = []
     for mode in modes:
         if not mode.group.endswith(("speculative", "without reuse")):
@@ -101,8 +101,8 @@ def broken_promises(modes: Sequence[Mode]) -> list[str]:
         if differing:
             i = differing[0]
             found.append(
-                f"{mode.name}: expected the tokens of Full(), got others for {len(differing)} of "
-                f"{len(full)} parses, the first {own[i]} instead of {full[i]}"
+                f"{mode.name}: expected the tokens of Full(), got different ones for "
+                f"{len(differing)} of {len(full)} parses, the first {own[i]} instead of {full[i]}"
             )
     return found
 
@@ -111,7 +111,7 @@ def broken_promises(modes: Sequence[Mode]) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> tuple[Figures, list[str]]:
-    """All figures, and which promises were broken."""
+    """All figures, and the messages of :func:`broken_promises`."""
     directory = arguments.model or eecore.default_model()
     calibrated = {} if arguments.skip_calibrated else calibrated_policies(directory)
     model = eecore.load(
@@ -185,8 +185,8 @@ def share_of_equals(these: Sequence[Any], those: Sequence[Any]) -> float:
 
 def main(words: Sequence[str]) -> None:
     made = parser("intents", __doc__, rounds=1, threads=1)
-    made.add_argument("--model", type=Path, help="a directory; the model that ships with eecore")
-    made.add_argument("--data", type=Path, default=DATA, help="made where it is missing")
+    made.add_argument("--model", type=Path, help="a directory; default: the model of eecore")
+    made.add_argument("--data", type=Path, default=DATA, help="created if it is missing")
     made.add_argument("--count", type=int, default=1000, help="utterances")
     made.add_argument("--chunk", type=int, default=50, help="utterances a turn")
     made.add_argument("--dtype", choices=DTYPES, default="float32", help="of eecore's modes")

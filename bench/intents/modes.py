@@ -1,4 +1,4 @@
-"""The modes of the intent model: eecore's in this process, the peers' in one of their own."""
+"""The modes of the intent model: eecore's in this process, the peers' in another."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ TRIED = 10  # utterances, to see in which dtype the peers are faster
 
 
 def speculation(text: str) -> eecore.SelfSpeculative:
-    """``3,6`` or, with a threshold for the draft to go on, ``3,6,0.5``."""
+    """The policy of a text: ``3,6`` or, with a threshold at which drafting stops, ``3,6,0.5``."""
     exit_layer, num_drafts, *threshold = text.split(",")
     return eecore.SelfSpeculative(int(exit_layer), int(num_drafts), *map(float, threshold))
 
 
 def default_speculations(num_layers: int) -> list[eecore.SelfSpeculative]:
-    """From a sixth and a quarter of the layers."""
+    """Self-speculation with drafts from a sixth and from a quarter of the layers."""
     pairs = {
         (max(1, num_layers // part), drafts): None for part, drafts in ((6, 6), (4, 6), (4, 8))
     }
@@ -38,7 +38,7 @@ def default_speculations(num_layers: int) -> list[eecore.SelfSpeculative]:
 
 
 def default_exits(num_layers: int) -> list[int]:
-    """A quarter, half and three quarters of the layers."""
+    """Exit layers at a quarter, half and three quarters of the layers."""
     return sorted({max(1, num_layers * part // 4) for part in (1, 2, 3)})
 
 
@@ -48,9 +48,9 @@ def eecore_modes(
     speculations: Sequence[eecore.SelfSpeculative],
     calibrated: dict[str, eecore.ConfidentExit],
 ) -> list[Mode]:
-    """Full depth first; each self-speculation is followed by itself without reuse.
+    """eecore's modes, full depth first; each self-speculation also without reuse.
 
-    With weights of eight bits the groups are called so.
+    The names of the groups begin with int8 if the weights have eight bits.
     """
     source = model.network.source
     is_int8 = source is not None and source.weights == "int8"
@@ -76,7 +76,7 @@ def eecore_modes(
 
 
 def speculation_name(policy: eecore.SelfSpeculative) -> str:
-    """Without the closing bracket."""
+    """The name of a policy, without the closing bracket."""
     threshold = policy.draft_threshold
     rest = "" if threshold is None else f", {threshold:g}"
     return f"SelfSpeculative({policy.exit_layer}, {policy.num_drafts}{rest}"
@@ -93,7 +93,7 @@ class Peers:
     versions: dict[str, str | None]
     dtype: str
     ms_per_token_tried: dict[str, dict[str, float]]
-    """By dtype and mode, of transformers on the first utterances."""
+    """Milliseconds by dtype and mode, of transformers on the first utterances."""
 
     @staticmethod
     def start(
@@ -102,7 +102,7 @@ class Peers:
         speculations: Sequence[eecore.SelfSpeculative],
         threads: int,
     ) -> Peers:
-        """In the dtype of transformers' fastest mode."""
+        """Start the peers in the dtype of transformers' fastest mode."""
         processes, versions = {}, {}
         for dtype in DTYPES:
             processes[dtype] = peer_process(directory, dtype, threads)
@@ -120,7 +120,7 @@ class Peers:
     def modes(
         self, speculations: Sequence[eecore.SelfSpeculative], confident_threshold: float
     ) -> list[Mode]:
-        """Full depth, then drafts from the same layers as ours, then confident exits."""
+        """Full depth, then drafts from the same layers as eecore's, then confident exits."""
         wanted = transformers_modes(speculations)
         if self.versions["economize"] is not None:
             for policy in speculations:
@@ -136,7 +136,7 @@ class Peers:
 def transformers_modes(
     speculations: Sequence[eecore.SelfSpeculative],
 ) -> list[tuple[str, PeerMode]]:
-    """Group and mode: generate, then with drafts from the same layers as ours."""
+    """(group, mode): generate, then generate with drafts from the same layers as eecore's."""
     pairs = dict.fromkeys((policy.exit_layer, policy.num_drafts) for policy in speculations)
     assisted = [("assisted", PeerMode("assisted", *pair)) for pair in pairs]
     return [("transformers", PeerMode("full")), *assisted]
@@ -149,7 +149,7 @@ def start_peers(
     threads: int,
     left_out: dict[str, str],
 ) -> Peers | None:
-    """None where transformers cannot be had; what is missing goes to ``left_out``, with the why."""
+    """The peers, or None without transformers; ``left_out`` gets what is missing, and why."""
     made = peers.prepare(["transformers", "economize"])
     left_out |= {
         name: made[name].reason

@@ -10,7 +10,7 @@ from eecore.lab.evaluation.tables import markdown_table
 
 
 def full(result: dict[str, Any]) -> str:
-    """Every mode, what reuse saves, and what was measured on what."""
+    """The tables of every mode and of reuse, with the conditions of the measurement."""
     head = ["mode", "exact match", "drafts accepted", "mean exit layer", "ms/token", "decoding"]
     head += ["to own full depth", "decoding", "to transformers' best", "decoding"]
     head += ["tokens of `Full()`"]
@@ -38,7 +38,7 @@ def full(result: dict[str, Any]) -> str:
 
 
 def short(result: dict[str, Any]) -> str:
-    """Full depth and the fastest mode of each kind, ours and the peers'."""
+    """Full depth and the fastest mode of each kind, of eecore and of the peers."""
     head = ["mode", "exact match", "ms/token", "to own full depth", "to transformers' best"]
     rows = [row for row in result["modes"] if row["group"] in SHORT_GROUPS]
     chosen = [
@@ -63,12 +63,13 @@ SHORT_GROUPS = (
     *("transformers", "assisted", "economize"),
 )
 SHORT_LEAD = (
-    "On a model trained for early exit, which parses what somebody says to a home "
-    "(`scripts/intents/`); of each kind of mode the fastest:"
+    "On a model trained for early exit, which parses utterances to a smart home "
+    "(`scripts/intents/`); the fastest mode of each kind:"
 )
 REUSE_ABOUT = (
-    "Self-speculation against itself without reuse: the same drafts, but verification runs every "
-    "position through all layers again. Saved: share of a token's time, median over chunks."
+    "Self-speculation with and without reuse: the same drafts, but without reuse verification "
+    "runs every position through all layers again. Saved: share of a token's time, median over "
+    "chunks."
 )
 
 
@@ -89,10 +90,10 @@ def _reuse_table(rows: list[dict[str, Any]]) -> str:
 
 
 def notes(result: dict[str, Any]) -> str:
-    """How the figures are meant, where peers differ, and what could not be measured."""
+    """Notes: how to read the figures, where peers differ, and what was left out."""
     lines = [
-        "- decoding: after the step that gave the first new tokens; the other columns count the "
-        "prompt in",
+        "- decoding: after the step that gave the first new tokens; the other columns include the "
+        "prompt",
         "- own full depth: `Full()` for eecore's modes, transformers' `generate` for the peers",
     ]
     if result["peers"] is not None:
@@ -122,7 +123,7 @@ def notes(result: dict[str, Any]) -> str:
 
 
 def about(result: dict[str, Any]) -> str:
-    """What was measured, and on what."""
+    """A sentence on the measurement and the machine."""
     versions = {} if result["peers"] is None else result["peers"]["versions"]
     named = "".join(f", {name} {version}" for name, version in versions.items() if version)
     count = result["utterances"]

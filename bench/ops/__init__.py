@@ -1,1 +1,1 @@
-"""Microbenchmarks of the ops, one file each, run by pytest."""
+"""Microbenchmarks of the ops, one file for each op, run by pytest."""

@@ -1,13 +1,12 @@
-"""Attention over long contexts: of a step, of drafts that are verified, and of prompts.
+"""Attention over long contexts: decoding, verification of drafts, and prompts.
 
 python -m bench attention [--threads 1] [--rounds 3]
 
-paged_attention for decoding and verification as a model of many layers calls it: no cache of the
-machine still holds a layer's keys when it is that layer's turn again. Then prompts, whose keys a
-cache holds. In every round, in turn: eecore, torch's SDPA on the same bytes, what memory gives to
-the plainest loop, and how many multiply-adds the cores make. Writes bench/results/attention.json
-and its tables in bench/RESULTS.md. On one thread times are of that thread alone, so that others who
-use the machine change little.
+Decoding and verification call paged_attention like a model of many layers: no cache of the machine
+still holds a layer's keys when it is called again. The keys of prompts fit in a cache. Each round
+runs, in turns, eecore, torch's SDPA on the same bytes, a plain read loop, and a loop of
+multiply-adds. Writes bench/results/attention.json and its tables in bench/RESULTS.md. On one thread
+the time is the CPU time of that thread, so that other load on the machine changes little.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ CACHES = {
 }
 """The dtypes of states and of keys and values."""
 LENGTHS = ((1, 1536), (8, 1536), (32, 1536), (1, 6144))
-"""Sequences, and keys of each."""
+"""(sequences, keys of each)."""
 QUERIES = (1, 8)
-"""Queries of a sequence: the last token, or the last token and its drafts."""
+"""Queries of a sequence: the last token alone, or with its drafts."""
 PROMPTS = (512, 2048, 4096)
 IN_ALL = 256 << 20
 """Bytes of all layers' keys and values."""
@@ -51,7 +50,7 @@ CASE = ("model", "cache", "num_seqs", "seq_len", "num_queries")
 
 
 def clock() -> float:
-    """Seconds that the one thread in use has computed, or that have passed."""
+    """CPU seconds of the thread if torch uses one thread, else seconds of wall clock."""
     return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
@@ -62,7 +61,7 @@ def seconds_of(run: Callable[[], Any]) -> float:
 
 
 def undisturbed(rate: Callable[[], float]) -> float:
-    """The median of some rates that were measured by the time that passed, by this clock."""
+    """The median of rates that were measured by wall clock, converted to :func:`clock`."""
     rates = []
     for _ in range(4):
         passed, own = time.perf_counter(), clock()
@@ -72,7 +71,7 @@ def undisturbed(rate: Callable[[], float]) -> float:
 
 
 def as_layers(cache: Tensor, count: int) -> Tensor:
-    """So many copies of a layer's cache, in one piece as a model has them."""
+    """``count`` copies of a layer's cache in one tensor, as in a model."""
     return ops.in_huge_pages(cache.new_empty(count, *cache.shape)).copy_(cache)
 
 
@@ -102,9 +101,9 @@ class Layers:
         return ops.paged_attention(k_cache=k, v_cache=v, **self.call)
 
     def sdpa(self, layer: int) -> Tensor:
-        """The same by torch, of pages that lie in order.
+        """The same by torch's SDPA, on pages in order.
 
-        The query heads of a group are queries of their key head, where each sequence has one query.
+        If each sequence has one query, the query heads of a group are queries of their key head.
         """
         num_seqs, num_queries = self._sequences
         k, v = (
@@ -121,7 +120,7 @@ class Layers:
         return out.transpose(1, 2).flatten(0, 1)
 
     def all_in_turn(self, run: Callable[[int], Tensor]) -> float:
-        """Seconds of a layer."""
+        """Mean seconds of a layer, when all layers run in turn."""
         count = len(self.caches)
         return sum(seconds_of(partial(run, layer)) for layer in range(count)) / count
 
@@ -129,7 +128,7 @@ class Layers:
 def measured(
     model: str, cache: str, lengths: tuple[int, int, int], rounds: int, in_all: int
 ) -> dict[str, Any]:
-    """A row of figures: the fastest of the rounds, and the median of what the machine allows."""
+    """A row of figures: the fastest of the rounds, and the median of the machine's ceilings."""
     num_seqs, seq_len, num_queries = lengths
     heads = MODELS[model]
     layers = Layers(heads, cache, num_seqs, seq_len, num_queries, in_all)
@@ -141,7 +140,7 @@ def measured(
             sdpa.append(layers.all_in_turn(layers.sdpa))
         memory.append(undisturbed(partial(_C.read_rate, floats.data_ptr(), len(floats))))
         multiply.append(undisturbed(partial(_C.multiply_rate, is_bfloat16, 1_000_000)))
-    pairs = num_seqs * num_queries * (seq_len - (num_queries - 1) / 2)  # of a query and a key
+    pairs = num_seqs * num_queries * (seq_len - (num_queries - 1) / 2)  # pairs of a query and a key
     return {
         **dict(zip(CASE, (model, cache, *lengths), strict=True)),
         "seconds": min(ours),
@@ -194,11 +193,11 @@ def prompts_table(result: Figures) -> str:
 def about(result: Figures) -> str:
     loads = [row["load"] for row in result["rows"]]
     return (
-        f"Layers of {result['in_all'] >> 20} MB in all, one after the other, the fastest of "
-        f"{result['rounds']} rounds; memory by the plainest loop, multiply-adds and SDPA in the "
-        "same rounds. Float8 with states in bfloat16, which SDPA does not take. "
-        f"{result['threads']} thread(s), by the time that it computed where it is one, since the "
-        f"load of the machine was {min(loads):.0f} to {max(loads):.0f}. {in_words(result)}. "
+        f"Layers of {result['in_all'] >> 20} MB together, one after the other, the fastest of "
+        f"{result['rounds']} rounds; memory by a plain read loop, multiply-adds and SDPA in the "
+        "same rounds. Float8 with states in bfloat16, which SDPA does not support. "
+        f"{result['threads']} thread(s), for one thread by its CPU time, since the load of the "
+        f"machine was {min(loads):.0f} to {max(loads):.0f}. {in_words(result)}. "
         "`python -m bench attention`"
     )
 
@@ -216,7 +215,7 @@ def main(words: Sequence[str]) -> None:
     made = parser("attention", __doc__, rounds=3, threads=1)
     made.add_argument("--queries", type=int, nargs="+", default=list(QUERIES), metavar="N")
     made.add_argument("--prompts", type=int, nargs="*", default=list(PROMPTS), metavar="N")
-    made.add_argument("--bytes", type=int, default=IN_ALL, help="of all layers of a case")
+    made.add_argument("--bytes", type=int, default=IN_ALL, help="bytes of all layers of a case")
     arguments = made.parse_args(words)
     torch.set_num_threads(arguments.threads)
     lengths = [(*pair, queries) for pair in LENGTHS for queries in arguments.queries]

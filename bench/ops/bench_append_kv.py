@@ -47,7 +47,7 @@ def bench_append_kv(
     dtype: torch.dtype,
 ) -> None:
     benchmark(append(num_tokens, (num_q_heads, num_kv_heads, head_dim), Setting(dtype)).call)
-    # Heads are read and written; indices and angles read.
+    # Heads are read and written; indices and angles are read.
     per_token = 2 * (num_q_heads + 2 * num_kv_heads) * head_dim * dtype.itemsize
     report(benchmark, moved_bytes=num_tokens * (per_token + 16 + head_dim * 4))
 

@@ -1,4 +1,4 @@
-"""compact_rows when every other row leaves, at the batch sizes of serving."""
+"""compact_rows when every other row exits, at the batch sizes of serving."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def bench_compact_rows(benchmark, num_seqs: int) -> None:
     hidden = torch.randn(num_seqs, LLAMA_1B.hidden_size)
     row, leaving = torch.arange(num_seqs, dtype=torch.int32), torch.arange(num_seqs) % 2 == 0
 
-    def leave() -> None:
+    def exit_half() -> None:
         active.row.copy_(row)
         ops.compact_rows(leaving, active, hidden)
 
-    benchmark(leave)
+    benchmark(exit_half)

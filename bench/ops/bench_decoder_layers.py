@@ -1,4 +1,4 @@
-"""decoder_layers: layers of three small models while decoding, beside the single ops in turn."""
+"""decoder_layers: layers of three small models while decoding, compared with single ops."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def decoding_call(model: ModelSizes, num_seqs: int, dtype: torch.dtype) -> dict[
 
 
 def single_ops(model: ModelSizes, call: dict[str, Any]) -> Any:
-    """A function of no arguments that runs the same layers op by op, their views made before."""
+    """A call that runs the same layers op by op, on views made before."""
     layers = call["weights"].unbind()
     caches = list(zip(call["k_cache"].unbind(0), call["v_cache"].unbind(0), strict=True))
     heads = (model.num_q_heads, model.num_kv_heads, model.num_kv_heads)

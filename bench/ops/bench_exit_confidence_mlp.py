@@ -18,7 +18,7 @@ from tests.cases import LLAMA_8B, SMOLLM2_135M
 def classifier(
     num_seqs: int, hidden_size: int, inner_size: int | None, setting: Setting
 ) -> list[torch.Tensor]:
-    """States and what measures them."""
+    """States, and the weights of a classifier."""
     rows, device = inner_size or 2, setting.device
     weights = [torch.randn(rows, hidden_size, device=device) / 64, torch.randn(rows, device=device)]
     if inner_size is not None:

@@ -34,7 +34,7 @@ def softmax_work(num_seqs: int, hidden_size: int, vocab_size: int, setting: Sett
         top = logits().float().softmax(-1).topk(2, dim=-1).values
         return top[:, 0] - top[:, 1]
 
-    # Gaps of logits that torch rounds to 16 bits differ by more than they are; their sums agree.
+    # torch rounds logits to 16 bits, which changes gaps by more than their size, but not the sums.
     return Work(
         confidence,
         {PEER: in_torch},

@@ -1,4 +1,4 @@
-"""exit_rows when every row is accepted and leaves, at the batch sizes of serving."""
+"""exit_rows when every row passes its check and exits, at the batch sizes of serving."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eecore import ops
 def exiting_rows(
     num_seqs: int, hidden_size: int, setting: Setting
 ) -> tuple[torch.Tensor, ops.ExitingRows]:
-    """States, and rows that leave as soon as they are sure of anything."""
+    """States, and rows that exit at any confidence."""
     hidden, device = setting.states(num_seqs, hidden_size), setting.device
     whole = torch.zeros(num_seqs, dtype=torch.int32, device=device)
     no = torch.zeros(num_seqs, dtype=torch.bool, device=device)
@@ -40,8 +40,8 @@ def exiting_rows(
     return hidden, rows
 
 
-def leave(num_seqs: int, hidden_size: int, setting: Setting = CPU) -> Work:
-    """Every row leaves, in every call; what brings them back before is timed with it."""
+def exit_all(num_seqs: int, hidden_size: int, setting: Setting = CPU) -> Work:
+    """Every row exits in every call; the time includes the reset of the rows before it."""
     hidden, rows = exiting_rows(num_seqs, hidden_size, setting)
     head, active = head_rows(num_seqs, setting.device), active_rows(num_seqs, setting.device)
     thresholds = torch.zeros(num_seqs, device=setting.device)
@@ -55,10 +55,10 @@ def leave(num_seqs: int, hidden_size: int, setting: Setting = CPU) -> Work:
 
 @pytest.mark.parametrize("num_seqs", [1, 8, 64])
 def bench_exit_rows(benchmark, num_seqs: int) -> None:
-    benchmark(leave(num_seqs, 2048).call)
+    benchmark(exit_all(num_seqs, 2048).call)
 
 
 def gpu_cases(setting: Setting) -> Iterator[Case]:
     size = setting.hidden_size
     moved, name = 2 * size * setting.dtype.itemsize, f"hidden {size}, B={{}}, and a fill"
-    return small_cases("exit_rows", name, moved, lambda b: leave(b, size, setting))
+    return small_cases("exit_rows", name, moved, lambda b: exit_all(b, size, setting))

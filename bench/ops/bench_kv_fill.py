@@ -1,4 +1,4 @@
-"""kv_fill of 16 skipped layers: small ones (SmolLM2-135M) and ones of 134 MB (Llama 3.2 1B)."""
+"""kv_fill of 16 skipped layers: of SmolLM2-135M, and of Llama 3.2 1B (134 MB together)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def kv_fill_work(
     exit_layers: list[int],
     setting: Setting,
 ) -> Work:
-    """Rows that have left after ``exit_layers``; the peer is torch's own products."""
+    """Rows that exited after ``exit_layers``; the peer uses torch's own products."""
     num_tokens, (num_kv_heads, head_dim) = len(exit_layers), heads
     dtype, device = setting.dtype, setting.device
     kv_size = 2 * num_kv_heads * head_dim
@@ -99,7 +99,7 @@ def bench_kv_fill(
 
 
 def gpu_cases(setting: Setting) -> Iterator[Case]:
-    real = (NUM_LAYERS, LLAMA_8B.hidden_size, LLAMA_8B.heads[1:])  # of 32: those behind an exit
+    real = (NUM_LAYERS, LLAMA_8B.hidden_size, LLAMA_8B.heads[1:])  # 16 of 32 layers, after an exit
     layers, hidden_size, heads = (3, 64, (2, 64)) if setting.tiny else real
     kv_size = 2 * heads[0] * heads[1]
     for num_tokens, ragged in itertools.product((1, 4, 8, 16, 32), (False, True)):

@@ -24,7 +24,7 @@ MODELS = [model.heads for model in (SMOLLM2_135M, LLAMA_1B, LLAMA_3B, LLAMA_8B)]
 
 
 def report_reads(benchmark: Any, call: dict[str, Any], flops: float | None = None) -> None:
-    """Keys and values read once, queries read and their results written."""
+    """Report the bytes of one read of keys, values and queries, and one write of results."""
     cache = call["k_cache"].nbytes + call["v_cache"].nbytes
     moved = cache + 2 * call["q"].nbytes
     report(benchmark, moved_bytes=moved, working_set=cache, flops=flops)
@@ -58,7 +58,7 @@ def bench_paged_attention_queries(
 ) -> None:
     call = contiguous_call(num_queries, seq_len, 1, SMOLLM2_135M.heads, dtype)
     benchmark(ops.paged_attention, **call)
-    keys = seq_len - (num_queries - 1) / 2  # that a query sees, on average
+    keys = seq_len - (num_queries - 1) / 2  # keys that a query sees, on average
     report_reads(benchmark, call, flops=4 * call["q"].numel() * keys)
 
 

@@ -32,7 +32,7 @@ GPU_WAYS = {"plain": {}, "top-k 50, top-p 0.9": {"top_k": 50, "top_p": 0.9}}
 
 
 def sample(num_rows: int, vocab_size: int, way: dict[str, float], setting: Setting = CPU) -> Work:
-    """Requests that sample, 100 tokens into their text."""
+    """Inputs of requests that sample, after 100 tokens of text."""
     device = setting.device
 
     def each(name: str, otherwise: float, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,4 +1,4 @@
-"""share_kv of rows that exit after the first of four loops of Ouro 1.4B's 24 layers."""
+"""share_kv for rows that exit after the first of four loops of Ouro 1.4B's 24 layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bench_share_kv(benchmark, num_rows: int) -> None:
 
 
 def moved(num_rows: int) -> int:
-    """Bytes that are read and written: each of the three loops has its copy."""
+    """Bytes that are read and written: each of the three other loops gets a copy."""
     return 2 * num_rows * (LOOPS - 1) * LAYERS * 2 * ROW_BYTES
 
 

@@ -1,4 +1,4 @@
-"""skinny_gated_linear of real layers: 128 MB of them in turn, and 8 MB that stay in cache."""
+"""skinny_gated_linear of real layers: 128 MB of layers in turn, and 8 MB that stay in cache."""
 
 from __future__ import annotations
 

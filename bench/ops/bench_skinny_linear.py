@@ -1,4 +1,4 @@
-"""skinny_linear of real layers: 128 MB of them in turn, 8 MB that stay in cache; many rows."""
+"""skinny_linear of real layers: 128 MB of layers in turn, 8 MB that stay in cache; many rows."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def bench_skinny_linear(
 def bench_skinny_linear_of_many_rows(
     benchmark, peer: bool, sizes: tuple[int, int], weights: str, num_tokens: int
 ) -> None:
-    """Bound by multiplying; the peer of int8 is torch in bfloat16."""
+    """Products that are bound by multiplication; the peer of int8 is torch in bfloat16."""
     in_features, out_features = sizes
     dtype = torch.float32 if weights == "float32" else torch.bfloat16
     x = torch.randn(num_tokens, in_features).to(dtype)
@@ -110,7 +110,7 @@ def linear_work(num_tokens: int, in_features: int, out_features: int, setting: S
 
 
 def appended_work(num_tokens: int, sizes: ModelSizes, setting: Setting) -> Work:
-    """Q, K and V of a layer, rotated, the latter two put into the cache; or by two ops."""
+    """Q, K and V of a layer, rotated, with K and V appended to the cache; or by two ops."""
     device, shape = setting.device, (NUM_SLOTS // PAGE_SIZE, PAGE_SIZE, *sizes.heads[1:])
     x = setting.states(num_tokens, sizes.hidden_size)
     weight = setting.states(sizes.qkv_size, sizes.hidden_size) * sizes.hidden_size**-0.5

@@ -21,7 +21,7 @@ def start_loc(num_seqs: int, num_drafts: int, device: torch.device | None = None
 
 
 def accept(num_seqs: int, num_drafts: int, setting: Setting = CPU) -> Work:
-    """All drafts are accepted."""
+    """Inputs of which all drafts are accepted."""
     device = setting.device
     drafts = torch.zeros(num_seqs * num_drafts, dtype=torch.int64, device=device)
     targets = torch.zeros(num_seqs * (num_drafts + 1), dtype=torch.int64, device=device)
@@ -54,7 +54,7 @@ def bench_speculative_accept_sampling(
         target_probs=target_probs,
         uniform=torch.full((num_drafts + num_seqs,), 0.5),
     )
-    # One target row a sequence is summed; after a rejection, the draft's row beside it.
+    # One target row of a sequence is summed; after a rejection, also the draft's row.
     report(benchmark, moved_bytes=num_seqs * vocab_size * 4 * (1 if accepted else 2))
 
 

@@ -1,4 +1,4 @@
-"""Ceilings of the machine go into the record of every run of the microbenchmarks."""
+"""Adds the ceilings of the machine to the record of every run of the microbenchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A round of self-speculation, for the benchmarks of the ops that make one."""
+"""A round of self-speculation, for the benchmarks of its ops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eecore import ops
 
 @dataclass(frozen=True)
 class Drafting:
-    """A round in which every row goes on, up to eight drafts, and what verifies all of them."""
+    """A round in which every row drafts up to eight tokens, and its verification."""
 
     draft_round: ops.DraftRound
     active: ops.ActiveRows
@@ -27,7 +27,7 @@ class Drafting:
 
 
 def drafting_rows(num_rows: int, hidden_size: int, setting: Setting) -> Drafting:
-    """The memory of a round, begun and drafted; its tokens are all the same."""
+    """The tensors of a round after its drafts; all tokens are equal."""
     dtype, device = setting.dtype, setting.device
     steps, width, max_tokens = 8, 9, 9 * num_rows
 

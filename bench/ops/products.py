@@ -1,12 +1,11 @@
-"""Products of few rows with weights that come from memory: what a row more costs, by format.
+"""Products of few rows with weights from memory: the cost of an additional row, by format.
 
 python -m bench products [--threads 1] [--rounds 15] [--weights Q4_1 Q8_0 float32] [--rows 1 2 8]
 
-skinny_linear with the weights of many layers, one after the other, as decoding calls it: no cache
-of the machine still holds a layer's weights when it is that layer's turn again. Beside it the same
-call with one layer's weights again and again, which a cache holds, and what memory gives to the
-plainest loop, measured in each round; all cases take turns. Writes bench/results/products.json and
-its table in bench/RESULTS.md.
+skinny_linear with the weights of many layers, one after the other, as in decoding: no cache of the
+machine still holds a layer's weights when it is called again. For comparison each round measures
+the same call with one layer's weights again and again, which a cache holds, and a plain read loop;
+all cases take turns. Writes bench/results/products.json and its table in bench/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from eecore.lab.evaluation.tables import markdown_table
 from eecore.ops import Matrix
 
 FEATURES = 1536
-"""In and out."""
+"""Input and output features."""
 WEIGHTS = ("Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "bfloat16", "float32")
 ROWS = (1, 2, 4, 8, 16, 32)
 IN_ALL = 128 << 20
 """Bytes of all layers' weights."""
 SCALE = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
 PLACES_OF_SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (-2,)}
-"""Bytes of a block where a float16 begins; at its beginning alone in other formats."""
+"""Offsets of the float16 scales in a block; only 0 in other formats."""
 
 
 def random_weight(weights: str) -> Matrix:
-    """Random bits, in a file's format with scales that are finite."""
+    """A weight of random bits; in a file's format, with finite scales."""
     if weights in ("float32", "bfloat16"):
         return Matrix(torch.randn(FEATURES, FEATURES).to(getattr(torch, weights)))
     columns, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[weights]]
@@ -51,7 +50,7 @@ def random_weight(weights: str) -> Matrix:
 
 
 class Layers:
-    """Weights of one format, and rows that they are multiplied with."""
+    """Weights of one format, and the rows to multiply with them."""
 
     def __init__(self, weights: str, in_all: int) -> None:
         self.weights = weights
@@ -63,12 +62,12 @@ class Layers:
         self.take_rows(1)
 
     def take_rows(self, num_rows: int) -> None:
-        """Multiply so many from now on."""
+        """Set the number of rows to multiply."""
         self._x = torch.randn(num_rows, FEATURES).to(self._dtype)
         self._out = torch.empty_like(self._x)
 
     def seconds(self, layer: int) -> float:
-        """One call."""
+        """Seconds of one call with a layer's weights."""
         matrix = self.matrices[layer]
         began = time.perf_counter()
         ops.skinny_linear(self._x, matrix.weight, weight_table=matrix.table, out=self._out)
@@ -95,10 +94,10 @@ def markdown(result: Figures) -> str:
             ]
         )
     about = (
-        f"Rows times weights of {FEATURES} x {FEATURES}; layers of {result['in_all'] >> 20} MB in "
-        f"all, one after the other, the fastest of {result['rounds']} rounds, and one layer's "
-        "again and again, which a cache holds where it can; all cases take turns. Memory: "
-        f"{result['memory'] / 1e9:.1f} GB/s to the plainest loop. {result['threads']} thread(s), "
+        f"Rows times weights of {FEATURES} x {FEATURES}: layers of {result['in_all'] >> 20} MB "
+        f"together, one after the other, the fastest of {result['rounds']} rounds; and one layer "
+        "again and again, whose weights stay in a cache if they fit. All cases take turns. Memory: "
+        f"{result['memory'] / 1e9:.1f} GB/s by a plain read loop. {result['threads']} thread(s), "
         f"{in_words(result)}. `python -m bench products`"
     )
     return f"{markdown_table(columns, lines, text_columns=1)}\n\n{about}"
@@ -119,7 +118,7 @@ def main(words: Sequence[str]) -> None:
         metavar="WEIGHTS",
     )
     made.add_argument("--rows", type=int, nargs="+", default=list(ROWS), metavar="N")
-    made.add_argument("--bytes", type=int, default=IN_ALL, help="of all layers of a format")
+    made.add_argument("--bytes", type=int, default=IN_ALL, help="bytes of all layers of a format")
     arguments = made.parse_args(words)
     torch.set_num_threads(arguments.threads)
     every = [Layers(weights, arguments.bytes) for weights in arguments.weights]

@@ -1,4 +1,4 @@
-"""Rows of a program, for the benchmarks of the ops that let some leave."""
+"""Rows of a program, for the benchmarks of ops at which rows exit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from eecore import ops
 
 
 def head_rows(num_seqs: int, device: torch.device | None = None) -> ops.SoftmaxConfidence:
-    """What the head might give of some rows."""
+    """A possible result of the head for some rows."""
     confidence, logsumexp, top_logit = torch.rand(3, num_seqs, device=device)
     token = torch.zeros(num_seqs, dtype=torch.int64, device=device)
     return ops.SoftmaxConfidence(confidence, token, logsumexp, top_logit)

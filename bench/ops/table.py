@@ -3,7 +3,7 @@
 python -m bench ops-table build/bench.json
 
 ``make bench`` runs it after the microbenchmarks. Writes bench/results/ops.json and the table in
-bench/RESULTS.md; cases that were not run stay as they are.
+bench/RESULTS.md; cases that were not run keep their figures.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RATES = ("GB/s", "GFLOP/s", "of ceiling")
 
 
 def row_of(benchmark: dict[str, Any]) -> dict[str, Any]:
-    """Which op and case, its times in microseconds, and the rates that it reported."""
+    """A row: op and case, times in microseconds, and the reported rates."""
     name, _, case = benchmark["name"].removeprefix("bench_").partition("[")
     times = {kind: round(benchmark["stats"][kind] * 1e6, 1) for kind in ("min", "median")}
     rates = {rate: benchmark["extra_info"].get(rate) for rate in RATES}
@@ -34,7 +34,7 @@ def row_of(benchmark: dict[str, Any]) -> dict[str, Any]:
 
 
 def figures_of(recorded: dict[str, Any]) -> Figures:
-    """Of a run that pytest-benchmark recorded on this machine."""
+    """The figures of a run that pytest-benchmark recorded on this machine."""
     return {
         **machine(),
         "threads": int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())),
@@ -44,14 +44,14 @@ def figures_of(recorded: dict[str, Any]) -> Figures:
 
 
 def markdown(result: Figures) -> str:
-    """What it was measured on, then a line for each case."""
+    """The table, with a sentence on the measurement and a line for each case."""
     about = (
         f"{result['threads']} thread(s), {in_words(result)}. "
         f"{describe_ceilings(result['ceilings'])}. "
         "Times in microseconds; rates and shares by the fastest round; a share is of the read "
-        "bandwidth (or, where it is larger, of the multiply-add rate) measured right after the "
-        "case. Small cases are bound by the cost of a call; weights of 60 to 130 MB come from a "
-        "large L3 in part, so shares of memory bandwidth can pass 1. `OMP_NUM_THREADS=1 make bench`"
+        "bandwidth (or of the multiply-add rate, if that share is larger) measured right after the "
+        "case. Small cases are bound by the cost of a call; a large L3 holds a part of weights of "
+        "60 to 130 MB, so shares of memory bandwidth can exceed 1. `OMP_NUM_THREADS=1 make bench`"
     )
     lines = [
         [row["op"], row["case"], f"{row['min']:.1f}", f"{row['median']:.1f}"]

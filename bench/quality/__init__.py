@@ -1,1 +1,1 @@
-"""What weights of fewer bits cost in quality."""
+"""The loss of quality by weights of fewer bits."""

@@ -1,4 +1,4 @@
-"""What a KV cache of fewer bits costs in quality: SmolLM2 on real prose, beside one in float32.
+"""The loss of quality by a KV cache of fewer bits: SmolLM2 on prose, compared with float32.
 
 python -m bench cache [--tokens 512] [--max-tokens 64]
 
@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def bytes_per_token() -> dict[str, int]:
-    """Of the cache of each kind."""
+    """Bytes per token of the cache of each kind."""
     sizes = {}
     for name, options in KINDS.items():
         network = eecore.load(get_smollm2(), device="cpu", **options).network
@@ -51,7 +51,7 @@ def markdown(result: Figures) -> str:
     ]
     about = (
         f"SmolLM2-135M-Instruct on {result['num_tokens']} tokens of Python {result['python']}'s "
-        "language reference, all beside float32 with a cache in float32; fp8: e4m3, scales of 1. "
+        "language reference, compared with float32 and a cache in float32; fp8: e4m3, scales of 1. "
         "Greedy: mean length of the common beginning with the float32 text, "
         f"{result['num_texts']} texts. `python -m bench cache`"
     )

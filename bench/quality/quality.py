@@ -1,12 +1,12 @@
 """Perplexity of GGUF files in eecore and llama.cpp, and of weights that eecore quantises itself.
 
 python -m bench quality [--windows 20] [--threads 1]
-python -m bench quality --only-weights      what eecore quantises; files as measured before
+python -m bench quality --only-weights      only weights that eecore quantises; keeps the files
 
-SmolLM2-135M-Instruct's Q4_1 file and Qwen2.5-Coder-0.5B-Instruct's, for which
-``python -m bench coder-files`` downloads 478 MB; on modules of Python's standard library, so anyone
-can run it again. Writes bench/results/quality.json and the table in bench/RESULTS.md, in about half
-an hour on one core.
+SmolLM2-135M-Instruct's Q4_1 file and Qwen2.5-Coder-0.5B-Instruct's files, for which
+``python -m bench coder-files`` downloads 478 MB; on modules of Python's standard library, which
+anyone has. Writes bench/results/quality.json and the table in bench/RESULTS.md, in about half an
+hour on one core.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ LLAMA_CPP_TIMEOUT_S = 3600
 
 
 def text() -> str:
-    """What is read: the source of :data:`MODULES`."""
+    """The text that is scored: the source of :data:`MODULES`."""
     return "".join(inspect.getsource(importlib.import_module(name)) for name in MODULES)
 
 
 def our_losses(path: Path, windows: int, **options: Any) -> list[float]:
-    """Of each window in eecore."""
+    """The loss of each window in eecore."""
     model = eecore.load(path, device="cpu", kv_cache_tokens=WINDOW, **options)
     assert model.tokenizer is not None
     assert isinstance(model.network, LlamaModel)
@@ -56,13 +56,13 @@ def our_losses(path: Path, windows: int, **options: Any) -> list[float]:
 
 
 def llama_cpp_losses(file: Path, windows: int, threads: int, scratch: Path) -> list[float]:
-    """Of each window in llama.cpp, which cuts the text into tokens itself."""
+    """The loss of each window in llama.cpp, which tokenizes the text itself."""
     read = scratch / "text"
     read.write_text(text())
     command = ["llama-perplexity", "-m", str(file), "-f", str(read), "-c", str(WINDOW)]
     command += ["-b", str(WINDOW), "--chunks", str(windows), "-t", str(threads)]
     losses: list[float] = []
-    for _ in range(3):  # its output, written by a thread, now and then ends too early
+    for _ in range(3):  # its output, written by a thread, is sometimes cut off
         losses = losses_of_output(run_llama_cpp(command, threads, LLAMA_CPP_TIMEOUT_S))
         if len(losses) == windows:
             return losses
@@ -90,7 +90,7 @@ def weights_row(name: str, path: Path, windows: int, **options: Any) -> dict[str
 
 
 def rescaled_rows(windows: int, scratch: Path) -> list[dict[str, Any]]:
-    """The same in other numbers: quantised here, and by llama.cpp."""
+    """Rows of the rescaled model: quantised by eecore, and by llama.cpp."""
     floats = rescaled_file(coder_files.get_source(), scratch / "rescaled.gguf")
     directory = convert_gguf(floats, scratch / "rescaled")
     rows = [weights_row(name, directory, windows, **WEIGHTS[name]) for name in ("float32", "int4")]
@@ -110,7 +110,7 @@ def change(value: float, reference: float) -> str:
 
 
 def files_table(result: Figures) -> str:
-    """Each file here and in llama.cpp."""
+    """The table of each file's perplexity in eecore and in llama.cpp."""
     lines = [
         [
             row["file"],
@@ -127,7 +127,7 @@ def files_table(result: Figures) -> str:
 
 
 def weights_table(result: Figures) -> str:
-    """Perplexities of one model in several formats, from its floats as they are and rescaled."""
+    """The table of one model in several formats, made from its floats, unchanged and rescaled."""
     stored = {row["file"].removeprefix(f"{coder_files.NAME}-"): row for row in result["files"]}
     plain = {row["weights"]: row["perplexity"] for row in result["weights"]}
     plain |= {kind: stored[kind.lower()]["eecore"] for kind in ("Q4_1", "Q4_K_M")}
@@ -150,14 +150,15 @@ def markdown(result: Figures) -> str:
     about = (
         f"Perplexity on the first {result['windows'] * result['window']:,} tokens of Python "
         f"{result['python']}'s {', '.join(result['modules'])}: windows of {result['window']}, the "
-        "second half of each scored, as llama-perplexity counts it (with its own tokenizer and its "
-        f"cache of 16 bits). {result['made_from']}. Second table: the same model, in eecore, "
-        "in formats made from floats, which are that one file's dequantised to float32. As they "
-        "are, they lie on the grid of its blocks: Q4_K_M finds them again without a loss. Rescaled "
-        "(`bench/quality/rescaled.py`), they compute the same on no grid. Q4_1 takes 5 bits a "
-        "number and 8.5 in the head; int4 besides 6 in what makes keys, 8.5 in what makes values; "
-        "Q4_K_M here, where 256 divides few rows, 5.5 in most matrices and 4.5 to 8.5 in others. "
-        "States in float32, in bfloat16 with bfloat16 weights. "
+        "second half of each scored, as llama-perplexity computes it (with its own tokenizer and "
+        f"its cache of 16 bits). {result['made_from']}. Second table: the same model, in eecore, "
+        "in formats made from floats: that file's numbers dequantised to float32. Unchanged, they "
+        "lie on the grid of the file's blocks, so that Q4_K_M stores them without loss. Rescaled "
+        "(`bench/quality/rescaled.py`), they compute the same function and lie on no grid. Q4_1 "
+        "takes 5 bits a number and 8.5 in the head; int4 also takes 6 in the projections of keys "
+        "and 8.5 in those of values; Q4_K_M of this model, where 256 divides the length of few "
+        "rows, takes 5.5 in most matrices and 4.5 to 8.5 in the rest. States are in float32, or in "
+        "bfloat16 with bfloat16 weights. "
         f"{in_words(result)}, llama.cpp of {result['llama_cpp']}. `python -m bench quality`"
     )
     return "\n\n".join([files_table(result), weights_table(result), about])
@@ -200,7 +201,7 @@ def measure(windows: int, threads: int, scratch: Path, *, has_files: bool = True
 def main(words: Sequence[str]) -> None:
     made = parser("quality", __doc__, threads=1)
     made.add_argument("--windows", type=int, default=20, help=f"of {WINDOW} tokens")
-    made.add_argument("--only-weights", action="store_true", help="leave the files out")
+    made.add_argument("--only-weights", action="store_true", help="do not measure the files")
     arguments = made.parse_args(words)
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory(dir=coder_files.DIRECTORY.parent) as scratch:

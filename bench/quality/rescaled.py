@@ -1,9 +1,9 @@
-"""The same model in other float32 numbers, so that no quantiser meets the blocks of an earlier one.
+"""The same model in other float32 numbers, which do not lie on the blocks of a quantiser.
 
-Weights that were quantised once lie on the grid of their blocks: the same format finds them again
-without a loss, which says nothing of its quality. Here every column that a matrix reads is divided
-by a factor of its own, and what feeds the column, a norm's weights or another matrix's rows, is
-multiplied by it: the model computes the same function, and its weights lie on no grid.
+Weights that were quantised once lie on the grid of their blocks: the same format stores them again
+without loss, which says nothing about its quality. This module divides every column of a matrix by
+its own factor, and multiplies the source of the column's input (a norm's weights or another
+matrix's rows) by that factor: the model computes the same function, and its weights lie on no grid.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 Change = Callable[[dict[str, Floats], int], None]
-"""Changes weights in place, given their names and the number of key heads."""
+"""A function that changes weights, by name, in place; it also gets the number of key heads."""
 SPREAD = 0.25  # factors lie between exp(-SPREAD) and exp(SPREAD)
 FED_BY_NORM = {
     "attn_norm": ("attn_q", "attn_k", "attn_v"),
@@ -28,7 +28,7 @@ FED_BY_NORM = {
 def rescale(weights: dict[str, Floats], num_kv_heads: int, seed: int = 0) -> None:
     """Change the weights of a Llama or Qwen2 in place, by their names in a GGUF file.
 
-    Matrices are [out, in]. Embeddings stay as they are, and a head that is tied to them does too.
+    Matrices are [out, in]. Embeddings, and a head that is tied to them, are not changed.
     """
     random = np.random.default_rng(seed)
 
@@ -66,7 +66,7 @@ def _rescale_rows(
     factors: Callable[[int], Floats],
     columns_of: Callable[[Floats], Floats],
 ) -> None:
-    """Multiply a matrix's rows and bias, and divide the columns that read them."""
+    """Multiply a matrix's rows and bias by factors, and divide the columns that read them."""
     by = factors(len(weights[f"{layer}.{writer}.weight"]))
     weights[f"{layer}.{writer}.weight"] *= by[:, None]
     if f"{layer}.{writer}.bias" in weights:
@@ -80,7 +80,7 @@ def rescaled_file(source: Path, target: Path) -> Path:
 
 
 def float_file(source: Path, target: Path, change: Change | None = None) -> Path:
-    """Write a GGUF file's model in float32, with its numbers or with changed ones."""
+    """Write a GGUF file's model in float32, with its own numbers or with changed numbers."""
     import gguf
 
     reader = gguf.GGUFReader(source)

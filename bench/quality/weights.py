@@ -1,10 +1,10 @@
-"""What weights of fewer bits cost in quality: SmolLM2 on real prose, against its float32 weights.
+"""The loss of quality by weights of fewer bits: SmolLM2 on prose, compared with float32 weights.
 
 python -m bench weights [--tokens 512] [--max-tokens 64]
 
 Perplexity and next-token agreement on the language reference that comes with Python
-(pydoc_data.topics), and how far greedy texts stay the same. Writes bench/results/weights.json and
-the table in bench/RESULTS.md, in about 2 minutes.
+(pydoc_data.topics), and the length for which greedy texts stay the same. Writes
+bench/results/weights.json and the table in bench/RESULTS.md, in about 2 minutes.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ PROMPT_LENGTH = 32
 
 
 def logits_of(model: eecore.Model, token_ids: Tensor) -> Tensor:
-    """Float32 [num_tokens, vocab_size] of one text, its keys and values cached as the model's
-    engine has them.
-    """
+    """Float32 logits [num_tokens, vocab_size] of one text, with the cache dtype of the engine."""
     network = model.network
     assert isinstance(network, LlamaModel)
     kept = cache_dtype(network, model.engine_config.kv_cache_dtype)
@@ -54,14 +52,14 @@ def logits_of(model: eecore.Model, token_ids: Tensor) -> Tensor:
 
 @dataclass
 class Text:
-    """A piece of text, and what float32 weights say of it."""
+    """A text, and its log probabilities by float32 weights."""
 
     token_ids: Tensor
     logprobs: Tensor
 
 
 def measure(model: eecore.Model, texts: list[Text]) -> dict[str, float]:
-    """Means over every position of every text."""
+    """Measures of quality: means over every position of every text."""
     nats, agreed, divergence, count = 0.0, 0, 0.0, 0
     for text in texts:
         logprobs = logits_of(model, text.token_ids).log_softmax(-1)
@@ -81,14 +79,14 @@ def measure(model: eecore.Model, texts: list[Text]) -> dict[str, float]:
 
 
 def greedy(model: eecore.Model, texts: list[Text], max_tokens: int) -> list[list[int]]:
-    """Continuations of each text's beginning."""
+    """Greedy continuations of each text's beginning."""
     prompts = [text.token_ids[:PROMPT_LENGTH].tolist() for text in texts]
     outputs = eecore.generate(model, prompts, exit="full", max_tokens=max_tokens, ignore_eos=True)
     return [output.token_ids for output in outputs]
 
 
 def same_prefix(a: list[int], b: list[int]) -> int:
-    """How many tokens the two begin with alike."""
+    """The number of equal tokens at the beginning of both lists."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
@@ -102,7 +100,7 @@ def weight_bytes(model: LlamaModel) -> int:
 def rows_of(
     kinds: Mapping[str, dict[str, Any]], num_tokens: int, max_tokens: int
 ) -> tuple[list[dict[str, Any]], list[Text]]:
-    """Of each kind, by its options of ``eecore.load``, and the texts that they are held to."""
+    """A row for each kind, given by its options of ``eecore.load``, and the texts to score."""
     directory = get_smollm2()
     texts: list[Text] = []
     expected: list[list[int]] = []
@@ -145,7 +143,7 @@ def figures_of(kinds: Mapping[str, dict[str, Any]], arguments: argparse.Namespac
 
 
 def quality_cells(row: dict[str, Any], max_tokens: int) -> list[str]:
-    """Of a table, under :data:`QUALITY`."""
+    """The cells of a row under :data:`QUALITY`."""
     return [
         f"{row['perplexity']:.3f}",
         f"{row['top1_agreement']:.1%}",
@@ -165,9 +163,9 @@ def markdown(result: Figures) -> str:
     ]
     about = (
         f"SmolLM2-135M-Instruct on {result['num_tokens']} tokens of Python {result['python']}'s "
-        "language reference, against float32 weights, which come from blocks of 4 bits: int4 finds "
-        "them again. int8 and int4: blocks of 32 numbers, states quantised to 8 bits within each "
-        "product. Greedy: mean length of the common beginning with the float32 text, "
+        "language reference, compared with float32 weights, which come from blocks of 4 bits that "
+        "int4 reproduces. int8 and int4: blocks of 32 numbers, states quantised to 8 bits in "
+        "each product. Greedy: mean length of the common beginning with the float32 text, "
         f"{result['num_texts']} texts. `python -m bench weights`"
     )
     return f"{markdown_table(['weights', 'MB', *QUALITY], lines)}\n\n{about}"

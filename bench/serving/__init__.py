@@ -1,1 +1,1 @@
-"""The server: what HTTP costs, and how it holds up."""
+"""The server: the cost of HTTP, and its behaviour in a long run."""

@@ -1,4 +1,4 @@
-"""Those who answer requests: the engine in this process, and servers in others."""
+"""Answerers of requests: the engine in this process, and servers in other processes."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ START_TIMEOUT_S = 120
 
 @dataclass
 class Case:
-    """So many clients that ask a model for the same prompts under one policy.
+    """Clients that send prompts to a model under one policy.
 
     Args:
-        model: its name.
-        exit: the policy, as requests say it.
-        clients: how many ask at once.
+        model: the model's name.
+        exit: the policy, as the request's field has it.
+        clients: the number of clients.
         prompts: texts, each a request.
-        max_tokens: of each answer.
-        ignore_eos: whether an answer has as many at any rate.
+        max_tokens: tokens of an answer at most.
+        ignore_eos: whether each answer has exactly ``max_tokens``.
     """
 
     model: str
@@ -49,7 +49,7 @@ class Case:
     ignore_eos: bool
 
     def body(self, streams: bool, **fields: Any) -> dict[str, Any]:
-        """Of a request, but for the prompt."""
+        """The body of a request, without the prompt."""
         body: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": 0, **fields}
         if self.ignore_eos:
             body["ignore_eos"] = True
@@ -60,19 +60,19 @@ class Case:
 
 @dataclass
 class Turns:
-    """The rounds of one case by one of those who answer."""
+    """The rounds of one case by one answerer."""
 
     who: str
     streams: bool
     loads: list[Load] = field(default_factory=list)
     cpu: list[float | None] = field(default_factory=list)
-    """Processor seconds of who answers, by round."""
+    """Processor seconds of the answerer's process, by round."""
 
     def speed(self, number: int) -> float:
         return self.loads[number].tokens / self.loads[number].seconds
 
     def row(self, case: Case, engine: Turns) -> dict[str, Any]:
-        """Medians over rounds; percentiles and processor time over all requests."""
+        """A row of figures: medians over rounds; percentiles and CPU time over all requests."""
         rounds = range(len(self.loads))
         ratios = [self.speed(i) / engine.speed(i) for i in rounds]
         tokens = sum(load.tokens for load in self.loads)
@@ -98,13 +98,13 @@ class Turns:
 
 
 def percentile(values: Sequence[float], share: int) -> float:
-    """The smallest value that as many percent of all do not exceed."""
+    """The smallest value that ``share`` percent of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(-(-len(ordered) * share // 100), 1) - 1]
 
 
 class EngineAlone:
-    """The engine in this process."""
+    """Answers with the engine in this process."""
 
     def __init__(self, model: eecore.Model, directory: Path) -> None:
         self._model, self._policies = model, Policies(directory)
@@ -127,12 +127,12 @@ class EngineAlone:
 
 
 class Server:
-    """One that listens.
+    """Answers with a running server.
 
     Args:
         address: http://HOST:PORT.
-        pid: of its process, where that is known.
-        says_exit: whether it understands the field.
+        pid: the process id of the server, if known.
+        says_exit: whether the server has the field ``exit``.
     """
 
     def __init__(self, address: str, pid: int | None, says_exit: bool) -> None:
@@ -142,7 +142,8 @@ class Server:
 
     def turn(self, case: Case, streams: bool, turns: Turns) -> None:
         """All requests of a case once."""
-        own = {"exit": case.exit} if self._says_exit else {"cache_prompt": False}  # llama.cpp's
+        # cache_prompt is llama.cpp's field.
+        own = {"exit": case.exit} if self._says_exit else {"cache_prompt": False}
         body = case.body(streams, model=self._model, **own)
         requests = [json.dumps({**body, "prompt": prompt}).encode() for prompt in case.prompts]
 
@@ -165,8 +166,9 @@ class Server:
 def serving(
     path: Path, dtype: str | None, threads: int, options: Sequence[str] = ("--no-prefix-cache",)
 ) -> Iterator[Server]:
-    """``eecore serve`` in a process of its own; without a prefix cache each round computes its
-    prompts.
+    """``eecore serve`` in a process of its own.
+
+    Without a prefix cache each round computes its prompts again.
     """
     command = [sys.executable, "-m", "eecore", "serve", str(path), "--port", "0"]
     command += ["--kv-cache-tokens", str(KV_CACHE_TOKENS), "--threads", str(threads), *options]
@@ -194,7 +196,7 @@ def serving(
 
 @contextmanager
 def llama_server(file: Path, slots: int, threads: int) -> Iterator[str]:
-    """llama.cpp's server on a file, as ``python -m bench peers`` builds it; its address."""
+    """The address of llama.cpp's server on a file, as ``python -m bench peers`` builds it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Clients of every kind: well-behaved, bad and broken ones, and what each of them asks."""
+"""Requests of every kind of client: well-behaved, bad and broken."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ class Ask:
     """A request.
 
     Args:
-        kind: the row it is counted in.
-        path: of the endpoint; a GET where there is no content.
-        content: the body.
-        headers: of it.
-        status: that answers it.
-        says: the text that has to come; None: whatever comes.
-        leaves_after: parts of the answer after which its client leaves; None: it stays.
-        patience: seconds after which its client leaves.
-        pause: seconds between parts, of a client that reads slowly.
+        kind: the row of the table that counts it.
+        path: the path of the endpoint.
+        content: the body; None for a GET.
+        headers: the headers of the body.
+        status: the expected status of the answer.
+        says: the expected text; None accepts any text.
+        leaves_after: parts of the answer after which the client disconnects; None: never.
+        patience: seconds after which the client disconnects.
+        pause: seconds between parts, for a client that reads slowly.
     """
 
     kind: str
@@ -99,10 +99,10 @@ def chat(prompt: str, **fields: Any) -> bytes:
 
 
 class Crowd:
-    """Makes requests by chance.
+    """Makes random requests.
 
     Args:
-        said: what an idle server answers, by exit and utterance.
+        said: the answers of an idle server, by exit and utterance.
     """
 
     def __init__(self, said: dict[tuple[str, str], str]) -> None:

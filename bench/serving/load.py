@@ -1,8 +1,8 @@
-"""A crowd of clients that ask alike: of an engine in this process, or of servers over HTTP.
+"""Load by many equal clients: on an engine in this process, or on servers over HTTP.
 
-Everybody asks for the next prompt as soon as the answer to the one before is there. The HTTP client
-does as little as it can, since it shares the processors with the server: one connection a client,
-kept open, bodies that are ready beforehand.
+Every client sends its next prompt as soon as its last answer is complete. The HTTP client does as
+little as possible, since it shares the processors with the server: each client keeps one connection
+open, and bodies are made beforehand.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ __all__ = ["Answer", "Connection", "Load", "cpu_seconds", "load_of", "of_engine"
 
 @dataclass
 class Answer:
-    """What came of one request, in seconds of ``time.perf_counter``."""
+    """The times of one request, in seconds of ``time.perf_counter``."""
 
     began: float
     arrivals: list[float] = field(default_factory=list)
-    """When text or tokens came; of an answer in one piece when it was there."""
+    """When parts of the answer arrived; for an answer in one piece, when it was complete."""
     tokens: int = 0
 
 
 @dataclass
 class Load:
-    """What came of all requests."""
+    """The answers to all requests, and their time together."""
 
     seconds: float
     answers: list[Answer]
@@ -48,12 +48,12 @@ class Load:
 
     @property
     def firsts(self) -> list[float]:
-        """Seconds from each request to the first that came of it."""
+        """Seconds from each request to the first part of its answer."""
         return [answer.arrivals[0] - answer.began for answer in self.answers if answer.arrivals]
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between what came, over all answers."""
+        """Seconds between parts of an answer, over all answers."""
         times = [answer.arrivals for answer in self.answers]
         return [later - earlier for each in times for earlier, later in pairwise(each)]
 
@@ -62,7 +62,7 @@ Ask = Callable[[Any], Awaitable[Answer]]
 
 
 async def load_of(clients: Sequence[Ask], requests: Sequence[Any]) -> Load:
-    """All requests, each by the client that is free first."""
+    """Send all requests, each by the client that is free first."""
     left: Iterator[Any] = iter(requests)
     answers: list[Answer] = []
 
@@ -76,20 +76,20 @@ async def load_of(clients: Sequence[Ask], requests: Sequence[Any]) -> Load:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Processor time of a process and its children so far; None where the system does not tell."""
+    """Processor seconds of a process and its children; None if the system does not tell."""
     seconds: dict[int, float] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError, IndexError):
-            behind = path.read_text().rpartition(")")[2].split()
+            stat = path.read_text().rpartition(")")[2].split()
             number = int(path.parent.name)
-            if pid in (number, int(behind[1])):
-                spent = int(behind[11]) + int(behind[12])
+            if pid in (number, int(stat[1])):
+                spent = int(stat[11]) + int(stat[12])
                 seconds[number] = spent / os.sysconf("SC_CLK_TCK")
     return sum(seconds.values()) if pid in seconds else None
 
 
 def of_engine(engine: AsyncEngine, policy: eecore.Exit, streams: bool) -> Ask:
-    """A client that asks the engine for what a prompt's ids and its sampling say."""
+    """A client of the engine; its requests are (token ids, sampling)."""
 
     async def ask(request: tuple[list[int], eecore.SamplingParams]) -> Answer:
         prompt, sampling = request
@@ -109,7 +109,7 @@ def of_engine(engine: AsyncEngine, policy: eecore.Exit, streams: bool) -> Ask:
 
 
 def of_server(connection: Connection) -> Ask:
-    """A client that sends bodies to /v1/completions."""
+    """A client of /v1/completions; its requests are bodies."""
 
     async def ask(body: bytes) -> Answer:
         answer = Answer(time.perf_counter())
@@ -128,7 +128,7 @@ def of_server(connection: Connection) -> Ask:
         if rest.strip():  # an answer in one piece
             answer.arrivals.append(time.perf_counter())
             answer.tokens = json.loads(rest)["usage"]["completion_tokens"]
-        answer.tokens = answer.tokens or chunks  # of a server that does not tell
+        answer.tokens = answer.tokens or chunks  # for a server that does not report usage
         return answer
 
     return ask
@@ -141,10 +141,10 @@ def _has_text(event: Any) -> bool:
 
 
 class Connection:
-    """One to a server, over which one request follows the other.
+    """A connection to a server for one request after the other.
 
     Args:
-        address: of the server, http://HOST:PORT.
+        address: the server's address, http://HOST:PORT.
     """
 
     def __init__(self, address: str) -> None:
@@ -155,16 +155,16 @@ class Connection:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def post(self, path: str, body: bytes) -> AsyncIterator[bytes]:
-        """The body of the answer, as it comes.
+        """The body of the answer, in parts as they arrive.
 
         Raises:
-            ConnectionError: the answer is another than 200.
+            ConnectionError: the status is not 200.
         """
         head = f"POST {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         try:
             reader, said = await self._asked(head.encode() + body)
-        except (asyncio.IncompleteReadError, ConnectionResetError):  # closed since the last one
+        except (asyncio.IncompleteReadError, ConnectionResetError):  # closed since the last answer
             self.close()
             reader, said = await self._asked(head.encode() + body)
         lines = said.decode("latin-1").lower().split("\r\n")
@@ -180,7 +180,7 @@ class Connection:
             self.close()
 
     async def _asked(self, request: bytes) -> tuple[asyncio.StreamReader, bytes]:
-        """Where the answer's body comes from, and its head."""
+        """Send a request; the reader of the answer's body, and the answer's head."""
         if self._streams is None:
             self._streams = await asyncio.open_connection(self._host, self._port)
         reader, writer = self._streams

@@ -1,4 +1,4 @@
-"""How a request may end, and what should not have come."""
+"""Outcomes of requests, and findings: answers that break the server's contract."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 from bench.serving.crowd import Ask
 
-MOST_FINDINGS = 20
-# What a server with too much to do says.
+MAX_FINDINGS = 20
+# Errors of an overloaded server, by status.
 BUSY = {429: "too_many_requests", 504: "deadline_exceeded"}
 
 
 class Finding(Exception):
-    """What should not have come."""
+    """An answer that breaks the server's contract."""
 
 
 def outcome(ask: Ask, status: int, body: bytes) -> str:
-    """How a request that was answered ended: answered, refused, busy or late.
+    """The outcome of an answer: answered, refused, busy or late.
 
     Raises:
-        Finding: it should have ended otherwise.
+        Finding: the answer is not the expected one.
     """
     if status != ask.status or status >= 400:
         error = _reason(body)
@@ -45,7 +45,7 @@ def outcome(ask: Ask, status: int, body: bytes) -> str:
             raise Finding(f"a stream ended with {events[-1]}")
         choices = [choice for event in events for choice in event["choices"]]
         text = "".join(choice.get("text") or "" for choice in choices)
-        ended = {each["index"]: each["finish_reason"] for each in choices}  # the last of each
+        ended = {each["index"]: each["finish_reason"] for each in choices}  # the last one counts
         ends = list(ended.values())
     if not all(end in ("stop", "length", "tool_calls") for end in ends):
         raise Finding(f"expected an end of each choice, got {ends}")
@@ -77,11 +77,11 @@ def _events(body: bytes) -> list[Any]:
 
 @dataclass
 class Book:
-    """What came of all requests.
+    """The outcomes of all requests.
 
     Attributes:
-        counts: by kind and outcome.
-        findings: the first of what should not have come, in words.
+        counts: the number of requests, by kind and outcome.
+        findings: the messages of the first findings.
     """
 
     counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -92,5 +92,5 @@ class Book:
 
     def find(self, kind: str, words: str) -> None:
         self.counts[kind]["unexpected"] += 1
-        if len(self.findings) < MOST_FINDINGS:
+        if len(self.findings) < MAX_FINDINGS:
             self.findings.append(f"{kind}: {words}")

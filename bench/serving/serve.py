@@ -1,14 +1,14 @@
-"""What HTTP costs: eecore serve beside its engine alone, fed the same requests by as many clients.
+"""The cost of HTTP: eecore serve and its engine alone, with equal requests and clients.
 
 python -m bench serve                          both models, about a quarter of an hour
-python -m bench serve --quick                  a few requests of each: that it runs
-python -m bench serve --llama-cpp              llama.cpp's server beside, on the same file
-python -m bench serve --peer NAME=URL          another server of SmolLM2 beside, at full depth
+python -m bench serve --quick                  a few requests of each, to check that it runs
+python -m bench serve --llama-cpp              also llama.cpp's server, on the same file
+python -m bench serve --peer NAME=URL          also another server of SmolLM2, at full depth
 
-The server runs in a process of its own; the engine alone in this one, whose other work is that of
-the clients. Both take their turns, round by round, streamed and not. Models: intent on held-out
-utterances, SmolLM2-135M-Instruct from its GGUF file on questions. Writes bench/results/serve.json
-and the table in bench/RESULTS.md.
+The server runs in a process of its own, the engine alone in the process of the clients. Both take
+turns, round by round, streamed and not streamed. Models: intent on held-out utterances,
+SmolLM2-135M-Instruct from its GGUF file on questions. Writes bench/results/serve.json and the table
+in bench/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from bench.serving.answerers import (
 from bench.serving.tables import ENGINE, SERVE, SERVER
 from scripts.get_smollm2 import check
 
-# What is said of how fast the server answers.
+# Packages on which the speed of the server depends.
 PACKAGES = ("fastapi", "starlette", "uvicorn", "httptools", "uvloop", "torch")
 
 
 @dataclass
 class Subject:
-    """A model that is measured.
+    """A model to measure.
 
     Args:
-        path: of it.
-        cases: what is asked of it.
-        dtype: in which it runs; None for its own.
-        peers: addresses of other servers of it, by name.
+        path: the model's directory or file.
+        cases: the cases to measure.
+        dtype: the dtype to run in; None for the model's own.
+        peers: addresses of other servers of the model, by name.
     """
 
     path: Path
@@ -66,7 +66,7 @@ class Subject:
 
 
 def measure(cases: Sequence[Case], answerers: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
-    """Rows of the result: everybody on every case, in turns."""
+    """Rows of figures: every answerer on every case, in turns."""
     rows = []
     for case in cases:
         for streams in (True, False):
@@ -114,7 +114,7 @@ def smollm2_cases(arguments: argparse.Namespace) -> list[Case]:
 
 
 def subjects(arguments: argparse.Namespace, left_out: dict[str, str]) -> Iterator[Subject]:
-    """Those that are asked for and can be had."""
+    """The models that the arguments name and that are available."""
     if "intent" in arguments.models:  # calibrated in float32
         yield Subject(eecore.default_model(), intent_cases(arguments), "float32")
     if "smollm2" in arguments.models:
@@ -175,13 +175,13 @@ def main(words: Sequence[str]) -> None:
     made = parser("serve", __doc__, rounds=3, threads=1)
     names = ("intent", "smollm2")
     made.add_argument("--models", nargs="+", choices=names, default=names)
-    made.add_argument("--file", type=Path, help="SmolLM2's GGUF file, at hand already")
-    made.add_argument("--data", type=Path, default=DATA, help="utterances; made where missing")
+    made.add_argument("--file", type=Path, help="SmolLM2's GGUF file; default: a download")
+    made.add_argument("--data", type=Path, default=DATA, help="utterances; created if missing")
     made.add_argument("--utterances", type=int, default=1000)
     made.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32], help="of SmolLM2")
-    made.add_argument("--tokens", type=int, default=64, help="of an answer of SmolLM2")
+    made.add_argument("--tokens", type=int, default=64, help="tokens of an answer of SmolLM2")
     made.add_argument("--peer", type=peer, action="append", metavar="NAME=URL")
-    made.add_argument("--llama-cpp", action="store_true", help="its server beside, of .peers")
+    made.add_argument("--llama-cpp", action="store_true", help="also its server, from .peers")
     made.add_argument("--quick", action="store_true", help="a few short requests, one round")
     arguments = made.parse_args(words)
     arguments.rounds = 1 if arguments.quick else arguments.rounds

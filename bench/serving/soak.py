@@ -1,14 +1,14 @@
-"""A server that runs for long: well-behaved clients, bad ones and broken ones, all at once.
+"""A server in a long run: well-behaved, bad and broken clients, all at once.
 
 python -m bench soak-serve --minutes 30                 half an hour; writes the table
-python -m bench soak-serve --minutes 2 --dry-run        that it runs: writes nothing
+python -m bench soak-serve --minutes 2 --dry-run        checks that it runs; writes nothing
 python -m bench soak-serve --minutes 30 -- OPTION ...   with more options of eecore serve
 
 ``eecore serve`` runs intent in a process of its own, with few seats, few pages and a short
-deadline, so that requests are refused, preempted and late. Each request has to be answered, or
-refused with a reason; what is greedy has to be what an idle server says. In the end nothing may
-run, wait or hold a page, and memory has to stay where it was behind the warm-up. Exit code 1 if it
-is otherwise. Writes bench/results/soak_serve.json and the table in bench/RESULTS.md.
+deadline, so that requests are refused, preempted and late. Each request must be answered, or
+refused with a reason; greedy answers must be those of an idle server. At the end no request may
+run, wait or hold a page, and memory must not have grown since the warm-up. Exit code 1 if a check
+fails. Writes bench/results/soak_serve.json and the table in bench/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from bench.serving.tables import GAUGES, SOAK, faults
 OPTIONS = ("--max-num-seqs", "12", "--max-waiting", "24", "--timeout", "2", "--max-body", "262144")
 OPTIONS += ("--kv-cache-tokens", "1536", "--tool-parser", "hermes")
 HANG_S = 60.0
-"""After which a request counts as one that hangs."""
+"""Seconds after which a request counts as hanging."""
 SAMPLE_S = 2.0
 WARM = 0.2
-"""The share of the time before memory has to stay where it is."""
+"""The share of the run that is warm-up, in which memory may grow."""
 
 
 async def answered(http: httpx.AsyncClient, ask: Ask) -> str:
-    """How a request ended whose client has all the time there is."""
+    """The outcome of a request whose client waits for the end of its answer."""
     method = "GET" if ask.content is None else "POST"
     async with http.stream(method, ask.path, content=ask.content, headers=ask.headers) as answer:
         parts = []
@@ -57,7 +57,7 @@ async def answered(http: httpx.AsyncClient, ask: Ask) -> str:
 
 
 async def try_it(http: httpx.AsyncClient, ask: Ask, book: Book) -> None:
-    """Ask, and note what came."""
+    """Send a request, and record its outcome."""
     try:
         book.note(ask.kind, await asyncio.wait_for(answered(http, ask), ask.patience or HANG_S))
     except asyncio.TimeoutError:
@@ -75,7 +75,7 @@ async def try_it(http: httpx.AsyncClient, ask: Ask, book: Book) -> None:
 
 
 def tree_rss_mb(pid: int) -> float:
-    """Resident memory of a process and all below it, in 2**20 bytes."""
+    """Resident memory of a process and its descendants, in 2**20 bytes."""
     parents: dict[int, int] = {}
     pages: dict[int, int] = {}
     for directory in Path("/proc").glob("[0-9]*"):
@@ -83,7 +83,7 @@ def tree_rss_mb(pid: int) -> float:
             stat = (directory / "stat").read_text().rpartition(")")[2].split()
             pages[int(directory.name)] = int((directory / "statm").read_text().split()[1])
             parents[int(directory.name)] = int(stat[1])
-        except (OSError, ValueError, IndexError):  # it has ended
+        except (OSError, ValueError, IndexError):  # the process has ended
             continue
     found, size = {pid}, 0
     while len(found) != size:
@@ -93,20 +93,20 @@ def tree_rss_mb(pid: int) -> float:
 
 
 def growth_mb(samples: Sequence[float]) -> float:
-    """How far memory rose behind the warm-up: between the means of the first and the last third."""
+    """Growth of memory after the warm-up: the mean of the last third less that of the first."""
     warm = list(samples[int(WARM * len(samples)) :])
     third = max(len(warm) // 3, 1)
     return sum(warm[-third:]) / third - sum(warm[:third]) / third
 
 
 def state_of(metrics: str) -> dict[str, float]:
-    """What the engine does just now, by the text of /metrics."""
+    """The engine's gauges, from the text of /metrics."""
     values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line[:1] not in ("", "#"))
     return {name: float(values[f"eecore_{name}"]) for name in GAUGES}
 
 
 async def at_rest(http: httpx.AsyncClient) -> dict[str, float]:
-    """The state of a server when all clients have gone: soon nothing is to be left of them."""
+    """The state of a server after all clients have disconnected; waits for it to be idle."""
     until = time.monotonic() + HANG_S
     while True:
         state = state_of((await http.get("/metrics")).text)
@@ -116,7 +116,7 @@ async def at_rest(http: httpx.AsyncClient) -> dict[str, float]:
 
 
 async def references(http: httpx.AsyncClient) -> dict[tuple[str, str], str]:
-    """What an idle server says."""
+    """The answers of an idle server, by exit and utterance."""
     said = {}
     for exit in EXITS:
         for prompt in UTTERANCES:
@@ -127,7 +127,7 @@ async def references(http: httpx.AsyncClient) -> dict[tuple[str, str], str]:
 
 
 async def soak(address: str, pid: int, seconds: float, clients: int, seed: int) -> dict[str, Any]:
-    """So many clients for so long, and how the server is when they have gone."""
+    """Run the clients for some seconds; the figures, with the state of the server at the end."""
     book, samples = Book(), list[float]()
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=address, timeout=None, limits=limits) as http:
@@ -190,7 +190,7 @@ def main(words: Sequence[str]) -> None:
     made.add_argument("--minutes", type=float, default=30.0)
     made.add_argument("--clients", type=int, default=16)
     made.add_argument("--seed", type=int, default=0)
-    made.add_argument("options", nargs="*", help="of eecore serve, behind --")
+    made.add_argument("options", nargs="*", help="options of eecore serve, after --")
     arguments = made.parse_args(words)
     result = run(arguments)
     SOAK.finish(result, arguments)

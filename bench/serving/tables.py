@@ -1,4 +1,4 @@
-"""The tables of the server, from their JSON alone: what HTTP costs, and how it held up."""
+"""The tables of the server, from their JSON alone: the cost of HTTP, and the soak."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from bench.harness.results import Figures, Report
 from eecore.lab.evaluation.tables import markdown_table
 
 ENGINE, SERVER = "engine alone", "eecore serve"
-MOST_GROWTH_MB = 8.0
-"""Of resident memory, over all the rest: what allocators move by themselves."""
+MAX_GROWTH_MB = 8.0
+"""Allowed growth of resident memory after the warm-up, for the variation of allocators."""
 GAUGES = ("requests_running", "requests_waiting", "requests_held", "kv_pages_used", "kv_pages")
 GAUGES += ("kv_pages_cached",)
 
@@ -31,7 +31,7 @@ SERVE_HEAD = (
 
 
 def serve_table(result: Figures) -> str:
-    """From the JSON alone."""
+    """The table of the server's speed."""
     lines = []
     for row in result["rows"]:
         cpu = row["cpu_us_per_token"]
@@ -56,32 +56,32 @@ def _milliseconds(found: list[float] | None) -> list[str]:
 
 
 def about_serve(result: Figures) -> str:
-    """What was measured, and on what."""
-    quick = "A quick run, to see that it runs: its times say nothing. " if result["quick"] else ""
+    """A sentence on the measurement and the machine."""
+    quick = "A quick run, whose times mean nothing. " if result["quick"] else ""
     versions = ", ".join(f"{name} {v or 'none'}" for name, v in result["versions"].items())
     return (
-        f"{quick}The engine alone is asked by as many tasks for the same prompts, in the process "
-        "of the clients; the server has one of its own. Clients, server and engine share "
+        f"{quick}The engine alone gets the same prompts from as many tasks, in the process of the "
+        "clients; the server has a process of its own. Clients, server and engine share "
         f"{result['cores']} cores of {result['cpu']} ({result['cpu_capability']} kernels, "
         f"{result['threads']} thread(s)), so that clients take from the server's speed; CPU time "
         "is that of the process that answers, the model's work included. Medians of "
-        f"{result['rounds']} round(s) in turns; p50 and p99 over all requests, and over all pauses "
-        f"between what came of one. No prefix cache. {versions}. `{result['command']}`"
+        f"{result['rounds']} round(s) in turns; p50 and p99 over all requests, and over all gaps "
+        f"between parts of an answer. No prefix cache. {versions}. `{result['command']}`"
     )
 
 
-# How it held up
+# The soak
 
 
 def faults(result: Figures) -> list[str]:
-    """What should be otherwise, in words."""
+    """Messages of all checks that failed."""
     found = list(result["findings"])
     for name in GAUGES[:4]:
         if result["at_rest"][name]:
             found.append(f"{name}: expected 0 at rest, got {result['at_rest'][name]:g}")
-    if result["rss_growth_mb"] > MOST_GROWTH_MB:
+    if result["rss_growth_mb"] > MAX_GROWTH_MB:
         found.append(
-            f"resident memory: expected at most {MOST_GROWTH_MB:g} MB more, got "
+            f"resident memory: expected at most {MAX_GROWTH_MB:g} MB more, got "
             f"{result['rss_growth_mb']:g}"
         )
     return found
@@ -89,7 +89,7 @@ def faults(result: Figures) -> list[str]:
 
 OUTCOMES = {
     "answered": "answered",
-    "refused": "refused, as it has to be",
+    "refused": "refused, as expected",
     "busy": "429: no seat",
     "late": "504: too late",
     "left": "left by the client",
@@ -98,7 +98,7 @@ OUTCOMES = {
 
 
 def soak_table(result: Figures) -> str:
-    """From the JSON alone."""
+    """The table of requests by kind and outcome."""
     counts = {kind: Counter(row) for kind, row in result["counts"].items()}
     counts["**all**"] = sum(counts.values(), Counter())
     lines = [
@@ -110,19 +110,19 @@ def soak_table(result: Figures) -> str:
 
 
 def about_soak(result: Figures) -> str:
-    """What was done, and how the server was at the end."""
+    """Sentences on the run, and on the state of the server at its end."""
     rest, found = result["at_rest"], faults(result)
     rises = sum(later > earlier for earlier, later in pairwise(result["rss_mb"]))
     return (
-        f"{result['clients']} clients for {result['minutes']:g} minutes, each its next request as "
-        "soon as the one before has ended, against `eecore serve` (intent, float32, "
+        f"{result['clients']} clients for {result['minutes']:g} minutes, each with its next "
+        "request as soon as its last has ended, against `eecore serve` (intent, float32, "
         f"`{' '.join(result['options'])}`) on "
         f"{result['cores']} cores of {result['cpu']}. Greedy answers are compared with those of "
-        f"the idle server. When the clients had gone: {rest['requests_running']:g} running, "
+        f"the idle server. After the clients disconnected: {rest['requests_running']:g} running, "
         f"{rest['requests_waiting']:g} waiting, {rest['requests_held']:g} held, "
         f"{rest['kv_pages_used']:g} of {rest['kv_pages']:g} pages in use. Resident memory "
         f"{result['rss_mb_warm']:.1f} MB when warm, {result['rss_mb_at_the_end']:.1f} at the end, "
-        f"{result['rss_growth_mb']:+.1f} between the first and the last third behind the warm-up "
+        f"{result['rss_growth_mb']:+.1f} between the first and the last third after the warm-up "
         f"(it rose between {rises} of {len(result['rss_mb']) - 1} samples). "
         f"{'Nothing else was found.' if not found else 'Found: ' + '; '.join(found) + '.'} "
         "`python -m bench soak-serve`"

@@ -1,4 +1,4 @@
-"""A trained T5 becomes the one that the benchmarks and tests use.
+"""Packages a trained T5 as the model that the benchmarks and tests use.
 
     python scripts/calm/package_calm.py models/calm-intents data/intents
 
@@ -25,21 +25,22 @@ from eecore.models import model_digest
 
 TARGET = Path(__file__).resolve().parents[2] / "bench" / "models" / "calm-intents"
 COPIED = ("tokenizer.json", "tokenizer_config.json", "training/run.svg", "training/evaluations.csv")
-# A text that is not the full model's, letter by letter, is a loss of 1.
-DELTA, EPSILON = 0.05, 0.05
+# The loss of a text is 1 unless it is exactly the full model's text.
+DELTA = 0.05  # the largest mean loss
+EPSILON = 0.05  # the probability that the loss is larger
 POINTS = "2,4"
 GRID = "1,0.999,0.99,0.98,0.97,0.95,0.9,0.85,0.8,0.7,0.6,0.5"
 LONGEST, EXAMPLES = 96, 100
 
 
 def must(*command: object) -> None:
-    """Run one of eecore's commands."""
+    """Run a command of eecore; typer.Exit if it fails."""
     if run([str(word) for word in command]):
         raise typer.Exit(1)
 
 
 def copy_model(source: Path, target: Path) -> None:
-    """Weights in bfloat16, tokenizer, curve, exits.json."""
+    """Write weights in bfloat16, tokenizer, learning curve and exits.json."""
     if target.exists():
         shutil.rmtree(target)
     model = AutoModelForSeq2SeqLM.from_pretrained(source, dtype=torch.float32)
@@ -52,7 +53,7 @@ def copy_model(source: Path, target: Path) -> None:
 
 
 def add_exits(target: Path, data: Path, prompts: int) -> None:
-    """The classifier and the thresholds."""
+    """Train the classifier and calibrate the thresholds."""
     classifier = target / "classifier.safetensors"
     must(
         *("train-classifier", target, "--data", data / "train.jsonl", "--out", classifier),
@@ -69,7 +70,7 @@ def add_exits(target: Path, data: Path, prompts: int) -> None:
 
 
 def exact_match(target: Path, data: Path, count: int) -> dict[int, float]:
-    """Share of held-out texts right to the letter, by exit layer."""
+    """Exact match on held-out texts, by exit layer."""
     model = eecore.load(target, dtype="float32", kv_cache_tokens=16384)
     records = [json.loads(line) for line in (data / "test.jsonl").read_text().splitlines()[:count]]
     shares = {}
@@ -149,7 +150,7 @@ def main(
     weights = target / "model.safetensors"
     (target / f"{weights.name}.xz").write_bytes(lzma.compress(weights.read_bytes(), preset=9))
     for path in target.iterdir():
-        path.chmod(0o644)  # safetensors are written for their owner alone
+        path.chmod(0o644)  # safetensors creates files that only the owner can read
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""A random T5 of T5 v1.1 small's sizes, to measure what exits cost where the layers are as large.
+"""A random T5 of T5 v1.1 small's sizes, to measure the cost of exits at this size of layers.
 
     python scripts/calm/random_t5.py data/intents models/calm-random-small
     python -m bench calm models/calm-random-small --data data/intents/test.jsonl --count 32 \\
         --max-tokens 32 --thresholds softmax=0,state=0,classifier=0 --exit-points 4
 
-Every threshold is met at once, so that all tokens but the first leave at the exit point.
+Every state passes the thresholds, so that all tokens but the first exit at the exit point.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SIZES = {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_heads": 6, "vocab_size":
 
 
 def main(
-    data: Annotated[Path, typer.Argument(help="train.jsonl is in it.")],
+    data: Annotated[Path, typer.Argument(help="The folder of train.jsonl.")],
     out: Annotated[Path, typer.Argument(help="The model directory to make.")],
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """Write weights, tokenizer and a classifier that knows nothing."""
+    """Write random weights, a tokenizer and an untrained classifier."""
     tokenizer = data / "t5"
     if not (tokenizer / "tokenizer.json").is_file():
         train_tokenizer(tokenizer, TASKS["intents"], data)

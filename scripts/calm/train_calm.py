@@ -1,4 +1,4 @@
-"""A small T5 learns a task with CALM's loss, then the exit classifier on the frozen model.
+"""Trains a small T5 with CALM's loss, then the exit classifier on the frozen model.
 
     python scripts/intents/make_data.py data/intents
     python scripts/calm/train_calm.py intents data/intents models/calm-intents --steps 11000
@@ -7,9 +7,9 @@
     python scripts/synopsis/make_synopses.py data/synopsis
     python scripts/calm/train_calm.py synopsis data/synopsis models/calm-synopsis --steps 2600
 
-The recipe is in scripts/small_model.py. Ctrl-C saves; ``--resume`` goes on, with the settings that
-the run began with. The directory made has the weights, the tokenizer, exits.json (how good each
-exit is), classifier.safetensors, and the learning curve under training/.
+The recipe is in scripts/small_model.py. Ctrl-C saves; ``--resume`` continues the run with its
+original settings. The model directory has the weights, the tokenizer, exits.json (the quality of
+each exit), classifier.safetensors, and the learning curve under training/.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ TASKS = {
 
 def main(
     task: Annotated[str, typer.Argument(help="intents or synopsis.")],
-    data: Annotated[Path, typer.Argument(help="train.jsonl and valid.jsonl are in it.")],
+    data: Annotated[Path, typer.Argument(help="The folder of train.jsonl and valid.jsonl.")],
     out: Annotated[Path, typer.Argument(help="The model directory to make.")],
     minutes: Annotated[float | None, typer.Option(min=0.1, help="About how long to train.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Instead of --minutes.")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 8,
     learning_rate: Annotated[
-        float, typer.Option(help="As a share of what the weights start from.")
+        float, typer.Option(help="Relative to the scale of the initial weights.")
     ] = 1e-2,
     layers: Annotated[int, typer.Option(min=2, help="On either side.")] = T5_MODEL["num_layers"],
     classifier_steps: Annotated[int, typer.Option(min=1)] = 1000,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run there.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in OUT.")] = False,
     threads: Annotated[int, typer.Option(min=1)] = torch.get_num_threads(),
 ) -> None:
     """Train the model, then its classifier."""

@@ -1,15 +1,15 @@
-"""Home Assistant's English sentence templates, and random utterances of one with its parse.
+"""Home Assistant's English sentence templates, and random utterances with their parses.
 
-A few templates are our own (:data:`OURS`): particles that follow what they are about, which the
-others lack.
+A few templates are the project's own (:data:`OURS`): particles after their objects ("turn the light
+off"), which Home Assistant's templates lack.
 
 A parse is the intent and its slots:
 
     [HassLightSet [area kitchen] [brightness 20] [domain light]]
 
-First the slots that are said, in the order of the words, so that a parse is read off an utterance
-from left to right; then those that the template fixes, in alphabetical order. What only the context
-of a request would tell (the room that the speaker is in) is not in it.
+First the spoken slots, in the order of the words, so that the parse follows the utterance from left
+to right; then the slots that the template fixes, in alphabetical order. Slots that only the context
+of a request could fill (such as the speaker's room) are left out.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from home_assistant_intents import get_intents
 
 from intent_names import Names
 
-# How often a number is written in words, an utterance politely, and as a sentence is written.
-WORDS, POLITE, WRITTEN = 0.25, 0.15, 0.15
+WORDS = 0.25  # share of numbers that are spelled out
+POLITE = 0.15  # share of polite utterances
+WRITTEN = 0.15  # share of utterances that are written as a sentence
 # Intent: blocks of templates, as Home Assistant writes them.
 TO_BRIGHTNESS = "(down|up) to {brightness}[([ ]%)| percent]"
 OURS: dict[str, list[dict[str, Any]]] = {
@@ -79,11 +80,11 @@ class Template:
     """One sentence template of an intent.
 
     Attributes:
-        intent: its name.
-        index: among all templates.
-        expression: what hassil parsed.
-        fixed: slots that it always has.
-        domains: kinds of devices that its ``{name}`` may be.
+        intent: the intent's name.
+        index: its index among all templates.
+        expression: hassil's parse of the template.
+        fixed: slots that each of its utterances has.
+        domains: kinds of devices for its ``{name}``.
     """
 
     intent: str
@@ -95,7 +96,7 @@ class Template:
 
 @dataclass
 class Walk:
-    """One way through a template: what has been said and understood so far."""
+    """A walk through a template: the words and slots so far."""
 
     rng: random.Random
     names: Names
@@ -107,7 +108,7 @@ class Walk:
 
 @dataclass(frozen=True)
 class Utterance:
-    """Something said, what it means, and the names in it as (list, name)."""
+    """An utterance, its parse, and its names as (list, name)."""
 
     text: str
     parse: str
@@ -180,7 +181,7 @@ class Grammar:
             raise TypeError(f"expected an expression of hassil, got {type(expression).__name__}")
 
     def _fill(self, reference: ListReference, walk: Walk) -> None:
-        """Say a value of a list and put it into its slot; what is said last counts."""
+        """Say a value of a list and put it into its slot; the last value counts."""
         walk.slots.pop(reference.slot_name, None)
         values = self._intents.slot_lists.get(reference.list_name)
         if isinstance(values, TextSlotList):
@@ -192,7 +193,7 @@ class Grammar:
             in_words = walk.rng.random() < WORDS
             walk.said.append(_in_words(number, self._language) if in_words else f"{number:g}")
             walk.slots[reference.slot_name] = f"{number * (values.multiplier or 1):g}"
-        else:  # a wildcard, or what a household has: areas, floors, names of devices
+        else:  # a wildcard, or names of a household: areas, floors, devices
             kind = reference.list_name
             kind = f"name.{walk.domain}" if kind == "name" else kind
             said = walk.rng.choice(walk.names[kind])

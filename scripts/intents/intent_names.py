@@ -1,8 +1,8 @@
-"""What may stand in an utterance's slots: rooms, devices by kind, things to buy, play and say.
+"""The values of an utterance's slots: rooms, devices by kind, things to buy, play and say.
 
-Every name fits its kind and no other, so that an utterance has one meaning. Lists of several parts
-are combined: ``reading`` and ``lamp`` is a light. There are many combinations, and some names begin
-with a coined word, as households have them: a model learns to copy a name rather than to know it.
+Every name fits only its kind, so that an utterance has one meaning. Lists of several parts are
+combined: ``reading`` and ``lamp`` is a light. There are many combinations, and some names begin
+with a coined word, as in real households: a model learns to copy a name rather than to know it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AREAS = (
 
 FLOORS = "ground|first|second|third|top|upper|lower|main"
 
-# Kind of device: first parts; second parts. One part alone is a list of whole names.
+# Kind of device: first parts; second parts. A single part is a list of complete names.
 DEVICES = {
     "light": (
         "reading|bedside|desk|corner|piano|floating|amber|paper|crystal|window seat|bookshelf|"
@@ -119,7 +119,7 @@ DEVICES = {
 }
 DEVICES["input_button"] = DEVICES["button"]
 
-# What else fills a slot: lists of parts to combine.
+# Values of other slots: lists of parts to combine.
 WILDCARDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "shopping_list_item": (
         (
@@ -223,7 +223,7 @@ WILDCARDS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
-# Of a list's names, this share again begins with a coined word of two or three syllables.
+# The share of additional names of a list that begin with a coined word of two or three syllables.
 COINED = 0.25
 ONSETS, VOWELS, ENDS = "b|d|f|g|h|j|k|l|m|n|p|r|s|t|v|w|z|br|st|tr", "a|e|i|o|u", "|n|r|l|s|k|m"
 
@@ -239,9 +239,9 @@ class Names:
 
 
 def seen_and_held_out(seed: int, share: float = 0.2) -> tuple[Names, Names]:
-    """All names in two parts; the second, a share of each list but floors, is never trained on.
+    """All names in two parts; the second, a share of each list but floors, is held out.
 
-    Of a combined name it is the combination that is held out, not its words.
+    Only the combination of a held-out combined name is new, not its words.
     """
     lists = {"area": _with_coined(AREAS, seed), "floor": _combined((FLOORS,))}
     lists |= {
@@ -251,7 +251,7 @@ def seen_and_held_out(seed: int, share: float = 0.2) -> tuple[Names, Names]:
     lists |= {f"name.{kind}": _with_coined(parts, seed) for kind, parts in DEVICES.items()}
     seen, held_out = {}, {}
     for kind, values in lists.items():
-        # One order for buttons of both kinds: a name is held out everywhere or nowhere.
+        # Both kinds of buttons have one order, so that a name is held out for both or for neither.
         order = sorted(values, key=lambda value: random.Random(f"{seed} {value}").random())
         count = 0 if kind == "floor" else max(1, round(share * len(order)))
         held_out[kind], seen[kind] = tuple(order[:count]), tuple(order[count:])
@@ -260,7 +260,7 @@ def seen_and_held_out(seed: int, share: float = 0.2) -> tuple[Names, Names]:
 
 
 def _with_coined(parts: tuple[str, ...], seed: int) -> tuple[str, ...]:
-    """The combined names, and some whose first part is a coined word; of one part, none are."""
+    """The combined names, and some whose first part is a coined word; none for a single part."""
     names = _combined(parts)
     if len(parts) == 1:
         return names
@@ -277,6 +277,6 @@ def _coined_word(rng: random.Random) -> str:
 
 
 def _combined(parts: tuple[str, ...]) -> tuple[str, ...]:
-    """Every choice of one from each part; an empty choice leaves the part out."""
+    """Every combination of one choice from each part; an empty choice leaves the part out."""
     choices = [[choice.strip() for choice in part.split("|")] for part in parts]
     return tuple(" ".join(words).strip() for words in itertools.product(*choices))

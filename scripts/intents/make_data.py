@@ -1,16 +1,16 @@
-"""Home Assistant's English templates, expanded: what somebody says, and what it means.
+"""Utterances to a smart home with their parses, from Home Assistant's English templates.
 
     python scripts/intents/make_data.py data/intents
 
 Writes JSON lines of {"input", "target", "intent"}, the target being the input's parse (see
 intent_grammar.py), and counts.json:
 
-    train, valid, test        templates and names that are all trained on, utterances that differ
-    test_names                templates that are trained on, with names that are not
-    test_templates            templates that are not trained on
+    train, valid, test        the same templates and names, different utterances
+    test_names                the templates of train, with held-out names
+    test_templates            held-out templates
 
-The same seed writes the same files. No utterance is in two of them, and none has two parses: those
-that the templates leave ambiguous are dropped. Needs: pip install 'eecore[intents]'.
+The same seed writes the same files. No utterance is in two of them, and none has two parses:
+ambiguous utterances are dropped. Needs: pip install 'eecore[intents]'.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from intent_grammar import Grammar, Template, Utterance
 from intent_names import Names, seen_and_held_out
 
 SPLITS = ("train", "valid", "test", "test_names", "test_templates")
-# Of an intent with at least so many templates, this share of them is held out.
-FEWEST_TEMPLATES, HELD_OUT_TEMPLATES = 4, 0.1
-# Times that a template is tried for a new utterance before it counts as exhausted.
-TRIES = 8
+FEWEST_TEMPLATES = 4  # of an intent with held-out templates
+HELD_OUT_TEMPLATES = 0.1  # share of these intents' templates
+TRIES = 8  # for a new utterance, after which a template counts as exhausted
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many utterances each file gets at most; train has what is left."""
+    """The number of utterances of all files, and of each file but train at most."""
 
     total: int
     each: int
@@ -50,7 +49,7 @@ def make_data(seed: int, sizes: Sizes) -> dict[str, list[Utterance]]:
     seen, held_out = seen_and_held_out(seed)
     trained, untrained = held_out_templates(grammar.templates, seed)
     wanted = sizes.total - 2 * sizes.each
-    spare = round(1.3 * sizes.each)  # some of them are said in another split too
+    spare = round(1.3 * sizes.each)  # some of them are also in another split
     pools = {
         "train": expand(grammar, trained, seen, wanted, seed),
         "test_templates": expand(grammar, untrained, seen, spare, seed + 1),
@@ -81,14 +80,14 @@ def make_data(seed: int, sizes: Sizes) -> dict[str, list[Utterance]]:
 
 
 def spoken(utterance: Utterance) -> str:
-    """The words alone: utterances that are written differently may sound the same."""
+    """The words of an utterance, without its spelling: two spellings may sound the same."""
     return utterance.text.lower().removesuffix(".")
 
 
 def held_out_templates(
     templates: Iterable[Template], seed: int
 ) -> tuple[list[Template], list[Template]]:
-    """Templates to train on, and those to test on; every intent has some of the first."""
+    """(templates to train on, templates to test on); every intent has templates to train on."""
     by_intent = defaultdict(list)
     for template in templates:
         by_intent[template.intent].append(template)
@@ -107,8 +106,8 @@ def expand(
 ) -> list[Utterance]:
     """About ``count`` different utterances.
 
-    Intents with many templates get more of them, by the square root; templates that have no more to
-    say leave their share to the others.
+    The share of an intent grows with the square root of its templates; the share of exhausted
+    templates goes to the remaining templates.
     """
     sizes = Counter(template.intent for template in templates)
     share = {intent: 1 / math.sqrt(size) for intent, size in sizes.items()}
@@ -134,7 +133,7 @@ def expand(
 def fresh(
     grammar: Grammar, template: Template, names: Names, found: dict[str, Utterance], seed: int
 ) -> Iterator[Utterance]:
-    """Utterances that are not in ``found`` yet, which are put there."""
+    """New utterances of a template, which are added to ``found``."""
     rng = random.Random(f"{seed} {template.index}")
     failures = 0
     while failures < TRIES:
@@ -170,7 +169,7 @@ def write(splits: dict[str, list[Utterance]], folder: Path) -> dict[str, dict[st
 def main(
     folder: Annotated[Path, typer.Argument(help="Where to write.")],
     pairs: Annotated[int, typer.Option(min=1000, help="About how many to make.")] = 110_000,
-    tests: Annotated[int, typer.Option(min=10, help="At most so many a test split.")] = 3000,
+    tests: Annotated[int, typer.Option(min=10, help="The most for a test split.")] = 3000,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Expand the templates."""

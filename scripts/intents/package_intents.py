@@ -1,4 +1,4 @@
-"""A trained intent model becomes the one that ships with eecore.
+"""Packages a trained intent model as the model that ships with eecore.
 
     python scripts/intents/package_intents.py models/intents data/intents \\
         --plain models/intents-plain
@@ -30,16 +30,17 @@ from score_intents import LONGEST_PARSE, write_exact_match
 
 TARGET = Path(__file__).resolve().parents[2] / "python" / "eecore" / "data" / "intent"
 COPIED = ("tokenizer.json", "tokenizer_config.json")
-# A parse that is not the full model's, letter by letter, is a loss of 1.
-DELTA, EPSILON = 0.02, 0.05
-# Exit points by measure. Few: each check stops between layers, and one of softmax costs an LM head,
-# as much as 0.8 of a layer. A token that leaves earlier fills more layers from its exit state.
+# The loss of a parse is 1 unless it is exactly the full model's parse.
+DELTA = 0.02  # the largest mean loss
+EPSILON = 0.05  # the probability that the loss is larger
+# Exit points by measure: few, since each check stops between layers, and a softmax check costs an
+# LM head, as much as 0.8 of a layer. A token that exits earlier fills more layers from its state.
 POINTS = {"softmax": "3,5", "state": "7", "classifier": "3,5,7"}
 GRID = "1,0.9999,0.9995,0.999,0.998,0.995,0.99,0.98,0.97,0.95,0.925,0.9,0.85,0.8,0.7,0.6,0.5"
 
 
 def copy_model(source: Path, target: Path) -> None:
-    """Weights in bfloat16, tokenizer, exits.json."""
+    """Write weights in bfloat16, tokenizer and exits.json."""
     if target.exists():
         shutil.rmtree(target)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -52,13 +53,13 @@ def copy_model(source: Path, target: Path) -> None:
 
 
 def must(*command: object) -> None:
-    """Run one of eecore's commands."""
+    """Run a command of eecore; typer.Exit if it fails."""
     if run([str(word) for word in command]):
         raise typer.Exit(1)
 
 
 def calibrate(target: Path, data: Path, prompts: int) -> None:
-    """The classifier and the thresholds."""
+    """Train the classifier and calibrate the thresholds."""
     classifier = target / MEASURES_FOLDER / "classifier.safetensors"
     classifier.parent.mkdir()
     must("train-classifier", target, "--data", data / "train.jsonl", "--out", classifier)
@@ -74,7 +75,7 @@ def calibrate(target: Path, data: Path, prompts: int) -> None:
 
 
 def exit_scores(directory: Path, data: Path, count: int) -> list[ExitScore]:
-    """Of every exit on the targets of the test split, from the weights as they are stored."""
+    """Scores of every exit on the targets of the test split, with the stored weights."""
     model = eecore.load(directory, dtype="float32", kv_cache_tokens=256)
     assert model.tokenizer is not None
     sequences = []
@@ -158,7 +159,7 @@ def main(
     prompts: Annotated[int, typer.Option(min=1, help="To calibrate on.")] = 3000,
     count: Annotated[int, typer.Option(min=1, help="To score, of each split.")] = 1000,
     target: Annotated[Path, typer.Option(help="Where the package has it.")] = TARGET,
-    card_only: Annotated[bool, typer.Option("--card-only", help="The rest is there.")] = False,
+    card_only: Annotated[bool, typer.Option("--card-only", help="Write only the card.")] = False,
     threads: Annotated[int, typer.Option(min=1)] = torch.get_num_threads(),
 ) -> None:
     """Package a model."""
@@ -171,7 +172,7 @@ def main(
     baseline = None if plain is None else exit_scores(plain, data, 3000)
     (target / "README.md").write_text(card(target, scores, baseline, took, count))
     for path in target.rglob("*.*"):
-        path.chmod(0o644)  # safetensors are written for their owner alone
+        path.chmod(0o644)  # safetensors creates files that only the owner can read
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python scripts/intents/score_intents.py models/intents data/intents --count 1000
 
-Greedy, through eecore.generate: the model cut after each layer, and whole. Writes exact_match.json
-into the model's directory.
+Greedy, by eecore.generate: the model cut after each layer, and at full depth. Writes
+exact_match.json into the model's directory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LONGEST_PARSE = 96
 
 
 def exact_match(directory: Path, data: Path, count: int) -> dict[str, dict[str, float]]:
-    """Share of parses right to the letter, by split and exit layer; printed as it comes."""
+    """Exact match of parses, by split and exit layer; prints each split's scores."""
     model = eecore.load(directory, dtype="float32", kv_cache_tokens=16384)
     num_layers = model.config.num_layers
     scores: dict[str, dict[str, float]] = {}

@@ -1,16 +1,16 @@
-"""A small Llama learns to parse what somebody says to a home, early exits and all.
+"""Trains a small Llama with early exits to parse utterances to a smart home.
 
     python scripts/intents/make_data.py data/intents
     python scripts/intents/train_intents.py data/intents models/intents --steps 14000
     python scripts/intents/train_intents.py data/intents models/intents-plain --steps 14000 --plain
     python scripts/intents/train_intents.py data/intents models/looped-loops --loops 4
 
-The recipe is in scripts/small_model.py; ``--plain`` has neither its dropout nor its losses of early
-exits. Ctrl-C saves; ``--resume`` goes on, with the settings that the run began with. At the end
-every exit is scored by exact match: see score_intents.py.
+The recipe is in scripts/small_model.py; ``--plain`` trains without dropout and losses of early
+exits. Ctrl-C saves; ``--resume`` continues the run with its original settings. At the end every
+exit is scored by exact match: see score_intents.py.
 
-With ``--loops`` the model is an Ouro, whose layers run so many times. Its exit gate then has a
-stage of its own:
+With ``--loops`` the model is an Ouro, which runs its layers several times. Its exit gate is trained
+in a second stage:
 
     eecore train models/looped-loops --data data/intents/train.jsonl --out models/looped \\
         --loss gate --steps 500 --learning-rate 0.01
@@ -42,12 +42,12 @@ def main(
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
     learning_rate: Annotated[float, typer.Option()] = 1.5e-3,
     layers: Annotated[int, typer.Option(min=2)] = MODEL["num_hidden_layers"],
-    loops: Annotated[int, typer.Option(min=1, help="The layers are those of so many loops.")] = 1,
+    loops: Annotated[int, typer.Option(min=1, help="Loops over the layers.")] = 1,
     evaluated: Annotated[
         int, typer.Option(min=1, help="Utterances of each split for exact match.")
     ] = 200,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run there.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in OUT.")] = False,
     threads: Annotated[int, typer.Option(min=1)] = torch.get_num_threads(),
 ) -> None:
     """Train, then score every exit."""

@@ -1,12 +1,12 @@
-"""Debian's package descriptions: a long description, and the one line that says it all.
+"""Pairs of a long and a one-line description from Debian's package descriptions.
 
     sudo apt-get -o Acquire::Languages=en update
     python scripts/synopsis/make_synopses.py data/synopsis
 
 Writes train.jsonl, valid.jsonl and test.jsonl of {"input", "target", "package"}, and counts.json.
 Packages whose names begin alike (libfoo-dev, libfoo-doc) are in one file, as their texts are
-alike; of equal descriptions one is kept. The same lists and seed write the same files. Needs: pip
-install 'eecore[synopsis]'.
+similar; duplicate descriptions are dropped. The same lists and seed write the same files. Needs:
+pip install 'eecore[synopsis]'.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from debian.deb822 import Deb822
 LISTS = Path("/var/lib/apt/lists")
 CAT = "/usr/lib/apt/apt-helper"  # apt's own way to read its lists, compressed or not
 SPLITS = ("train", "valid", "test")
-# Characters: shorter descriptions say little; of longer ones the first sentences are kept.
-SHORTEST, LONGEST, LONGEST_SYNOPSIS = 60, 600, 100
+SHORTEST = 60  # characters of a description; shorter ones are dropped
+LONGEST = 600  # characters of a description, of which the first sentences are kept
+LONGEST_SYNOPSIS = 100  # characters of a synopsis
 
 
 @dataclass(frozen=True)
 class Description:
-    """A package, what it is at length, and in one line."""
+    """A package with its long and its one-line description."""
 
     package: str
     text: str
@@ -40,12 +41,12 @@ class Description:
 
     @property
     def family(self) -> str:
-        """What names of kin begin with."""
+        """The beginning that the names of related packages share."""
         return re.split(r"[-.+\d]", self.package.removeprefix("lib"))[0] or self.package
 
 
 def read_lists(paths: Sequence[Path]) -> Iterator[Description]:
-    """Every package of apt's lists of descriptions."""
+    """Every package in apt's lists of descriptions."""
     for path in paths:
         content = subprocess.run([CAT, "cat-file", str(path)], check=True, capture_output=True)
         for entry in Deb822.iter_paragraphs(content.stdout.decode().splitlines()):
@@ -54,7 +55,7 @@ def read_lists(paths: Sequence[Path]) -> Iterator[Description]:
 
 
 def shortened(body: str) -> str:
-    """The text of a description's lines, up to the last sentence that ends within LONGEST."""
+    """The text of a description up to the last sentence that ends within LONGEST characters."""
     lines = ("" if line.strip() == "." else line.strip() for line in body.splitlines())
     text = " ".join(" ".join(lines).split())
     if len(text) <= LONGEST:
@@ -67,7 +68,7 @@ def shortened(body: str) -> str:
 def make_splits(
     descriptions: Iterator[Description], seed: int, each: int
 ) -> dict[str, list[Description]]:
-    """Held-out families until each file has ``each`` packages; the rest trains."""
+    """The splits: families of ``each`` packages for valid and test, all others for train."""
     kept: dict[str, Description] = {}
     for one in sorted(descriptions, key=lambda one: one.package):
         fits = len(one.text) >= SHORTEST and 0 < len(one.synopsis) <= LONGEST_SYNOPSIS
@@ -101,10 +102,10 @@ def write(splits: dict[str, list[Description]], folder: Path) -> dict[str, int]:
 def main(
     folder: Annotated[Path, typer.Argument(help="Where to write.")],
     lists: Annotated[Path, typer.Option(help="The directory of apt's lists.")] = LISTS,
-    tests: Annotated[int, typer.Option(min=10, help="About so many in valid and in test.")] = 1500,
+    tests: Annotated[int, typer.Option(min=10, help="Packages of valid and of test.")] = 1500,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """Read what apt has."""
+    """Write the splits of apt's descriptions."""
     paths = sorted(lists.glob("*_Translation-en*"))
     if not paths:
         raise typer.BadParameter(

@@ -1,12 +1,12 @@
-"""A small Llama learns to say in one line what a Debian package is, early exits and all.
+"""Trains a small Llama with early exits to describe a Debian package in one line.
 
     sudo apt-get -o Acquire::Languages=en update
     python scripts/synopsis/make_synopses.py data/synopsis
     python scripts/synopsis/train_synopsis.py data/synopsis models/synopsis --minutes 120
     eecore evaluate layerskip models/synopsis --data data/synopsis/test.jsonl --limit 200
 
-The recipe is in scripts/small_model.py. Ctrl-C saves; ``--resume`` goes on, with the settings that
-the run began with.
+The recipe is in scripts/small_model.py. Ctrl-C saves; ``--resume`` continues the run with its
+original settings.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def main(
     learning_rate: Annotated[float, typer.Option()] = 1e-3,
     layers: Annotated[int, typer.Option(min=2)] = MODEL["num_hidden_layers"],
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run there.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in OUT.")] = False,
     threads: Annotated[int, typer.Option(min=1)] = torch.get_num_threads(),
 ) -> None:
-    """Train; every exit's loss and agreement are in the model's directory at the end."""
+    """Train, and write every exit's loss and agreement into the model's directory."""
     torch.set_num_threads(threads)
     train_small_model(
         SYNOPSIS,

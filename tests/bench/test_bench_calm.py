@@ -14,7 +14,7 @@ import eecore
 from bench.calm import calm as bench_calm
 from bench.calm import engines as calm_engines
 from bench.calm import tables as calm_tables
-from bench.calm.engines import Engine, Prompts, Turn
+from bench.calm.engines import Engine, Prompts, TimedBatch
 from bench.calm.worker import until
 from bench.harness import results
 from bench.harness.processes import EngineError, Process
@@ -24,13 +24,13 @@ from tiny_t5 import write_t5
 RECORDS = [{"input": text, "target": "[on]"} for text in ("lamp on", "a", "what time is it")]
 
 
-def ran(name: str, *rounds: list[Turn]) -> Engine:
-    return Engine(name, lambda _: Turn(1.0, []), list(rounds))
+def ran(name: str, *rounds: list[TimedBatch]) -> Engine:
+    return Engine(name, lambda _: TimedBatch(1.0, []), list(rounds))
 
 
 def test_figures_take_ratios_batch_by_batch() -> None:
-    own = ran("eecore", [Turn(1.0, [[1, 2], [3, 4]]), Turn(10.0, [[5]])])
-    peer = ran("theirs", [Turn(2.0, [[1, 2], [3, 9]]), Turn(40.0, [[5, 6]])])
+    own = ran("eecore", [TimedBatch(1.0, [[1, 2], [3, 4]]), TimedBatch(10.0, [[5]])])
+    peer = ran("theirs", [TimedBatch(2.0, [[1, 2], [3, 9]]), TimedBatch(40.0, [[5, 6]])])
     row = calm_engines.figures(peer, own, 2)
     assert row["eecore_is"] == pytest.approx((2.0 + 2.0) / 2)
     assert row["tokens_per_s_best"] == pytest.approx(6 / 42)
@@ -43,9 +43,9 @@ def test_engines_take_turns_batch_by_batch_after_a_warm_up_that_does_not_count()
     turns: list[tuple[str, int]] = []
 
     def engine(name: str) -> Engine:
-        def generate(prompts: Prompts) -> Turn:
+        def generate(prompts: Prompts) -> TimedBatch:
             turns.append((name, len(prompts)))
-            return Turn(0.1, [[1] for _ in prompts])
+            return TimedBatch(0.1, [[1] for _ in prompts])
 
         return Engine(name, generate)
 
@@ -59,14 +59,14 @@ def test_engines_take_turns_batch_by_batch_after_a_warm_up_that_does_not_count()
 def test_a_peer_that_fails_on_the_way_is_left_out_with_the_reason() -> None:
     calls = 0
 
-    def fails_later(prompts: Prompts) -> Turn:
+    def fails_later(prompts: Prompts) -> TimedBatch:
         nonlocal calls
         calls += 1
         if calls > 2:
             raise EngineError("out of memory")
-        return Turn(0.1, [[1] for _ in prompts])
+        return TimedBatch(0.1, [[1] for _ in prompts])
 
-    own = Engine("eecore", lambda prompts: Turn(0.1, [[1] for _ in prompts]))
+    own = Engine("eecore", lambda prompts: TimedBatch(0.1, [[1] for _ in prompts]))
     engines, left_out = [own, Engine("theirs", fails_later)], {}
     calm_engines.measure(engines, random_prompts(3, 3, 3), 1, 1, left_out)
     assert left_out == {"theirs": "out of memory"}

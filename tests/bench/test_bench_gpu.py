@@ -64,7 +64,7 @@ def test_the_decoding_benchmark_of_a_gpu_runs_on_a_tiny_model(
     assert all(row["limit"] in ("GPU", "host") for row in own if "seconds_per_iteration" in row)
     assert all(math.isfinite(row["tokens_per_s"]) for row in peers)
     depth = {row["mode"]: row["mean_exit_layer"] for row in rows if "mean_exit_layer" in row}
-    assert depth["full"] == depth["a check that nobody passes"] == 8
+    assert depth["full"] == depth["a check that no row passes"] == 8
     assert depth["fixed exit L/2"] == 4 < depth["confident exit L/2"] < 8  # a prompt is no exit
     modes = [row["mode"] for row in rows if row["batch"] == 2]
     assert "transformers generate" in modes
@@ -77,7 +77,7 @@ def test_kernels_of_a_step_are_read(run_bench: RunsBench, tmp_path: Path) -> Non
         *(run_bench, "gpu-kernels", "--model", "tiny", "--batch", "1", "--tokens", "6"),
         folder=tmp_path,
     )
-    assert [row["mode"] for row in rows] == ["full", "a check that nobody passes"]
+    assert [row["mode"] for row in rows] == ["full", "a check that no row passes"]
     assert not [row for row in rows if "error" in row]
     assert "| model | batch | mode | kernel |" in text
 

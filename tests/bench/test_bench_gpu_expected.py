@@ -14,7 +14,7 @@ from bench.gpu import decode as gpu_decode
 from bench.gpu import gpu as gpu_bench
 from bench.gpu.calls import Call, Known
 from bench.gpu.decode import model_config, weight_bytes
-from bench.gpu.devices import GPUS, LEAST, MOST, Gpu, contradicts, known_gpu
+from bench.gpu.devices import GPUS, MAX_RATIO, MIN_RATIO, Gpu, contradicts, known_gpu
 from bench.gpu.expected import (
     BATCHES,
     MODELS,
@@ -79,7 +79,7 @@ def test_rows_that_leave_read_what_they_fill() -> None:
     config = model_config("1b")
     model = model_without_memory(config)
     layer, kv, head = weight_bytes(config, 2)
-    launches = kernels(iteration(model, 8, 160, H100, leaves=True, exit_layer=4))
+    launches = kernels(iteration(model, 8, 160, H100, rows_exit=True, exit_layer=4))
     assert read_of(launches, "weight", "kv_fill_pairs_kernel") == (config.num_layers - 4) * kv
     filled = sum(launch.writes for launch in launches if launch.kernel == "kv_fill_pairs_kernel")
     assert filled == 8 * (config.num_layers - 4) * 2 * config.kv_size * 2
@@ -88,7 +88,7 @@ def test_rows_that_leave_read_what_they_fill() -> None:
     assert read_of(launches, "weight", "exit_confidence_softmax_kernel") == head
     # A check that no row passes costs a head and fills nothing.
     full = kernels(iteration(model, 8, 160, H100))
-    checked = kernels(iteration(model, 8, 160, H100, leaves=False, exit_layer=4))
+    checked = kernels(iteration(model, 8, 160, H100, rows_exit=False, exit_layer=4))
     heads = [read_of(each, "weight", "exit_confidence_softmax_kernel") for each in (full, checked)]
     assert heads == [head, 2 * head]
     assert read_of(checked, "weight", "kv_fill_pairs_kernel") == 0
@@ -197,7 +197,7 @@ def measured_row(microseconds: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("times", "is_finding"), [(1.0, False), (LEAST - 0.01, True), (MOST + 0.01, True)]
+    ("times", "is_finding"), [(1.0, False), (MIN_RATIO - 0.01, True), (MAX_RATIO + 0.01, True)]
 )
 def test_a_time_that_contradicts_the_model_is_a_finding(times: float, is_finding: bool) -> None:
     expected = expected_cases(H100, torch.bfloat16, tiny=True)["skinny_linear", "64 -> 96, B=1"]

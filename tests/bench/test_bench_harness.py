@@ -19,7 +19,7 @@ from bench.harness.places import ROOT
 from bench.harness.processes import EngineError, Process
 from bench.harness.results import Report, insert
 from bench.harness.smollm2 import WEIGHTS
-from bench.harness.turns import Turn, batches_of, median_ratio, rotated, take_turns
+from bench.harness.turns import TimedCall, batches_of, median_ratio, rotated, take_turns
 from bench.harness.utterances import utterances
 from bench.tables import reports
 
@@ -71,7 +71,7 @@ def test_each_name_has_a_turn_in_each_round_after_a_warm_up() -> None:
     took: list[str] = []
 
     def turn_of(name: str) -> Any:
-        return lambda: (took.append(name), Turn(float(len(took)), name))[1]
+        return lambda: (took.append(name), TimedCall(float(len(took)), name))[1]
 
     turns = take_turns({name: turn_of(name) for name in "ab"}, 2)
     assert took == list("ababab")

@@ -11,7 +11,7 @@ import eecore
 from bench.decode import prefill
 from bench.exits import modes
 from bench.exits.modes import FULL, PEER, Made
-from bench.harness.turns import Turn
+from bench.harness.turns import TimedCall
 from tiny_models import random_prompts, write_model
 
 
@@ -23,9 +23,9 @@ def output(drafted: int, accepted: int, exit_layers: list[int]) -> SimpleNamespa
 def test_a_row_is_held_against_full_depth_and_transformers() -> None:
     drafts = Made([1, 2], output(4, 3, [2, 4]))  # type: ignore[arg-type]
     turns = {
-        FULL: [Turn(2.0, [Made([1, 2])]), Turn(4.0, [Made([1, 2])])],
-        "drafts": [Turn(1.0, [drafts]), Turn(1.0, [drafts])],
-        PEER: [Turn(8.0, [Made([1, 3])]), Turn(8.0, [Made([1, 3])])],
+        FULL: [TimedCall(2.0, [Made([1, 2])]), TimedCall(4.0, [Made([1, 2])])],
+        "drafts": [TimedCall(1.0, [drafts]), TimedCall(1.0, [drafts])],
+        PEER: [TimedCall(8.0, [Made([1, 3])]), TimedCall(8.0, [Made([1, 3])])],
     }
     row = modes.row_of("drafts", turns)
     assert (row["tokens_per_s_best"], row["tokens_per_s_median"]) == (2.0, 2.0)

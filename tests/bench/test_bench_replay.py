@@ -54,7 +54,7 @@ def speedup(
         for i in range(0, len(its), batch):
             played = play(
                 *(planner, its[i : i + batch], costs),
-                most_tokens=80,
+                max_tokens=80,
                 noise=noise,
                 chance=chance,
             )
@@ -91,7 +91,7 @@ def test_full_depth_takes_as_long_as_the_longest_answer() -> None:
     its = answers(2, right=0.0)
     short = Answer(its[0].prompt, its[0].tokens[:11], its[0].drafts[:10])
     costs = RoundTimes({1: 1.0, 2: 3.0}, {1: {0: 1.0}}, {1: 0.0}, {1: 0.0})
-    played = play(new_planner(24, AGREEMENT), [its[1], short], costs, most_tokens=31)
+    played = play(new_planner(24, AGREEMENT), [its[1], short], costs, max_tokens=31)
     assert played.full == pytest.approx(10 * 3.0 + 20 * 1.0)
 
 
@@ -113,12 +113,12 @@ def test_between_measured_rounds_is_a_straight_line_and_beyond_one_as_steep() ->
 def test_an_answer_says_what_is_drafted_and_what_stands() -> None:
     drafts = [Proposal([4, 5, 6], "head", [0.9, 0.5, 0.9]), NOTHING]
     answer = Answer([1, 2], [3, 4, 5, 7], drafts)
-    assert answer.behind(1, 8, [0.4] * 8).tokens == [4, 5, 6]
-    assert answer.behind(1, 8, [0.4, 0.6, 0.4]).tokens == [4, 5]
-    assert answer.behind(1, 1, [0.4] * 8).tokens == [4]
-    assert answer.behind(2, 8, [0.4] * 8).tokens == answer.behind(9, 8, [0.4] * 8).tokens == []
-    assert answer.stand(1, [4, 5, 6]) == 2
-    assert answer.stand(3, [7, 7]) == 1
+    assert answer.after(1, 8, [0.4] * 8).tokens == [4, 5, 6]
+    assert answer.after(1, 8, [0.4, 0.6, 0.4]).tokens == [4, 5]
+    assert answer.after(1, 1, [0.4] * 8).tokens == [4]
+    assert answer.after(2, 8, [0.4] * 8).tokens == answer.after(9, 8, [0.4] * 8).tokens == []
+    assert answer.num_accepted(1, [4, 5, 6]) == 2
+    assert answer.num_accepted(3, [7, 7]) == 1
 
 
 @pytest.fixture

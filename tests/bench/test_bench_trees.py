@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.exits.trees import MOST_ROWS, Count, Path, grown, row_of
+from bench.exits.trees import MAX_ROWS, Count, Path, grown, row_of
 
 LIKELY = torch.tensor([0.5, 0.3, 0.1])
 
@@ -29,9 +29,9 @@ def paths(choices: int) -> list[Path]:
 
 def test_a_chain_is_the_first_choice_at_each_depth() -> None:
     assert [path.tokens for path in paths(1)] == [
-        tuple(range(11, 11 + count)) for count in range(1, MOST_ROWS + 1)
+        tuple(range(11, 11 + count)) for count in range(1, MAX_ROWS + 1)
     ]
-    assert [path.likely for path in paths(1)] == [0.5**count for count in range(1, MOST_ROWS + 1)]
+    assert [path.likely for path in paths(1)] == [0.5**count for count in range(1, MAX_ROWS + 1)]
 
 
 def test_a_tree_takes_the_likeliest_path_next() -> None:
@@ -61,7 +61,7 @@ def test_what_stands_is_the_longest_path_that_the_answer_takes() -> None:
     drafts = [Path((1,), 0.9), Path((2,), 0.4), Path((2, 3), 0.3), Path((1, 5), 0.2)]
     count.add(drafts, [2, 3, 4])
     count.add([], [7])
-    assert (count.rounds, count.rows, count.stood, count.steps) == (2, 4, 2, 4)
+    assert (count.rounds, count.rows, count.accepted, count.steps) == (2, 4, 2, 4)
     assert count.speed(0.1) == pytest.approx(4 / (2 + 0.4 + 0.06 * 4))
 
 
