@@ -88,10 +88,10 @@ class PlainLayer:
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(self._width)
-        behind = positions[:, None] - places
-        hidden = causal & (behind < 0)
+        distance = positions[:, None] - places
+        hidden = causal & (distance < 0)
         if self._window:
-            hidden |= behind >= self._window
+            hidden |= distance >= self._window
         found = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
         return self.linear(found.flatten(1), "self_attn.o_proj")
 

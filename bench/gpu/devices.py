@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LEAST, MOST = 0.7, 1.4
+MIN_RATIO = 0.7  # measured over expected time below which a result is a finding
+MAX_RATIO = 1.4  # measured over expected time above which a result is a finding
 TUNING = "EECORE_CUDA_TUNING"
 
 
@@ -18,7 +19,7 @@ class Device:
 
     num_multiprocessors: int
     shared_bytes: int
-    """Of shared memory, that a block can ask for."""
+    """Bytes of shared memory that a block can request."""
     capability: int
 
 

@@ -316,13 +316,13 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
     _, _, kv_heads, head_dim = call["k_cache"].shape if appends else (0, 0, 0, 1)
     reads = {"bias": call.bytes_of("bias"), "residual": call.bytes_of("residual")}
 
-    def append_behind() -> KernelLaunch:
+    def separate_append() -> KernelLaunch:
         heads = out_features // head_dim - 2 * kv_heads
         return append_launch(call, rows.count, kv_heads, heads, rows.dtype.itemsize)
 
     if is_by_warpgroups(rows, out_features, device):
         launches = by_warpgroups("skinny_warpgroup_linear_kernel", call, rows, 1, device, reads)
-        return [*launches, append_behind()] if appends else launches
+        return [*launches, separate_append()] if appends else launches
     slices = choose_slices(out_features, rows.num_chunks, device)
     n_tiles = rows.tiles(8)
 
@@ -368,7 +368,7 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
         )
     )
     if appends and not in_blocks:
-        launches.append(append_behind())
+        launches.append(separate_append())
     return launches
 
 

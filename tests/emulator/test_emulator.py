@@ -43,7 +43,7 @@ FAULTS = {
     "wgmma_of_pending_copy": r"reads byte \d+ .*cp\.async of thread 0 is under way: no wait",
     "wgmma_part_given_up": r"gives up registers of a wgmma that is under way: no wait",
     "wgmma_without_a_warp": r"divergent warpgroup: .*wgmma",
-    "wgmma_of_other_matrix": r"divergent warpgroup: it comes to wgmma .* with another matrix",
+    "wgmma_of_other_matrix": r"divergent warpgroup: it .* wgmma .* with another matrix",
     "wgmma_of_reserved_bits": r"descriptor whose reserved bits are not 0",
     "never_waits": r"launched to start early, but no block waits",
     "lowered_shared_limit": r"lowered_shared_limit<true> may have 57344 bytes .*, after 65536",

@@ -113,10 +113,10 @@ def test_warpgroups_multiply_where_they_can_and_tiles_suffice(
     assert kernels_of(product, call) == [f"{op}_kernel"]
 
 
-def test_heads_of_a_warpgroups_product_are_appended_behind_it(
+def test_heads_of_a_warpgroups_product_are_appended_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of few rows, too, which other products append themselves."""
+    """Few rows, too, which other products append themselves."""
     results = []
     for setting in ("wgmma=1", "wgmma=0"):
         monkeypatch.setenv(TUNING, setting)
