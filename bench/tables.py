@@ -26,6 +26,7 @@ WITH_REPORTS = (
     "exits.modes",
     "exits.checks",
     "exits.drafts",
+    "exits.past",
     "exits.draft_peers",
     "exits.auto",
     "exits.replay",

@@ -125,7 +125,7 @@ def markdown(result: Figures) -> str:
     return f"{markdown_table(columns, lines, text_columns=2)}\n\n{about}"
 
 
-REPORT = Report("past", {"past": markdown}, {"rows": ("weights", "case", "batch")})
+REPORTS = (Report("past", {"past": markdown}, {"rows": ("weights", "case", "batch")}),)
 
 
 def main(words: Sequence[str]) -> None:
@@ -157,4 +157,4 @@ def main(words: Sequence[str]) -> None:
                     found = measure(models, case, batch, arguments)
                     rows.append({"weights": weights, **found})
                     say(rows[-1])
-    REPORT.finish({**result, "rows": rows}, arguments)
+    REPORTS[0].finish({**result, "rows": rows}, arguments)
