@@ -137,15 +137,27 @@ def code_of(cubin: bytes, nvdisasm: Path) -> dict[str, Code]:
     return found
 
 
-def kernels_of(module: Path, nvdisasm: Path) -> dict[str, Code]:
-    """The code of each kernel by "kernel<arguments> architecture", as in kernel_resources."""
+def kernels_of(module: Path, nvdisasm: Path, newest_alone: bool = False) -> dict[str, Code]:
+    """The code of each kernel by "kernel<arguments> architecture", as in kernel_resources.
+
+    Args:
+        module: the built module.
+        nvdisasm: the disassembler; it takes half a minute for an architecture.
+        newest_alone: whether kernels of the newest architecture are enough.
+    """
+    cubins = {
+        cubin: list(kernel_resources.kernels(cubin)) for cubin in kernel_resources.cubins(module)
+    }
+    archs = {arch for kernels in cubins.values() for _, arch, _ in kernels}
+    wanted = {max(archs)} if newest_alone and archs else archs
 
     def listed(cubin: bytes) -> list[tuple[str, str, Code]]:
-        code = code_of(cubin, nvdisasm)
-        return [(name, arch, code[name]) for name, arch, _ in kernel_resources.kernels(cubin)]
+        kernels = [(name, arch) for name, arch, _ in cubins[cubin] if arch in wanted]
+        code = code_of(cubin, nvdisasm) if kernels else {}
+        return [(name, arch, code[name]) for name, arch in kernels]
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        listings = list(pool.map(listed, kernel_resources.cubins(module)))
+        listings = list(pool.map(listed, cubins))
     found = [kernel for listing in listings for kernel in listing]
     names = kernel_resources.demangled([name for name, _, _ in found])
     return {f"{name} {arch}": code for name, (_, arch, code) in zip(names, found, strict=True)}

@@ -15,6 +15,7 @@ import pytest
 import kernel_resources
 import kernel_sass
 from kernel_sass import Code, Instruction
+from tiers import runs_all
 
 GLOBAL_ACCESSES = {"LDG", "STG", "LDGSTS", "ATOMG", "RED", "REDG"}
 STREAMS_WEIGHTS = r"skinny_|exit_confidence_softmax_|kv_fill_(?:pairs_)?kernel"
@@ -49,12 +50,12 @@ def module() -> Path:
 
 
 @pytest.fixture(scope="module")
-def kernels(module: Path) -> dict[str, Code]:
-    """The kernels' code by "kernel<arguments> architecture"."""
+def kernels(module: Path, request: pytest.FixtureRequest) -> dict[str, Code]:
+    """The kernels' code by "kernel<arguments> architecture"; the short suite reads one of these."""
     nvdisasm = kernel_sass.find_nvdisasm()
     if nvdisasm is None:
         pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm")
-    return kernel_sass.kernels_of(module, nvdisasm)
+    return kernel_sass.kernels_of(module, nvdisasm, newest_alone=not runs_all(request.config))
 
 
 @pytest.fixture(scope="module")
