@@ -151,6 +151,6 @@ def test_a_caption_says_where_weights_come_from() -> None:
     rows = [{"model": "a", "weights": "int8", "bytes": 9e6, "from_cache": True}]
     rows.append({"model": "b", "weights": "float32", "bytes": 538e6, "from_cache": False})
     assert depth_tables.sources({"weights": rows}) == (
-        "By how fast so many bytes are read: weights from a cache: a int8 (9 MB); "
+        "By the rate at which so many bytes are read: weights from a cache: a int8 (9 MB); "
         "from memory: b float32 (538 MB)."
     )

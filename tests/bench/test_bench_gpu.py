@@ -88,7 +88,7 @@ def test_each_setting_is_timed_beside_none(run_bench: RunsBench, tmp_path: Path)
         folder=tmp_path,
     )
     one, nine = (row["seconds"] for row in rows)
-    assert set(nine) - set(one) == {"shared_rows=8"}
+    assert set(nine) - set(one) == {"shared_rows=8", "wgmma=1"}
     assert all(seconds > 0 for seconds in one.values())
     assert "| tiny | 9 | none |" in text
 

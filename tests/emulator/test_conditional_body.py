@@ -184,7 +184,7 @@ def test_a_capture_around_an_open_body_fails(stream: ctypes.c_void_p) -> None:
     body = Body(stream, flag, when=True)
     with pytest.raises(RuntimeError, match="bodies to have ended, got an open one"):
         graph.end()
-    with pytest.raises(RuntimeError, match="and the capture not, got another"):
+    with pytest.raises(RuntimeError, match="and an open capture, got another"):
         body.end()
 
 
