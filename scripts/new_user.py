@@ -425,7 +425,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         agent(given.agent)
         responses_agent(given.agent)
         return 0
-    environment = {**os.environ, "PIP_EXTRA_INDEX_URL": CPU_TORCH, "PIP_NO_INPUT": "1"}
+    environment = {"PIP_EXTRA_INDEX_URL": CPU_TORCH, **os.environ, "PIP_NO_INPUT": "1"}
     with tempfile.TemporaryDirectory(prefix="eecore-walk-") as scratch:
         folder = Path(scratch) if given.folder is None else given.folder.resolve()
         if given.folder is not None:
