@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv and leaves alone what is there; see scripts/setup_venv.sh.
 #
-#   make test                                the short suite, with a worker on each core
+#   make test                                the short suite, with two workers more than cores
 #   make test ARGS="tests/ops -k cosine"     in one process: ARGS goes to pytest
 #   PYTHON, EECORE_TORCH, EECORE_CUDA, EECORE_CUDA_ARCHS, MAX_JOBS are heeded
 
@@ -11,7 +11,7 @@ SHELL := /bin/bash
 ARGS ?=
 MINUTES ?= 10
 STEPS ?= 1000000
-# Tests start where their worker is, and go over to whoever runs out of them.
+# A worker that runs out of tests takes over those of another.
 SIDE_BY_SIDE := -n auto --dist worksteal
 SETUP := scripts/setup_venv.sh
 PYTHON_IN_VENV := .venv/bin/python

@@ -167,9 +167,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """``-n auto``: a worker for each core that is ours; more than eight would want for memory."""
+    """The workers of ``-n auto``: two more than the cores that this process may use, since some
+    tests wait for a server or another process; at most eight, for memory.
+    """
     has_some = hasattr(os, "sched_getaffinity")
-    return min(len(os.sched_getaffinity(0)) if has_some else os.cpu_count() or 1, 8)
+    cores = len(os.sched_getaffinity(0)) if has_some else os.cpu_count() or 1
+    return min(cores + 2, 8)
 
 
 @pytest.fixture(scope="session")
