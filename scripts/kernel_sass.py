@@ -36,7 +36,7 @@ class Instruction:
     """The opcode with its modifiers, such as "LDG.E.128"."""
     operands: str
     is_conditional: bool
-    """Whether it has a predicate."""
+    """Whether the instruction has a predicate."""
 
     @property
     def name(self) -> str:

@@ -45,7 +45,7 @@ class Subject:
     directory: Path
     num_layers: int
     is_natural: bool
-    """Whether it exits by its own calibrated thresholds, on its own prompts."""
+    """Whether the model exits by thresholds that were calibrated for it, on prompts of its task."""
     modes: list[Mode]
     prompts: list[str] | None
     """Texts, or None for prompts of a single token."""

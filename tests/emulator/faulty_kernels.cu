@@ -319,7 +319,7 @@ struct Layout {
   static constexpr int kPieces = kColumnBytes / 16;
   int num_columns;
 
-  // Each column's next pieces are behind those of all columns.
+  // Each column's next pieces come after those of all columns.
   int leading_bytes() const { return num_columns * kColumnBytes; }
   int stride_bytes() const { return 8 * kColumnBytes; }
   int start_of(int piece) const { return piece / kPieces * leading_bytes() + piece % kPieces * 16; }

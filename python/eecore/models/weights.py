@@ -50,7 +50,7 @@ class NewMatrix:
     parts: tuple[int, ...]
     """out_features of each tensor of a checkpoint that fills it."""
     is_head: bool
-    """Whether it is the LM head, tied to the embeddings or not."""
+    """Whether the matrix is the LM head, tied to the embeddings or not."""
     cares: tuple[Care, ...]
     """The care of each of these tensors."""
 

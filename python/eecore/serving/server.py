@@ -140,7 +140,7 @@ class _Server(uvicorn.Server):
         self._service.admission.is_closing = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether it is time to end; called ten times a second."""
+        """Whether the server has to end; called ten times a second."""
         admission = self._service.admission
         if self._service.served.engine.failure is not None:
             self.should_exit = self.force_exit = True

@@ -156,7 +156,7 @@ class Passage(NamedTuple):
 
     text: str
     is_code: bool
-    """Whether it is Python code."""
+    """Whether the text is Python code."""
 
 
 def read_passages(paths: Iterable[Path]) -> list[Passage]:
