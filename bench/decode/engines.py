@@ -99,6 +99,13 @@ class LlamaCpp:
         figures = self._json_line(command)
         return float(figures["avg_ns"] / 1e9 if batch == 1 else figures["t_tg"])
 
+    def prompt_seconds(self, tokens: int, flash: bool) -> float:
+        """The time of a prompt of random tokens, with flash attention or without."""
+        command = ["llama-bench", "-p", str(tokens), "-n", "0", "-r", "1", "--no-warmup"]
+        command += ["-fa", str(int(flash)), "-o", "jsonl"]
+        command += ["-m", str(self.file), "-t", str(self.threads)]
+        return float(self._json_line(command)["avg_ns"] / 1e9)
+
     def close(self) -> None:
         pass
 

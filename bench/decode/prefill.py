@@ -1,14 +1,17 @@
-"""Time to the first token of a long prompt, in eecore and in transformers with the same weights.
+"""Time to the first token of a long prompt, in eecore, transformers and llama.cpp.
 
-python -m bench prefill [--prompt-tokens 512] [--threads 1 2]
+python -m bench prefill [--prompt-tokens 512 2048 4096] [--threads 1 2]
 
-Both run in one process, in turns; ratios are taken within a round, so that a busy machine slows
-both. Writes bench/results/prefill.json and the table in bench/RESULTS.md, in about 2 minutes.
+The weights are the same; all run in turns, and ratios are taken within a round, so that a busy
+machine slows all alike. transformers shares eecore's process; llama.cpp runs its own benchmark,
+with flash attention and without. Writes bench/results/prefill.json and the table in
+bench/results/decoding.md, in about 20 minutes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,11 @@ from typing import Any
 import torch
 
 import eecore
+from bench.decode.engines import LlamaCpp, convert, make_engine
 from bench.decode.worker import transformers
+from bench.harness import peers
 from bench.harness.ceilings import multiply_ceiling
-from bench.harness.command import parser
+from bench.harness.command import parser, say
 from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import get_smollm2
@@ -31,61 +36,84 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8": {"weights": "int8", "dtype": "bfloat16"},
     "int4": {"weights": "int4", "dtype": "bfloat16"},
 }
-PEER_BITS = {"float32": "f32", "bfloat16": "bf16"}
+TRANSFORMERS_BITS = {"float32": "f32", "bfloat16": "bf16"}
+LLAMA_CPP_BITS = {"int4": "int4"}
+PEERS = {
+    "transformers": "ratio_to_transformers",
+    "llama.cpp": "ratio_to_llama_cpp",
+    "llama.cpp with flash attention": "ratio_to_llama_cpp_flash",
+}
+"""The name before the weights in a peer's row, and the figure of its ratio."""
 
-FirstToken = Callable[[list[int]], int]
+Prompt = Callable[[list[int]], TimedCall]
+"""Times a pass over a prompt, up to its first token."""
 
 
-def eecore_first_token(directory: Path, settings: dict[str, Any]) -> FirstToken:
+def eecore_prompt(directory: Path, settings: dict[str, Any], most: int) -> Prompt:
+    """``most``: tokens of the longest prompt."""
     model = eecore.load(
-        directory, device="cpu", prefix_cache=False, kv_cache_tokens=2048, **settings
+        directory, device="cpu", prefix_cache=False, kv_cache_tokens=most + 64, **settings
+    )
+    return lambda prompt: timed(
+        lambda: eecore.generate(model, prompt, max_tokens=1, ignore_eos=True)
     )
 
-    def run(prompt: list[int]) -> int:
-        return eecore.generate(model, prompt, max_tokens=1, ignore_eos=True)[0].token_ids[0]
+
+def transformers_prompt(directory: Path, bits: str) -> Prompt:
+    generate = transformers(str(directory), bits, torch.get_num_threads())
+    return lambda prompt: timed(lambda: generate([prompt], 1))
+
+
+def llama_cpp_prompt(directory: Path, bits: str, flash: bool) -> Prompt:
+    """A prompt of random tokens in llama.cpp, on as many threads as torch has."""
+
+    def run(prompt: list[int]) -> TimedCall:
+        engine = make_engine("llama.cpp", bits, torch.get_num_threads(), directory)
+        assert isinstance(engine, LlamaCpp)
+        return TimedCall(engine.prompt_seconds(len(prompt), flash), None)
 
     return run
 
 
-def transformers_first_token(directory: Path, bits: str) -> FirstToken:
-    generate = transformers(str(directory), bits, torch.get_num_threads())
-    return lambda prompt: generate([prompt], 1)[0][0]
-
-
-def runs_of(directory: Path) -> dict[str, FirstToken]:
-    """eecore with each kind of weights, followed by transformers in the same dtype, if any."""
-    runs: dict[str, FirstToken] = {}
+def runs_of(directory: Path, most: int, has_llama_cpp: bool = False) -> dict[str, Prompt]:
+    """eecore with each kind of weights, followed by its peers that read the same weights."""
+    runs: dict[str, Prompt] = {}
     for name, settings in KINDS.items():
-        runs[name] = eecore_first_token(directory, settings)
-        if name in PEER_BITS:
-            runs[f"transformers {name}"] = transformers_first_token(directory, PEER_BITS[name])
+        runs[name] = eecore_prompt(directory, settings, most)
+        if name in TRANSFORMERS_BITS:
+            runs[f"transformers {name}"] = transformers_prompt(directory, TRANSFORMERS_BITS[name])
+        if has_llama_cpp and name in LLAMA_CPP_BITS:
+            bits = LLAMA_CPP_BITS[name]
+            runs[f"llama.cpp {name}"] = llama_cpp_prompt(directory, bits, False)
+            with_flash = llama_cpp_prompt(directory, bits, True)
+            runs[f"llama.cpp with flash attention {name}"] = with_flash
     return runs
 
 
 def rows_of(
-    runs: dict[str, FirstToken], prompt: list[int], rounds: int, num_parameters: int
+    runs: dict[str, Prompt], prompt: list[int], rounds: int, num_parameters: int
 ) -> list[dict[str, Any]]:
     """Figures on torch's threads; ``num_parameters``: of the layers, without the LM head."""
-
-    def turn_of(run: FirstToken) -> Callable[[], TimedCall]:
-        return lambda: timed(lambda: run(prompt))
-
-    turns = take_turns({name: turn_of(run) for name, run in runs.items()}, rounds)
+    turns = take_turns({name: partial(run, prompt) for name, run in runs.items()}, rounds)
     seconds = {name: seconds_of(its) for name, its in turns.items()}
     ceiling = multiply_ceiling(torch.float32)
     rows = []
     for name, times in seconds.items():
-        peer = seconds.get(f"transformers {name}")
         flops = 2 * num_parameters * len(prompt) / min(times)
         rows.append(
             {
                 "threads": torch.get_num_threads(),
+                "tokens": len(prompt),
                 "name": name,
                 "seconds": times,
                 "best_s": min(times),
                 "gflops": flops / 1e9,
                 "of_ceiling": flops / ceiling,
-                "ratio_to_transformers": median_ratio(times, peer) if peer else None,
+                **{
+                    ratio: median_ratio(times, seconds[f"{peer} {name}"])
+                    for peer, ratio in PEERS.items()
+                    if f"{peer} {name}" in seconds
+                },
             }
         )
     return rows
@@ -94,52 +122,59 @@ def rows_of(
 def markdown(result: Figures) -> str:
     lines = []
     for row in result["rows"]:
-        ratio = row["ratio_to_transformers"]
+        if row["name"].startswith(tuple(PEERS)):
+            continue
+        ratios = [row.get(ratio) for ratio in PEERS.values()]
         lines.append(
             [
                 str(row["threads"]),
                 row["name"],
+                str(row["tokens"]),
                 f"{row['best_s'] * 1e3:.0f}",
-                f"{result['prompt_tokens'] / row['best_s']:.0f}",
-                f"{row['gflops']:.0f}",
-                f"{row['of_ceiling']:.2f}",
-                "" if ratio is None else f"{ratio:.2f}",
+                f"{row['tokens'] / row['best_s']:.0f}",
+                f"{row['of_ceiling']:.0%}",
+                *("" if ratio is None else f"{ratio:.2f}x" for ratio in ratios),
             ]
         )
     about = (
-        f"SmolLM2-135M-Instruct, a prompt of {result['prompt_tokens']} tokens, best of "
-        f"{result['rounds']} rounds; ratio to transformers {result['transformers']} in the same "
-        "dtype: median over rounds, above 1 is faster; int8 and int4 weights with states in "
-        "bfloat16. The ceiling is that of float32 "
-        f"multiply-adds. {in_words(result)}. `python -m bench prefill`"
+        f"SmolLM2-135M-Instruct, best of {result['rounds']} rounds; int8 and int4 weights with "
+        "states in bfloat16. The peak is that of float32 multiply-adds, the share that of the "
+        "layers' products alone. Speed as a multiple of that of peers, median over rounds: "
+        f"transformers {result['transformers']} in the same dtype, {result['llama.cpp']} with the "
+        f"same 4-bit blocks. {in_words(result)}. `python -m bench prefill`"
     )
-    head = ["threads", "weights", "ms", "tokens/s", "GFLOP/s"]
-    head += ["of multiply ceiling", "to transformers"]
+    head = ["threads", "weights", "tokens", "ms", "tokens/s", "of the multiply peak"]
+    head += [f"to {peer}" for peer in PEERS]
     return f"{markdown_table(head, lines, text_columns=2)}\n\n{about}"
 
 
-REPORTS = (Report("prefill", {"prefill": markdown}, {"rows": ("threads", "name")}),)
+REPORTS = (Report("prefill", {"prefill": markdown}, {"rows": ("threads", "tokens", "name")}),)
 
 
 def main(words: Sequence[str]) -> None:
-    made = parser("prefill", __doc__, rounds=4)
-    made.add_argument("--prompt-tokens", type=int, default=512)
+    made = parser("prefill", __doc__, rounds=2)
+    made.add_argument("--prompt-tokens", type=int, nargs="+", default=[512, 2048, 4096])
     made.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     arguments = made.parse_args(words)
-    directory = get_smollm2()
-    runs = runs_of(directory)
+    directory, most = get_smollm2(), max(arguments.prompt_tokens)
+    has_llama_cpp = peers.prepare(["llama.cpp"])["llama.cpp"].available
+    if has_llama_cpp:
+        convert(directory, {"llama.cpp"})
+    runs = runs_of(directory, most, has_llama_cpp)
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(5, 40000, (arguments.prompt_tokens,), generator=generator).tolist()
+    prompt = torch.randint(5, 40000, (most,), generator=generator).tolist()
     config = eecore.load(directory, kv_cache_tokens=16).config
     layers = config.num_parameters - config.vocab_size * config.hidden_size
     rows = []
     for threads in arguments.threads:
         torch.set_num_threads(threads)
-        rows += rows_of(runs, prompt, arguments.rounds, layers)
+        for tokens in arguments.prompt_tokens:
+            rows += rows_of(runs, prompt[:tokens], arguments.rounds, layers)
+            say(rows[-len(runs) :])
     result = {
         **machine(),
         "transformers": version("transformers"),
-        "prompt_tokens": len(prompt),
+        "llama.cpp": peers.LLAMA_CPP if has_llama_cpp else "no llama.cpp",
         "rounds": arguments.rounds,
         "rows": rows,
     }

@@ -23,8 +23,16 @@ from bench.gpu.calls import Known
 from bench.gpu.cases import cases
 from bench.gpu.decode import PROMPT, STEPS, model_config
 from bench.gpu.devices import GPUS, MAX_RATIO, MIN_RATIO, Gpu
+from bench.gpu.draft_heads import dflash, eagle3
 from bench.gpu.launches import LATENCIES_AFTER_THE_WAIT, Node, kernels, seconds
-from bench.gpu.trace import META, iteration, model_without_memory, nodes_of, without_memory
+from bench.gpu.trace import (
+    META,
+    draft_round,
+    iteration,
+    model_without_memory,
+    nodes_of,
+    without_memory,
+)
 from bench.harness import command
 from bench.harness.places import RESULTS
 from bench.harness.results import Figures, Report
@@ -47,6 +55,8 @@ GOALS: dict[tuple[str, int], float] = {
     ("8b", 32): 7.0,
 }
 """Milliseconds of a decoding step at full depth on an H100, by model and batch."""
+ROUNDS = {"EAGLE-3": 5, "DFlash": 7}
+"""Drafts of a round, by head."""
 MODELS = {"135m": "SmolLM2-135M", "1b": "Llama-3.2-1B", "8b": "Llama-3-8B"}
 
 
@@ -136,6 +146,22 @@ def goal_rows() -> list[Row]:
     return rows
 
 
+def round_rows() -> list[Row]:
+    """Rounds with a public draft head, beside a step at full depth without it."""
+    rows = []
+    model = model_without_memory(model_config("8b"))
+    for name, num_drafts in ROUNDS.items():
+        model.draft_head = eagle3(model) if name == "EAGLE-3" else dflash(model, num_drafts)
+        for batch in BATCHES:
+            on = {}
+            for gpu in GPUS:
+                whole = seconds(gpu, draft_round(model, batch, SEQ_LEN, gpu, num_drafts))
+                step = seconds(gpu, iteration(model, batch, SEQ_LEN, gpu))
+                on[gpu.name] = {"us": round(whole * 1e6, 2), "of_step": round(whole / step, 3)}
+            rows.append({"head": name, "drafts": num_drafts, "batch": batch, "on": on})
+    return rows
+
+
 def figures() -> Figures:
     """All figures of the model; they are deterministic."""
     return {
@@ -145,6 +171,7 @@ def figures() -> Figures:
         "ops": op_rows(),
         "iterations": iteration_rows(),
         "goals": goal_rows(),
+        "rounds": round_rows(),
     }
 
 
@@ -177,6 +204,22 @@ def goals_table(result: Figures) -> str:
         "after the wait for the previous kernel. Modelled: the same kernels by the model of time. "
         "Expected now: today's kernels by the same model. Bytes: what the bytes alone allow. "
         "`python -m bench gpu-expected`"
+    )
+    return f"{markdown_table(head, lines, text_columns=1)}\n\n{text}"
+
+
+def rounds_table(result: Figures) -> str:
+    names = [gpu["name"] for gpu in result["gpus"]]
+    lines = []
+    for row in result["rounds"]:
+        cells = (f"{row['on'][n]['us']:,.0f} ({row['on'][n]['of_step']:.2f})" for n in names)
+        lines.append([row["head"], str(row["drafts"]), str(row["batch"]), *cells])
+    head = ["head", "drafts", "batch", *(f"{name}, us" for name in names)]
+    text = (
+        f"Rounds of {MODELS['8b']}'s shape with a public head, by the same model: all layers "
+        "verify the drafts, and the head makes those of the next round. In brackets: as a multiple "
+        "of a step at full depth. EAGLE-3 has one layer and a vocabulary of 32,000; DFlash has "
+        "five layers, as many taps, and the model's LM head. `python -m bench gpu-expected`"
     )
     return f"{markdown_table(head, lines, text_columns=1)}\n\n{text}"
 
@@ -221,6 +264,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "gpu_expected_iterations": iterations_table,
     "gpu_expected_ops": ops_table,
     "gpu_expected_goals": goals_table,
+    "gpu_expected_rounds": rounds_table,
 }
 REPORTS = (Report("gpu_expected", TABLES),)
 

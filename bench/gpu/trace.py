@@ -20,13 +20,23 @@ from bench.gpu.launches import IfNode, Node, set_condition
 from bench.gpu.plans import plan
 from eecore.config import ModelConfig
 from eecore.decoding.control import OnHost
+from eecore.decoding.draft_kind import DraftKind
+from eecore.decoding.draft_step import DraftStep
 from eecore.decoding.exit_step import ExitKind, ExitStep
 from eecore.decoding.memory import power_of_two
 from eecore.decoding.sampling import HeadSizes
 from eecore.decoding.step import Sizes
-from eecore.models import KVCache, LlamaModel, LlamaWeights
+from eecore.models import (
+    KeyedHead,
+    KVCache,
+    LlamaModel,
+    LlamaWeights,
+    PassHead,
+    allocate_cache,
+)
 from eecore.models.weights import NewWeights
-from eecore.planning.route import Check
+from eecore.planning.heads import max_ahead
+from eecore.planning.route import GIVEN, Check
 
 META = torch.device("meta")
 PAGE_SIZE = 16
@@ -81,9 +91,9 @@ def _planned(recorder: _Recorder, device: Device, known: Known) -> list[Node]:
 
 
 class _Passing(OnHost):
-    """A control under which all conditional bodies run, or none of them."""
+    """A control under which the first ``runs`` conditional bodies run; None: all of them."""
 
-    def __init__(self, recorder: _Recorder, runs: bool) -> None:
+    def __init__(self, recorder: _Recorder, runs: int | None) -> None:
         self._recorder, self._runs = recorder, runs
 
     def condition(self, flag: Tensor) -> int | None:  # noqa: ARG002
@@ -98,7 +108,10 @@ class _Passing(OnHost):
     ) -> None:
         """See :class:`eecore.decoding.control.Control`."""
         self._recorder.nodes += [IfNode()] if condition is not None else [set_condition(), IfNode()]
-        if self._runs:
+        if self._runs is None:
+            body()
+        elif self._runs:
+            self._runs -= 1
             body()
 
 
@@ -133,16 +146,46 @@ def iteration(
     points: tuple[tuple[int, tuple[Check, ...]], ...] = ((num_layers, ()),)
     if checks:
         points = ((at, (Check("softmax"),)), *points)
-    pages = power_of_two(-(-seq_len // PAGE_SIZE))
-    sizes = Sizes(batch, pages, 0, HeadSizes(), follows=False)
+    sizes = _sizes(batch, seq_len)
     kind = ExitKind(points, fills=checks, taps=(), shares=False, sizes=sizes)
-    kv = KVCache.allocate(
-        model.config, batch * pages, PAGE_SIZE, device=model.device, dtype=model.dtype
-    )
-    model.prepare(kv)
-    program = ExitStep(model, kv, kind)
+    program = ExitStep(model, _cache(model, sizes), kind)
     filled_from = at if rows_exit else num_layers
     with _Recorder() as recorder:
-        program.run(_Passing(recorder, runs=not rows_exit))
+        program.run(_Passing(recorder, runs=0 if rows_exit else None))
     known = Known(seq_len, (filled_from,) * batch, tokens_known=rows_exit is True)
     return _planned(recorder, device, known)
+
+
+def draft_round(
+    model: LlamaModel, batch: int, seq_len: int, device: Device, num_drafts: int
+) -> list[Node]:
+    """The graph of a round with the model's draft head: all layers verify the drafts of each row,
+    and the head makes as many for the next round.
+
+    Args:
+        model: a model on the meta device, with a draft head that has keys of its own.
+        batch: the number of rows, a power of two.
+        seq_len: keys of each row.
+        device: the GPU.
+        num_drafts: drafts of a row.
+    """
+    head = model.draft_head
+    assert isinstance(head, KeyedHead)
+    is_pass = isinstance(head, PassHead)
+    sizes = _sizes(batch, seq_len + num_drafts)
+    kind = DraftKind(GIVEN, num_drafts, False, 1, max_ahead(head), head.taps, sizes)
+    program = DraftStep(model, _cache(model, sizes), kind)
+    with _Recorder() as recorder:
+        program.run(_Passing(recorder, runs=None if is_pass else num_drafts))
+    return _planned(recorder, device, Known(seq_len))
+
+
+def _sizes(batch: int, seq_len: int) -> Sizes:
+    return Sizes(batch, power_of_two(-(-seq_len // PAGE_SIZE)), 0, HeadSizes(), follows=False)
+
+
+def _cache(model: LlamaModel, sizes: Sizes) -> KVCache:
+    """Pages for all rows of a program."""
+    kv = allocate_cache(model, sizes.num_rows * sizes.num_pages, PAGE_SIZE, model.dtype)
+    model.prepare(kv)
+    return kv

