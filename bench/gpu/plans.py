@@ -214,7 +214,10 @@ ONE_BLOCK = one_pass(lambda _: 1)
 PLANS: dict[str, Plan] = {
     "add_normed": one_pass(lambda call: call["x"].shape[0]),
     "accept_round": one_pass(lambda call: call["num_drafted"].shape[0]),
-    "append_drafts": one_pass(lambda call: 1 + call["hidden"].shape[0], parts={"states": "hidden"}),
+    "append_drafts": one_pass(
+        lambda call: 1 + (0 if call["hidden"] is None else call["hidden"].shape[0]),
+        parts={"states": "hidden"},
+    ),
     "append_kv": append_kv,
     "embed_tokens": embed_tokens,
     "exit_confidence_cosine": exit_confidence_cosine,
