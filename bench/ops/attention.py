@@ -50,6 +50,7 @@ IN_ALL = 256 << 20
 """Bytes of all layers' keys and values."""
 
 CASE = ("model", "cache", "num_seqs", "seq_len", "num_queries")
+SHARED_CASE = ("model", "num_seqs", "seq_len")
 
 
 def clock() -> float:
@@ -166,6 +167,23 @@ def measured(
     }
 
 
+def of_shared_pages(
+    model: str, num_seqs: int, seq_len: int, rounds: int, in_all: int
+) -> dict[str, Any]:
+    """Seconds of a step whose sequences have their own pages, and of one where all share pages."""
+    layers = Layers(MODELS[model], "bfloat16", num_seqs, seq_len, 1, in_all)
+    table = layers.call["page_table"]
+    shared = {**layers.call, "page_table": table[:1].expand_as(table).contiguous()}
+    own, together = [], []
+    for _ in range(rounds):
+        own.append(layers.all_in_turn(layers.attend))
+        layers.call, kept = shared, layers.call
+        together.append(layers.all_in_turn(layers.attend))
+        layers.call = kept
+    row = dict(zip(SHARED_CASE, (model, num_seqs, seq_len), strict=True))
+    return {**row, "own": min(own), "shared": min(together), "bytes": layers.bytes}
+
+
 def cells(row: dict[str, Any], *peer_names: str) -> list[str]:
     """The share of the peak, and the speed as a multiple of that of each peer that ran."""
     times = (
@@ -208,6 +226,16 @@ def prompts_table(result: Figures) -> str:
     return markdown_table(columns, lines, text_columns=2)
 
 
+def shared_table(result: Figures) -> str:
+    columns = ["heads of", "sequences", "keys", "own pages, µs a layer", "shared pages", "speed-up"]
+    lines = []
+    for row in result["shared"]:
+        times = [f"{1e6 * row[name]:.0f}" for name in ("own", "shared")]
+        lines.append([row["model"], str(row["num_seqs"]), str(row["seq_len"]), *times])
+        lines[-1].append(f"{row['own'] / row['shared']:.2f}x")
+    return markdown_table(columns, lines, text_columns=1)
+
+
 def about(result: Figures) -> str:
     loads = [row["load"] for row in result["rows"]]
     return (
@@ -223,8 +251,12 @@ def about(result: Figures) -> str:
 REPORTS = (
     Report(
         "attention",
-        {"attention": steps_table, "attention of prompts": prompts_table},
-        {"rows": CASE},
+        {
+            "attention": steps_table,
+            "attention of prompts": prompts_table,
+            "attention of shared pages": shared_table,
+        },
+        {"rows": CASE, "shared": SHARED_CASE},
     ),
 )
 
@@ -247,11 +279,18 @@ def main(words: Sequence[str]) -> None:
             for case in prompts if cache != "float8" else ():
                 rows.append(measured(model, cache, case, arguments.rounds, 1))
                 say(rows[-1])
+    shared = [
+        of_shared_pages(model, *pair, arguments.rounds, arguments.bytes)
+        for model in MODELS
+        for pair in LENGTHS
+        if pair[0] > 1
+    ]
     result = {
         **machine(),
         "threads": arguments.threads,
         "rounds": arguments.rounds,
         "in_all": arguments.bytes,
         "rows": rows,
+        "shared": shared,
     }
     REPORTS[0].finish(result, arguments)

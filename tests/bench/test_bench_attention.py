@@ -36,7 +36,8 @@ def test_figures_and_tables(
     file = tmp_path / "figures.json"
     few = ["--rounds", "1", "--bytes", "4096", "--queries", "1", "3", "--prompts", "32"]
     bench_attention.main([*few, "--json", str(file)])
-    rows = json.loads(file.read_text())["rows"]
+    figures = json.loads(file.read_text())
+    rows, shared = figures["rows"], figures["shared"]
     models = len(bench_attention.MODELS)
     assert len(rows) == models * (3 * 2 + 2)
     assert all(row["seconds"] > 0.0 and row["memory"] > 0.0 for row in rows)
@@ -46,5 +47,7 @@ def test_figures_and_tables(
         1,
         32,
     ] * models
+    assert [row["num_seqs"] for row in shared] == [2] * models
+    assert all(row["own"] > 0.0 and row["shared"] > 0.0 for row in shared)
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(table) == len(rows) + 2 * 2
+    assert len(table) == len(rows) + len(shared) + 3 * 2
