@@ -643,10 +643,10 @@ class Auto(Exit):
     A round runs at full depth, verifies drafts that were looked up as by :class:`PromptLookup` or
     made by the model's draft head as by :class:`HeadDrafts`, or drafts with the first layers as
     :class:`SelfSpeculative` does. The choice follows from measured times of passes and from the
-    acceptance of earlier drafts. In a batch there are fewer drafts as more rows make verification
-    dearer, and none for which another request would have to wait more than a little, unless more
-    requests wait for a place in the batch. Greedy output has the same tokens as :class:`Full`; so
-    has sampled output of the same seed, for which no layer drafts.
+    acceptance of earlier drafts. In a batch there are fewer drafts, as more rows make verification
+    dearer, and tokens of a request that is ahead of full depth count less, unless more requests
+    wait for a place in the batch. Greedy output has the same tokens as :class:`Full`; so has
+    sampled output of the same seed, for which no layer drafts.
 
     Args:
         num_drafts: most tokens drafted a round, up to 64.
