@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv and leaves alone what is there; see scripts/setup_venv.sh.
 #
-#   make test                                the short suite, with two workers more than cores
+#   make test                                the short suite, with two workers more than cores, at most eight
 #   make test ARGS="tests/ops -k cosine"     in one process: ARGS goes to pytest
 #   PYTHON, EECORE_TORCH, EECORE_CUDA, EECORE_CUDA_ARCHS, MAX_JOBS are heeded
 
