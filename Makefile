@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv and leaves alone what is there; see scripts/setup_venv.sh.
 #
-#   make test                                the short suite, with two workers more than cores
+#   make test                                the short suite, with two workers more than cores, at most eight
 #   make test ARGS="tests/ops -k cosine"     in one process: ARGS goes to pytest
 #   PYTHON, EECORE_TORCH, EECORE_CUDA, EECORE_CUDA_ARCHS, MAX_JOBS are heeded
 
@@ -18,7 +18,7 @@ PYTHON_IN_VENV := .venv/bin/python
 CXX_SOURCES = $$(git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh')
 
 help:  ## this list
-	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## /make \1\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1\t/' | expand -t 16
 
 demo:  ## real models in their modes, streamed, then timed beside full depth
 	@$(SETUP)
@@ -74,7 +74,7 @@ docs:  ## the manual, into build/site: a link that leads nowhere fails; ARGS=ser
 	@$(SETUP) docs
 	@$(PYTHON_IN_VENV) -m mkdocs $(or $(ARGS),build) --strict
 
-bench:  ## microbenchmarks of the ops, into bench/RESULTS.md; ARGS="-k accept_mask": these alone
+bench:  ## microbenchmarks of the ops, into bench/results/ops.json and its tables; ARGS="-k accept_mask": these alone
 	@$(SETUP) test
 	@mkdir -p build
 	@$(PYTHON_IN_VENV) -m pytest bench/ops --benchmark-columns=min,median,rounds \

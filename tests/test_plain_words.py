@@ -119,7 +119,8 @@ def group_of(page: Path) -> str:
     return "docs/ops" if name.startswith("docs/ops/") else name
 
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").glob("*.md")])
+FOLDERS = ("docs", "bench", "python", "tests")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for f in FOLDERS for page in (ROOT / f).rglob("*.md"))])
 
 
 @pytest.mark.parametrize("group", sorted({group_of(page) for page in PAGES}))

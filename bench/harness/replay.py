@@ -17,7 +17,7 @@ from eecore.config import SamplingParams
 from eecore.exits import Auto
 from eecore.models import Network
 from eecore.planning.auto import Chooser
-from eecore.planning.planner import Held, Planner
+from eecore.planning.planner import HeldChoice, Planner
 from eecore.planning.proposal import Ahead, Proposal
 from eecore.planning.row import Outcome
 from eecore.scheduling.scheduler import Work
@@ -188,7 +188,7 @@ class _Batch:
             request.output_ids.append(answer.tokens[0])
             self._answers[request] = answer
         self.running = list(self._answers)
-        self._held: Held | None = None
+        self._held: HeldChoice | None = None
         self._last_running: list[Request] | None = None
         self.seconds = 0.0
         self.drafted = self.accepted = 0

@@ -3,7 +3,7 @@
 python -m bench ops-table build/bench.json
 
 ``make bench`` runs it after the microbenchmarks. Writes bench/results/ops.json and the table in
-bench/RESULTS.md; cases that were not run keep their figures.
+bench/results/ops.md; cases that were not run keep their figures.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ MODES = {
             _DRAFTS,
             "8",
         ),
-        Mode("head", HeadDrafts, "draft with a head that eecore train-exits made", _DRAFTS, "4"),
+        Mode("head", HeadDrafts, "draft with the model's draft head", _DRAFTS, "4"),
         Mode("auto", Auto, "the fastest of full, speculative, lookup and head", _DRAFTS, "10"),
     )
 }

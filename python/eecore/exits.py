@@ -611,8 +611,8 @@ class PromptLookup(Exit):
 class HeadDrafts(Exit):
     """Draft with a small head after the last layer, verify with all layers.
 
-    The head was trained for the model on the model's own text (``eecore train-exits``); the model's
-    weights are unchanged. At the end of each round it drafts for the next one, from the states of
+    The head was trained for the model, by ``eecore train-exits`` or by others; the model's weights
+    are unchanged. At the end of each round it drafts for the next one, from the states of
     that round. Lossless: greedy output has the same tokens as :class:`Full`, and so has sampled
     output of the same seed. (Medusa, Cai et al. 2024; EAGLE, Li et al. 2024; recurrent drafter,
     Zhang et al. 2024.)
@@ -643,10 +643,10 @@ class Auto(Exit):
     A round runs at full depth, verifies drafts that were looked up as by :class:`PromptLookup` or
     made by the model's draft head as by :class:`HeadDrafts`, or drafts with the first layers as
     :class:`SelfSpeculative` does. The choice follows from measured times of passes and from the
-    acceptance of earlier drafts. In a batch there are fewer drafts as more rows make verification
-    dearer, and none for which another request would have to wait more than a little, unless more
-    requests wait for a place in the batch. Greedy output has the same tokens as :class:`Full`; so
-    has sampled output of the same seed where no layer drafts.
+    acceptance of earlier drafts. In a batch there are fewer drafts, as more rows make verification
+    dearer, and tokens of a request that is ahead of full depth count less, unless more requests
+    wait for a place in the batch. Greedy output has the same tokens as :class:`Full`; so has
+    sampled output of the same seed, for which no layer drafts.
 
     Args:
         num_drafts: most tokens drafted a round, up to 64.

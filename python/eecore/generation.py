@@ -150,9 +150,10 @@ def load(
             :func:`eecore.ops.quantise_weight`; so fewer bytes are read for each token. On a GPU
             ``int8`` has a scale for each row. States keep ``dtype``; every exit mode works with it.
             Quantised models have their own.
-        kv_cache_tokens: positions in the KV cache; when None a quarter of the memory that the
-            machine, its container and ``ulimit`` leave, at most 65536 positions on a CPU, or
-            ``engine``'s. It is a limit: on a CPU memory is taken as pages are first used.
+        kv_cache_tokens: positions in the KV cache; None: ``engine``'s, or without one as many as
+            fit into a quarter of the memory that the machine, its container and ``ulimit`` leave,
+            at most 65536, and on a GPU into 80 % of its free memory. It is a limit: on a CPU memory
+            is taken as pages are first used.
         kv_cache_dtype: ``fp8`` stores keys and values in a byte each (e4m3), so that a cache has
             room for twice the tokens of bfloat16 in the same memory, four times those of float32;
             ``auto`` stores them in ``dtype``, but in bfloat16 on a CPU where states are float32 and
@@ -174,10 +175,10 @@ def load(
             in ``NAME.exits`` beside a file ``NAME.gguf``, or one that ships with eecore for this
             model, perhaps trained with the model in another precision.
         draft_head: a draft head of any kind, in place of ``exits``: the directory or repository of
-            an EAGLE-3 head in safetensors (SafeAILab's layout, SpecForge's, that of
-            ``speculators``), of a DFlash or DSpark head (z-lab's, SpecForge's, DeepSpec's, that of
-            ``speculators``), of a MiMo itself, whose layer for multi-token prediction drafts, or of
-            a head that ``eecore train-exits`` made.
+            a published head in safetensors (EAGLE-3 and P-EAGLE in the layouts of SafeAILab,
+            SpecForge and ``speculators``; DFlash, DSpark and Domino in those of z-lab, SpecForge,
+            DeepSpec and ``speculators``), of a MiMo itself, whose layer for multi-token prediction
+            drafts, or of a head that ``eecore train-exits`` made.
 
     Raises:
         ModelError: a directory or file is missing, corrupt, or of an unsupported architecture, or a

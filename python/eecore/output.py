@@ -150,7 +150,7 @@ class Output:
     """``stop`` (end-of-sequence, stop token, stop string), ``length``, ``cancelled``, ``error``."""
     exit_layers: list[int]
     """Layers that each token ran; for an accepted draft the layers that drafted it, 0 where it was
-    looked up.
+    looked up or made by a draft head.
     """
     confidences: list[float]
     """The policy's measure where it was taken, otherwise the gap of the two largest

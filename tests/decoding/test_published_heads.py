@@ -18,7 +18,7 @@ from eecore import (
     SamplingParams,
     SelfSpeculative,
 )
-from eecore.planning.heads import HeadDrafts as Drafts
+from eecore.planning.heads import AheadDrafts
 from eecore.planning.proposal import Proposal
 from published_heads import FOLLOWING, KINDS, NAMES, PROMPTS, Models
 from tiny_models import random_prompts
@@ -199,7 +199,7 @@ def test_of_a_quantised_model_and_in_bfloat16(
     assert sum(o.stats.accepted for o in got) > least * sum(o.stats.drafted for o in got)
 
 
-PROPOSE = Drafts.propose
+PROPOSE = AheadDrafts.propose
 
 
 def copied(texts: list[list[int]]) -> Any:
@@ -207,7 +207,7 @@ def copied(texts: list[list[int]]) -> Any:
     text."""
     whole = {tuple(text[:8]): text for text in texts}
 
-    def propose(self: Drafts, sequence: Any, draft: Any, most: int) -> Proposal:
+    def propose(self: AheadDrafts, sequence: Any, draft: Any, most: int) -> Proposal:
         made, begin = PROPOSE(self, sequence, draft, most), sequence.num_tokens
         right = whole[tuple(sequence.tokens(0, 8))][begin : begin + len(made.tokens)]
         tokens = [(t + 1) % 256 if (begin + k) % 5 == 0 else t for k, t in enumerate(right)]
@@ -244,7 +244,7 @@ def test_a_hundred_prompts_give_the_tokens_of_full(
         for policy in (HeadDrafts(6, 0.0), Auto()):
             assert tokens_of(run(name, policy)) == expected
     texts = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
-    monkeypatch.setattr(Drafts, "propose", copied(texts))
+    monkeypatch.setattr(AheadDrafts, "propose", copied(texts))
     outputs = run(kind, HeadDrafts(6, 0.0))
     assert tokens_of(outputs) == expected
     accepted, drafted = (

@@ -100,7 +100,7 @@ DraftHeadDirectory = Annotated[
 DraftHeadOfAnyKind = Annotated[
     str | None,
     typer.Option(
-        help="head, auto: an EAGLE-3, DFlash or DSpark head, in place of --exits.",
+        help="head, auto: a published head, such as EAGLE-3 or DFlash, in place of --exits.",
         show_default="that of --exits",
         rich_help_panel="Exit mode",
     ),

@@ -7,9 +7,9 @@ full model. Verification continues from these states, so that no position passes
 layer twice. The keys and values of shared layers are in the cache already. A draft with skipped
 sublayers also writes keys and values of deeper layers; verification overwrites them.
 
-Drafts that were looked up (PromptLookup) are given to the round, and all layers verify them. Their
-distribution has a single token, so rejection sampling accepts a draft where the full model draws
-the same token: a sampled request gets the tokens that decoding without drafts draws.
+Drafts that were looked up, or made by a draft head, are given to the round, and all layers verify
+them. Their distribution has a single token, so rejection sampling accepts a draft where the full
+model draws the same token: a sampled request gets the tokens that decoding without drafts draws.
 """
 
 from __future__ import annotations

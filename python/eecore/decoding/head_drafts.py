@@ -2,7 +2,8 @@
 
 The head starts from the states of the row that gave the round's last token. They are in memory at
 that time, so that no state is kept on the device. The host gets the drafts, and gives the next
-round the ones that are worth verifying, as it does with drafts that were looked up.
+round the ones that are worth verifying, as it does with drafts that were looked up. A round that is
+launched before the host has them takes them from the device.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ class LlamaWeights:
     """
 
     embed_tokens: Matrix
-    """[vocab_size, hidden_size]; quantised only if it is also the LM head."""
+    """[vocab_size, hidden_size]; where floats are quantised as they are read, only the LM head is.
+    """
     lm_head: Matrix
     """[vocab_size, hidden_size]; the same as embed_tokens when they are tied."""
     final_norm: Tensor

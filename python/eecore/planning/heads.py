@@ -7,10 +7,10 @@ from eecore.planning.draft_state import DraftState
 from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["HeadDrafts", "max_ahead"]
+__all__ = ["AheadDrafts", "max_ahead"]
 
 
-class HeadDrafts:
+class AheadDrafts:
     """The drafts of a draft head: a :class:`~eecore.planning.proposal.DraftSource`."""
 
     name = "head"

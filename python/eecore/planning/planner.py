@@ -21,14 +21,14 @@ from eecore.planning.sources import given_by_policy, proposals
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["Held", "Planner"]
+__all__ = ["HeldChoice", "Planner"]
 
 PLAIN_ROUNDS = 4
 """Without ``Auto`` requests, one out of this many rounds of full depth is learnt from."""
 
 
 @dataclass(slots=True)
-class Held:
+class HeldChoice:
     """A choice for the ``Auto`` requests of some rounds."""
 
     sequences: list[Sequence]
@@ -53,7 +53,7 @@ class Planner:
         self.num_threads = num_threads
         self.past = PastOutputs(history_tokens) if history_tokens else None
         """The outputs of requests that have ended, where they are kept."""
-        self.held: Held | None = None
+        self.held: HeldChoice | None = None
         """The current choice for ``Auto`` requests."""
         self._steady: tuple[list[Sequence], list[Row]] | None = None
         """Requests that draft nothing, and their rows, which are reused for the same requests."""
@@ -174,10 +174,10 @@ class Planner:
             for row, proposal in zip(rows, given, strict=True)
         ]
 
-    def _new_choice(self, rows: list[Row], sequences: list[Sequence], most: int) -> Held:
+    def _new_choice(self, rows: list[Row], sequences: list[Sequence], most: int) -> HeldChoice:
         """A choice for the next rounds of these requests."""
         if most == 0:  # no pages for drafts; the next round may have some
-            return Held(sequences, FULL, 0)
+            return HeldChoice(sequences, FULL, 0)
         chooser = self.chooser
         drafts: list[DraftState] = [sequence.draft for sequence in sequences]
         exit_layers: tuple[int, ...] | None = None
@@ -204,7 +204,7 @@ class Planner:
             has_head=has_head,
             others_wait=self._others_wait,
         )
-        return Held(sequences, choice, choice.rounds - 1, asked)
+        return HeldChoice(sequences, choice, choice.rounds - 1, asked)
 
     def _route(self, route: Route, layer: int) -> Route:
         """The route of an ``Auto`` request whose drafts ``layer`` makes; 0: drafts are given."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import takewhile
 
 from eecore.planning.draft_state import DraftState
-from eecore.planning.heads import HeadDrafts
+from eecore.planning.heads import AheadDrafts
 from eecore.planning.ngrams import TextDrafts
 from eecore.planning.past_outputs import PastDrafts
 from eecore.planning.proposal import NOTHING, DraftSource, Proposal
@@ -13,7 +13,7 @@ from eecore.scheduling.scheduler import Work
 
 __all__ = ["SOURCES", "given_by_policy", "proposals"]
 
-SOURCES: tuple[DraftSource, ...] = (HeadDrafts(), TextDrafts(), PastDrafts())
+SOURCES: tuple[DraftSource, ...] = (AheadDrafts(), TextDrafts(), PastDrafts())
 """All sources; a request gets proposals from the sources that serve it."""
 
 

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-class HeadSettings(Protocol):
+class PublishedSettings(Protocol):
     """The settings in a published head's ``config.json``."""
 
     @property
@@ -52,7 +52,7 @@ class HeadSettings(Protocol):
 class PublishedKind(NamedTuple):
     """The functions that read heads of one kind."""
 
-    settings: Callable[[ConfigFields, ModelConfig], HeadSettings]
+    settings: Callable[[ConfigFields, ModelConfig], PublishedSettings]
     """Reads ``config.json``, and checks it against the config of the model."""
     load: Callable[[Path, ConfigFields, LlamaModel], KeyedHead]
     """Reads the head in a directory."""
