@@ -16,12 +16,13 @@ from eecore.lab.evaluation.tables import markdown_table
 
 @dataclass(frozen=True)
 class Page(Report):
-    """A page and two figures in build/bench; bench/RESULTS.md shows only an excerpt."""
+    """A page and two figures in build/bench; a page of bench/results may show an excerpt."""
 
     def text(self, figures: Figures) -> str:
         return full(figures)
 
     def write_tables(self, figures: Figures) -> None:
+        super().write_tables(figures)
         PAGES.mkdir(parents=True, exist_ok=True)
         write_text(PAGES / f"{self.name}.md", full(figures) + "\n")
         report_of(figures).plot(PAGES / self.name)
@@ -49,6 +50,15 @@ def full(result: Figures) -> str:
         parts += ["## Full depth, beside other engines", engines(result["full_depth"])]
         parts.append(notes(result))
     return "\n\n".join(part for part in parts if part)
+
+
+def excerpt(result: Figures) -> str:
+    """Quality by measure and exit, and full depth beside other engines."""
+    report = report_of(result)
+    parts = [report.quality()]
+    if result["full_depth"] is not None:
+        parts += [engines(result["full_depth"]), notes(result)]
+    return "\n\n".join([*parts, f"{report.about()} {about(result)}"])
 
 
 def about(result: Figures) -> str:
@@ -109,11 +119,15 @@ def notes(result: Figures) -> str:
     return "\n".join(lines)
 
 
-# One report for each model that has figures.
+EXCERPTS = ("calm-intents", "calm-synopsis")
+"""The models whose figures bench/results/tasks.md shows."""
+
+
 def page_of(name: str) -> Page:
     """The report of a model."""
     return Page(
         name,
+        {name: excerpt} if name in EXCERPTS else {},
         cases={
             "evaluation.rows": ("technique", "batch", "batch_size"),
             "full_depth.rows": ("engine", "batch_size"),

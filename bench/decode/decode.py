@@ -6,7 +6,7 @@ python -m bench decode --quick     a tiny model and eecore alone; writes nothing
 Every engine runs in a process of its own, all in turns: a round runs each engine once, and ratios
 are taken within a round, so that a busy machine slows all alike. A run generates 64 greedy tokens
 after a prompt of one token, so that each pass is a decoding step and there is no prefill. Writes
-bench/results/decode.json and the tables in bench/RESULTS.md.
+bench/results/decode.json and the tables in bench/results.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ python -m bench gguf [FILE.gguf ...] [--threads 1 2] [--batches 1 8 32] [--coder
 Default: SmolLM2-135M-Instruct's file (Q4_1), as scripts/get_smollm2.py finds or downloads it.
 --coder adds Qwen2.5-Coder-0.5B-Instruct's files (Q4_0, Q4_K_M, Q8_0), which python -m bench
 coder-files makes from a download of 478 MB. Writes bench/results/gguf.json and the table in
-bench/RESULTS.md.
+bench/results.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Only decoding steps of the engine are timed, greedy, without prompts and first t
 a model run in turns, with the same tokens in every round; a step's time is the minimum over rounds.
 The expected time of a mode is predicted from the model cut at some depths and from the ops timed
 alone, all in the same rounds (bench/depth/predictions.py). Writes bench/results/depth.json and the
-tables in bench/RESULTS.md.
+tables in bench/results.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Efficiency is what a step should take over what it takes: at a batch of 1 the sa
 mean depth, at more each loop for the rows that are still there, with nothing for gate and fills.
 ``--beside`` times another model in the same rounds: *beside* is how many times as fast a mode is as
 the fastest of the other model's modes with as many parses right.
-Writes bench/results/loops.json and a table of bench/RESULTS.md.
+Writes bench/results/loops.json and its table in bench/results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import eecore
 from bench.depth.decoding import Batch, Decoding
 from bench.depth.predictions import Costs, Line
 from bench.harness.command import parser, say
-from bench.harness.machine import machine
+from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
 from bench.harness.turns import batches_of
 from bench.harness.utterances import DATA, LONGEST_PARSE, utterances
@@ -54,14 +54,22 @@ def table(figures: Figures) -> str:
             if others:
                 line.append(_beside(row, others, str(batch)))
         lines.append(line)
-    about = (
-        f"{figures['utterances']} held-out utterances, {figures['dtype']}, {figures['threads']} "
-        f"thread(s), {figures['cpu']}."
-    )
     tables = [markdown_table(head, lines)]
     if others:
-        tables += ["The model beside it:", _table_beside(others, batches)]
+        tables += [BESIDE, _table_beside(others, batches)]
+    about = (
+        "Efficiency: the time of the same model cut at the mean depth, in a batch of each loop's "
+        f"rows, over the time of a step. {figures['utterances']} held-out utterances, "
+        f"{figures['dtype']}, {figures['threads']} thread(s), {in_words(figures)}. "
+        "`python -m bench loops`"
+    )
     return "\n\n".join([*tables, about])
+
+
+BESIDE = (
+    "*Beside* is how many times as fast a mode is as the fastest mode, with as many parses right, "
+    "of the other model:"
+)
 
 
 def _beside(row: Figures, others: list[Figures], batch: str) -> str:

@@ -5,7 +5,7 @@ python -m bench checks --batches 1 8 32 --rounds 5
 
 All rows exit after half of the layers. Before, a check that no row passes runs after every layer,
 after every third layer, or never. The share of ``FixedExit``'s speed-up that remains shows the cost
-of the checks, by measure. Writes bench/results/checks.json and its table in bench/RESULTS.md.
+of the checks, by measure. Writes bench/results/checks.json and its table in bench/results.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def markdown(result: Figures) -> str:
         lines.append([row["weights"], str(row["batch"]), f"{steps['full']:.2f}", *gains])
     head = ["weights", "batch", "full, ms a step", "cut at half"]
     for each in MEASURES:
-        head += [f"{each}: one", "each third", "every layer"]
+        head += [f"{each}: one", "every third layer", "every layer"]
     about = (
         f"Speed-up of a decoding step over `Full()`. {result['model']}, half of its "
         f"{result['num_layers']} layers; `cut` computes the logits of {result['cut']} of "

@@ -4,7 +4,7 @@ python -m bench draft-peers [--prompts 8] [--tokens 96] [--threads 1]
 
 SmolLM2-135M-Instruct in float32, one prompt at a time, compared with transformers and economize;
 and its Q4_1 file, compared with llama.cpp at full depth. Only decoding is timed, prompt by prompt
-in turns. Writes bench/results/draft-peers.json and the table in bench/RESULTS.md.
+in turns. Writes bench/results/draft-peers.json and the table in bench/results.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ python -m bench modes [--max-tokens 64] [--rounds 3] [--threads 2]
 
 All modes run the same weights in one process, one prompt at a time, greedy, in turns: each round
 runs every mode once, and ratios are taken within a round, so that a busy machine slows both sides.
-Writes bench/results/modes.json and the table in bench/RESULTS.md, in about 2 minutes.
+Writes bench/results/modes.json and the table in bench/results, in about 2 minutes.
 """
 
 from __future__ import annotations

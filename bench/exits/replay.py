@@ -8,7 +8,7 @@ round after round, in random batches of these prompts, with a clock that the rec
 it starts without knowledge of the model. It is compared with the best constant policy, found by
 trying: a number of steps of the head, a threshold, and drafts that are looked up by long n-grams
 or not at all. The replay leaves out the time that a machine loses when kinds of rounds alternate.
-Writes bench/results/replay.json and its table in bench/RESULTS.md.
+Writes bench/results/replay.json and its table in bench/results.
 """
 
 from __future__ import annotations

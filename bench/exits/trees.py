@@ -7,7 +7,7 @@ head's first choice, and its first choice after that; a tree also has second and
 likeliest paths first. Both grow until a path is less likely than a threshold. The benchmark counts
 the rows to verify and the accepted drafts; the cost of a round follows from assumed costs of a row
 and of a step of the head relative to a pass of full depth. No time is measured. Writes
-bench/results/trees.json and its table in bench/RESULTS.md.
+bench/results/trees.json and its table in bench/results.
 """
 
 from __future__ import annotations

@@ -202,8 +202,8 @@ def goals_table(result: Figures) -> str:
     head = ["model", "batch", "measured, ms", "modelled", "expected now", "goal", "bytes"]
     text = (
         "A decoding step at full depth on an H100. Measured: the engine's wall clock, most of it "
-        "the host's at a batch of 32; these kernels looked up the places of rows and keys only "
-        "after the wait for the previous kernel. Modelled: the same kernels by the model of time. "
+        "the host's at a batch of 32, with kernels that looked up the places of rows and keys only "
+        "after the wait for the previous kernel. Modelled: those kernels by the model of time. "
         "Expected now: today's kernels by the same model. Bytes: what the bytes alone allow. "
         "`python -m bench gpu-expected`"
     )

@@ -34,7 +34,7 @@ LATENCIES = {
     "skinny_warpgroup_linear_kernel": 1.6e-6,
 }
 # The same for kernels that read the places of rows and keys after the wait: the kernels of the run
-# on an H100 in bench/RESULTS.md.
+# on an H100 in bench/results.
 LATENCIES_AFTER_THE_WAIT = {
     **LATENCIES,
     "paged_attention_float8_kernel": 4.5e-6,

@@ -4,7 +4,7 @@ python -m bench transformers                 the model that ships, batch 1 and 8
 python -m bench transformers --count 64 --rounds 5
 
 Held-out utterances, greedy, prompts included; all modes take turns, and lossless modes must give
-transformers' own tokens. Writes bench/results/transformers.json and its table in bench/RESULTS.md.
+transformers' own tokens. Writes bench/results/transformers.json and its table in bench/results.
 """
 
 from __future__ import annotations

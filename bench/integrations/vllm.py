@@ -4,7 +4,7 @@ python -m bench vllm                           the model that ships, batch 1 and
 python -m bench vllm --count 64 --rounds 5
 
 Held-out utterances, greedy, prompts included; each mode has a process of its own with one thread,
-and all take turns. Writes bench/results/vllm.json and its table in bench/RESULTS.md. vLLM is the
+and all take turns. Writes bench/results/vllm.json and its table in bench/results. vLLM is the
 one that python -m bench peers installs, or that of the interpreter named by EECORE_VLLM_PYTHON,
 which needs the Python and torch that eecore is built for.
 """

@@ -6,7 +6,7 @@ python -m bench intents --model DIRECTORY   another, made by scripts/intents/tra
 One utterance at a time, greedy, up to the model's end token. All modes take turns: each parses one
 chunk of utterances, then each the next chunk, and ratios are taken within a chunk, so that a busy
 machine slows all modes alike. All engines get token ids. Writes bench/results/intents.json and the
-tables in bench/RESULTS.md.
+tables in bench/results.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ python -m bench products [--threads 1] [--rounds 15] [--weights Q4_1 Q8_0 float3
 skinny_linear with the weights of many layers, one after the other, as in decoding: no cache of the
 machine still holds a layer's weights when it is called again. For comparison each round measures
 the same call with one layer's weights again and again, which a cache holds, and a plain read loop;
-all cases take turns. Writes bench/results/products.json and its table in bench/RESULTS.md.
+all cases take turns. Writes bench/results/products.json and its table in bench/results.
 """
 
 from __future__ import annotations

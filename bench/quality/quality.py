@@ -5,7 +5,7 @@ python -m bench quality --only-weights      only weights that eecore quantises; 
 
 SmolLM2-135M-Instruct's Q4_1 file and Qwen2.5-Coder-0.5B-Instruct's files, for which
 ``python -m bench coder-files`` downloads 478 MB; on modules of Python's standard library, which
-anyone has. Writes bench/results/quality.json and the table in bench/RESULTS.md, in about half an
+anyone has. Writes bench/results/quality.json and the table in bench/results, in about half an
 hour on one core.
 """
 

@@ -4,7 +4,7 @@ python -m bench weights [--tokens 512] [--max-tokens 64]
 
 Perplexity and next-token agreement on the language reference that comes with Python
 (pydoc_data.topics), and the length for which greedy texts stay the same. Writes
-bench/results/weights.json and the table in bench/RESULTS.md, in about 2 minutes.
+bench/results/weights.json and the table in bench/results, in about 2 minutes.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ python -m bench serve --peer NAME=URL          also another server of SmolLM2, a
 The server runs in a process of its own, the engine alone in the process of the clients. Both take
 turns, round by round, streamed and not streamed. Models: intent on held-out utterances,
 SmolLM2-135M-Instruct from its GGUF file on questions. Writes bench/results/serve.json and the table
-in bench/RESULTS.md.
+in bench/results.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ python -m bench soak-serve --minutes 30 -- OPTION ...   with more options of eec
 deadline, so that requests are refused, preempted and late. Each request must be answered, or
 refused with a reason; greedy answers must be those of an idle server. At the end no request may
 run, wait or hold a page, and memory must not have grown since the warm-up. Exit code 1 if a check
-fails. Writes bench/results/soak_serve.json and the table in bench/RESULTS.md.
+fails. Writes bench/results/soak_serve.json and the table in bench/results.
 """
 
 from __future__ import annotations

@@ -115,10 +115,9 @@ class CalmReport:
     def markdown(self) -> str:
         """Table 1, and the numbers of Figures 1 and 2 for each size of batch."""
         parts = [
-            f"{self.num_examples} examples, {self.max_tokens} new tokens at most, greedy; "
-            f"{self.num_layers} layers; {self.rounds} round(s).",
+            self.about(),
             "Quality and exit rate (Table 1):",
-            self._quality(),
+            self.quality(),
         ]
         for size in self.batch_sizes:
             of = f"batches of {size}" if size > 1 else "one at a time"
@@ -148,7 +147,15 @@ class CalmReport:
         ):
             self._bars(stem.with_name(f"{stem.name}-{name}.svg"), label, speed_of)
 
-    def _quality(self) -> str:
+    def about(self) -> str:
+        """A sentence on the examples, the model and the rounds."""
+        return (
+            f"{self.num_examples} examples, {self.max_tokens} new tokens at most, greedy; "
+            f"{self.num_layers} layers; {self.rounds} round(s)."
+        )
+
+    def quality(self) -> str:
+        """Table 1: scores and exit rate."""
         columns: dict[str, Callable[[CalmRow], str]] = {
             "technique": lambda row: row.technique,
             "rows exit": lambda row: row.exiting,
