@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.decoding.control import Control
-from eecore.decoding.head_drafts import new_round, new_verification
+from eecore.decoding.head_drafts import AheadDrafting, new_round, new_verification
 from eecore.decoding.sampling import DRAWS_DRAFT
 from eecore.decoding.step import Step
 from eecore.models import AttentionBatch, BlockHead, KVCache, PassHead
@@ -30,14 +30,14 @@ computed one draft at a time.
 """
 
 
-class BlockDrafting:
-    """The calls of a block head, over memory of a program's own.
+class BlockDrafting(AheadDrafting):
+    """The calls of a block head.
 
     Args:
         step: the program.
         head: the block head of the program's model.
-        given: the program's fields, with the fields of :func:`head_drafting_fields`.
-        results: the program's results, with the fields of :func:`head_results`.
+        given: the program's fields.
+        results: the program's results.
         ended: the ends of the program's rounds.
         kv: the model's cache, with pages for the head's layers.
     """
@@ -52,38 +52,14 @@ class BlockDrafting:
         kv: KVCache,
     ) -> None:
         assert kv.of_head is not None
+        super().__init__(step, given, results, ended, kv, head.num_drafts)
         rows, size, zeros = step.sizes.num_rows, head.block_size, step.zeros
-        self._head, self._kv, self._ended = head, kv.of_head, ended
-        self._page_size, self._num_rows, self._size = kv.page_size, rows, size
+        self._head, self._kv = head, kv.of_head
+        self._num_rows, self._size = rows, size
         device = results["ahead_tokens"].device
         self._corrects: BlockHead | None = None
         if isinstance(head, BlockHead) and head.is_sequential:
             self._corrects = head
-        self._sources = torch.arange(rows, dtype=torch.int32, device=device)
-        self._round = new_round(
-            step,
-            given,
-            head.num_drafts + 1,
-            max_drafts=given["ahead"],
-            thresholds=given["ahead_thresholds"][0],
-            tokens=results["ahead_tokens"],
-            confidences=results["ahead_probabilities"],
-            num_drafted=results["num_ahead_drafted"],
-        )
-        self.drafted = ops.DraftedAhead(
-            self._round.tokens, self._round.confidences, self._round.num_drafted
-        )
-        """Drafts of the program's last run, for rows that continue after it."""
-        self._thresholds = given["ahead_thresholds"]
-        fields = {
-            "row": zeros(rows, dtype=torch.int32),
-            "positions": zeros(rows),
-            "slot_mapping": zeros(rows),
-            "seq_lens": zeros(rows, dtype=torch.int32),
-            "num_active": given["num_ahead"],
-            "token_ids": zeros(rows),
-        }
-        self._active, _ = step.active_rows(**fields)
         masks = torch.full((rows, size - 1), head.mask_token, device=device)
         self._block = new_round(
             step,
@@ -103,7 +79,7 @@ class BlockDrafting:
         )
         self._places = new_verification(step, size)
         self._lens = zeros(rows, dtype=torch.int32)
-        self._batch = AttentionBatch(
+        self._block_batch = AttentionBatch(
             self._places.positions,
             self._places.slot_mapping,
             given["page_table"],
@@ -119,8 +95,6 @@ class BlockDrafting:
         self._flat = ops.HeadRows(*(part.view(-1) for part in self._said))
         hidden = head.config.hidden_size
         self.last_row = zeros(rows) if self._num_before else None
-        """int64 [num_rows]: the row of the verification whose state gives the first draft; None:
-        drafts start from keys alone."""
         self._first = zeros(rows, hidden, dtype=head.dtype)
         if self._corrects is None:
             return
@@ -147,13 +121,6 @@ class BlockDrafting:
         return num_slots - 1 if num_slots > 1 else -1
 
     def run(self, states: Ordered[Tensor], control: Control, num_rows: Tensor) -> None:
-        """Draft after the ended rounds.
-
-        Args:
-            states: what :meth:`HeadKeys.fill` returned.
-            control: the program's control.
-            num_rows: int32 [1], rows of the program.
-        """
         head, places, corrects = self._head, self._places, self._corrects
         begin_round = partial(ops.begin_round, ended=self._ended, sources=self._sources)
         say = partial(
@@ -175,7 +142,7 @@ class BlockDrafting:
             if corrects is not None and corrects.correction is not None:
                 corrects.correction.begin(self._work)
         with control.rows(places.num_tokens, num_rows):
-            hidden, logits = head.block(places.token_ids, self._kv, self._batch), None
+            hidden, logits = head.block(places.token_ids, self._kv, self._block_batch), None
             if corrects is None:
                 say(self._flat, index=self._order, hidden=hidden)
             else:

@@ -8,7 +8,7 @@ import numpy as np
 
 from eecore.decoding.block_drafts import BlockDrafting
 from eecore.decoding.draft_kind import MIN_STEPS, DraftKind, given_fields, result_fields
-from eecore.decoding.head_drafts import HeadDrafting, HeadKeys
+from eecore.decoding.head_drafts import AheadDrafting, HeadKeys
 from eecore.decoding.sampling import head_sizes
 from eecore.decoding.step import Step
 from eecore.models import KVCache, Network
@@ -34,7 +34,7 @@ class DraftRows(Step):
 
     _keys: HeadKeys | None = None
     """Writes the keys of a draft head that has layers of its own."""
-    _ahead: HeadDrafting | BlockDrafting | None = None
+    _ahead: AheadDrafting | None = None
     """Drafts for the next round, where a draft head does."""
     _pages_after: int = 0
     """Entries of the page table after a row's own pages."""

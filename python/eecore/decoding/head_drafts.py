@@ -8,6 +8,7 @@ launched before the host has them takes them from the device.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Ordered
 from typing import Any
 
@@ -26,12 +27,14 @@ from eecore.models import (
     KVCache,
     LlamaModel,
     Network,
+    Positions,
     SeenKeys,
 )
 from eecore.planning.proposal import MAX_AHEAD, Ahead
 from eecore.planning.row import Row
 
 __all__ = [
+    "AheadDrafting",
     "HeadDrafting",
     "HeadKeys",
     "drafted_ahead",
@@ -139,55 +142,43 @@ class HeadKeys:
         Returns:
             [num_rows, hidden_size of the head]: the states from which the head drafts.
         """
-        sources = self._sources[: len(made)]
-        begun = self._head.begin(states)
-        return self._head.fill(begun, made, sources, self._kv, batch, starts)
+        positions = Positions(made, self._sources[: len(made)], batch, starts)
+        return self._head.fill(self._head.begin(states), positions, self._kv)
 
 
-class HeadDrafting:
-    """The calls of a head that drafts token by token, over memory of a program's own.
+class AheadDrafting(ABC):
+    """The calls of a head that drafts for the next round, over memory of a program's own.
 
     Args:
         step: the program.
-        model: the program's model, with a draft head.
         given: the program's fields, with the fields of :func:`head_drafting_fields`.
         results: the program's results, with the fields of :func:`head_results`.
         ended: the ends of the program's rounds.
-        accepted: these rounds, with the number of accepted drafts as the number of drafts.
         kv: the model's cache.
+        num_drafts: maximum number of drafts of a row.
     """
+
+    last_row: Tensor | None
+    """int64 [num_rows]: the row of the verification whose state gives the first draft; None: drafts
+    start from keys alone."""
 
     def __init__(
         self,
         step: Step,
-        model: LlamaModel,
         given: dict[str, Tensor],
         results: dict[str, Tensor],
         ended: ops.EndedRound,
-        accepted: ops.DraftRound,
         kv: KVCache,
+        num_drafts: int,
     ) -> None:
         num_rows, zeros = step.sizes.num_rows, step.zeros
-        head = model.draft_head
-        assert isinstance(head, (DraftHead, ChainHead))
-        self._head = head
-        self._page_size = kv.page_size
-        self.last_row = zeros(num_rows)
-        """int64 [num_rows]: the row of the verification from whose states the head starts."""
-        sizes = [model.config.hidden_size] * len(head.taps)
-        self._ended, self._accepted = ended, accepted
-        self._last: ops.Verification | None = None
-        if isinstance(head, ChainHead):
-            sizes = [head.config.hidden_size]
-            # The head's key of a token is one position earlier: the last position verified.
-            self._last = new_verification(step, accepted.tokens.shape[1])
-            self._ended = ended._replace(next_position=self._last.last_positions)
-        self._begun = [zeros(num_rows, size, dtype=model.dtype) for size in sizes]
-        self._sources = torch.arange(num_rows, dtype=torch.int32, device=model.device)
+        self._ended, self._page_size = ended, kv.page_size
+        device = results["ahead_tokens"].device
+        self._sources = torch.arange(num_rows, dtype=torch.int32, device=device)
         self._round = new_round(
             step,
             given,
-            MAX_AHEAD + 1,
+            num_drafts + 1,
             max_drafts=given["ahead"],
             thresholds=given["ahead_thresholds"][0],
             tokens=results["ahead_tokens"],
@@ -200,7 +191,7 @@ class HeadDrafting:
         """Drafts of the program's last run, for rows that continue after it."""
         self._thresholds = given["ahead_thresholds"]
         # Drafting leaves rows of the open page table moved; the round itself does not draft then.
-        self._active, batch = step.active_rows(
+        self._active, self._batch = step.active_rows(
             row=zeros(num_rows, dtype=torch.int32),
             positions=zeros(num_rows),
             slot_mapping=zeros(num_rows),
@@ -208,16 +199,8 @@ class HeadDrafting:
             num_active=given["num_ahead"],
             token_ids=zeros(num_rows),
         )
-        self._drafted = ops.HeadRows(
-            zeros(num_rows),
-            zeros(num_rows, dtype=torch.float32),
-            zeros(num_rows, dtype=torch.float32),
-        )
 
-        self._seen: SeenKeys | None = None
-        if isinstance(head, ChainHead) or head.attends:
-            self._seen = SeenKeys(kv, batch, model.no_keys(num_rows))
-
+    @abstractmethod
     def run(self, states: Ordered[Tensor], control: Control, num_rows: Tensor) -> None:
         """Draft after the ended rounds.
 
@@ -227,6 +210,58 @@ class HeadDrafting:
             control: the program's control.
             num_rows: int32 [1], rows of the program.
         """
+
+
+class HeadDrafting(AheadDrafting):
+    """The calls of a head that drafts token by token.
+
+    Args:
+        step: the program.
+        model: the program's model, with a draft head.
+        given: the program's fields.
+        results: the program's results.
+        ended: the ends of the program's rounds.
+        accepted: these rounds, with the number of accepted drafts as the number of drafts.
+        kv: the model's cache.
+    """
+
+    last_row: Tensor
+
+    def __init__(
+        self,
+        step: Step,
+        model: LlamaModel,
+        given: dict[str, Tensor],
+        results: dict[str, Tensor],
+        ended: ops.EndedRound,
+        accepted: ops.DraftRound,
+        kv: KVCache,
+    ) -> None:
+        super().__init__(step, given, results, ended, kv, MAX_AHEAD)
+        num_rows, zeros = step.sizes.num_rows, step.zeros
+        head = model.draft_head
+        assert isinstance(head, (DraftHead, ChainHead))
+        self._head = head
+        self.last_row = zeros(num_rows)
+        sizes = [model.config.hidden_size] * len(head.taps)
+        self._accepted = accepted
+        self._last: ops.Verification | None = None
+        if isinstance(head, ChainHead):
+            sizes = [head.config.hidden_size]
+            # The head's key of a token is one position earlier: the last position verified.
+            self._last = new_verification(step, accepted.tokens.shape[1])
+            self._ended = ended._replace(next_position=self._last.last_positions)
+        self._begun = [zeros(num_rows, size, dtype=model.dtype) for size in sizes]
+        self._drafted = ops.HeadRows(
+            zeros(num_rows),
+            zeros(num_rows, dtype=torch.float32),
+            zeros(num_rows, dtype=torch.float32),
+        )
+        self._seen: SeenKeys | None = None
+        if isinstance(head, ChainHead) or head.attends:
+            self._seen = SeenKeys(kv, self._batch, model.no_keys(num_rows))
+
+    def run(self, states: Ordered[Tensor], control: Control, num_rows: Tensor) -> None:
         with control.rows(num_rows):
             begun = [
                 ops.embed_tokens(self.last_row, state, out=out)

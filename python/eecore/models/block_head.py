@@ -22,7 +22,7 @@ from eecore import ops
 from eecore.config import ModelConfig
 from eecore.models.attention import AttentionBatch
 from eecore.models.corrections import Correction
-from eecore.models.keyed_head import PassHead
+from eecore.models.keyed_head import PassHead, Positions
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.ops import Matrix
@@ -151,16 +151,8 @@ class BlockHead(PassHead):
         assert begun is not None
         return begun
 
-    def fill(
-        self,
-        begun: Tensor,
-        made: Tensor,  # noqa: ARG002 (a position's keys do not depend on the next token)
-        sources: Tensor,  # noqa: ARG002
-        kv: KVCache,
-        batch: AttentionBatch,
-        starts: Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor:
-        layers, config = self._layers, self.config
+    def fill(self, begun: Tensor, positions: Positions, kv: KVCache) -> Tensor:
+        layers, config, batch = self._layers, self.config, positions.batch
         cos_sin, layer_ropes = layers.tables(kv)
         if layers.linear.is_skinny(begun):
             self.reserve(len(begun))

@@ -20,7 +20,7 @@ from eecore import ops
 from eecore.config import ModelConfig
 from eecore.models.attention import AttentionBatch, keys_per_split
 from eecore.models.draft_head import HeadModel, SeenKeys, packed
-from eecore.models.keyed_head import ChainHead
+from eecore.models.keyed_head import ChainHead, Positions
 from eecore.models.kv_cache import KVCache
 from eecore.models.linear import Linear
 from eecore.models.rope import RopeTables
@@ -223,18 +223,11 @@ class EagleHead(ChainHead):
         assert begun is not None
         return begun
 
-    def fill(
-        self,
-        begun: Tensor,
-        made: Tensor,
-        sources: Tensor,
-        kv: KVCache,
-        batch: AttentionBatch,
-        starts: Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor:
+    def fill(self, begun: Tensor, positions: Positions, kv: KVCache) -> Tensor:
+        made, sources = positions.made, positions.sources
         embedded = self.embed(made, previous=made, sources=sources)
         _, k, v = self._projected(begun, embedded, slice(self.config.q_size, None))
-        self._append(None, k, v, kv, batch)
+        self._append(None, k, v, kv, positions.batch)
         return begun
 
     def embed(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,20 @@ from eecore.models.attention import AttentionBatch
 from eecore.models.draft_head import SeenKeys
 from eecore.models.kv_cache import KVCache
 
-__all__ = ["ChainHead", "KeyedHead", "PassHead"]
+__all__ = ["ChainHead", "KeyedHead", "PassHead", "Positions"]
+
+
+class Positions(NamedTuple):
+    """Positions that the model has computed."""
+
+    made: Tensor
+    """int64 [num_made]: tokens; -1 where the model gave none."""
+    sources: Tensor
+    """int32 [num_rows]: the index in ``made`` of the token after each position."""
+    batch: AttentionBatch
+    """The positions and their slots, of which -1 writes nothing, and the texts."""
+    starts: Tensor | None = None
+    """int64 [num_starts], rows at position 0; None if there are none."""
 
 
 class KeyedHead(ABC):
@@ -76,24 +90,13 @@ class KeyedHead(ABC):
         """The measure of a state that gives a draft: over :attr:`tokens`, by their places."""
 
     @abstractmethod
-    def fill(
-        self,
-        begun: Tensor,
-        made: Tensor,
-        sources: Tensor,
-        kv: KVCache,
-        batch: AttentionBatch,
-        starts: Tensor | None = None,
-    ) -> Tensor:
+    def fill(self, begun: Tensor, positions: Positions, kv: KVCache) -> Tensor:
         """Write the head's keys and values at positions that the model has computed.
 
         Args:
             begun: [num_rows, head's hidden_size], from :meth:`begin`.
-            made: int64 [num_made]: tokens; -1 where the model gave none.
-            sources: int32 [num_rows]: the index in ``made`` of the token after each position.
+            positions: the positions.
             kv: the cache of the head's layers.
-            batch: the positions and their slots, of which -1 writes nothing, and the texts.
-            starts: int64 [num_starts], rows at position 0; None if there are none.
 
         Returns:
             The state to draft from after each position: [num_rows, head's hidden_size].

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.config import ModelConfig
-from eecore.models.attention import AttentionBatch
 from eecore.models.draft_head import SeenKeys
-from eecore.models.keyed_head import ChainHead
+from eecore.models.keyed_head import ChainHead, Positions
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.ops import Matrix
@@ -111,18 +110,11 @@ class MtpHead(ChainHead):
         (state,) = states
         return self._normed(state, self._network.weights.final_norm)
 
-    def fill(
-        self,
-        begun: Tensor,
-        made: Tensor,
-        sources: Tensor,
-        kv: KVCache,
-        batch: AttentionBatch,
-        starts: Tensor | None = None,
-    ) -> Tensor:
-        embedded = self._network.embed(made, previous=made, sources=sources)
-        if starts is not None:
-            embedded.index_fill_(0, starts, 0.0)  # trained without the first embedding
+    def fill(self, begun: Tensor, positions: Positions, kv: KVCache) -> Tensor:
+        made, batch = positions.made, positions.batch
+        embedded = self._network.embed(made, previous=made, sources=positions.sources)
+        if positions.starts is not None:
+            embedded.index_fill_(0, positions.starts, 0.0)  # trained without the first embedding
         self.reserve(len(begun))
         first = self._first[-1][: len(begun)]
         hidden = self._together(begun, embedded)

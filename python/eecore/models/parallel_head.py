@@ -15,7 +15,7 @@ from torch import Tensor
 from eecore import ops
 from eecore.models.attention import AttentionBatch
 from eecore.models.eagle_head import EagleHead
-from eecore.models.keyed_head import PassHead
+from eecore.models.keyed_head import PassHead, Positions
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel
 
@@ -71,17 +71,10 @@ class ParallelHead(PassHead):
     def begin(self, states: Sequence[Tensor]) -> Tensor:
         return self._first.begin(states)
 
-    def fill(
-        self,
-        begun: Tensor,
-        made: Tensor,
-        sources: Tensor,
-        kv: KVCache,
-        batch: AttentionBatch,
-        starts: Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor:
+    def fill(self, begun: Tensor, positions: Positions, kv: KVCache) -> Tensor:
+        made, sources = positions.made, positions.sources
         embedded = self._first.embed(made, previous=made, sources=sources)
-        return self._run(begun, embedded, kv, batch, few=False)
+        return self._run(begun, embedded, kv, positions.batch, few=False)
 
     def block(self, token_ids: Tensor, kv: KVCache, batch: AttentionBatch) -> Tensor:
         rows = len(token_ids)
