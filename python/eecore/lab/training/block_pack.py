@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 
-from eecore.files import filling
 from eecore.lab.training.block_run import BlockTrainee
 from eecore.lab.training.harness import TrainingRun
 from eecore.lab.training.head_pack import Measured, training_facts
@@ -31,19 +28,7 @@ def save_block_head(
     run: TrainingRun,
     by_tokens: Sequence[tuple[int, float]],
 ) -> list[float]:
-    """Write a head into a directory, which may exist; its other files stay.
-
-    Args:
-        out: the directory.
-        network: the head's model.
-        trainee: the head.
-        run: the run that trained it.
-        by_tokens: tokens of answers that heads learnt from, with their first draft's agreement.
-
-    Returns:
-        For each position how often the draft is right where those before it were, on held-out
-        texts.
-    """
+    """Write a head into a directory; arguments and result as for :func:`save_head`."""
     measured = Measured.of(trainee, by_tokens)
     facts = {
         "weights": trainee.data.settings.weights,
@@ -56,13 +41,8 @@ def save_block_head(
         tensors["lm_head.weight"] = trainee.frozen.head_rows.to(torch.bfloat16)
         tensors["d2t"] = vocabulary - torch.arange(len(vocabulary))
         tensors["t2d"] = torch.isin(torch.arange(vocab_size), vocabulary)
-    out.mkdir(parents=True, exist_ok=True)
-    with filling(out) as partial:
-        (partial / WEIGHTS_NAME).write_bytes(save(tensors, {"format": "pt"}))
-        for name, values in ((CONFIG_NAME, _config(network, trainee)), (FACTS_NAME, facts)):
-            (partial / name).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    measured.plot(out)
-    return measured.by_position
+    files = {CONFIG_NAME: _config(network, trainee), FACTS_NAME: facts}
+    return measured.write(out, WEIGHTS_NAME, tensors, files)
 
 
 def _config(network: LlamaModel, trainee: BlockTrainee) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
+from torch import Tensor
 
 from eecore.files import filling
 from eecore.lab.plots import plot_head
@@ -64,13 +65,7 @@ def save_head(
     }
     tensors = trainee.head.tensors(torch.bfloat16)
     tensors["vocabulary"] = trainee.frozen.vocabulary.to(torch.int32)
-    out.mkdir(parents=True, exist_ok=True)
-    with filling(out) as partial:
-        (partial / WEIGHTS_NAME).write_bytes(save(tensors, {"format": "pt"}))
-        text = json.dumps(about, indent=1)
-        (partial / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
-    measured.plot(out)
-    return measured.by_position
+    return measured.write(out, WEIGHTS_NAME, tensors, {CONFIG_NAME: about})
 
 
 @dataclass(frozen=True)
@@ -101,10 +96,29 @@ class Measured:
             "by_tokens": [[tokens, round(value, 4)] for tokens, value in self.by_tokens],
         }
 
-    def plot(self, out: Path) -> None:
-        """Draw them into a directory, where matplotlib is there."""
+    def write(
+        self, out: Path, weights: str, tensors: dict[str, Tensor], facts: Mapping[str, Any]
+    ) -> list[float]:
+        """Write a head into a directory, with a plot where matplotlib is there.
+
+        Args:
+            out: the directory.
+            weights: the name of the file of tensors.
+            tensors: the head's tensors.
+            facts: the contents of JSON files by name.
+
+        Returns:
+            The shares by position.
+        """
+        out.mkdir(parents=True, exist_ok=True)
+        with filling(out) as partial:
+            (partial / weights).write_bytes(save(tensors, {"format": "pt"}))
+            for name, values in facts.items():
+                text = json.dumps(values, indent=1) + "\n"
+                (partial / name).write_text(text, encoding="utf-8")
         if find_spec("matplotlib") is not None:
             plot_head(out / "agreement.svg", self.by_tokens, self.by_position, self.greedy)
+        return self.by_position
 
 
 def num_drafts(by_position: Sequence[float]) -> int:
