@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import silu
 
+import eecore
+
 CONFIG: dict[str, Any] = {
     "architectures": ["OuroForCausalLM"],
     "model_type": "ouro",
@@ -32,6 +34,7 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
     "eos_token_id": None,
 }
+PROMPTS = [[5, 9, 2, 7, 7, 1, 30, 31], [3, 88, 41], [70, 5, 9, 2]]
 STACK, LOOPS = CONFIG["num_hidden_layers"], CONFIG["total_ut_steps"]
 ENDS = tuple(STACK * loop for loop in range(1, LOOPS + 1))
 
@@ -83,6 +86,23 @@ def write_looped(directory: Path, **changes: Any) -> dict[str, Tensor]:
     tensors = looped_tensors(config)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     return tensors
+
+
+def outputs(
+    model: eecore.Model,
+    exit: eecore.Exit | None,
+    max_tokens: int = 10,
+    prompts: list[list[int]] = PROMPTS,
+    **sampling: Any,
+) -> list[eecore.RequestOutput]:
+    """A model's answers to prompts, all in one batch."""
+    settings = eecore.SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
+    return eecore.generate(model, prompts, exit=exit, sampling=settings)
+
+
+def tokens(model: eecore.Model, exit: eecore.Exit | None, **settings: Any) -> list[list[int]]:
+    """The tokens of the answers of :func:`outputs`."""
+    return [out.token_ids for out in outputs(model, exit, **settings)]
 
 
 @dataclass

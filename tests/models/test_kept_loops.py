@@ -23,18 +23,26 @@ from eecore import (
     Full,
     ModelError,
     PromptLookup,
-    SamplingParams,
     SelfSpeculative,
 )
 from eecore.cli.app import run
 from eecore.models import KVCache
 from eecore.serving.settings import ServerSettings, service_of
-from looped_models import ENDS, LOOPS, STACK, decode, write_looped
+from looped_models import (
+    ENDS,
+    LOOPS,
+    PROMPTS,
+    STACK,
+    decode,
+    looped_tensors,
+    outputs,
+    tokens,
+    write_looped,
+)
 from tiny_models import write_byte_tokenizer, write_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PROMPTS = [[5, 9, 2, 7, 7, 1, 30, 31], [3, 88, 41], [70, 5, 9, 2]]
 LIMITS: dict[str, Any] = {"kv_cache_tokens": 512, "kv_loops": "last"}
 
 
@@ -46,27 +54,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tensors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    return write_looped(tmp_path_factory.mktemp("tensors"))
+def tensors() -> dict[str, Tensor]:
+    return looped_tensors()
 
 
 @pytest.fixture(scope="module")
 def model(directory: Path) -> eecore.Model:
     return devices.load(directory, dtype="float32", engine=EngineConfig(**LIMITS))
-
-
-def outputs(
-    model: eecore.Model,
-    exit: eecore.Exit | None,
-    max_tokens: int = 10,
-    prompts: list[list[int]] = PROMPTS,
-) -> list[eecore.RequestOutput]:
-    settings = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return eecore.generate(model, prompts, exit=exit, sampling=settings)
-
-
-def tokens(model: eecore.Model, exit: eecore.Exit | None, **settings: Any) -> list[list[int]]:
-    return [out.token_ids for out in outputs(model, exit, **settings)]
 
 
 def limited(model: eecore.Model, **limits: Any) -> eecore.Model:

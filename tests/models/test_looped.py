@@ -34,18 +34,21 @@ from looped_models import (
     CONFIG,
     ENDS,
     LOOPS,
+    PROMPTS,
     STACK,
     LoopedText,
     Measure,
     cosine,
     decode,
+    looped_tensors,
+    outputs,
     softmax_gap,
+    tokens,
     write_looped,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PROMPTS = [[5, 9, 2, 7, 7, 1, 30, 31], [3, 88, 41], [70, 5, 9, 2]]
 GATE = ConfidentExit(measure="gate")
 LIMITS: dict[str, Any] = {"dtype": "float32", "kv_cache_tokens": 512}
 THRESHOLDS = [0.35, 0.6]
@@ -59,28 +62,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tensors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    return write_looped(tmp_path_factory.mktemp("tensors"))
+def tensors() -> dict[str, Tensor]:
+    return looped_tensors()
 
 
 @pytest.fixture(scope="module")
 def model(directory: Path) -> eecore.Model:
     return devices.load(directory, **LIMITS)
-
-
-def outputs(
-    model: eecore.Model,
-    exit: eecore.Exit,
-    max_tokens: int = 10,
-    prompts: list[list[int]] = PROMPTS,
-    **sampling: Any,
-) -> list[eecore.RequestOutput]:
-    settings = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
-    return eecore.generate(model, prompts, exit=exit, sampling=settings)
-
-
-def tokens(model: eecore.Model, exit: eecore.Exit, **settings: Any) -> list[list[int]]:
-    return [out.token_ids for out in outputs(model, exit, **settings)]
 
 
 def network_of(model: eecore.Model) -> LlamaModel:
