@@ -597,3 +597,56 @@ def parts_of(
     if model in ("1b", "tiny") and (batch == 1 or not on_gpu):  # shows the speed of the host
         parts.append(("transformers", lambda: transformers_rows(bench, kept, model)))
     return [(name, run) for name, run in parts if name in only]
+
+
+Case = tuple[dict[str, Any], Callable[[Bench], dict[str, Any]]]
+"""The fields that identify a case of a program, and what measures its other fields."""
+
+
+def measure_programs(
+    name: str,
+    doc: str | None,
+    words: Sequence[str],
+    cases: Callable[[LlamaModel], Iterator[Case]],
+    table: Callable[[dict[str, Any]], str],
+    *,
+    batches: Sequence[int],
+    seconds: float,
+) -> int:
+    """A benchmark's command: each case of each model at each batch size; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        f"python -m bench {name}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", nargs="+", choices=list(MODELS), default=["135m", "1b"])
+    parser.add_argument("--batch", nargs="+", type=int, default=list(batches))
+    parser.add_argument("--tokens", type=int, default=33)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help="no case starts after this time"
+    )
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args(words)
+    if arguments.device == "cuda" and eecore.ops.missing_cuda_ops():
+        print(f"{name}: expected a GPU and a build with CUDA", file=sys.stderr)
+        return 2
+    device = torch.device(arguments.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    begin = time.monotonic()
+    kept = Kept(arguments.json, about(device, tokens=arguments.tokens), NAMES[:3], table)
+    for model_name in arguments.model:
+        model = random_model(model_config(model_name), device, dtype)
+        for batch, (own, measure) in itertools.product(arguments.batch, cases(model)):
+            case: dict[str, Any] = {"model": model_name, "batch": batch, **own}
+            if kept.find(**case) is not None:
+                continue
+            if time.monotonic() - begin > arguments.seconds:
+                kept.skip(", ".join(map(str, case.values())))
+                continue
+            try:
+                kept.add(case | measure(Bench(model, batch, arguments.tokens, 1)))
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}".replace("\n", " ")[:200]
+                kept.add(case | {"error": text})
+    return kept.close()

@@ -7,22 +7,17 @@ A program is launched a few times on one state (:meth:`bench.gpu.decode.Bench.pr
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import eecore
-from bench.gpu.decode import MODELS, Bench, model_config, random_model
-from bench.gpu.kept import Kept, about
+from bench.gpu.decode import Bench, Case, measure_programs
+from eecore.models import LlamaModel
 
 LAUNCHES = 5
-NAMES = ("model", "batch", "mode")
 
 
 def policies(num_layers: int) -> dict[str, Any]:
@@ -74,40 +69,13 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def cases(model: LlamaModel) -> Iterator[Case]:
+    """A case for each policy."""
+    for mode, policy in policies(model.config.num_layers).items():
+        yield {"mode": mode}, lambda bench, policy=policy: {"kernels": kernels_of(bench, policy)}
+
+
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        "python -m bench gpu-kernels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    return measure_programs(
+        "gpu-kernels", __doc__, words, cases, table, batches=(1, 32), seconds=20
     )
-    parser.add_argument("--model", nargs="+", choices=list(MODELS), default=["135m", "1b"])
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 32])
-    parser.add_argument("--tokens", type=int, default=33)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--seconds", type=float, default=20, help="no case starts after this time")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args(words)
-    if arguments.device == "cuda" and eecore.ops.missing_cuda_ops():
-        print("gpu-kernels: expected a GPU and a build with CUDA", file=sys.stderr)
-        return 2
-    device = torch.device(arguments.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    begin = time.monotonic()
-    kept = Kept(arguments.json, about(device, tokens=arguments.tokens), NAMES, table)
-    for name in arguments.model:
-        model = random_model(model_config(name), device, dtype)
-        for batch in arguments.batch:
-            for mode, policy in policies(model.config.num_layers).items():
-                case: dict[str, Any] = {"model": name, "batch": batch, "mode": mode}
-                if kept.find(**case) is not None:
-                    continue
-                if time.monotonic() - begin > arguments.seconds:
-                    kept.skip(", ".join(map(str, case.values())))
-                    continue
-                try:
-                    bench = Bench(model, batch, arguments.tokens, 1)
-                    kept.add(case | {"kernels": kernels_of(bench, policy)})
-                except Exception as error:
-                    text = f"{type(error).__name__}: {error}".replace("\n", " ")[:200]
-                    kept.add(case | {"error": text})
-    return kept.close()

@@ -10,23 +10,17 @@ sums under wgmma=1.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
-import torch
-
 import eecore
-from bench.gpu.decode import MODELS, Bench, model_config, random_model
+from bench.gpu.decode import Bench, Case, measure_programs
 from bench.gpu.devices import TUNING
-from bench.gpu.kept import Kept, about
 from bench.gpu.timing import elapsed
+from eecore.models import LlamaModel
 
 SETTINGS = (
     "",
@@ -40,7 +34,6 @@ SETTINGS = (
 OF_MANY_ROWS = ("shared_rows=8", "wgmma=1")
 FEW_ROWS = 8
 TURNS, LAUNCHES = 5, 20
-NAMES = ("model", "batch")
 
 
 @contextmanager
@@ -100,37 +93,9 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        "python -m bench gpu-variants",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    def cases(_: LlamaModel) -> Iterator[Case]:
+        yield {}, lambda bench: {"seconds": measure(bench)}
+
+    return measure_programs(
+        "gpu-variants", __doc__, words, cases, table, batches=(1, 8, 32), seconds=30
     )
-    parser.add_argument("--model", nargs="+", choices=list(MODELS), default=["135m", "1b"])
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--tokens", type=int, default=33)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--seconds", type=float, default=30, help="no case starts after this time")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args(words)
-    if arguments.device == "cuda" and eecore.ops.missing_cuda_ops():
-        print("gpu-variants: expected a GPU and a build with CUDA", file=sys.stderr)
-        return 2
-    device = torch.device(arguments.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    begin = time.monotonic()
-    kept = Kept(arguments.json, about(device, tokens=arguments.tokens), NAMES, table)
-    for name in arguments.model:
-        model = random_model(model_config(name), device, dtype)
-        for batch in arguments.batch:
-            case: dict[str, Any] = {"model": name, "batch": batch}
-            if kept.find(**case) is not None:
-                continue
-            if time.monotonic() - begin > arguments.seconds:
-                kept.skip(", ".join(map(str, case.values())))
-                continue
-            try:
-                kept.add(case | {"seconds": measure(Bench(model, batch, arguments.tokens, 1))})
-            except Exception as error:
-                text = f"{type(error).__name__}: {error}".replace("\n", " ")[:200]
-                kept.add(case | {"error": text})
-    return kept.close()
