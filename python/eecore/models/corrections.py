@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from eecore import ops
+from eecore.models.linear import gated_product, product
 from eecore.ops import Matrix
 
 __all__ = [
@@ -103,7 +104,7 @@ class Markov(Correction):
         self.rank = self.width = rank
 
     def corrected(self, draft: int, logits: Tensor, token_ids: Tensor, work: Work) -> Tensor:  # noqa: ARG002
-        return _product(self._put(token_ids, self._own(work)), self.after, residual=logits)
+        return product(self._put(token_ids, self._own(work)), self.after, residual=logits)
 
 
 class GatedMarkov(Markov):
@@ -131,7 +132,7 @@ class GatedMarkov(Markov):
         self._put(token_ids, own[:, :rank])
         seen = work.rows[:, : work.rows.shape[1] - self.width + rank]
         _half_tanh(seen, self._gate, own[:, 2 * rank : 3 * rank])
-        return _product(
+        return product(
             self._mean(own, torch.empty_like(own[:, :rank])), self.after, residual=logits
         )
 
@@ -172,11 +173,11 @@ class RecurrentMarkov(Markov):
         self._put(token_ids, own[:, :rank])
         seen = work.rows[:, : work.rows.shape[1] - self.width + 2 * rank]
         state, mean = own[:, rank : 2 * rank], own[:, 2 * rank :]
-        taken = _product(seen, self._output, soft_cap=1.0)
-        _product(seen, self._step, soft_cap=1.0, out=mean[:, rank : 3 * rank])
+        taken = product(seen, self._output, soft_cap=1.0)
+        product(seen, self._step, soft_cap=1.0, out=mean[:, rank : 3 * rank])
         _copy(state, mean[:, :rank], work)
         self._mean(mean, state)
-        return _product(taken, self.after, residual=logits)
+        return product(taken, self.after, residual=logits)
 
 
 class DominoGru(Correction):
@@ -229,19 +230,19 @@ class DominoGru(Correction):
         state, token_end = own[:, :size], size + self._hidden_size
         self._put(token_ids, own[:, size:token_end])
         turned, mean = own[:, token_end : token_end + 4 * size], own[:, token_end + 4 * size :]
-        _product(state, self._of_state, out=turned[:, :size])
+        product(state, self._of_state, out=turned[:, :size])
         _half_tanh(own[:, :token_end], self._reset, turned[:, size : 2 * size])
         _half_tanh(own[:, :token_end], self._update, mean[:, 2 * size : 3 * size])
-        _gated(turned[:, : 2 * size], self._times, turned[:, 2 * size :])
+        gated_product(turned[:, : 2 * size], self._times, out=turned[:, 2 * size :])
         given = own[:, size : token_end + 4 * size]
-        _product(given, self._candidate, soft_cap=1.0, out=mean[:, size : 2 * size])
+        product(given, self._candidate, soft_cap=1.0, out=mean[:, size : 2 * size])
         _copy(state, mean[:, :size], work)
         self._mean(mean, state)
         if draft < self._first:
             return logits
         seen = work.rows[:, : work.rows.shape[1] - self.width + size]
         inner = seen.new_empty(len(seen), self.after_size)
-        return _product(_gated(seen, self._inner, inner), self.after, residual=logits)
+        return product(gated_product(seen, self._inner, out=inner), self.after, residual=logits)
 
     @property
     def after_size(self) -> int:
@@ -274,48 +275,13 @@ class _GatedMean:
             out: [num_rows, size], apart from them.
         """
         given = columns[:, : 3 * self._size]
-        _gated(given, self._times, columns[:, 3 * self._size :])
-        return _product(columns, self._sum, multiplier=0.5, out=out)
-
-
-def _product(
-    x: Tensor,
-    matrix: Matrix,
-    *,
-    residual: Tensor | None = None,
-    multiplier: float = 1.0,
-    soft_cap: float = 0.0,
-    out: Tensor | None = None,
-) -> Tensor:
-    return ops.skinny_linear(
-        x,
-        matrix.weight,
-        weight_scale=matrix.scale,
-        weight_table=matrix.table,
-        bias=matrix.bias,
-        multiplier=multiplier,
-        soft_cap=soft_cap,
-        residual=residual,
-        constant_weight=True,
-        out=out,
-    )
+        gated_product(given, self._times, out=columns[:, 3 * self._size :])
+        return product(columns, self._sum, multiplier=0.5, out=out)
 
 
 def _half_tanh(x: Tensor, matrix: Matrix, out: Tensor) -> None:
     """Write tanh(y / 2) of a linear layer y of x."""
-    _product(x, matrix, multiplier=0.5, soft_cap=1.0, out=out)
-
-
-def _gated(x: Tensor, matrix: Matrix, out: Tensor) -> Tensor:
-    return ops.skinny_gated_linear(
-        x,
-        matrix.weight,
-        weight_scale=matrix.scale,
-        weight_table=matrix.table,
-        bias=matrix.bias,
-        constant_weight=True,
-        out=out,
-    )
+    product(x, matrix, multiplier=0.5, soft_cap=1.0, out=out)
 
 
 def _copy(source: Tensor, out: Tensor, work: Work) -> None:

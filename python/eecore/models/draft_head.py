@@ -284,14 +284,7 @@ class DraftHead:
             assert seen is not None
             hidden = self._attended(hidden, self._attention, seen)
         for block in self._blocks:
-            gated = ops.skinny_gated_linear(
-                hidden,
-                block.gate_up.weight,
-                weight_table=block.gate_up.table,
-                norm_weight=block.norm,
-                eps=self._eps,
-                constant_weight=True,
-            )
+            gated = self._linear.gated(hidden, block.gate_up, block.norm, few=True)
             hidden = self._linear(gated, block.down, residual=hidden, few=True)
         return hidden
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -27,6 +29,21 @@ def max_skinny_rows(device: torch.device) -> int | None:
         return None
     on_ada = device.type == "cuda" and torch.cuda.get_device_capability(device) == ADA
     return MAX_SKINNY_ROWS_ON_ADA if on_ada else MAX_SKINNY_ROWS
+
+
+def product(x: Tensor, matrix: Matrix, **options: Any) -> Tensor:
+    """:func:`eecore.ops.skinny_linear` with a matrix that stays the same, and the op's options."""
+    return ops.skinny_linear(x, matrix.weight, **_parts(matrix), **options)
+
+
+def gated_product(x: Tensor, matrix: Matrix, **options: Any) -> Tensor:
+    """:func:`eecore.ops.skinny_gated_linear` likewise."""
+    return ops.skinny_gated_linear(x, matrix.weight, **_parts(matrix), **options)
+
+
+def _parts(matrix: Matrix) -> dict[str, Any]:
+    _, bias, scale, table = matrix
+    return {"bias": bias, "weight_scale": scale, "weight_table": table, "constant_weight": True}
 
 
 class Linear:
@@ -70,9 +87,8 @@ class Linear:
         weights are first rounded to floats of x's dtype.
         """
         if few or self.is_skinny(x):
-            return self._skinny(
-                x, matrix, norm, residual=residual, multiplier=multiplier, soft_cap=soft_cap
-            )
+            options = {"residual": residual, "multiplier": multiplier, "soft_cap": soft_cap}
+            return product(x, matrix, norm_weight=norm, eps=self._eps, **options)
         weight, bias, scale, table = matrix
         if norm is not None:
             x = self.normed(x, norm)
@@ -96,7 +112,10 @@ class Linear:
         """
         num_kv_heads, head_dim = append.k_cache.shape[-2:]
         skinny = self.is_skinny(x)
-        rows = self._skinny(x, qkv, norm, append=append) if skinny else self(x, qkv, norm=norm)
+        if skinny:
+            rows = product(x, qkv, norm_weight=norm, eps=self._eps, append=append)
+        else:
+            rows = self(x, qkv, norm=norm)
         num_heads = rows.shape[1] // head_dim
         counts = (num_heads - 2 * num_kv_heads, num_kv_heads, num_kv_heads)
         q, k, v = rows.view(len(rows), num_heads, head_dim).split_with_sizes(counts, 1)
@@ -119,48 +138,12 @@ class Linear:
         """
         if not few and not self.is_skinny(x):
             return _activated(self(x, gate_up, norm=norm), activation)
-        into_inner = ops.skinny_linear if activation == "relu" else ops.skinny_gated_linear
-        return into_inner(
-            x,
-            gate_up.weight,
-            weight_scale=gate_up.scale,
-            weight_table=gate_up.table,
-            bias=gate_up.bias,
-            norm_weight=norm,
-            eps=self._eps,
-            activation=activation,
-            constant_weight=True,
-        )
+        into_inner = product if activation == "relu" else gated_product
+        return into_inner(x, gate_up, norm_weight=norm, eps=self._eps, activation=activation)
 
     def normed(self, x: Tensor, norm: Tensor) -> Tensor:
         """RMS norm."""
         return functional.rms_norm(x, norm.shape, norm, self._eps)
-
-    def _skinny(
-        self,
-        x: Tensor,
-        matrix: Matrix,
-        norm: Tensor | None,
-        *,
-        residual: Tensor | None = None,
-        multiplier: float = 1.0,
-        soft_cap: float = 0.0,
-        append: AppendKv | None = None,
-    ) -> Tensor:
-        return ops.skinny_linear(
-            x,
-            matrix.weight,
-            weight_scale=matrix.scale,
-            weight_table=matrix.table,
-            norm_weight=norm,
-            eps=self._eps,
-            bias=matrix.bias,
-            multiplier=multiplier,
-            soft_cap=soft_cap,
-            residual=residual,
-            constant_weight=True,
-            append=append,
-        )
 
 
 def _activated(inner: Tensor, activation: Activation) -> Tensor:
