@@ -119,7 +119,7 @@ def group_of(page: Path) -> str:
     return "docs/ops" if name.startswith("docs/ops/") else name
 
 
-FOLDERS = ("docs", "bench", "python", "scripts")
+FOLDERS = ("docs", "bench", "python", "scripts", "tests")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for f in FOLDERS for page in (ROOT / f).rglob("*.md"))])
 
 
