@@ -7,7 +7,7 @@
 
 namespace eecore {
 
-// Whether the launchers of the measures also run the following step: `accept`, `leave` and `place`
+// Whether the launchers of the measures also run the following step: `accept`, `exit` and `place`
 // of their params. Otherwise that is a separate call.
 #ifdef EECORE_BACKEND_CUDA
 constexpr bool kMeasuresGoOn = true;

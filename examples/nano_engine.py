@@ -118,9 +118,9 @@ class NanoEngine:
     def decode(
         self, rows: Tensor, tokens: Tensor, positions: Tensor, points: set[int], threshold: float
     ) -> tuple[Tensor, Tensor]:
-        """One token more for each row: the tokens, and after how many layers each left.
+        """One token more for each row: the tokens, and after how many layers each exited.
 
-        A row whose confidence reaches the threshold at an exit point leaves there: the rest goes on
+        A row whose confidence reaches the threshold at an exit point exits there: the rest goes on
         without it, and the layers it skips get keys and values of its last state.
         """
         hidden = self.embeddings[tokens]
@@ -132,11 +132,11 @@ class NanoEngine:
             if i + 1 not in points and i + 1 < self.num_layers:
                 continue
             head = self.head(hidden)
-            leaves = head.confidence >= threshold
-            leaves |= torch.tensor(i + 1 == self.num_layers)
-            gone = active[leaves]
-            final[gone], exits[gone], new[gone] = hidden[leaves], i + 1, head.token[leaves]
-            hidden, active = hidden[~leaves], active[~leaves]
+            ends = head.confidence >= threshold
+            ends |= torch.tensor(i + 1 == self.num_layers)
+            exited = active[ends]
+            final[exited], exits[exited], new[exited] = hidden[ends], i + 1, head.token[ends]
+            hidden, active = hidden[~ends], active[~ends]
             if not len(active):
                 break
         ops.kv_fill(

@@ -14,10 +14,10 @@ from tests.cases import LLAMA_1B
 def bench_compact_rows(benchmark, num_seqs: int) -> None:
     active = active_rows(num_seqs)
     hidden = torch.randn(num_seqs, LLAMA_1B.hidden_size)
-    row, leaving = torch.arange(num_seqs, dtype=torch.int32), torch.arange(num_seqs) % 2 == 0
+    row, done = torch.arange(num_seqs, dtype=torch.int32), torch.arange(num_seqs) % 2 == 0
 
     def exit_half() -> None:
         active.row.copy_(row)
-        ops.compact_rows(leaving, active, hidden)
+        ops.compact_rows(done, active, hidden)
 
     benchmark(exit_half)

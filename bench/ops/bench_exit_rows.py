@@ -20,12 +20,12 @@ def exiting_rows(
     whole = torch.zeros(num_seqs, dtype=torch.int32, device=device)
     no = torch.zeros(num_seqs, dtype=torch.bool, device=device)
     rows = ops.ExitingRows(
-        leave_after=whole + 99,
+        exit_after=whole + 99,
         together=no,
         fills=~no,
         kind=whole + 1,
         accepted=no.clone(),
-        gone=no.clone(),
+        exited=no.clone(),
         exit_layer=whole.clone(),
         fill_from=whole.clone(),
         measured_at=whole.clone(),
@@ -35,7 +35,7 @@ def exiting_rows(
         token_at=whole.clone(),
         pending=whole.clone(),
         hidden=torch.empty_like(hidden),
-        all_gone=torch.zeros(1, dtype=torch.bool, device=device),
+        all_exited=torch.zeros(1, dtype=torch.bool, device=device),
     )
     return hidden, rows
 
@@ -47,7 +47,7 @@ def exit_all(num_seqs: int, hidden_size: int, setting: Setting = CPU) -> Work:
     thresholds = torch.zeros(num_seqs, device=setting.device)
 
     def call() -> None:
-        rows.gone.zero_()
+        rows.exited.zero_()
         ops.exit_rows(hidden, 4, rows, active, thresholds=thresholds, head=head)
 
     return Work(call)

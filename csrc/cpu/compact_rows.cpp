@@ -36,7 +36,7 @@ void move_up(const CompactRowsParams& params, int64_t from, int64_t to) {
 void run_compact_rows(const CompactRowsParams& params, const Parallel&) {
   int32_t stay = 0;
   for (int64_t i = 0; i < params.num_active; ++i) {
-    if (params.leaving[params.row[i]]) continue;
+    if (params.done[params.row[i]]) continue;
     if (i != stay) move_up(params, i, stay);
     ++stay;
   }

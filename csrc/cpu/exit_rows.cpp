@@ -8,7 +8,7 @@ namespace {
 void measure(const ExitRowsParams& params, int64_t j) {
   const int32_t r = params.row[params.asked == nullptr ? j : params.asked[j]];
   const float threshold = params.thresholds[r];
-  const bool asked = !params.gone[r] && threshold < __builtin_inff();
+  const bool asked = !params.exited[r] && threshold < __builtin_inff();
   // With a head, an accepted row keeps the token of the layer that accepted it.
   if (!asked || (params.token != nullptr && params.accepted[r])) return;
   float confidence = params.confidence[j];
@@ -27,7 +27,7 @@ void measure(const ExitRowsParams& params, int64_t j) {
 }
 
 // Records the exit of active row i.
-void leave(const ExitRowsParams& params, int64_t i) {
+void record_exit(const ExitRowsParams& params, int64_t i) {
   const int32_t r = params.row[i];
   copy_bytes(static_cast<char*>(params.final_hidden) + r * params.final_hidden_stride,
              static_cast<const char*>(params.hidden) + i * params.hidden_stride, params.row_bytes);
@@ -35,7 +35,7 @@ void leave(const ExitRowsParams& params, int64_t i) {
   if (params.fills[r]) params.fill_from[r] = params.layer;
   const bool has_token = params.token_at[r] == params.layer;
   params.pending[r] = params.kind[r] == kFromLogits ? kFromLogits : !has_token;
-  params.gone[r] = 1;
+  params.exited[r] = 1;
   params.slot_mapping[i] = -1;
   params.seq_lens[i] = 1;
 }
@@ -49,16 +49,16 @@ void run_exit_rows(const ExitRowsParams& params, const Parallel&) {
   if (!params.decide) return;
   bool held_back = false;  // rows that only exit together
   for (int64_t r = 0; r < params.num_rows; ++r) {
-    held_back = held_back || (params.together[r] && !params.gone[r] && !params.accepted[r]);
+    held_back = held_back || (params.together[r] && !params.exited[r] && !params.accepted[r]);
   }
   for (int64_t i = 0; i < params.num_active; ++i) {
     const int32_t r = params.row[i];
     const bool goes = params.accepted[r] && !(params.together[r] && held_back);
-    if (!params.gone[r] && (goes || params.leave_after[r] <= params.layer)) leave(params, i);
+    if (!params.exited[r] && (goes || params.exit_after[r] <= params.layer)) record_exit(params, i);
   }
-  bool all_gone = true;
-  for (int64_t r = 0; r < params.num_rows; ++r) all_gone = all_gone && params.gone[r];
-  *params.all_gone = all_gone;
+  bool all_exited = true;
+  for (int64_t r = 0; r < params.num_rows; ++r) all_exited = all_exited && params.exited[r];
+  *params.all_exited = all_exited;
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

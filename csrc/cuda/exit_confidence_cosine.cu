@@ -9,12 +9,12 @@ void run_exit_confidence_cosine(const ExitConfidenceCosineParams& params, Stream
   // If the rows fit one block, it also accepts them or lets them exit; else that is a separate
   // launch.
   const bool accepts = params.accept.num_survivors != nullptr;
-  const bool leaves = params.leave.all_gone != nullptr;
+  const bool lets_exit = params.exit.all_exited != nullptr;
   const bool in_one_block =
-      (accepts || leaves) && params.num_seqs >= 1 && params.num_seqs <= kCosineMaxRowsPerBlock;
+      (accepts || lets_exit) && params.num_seqs >= 1 && params.num_seqs <= kCosineMaxRowsPerBlock;
   const int64_t rows = in_one_block ? params.num_seqs : 1;
   ExitConfidenceCosineParams of_kernel = params;
-  if (!in_one_block) of_kernel.accept = {}, of_kernel.leave = {};
+  if (!in_one_block) of_kernel.accept = {}, of_kernel.exit = {};
   dispatch_dtype(params.dtype, "exit_confidence_cosine", [&](auto tag) {
     using T = typename decltype(tag)::type;
     const LaunchShape shape = {dim3(static_cast<unsigned>(params.num_seqs / rows)),
@@ -24,7 +24,7 @@ void run_exit_confidence_cosine(const ExitConfidenceCosineParams& params, Stream
   });
   if (in_one_block) return;
   if (accepts) run_accept_mask(params.accept, stream);
-  if (leaves) run_exit_rows(params.leave, stream);
+  if (lets_exit) run_exit_rows(params.exit, stream);
 }
 
 }  // namespace eecore::cuda

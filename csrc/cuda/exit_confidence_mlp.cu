@@ -37,14 +37,14 @@ void run_exit_confidence_mlp(const ExitConfidenceMlpParams& params, Stream strea
   // If one block measures or finishes the rows, it also accepts them or lets them exit; else that
   // is a separate launch.
   const bool accepts = params.accept.num_survivors != nullptr;
-  const bool leaves = params.leave.all_gone != nullptr;
+  const bool lets_exit = params.exit.all_exited != nullptr;
   const int64_t rows_of_one_block = slices == 1 ? kMlpMaxRows : kMlpMaxFinishThreads / 32;
   const bool in_one_block =
-      (accepts || leaves) && params.num_seqs >= 1 && params.num_seqs <= rows_of_one_block;
+      (accepts || lets_exit) && params.num_seqs >= 1 && params.num_seqs <= rows_of_one_block;
   const bool measures_in_one = in_one_block && slices == 1;
   ExitConfidenceMlpParams measuring = params, finishing = params;
-  if (!measures_in_one) measuring.accept = {}, measuring.leave = {};
-  if (!in_one_block) finishing.accept = {}, finishing.leave = {};
+  if (!measures_in_one) measuring.accept = {}, measuring.exit = {};
+  if (!in_one_block) finishing.accept = {}, finishing.exit = {};
 
   float* parts = static_cast<float*>(params.workspace);
   dispatch_dtype(params.dtype, "exit_confidence_mlp", [&](auto tag) {
@@ -69,7 +69,7 @@ void run_exit_confidence_mlp(const ExitConfidenceMlpParams& params, Stream strea
   }
   if (in_one_block) return;
   if (accepts) run_accept_mask(params.accept, stream);
-  if (leaves) run_exit_rows(params.leave, stream);
+  if (lets_exit) run_exit_rows(params.exit, stream);
 }
 
 }  // namespace eecore::cuda

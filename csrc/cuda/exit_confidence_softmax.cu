@@ -12,7 +12,7 @@ namespace {
 // longer than two over 32 (615 us and 233, of 128,256 x 2,048 in bfloat16 on an H100).
 constexpr int kHeadMaxTiles = 4;
 constexpr int64_t kReservedBytes = 512;                     // of static shared memory
-constexpr int64_t kLeavingRows = 2 * kSummaryLeavingWarps;  // rows whose summaries one block merges
+constexpr int64_t kExitingRows = 2 * kSummaryExitingWarps;  // rows whose summaries one block merges
 
 // One block for each multiprocessor, however many rows there are.
 int64_t num_blocks(const ExitConfidenceSoftmaxParams& params, int device) {
@@ -95,7 +95,7 @@ int64_t exit_confidence_softmax_workspace(const ExitConfidenceSoftmaxParams& par
 
 void run_exit_confidence_softmax(const ExitConfidenceSoftmaxParams& params, Stream stream) {
   if (params.num_seqs == 0) {
-    if (params.leave.all_gone != nullptr) run_exit_rows(params.leave, stream);
+    if (params.exit.all_exited != nullptr) run_exit_rows(params.exit, stream);
     return;
   }
   dispatch_product<kHeadMaxTiles>("exit_confidence_softmax", head_product(params),
@@ -105,16 +105,16 @@ void run_exit_confidence_softmax(const ExitConfidenceSoftmaxParams& params, Stre
                                     measure<T, W, n_tiles()>(params, stream);
                                   });
   // Rows that one block handles it also lets exit; else that is a separate launch.
-  const bool leaves = params.leave.all_gone != nullptr;
-  const bool in_one_block = leaves && params.num_seqs <= kLeavingRows;
-  const int64_t warps = in_one_block ? kSummaryLeavingWarps : kSummaryWarps;
+  const bool lets_exit = params.exit.all_exited != nullptr;
+  const bool in_one_block = lets_exit && params.num_seqs <= kExitingRows;
+  const int64_t warps = in_one_block ? kSummaryExitingWarps : kSummaryWarps;
   const int64_t blocks = in_one_block ? 1 : ceil_div(params.num_seqs, warps);
   launch("exit_confidence_softmax", logit_summary_kernel,
          {dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(32 * warps)), 0,
           Launch::kAfterPrevious},
          stream, params, static_cast<const LogitSummary*>(params.workspace),
          static_cast<int>(num_blocks(params, stream.device)), in_one_block);
-  if (leaves && !in_one_block) run_exit_rows(params.leave, stream);
+  if (lets_exit && !in_one_block) run_exit_rows(params.exit, stream);
 }
 
 }  // namespace eecore::cuda

@@ -5,12 +5,12 @@
 namespace eecore {
 namespace {
 
-void compact_rows(const Tensor& leaving, Tensor row, Tensor positions, Tensor slot_mapping,
+void compact_rows(const Tensor& done, Tensor row, Tensor positions, Tensor slot_mapping,
                   Tensor seq_lens, Tensor page_table, Tensor num_active,
                   std::optional<Tensor> token_ids, std::optional<Tensor> cross_page_table,
                   std::optional<Tensor> cross_seq_lens, std::optional<Tensor> hidden) {
   Checker check("compact_rows");
-  check(leaving, "leaving", Accept::kBool, {"num_rows"});
+  check(done, "done", Accept::kBool, {"num_rows"});
   check.written(row, "row", Accept::kInt32, {"num_active"});
   check.written(positions, "positions", Accept::kInt64, {"num_active"});
   check.written(slot_mapping, "slot_mapping", Accept::kInt64, {"num_active"});
@@ -25,7 +25,7 @@ void compact_rows(const Tensor& leaving, Tensor row, Tensor positions, Tensor sl
       check.written(hidden, "hidden", Accept::kModel, {"num_active", "hidden_size"}, 1);
 
   CompactRowsParams params{};
-  params.leaving = data<const uint8_t>(leaving);
+  params.done = data<const uint8_t>(done);
   params.row = data<int32_t>(row);
   params.positions = data<int64_t>(positions);
   params.slot_mapping = data<int64_t>(slot_mapping);
@@ -47,11 +47,11 @@ void compact_rows(const Tensor& leaving, Tensor row, Tensor positions, Tensor sl
     params.hidden_stride = hidden->stride(0) * element;
   }
   check_range(check, "row", params.row, params.num_active, 0, check["num_rows"]);
-  EECORE_RUN(compact_rows, params, leaving);
+  EECORE_RUN(compact_rows, params, done);
 }
 
 EECORE_OP(compact_rows,
-          "Tensor leaving, Tensor(a!) row, Tensor(b!) positions, Tensor(c!) slot_mapping, "
+          "Tensor done, Tensor(a!) row, Tensor(b!) positions, Tensor(c!) slot_mapping, "
           "Tensor(d!) seq_lens, Tensor(e!) page_table, Tensor(f!) num_active, "
           "Tensor(g!)? token_ids, Tensor(h!)? cross_page_table, Tensor(i!)? cross_seq_lens, "
           "Tensor(j!)? hidden")

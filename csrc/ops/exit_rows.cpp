@@ -20,15 +20,15 @@ struct Measure {
 // Measures the rows of `hidden`, and lets them exit.
 void run(Measure measure, const ExitRowsParams& params, const Tensor& hidden) {
   if (measure.softmax) {
-    measure.softmax->leave = params;
+    measure.softmax->exit = params;
     run_softmax(*measure.softmax, hidden);
   }
   if (measure.cosine) {
-    measure.cosine->leave = params;
+    measure.cosine->exit = params;
     EECORE_RUN(exit_confidence_cosine, *measure.cosine, hidden);
   }
   if (measure.mlp) {
-    measure.mlp->leave = params;
+    measure.mlp->exit = params;
     run_mlp(*measure.mlp, hidden);
   }
   if (!kMeasuresGoOn || !measure.is_there()) EECORE_RUN(exit_rows, params, hidden);
@@ -37,11 +37,11 @@ void run(Measure measure, const ExitRowsParams& params, const Tensor& hidden) {
 void exit_rows(const Tensor& hidden, int64_t layer, std::optional<Tensor> confidence,
                std::optional<Tensor> token, std::optional<Tensor> top_logit,
                std::optional<Tensor> logsumexp, const std::optional<Tensor>& thresholds,
-               const std::optional<Tensor>& asked, bool decide, const Tensor& leave_after,
+               const std::optional<Tensor>& asked, bool decide, const Tensor& exit_after,
                const Tensor& together, const Tensor& fills, const Tensor& kind, Tensor accepted,
-               Tensor gone, Tensor exit_layer, Tensor fill_from, Tensor measured_at,
+               Tensor exited, Tensor exit_layer, Tensor fill_from, Tensor measured_at,
                Tensor final_confidence, Tensor final_token, Tensor final_logprob, Tensor token_at,
-               Tensor pending, Tensor final_hidden, Tensor all_gone, const Tensor& row,
+               Tensor pending, Tensor final_hidden, Tensor all_exited, const Tensor& row,
                Tensor slot_mapping, Tensor seq_lens, const std::optional<Tensor>& previous,
                const std::optional<Tensor>& weight1, const std::optional<Tensor>& bias1,
                const std::optional<Tensor>& weight2, const std::optional<Tensor>& bias2,
@@ -96,7 +96,7 @@ void exit_rows(const Tensor& hidden, int64_t layer, std::optional<Tensor> confid
     check.written(top_logit, "top_logit", Accept::kFloat32, {measured});
     check.written(logsumexp, "logsumexp", Accept::kFloat32, {measured});
   }
-  check(leave_after, "leave_after", Accept::kInt32, {"num_rows"});
+  check(exit_after, "exit_after", Accept::kInt32, {"num_rows"});
   const bool has_thresholds = check(thresholds, "thresholds", Accept::kFloat32, {"num_rows"});
   check.require(has_thresholds || !has_confidence,
                 "thresholds: expected float32 [num_rows] with a confidence, got None");
@@ -104,7 +104,7 @@ void exit_rows(const Tensor& hidden, int64_t layer, std::optional<Tensor> confid
   check(fills, "fills", Accept::kBool, {"num_rows"});
   check(kind, "kind", Accept::kInt32, {"num_rows"});
   check.written(accepted, "accepted", Accept::kBool, {"num_rows"});
-  check.written(gone, "gone", Accept::kBool, {"num_rows"});
+  check.written(exited, "exited", Accept::kBool, {"num_rows"});
   check.written(exit_layer, "exit_layer", Accept::kInt32, {"num_rows"});
   check.written(fill_from, "fill_from", Accept::kInt32, {"num_rows"});
   check.written(measured_at, "measured_at", Accept::kInt32, {"num_rows"});
@@ -114,7 +114,7 @@ void exit_rows(const Tensor& hidden, int64_t layer, std::optional<Tensor> confid
   check.written(token_at, "token_at", Accept::kInt32, {"num_rows"});
   check.written(pending, "pending", Accept::kInt32, {"num_rows"});
   check.written(final_hidden, "final_hidden", Accept::kModel, {"num_rows", "hidden_size"}, 1);
-  check.written(all_gone, "all_gone", Accept::kBool, {1});
+  check.written(all_exited, "all_exited", Accept::kBool, {1});
   check.require(!cumulative || (has_confidence && head == 0),
                 "cumulative: expected False without a confidence or with a head, got True");
   check.require(!condition.has_value() || decide,
@@ -132,12 +132,12 @@ void exit_rows(const Tensor& hidden, int64_t layer, std::optional<Tensor> confid
   params.row = data<const int32_t>(row);
   params.slot_mapping = data<int64_t>(slot_mapping);
   params.seq_lens = data<int32_t>(seq_lens);
-  params.leave_after = data<const int32_t>(leave_after);
+  params.exit_after = data<const int32_t>(exit_after);
   params.together = data<const uint8_t>(together);
   params.fills = data<const uint8_t>(fills);
   params.kind = data<const int32_t>(kind);
   params.accepted = data<uint8_t>(accepted);
-  params.gone = data<uint8_t>(gone);
+  params.exited = data<uint8_t>(exited);
   params.exit_layer = data<int32_t>(exit_layer);
   params.fill_from = data<int32_t>(fill_from);
   params.measured_at = data<int32_t>(measured_at);
@@ -147,7 +147,7 @@ void exit_rows(const Tensor& hidden, int64_t layer, std::optional<Tensor> confid
   params.token_at = data<int32_t>(token_at);
   params.pending = data<int32_t>(pending);
   params.final_hidden = data<void>(final_hidden);
-  params.all_gone = data<uint8_t>(all_gone);
+  params.all_exited = data<uint8_t>(all_exited);
   params.num_active = check["num_active"];
   params.num_asked = has_confidence ? check[measured] : 0;
   params.num_rows = check["num_rows"];
@@ -168,11 +168,11 @@ void exit_rows(const Tensor& hidden, int64_t layer, std::optional<Tensor> confid
 EECORE_OP(exit_rows,
           "Tensor hidden, int layer, Tensor(o!)? confidence, Tensor(p!)? token, "
           "Tensor(q!)? top_logit, Tensor(r!)? logsumexp, Tensor? thresholds, Tensor? asked, "
-          "bool decide, Tensor leave_after, Tensor together, Tensor fills, Tensor kind, "
-          "Tensor(a!) accepted, Tensor(b!) gone, Tensor(c!) exit_layer, Tensor(d!) fill_from, "
+          "bool decide, Tensor exit_after, Tensor together, Tensor fills, Tensor kind, "
+          "Tensor(a!) accepted, Tensor(b!) exited, Tensor(c!) exit_layer, Tensor(d!) fill_from, "
           "Tensor(e!) measured_at, Tensor(f!) final_confidence, Tensor(g!) final_token, "
           "Tensor(h!) final_logprob, Tensor(i!) token_at, Tensor(j!) pending, "
-          "Tensor(k!) final_hidden, Tensor(l!) all_gone, Tensor row, Tensor(m!) slot_mapping, "
+          "Tensor(k!) final_hidden, Tensor(l!) all_exited, Tensor row, Tensor(m!) slot_mapping, "
           "Tensor(n!) seq_lens, Tensor? previous=None, Tensor? weight1=None, Tensor? bias1=None, "
           "Tensor? weight2=None, Tensor? bias2=None, Tensor? norm_weight=None, "
           "Tensor? lm_head=None, Tensor? lm_head_scale=None, Tensor? lm_head_table=None, "

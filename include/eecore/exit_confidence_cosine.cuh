@@ -68,7 +68,7 @@ __device__ __forceinline__ bool is_comfortable(float squares) {
 }
 
 // Grid: rows by the block's. Block: kCosineThreadsPerRow threads for each of its rows. With
-// params.accept or params.leave, one block has all rows, and also accepts them or lets them exit.
+// params.accept or params.exit, one block has all rows, and also accepts them or lets them exit.
 template <typename T>
 __global__ void __launch_bounds__(kCosineThreadsPerRow* kCosineMaxRowsPerBlock)
     exit_confidence_cosine_kernel(ExitConfidenceCosineParams params) {
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kCosineThreadsPerRow* kCosineMaxRowsPerBlock)
       params.confidence[row] = cosine > 1.0f ? 1.0f : cosine < -1.0f ? -1.0f : cosine;
     }
   }
-  go_on(params.accept, params.leave);
+  go_on(params.accept, params.exit);
 }
 
 }  // namespace eecore::cuda

@@ -104,7 +104,7 @@ struct MlpTile {
 
 // Grid: (tiles of kRows rows, slices of slice_size units). With one slice the confidence is
 // written, else each slice's part of the logits: parts [num_slices, num_seqs, 2]. With
-// params.accept or params.leave, one block has all rows and units, and also accepts the rows or
+// params.accept or params.exit, one block has all rows and units, and also accepts the rows or
 // lets them exit.
 template <typename T, int kRows>
 __global__ void __launch_bounds__(kMlpThreads)
@@ -179,11 +179,11 @@ __global__ void __launch_bounds__(kMlpThreads)
       }
     }
   }
-  go_on(params.accept, params.leave);
+  go_on(params.accept, params.exit);
 }
 
 // Adds the parts of each row's logits, one warp per row. Grid: the rows by the block's warps. With
-// params.accept or params.leave, one block has all rows and goes on as above.
+// params.accept or params.exit, one block has all rows and goes on as above.
 __global__ void __launch_bounds__(kMlpMaxFinishThreads)
     exit_confidence_mlp_finish_kernel(ExitConfidenceMlpParams params, int64_t num_slices,
                                       const float* parts) {
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kMlpMaxFinishThreads)
     logit1 = reduce_lanes<32>(logit1);
     if (lane == 0) params.confidence[row] = softmax_of_second(logit0, logit1, params.bias2);
   }
-  go_on(params.accept, params.leave);
+  go_on(params.accept, params.exit);
 }
 
 }  // namespace eecore::cuda

@@ -2,7 +2,7 @@
 // summaries of tiles, warps and blocks are merged in an order that does not depend on the rows.
 #pragma once
 
-#include "eecore/leave_rows.cuh"
+#include "eecore/let_rows_exit.cuh"
 #include "eecore/panel_stream.cuh"
 #include "eecore/params.h"
 #include "eecore/place_row.cuh"
@@ -109,14 +109,14 @@ __host__ __device__ inline HeadProduct head_product(const ExitConfidenceSoftmaxP
   return product;
 }
 
-// Whether results of some rows may be unused, because params.leave or params.place skips them.
+// Whether results of some rows may be unused, because params.exit or params.place skips them.
 __host__ __device__ inline bool may_be_unwanted(const ExitConfidenceSoftmaxParams& params) {
-  return params.leave.all_gone != nullptr || params.place.kind != nullptr;
+  return params.exit.all_exited != nullptr || params.place.kind != nullptr;
 }
 
 // Whether the result of a row is used.
 __device__ __forceinline__ bool is_wanted(const ExitConfidenceSoftmaxParams& params, int64_t row) {
-  if (params.leave.all_gone != nullptr) return is_wanted(params.leave, params.leave.row[row]);
+  if (params.exit.all_exited != nullptr) return is_wanted(params.exit, params.exit.row[row]);
   if (params.place.out_token == nullptr) return true;
   return is_wanted(params.place, placed_row(params.place, row));
 }
@@ -382,13 +382,13 @@ __device__ __forceinline__ void end_row(const ExitConfidenceSoftmaxParams& param
 }
 
 constexpr int kSummaryWarps = 4;          // of a block, one for each row
-constexpr int kSummaryLeavingWarps = 16;  // where one block has all rows
+constexpr int kSummaryExitingWarps = 16;  // where one block has all rows
 
-// Grid: the rows by the block's warps. If `leaves`, one block has all rows, several per warp if
+// Grid: the rows by the block's warps. If `lets_exit`, one block has all rows, several per warp if
 // there are more rows than warps, and then lets them exit.
-__global__ void __launch_bounds__(32 * kSummaryLeavingWarps)
+__global__ void __launch_bounds__(32 * kSummaryExitingWarps)
     logit_summary_kernel(ExitConfidenceSoftmaxParams params, const LogitSummary* summaries,
-                         int num_summaries, bool leaves) {
+                         int num_summaries, bool lets_exit) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int64_t num_warps = int64_t{gridDim.x} * (blockDim.x / 32);
@@ -396,9 +396,9 @@ __global__ void __launch_bounds__(32 * kSummaryLeavingWarps)
   for (; row < params.num_seqs; row += num_warps) {
     if (is_wanted(params, row)) end_row(params, row, summaries, num_summaries);
   }
-  if (!leaves) return;
+  if (!lets_exit) return;
   __syncthreads();  // the measurements of all rows are written
-  leave_rows(params.leave);
+  let_rows_exit(params.exit);
 }
 
 }  // namespace eecore::cuda

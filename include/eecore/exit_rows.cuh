@@ -1,7 +1,7 @@
-// exit_rows: one block, as leave_rows requires.
+// exit_rows: one block, as let_rows_exit requires.
 #pragma once
 
-#include "eecore/leave_rows.cuh"
+#include "eecore/let_rows_exit.cuh"
 #include "eecore/ptx.cuh"
 
 namespace eecore::cuda {
@@ -12,7 +12,7 @@ constexpr int kExitRowsThreads = 512;
 __global__ void __launch_bounds__(kExitRowsThreads, 1) exit_rows_kernel(ExitRowsParams params) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  leave_rows(params);
+  let_rows_exit(params);
 }
 
 }  // namespace eecore::cuda

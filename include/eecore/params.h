@@ -68,12 +68,12 @@ struct ExitRowsParams {
   const int32_t* row;     // [num_active]
   int64_t* slot_mapping;  // [num_active]; -1 where a row exits
   int32_t* seq_lens;      // [num_active]; 1 where a row exits
-  const int32_t* leave_after;  // [num_rows], layers after which a row exits, accepted or not
-  const uint8_t* together;     // [num_rows]: the row exits only once all such rows are accepted
-  const uint8_t* fills;        // [num_rows]: the layers that it skips are filled
+  const int32_t* exit_after;  // [num_rows], layers after which a row exits, accepted or not
+  const uint8_t* together;    // [num_rows]: the row exits only once all such rows are accepted
+  const uint8_t* fills;       // [num_rows]: the layers that it skips are filled
   const int32_t* kind;      // [num_rows], how the row's token is made; kFromLogits: not by the head
   uint8_t* accepted;        // [num_rows], 0 or 1, sticky
-  uint8_t* gone;            // [num_rows], 0 or 1: the row has exited, here or earlier
+  uint8_t* exited;          // [num_rows], 0 or 1: the row has exited, here or earlier
   int32_t* exit_layer;      // [num_rows]
   int32_t* fill_from;       // [num_rows], written where a row that fills exits
   int32_t* measured_at;     // [num_rows], the layer of final_confidence
@@ -83,7 +83,7 @@ struct ExitRowsParams {
   int32_t* token_at;        // [num_rows], the layer of final_token
   int32_t* pending;         // [num_rows], what is left to do for the token of a row that has exited
   void* final_hidden;       // [num_rows, hidden_size], row stride final_hidden_stride
-  uint8_t* all_gone;        // [1]
+  uint8_t* all_exited;      // [1]
   int64_t num_active, num_asked, num_rows;
   int64_t row_bytes;                           // of hidden_size elements
   int64_t hidden_stride, final_hidden_stride;  // in bytes
@@ -136,7 +136,7 @@ struct ExitConfidenceSoftmaxParams {
   float eps;
   float multiplier = 1.0f;  // of the logits
   float soft_cap;           // c: multiplied logits l become c * tanh(l / c); 0: no cap
-  ExitRowsParams leave;     // CUDA only, of the measured rows; all_gone null: no row exits
+  ExitRowsParams exit;      // CUDA only, of the measured rows; all_exited null: no row exits
   PlaceHeadParams place;    // CUDA only, of the measured rows; out_token null: nothing is placed
   DType dtype;
   void* workspace;  // CUDA only, [exit_confidence_softmax_workspace bytes]; may be null on the CPU
@@ -151,7 +151,7 @@ struct ExitConfidenceCosineParams {
   int64_t num_seqs, hidden_size;
   int64_t previous_stride, hidden_stride;
   AcceptMaskParams accept;  // of these confidences; num_survivors null: no row is accepted
-  ExitRowsParams leave;     // CUDA only, with these confidences; all_gone null: no row exits
+  ExitRowsParams exit;      // CUDA only, with these confidences; all_exited null: no row exits
   DType dtype;
 };
 inline RowCounts row_counts(ExitConfidenceCosineParams& p) { return {{&p.num_seqs}, {}}; }
@@ -167,7 +167,7 @@ struct ExitConfidenceMlpParams {
   int64_t num_seqs, hidden_size, inner_size;
   int64_t hidden_stride;
   AcceptMaskParams accept;  // of these confidences; num_survivors null: no row is accepted
-  ExitRowsParams leave;     // CUDA only, with these confidences; all_gone null: no row exits
+  ExitRowsParams exit;      // CUDA only, with these confidences; all_exited null: no row exits
   DType dtype;
   void* workspace;  // CUDA only; may be null where exit_confidence_mlp_workspace is 0
 };
@@ -207,7 +207,7 @@ inline RowCounts row_counts(SelectRowsParams& p) { return {{&p.num_active}, {}, 
 
 // Moves the active rows that stay up into the places of rows that exit.
 struct CompactRowsParams {
-  const uint8_t* leaving;     // [num_rows]
+  const uint8_t* done;        // [num_rows]
   int32_t* row;               // [num_active], of the num_rows
   int64_t* positions;         // [num_active]
   int64_t* slot_mapping;      // [num_active]

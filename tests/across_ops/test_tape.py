@@ -359,12 +359,12 @@ def test_rows_exit_and_the_others_move_up() -> None:
         num_active=int32(4),
     )
     rows = ops.ExitingRows(
-        leave_after=int32(9, 9, 2, 9),
+        exit_after=int32(9, 9, 2, 9),
         together=no,
         fills=~no,
         kind=whole + 2,
         accepted=no.clone(),
-        gone=no.clone(),
+        exited=no.clone(),
         exit_layer=whole.clone(),
         fill_from=whole.clone(),
         measured_at=whole.clone(),
@@ -374,7 +374,7 @@ def test_rows_exit_and_the_others_move_up() -> None:
         token_at=whole.clone(),
         pending=whole.clone(),
         hidden=torch.zeros(4, HIDDEN),
-        all_gone=torch.tensor([False]),
+        all_exited=torch.tensor([False]),
     )
     thresholds, confidence = torch.tensor([0.5, 0.5, float("inf"), 0.5]), torch.zeros(4)
     tape = ops.Tape()
@@ -388,25 +388,25 @@ def test_rows_exit_and_the_others_move_up() -> None:
                 confidence=confidence,
                 asked=asked.index,
             )
-        ops.compact_rows(rows.gone, active, hidden)
+        ops.compact_rows(rows.exited, active, hidden)
 
     confidence.copy_(torch.tensor([0.1, 0.9, 0.2, 0.0]))  # of rows 0, 1 and 3
     tape.replay()
     assert asked.index[: asked.count].tolist() == [0, 1, 3]
-    assert rows.gone.tolist() == [False, True, True, False]
+    assert rows.exited.tolist() == [False, True, True, False]
     assert active.row[: active.num_active].tolist() == [0, 3]
     assert active.seq_lens[:2].tolist() == [5, 8]
     assert torch.equal(hidden[:2], before[[0, 3]])
 
     confidence.copy_(one)
     tape.replay()
-    assert rows.all_gone.item()
+    assert rows.all_exited.item()
     assert active.num_active.item() == 0
     assert torch.equal(rows.hidden, before)
 
-    rows.all_gone.fill_(False)
+    rows.all_exited.fill_(False)
     tape.replay()  # without rows it still says so
-    assert rows.all_gone.item()
+    assert rows.all_exited.item()
     assert asked.count.item() == 0
 
 

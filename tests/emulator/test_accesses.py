@@ -286,14 +286,14 @@ def test_the_head_is_read_for_groups_of_rows_of_which_some_are_placed(
 
 
 @pytest.mark.parametrize("num_rows", [1, 9, 33])
-@pytest.mark.parametrize("why", ["gone", "accepted", "not asked"])
+@pytest.mark.parametrize("why", ["exited", "accepted", "not asked"])
 def test_the_head_is_not_read_where_no_row_is_asked(
     why: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     point = Point(num_rows, 128)
     measure = measure_of(point.hidden)
     rows, thresholds = point.rows, torch.full((num_rows,), 0.5)
-    flags = {"gone": rows.gone, "accepted": rows.accepted}
+    flags = {"exited": rows.exited, "accepted": rows.accepted}
     for name, flag in flags.items():
         flag.fill_(name == why)
     if why == "not asked":

@@ -243,9 +243,9 @@ class DecidingChecks:
         if is_last:
             return
         if stream is not None:
-            with only_when(stream, rows.all_gone, when=False, condition=condition):
+            with only_when(stream, rows.all_exited, when=False, condition=condition):
                 self.run(stream, index + 1)
-        elif not rows.all_gone:
+        elif not rows.all_exited:
             self.run(None, index + 1)
 
     def reset(self, seed: int) -> None:
@@ -254,9 +254,9 @@ class DecidingChecks:
         for tensor, value in zip(self.point.rows, self.fresh, strict=True):
             tensor.copy_(value)
         rows, count = self.point.rows, len(self.fresh[0])
-        rows.gone.zero_()
+        rows.exited.zero_()
         rows.accepted.zero_()
-        rows.leave_after.fill_(LAYER + 2)
+        rows.exit_after.fill_(LAYER + 2)
         rows.together.fill_(seed % 2 == 1)
         self.confidence.copy_(torch.rand(3, count, generator=generator))
         said = self.confidence

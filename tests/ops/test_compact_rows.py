@@ -13,9 +13,9 @@ from eecore import ops
 from random_calls import EXACT, Arguments, Checked, Maker, assert_close
 
 
-def compact_rows(leaving: Tensor, active: ops.ActiveRows) -> Tensor:
+def compact_rows(done: Tensor, active: ops.ActiveRows) -> Tensor:
     """The indices of the rows that stay; see eecore.ops.compact_rows."""
-    return (~leaving[active.row.long()]).nonzero().flatten()
+    return (~done[active.row.long()]).nonzero().flatten()
 
 
 def active_rows(num_active: int, num_rows: int, *, everything: bool = True) -> ops.ActiveRows:
@@ -47,12 +47,12 @@ def test_matches_the_reference(
 ) -> None:
     active = active_rows(num_active, num_active + 3, everything=everything)
     generator = torch.Generator().manual_seed(3)
-    leaving = torch.rand(num_active + 3, generator=generator) < share
+    done = torch.rand(num_active + 3, generator=generator) < share
     hidden = torch.randn(num_active, 36, device=device)[:, 1:34] if everything else None
     given = [None if tensor is None else tensor.clone() for tensor in (*active, hidden)]
-    stay = compact_rows(leaving, active)
+    stay = compact_rows(done, active)
 
-    ops.compact_rows(leaving, active, hidden)
+    ops.compact_rows(done, active, hidden)
     assert active.num_active.item() == len(stay)
     for name, old, new in zip((*active._fields, "hidden"), given, (*active, hidden), strict=True):
         if name != "num_active" and old is not None and new is not None:
@@ -74,14 +74,14 @@ def test_matches_the_reference(
             r"cross_seq_lens: expected int32 \[num_a",
         ),
         ({"hidden": torch.zeros(2, 8)}, r"hidden: .*\[num_active=3, hidden_size\], got .*2, 8\]"),
-        ({"leaving": torch.zeros(4)}, "leaving: expected bool .* got float32"),
+        ({"done": torch.zeros(4)}, "done: expected bool .* got float32"),
     ],
 )
 def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
     active = active_rows(3, 4)
     active = active._replace(**{k: v for k, v in change.items() if k in active._fields})
-    leaving = torch.tensor([True, False, True, False])
-    given: dict[str, Any] = {"leaving": leaving, "hidden": torch.randn(3, 8)}
+    done = torch.tensor([True, False, True, False])
+    given: dict[str, Any] = {"done": done, "hidden": torch.randn(3, 8)}
     given |= {k: v for k, v in change.items() if k not in active._fields}
     written = [*active, given["hidden"]]
     before = [tensor.clone() for tensor in written]
@@ -93,11 +93,11 @@ def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message:
 
 @pytest.mark.parametrize("everything", [True, False])
 def test_opcheck(everything: bool, device: torch.device) -> None:
-    leaving = torch.tensor([True, False, True, False, False])
+    done = torch.tensor([True, False, True, False, False])
     hidden = torch.randn(4, 8, device=device) if everything else None
     torch.library.opcheck(
         torch.ops.eecore.compact_rows.default,
-        (leaving, *active_rows(4, 5, everything=everything), hidden),
+        (done, *active_rows(4, 5, everything=everything), hidden),
     )
 
 
@@ -106,7 +106,7 @@ def fuzzed_call(m: Maker) -> Checked:
     rows = active + m.size(4)
     pages, cross_pages = m.size(6), m.size(4)
     given = {
-        "leaving": m.flags(rows, share=m.one_of(0.0, 0.5, 1.0)),
+        "done": m.flags(rows, share=m.one_of(0.0, 0.5, 1.0)),
         "row": m.placed(m.shuffled(rows)[:active].sort().values.int()),
         "positions": m.placed(m.whole(99, active)),
         "slot_mapping": m.placed(m.whole(99, active)),
@@ -120,9 +120,9 @@ def fuzzed_call(m: Maker) -> Checked:
     }
 
     def check(before: Arguments, after: Arguments) -> None:
-        stay = (~before["leaving"][before["row"].long()]).nonzero().flatten()
+        stay = (~before["done"][before["row"].long()]).nonzero().flatten()
         assert after["num_active"].item() == len(stay)
-        for name in given.keys() - {"leaving", "num_active"}:
+        for name in given.keys() - {"done", "num_active"}:
             if before[name] is not None:
                 assert_close(after[name][: len(stay)], before[name][stay], EXACT, name)
 

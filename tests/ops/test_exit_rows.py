@@ -40,7 +40,7 @@ def exit_rows(
         measured = range(len(hidden)) if asked is None else asked.tolist()
         for j, i in enumerate(measured):
             r, threshold = int(active.row[i]), float(thresholds[int(active.row[i])])
-            if rows.gone[r] or not threshold < float("inf") or (head and rows.accepted[r]):
+            if rows.exited[r] or not threshold < float("inf") or (head and rows.accepted[r]):
                 continue
             made = confidence[j].clone()
             if cumulative and rows.measured_at[r] > 0:
@@ -53,17 +53,17 @@ def exit_rows(
                 rows.accepted[r] = True
     if not decide:
         return rows, slot_mapping, seq_lens
-    held_back = bool((given.together & ~given.gone & ~rows.accepted).any())
+    held_back = bool((given.together & ~given.exited & ~rows.accepted).any())
     for i, r in enumerate(active.row.tolist()):
         accepted = bool(rows.accepted[r]) and not (held_back and given.together[r])
-        if given.gone[r] or not (accepted or int(given.leave_after[r]) <= layer):
+        if given.exited[r] or not (accepted or int(given.exit_after[r]) <= layer):
             continue
-        rows.hidden[r], rows.exit_layer[r], rows.gone[r] = hidden[i], layer, True
+        rows.hidden[r], rows.exit_layer[r], rows.exited[r] = hidden[i], layer, True
         if given.fills[r]:
             rows.fill_from[r] = layer
         rows.pending[r] = 2 if given.kind[r] == 2 else int(rows.token_at[r] != layer)
         slot_mapping[i], seq_lens[i] = -1, 1
-    rows.all_gone.fill_(bool(rows.gone.all()))
+    rows.all_exited.fill_(bool(rows.exited.all()))
     return rows, slot_mapping, seq_lens
 
 
@@ -103,12 +103,12 @@ class Point:
         kinds_of_threshold = torch.tensor([0.0, 0.5, 0.5, 0.7, 1.0, INF])
         self.thresholds = kinds_of_threshold[whole(6).long()].to(device)
         rows = ops.ExitingRows(
-            leave_after=torch.where(uniform(num_rows) < 0.3, LAYER, LAYER + 2).int(),
+            exit_after=torch.where(uniform(num_rows) < 0.3, LAYER, LAYER + 2).int(),
             together=uniform(num_rows) < 0.4,
             fills=uniform(num_rows) < 0.5,
             kind=whole(2) + 1,
             accepted=uniform(num_rows) < 0.3,
-            gone=uniform(num_rows) < 0.3,
+            exited=uniform(num_rows) < 0.3,
             exit_layer=whole(4),
             fill_from=whole(4),
             measured_at=whole(4),
@@ -118,7 +118,7 @@ class Point:
             token_at=whole(2) + LAYER - 1,
             pending=whole(3),
             hidden=states(num_rows),
-            all_gone=torch.zeros(1, dtype=torch.bool),
+            all_exited=torch.zeros(1, dtype=torch.bool),
         )
         active = ops.ActiveRows(
             row=row.int(),
@@ -176,10 +176,10 @@ def test_any_batch(num_active: int, with_head: bool, device: torch.device) -> No
         given["confidence"] = point.head.confidence.flip(0)  # goes before the head's
     point.check(**given)
     point.check()  # no row is measured
-    point.rows.leave_after.fill_(LAYER)
+    point.rows.exit_after.fill_(LAYER)
     point.check()
-    assert point.rows.gone.all()
-    assert point.rows.all_gone
+    assert point.rows.exited.all()
+    assert point.rows.all_exited
 
 
 @pytest.mark.parametrize("with_head", [True, False])
@@ -193,7 +193,7 @@ def test_some_of_the_active_rows_are_asked(
     head = ops.SoftmaxConfidence(*(tensor[:num_asked] for tensor in point.head))
     given = {"head": head} if with_head else {"confidence": head.confidence}
     point.check(thresholds=point.thresholds, asked=asked, **given)
-    assert not point.rows.all_gone
+    assert not point.rows.all_exited
 
 
 @pytest.mark.parametrize("unsure", [None, 1])
@@ -201,9 +201,9 @@ def test_rows_exit_together(unsure: int | None, device: torch.device) -> None:
     """One row below its threshold holds back the others, except rows that exit alone."""
     point = Point(4, device=device)
     rows = point.rows
-    rows.gone.zero_()
+    rows.exited.zero_()
     rows.accepted.zero_()
-    rows.leave_after.fill_(LAYER + 1)
+    rows.exit_after.fill_(LAYER + 1)
     rows.together.copy_(torch.tensor([True, True, False, True], device=device))
     confidence = torch.full((4,), 0.9, device=device)
     if unsure is not None:
@@ -211,11 +211,11 @@ def test_rows_exit_together(unsure: int | None, device: torch.device) -> None:
     thresholds = torch.full((4,), 0.5, device=device)
     point.check(thresholds=thresholds, confidence=confidence)
     alone = [False, False, True, False]
-    assert rows.gone.tolist() == ([True] * 4 if unsure is None else alone)
-    assert rows.all_gone.item() is (unsure is None)
+    assert rows.exited.tolist() == ([True] * 4 if unsure is None else alone)
+    assert rows.all_exited.item() is (unsure is None)
     if unsure is not None:  # once it exits, so do the rows that it held back
         point.check(thresholds=thresholds, confidence=confidence.clamp(min=0.5))
-        assert rows.all_gone.item()
+        assert rows.all_exited.item()
 
 
 def test_what_is_measured_adds_up_over_layers(device: torch.device) -> None:
@@ -224,9 +224,9 @@ def test_what_is_measured_adds_up_over_layers(device: torch.device) -> None:
     thresholds = torch.tensor([0.7, 0.8, 1.0, INF], device=device)
     before = ops.ExitingRows(*(tensor.clone() for tensor in point.rows))
     before.measured_at.zero_()
-    for tensor in (before.gone, before.accepted, before.together):
+    for tensor in (before.exited, before.accepted, before.together):
         tensor.zero_()
-    before.leave_after.fill_(9)
+    before.exit_after.fill_(9)
     measured = torch.tensor([0.5, 0.5, 0.5, 0.5], device=device)
     for layer, wanted in ((1, 0.5), (2, 0.75)):
         ops.exit_rows(
@@ -236,7 +236,7 @@ def test_what_is_measured_adds_up_over_layers(device: torch.device) -> None:
             cumulative=True,
         )
         assert before.confidence[:3].tolist() == [wanted] * 3
-    assert before.gone.tolist()[:4] == [True, False, False, False]
+    assert before.exited.tolist()[:4] == [True, False, False, False]
     assert before.exit_layer[0] == 2
     assert before.measured_at[3] == 0
 
@@ -244,7 +244,7 @@ def test_what_is_measured_adds_up_over_layers(device: torch.device) -> None:
 def test_thresholds_that_never_accept(device: torch.device) -> None:
     point = Point(4, device=device)
     rows = point.rows
-    rows.gone.zero_()
+    rows.exited.zero_()
     rows.accepted.zero_()
     rows.confidence.fill_(-1)
     thresholds = torch.tensor([1.0, 0.5, INF, 2.0], device=device)
@@ -262,7 +262,7 @@ def test_whole_rows_in_wide_accesses(device: torch.device) -> None:
     point = Point(3, 1300, device=device)
     point.hidden = point.hidden.contiguous()
     point.rows = point.rows._replace(hidden=point.rows.hidden.contiguous())
-    point.rows.leave_after.fill_(LAYER)
+    point.rows.exit_after.fill_(LAYER)
     point.check()
 
 
@@ -328,21 +328,21 @@ def test_rows_measured_here_exit_like_rows_measured_before(
 def test_many_rows_exit_together_where_they_are_measured(kind: str, device: torch.device) -> None:
     for num_active in (1, 33):
         point = Point(num_active, 100, device=device)
-        for flags, value in ((point.rows.together, True), (point.rows.gone, False)):
+        for flags, value in ((point.rows.together, True), (point.rows.exited, False)):
             flags.fill_(value)
         point.rows.accepted.zero_()
-        point.rows.leave_after.fill_(LAYER + 1)
+        point.rows.exit_after.fill_(LAYER + 1)
         measure = measure_of(kind, point.hidden)
         said = measure(point.hidden)
         least = (said.confidence if kind == "softmax" else said).min()
-        for threshold, leaves in ((least + 1e-3, False), (least, True)):
+        for threshold, exits in ((least + 1e-3, False), (least, True)):
             ops.exit_rows(
                 *(point.hidden, LAYER, point.rows, point.active),
                 thresholds=threshold.repeat(num_active),
                 measure=measure,
             )
-            assert point.rows.gone.tolist() == [leaves] * num_active
-            assert point.rows.all_gone.item() is leaves
+            assert point.rows.exited.tolist() == [exits] * num_active
+            assert point.rows.all_exited.item() is exits
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ def test_a_condition_is_for_captured_streams(device: torch.device) -> None:
         ops.exit_rows(*arguments, condition=3)
     with pytest.raises(RuntimeError, match="condition: expected None with decide=False, got one"):
         ops.exit_rows(*arguments, decide=False, condition=3)
-    assert not point.rows.all_gone
+    assert not point.rows.all_exited
 
 
 @pytest.mark.parametrize(
@@ -435,8 +435,8 @@ def test_a_condition_is_for_captured_streams(device: torch.device) -> None:
         ({"asked": torch.tensor([0, 1, 2, 4]).int()}, r"asked: expected values in \[0, 4\), got 4"),
         ({"row": torch.tensor([0, 1, 2, 4]).int()}, r"row: expected values in \[0, 4\), got 4"),
         ({"seq_lens": torch.zeros(4).long()}, "seq_lens: expected int32 .* got int64"),
-        ({"gone": torch.zeros(4)}, r"gone: expected bool .* got float32 \[4\]"),
-        ({"all_gone": torch.zeros(2).bool()}, r"all_gone: expected bool \[1\], got bool \[2\]"),
+        ({"exited": torch.zeros(4)}, r"exited: expected bool .* got float32 \[4\]"),
+        ({"all_exited": torch.zeros(2).bool()}, r"all_exited: expected bool \[1\], got bool \[2\]"),
         (
             {"hidden": torch.zeros(4, 32)},
             r"final_hidden: .*\[num_rows=4, hidden_size=33\], got .*32\]",
@@ -522,12 +522,12 @@ def fuzzed_call(m: Maker) -> Checked:
         "asked": asked,
         "decide": m.chance(0.8),
         "cumulative": has_confidence and not has_head and m.chance(),
-        "leave_after": m.placed(torch.where(m.uniform(rows) < 0.3, layer, layer + 2).int()),
+        "exit_after": m.placed(torch.where(m.uniform(rows) < 0.3, layer, layer + 2).int()),
         "together": m.flags(rows, share=0.4),
         "fills": m.flags(rows),
         "kind": m.placed((m.whole(2, rows) + 1).int()),
         "accepted": m.flags(rows, share=0.3),
-        "gone": m.flags(rows, share=0.3),
+        "exited": m.flags(rows, share=0.3),
         **{
             name: m.placed(m.whole(4, rows).int())
             for name in ("exit_layer", "fill_from", "measured_at")
@@ -538,16 +538,16 @@ def fuzzed_call(m: Maker) -> Checked:
         "token_at": m.placed((m.whole(2, rows) + layer - 1).int()),
         "pending": m.placed(m.whole(3, rows).int()),
         "final_hidden": m.states(rows, size, dtype),
-        "all_gone": m.flags(1),
+        "all_exited": m.flags(1),
         "row": m.placed(m.shuffled(rows)[:active].sort().values.int()),
         "slot_mapping": m.placed(m.whole(99, active)),
         "seq_lens": m.placed(m.whole(99, active).int()),
         **measuring,
     }
     names = (
-        *("leave_after", "together", "fills", "kind", "accepted", "gone", "exit_layer"),
+        *("exit_after", "together", "fills", "kind", "accepted", "exited", "exit_layer"),
         *("fill_from", "measured_at", "final_confidence", "final_token", "final_logprob"),
-        *("token_at", "pending", "final_hidden", "all_gone"),
+        *("token_at", "pending", "final_hidden", "all_exited"),
     )
 
     def oracle(before: Arguments) -> dict[str, Tensor]:

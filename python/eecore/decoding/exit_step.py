@@ -102,7 +102,7 @@ class ExitStep(Step):
         self._keys = HeadKeys(model, kv, num_rows) if kind.taps else None
         memory = given | self._results.device
         memory["hidden"] = self.zeros(num_rows, model.config.hidden_size, dtype=model.dtype)
-        memory["all_gone"] = self.zeros(1, dtype=torch.bool)
+        memory["all_exited"] = self.zeros(1, dtype=torch.bool)
         names = ops.ExitingRows._fields
         self._rows = ops.ExitingRows(**{name: memory[name] for name in names})
         self._active, self._batch = self.active_rows(
@@ -121,13 +121,13 @@ class ExitStep(Step):
             "open_positions": (torch.int64, row),
             "open_slots": (torch.int64, row),
             "open_lens": (torch.int32, row),
-            "gone": (torch.bool, row),
+            "exited": (torch.bool, row),
             "accepted": (torch.bool, row),
             "measured_at": (torch.int32, row),
             "token_at": (torch.int32, row),
             "fill_from": (torch.int32, row),
             "thresholds": (torch.float32, (len(self._checks), num_rows)),
-            "leave_after": (torch.int32, row),
+            "exit_after": (torch.int32, row),
             "together": (torch.bool, row),
             "fills": (torch.bool, row),
             **({"shared_slots": (torch.int64, row)} if self.kind.shares else {}),
@@ -162,7 +162,7 @@ class ExitStep(Step):
         self._write_rows(rows)
         routes = [row.route for row in rows]
         self._host.write(
-            leave_after=[route.depth for route in routes],
+            exit_after=[route.depth for route in routes],
             together=[route.together for route in routes],
             fills=[route.fills for route in routes],
         )
@@ -226,10 +226,10 @@ class ExitStep(Step):
             pages.append(own)
             slots.append(own[at // size] * size + at % size)
             lens.append(at + 1)
-        count, gone = len(sequences), zeros
+        count, exited = len(sequences), zeros
         if count < num_rows:  # the rest is padding: exited rows without slots
             num_padding = num_rows - count
-            gone = [*zeros[:count], *[1] * num_padding]
+            exited = [*zeros[:count], *[1] * num_padding]
             for column, padding in (tokens, 0), (positions, 0), (slots, -1), (lens, 1):
                 column += [padding] * num_padding
         host.write_whole(
@@ -241,7 +241,7 @@ class ExitStep(Step):
             open_positions=positions,
             open_slots=slots,
             open_lens=lens,
-            gone=gone,
+            exited=exited,
             accepted=zeros,
             measured_at=zeros,
             token_at=zeros,
@@ -328,7 +328,7 @@ class ExitStep(Step):
                 model, begin, end, self.kind.taps, previous, self._kv, self._batch
             )
             is_last = index + 1 == len(self.kind.points)
-            condition = None if is_last else control.condition(rows.all_gone)
+            condition = None if is_last else control.condition(rows.all_exited)
             if not checks:
                 ops.exit_rows(hidden, end, rows, active, condition=condition)
             for check in checks:
@@ -337,9 +337,9 @@ class ExitStep(Step):
             if is_last:
                 return
             if control.compacts:
-                ops.compact_rows(rows.gone, active, hidden)
+                ops.compact_rows(rows.exited, active, hidden)
         control.unless(
-            rows.all_gone, lambda: self._layers_to(index + 1, end, hidden, control), condition
+            rows.all_exited, lambda: self._layers_to(index + 1, end, hidden, control), condition
         )
 
     def _check(

@@ -190,7 +190,7 @@ class ExitingRows(NamedTuple):
     exited from the start.
     """
 
-    leave_after: Tensor
+    exit_after: Tensor
     """int32 [num_rows]: how many layers run before a row exits, accepted or not."""
     together: Tensor
     """bool [num_rows]: a row exits once all such rows are accepted."""
@@ -200,7 +200,7 @@ class ExitingRows(NamedTuple):
     """int32 [num_rows]: how a row's token is made: 1 by the head, 2 from logits."""
     accepted: Tensor
     """bool [num_rows]: accepted rows, which stay accepted."""
-    gone: Tensor
+    exited: Tensor
     """bool [num_rows]: rows that have exited."""
     exit_layer: Tensor
     """int32 [num_rows]: how many layers had run when a row exited."""
@@ -221,7 +221,7 @@ class ExitingRows(NamedTuple):
     ``token`` was made from the row's exit state, else 1."""
     hidden: Tensor
     """[num_rows, hidden_size], contiguous rows: the row's exit state."""
-    all_gone: Tensor
+    all_exited: Tensor
     """bool [1]"""
 
 
@@ -294,7 +294,7 @@ def exit_rows(
 
     A row that is asked is accepted, once and for all, when its confidence reaches its threshold; a
     threshold of 1 or more never accepts, nor does a NaN. An accepted row exits, as does a row
-    that has run ``leave_after`` layers: its results are kept, and later layers skip it. Nothing
+    that has run ``exit_after`` layers: its results are kept, and later layers skip it. Nothing
     changes for rows that exited before. (Early-exit framework §3.1, Algorithm 1; CALM §3.)
 
     Args:
@@ -397,17 +397,17 @@ def select_rows(
     return SelectedRows(index, count, states)
 
 
-def compact_rows(leaving: Tensor, active: ActiveRows, hidden: Tensor | None = None) -> None:
+def compact_rows(done: Tensor, active: ActiveRows, hidden: Tensor | None = None) -> None:
     """Move the active rows that stay up to the places of rows that exit, in the same order.
 
     Rows after the new ``active.num_active`` are undefined.
 
     Args:
-        leaving: bool [num_rows], which of the program's rows exit.
+        done: bool [num_rows], which of the program's rows are done.
         active: updated in place; all n rows are read.
         hidden: [n, hidden_size], contiguous rows, states of the active rows, updated in place.
     """
-    _compact_rows(leaving, *active, hidden)
+    _compact_rows(done, *active, hidden)
 
 
 class HeadRows(NamedTuple):

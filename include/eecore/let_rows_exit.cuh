@@ -27,7 +27,7 @@ __device__ __forceinline__ bool any_in_block(bool condition) {
 
 // Whether the measurement of a row of the program counts.
 __device__ __forceinline__ bool is_wanted(const ExitRowsParams& params, int32_t r) {
-  const bool asked = params.gone[r] == 0 && params.thresholds[r] < INFINITY;
+  const bool asked = params.exited[r] == 0 && params.thresholds[r] < INFINITY;
   // With a head, an accepted row keeps the token of the layer that accepted it.
   return asked && (params.token == nullptr || params.accepted[r] == 0);
 }
@@ -53,27 +53,26 @@ __device__ __forceinline__ void measure_row(const ExitRowsParams& params, int64_
 }
 
 // Whether a row exits; `held_back`: rows that only exit together cannot exit yet.
-__device__ __forceinline__ bool row_leaves(const ExitRowsParams& params, int32_t r,
-                                           bool held_back) {
+__device__ __forceinline__ bool row_exits(const ExitRowsParams& params, int32_t r, bool held_back) {
   const bool goes = params.accepted[r] != 0 && !(held_back && params.together[r] != 0);
-  return params.gone[r] == 0 && (goes || params.leave_after[r] <= params.layer);
+  return params.exited[r] == 0 && (goes || params.exit_after[r] <= params.layer);
 }
 
 // Records the exit of active row i, except for its state.
-__device__ __forceinline__ void leave_row(const ExitRowsParams& params, int64_t i) {
+__device__ __forceinline__ void record_exit(const ExitRowsParams& params, int64_t i) {
   const int32_t r = params.row[i];
   params.exit_layer[r] = params.layer;
   if (params.fills[r] != 0) params.fill_from[r] = params.layer;
   const int32_t without_token = params.token_at[r] != params.layer;
   params.pending[r] = params.kind[r] == kFromLogits ? kFromLogits : without_token;
-  params.gone[r] = 1;
+  params.exited[r] = 1;
   params.slot_mapping[i] = -1;
   params.seq_lens[i] = 1;
 }
 
 // Records the measurements of all rows, and lets rows exit. All threads of the one block call it,
 // which are whole warps; the caller orders what they wrote before.
-__device__ __forceinline__ void leave_rows(const ExitRowsParams& params) {
+__device__ __forceinline__ void let_rows_exit(const ExitRowsParams& params) {
   const int thread = static_cast<int>(threadIdx.x);
   const int num_threads = static_cast<int>(blockDim.x);
   if (params.confidence != nullptr) {
@@ -85,7 +84,7 @@ __device__ __forceinline__ void leave_rows(const ExitRowsParams& params) {
   bool held_back = false;
   for (int64_t r = thread; r < params.num_rows; r += num_threads) {
     held_back =
-        held_back || (params.together[r] != 0 && params.gone[r] == 0 && params.accepted[r] == 0);
+        held_back || (params.together[r] != 0 && params.exited[r] == 0 && params.accepted[r] == 0);
   }
   held_back = any_in_block(held_back);
 
@@ -96,26 +95,26 @@ __device__ __forceinline__ void leave_rows(const ExitRowsParams& params) {
   for (unsigned item = threadIdx.x / 32; item < items; item += num_threads / 32) {
     const int64_t i = item / segments, begin = int64_t{item % segments} * kExitRowsSegment;
     const int32_t r = params.row[i];
-    if (!row_leaves(params, r, held_back)) continue;
+    if (!row_exits(params, r, held_back)) continue;
     const int64_t rest = params.row_bytes - begin;
     copy_row<4>(static_cast<const char*>(params.hidden) + i * params.hidden_stride + begin,
                 static_cast<char*>(params.final_hidden) + r * params.final_hidden_stride + begin,
                 rest < kExitRowsSegment ? rest : kExitRowsSegment, thread % 32, 32);
   }
-  __syncthreads();  // all threads have read `gone` before it is written
+  __syncthreads();  // all threads have read `exited` before it is written
 
   for (int64_t i = thread; i < params.num_active; i += num_threads) {
-    if (row_leaves(params, params.row[i], held_back)) leave_row(params, i);
+    if (row_exits(params, params.row[i], held_back)) record_exit(params, i);
   }
-  __syncthreads();  // `gone` is written
+  __syncthreads();  // `exited` is written
 
   bool stays = false;
   for (int64_t r = thread; r < params.num_rows; r += num_threads) {
-    stays = stays || params.gone[r] == 0;
+    stays = stays || params.exited[r] == 0;
   }
   stays = any_in_block(stays);
   if (thread != 0) return;
-  *params.all_gone = !stays;
+  *params.all_exited = !stays;
   decide(params.condition, stays);
 }
 
