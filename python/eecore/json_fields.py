@@ -131,6 +131,10 @@ class JsonFields:
             return cls({}, shown_path(path), error)
         return cls.read(path, error)
 
+    def replaced(self: Self, values: dict[str, Any]) -> Self:
+        """Other fields of the same place."""
+        return type(self)(values, self.where, self.error, self.prefix)
+
     @property
     def values(self) -> dict[str, Any]:
         """All values, unchecked."""

@@ -149,7 +149,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         {"markov_head_type": "tree"},
         "markov_head_type: supported are vanilla, gated, rnn, got 'tree'",
     ),
-    ("DeepSpec", {"markov_head_type": "rnn"}, "got none of the name markov_head.joint_proj.weight"),
+    ("DeepSpec", {"markov_head_type": "rnn"}, "expected tensor markov_head.joint_proj.weight"),
     (
         "SpecForge Domino",
         domino_fields(gru_hidden_dim=0),
@@ -211,17 +211,17 @@ def test_files_that_are_not_whole_are_refused(directory: Path, tmp_path: Path) -
     refused("expected a whole safetensors file")
     for name in ("fc.weight", "layers.1.mlp.up_proj.weight", "d2t", "lm_head.weight"):
         stored(**{name.replace(".", "_"): None})
-        refused(f"got none of the name {name}")
+        refused(f"expected tensor {name}")
     stored(norm_weight=torch.ones(65))
     refused("norm.weight: expected [64] as config.json says, got [65]")
     stored(prefix_gru=torch.ones(2))
     refused("expected the tensors of a DSpark, got prefix_gru, too")
     stored(d2t=torch.full((CUT,), 300))
-    refused("d2t: expected tokens of 0..319, got 399")
+    refused("d2t: expected tokens of 0..319, got 320 for draft 20")
     stored(d2t=torch.full((CUT,), -1))
     refused("d2t: expected tokens of 0..319, got -1")
     stored(d2t=torch.zeros(CUT))
-    refused("d2t: expected whole numbers, got torch.float32")
+    refused(f"d2t: expected whole numbers [draft_vocab_size={CUT}], got F32")
     stored()
     assert with_head(directory, tmp_path).network.draft_head is not None
 

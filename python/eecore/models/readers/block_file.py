@@ -36,16 +36,15 @@ from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.network import check_digest
 from eecore.models.readers.checkpoint import Checkpoint
 from eecore.models.readers.config_fields import ConfigFields
-from eecore.models.readers.config_json import model_config
-from eecore.models.weights import (
-    INT8_BLOCK_DEVICES,
-    Care,
-    CodedForms,
-    Coding,
-    Filling,
-    NewWeights,
-    WeightView,
+from eecore.models.readers.config_json import layers_config
+from eecore.models.readers.published import (
+    check_shapes,
+    check_size,
+    draft_tokens,
+    new_weights,
+    verifier_of,
 )
+from eecore.models.weights import Care, NewWeights, WeightView
 from eecore.ops import Matrix
 from eecore.readable import shown_path
 
@@ -129,9 +128,10 @@ def read_block_settings(fields: ConfigFields, model: ModelConfig) -> BlockSettin
         raise fields.wrong(kind.layers, "the config of its layers", None)
     config = _layers(given, model)
     for name in ("hidden_size", "vocab_size"):
-        _check(given, name, getattr(config, name), getattr(model, name))
+        check_size(given, name, getattr(config, name), getattr(model, name))
     if "num_target_layers" in fields:
-        _check(fields, "num_target_layers", fields.integer("num_target_layers"), model.num_layers)
+        num_layers = fields.integer("num_target_layers")
+        check_size(fields, "num_target_layers", num_layers, model.num_layers)
     block_size = _either(fields, own, "block_size").integer("block_size", 2, MAX_BLOCK)
     rank = own.integer("markov_rank", 0, MAX_RANK, 256 if kind.layers else 0)
     rank = rank if kind.kind == "DSpark" else 0
@@ -158,7 +158,7 @@ def read_block_settings(fields: ConfigFields, model: ModelConfig) -> BlockSettin
         gru=gru,
         has_confidence=bool(confident),
         confidence_sees_token=sees,
-        verifier=_verifier(fields),
+        verifier=verifier_of(fields),
     )
 
 
@@ -176,24 +176,12 @@ def _either(fields: ConfigFields, own: ConfigFields, name: str) -> ConfigFields:
     return fields if name in fields else own
 
 
-def _check(fields: ConfigFields, name: str, got: int, expected: int) -> None:
-    if got != expected:
-        raise fields.wrong(name, f"{expected}, as the model has it", got)
-
-
 def _layers(fields: ConfigFields, model: ModelConfig) -> ModelConfig:
     """The config of the head's layers, which are Qwen3's."""
     fields.choice("model_type", ("qwen3",), "qwen3")
-    values = {
-        "max_position_embeddings": model.max_position,
-        **fields.values,
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "tie_word_embeddings": False,
-    }
-    named = ConfigFields(values, fields.where, fields.error, fields.prefix)
-    config = model_config(named, ConfigFields({}, fields.where, fields.error))
-    assert isinstance(config, ModelConfig)
+    usual = {"max_position_embeddings": model.max_position}
+    own = {"model_type": "qwen3", "tie_word_embeddings": False}
+    config = layers_config(fields.replaced({**usual, **fields.values, **own}))
     if any(config.layer_windows):
         raise fields.unsupported("layer_types", "full_attention", "sliding_attention")
     return config
@@ -212,12 +200,6 @@ def _taps(
     if not named or len(set(named)) != len(named):
         raise fields.wrong(kind.taps, "numbers of layers, each once", list(named or ()))
     return tuple(layer + kind.after for layer in named)
-
-
-def _verifier(fields: ConfigFields) -> str:
-    speculators = fields.inner("speculators_config")
-    verifier = None if speculators is None else speculators.inner("verifier")
-    return "" if verifier is None else str(verifier.text("name_or_path", ""))
 
 
 def load_block_head(directory: Path, fields: ConfigFields, network: LlamaModel) -> BlockHead:
@@ -254,35 +236,23 @@ class _Reader:
         self._is_cut = settings.draft_vocab_size != network.config.vocab_size
         self._names = {name.removeprefix(NESTED): name for name in files.names}
         self._check()
-        coding = coding_of(network)
-        forms = CodedForms(coding, int8_blocks=network.device.type in INT8_BLOCK_DEVICES)
-        self._new = NewWeights(network.device, network.dtype, forms)
-        self._filling = Filling(coding)
+        self._tokens: Tensor | None = None
+        if self._is_cut:
+            vocab_size = network.config.vocab_size
+            self._tokens = draft_tokens(files, settings.draft_vocab_size, vocab_size)
+        self._new, self._filling = new_weights(network)
 
     def _check(self) -> None:
         """Raise unless the files hold the expected tensors in their shapes, and no others."""
         expected = self._shapes()
-        place = shown_path(self._files.place)
-        missing = [name for name in expected if name not in self._names]
-        if missing:
-            raise CheckpointError(
-                f"{place}: expected {len(expected)} tensors, got none of the name {missing[0]}"
-            )
-        for name, shape in expected.items():
-            stored = self._names[name]
-            got = self._files.shape(stored)
-            if got != shape:
-                raise CheckpointError(
-                    f"{self._files.path_of(stored)}: {name}: expected {list(shape)} as config.json "
-                    f"says, got {list(got)}"
-                )
-            if name != "d2t":
-                self._files.dtype(stored)
+        stored = {self._names.get(name, name): shape for name, shape in expected.items()}
+        check_shapes(self._files, stored)
         others = set(self._names) - set(expected) - SHARED
         others = {name for name in others if not name.endswith(".inv_freq")}
         if others:
             raise CheckpointError(
-                f"{place}: expected the tensors of a {self._settings.kind}, got {min(others)}, too"
+                f"{shown_path(self._files.place)}: expected the tensors of a "
+                f"{self._settings.kind}, got {min(others)}, too"
             )
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -297,7 +267,6 @@ class _Reader:
         shapes |= {name: tuple(view.weight.shape) for name, view in views.items()}
         if self._is_cut:
             shapes["lm_head.weight"] = (settings.draft_vocab_size, hidden)
-            shapes["d2t"] = (settings.draft_vocab_size,)
         if rank:
             shapes["markov_head.markov_w1.weight"] = (config.vocab_size, rank)
             shapes["markov_head.markov_w2.weight"] = (settings.draft_vocab_size, rank)
@@ -341,10 +310,10 @@ class _Reader:
         layers = self._empty_layers(new)
         for name, view in self._layer_views(layers).items():
             filling.fill(view, self._tensor(name))
-        tokens: Tensor | None = None
-        if self._is_cut:
+        tokens = self._tokens
+        if tokens is not None:
             filling.fill(WeightView.of(layers.lm_head, "most"), self._tensor("lm_head.weight"))
-            tokens = self._tokens().to(network.device)
+            tokens = tokens.to(network.device)
         hidden = settings.config.hidden_size
         taps = new.matrix("fc", len(settings.taps), hidden, hidden)
         stored = self._tensor("fc.weight").view(hidden, -1, hidden).transpose(0, 1).contiguous()
@@ -398,19 +367,6 @@ class _Reader:
     def _tensor(self, name: str) -> Tensor:
         return self._files.tensor(self._names[name])
 
-    def _tokens(self) -> Tensor:
-        """int64 [draft_vocab_size]: the model's token of each row of the LM head."""
-        path = self._files.path_of(self._names["d2t"])
-        stored = self._tensor("d2t")
-        if stored.is_floating_point() or stored.dtype == torch.bool:
-            raise CheckpointError(f"{path}: d2t: expected whole numbers, got {stored.dtype}")
-        tokens = stored.long() + torch.arange(len(stored))
-        last = self._network.config.vocab_size - 1
-        if int(tokens.min()) < 0 or int(tokens.max()) > last:
-            wrong = int(tokens.min()) if int(tokens.min()) < 0 else int(tokens.max())
-            raise CheckpointError(f"{path}: d2t: expected tokens of 0..{last}, got {wrong}")
-        return tokens
-
     def _confidence(self) -> ops.MlpMeasure | None:
         """The chance that a draft is accepted: the sigmoid of a linear layer, as the second of two
         classes of which the first has a score of 0."""
@@ -423,11 +379,3 @@ class _Reader:
             torch.cat((torch.zeros_like(weight), weight)).to(device),
             torch.cat((torch.zeros_like(bias), bias)).to(device),
         )
-
-
-def coding_of(network: LlamaModel) -> Coding | None:
-    """What a head's matrices are quantised to, like its model's; None: they are floats."""
-    if not network.weights.qkv.is_quantised:
-        return None
-    source = network.source
-    return "int8" if source is not None and source.weights == "int8" else "int4"

@@ -196,24 +196,15 @@ def layers_config(fields: ConfigFields) -> ModelConfig:
     """
     listed = {model_type_of(name): name for name in ("LlamaForCausalLM", "Qwen3ForCausalLM")}
     architecture = listed[fields.choice("model_type", listed)]
-    config = model_config(
-        ConfigFields(
-            {**fields.values, "architectures": [architecture]},
-            fields.where,
-            fields.error,
-            fields.prefix,
-        ),
-        ConfigFields({}, fields.where, fields.error),
-    )
+    named = fields.replaced({**fields.values, "architectures": [architecture]})
+    config = model_config(named, fields.replaced({}))
     assert isinstance(config, ModelConfig)
     return config
 
 
 def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFields) -> ModelConfig:
     family = FAMILIES[architecture]
-    fields = ConfigFields(
-        {**family.defaults, **fields.values}, fields.where, fields.error, fields.prefix
-    )
+    fields = fields.replaced({**family.defaults, **fields.values})
     usual = family.defaults.get(family.activation, "silu")
     activation = fields.choice(family.activation, ACTIVATIONS, usual)
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)

@@ -14,20 +14,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from eecore.config import MAX_POSITIONS, MAX_VOCAB, ModelConfig
+from eecore.errors import CheckpointError
 from eecore.models.eagle_head import EagleHead, EagleSettings, Mask
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.parallel_head import ParallelHead
-from eecore.models.readers.block_file import coding_of
 from eecore.models.readers.checkpoint import Checkpoint
 from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.readers.config_json import layers_config
-from eecore.models.weights import INT8_BLOCK_DEVICES, CodedForms, Filling, NewWeights
+from eecore.models.readers.published import (
+    check_shapes,
+    check_size,
+    draft_tokens,
+    new_weights,
+    verifier_of,
+)
 from eecore.tensor_files import shown_name
-from eecore.values import shown
 
 __all__ = ["PARALLEL", "load_eagle", "read_eagle_settings"]
 
@@ -77,21 +79,21 @@ def read_eagle_settings(fields: ConfigFields, target: ModelConfig) -> EagleSetti
         ModelError: the head is not for this model, or has a feature that is not supported.
     """
     own = fields.inner("transformer_layer_config")
-    inner = fields.inner("eagle_config") or ConfigFields({}, fields.where, fields.error)
+    inner = fields.inner("eagle_config") or fields.replaced({})
     if own is None:  # raw: the layer's sizes are the file's own fields
         if not inner.flag("use_aux_hidden_state", True):
             raise inner.unsupported("use_aux_hidden_state", "true, several states", False)
-        layer = ConfigFields({"model_type": "llama", **fields.values}, fields.where, fields.error)
+        layer = fields.replaced({"model_type": "llama", **fields.values})
         ids, first = inner, 1
     else:
         sizes = SIZES.get(str(own.values.get("model_type")), {})
-        layer = ConfigFields({**sizes, **own.values}, own.where, own.error, own.prefix)
+        layer = own.replaced({**sizes, **own.values})
         ids, first = fields, 0
     types = layer.texts("layer_types", ())
     slides = "sliding_attention" in types
     window = layer.integer("sliding_window", 1, MAX_POSITIONS) if slides else 0
     values = {name: value for name, value in layer.values.items() if name not in WINDOWS}
-    config = layers_config(ConfigFields(values, layer.where, layer.error, layer.prefix))
+    config = layers_config(layer.replaced(values))
     mask = _mask(fields, config)
     if config.num_layers != 1 and mask is None:
         raise layer.unsupported("num_hidden_layers", "1, a head of one layer", config.num_layers)
@@ -103,10 +105,8 @@ def read_eagle_settings(fields: ConfigFields, target: ModelConfig) -> EagleSetti
         raise layer.wrong("layer_types", f"a list of {config.num_layers} kinds", list(types))
     target_size = fields.integer("target_hidden_size", 1, default=config.hidden_size)
     for name, got in (("hidden_size", target_size), ("vocab_size", config.vocab_size)):
-        expected = getattr(target, name)
-        if got != expected:
-            name = "target_hidden_size" if name in fields and name != "vocab_size" else name
-            raise layer.wrong(name, f"{expected}, as the model has it", got)
+        said = "target_hidden_size" if name in fields and name != "vocab_size" else name
+        check_size(layer, said, got, getattr(target, name))
     normed = fields.flag("norm_output", own is None)
     fc_norm = fields.flag("fc_norm", False)
     norm_before_fc = fields.flag("norm_before_fc", False)
@@ -131,7 +131,7 @@ def read_eagle_settings(fields: ConfigFields, target: ModelConfig) -> EagleSetti
         norm_logits=normed or own is not None or mask is not None,
         norm_output=normed and own is not None and mask is None,
         mask=mask,
-        verifier=_verifier(fields),
+        verifier=verifier_of(fields),
     )
 
 
@@ -158,14 +158,6 @@ def _taps(ids: ConfigFields, first: int, num_layers: int) -> tuple[int, ...]:
             raise ids.wrong(name, f"layers of the {num_layers} that the model has", None)
         return taps
     return tuple(layer + first for layer in given)
-
-
-def _verifier(fields: ConfigFields) -> str:
-    """The name of the model that a head was trained for; empty if the file does not say."""
-    settings = fields.inner("speculators_config")
-    verifier = None if settings is None else settings.inner("verifier")
-    name: str = "" if verifier is None else verifier.text("name_or_path", "")
-    return name
 
 
 def load_eagle(
@@ -197,8 +189,9 @@ def load_eagle(
                 f"{settings.target_size}, as the model has it, of a head without {own}",
                 settings.config.hidden_size,
             )
-        _check_tensors(stored, shapes, prefix, fields)
-        tokens = _tokens(stored, settings, fields)
+        check_shapes(stored, shapes)
+        _refuse_others(stored, shapes, prefix)
+        tokens = draft_tokens(stored, settings.draft_vocab_size, settings.config.vocab_size)
         rest = None
         if settings.config.num_layers > 1:
             rest = _rest(stored, settings, network)
@@ -223,9 +216,7 @@ def _rest(stored: Checkpoint, settings: EagleSettings, network: LlamaModel) -> L
         layer_windows=config.layer_windows[1:],
         layer_ropes=config.layer_ropes[1:],
     )
-    coding = coding_of(network)
-    forms = CodedForms(coding, int8_blocks=network.device.type in INT8_BLOCK_DEVICES)
-    new, filling = NewWeights(network.device, network.dtype, forms), Filling(coding)
+    new, filling = new_weights(network)
     model = network.weights
     weights = LlamaWeights.empty(config, new, (model.embed_tokens, model.lm_head))
     weights.final_norm.zero_()  # nothing is made of it
@@ -237,50 +228,11 @@ def _rest(stored: Checkpoint, settings: EagleSettings, network: LlamaModel) -> L
     return LlamaModel(config, weights)
 
 
-def _check_tensors(
-    stored: Checkpoint, shapes: dict[str, tuple[int, ...]], prefix: str, fields: ConfigFields
-) -> None:
-    """Raise unless the tensors are there in their shapes, and the layer has no others."""
-    for name, shape in shapes.items():
-        if name not in stored:
-            raise fields.error(f"{stored.place}: expected tensor {name}, got none")
-        got = stored.shape(name)
-        if got != shape:
-            raise fields.error(
-                f"{stored.path_of(name)}: {name}: expected {list(shape)}, as config.json and the "
-                f"model say, got {shown(list(got))}"
-            )
-        stored.dtype(name)
+def _refuse_others(stored: Checkpoint, shapes: dict[str, tuple[int, ...]], prefix: str) -> None:
+    """Raise if the layers have other tensors."""
     for name in sorted(stored.names):
         if name.startswith((prefix, "layers.")) and name not in shapes:
-            raise fields.error(
+            raise CheckpointError(
                 f"{stored.path_of(name)}: expected no tensor {shown_name(name)}, of which "
                 "config.json says nothing, got one"
             )
-
-
-def _tokens(stored: Checkpoint, settings: EagleSettings, fields: ConfigFields) -> Tensor:
-    """int64 [draft_vocab_size]: the model's token of each row of the head's LM head."""
-    size, vocab_size = settings.draft_vocab_size, settings.config.vocab_size
-    tokens = torch.arange(size)
-    if "d2t" not in stored:
-        if size != vocab_size:
-            raise fields.error(
-                f"{stored.place}: expected tensor d2t, the model's token of each of {size} drafts, "
-                "got none"
-            )
-        return tokens
-    if stored.shape("d2t") != (size,) or stored.stored_dtype("d2t") not in ("I64", "I32"):
-        raise fields.error(
-            f"{stored.path_of('d2t')}: d2t: expected whole numbers [draft_vocab_size={size}], got "
-            f"{stored.stored_dtype('d2t')} {list(stored.shape('d2t'))}"
-        )
-    tokens = tokens + stored.tensor("d2t").long()
-    wrong = (tokens < 0) | (tokens >= vocab_size)
-    if wrong.any():
-        at = int(wrong.nonzero()[0, 0])
-        raise fields.error(
-            f"{stored.path_of('d2t')}: d2t: expected tokens of 0..{vocab_size - 1}, got "
-            f"{int(tokens[at])} for draft {at}"
-        )
-    return tokens

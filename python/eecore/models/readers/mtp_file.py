@@ -7,15 +7,12 @@ from pathlib import Path
 import torch
 
 from eecore.config import ModelConfig
-from eecore.errors import CheckpointError
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.mtp_head import MtpHead, MtpSettings, MtpWeights
-from eecore.models.readers.block_file import coding_of
 from eecore.models.readers.checkpoint import Checkpoint
 from eecore.models.readers.config_fields import ConfigFields
-from eecore.models.weights import INT8_BLOCK_DEVICES, CodedForms, Filling, NewWeights, WeightView
-from eecore.readable import shown_path
-from eecore.values import shown
+from eecore.models.readers.published import check_shapes, check_size, new_weights
+from eecore.models.weights import NewWeights, WeightView
 
 __all__ = ["MTP_ARCHITECTURES", "load_mtp", "read_mtp_settings"]
 
@@ -41,9 +38,7 @@ def read_mtp_settings(fields: ConfigFields, model: ModelConfig) -> MtpSettings:
         raise fields.wrong("architectures", f"that of the model, {model.architecture}", listed)
     sizes = {"num_hidden_layers": model.num_layers, "hidden_size": model.hidden_size}
     for name, expected in {**sizes, "vocab_size": model.vocab_size}.items():
-        got = fields.integer(name)
-        if got != expected:
-            raise fields.wrong(name, f"{expected}, as the model has it", got)
+        check_size(fields, name, fields.integer(name), expected)
     return MtpSettings(model.first_layers(1), model.num_layers)
 
 
@@ -76,10 +71,8 @@ def load_mtp(directory: Path, fields: ConfigFields, network: LlamaModel) -> MtpH
         projection = f"{LAYER}input_proj.weight"
         norms = [f"{LAYER}{name}_layernorm.weight" for name in ("hidden", "token")]
         shapes |= dict.fromkeys(norms, (hidden,)) | {projection: (hidden, 2 * hidden)}
-        _check(files, shapes)
-        coding = coding_of(network)
-        forms = CodedForms(coding, int8_blocks=network.device.type in INT8_BLOCK_DEVICES)
-        new, filling = NewWeights(network.device, network.dtype, forms), Filling(coding)
+        check_shapes(files, shapes)
+        new, filling = new_weights(network)
         layer = LlamaWeights.empty(config, new, shared)
         for name, view in views_of(layer).items():
             filling.fill(view, files.tensor(name))
@@ -91,17 +84,3 @@ def load_mtp(directory: Path, fields: ConfigFields, network: LlamaModel) -> MtpH
         filling.fill(WeightView.of(of_token), stored[:, hidden:].contiguous())
     weights = MtpWeights(layer, state_norm, token_norm, of_state, of_token)
     return MtpHead(network, settings, weights, directory)
-
-
-def _check(files: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raise unless the tensors are there in their shapes."""
-    for name, shape in shapes.items():
-        if name not in files:
-            raise CheckpointError(f"{shown_path(files.place)}: expected tensor {name}, got none")
-        got = files.shape(name)
-        if got != shape:
-            raise CheckpointError(
-                f"{files.path_of(name)}: {name}: expected {list(shape)} as config.json says, got "
-                f"{shown(list(got))}"
-            )
-        files.dtype(name)
