@@ -349,14 +349,19 @@ def _check_shapes(stored: StoredTensors, expected: dict[str, tuple[int, ...]]) -
         raise CheckpointError(
             f"{stored.place}: expected {len(expected)} tensors, {_some(missing)} missing"
         )
-    for name, wanted in expected.items():
-        shape = stored.shape(name)
-        if shape != wanted:
-            raise CheckpointError(
-                f"{stored.path_of(name)}: {name}: expected {list(wanted)} "
-                f"as config.json says, got {shown(list(shape))}"
-            )
-        stored.dtype(name)
+    for name, shape in expected.items():
+        check_shape(stored, name, shape)
+
+
+def check_shape(stored: StoredTensors, name: str, shape: tuple[int, ...]) -> None:
+    """Raise unless a tensor that is there has a shape, and numbers that can be read."""
+    got = stored.shape(name)
+    if got != shape:
+        raise CheckpointError(
+            f"{stored.path_of(name)}: {name}: expected {list(shape)} as config.json says, got "
+            f"{shown(list(got))}"
+        )
+    stored.dtype(name)
 
 
 def _refuse_unknown_layer_tensors(

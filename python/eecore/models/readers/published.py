@@ -7,11 +7,10 @@ from torch import Tensor
 
 from eecore.errors import CheckpointError
 from eecore.models.llama import LlamaModel
-from eecore.models.readers.checkpoint import Checkpoint
+from eecore.models.readers.checkpoint import Checkpoint, check_shape
 from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.weights import INT8_BLOCK_DEVICES, CodedForms, Coding, Filling, NewWeights
 from eecore.readable import shown_path
-from eecore.values import shown
 
 
 def verifier_of(fields: ConfigFields) -> str:
@@ -32,13 +31,7 @@ def check_shapes(files: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> None:
     for name, shape in shapes.items():
         if name not in files:
             raise CheckpointError(f"{shown_path(files.place)}: expected tensor {name}, got none")
-        got = files.shape(name)
-        if got != shape:
-            raise CheckpointError(
-                f"{files.path_of(name)}: {name}: expected {list(shape)} as config.json says, got "
-                f"{shown(list(got))}"
-            )
-        files.dtype(name)
+        check_shape(files, name, shape)
 
 
 def draft_tokens(files: Checkpoint, size: int, vocab_size: int) -> Tensor:
