@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from eecore.console.failures import UsageError
-from eecore.console.model_files import in_model, load_classifier
+from eecore.console.files import in_model, load_classifier
 from eecore.console.options import option
 from eecore.errors import RequestError
 from eecore.exit_text import MODES, ExitTextError, Mode, Policies, said_exit
