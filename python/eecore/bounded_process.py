@@ -111,11 +111,7 @@ def _end(server: subprocess.Popen[bytes], end: socket.socket) -> None:
 
 
 class BoundedProcess:
-    """A process that answers one question at a time.
-
-    Args:
-        end: a socket to the process.
-    """
+    """A process that answers one question at a time."""
 
     def __init__(self, end: socket.socket) -> None:
         self._channel = Channel(end)
@@ -158,7 +154,6 @@ def serve(end: int, module: str) -> None:
 
     Args:
         end: a file descriptor, of a socket to the asking process.
-        module: see :class:`Fork`.
     """
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_IGN)

@@ -54,7 +54,6 @@ class EngineLostError(EecoreError, RuntimeError):
     """The process of the engine has ended, or is not there yet.
 
     Args:
-        message: how the process ended.
         retry_after: seconds after which it may be worth another try.
     """
 

@@ -81,8 +81,6 @@ class LayerRule(Rule):
         """Raise :class:`eecore.ExitError` for a layer that the model does not have.
 
         Args:
-            name: of the setting.
-            value: a layer, or several.
             exit_layers: of the model, the last one full depth.
         """
         num_layers = exit_layers[-1]

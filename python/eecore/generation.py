@@ -209,7 +209,6 @@ def engine_limits(network: Network, engine: EngineConfig | None, **given: Any) -
     """The limits of a model's engine, from the arguments of :func:`load`.
 
     Args:
-        network: the model.
         engine: limits where no argument is given; None: the defaults.
         given: fields of :class:`EngineConfig`; None where not given.
     """

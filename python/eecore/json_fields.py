@@ -87,7 +87,6 @@ class JsonFields:
     """Typed look-ups in a JSON object; null counts as absent.
 
     Args:
-        values: the object.
         where: the file, for errors.
         error: the class of errors.
         prefix: before the fields' names in errors.

@@ -24,7 +24,6 @@ class TensorFile:
     """An open safetensors file; a context manager.
 
     Args:
-        path: the file's path.
         error: the class of errors.
         missing: the class of the error for no file, if that is another one.
         what: the expected kind of file, for errors.

@@ -290,7 +290,6 @@ def check_fields(
     """Replace the fields of a frozen dataclass by plain values.
 
     Args:
-        owner: the dataclass.
         error: the error for a wrong field.
         prefix: before the names in messages.
         rules: by field; None: the dataclass's own.

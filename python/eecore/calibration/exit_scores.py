@@ -59,9 +59,7 @@ def score_exits(
     (LayerSkip §5, Figure 6 and Tables 1 and 2: the quality of early exits.)
 
     Args:
-        network: the model.
         sequences: token ids; each must fit into the model's context.
-        layers: exit layers of the model.
 
     Raises:
         RequestError: there is nothing to score, a sequence is too long, or a layer does not exist.

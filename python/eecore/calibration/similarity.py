@@ -35,8 +35,6 @@ def rouge(kind: str, text: str, reference: str) -> float:
 
     Args:
         kind: ``rougeL``, ``rouge2`` or ``rouge1``.
-        text: the generated text.
-        reference: the text that it is compared with.
     """
     scorer = _scorer(kind)
     if text.strip() == reference.strip():

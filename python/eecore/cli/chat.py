@@ -108,17 +108,7 @@ def chat(
 
 
 class _Talk:
-    """One conversation and how it is shown.
-
-    Args:
-        model: the model that answers.
-        directory: the model's directory, which may hold calibrations.
-        policy: the exit policy.
-        sampling: the options of the command line.
-        system: the system message, if there is one.
-        depth: whether tokens are coloured by how they were made.
-        stats: whether a line of statistics follows each answer.
-    """
+    """One conversation and how it is shown."""
 
     def __init__(
         self,

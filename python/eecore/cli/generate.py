@@ -86,8 +86,6 @@ class SamplingOptions:
         answers (:meth:`SamplingParams.of_answer`); texts are continued greedily.
 
         Args:
-            model: the model that answers.
-            policy: the exit policy.
             answers: the prompt's tokens where it asks for an answer, which may fill the context;
                 None for a text that is continued.
         """

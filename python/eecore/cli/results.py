@@ -41,8 +41,6 @@ class Results:
     """Prints outputs in the order of the prompts, each as soon as all earlier ones are done.
 
     Args:
-        prompts: the prompts as given.
-        model: the model that answers them.
         policy: the exit policy, to show the depth of each token; None: depths are not shown.
         console: the terminal that a progress bar shares with the outputs.
     """
@@ -149,8 +147,6 @@ class StreamedText(Results):
     """Prints the text of a single prompt as it is generated.
 
     Args:
-        prompts: the one prompt as given.
-        model: the model that answers it.
         policy: the exit policy, to show the depth of each token; None: depths are not shown.
         asked: the prompt as the model gets it, in its chat template if it has one.
     """

@@ -89,8 +89,6 @@ class DepthPainter:
     a stop string), so the length of each token's text is counted from the tokens themselves.
 
     Args:
-        model: the model that writes the text.
-        prompt_ids: the tokens before it.
         lowest: the layer of the first colour.
         verified: whether all layers verify drafts: there are two colours then, for drafted tokens
             and for others.

@@ -21,8 +21,6 @@ def check_out(flag: str, path: Path | None, *, is_stem: bool = False) -> None:
     """Raise a usage error unless a file can be written at a path.
 
     Args:
-        flag: the option that names it.
-        path: the file; None for none.
         is_stem: whether the path is the beginning of file names.
     """
     if path is None:

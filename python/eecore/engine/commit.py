@@ -49,7 +49,6 @@ class Commits:
 
     Args:
         exit_layers: the model's exit layers, the last one full depth.
-        scheduler: the scheduler, which has the requests.
         keyed: whether pages also have keys of a draft head's own layers.
     """
 
@@ -80,8 +79,6 @@ class Commits:
         request that ends with it has yet to be finished in the scheduler.
 
         Args:
-            outcome: what the iteration did for the request.
-            taken: the part of the outcome that counts.
             now: the time, in seconds of ``time.perf_counter``.
             going_on: requests whose next iteration is in flight and needs their pages.
         """

@@ -32,8 +32,6 @@ class Intake:
 
     Args:
         network: the model, or the facts on it.
-        tokenizer: the model's tokenizer.
-        config: limits of the engine.
         guides: compiles guides; None: they are compiled in this process.
     """
 

@@ -31,9 +31,6 @@ class TextStream:
     request in another thread, since the state is never half changed.
 
     Args:
-        tokenizer: decodes the tokens.
-        prompt_ids: the tokens before the text.
-        stop: strings that end the text.
         token_ids: the request's tokens, a list that grows.
     """
 
@@ -130,8 +127,6 @@ class Piece:
     """The text that the first ``num_tokens`` add to what was shown, decoded at the first call.
 
     Args:
-        stream: the request's text.
-        num_tokens: tokens of the request.
         final: whether no more tokens follow.
     """
 

@@ -66,7 +66,6 @@ def attend(
     """The attention function that transformers calls.
 
     Args:
-        module: the attention layer.
         query: [batch_size, num_q_heads, q_length, head_dim].
         key: [batch_size, num_kv_heads, kv_length, head_dim].
         value: as ``key``.
@@ -75,7 +74,6 @@ def attend(
         dropout: must be 0.
         sliding_window: keys that a query sees, itself included; None for all.
         is_causal: the module's own when None.
-        asked: further arguments of the model.
 
     Returns:
         [batch_size, q_length, num_q_heads, head_dim], and None for the weights.

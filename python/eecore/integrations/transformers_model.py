@@ -47,8 +47,6 @@ class _Watch:
 
     Args:
         model: the model; not kept alive.
-        config: its configuration at that time.
-        adopted: its weights.
     """
 
     def __init__(

@@ -134,7 +134,6 @@ class LayerSkipProposer:
                 is unfinished has none, and gets no drafts.
             num_tokens_no_spec: int32 [max_num_reqs], tokens of each sequence.
             token_ids_cpu: int32 [max_num_reqs, max_model_len], the tokens.
-            slot_mappings: not used.
         """
         if self._drafter is None:
             self._drafter = self._make_drafter()

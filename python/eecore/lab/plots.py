@@ -58,7 +58,6 @@ def bar_chart(
     """Groups of bars side by side, each bar with a line at its ideal height.
 
     Args:
-        path: the file to write.
         groups: names below the groups.
         bars: heights by the name of a series, one a group; None for no bar.
         ideals: heights of the lines, likewise.
@@ -95,15 +94,7 @@ def heat_map(
     columns: str,
     label: str,
 ) -> None:
-    """Values by row and column as colours and numbers; missing values stay white.
-
-    Args:
-        path: the file to write.
-        values: by row and column.
-        rows: the name of the row axis.
-        columns: the name of the column axis.
-        label: the name of the values.
-    """
+    """Values by row and column as colours and numbers; missing values stay white."""
     down, across = (sorted({pair[axis] for pair in values}) for axis in (0, 1))
     drawn = figure((1.5 + 0.8 * len(across), 1.5 + 0.5 * len(down)))
     axes: Any = drawn.subplots()
@@ -127,11 +118,6 @@ def heat_map(
 def plot_run(path: Path, steps: Columns, evaluations: Columns) -> None:
     """Draw the logs of a model's run: training loss by step, and the exits at the last
     evaluation.
-
-    Args:
-        path: the file to write.
-        steps: the log of steps, by column.
-        evaluations: the log of evaluations, by column.
     """
     drawn = figure((11, 4))
     left, right = drawn.subplots(1, 2)

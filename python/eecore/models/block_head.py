@@ -95,9 +95,7 @@ class BlockHead(PassHead):
     """A head that drafts from keys alone, not from a state.
 
     Args:
-        settings: the settings in the head's files.
         weights: the head's weights, in the model's dtype and on its device.
-        path: the head's directory.
 
     Attributes:
         correction: what the tokens before a draft add to its logits; None: nothing.

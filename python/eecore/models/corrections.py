@@ -113,9 +113,7 @@ class GatedMarkov(Markov):
     Args:
         before: [vocab_size, rank].
         after: [draft_vocab_size, rank].
-        rank: of the table.
         gate: [rank, hidden_size + rank], with a bias.
-        new: makes the constant matrices.
     """
 
     sees_state = True
@@ -143,11 +141,9 @@ class RecurrentMarkov(Markov):
     Args:
         before: [vocab_size, rank].
         after: [draft_vocab_size, rank].
-        rank: of the table.
         step: [2 * rank, hidden_size + 2 * rank], with a bias: the candidate and half of the gate,
             from the draft's state, the row and the cell's state.
         output: [rank, hidden_size + 2 * rank], with a bias: the output from the same.
-        new: makes the constant matrices.
     """
 
     sees_state = True
@@ -192,7 +188,6 @@ class DominoGru(Correction):
             update and candidate.
         of_state: [3 * state_size, state_size], its weights for its state, likewise.
         first: the first draft that is corrected.
-        new: makes a matrix.
     """
 
     def __init__(
@@ -255,10 +250,6 @@ class DominoGru(Correction):
 class _GatedMean:
     """``z * state + (1 - z) * candidate`` of z = (1 + t) / 2: (state + candidate + t (state -
     candidate)) / 2.
-
-    Args:
-        size: of the state.
-        new: makes a matrix.
     """
 
     def __init__(self, size: int, new: NewMatrix) -> None:

@@ -42,14 +42,12 @@ class Decoder:
     norm. Nothing keeps state between calls but the KV cache that is passed in.
 
     Args:
-        config: the model's config.
         source: which model this is; None: unknown.
         embed_tokens: [vocab_size, hidden_size].
         lm_head: [vocab_size, hidden_size].
         head_norm: [hidden_size], the norm before the LM head; in a looped model the norm at the end
             of each loop.
         activation: the activation of the MLPs, which are gated unless it is relu.
-        multipliers: the factors between the model's parts.
     """
 
     def __init__(

@@ -163,8 +163,6 @@ class DraftHead:
 
     Args:
         network: the model; not changed.
-        path: the pack's directory.
-        settings: the settings in ``head.json``.
         tensors: the pack's tensors by name: float32, or matrices in uint8 as blocks of 4 bits.
         vocabulary: int64 [vocabulary_size], the tokens that the head always knows.
     """

@@ -47,12 +47,7 @@ def _parts(matrix: Matrix) -> dict[str, Any]:
 
 
 class Linear:
-    """The linear layers of one model, by eecore's or torch's products.
-
-    Args:
-        device: the model's device.
-        eps: the epsilon of the model's norms.
-    """
+    """The linear layers of one model, by eecore's or torch's products."""
 
     def __init__(self, device: torch.device, eps: float) -> None:
         self._eps = eps

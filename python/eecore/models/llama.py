@@ -120,8 +120,6 @@ class LlamaWeights:
         """Uninitialised weights of the config's sizes.
 
         Args:
-            config: the model's config.
-            new: makes the weights.
             shared: another model's embeddings and LM head; None: new ones.
         """
         layers, hidden, inner = config.stack_size, config.hidden_size, config.intermediate_size
@@ -175,12 +173,7 @@ class LlamaWeights:
     def by_checkpoint_name(
         self, config: ModelConfig, embeddings: str = EMBEDDINGS
     ) -> dict[str, WeightView]:
-        """What each tensor of a Hugging Face checkpoint fills, by the tensor's name.
-
-        Args:
-            config: the config of these weights.
-            embeddings: the embeddings' name in the checkpoint.
-        """
+        """What each tensor of a Hugging Face checkpoint fills, by the tensor's name."""
         q_size, kv_size, inner = config.q_size, config.kv_size, config.intermediate_size
         parts = {
             "qkv": {
@@ -421,7 +414,6 @@ class LlamaModel(Decoder):
             q: [num_rows, num_heads, head_dim], rotated.
             layer: the number, from 0, of a layer without a window.
             heads: the layer's key heads to attend to, each by an equal number of query heads.
-            kv: the cache.
             texts: the page table, and the number of keys and the first query of each text, as in
                 :class:`AttentionBatch`.
         """

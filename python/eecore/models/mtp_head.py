@@ -71,10 +71,7 @@ class MtpHead(ChainHead):
     """The layer, with the model that it drafts for.
 
     Args:
-        network: the model.
-        settings: the layer's settings in config.json.
         weights: the layer's weights, in the model's dtype and on its device.
-        path: the checkpoint's directory.
     """
 
     kind, verifier = MtpSettings.kind, MtpSettings.verifier

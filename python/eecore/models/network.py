@@ -121,8 +121,6 @@ def check_digest(network: LlamaModel, digest: str, where: str) -> None:
     """Raise where a head was trained for another model.
 
     Args:
-        network: the model at hand.
-        digest: that of the head's model.
         where: the file and the field that says so.
 
     Raises:

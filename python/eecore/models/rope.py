@@ -28,10 +28,6 @@ class RopeTables:
     as in llama.cpp and vLLM. (transformers decides for each text, and computes keys anew when a
     text grows.)
 
-    Args:
-        config: the model's config.
-        device: the tables' device.
-
     Attributes:
         places: for each layer, the numbers of its queries' table and of its keys' table.
         by_layer: ``places`` as int32 [num_layers, 2] on the device; None if there is one table.

@@ -56,7 +56,6 @@ class T5Model(Decoder):
         Args:
             token_ids: int64 [num_tokens], the inputs one after the other.
             lengths: the length of each input, 1 or more.
-            kv: the decoder's cache.
             slots: int64 [num_tokens], where keys and values go.
         """
         hidden = self.embed(token_ids)

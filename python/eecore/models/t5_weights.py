@@ -161,12 +161,7 @@ class T5Weights:
         )
 
     def by_checkpoint_name(self, config: T5Config, embeddings: str) -> dict[str, WeightView]:
-        """What each tensor of a Hugging Face checkpoint fills, by the tensor's name.
-
-        Args:
-            config: the config of these weights.
-            embeddings: the embeddings' name in the checkpoint.
-        """
+        """What each tensor of a Hugging Face checkpoint fills, by the tensor's name."""
         views = {
             embeddings: WeightView.of(self.embed_tokens, "most"),
             **self.encoder.by_checkpoint_name(config, "encoder", mlp=1),

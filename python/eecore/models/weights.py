@@ -121,11 +121,9 @@ class NewWeights:
 
         Args:
             field: the field of the weights that will hold it.
-            shape: the weight's shape.
             parts: out_features of each tensor of a checkpoint that fills it, if there are several.
             cares: the care of each of these tensors if they are quantised; by default "usual", and
                 "most" for the LM head.
-            bias: whether it has a bias.
             is_head: whether it is the LM head, tied to the embeddings or not.
         """
         sizes = tuple(parts) or shape[-2:-1]

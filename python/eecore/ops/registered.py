@@ -63,7 +63,6 @@ def compiled(op: str, *, cpu_only: bool = False) -> Callable[..., None]:
     autograd kernel in Python would do the same, but would double the cost of a small op.
 
     Args:
-        op: the op's name.
         cpu_only: the op has no CUDA kernel by design.
     """
     if cpu_only:

@@ -23,8 +23,6 @@ class PageAllocator:
     least recently used ones.
 
     Args:
-        num_pages: pages of the KV cache.
-        page_size: positions per page.
         cache: the contents of pages; None: pages are not shared.
     """
 

@@ -23,12 +23,7 @@ __all__ = ["PrefixCache"]
 
 
 class PrefixCache:
-    """Pages by their contents, whichever sequences own them.
-
-    Args:
-        page_size: positions per page.
-        num_layers: layers of the model.
-    """
+    """Pages by their contents, whichever sequences own them."""
 
     def __init__(self, page_size: int, num_layers: int) -> None:
         self._page_size, self._num_layers = page_size, num_layers

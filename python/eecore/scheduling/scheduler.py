@@ -54,8 +54,6 @@ class Scheduler:
     """Owns the requests, the queues and the pages.
 
     Args:
-        config: limits.
-        pages: the allocator of the cache's pages.
         draft_keys: positions after its drafts for which a speculating request gets pages where
             pages are free: a draft head with layers of its own drafts there for the next round.
 

@@ -17,12 +17,7 @@ __all__ = ["AccessLog"]
 
 
 class AccessLog:
-    """Middleware that writes the access log of an application.
-
-    Args:
-        app: the ASGI application.
-        write: takes a line.
-    """
+    """Middleware that writes the access log of an application."""
 
     def __init__(self, app: ASGIApp, write: Callable[[str], Any]) -> None:
         self._app, self._write = app, write

@@ -61,9 +61,6 @@ class Service:
     """The state that all requests to a server share.
 
     Args:
-        served: the model.
-        admission: the limit of sequences.
-        metrics: the counters.
         max_body: bytes of the largest body.
         timeout: seconds for a request; None for no limit.
         tracing: makes a span of each request; None: no spans.
@@ -106,7 +103,6 @@ class Answer(Response, Generic[Body]):
     """The answer to a body, in one piece.
 
     Args:
-        service: the server's shared state.
         reads: makes a request from the body, in a thread.
         says: makes the answer, in a thread.
     """
@@ -150,10 +146,7 @@ class Generation(Answer[Asking]):
     """The model's answer to a body, whole or as a stream.
 
     Args:
-        service: the server's shared state.
-        reads: makes a request from the body, in a thread.
         ask: makes requests for the engine from it.
-        shape: the format of the answer.
     """
 
     def __init__(

@@ -46,7 +46,6 @@ def create_app(
     """The ASGI application of a server.
 
     Args:
-        service: the state that its requests share.
         api_keys: keys, one of which a request to an endpoint that costs compute must have; empty:
             no key is needed.
         cors_origins: sites whose pages may send requests from a browser; "*": all of them.

@@ -28,7 +28,6 @@ class Depths:
     """The policies that a server lets requests choose.
 
     Args:
-        policies: the parser.
         default: the policy of requests that name none.
         allowed: modes and whole policies; None for all.
         aliases: policies that are listed as models of their own.
@@ -90,7 +89,6 @@ def recommended(
     """The policies that suit a model; a server lists them where its settings name none.
 
     Args:
-        policies: the parser.
         exit_layers: the model's, the last one full depth.
         source: the model's identity; a calibration for another model is not listed.
         agreement: for each exit layer the share of tokens that are the last layer's, where the

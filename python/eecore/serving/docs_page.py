@@ -27,11 +27,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-
 
 
 def docs_page(schema: Mapping[str, Any]) -> HTMLResponse:
-    """A page of the endpoints of a schema and their fields.
-
-    Args:
-        schema: OpenAPI's.
-    """
+    """A page of the endpoints of a schema and their fields."""
     name = escape(f"{schema['info']['title']} {schema['info']['version']}")
     parts = [
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>',

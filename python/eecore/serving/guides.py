@@ -37,7 +37,6 @@ def guide_of(body: GenerationRequest, calls: ExpectedCalls | None = None) -> Mad
     """The guide of a request; None where its text is free.
 
     Args:
-        body: the request.
         calls: the tool calls that the answer may make; a response format applies to answers without
             calls.
 
@@ -68,7 +67,6 @@ def expected_calls(body: ChatRequest, form: ToolFormat | None) -> ExpectedCalls 
     """The tool calls that the answer to a chat may or must make; None where it can make none.
 
     Args:
-        body: the request.
         form: the model's format of tool calls; None: it has none.
 
     Raises:

@@ -19,7 +19,6 @@ class TextOffsets:
     space that a decoder drops before the first word.
 
     Args:
-        served: the model.
         before: tokens before the first one; the last of them may end within a character.
         begin: characters before the first token.
         text: the text of the tokens, where it is known.

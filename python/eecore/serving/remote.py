@@ -120,11 +120,7 @@ class RemoteModel:
 
 
 class _Process:
-    """A running process of an engine.
-
-    Args:
-        start: the first message to it.
-    """
+    """A running process of an engine."""
 
     def __init__(self, start: Start) -> None:
         ours, theirs = socket.socketpair()

@@ -42,8 +42,6 @@ def echoed(
     """The log-probabilities of a prompt that a completion begins with.
 
     Args:
-        served: the model.
-        token_ids: the prompt's.
         entries: one for each token, None for the first.
         text: the prompt as it is shown.
         num_top: how many of the most probable tokens to list.

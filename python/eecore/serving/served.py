@@ -49,7 +49,6 @@ class ServedModel:
         model: from :func:`eecore.load`, or with its engine in another process.
         name: what requests call it.
         depths: the policies that requests may choose.
-        engine: runs the requests.
         max_choices: the most answers of one request.
         tool_format: the model's format of tool calls; None: calls stay text.
         samples_as_model: settings that a request leaves out are the model's own, not greedy.

@@ -63,7 +63,6 @@ def serve(
     """Run the server until a signal ends it.
 
     Args:
-        service: the state that requests share.
         listener: from :func:`listen`.
         api_keys: the keys that requests may have; empty: no key is needed.
         cors_origins: see :func:`~eecore.serving.app.create_app`.

@@ -41,12 +41,7 @@ PLACE = "\0"
 
 @dataclass
 class Shape:
-    """The answer to one request, in the format of an endpoint.
-
-    Args:
-        served: the model.
-        asked: the request.
-    """
+    """The answer to one request, in the format of an endpoint."""
 
     served: ServedModel
     asked: Asked

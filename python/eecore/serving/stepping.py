@@ -105,12 +105,7 @@ def _load(start: Start) -> Engine:
 
 
 class _Requests:
-    """Turns the server's messages into requests of the engine.
-
-    Args:
-        engine: the one of this process.
-        say: sends a message to the server.
-    """
+    """Turns the server's messages into requests of the engine."""
 
     def __init__(self, engine: Engine, say: Any) -> None:
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()

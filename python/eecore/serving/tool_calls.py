@@ -122,7 +122,6 @@ class ExpectedCalls:
     """The tool calls that an answer may make.
 
     Args:
-        format: the model's.
         functions: those that may be called, as OpenAI describes them.
         is_required: whether the answer must make a call.
         max_calls: None for any number. Further calls are left out of the answer.
@@ -145,8 +144,6 @@ class CallReader:
     Where there are calls, text before, between and after them is left out if it is only space.
 
     Args:
-        form: the model's format.
-        names: the tools' names.
         max_calls: None for any number; further calls are left out.
     """
 
@@ -223,8 +220,6 @@ class _Block:
     """Calls in a row.
 
     Args:
-        form: the model's format.
-        names: the tools' names.
         begin: where the first call begins: after the marker, if there is one.
     """
 

@@ -61,8 +61,6 @@ class Tracing:
         """The span of a request.
 
         Args:
-            scope: the request's ASGI scope.
-            asked: the request.
             began: when it arrived, in nanoseconds since 1970.
         """
         operation = "text_completion" if scope["path"] == "/v1/completions" else "chat"

@@ -53,7 +53,6 @@ class Start(msgspec.Struct, frozen=True):
     """The first message to an engine's process.
 
     Args:
-        path: the model's.
         options: plain values, as :func:`eecore.load` takes them.
         threads: CPU threads; None for torch's choice.
         max_num_seqs: sequences that run at once; None for the model's default.
@@ -198,12 +197,7 @@ def plain_exit(policy: Exit) -> PlainExit:
 
 
 def exit_of(plain: PlainExit, classifiers: Mapping[str, ExitClassifier]) -> Exit:
-    """The exit policy, back from :func:`plain_exit`.
-
-    Args:
-        plain: the policy.
-        classifiers: by digest.
-    """
+    """The exit policy, back from :func:`plain_exit`."""
     name, values = plain
     if values.get("classifier") is not None:
         values["classifier"] = classifiers[values["classifier"]]

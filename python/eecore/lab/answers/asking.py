@@ -116,8 +116,6 @@ def write_questions(
     Args:
         model: with a tokenizer and a chat template that begins every turn in the same way.
         path: the file; a file with other settings is refused.
-        count: the number of lines.
-        settings: the file's settings.
         rows: questions that are written at once. The result is that of :meth:`LinesFile.write`.
         progress: called with the number of lines, and the number wanted.
         should_stop: called after each step; True stops.
@@ -176,11 +174,6 @@ def follow_ups(
 
     A question's index is the answer's plus :data:`ABOUT`. Answers to such questions and short
     answers are left out.
-
-    Args:
-        tokenizer: the model's.
-        answers: written by the model.
-        seed: for the choice of questions.
     """
     for answer in answers:
         index = ABOUT + answer.index
@@ -218,7 +211,6 @@ def own_rounds(
         path: the file of questions, new or to be continued.
         answers: the file that the caller writes all answers to.
         num_tokens: tokens of answers that are wanted.
-        settings: the answers' settings.
         progress: called after each question.
         should_stop: called after each step; True makes the next round None, the last one.
 

@@ -248,7 +248,6 @@ def write_answers(
         path: the file; a file with other settings is refused.
         num_tokens: the fewest tokens wanted, the existing ones included; there are fewer where the
             questions run out.
-        settings: the file's settings.
         rows: answers that are written at once. The result is that of :meth:`LinesFile.write`.
         progress: called with the number of tokens, at the beginning and after each answer.
         should_stop: called after each step; True stops.

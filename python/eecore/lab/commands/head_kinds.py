@@ -140,10 +140,7 @@ def recurrent_plan(
     """A recurrent head's plan.
 
     Args:
-        network: the model.
         weights: the format that its weights are stored in.
-        head: the options of both kinds.
-        recurrent: those of this one.
         of_run: settings of the run's config.
 
     Raises:

@@ -125,7 +125,6 @@ def map_exits(
     Args:
         model: from :func:`eecore.load`, with a tokenizer.
         prompt: the text before; its tokens have no exit.
-        policy: the exit policy.
         text: a given text to map after the prompt.
         max_tokens: tokens to write greedily after the prompt instead; 0 maps ``text``.
 

@@ -77,11 +77,8 @@ class BlockHead(nn.Module):
     """The weights of a head, in float32, and its pass over blocks.
 
     Args:
-        sizes: the sizes of the tensors.
-        eps: the eps of the norms.
         norm: [hidden_size], the initial value of the output norm: the model's own, scaled.
         tap_sizes: the root mean square of each tap's states.
-        seed: for the random initial weights.
     """
 
     def __init__(

@@ -40,7 +40,6 @@ class AnchorOrder:
         text: int64 [m], their texts.
         per_text: rows of a text in a step, at most.
         batch_size: texts of a step.
-        seed: for the order and the rows.
     """
 
     def __init__(
@@ -114,8 +113,6 @@ def block_loss(
     Tokens outside the vocabulary are never drafted, so that these positions add nothing.
 
     Args:
-        head: the head that learns.
-        frozen: the model's part.
         data: states and tokens, those of prompts among them.
         starts: int64 [n], the rows that blocks start from, ascending within a text.
         mask_token: the token that stands for what is to be drafted.

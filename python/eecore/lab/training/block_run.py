@@ -56,10 +56,7 @@ class BlockTrainee(DraftTrainee):
     """A head that drafts a block, which learns from the texts of a frozen model.
 
     Args:
-        network: the model, which is not changed.
         data: states and tokens of its own texts, those of the prompts among them.
-        config: the run's settings.
-        share: share of the texts that are trained on, to see what more text gains.
 
     Raises:
         TrainingError: there are too few texts, or the vocabulary is larger than the model's.

@@ -102,7 +102,6 @@ def train_exit_classifier(
         model: not changed: an :class:`ExitModel`, or a :class:`RunningModel` in its stored
             precision.
         batches: similar to the model's training data.
-        config: learning rate and seed.
         progress: called with the number of steps done and the step's loss.
     """
     config = config or ClassifierConfig()
@@ -145,8 +144,6 @@ def save_classifier(
     """Write the safetensors file that :meth:`eecore.ExitClassifier.load` reads.
 
     Args:
-        classifier: returned by :func:`train_exit_classifier`.
-        path: the file to write.
         metadata: for the file's header; it should name the model (``{"model_sha256":
             model_digest(directory)}``).
     """

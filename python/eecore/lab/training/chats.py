@@ -34,7 +34,6 @@ def chat_pieces(
     Args:
         tokenizer: the model's, with a chat template.
         messages: each with a ``role`` and a ``content``.
-        eos_token_id: the token that ends a text.
         train_on_input: whether all messages are learnt, or only the assistant's.
         **variables: further variables of the template (``tools``, ...).
 

@@ -397,7 +397,6 @@ def collate(
     """A batch of sequences, padded on the right with token 0.
 
     Args:
-        data: the sequences.
         rows: the sequences; several in one row are packed: ``inputs`` then has ``position_ids``,
             which begin at 0 with each sequence, and attention does not cross sequences.
         decoder_start: the token that starts the decoder of a model with an encoder; the prompt then

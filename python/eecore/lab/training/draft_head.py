@@ -46,10 +46,7 @@ class DraftHead(nn.Module):
     """The weights of a head, in float32, and its two operations, :meth:`begin` and :meth:`step`.
 
     Args:
-        sizes: the sizes of the tensors.
-        eps: the eps of the model's norms.
         final_norm: the model's, [hidden_size], the initial value of the head's output norm.
-        seed: for the random initial weights.
     """
 
     def __init__(self, sizes: HeadSizes, eps: float, final_norm: Tensor, seed: int = 0) -> None:

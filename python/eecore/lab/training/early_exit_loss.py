@@ -156,7 +156,6 @@ def early_exit_backward(
     Args:
         head: final norm and LM head; runs only for layers with a weight.
         states: h[1..L], each [batch, length, hidden_size].
-        targets: the positions and tokens to learn.
         weights: w(t,l), one for each state.
 
     Returns:

@@ -120,8 +120,6 @@ class TrainingRun:
     """A run between two steps; its state and its logs are in a directory.
 
     Args:
-        trainee: trained in place.
-        directory: for the run's files.
         saved: the checked state in the directory to resume from; None begins.
     """
 

@@ -133,7 +133,6 @@ class TextKeys:
             parts: keys on disk, [m, num_attended, 2, head_dim] each, one after the other.
             begins: int64 [n], where the keys of each row's text begin among all of them.
             positions: int64 [n], the rows' positions.
-            cos_sin: the model's.
             scale: the scores' factor; None: head_dim**-0.5.
         """
         firsts, place = torch.unique_consecutive(begins, return_inverse=True)

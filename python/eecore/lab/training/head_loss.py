@@ -101,7 +101,6 @@ class StretchOrder:
         text: int64 [n], each row's text.
         length: rows that drafts start from; a text's last stretch may be shorter.
         batch_size: stretches of a step.
-        seed: for the order.
     """
 
     def __init__(self, text: Tensor, length: int, batch_size: int, seed: int) -> None:
@@ -138,9 +137,6 @@ def draft_loss(
     add nothing.
 
     Args:
-        head: the head that learns.
-        frozen: the model's part.
-        data: states and tokens.
         starts: int64 [n], the rows that drafts start from.
         num_steps: tokens of a draft.
     """

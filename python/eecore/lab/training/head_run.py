@@ -82,7 +82,6 @@ class DraftTrainee(Trainee):
     Args:
         network: the model, which is not changed.
         data: states and tokens of its own texts.
-        config: the run's settings.
         share: share of the texts that are trained on, to see what more text gains.
         vocabulary: int64, the tokens that can be drafted; None: they are chosen from the texts.
 
@@ -199,10 +198,6 @@ class HeadTrainee(DraftTrainee):
     """A recurrent head that learns from the texts of a frozen model.
 
     Args:
-        network: the model, which is not changed.
-        data: states and tokens of its own texts.
-        config: the run's settings.
-        share: share of the texts that are trained on, to see what more text gains.
         beginning: the head that it starts from, of the same sizes.
 
     Raises:
@@ -278,7 +273,6 @@ def frozen_side(
     """The parts of a model that a head uses, in float32 on the CPU.
 
     Args:
-        network: the model.
         vocabulary: int64 [vocabulary_size], the tokens that can be drafted.
         num_positions: positions that drafts attend from.
         attended: the key heads that they attend to, in layers whose queries are rotated alike.
@@ -314,7 +308,6 @@ def begin_queries(head: DraftHead, frozen: FrozenSide, data: HeadStates, rows: T
 
     Args:
         head: its ``attention_query`` is written; the other weights have their initial values.
-        frozen: the model's part.
         data: all of it, with queries.
         rows: bool [n], the rows that may be learnt from.
     """

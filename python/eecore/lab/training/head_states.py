@@ -301,7 +301,6 @@ def collect_states(
         network: the model as eecore runs it.
         texts: each gives states from the last token of the prompt on.
         directory: the files'; files with other settings are refused.
-        settings: the files' settings.
         progress: called with the number of rows, and the number wanted, at the beginning and after
             each group of texts.
         should_stop: called between groups of texts; True stops.

@@ -92,7 +92,6 @@ class LayerDropoutHandle(AbstractContextManager["LayerDropoutHandle"]):
         """Set the step t of the forward passes that follow.
 
         Args:
-            step: t.
             rows: the samples of the step that the next forward pass has, where a step is computed
                 in pieces: a sample skips the same layers in a piece as in the whole.
             batch: the number of the step's samples; None where a forward pass has all of them.
@@ -158,9 +157,7 @@ def drop_layers(
 
     Args:
         layers: in order; ``ExitModel.of(model).layers``, say.
-        schedule: the rates.
         num_steps: T.
-        seed: for the random numbers.
         sharded: whether several processes share a layer's weights, so that all run it where any of
             them does.
 

@@ -51,7 +51,6 @@ def load_starting_point(
     Args:
         path: a Hugging Face directory, or a config.json.
         tokenizer: a directory with tokenizer.json; the model's when None.
-        seed: for random weights.
 
     Raises:
         ModelError: there is no model, or it is malformed.

@@ -92,8 +92,6 @@ def looped_backward(
     Args:
         model: with a gate.
         states: of each loop, normed, [batch, length, hidden_size].
-        targets: where and what.
-        loss: of each target.
 
     Returns:
         The loss, and the cross entropy of each loop by its index, detached.

@@ -92,8 +92,6 @@ def train(
     Args:
         model: of a class that :class:`ExitModel` supports; trained in place, on its device, or with
             ``config.shard`` on the processes' devices.
-        data: the sequences to learn.
-        config: the other settings.
         out: a new or empty directory, or with ``resume`` the run's.
         held_out: sequences to score the exits on.
         tokenizer_directory: its tokenizer files are copied to ``out``.
@@ -153,9 +151,6 @@ class ModelTrainee(Trainee):
 
     Args:
         model: the model, or the peft model around it; its layers are wrapped until :meth:`close`.
-        data: the sequences to learn.
-        config: the run's.
-        held_out: sequences to score the exits on.
     """
 
     config: TrainingConfig

@@ -48,7 +48,6 @@ class ShardedExitModel(ExitModel):
 
         Args:
             exits: equal in every process.
-            device: this process's device.
         """
         mesh = init_device_mesh(device.type, (Processes.current().size,))
         for layer in (*exits.encoder_layers, *exits.layers):

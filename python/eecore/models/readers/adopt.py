@@ -103,7 +103,6 @@ class Adopted:
     norms of a Gemma, there is a copy instead, which :meth:`refresh` brings up to date.
 
     Args:
-        config: the model's config.
         tensors: parameters by their names in a Hugging Face checkpoint, on one device, in one
             dtype. The LM head is tied if it is the embeddings' memory, whatever the config says.
         owner: the name of the tensors' owner in errors.

@@ -114,10 +114,6 @@ def _kind_of(fields: ConfigFields) -> _Kind:
 def read_block_settings(fields: ConfigFields, model: ModelConfig) -> BlockSettings:
     """The settings in a head's config.json.
 
-    Args:
-        fields: the fields of config.json.
-        model: the config of the model that the head drafts for.
-
     Raises:
         ModelError: the head is for another model, or has a feature that is not supported.
     """
@@ -205,11 +201,6 @@ def _taps(
 def load_block_head(directory: Path, fields: ConfigFields, network: LlamaModel) -> BlockHead:
     """The head in a directory.
 
-    Args:
-        directory: a directory with safetensors files.
-        fields: the fields of its config.json.
-        network: the model that the head drafts for.
-
     Raises:
         ModelError: the head is not whole, is for another model, or has a feature that is not
             supported; raised before memory is allocated.
@@ -223,13 +214,7 @@ def load_block_head(directory: Path, fields: ConfigFields, network: LlamaModel) 
 
 
 class _Reader:
-    """Checks the tensors of a head, and reads them into its weights.
-
-    Args:
-        files: the head's files.
-        settings: the settings in its config.json.
-        network: the model.
-    """
+    """Checks the tensors of a head, and reads them into its weights."""
 
     def __init__(self, files: Checkpoint, settings: BlockSettings, network: LlamaModel) -> None:
         self._files, self._settings, self._network = files, settings, network

@@ -134,7 +134,6 @@ class Checkpoint(StoredTensors):
     """The tensors of a model directory by name; a context manager that holds the files open.
 
     Args:
-        directory: the directory.
         drafts: whether to include tensors of layers that draft further tokens.
     """
 

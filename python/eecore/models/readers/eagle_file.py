@@ -71,10 +71,6 @@ WINDOWS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_la
 def read_eagle_settings(fields: ConfigFields, target: ModelConfig) -> EagleSettings:
     """The settings in a head's ``config.json``, checked against the model that it drafts for.
 
-    Args:
-        fields: the fields of the file.
-        target: the config of that model.
-
     Raises:
         ModelError: the head is not for this model, or has a feature that is not supported.
     """
@@ -164,11 +160,6 @@ def load_eagle(
     directory: Path, fields: ConfigFields, network: LlamaModel
 ) -> EagleHead | ParallelHead:
     """The head in a directory.
-
-    Args:
-        directory: the directory of the head's files.
-        fields: the fields of its ``config.json``.
-        network: the model that the head drafts for.
 
     Raises:
         ModelError: the head is not for this model, or not whole. Raised before the head's tensors

@@ -126,10 +126,6 @@ class HeadFile:
 
     Matrices are stored as floats, or as uint8 in blocks of 4 bits (:func:`in_blocks`).
 
-    Args:
-        path: the pack's directory.
-        settings: the settings in its ``head.json``.
-
     Raises:
         ModelError: a tensor is missing, truncated or not finite, or has another shape.
     """
@@ -214,8 +210,6 @@ def find_head(
     """The draft head for a model, if there is one.
 
     Args:
-        network: the model.
-        path: the model's directory or file.
         exits: a pack's directory, or a repository on the hub with a pack; None: ``exits`` in the
             model's directory, ``NAME.exits`` next to a file ``NAME.gguf``, or a pack shipped with
             eecore for this model; False: no head.

@@ -24,10 +24,6 @@ LAYER = "model.mtp_layers.0."
 def read_mtp_settings(fields: ConfigFields, model: ModelConfig) -> MtpSettings:
     """The settings of the layer in a model's config.json.
 
-    Args:
-        fields: the fields of config.json.
-        model: the config of the model that the layer drafts for.
-
     Raises:
         ModelError: there is no such layer, or it is another model's.
     """
@@ -44,11 +40,6 @@ def read_mtp_settings(fields: ConfigFields, model: ModelConfig) -> MtpSettings:
 
 def load_mtp(directory: Path, fields: ConfigFields, network: LlamaModel) -> MtpHead:
     """The layer in a checkpoint's directory.
-
-    Args:
-        directory: a directory with safetensors files.
-        fields: the fields of its config.json.
-        network: the model.
 
     Raises:
         ModelError: the layer is not whole, or is another model's; raised before memory is

@@ -79,11 +79,6 @@ class _Layer:
 class QuantisedCheckpoint(StoredTensors):
     """The tensors of a directory under their names in a checkpoint of floats.
 
-    Args:
-        files: the directory's files.
-        layout: how the layers are quantised.
-        config: the model's config.
-
     Raises:
         ModelError: a layer's tensors are missing, have other dtypes or shapes, or do not fit
             together.

@@ -58,9 +58,6 @@ def read_ropes(
     """The rotary embeddings of a model, and for each layer the index of its own; None: it has none.
 
     Args:
-        fields: the fields of config.json.
-        family: the model's family.
-        head_dim: the model's head_dim.
         max_position: the model's max_position, before it is stretched.
         slides: whether each layer has a sliding window.
 

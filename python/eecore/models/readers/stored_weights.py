@@ -66,9 +66,6 @@ def load_weights(
     The values of weights are not checked: a NaN or an infinity spreads in products.
 
     Args:
-        checkpoint: the tensors.
-        config: the model's config.
-        device: the weights' device.
         dtype: the dtype of weights that are not quantised.
         coding: what floats are quantised to.
         num_layers: load only the first layers of a Llama in floats; all layers are checked.

@@ -76,7 +76,6 @@ class ChatTemplate:
         """The text of a conversation.
 
         Args:
-            messages: the messages of the conversation.
             variables: other values that the template sees.
             continues: whether the text ends with the last message's text, to be continued.
 

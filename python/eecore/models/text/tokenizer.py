@@ -72,10 +72,6 @@ class Tokenizer:
     def from_directory(cls, directory: Path, vocab_size: int | None = None) -> Tokenizer | None:
         """The directory's tokenizer, or None when it has no tokenizer.json.
 
-        Args:
-            directory: the model's directory.
-            vocab_size: the number of the model's token ids.
-
         Raises:
             ModelError: a tokenizer file cannot be used, or has ids that the model does not have.
         """
@@ -178,7 +174,6 @@ class Tokenizer:
         """A decoder for tokens that follow a prompt one by one.
 
         Args:
-            prompt_ids: the prompt's tokens.
             skip_special_tokens: whether special tokens have no text.
             shown: texts of special tokens that have one all the same.
         """
