@@ -108,18 +108,8 @@ def test_a_row_is_independent_of_its_company(
         (num_queries, 2, 1), (310, 40, 500), *heads, head_dim, 8, fixed_split_size=96
     )
     call = narrowed(test_paged_attention.random_call(batch, torch.float32, device))
-    together = test_paged_attention.with_threads(2, call)
-    for query in sorted({0, num_queries // 2, num_queries - 1}):
-        alone = {
-            **call,
-            "q": call["q"][query : query + 1],
-            "page_table": call["page_table"][:1],
-            "seq_lens": call["seq_lens"][:1] - (num_queries - 1) + query,
-            "query_start_loc": torch.tensor([0, 1], dtype=torch.int32, device=device),
-        }
-        for num_threads in (1, 2):
-            got = test_paged_attention.with_threads(num_threads, alone)
-            assert torch.equal(got[0], together[query])
+    queries = {0, num_queries // 2, num_queries - 1}
+    test_paged_attention.check_alone(call, num_queries, queries)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

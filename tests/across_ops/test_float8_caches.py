@@ -226,18 +226,7 @@ def test_a_row_is_independent_of_its_company(
         (num_queries, 2, 1), (310, 40, 500), 6, 2, head_dim, 8, fixed_split_size=96
     )
     call = narrowed(test_paged_attention.random_call(batch, dtype, device))
-    together = test_paged_attention.with_threads(2, call)
-    for query in (0, 7, num_queries - 1):
-        alone = {
-            **call,
-            "q": call["q"][query : query + 1],
-            "page_table": call["page_table"][:1],
-            "seq_lens": call["seq_lens"][:1] - (num_queries - 1) + query,
-            "query_start_loc": torch.tensor([0, 1], dtype=torch.int32, device=device),
-        }
-        for num_threads in (1, 2):
-            got = test_paged_attention.with_threads(num_threads, alone)
-            assert torch.equal(got[0], together[query])
+    test_paged_attention.check_alone(call, num_queries, (0, 7, num_queries - 1))
 
 
 @dtypes

@@ -25,7 +25,6 @@ from op_calls import Arguments, Call
 LIMIT_S = 60.0
 SHARE = 400
 
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 EXTREMES = (-(2**63), -(2**31), -2, -1, 0, 1, 2**30, 2**31 - 1, 2**31, 2**62, 2**63 - 1)
 NUMBERS = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-45, 1e38, 1e300)
 MAX_ELEMENTS = 1 << 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -100,6 +101,21 @@ def with_threads(num_threads: int, call: dict[str, Any]) -> torch.Tensor:
         return ops.paged_attention(**call)
     finally:
         torch.set_num_threads(before)
+
+
+def check_alone(call: dict[str, Any], num_queries: int, queries: Iterable[int]) -> None:
+    """Rows of the first sequence, each alone on one thread or two, have the bits of the call."""
+    together = with_threads(2, call)
+    for query in queries:
+        alone = {
+            **call,
+            "q": call["q"][query : query + 1],
+            "page_table": call["page_table"][:1],
+            "seq_lens": call["seq_lens"][:1] - (num_queries - 1) + query,
+            "query_start_loc": call["query_start_loc"].new_tensor([0, 1]),
+        }
+        for num_threads in (1, 2):
+            assert torch.equal(with_threads(num_threads, alone)[0], together[query])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -270,17 +286,7 @@ def test_a_fixed_split_makes_a_row_independent_of_its_company(
     }
     batch = AttentionCase((num_queries, 2, 1), (310, 40, 500), 6, 2, head_dim, 8, **shape)
     call = random_call(batch, dtype, device)
-    together = with_threads(2, call)
-    for query in (0, 7, num_queries - 1):
-        alone = {
-            **call,
-            "q": call["q"][query : query + 1],
-            "page_table": call["page_table"][:1],
-            "seq_lens": call["seq_lens"][:1] - (num_queries - 1) + query,
-            "query_start_loc": torch.tensor([0, 1], dtype=torch.int32, device=device),
-        }
-        for num_threads in (1, 2):
-            assert torch.equal(with_threads(num_threads, alone)[0], together[query])
+    check_alone(call, num_queries, (0, 7, num_queries - 1))
 
 
 # Contexts that blocks share, by fixed splits or not; beside some, short ones and empty ones.
