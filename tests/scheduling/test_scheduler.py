@@ -239,7 +239,7 @@ def test_finish_from_anywhere(where: str) -> None:
         bench.scheduler.hold(sequence)
     bench.scheduler.finish(sequence)
     assert sequence.status is SequenceStatus.FINISHED
-    assert not bench.scheduler.has_unfinished
+    assert not bench.scheduler.requests
     assert bench.pages.num_free == bench.pages.num_pages
 
 
@@ -349,7 +349,7 @@ def test_nothing_runs_while_everything_is_on_hold() -> None:
         bench.scheduler.hold(sequence)
         bench.scheduler.hold(sequence)
     assert bench.scheduler.held == [running, waiting]
-    assert bench.scheduler.has_unfinished
+    assert bench.scheduler.requests
     assert not bench.scheduler.has_runnable
     assert bench.step() == []
     bench.scheduler.resume(waiting)

@@ -76,10 +76,6 @@ class Scheduler:
         return self.requests.setdefault(sequence.request_id, sequence)
 
     @property
-    def has_unfinished(self) -> bool:
-        return bool(self.requests)
-
-    @property
     def has_runnable(self) -> bool:
         if self.running:
             return True
