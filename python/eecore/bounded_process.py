@@ -25,17 +25,6 @@ from weakref import finalize
 
 from eecore.channel import Channel, Message
 
-__all__ = [
-    "MAX_SHOWN",
-    "BoundedProcess",
-    "Fork",
-    "NotPrepared",
-    "bounded_seconds",
-    "limit_memory",
-    "serve",
-    "used_memory",
-]
-
 MAX_SHOWN = 300
 """Characters of an error that are shown."""
 # Import packages from where this process does.

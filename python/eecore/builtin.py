@@ -12,8 +12,6 @@ from pathlib import Path
 from eecore.errors import ModelNotFoundError
 from eecore.hub import fetch_model
 
-__all__ = ["BUILTIN", "default_model", "model_directory"]
-
 BUILTIN = "intent"
 
 

@@ -19,8 +19,6 @@ from eecore.json_fields import JsonFields
 from eecore.readable import path_of
 from eecore.values import FLAG, Rule, check_fields, choice, real, reals, whole, wholes
 
-__all__ = ["MEASURES", "SIMILARITY_NAMES", "Calibration", "CalibrationStep", "Measure"]
-
 Measure = Literal["softmax", "state", "classifier", "cut", "gate"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 

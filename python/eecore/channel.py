@@ -12,8 +12,6 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["Channel", "Message"]
-
 Message = tuple[Any, ...]
 """The message's kind, followed by values."""
 

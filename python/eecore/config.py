@@ -24,8 +24,6 @@ from eecore.values import (
     wholes,
 )
 
-__all__ = ["EngineConfig", "ModelConfig", "RopeConfig", "SamplingParams", "T5Config"]
-
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 

@@ -4,8 +4,6 @@ layers).
 
 from __future__ import annotations
 
-__all__ = ["depth_colour"]
-
 STOPS = ((56, 189, 248), (167, 139, 250), (251, 146, 60))
 
 

@@ -31,18 +31,6 @@ from eecore.values import rules_of, shown
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "FORMS",
-    "MODES",
-    "ExitTextError",
-    "Mode",
-    "Policies",
-    "exit_text",
-    "parse_exit",
-    "said_exit",
-    "usual_exit",
-]
-
 
 class ExitTextError(ExitError):
     """A text that names no exit policy."""

@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["appearing", "filling", "replacing", "write_text"]
-
 # Files here cannot be replaced: they are given the bytes.
 DEVICES = ("/dev/", "/proc/")
 

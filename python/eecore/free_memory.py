@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["free_memory"]
-
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 

@@ -34,8 +34,6 @@ from eecore.models import (
 from eecore.output import Output, StepOutput
 from eecore.values import shown
 
-__all__ = ["Model", "engine_limits", "generate", "load", "stream"]
-
 Prompt = str | list[int]
 
 PASSES = 6

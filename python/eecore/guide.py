@@ -13,8 +13,6 @@ from typing import Any, Literal, get_args
 from eecore.errors import GuideError
 from eecore.values import as_items, shown
 
-__all__ = ["Guide", "GuideKind", "without_unknown_formats"]
-
 GuideKind = Literal["json", "regex", "choice", "grammar"]
 
 MAX_TEXT = 1 << 18

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from eecore.errors import ModelError
 
-__all__ = ["get_include"]
-
 
 def get_include() -> str:
     """The include directory of ``eecore/cpu.h`` and of the CUDA kernels' ``eecore/*.cuh``.

@@ -21,8 +21,6 @@ from eecore.errors import ModelError, ModelNotFoundError
 from eecore.readable import contents_of, is_file, kind_of, path_of, shown_path
 from eecore.values import shown
 
-__all__ = ["PICKLES", "fetch_draft_head", "fetch_head", "fetch_model", "is_at_hand", "name_of"]
-
 ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)((?:[@:][^@:]+)*)", re.ASCII)
 MAX_LETTERS = 96
 """Letters that the hub allows in ``org/name``."""

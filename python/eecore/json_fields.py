@@ -18,8 +18,6 @@ from eecore.errors import EecoreError
 from eecore.readable import kind_of, read_bytes, shown_path
 from eecore.values import shown
 
-__all__ = ["ABOVE_ZERO", "REQUIRED", "JsonFields", "parse_json", "read_json_value"]
-
 REQUIRED: Any = object()
 MAX_BYTES = 4 << 20
 """Bytes of a JSON file, unless the caller says otherwise."""

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from eecore.errors import EecoreError
 
-__all__ = ["Output", "PromptLogprob", "RequestFailedError", "RequestStats", "Saved", "StepOutput"]
-
 
 class PromptLogprob(NamedTuple):
     """The model's log-probabilities for a token of the prompt, given the tokens before it."""

@@ -11,17 +11,6 @@ from pathlib import Path
 from eecore.errors import EecoreError
 from eecore.values import shown
 
-__all__ = [
-    "beside_model",
-    "contents_of",
-    "is_file",
-    "kind_of",
-    "path_of",
-    "read_bytes",
-    "regular_file",
-    "shown_path",
-]
-
 KINDS = {
     stat.S_IFREG: "a file",
     stat.S_IFDIR: "a directory",

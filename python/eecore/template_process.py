@@ -21,8 +21,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from eecore.bounded_process import bounded_seconds, limit_memory, used_memory
 from eecore.channel import Channel
 
-__all__ = ["prepared"]
-
 Answer = tuple[str | None, str, bool]
 """The text, or None; the reason for None; and whether the template itself raised it."""
 # Makes Python load what it loads at first use: codecs, and how errors are shown.

@@ -17,8 +17,6 @@ from eecore.errors import EecoreError
 from eecore.readable import regular_file, shown_path
 from eecore.values import shown
 
-__all__ = ["TensorFile", "shown_name"]
-
 
 class TensorFile:
     """An open safetensors file; a context manager.

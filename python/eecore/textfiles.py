@@ -13,8 +13,6 @@ from eecore.errors import RequestError
 from eecore.json_fields import parse_json
 from eecore.readable import shown_path
 
-__all__ = ["JsonLine", "has_json_lines", "json_lines", "name_of", "read_text"]
-
 STDIN = Path("-")
 MAX_SHOWN = 80
 """Characters of a line that errors show."""

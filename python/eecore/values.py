@@ -21,30 +21,6 @@ from itertools import islice
 from numbers import Integral, Real
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-__all__ = [
-    "FLAG",
-    "INT32_MAX",
-    "MIN_POSITIVE",
-    "Rule",
-    "as_index",
-    "check_fields",
-    "choice",
-    "described",
-    "help_of",
-    "instance",
-    "instances",
-    "is_whole",
-    "is_within",
-    "real",
-    "reals",
-    "rules_of",
-    "shown",
-    "texts",
-    "weights",
-    "whole",
-    "wholes",
-]
-
 INT32_MAX = 2**31 - 1
 MIN_POSITIVE = sys.float_info.min
 MAX_SHOWN = 120

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 
 from eecore.errors import CheckpointError
 from eecore.models import Tokenizer
-from eecore.models.text.tokenizer import ChatTemplateError
+from eecore.models.text.chat_template import ChatTemplateError
 from tiny_models import write_byte_tokenizer
 
 TEXTS = [

@@ -24,9 +24,10 @@ import eecore
 from eecore.cli.app import run
 from eecore.errors import EngineLostError, RequestError
 from eecore.serving import remote
-from eecore.serving.remote import RemoteModel, Start
+from eecore.serving.remote import RemoteModel
 from eecore.serving.server import listen, serve
 from eecore.serving.settings import ServerSettings, service_of
+from eecore.serving.wire import Start
 from head_packs import write_pack
 from servers import LONG, Asker, asker, assert_idle, ended_within, events, listening, started
 from tiny_gguf import write_gguf

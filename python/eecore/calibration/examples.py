@@ -10,8 +10,6 @@ from eecore.errors import RequestError
 from eecore.readable import path_of
 from eecore.textfiles import JsonLine, json_lines
 
-__all__ = ["Example", "read_examples"]
-
 
 @dataclass(frozen=True)
 class Example:

@@ -15,8 +15,6 @@ from eecore.config import AnyModelConfig, T5Config
 from eecore.errors import RequestError
 from eecore.models import AttentionBatch, CrossBatch, KVCache, Network, T5Model
 
-__all__ = ["ExitScore", "Scored", "forced_states", "score_exits", "whole_sequences"]
-
 # Rows whose logits are in memory at a time.
 ROWS_AT_A_TIME = 64
 

@@ -7,8 +7,6 @@ from typing import Any
 from eecore.generation import Model, generate
 from eecore.output import Output
 
-__all__ = ["generated"]
-
 
 def generated(model: Model, prompts: Any, **settings: Any) -> list[Output]:
     """The outputs of :func:`eecore.generate`.

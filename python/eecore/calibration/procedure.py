@@ -24,17 +24,6 @@ from eecore.exits import ConfidentExit, ExitClassifier, Full, Measure
 from eecore.generation import Model
 from eecore.values import is_whole, is_within
 
-__all__ = [
-    "DEFAULT_GRID",
-    "calibrate",
-    "check_number",
-    "check_settings",
-    "hoeffding_bentkus",
-    "lowest_passed",
-    "prompts_needed",
-    "tried_thresholds",
-]
-
 LossKind = Literal["textual", "risk"]
 DEFAULT_GRID = tuple(round(1.0 - 0.05 * i, 2) for i in range(21))
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from eecore.errors import RequestError
 
-__all__ = ["SIMILARITIES", "Similarity", "exact_match", "rouge"]
-
 Similarity = Callable[[str, str], float]
 """The similarity of a generated text to a reference."""
 

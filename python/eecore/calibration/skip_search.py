@@ -28,8 +28,6 @@ from eecore.models import KVCache, Network, T5Model
 from eecore.readable import path_of
 from eecore.values import INT32_MAX, shown
 
-__all__ = ["SkipSearch", "SkipStep", "search_skipped_sublayers"]
-
 Sublayer = tuple[str, int]
 PAGE_SIZE = 16
 MAX_STEPS = 2 * MAX_LAYERS

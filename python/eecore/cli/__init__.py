@@ -6,8 +6,6 @@ Heavy modules are imported by the command that needs them, so that ``eecore --he
 
 import sys
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command line and exit with its code."""

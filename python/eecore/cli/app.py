@@ -14,8 +14,6 @@ from eecore.console.failures import EXIT_CODES, UsageError, failure, reports_fai
 from eecore.console.imports import kept
 from eecore.console.streams import say
 
-__all__ = ["COMMANDS", "command_line", "run"]
-
 COMMANDS = {
     "chat": "cli.chat:chat",
     "generate": "cli.generate:generate",

@@ -14,8 +14,6 @@ from eecore.console.imports import kept
 from eecore.console.signals import INTERRUPTED, SIGNALS
 from eecore.console.streams import finish_output, prepare_streams, say
 
-__all__ = ["run_process"]
-
 
 def run_process() -> int:
     """Run the command line of this process; returns the exit code."""

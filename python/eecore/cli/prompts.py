@@ -10,8 +10,6 @@ from eecore.console.failures import UsageError
 from eecore.errors import RequestError
 from eecore.textfiles import STDIN, JsonLine, has_json_lines, json_lines, name_of, read_text
 
-__all__ = ["Prompt", "read_prompts"]
-
 Prompt = str | list[int]
 
 

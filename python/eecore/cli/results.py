@@ -26,16 +26,6 @@ if TYPE_CHECKING:
     from eecore.generation import Model
     from eecore.output import Output, StepOutput
 
-__all__ = [
-    "JsonLines",
-    "Results",
-    "StreamedText",
-    "TextByPrompt",
-    "print_stats",
-    "saved",
-    "stats_dict",
-]
-
 
 class Results:
     """Prints outputs in the order of the prompts, each as soon as all earlier ones are done.

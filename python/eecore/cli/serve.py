@@ -176,12 +176,13 @@ def serve(
     path = model or BUILTIN
     directory = check_path(path)
 
-    from eecore.serving.remote import RemoteModel, Start
+    from eecore.serving.remote import RemoteModel
     from eecore.serving.served import Servable
     from eecore.serving.server import listen
     from eecore.serving.server import serve as run
     from eecore.serving.settings import ServerSettings, service_of
     from eecore.serving.warm_up import warm_up
+    from eecore.serving.wire import Start
 
     settings = ServerSettings(
         name=http.served_model_name,

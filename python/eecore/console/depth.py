@@ -21,17 +21,6 @@ if TYPE_CHECKING:
     from eecore.exits import Exit
     from eecore.generation import Model
 
-__all__ = [
-    "DepthPainter",
-    "depth_legend",
-    "depth_style",
-    "has_colours",
-    "is_lossless",
-    "legend_of",
-    "runs",
-    "said_depths",
-]
-
 
 def has_colours(console: Console) -> bool:
     """Whether colours show: the terminal has them, and NO_COLOR is not set."""

@@ -18,23 +18,6 @@ from eecore.values import help_of
 if TYPE_CHECKING:
     from eecore.exits import Exit
 
-__all__ = [
-    "EXIT_HELP",
-    "PANEL",
-    "USUAL_EXIT",
-    "CalibrationFile",
-    "ClassifierFile",
-    "DecayTau",
-    "ExitOptions",
-    "ExitPoints",
-    "Measure",
-    "MeasureOptions",
-    "MinExitLayer",
-    "SkipsFile",
-    "parse_exit_points",
-    "parse_layers",
-]
-
 EXIT_HELP = (
     " | ".join(f"{mode.form} ({mode.summary})" for mode in MODES.values())
     + ". Modes that draft keep the text of full."

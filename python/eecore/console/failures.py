@@ -15,8 +15,6 @@ from eecore.console.signals import INTERRUPTED, SIGNALS
 from eecore.console.streams import NO_READER, OUTPUT_LOST, flush_output, say
 from eecore.errors import EecoreError, ModelError, RequestError
 
-__all__ = ["EXIT_CODES", "FAILED", "UsageError", "failure", "reports_failures"]
-
 FAILED, USAGE, MODEL, REQUEST = 1, 2, 3, 4
 MAX_LETTERS = 2000
 

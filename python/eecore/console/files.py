@@ -14,8 +14,6 @@ from eecore.values import shown
 if TYPE_CHECKING:
     from eecore.exits import ExitClassifier
 
-__all__ = ["beside", "check_out", "in_model", "load_classifier"]
-
 
 def check_out(flag: str, path: Path | None, *, is_stem: bool = False) -> None:
     """Raise a usage error unless a file can be written at a path.

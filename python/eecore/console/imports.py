@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["kept"]
-
 
 @contextmanager
 def kept() -> Iterator[None]:

@@ -23,28 +23,6 @@ if TYPE_CHECKING:
     from eecore.exits import Exit
     from eecore.generation import Model
 
-__all__ = [
-    "SEEDS",
-    "Debug",
-    "Device",
-    "DraftHeadDirectory",
-    "DraftHeadOfAnyKind",
-    "Dtype",
-    "KVCacheDtype",
-    "KVCacheTokens",
-    "KVLoops",
-    "ModelPath",
-    "OptionalModel",
-    "Threads",
-    "Weights",
-    "check_path",
-    "load",
-    "model_and_prompt",
-    "options_for",
-    "path_before_prompt",
-    "spinner",
-]
-
 SEEDS = 2**63 - 1
 """The largest seed."""
 MODEL_HELP = (

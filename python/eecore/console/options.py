@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from eecore.exits import Exit
     from eecore.generation import Model
 
-__all__ = ["EngineOptions", "LoadOptions", "ProcessOptions", "option", "takes_options"]
-
 
 def option(default: Any = MISSING, help: str = "", *flags: str, **settings: Any) -> Any:
     """A field that is an option.

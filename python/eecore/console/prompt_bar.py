@@ -12,8 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 if TYPE_CHECKING:
     from eecore import Engine, StepOutput
 
-__all__ = ["with_prompt_bar"]
-
 PATIENCE_SECONDS = 1.0
 """Seconds in which nothing is shown."""
 

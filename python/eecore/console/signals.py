@@ -13,8 +13,6 @@ import threading
 from types import FrameType
 from typing import Any
 
-__all__ = ["INTERRUPTED", "SIGNALS", "TERMINATED"]
-
 INTERRUPTED, TERMINATED = 130, 143
 AGAIN_SECONDS = 1.0
 """Seconds after which an exception that has not arrived is raised again."""

@@ -13,16 +13,6 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-__all__ = [
-    "NO_READER",
-    "OUTPUT_LOST",
-    "finish_output",
-    "flush_output",
-    "prepare_streams",
-    "say",
-    "says_all",
-]
-
 OUTPUT_LOST, NO_READER = 1, 141
 
 

@@ -22,8 +22,6 @@ from eecore.decoding.step import Step
 from eecore.models import AttentionBatch, BlockHead, KVCache, PassHead
 from eecore.models.corrections import Work
 
-__all__ = ["BlockDrafting"]
-
 MAX_ROWS_OF_LOGITS = 64
 """Maximum number of places whose logits are computed at once; with more places, the logits are
 computed one draft at a time.

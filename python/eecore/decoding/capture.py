@@ -18,8 +18,6 @@ import torch
 from eecore import ops
 from eecore.decoding.control import Always, InGraph, OnHost, OnTape, Program
 
-__all__ = ["CallByCall", "Capture", "Graphs", "RunProgram", "Tapes", "run_program_on"]
-
 
 @dataclass(frozen=True)
 class Capture:

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from eecore import ops
 
-__all__ = ["Control", "InGraph", "OnHost", "OnTape", "Program"]
-
 
 class Control(ABC):
     """Decides by values that only the device knows."""

@@ -15,8 +15,6 @@ from eecore.planning.heads import max_ahead
 from eecore.planning.route import DraftPath
 from eecore.planning.row import Row
 
-__all__ = ["MIN_STEPS", "DraftKind", "draft_kind", "given_fields", "pages_after", "result_fields"]
-
 # Programs are made for at least this many drafts, if requests can have so many, also near the end
 # of a text.
 MIN_STEPS = 16

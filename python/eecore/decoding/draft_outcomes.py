@@ -13,8 +13,6 @@ from eecore.errors import NotFiniteError
 from eecore.planning.row import Outcome, Row
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
-__all__ = ["DraftOutcomes"]
-
 
 class DraftOutcomes:
     """Makes the outcomes of one program's rounds.

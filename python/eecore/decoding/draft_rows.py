@@ -16,8 +16,6 @@ from eecore.planning.row import Row
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["DraftRows"]
-
 
 class DraftRows(Step):
     """Memory for the rounds of up to ``sizes.num_rows`` sequences; the rows after them are padding.

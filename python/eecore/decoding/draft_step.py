@@ -34,8 +34,6 @@ from eecore.decoding.step import tapped_layers
 from eecore.models import AttentionBatch, KeyedHead, KVCache, LlamaModel, Network, PassHead
 from eecore.planning.row import Outcome, Row
 
-__all__ = ["DraftStep"]
-
 
 class DraftStep(DraftRows):
     """Rounds of up to ``sizes.num_rows`` sequences; the rows after them are padding."""

@@ -35,8 +35,6 @@ from eecore.planning.row import Outcome, Row
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
-__all__ = ["ExitKind", "ExitStep", "exit_kind"]
-
 
 @dataclass(frozen=True)
 class ExitKind:

@@ -19,18 +19,6 @@ from eecore.decoding.sampling import HeadSizes
 from eecore.exits import ExitClassifier, Measure
 from eecore.models import DraftHead, Network
 
-__all__ = [
-    "GREEDY",
-    "KNOWN",
-    "LOGITS",
-    "HeadWork",
-    "Heads",
-    "Logits",
-    "head_fields",
-    "measure_states",
-    "state_measure",
-]
-
 # The token of a row is known already.
 KNOWN = 0
 # The token of a row is made by the fused head.

@@ -30,8 +30,6 @@ from eecore.planning.row import Outcome, Row
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Sequence, SequenceStatus
 
-__all__ = ["Flight", "Iterations"]
-
 # Programs that are kept; the least recently used one is dropped first, but never the last one.
 MAX_PROGRAMS = 256
 # Bytes that the kept programs hold together.

@@ -18,21 +18,6 @@ from torch import Tensor
 from eecore.models import CrossBatch
 from eecore.scheduling.sequence import Sequence
 
-__all__ = [
-    "Array",
-    "Cells",
-    "Field",
-    "HostSide",
-    "TwinMemory",
-    "cross_batch",
-    "cross_fields",
-    "input_pages",
-    "numbers_of",
-    "page_table",
-    "power_of_two",
-    "slots_of",
-]
-
 ALIGNMENT = 16
 # Formats of the struct module.
 FORMS = {torch.int64: "q", torch.int32: "i", torch.bool: "?"}

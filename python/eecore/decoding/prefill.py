@@ -48,8 +48,6 @@ from eecore.planning.row import Outcome
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
-__all__ = ["Prefill", "encode"]
-
 Int64Array = npt.NDArray[np.int64]
 
 

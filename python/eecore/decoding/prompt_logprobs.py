@@ -18,8 +18,6 @@ from eecore.models import Network
 from eecore.output import PromptLogprob
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["SLICE_ROWS", "Scored", "prompt_logprobs"]
-
 SLICE_ROWS = 64
 
 

@@ -22,20 +22,6 @@ from eecore.decoding.memory import Array, Field, HostSide, power_of_two
 from eecore.planning.draft_state import guided_of
 from eecore.scheduling.sequence import Sequence
 
-__all__ = [
-    "DRAWS_DRAFT",
-    "DRAWS_TOKEN",
-    "NO_TOKEN",
-    "HeadSizes",
-    "follows_text",
-    "head_sizes",
-    "needs_logits",
-    "sampling_fields",
-    "sampling_rows",
-    "top_logprobs",
-    "write_sampling",
-]
-
 # The purpose of a random number that draws a token.
 DRAWS_TOKEN = 0
 # The purpose of a random number that draws a draft: another number than the token's there.

@@ -31,8 +31,6 @@ from eecore.planning.proposal import NOTHING
 from eecore.planning.row import Row
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["Sizes", "Step", "sizes_for", "tapped_layers"]
-
 # Programs have memory for at least this many pages of a sequence: this limits their number.
 MIN_PAGES = 8
 

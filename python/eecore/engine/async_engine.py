@@ -20,8 +20,6 @@ from eecore.guide import Guide
 from eecore.output import Output, RequestFailedError, StepOutput
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["AsyncEngine", "AsyncStream", "Prepared"]
-
 Prepared = Sequence
 """A request that was checked and can be served, once."""
 

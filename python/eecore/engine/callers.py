@@ -22,8 +22,6 @@ from eecore.errors import RequestError
 from eecore.output import StepOutput
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["READ_AHEAD", "Add", "Caller", "Callers", "Cancel", "Client", "Message", "Read", "Reset"]
-
 # Unread steps of a request after which it is held.
 READ_AHEAD = 16
 

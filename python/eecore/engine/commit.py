@@ -18,8 +18,6 @@ from eecore.planning.row import Outcome
 from eecore.scheduling.scheduler import Scheduler
 from eecore.scheduling.sequence import Sequence, TokenRecord
 
-__all__ = ["Commits", "Taken"]
-
 TIMED = 0.5
 """Share of a request's tokens, without the first, that timed rounds must have given for the output
 to say what full depth would have taken.

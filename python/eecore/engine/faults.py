@@ -13,8 +13,6 @@ from eecore.errors import EecoreError
 from eecore.planning.row import Outcome
 from eecore.scheduling.scheduler import Work
 
-__all__ = ["LOGGER", "described", "isolated"]
-
 LOGGER = logging.getLogger("eecore")
 MAX_DESCRIBED = 2000
 

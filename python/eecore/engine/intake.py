@@ -19,8 +19,6 @@ from eecore.planning.guided import FollowsGuides, Guided, Guides
 from eecore.scheduling.sequence import Sequence
 from eecore.values import as_index, shown
 
-__all__ = ["ASKED", "Intake"]
-
 ONE_LOOP = "keys and values of the last loop alone, approximate"
 """The beginning of a contract where a cache has no keys and values of the other loops."""
 ASKED: WeakSet[ModelFacts] = WeakSet()

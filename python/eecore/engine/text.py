@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from eecore.models import IncrementalDecoder, Tokenizer
 
-__all__ = ["Decoded", "Piece", "TextStream"]
-
 
 class Decoded(NamedTuple):
     """The text of a request's first tokens; decoding more tokens makes another ``Decoded``."""

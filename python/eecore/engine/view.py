@@ -12,8 +12,6 @@ from eecore.guide import Guide
 from eecore.models import ModelSource
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["EngineView", "ModelFacts"]
-
 
 class HeadFacts(Protocol):
     """The facts on a draft head that decide whether a model can serve a request."""

@@ -24,8 +24,6 @@ from eecore.engine.faults import LOGGER, described
 from eecore.errors import EngineClosedError
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["Stepper", "Worker"]
-
 # Seconds that the thread stays without a request.
 LINGER_S = 5.0
 # Seconds between searches for callers that are gone without having closed.

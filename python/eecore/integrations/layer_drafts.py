@@ -18,8 +18,6 @@ from torch import Tensor
 
 from eecore.models import AttentionBatch, KVCache, LlamaModel
 
-__all__ = ["LayerDrafter"]
-
 PAGE_SIZE = 16
 CHUNK = 512
 """Tokens of a prompt that go through the layers at once."""

@@ -12,8 +12,6 @@ from eecore import ops
 from eecore.errors import RequestError
 from eecore.values import shown
 
-__all__ = ["NAME", "attend", "padding", "register_attention"]
-
 NAME = "eecore"
 # Arguments of models that the kernel does not support.
 LACKING = ("softcap", "s_aux", "position_bias", "cache")

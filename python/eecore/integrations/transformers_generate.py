@@ -30,8 +30,6 @@ from eecore.values import shown
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-__all__ = ["EarlyExitOutput", "generate_for_transformers"]
-
 Criterion = Callable[[Tensor, Any], Any]
 
 # Logits processors that transformers makes from settings which eecore's sampling has; other

@@ -36,8 +36,6 @@ from eecore.values import shown
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["adopted_model", "from_transformers"]
-
 SAMPLED = 64
 """Numbers of each weight that are compared to find out whether it has changed."""
 

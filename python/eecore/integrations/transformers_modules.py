@@ -21,8 +21,6 @@ from eecore.values import shown
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["check_modules", "look"]
-
 NUMBERS = (
     "has_relative_attention_bias",
     "head_dim",

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from vllm.config import VllmConfig
 
-__all__ = ["LayerSkipProposer", "LayerSkipSettings", "register"]
-
 TESTED = ("0.32",)
 """Versions of vLLM whose interface for proposers this module was tested with."""
 KV_CACHE_TOKENS = 1 << 16

@@ -13,8 +13,6 @@ from eecore.files import replacing
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["bar_chart", "figure", "heat_map", "plot_head", "plot_run", "save"]
-
 Columns = Mapping[str, Sequence[float | None]]
 
 COLOURS = ("#253b45", "#5c7c8a", "#9db4c0", "#c8d5db")

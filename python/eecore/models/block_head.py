@@ -27,8 +27,6 @@ from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.ops import Matrix
 
-__all__ = ["BlockHead", "BlockSettings", "BlockWeights", "GruSizes", "MarkovType"]
-
 MarkovType = Literal["vanilla", "gated", "rnn"]
 
 

@@ -22,16 +22,6 @@ from eecore import ops
 from eecore.models.linear import gated_product, product
 from eecore.ops import Matrix
 
-__all__ = [
-    "Correction",
-    "DominoGru",
-    "GatedMarkov",
-    "Markov",
-    "NewMatrix",
-    "RecurrentMarkov",
-    "Work",
-]
-
 NewMatrix = Callable[[Tensor], Matrix]
 """Makes a matrix of floats, in the form that the head's others have."""
 

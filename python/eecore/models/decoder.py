@@ -18,8 +18,6 @@ from eecore.models.linear import Linear
 from eecore.models.source import ModelSource
 from eecore.ops import Matrix
 
-__all__ = ["Decoder", "Multipliers"]
-
 
 @dataclass(frozen=True)
 class Multipliers:

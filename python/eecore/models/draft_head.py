@@ -28,8 +28,6 @@ from eecore.models.kv_cache import KVCache
 from eecore.models.linear import Linear
 from eecore.ops import Matrix
 
-__all__ = ["DraftHead", "HeadModel", "HeadSettings", "SeenKeys", "head_floats", "packed"]
-
 LAYERS = "Q4_1"
 """The block format of a head's own matrices."""
 OWN_ROWS = "Q8_0"

@@ -26,8 +26,6 @@ from eecore.models.linear import Linear
 from eecore.models.rope import RopeTables
 from eecore.ops import Matrix
 
-__all__ = ["EagleHead", "EagleSettings", "Mask"]
-
 USUAL_AGREEMENT = (0.7, 0.65, 0.6, 0.6, 0.55, 0.55, 0.5, 0.5)
 """Approximate acceptance rates of a public head's drafts, with which ``Auto`` requests begin."""
 LAYER = "Q4_1"

@@ -17,8 +17,6 @@ from torch import Tensor
 from eecore import ops
 from eecore.ops import Matrix
 
-__all__ = ["FORMAT", "NUM_SPARE", "SPARE_FORMAT", "HeadVocabulary", "matrix_rows"]
-
 FORMAT = "Q5_1"
 """The block format of a head's own rows."""
 SPARE_FORMAT = "Q8_0"

@@ -24,8 +24,6 @@ from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.ops import Matrix
 
-__all__ = ["MtpHead", "MtpSettings", "MtpWeights"]
-
 USUAL_AGREEMENT = (0.85, 0.6, 0.4, 0.3, 0.2, 0.2, 0.2, 0.2)
 """Approximate acceptance rates by position of the draft; the layer was trained for the first."""
 

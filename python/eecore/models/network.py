@@ -15,15 +15,6 @@ from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel
 from eecore.models.t5 import T5Model
 
-__all__ = [
-    "Network",
-    "allocate_cache",
-    "bytes_per_token",
-    "cache_dtype",
-    "check_digest",
-    "network_digest",
-]
-
 Network = LlamaModel | T5Model
 
 

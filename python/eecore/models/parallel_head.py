@@ -19,8 +19,6 @@ from eecore.models.keyed_head import PassHead, Positions
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel
 
-__all__ = ["ParallelHead"]
-
 
 class ParallelHead(PassHead):
     """A head all of whose places are masks.

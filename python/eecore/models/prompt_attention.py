@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["MIN_QUERIES", "Chunks", "PromptAttention", "prompt_attention_of"]
-
 MIN_QUERIES = 64
 """Queries of a sequence from which on these kernels attend to its chunk."""
 FLASH_ATTN = "flash_attn"

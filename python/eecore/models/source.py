@@ -13,8 +13,6 @@ from eecore.errors import ModelError
 from eecore.json_fields import JsonFields
 from eecore.readable import regular_file
 
-__all__ = ["ModelSource", "exits_file", "model_digest", "part_files"]
-
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 """The name of a part: the model's name, the part's number from 1 on, and the number of parts."""
 

@@ -19,8 +19,6 @@ from eecore.models.kv_cache import KVCache
 from eecore.models.source import ModelSource
 from eecore.models.t5_weights import T5Weights
 
-__all__ = ["T5Model"]
-
 
 class T5Model(Decoder):
     """An encoder and a decoder."""

@@ -13,8 +13,6 @@ from eecore.config import T5Config
 from eecore.models.weights import NewWeights, WeightView, layer_views
 from eecore.ops import Matrix
 
-__all__ = ["T5CrossWeights", "T5StackWeights", "T5Weights"]
-
 
 @dataclass(frozen=True)
 class T5StackWeights:

@@ -19,8 +19,6 @@ from eecore.planning.draft_state import DraftState
 from eecore.planning.odds import NEW, HeadRounds, Key, Odds
 from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
 
-__all__ = ["FULL", "Choice", "Chooser", "best_exit_layers"]
-
 MIN_GAIN = 1.05
 """An option is chosen over full depth if it promises more than this many times its tokens."""
 HOLD_ROUNDS = 8

@@ -11,8 +11,6 @@ from math import exp, log
 
 from eecore.planning.odds import NEW
 
-__all__ = ["Costs", "Times"]
-
 MAX_SLOWER = 1.5
 """The largest multiple of the expected time that a round counts; a longer one was disturbed."""
 

@@ -13,8 +13,6 @@ from eecore.planning.proposal import Ahead
 from eecore.planning.route import GIVEN, Route, make_route
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["DraftState", "draft_state", "guided_of", "route_of"]
-
 
 @dataclass(slots=True)
 class DraftState:

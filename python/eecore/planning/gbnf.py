@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
-__all__ = ["is_gbnf", "lark_of"]
-
 # The largest number of repetitions that a rule may name.
 MAX_REPETITIONS = 100_000
 # The deepest nesting of brackets.

@@ -20,8 +20,6 @@ from eecore.planning.gbnf import is_gbnf, lark_of
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["prepared"]
-
 # Whitespace between the parts of JSON, bounded: an uncertain model could write it without end.
 WHITESPACE = r"( |\n([ ]{0,32}|\t{0,16}))?"
 

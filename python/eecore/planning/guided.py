@@ -23,8 +23,6 @@ from eecore.guide import Guide
 from eecore.models import Tokenizer
 from eecore.planning.matchers import GuideFork, GuideProcess, Matcher
 
-__all__ = ["FollowsGuides", "Guided", "Guides"]
-
 Array = npt.NDArray[Any]
 
 # Guides that are remembered, with their processes or errors.

@@ -13,8 +13,6 @@ from eecore.channel import Message
 from eecore.errors import GuideError
 from eecore.guide import Guide
 
-__all__ = ["Bounds", "GuideFork", "GuideProcess", "Matcher"]
-
 # Processes of guides at once; beyond that the least recently used one is ended.
 MAX_PROCESSES = 32
 # Limits of llguidance: with an unambiguous grammar a mask takes a few tens of milliseconds.

@@ -15,8 +15,6 @@ from eecore.scheduling.sequence import Sequence
 if TYPE_CHECKING:
     from eecore.planning.draft_state import DraftState
 
-__all__ = ["TOKEN_BITS", "NgramIndex", "TextDrafts", "match_scores", "until"]
-
 MAX_CANDIDATES = 64
 """Maximum number of earlier places that are compared, the latest first."""
 TOKEN_BITS = 32

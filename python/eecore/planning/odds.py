@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["NEW", "HeadRounds", "Key", "Odds"]
-
 Key = tuple[str, int]
 """The source of a draft, and the tenth that its score is in; for a layer's draft, the bit length of
 its position in the output instead of a score.

@@ -14,8 +14,6 @@ from eecore.scheduling.sequence import Sequence
 if TYPE_CHECKING:
     from eecore.planning.draft_state import DraftState
 
-__all__ = ["PastDrafts", "PastOutputs"]
-
 LONGEST = 16
 """Maximum length of the n-grams that are looked up."""
 SHORTEST = 3

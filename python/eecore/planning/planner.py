@@ -21,8 +21,6 @@ from eecore.planning.sources import given_by_policy, proposals
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["HeldChoice", "Planner"]
-
 PLAIN_ROUNDS = 4
 """Without ``Auto`` requests, one out of this many rounds of full depth is learnt from."""
 

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from eecore.planning.draft_state import DraftState
     from eecore.scheduling.sequence import Sequence
 
-__all__ = ["MAX_AHEAD", "NOTHING", "Ahead", "DraftSource", "Proposal"]
-
 MAX_AHEAD = 8
 """Maximum number of drafts that a draft head makes at the end of a round: one of so many is wrong.
 """

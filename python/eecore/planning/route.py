@@ -18,8 +18,6 @@ from eecore.exits import (
     SelfSpeculative,
 )
 
-__all__ = ["GAPS", "GIVEN", "Check", "DraftPath", "Route", "make_route"]
-
 GAPS = ("softmax", "cut")
 """Measures that the head computes at the last layer for every row."""
 

@@ -13,8 +13,6 @@ from eecore.planning.route import Route
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
-__all__ = ["Outcome", "Row"]
-
 
 class Row(NamedTuple):
     """The work of one decoding request."""

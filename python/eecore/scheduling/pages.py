@@ -9,8 +9,6 @@ from itertools import takewhile
 from eecore.scheduling.prefix_cache import PrefixCache
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["PageAllocator"]
-
 
 class PageAllocator:
     """Hands out page numbers 0..num_pages-1.

@@ -19,8 +19,6 @@ from itertools import islice, takewhile
 
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["PrefixCache"]
-
 
 class PrefixCache:
     """Pages by their contents, whichever sequences own them."""

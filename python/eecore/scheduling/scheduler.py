@@ -25,8 +25,6 @@ from eecore.config import EngineConfig
 from eecore.scheduling.pages import PageAllocator
 from eecore.scheduling.sequence import Sequence, SequenceStatus
 
-__all__ = ["Scheduler", "Work"]
-
 
 class Work(NamedTuple):
     """The work of one sequence in an iteration, from position ``num_computed`` on."""

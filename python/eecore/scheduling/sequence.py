@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 # Maximum drafts of a round, whatever a policy says: among so many one is wrong anyway.
 MAX_DRAFTS = 64
 
-__all__ = ["MAX_DRAFTS", "Counters", "Sequence", "SequenceStatus", "Times", "TokenRecord"]
-
 
 class SequenceStatus(enum.Enum):
     WAITING = "waiting"

@@ -13,8 +13,6 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-__all__ = ["AccessLog"]
-
 
 class AccessLog:
     """Middleware that writes the access log of an application."""

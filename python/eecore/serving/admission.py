@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 from eecore.serving.refusals import ApiError, unavailable
 
-__all__ = ["Admission", "Seats"]
-
 # Weight of the newest request in the mean of seconds.
 NEWEST = 0.1
 MAX_RETRY_S = 60

@@ -34,8 +34,6 @@ from eecore.serving.served import ServedModel
 from eecore.serving.shapes import Shape, Tokens
 from eecore.serving.tracing import RequestSpan, Tracing
 
-__all__ = ["Answer", "Generation", "Service", "refusal"]
-
 LOGGER = logging.getLogger("eecore")
 # Threads that read bodies and tokenize.
 PREPARING = 2

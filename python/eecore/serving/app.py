@@ -37,8 +37,6 @@ from eecore.serving.served import ServedModel
 from eecore.serving.shapes import ChatShape, CompletionShape
 from eecore.values import shown
 
-__all__ = ["create_app"]
-
 
 def create_app(
     service: Service, api_keys: Sequence[str] = (), cors_origins: Sequence[str] = ()

@@ -26,8 +26,6 @@ from eecore.serving.served import ServedModel
 from eecore.serving.tool_calls import ExpectedCalls
 from eecore.values import MIN_POSITIVE, shown
 
-__all__ = ["Asked", "Choice", "ask_chat", "ask_completion", "compile_guide", "tokens_of"]
-
 # OpenAI's default of a completion. A chat may go on until the context is full.
 MAX_TOKENS = 16
 SEEDS = 2**64

@@ -7,8 +7,6 @@ from starlette.types import Message, Receive, Scope
 
 from eecore.serving.refusals import ApiError
 
-__all__ = ["ClientGoneError", "gone", "read_body"]
-
 BODY_SECONDS = 30.0
 """Seconds within which a body must arrive."""
 MAX_PASSED_OVER = 64 << 20

@@ -21,8 +21,6 @@ from eecore.serving.refusals import invalid
 from eecore.serving.served import ServedModel
 from eecore.values import shown
 
-__all__ = ["conversation"]
-
 Message = dict[str, Any]
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}

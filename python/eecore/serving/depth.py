@@ -15,8 +15,6 @@ from eecore.exits import MEASURES, Exit
 from eecore.serving.refusals import invalid
 from eecore.values import shown
 
-__all__ = ["Depths", "recommended"]
-
 AGREEMENT = 0.97
 """Agreement with the last layer from which on an exit layer is recommended for drafts."""
 NUM_DRAFTS = 6

@@ -11,8 +11,6 @@ from starlette.responses import HTMLResponse
 
 from eecore.serving.page_files import HEADERS
 
-__all__ = ["docs_page"]
-
 STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }

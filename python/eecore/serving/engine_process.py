@@ -14,8 +14,6 @@ from collections.abc import Callable
 
 from eecore.channel import Channel
 
-__all__ = ["Listener", "main"]
-
 
 class Listener:
     """Passes on the server's messages, and ends the process when the server has gone."""

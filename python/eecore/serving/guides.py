@@ -13,8 +13,6 @@ from eecore.serving.refusals import ApiError, invalid
 from eecore.serving.tool_calls import ExpectedCalls, ToolFormat
 from eecore.values import shown
 
-__all__ = ["Made", "expected_calls", "guide_of", "has_guide", "refusal_of"]
-
 Made = tuple[str, Guide]
 """A guide, and the field that it is from."""
 

@@ -22,8 +22,6 @@ from eecore.exit_text import exit_text
 from eecore.exits import Exit
 from eecore.output import Output
 
-__all__ = ["CONTENT_TYPE", "Metrics"]
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 # Policies beyond the server's own that get a label each, since requests may name any number.

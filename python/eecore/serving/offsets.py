@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from eecore.models.text.tokenizer import CONTEXT_TOKENS
 from eecore.serving.served import ServedModel
 
-__all__ = ["TextOffsets"]
-
 
 class TextOffsets:
     """Counts the characters of a text token by token.

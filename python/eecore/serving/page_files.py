@@ -13,8 +13,6 @@ from eecore.exits import Exit, Full
 from eecore.serving.refusals import ApiError
 from eecore.serving.served import ServedModel
 
-__all__ = ["about", "page_file"]
-
 FOLDER = Path(__file__).resolve().parent / "page"
 KINDS = {
     "index.html": "text/html",

@@ -17,23 +17,6 @@ from eecore.exit_text import FORMS
 from eecore.serving.refusals import ApiError, invalid
 from eecore.values import help_of, shown
 
-__all__ = [
-    "MAX_CHOICES",
-    "NOT_SUPPORTED",
-    "WITHOUT_EFFECT",
-    "AnswerRequest",
-    "ChatRequest",
-    "CompletionRequest",
-    "Conversation",
-    "DetokenizeRequest",
-    "GenerationRequest",
-    "Refusal",
-    "ResponsesRequest",
-    "StreamOptions",
-    "TokenizeRequest",
-    "read",
-]
-
 MAX_CHOICES = 128
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 1024

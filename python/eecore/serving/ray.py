@@ -63,8 +63,6 @@ from eecore.serving.shapes import DONE, event
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
-__all__ = ["Arguments", "Engine", "Gate", "PrefixRouter", "app", "autoscale"]
-
 MAX_TRIES = 5
 """Replicas that one request is sent to, at most."""
 STUCK_SECONDS = 120.0

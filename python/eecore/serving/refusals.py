@@ -7,8 +7,6 @@ from typing import Any
 from eecore.errors import EngineClosedError, EngineLostError, ExitError, ModelError, RequestError
 from eecore.output import RequestFailedError
 
-__all__ = ["MAX_MESSAGE", "ApiError", "as_api_error", "invalid", "unavailable"]
-
 MAX_MESSAGE = 1000
 
 TYPES = {

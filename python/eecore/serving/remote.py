@@ -50,8 +50,6 @@ from eecore.serving.wire import (
     plain_exit,
 )
 
-__all__ = ["RemoteModel", "Start"]
-
 # Import eecore from where this process does, whatever the working directory.
 PROGRAM = (
     "import sys; end = int(sys.argv[1]); sys.path[:] = sys.argv[2:]; "

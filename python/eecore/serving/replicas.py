@@ -14,8 +14,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Load", "Routes", "beginning_of", "replicas_wanted"]
-
 BLOCK = 64
 """Characters that are compared at once, about a page of the KV cache."""
 MAX_BLOCKS = 64

@@ -13,8 +13,6 @@ from eecore.serving.responses import ResponseChat
 from eecore.serving.shapes import JSON, PLACE, ChatShape, Tokens, usage
 from eecore.serving.tool_calls import ToolCall
 
-__all__ = ["ResponseShape"]
-
 DELTA = "response.output_text.delta"
 BEGINNING = ("created", "in_progress")
 """The events before any item."""

@@ -18,8 +18,6 @@ from eecore.serving.refusals import ApiError, as_api_error, invalid
 from eecore.serving.served import ServedModel
 from eecore.values import shown
 
-__all__ = ["LOGPROBS", "ResponseChat", "ask_response", "read_response"]
-
 LOGPROBS = "message.output_text.logprobs"
 """The value of ``include`` that asks for log-probabilities."""
 ROLES = ("user", "assistant", "system", "developer")

@@ -10,8 +10,6 @@ from eecore.output import PromptLogprob
 from eecore.serving.offsets import TextOffsets
 from eecore.serving.served import ServedModel
 
-__all__ = ["echoed", "finite", "in_vllms_words", "tops_by_text"]
-
 MIN_LOGPROB = -9999.0
 """Written for minus infinity, which JSON cannot express."""
 

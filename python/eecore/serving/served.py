@@ -17,8 +17,6 @@ from eecore.serving.depth import Depths
 from eecore.serving.refusals import ApiError, invalid
 from eecore.serving.tool_calls import ToolFormat
 
-__all__ = ["Servable", "ServedModel"]
-
 MAX_KNOWN_TOKENS = 1 << 16
 """Tokens whose text is kept."""
 # Characters that a tokenizer may turn into one before it splits a text into tokens.

@@ -19,8 +19,6 @@ from eecore.serving.access_log import AccessLog
 from eecore.serving.answering import Service
 from eecore.serving.app import create_app
 
-__all__ = ["listen", "serve"]
-
 BACKLOG = 512
 # Seconds for the rest of connections once all requests have been answered.
 CLOSING_SECONDS = 2

@@ -21,8 +21,6 @@ from eecore.serving.tool_calls import TOOL_PARSERS, tool_format
 from eecore.serving.tracing import tracing_of_environment
 from eecore.values import shown
 
-__all__ = ["ServerSettings", "service_of"]
-
 GENERATION_CONFIGS = ("auto", "none")
 # The form in which browsers write it: no path, and no slash at the end.
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+")

@@ -18,18 +18,6 @@ from eecore.serving.scored_prompts import echoed, finite, in_vllms_words, tops_b
 from eecore.serving.served import ServedModel
 from eecore.serving.tool_calls import ToolCall
 
-__all__ = [
-    "DONE",
-    "JSON",
-    "PLACE",
-    "ChatShape",
-    "CompletionShape",
-    "Shape",
-    "Tokens",
-    "event",
-    "usage",
-]
-
 Tokens = Output | StepOutput
 
 JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))

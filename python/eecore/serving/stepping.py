@@ -43,8 +43,6 @@ from eecore.serving.wire import (
     plain_step,
 )
 
-__all__ = ["run_engine"]
-
 # Seconds between reports of how full the engine is while no request comes or goes.
 SAYS_SECONDS = 0.1
 # Threads that wait for guides to be compiled; a guide that is known needs none.

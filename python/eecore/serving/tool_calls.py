@@ -14,16 +14,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "FORMATS",
-    "TOOL_PARSERS",
-    "CallReader",
-    "ExpectedCalls",
-    "ToolCall",
-    "ToolFormat",
-    "tool_format",
-]
-
 SPACE = re.compile(r"\s*")
 # The end of a run of JSON outside of strings, and within them.
 OUTSIDE = re.compile(r"[^\s\w,:.+-]")

@@ -19,8 +19,6 @@ from eecore.exit_text import exit_text
 from eecore.output import Output
 from eecore.serving.asking import Asked
 
-__all__ = ["RequestSpan", "Tracing", "tracing_of_environment"]
-
 LOGGER = logging.getLogger("eecore")
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 FAILURES = ("error", "timeout")

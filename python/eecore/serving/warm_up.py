@@ -21,8 +21,6 @@ from eecore.serving.protocol import ChatRequest, CompletionRequest
 from eecore.serving.refusals import ApiError
 from eecore.serving.served import ServedModel
 
-__all__ = ["SECONDS", "warm_up"]
-
 SECONDS = 10.0
 """The longest time that the warm-up takes."""
 MAX_TOKENS = 12

@@ -25,26 +25,6 @@ from eecore.guide import Guide
 from eecore.models import ModelSource
 from eecore.output import StepOutput
 
-__all__ = [
-    "Error",
-    "FromEngine",
-    "Loaded",
-    "Occupancy",
-    "Request",
-    "Start",
-    "Step",
-    "ToEngine",
-    "classifier_of",
-    "decode",
-    "encode",
-    "error_of",
-    "exit_of",
-    "plain_classifier",
-    "plain_error",
-    "plain_exit",
-    "plain_step",
-]
-
 PlainExit = tuple[str, dict[str, Any]]
 """The class of an exit policy and its fields; a classifier is given by its digest."""
 

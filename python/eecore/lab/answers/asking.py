@@ -36,15 +36,6 @@ from eecore.readable import shown_path
 if TYPE_CHECKING:
     from eecore.models import Tokenizer
 
-__all__ = [
-    "QuestionSettings",
-    "Round",
-    "follow_ups",
-    "own_rounds",
-    "read_own_questions",
-    "write_questions",
-]
-
 MARK = "\uf8ff"
 """Marks a question's place in the chat template: no template has a character for private use."""
 ABOUT = 40 << 20

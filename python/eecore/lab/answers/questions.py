@@ -23,21 +23,6 @@ from eecore.errors import RequestError
 from eecore.readable import is_file, kind_of, shown_path
 from eecore.textfiles import has_json_lines, json_lines, name_of, read_text
 
-__all__ = [
-    "CODE_CHANGES",
-    "LONGEST",
-    "SHORTEST",
-    "TEXT_CHANGES",
-    "Passage",
-    "about",
-    "builtin_questions",
-    "digest_of",
-    "questions_about",
-    "read_passages",
-    "read_questions",
-    "templates",
-]
-
 DATA = Path(__file__).resolve().parents[2] / "data" / "prompts"
 CODE_CHANGES, TEXT_CHANGES = "code_changes", "text_changes"
 SHARES = {"chat": 0.60, "code": 0.25, "rewriting": 0.15}

@@ -27,19 +27,6 @@ if TYPE_CHECKING:
 
     from eecore.models import Tokenizer
 
-__all__ = [
-    "Answer",
-    "AnswerSettings",
-    "Ask",
-    "LinesFile",
-    "NumberedLine",
-    "chat_ids",
-    "read_answers",
-    "seed_of",
-    "tokenizer_of",
-    "write_answers",
-]
-
 SEEDS = 1 << 31
 MAX_TOKEN_ID = 1 << 24
 """The largest token id in a file."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from eecore.exits import ConfidentExit
     from eecore.lab.evaluation.timed import TimedRun
 
-__all__ = ["ConfidentExits", "calm"]
-
 CLASSIFIER_FILE = "classifier.safetensors"
 BATCH_MODES = {"each": ("each",), "all": ("all",), "both": ("each", "all")}
 

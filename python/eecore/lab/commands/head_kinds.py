@@ -18,19 +18,6 @@ if TYPE_CHECKING:
     from eecore.lab.training.head_states import HeadStates, StatesSettings
     from eecore.models import LlamaModel
 
-__all__ = [
-    "ANCHORS",
-    "STRETCH",
-    "Block",
-    "Head",
-    "Plan",
-    "Recurrent",
-    "block_plan",
-    "recurrent_plan",
-    "refuse_others",
-    "taps_of",
-]
-
 STRETCH, ANCHORS = 32, 16
 TIMED_STEPS = 1000
 """Steps of the run whose speed converts --minutes to steps."""

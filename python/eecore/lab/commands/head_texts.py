@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from eecore.lab.commands.progress import ProgressLine
     from eecore.lab.training.head_states import StatesSettings
 
-__all__ = ["STATES", "Answers", "Asked", "check_directories", "what_is_asked", "write_and_read"]
-
 QUESTIONS_FILE, ANSWERS_FILE = "questions.jsonl", "answers.jsonl"
 STATES = "states"
 SHORTEST_ANSWER = 3

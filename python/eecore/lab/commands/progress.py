@@ -12,8 +12,6 @@ from rich.markup import escape
 if TYPE_CHECKING:
     from eecore.lab.training import StepReport
 
-__all__ = ["ProgressLine", "shown_seconds"]
-
 LINE_SECONDS = 10.0
 """Seconds between two lines where stderr is not a terminal."""
 

@@ -12,8 +12,6 @@ from eecore.console.failures import UsageError
 from eecore.console.loading import SEEDS
 from eecore.console.options import option
 
-__all__ = ["MAX_BATCH", "MAX_STEPS", "Kept", "Rates", "say_settings", "want_one_process"]
-
 MAX_STEPS, MAX_BATCH = 1 << 40, 1 << 20
 
 

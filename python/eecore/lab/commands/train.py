@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from eecore.lab.training.recipe import Loss
     from eecore.models import Tokenizer
 
-__all__ = ["Sequences", "train", "training_device"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:

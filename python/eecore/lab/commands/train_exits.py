@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from eecore.lab.training.head_run import DraftTrainee
     from eecore.models import LlamaModel
 
-__all__ = ["stored_weights", "train_exits"]
-
 TRAINING = "training"
 PARTS = (0.25, 0.5)
 """Shares of the texts for --learning-curve."""

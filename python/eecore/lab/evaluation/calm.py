@@ -21,8 +21,6 @@ from eecore.lab.evaluation.calm_report import CalmReport, CalmRow, Speed
 from eecore.lab.evaluation.timed import TimedRun, checked_tokenizer, median_ratio, time_policies
 from eecore.output import Output
 
-__all__ = ["PAPER_THRESHOLDS", "evaluate_calm", "exit_rate", "inner_token_latency", "throughput"]
-
 PAPER_THRESHOLDS: dict[Measure, float] = {"softmax": 0.85, "classifier": 0.9, "state": 0.95}
 """The thresholds of the early-exit framework's Table 1, for a T5 v1.1."""
 

@@ -13,8 +13,6 @@ from eecore.files import write_text
 from eecore.lab import plots
 from eecore.lab.evaluation.tables import markdown_table, number, table_of
 
-__all__ = ["CalmReport", "CalmRow", "Speed"]
-
 
 @dataclass(frozen=True)
 class Speed:

@@ -22,8 +22,6 @@ from eecore.exits import ConfidentExit, Exit, FixedExit
 from eecore.generation import Model
 from eecore.models import LlamaModel, Network
 
-__all__ = ["ExitMap", "MapToken", "map_exits"]
-
 
 @dataclass(frozen=True)
 class MapToken:

@@ -19,8 +19,6 @@ from eecore.generation import Model
 from eecore.lab.evaluation.tables import number, table_of
 from eecore.lab.evaluation.timed import TimedRun, checked_tokenizer, time_policies
 
-__all__ = ["LayerSkipReport", "ModeRow", "evaluate_layerskip"]
-
 
 @dataclass(frozen=True)
 class ModeRow:

@@ -21,8 +21,6 @@ from eecore.lab.evaluation.timed import TimedRun, time_policies
 from eecore.models import exits_file
 from eecore.planning.auto import best_exit_layers
 
-__all__ = ["Sweep", "SweepCell", "default_exit_layers", "known_exits", "sweep_speculation"]
-
 
 @dataclass(frozen=True)
 class SweepCell:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-__all__ = ["markdown_table", "number", "table_of"]
-
 Row = TypeVar("Row")
 
 

@@ -24,8 +24,6 @@ from eecore.generation import Model
 from eecore.models import Tokenizer
 from eecore.output import Output
 
-__all__ = ["TimedRun", "checked_tokenizer", "median_ratio", "time_policies"]
-
 
 @dataclass
 class TimedRun:

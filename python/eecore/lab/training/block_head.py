@@ -21,8 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["BlockHead", "BlockSizes", "TextBlocks"]
-
 TAP_GAIN = 0.3
 """The initial size of what the taps before the last one add, as a share of the last one's."""
 ADDED = ("o_proj.weight", "down_proj.weight", "markov_w2.weight")

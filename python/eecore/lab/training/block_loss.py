@@ -22,8 +22,6 @@ from eecore.lab.training.block_head import BlockHead, TextBlocks
 from eecore.lab.training.head_loss import FrozenSide, shares
 from eecore.lab.training.head_states import HeadStates
 
-__all__ = ["AnchorOrder", "block_agreement", "block_loss", "draft_weights"]
-
 SHARPNESS = 3.0
 """How fast the cross entropy gives way to the total variation as the overlap grows."""
 MIN_ACCEPTED = 0.5

@@ -14,8 +14,6 @@ from eecore.lab.training.head_pack import Measured, training_facts
 from eecore.models import LlamaModel, network_digest
 from eecore.models.readers.block_file import DIGEST_FIELD
 
-__all__ = ["CONFIG_NAME", "FACTS_NAME", "WEIGHTS_NAME", "save_block_head"]
-
 CONFIG_NAME, WEIGHTS_NAME, FACTS_NAME = "config.json", "model.safetensors", "training.json"
 LAYOUT_VERSION = "0.9.0"
 """The version of ``speculators`` whose layout the files have."""

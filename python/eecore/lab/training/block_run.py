@@ -18,8 +18,6 @@ from eecore.models import LlamaModel
 from eecore.models.head_vocabulary import matrix_rows
 from eecore.values import whole
 
-__all__ = ["MAX_BLOCK", "MAX_LAYERS", "MAX_RANK", "BlockConfig", "BlockTrainee", "choose_mask"]
-
 MAX_BLOCK, MAX_LAYERS, MAX_RANK = 64, 16, 1024
 SPREAD = 2.0
 """The standard deviation of the logits that a head begins with."""

@@ -25,15 +25,6 @@ from eecore.lab.training.early_exit_loss import Head, Targets
 from eecore.lab.training.frozen_model import FrozenModel
 from eecore.values import check_fields, real, whole
 
-__all__ = [
-    "CalmLoss",
-    "ClassifierConfig",
-    "agreement_labels",
-    "classifier_loss",
-    "save_classifier",
-    "train_exit_classifier",
-]
-
 
 @dataclass(frozen=True)
 class CalmLoss:

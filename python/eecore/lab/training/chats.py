@@ -12,8 +12,6 @@ from typing import Any
 from eecore.errors import TrainingError
 from eecore.models import Tokenizer
 
-__all__ = ["chat_pieces"]
-
 Piece = tuple[list[int], bool]
 END_OF_THOUGHTS = "</think>"
 

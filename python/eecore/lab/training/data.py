@@ -27,8 +27,6 @@ from eecore.models import Tokenizer
 from eecore.textfiles import JsonLine, has_json_lines, json_lines, read_text
 from eecore.values import is_whole
 
-__all__ = ["Batch", "BatchOrder", "TokenData", "collate", "read_data"]
-
 # Batches whose sequences are sorted by length together.
 BUCKET_BATCHES = 64
 

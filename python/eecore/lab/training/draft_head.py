@@ -25,8 +25,6 @@ from torch.nn import functional
 
 from eecore.lab.training.head_keys import TextKeys
 
-__all__ = ["DraftHead", "HeadSizes"]
-
 
 @dataclass(frozen=True)
 class HeadSizes:

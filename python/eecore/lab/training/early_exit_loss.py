@@ -18,15 +18,6 @@ from torch.nn.functional import cross_entropy
 from eecore.errors import TrainingError
 from eecore.values import check_fields, choice, is_whole, real
 
-__all__ = [
-    "EarlyExitLoss",
-    "LastLayerLoss",
-    "LossWeights",
-    "Targets",
-    "early_exit_backward",
-    "layer_scale",
-]
-
 Head = Callable[[Tensor], Tensor]
 
 

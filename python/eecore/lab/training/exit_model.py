@@ -21,8 +21,6 @@ from eecore.errors import TrainingError
 from eecore.lab.training.data import Batch
 from eecore.lab.training.processes import Processes
 
-__all__ = ["DECODERS", "ENCODER_DECODERS", "LOOPED", "ExitModel", "ExitScores", "evaluate_exits"]
-
 DECODERS = (
     "LlamaForCausalLM",
     "MistralForCausalLM",

@@ -17,8 +17,6 @@ from eecore.lab.training.exit_model import ExitModel
 from eecore.models import KVCache, LlamaModel, Tokenizer, load_model, read_layout
 from eecore.readable import kind_of
 
-__all__ = ["FrozenModel", "RunningModel", "is_quantised", "load_running_model"]
-
 
 @dataclass(frozen=True, eq=False)
 class RunningModel:

@@ -25,8 +25,6 @@ from eecore.lab.training.recipe import RunConfig
 from eecore.lab.training.run_log import EVALUATIONS, STEPS, RunLog
 from eecore.lab.training.run_state import RunState, load_state, save_state
 
-__all__ = ["STATE_FILE", "Losses", "StepReport", "Trainee", "TrainingRun", "seconds_per_step"]
-
 STATE_FILE = "state.safetensors"
 STEP_COLUMNS = ("step", "tokens", "learning_rate", "gradient_norm", "loss")
 

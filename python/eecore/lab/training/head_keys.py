@@ -10,8 +10,6 @@ from torch import Tensor
 
 from eecore.models import KVCache, LlamaModel
 
-__all__ = ["Attended", "TextKeys", "choose_attended", "is_last", "key_begins", "keys_at"]
-
 REPEATED = 120
 """Random tokens, repeated once, to find the heads that attend to what came after the first
 occurrence; fewer where the model has fewer positions.

@@ -18,8 +18,6 @@ from torch.nn import functional
 from eecore.lab.training.draft_head import DraftHead
 from eecore.lab.training.head_states import HeadStates, begins_of, ends_of
 
-__all__ = ["FrozenSide", "StretchOrder", "agreement_by_position", "draft_loss", "shares"]
-
 LATER_ROWS = 2
 """One row in so many goes on to drafts after the first, since the first one matters most."""
 STEP_WEIGHTS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)

@@ -27,8 +27,6 @@ from eecore.models.readers.head_file import (
     WEIGHTS_NAME,
 )
 
-__all__ = ["Measured", "save_head", "training_facts"]
-
 MIN_ACCEPTED = 0.05
 """Acceptance rate from which on a draft is made by default."""
 MAX_DRAFTS = 6

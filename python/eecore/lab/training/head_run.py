@@ -30,16 +30,6 @@ from eecore.models import LlamaModel
 from eecore.models.head_vocabulary import matrix_rows
 from eecore.values import FLAG, MIN_POSITIVE, real, whole
 
-__all__ = [
-    "DraftConfig",
-    "DraftTrainee",
-    "HeadConfig",
-    "HeadTrainee",
-    "begin_queries",
-    "choose_vocabulary",
-    "is_held_out",
-]
-
 MAX_DRAFTS = 8
 """Drafts of a row in training, at most."""
 SIZE, DRAFTS = whole(1, MAX_SIZE), whole(1, MAX_DRAFTS)

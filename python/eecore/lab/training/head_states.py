@@ -34,16 +34,6 @@ from eecore.lab.training.head_keys import Attended, TextKeys, is_last, key_begin
 from eecore.models import KVCache, LlamaModel
 from eecore.readable import is_file, shown_path
 
-__all__ = [
-    "HeadStates",
-    "MappedStates",
-    "StatesSettings",
-    "begins_of",
-    "collect_states",
-    "ends_of",
-    "open_states",
-]
-
 FORMAT = "eecore head states 1"
 SETTINGS_FILE = "states.json"
 PAGE_SIZE = 16

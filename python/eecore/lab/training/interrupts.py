@@ -10,8 +10,6 @@ from types import FrameType
 
 from eecore.lab.training.processes import is_launched
 
-__all__ = ["StopRequest", "stop_on_signals"]
-
 
 class StopRequest:
     """Whether a run has been asked to stop; call it to know."""

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from eecore.errors import TrainingError
 from eecore.values import check_fields, choice, real
 
-__all__ = ["LayerDropout", "LayerDropoutHandle", "drop_layers"]
-
 
 @dataclass(frozen=True)
 class LayerDropout:

@@ -9,8 +9,6 @@ from typing import Any
 
 from eecore.errors import TrainingError
 
-__all__ = ["library", "no_progress_bars"]
-
 
 def library(name: str, extra: str = "lab") -> Any:
     """The module of that name; a TrainingError says which extra installs it."""

@@ -19,8 +19,6 @@ from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.readers.config_json import read_config_file, refuse_quantised
 from eecore.readable import kind_of, path_of
 
-__all__ = ["StartingPoint", "load_starting_point"]
-
 MAX_LABELS = 1 << 16
 
 

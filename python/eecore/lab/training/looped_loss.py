@@ -20,8 +20,6 @@ from eecore.lab.training.early_exit_loss import Targets
 from eecore.lab.training.exit_model import ExitModel
 from eecore.values import check_fields, real
 
-__all__ = ["GateLoss", "LoopedLoss", "exit_log_probabilities", "looped_backward"]
-
 
 def exit_log_probabilities(gates: Tensor) -> Tensor:
     """log p_t for each loop, of the gate's logits, both [num_loops, n]; the last ones do not count.

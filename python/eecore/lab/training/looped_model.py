@@ -17,8 +17,6 @@ from torch.nn import functional
 
 from eecore.lab.training.libraries import library
 
-__all__ = ["OuroConfig", "OuroForCausalLM"]
-
 transformers = library("transformers")
 Base: Any = transformers.PreTrainedModel
 BaseConfig: Any = transformers.PretrainedConfig

@@ -33,8 +33,6 @@ from eecore.readable import is_file, kind_of, path_of, shown_path
 if TYPE_CHECKING:
     from eecore.lab.training.sharding import ShardedExitModel
 
-__all__ = ["ModelTrainee", "TrainingResult", "check_new", "state_path", "train"]
-
 MIN_SIZE = 1e-3
 """The smallest size that a relative rate refers to, since some weights start near 0."""
 VECTOR_SHARE = 0.1

@@ -19,8 +19,6 @@ from torch import Tensor, distributed, nn
 
 from eecore.errors import TrainingError
 
-__all__ = ["Processes", "is_divided", "is_launched", "launched", "whole"]
-
 SENT_TOGETHER = 1 << 24
 """Numbers of gradients that are sent in one message."""
 

@@ -29,8 +29,6 @@ from eecore.values import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["LoraSettings", "RunConfig", "TrainingConfig"]
-
 T = TypeVar("T")
 
 Loss = LossWeights | LoopedLoss | GateLoss

@@ -18,16 +18,6 @@ from eecore.lab.training.libraries import library
 from eecore.readable import regular_file
 from eecore.values import shown
 
-__all__ = [
-    "EVALUATIONS",
-    "STEPS",
-    "CsvLog",
-    "RunLog",
-    "read_log",
-    "read_logs",
-    "tensorboard_writer",
-]
-
 STEPS, EVALUATIONS = "steps", "evaluations"
 
 

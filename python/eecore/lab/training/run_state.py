@@ -24,8 +24,6 @@ from eecore.lab.training.recipe import RunConfig, TrainingConfig
 from eecore.tensor_files import TensorFile, shown_name
 from eecore.values import shown
 
-__all__ = ["RunState", "load_state", "read_state", "save_state", "state_to_resume"]
-
 Config = TypeVar("Config", bound=RunConfig)
 
 FORMAT = "eecore training state 3"

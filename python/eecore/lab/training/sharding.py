@@ -14,8 +14,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from eecore.lab.training.exit_model import ExitModel
 from eecore.lab.training.processes import Processes, whole
 
-__all__ = ["ShardedExitModel"]
-
 
 class _States(nn.Module):
     """The states of a model as one module, which FSDP2 gathers and divides around."""

@@ -16,8 +16,6 @@ from eecore.lab.training.draft_head import DraftHead, HeadSizes
 from eecore.lab.training.head_keys import Attended
 from eecore.models.readers.head_file import CONFIG_NAME, WEIGHTS_NAME, HeadFile, read_head_settings
 
-__all__ = ["TrainedHead", "read_head"]
-
 
 @dataclass(frozen=True, eq=False)
 class TrainedHead:

@@ -29,8 +29,6 @@ from eecore.models.t5 import T5Model
 from eecore.models.t5_weights import T5Weights
 from eecore.models.weights import NewWeights, WeightView
 
-__all__ = ["Adopted", "HeldTensors"]
-
 
 class HeldTensors(StoredTensors):
     """Named tensors in memory, read like a checkpoint.

@@ -21,8 +21,6 @@ from eecore.models.readers.quantised_layout import (
 )
 from eecore.models.readers.quantised_matrix import QuantisedMatrix, unpacked
 
-__all__ = ["awq"]
-
 PARTS = ("qweight", "qzeros", "scales")
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The places of outputs 0..7 in a word."""

@@ -48,8 +48,6 @@ from eecore.models.weights import Care, NewWeights, WeightView
 from eecore.ops import Matrix
 from eecore.readable import shown_path
 
-__all__ = ["BLOCK_KINDS", "DIGEST_FIELD", "load_block_head", "read_block_settings"]
-
 DIGEST_FIELD = "eecore_model_digest"
 """The field of config.json with the digest of the model that a head was trained for, in heads that
 ``eecore train-exits`` made."""

@@ -27,8 +27,6 @@ from eecore.models.readers.quantised_layout import (
 )
 from eecore.models.readers.quantised_matrix import QuantisedMatrix, unpacked
 
-__all__ = ["compressed_tensors"]
-
 PACKED, PLAIN = "pack-quantized", ("int-quantized", "naive-quantized")
 STRATEGIES = ("group", "channel", "tensor")
 MAX_SCHEMES = 64

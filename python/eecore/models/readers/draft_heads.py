@@ -26,15 +26,6 @@ from eecore.models.readers.mtp_file import MTP_ARCHITECTURES, load_mtp, read_mtp
 from eecore.readable import is_file, kind_of, shown_path
 from eecore.values import shown
 
-__all__ = [
-    "KINDS",
-    "check_draft_head",
-    "load_draft_head",
-    "names_another",
-    "published_facts",
-    "read_head_kind",
-]
-
 
 class PublishedSettings(Protocol):
     """The settings in a published head's ``config.json``."""

@@ -31,8 +31,6 @@ from eecore.models.readers.published import (
 )
 from eecore.tensor_files import shown_name
 
-__all__ = ["PARALLEL", "load_eagle", "read_eagle_settings"]
-
 MAX_TAPS = 16
 MAX_DRAFTS = 64
 DRAFTS_OF_A_PASS = 8

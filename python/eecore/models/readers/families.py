@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["FAMILIES", "MULTIMODAL", "Family", "why_not"]
-
 Windows = Literal["none", "all", "flagged", "typed", "unrotated"]
 
 

@@ -32,8 +32,6 @@ from eecore.models.text.tokenizer_files import chat_settings
 from eecore.readable import shown_path
 from eecore.tensor_files import shown_name
 
-__all__ = ["TENSOR_NAMES", "GGUFCheckpoint"]
-
 TENSOR_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",

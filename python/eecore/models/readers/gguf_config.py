@@ -36,8 +36,6 @@ from eecore.models.rope import frequencies
 from eecore.tensor_files import shown_name
 from eecore.values import shown
 
-__all__ = ["ROPE_TENSORS", "config_values", "generation_values"]
-
 ROPE_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 ROPE_TENSORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["GGUF_FAMILIES", "GGUFFamily"]
-
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 SLIDING_THETA = "rope.freq_base_swa"
 

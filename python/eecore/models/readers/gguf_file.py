@@ -26,8 +26,6 @@ from eecore.models.source import part_files
 from eecore.readable import regular_file, shown_path
 from eecore.values import shown
 
-__all__ = ["GGUFFile"]
-
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_FIELDS = 1 << 16

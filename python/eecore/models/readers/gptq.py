@@ -23,8 +23,6 @@ from eecore.models.readers.quantised_layout import (
 )
 from eecore.models.readers.quantised_matrix import QuantisedMatrix, unpacked
 
-__all__ = ["gptq"]
-
 FORMATS = ("gptq", "gptq_v2")
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 ONE_A_NUMBER = {4: 0x11111111, 8: 0x01010101}

@@ -24,21 +24,6 @@ from eecore.readable import kind_of, shown_path
 from eecore.tensor_files import TensorFile
 from eecore.values import shown
 
-__all__ = [
-    "ATTENDING_VERSION",
-    "CONFIG_NAME",
-    "KIND",
-    "SHIPPED",
-    "VERSION",
-    "WEIGHTS_NAME",
-    "HeadFile",
-    "find_head",
-    "in_blocks",
-    "load_head",
-    "pack_beside",
-    "read_head_settings",
-]
-
 SHIPPED = Path(__file__).resolve().parents[2] / "data" / "heads"
 CONFIG_NAME, WEIGHTS_NAME = "head.json", "head.safetensors"
 VERSION = 1

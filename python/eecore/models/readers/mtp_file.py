@@ -14,8 +14,6 @@ from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.readers.published import check_shapes, check_size, new_weights
 from eecore.models.weights import NewWeights, WeightView
 
-__all__ = ["MTP_ARCHITECTURES", "load_mtp", "read_mtp_settings"]
-
 MTP_ARCHITECTURES = ("MiMoForCausalLM",)
 LAYER = "model.mtp_layers.0."
 """The prefix of the layer's tensors."""

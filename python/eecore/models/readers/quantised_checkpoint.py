@@ -25,8 +25,6 @@ from eecore.models.readers.quantised_layout import FLOATS, Layout, Scheme, Store
 from eecore.models.readers.quantised_matrix import QuantisedMatrix
 from eecore.models.readers.stored_weights import field_of, runs_as
 
-__all__ = ["QuantisedCheckpoint", "read_layout", "warn_of_floats"]
-
 METHODS: dict[str, Callable[[ConfigFields], Layout]] = {
     "gptq": gptq,
     "awq": awq,

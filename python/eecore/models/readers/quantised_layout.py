@@ -16,17 +16,6 @@ from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.readers.quantised_matrix import QuantisedMatrix
 from eecore.values import shown
 
-__all__ = [
-    "BITS",
-    "FLOATS",
-    "Layout",
-    "Scheme",
-    "Shape",
-    "StoredModule",
-    "group_size",
-    "num_groups",
-]
-
 BITS = (4, 8)
 FLOATS = tuple(FLOAT_DTYPES)
 MAX_GROUP_SIZE = 1 << 20

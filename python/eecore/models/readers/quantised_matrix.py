@@ -15,8 +15,6 @@ from torch import Tensor
 
 from eecore.models.readers.checkpoint import INT8
 
-__all__ = ["QuantisedMatrix", "unpacked"]
-
 BLOCK = 32
 """Columns of a block."""
 BLOCK_BYTES = {"Q4_0": 18, "Q5_0": 22, "Q8_0": 34}

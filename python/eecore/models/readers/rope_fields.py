@@ -11,8 +11,6 @@ from eecore.json_fields import ABOVE_ZERO, REQUIRED
 from eecore.models.readers.config_fields import FACTORS, THETAS, ConfigFields
 from eecore.models.readers.families import Family
 
-__all__ = ["read_ropes", "rotated_layers"]
-
 ROPE_FIELDS = {
     "default": {
         "rope_theta",

@@ -33,8 +33,6 @@ from eecore.models.weights import (
     NewWeights,
 )
 
-__all__ = ["field_of", "load_weights", "memory_of", "runs_as"]
-
 FIELDS = {
     "self_attn.q_proj": "qkv",
     "self_attn.k_proj": "qkv",

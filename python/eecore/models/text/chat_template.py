@@ -16,8 +16,6 @@ from eecore.bounded_process import BoundedProcess, Fork, NotPrepared
 from eecore.errors import ModelError, RequestError
 from eecore.models.text.messages import given_values
 
-__all__ = ["ChatTemplate", "ChatTemplateError", "MessagesRefused"]
-
 MAX_SOURCE = 128 << 10
 """Characters of a template, at most; large ones of today have 40 thousand."""
 SECONDS = 0.5

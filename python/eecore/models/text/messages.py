@@ -8,8 +8,6 @@ from typing import Any
 
 from eecore.errors import RequestError
 
-__all__ = ["given_values"]
-
 MAX_DEPTH = 64
 MAX_MESSAGES = 1 << 16
 MAX_CHARACTERS = 64 << 20

@@ -24,8 +24,6 @@ from eecore.models.text.tokenizer_files import (
     read_tokenizer,
 )
 
-__all__ = ["ChatTemplateError", "IncrementalDecoder", "Tokenizer"]
-
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A vocabulary writes single bytes in SentencePiece's way, <0xF0>, or as one of GPT-2's letters.
 BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -19,8 +19,6 @@ from eecore.errors import CheckpointError, ModelNotFoundError
 from eecore.json_fields import JsonFields, parse_json
 from eecore.readable import read_bytes, shown_path
 
-__all__ = ["ChatSettings", "chat_settings", "library_error", "read_chat_settings", "read_tokenizer"]
-
 MAX_BYTES = 512 << 20
 """Bytes of a tokenizer.json, at most; large ones of today have 35 million."""
 MAX_TEMPLATE_BYTES = 4 << 20
