@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from eecore.lab.training.block_head import BlockHead, TextBlocks
-from eecore.lab.training.head_loss import FrozenSide, shares
+from eecore.lab.training.head_loss import DraftOrder, FrozenSide, shares
 from eecore.lab.training.head_states import HeadStates
 
 SHARPNESS = 3.0
@@ -30,14 +30,13 @@ BLOCKS_AT_ONCE = 256
 """Blocks of one pass when agreement is measured."""
 
 
-class AnchorOrder:
-    """Random rows that blocks start from, a few of each text; the same for the same seed.
+class AnchorOrder(DraftOrder):
+    """Random rows that blocks start from, a few of each text.
 
     Args:
         starts: int64 [m], the rows that drafts can start from, text by text.
         text: int64 [m], their texts.
         per_text: rows of a text in a step, at most.
-        batch_size: texts of a step.
     """
 
     def __init__(
@@ -45,29 +44,16 @@ class AnchorOrder:
     ) -> None:
         counts = torch.unique_consecutive(text, return_counts=True)[1]
         self._texts = torch.split(starts, counts.tolist())
-        self._per_text, self._batch_size, self._seed = per_text, batch_size, seed
-        self._shuffled: tuple[int, list[int]] | None = None
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return max(1, len(self._texts) // self._batch_size)
+        self._per_text = per_text
+        super().__init__(len(self._texts), batch_size, seed)
 
     def starts(self, step: int) -> Tensor:
-        """int64 [n], the rows that the blocks of a step start from, ascending within a text."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        if self._shuffled is None or self._shuffled[0] != epoch:
-            order = torch.randperm(len(self._texts), generator=self._generator(epoch))
-            self._shuffled = epoch, order.tolist()
-        chosen = self._shuffled[1][place * self._batch_size : (place + 1) * self._batch_size]
-        generator = self._generator(-1 - step)
+        generator = self.generator(-1 - step)
         rows = []
-        for rows_of_text in (self._texts[text] for text in chosen):
+        for rows_of_text in (self._texts[text] for text in self.chosen(step).tolist()):
             some = torch.randperm(len(rows_of_text), generator=generator)[: self._per_text]
             rows.append(rows_of_text[some.sort().values])
         return torch.cat(rows)
-
-    def _generator(self, number: int) -> torch.Generator:
-        return torch.Generator().manual_seed(self._seed * 1_000_003 + number)
 
 
 def blocks_after(

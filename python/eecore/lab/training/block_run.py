@@ -89,16 +89,12 @@ class BlockTrainee(DraftTrainee):
         self.head = BlockHead(sizes, self.frozen.eps, norm, taps, config.seed)
         self.module: nn.Module = self.head
         starts = self.data.starts
-        self._order = AnchorOrder(
+        self.order = AnchorOrder(
             starts, self.data.text[starts], config.anchors, config.batch_size, config.seed
         )
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return self._order.steps_per_epoch
-
     def loss(self, step: int) -> tuple[Tensor, int, float]:
-        starts = self._order.starts(step)
+        starts = self.order.starts(step)
         loss, agreement = block_loss(self.head, self.frozen, self.data, starts, self.mask_token)
         return loss, len(starts) * self.config.block_size, agreement
 

@@ -348,18 +348,14 @@ class BatchOrder:
 
     def _shuffled(self, epoch: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-        order = torch.randperm(len(self._lengths), generator=generator)
+        order, size = torch.randperm(len(self._lengths), generator=generator), self._batch_size
         batches = [
             batch
-            for bucket in _cut(order, self._batch_size * BUCKET_BATCHES)
-            for batch in _cut(bucket[self._lengths[bucket].argsort(stable=True)], self._batch_size)
+            for bucket in torch.split(order, size * BUCKET_BATCHES)
+            for batch in torch.split(bucket[self._lengths[bucket].argsort(stable=True)], size)
         ]
         shuffle = torch.randperm(len(batches), generator=generator)
         return [batches[index] for index in shuffle.tolist()]
-
-
-def _cut(indices: Tensor, size: int) -> list[Tensor]:
-    return [indices[start : start + size] for start in range(0, len(indices), size)]
 
 
 def _packed(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -18,6 +18,7 @@ from eecore.lab.training.draft_head import DraftHead
 from eecore.lab.training.harness import Losses, Trainee
 from eecore.lab.training.head_keys import Attended
 from eecore.lab.training.head_loss import (
+    DraftOrder,
     FrozenSide,
     StretchOrder,
     agreement_by_position,
@@ -80,6 +81,7 @@ class DraftTrainee(Trainee):
     """
 
     config: DraftConfig
+    order: DraftOrder
 
     def __init__(
         self,
@@ -110,8 +112,8 @@ class DraftTrainee(Trainee):
         self.evaluation_columns = tuple(f"agreement_{k + 1}" for k in range(config.measured))
 
     @property
-    @abstractmethod
-    def steps_per_epoch(self) -> int: ...
+    def steps_per_epoch(self) -> int:
+        return self.order.steps_per_epoch
 
     @abstractmethod
     def agreement_of(self, starts: Tensor) -> list[float]:
@@ -217,14 +219,10 @@ class HeadTrainee(DraftTrainee):
             beginning.put_into(self.head)
         if data.settings.attended and (beginning is None or not beginning.attends):
             begin_queries(self.head, self.frozen, data, ~self.held)
-        self._order = StretchOrder(self.data.text, config.stretch, config.batch_size, config.seed)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self._order.steps_per_epoch
+        self.order = StretchOrder(self.data.text, config.stretch, config.batch_size, config.seed)
 
     def loss(self, step: int) -> tuple[Tensor, int, float]:
-        starts, drafts = self._order.starts(step), self.config.num_drafts
+        starts, drafts = self.order.starts(step), self.config.num_drafts
         loss, agreement = draft_loss(self.head, self.frozen, self.data, starts, drafts)
         return loss, len(starts), agreement
 
