@@ -15,12 +15,7 @@ from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
 
 class DraftOutcomes:
-    """Makes the outcomes of one program's rounds.
-
-    Args:
-        kind: the key of the program.
-        num_layers: number of layers of the model.
-    """
+    """Makes the outcomes of one program's rounds."""
 
     logits: Logits | None = None
     """Logits of the verified tokens of the last run, if some rows need them."""

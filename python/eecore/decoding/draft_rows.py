@@ -20,11 +20,6 @@ from eecore.scheduling.sequence import Sequence
 class DraftRows(Step):
     """Memory for the rounds of up to ``sizes.num_rows`` sequences; the rows after them are padding.
 
-    Args:
-        model: the model.
-        kv: the model's cache.
-        kind: the key of the program.
-
     Attributes:
         kind: the key of the program.
         rows: the rows that were loaded last.

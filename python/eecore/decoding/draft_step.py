@@ -244,7 +244,6 @@ class DraftStep(DraftRows):
 
         Args:
             last: the result of :meth:`_last_through_shared`.
-            control: the program's control.
         """
         model, made, checked = self._model, self._round, self._verification
         if last is None:

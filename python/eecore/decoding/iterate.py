@@ -73,9 +73,6 @@ class Iterations:
     """The iterations of one model over one cache.
 
     Args:
-        model: the model.
-        kv: the model's cache.
-        run: runs programs.
         ahead: whether a program's next run is launched before the outcome of this one is known;
             None: if ``run`` returns early.
         history_tokens: tokens of past outputs that are kept to draft from.
@@ -117,7 +114,6 @@ class Iterations:
         """Run all works, and return one outcome for each, in order; no sequence is updated yet.
 
         Args:
-            works: the work of each sequence.
             others_wait: whether waiting requests need these to end.
         """
         self.planner.num_threads = torch.get_num_threads()

@@ -55,8 +55,6 @@ def encode(model: Network, kv: KVCache, sequences: list[Sequence]) -> None:
     """Run the encoder on the inputs of sequences, and write the keys and values to their pages.
 
     Args:
-        model: a model with an encoder.
-        kv: the cache.
         sequences: one or more, each with an input and pages for it.
     """
     assert isinstance(model, T5Model)

@@ -50,7 +50,6 @@ def prompt_logprobs(
     """Log-probabilities of tokens in the log-softmax of the unchanged logits.
 
     Args:
-        model: the model.
         hidden: [num_rows, hidden_size], states of a pass.
         scored: the rows and tokens to score.
 

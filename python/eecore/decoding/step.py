@@ -86,12 +86,10 @@ def tapped_layers(
     Without taps this is one call of the model.
 
     Args:
-        model: the model.
         begin: the first layer.
         end: the layer after the last one.
         taps: numbers of layers, ``begin`` to ``end``, in any order.
         hidden: [num_tokens, hidden_size], the residual stream before layer ``begin``.
-        kv: the cache.
         batch: how the rows attend.
 
     Returns:
@@ -109,9 +107,6 @@ class Step:
     """The runs of up to ``sizes.num_rows`` rows over memory at fixed addresses.
 
     Args:
-        model: the model.
-        kv: the model's cache.
-        sizes: the sizes of the memory.
         given: fields that the host writes for a run, in addition to those of every program.
         results: the result fields of a run.
 

@@ -160,7 +160,6 @@ class DraftHead:
     a draft is verified and has to be cheap. Elsewhere its matrices are floats of the model's dtype.
 
     Args:
-        network: the model; not changed.
         tensors: the pack's tensors by name: float32, or matrices in uint8 as blocks of 4 bits.
         vocabulary: int64 [vocabulary_size], the tokens that the head always knows.
     """

@@ -70,7 +70,6 @@ class Chooser:
     """Chooses for the ``Auto`` requests of one model, and learns from their rounds.
 
     Args:
-        num_layers: layers of the model.
         agreement: how often each exit layer agrees with the last one; None where that was not
             measured.
         head_agreement: how often a draft head's first, second, ... draft agrees with the model;
@@ -377,7 +376,6 @@ def best_exit_layers(agreement: Ordered[float] | None, step: int = 1) -> tuple[i
     """At most two exit layers whose drafts promise most, by the costs of a layer and a draft.
 
     Args:
-        agreement: how often each exit layer agrees with the last one.
         step: layers from one exit layer to the next; in a looped model the layers of a loop.
     """
     if agreement is None:

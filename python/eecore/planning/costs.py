@@ -88,7 +88,6 @@ class Costs:
         """Rounds of a kind, in rounds of full depth, by their drafts or steps.
 
         Args:
-            kind: of round.
             requests: of the round; numbers of one bit length share a table.
             slope: the expected cost of one more draft or step.
             base: the expected time of a round without drafts or steps.

@@ -43,7 +43,6 @@ def draft_state(sequence: Sequence, exit_layers: range, guided: Guided | None = 
     """The state of a request, made when it is first needed.
 
     Args:
-        sequence: the request.
         exit_layers: exit layers of the model, the last one full depth.
         guided: the beginning of the request's guide, if it has one.
     """

@@ -42,12 +42,7 @@ def prepared(text: str, vocab_size: int, eos_token_ids: list[int]) -> Callable[[
 
 
 class _Follower:
-    """Compiles one guide, and calls its matchers.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        channel: the channel to the engine.
-    """
+    """Compiles one guide, and calls its matchers."""
 
     def __init__(self, tokenizer: LLTokenizer, channel: Channel) -> None:
         self._tokenizer, self._channel = tokenizer, channel

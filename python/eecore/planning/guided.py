@@ -36,8 +36,6 @@ class Guided:
 
     Args:
         guides: start the guide's process again if it has ended.
-        guide: the guide to follow.
-        process: the process of the guide.
         num_words: int32 words of a mask.
     """
 
@@ -156,7 +154,6 @@ class Guides:
     """Compiles guides for one model; from any thread.
 
     Args:
-        tokenizer: the model's tokenizer.
         vocab_size: number of the model's logits.
         eos_token_ids: tokens that end a text.
     """
@@ -188,7 +185,6 @@ class Guides:
         """The process of a guide, compiled once for all callers that wait for it.
 
         Args:
-            guide: the guide that it follows.
             restarts: whether a process that was ended to make room is started again.
 
         Raises:

@@ -81,7 +81,6 @@ class GuideProcess(BoundedProcess):
     """A process that follows one guide, for any number of requests.
 
     Args:
-        guide: the guide that it follows.
         end: a socket to the process.
     """
 
@@ -110,7 +109,6 @@ class GuideProcess(BoundedProcess):
         """Call methods of a matcher, and return their results.
 
         Args:
-            number: the number of the matcher.
             calls: names of methods, each with its arguments.
 
         Raises:
@@ -144,7 +142,6 @@ class Matcher:
     """A matcher of llguidance in the process of its guide.
 
     Args:
-        process: the process of the guide.
         number: the matcher's number there; matcher 0 has read no token, and is kept.
     """
 

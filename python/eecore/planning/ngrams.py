@@ -66,7 +66,6 @@ class NgramIndex:
         place, and the length of that n-gram; [] and 0 where there is none.
 
         Args:
-            most: maximum number of tokens.
             stops: tokens that end a text: no draft follows one.
         """
         if len(self._tokens) < self._shortest:
@@ -86,7 +85,6 @@ class NgramIndex:
 
         Args:
             ending: the last tokens of the other text.
-            most: maximum number of tokens.
         """
         if len(ending) < self._shortest:
             return [], 0

@@ -28,9 +28,6 @@ class PastOutputs:
 
     They are kept in two halves, of which the older one is dropped once the newer one is full. An
     output that recurs is added again, so that it stays.
-
-    Args:
-        max_tokens: maximum number of tokens that are kept.
     """
 
     def __init__(self, max_tokens: int) -> None:

@@ -41,7 +41,6 @@ class Planner:
     """Plans the iterations of one model, and learns from how they went.
 
     Args:
-        model: the model.
         num_threads: CPU threads; the times of rounds depend on them.
         history_tokens: tokens of past outputs that are kept to draft from; 0: none.
     """
@@ -85,7 +84,6 @@ class Planner:
         """Plan an iteration.
 
         Args:
-            works: decoding requests.
             others_wait: whether waiting requests need these to end.
 
         Returns:

@@ -152,7 +152,6 @@ class Metrics:
         Args:
             outcome: stop, length, error, cancelled or timeout.
             output: the sequence's output, as far as it got; None: none.
-            policy: the one under which it ran.
         """
         self.requests.labels(outcome).inc()
         reason = VLLM_REASONS.get(outcome, outcome)

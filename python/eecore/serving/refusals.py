@@ -25,8 +25,6 @@ class ApiError(Exception):
     """An answer that is an error.
 
     Args:
-        status: the status of HTTP.
-        message: what was expected, and what came.
         param: the field of the body that is wrong.
         code: a word for programs.
         retry_after: seconds after which it is worth another try.

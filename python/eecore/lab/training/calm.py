@@ -40,7 +40,6 @@ def agreement_labels(head: Head, states: Sequence[Tensor], targets: Targets) -> 
     """For each layer below the last: does its argmax equal the last layer's?
 
     Args:
-        head: final norm and LM head.
         states: h[1..L], each [batch, length, hidden_size].
         targets: the positions that are compared.
 

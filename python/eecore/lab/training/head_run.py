@@ -71,7 +71,6 @@ class DraftTrainee(Trainee):
     """A draft head that learns from the texts of a frozen model.
 
     Args:
-        network: the model, which is not changed.
         data: states and tokens of its own texts.
         share: share of the texts that are trained on, to see what more text gains.
         vocabulary: int64, the tokens that can be drafted; None: they are chosen from the texts.

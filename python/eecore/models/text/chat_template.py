@@ -50,7 +50,6 @@ class ChatTemplate:
     """A template that has been compiled once.
 
     Args:
-        source: the template, in jinja2's language.
         name: the template's name in errors.
 
     Raises:

@@ -43,7 +43,6 @@ class Tokenizer:
     """Encodes and decodes as transformers does for the same directory.
 
     Args:
-        backend: the tokenizer of the tokenizers library.
         settings: special tokens and chat templates; the template ``tool_use`` is for conversations
             with tools.
         name: the tokenizer's name in errors.
