@@ -234,19 +234,19 @@ class JsonFields:
             raise self.wrong(name, "a list of strings", values)
         return values if values is default else tuple(values)
 
-    def objects(self: Self, name: str, *, most: int = MAX_ITEMS) -> list[Self]:
+    def objects(self: Self, name: str) -> list[Self]:
         """The fields of each object in a list."""
-        values = self._list(name, "objects", REQUIRED, most)
+        values = self._list(name, "objects", REQUIRED, MAX_ITEMS)
         for value in values:
             if not isinstance(value, dict):
                 raise self.wrong(name, "a list of objects", values)
         return [self._nested(value, f"{name}[{index}]") for index, value in enumerate(values)]
 
-    def entries(self: Self, name: str, *, most: int = MAX_ITEMS) -> Self | None:
+    def entries(self: Self, name: str) -> Self | None:
         """The items of a list of several kinds, as the fields "0", "1", ...; None when it is
         absent.
         """
-        values = self._list(name, "items", None, most)
+        values = self._list(name, "items", None, MAX_ITEMS)
         if values is None:
             return None
         return self._nested({str(index): value for index, value in enumerate(values)}, name)

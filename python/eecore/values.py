@@ -96,14 +96,9 @@ def as_items(value: object, most: int) -> list[Any] | None:
     return None if items is None or len(items) > most else items
 
 
-def is_whole(value: object, low: float, high: float = math.inf) -> bool:
-    """Whether a value is an integer, numpy's included, of low..high."""
-    return as_whole(value, low, high) is not None
-
-
-def is_within(value: object, low: float, high: float) -> bool:
-    """Whether a value is a finite real number, numpy's included, of low..high."""
-    return as_real(value, low, high) is not None
+def is_whole(value: object, low: float) -> bool:
+    """Whether a value is an integer, numpy's included, of at least ``low``."""
+    return as_whole(value, low) is not None
 
 
 @dataclass(frozen=True)
@@ -189,7 +184,6 @@ def wholes(
     high: int = INT32_MAX,
     *,
     most: int,
-    expected: str = "",
     kind: type[tuple[Any, ...]] | type[frozenset[Any]] = tuple,
 ) -> Rule:
     """A tuple, or another ``kind``, of ints of low..high; a single int counts as a tuple of one."""
@@ -200,7 +194,7 @@ def wholes(
         numbers = [as_whole(item, low, high) for item in items or ()]
         return None if items is None or None in numbers else kind(numbers)
 
-    return Rule(own, expected or f"at most {most} whole numbers, {low}..{high}")
+    return Rule(own, f"at most {most} whole numbers, {low}..{high}")
 
 
 def reals(low: float, high: float, *, most: int) -> Rule:

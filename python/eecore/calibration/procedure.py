@@ -22,7 +22,7 @@ from eecore.calibration_file import Calibration, CalibrationStep
 from eecore.errors import RequestError
 from eecore.exits import ConfidentExit, ExitClassifier, Full, Measure
 from eecore.generation import Model
-from eecore.values import is_whole, is_within
+from eecore.values import as_real, is_whole
 
 LossKind = Literal["textual", "risk"]
 DEFAULT_GRID = tuple(round(1.0 - 0.05 * i, 2) for i in range(21))
@@ -225,7 +225,7 @@ def check_settings(
         RequestError: a setting is wrong, or a package is missing; the message names the first.
     """
     for name, value in (("delta", delta), ("epsilon", epsilon)):
-        if not is_within(value, 0.0, 1.0) or value in (0.0, 1.0):
+        if as_real(value, 0.0, 1.0) in (None, 0.0, 1.0):
             raise RequestError(f"{name}: expected a number between 0 and 1, got {value!r}")
     for name, word, known in (
         ("loss", loss, ("textual", "risk")),

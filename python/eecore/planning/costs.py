@@ -84,18 +84,17 @@ class Costs:
         full = self._full
         return full.at(requests) * self._slowdown if full.measured(requests) else None
 
-    def rounds(self, kind: str, requests: int, slope: float, base: float = 1.0) -> Times:
+    def rounds(self, kind: str, requests: int, slope: float) -> Times:
         """Rounds of a kind, in rounds of full depth, by their drafts or steps.
 
         Args:
             requests: of the round; numbers of one bit length share a table.
             slope: the expected cost of one more draft or step.
-            base: the expected time of a round without drafts or steps.
         """
         key = kind, requests.bit_length()
         times = self._rounds.get(key)
         if times is None:
-            times = self._rounds[key] = Times(base, slope)
+            times = self._rounds[key] = Times(1.0, slope)
         return times
 
     def in_full(self, requests: int, seconds: float) -> float:

@@ -40,10 +40,6 @@ class ConfigFields(JsonFields):
             )
         return size
 
-    def default(self, name: str, value: Any, null: Any = None) -> Any:
-        """The default of a field: ``value`` where it is absent, ``null`` where it is null."""
-        return null if name in self.names else value
-
     def token_ids(self, name: str) -> tuple[int, ...]:
         """The ids of a field with one id or a list; none if the field is absent."""
         is_one = name in self and not self.has_list(name)

@@ -345,7 +345,7 @@ def _eos_token_ids(
     fields: ConfigFields, generation: ConfigFields, default: int | None
 ) -> tuple[int, ...]:
     given = generation.token_ids("eos_token_id") or fields.token_ids("eos_token_id")
-    token = fields.default("eos_token_id", default)
+    token = None if "eos_token_id" in fields.names else default
     return given if given or token is None else (token,)
 
 
