@@ -46,12 +46,6 @@ inline void scale_head(float* row, const T* weight, int64_t head_dim, float fact
   }
 }
 
-// row = row / rms(row) * weight
-template <typename T>
-inline void norm_row(float* row, const T* weight, int64_t head_dim, float eps) {
-  scale_head(row, weight, head_dim, inverse_rms(row, head_dim, eps));
-}
-
 // 1 / rms over num_heads heads, head_stride apart.
 template <typename T>
 inline float inverse_rms_of_heads(const T* heads, int64_t num_heads, int64_t head_stride,
