@@ -59,9 +59,3 @@ def test_exactness_belongs_to_the_owner_of_a_page() -> None:
     pages.free([one])
     assert pages.allocate(1) == [one]
     assert pages.is_exact(one)
-
-
-@pytest.mark.parametrize(("num_pages", "page_size"), [(0, 4), (4, 0)])
-def test_empty_caches_are_refused(num_pages: int, page_size: int) -> None:
-    with pytest.raises(ValueError, match="expected num_pages >= 1 and page_size >= 1"):
-        PageAllocator(num_pages, page_size)

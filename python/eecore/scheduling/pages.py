@@ -25,10 +25,6 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int, page_size: int, cache: PrefixCache | None = None) -> None:
-        if num_pages < 1 or page_size < 1:
-            raise ValueError(
-                f"expected num_pages >= 1 and page_size >= 1, got {num_pages} and {page_size}"
-            )
         self.num_pages = num_pages
         self.page_size = page_size
         self._cache = cache
