@@ -14,6 +14,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 SPACE = re.compile(r"\s*")
 # The end of a run of JSON outside of strings, and within them.
 OUTSIDE = re.compile(r"[^\s\w,:.+-]")
@@ -316,21 +318,19 @@ def _calls(text: str, names: Collection[str], may_lack: bool) -> list[tuple[str,
         ValueError, RecursionError: the text is not JSON, or something else than calls.
     """
     json.loads(text, parse_constant=_refuse)
-    found: list[dict[str, str]] = []
-    if text.startswith("{"):
-        found.append(_members(text, 0)[0])
-    else:
-        at = _skip(SPACE, text, 1)
-        while text[at] != "]":
-            members, at = _members(text, at)
-            found.append(members)
-            at = _after_comma(text, at)
+    listed = text if text.startswith("[") else f"[{text}]"
+    try:
+        found = msgspec.json.decode(listed.encode(), type=list[dict[str, msgspec.Raw]])
+    except msgspec.DecodeError:
+        raise ValueError(text) from None
     if not found:
         raise ValueError(text)
-    return [_call(members, names, may_lack) for members in found]
+    written = ({name: bytes(raw).decode() for name, raw in each.items()} for each in found)
+    return [_call(members, names, may_lack) for members in written]
 
 
 def _call(members: Mapping[str, str], names: Collection[str], may_lack: bool) -> tuple[str, str]:
+    """The name and the arguments of a call, from the JSON of its members."""
     name = json.loads(members.get("name", "null"))
     if not isinstance(name, str) or name not in names:
         raise ValueError(name)
@@ -343,31 +343,6 @@ def _call(members: Mapping[str, str], names: Collection[str], may_lack: bool) ->
     if not isinstance(value, dict):
         raise ValueError(arguments)
     return name, arguments
-
-
-def _members(text: str, at: int) -> tuple[dict[str, str], int]:
-    """The JSON of each member of an object, and where the object ends; the text is known to be
-    JSON.
-    """
-    if text[at] != "{":
-        raise ValueError(text[at])
-    members: dict[str, str] = {}
-    at = _skip(SPACE, text, at + 1)
-    while text[at] != "}":
-        name, at = DECODER.raw_decode(text, at)
-        begin = _skip(SPACE, text, _skip(SPACE, text, at) + 1)  # after the colon
-        _, at = DECODER.raw_decode(text, begin)
-        members[name] = text[begin:at]
-        at = _after_comma(text, at)
-    return members, at + 1
-
-
-DECODER = json.JSONDecoder()
-
-
-def _after_comma(text: str, at: int) -> int:
-    at = _skip(SPACE, text, at)
-    return _skip(SPACE, text, at + 1) if text[at] == "," else at
 
 
 def _skip(pattern: re.Pattern[str], text: str, at: int) -> int:
