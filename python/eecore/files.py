@@ -68,10 +68,12 @@ def appearing(directory: str | Path) -> Iterator[Path]:
     """
     target = Path(os.path.realpath(directory))
     partial = _beside(target, "")
-    made: list[Path] = []
+    missing: list[Path] = []
     try:
         with _named(directory, partial):
-            _make_folders(target.parent, made)
+            missing += [each for each in target.parents if not each.exists()]
+            if missing:
+                target.parent.mkdir(parents=True, exist_ok=True)
             partial.mkdir()
             yield partial
             for path in partial.rglob("*"):
@@ -82,8 +84,9 @@ def appearing(directory: str | Path) -> Iterator[Path]:
             os.replace(partial, target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
-        for folder in reversed(made):
-            _remove_empty(folder)
+        for folder in missing:  # the deepest first
+            with suppress(OSError):  # something is there, or it was never made
+                folder.rmdir()
         raise
 
 
@@ -149,23 +152,6 @@ def _create(partial: Path, target: Path) -> int | None:
 def _flush(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _make_folders(folder: Path, made: list[Path]) -> None:
-    """Make the missing folders of a path, and note each, from the highest on."""
-    if folder.exists():
-        return
-    _make_folders(folder.parent, made)
-    made.append(folder)
-    try:
-        folder.mkdir()
-    except FileExistsError:  # another process was faster
-        made.remove(folder)
-
-
-def _remove_empty(folder: Path) -> None:
-    with suppress(OSError):  # another process has put something there, or it was never made
-        folder.rmdir()
 
 
 @contextmanager
