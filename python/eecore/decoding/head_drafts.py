@@ -33,17 +33,6 @@ from eecore.models import (
 from eecore.planning.proposal import MAX_AHEAD, Ahead
 from eecore.planning.row import Row
 
-__all__ = [
-    "AheadDrafting",
-    "HeadDrafting",
-    "HeadKeys",
-    "drafted_ahead",
-    "head_drafting_fields",
-    "head_results",
-    "new_round",
-    "new_verification",
-]
-
 
 def head_drafting_fields(num_rows: int, most: int) -> dict[str, Field]:
     """Fields that the host writes for drafting, with at most ``most`` drafts of a row."""

@@ -23,8 +23,6 @@ from eecore.models.attention import AttentionBatch
 from eecore.models.draft_head import SeenKeys
 from eecore.models.kv_cache import KVCache
 
-__all__ = ["ChainHead", "KeyedHead", "PassHead", "Positions"]
-
 
 class Positions(NamedTuple):
     """Positions that the model has computed."""

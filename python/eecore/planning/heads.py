@@ -7,8 +7,6 @@ from eecore.planning.draft_state import DraftState
 from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["AheadDrafts", "max_ahead"]
-
 
 class AheadDrafts:
     """The drafts of a draft head: a :class:`~eecore.planning.proposal.DraftSource`."""

@@ -11,8 +11,6 @@ from eecore.planning.past_outputs import PastDrafts
 from eecore.planning.proposal import NOTHING, DraftSource, Proposal
 from eecore.scheduling.scheduler import Work
 
-__all__ = ["SOURCES", "given_by_policy", "proposals"]
-
 SOURCES: tuple[DraftSource, ...] = (AheadDrafts(), TextDrafts(), PastDrafts())
 """All sources; a request gets proposals from the sources that serve it."""
 
