@@ -222,8 +222,8 @@ CUDA_KERNELS = (
     Mutant(
         "attention-ring-filled-too-early",
         "include/eecore/paged_attention.cuh",
-        "    if (round >= rounds.end) break;\n    __syncthreads();",
-        "    if (round >= rounds.end) break;",
+        "    least_stages = 1;\n    __syncthreads();",
+        "    least_stages = 1;",
         "tests/ops/test_paged_attention.py -k emulated",
     ),
     Mutant(

@@ -32,7 +32,8 @@ SPREADS = {"0x4140", "0x4342", "0x43434343", "0x64646464"}
 SKINNY = rf"skinny_linear_kernel<(\w+), (\d+), (\d+), (?:true|false), (\w+|{INT8})> "
 GATED = rf"skinny_gated_linear_kernel<(\w+), (\d+), (?:true|false), (\w+|{INT8})> "
 APPEND = rf"skinny_append_kernel<(\w+), (\d+), (\d+), (?:true|false), (\w+|{INT8})> "
-COPIES_KEYS = r"paged_attention_(?:float8_)?kernel<"
+WIDE_ATTENTION = r"paged_attention_wide_kernel<(\w+), (\d+), (\w+)> "
+COPIES_KEYS = r"paged_attention_(?:float8_|wide_)?kernel<"
 STREAMS = rf"{STREAMS_WEIGHTS}|{COPIES_KEYS}"
 # Instructions ahead of the first copy, all branches counted; a division is some twenty of them.
 MAX_BEFORE_KEYS, MAX_BEFORE_WEIGHTS = 900, 600
@@ -160,7 +161,7 @@ def test_nothing_is_divided_on_the_way_to_the_first_copy(kernels: dict[str, Code
 
 def test_queries_are_loaded_together(kernels: dict[str, Code]) -> None:
     """Aligned queries: all loads, up to 8 in a row, come before a store."""
-    for match, code in of(kernels, ATTENTION):
+    for match, code in of(kernels, ATTENTION) + of(kernels, WIDE_ATTENTION):
         if match[1] == "float":
             continue
         turns = 16 * int(match[2]) // 8 // 32
@@ -260,6 +261,22 @@ def test_attention_multiplies_and_copies_as_its_tile_says(
             HMMA=5 * products,
             # Keys and values, all of them or one by one, when a stream begins and as it goes on.
             LDGSTS=2 * 2 * (copies + 1),
+        )
+
+
+def test_two_bands_of_rows_share_the_keys_that_a_warp_loads(
+    kernels: dict[str, Code], is_recorded_compiler: bool
+) -> None:
+    for match, code in of(kernels, WIDE_ATTENTION):
+        head_dim = int(match[2])
+        loads = (16 if head_dim > 64 else 32) * head_dim // 256  # of a step's keys, or values
+        check_counts(
+            code,
+            is_recorded_compiler,
+            match.string,
+            # For each band as with one of them; infinities, which are rare, are loaded for each.
+            HMMA=5 * 2 * 2 * loads,
+            LDSM=3 * loads + 2 * 2 * loads + 2 * head_dim // 16,
         )
 
 

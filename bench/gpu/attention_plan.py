@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from bench.gpu.calls import Call, Known, ceil_div, nbytes
-from bench.gpu.devices import Device
+from bench.gpu.devices import TUNING, Device
 from bench.gpu.launches import KernelLaunch
 
 WARPS = 4  # of a block
 MAX_REPEATED_QUERIES = 32  # queries of a sequence up to which splits have a fixed size
 MERGED_SIZE = 4  # elements that a thread merges
 MAX_MERGED_BYTES = 16 << 10  # bytes that the last block of a tile merges
+MAX_WIDE_HEAD = 128  # head dimension up to which a warp can have two bands of rows
 
 
 def nearly_busy(units: int, resident: int, least: int, most: int) -> int:
@@ -33,9 +36,6 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
     if num_tokens == 0 or num_seqs == 0:
         return []
     item, group = q.element_size(), num_q_heads // num_kv_heads
-    name = "paged_attention_kernel"
-    if cache.dtype == torch.float8_e4m3fn:
-        name = "paged_attention_float8_kernel"
     max_keys = table.shape[1] * cache.shape[1]
     keys = min(known.seq_len or max_keys, max_keys)
     warp_rows = 4 if q.dtype == torch.float32 else 16
@@ -44,8 +44,23 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
     # Sizes of each sequence, if all have equally many queries.
     queries = ceil_div(num_tokens, num_seqs)
     rows = queries * group
+    name = "paged_attention_kernel"
+    if cache.dtype == torch.float8_e4m3fn:
+        name = "paged_attention_float8_kernel"
+    if (
+        item == 2
+        and head_dim <= MAX_WIDE_HEAD
+        and call["position_bias"] is None
+        and rows > warp_rows
+        and queries <= MAX_REPEATED_QUERIES
+        and call["fixed_split_size"] > 0
+        and "wide_attention=0" not in os.environ.get(TUNING, "").split(",")
+    ):
+        name = "paged_attention_wide_kernel"
+        warp_rows *= 2
     tiles = ceil_div(rows, tile_rows)
-    team_warps = 1 if rows <= warp_rows else 2 if rows <= 2 * warp_rows else 4
+    team_rows = min(rows, tile_rows)
+    team_warps = 1 if team_rows <= warp_rows else 2 if team_rows <= 2 * warp_rows else 4
     units = tiles * min(num_seqs, num_tokens) * num_kv_heads
     resident = 2 * device.num_multiprocessors
     all_rows = num_tokens * num_q_heads * (head_dim + 2) * 4  # bytes of one result of each row

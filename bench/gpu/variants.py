@@ -5,7 +5,7 @@ python -m bench gpu-variants [--model 135m 1b] [--batch 1 8 32] [--json FILE]
 Of each model and batch the program of a step at full depth is captured under each setting, and all
 of them are launched by turns on states of their own (:meth:`bench.gpu.decode.Bench.program`): the
 GPU's own time, the median over turns. Results are the same under all settings, but for the order of
-sums under wgmma=1.
+sums under wgmma=1. Drafts, which such a step has none of, are attended alone, with the model's heads.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
+
 import eecore
+from bench.gpu.attention import AttentionShape, attention_work
 from bench.gpu.decode import Bench, Case, measure_programs
 from bench.gpu.devices import TUNING
-from bench.gpu.timing import elapsed
+from bench.gpu.timing import elapsed, time_calls
 from eecore.models import LlamaModel
 
 SETTINGS = (
@@ -32,6 +35,8 @@ SETTINGS = (
     "early_trigger=1,ring_kib=48",
 )
 OF_MANY_ROWS = ("shared_rows=8", "wgmma=1")
+OF_DRAFTS = ("", "wide_attention=0")
+DRAFTS, KEYS, FEW_KEYS = 8, 4096, 40  # few keys on a CPU, where the times mean nothing
 FEW_ROWS = 8
 TURNS, LAUNCHES = 5, 20
 
@@ -73,17 +78,32 @@ def measure(bench: Bench) -> dict[str, float]:
     return {setting: statistics.median(times) for setting, times in found.items()}
 
 
+def measure_drafts(bench: Bench) -> dict[str, float]:
+    """Seconds of attention by setting: the drafts of a batch of requests over many keys."""
+    config, device = bench.model.config, bench.model.device
+    on_gpu = device.type == "cuda"
+    heads = (config.num_q_heads, config.num_kv_heads, config.head_dim)
+    shape = AttentionShape(bench.batch, DRAFTS, KEYS if on_gpu else FEW_KEYS, *heads)
+    attend = attention_work(shape, torch.bfloat16, device).call
+    found = {}
+    for setting in OF_DRAFTS:
+        with tuned(setting):
+            found[setting] = time_calls(device, [attend], TURNS).median
+    return found
+
+
 def table(result: dict[str, Any]) -> str:
     """The table of each setting, compared with no setting, as Markdown."""
     lines = [
         f"{result['device']}, torch {result['torch']}, commit {result['commit']}: a step at full "
-        f"depth under `{TUNING}`, the GPU's own time. `python -m bench gpu-variants`",
+        f"depth, and attention of {DRAFTS} drafts a request over {KEYS:,} keys, under `{TUNING}`, "
+        "the GPU's own time. `python -m bench gpu-variants`",
         "",
         "| model | batch | setting | us | of none |",
         "|---|---:|---|---:|---:|",
     ]
     for row in result["rows"]:
-        case = f"| {row['model']} | {row['batch']} |"
+        case = f"| {row['model']}{', drafts' * ('mode' in row)} | {row['batch']} |"
         if "error" in row:
             lines.append(f"{case} {row['error']} |||")
         for setting, seconds in row.get("seconds", {}).items():
@@ -94,6 +114,7 @@ def table(result: dict[str, Any]) -> str:
 
 def main(words: Sequence[str]) -> int:
     def cases(_: LlamaModel) -> Iterator[Case]:
+        yield {"mode": "drafts"}, lambda bench: {"seconds": measure_drafts(bench)}
         yield {}, lambda bench: {"seconds": measure(bench)}
 
     return measure_programs(

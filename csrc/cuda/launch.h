@@ -33,6 +33,7 @@ struct Tuning {
   int shared_rows = 32;        // maximum rows that blocks of a product make ready: 8 to 32
   bool early_start = true;     // kernels may start before the earlier ones have ended
   bool wgmma = false;          // warpgroups multiply, in a build for sm_90a
+  bool wide_attention = true;  // warps of attention have up to 32 rows, not 16
 };
 
 // The settings that the environment has now: a program keeps those of its capture.

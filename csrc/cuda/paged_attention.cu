@@ -27,23 +27,45 @@ bool is_aligned(const void* cache, const CacheStrides& strides, int64_t element_
          whole(strides.slot) && whole(strides.head);
 }
 
-// A kernel's dtype, head dimension and cache type, and whether it has a bias.
-template <typename T_, int kHeadDim_, bool kBiased_, typename C_>
+// A kernel's dtype, head dimension and cache type, whether it has a bias, and bands of rows a warp.
+template <typename T_, int kHeadDim_, bool kBiased_, typename C_, int kBands = 1>
 struct Kernel {
   using T = T_;
   using C = C_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kBiased = kBiased_;
-  using Sizes = AttentionSizes<T, kHeadDim, C>;
+  using Sizes = AttentionSizes<T, kHeadDim, C, kBands>;
 
   static constexpr auto function() {
-    if constexpr (Sizes::kWidens) {
+    if constexpr (kBands > 1) {
+      return paged_attention_wide_kernel<T, kHeadDim, C>;
+    } else if constexpr (Sizes::kWidens) {
       return paged_attention_float8_kernel<T, kHeadDim>;
     } else {
       return paged_attention_kernel<T, kHeadDim, kBiased>;
     }
   }
 };
+
+// Rows of a sequence, if all sequences have equally many queries.
+int64_t rows_of(const PagedAttentionParams& params, int64_t group_size) {
+  return ceil_div(params.num_tokens, params.num_seqs) * group_size;
+}
+
+// Calls body for a kernel without a bias: with two bands of rows a warp where the rows of a
+// sequence fill more than one and their results do not depend on it.
+template <typename T, int kHeadDim, typename C, typename Body>
+void dispatch_bands(const PagedAttentionParams& params, Body&& body) {
+  if constexpr (sizeof(T) == 2 && kHeadDim <= 128) {
+    const int64_t group_size = params.num_q_heads / params.num_kv_heads;
+    if (rows_of(params, group_size) > AttentionSizes<T, kHeadDim, C>::kBandRows &&
+        rows_of(params, 1) <= kMaxRepeatedQueries && params.fixed_split_size > 0 &&
+        tuning().wide_attention) {
+      return body(Kernel<T, kHeadDim, false, C, 2>{});
+    }
+  }
+  body(Kernel<T, kHeadDim, false, C>{});
+}
 
 // Calls body(Kernel<...>{}) for a call. Kernels with a bias or float8 caches, which few models
 // have, exist in fewer sizes.
@@ -59,19 +81,15 @@ void dispatch(const PagedAttentionParams& params, Body&& body) {
   dispatch_dtype(params.dtype, kOp, [&](auto type) {
     using T = typename decltype(type)::type;
     if (params.position_bias == nullptr && !is_float8) {
-      return dispatch_head_dim(params.head_dim, kOp,
-                               [&](auto head_dim) { body(Kernel<T, head_dim(), false, T>{}); });
+      return dispatch_head_dim(params.head_dim, kOp, [&](auto head_dim) {
+        dispatch_bands<T, head_dim(), T>(params, body);
+      });
     }
     dispatch_at_least<64, 128, 256>(params.head_dim, kOp, "head_dim", [&](auto head_dim) {
-      if (is_float8) return body(Kernel<T, head_dim(), false, Float8>{});
+      if (is_float8) return dispatch_bands<T, head_dim(), Float8>(params, body);
       body(Kernel<T, head_dim(), true, T>{});
     });
   });
-}
-
-// Rows of a sequence, if all sequences have equally many queries.
-int64_t rows_of(const PagedAttentionParams& params, int64_t group_size) {
-  return ceil_div(params.num_tokens, params.num_seqs) * group_size;
 }
 
 // The work of a call as far as its shapes tell, in units of a tile and a kv head.
@@ -272,7 +290,7 @@ void run_paged_attention(const PagedAttentionParams& params, Stream stream) {
     launch("paged_attention", kernel.function(), shape, stream, params, plan);
     if (plan.num_blocks.value == 1 || plan.last_merges) return;
     const int64_t pieces = params.num_q_heads * params.head_dim / kMergedSize;
-    launch("paged_attention", paged_attention_combine_kernel<T, Sizes::kWarpRows>,
+    launch("paged_attention", paged_attention_combine_kernel<T, Sizes::kBandRows>,
            {dim3(static_cast<unsigned>(params.num_tokens),
                  static_cast<unsigned>(ceil_div(pieces, kAttentionCombineThreads))),
             dim3(kAttentionCombineThreads), 0, Launch::kAfterPrevious},

@@ -38,12 +38,12 @@ struct ScoreScale<false> {
   __device__ __forceinline__ float of(const AttentionPlan& plan) const { return plan.scale; }
 };
 
-// A warp's 16 rows on the tensor cores; rows past the tile's last repeat it and are never stored.
-// Lane l has rows l / 4 and l / 4 + 8.
+// A warp's bands of 16 rows on the tensor cores; rows past the tile's last repeat it and are never
+// stored. Lane l has rows l / 4 and l / 4 + 8 of each band. A row's sums do not depend on its band.
 // C: what the cache holds; where that is not T, scores are scaled by `key_scale` too.
-template <typename T, int kHeadDim, bool kBiased, typename C>
+template <typename T, int kHeadDim, bool kBiased, typename C, int kBands>
 class TensorCoreRows {
-  using Sizes = AttentionSizes<T, kHeadDim, C>;
+  using Sizes = AttentionSizes<T, kHeadDim, C, kBands>;
   static constexpr int kStepKeys = Sizes::kStepKeys, kRowStride = Sizes::kRowStride;
   static constexpr int kKeptSteps = Sizes::kKeptColumns / 16;
 
@@ -63,7 +63,7 @@ class TensorCoreRows {
     };
     has_rows_ = first_row <= last;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < 2 * kBands; ++i) {
       const int row = min(first_row + lane_ / 4 + 8 * i, last);
       position_[i] = position(row);
       if constexpr (kBiased) {
@@ -74,11 +74,13 @@ class TensorCoreRows {
     last_position_ = position(first_row + Sizes::kWarpRows - 1);
   }
 
-  // Loads the queries through this warp's shared memory; `offset` is where row lane % 16 starts.
-  // Columns that do not fit in registers stay in `rest`. Where the queries are aligned, a batch of
-  // loads is in flight before the first one is waited for.
+  // Loads the queries through this warp's shared memory; `offset` is where row lane % kWarpRows
+  // starts. Columns that do not fit in registers stay in `rest`, where one team writes them for
+  // all. Where the queries are aligned, a batch of loads is in flight before the first one is
+  // waited for.
   __device__ __forceinline__ void load_queries(const T* q, int64_t offset, int64_t head_dim,
-                                               bool aligned, Shared<T> shared, Shared<T> rest) {
+                                               bool aligned, Shared<T> shared, Shared<T> rest,
+                                               bool writes_rest) {
     constexpr int kTurns = Sizes::kWarpRows * Sizes::kPieces / 32;
     constexpr int kBatch = kTurns < 8 ? kTurns : 8;
     const auto row_of = [&](int turn) { return (turn * 32 + lane_) / Sizes::kPieces; };
@@ -92,7 +94,7 @@ class TensorCoreRows {
       const int row = row_of(turn), at = column_of(turn);
       if (at < Sizes::kKeptColumns) {
         shared_store16(shared + row * kRowStride + at, pack);
-      } else {
+      } else if (writes_rest) {
         shared_store16(rest + row * Sizes::kRestStride + (at - Sizes::kKeptColumns), pack);
       }
     };
@@ -114,56 +116,125 @@ class TensorCoreRows {
         keep(turn, load_pack(place(turn), head_dim - column_of(turn), false));
       }
     }
-    __syncwarp();
+    if constexpr (Sizes::kRestSize > 0) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
 #pragma unroll
-    for (int d = 0; d < kKeptSteps; ++d) {
-      ldmatrix_x4(q_[d], shared + lane_ % 16 * kRowStride + lane_ / 16 * 8 + d * 16);
+    for (int b = 0; b < kBands; ++b) {
+#pragma unroll
+      for (int d = 0; d < kKeptSteps; ++d) {
+        const int row = b * Sizes::kBandRows + lane_ % 16;
+        ldmatrix_x4(q_[b][d], shared + row * kRowStride + lane_ / 16 * 8 + d * 16);
+      }
     }
     rest_ = rest + lane_ % 16 * Sizes::kRestStride + lane_ / 16 * 8;
   }
 
   __device__ __forceinline__ void start() {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < 2 * kBands; ++i) {
       maximum_[i] = -INFINITY;
       weight_[i] = 0.0f;
     }
 #pragma unroll
-    for (int d = 0; d < kHeadDim / 8; ++d) {
+    for (int b = 0; b < kBands; ++b) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sums_[d][i] = 0.0f;
+      for (int d = 0; d < kHeadDim / 8; ++d) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums_[b][d][i] = 0.0f;
+      }
     }
   }
 
   // Adds the keys [first_key, first_key + kStepKeys) that lie before `end`.
   __device__ __forceinline__ void attend(Shared<T> k, Shared<T> v, int first_key, int end) {
-    // Rows past the tile's last see what it sees, so these bounds hold for all 16.
+    // Rows past the tile's last see what it sees, so these bounds hold for all rows of the warp.
     const KeyRange first = visible(first_position_), last = visible(last_position_);
     if (!has_rows_ || first_key >= min(last.end, end) || first_key + kStepKeys <= first.begin)
       return;
-    float scores[kStepKeys / 8][4] = {};
+    float scores[kBands][kStepKeys / 8][4] = {};
     const int matrix = lane_ / 8, matrix_row = lane_ % 8;
     const Shared<T> k_lane = k + (matrix / 2 * 8 + matrix_row) * kRowStride + matrix % 2 * 8;
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; ++d) {
-      uint32_t queries[4];
-      if (d < kKeptSteps) {
+      uint32_t queries[kBands][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) queries[i] = q_[d < kKeptSteps ? d : 0][i];
-      } else {
-        ldmatrix_x4(queries, rest_ + (d - kKeptSteps) * 16);
+      for (int b = 0; b < kBands; ++b) {
+        if (d < kKeptSteps) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) queries[b][i] = q_[b][d < kKeptSteps ? d : 0][i];
+        } else {
+          ldmatrix_x4(queries[b],
+                      rest_ + b * Sizes::kBandRows * Sizes::kRestStride + (d - kKeptSteps) * 16);
+        }
       }
 #pragma unroll
       for (int j = 0; j < kStepKeys / 16; ++j) {
         uint32_t keys[4];
         ldmatrix_x4(keys, k_lane + j * 16 * kRowStride + d * 16);
-        mma_m16n8k16<T>(scores[2 * j], queries, {keys[0], keys[1]});
-        mma_m16n8k16<T>(scores[2 * j + 1], queries, {keys[2], keys[3]});
+#pragma unroll
+        for (int b = 0; b < kBands; ++b) {
+          mma_m16n8k16<T>(scores[b][2 * j], queries[b], {keys[0], keys[1]});
+          mma_m16n8k16<T>(scores[b][2 * j + 1], queries[b], {keys[2], keys[3]});
+        }
       }
     }
 
+    const bool masks = first_key < last.begin || first_key + kStepKeys > min(first.end, end);
+#pragma unroll
+    for (int b = 0; b < kBands; ++b) weigh(b, scores[b], first_key, end, masks);
+
+    const Shared<T> v_lane = v + (matrix % 2 * 8 + matrix_row) * kRowStride + matrix / 2 * 8;
+    // Keys past the end are zeros.
+    const bool all_see_all =
+        first_key >= last.begin && min(first_key + kStepKeys, end) <= first.end;
+    if (all_see_all) {
+      add_values<false>(scores, v_lane);
+    } else if (add_values<true>(scores, v_lane)) {
+#pragma unroll
+      for (int b = 0; b < kBands; ++b) {
+        add_infinities<false>(b, v_lane, first_key, end);
+        add_infinities<true>(b, v_lane, first_key, end);
+      }
+    }
+  }
+
+  // Stores a band's results: values [kBandRows, kResultStride], (maximum, weight) [kBandRows, 2].
+  __device__ __forceinline__ void store(int band, Shared<float> values, Shared<float> stats) {
+#pragma unroll
+    for (int b = 0; b < kBands; ++b) {
+      if (b != band) continue;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = lane_ / 4 + 8 * i;
+        const float weight = reduce_lanes<4>(weight_[2 * b + i]);
+        if (lane_ % 4 == 0) {
+          stats[row * 2] = maximum_[2 * b + i];
+          stats[row * 2 + 1] = weight;
+        }
+#pragma unroll
+        for (int d = 0; d < kHeadDim / 8; ++d) {
+          const Shared<float> to = values + row * Sizes::kResultStride + d * 8 + lane_ % 4 * 2;
+          to[0] = sums_[b][d][2 * i];
+          to[1] = sums_[b][d][2 * i + 1];
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ KeyRange visible(int position) const {
+    return visible_keys(params_, plan_, length_, position);
+  }
+
+  // Turns a band's products with the keys of a step into weights, relative to each row's largest
+  // score so far, to which its sums are scaled.
+  __device__ __forceinline__ void weigh(int b, float (&scores)[kStepKeys / 8][4], int first_key,
+                                        int end, bool masks) {
     if constexpr (kBiased) {
-      add_bias(scores, first_key);
+      add_bias(b, scores, first_key);
     } else {
 #pragma unroll
       for (int j = 0; j < kStepKeys / 8; ++j) {
@@ -178,10 +249,10 @@ class TensorCoreRows {
         }
       }
     }
-    if (first_key < last.begin || first_key + kStepKeys > min(first.end, end)) {
+    if (masks) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const KeyRange seen = visible(position_[i / 2]);
+        const KeyRange seen = visible(position_[2 * b + i / 2]);
 #pragma unroll
         for (int j = 0; j < kStepKeys / 8; ++j) {
           const int key = key_of(first_key, j, i);
@@ -191,87 +262,60 @@ class TensorCoreRows {
     }
 
     // Online softmax. Most steps change no maximum.
+    float* const maximum = maximum_ + 2 * b;
+    float* const weight = weight_ + 2 * b;
     float largest[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      largest[i] = maximum_[i];
+      largest[i] = maximum[i];
 #pragma unroll
       for (int j = 0; j < kStepKeys / 8; ++j) {
         largest[i] = fmaxf(largest[i], fmaxf(scores[j][2 * i], scores[j][2 * i + 1]));
       }
       largest[i] = reduce_lanes<4>(largest[i], Max{});
     }
-    if (__any_sync(kWholeWarp, largest[0] != maximum_[0] || largest[1] != maximum_[1])) {
+    if (__any_sync(kWholeWarp, largest[0] != maximum[0] || largest[1] != maximum[1])) {
       float factor[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        factor[i] = exp2_fast(maximum_[i] - reference_of(largest[i]));
-        maximum_[i] = largest[i];
-        weight_[i] *= factor[i];
+        factor[i] = exp2_fast(maximum[i] - reference_of(largest[i]));
+        maximum[i] = largest[i];
+        weight[i] *= factor[i];
       }
 #pragma unroll
       for (int d = 0; d < kHeadDim / 8; ++d) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums_[d][i] *= factor[i / 2];
+        for (int i = 0; i < 4; ++i) sums_[b][d][i] *= factor[i / 2];
       }
     }
-    const float reference[2] = {reference_of(maximum_[0]), reference_of(maximum_[1])};
+    const float reference[2] = {reference_of(maximum[0]), reference_of(maximum[1])};
 #pragma unroll
     for (int j = 0; j < kStepKeys / 8; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         scores[j][i] = exp2_fast(scores[j][i] - reference[i / 2]);
-        weight_[i / 2] += scores[j][i];
+        weight[i / 2] += scores[j][i];
       }
     }
-
-    const Shared<T> v_lane = v + (matrix % 2 * 8 + matrix_row) * kRowStride + matrix / 2 * 8;
-    // Keys past the end are zeros.
-    const bool all_see_all =
-        first_key >= last.begin && min(first_key + kStepKeys, end) <= first.end;
-    if (all_see_all) {
-      add_values<false>(scores, v_lane);
-    } else if (add_values<true>(scores, v_lane)) {
-      add_infinities<false>(v_lane, first_key, end);
-      add_infinities<true>(v_lane, first_key, end);
-    }
-  }
-
-  // Stores the rows' results: values [kWarpRows, kPartStride], (maximum, weight) [kWarpRows, 2].
-  __device__ __forceinline__ void store(Shared<float> values, Shared<float> stats) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = lane_ / 4 + 8 * i;
-      const float weight = reduce_lanes<4>(weight_[i]);
-      if (lane_ % 4 == 0) {
-        stats[row * 2] = maximum_[i];
-        stats[row * 2 + 1] = weight;
-      }
-#pragma unroll
-      for (int d = 0; d < kHeadDim / 8; ++d) {
-        values[row * Sizes::kPartStride + d * 8 + lane_ % 4 * 2] = sums_[d][2 * i];
-        values[row * Sizes::kPartStride + d * 8 + lane_ % 4 * 2 + 1] = sums_[d][2 * i + 1];
-      }
-    }
-  }
-
- private:
-  __device__ __forceinline__ KeyRange visible(int position) const {
-    return visible_keys(params_, plan_, length_, position);
   }
 
   // Adds weights times values; kFinite: only finite values. Returns whether any value of the warp
   // was left out.
   template <bool kFinite>
-  __device__ __forceinline__ bool add_values(const float (&scores)[kStepKeys / 8][4],
+  __device__ __forceinline__ bool add_values(const float (&scores)[kBands][kStepKeys / 8][4],
                                              Shared<T> v_lane) {
     bool left_out = false;
 #pragma unroll
     for (int j = 0; j < kStepKeys / 16; ++j) {
-      const float (&low)[4] = scores[2 * j];
-      const float (&high)[4] = scores[2 * j + 1];
-      const uint32_t weights[4] = {pack_pair<T>(low[0], low[1]), pack_pair<T>(low[2], low[3]),
-                                   pack_pair<T>(high[0], high[1]), pack_pair<T>(high[2], high[3])};
+      uint32_t weights[kBands][4];
+#pragma unroll
+      for (int b = 0; b < kBands; ++b) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float (&keys)[4] = scores[b][2 * j + i / 2];
+          weights[b][i] = pack_pair<T>(keys[i % 2 * 2], keys[i % 2 * 2 + 1]);
+        }
+      }
 #pragma unroll
       for (int d = 0; d < kHeadDim / 16; ++d) {
         uint32_t values[4];
@@ -284,19 +328,22 @@ class TensorCoreRows {
             values[i] = finite;
           }
         }
-        mma_m16n8k16<T>(sums_[2 * d], weights, {values[0], values[1]});
-        mma_m16n8k16<T>(sums_[2 * d + 1], weights, {values[2], values[3]});
+#pragma unroll
+        for (int b = 0; b < kBands; ++b) {
+          mma_m16n8k16<T>(sums_[b][2 * d], weights[b], {values[0], values[1]});
+          mma_m16n8k16<T>(sums_[b][2 * d + 1], weights[b], {values[2], values[3]});
+        }
       }
     }
     return kFinite && __any_sync(kWholeWarp, left_out);
   }
 
-  // Adds the infinities of a step's values to the rows that see them; NaN counts as both
+  // Adds the infinities of a step's values to the rows of a band that see them; NaN counts as both
   // infinities. Rarely called: a barrier keeps the loads of one piece from moving ahead of the
   // previous piece, which would take the registers of the whole kernel.
   template <bool kNegative>
-  __device__ __forceinline__ void add_infinities(Shared<T> v_lane, int first_key, int end) {
-    const KeyRange seen[2] = {visible(position_[0]), visible(position_[1])};
+  __device__ __forceinline__ void add_infinities(int b, Shared<T> v_lane, int first_key, int end) {
+    const KeyRange seen[2] = {visible(position_[2 * b]), visible(position_[2 * b + 1])};
     const auto sees = [&](int j, int i) {
       const int key = key_of(first_key, j, i);
       return key >= seen[i / 2].begin && key < min(seen[i / 2].end, end) ? 1.0f : 0.0f;
@@ -321,7 +368,7 @@ class TensorCoreRows {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           if (counts[i / 4][i % 4] > 0.0f) {
-            sums_[2 * d + i / 4][i % 4] += kNegative ? -INFINITY : INFINITY;
+            sums_[b][2 * d + i / 4][i % 4] += kNegative ? -INFINITY : INFINITY;
           }
         }
       }
@@ -334,7 +381,8 @@ class TensorCoreRows {
   }
 
   // Adds the biases to the products of a step. Most steps of a long context are far from all rows.
-  __device__ __forceinline__ void add_bias(float (&scores)[kStepKeys / 8][4], int first_key) {
+  __device__ __forceinline__ void add_bias(int b, float (&scores)[kStepKeys / 8][4],
+                                           int first_key) {
     const auto add = [&](const auto& bias_of) {
 #pragma unroll
       for (int j = 0; j < kStepKeys / 8; ++j) {
@@ -345,11 +393,12 @@ class TensorCoreRows {
       }
     };
     if (has_one_bias(plan_, first_key, kStepKeys, first_position_, last_position_)) {
-      const float bias[2] = {bias_[0].of(plan_, first_key), bias_[1].of(plan_, first_key)};
+      const float bias[2] = {bias_[2 * b].of(plan_, first_key),
+                             bias_[2 * b + 1].of(plan_, first_key)};
       add([&](int, int i) { return bias[i / 2]; });
     } else {
       const int first = key_of(first_key, 0, 0);
-      const Shared<float> bias[2] = {bias_[0].from(first), bias_[1].from(first)};
+      const Shared<float> bias[2] = {bias_[2 * b].from(first), bias_[2 * b + 1].from(first)};
       add([&](int j, int i) { return float{bias[i / 2][j * 8 + i % 2]}; });
     }
   }
@@ -359,12 +408,13 @@ class TensorCoreRows {
   int lane_, length_;
   ScoreScale<Sizes::kWidens> scale_;
   bool has_rows_;
-  int position_[2], first_position_, last_position_;  // of this lane's rows, then of the warp's
-  RowBias bias_[2];
-  uint32_t q_[kKeptSteps][4];
+  int position_[2 * kBands];            // of this lane's rows
+  int first_position_, last_position_;  // of the warp's
+  RowBias bias_[2 * kBands];
+  uint32_t q_[kBands][kKeptSteps][4];
   Shared<T> rest_;
-  float sums_[kHeadDim / 8][4];
-  float maximum_[2], weight_[2];  // the weight covers this lane's keys alone
+  float sums_[kBands][kHeadDim / 8][4];
+  float maximum_[2 * kBands], weight_[2 * kBands];  // the weight covers this lane's keys alone
 };
 
 // A warp's 4 rows of float32 on the CUDA cores. kLanes neighbouring lanes share a key, kGroups keys
@@ -401,7 +451,7 @@ class PlainRows {
   }
 
   __device__ __forceinline__ void load_queries(const float* q, int64_t offset, int64_t head_dim,
-                                               bool aligned, Shared<float>, Shared<float>) {
+                                               bool aligned, Shared<float>, Shared<float>, bool) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t from = __shfl_sync(kWholeWarp, offset, r);
@@ -508,7 +558,7 @@ class PlainRows {
     }
   }
 
-  __device__ __forceinline__ void store(Shared<float> values, Shared<float> stats) {
+  __device__ __forceinline__ void store(int, Shared<float> values, Shared<float> stats) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -540,7 +590,7 @@ class PlainRows {
         Pack<float> pack;
 #pragma unroll
         for (int e = 0; e < 4; ++e) pack.values[e] = sums_[r][i][e];
-        shared_store16(values + r * Sizes::kPartStride + (i * kLanes + lane_) * 4, pack);
+        shared_store16(values + r * Sizes::kResultStride + (i * kLanes + lane_) * 4, pack);
       }
     }
   }

@@ -13,6 +13,8 @@
 namespace eecore::cuda {
 
 constexpr int kAttentionWarps = 4;
+constexpr int kMaxTeamsShift = 2;  // one warp in each of the teams of a block
+static_assert(kAttentionWarps == 1 << kMaxTeamsShift);
 constexpr int kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kAttentionBlocksPerMultiprocessor = 2;
 constexpr float kLog2E = 1.44269504f;
@@ -47,15 +49,18 @@ struct AttentionPlan {
 
 // The sizes of tiles for a head dimension. 16-bit elements use the tensor cores for any number of
 // rows: the instructions of a step, including rows of padding, take a fraction of the time in which
-// its keys arrive. C: the element type of the cache, T or float8.
-template <typename T, int kHeadDim, typename C = T>
+// its keys arrive. C: the element type of the cache, T or float8. kBands: bands of rows of a warp,
+// which share the keys that it loads from shared memory.
+template <typename T, int kHeadDim, typename C = T, int kBands_ = 1>
 struct AttentionSizes {
+  static constexpr int kBands = kBands_;
   static constexpr bool kTensorCores = sizeof(T) == 2;
   static constexpr bool kWidens = !std::is_same_v<T, C>;
   static constexpr int kPack = Pack<T>::kSize;
   static constexpr int kPieces = kHeadDim / kPack;  // 16-byte pieces of a row
-  static constexpr int kWarpRows = kTensorCores ? 16 : 4;
-  static constexpr int kTileRows = kAttentionWarps * kWarpRows;
+  static constexpr int kBandRows = kTensorCores ? 16 : 4;
+  static constexpr int kWarpRows = kBands * kBandRows;
+  static constexpr int kTileRows = kAttentionWarps * kBandRows;  // also with several bands
   static constexpr int kStepKeys = kTensorCores
                                        ? (kHeadDim > 64 ? 16 : 32)  // keys of a warp's step
                                        : (kHeadDim > 64 ? 8 : 16);
@@ -71,20 +76,27 @@ struct AttentionSizes {
       kAttentionWarps * 2 * kCacheBlockSize * static_cast<int>(sizeof(C));
   static constexpr int kWideBytes =
       kWidens ? kAttentionWarps * 2 * kBlockSize * static_cast<int>(sizeof(T)) : 0;
-  // Columns of the queries that stay in registers; the rest is read from each warp's shared memory
-  // again and again.
-  static constexpr int kKeptColumns = kTensorCores && kHeadDim > 128 ? 112 : kHeadDim;
+  // Columns of the queries that stay in registers; the rest of the tile's rows is read from shared
+  // memory again and again.
+  static constexpr int kKeptColumns = !kTensorCores                 ? kHeadDim
+                                      : kBands > 1 && kHeadDim > 96 ? 80
+                                      : kHeadDim > 128              ? 112
+                                                                    : kHeadDim;
   static constexpr int kRestStride = kHeadDim - kKeptColumns + kPack;
-  static constexpr int kRestSize = kKeptColumns < kHeadDim ? kWarpRows * kRestStride : 0;
-  static constexpr int kRestBytes = kAttentionWarps * kRestSize * static_cast<int>(sizeof(T));
-  static constexpr int kPartStride = kHeadDim + 8;  // floats of a row of a warp's result
-  static constexpr int kPartBytes = kTileRows * (kPartStride + 2) * static_cast<int>(sizeof(float));
-  static constexpr int kStatsSize = 4 * kTileRows * 2;  // floats
-  static constexpr int kFixedBytes =                    // shared memory other than the stages
-      kStatsSize * int{sizeof(float)} + kAttentionWarps * kStepKeys * 2 * int{sizeof(int64_t)} +
-      128;  // whether the block is the last one, and the alignment of the stages
+  static constexpr int kRestSize = kKeptColumns < kHeadDim ? kTileRows * kRestStride : 0;
+  static constexpr int kRestBytes = kRestSize * static_cast<int>(sizeof(T));
+  // The results of a warp's band take the place of keys that it has brought.
+  static constexpr int kResultStride = kHeadDim + 8;  // floats of a row
+  static constexpr int kResultSize =
+      2 * kBlockSize * int{sizeof(T)} / int{sizeof(float)};  // floats
+  static constexpr int kStatsSize = 4 * kTileRows * 2;       // floats
+  static constexpr int kResultStatsSize = kTileRows * 2;     // floats
+  static constexpr int kFixedBytes =                         // shared memory other than the stages
+      (kStatsSize + kResultStatsSize) * int{sizeof(float)} +
+      kAttentionWarps * kStepKeys * 2 * int{sizeof(int64_t)} +
+      128;  // the tile, whether the block is the last one, and the alignment of the stages
   static_assert(kHeadDim % 16 == 0 && kStepKeys * kCachePieces % 32 == 0);
-  static_assert(kPartBytes <= kWideBytes + kMinAttentionStages * kStageBytes);
+  static_assert(kBandRows * kResultStride <= kResultSize);
 };
 
 // Keys [begin, end) of a sequence.
@@ -96,8 +108,8 @@ __device__ __forceinline__ KeyRange intersect(KeyRange a, KeyRange b) {
   return {max(a.begin, b.begin), min(a.end, b.end)};
 }
 
-// A team's part of a span of keys: the steps from `first` to `end` that are 1 << stride_shift keys
-// apart. So every team has a part however few keys there are, and teams next to each other read
+// A team's share of a span of keys: the steps from `first` to `end` that are 1 << stride_shift keys
+// apart. So every team has a share however few keys there are, and teams next to each other read
 // neighbouring keys.
 struct Split {
   int first, stride_shift, end;
@@ -130,6 +142,11 @@ struct TileRounds {
   __device__ __forceinline__ bool ends_span(int round) const {
     return round + 1 >= end || span_of(round) != span_of(round + 1);
   }
+  // The round that follows one in its block, which takes every num_blocks-th span; `end` or more
+  // after the last.
+  __device__ __forceinline__ int after(const AttentionPlan& plan, int round) const {
+    return ends_span(round) ? first_of_span(span_of(round) + plan.num_blocks.value) : round + 1;
+  }
   // Blocks that share the spans. Also a tile without keys has one block, which writes zeros.
   __device__ __forceinline__ int num_blocks(const AttentionPlan& plan) const {
     return max(min(plan.num_blocks.value, end_span() - first_span()), 1);
@@ -158,17 +175,24 @@ struct AttentionTile {
   __device__ __forceinline__ int span_origin(const AttentionPlan& plan) const {
     return plan.fixed_split_size > 0 ? 0 : used.begin;
   }
-  // Split `index` of the tile; empty from end_split on.
+  // Split `index` of the tile, without steps that no row sees; empty from end_split on.
   __device__ __forceinline__ Split split(const AttentionPlan& plan, int index) const {
     if (index >= end_split) return {used.end, 0, used.end};
     const int begin = span_origin(plan) + (index >> splits_shift) * span_keys;
     const int of_span = index & ((1 << splits_shift) - 1);
-    return {begin + (of_span << plan.step_shift), plan.step_shift + splits_shift,
+    const int stride_shift = plan.step_shift + splits_shift;
+    const int unseen = max(used.begin - begin, 0) >> stride_shift << stride_shift;
+    return {begin + unseen + (of_span << plan.step_shift), stride_shift,
             begin + min(span_keys, used.end - begin)};
   }
+  // Stages of keys that a round takes: those of its first split, which has the most; at least one.
+  __device__ __forceinline__ int num_stages(const AttentionPlan& plan, int round) const {
+    const Split first = split(plan, round << teams_shift);
+    const int keys = first.end - first.first;
+    if (keys <= 0) return 1;
+    return ((keys - 1) >> (first.stride_shift + kMaxTeamsShift - teams_shift)) + 1;
+  }
 };
-constexpr int kMaxTeamsShift = 2;
-static_assert(kAttentionWarps == 1 << kMaxTeamsShift);
 
 // The last of the sequences [0, num_sequences) whose first(index, first_token) is at most `target`;
 // `first` ascends and is at most `target` for sequence 0. All lanes of a warp call it, and each
@@ -206,8 +230,9 @@ __device__ __forceinline__ KeyRange visible_keys(const PagedAttentionParams& par
   return {max(begin, 0), max(params.causal ? position + 1 : length, 0)};
 }
 
-// A tile's rows, the keys that they use and how the keys are split.
-template <int kWarpRows>
+// A tile's rows, the keys that they use and how the keys are split. A warp has kBands bands of
+// kBandRows rows.
+template <int kBandRows, int kBands = 1>
 __device__ __forceinline__ AttentionTile make_tile(const PagedAttentionParams& params,
                                                    const AttentionPlan& plan,
                                                    const QuerySequence& seq, int first_row) {
@@ -216,20 +241,22 @@ __device__ __forceinline__ AttentionTile make_tile(const PagedAttentionParams& p
   tile.seq = seq;
   tile.first_row = first_row;
   tile.num_rows =
-      min(seq.num_queries * plan.group_size.value - first_row, kAttentionWarps * kWarpRows);
+      min(seq.num_queries * plan.group_size.value - first_row, kAttentionWarps * kBandRows);
   if (tile.num_rows <= 0) return tile;
   const int last_row = first_row + tile.num_rows - 1;
   const auto visible = [&](int row) {
     return visible_keys(params, plan, seq.length, seq.position(plan.group_size.quotient(row)));
   };
   tile.used = {visible(first_row).begin, min(visible(last_row).end, plan.max_keys)};
-  tile.teams_shift = tile.num_rows <= kWarpRows ? 2 : tile.num_rows <= 2 * kWarpRows ? 1 : 0;
   // Many queries make enough tiles without splits of a fixed size: one span has all the keys that
-  // they see.
+  // they see. Its splits are those of the teams, which therefore do not depend on kBands.
   const bool is_fixed = plan.fixed_split_size > 0;
+  const bool is_repeated = is_fixed && seq.num_queries <= kMaxRepeatedQueries;
+  const int of_warp = is_repeated ? kBands * kBandRows : kBandRows;
+  tile.teams_shift = tile.num_rows <= of_warp ? 2 : tile.num_rows <= 2 * of_warp ? 1 : 0;
   const int origin = tile.span_origin(plan), end = tile.used.end - origin;
   int first = 0, last = 0;  // spans that hold used keys
-  if (is_fixed && seq.num_queries <= kMaxRepeatedQueries) {
+  if (is_repeated) {
     tile.span_keys = plan.fixed_span.value;
     tile.splits_shift = kMaxTeamsShift;
     first = plan.fixed_span.quotient(max(tile.used.begin, 0));

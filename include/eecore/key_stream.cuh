@@ -1,5 +1,5 @@
-// The keys and values of a split on their way from the pages of the cache through a ring of stages
-// in shared memory.
+// The keys and values of a block's rounds on their way from the pages of the cache through a ring
+// of stages in shared memory.
 #pragma once
 
 #include "eecore/async_copy.cuh"
@@ -9,9 +9,11 @@
 
 namespace eecore::cuda {
 
-// A split as seen by one warp of the team that takes it. Each warp of the team brings a part of
-// every stage, the keys of one step; all of them read all parts. float8 keys of the cache (type C)
-// are float8 in the ring, and are widened to T in separate memory after they arrive.
+// The splits of a team as seen by one of its warps. Each warp of the team brings a part of every
+// stage, the keys of one step; all of them read all parts. The stages of a round follow those of
+// the previous one, so the ring does not run dry while the results of a round are merged. float8
+// keys of the cache (type C) are float8 in the ring, and are widened to T in separate memory after
+// they arrive.
 template <typename T, int kHeadDim, typename C = T>
 class KeyStream {
   using Sizes = AttentionSizes<T, kHeadDim, C>;
@@ -24,43 +26,28 @@ class KeyStream {
   static constexpr bool kAllWait = kWidens && kHeadDim > 64;
 
  public:
-  // `offsets` is this warp's own memory, int64 [kStepKeys, 2].
+  // The stages of the block's rounds from `round` on; the first of them takes num_stages at least.
+  // `tile` is in shared memory; `offsets` is this warp's own memory, int64 [kStepKeys, 2].
   __device__ __forceinline__ KeyStream(const PagedAttentionParams& params,
-                                       const AttentionPlan& plan, const AttentionTile& tile,
-                                       int kv_head, Split split, Shared<C> ring,
+                                       const AttentionPlan& plan, Shared<AttentionTile> tile,
+                                       int kv_head, int round, Shared<C> ring,
                                        Shared<int64_t> offsets)
       : params_(params),
         plan_(plan),
-        page_table_(params.page_table + tile.seq.index * params.page_table_stride),
+        tile_(tile),
         k_(static_cast<const C*>(params.k_cache)),
         v_(static_cast<const C*>(params.v_cache)),
         kv_head_(kv_head),
         ring_(ring),
         offsets_(offsets),
-        keys_(intersect(tile.used, {split.first, split.end})),
         lane_(threadIdx.x % 32),
-        warp_(threadIdx.x / 32),
-        team_shift_(kMaxTeamsShift - tile.teams_shift),
-        stride_shift_(split.stride_shift),
-        used_(tile.used),
-        first_key_(first_step(split)),
-        num_stages_(num_stages(split)) {
-    if (num_stages_ == 0) keys_ = {0, 0};
-  }
-
-  // The number of stages that the split takes.
-  __device__ __forceinline__ int num_stages() const { return num_stages_; }
-  __device__ __forceinline__ int end() const { return keys_.end; }
-
-  // The number of stages that another split of the tile takes.
-  __device__ __forceinline__ int num_stages(Split split) const {
-    const int keys = min(split.end, used_.end) - first_step(split);
-    return keys <= 0 ? 0 : ((keys - 1) >> (split.stride_shift + team_shift_)) + 1;
-  }
-
-  // The first key that warp `of_team` brings to a stage.
-  __device__ __forceinline__ int first_key(int stage, int of_team) const {
-    return first_key_ + (((stage << team_shift_) + of_team) << stride_shift_);
+        warp_(threadIdx.x / 32) {
+    const AttentionTile now = tile[0];
+    page_table_ = params.page_table + now.seq.index * params.page_table_stride;
+    team_shift_ = kMaxTeamsShift - now.teams_shift;
+    stride_shift_ = plan.step_shift + now.splits_shift;
+    enter(now, round);
+    left_ = max(left_, plan.num_stages);
   }
 
   // Requests all stages of the ring but the last. All page-table entries are loaded before the
@@ -68,16 +55,17 @@ class KeyStream {
   // write, are requested after it has ended.
   __device__ __forceinline__ void start(int first_new) {
     CacheSlot slots[kMaxAttentionStages];
+    const int first_key = next_key_, stride = 1 << (stride_shift_ + team_shift_);
 #pragma unroll
     for (int i = 0; i < kMaxAttentionStages; ++i) {
-      slots[i] = i < plan_.num_stages ? locate(i) : CacheSlot{-1, 0};
+      slots[i] = i < plan_.num_stages ? locate() : CacheSlot{-1, 0};
     }
+    left_ -= plan_.num_stages;
 #pragma unroll 1
     for (int i = 0; i < plan_.num_stages - 1; ++i) {
-      if (i < num_stages_) {
-        wait_for_previous_kernel(kAllWait || first_key(i, in_team()) + kStepKeys > first_new);
-        copy(slots[0], i);
-      }
+      const bool is_new = kAllWait || first_key + i * stride + kStepKeys > first_new;
+      wait_for_previous_kernel(is_new && __any_sync(kWholeWarp, slots[0].page >= 0));
+      copy(slots[0], i);
       cp_async_commit();
 #pragma unroll
       for (int j = 0; j < kMaxAttentionStages - 1; ++j) slots[j] = slots[j + 1];
@@ -94,19 +82,43 @@ class KeyStream {
     }
   }
 
-  // Waits for a stage; the whole team has then read the previous stage, and the next one is
+  // Waits for the next stage; the whole team has then read the previous stage, and another one is
   // requested in its place. With teams of several warps, all threads of the block call it.
-  __device__ __forceinline__ void advance(int stage) {
+  __device__ __forceinline__ void advance() {
     cp_async_wait_all_but(plan_.num_stages - 2);
     meet();
     at_ = at_ + 1 == plan_.num_stages ? 0 : at_ + 1;
-    const int ahead = stage + plan_.num_stages - 1;
-    if (ahead < num_stages_) copy(next_, at_ == 0 ? plan_.num_stages - 1 : at_ - 1);
+    copy(next_, at_ == 0 ? plan_.num_stages - 1 : at_ - 1);
     cp_async_commit();
-    next_ = locate(ahead + 1);
+    if (left_ == 0) {
+      const AttentionTile now = tile_[0];
+      const int round = now.rounds().after(plan_, round_);
+      enter(now, min(round, now.rounds().end));
+    }
+    next_ = locate();
+    --left_;
     if constexpr (kWidens) {
-      if (stage < num_stages_) widen();
+      if (filled_ >> at_ & 1) widen();
       meet();
+    }
+  }
+
+  // A barrier among all warps that read what this warp writes.
+  __device__ __forceinline__ void meet() const {
+    if (team_shift_ == 0) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // The memory of the stage, kResultSize for each warp, for other use when all warps of a team have
+  // read what one of them has brought, and until the next stage.
+  __device__ __forceinline__ Shared<float> reused() const {
+    if constexpr (kWidens) {
+      return shared_as<float>(wide(0));
+    } else {
+      return shared_as<float>(part(at_, 0));
     }
   }
 
@@ -127,10 +139,13 @@ class KeyStream {
   // This warp's place in its team.
   __device__ __forceinline__ int in_team() const { return warp_ & ((1 << team_shift_) - 1); }
 
-  // Steps that no row sees are left out.
-  __device__ __forceinline__ int first_step(Split split) const {
-    const int shift = split.stride_shift;
-    return split.first + (max(used_.begin - split.first, 0) >> shift << shift);
+  // Turns to the stages of a round: none that has keys if it is the end of the rounds.
+  __device__ __forceinline__ void enter(const AttentionTile& tile, int round) {
+    const Split split = tile.split(plan_, (round << tile.teams_shift) + (warp_ >> team_shift_));
+    round_ = round;
+    next_key_ = split.first + (in_team() << stride_shift_);
+    next_end_ = split.end;
+    left_ = tile.num_stages(plan_, round);
   }
 
   __device__ __forceinline__ Shared<C> part(int stage, int warp) const {
@@ -140,15 +155,6 @@ class KeyStream {
   // Before the ring: keys and values of a stage as T, [kAttentionWarps, 2, kBlockSize].
   __device__ __forceinline__ Shared<T> wide(int warp) const {
     return shared_as<T>(ring_ - Sizes::kWideBytes) + warp * 2 * Sizes::kBlockSize;
-  }
-
-  // A barrier among all warps that read what this warp writes.
-  __device__ __forceinline__ void meet() const {
-    if (team_shift_ == 0) {
-      __syncwarp();
-    } else {
-      __syncthreads();
-    }
   }
 
   // Widens the keys that this warp has brought to the current stage to T.
@@ -166,17 +172,23 @@ class KeyStream {
     }
   }
 
-  // The slot of this lane's key among the keys that this warp brings to a stage; page -1: not used.
-  __device__ __forceinline__ CacheSlot locate(int stage) const {
-    const int key = first_key(stage, in_team()) + lane_ % kStepKeys;
-    if (key < keys_.begin || key >= keys_.end) return {-1, 0};
+  // The slot of this lane's key among those that this warp brings to the stage that is requested
+  // after the ones so far; page -1: not used.
+  __device__ __forceinline__ CacheSlot locate() {
+    const int key = next_key_ + lane_ % kStepKeys;
+    next_key_ += 1 << (stride_shift_ + team_shift_);
+    const AttentionTile now = tile_[0];
+    if (key < now.used.begin || key >= next_end_) return {-1, 0};
     const int index = plan_.page_size.quotient(key);
     return {page_table_[index], key - index * plan_.page_size.value};
   }
 
-  // Starts the copies of the keys that the lanes have located; unused keys become zeros.
-  __device__ __forceinline__ void copy(CacheSlot slot, int stage) const {
-    const bool used = slot.page >= 0;
+  // Starts the copies of the keys that the lanes have located, unless there are none; unused keys
+  // become zeros.
+  __device__ __forceinline__ void copy(CacheSlot slot, int stage) {
+    const bool used = slot.page >= 0, is_filled = __any_sync(kWholeWarp, used);
+    if constexpr (kWidens) filled_ = (filled_ & ~(1 << stage)) | int{is_filled} << stage;
+    if (!is_filled) return;
     Pack<int64_t> mine = {{-1, -1}};
     if (used) {
       mine = {{cache_offset(params_.k_cache_strides, slot, kv_head_),
@@ -231,18 +243,20 @@ class KeyStream {
 
   const PagedAttentionParams& params_;
   const AttentionPlan& plan_;
+  Shared<AttentionTile> tile_;
   const int32_t* page_table_;
   const C* k_;
   const C* v_;
   int kv_head_;
   Shared<C> ring_;
   Shared<int64_t> offsets_;
-  KeyRange keys_;
   int lane_, warp_, team_shift_, stride_shift_;  // a team has 1 << team_shift warps
-  KeyRange used_;
-  int first_key_, num_stages_;
-  int at_ = -1;       // the stage of the ring that is read now
-  CacheSlot next_{};  // of the next stage to be requested
+  int at_ = -1;                                  // the stage of the ring that is read now
+  int filled_ = 0;  // a bit for each stage of the ring to which this warp has brought keys
+
+  // The next stage to be requested: where its keys are, its round, and how many follow in that.
+  CacheSlot next_{};
+  int round_, next_key_, next_end_, left_;  // the keys are those of the stage that follows it
 };
 
 }  // namespace eecore::cuda

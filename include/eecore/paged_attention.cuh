@@ -5,10 +5,10 @@
 // within the block or, where several blocks share a tile, in the last block of the tile to finish
 // or in a second kernel.
 //
-// A row's arithmetic over a split depends only on its own keys and on where the span begins: one
-// warp walks the split in steps of kStepKeys keys, and keys that only a neighbouring row sees have
-// a weight of exactly 0. With a fixed split size spans also begin at fixed keys, so the row's
-// result does not depend on the rest of the batch, to the bit.
+// A row's arithmetic over a split depends only on its own keys and on where the span begins, not on
+// the rows that its warp has besides: one warp walks the split in steps of kStepKeys keys, and keys
+// that only a neighbouring row sees have a weight of exactly 0. With a fixed split size spans also
+// begin at fixed keys, so the row's result does not depend on the rest of the batch, to the bit.
 #pragma once
 
 #include <type_traits>
@@ -19,12 +19,12 @@
 
 namespace eecore::cuda {
 
-// The results of a tile's rows over one round of splits, one result for each team, in shared
-// memory.
+// The results of one band of the warps' rows over a round of splits, one result for each team, in
+// shared memory.
 struct RoundResults {
-  Shared<float> values;  // [kAttentionWarps, kWarpRows, kPartStride]
-  Shared<float> stats;   // [kAttentionWarps, kWarpRows, 2]: maximum, weight
-  int round;
+  Shared<float> values;  // [kAttentionWarps, kResultSize], of which [kBandRows, kResultStride] used
+  Shared<float> stats;   // [kAttentionWarps, kBandRows, 2]: maximum, weight
+  int band, round;
   TileRounds rounds;
 };
 
@@ -59,16 +59,16 @@ __device__ __forceinline__ void store_result(const PagedAttentionParams& params,
   result.store(out, plan.out_aligned, scale);
 }
 
-// Merges a round's results with those of its span, and a complete span with the block's earlier
-// spans. Stores the result in `out` if it is complete, else in the workspace: in the place of the
-// span where blocks share the tile; otherwise in place 0 (all spans so far) or place 1 (the span
-// that is not complete).
-template <typename T, int kHeadDim, typename C>
+// Merges a band's results of a round with those of its span, and a complete span with the block's
+// earlier spans. Stores the result in `out` if it is complete, else in the workspace: in the place
+// of the span where blocks share the tile; otherwise in place 0 (all spans so far) or place 1 (the
+// span that is not complete).
+template <typename T, int kHeadDim, typename C, int kBands>
 __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
                                              const AttentionPlan& plan, const AttentionTile& tile,
                                              int kv_head, const RoundResults& results) {
-  using Sizes = AttentionSizes<T, kHeadDim>;
-  constexpr int kPack = Sizes::kPack;
+  using Sizes = AttentionSizes<T, kHeadDim, C, kBands>;
+  constexpr int kPack = Sizes::kPack, kBandRows = Sizes::kBandRows;
   // The statistics of the span, then of all spans so far. Each is read in one half and written in
   // the other, because all threads of a row read it.
   EECORE_SHARED(float, stats, Sizes::kStatsSize);
@@ -80,8 +80,11 @@ __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
   const int span_place = shares_tile ? span_index : 1;
 
 #pragma unroll 1
-  for (int i = threadIdx.x; i < tile.num_rows * Sizes::kPieces; i += kAttentionThreads) {
-    const int row = i / Sizes::kPieces, at = i % Sizes::kPieces * kPack;
+  for (int i = threadIdx.x;; i += kAttentionThreads) {
+    const int of_band = i / Sizes::kPieces, at = i % Sizes::kPieces * kPack;
+    const int row =
+        of_band / kBandRows * Sizes::kWarpRows + results.band * kBandRows + of_band % kBandRows;
+    if (row >= tile.num_rows) break;
     if (at >= params.head_dim) continue;
     const QueryHead place = query_head(plan, tile, kv_head, row);
     const auto address_of = [&](int index) {
@@ -104,16 +107,19 @@ __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
     if (!rounds.begins_span(round)) take_up(span_place, of_span, round, span);
 #pragma unroll 1
     for (int team = 0; team < tile.num_teams(); ++team) {
-      const int part = team * tile.team_warps() * Sizes::kWarpRows + row;
+      const int warp = team * tile.team_warps() + of_band / kBandRows;
+      const Shared<float> values = results.values + warp * Sizes::kResultSize +
+                                   of_band % kBandRows * Sizes::kResultStride + at;
       PartialRow<kPack> of_team;
 #pragma unroll
       for (int j = 0; j < kPack; j += 4) {
-        const Pack<float> pack = shared_load16(results.values + part * Sizes::kPartStride + at + j);
+        const Pack<float> pack = shared_load16(values + j);
 #pragma unroll
         for (int e = 0; e < 4; ++e) of_team.values[j + e] = pack.values[e];
       }
-      of_team.maximum = results.stats[part * 2];
-      of_team.weight = results.stats[part * 2 + 1];
+      const int stat = (warp * kBandRows + of_band % kBandRows) * 2;
+      of_team.maximum = results.stats[stat];
+      of_team.weight = results.stats[stat + 1];
       span.merge(of_team);
     }
     if (!rounds.ends_span(round)) {
@@ -176,14 +182,16 @@ __device__ __forceinline__ void merge_in_last_block(const PagedAttentionParams& 
 
 // Grid: (num_tiles * num_kv_heads, num_blocks), heads first, so that neighbours read neighbouring
 // memory; tiles backwards, so that the tiles of a causal prefill with the most keys start first.
-template <typename T, int kHeadDim, bool kBiased, typename C>
+template <typename T, int kHeadDim, bool kBiased, typename C, int kBands>
 __device__ __forceinline__ void attend_tile(const PagedAttentionParams& params,
                                             const AttentionPlan& plan) {
-  using Sizes = AttentionSizes<T, kHeadDim, C>;
-  using Rows = std::conditional_t<Sizes::kTensorCores, TensorCoreRows<T, kHeadDim, kBiased, C>,
-                                  PlainRows<kHeadDim, kBiased, C>>;
-  constexpr int kWarpRows = Sizes::kWarpRows;
+  using Sizes = AttentionSizes<T, kHeadDim, C, kBands>;
+  using Rows =
+      std::conditional_t<Sizes::kTensorCores, TensorCoreRows<T, kHeadDim, kBiased, C, kBands>,
+                         PlainRows<kHeadDim, kBiased, C>>;
+  constexpr int kWarpRows = Sizes::kWarpRows, kBandRows = Sizes::kBandRows;
   EECORE_SHARED(int64_t, offsets, kAttentionWarps* Sizes::kStepKeys * 2);
+  EECORE_SHARED(float, result_stats, Sizes::kResultStatsSize);
   // If params.constant_places promises it, what the previous kernel does not write is read before
   // that kernel has ended.
   wait_for_previous_kernel(!plan.early_places);
@@ -197,78 +205,85 @@ __device__ __forceinline__ void attend_tile(const PagedAttentionParams& params,
   };
   const QuerySequence seq = find_sequence(params, tile_index, first_tile);
   const int tile_of_seq = tile_index - first_tile(seq.index, seq.first_token);
-  AttentionTile tile = make_tile<kWarpRows>(params, plan, seq, tile_of_seq * Sizes::kTileRows);
+  AttentionTile tile =
+      make_tile<kBandRows, kBands>(params, plan, seq, tile_of_seq * Sizes::kTileRows);
   // A block waits even where it has nothing to do: its end must imply the end of all earlier
   // kernels.
   if (tile.num_rows <= 0) return wait_for_previous_kernel();
-  // The tile is kept in shared memory while keys are processed: registers are scarce.
-  EECORE_SHARED(AttentionTile, kept_tile, 1);
-  if (threadIdx.x == 0) kept_tile[0] = tile;
 
   // The spans of the tile, of which this block takes every num_blocks-th, and their rounds.
   TileRounds rounds = tile.rounds();
   if (static_cast<int>(blockIdx.y) >= rounds.num_blocks(plan)) return wait_for_previous_kernel();
-  const int first_round = rounds.first_of_span(rounds.first_span() + static_cast<int>(blockIdx.y));
-  int round = first_round;
+  // The tile is kept in shared memory while keys are processed: registers are scarce.
+  EECORE_SHARED(AttentionTile, kept_tile, 1);
+  if (threadIdx.x == 0) kept_tile[0] = tile;
+  __syncthreads();
+  int round = rounds.first_of_span(rounds.first_span() + static_cast<int>(blockIdx.y));
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int team = warp >> (kMaxTeamsShift - tile.teams_shift);
-  const int first_row = tile.first_row + (warp & (tile.team_warps() - 1)) * kWarpRows;
+  const int row_of_tile = (warp & (tile.team_warps() - 1)) * kWarpRows;
+  const int first_row = tile.first_row + row_of_tile;
   const Shared<C> ring = dynamic_shared<C>(Sizes::kRestBytes + Sizes::kWideBytes);
   const auto bias_table = dynamic_shared<float>(Sizes::kRestBytes + Sizes::kWideBytes +
                                                 plan.num_stages * Sizes::kStageBytes);
   Rows rows(params, plan, tile, first_row, bias_table,
             scale_of<T, C>(params.cache_format.key_scales, kv_head));
+  KeyStream<T, kHeadDim, C> stream(params, plan, kept_tile, kv_head, round, ring,
+                                   offsets + warp * Sizes::kStepKeys * 2);
+  stream.start(tile.seq.position(0));
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if constexpr (kBiased) {  // while the first keys are in flight
+    spread_position_bias(params, plan, kv_head, bias_table);
+    __syncthreads();
+  }
+  {
+    const int row = min(first_row + lane % kWarpRows, tile.first_row + tile.num_rows - 1);
+    const int query = plan.group_size.quotient(row);
+    const int64_t q_offset =
+        (tile.seq.first_token + query) * params.q_token_stride +
+        ((kv_head - query) * plan.group_size.value + row) * params.q_head_stride;
+    rows.load_queries(static_cast<const T*>(params.q), q_offset, params.head_dim, plan.q_aligned,
+                      stream.unused(), dynamic_shared<T>() + row_of_tile * Sizes::kRestStride,
+                      team == 0 && row_of_tile < Sizes::kTileRows);
+  }
+  // The stream's first round, if others follow, takes as many stages as the ring has.
+  int least_stages = rounds.after(plan, round) < rounds.end ? plan.num_stages : 1;
   while (true) {
-    const int num_teams = tile.num_teams();
-    KeyStream<T, kHeadDim, C> stream(params, plan, tile, kv_head,
-                                     tile.split(plan, round * num_teams + team), ring,
-                                     offsets + warp * Sizes::kStepKeys * 2);
-    stream.start(tile.seq.position(0));
-    wait_for_previous_kernel();  // returns at once the second time
-    let_next_kernel_start();
-    if (round == first_round) {
-      if constexpr (kBiased) {  // while the first keys are in flight
-        spread_position_bias(params, plan, kv_head, bias_table);
-        __syncthreads();
-      }
-      const int row = min(first_row + lane % kWarpRows, tile.first_row + tile.num_rows - 1);
-      const int query = plan.group_size.quotient(row);
-      const int64_t q_offset =
-          (tile.seq.first_token + query) * params.q_token_stride +
-          ((kv_head - query) * plan.group_size.value + row) * params.q_head_stride;
-      rows.load_queries(static_cast<const T*>(params.q), q_offset, params.head_dim, plan.q_aligned,
-                        stream.unused(), dynamic_shared<T>() + warp * Sizes::kRestSize);
-    }
     rows.start();
-    int num_stages = stream.num_stages();
-    if (tile.teams_shift == 1) {  // both teams reach the same barriers
-      num_stages =
-          max(num_stages, stream.num_stages(tile.split(plan, round * num_teams + 1 - team)));
-    }
-    for (int stage = 0; stage < num_stages; ++stage) {
-      stream.advance(stage);
+    tile = kept_tile[0];
+    const Split split = tile.split(plan, (round << tile.teams_shift) + team);
+    int first_key = split.first;
+    for (int left = max(tile.num_stages(plan, round), least_stages); left > 0; --left) {
+      stream.advance();
 #pragma unroll 1
       for (int i = 0; i < tile.team_warps(); ++i) {
-        rows.attend(stream.keys(i), stream.values(i), stream.first_key(stage, i), stream.end());
+        rows.attend(stream.keys(i), stream.values(i), first_key, split.end);
+        first_key += 1 << split.stride_shift;
       }
     }
 
-    __syncthreads();  // all teams have read the ring, whose memory the results take
+    // The results take the place of the keys that were read last, while the next ones arrive.
     tile = kept_tile[0];
     rounds = tile.rounds();
-    RoundResults results{};
-    results.values = dynamic_shared<float>(Sizes::kRestBytes);
-    results.stats = results.values + Sizes::kTileRows * Sizes::kPartStride;
-    results.round = round;
-    results.rounds = rounds;
-    rows.store(results.values + warp * kWarpRows * Sizes::kPartStride,
-               results.stats + warp * kWarpRows * 2);
-    __syncthreads();
-    finish_round<T, kHeadDim, C>(params, plan, tile, kv_head, results);
-    const int next_span = rounds.span_of(round) + plan.num_blocks.value;
-    round = rounds.ends_span(round) ? rounds.first_of_span(next_span) : round + 1;
+    const int bands = tile.num_rows > kBandRows ? kBands : 1;
+#pragma unroll 1
+    for (int band = 0; band < bands; ++band) {
+      if (band == 0) {
+        stream.meet();
+      } else {
+        __syncthreads();  // all threads have read the results of the previous band
+      }
+      const RoundResults results{stream.reused(), result_stats, band, round, rounds};
+      rows.store(band, results.values + warp * Sizes::kResultSize,
+                 results.stats + warp * kBandRows * 2);
+      __syncthreads();
+      finish_round<T, kHeadDim, C, kBands>(params, plan, tile, kv_head, results);
+    }
+    round = rounds.after(plan, round);
     if (round >= rounds.end) break;
-    __syncthreads();  // all threads read the results before the ring is filled again
+    least_stages = 1;
+    __syncthreads();  // all threads have read the results before the ring is filled further
   }
   if constexpr (kLastBlockMerges<T, kBiased>) {
     if (plan.last_merges && rounds.num_blocks(plan) > 1) {
@@ -280,14 +295,22 @@ __device__ __forceinline__ void attend_tile(const PagedAttentionParams& params,
 template <typename T, int kHeadDim, bool kBiased>
 __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultiprocessor)
     paged_attention_kernel(PagedAttentionParams params, AttentionPlan plan) {
-  attend_tile<T, kHeadDim, kBiased, T>(params, plan);
+  attend_tile<T, kHeadDim, kBiased, T, 1>(params, plan);
 }
 
 // The same for caches in float8.
 template <typename T, int kHeadDim>
 __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultiprocessor)
     paged_attention_float8_kernel(PagedAttentionParams params, AttentionPlan plan) {
-  attend_tile<T, kHeadDim, false, Float8>(params, plan);
+  attend_tile<T, kHeadDim, false, Float8, 1>(params, plan);
+}
+
+// The same with two bands of rows a warp, for which it reads each key from shared memory once. Head
+// dimensions above 128 would take more registers than there are.
+template <typename T, int kHeadDim, typename C>
+__global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultiprocessor)
+    paged_attention_wide_kernel(PagedAttentionParams params, AttentionPlan plan) {
+  attend_tile<T, kHeadDim, false, C, 2>(params, plan);
 }
 
 constexpr int kAttentionCombineThreads = 32;  // many blocks even for one query
@@ -296,10 +319,10 @@ constexpr int kAttentionCombineBlocks = 8;
 
 // out = the rows' partial results merged in ascending order, for tiles that blocks share.
 // Grid: (num_tokens, ceil(num_q_heads * head_dim / kMergedSize / kAttentionCombineThreads)).
-template <typename T, int kWarpRows>
+template <typename T, int kBandRows>
 __global__ void __launch_bounds__(kAttentionCombineThreads, kAttentionCombineBlocks)
     paged_attention_combine_kernel(PagedAttentionParams params, AttentionPlan plan) {
-  constexpr int kTileRows = kAttentionWarps * kWarpRows;
+  constexpr int kTileRows = kAttentionWarps * kBandRows;
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int token = static_cast<int>(blockIdx.x);
@@ -312,8 +335,8 @@ __global__ void __launch_bounds__(kAttentionCombineThreads, kAttentionCombineBlo
 
   const int row =
       (token - seq.first_token) * plan.group_size.value + plan.group_size.remainder(head);
-  const AttentionTile tile = make_tile<kWarpRows>(params, plan, seq, row / kTileRows * kTileRows);
-  const TileRounds rounds = tile.rounds();
+  const AttentionTile tile = make_tile<kBandRows>(params, plan, seq, row / kTileRows * kTileRows);
+  const TileRounds rounds = tile.rounds();  // its spans do not depend on the bands of a warp
   if (rounds.num_blocks(plan) == 1) return;
   // Where the caches hold T there are no scales.
   store_result<T, Float8>(params, plan, {token, head}, at,

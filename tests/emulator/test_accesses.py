@@ -357,6 +357,7 @@ ATTENTION = {
     "verify": AttentionCase((5, 5), (200, 133), 8, 2, 128, 16),
     "float heads": AttentionCase((1, 1), (90, 90), 3, 3, 256, 8),
     "window": AttentionCase((1,), (600,), 4, 2, 64, 16, sliding_window=100),
+    "verify, splits": AttentionCase((9,), (400,), 8, 2, 64, 16, fixed_split_size=32),
 }
 
 
@@ -373,7 +374,8 @@ def test_attention_reads_each_key_and_value_once(
         k=call["k_cache"],
         v=call["v_cache"],
     )
-    _, ran = checked.of("paged_attention_kernel")
+    is_wide = name == "verify, splits" and dtype != torch.float32
+    _, ran = checked.of(f"paged_attention_{'wide_' * is_wide}kernel")
     seen = [min(length, case.sliding_window or length) for length in case.seq_lens]
     row = case.num_kv_heads * case.head_dim * dtype.itemsize
     group = case.num_q_heads // case.num_kv_heads
@@ -497,6 +499,7 @@ def calls(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
             case = AttentionCase((queries,) * 2, (200, 64), 8, 2, head_dim, 16)
             call = attention_call(case, dtype, CPU)
             call["q"] = call["q"].contiguous()
+            call["fixed_split_size"] = 32 if queries > 1 else 0
             made[f"attention {head_dim} {queries}"] = lambda c=call: ops.paged_attention(**c)
             narrow = in_float8(call)
             made[f"float8 {head_dim} {queries}"] = lambda c=narrow: ops.paged_attention(**c)
@@ -513,6 +516,7 @@ CONFLICTS = {
     "paged_attention_kernel": 2,
     # Also the 16 elements that a lane widens: 32 bytes written as two halves, or 64 as four.
     "paged_attention_float8_kernel": 2,
+    "paged_attention_wide_kernel": 2,
     # Once a block, the numbers of its warps, 32 bytes each.
     "sample_measure_kernel": 2,
 }

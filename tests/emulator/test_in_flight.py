@@ -17,7 +17,7 @@ from test_paged_attention import random_call as attention_call
 
 import emulated
 from bench.gpu.calls import ceil_div
-from cases import KvFillCase
+from cases import AttentionCase, KvFillCase
 from eecore import ops
 from eecore.models.int8 import quantise_rows
 
@@ -91,23 +91,28 @@ def test_a_weight_is_on_its_way_as_far_as_its_ring_promises(
         assert launch.in_flight == promised(m_tiles, launch.grid[0]), name
 
 
-# A block of several rounds of splits begins its ring anew in each: bytes that it lacks then.
-BETWEEN_ROUNDS = {"decode, splits": 32768, "one long": 32768}
+# Several rounds of splits, by teams of one warp, two warps and all four.
+ROUNDS = {
+    "two bands": AttentionCase((7,), (1200,), 4, 1, 128, 16, fixed_split_size=64),
+    "two bands, two warps": AttentionCase((9,), (1200,), 4, 1, 128, 16, fixed_split_size=64),
+    "four warps": AttentionCase((9,), (1200,), 4, 1, 136, 16, fixed_split_size=64),
+}
 # Cases with as many keys as the ring has room for: three stages of 32 KiB.
-LONG = (*BETWEEN_ROUNDS, "verify")
+LONG = ("decode, splits", "one long", "verify", "two bands", "two bands, two warps")
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("name", [*ATTENTION, *ROUNDS])
 def test_keys_are_on_their_way_as_far_as_the_ring_has_room(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also across the ends of rounds."""
     emulated.route(monkeypatch)
-    call = attention_call(ATTENTION[name], dtype, CPU)
+    call = attention_call({**ATTENTION, **ROUNDS}[name], dtype, CPU)
     with emulated.counting() as counted:
         ops.paged_attention(**call)
     launch = counted[0]
-    assert launch.drained == BETWEEN_ROUNDS.get(name, 0)
+    assert launch.drained == 0
     assert launch.in_flight > 0
     if name in LONG:
         assert launch.in_flight == 2 * (32 << 10)
