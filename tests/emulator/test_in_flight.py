@@ -93,9 +93,9 @@ def test_a_weight_is_on_its_way_as_far_as_its_ring_promises(
 
 # Several rounds of splits, by teams of one warp, two warps and all four.
 ROUNDS = {
-    "two bands": AttentionCase((7,), (1200,), 4, 1, 128, 16, fixed_split_size=64),
-    "two bands, two warps": AttentionCase((9,), (1200,), 4, 1, 128, 16, fixed_split_size=64),
-    "four warps": AttentionCase((9,), (1200,), 4, 1, 136, 16, fixed_split_size=64),
+    "two bands": AttentionCase((7,), (1024,), 4, 1, 128, 16, fixed_split_size=128),
+    "two bands, two warps": AttentionCase((9,), (1024,), 4, 1, 128, 16, fixed_split_size=128),
+    "four warps": AttentionCase((9,), (1024,), 4, 1, 136, 16, fixed_split_size=256),
 }
 # Cases with as many keys as the ring has room for: three stages of 32 KiB.
 LONG = ("decode, splits", "one long", "verify", "two bands", "two bands, two warps")
