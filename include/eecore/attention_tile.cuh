@@ -104,10 +104,6 @@ struct KeyRange {
   int begin, end;
 };
 
-__device__ __forceinline__ KeyRange intersect(KeyRange a, KeyRange b) {
-  return {max(a.begin, b.begin), min(a.end, b.end)};
-}
-
 // A team's share of a span of keys: the steps from `first` to `end` that are 1 << stride_shift keys
 // apart. So every team has a share however few keys there are, and teams next to each other read
 // neighbouring keys.
