@@ -79,7 +79,7 @@ struct AttentionSizes {
   // Columns of the queries that stay in registers; the rest of the tile's rows is read from shared
   // memory again and again.
   static constexpr int kKeptColumns = !kTensorCores                 ? kHeadDim
-                                      : kBands > 1 && kHeadDim > 96 ? 80
+                                      : kBands > 1 && kHeadDim > 96 ? (kWidens ? 64 : 80)
                                       : kHeadDim > 128              ? 112
                                                                     : kHeadDim;
   static constexpr int kRestStride = kHeadDim - kKeptColumns + kPack;

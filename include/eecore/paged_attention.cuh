@@ -267,8 +267,9 @@ __device__ __forceinline__ void attend_tile(const PagedAttentionParams& params,
     tile = kept_tile[0];
     rounds = tile.rounds();
     const int bands = tile.num_rows > kBandRows ? kBands : 1;
-#pragma unroll 1
-    for (int band = 0; band < bands; ++band) {
+#pragma unroll  // the sums of a band that has been stored take no registers
+    for (int band = 0; band < kBands; ++band) {
+      if (band >= bands) break;
       if (band == 0) {
         stream.meet();
       } else {
