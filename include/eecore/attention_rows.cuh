@@ -82,7 +82,8 @@ class TensorCoreRows {
                                                bool aligned, Shared<T> shared, Shared<T> rest,
                                                bool writes_rest) {
     constexpr int kTurns = Sizes::kWarpRows * Sizes::kPieces / 32;
-    constexpr int kBatch = kTurns < 8 ? kTurns : 8;
+    constexpr int kBatch = kTurns / ((kTurns + 7) / 8);
+    static_assert(kTurns % kBatch == 0);
     const auto row_of = [&](int turn) { return (turn * 32 + lane_) / Sizes::kPieces; };
     const auto column_of = [&](int turn) {
       return (turn * 32 + lane_) % Sizes::kPieces * Sizes::kPack;
