@@ -357,7 +357,7 @@ ATTENTION = {
     "verify": AttentionCase((5, 5), (200, 133), 8, 2, 128, 16),
     "float heads": AttentionCase((1, 1), (90, 90), 3, 3, 256, 8),
     "window": AttentionCase((1,), (600,), 4, 2, 64, 16, sliding_window=100),
-    "verify, splits": AttentionCase((9,), (400,), 8, 2, 64, 16, fixed_split_size=32),
+    "verify, splits": AttentionCase((9,), (512,), 8, 2, 128, 16, fixed_split_size=128),
 }
 
 
