@@ -43,7 +43,6 @@ class KeyStream {
         lane_(threadIdx.x % 32),
         warp_(threadIdx.x / 32) {
     const AttentionTile now = tile[0];
-    page_table_ = params.page_table + now.seq.index * params.page_table_stride;
     team_shift_ = kMaxTeamsShift - now.teams_shift;
     stride_shift_ = plan.step_shift + now.splits_shift;
     enter(now, round);
@@ -180,7 +179,8 @@ class KeyStream {
     const AttentionTile now = tile_[0];
     if (key < now.used.begin || key >= next_end_) return {-1, 0};
     const int index = plan_.page_size.quotient(key);
-    return {page_table_[index], key - index * plan_.page_size.value};
+    const int32_t* const pages = params_.page_table + now.seq.index * params_.page_table_stride;
+    return {pages[index], key - index * plan_.page_size.value};
   }
 
   // Starts the copies of the keys that the lanes have located, unless there are none; unused keys
@@ -244,7 +244,6 @@ class KeyStream {
   const PagedAttentionParams& params_;
   const AttentionPlan& plan_;
   Shared<AttentionTile> tile_;
-  const int32_t* page_table_;
   const C* k_;
   const C* v_;
   int kv_head_;
