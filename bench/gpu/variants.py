@@ -5,7 +5,7 @@ python -m bench gpu-variants [--model 135m 1b] [--batch 1 8 32] [--json FILE]
 Of each model and batch the program of a step at full depth is captured under each setting, and all
 of them are launched by turns on states of their own (:meth:`bench.gpu.decode.Bench.program`): the
 GPU's own time, the median over turns. Results are the same under all settings, but for the order of
-sums under wgmma=1. Drafts, which such a step has none of, are attended alone, with the model's heads.
+sums under wgmma=1. Attention of drafts, of which such a step has none, is timed alone.
 """
 
 from __future__ import annotations
