@@ -6,7 +6,7 @@
 // or in a second kernel.
 //
 // A row's arithmetic over a split depends only on its own keys and on where the span begins, not on
-// the rows that its warp has besides: one warp walks the split in steps of kStepKeys keys, and keys
+// the other rows of its warp: one warp walks the split in steps of kStepKeys keys, and keys
 // that only a neighbouring row sees have a weight of exactly 0. With a fixed split size spans also
 // begin at fixed keys, so the row's result does not depend on the rest of the batch, to the bit.
 #pragma once
