@@ -224,7 +224,7 @@ CUDA_KERNELS = (
         "include/eecore/paged_attention.cuh",
         "    least_stages = 1;\n    __syncthreads();",
         "    least_stages = 1;",
-        "tests/ops/test_paged_attention.py -k emulated",
+        "tests/emulator/test_wide_attention.py",
     ),
     Mutant(
         "one-draft-too-many",
