@@ -143,7 +143,7 @@ FORMS = tuple(mode.form for mode in MODES.values() if not mode.is_partial)
 def usual_exit(device: torch.device, kv_loops: str = "each") -> str:
     """The policy of requests that name none; its text is that of ``full`` in any case.
 
-    On a GPU rounds are launched ahead, which ``auto`` cannot do; nor can it verify drafts where
+    On a GPU it is not measured yet that ``auto`` is never slower; and it cannot verify drafts where
     ``kv_loops`` of :class:`eecore.EngineConfig` keeps the keys and values of one loop.
     """
     return "auto" if device.type == "cpu" and kv_loops == "each" else "full"

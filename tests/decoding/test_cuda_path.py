@@ -14,9 +14,10 @@ from test_confident_exit import linear_classifier
 import eecore
 import emulated
 from block_heads import LAYOUTS, write_block_head
-from devices import as_on_cuda, heads_in_floats
+from devices import as_on_cuda, engine_of, heads_in_floats
 from eagle_heads import Layout, write_eagle
 from eecore import (
+    Auto,
     ConfidentExit,
     DraftAndVerify,
     FixedExit,
@@ -32,6 +33,7 @@ from head_packs import write_pack
 from published_heads import write_head
 from tiers import CUDA_BACKENDS, in_all
 from tiny_models import random_prompts, write_model
+from workloads import Request, serve, tokens_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -107,6 +109,34 @@ def test_every_mode_gives_the_tokens_of_the_cpu(
     expected = eecore.generate(tiny, PROMPTS, exit=policy, max_tokens=6)
     assert [output.token_ids for output in got] == [output.token_ids for output in expected]
     assert [output.exit_layers for output in got] == [output.exit_layers for output in expected]
+
+
+@pytest.mark.parametrize(
+    ("policies", "temperature"),
+    [([PromptLookup(3, min_ngram=1)], 0.0), ([PromptLookup(3, min_ngram=1), Auto()], 0.8)],
+    ids=["lookup", "sampled"],
+)
+def test_rounds_planned_while_another_is_in_flight_give_the_tokens_of_the_cpu(
+    tiny: eecore.Model,
+    on_cuda: eecore.Model,
+    monkeypatch: pytest.MonkeyPatch,
+    policies: list[Any],
+    temperature: float,
+) -> None:
+    prompts = [[7, 8, 9] * 4, *PROMPTS[:2]]
+    sampling = [
+        SamplingParams(max_tokens=9, ignore_eos=True, temperature=temperature, seed=i)
+        for i in range(len(prompts))
+    ]
+    requests = [
+        Request(prompt, policies[i % len(policies)], sampling[i])
+        for i, prompt in enumerate(prompts)
+    ]
+    got = serve(engine_of(on_cuda, ahead=True), requests)
+    monkeypatch.undo()
+    expected = eecore.generate(tiny, prompts, exit=Full(), sampling=sampling)
+    assert tokens_of(got) == tokens_of(expected)
+    assert sum(output.stats.drafted for output in got) > 0
 
 
 @pytest.mark.parametrize("backend", CUDA_BACKENDS)

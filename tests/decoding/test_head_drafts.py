@@ -353,8 +353,8 @@ def test_a_round_is_launched_while_another_is_in_flight(
     """Not with a guide, which has to see what a head drafted."""
     launched, launch = [], Iterations.launch
 
-    def seen(self: Any, works: Any, after: Any = None) -> Any:
-        launched.append((after is not None, launch(self, works, after)))
+    def seen(self: Any, works: Any, after: Any = None, **more: Any) -> Any:
+        launched.append((after is not None, launch(self, works, after, **more)))
         return launched[-1][1]
 
     monkeypatch.setattr(Iterations, "launch", seen)

@@ -19,6 +19,7 @@ from eecore import (
     FixedExit,
     Full,
     Output,
+    PromptLookup,
     SamplingParams,
     SelfSpeculative,
 )
@@ -240,16 +241,18 @@ def test_lossless_whatever_the_number_of_rows(
         assert one.logprobs == other.logprobs
 
 
-@pytest.mark.parametrize("policy", [Full(), SelfSpeculative(2, 3)], ids=["full", "spec"])
+@pytest.mark.parametrize(
+    "policy", [Full(), SelfSpeculative(2, 3), PromptLookup(3)], ids=["full", "spec", "lookup"]
+)
 def test_the_next_run_is_launched_before_the_last_is_known(
     agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, policy: Exit
 ) -> None:
     launched = overlapped = 0
     launch = iterate.Iterations.launch
 
-    def counted(self: Any, works: Any, after: Any = None) -> Any:
+    def counted(self: Any, works: Any, after: Any = None, **more: Any) -> Any:
         nonlocal launched, overlapped
-        flight = launch(self, works, after)
+        flight = launch(self, works, after, **more)
         launched += flight is not None
         overlapped += flight is not None and after is not None
         return flight
@@ -294,8 +297,8 @@ def test_tokens_drawn_ahead_are_those_drawn_anyway(
     """A run waits for the last one's tokens where its sampling depends on them."""
     overlaps, launch = [], iterate.Iterations.launch
 
-    def seen(self: Any, works: Any, after: Any = None) -> Any:
-        flight = launch(self, works, after)
+    def seen(self: Any, works: Any, after: Any = None, **more: Any) -> Any:
+        flight = launch(self, works, after, **more)
         if after is not None:
             overlaps.append(flight is not None)
         return flight
@@ -314,7 +317,9 @@ def test_tokens_drawn_ahead_are_those_drawn_anyway(
     assert any(overlaps) is not waits
 
 
-@pytest.mark.parametrize("policy", [Full(), SelfSpeculative(2, 3)], ids=["full", "spec"])
+@pytest.mark.parametrize(
+    "policy", [Full(), SelfSpeculative(2, 3), PromptLookup(3)], ids=["full", "spec", "lookup"]
+)
 def test_requests_come_and_go_while_a_run_is_out(agreeing: eecore.Model, policy: Exit) -> None:
     """One request is cancelled and one added while a run that knows of neither is in flight."""
     outputs = eecore.generate(agreeing, PROMPTS, exit=policy, max_tokens=16)
@@ -340,7 +345,9 @@ def test_requests_come_and_go_while_a_run_is_out(agreeing: eecore.Model, policy:
     assert again.token_ids == alone[tuple(PROMPTS[0])]
 
 
-@pytest.mark.parametrize("policy", [Full(), SelfSpeculative(2, 3)], ids=["full", "spec"])
+@pytest.mark.parametrize(
+    "policy", [Full(), SelfSpeculative(2, 3), PromptLookup(3)], ids=["full", "spec", "lookup"]
+)
 @pytest.mark.parametrize("where", ["launch", "land"])
 @pytest.mark.parametrize("calls", [0, 1, 3])
 def test_a_failure_with_a_run_out_changes_no_request(

@@ -26,6 +26,7 @@ from eecore import (
     ExitError,
     FixedExit,
     Full,
+    PromptLookup,
     RequestError,
     SamplingParams,
     SelfSpeculative,
@@ -612,7 +613,9 @@ def test_a_request_is_checked_once(agreeing: eecore.Model) -> None:
     assert calls.total() <= 50
 
 
-@pytest.mark.parametrize("policy", [Full(), ConfidentExit(0.9), SelfSpeculative(2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "policy", [Full(), ConfidentExit(0.9), SelfSpeculative(2, 3), PromptLookup(3)], ids=str
+)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_rows_that_go_on_cost_few_calls(
     agreeing: eecore.Model, policy: eecore.Exit, sampling: SamplingParams

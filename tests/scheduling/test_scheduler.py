@@ -281,6 +281,8 @@ def test_only_requests_that_certainly_go_on_are_scheduled_ahead() -> None:
     assert len(drafting.pages) == 2
     bench.scheduler.finish(longer)
     assert ahead(bench, works) == [("2", 3)]
+    drafting.is_resting = True
+    assert ahead(bench, works) == [("2", 0)]
 
 
 def test_nothing_is_scheduled_ahead_when_another_request_could_run() -> None:

@@ -7,7 +7,7 @@ from operator import is_not
 import numpy as np
 
 from eecore.decoding.block_drafts import BlockDrafting
-from eecore.decoding.draft_kind import MIN_STEPS, DraftKind, given_fields, result_fields
+from eecore.decoding.draft_kind import DraftKind, given_fields, result_fields
 from eecore.decoding.head_drafts import AheadDrafting, HeadKeys
 from eecore.decoding.sampling import head_sizes
 from eecore.decoding.step import Step
@@ -53,16 +53,20 @@ class DraftRows(Step):
         most = num_pages * self._page_size - self.kind.num_steps
         for row in rows:
             work = row.work
-            if work.max_drafts > MIN_STEPS or len(work.sequence.pages) > num_pages:
+            if work.max_drafts > self.kind.num_steps or len(work.sequence.pages) > num_pages:
                 return False
-            if work.sequence.num_tokens > most:
+            if work.sequence.num_tokens + row.pending > most:
                 return False
         return True
 
     def load(self, rows: list[Row]) -> None:
         """Load the rows of the next round: at most ``sizes.num_rows`` sequences."""
         sequences = [row.work.sequence for row in rows]
-        changes = self.sizes.follows or self.sizes.heads.logits
+        changes = self.sizes.heads.logits
+        if self.sizes.follows:
+            places = [row.follows for row in rows]
+            # No setting of a row that continues after a run in flight depends on the text.
+            changes = (changes and None in places) or places != [row.follows for row in self.rows]
         if changes or self._sequences != sequences:
             self._fixed = object()
         self._write(rows, sequences)

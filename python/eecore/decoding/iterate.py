@@ -22,10 +22,10 @@ from eecore.decoding.memory import HostSide
 from eecore.decoding.prefill import Prefill, encode
 from eecore.decoding.sampling import follows_text, needs_logits
 from eecore.models import KeyedHead, KVCache, Network
-from eecore.planning.draft_state import draft_state
+from eecore.planning.draft_state import route_of
 from eecore.planning.planner import Planner
 from eecore.planning.proposal import NOTHING
-from eecore.planning.route import GIVEN, DraftPath
+from eecore.planning.route import DraftPath
 from eecore.planning.row import Outcome, Row
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Sequence, SequenceStatus
@@ -45,10 +45,18 @@ class Flight:
     arrived: HostSide
     is_first: bool = False
     """Whether the program had never run before."""
+    is_planned: bool = False
+    """Whether the next round of these rows has to be planned: the host looks drafts up, or chooses
+    how to draft.
+    """
 
     @property
     def works(self) -> list[Work]:
         return [row.work for row in self.rows]
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [row.work.sequence for row in self.rows]
 
     @property
     def is_over(self) -> bool:
@@ -96,7 +104,9 @@ class Iterations:
         model.prepare(kv)
         self.ahead = run.returns_early if ahead is None else ahead
         self.run = run
-        self.planner = Planner(model, torch.get_num_threads(), history_tokens)
+        self.planner = Planner(model, torch.get_num_threads(), history_tokens, ahead=self.ahead)
+        # Works that were planned and could not be launched, and their rows.
+        self._planned: tuple[list[Work], list[Row]] | None = None
         self._last: ExitStep | None = None
         # The last program of rounds, by whether a draft head drafts after its rounds.
         self._drafted: dict[bool, DraftStep] = {}
@@ -126,7 +136,12 @@ class Iterations:
         if prompts:
             for outcome in self._prefill(prompts):
                 outcomes[outcome.sequence] = outcome
-        families = self._families(self.planner.plan(decoding, others_wait=others_wait))
+        planned, self._planned = self._planned, None
+        if planned is not None and planned[0] == decoding:
+            rows = planned[1]
+        else:
+            rows = self.planner.plan(decoding, others_wait=others_wait)
+        families = self._families(rows)
         if len(families) == 1 and not prompts:
             found = self._run_family(families[0], since)
             self._ended = time.perf_counter(), sequences
@@ -173,13 +188,16 @@ class Iterations:
         for outcome in outcomes:
             outcome.sequence.draft.ahead = outcome.ahead
 
-    def launch(self, works: list[Work], after: Flight | None = None) -> Flight | None:
+    def launch(
+        self, works: list[Work], after: Flight | None = None, *, others_wait: bool = False
+    ) -> Flight | None:
         """Start an iteration that is a single run, and return before its outcome is known.
 
         Args:
             works: sequences, each with pages for whatever the iteration computes.
             after: the run in flight, if any. Its sequences continue after their tokens there, in
                 the same program.
+            others_wait: whether waiting requests need these to end.
 
         Returns:
             The run in flight; None, without any effect, where the iteration is not a single run, or
@@ -187,44 +205,68 @@ class Iterations:
         """
         if not self.ahead:
             return None
-        if after is not None and after.program.follow(works):
-            step = after.program
-            self.run(step)
-            if isinstance(step, ExitStep):
-                self._last = step
-            return Flight(step, step.rows, step.fetch())
-        if any(map(self._must_land, works)):
+        if after is None:
+            if any(map(self._must_land, works)):
+                return None
+            rows = self.planner.plan(works, others_wait=others_wait)
+            families = self._families(rows)
+            if len(families) == 1:
+                return self._launch(families[0], None)
+            self._planned = works, rows
             return None
-        families = self._families(self.planner.plan(works))
-        if len(families) != 1:
-            return None
-        self._ended = None  # else the next iteration would be timed from before this one
-        return self._launch(families[0], after)
+        if not after.is_planned and after.program.follow(works):
+            return self._again(after)
+        in_flight = {row.work.sequence: row for row in after.rows}
+        rows = self.planner.plan(works, others_wait=others_wait, in_flight=in_flight)
+        flight = None
+        if len(self._families(rows)) == 1:
+            if rows[0].route.path is None and self._last is after.program:
+                flight = self._again(after) if after.program.follow(works) else None
+            flight = flight or self._launch(rows, after)
+        if flight is None:
+            self.planner.put_back()
+        return flight
+
+    def _again(self, after: Flight) -> Flight:
+        """Run the program of a flight again, whose rows have been loaded to follow it."""
+        step = after.program
+        self.run(step)
+        if isinstance(step, ExitStep):
+            self._last = step
+        return Flight(step, step.rows, step.fetch(), is_planned=after.is_planned)
 
     def land(self, flight: Flight) -> list[Outcome]:
         """The outcomes of a run in flight; a head's drafts are kept for the next round."""
-        outcomes = flight.land()
+        last, self._ended = self._ended, None
+        outcomes, rows = flight.land(), flight.rows
+        if self.planner.held is not None and len(outcomes) == len(rows):
+            sequences, now, seconds = flight.sequences, time.perf_counter(), None
+            if last is not None and last[1] == sequences and not flight.is_first:
+                seconds = now - last[0]
+            self.planner.learn(rows, outcomes, seconds)
+            self._ended = now, sequences
         self._keep_ahead(outcomes)
         return outcomes
 
     def _must_land(self, work: Work) -> bool:
         """Whether the next run of a row needs the outcome of the last one on the host."""
         sequence = work.sequence
-        draft, sampling = draft_state(sequence, self.model.config.exit_layers), sequence.sampling
-        route = draft.route
-        if work.is_prefill or follows_text(sampling) or route.adaptive or route.auto is not None:
+        route, sampling = route_of(sequence, self.model.config.exit_layers), sequence.sampling
+        if work.is_prefill or follows_text(sampling) or route.adaptive:
             return True
-        if route.path == GIVEN and (not route.ahead or draft.guided is not None):
-            return True  # the host finds these drafts; only a draft head's are on the device
         # The host looks up the logits of tokens that are not the most probable ones.
         looks = needs_logits(sampling) and sampling.logprobs is not None
+        if route.auto is not None:
+            return looks and sampling.temperature == 0.0  # layers may draft
         return looks and route.path is not None and not route.path.is_given
 
     def _launch(self, rows: list[Row], after: Flight | None) -> Flight | None:
         """Start a run of the program that rows share; None where ``after`` runs another program."""
         if after is not None:
             rows = [_following(row, after) for row in rows]
-        step: ExitStep | DraftStep | None = self._same_again(rows)
+            if len({row.ahead > 0 for row in rows}) > 1:
+                return None  # rows take the drafts of a head from the device, or all from the host
+        step: ExitStep | DraftStep | None = self._same_again(rows, after)
         if step is None:
             make_kind: Any = exit_kind if rows[0].route.path is None else draft_kind
             head = self._keyed if rows[0].route.path is None else self.model.draft_head
@@ -244,16 +286,18 @@ class Iterations:
             step.has_run = True
             self._program_bytes[step.kind] = step.num_bytes + self.run.num_bytes(step)
             self._forget_programs()
-        return Flight(step, rows, step.fetch(), is_first)
+        return Flight(step, rows, step.fetch(), is_first, any(map(_is_planned, rows)))
 
-    def _same_again(self, rows: list[Row]) -> DraftStep | None:
+    def _same_again(self, rows: list[Row], after: Flight | None) -> DraftStep | None:
         """The program of the last round of drafts, if it was of the same rows and fits them: this
         is quicker than to compare kinds of programs, which are large.
         """
-        if self.ahead or rows[0].route.path is None:
+        if rows[0].route.path is None or (self.ahead and after is None):
             return None
         step = self._drafted.get(max([row.ahead for row in rows]) > 0)
-        return step if step is not None and step.fits(rows) else None
+        if step is None or (after is not None and step is not after.program):
+            return None
+        return step if step.fits(rows) else None
 
     def _families(self, rows: list[Row]) -> list[list[Row]]:
         """Rows grouped by program: by how they draft and, with a draft head that has keys of its
@@ -298,5 +342,14 @@ def _following(row: Row, flight: Flight) -> Row:
     place = flight.places.get(row.work.sequence)
     if place is None:
         return row
-    pending = flight.works[place].most_tokens
-    return row._replace(follows=place, pending=pending, given=NOTHING)
+    given = NOTHING if row.ahead else row.given  # the drafts of a head are on the device
+    pending = flight.rows[place].most_tokens
+    return row._replace(follows=place, pending=pending, given=given)
+
+
+def _is_planned(row: Row) -> bool:
+    """Whether the row's next round has to be planned."""
+    route = row.route
+    return route.auto is not None or (
+        route.path is not None and route.path.is_given and not row.ahead
+    )

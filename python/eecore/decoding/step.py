@@ -197,7 +197,7 @@ class Step:
             return rows
         self._fixed = object()
         return [
-            row._replace(follows=i, pending=row.work.most_tokens, given=NOTHING)
+            row._replace(follows=i, pending=row.most_tokens, given=NOTHING)
             for i, row in enumerate(rows)
         ]
 

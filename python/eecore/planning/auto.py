@@ -221,6 +221,9 @@ class Chooser:
             odds = self.odds(draft)
             for proposal in several:
                 chance, worth, kept = weights[i], 0.0, list[float]()
+                if proposal.before is not None:
+                    for score in proposal.before.scores:
+                        chance *= odds.share((proposal.source, min(int(10 * score), 9)))
                 for score in proposal.scores:
                     chance *= odds.share((proposal.source, min(int(10 * score), 9)))
                     if chance <= 0.5 * row_cost:  # a few more rows may be cheaper than the mean

@@ -6,6 +6,7 @@ For most requests it follows from their policy alone. ``Auto`` requests do what
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
 
@@ -43,10 +44,19 @@ class Planner:
     Args:
         num_threads: CPU threads; the times of rounds depend on them.
         history_tokens: tokens of past outputs that are kept to draft from; 0: none.
+        ahead: whether a round can be launched while the last one is in flight: only if both run the
+            same program, which a choice then keeps.
     """
 
-    def __init__(self, model: Network, num_threads: int = 1, history_tokens: int = 0) -> None:
-        self._model, self._exit_layers = model, model.config.exit_layers
+    def __init__(
+        self,
+        model: Network,
+        num_threads: int = 1,
+        history_tokens: int = 0,
+        *,
+        ahead: bool = False,
+    ) -> None:
+        self._model, self._exit_layers, self._ahead = model, model.config.exit_layers, ahead
         self.num_threads = num_threads
         self.past = PastOutputs(history_tokens) if history_tokens else None
         """The outputs of requests that have ended, where they are kept."""
@@ -80,17 +90,25 @@ class Planner:
             )
         return chooser
 
-    def plan(self, works: Ordered[Work], *, others_wait: bool = False) -> list[Row]:
+    def plan(
+        self,
+        works: Ordered[Work],
+        *,
+        others_wait: bool = False,
+        in_flight: Mapping[Sequence, Row] | None = None,
+    ) -> list[Row]:
         """Plan an iteration.
 
         Args:
             others_wait: whether waiting requests need these to end.
+            in_flight: each request's row of a round whose outcome is not known yet; None: all
+                outcomes are known.
 
         Returns:
             A row for each, in their order; the same list object as in the last call where all of
             them go on at full depth.
         """
-        self._others_wait = others_wait
+        self._others_wait, self._in_flight = others_wait, in_flight
         steady, held = self._steady, self.held
         if steady is not None and steady[0] == [work.sequence for work in works]:
             if held is None:
@@ -112,7 +130,9 @@ class Planner:
             elif route.path is None:
                 rows.append(Row(work, route))
             else:
-                given = given_by_policy(work, draft) if route.path.is_given else NOTHING
+                given = NOTHING
+                if route.path.is_given:
+                    given = given_by_policy(work, draft, self._verified(work))
                 most = max_ahead(self._model.draft_head)
                 thresholds = (route.draft_threshold or 0.0,) * most
                 rows.append(Row(work, route, given, min(route.ahead, most), thresholds))
@@ -131,6 +151,22 @@ class Planner:
         self._steady = ([row.work.sequence for row in rows], rows) if is_plain else None
         return rows
 
+    def put_back(self) -> None:
+        """Hold the choice for the planned round once more: that round does not run."""
+        if self.held is not None:
+            self.held.left += 1
+
+    def _verified(self, work: Work) -> list[int] | None:
+        """The drafts that the round in flight verifies for a request, where they are known."""
+        return None if self._in_flight is None else self._in_flight[work.sequence].verified
+
+    def _asked(self, rows: list[Row], drafts: list[DraftState]) -> list[list[Proposal]]:
+        """The proposals of the sources for each request."""
+        return [
+            proposals(row.work, draft, self._verified(row.work))
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
+
     def _chosen(self, rows: list[Row]) -> list[Row]:
         """The rows of ``Auto`` requests, which all follow one choice."""
         sequences = [row.work.sequence for row in rows]
@@ -148,16 +184,21 @@ class Planner:
                 Row(Work(row.work.sequence, 1, min(choice.drafts, row.work.max_drafts)), path)
                 for row in rows
             ]
-        if not choice.asks or most == 0:
+        if not choice.asks or (most == 0 and not self._ahead):
             return rows
-        drafts: list[DraftState] = [sequence.draft for sequence in sequences]
         asked, held.asked = held.asked, None
+        if choice.ahead and self._in_flight is not None:  # the head's drafts are on the device
+            return [
+                Row(row.work, self._route(row.route, 0), NOTHING, choice.ahead, choice.thresholds)
+                for row in rows
+            ]
+        drafts: list[DraftState] = [sequence.draft for sequence in sequences]
         if asked is None:
-            asked = [proposals(row.work, draft) for row, draft in zip(rows, drafts, strict=True)]
+            asked = self._asked(rows, drafts)
         given = [NOTHING] * len(rows)
         if any(asked):
             given, _ = self.chooser.pick(drafts, asked, others_wait=self._others_wait)
-        if not choice.ahead and not any(proposal.tokens for proposal in given):
+        if not (choice.ahead or self._ahead or any(proposal.tokens for proposal in given)):
             return rows
         return [
             Row(
@@ -190,7 +231,7 @@ class Planner:
                 own = tuple(layer for layer in exit_layers if layer in own)
             exit_layers = own
             has_head = has_head and policy.head
-        asked = [proposals(row.work, draft) for row, draft in zip(rows, drafts, strict=True)]
+        asked = self._asked(rows, drafts)
         choice = chooser.choose(
             drafts,
             [len(sequence.output_ids) for sequence in sequences],
@@ -279,7 +320,8 @@ class Planner:
             counters, draft = outcome.counters, row.work.sequence.draft
             verified, accepted = counters.drafted, counters.accepted
             if path.is_given:
-                chooser.learn_drafts(draft, row.given, verified, accepted)
+                if row.given.fits(row.work.sequence.output_ids):
+                    chooser.learn_drafts(draft, row.given, verified, accepted)
             else:
                 before = len(row.work.sequence.output_ids)
                 chooser.learn_layer_drafts(path.num_layers, before, verified, accepted)

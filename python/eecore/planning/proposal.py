@@ -24,10 +24,36 @@ class Proposal(NamedTuple):
     """For each draft the source's own estimate, 0 to 1, of the chance that it is accepted if the
     previous drafts are. Acceptance rates are counted by source and tenth of the score.
     """
+    before: Proposal | None = None
+    """The tokens that the round in flight has to give, no more and no fewer, for these drafts to
+    fit the text; None: the text is known.
+    """
 
     def first(self, count: int) -> Proposal:
         """The first ``count`` of these drafts."""
-        return Proposal(self.tokens[:count], self.source, self.scores[:count])
+        return Proposal(self.tokens[:count], self.source, self.scores[:count], self.before)
+
+    def after(self, verified: list[int]) -> Proposal:
+        """The drafts that are left if the text goes on as proposed: the round in flight then gives
+        those of its own drafts that agree with the proposed ones, and one token more.
+
+        Args:
+            verified: the drafts that the round in flight verifies.
+        """
+        if not self.tokens:
+            return self
+        given = 1
+        for draft, token in zip(verified, self.tokens, strict=False):
+            if draft != token:
+                break
+            given += 1
+        before = self.first(given)
+        return Proposal(self.tokens[given:], self.source, self.scores[given:], before)
+
+    def fits(self, text: list[int]) -> bool:
+        """Whether a text ends as it has to for these drafts."""
+        before = self.before
+        return before is None or text[-len(before.tokens) :] == before.tokens
 
 
 NOTHING = Proposal([])

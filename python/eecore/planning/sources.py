@@ -15,12 +15,19 @@ SOURCES: tuple[DraftSource, ...] = (AheadDrafts(), TextDrafts(), PastDrafts())
 """All sources; a request gets proposals from the sources that serve it."""
 
 
-def proposals(work: Work, draft: DraftState) -> list[Proposal]:
-    """The proposal of each source for an ``Auto`` request, as far as its guide allows."""
-    found, sequence, most = [], work.sequence, work.max_drafts
+def proposals(work: Work, draft: DraftState, verified: list[int] | None = None) -> list[Proposal]:
+    """The proposal of each source for an ``Auto`` request, as far as its guide allows.
+
+    Args:
+        work: the request's work.
+        draft: its state.
+        verified: the drafts that a round in flight verifies, after which the proposed ones come;
+            None: the text is known.
+    """
+    found = []
     for source in SOURCES:
         if source.serves(draft):
-            proposal = source.propose(sequence, draft, most)
+            proposal = _proposed(source, work, draft, verified)
             if draft.guided is not None:
                 proposal = guided_proposal(work, draft, proposal)
             if proposal.tokens:
@@ -28,18 +35,28 @@ def proposals(work: Work, draft: DraftState) -> list[Proposal]:
     return found
 
 
-def given_by_policy(work: Work, draft: DraftState) -> Proposal:
-    """The drafts of a request whose policy names the source."""
+def given_by_policy(work: Work, draft: DraftState, verified: list[int] | None = None) -> Proposal:
+    """The drafts of a request whose policy names the source; see :func:`proposals`."""
     threshold = draft.route.draft_threshold or 0.0
     proposal = NOTHING
     for source in SOURCES:
         if source.serves(draft):
-            proposal = source.propose(work.sequence, draft, work.max_drafts)
+            proposal = _proposed(source, work, draft, verified)
             if threshold > 0.0:
                 sure = list(takewhile(lambda score: score >= threshold, proposal.scores))
                 proposal = proposal.first(len(sure))
             break
     return guided_proposal(work, draft, proposal)
+
+
+def _proposed(
+    source: DraftSource, work: Work, draft: DraftState, verified: list[int] | None
+) -> Proposal:
+    """The proposal of one source."""
+    if verified is None:
+        return source.propose(work.sequence, draft, work.max_drafts)
+    most = len(verified) + 1 + work.max_drafts
+    return source.propose(work.sequence, draft, most).after(verified)
 
 
 def guided_proposal(work: Work, draft: DraftState, proposal: Proposal) -> Proposal:

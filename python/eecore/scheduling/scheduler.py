@@ -42,11 +42,6 @@ class Work(NamedTuple):
         """Positions of decoder and encoder, which count against the budget of an iteration."""
         return self.num_tokens + self.max_drafts + self.sequence.tokens_to_encode
 
-    @property
-    def most_tokens(self) -> int:
-        """Maximum tokens that a decoding sequence gets from this work."""
-        return 1 + self.max_drafts
-
 
 class Scheduler:
     """Owns the requests, the queues and the pages.
@@ -143,7 +138,7 @@ class Scheduler:
             left = sequence.sampling.max_tokens - len(sequence.output_ids) - 1
             if left <= 0:
                 continue
-            drafts = max(0, min(sequence.max_drafts, left - 1))
+            drafts = 0 if sequence.is_resting else max(0, min(sequence.max_drafts, left - 1))
             works.append(work if drafts == before else Work(sequence, 1, drafts))
             most = sequence.num_computed + min(1 + before + 1 + drafts, left + 1)
             if drafts:
