@@ -7,7 +7,7 @@ acceptance rate are forced, the work is real. A program is ``captured`` as one g
 by call (``calls``), with the host reading its flags; a way that fails is listed with the reason.
 The table has the engine's wall clock and the GPU's own time of the program, launched again and
 again on one state: if it is much less than the wall clock, the host is the limit. ``prompts`` times
-the first token. bench/gpu.sh runs it.
+the first token, beside the static graph of ``--peers``. bench/gpu.sh runs it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ import torch
 
 import eecore
 from bench.gpu.devices import TUNING, contradicts, known_gpu
-from bench.gpu.kept import Kept, about
+from bench.gpu.kept import Kept, about, figures_of
 from bench.gpu.launches import seconds
+from bench.gpu.peers import FIRST_TOKENS
 from bench.gpu.timing import elapsed, read_rate
 from bench.gpu.trace import iteration, model_without_memory
 from bench.harness.results import Report
@@ -57,7 +58,6 @@ COLUMNS = ("model", "batch", "mode", "way", "tokens/s", "ms/iteration", "GPU ms"
 COLUMNS += ("note",)
 NAMES = ("model", "batch", "mode", "way")
 PARTS = ("modes", "speculation", "prompts", "transformers")
-PROMPTS = (128, 512, 2048)
 BUSY = 0.9
 """The share of the wall clock above which the GPU is the limit, not the host."""
 LAUNCHES = 50
@@ -79,7 +79,7 @@ def model_config(name: str) -> ModelConfig:
         head_dim=head_dim,
         vocab_size=vocab_size,
         rms_norm_eps=1e-5,
-        max_position=2048,
+        max_position=4096,
         ropes=(RopeConfig(theta=500000.0, rotary_dim=head_dim),),
         tie_word_embeddings=name != "8b",
         **MODELS[name],
@@ -333,23 +333,26 @@ def mode_rows(bench: Bench, kept: Kept, model: str, ways: Sequence[str]) -> None
             kept.add({"model": model, **row})
 
 
-def prompt_rows(bench: Bench, kept: Kept, model: str) -> None:
+def prompt_rows(bench: Bench, kept: Kept, model: str, peers: Path | None = None) -> None:
     """Measure the time to the first token, one prompt at a time.
 
-    With the model's ``prompt_attention``, if it has one, and with eecore's own attention.
+    With the model's ``prompt_attention``, if it has one, and with eecore's own attention; beside
+    the static graph in a file of ``bench gpu-peers``.
     """
+    found = (figures_of(peers) or {}).get("rows", ())
+    graphs = {row["case"]: row for row in found if (row["part"], row["model"]) == ("model", model)}
     best = bench.model.prompt_attention
     ways = [("eecore", None)] if best is None else [(best.name, best), ("eecore", None)]
-    longest = bench.model.config.max_position - 32
-    for length, (way, attention) in itertools.product(PROMPTS, ways):
-        mode = f"first token of {min(length, longest)}"
+    for length, (way, attention) in itertools.product(FIRST_TOKENS, ways):
+        mode = f"first token of {length}"
         case = {"model": model, "batch": bench.batch, "mode": mode, "way": way}
         if kept.find(**case) is not None:
             continue
         bench.model.prompt_attention = attention
         try:
-            seconds_to_first = bench.first_token(min(length, longest))
-            row = {"seconds_to_first_token": seconds_to_first}
+            row = {"seconds_to_first_token": bench.first_token(length)}
+            if "microseconds" in graphs.get(mode, ()):
+                row["of_peer"] = 1e6 * row["seconds_to_first_token"] / graphs[mode]["microseconds"]
         except Exception as error:
             row = {"error": f"{type(error).__name__}: {error}".replace("\n", " ")[:200]}
         bench.model.prompt_attention = best
@@ -451,6 +454,7 @@ def note(row: dict[str, Any]) -> str:
         ("limit", lambda x: f"the {x} is the limit"),
         ("of_wall", lambda x: f"the GPU at work {min(x, 1.0):.0%} of the time"),
         ("seconds_to_first_token", lambda x: f"{x * 1e3:.2f} ms to the first token"),
+        ("of_peer", lambda x: f"{x:.2f}x the time of the static graph"),
         ("of_bandwidth", lambda x: f"{x:.0%} of the weight-bandwidth limit"),
         ("expected_seconds", lambda x: f"expected {x * 1e3:.3f} ms"),
         ("finding", lambda x: "its kernels a FINDING" if x else "as expected"),
@@ -552,6 +556,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--seconds", type=float, default=150, help="no part starts after this time")
     parser.add_argument("--json", type=Path, help="the file for the rows")
+    parser.add_argument("--peers", type=Path, help="a file of gpu-peers, for the first token")
     return parser.parse_args(words)
 
 
@@ -571,7 +576,7 @@ def main(words: Sequence[str]) -> int:
         model = random_model(model_config(name), device, dtype)
         for batch in arguments.batch:
             bench = Bench(model, batch, arguments.tokens, arguments.rounds)
-            for part, run in parts_of(bench, kept, name, arguments.only):
+            for part, run in parts_of(bench, kept, name, arguments.only, arguments.peers):
                 if time.monotonic() - begin > arguments.seconds:
                     kept.skip(f"{name} batch {batch} {part}")
                     continue
@@ -583,7 +588,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def parts_of(
-    bench: Bench, kept: Kept, model: str, only: Sequence[str]
+    bench: Bench, kept: Kept, model: str, only: Sequence[str], peers: Path | None = None
 ) -> list[tuple[str, Callable[[], None]]]:
     """The measurements of one model at one batch size, by part."""
     on_gpu, batch = bench.model.device.type == "cuda", bench.batch
@@ -593,7 +598,7 @@ def parts_of(
         ("speculation", lambda: speculative_rows(bench, kept, model)),
     ]
     if batch == 1:
-        parts.append(("prompts", lambda: prompt_rows(bench, kept, model)))
+        parts.append(("prompts", lambda: prompt_rows(bench, kept, model, peers)))
     if model in ("1b", "tiny") and (batch == 1 or not on_gpu):  # shows the speed of the host
         parts.append(("transformers", lambda: transformers_rows(bench, kept, model)))
     return [(name, run) for name, run in parts if name in only]

@@ -95,7 +95,7 @@ class Kept:
     ) -> None:
         self._file, self._names, self._finish = file, names, finish
         self.figures: dict[str, Any] = {**common, "not_run": [], "rows": []}
-        before = _read(file)
+        before = figures_of(file)
         if before is not None and all(before.get(name) == common[name] for name in common):
             # Failed cases are tried again.
             rows = [row for row in before.get("rows", ()) if "error" not in row]
@@ -140,7 +140,8 @@ class Kept:
         return UNFINISHED if self.figures["not_run"] else 0
 
 
-def _read(file: Path | None) -> dict[str, Any] | None:
+def figures_of(file: Path | None) -> dict[str, Any] | None:
+    """The figures in the file of a run; None without a file that can be read."""
     try:
         return None if file is None else dict(json.loads(file.read_text()))
     except (OSError, ValueError):

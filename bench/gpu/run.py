@@ -119,7 +119,11 @@ def plan(folder: Path, device: str, archs: str) -> list[Step]:
         Step("ops", "ops", 40, bench("gpu", "--seconds", "34"), built_ahead),
         Step(
             *("prompts", "decode", 25),
-            bench(*decode, "prompts", "--batch", "1", "--seconds", "18", file="-decode"),
+            bench(
+                *(*decode, "prompts", "--batch", "1", "--seconds", "18"),
+                *("--peers", str(folder / f"gpu-{device}-peers.json")),
+                file="-decode",
+            ),
         ),
         Step(
             *("speculation", "decode", 40),

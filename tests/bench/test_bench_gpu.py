@@ -48,9 +48,12 @@ def test_the_gpu_benchmark_runs_on_tiny_shapes_and_its_peers_agree(
 def test_the_decoding_benchmark_of_a_gpu_runs_on_a_tiny_model(
     run_bench: RunsBench, tmp_path: Path
 ) -> None:
+    graph = {"part": "model", "model": "tiny", "case": "first token of 512", "microseconds": 1e-3}
+    other = {**graph, "model": "1b", "case": "first token of 128"}
+    (tmp_path / "peers.json").write_text(json.dumps({"rows": [graph, other]}))
     text, rows = run_on_cpu(
         *(run_bench, "gpu-decode", "--model", "tiny", "--batch", "1", "2"),
-        *("--tokens", "6", "--rounds", "1"),
+        *("--tokens", "6", "--rounds", "1", "--peers", tmp_path / "peers.json"),
         folder=tmp_path,
     )
     assert not [row["error"] for row in rows if "error" in row]
@@ -58,6 +61,9 @@ def test_the_decoding_benchmark_of_a_gpu_runs_on_a_tiny_model(
     peers = [row for row in rows if row["mode"].startswith("transformers")]
     prompts = [row for row in rows if row["mode"].startswith("first token")]
     assert [row["seconds_to_first_token"] > 0 for row in prompts] == [True] * 3
+    assert ["of_peer" in row for row in prompts] == [False, True, False]
+    assert prompts[1]["of_peer"] == pytest.approx(1e9 * prompts[1]["seconds_to_first_token"])
+    assert "x the time of the static graph" in text
     own = [row for row in rows if row not in peers and row not in prompts]
     assert all(row["tokens_per_s"] > 0 for row in own)
     assert all(row["gpu_seconds"] > 0 and row["launch_seconds"] > 0 for row in own)

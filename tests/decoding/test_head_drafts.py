@@ -317,6 +317,8 @@ def test_drafts_that_stay_on_the_device(
     got = served(model, policies, ahead=True)
     assert tokens_of(got) == tokens_of(expected)
     for one, other in zip(got, expected, strict=True):
+        if PromptLookup(3) in policies:  # other drafts are looked up while a round is in flight
+            continue
         assert (one.stats.drafted, one.stats.accepted) == (
             other.stats.drafted,
             other.stats.accepted,

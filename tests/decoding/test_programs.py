@@ -357,11 +357,11 @@ def test_a_failure_with_a_run_out_changes_no_request(
     owner: Any = iterate.Iterations if where == "launch" else iterate.Flight
     whole, left = getattr(owner, where), [calls]
 
-    def broken(*args: Any) -> Any:
+    def broken(*args: Any, **more: Any) -> Any:
         left[0] -= 1
         if left[0] == -1:
             raise Fault("the device is out of memory")
-        return whole(*args)
+        return whole(*args, **more)
 
     monkeypatch.setattr(owner, where, broken)
     for i in range(2):

@@ -121,7 +121,7 @@ def accepted(outputs: Iterable[eecore.Output]) -> int:
         [PromptLookup()],
         [PromptLookup(1)],
         [PromptLookup(3, 4, 1)],
-        [PromptLookup(40, 5, 5)],
+        [PromptLookup(40, 5, 2)],
         [PromptLookup(6), PromptLookup(3, min_ngram=1)],
         [PromptLookup(3), Full(), HeadDrafts(3, 0.0), Layers(2, 3)],
         [Auto(), PromptLookup(3)],
@@ -207,19 +207,20 @@ def test_auto_learns_from_rounds_ahead(
 def test_a_proposal_for_the_round_after_the_one_in_flight() -> None:
     proposal = Proposal([1, 2, 3, 4, 5], "text", (0.1, 0.2, 0.3, 0.4, 0.5))
     # The round verifies the same drafts: all are accepted, and the model gives the next token.
-    after = proposal.after([1, 2])
+    after = proposal.after([1, 2], 9)
     assert (after.tokens, after.scores) == ([4, 5], (0.4, 0.5))
     assert after.before == Proposal([1, 2, 3], "text", (0.1, 0.2, 0.3))
     # Other drafts are rejected: the model gives the first token.
-    assert proposal.after([1, 9, 3]).tokens == [3, 4, 5]
-    assert proposal.after([9]).tokens == proposal.after([]).tokens == [2, 3, 4, 5]
-    assert proposal.after([1, 2, 3, 4, 5, 6]).tokens == []
-    assert NOTHING.after([1]) == NOTHING
+    assert proposal.after([1, 9, 3], 9).tokens == [3, 4, 5]
+    assert proposal.after([9], 9).tokens == proposal.after([], 9).tokens == [2, 3, 4, 5]
+    assert proposal.after([9], 2).tokens == [2, 3]
+    assert proposal.after([1, 2, 3, 4, 5, 6], 9).tokens == []
+    assert NOTHING.after([1], 9) == NOTHING
     assert after.first(1) == Proposal([4], "text", (0.4,), after.before)
 
 
 def test_a_proposal_fits_the_text_that_it_was_made_for() -> None:
-    after = Proposal([1, 2, 3, 4], "text", (0.5,) * 4).after([1])
+    after = Proposal([1, 2, 3, 4], "text", (0.5,) * 4).after([1], 9)
     assert after.fits([7, 1, 2])
     assert not after.fits([7, 1, 3])
     assert not after.fits([2])
@@ -233,6 +234,6 @@ def test_drafts_after_a_round_in_flight_are_less_likely() -> None:
     proposal = Proposal([1, 2, 3, 4], "text", (0.65,) * 4)
     drafts = [DraftState(make_route(Auto(), range(1, 5), sampled=False))]
     (now,), speed = chooser.pick(drafts, [[proposal.first(2)]])
-    (later,), late_speed = chooser.pick(drafts, [[proposal.after([1])]])
+    (later,), late_speed = chooser.pick(drafts, [[proposal.after([1], 9)]])
     assert len(now.tokens) == len(later.tokens) == 2
     assert 1.0 < late_speed < speed

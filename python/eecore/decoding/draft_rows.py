@@ -47,7 +47,8 @@ class DraftRows(Step):
         if self._sequences != sequences:
             return False
         heads = self.sizes.heads
-        if heads.logits and head_sizes(sequences, self.kind.num_steps + 1) != heads:
+        is_known = rows[0].follows is None  # else no penalty counts tokens
+        if heads.logits and is_known and head_sizes(sequences, self.kind.num_steps + 1) != heads:
             return False  # penalties count more tokens now than there is memory for
         num_pages = self.sizes.num_pages - self._pages_after
         most = num_pages * self._page_size - self.kind.num_steps

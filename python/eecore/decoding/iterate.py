@@ -286,7 +286,8 @@ class Iterations:
             step.has_run = True
             self._program_bytes[step.kind] = step.num_bytes + self.run.num_bytes(step)
             self._forget_programs()
-        return Flight(step, rows, step.fetch(), is_first, any(map(_is_planned, rows)))
+        is_planned = any(map(_is_planned, rows)) if after is None else after.is_planned
+        return Flight(step, rows, step.fetch(), is_first, is_planned)
 
     def _same_again(self, rows: list[Row], after: Flight | None) -> DraftStep | None:
         """The program of the last round of drafts, if it was of the same rows and fits them: this
@@ -344,7 +345,7 @@ def _following(row: Row, flight: Flight) -> Row:
         return row
     given = NOTHING if row.ahead else row.given  # the drafts of a head are on the device
     pending = flight.rows[place].most_tokens
-    return row._replace(follows=place, pending=pending, given=given)
+    return Row(row.work, row.route, given, row.ahead, row.ahead_thresholds, place, pending)
 
 
 def _is_planned(row: Row) -> bool:

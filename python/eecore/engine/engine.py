@@ -325,7 +325,8 @@ class Engine:
     def _launch(self, works: list[Work], after: Flight | None = None) -> Flight | None:
         """An iteration in flight; None where it has to be waited for, or fails to launch."""
         try:
-            others_wait = bool(self.scheduler.waiting)
+            is_planned = after is None or after.is_planned
+            others_wait = is_planned and bool(self.scheduler.waiting)
             return self.iterations.launch(works, after, others_wait=others_wait)
         except Exception:
             self._failed("an iteration could not be launched")

@@ -130,12 +130,14 @@ class Planner:
             elif route.path is None:
                 rows.append(Row(work, route))
             else:
-                given = NOTHING
+                row = Row(work, route)
                 if route.path.is_given:
-                    given = given_by_policy(work, draft, self._verified(work))
-                most = max_ahead(self._model.draft_head)
-                thresholds = (route.draft_threshold or 0.0,) * most
-                rows.append(Row(work, route, given, min(route.ahead, most), thresholds))
+                    row = Row(work, route, given_by_policy(work, draft, self._verified(work)))
+                if route.ahead:
+                    most = max_ahead(self._model.draft_head)
+                    thresholds = (route.draft_threshold or 0.0,) * most
+                    row = Row(work, route, row.given, min(route.ahead, most), thresholds)
+                rows.append(row)
         if free:
             for i, row in zip(free, self._chosen([rows[i] for i in free]), strict=True):
                 rows[i] = row

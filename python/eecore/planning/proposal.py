@@ -33,12 +33,13 @@ class Proposal(NamedTuple):
         """The first ``count`` of these drafts."""
         return Proposal(self.tokens[:count], self.source, self.scores[:count], self.before)
 
-    def after(self, verified: list[int]) -> Proposal:
+    def after(self, verified: list[int], most: int) -> Proposal:
         """The drafts that are left if the text goes on as proposed: the round in flight then gives
         those of its own drafts that agree with the proposed ones, and one token more.
 
         Args:
             verified: the drafts that the round in flight verifies.
+            most: maximum number of drafts.
         """
         if not self.tokens:
             return self
@@ -47,8 +48,9 @@ class Proposal(NamedTuple):
             if draft != token:
                 break
             given += 1
-        before = self.first(given)
-        return Proposal(self.tokens[given:], self.source, self.scores[given:], before)
+        before = Proposal(self.tokens[:given], self.source, self.scores[:given])
+        end = given + most
+        return Proposal(self.tokens[given:end], self.source, self.scores[given:end], before)
 
     def fits(self, text: list[int]) -> bool:
         """Whether a text ends as it has to for these drafts."""

@@ -46,7 +46,7 @@ def given_by_policy(work: Work, draft: DraftState, verified: list[int] | None = 
                 sure = list(takewhile(lambda score: score >= threshold, proposal.scores))
                 proposal = proposal.first(len(sure))
             break
-    return guided_proposal(work, draft, proposal)
+    return proposal if draft.guided is None else guided_proposal(work, draft, proposal)
 
 
 def _proposed(
@@ -55,8 +55,9 @@ def _proposed(
     """The proposal of one source."""
     if verified is None:
         return source.propose(work.sequence, draft, work.max_drafts)
-    most = len(verified) + 1 + work.max_drafts
-    return source.propose(work.sequence, draft, most).after(verified)
+    most = work.max_drafts
+    proposal = source.propose(work.sequence, draft, len(verified) + 1 + most)
+    return proposal.after(verified, most)
 
 
 def guided_proposal(work: Work, draft: DraftState, proposal: Proposal) -> Proposal:
