@@ -195,7 +195,6 @@ def is_by_warpgroups(rows: Rows, weight_rows: int, device: Device) -> bool:
         "wgmma=1" in os.environ.get(TUNING, "").split(",")
         and device.capability == 90
         and rows.dtype.itemsize == 2
-        and not rows.packed
         and 10 * ceil_div(weight_rows, WARPGROUP_ROWS) >= 9 * device.num_multiprocessors
     )
 

@@ -248,14 +248,13 @@ void with_ready_rows(Params params, SkinnyPlan plan, int m_tiles, int64_t num_bl
 template <typename Params>
 bool is_by_warpgroups(const Params& params, int64_t num_rows, int device) {
   const DeviceProperties& properties = device_properties(device);
-  return params.dtype != DType::kFloat32 && params.weight_scale == nullptr &&
-         params.weight_table == nullptr && properties.capability == 90 &&
+  return params.dtype != DType::kFloat32 && properties.capability == 90 &&
          10 * ceil_div(num_rows, kWarpgroupRows) >= 9 * int64_t{properties.num_multiprocessors} &&
          tuning().wgmma;
 }
 
 // Launches `kernel`, after rms_norm_kernel where the rows of x must be made ready.
-template <typename T, int kMTiles, int kNTiles, typename Params>
+template <typename T, typename W, int kMTiles, int kNTiles, typename Params>
 void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan), Params params,
                        SkinnyPlan plan, int64_t num_rows, Stream stream) {
   set_slices(plan, std::min(plan.num_slices, kMaxWarpgroupSlices));
@@ -272,7 +271,7 @@ void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan), Par
     plan.early_weight = true;  // the kernel that makes rows has waited for writes of the weight
   }
   const int64_t other_bytes = skinny_exchange_floats(plan, kMTiles) * int64_t{sizeof(float)} +
-                              rows_buffers_bytes<kNTiles>(plan);
+                              rows_buffers_bytes<W, kNTiles>(plan);
   set_stages(plan, kMTiles, blocks, other_bytes, stream.device);
   const dim3 grid(static_cast<unsigned>(blocks),
                   static_cast<unsigned>(ceil_div(params.num_tokens, 8 * kNTiles)));

@@ -70,11 +70,11 @@ template <typename T, typename W, int kNTiles>
 void multiply(const SkinnyLinearParams& params, Stream stream) {
   SkinnyPlan plan = make_plan<W>(params.weight, params.weight_stride, params.in_features);
   set_slices(plan, choose_slices(params.out_features, plan.num_chunks, stream.device));
-  if constexpr (sizeof(T) == 2 && std::is_same_v<T, W>) {
+  if constexpr (sizeof(T) == 2) {
     if (is_by_warpgroups(params, params.out_features, stream.device)) {
-      return launch_warpgroups<T, 1, kNTiles>("skinny_linear",
-                                              skinny_warpgroup_linear_kernel<T, kNTiles>, params,
-                                              plan, params.out_features, stream);
+      return launch_warpgroups<T, W, 1, kNTiles>("skinny_linear",
+                                                 skinny_warpgroup_linear_kernel<T, kNTiles, W>,
+                                                 params, plan, params.out_features, stream);
     }
   }
   const int64_t wide_tiles = ceil_div(params.out_features, skinny_tile_rows(plan, 2));

@@ -344,9 +344,6 @@ __global__ void swizzled_product(const float* a, const float* b, float* out, int
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4, pair = lane % 4;
   WgmmaSums<kTiles> sums;
   WgmmaPart parts[4];
-  for (int n = 0; n < kTiles; ++n) {
-    for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
-  }
   for (int step = 0; step < 4; ++step) {
     for (int i = 0; i < 4; ++i) {
       const float* from = a + (row + i % 2 * 8) * 64 + 16 * step + i / 2 * 8 + 2 * pair;
@@ -358,7 +355,11 @@ __global__ void swizzled_product(const float* a, const float* b, float* out, int
     const uint64_t matrix =
         wgmma_matrix(columns + layout.start_of(2 * step) / 2, layout.leading_bytes(),
                      layout.stride_bytes(), kSwizzle, kSwizzle == Swizzle::kNone ? 0 : shift % 8);
-    wgmma_m64k16<T>(sums, parts[step], matrix);
+    if (step == 0) {
+      wgmma_m64k16<T, false>(sums, parts[step], matrix);  // in place of what they were
+    } else {
+      wgmma_m64k16<T>(sums, parts[step], matrix);
+    }
   }
   wgmma_commit();
   wgmma_wait<0>(sums, parts);

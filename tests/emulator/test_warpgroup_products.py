@@ -12,12 +12,17 @@ from test_in_flight import promised
 from test_skinny_products import OPS, ROWS_TOGETHER, Product
 
 import emulated
-from coded_calls import coded
+from coded_calls import FORMATS, coded
 from eecore import ops
 from eecore.ops import AppendKv
+from packed_blocks import packed_layers
 from tiers import in_all
 
 HALVES = (torch.bfloat16, *in_all(torch.float16))
+# Whole rows; numbers of 4 bits and their minima, of which the compiler knows; scales of scales; a
+# scale for each half of a block.
+SOME_FORMS = ("int8", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+FORMS = ("floats", *SOME_FORMS, *in_all(*(form for form in FORMATS if form not in SOME_FORMS)))
 KERNELS = {
     "skinny_linear": "skinny_warpgroup_linear_kernel",
     "skinny_gated_linear": "skinny_warpgroup_gated_kernel",
@@ -27,6 +32,7 @@ TUNING = "EECORE_CUDA_TUNING"
 
 each_op = pytest.mark.parametrize("op", OPS)
 each_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
+each_form = pytest.mark.parametrize("form", FORMS)
 
 
 @pytest.fixture(autouse=True)
@@ -56,12 +62,30 @@ def test_warpgroups_match_the_reference(
 
 
 @each_op
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "floats"])
+def test_int8_and_packed_weights_match_the_reference(form: str, op: str) -> None:
+    """Also a last chunk of one block, of two and of three, and a part of an int8 chunk."""
+    product = Product(op, form)
+    for num_tokens, in_features, options in (
+        (1, 288, "all"),
+        (20, 160, "plain"),
+        (70, 64, "all"),
+        (9, 230, "plain"),
+        (3, 50, "plain"),
+    ):
+        call = product.call(num_tokens, in_features, 200, options, torch.bfloat16)
+        assert kernels_of(product, call)[-1] == KERNELS[op]
+        product.check(call, CPU)
+
+
+@each_op
+@each_form
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sums_are_those_of_a_warps_products(
-    dtype: torch.dtype, op: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, form: str, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit, where as many slices sum them: so the order of k is the same on both sides."""
-    product = Product(op)
+    product = Product(op, form)
     for in_features, out_features in ((192, 800), (256, 700)):
         call = product.call(33, in_features, out_features, "all", dtype)
         by_warpgroups = product.run(call)
@@ -71,11 +95,31 @@ def test_sums_are_those_of_a_warps_products(
         monkeypatch.setenv(TUNING, "wgmma=1")
 
 
+def test_warpgroups_multiply_packed_rows_of_any_place_and_format(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Formats in turn and rows in any order: all warps of a tile make the same products."""
+    matrix = packed_layers([[(format, 18) for format in FORMATS]], 256, size=1 / 16).unbind()[0]
+    assert matrix.table is not None
+    call = {"x": torch.randn(9, 256).bfloat16(), "weight": matrix.weight}
+    order = torch.randperm(144, generator=torch.Generator().manual_seed(1))
+    for rows in (torch.arange(144), order, order.repeat(5)):
+        call["weight_table"] = matrix.table[rows]
+        product = Product("skinny_linear", "packed")
+        assert kernels_of(product, call) == [KERNELS[product.op]]
+        product.check(call, CPU)
+
+
 @each_op
-@pytest.mark.parametrize("options", ["plain", "all"])
-def test_a_row_of_a_warpgroup_does_not_depend_on_the_others(options: str, op: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "form"),
+    [("plain", "floats"), ("all", "floats"), ("all", "int8"), ("plain", "Q4_K")],
+)
+def test_a_row_of_a_warpgroup_does_not_depend_on_the_others(
+    options: str, form: str, op: str
+) -> None:
     """Nor on how many they are, or on what is not finite among them."""
-    product = Product(op)
+    product = Product(op, form)
     call = product.call(75, 200, 140, options, torch.bfloat16)
     call["x"][[3, 21]] = torch.nan
     call["x"][17, -1] = torch.inf
@@ -98,8 +142,10 @@ def test_warpgroups_multiply_where_they_can_and_tiles_suffice(
         (129, "floats", torch.bfloat16, True),
         (128, "floats", torch.bfloat16, False),
         (400, "floats", torch.float32, False),
-        (400, "int8", torch.bfloat16, False),
-        (400, "Q4_1", torch.float16, False),
+        (129, "int8", torch.bfloat16, True),
+        (128, "int8", torch.bfloat16, False),
+        (129, "Q4_1", torch.float16, True),
+        (400, "Q4_1", torch.float32, False),
     ):
         for num_tokens in (1, 40):
             call = product.call(num_tokens, 128, out_features, "plain", torch.float32)
@@ -142,10 +188,11 @@ def test_heads_of_a_warpgroups_product_are_appended_after_it(
 
 
 @each_op
+@pytest.mark.parametrize("form", ["floats", "int8"])
 @pytest.mark.parametrize("num_tokens", [9, 64])
-def test_a_warpgroups_weight_is_on_its_way(num_tokens: int, op: str) -> None:
+def test_a_warpgroups_weight_is_on_its_way(num_tokens: int, form: str, op: str) -> None:
     """As far as its ring promises, and read once; rows of x go to banks side by side."""
-    call = Product(op).call(num_tokens, 512, 1536, "plain", torch.bfloat16)
+    call = Product(op, form).call(num_tokens, 1024, 1536, "plain", torch.bfloat16)
     with emulated.counting(weight=call["weight"]) as counted:
         Product(op).run(call)
     (launch,) = counted

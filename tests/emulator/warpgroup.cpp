@@ -140,6 +140,7 @@ void land(Started& started) {
     }
     for (int below = 0; below < 2; ++below) {
       float& sum = product.sums[4 * n + 2 * below + i];
+      if (!product.adds) sum = 0.0f;
       for (int k = 0; k < 16; ++k) {
         const int high = k / 8, of_pair = k % 2;
         const uint32_t a = started.parts[k % 8 / 2][2 * high + below];

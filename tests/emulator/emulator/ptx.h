@@ -254,12 +254,12 @@ void wgmma_wait(Sums&, Parts&, EMULATOR_SITE) {
   ::emulator::wait_for_products(kPending, site);
 }
 
-template <typename T, int kTiles>
+template <typename T, bool kAdds = true, int kTiles>
 void wgmma_m64k16(WgmmaSums<kTiles>& sums, WgmmaPart& a, uint64_t matrix, EMULATOR_SITE) {
   static_assert(kTiles == 1 || kTiles == 2 || kTiles == 4 || kTiles == 8);
   static_assert(std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>);
-  ::emulator::start_product({&sums, sums.values(), kTiles, &a, a.values(), matrix, half_of<T>},
-                            site);
+  ::emulator::start_product(
+      {&sums, sums.values(), kTiles, kAdds, &a, a.values(), matrix, half_of<T>}, site);
 }
 
 // ---- Programmatic dependent launch ----
