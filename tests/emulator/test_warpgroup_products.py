@@ -95,9 +95,7 @@ def test_sums_are_those_of_a_warps_products(
         monkeypatch.setenv(TUNING, "wgmma=1")
 
 
-def test_warpgroups_multiply_packed_rows_of_any_place_and_format(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_warpgroups_multiply_packed_rows_of_any_place_and_format() -> None:
     """Formats in turn and rows in any order: all warps of a tile make the same products."""
     matrix = packed_layers([[(format, 18) for format in FORMATS]], 256, size=1 / 16).unbind()[0]
     assert matrix.table is not None
