@@ -31,7 +31,8 @@ MAX_ROWS_IN_BLOCKS = 32  # 16-bit rows that a block makes ready or whose heads i
 STAGE_BYTES = 32 * WARPS * 64  # 16 rows of a weight for each warp
 PACKED_STAGE_BYTES = WARPS * 4 * 608  # slots of 4 blocks for each warp
 PACKED_CHUNK, BLOCK_COLUMNS = 128, 32
-WARPGROUP_ROWS, MAX_WARPGROUP_SLICES = 64, 2
+WARPGROUP_ROWS, MAX_WARPGROUP_SLICES, MAX_WARPGROUP_CLUSTER = 64, 2, 4
+CLUSTER_LATENCY = 1.0e-6  # seconds of two barriers of a cluster and a read between; an assumption
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ def product(
     *,
     made: Made,
     side_by_side: int = 1,
+    cluster: int = 1,
     norm_bytes: int = 0,
     reads: Mapping[str, float] | None = None,
     writes: float = 0.0,
@@ -155,7 +157,8 @@ def product(
     """The kernel with a pass over the weight for each group of rows; every tile reads the group.
 
     The last tile reads the weight's last row in place of missing rows. L1 keeps rows of x from one
-    tile of a block to the next if they fit, and for tiles that are multiplied side by side.
+    tile of a block to the next if they fit, and for tiles that are multiplied side by side. Each of
+    the blocks of a cluster reads its share of the rows of x.
     """
     groups = ceil_div(rows.count, 8 * n_tiles)
     read_rows = tiles * tile_rows
@@ -167,7 +170,11 @@ def product(
     )
     if made is Made.IN_BLOCKS:
         x, norm, readers = rows.count * rows.size * rows.dtype.itemsize, norm_bytes, blocks
+    readers = ceil_div(readers, cluster)
     workspace += x if made is Made.AHEAD else 0
+    latency = CLUSTER_LATENCY if cluster > 1 else 0.0
+    if made is Made.IN_BLOCKS and rows.count > FEW_ROWS:
+        latency += MANY_ROWS_LATENCY
     return KernelLaunch(
         kernel,
         (blocks, groups),
@@ -185,28 +192,43 @@ def product(
         writes=writes,
         workspace=workspace,
         flops=2.0 * groups * 8 * n_tiles * read_rows * rows.size,
-        latency=MANY_ROWS_LATENCY if made is Made.IN_BLOCKS and rows.count > FEW_ROWS else 0.0,
+        latency=latency,
     )
 
 
-def is_by_warpgroups(rows: Rows, weight_rows: int, device: Device) -> bool:
-    """Whether a setting has warpgroups multiply, and the weight has tiles for all of the device."""
-    return (
-        "wgmma=1" in os.environ.get(TUNING, "").split(",")
-        and device.capability == 90
-        and rows.dtype.itemsize == 2
-        and 10 * ceil_div(weight_rows, WARPGROUP_ROWS) >= 9 * device.num_multiprocessors
+def warpgroup_cluster(call: Call, rows: Rows, weight_rows: int, device: Device) -> int:
+    """Blocks that share a tile of the weight if a setting has warpgroups multiply it, or 0."""
+    by_warpgroups = "wgmma=1" in os.environ.get(TUNING, "").split(",")
+    if not by_warpgroups or device.capability != 90 or rows.dtype.itemsize != 2:
+        return 0
+    chunks = (
+        ceil_div(rows.size, PACKED_CHUNK) if call["weight_scale"] is not None else rows.num_chunks
     )
+    cluster = 1
+    while cluster <= MAX_WARPGROUP_CLUSTER:
+        if cluster > 1 and chunks < MAX_WARPGROUP_SLICES * cluster:
+            break
+        if 10 * cluster * ceil_div(weight_rows, WARPGROUP_ROWS) >= 9 * device.num_multiprocessors:
+            return cluster
+        cluster *= 2
+    return 0
 
 
 def by_warpgroups(
-    kernel: str, call: Call, rows: Rows, m_tiles: int, device: Device, reads: Mapping[str, float]
+    kernel: str,
+    call: Call,
+    rows: Rows,
+    m_tiles: int,
+    cluster: int,
+    device: Device,
+    reads: Mapping[str, float],
 ) -> list[KernelLaunch]:
     """A product of ``m_tiles`` times as many rows of a weight as ``out`` has columns."""
     weight_rows = call["out"].shape[1]
     slices = min(choose_slices(weight_rows, rows.num_chunks, device), MAX_WARPGROUP_SLICES)
-    tile_rows = 16 * (WARPS // slices)
+    tile_rows = WARPGROUP_ROWS if cluster > 1 else 16 * (WARPS // slices)
     tiles = ceil_div(weight_rows, tile_rows)
+    resident = (2 if m_tiles == 1 else 1) * device.num_multiprocessors
     must = must_be_made(rows, call["x"], call["norm_weight"])
     launch = product(
         kernel,
@@ -215,9 +237,10 @@ def by_warpgroups(
         weight_bytes_of(call, m_tiles * weight_rows),
         tiles,
         m_tiles * tile_rows,
-        min(tiles, (2 if m_tiles == 1 else 1) * device.num_multiprocessors),
+        cluster * tiles if cluster > 1 else min(tiles, resident),
         rows.tiles(8),
         made=Made.AHEAD if must else Made.NOWHERE,
+        cluster=cluster,
         reads=reads,
         writes=nbytes(call["out"]),
     )
@@ -319,8 +342,10 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
         heads = out_features // head_dim - 2 * kv_heads
         return append_launch(call, rows.count, kv_heads, heads, rows.dtype.itemsize)
 
-    if is_by_warpgroups(rows, out_features, device):
-        launches = by_warpgroups("skinny_warpgroup_linear_kernel", call, rows, 1, device, reads)
+    cluster = warpgroup_cluster(call, rows, out_features, device)
+    if cluster > 0:
+        kernel = "skinny_warpgroup_linear_kernel"
+        launches = by_warpgroups(kernel, call, rows, 1, cluster, device, reads)
         return [*launches, separate_append()] if appends else launches
     slices = choose_slices(out_features, rows.num_chunks, device)
     n_tiles = rows.tiles(8)
@@ -378,8 +403,10 @@ def skinny_gated_linear(call: Call, device: Device, _: Known) -> list[KernelLaun
     if rows.count == 0 or inner == 0:
         return []
     reads = {"bias": call.bytes_of("bias")}
-    if is_by_warpgroups(rows, inner, device):
-        return by_warpgroups("skinny_warpgroup_gated_kernel", call, rows, 2, device, reads)
+    cluster = warpgroup_cluster(call, rows, inner, device)
+    if cluster > 0:
+        kernel = "skinny_warpgroup_gated_kernel"
+        return by_warpgroups(kernel, call, rows, 2, cluster, device, reads)
     slices = choose_slices(inner, rows.num_chunks, device)
     tiles = ceil_div(inner, 16 * (WARPS // slices))
     blocks = min(tiles, device.num_multiprocessors)

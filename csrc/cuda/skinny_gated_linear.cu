@@ -11,10 +11,11 @@ void multiply(const SkinnyGatedLinearParams& params, Stream stream) {
   SkinnyPlan plan = make_plan<W>(params.weight, params.weight_stride, params.in_features);
   set_slices(plan, choose_slices(params.inner_size, plan.num_chunks, stream.device));
   if constexpr (sizeof(T) == 2) {
-    if (is_by_warpgroups(params, params.inner_size, stream.device)) {
+    const int cluster = warpgroup_cluster(params, params.inner_size, stream.device);
+    if (cluster > 0) {
       return launch_warpgroups<T, W, kGatedMTiles, kNTiles>(
           "skinny_gated_linear", skinny_warpgroup_gated_kernel<T, kNTiles, W>, params, plan,
-          params.inner_size, stream);
+          params.inner_size, cluster, stream);
     }
   }
   plan.early_trigger = params.constant_weight && tuning().early_trigger;

@@ -71,10 +71,11 @@ void multiply(const SkinnyLinearParams& params, Stream stream) {
   SkinnyPlan plan = make_plan<W>(params.weight, params.weight_stride, params.in_features);
   set_slices(plan, choose_slices(params.out_features, plan.num_chunks, stream.device));
   if constexpr (sizeof(T) == 2) {
-    if (is_by_warpgroups(params, params.out_features, stream.device)) {
-      return launch_warpgroups<T, W, 1, kNTiles>("skinny_linear",
-                                                 skinny_warpgroup_linear_kernel<T, kNTiles, W>,
-                                                 params, plan, params.out_features, stream);
+    const int cluster = warpgroup_cluster(params, params.out_features, stream.device);
+    if (cluster > 0) {
+      return launch_warpgroups<T, W, 1, kNTiles>(
+          "skinny_linear", skinny_warpgroup_linear_kernel<T, kNTiles, W>, params, plan,
+          params.out_features, cluster, stream);
     }
   }
   const int64_t wide_tiles = ceil_div(params.out_features, skinny_tile_rows(plan, 2));
@@ -104,7 +105,7 @@ void run_skinny_linear(const SkinnyLinearParams& params, Stream stream) {
   SkinnyLinearParams product = params;
   const bool appends_later =
       appends(params) &&
-      (!blocks_append(params) || is_by_warpgroups(params, params.out_features, stream.device));
+      (!blocks_append(params) || warpgroup_cluster(params, params.out_features, stream.device) > 0);
   if (appends_later) product.append = {};
   dispatch_product("skinny_linear", product, [&](auto tag, auto weight_tag, auto n_tiles) {
     using T = typename decltype(tag)::type;

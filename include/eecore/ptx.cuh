@@ -375,6 +375,34 @@ __device__ __forceinline__ void wgmma_m64k16(float (&sums)[kTiles][4], const uin
 #undef EECORE_WGMMA
 #undef EECORE_WGMMA_SUMS
 
+// ---- Clusters: blocks, adjacent in x, that read each other's shared memory (sm_90) ----
+
+// Waits for all threads of the cluster; what they wrote to shared memory before is then visible. It
+// comes before the first access to another block's shared memory, and after the last.
+__device__ __forceinline__ void cluster_sync() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+#endif
+}
+
+// The 16 bytes at the same place in the shared memory of block `rank` of the cluster.
+template <typename T>
+__device__ __forceinline__ Pack<T> cluster_load16(const T* from, int rank) {
+  uint4 bits{};
+#if __CUDA_ARCH__ >= 900
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(shared_address(from)), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "r"(address)
+               : "memory");
+#endif
+  return reinterpret_cast<const Pack<T>&>(bits);
+}
+
 // ---- Programmatic dependent launch (sm_90; before it, these do nothing) ----
 
 // Waits until the earlier kernels of the stream have finished and their writes are visible. A

@@ -7,6 +7,10 @@
 // of W have (multiply_pieces, multiply_block): of 32 elements, 8 of each lane of four, the lane has
 // two in each 8 of k.
 //
+// Where the weight has too few rows for all multiprocessors, a cluster of blocks shares 64 of them:
+// each takes some slices, and then finishes a share of the sums, which it reads from the shared
+// memory of all.
+//
 // A row's result depends only on the number of slices, neither on the other rows of x nor on
 // kNTiles.
 #pragma once
@@ -18,6 +22,7 @@ namespace eecore::cuda {
 
 constexpr int kWarpgroupRows = 64;
 constexpr int kMaxWarpgroupSlices = kSkinnyThreads / 128;
+constexpr int kMaxWarpgroupCluster = 4;
 
 // Elements of a row of x that are copied at a time, in two halves, and how many times that a chunk
 // of W has them.
@@ -45,13 +50,15 @@ class ChunksOfRows {
   static constexpr int kLaneAt = kHasScales<W> ? kPieceSize<W> : kPieceSize<T>;
 
  public:
-  // `buffers` are those of all slices.
-  __device__ __forceinline__ ChunksOfRows(const SkinnyPlan& plan, const SkinnyLane& lane,
+  // `buffers` are those of all slices of the block, of which the thread has `slice`; lane.slice is
+  // that of the cluster.
+  __device__ __forceinline__ ChunksOfRows(const SkinnyPlan& plan, const SkinnyLane& lane, int slice,
                                           const SkinnyRows<T>& x, Shared<T> buffers)
       : plan_(plan),
         lane_(lane),
+        slice_(slice),
         num_threads_(kSkinnyThreads >> plan.slices_shift),
-        buffers_(buffers + lane.slice * (2 * kBufferSize)),
+        buffers_(buffers + slice * (2 * kBufferSize)),
         at_(lane.slice * kChunkSize<W>) {
     const int thread = static_cast<int>(threadIdx.x) & (num_threads_ - 1);
     is_needed_ = thread < 2 * kColumns;
@@ -89,9 +96,7 @@ class ChunksOfRows {
   }
 
   // Waits until all threads of the slice have stored their part of the buffer.
-  __device__ __forceinline__ void wait() const {
-    named_barrier_wait(1 + lane_.slice, num_threads_);
-  }
+  __device__ __forceinline__ void wait() const { named_barrier_wait(1 + slice_, num_threads_); }
 
   // The descriptor of b in product `step` of the chunk's four. A piece is 8 elements of k of all
   // columns; pieces 2 * step and 2 * step + 1, one after the other, are b.
@@ -136,7 +141,7 @@ class ChunksOfRows {
 
   const SkinnyPlan& plan_;
   const SkinnyLane& lane_;
-  int num_threads_;
+  int slice_, num_threads_;
   Shared<T> buffers_;
   int at_;  // of the chunk that is loaded, in the row
   bool is_needed_;
@@ -340,19 +345,94 @@ __device__ __forceinline__ void multiply_panels(const SkinnyPlan& plan, const Sk
 }
 #endif
 
+// Floats of shared memory in which a block leaves its sums to its cluster, in place of the ring and
+// the rows of x.
+template <int kMTiles, int kNTiles>
+constexpr int kClusterFloats = kNTiles * kSkinnyWarps * kMTiles * kExchangeTile;
+
+// for_each_product for a cluster of `num_blocks` blocks, this one of which is `rank`:
+// finish(group, row, column, values) once for each product of a tile of 64 rows. Nothing of the
+// ring and the rows of x is needed any more.
+template <int kMTiles, int kNTiles, typename Finish>
+__device__ __forceinline__ void for_each_product_of_cluster(
+    const SkinnyPlan& plan, const SkinnyLane& lane, int num_blocks, int rank,
+    const float (&sums)[kMTiles][kNTiles][4], const Finish& finish) {
+  constexpr int kBuffer = kSkinnyWarps * kMTiles * kExchangeTile;  // for 8 columns
+  const Shared<float> exchange = dynamic_shared<float>();
+  const auto warp_of = [&](int group, int slice) { return (group << plan.slices_shift) + slice; };
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < kNTiles; ++n) {
+    put_products(exchange + n * kBuffer, warp_of(lane.group, lane.slice), lane, sums, n);
+  }
+  cluster_sync();
+  constexpr int kFours = kWarpgroupRows / 4;  // of the rows of a column
+  for (int e = rank * kSkinnyThreads + static_cast<int>(threadIdx.x); e < 8 * kNTiles * kFours;
+       e += num_blocks * kSkinnyThreads) {
+    const int column = e / kFours, group = e % kFours / 4, row = e % 4 * 4;
+    const int at = column / 8 * kBuffer + warp_of(group, 0) * (kMTiles * kExchangeTile) +
+                   column % 8 * kExchangeColumn + row;
+    float values[4][kMTiles];
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+      const auto load = [&](int block, int slice) {
+        return cluster_load16(exchange + at + (slice * kMTiles + m) * kExchangeTile, block);
+      };
+      Pack<float> of_slices[kMaxWarpgroupCluster][kMaxWarpgroupSlices];
+#pragma unroll
+      for (int block = 0; block < kMaxWarpgroupCluster; ++block) {
+#pragma unroll
+        for (int slice = 0; slice < kMaxWarpgroupSlices; ++slice) {
+          if (block < num_blocks) of_slices[block][slice] = load(block, slice);
+        }
+      }
+#pragma unroll
+      for (int block = 0; block < kMaxWarpgroupCluster; ++block) {
+#pragma unroll
+        for (int slice = 0; slice < kMaxWarpgroupSlices; ++slice) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float value = of_slices[block][slice].values[i];
+            if (block == 0 && slice == 0) {
+              values[i][m] = value;
+            } else if (block < num_blocks) {
+              values[i][m] += value;
+            }
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) finish(group, row + i, column, values[i]);
+  }
+  cluster_sync();  // other blocks read this one's sums until then
+}
+
 // The work of both kernels. Row r of a tile is multiplied with rows r + m * num_rows of the weight,
 // for each m below kMTiles; finish(token, row, values) gets these products. Dynamic shared memory:
-// the ring, the exchange, then the buffers of rows of x.
+// the ring, the exchange, then the buffers of rows of x. A tile is shared by 1 <<
+// cluster_shift blocks; if they are several, each has plan.num_slices of its slices, and no other
+// tile.
 template <typename T, typename W, int kMTiles, int kNTiles, typename Params, typename Finish>
 __device__ __forceinline__ void multiply_by_warpgroups(const Params& params, const SkinnyPlan& plan,
-                                                       int64_t num_rows, const Finish& finish) {
+                                                       int cluster_shift, int64_t num_rows,
+                                                       const Finish& finish) {
 #if EECORE_HAS_WGMMA
   const SkinnyLane lane = SkinnyLane::of_warpgroup(plan);
   const int tile_rows = skinny_tile_rows(plan, 1);
-  const int my_tiles = tiles_of_block(plan, plan.num_tiles);
+  const int cluster = 1 << cluster_shift;
+  const bool is_shared = cluster > 1;
+  const int my_tiles = is_shared ? 1 : tiles_of_block(plan, plan.num_tiles);
+  const int rank = static_cast<int>(blockIdx.x) & (cluster - 1);
+  const int64_t first_tile = blockIdx.x >> cluster_shift;
   const auto first_row = [&](int tile) {
-    return (blockIdx.x + static_cast<int64_t>(tile) * gridDim.x) * tile_rows;
+    return (first_tile + static_cast<int64_t>(tile) * gridDim.x) * tile_rows;
   };
+  // The slices of all blocks, to which the chunks are dealt out.
+  SkinnyPlan chunk_plan = plan;
+  chunk_plan.num_slices = cluster * plan.num_slices;
+  SkinnyLane chunk_lane = lane;
+  chunk_lane.slice += rank * plan.num_slices;
   const auto row_of = [&](int64_t row, int m) {
     if (row >= num_rows) row = num_rows - 1;
     return weight_row<W>(params.weight, params.weight_table, row + m * num_rows,
@@ -365,15 +445,16 @@ __device__ __forceinline__ void multiply_by_warpgroups(const Params& params, con
     }
   };
 
-  WeightStream<W, kMTiles> weight(plan, lane, my_tiles);
+  WeightStream<W, kMTiles> weight(chunk_plan, chunk_lane, my_tiles);
   const int64_t first_token = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
   const int ring_bytes = skinny_ring_bytes(plan, kMTiles);
   const Shared<float> exchange = dynamic_shared<float>(ring_bytes);
-  const int rows_at =
-      ring_bytes + skinny_exchange_floats(plan, kMTiles) * static_cast<int>(sizeof(float));
+  const int exchange_floats = is_shared ? 0 : skinny_exchange_floats(plan, kMTiles);
+  const int rows_at = ring_bytes + exchange_floats * static_cast<int>(sizeof(float));
   const auto x =
       start_product<T, kNTiles, false>(params, plan, weight, rows_of, first_token, rows_at);
-  ChunksOfRows<T, W, kNTiles> chunks(plan, lane, x, dynamic_shared<T>(rows_at));
+  ChunksOfRows<T, W, kNTiles> chunks(chunk_plan, chunk_lane, lane.slice, x,
+                                     dynamic_shared<T>(rows_at));
   int turn = 0;
   for (int tile = 0; tile < my_tiles; ++tile) {
     float sums[kMTiles][kNTiles][4];
@@ -381,16 +462,24 @@ __device__ __forceinline__ void multiply_by_warpgroups(const Params& params, con
       const auto forms = TileForms::of(kMTiles * tile_rows, [&](int i) {
         return row_of(first_row(tile) + i / kMTiles, i % kMTiles);
       });
-      multiply_panels(plan, lane, weight, rows_of, forms, chunks, sums);
+      multiply_panels(chunk_plan, chunk_lane, weight, rows_of, forms, chunks, sums);
     } else {
-      multiply_tile(plan, lane, weight, rows_of, chunks, sums);
+      multiply_tile(chunk_plan, chunk_lane, weight, rows_of, chunks, sums);
     }
-    for_each_product(plan, lane, exchange, turn, sums,
-                     [&](int row_in_group, int column, int, const float (&values)[kMTiles]) {
-                       const int64_t row = first_row(tile) + lane.group * 16 + row_in_group;
-                       if (column >= x.count || row >= num_rows) return;
-                       finish(first_token + column, row, values);
-                     });
+    const auto finish_one = [&](int group, int row_in_group, int column,
+                                const float (&values)[kMTiles]) {
+      const int64_t row = first_row(tile) + group * 16 + row_in_group;
+      if (column >= x.count || row >= num_rows) return;
+      finish(first_token + column, row, values);
+    };
+    if (is_shared) {
+      for_each_product_of_cluster(plan, lane, cluster, rank, sums, finish_one);
+    } else {
+      for_each_product(plan, lane, exchange, turn, sums,
+                       [&](int row, int column, int, const float (&values)[kMTiles]) {
+                         finish_one(lane.group, row, column, values);
+                       });
+    }
   }
 #else
   __trap();  // the launcher asks for a GPU that has wgmma, and for a build for it
@@ -400,9 +489,10 @@ __device__ __forceinline__ void multiply_by_warpgroups(const Params& params, con
 // skinny_linear_kernel by warpgroups.
 template <typename T, int kNTiles, typename W = T>
 __global__ void __launch_bounds__(kSkinnyThreads, 2)
-    skinny_warpgroup_linear_kernel(SkinnyLinearParams params, SkinnyPlan plan) {
+    skinny_warpgroup_linear_kernel(SkinnyLinearParams params, SkinnyPlan plan, int cluster_shift) {
   multiply_by_warpgroups<T, W, 1, kNTiles>(
-      params, plan, params.out_features, [&](int64_t token, int64_t row, const float (&values)[1]) {
+      params, plan, cluster_shift, params.out_features,
+      [&](int64_t token, int64_t row, const float (&values)[1]) {
         const Addends<T> addends = addends_of<T>(params, token, row, true);
         static_cast<T*>(params.out)[token * params.out_stride + row] =
             finished<T, W>(params, row, values[0], addends);
@@ -412,9 +502,10 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
 // skinny_gated_linear_kernel by warpgroups.
 template <typename T, int kNTiles, typename W = T>
 __global__ void __launch_bounds__(kSkinnyThreads, 1)
-    skinny_warpgroup_gated_kernel(SkinnyGatedLinearParams params, SkinnyPlan plan) {
+    skinny_warpgroup_gated_kernel(SkinnyGatedLinearParams params, SkinnyPlan plan,
+                                  int cluster_shift) {
   multiply_by_warpgroups<T, W, kGatedMTiles, kNTiles>(
-      params, plan, params.inner_size,
+      params, plan, cluster_shift, params.inner_size,
       [&](int64_t token, int64_t row, const float (&values)[kGatedMTiles]) {
         static_cast<T*>(params.out)[token * params.out_stride + row] =
             gated<T, W>(params, row, values[0], values[1]);

@@ -491,6 +491,41 @@ EECORE_WGMMA_FAULT(wgmma_of_other_matrix, kOtherMatrix)
 EECORE_WGMMA_FAULT(wgmma_of_reserved_bits, kReservedBits)
 #undef EECORE_WGMMA_FAULT
 
+// ---- Clusters ----
+
+// What is wrong with two blocks that add up each other's numbers.
+enum class InCluster { kSound, kNotBegun, kNotWritten, kEndsEarly, kLeavesOutWarp, kNoSuchBlock };
+template <InCluster kFault>
+__device__ __forceinline__ void add_numbers_of_other(float* out) {
+  const Shared<float> numbers = dynamic_shared<float>();
+  const int thread = static_cast<int>(threadIdx.x), block = static_cast<int>(blockIdx.x);
+  if (kFault == InCluster::kNotWritten) cluster_sync();
+  numbers[thread] = static_cast<float>(block + thread);
+  if (kFault == InCluster::kNotBegun || kFault == InCluster::kNotWritten) {
+    __syncthreads();
+  } else if (kFault != InCluster::kLeavesOutWarp || thread / 32 != 1) {
+    cluster_sync();
+  }
+  if (thread < 32) {
+    const int other = kFault == InCluster::kNoSuchBlock ? 2 : 1 - block % 2;
+    const Pack<float> four = cluster_load16(numbers + 4 * thread, other);
+    out[32 * block + thread] = four.values[0] + four.values[1] + four.values[2] + four.values[3];
+  }
+  if (kFault != InCluster::kEndsEarly) cluster_sync();
+}
+
+#define EECORE_CLUSTER_FAULT(name, fault) \
+  template <bool kFaulty> \
+  __global__ void name(float* out) { \
+    add_numbers_of_other<kFaulty ? InCluster::fault : InCluster::kSound>(out); \
+  }
+EECORE_CLUSTER_FAULT(cluster_not_begun, kNotBegun)
+EECORE_CLUSTER_FAULT(cluster_not_written, kNotWritten)
+EECORE_CLUSTER_FAULT(cluster_ends_early, kEndsEarly)
+EECORE_CLUSTER_FAULT(cluster_without_a_warp, kLeavesOutWarp)
+EECORE_CLUSTER_FAULT(cluster_of_no_such_block, kNoSuchBlock)
+EECORE_CLUSTER_FAULT(cluster_of_odd_grid, kSound)
+
 // A kernel behind others, each of which may start early; false if it is none of these.
 template <bool kFaulty>
 bool run_in_chain(const std::string& fault, float* data, float* out, Stream stream) {
@@ -629,6 +664,14 @@ void run(const std::string& fault, float* data, float* out) {
   EECORE_FAULT(wgmma_without_a_warp, static_cast<const float*>(data), out)
   EECORE_FAULT(wgmma_of_other_matrix, static_cast<const float*>(data), out)
   EECORE_FAULT(wgmma_of_reserved_bits, static_cast<const float*>(data), out)
+  shape = {dim3(4), dim3(kGroupThreads), 512, Launch::kInOrder, 2};
+  EECORE_FAULT(cluster_not_begun, out)
+  EECORE_FAULT(cluster_not_written, out)
+  EECORE_FAULT(cluster_ends_early, out)
+  EECORE_FAULT(cluster_without_a_warp, out)
+  EECORE_FAULT(cluster_of_no_such_block, out)
+  shape.grid.x = kFaulty ? 3 : 4;
+  EECORE_FAULT(cluster_of_odd_grid, out)
   shape = {dim3(3), dim3(kThreads)};
   EECORE_FAULT(order_dependent, out)
   EECORE_FAULT(shared_place, out)

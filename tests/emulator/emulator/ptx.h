@@ -262,6 +262,17 @@ void wgmma_m64k16(WgmmaSums<kTiles>& sums, WgmmaPart& a, uint64_t matrix, EMULAT
       {&sums, sums.values(), kTiles, kAdds, &a, a.values(), matrix, half_of<T>}, site);
 }
 
+// ---- Clusters ----
+
+inline void cluster_sync(EMULATOR_SITE) { ::emulator::come_to_cluster_barrier(site); }
+template <typename T>
+Pack<T> cluster_load16(const ::emulator::Shared<T>& from, int rank) {
+  Pack<T> pack;
+  const uint32_t place = ::emulator::place_in_cluster(from.checked(16, 16), rank);
+  std::memcpy(&pack, ::emulator::read_shared(place, 16), 16);
+  return pack;
+}
+
 // ---- Programmatic dependent launch ----
 
 inline void wait_for_previous_kernel() { ::emulator::waited_for_previous_kernel(); }
