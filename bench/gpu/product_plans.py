@@ -196,22 +196,17 @@ def product(
     )
 
 
-def warpgroup_cluster(call: Call, rows: Rows, weight_rows: int, device: Device) -> int:
+def warpgroup_cluster(rows: Rows, weight_rows: int, device: Device) -> int:
     """Blocks that share a tile of the weight if a setting has warpgroups multiply it, or 0."""
     by_warpgroups = "wgmma=1" in os.environ.get(TUNING, "").split(",")
     if not by_warpgroups or device.capability != 90 or rows.dtype.itemsize != 2:
         return 0
-    chunks = (
-        ceil_div(rows.size, PACKED_CHUNK) if call["weight_scale"] is not None else rows.num_chunks
-    )
-    cluster = 1
-    while cluster <= MAX_WARPGROUP_CLUSTER:
-        if cluster > 1 and chunks < MAX_WARPGROUP_SLICES * cluster:
-            break
-        if 10 * cluster * ceil_div(weight_rows, WARPGROUP_ROWS) >= 9 * device.num_multiprocessors:
-            return cluster
+    tiles, cluster = ceil_div(weight_rows, WARPGROUP_ROWS), 1
+    while 10 * cluster * tiles < 9 * device.num_multiprocessors:
         cluster *= 2
-    return 0
+        if cluster > min(MAX_WARPGROUP_CLUSTER, rows.num_chunks // MAX_WARPGROUP_SLICES):
+            return 0
+    return cluster
 
 
 def by_warpgroups(
@@ -342,7 +337,7 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
         heads = out_features // head_dim - 2 * kv_heads
         return append_launch(call, rows.count, kv_heads, heads, rows.dtype.itemsize)
 
-    cluster = warpgroup_cluster(call, rows, out_features, device)
+    cluster = warpgroup_cluster(rows, out_features, device)
     if cluster > 0:
         kernel = "skinny_warpgroup_linear_kernel"
         launches = by_warpgroups(kernel, call, rows, 1, cluster, device, reads)
@@ -403,7 +398,7 @@ def skinny_gated_linear(call: Call, device: Device, _: Known) -> list[KernelLaun
     if rows.count == 0 or inner == 0:
         return []
     reads = {"bias": call.bytes_of("bias")}
-    cluster = warpgroup_cluster(call, rows, inner, device)
+    cluster = warpgroup_cluster(rows, inner, device)
     if cluster > 0:
         kernel = "skinny_warpgroup_gated_kernel"
         return by_warpgroups(kernel, call, rows, 2, cluster, device, reads)

@@ -128,6 +128,8 @@ def test_warpgroups_launch_and_read_what_their_plan_says(
         (64, 512, "plain", "floats"),
         (131, 300, "all", "floats"),
         (576, 512, "all", "Q8_0"),
+        (512, 64, "plain", "floats"),
+        (512, 128, "all", "Q8_0"),
     ):
         product = Product(op, form)
         call = product.call(num_tokens, in_features, out_features, options, torch.bfloat16)

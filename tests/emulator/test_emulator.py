@@ -46,7 +46,7 @@ FAULTS = {
     "wgmma_of_other_matrix": r"divergent warpgroup: it .* wgmma .* with another matrix",
     "wgmma_of_reserved_bits": r"descriptor whose reserved bits are not 0",
     "cluster_not_begun": r"block [01] of its cluster, which may not have begun: no cluster_sync",
-    "cluster_not_written": r"reads byte .* of block [01] of its cluster, which .* (has written|wrote)",
+    "cluster_not_written": r"reads byte .* of its cluster, which .* (has written|wrote)",
     "cluster_ends_early": r"(ends after another block of its cluster|of its cluster, which has)",
     "cluster_without_a_warp": r"(with no barrier between|has written|waits in cluster_sync at)",
     "cluster_of_no_such_block": r"touches shared memory of block 2 of a cluster of 2",

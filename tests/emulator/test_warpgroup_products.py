@@ -95,6 +95,42 @@ def test_sums_are_those_of_a_warps_products(
         monkeypatch.setenv(TUNING, "wgmma=1")
 
 
+@each_op
+@each_form
+def test_a_cluster_of_blocks_shares_the_rows_of_a_small_weight(
+    form: str, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit as eight slices, or four, of one block sum them."""
+    product = Product(op, form)
+    columns = 64 if form == "floats" else 128  # of a chunk
+    for num_tokens, num_chunks, out_features, options in (
+        (33, 8, 64, "all"),
+        (9, 17, 50, "plain"),
+        (70, 7, 100, "plain"),
+        (1, 4, 128, "all"),
+    ):
+        call = product.call(num_tokens, num_chunks * columns, out_features, options, torch.bfloat16)
+        with emulated.counting() as counted:
+            together = product.run(call)
+        num_slices = 8 if out_features <= 64 else 4
+        assert counted[-1].name == KERNELS[op]
+        assert counted[-1].grid[0] == num_slices // 2 * -(-out_features // 64)
+        monkeypatch.setenv(TUNING, "wgmma=0")
+        assert torch.equal(product.run(call), together)
+        monkeypatch.setenv(TUNING, "wgmma=1")
+
+
+@each_op
+def test_a_cluster_multiplies_what_is_not_finite_and_ends_anywhere(op: str) -> None:
+    """Also a last chunk that is a part of one, which one block of the cluster has."""
+    product = Product(op)
+    for in_features, out_features in ((500, 64), (1100, 41), (300, 90)):
+        call = product.call(20, in_features, out_features, "all", torch.bfloat16)
+        call["x"][3, 7] = torch.nan
+        assert kernels_of(product, call)[-1] == KERNELS[op]
+        product.check(call, CPU)
+
+
 def test_warpgroups_multiply_packed_rows_of_any_place_and_format() -> None:
     """Formats in turn and rows in any order: all warps of a tile make the same products."""
     matrix = packed_layers([[(format, 18) for format in FORMATS]], 256, size=1 / 16).unbind()[0]
@@ -110,15 +146,21 @@ def test_warpgroups_multiply_packed_rows_of_any_place_and_format() -> None:
 
 @each_op
 @pytest.mark.parametrize(
-    ("options", "form"),
-    [("plain", "floats"), ("all", "floats"), ("all", "int8"), ("plain", "Q4_K")],
+    ("options", "form", "in_features", "out_features"),
+    [
+        ("plain", "floats", 200, 140),
+        ("all", "floats", 200, 140),
+        ("plain", "floats", 520, 70),
+        ("all", "int8", 200, 140),
+        ("plain", "Q4_K", 200, 140),
+    ],
 )
 def test_a_row_of_a_warpgroup_does_not_depend_on_the_others(
-    options: str, form: str, op: str
+    options: str, form: str, in_features: int, out_features: int, op: str
 ) -> None:
     """Nor on how many they are, or on what is not finite among them."""
     product = Product(op, form)
-    call = product.call(75, 200, 140, options, torch.bfloat16)
+    call = product.call(75, in_features, out_features, options, torch.bfloat16)
     call["x"][[3, 21]] = torch.nan
     call["x"][17, -1] = torch.inf
     together = product.run(call)
@@ -136,22 +178,26 @@ def test_warpgroups_multiply_where_they_can_and_tiles_suffice(
 ) -> None:
     """By the weight alone: whatever the number of rows of x."""
     product = Product(op)
-    for out_features, form, dtype, is_by_warpgroups in (
-        (129, "floats", torch.bfloat16, True),
-        (128, "floats", torch.bfloat16, False),
-        (400, "floats", torch.float32, False),
-        (129, "int8", torch.bfloat16, True),
-        (128, "int8", torch.bfloat16, False),
-        (129, "Q4_1", torch.float16, True),
-        (400, "Q4_1", torch.float32, False),
+    for in_features, out_features, form, dtype, is_by_warpgroups in (
+        (128, 129, "floats", torch.bfloat16, True),
+        (128, 128, "floats", torch.bfloat16, False),
+        (256, 128, "floats", torch.bfloat16, True),
+        (448, 64, "floats", torch.bfloat16, False),
+        (128, 400, "floats", torch.float32, False),
+        (128, 129, "int8", torch.bfloat16, True),
+        (384, 128, "int8", torch.bfloat16, False),
+        (128, 129, "Q4_1", torch.float16, True),
+        (384, 128, "Q4_1", torch.float16, False),
+        (128, 400, "Q4_1", torch.float32, False),
     ):
         for num_tokens in (1, 40):
-            call = product.call(num_tokens, 128, out_features, "plain", torch.float32)
+            call = product.call(num_tokens, in_features, out_features, "plain", torch.float32)
             call = coded({**call, "x": call["x"].to(dtype)}, form)
             if form == "floats":
                 call["weight"] = call["weight"].to(dtype)
             names = kernels_of(product, call)
-            assert (names[-1] == KERNELS[op]) is is_by_warpgroups, (out_features, form)
+            found = names[-1] == KERNELS[op]
+            assert found is is_by_warpgroups, (in_features, out_features, form)
     call = product.call(20, 128, 400, "plain", torch.bfloat16)
     monkeypatch.delenv(TUNING)
     assert kernels_of(product, call) == [f"{op}_kernel"]
@@ -202,13 +248,16 @@ def test_a_warpgroups_weight_is_on_its_way(num_tokens: int, form: str, op: str) 
 
 
 @each_op
-def test_warpgroups_wait_for_rows_that_the_kernel_ahead_writes(op: str) -> None:
+@pytest.mark.parametrize(("in_features", "out_features"), [(192, 400), (512, 64)])
+def test_warpgroups_wait_for_rows_that_the_kernel_ahead_writes(
+    in_features: int, out_features: int, op: str
+) -> None:
     product = Product(op)
-    call = product.call(20, 192, 400, "all", torch.bfloat16)
+    call = product.call(20, in_features, out_features, "all", torch.bfloat16)
     run: Callable[..., torch.Tensor] = getattr(ops, op)
     with emulated.checking_races() as checked:
         expected = run(**call, constant_weight=True)
         x = torch.empty_like(call["x"])
-        ops.skinny_linear(call["x"], torch.eye(192).bfloat16(), out=x, constant_weight=True)
+        ops.skinny_linear(call["x"], torch.eye(in_features).bfloat16(), out=x, constant_weight=True)
         assert torch.equal(run(**{**call, "x": x}, constant_weight=True), expected)
         assert checked() > 0
