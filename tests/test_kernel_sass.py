@@ -38,7 +38,7 @@ COPIES_KEYS = r"paged_attention_(?:float8_|wide_)?kernel<"
 STREAMS = rf"{STREAMS_WEIGHTS}|{COPIES_KEYS}"
 # Instructions ahead of the first copy, all branches counted; a division is some twenty of them.
 MAX_BEFORE_KEYS, MAX_BEFORE_WEIGHTS = 900, 600
-BY_WARPGROUPS = rf"skinny_warpgroup_(linear|gated)_kernel<\w+, \d+, (\w+|{INT8})> sm_90a"
+BY_WARPGROUPS = rf"skinny_warpgroup_(linear|gated|append)_kernel<\w+, \d+, (\w+|{INT8})> sm_90a"
 FILL = rf"kv_fill_pairs_kernel<(\w+), (\d+), (\d+), (\w+|{INT8})> "
 MAKES_ROWS = r"(?:skinny_\w+|exit_confidence_softmax)_kernel<(\w+), (?:\d+, )+true, "
 
@@ -132,7 +132,7 @@ def test_nothing_but_weights_and_places_is_read_before_the_wait(
             # For packed rows the table is read first, and separate rows are read number by number.
             packed = {"LDG.E.64", "LDG.E", "LDG.E.U16", "LDG.E.U8"}
             weights = {"LDGSTS", *(packed if PACKED in name else [element])}
-        if name.startswith("skinny_append_kernel"):
+        if re.match("skinny_(?:warpgroup_)?append_kernel", name):
             weights |= {"LDG.E.64", "LDG.E"}  # a slot is below 2^31: its lower half is enough
         if re.match(COPIES_KEYS, name):
             weights = {"LDG", "LDGSTS"}

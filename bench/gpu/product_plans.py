@@ -32,6 +32,7 @@ STAGE_BYTES = 32 * WARPS * 64  # 16 rows of a weight for each warp
 PACKED_STAGE_BYTES = WARPS * 4 * 608  # slots of 4 blocks for each warp
 PACKED_CHUNK, BLOCK_COLUMNS = 128, 32
 WARPGROUP_ROWS, MAX_WARPGROUP_SLICES, MAX_WARPGROUP_CLUSTER = 64, 2, 4
+MAX_WARPGROUP_APPENDED_ROWS = 64
 CLUSTER_LATENCY = 1.0e-6  # seconds of two barriers of a cluster and a read between; an assumption
 
 
@@ -216,8 +217,12 @@ def by_warpgroups(
     cluster: int,
     device: Device,
     reads: Mapping[str, float],
+    cached: float = 0.0,
 ) -> list[KernelLaunch]:
-    """A product of ``m_tiles`` times as many rows of a weight as ``out`` has columns."""
+    """A product of ``m_tiles`` times as many rows of a weight as ``out`` has columns.
+
+    ``cached``: bytes that its blocks append.
+    """
     weight_rows = call["out"].shape[1]
     slices = min(choose_slices(weight_rows, rows.num_chunks, device), MAX_WARPGROUP_SLICES)
     tile_rows = WARPGROUP_ROWS if cluster > 1 else 16 * (WARPS // slices)
@@ -236,7 +241,7 @@ def by_warpgroups(
         made=Made.AHEAD if must else Made.NOWHERE,
         cluster=cluster,
         reads=reads,
-        writes=nbytes(call["out"]),
+        writes=nbytes(call["out"]) + cached,
     )
     return [rms_norm(rows, call.bytes_of("norm_weight")), launch] if must else [launch]
 
@@ -308,11 +313,11 @@ def append_reads(call: Call, num_tokens: int) -> dict[str, float]:
     }
 
 
-def blocks_append(call: Call, rows: Rows) -> bool:
-    """Whether the product's blocks also append, so that no kernel follows."""
+def blocks_append(call: Call, rows: Rows, most_rows: int) -> bool:
+    """Whether the product's blocks also append up to ``most_rows``, so that no kernel follows."""
     cos_sin = call["cos_sin"]
     return (
-        rows.count <= most_in_blocks(rows)
+        rows.count <= most_rows
         and not rows.packed
         and call["k_cache"].dtype == rows.dtype
         and call["q_norm_weight"] is None
@@ -337,10 +342,15 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
         return append_launch(call, rows.count, kv_heads, heads, rows.dtype.itemsize)
 
     cluster = warpgroup_cluster(rows, out_features, device)
+    most_rows = MAX_WARPGROUP_APPENDED_ROWS if cluster > 0 else most_in_blocks(rows)
+    in_blocks = appends and blocks_append(call, rows, most_rows)
+    cached = rows.count * 2 * kv_heads * head_dim * out.element_size() if in_blocks else 0
+    if in_blocks:
+        reads |= append_reads(call, rows.count)
     if cluster > 0:
-        kernel = "skinny_warpgroup_linear_kernel"
-        launches = by_warpgroups(kernel, call, rows, 1, cluster, device, reads)
-        return [*launches, separate_append()] if appends else launches
+        kernel = f"skinny_warpgroup_{'append' if in_blocks else 'linear'}_kernel"
+        launches = by_warpgroups(kernel, call, rows, 1, cluster, device, reads, cached)
+        return launches if in_blocks or not appends else [*launches, separate_append()]
     slices = choose_slices(out_features, rows.num_chunks, device)
     n_tiles = rows.tiles(8)
 
@@ -367,8 +377,6 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
     )
     norm_bytes = call.bytes_of("norm_weight")
     launches = [rms_norm(rows, norm_bytes)] if made is Made.AHEAD else []
-    in_blocks = appends and blocks_append(call, rows)
-    cached = rows.count * 2 * kv_heads * head_dim * out.element_size()
     launches.append(
         product(
             "skinny_append_kernel" if in_blocks else "skinny_linear_kernel",
@@ -381,8 +389,8 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
             n_tiles,
             made=made,
             norm_bytes=norm_bytes,
-            reads={**reads, **append_reads(call, rows.count)} if in_blocks else reads,
-            writes=nbytes(out) + (cached if in_blocks else 0),
+            reads=reads,
+            writes=nbytes(out) + cached,
         )
     )
     if appends and not in_blocks:

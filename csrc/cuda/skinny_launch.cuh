@@ -259,10 +259,12 @@ int warpgroup_cluster(const Params& params, int64_t num_rows, int device) {
   return 0;
 }
 
-// Launches `kernel`, after rms_norm_kernel where the rows of x must be made ready.
-template <typename T, typename W, int kMTiles, int kNTiles, typename Params>
-void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan, int), Params params,
-                       SkinnyPlan plan, int64_t num_rows, int cluster, Stream stream) {
+// Launches `kernel` with the plan, the cluster's size and `args`, after rms_norm_kernel where the
+// rows of x must be made ready. A block has `static_bytes` of static shared memory.
+template <typename T, typename W, int kMTiles, int kNTiles, typename Params, typename... Args>
+void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan, int, Args...),
+                       Params params, SkinnyPlan plan, int64_t num_rows, int cluster,
+                       int64_t static_bytes, Stream stream, const Args&... args) {
   const bool is_shared = cluster > 1;
   set_slices(plan,
              is_shared ? kMaxWarpgroupSlices : std::min(plan.num_slices, kMaxWarpgroupSlices));
@@ -271,7 +273,6 @@ void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan, int)
   const int64_t blocks =
       is_shared ? int64_t{cluster} * plan.num_tiles : std::min<int64_t>(plan.num_tiles, resident);
   plan.num_blocks = Divisor::of(blocks);
-  plan.early_trigger = params.constant_weight && tuning().early_trigger;
   plan.early_weight = params.constant_weight;
   const RowForm form = row_form(params);
   if (needs_rows(form, params.x, params.x_stride, params.norm_weight)) {
@@ -282,7 +283,7 @@ void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan, int)
   const int64_t exchange = is_shared ? 0 : skinny_exchange_floats(plan, kMTiles);
   const int64_t other_bytes =
       exchange * int64_t{sizeof(float)} + rows_buffers_bytes<W, kNTiles>(plan);
-  set_stages(plan, kMTiles, std::min(blocks, resident), other_bytes, stream.device);
+  set_stages(plan, kMTiles, std::min(blocks, resident), other_bytes + static_bytes, stream.device);
   int64_t shared_bytes = skinny_ring_bytes(plan, kMTiles) + other_bytes;
   if (is_shared) {
     shared_bytes =
@@ -293,7 +294,7 @@ void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan, int)
   launch(name, kernel,
          {grid, dim3(kSkinnyThreads), static_cast<size_t>(shared_bytes), Launch::kAfterPrevious,
           static_cast<unsigned>(cluster)},
-         stream, params, plan, std::countr_zero(static_cast<unsigned>(cluster)));
+         stream, params, plan, std::countr_zero(static_cast<unsigned>(cluster)), args...);
 }
 
 // Calls body(TypeTag<T>{}, TypeTag<W>{}, n_tiles) for a product's dtype, the elements of its weight

@@ -15,6 +15,7 @@
 // kNTiles.
 #pragma once
 
+#include "eecore/skinny_append.cuh"
 #include "eecore/skinny_gated_linear.cuh"
 #include "eecore/skinny_linear.cuh"
 
@@ -23,6 +24,7 @@ namespace eecore::cuda {
 constexpr int kWarpgroupRows = 64;
 constexpr int kMaxWarpgroupSlices = kSkinnyThreads / 128;
 constexpr int kMaxWarpgroupCluster = 4;
+constexpr int kMaxWarpgroupAppendedRows = 64;  // one group of rows
 
 // Elements of a row of x that are copied at a time, in two halves, and how many times that a chunk
 // of W has them.
@@ -347,103 +349,114 @@ __device__ __forceinline__ void multiply_panels(const SkinnyPlan& plan, const Sk
 
 // Floats of shared memory in which a block leaves its sums to its cluster, in place of the ring and
 // the rows of x.
+template <int kMTiles>
+constexpr int kClusterBuffer = kSkinnyWarps * kMTiles * kExchangeTile;  // for 8 columns
 template <int kMTiles, int kNTiles>
-constexpr int kClusterFloats = kNTiles * kSkinnyWarps * kMTiles * kExchangeTile;
+constexpr int kClusterFloats = kNTiles * kClusterBuffer<kMTiles>;
 
-// for_each_product for a cluster of `num_blocks` blocks, this one of which is `rank`:
-// finish(group, row, column, values) once for each product of a tile of 64 rows. Nothing of the
-// ring and the rows of x is needed any more.
-template <int kMTiles, int kNTiles, typename Finish>
-__device__ __forceinline__ void for_each_product_of_cluster(
-    const SkinnyPlan& plan, const SkinnyLane& lane, int num_blocks, int rank,
-    const float (&sums)[kMTiles][kNTiles][4], const Finish& finish) {
-  constexpr int kBuffer = kSkinnyWarps * kMTiles * kExchangeTile;  // for 8 columns
-  const Shared<float> exchange = dynamic_shared<float>();
-  const auto warp_of = [&](int group, int slice) { return (group << plan.slices_shift) + slice; };
-  __syncthreads();
+// The blocks of a cluster, which share a tile of 64 rows, and their sums.
+template <int kMTiles, int kNTiles>
+class Cluster {
+ public:
+  __device__ __forceinline__ Cluster(const SkinnyPlan& plan, int shift)
+      : plan_(plan),
+        exchange_(dynamic_shared<float>()),
+        number_(static_cast<int>(blockIdx.x) >> shift),
+        num_blocks_(1 << shift),
+        rank_(static_cast<int>(blockIdx.x) & (num_blocks_ - 1)) {}
+
+  __device__ __forceinline__ bool is_one_block() const { return num_blocks_ == 1; }
+  __device__ __forceinline__ int number() const { return number_; }  // of the grid's clusters
+  __device__ __forceinline__ int num_blocks() const { return num_blocks_; }
+  __device__ __forceinline__ int rank() const { return rank_; }
+
+  // Leaves the block's sums to the others. Nothing of the ring and the rows of x is needed then.
+  __device__ __forceinline__ void put(const SkinnyLane& lane,
+                                      const float (&sums)[kMTiles][kNTiles][4]) const {
+    __syncthreads();
 #pragma unroll
-  for (int n = 0; n < kNTiles; ++n) {
-    put_products(exchange + n * kBuffer, warp_of(lane.group, lane.slice), lane, sums, n);
+    for (int n = 0; n < kNTiles; ++n) {
+      put_products(exchange_ + n * kClusterBuffer<kMTiles>, first_warp(lane.group) + lane.slice,
+                   lane, sums, n);
+    }
+    cluster_sync();
   }
-  cluster_sync();
-  constexpr int kFours = kWarpgroupRows / 4;  // of the rows of a column
-  for (int e = rank * kSkinnyThreads + static_cast<int>(threadIdx.x); e < 8 * kNTiles * kFours;
-       e += num_blocks * kSkinnyThreads) {
-    const int column = e / kFours, group = e % kFours / 4, row = e % 4 * 4;
-    const int at = column / 8 * kBuffer + warp_of(group, 0) * (kMTiles * kExchangeTile) +
-                   column % 8 * kExchangeColumn + row;
-    float values[4][kMTiles];
+
+  // Calls body(column, i) for this thread's share of `count` items of each column.
+  template <typename Body>
+  __device__ __forceinline__ void for_own(int count, const Body& body) const {
+    for (int e = rank_ * kSkinnyThreads + static_cast<int>(threadIdx.x); e < 8 * kNTiles * count;
+         e += num_blocks_ * kSkinnyThreads) {
+      body(e / count, e % count);
+    }
+    cluster_sync();  // other blocks read this one's sums until then
+  }
+
+  // The sums of rows `row` to row + 3 of a group's 16 rows m over all slices, in their order.
+  __device__ __forceinline__ Pack<float> sums_of(int group, int m, int row, int column) const {
+    const Shared<float> at = exchange_ + (column / 8 * kClusterBuffer<kMTiles> +
+                                          (first_warp(group) * kMTiles + m) * kExchangeTile +
+                                          column % 8 * kExchangeColumn + row);
+    Pack<float> of_slices[kMaxWarpgroupCluster][kMaxWarpgroupSlices] = {};
 #pragma unroll
-    for (int m = 0; m < kMTiles; ++m) {
-      const auto load = [&](int block, int slice) {
-        return cluster_load16(exchange + at + (slice * kMTiles + m) * kExchangeTile, block);
-      };
-      Pack<float> of_slices[kMaxWarpgroupCluster][kMaxWarpgroupSlices];
+    for (int block = 0; block < kMaxWarpgroupCluster; ++block) {
 #pragma unroll
-      for (int block = 0; block < kMaxWarpgroupCluster; ++block) {
-#pragma unroll
-        for (int slice = 0; slice < kMaxWarpgroupSlices; ++slice) {
-          if (block < num_blocks) of_slices[block][slice] = load(block, slice);
-        }
-      }
-#pragma unroll
-      for (int block = 0; block < kMaxWarpgroupCluster; ++block) {
-#pragma unroll
-        for (int slice = 0; slice < kMaxWarpgroupSlices; ++slice) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float value = of_slices[block][slice].values[i];
-            if (block == 0 && slice == 0) {
-              values[i][m] = value;
-            } else if (block < num_blocks) {
-              values[i][m] += value;
-            }
-          }
-        }
+      for (int slice = 0; slice < kMaxWarpgroupSlices; ++slice) {
+        if (block >= num_blocks_) continue;
+        of_slices[block][slice] = cluster_load16(at + slice * kMTiles * kExchangeTile, block);
       }
     }
+    Pack<float> sums = of_slices[0][0];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) finish(group, row + i, column, values[i]);
+    for (int i = 1; i < kMaxWarpgroupCluster * kMaxWarpgroupSlices; ++i) {
+      const int block = i / kMaxWarpgroupSlices;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float addend = of_slices[block][i % kMaxWarpgroupSlices].values[j];
+        if (block < num_blocks_) sums.values[j] += addend;
+      }
+    }
+    return sums;
   }
-  cluster_sync();  // other blocks read this one's sums until then
-}
 
-// The work of both kernels. Row r of a tile is multiplied with rows r + m * num_rows of the weight,
-// for each m below kMTiles; finish(token, row, values) gets these products. Dynamic shared memory:
-// the ring, the exchange, then the buffers of rows of x. A tile is shared by 1 <<
-// cluster_shift blocks; if they are several, each has plan.num_slices of its slices, and no other
-// tile.
-template <typename T, typename W, int kMTiles, int kNTiles, typename Params, typename Finish>
+ private:
+  __device__ __forceinline__ int first_warp(int group) const { return group << plan_.slices_shift; }
+
+  const SkinnyPlan& plan_;
+  Shared<float> exchange_;
+  int number_, num_blocks_, rank_;
+};
+
+// The work of the kernels. row_of(tile, row, m) is the row of the weight that is row `row` of tile
+// `tile` of 16 rows, for each m below kMTiles. started() is called when x may be read, and
+// finish(lane, first_tile, first_token, exchange, turn, sums) with the sums of each tile of the
+// block, whose first 16 rows are first_tile. Dynamic shared memory: the ring, the exchange, then
+// the buffers of rows of x. The blocks of a cluster have plan.num_slices slices each, and one tile.
+template <typename T, typename W, int kMTiles, int kNTiles, typename Params, typename RowOf,
+          typename Started, typename Finish>
 __device__ __forceinline__ void multiply_by_warpgroups(const Params& params, const SkinnyPlan& plan,
-                                                       int cluster_shift, int64_t num_rows,
+                                                       const Cluster<kMTiles, kNTiles>& cluster,
+                                                       const RowOf& row_of, const Started& started,
                                                        const Finish& finish) {
 #if EECORE_HAS_WGMMA
   const SkinnyLane lane = SkinnyLane::of_warpgroup(plan);
-  const int tile_rows = skinny_tile_rows(plan, 1);
-  const int cluster = 1 << cluster_shift;
-  const bool is_shared = cluster > 1;
+  const int groups = skinny_tile_rows(plan, 1) / 16;
+  const bool is_shared = !cluster.is_one_block();
   const int my_tiles = is_shared ? 1 : tiles_of_block(plan, plan.num_tiles);
-  const int rank = static_cast<int>(blockIdx.x) & (cluster - 1);
-  const int64_t first_tile = blockIdx.x >> cluster_shift;
-  const auto first_row = [&](int tile) {
-    return (first_tile + static_cast<int64_t>(tile) * gridDim.x) * tile_rows;
-  };
-  // The slices of all blocks, to which the chunks are dealt out.
-  SkinnyPlan chunk_plan = plan;
-  chunk_plan.num_slices = cluster * plan.num_slices;
-  SkinnyLane chunk_lane = lane;
-  chunk_lane.slice += rank * plan.num_slices;
-  const auto row_of = [&](int64_t row, int m) {
-    if (row >= num_rows) row = num_rows - 1;
-    return weight_row<W>(params.weight, params.weight_table, row + m * num_rows,
-                         params.weight_stride);
+  const auto first_tile = [&](int tile) {
+    return (cluster.number() + tile * static_cast<int>(gridDim.x)) * groups;
   };
   const auto rows_of = [&](int tile, WeightRow<W>(&rows)[2 * kMTiles]) {
 #pragma unroll
     for (int i = 0; i < 2 * kMTiles; ++i) {
-      rows[i] = row_of(first_row(tile) + lane.group * 16 + i % 2 * 8 + lane.row, i / 2);
+      rows[i] = row_of(first_tile(tile) + lane.group, i % 2 * 8 + lane.row, i / 2);
     }
   };
+  // The slices of all blocks, to which the chunks are dealt out.
+  SkinnyPlan chunk_plan = plan;
+  chunk_plan.num_slices = cluster.num_blocks() * plan.num_slices;
+  SkinnyLane chunk_lane = lane;
+  chunk_lane.slice += cluster.rank() * plan.num_slices;
 
   WeightStream<W, kMTiles> weight(chunk_plan, chunk_lane, my_tiles);
   const int64_t first_token = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
@@ -453,44 +466,81 @@ __device__ __forceinline__ void multiply_by_warpgroups(const Params& params, con
   const int rows_at = ring_bytes + exchange_floats * static_cast<int>(sizeof(float));
   const auto x =
       start_product<T, kNTiles, false>(params, plan, weight, rows_of, first_token, rows_at);
+  started();
   ChunksOfRows<T, W, kNTiles> chunks(chunk_plan, chunk_lane, lane.slice, x,
                                      dynamic_shared<T>(rows_at));
   int turn = 0;
   for (int tile = 0; tile < my_tiles; ++tile) {
     float sums[kMTiles][kNTiles][4];
     if constexpr (kIsPacked<W>) {
-      const auto forms = TileForms::of(kMTiles * tile_rows, [&](int i) {
-        return row_of(first_row(tile) + i / kMTiles, i % kMTiles);
+      const auto forms = TileForms::of(kMTiles * 16 * groups, [&](int i) {
+        return row_of(first_tile(tile) + i / kMTiles / 16, i / kMTiles % 16, i % kMTiles);
       });
       multiply_panels(chunk_plan, chunk_lane, weight, rows_of, forms, chunks, sums);
     } else {
       multiply_tile(chunk_plan, chunk_lane, weight, rows_of, chunks, sums);
     }
-    const auto finish_one = [&](int group, int row_in_group, int column,
-                                const float (&values)[kMTiles]) {
-      const int64_t row = first_row(tile) + group * 16 + row_in_group;
-      if (column >= x.count || row >= num_rows) return;
-      finish(first_token + column, row, values);
-    };
-    if (is_shared) {
-      for_each_product_of_cluster(plan, lane, cluster, rank, sums, finish_one);
-    } else {
-      for_each_product(plan, lane, exchange, turn, sums,
-                       [&](int row, int column, int, const float (&values)[kMTiles]) {
-                         finish_one(lane.group, row, column, values);
-                       });
-    }
+    finish(lane, first_tile(tile), first_token, exchange, turn, sums);
   }
 #else
   __trap();  // the launcher asks for a GPU that has wgmma, and for a build for it
 #endif
 }
 
+// The work of the products with one number of `out` for each row: finish(token, row, values) gets
+// the products of row r of num_rows with rows r + m * num_rows of the weight, for each m.
+template <typename T, typename W, int kMTiles, int kNTiles, typename Params, typename Finish>
+__device__ __forceinline__ void multiply_rows_by_warpgroups(const Params& params,
+                                                            const SkinnyPlan& plan,
+                                                            int cluster_shift, int64_t num_rows,
+                                                            const Finish& finish) {
+  const Cluster<kMTiles, kNTiles> cluster(plan, cluster_shift);
+  const auto row_of = [&](int tile, int row_of_tile, int m) {
+    int64_t row = int64_t{tile} * 16 + row_of_tile;
+    if (row >= num_rows) row = num_rows - 1;
+    return weight_row<W>(params.weight, params.weight_table, row + m * num_rows,
+                         params.weight_stride);
+  };
+  multiply_by_warpgroups<T, W>(
+      params, plan, cluster, row_of, Nothing{},
+      [&](const SkinnyLane& lane, int first_tile, int64_t first_token, Shared<float> exchange,
+          int& turn, const float (&sums)[kMTiles][kNTiles][4]) {
+        const auto finish_one = [&](int group, int row_of_group, int column,
+                                    const float (&values)[kMTiles]) {
+          const int64_t row = int64_t{first_tile + group} * 16 + row_of_group;
+          const int64_t token = first_token + column;
+          if (token < params.num_tokens && row < num_rows) finish(token, row, values);
+        };
+        if (cluster.is_one_block()) {
+          for_each_product(plan, lane, exchange, turn, sums,
+                           [&](int row, int column, int, const float (&values)[kMTiles]) {
+                             finish_one(lane.group, row, column, values);
+                           });
+          return;
+        }
+        cluster.put(lane, sums);
+        cluster.for_own(kWarpgroupRows / 4, [&](int column, int i) {
+          Pack<float> fours[kMTiles];
+#pragma unroll
+          for (int m = 0; m < kMTiles; ++m) {
+            fours[m] = cluster.sums_of(i / 4, m, i % 4 * 4, column);
+          }
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            float values[kMTiles];
+#pragma unroll
+            for (int m = 0; m < kMTiles; ++m) values[m] = fours[m].values[j];
+            finish_one(i / 4, i % 4 * 4 + j, column, values);
+          }
+        });
+      });
+}
+
 // skinny_linear_kernel by warpgroups.
 template <typename T, int kNTiles, typename W = T>
 __global__ void __launch_bounds__(kSkinnyThreads, 2)
     skinny_warpgroup_linear_kernel(SkinnyLinearParams params, SkinnyPlan plan, int cluster_shift) {
-  multiply_by_warpgroups<T, W, 1, kNTiles>(
+  multiply_rows_by_warpgroups<T, W, 1, kNTiles>(
       params, plan, cluster_shift, params.out_features,
       [&](int64_t token, int64_t row, const float (&values)[1]) {
         const Addends<T> addends = addends_of<T>(params, token, row, true);
@@ -504,11 +554,58 @@ template <typename T, int kNTiles, typename W = T>
 __global__ void __launch_bounds__(kSkinnyThreads, 1)
     skinny_warpgroup_gated_kernel(SkinnyGatedLinearParams params, SkinnyPlan plan,
                                   int cluster_shift) {
-  multiply_by_warpgroups<T, W, kGatedMTiles, kNTiles>(
+  multiply_rows_by_warpgroups<T, W, kGatedMTiles, kNTiles>(
       params, plan, cluster_shift, params.inner_size,
       [&](int64_t token, int64_t row, const float (&values)[kGatedMTiles]) {
         static_cast<T*>(params.out)[token * params.out_stride + row] =
             gated<T, W>(params, row, values[0], values[1]);
+      });
+}
+
+// skinny_append_kernel by warpgroups.
+template <typename T, int kNTiles, typename W = T>
+__global__ void __launch_bounds__(kSkinnyThreads, 2)
+    skinny_warpgroup_append_kernel(SkinnyLinearParams params, SkinnyPlan plan, int cluster_shift,
+                                   HeadTiles tiles) {
+  EECORE_SHARED(CacheSlot, slots, 8 * kNTiles);
+  EECORE_SHARED(int64_t, angles, 8 * kNTiles);
+  const AppendedHeads<T, W> heads(params, tiles, slots, angles);
+  if (plan.early_places) heads.load_places();
+  const Cluster<1, kNTiles> cluster(plan, cluster_shift);
+  const auto row_of = [&](int tile, int row, int) {
+    const HeadTile at(tiles, min(tile, tiles.count - 1));
+    const int64_t in_head = row < 8 ? at.first + row : at.second + row - 8;
+    return static_cast<const W*>(params.weight) +
+           (at.head * 16 * tiles.per_head.value + in_head) * params.weight_stride;
+  };
+  const auto started = [&] {
+    if (!plan.early_places) heads.load_places();
+    __syncthreads();
+  };
+  multiply_by_warpgroups<T, W>(
+      params, plan, cluster, row_of, started,
+      [&](const SkinnyLane& lane, int first_tile, int64_t, Shared<float> exchange, int& turn,
+          const float (&sums)[1][kNTiles][4]) {
+        const auto append = [&](int group, int row, int column, float first, float second) {
+          const int tile = first_tile + group;
+          heads.append(tile, row, column, first, second, heads.rotation_of(tile, row, column));
+        };
+        if (cluster.is_one_block()) {
+          for_each_pair(plan, lane, exchange, turn, sums,
+                        [&](int, int row, int column, int, float first, float second) {
+                          append(lane.group, row, column, first, second);
+                        });
+          return;
+        }
+        cluster.put(lane, sums);
+        cluster.for_own(kWarpgroupRows / 8, [&](int column, int i) {
+          const Pack<float> first = cluster.sums_of(i / 2, 0, i % 2 * 4, column);
+          const Pack<float> second = cluster.sums_of(i / 2, 0, i % 2 * 4 + 8, column);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            append(i / 2, i % 2 * 4 + j, column, first.values[j], second.values[j]);
+          }
+        });
       });
 }
 

@@ -14,7 +14,6 @@ from test_skinny_products import OPS, ROWS_TOGETHER, Product
 import emulated
 from coded_calls import FORMATS, coded
 from eecore import ops
-from eecore.ops import AppendKv
 from packed_blocks import packed_layers
 from tiers import in_all
 
@@ -201,34 +200,6 @@ def test_warpgroups_multiply_where_they_can_and_tiles_suffice(
     call = product.call(20, 128, 400, "plain", torch.bfloat16)
     monkeypatch.delenv(TUNING)
     assert kernels_of(product, call) == [f"{op}_kernel"]
-
-
-def test_heads_of_a_warpgroups_product_are_appended_after_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Few rows, too, which other products append themselves."""
-    results = []
-    for setting in ("wgmma=1", "wgmma=0"):
-        monkeypatch.setenv(TUNING, setting)
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(9, 128, generator=generator).bfloat16()
-        weight = torch.randn(8 * 64, 128, generator=generator).bfloat16() / 11
-        cache = torch.zeros(2, 1, 16, 2, 64, dtype=torch.bfloat16)
-        angles = torch.rand(40, 32, generator=generator)
-        call: dict[str, Any] = {
-            "x": x,
-            "weight": weight,
-            "append": AppendKv(
-                k_cache=cache[0],
-                v_cache=cache[1],
-                cos_sin=torch.cat((angles.cos(), angles.sin()), -1),
-                slot_mapping=torch.arange(9),
-                positions=torch.arange(20, 29),
-            ),
-        }
-        results.append((ops.skinny_linear(**call), cache))
-    for by_warpgroups, by_warps in zip(*results, strict=True):
-        torch.testing.assert_close(by_warpgroups, by_warps, rtol=2e-2, atol=2e-2)
 
 
 @each_op
