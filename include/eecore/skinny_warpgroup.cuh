@@ -258,7 +258,7 @@ __device__ __forceinline__ void multiply_panels(const SkinnyPlan& plan, const Sk
   // Multiplies the blocks of the chunk that was waited for; form_of(i) is the form of the lane's
   // row i. With kHalves the numbers of each half are multiplied with zeros for the other half.
   const auto multiply_blocks = [&](int count, const auto& form_of, auto halves, bool with_minima) {
-    constexpr int kHalves = halves();
+    constexpr int kHalves = decltype(halves)::value;
     // A part of A, and its factors.
     struct Numbers {
       uint32_t parts[2][4];
@@ -538,7 +538,7 @@ __device__ __forceinline__ void multiply_rows_by_warpgroups(const Params& params
 
 // skinny_linear_kernel by warpgroups.
 template <typename T, int kNTiles, typename W = T>
-__global__ void __launch_bounds__(kSkinnyThreads, 2)
+__global__ void __launch_bounds__(kSkinnyThreads, kIsPacked<W> ? 1 : 2)
     skinny_warpgroup_linear_kernel(SkinnyLinearParams params, SkinnyPlan plan, int cluster_shift) {
   multiply_rows_by_warpgroups<T, W, 1, kNTiles>(
       params, plan, cluster_shift, params.out_features,
