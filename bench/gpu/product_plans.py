@@ -227,7 +227,7 @@ def by_warpgroups(
     slices = min(choose_slices(weight_rows, rows.num_chunks, device), MAX_WARPGROUP_SLICES)
     tile_rows = WARPGROUP_ROWS if cluster > 1 else 16 * (WARPS // slices)
     tiles = ceil_div(weight_rows, tile_rows)
-    resident = (2 if m_tiles == 1 else 1) * device.num_multiprocessors
+    resident = (1 if m_tiles == 2 or rows.packed else 2) * device.num_multiprocessors
     must = must_be_made(rows, call["x"], call["norm_weight"])
     launch = product(
         kernel,

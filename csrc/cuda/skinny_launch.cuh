@@ -269,7 +269,8 @@ void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan, int,
   set_slices(plan,
              is_shared ? kMaxWarpgroupSlices : std::min(plan.num_slices, kMaxWarpgroupSlices));
   plan.num_tiles = static_cast<int>(ceil_div(num_rows, skinny_tile_rows(plan, 1)));
-  const int64_t resident = resident_skinny_blocks(kMTiles, stream.device);
+  // A packed weight leaves no registers for a second block.
+  const int64_t resident = resident_skinny_blocks(kIsPacked<W> ? 2 : kMTiles, stream.device);
   const int64_t blocks =
       is_shared ? int64_t{cluster} * plan.num_tiles : std::min<int64_t>(plan.num_tiles, resident);
   plan.num_blocks = Divisor::of(blocks);

@@ -218,7 +218,7 @@ def test_kernels(case: HeadsCase, dtype: torch.dtype, monkeypatch: pytest.Monkey
     [
         HeadsCase(1, 256),  # a tile a block, in two slices
         HeadsCase(40, 64, bias=True, rotary_dim=32),  # in one
-        HeadsCase(33, 600, 9, 3, 80, 80, normed=False),  # blocks with several tiles
+        HeadsCase(33, 640, 9, 3, 80, 80, normed=False),  # blocks with several tiles
         HeadsCase(64, 1024, 2, 1, 16, 16),  # a tile of four blocks
         HeadsCase(9, 1100, 3, 1, 16, 0, bias=True),  # two tiles of two blocks
         HeadsCase(65, 128),
