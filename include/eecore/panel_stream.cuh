@@ -239,7 +239,7 @@ struct PanelPlaces {
   PanelForm forms[2 * kMTiles];
   int lanes[2 * kMTiles], swizzles[kMTiles];
 
-  // Those of the tile that is multiplied next.
+  // Finds the places of the tile that is multiplied next.
   template <typename RowsOf>
   __device__ __forceinline__ void find(WeightStream<Panel, kMTiles>& weight, const RowsOf& rows_of,
                                        const SkinnyLane& lane) {

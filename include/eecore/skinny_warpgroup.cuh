@@ -156,7 +156,7 @@ class ChunksOfRows {
 struct TileForms {
   bool are_q4_0 = true, are_q4_1 = true, has_minima = false, has_halves = false;
 
-  // Of the rows that `row_of(i)` gives for the `count` rows i.
+  // The formats of the `count` rows that row_of(i) gives.
   template <typename RowOf>
   __device__ __forceinline__ static TileForms of(int count, const RowOf& row_of) {
     TileForms forms;
