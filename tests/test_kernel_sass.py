@@ -38,7 +38,7 @@ COPIES_KEYS = r"paged_attention_(?:float8_|wide_)?kernel<"
 STREAMS = rf"{STREAMS_WEIGHTS}|{COPIES_KEYS}"
 # Instructions ahead of the first copy, all branches counted; a division is some twenty of them.
 MAX_BEFORE_KEYS, MAX_BEFORE_WEIGHTS = 900, 600
-BY_WARPGROUPS = r"skinny_warpgroup_(linear|gated)_kernel<\w+, \d+> sm_90a"
+BY_WARPGROUPS = rf"skinny_warpgroup_(linear|gated|append)_kernel<\w+, \d+, (\w+|{INT8})> sm_90a"
 FILL = rf"kv_fill_pairs_kernel<(\w+), (\d+), (\d+), (\w+|{INT8})> "
 MAKES_ROWS = r"(?:skinny_\w+|exit_confidence_softmax)_kernel<(\w+), (?:\d+, )+true, "
 
@@ -132,7 +132,7 @@ def test_nothing_but_weights_and_places_is_read_before_the_wait(
             # For packed rows the table is read first, and separate rows are read number by number.
             packed = {"LDG.E.64", "LDG.E", "LDG.E.U16", "LDG.E.U8"}
             weights = {"LDGSTS", *(packed if PACKED in name else [element])}
-        if name.startswith("skinny_append_kernel"):
+        if re.match("skinny_(?:warpgroup_)?append_kernel", name):
             weights |= {"LDG.E.64", "LDG.E"}  # a slot is below 2^31: its lower half is enough
         if re.match(COPIES_KEYS, name):
             weights = {"LDG", "LDGSTS"}
@@ -297,15 +297,31 @@ def test_the_skinny_products_multiply_and_copy_as_their_tiles_say(
 
 
 def test_products_of_warpgroups_are_asynchronous(kernels: dict[str, Code]) -> None:
-    """One fence and one wait for those of a chunk: ptxas adds more where it serialises them."""
+    """One fence and one wait for each group of them: ptxas adds more where it serialises them."""
     for match, code in of(kernels, BY_WARPGROUPS):
         m_tiles = 2 if match[1] == "gated" else 1
         counts = kernel_sass.counts_of(code)
-        assert counts["HGMMA"] == 4 * m_tiles, match.string
+        # Of a packed weight a group for each 16 rows of a block, and for each half of one, for the
+        # two formats that the compiler knows, for others, and for those with halves.
+        groups, products = (5 * m_tiles, 2) if match[2] == PACKED else (1, 4 * m_tiles)
+        assert counts["HGMMA"] == groups * products, match.string
         assert counts["HMMA"] == 0, match.string
-        assert counts["WARPGROUP"] == 2, match.string  # ARRIVE and DEPBAR
-        assert counts["FENCE"] == 1, match.string  # of the async proxy
-        assert counts["LDGSTS"] == 2 * 4 * m_tiles, match.string
+        assert counts["WARPGROUP"] == 2 * groups, match.string  # ARRIVE and DEPBAR
+        assert counts["FENCE"] == (4 if match[2] == PACKED else 1), match.string  # async proxy
+        copies = 7 if match[2] == PACKED else 4
+        assert counts["LDGSTS"] == 2 * copies * m_tiles, match.string
+
+
+def test_warpgroups_widen_numbers_two_at_a_time(kernels: dict[str, Code]) -> None:
+    """As the other products do, and while earlier ones are under way."""
+    for match, code in of(kernels, BY_WARPGROUPS):
+        if match[2] not in (INT8, PACKED):
+            continue
+        m_tiles = 2 if match[1] == "gated" else 1
+        pairs = 32 if match[2] == INT8 else 8 * 5  # of a part of A, of a group's
+        loop = code.lines[: last_of(code, "HGMMA")]
+        operands = [line.operands.split(", ") for line in loop if line.name == "PRMT"]
+        assert sum(bool(SPREADS & set(those)) for those in operands) >= pairs * m_tiles
 
 
 def test_int8_becomes_floats_two_at_a_time(kernels: dict[str, Code]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor
 
 from bench.gpu.calls import Call, Known, ceil_div, nbytes
-from bench.gpu.devices import TUNING, Device
+from bench.gpu.devices import Device
 from bench.gpu.launches import KernelLaunch
+from eecore.models.linear import asks_for_warpgroups
 
 WARPS = 8  # of a block
 HEAD_M_TILES = 2
@@ -31,7 +31,9 @@ MAX_ROWS_IN_BLOCKS = 32  # 16-bit rows that a block makes ready or whose heads i
 STAGE_BYTES = 32 * WARPS * 64  # 16 rows of a weight for each warp
 PACKED_STAGE_BYTES = WARPS * 4 * 608  # slots of 4 blocks for each warp
 PACKED_CHUNK, BLOCK_COLUMNS = 128, 32
-WARPGROUP_ROWS, MAX_WARPGROUP_SLICES = 64, 2
+WARPGROUP_ROWS, MAX_WARPGROUP_SLICES, MAX_WARPGROUP_CLUSTER = 64, 2, 4
+MAX_WARPGROUP_APPENDED_ROWS = 64
+CLUSTER_LATENCY = 1.0e-6  # seconds of two barriers of a cluster and a read between; an assumption
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ def product(
     *,
     made: Made,
     side_by_side: int = 1,
+    cluster: int = 1,
     norm_bytes: int = 0,
     reads: Mapping[str, float] | None = None,
     writes: float = 0.0,
@@ -155,7 +158,8 @@ def product(
     """The kernel with a pass over the weight for each group of rows; every tile reads the group.
 
     The last tile reads the weight's last row in place of missing rows. L1 keeps rows of x from one
-    tile of a block to the next if they fit, and for tiles that are multiplied side by side.
+    tile of a block to the next if they fit, and for tiles that are multiplied side by side. Each of
+    the blocks of a cluster reads its share of the rows of x.
     """
     groups = ceil_div(rows.count, 8 * n_tiles)
     read_rows = tiles * tile_rows
@@ -167,7 +171,11 @@ def product(
     )
     if made is Made.IN_BLOCKS:
         x, norm, readers = rows.count * rows.size * rows.dtype.itemsize, norm_bytes, blocks
+    readers = ceil_div(readers, cluster)
     workspace += x if made is Made.AHEAD else 0
+    latency = CLUSTER_LATENCY if cluster > 1 else 0.0
+    if made is Made.IN_BLOCKS and rows.count > FEW_ROWS:
+        latency += MANY_ROWS_LATENCY
     return KernelLaunch(
         kernel,
         (blocks, groups),
@@ -185,29 +193,41 @@ def product(
         writes=writes,
         workspace=workspace,
         flops=2.0 * groups * 8 * n_tiles * read_rows * rows.size,
-        latency=MANY_ROWS_LATENCY if made is Made.IN_BLOCKS and rows.count > FEW_ROWS else 0.0,
+        latency=latency,
     )
 
 
-def is_by_warpgroups(rows: Rows, weight_rows: int, device: Device) -> bool:
-    """Whether a setting has warpgroups multiply, and the weight has tiles for all of the device."""
-    return (
-        "wgmma=1" in os.environ.get(TUNING, "").split(",")
-        and device.capability == 90
-        and rows.dtype.itemsize == 2
-        and not rows.packed
-        and 10 * ceil_div(weight_rows, WARPGROUP_ROWS) >= 9 * device.num_multiprocessors
-    )
+def warpgroup_cluster(rows: Rows, weight_rows: int, device: Device) -> int:
+    """Blocks that share a tile of the weight if a setting has warpgroups multiply it, or 0."""
+    if not asks_for_warpgroups() or device.capability != 90 or rows.dtype.itemsize != 2:
+        return 0
+    tiles, cluster = ceil_div(weight_rows, WARPGROUP_ROWS), 1
+    while 10 * cluster * tiles < 9 * device.num_multiprocessors:
+        cluster *= 2
+        if cluster > min(MAX_WARPGROUP_CLUSTER, rows.num_chunks // MAX_WARPGROUP_SLICES):
+            return 0
+    return cluster
 
 
 def by_warpgroups(
-    kernel: str, call: Call, rows: Rows, m_tiles: int, device: Device, reads: Mapping[str, float]
+    kernel: str,
+    call: Call,
+    rows: Rows,
+    m_tiles: int,
+    cluster: int,
+    device: Device,
+    reads: Mapping[str, float],
+    cached: float = 0.0,
 ) -> list[KernelLaunch]:
-    """A product of ``m_tiles`` times as many rows of a weight as ``out`` has columns."""
+    """A product of ``m_tiles`` times as many rows of a weight as ``out`` has columns.
+
+    ``cached``: bytes that its blocks append.
+    """
     weight_rows = call["out"].shape[1]
     slices = min(choose_slices(weight_rows, rows.num_chunks, device), MAX_WARPGROUP_SLICES)
-    tile_rows = 16 * (WARPS // slices)
+    tile_rows = WARPGROUP_ROWS if cluster > 1 else 16 * (WARPS // slices)
     tiles = ceil_div(weight_rows, tile_rows)
+    resident = (1 if m_tiles == 2 or rows.packed else 2) * device.num_multiprocessors
     must = must_be_made(rows, call["x"], call["norm_weight"])
     launch = product(
         kernel,
@@ -216,11 +236,12 @@ def by_warpgroups(
         weight_bytes_of(call, m_tiles * weight_rows),
         tiles,
         m_tiles * tile_rows,
-        min(tiles, (2 if m_tiles == 1 else 1) * device.num_multiprocessors),
+        cluster * tiles if cluster > 1 else min(tiles, resident),
         rows.tiles(8),
         made=Made.AHEAD if must else Made.NOWHERE,
+        cluster=cluster,
         reads=reads,
-        writes=nbytes(call["out"]),
+        writes=nbytes(call["out"]) + cached,
     )
     return [rms_norm(rows, call.bytes_of("norm_weight")), launch] if must else [launch]
 
@@ -292,11 +313,11 @@ def append_reads(call: Call, num_tokens: int) -> dict[str, float]:
     }
 
 
-def blocks_append(call: Call, rows: Rows) -> bool:
-    """Whether the product's blocks also append, so that no kernel follows."""
+def blocks_append(call: Call, rows: Rows, most_rows: int) -> bool:
+    """Whether the product's blocks also append up to ``most_rows``, so that no kernel follows."""
     cos_sin = call["cos_sin"]
     return (
-        rows.count <= most_in_blocks(rows)
+        rows.count <= most_rows
         and not rows.packed
         and call["k_cache"].dtype == rows.dtype
         and call["q_norm_weight"] is None
@@ -320,9 +341,16 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
         heads = out_features // head_dim - 2 * kv_heads
         return append_launch(call, rows.count, kv_heads, heads, rows.dtype.itemsize)
 
-    if is_by_warpgroups(rows, out_features, device):
-        launches = by_warpgroups("skinny_warpgroup_linear_kernel", call, rows, 1, device, reads)
-        return [*launches, separate_append()] if appends else launches
+    cluster = warpgroup_cluster(rows, out_features, device)
+    most_rows = MAX_WARPGROUP_APPENDED_ROWS if cluster > 0 else most_in_blocks(rows)
+    in_blocks = appends and blocks_append(call, rows, most_rows)
+    cached = rows.count * 2 * kv_heads * head_dim * out.element_size() if in_blocks else 0
+    if in_blocks:
+        reads |= append_reads(call, rows.count)
+    if cluster > 0:
+        kernel = f"skinny_warpgroup_{'append' if in_blocks else 'linear'}_kernel"
+        launches = by_warpgroups(kernel, call, rows, 1, cluster, device, reads, cached)
+        return launches if in_blocks or not appends else [*launches, separate_append()]
     slices = choose_slices(out_features, rows.num_chunks, device)
     n_tiles = rows.tiles(8)
 
@@ -349,8 +377,6 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
     )
     norm_bytes = call.bytes_of("norm_weight")
     launches = [rms_norm(rows, norm_bytes)] if made is Made.AHEAD else []
-    in_blocks = appends and blocks_append(call, rows)
-    cached = rows.count * 2 * kv_heads * head_dim * out.element_size()
     launches.append(
         product(
             "skinny_append_kernel" if in_blocks else "skinny_linear_kernel",
@@ -363,8 +389,8 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
             n_tiles,
             made=made,
             norm_bytes=norm_bytes,
-            reads={**reads, **append_reads(call, rows.count)} if in_blocks else reads,
-            writes=nbytes(out) + (cached if in_blocks else 0),
+            reads=reads,
+            writes=nbytes(out) + cached,
         )
     )
     if appends and not in_blocks:
@@ -379,8 +405,10 @@ def skinny_gated_linear(call: Call, device: Device, _: Known) -> list[KernelLaun
     if rows.count == 0 or inner == 0:
         return []
     reads = {"bias": call.bytes_of("bias")}
-    if is_by_warpgroups(rows, inner, device):
-        return by_warpgroups("skinny_warpgroup_gated_kernel", call, rows, 2, device, reads)
+    cluster = warpgroup_cluster(rows, inner, device)
+    if cluster > 0:
+        kernel = "skinny_warpgroup_gated_kernel"
+        return by_warpgroups(kernel, call, rows, 2, cluster, device, reads)
     slices = choose_slices(inner, rows.num_chunks, device)
     tiles = ceil_div(inner, 16 * (WARPS // slices))
     blocks = min(tiles, device.num_multiprocessors)

@@ -5,7 +5,8 @@ python -m bench gpu-variants [--model 135m 1b] [--batch 1 8 32] [--json FILE]
 Of each model and batch the program of a step at full depth is captured under each setting, and all
 of them are launched by turns on states of their own (:meth:`bench.gpu.decode.Bench.program`): the
 GPU's own time, the median over turns. Results are the same under all settings, but for the order of
-sums under wgmma=1. Attention of drafts, of which such a step has none, is timed alone.
+sums under wgmma=1, which also has eecore's products take 64 rows. Attention of drafts, of which
+such a step has none, is timed alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from bench.gpu.decode import Bench, Case, measure_programs
 from bench.gpu.devices import TUNING
 from bench.gpu.timing import elapsed, time_calls
 from eecore.models import LlamaModel
+from eecore.models.linear import max_skinny_rows
 
 SETTINGS = (
     "",
@@ -66,9 +68,11 @@ def measure(bench: Bench) -> dict[str, float]:
         launches = {}
         for setting in settings_of(bench.batch):
             with tuned(setting):
+                bench.model.linear.max_rows = max_skinny_rows(device)
                 engine = bench.engine("captured")
                 bench.run(engine, eecore.Full())
                 launches[setting] = stack.enter_context(bench.program(engine, eecore.Full()))
+        bench.model.linear.max_rows = max_skinny_rows(device)
         found: dict[str, list[float]] = {setting: [] for setting in launches}
         for _ in range(TURNS):
             for setting, launch in launches.items():

@@ -37,6 +37,7 @@ struct LaunchShape {
   dim3 block;
   size_t shared_bytes = 0;
   Launch order = Launch::kInOrder;
+  unsigned cluster = 1;  // blocks of a cluster, adjacent in x
 };
 
 // Dynamic shared memory that a block may use without a request.
@@ -64,12 +65,18 @@ void launch(const char* name, void (*kernel)(Params...), const LaunchShape& shap
   config.blockDim = shape.block;
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream.handle);
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  config.attrs = attributes;
   if (shape.order == Launch::kAfterPrevious && may_start_early(stream)) {
-    config.attrs = &early;
-    config.numAttrs = 1;
+    cudaLaunchAttribute& early = attributes[config.numAttrs++];
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = shape.cluster;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
   }
   check_cuda(cudaLaunchKernelEx(&config, kernel, Params(args)...), name);
 }

@@ -10,14 +10,15 @@ template <typename T, typename W, int kNTiles>
 void multiply(const SkinnyGatedLinearParams& params, Stream stream) {
   SkinnyPlan plan = make_plan<W>(params.weight, params.weight_stride, params.in_features);
   set_slices(plan, choose_slices(params.inner_size, plan.num_chunks, stream.device));
-  if constexpr (sizeof(T) == 2 && std::is_same_v<T, W>) {
-    if (is_by_warpgroups(params, params.inner_size, stream.device)) {
-      return launch_warpgroups<T, kGatedMTiles, kNTiles>("skinny_gated_linear",
-                                                         skinny_warpgroup_gated_kernel<T, kNTiles>,
-                                                         params, plan, params.inner_size, stream);
+  plan.early_trigger = params.constant_weight && tuning().early_trigger;
+  if constexpr (sizeof(T) == 2) {
+    const int cluster = warpgroup_cluster(params, params.inner_size, stream.device);
+    if (cluster > 0) {
+      return launch_warpgroups<T, W, kGatedMTiles, kNTiles>(
+          "skinny_gated_linear", skinny_warpgroup_gated_kernel<T, kNTiles, W>, params, plan,
+          params.inner_size, cluster, 0, stream);
     }
   }
-  plan.early_trigger = params.constant_weight && tuning().early_trigger;
   plan.num_tiles = static_cast<int>(ceil_div(params.inner_size, skinny_tile_rows(plan, 1)));
   const int64_t blocks =
       std::min<int64_t>(plan.num_tiles, resident_skinny_blocks(kGatedMTiles, stream.device));

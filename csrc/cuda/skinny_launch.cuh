@@ -242,28 +242,38 @@ void with_ready_rows(Params params, SkinnyPlan plan, int m_tiles, int64_t num_bl
   start_with(exchange_bytes, std::false_type{});
 }
 
-// Whether warpgroups multiply a weight of `num_rows` rows, 64 at a time. The number of rows of x
-// does not count, so that a row's result does not depend on its batch. With fewer tiles than
-// multiprocessors some of these would be idle.
+// Blocks that share 64 rows of a weight of `num_rows` rows which warpgroups multiply, as few as
+// give nearly all multiprocessors work; 0 if warpgroups do not multiply it. The number of rows of x
+// does not count, so that a row's result does not depend on its batch.
 template <typename Params>
-bool is_by_warpgroups(const Params& params, int64_t num_rows, int device) {
+int warpgroup_cluster(const Params& params, int64_t num_rows, int device) {
   const DeviceProperties& properties = device_properties(device);
-  return params.dtype != DType::kFloat32 && params.weight_scale == nullptr &&
-         params.weight_table == nullptr && properties.capability == 90 &&
-         10 * ceil_div(num_rows, kWarpgroupRows) >= 9 * int64_t{properties.num_multiprocessors} &&
-         tuning().wgmma;
+  if (params.dtype == DType::kFloat32 || properties.capability != 90 || !tuning().wgmma) return 0;
+  const bool is_float = params.weight_scale == nullptr && params.weight_table == nullptr;
+  const int64_t chunks = ceil_div(params.in_features, (is_float ? 1 : 2) * int64_t{kRowsChunk});
+  for (int cluster = 1; cluster <= kMaxWarpgroupCluster; cluster *= 2) {
+    if (cluster > 1 && chunks < kMaxWarpgroupSlices * cluster) break;
+    const int64_t blocks = cluster * ceil_div(num_rows, kWarpgroupRows);
+    if (10 * blocks >= 9 * int64_t{properties.num_multiprocessors}) return cluster;
+  }
+  return 0;
 }
 
-// Launches `kernel`, after rms_norm_kernel where the rows of x must be made ready.
-template <typename T, int kMTiles, int kNTiles, typename Params>
-void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan), Params params,
-                       SkinnyPlan plan, int64_t num_rows, Stream stream) {
-  set_slices(plan, std::min(plan.num_slices, kMaxWarpgroupSlices));
+// Launches `kernel` with the plan, the cluster's size and `args`, after rms_norm_kernel where the
+// rows of x must be made ready. A block has `static_bytes` of static shared memory.
+template <typename T, typename W, int kMTiles, int kNTiles, typename Params, typename... Args>
+void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan, int, Args...),
+                       Params params, SkinnyPlan plan, int64_t num_rows, int cluster,
+                       int64_t static_bytes, Stream stream, const Args&... args) {
+  const bool is_shared = cluster > 1;
+  set_slices(plan,
+             is_shared ? kMaxWarpgroupSlices : std::min(plan.num_slices, kMaxWarpgroupSlices));
   plan.num_tiles = static_cast<int>(ceil_div(num_rows, skinny_tile_rows(plan, 1)));
+  // A packed weight leaves no registers for a second block.
+  const int64_t resident = resident_skinny_blocks(kIsPacked<W> ? 2 : kMTiles, stream.device);
   const int64_t blocks =
-      std::min<int64_t>(plan.num_tiles, resident_skinny_blocks(kMTiles, stream.device));
+      is_shared ? int64_t{cluster} * plan.num_tiles : std::min<int64_t>(plan.num_tiles, resident);
   plan.num_blocks = Divisor::of(blocks);
-  plan.early_trigger = params.constant_weight && tuning().early_trigger;
   plan.early_weight = params.constant_weight;
   const RowForm form = row_form(params);
   if (needs_rows(form, params.x, params.x_stride, params.norm_weight)) {
@@ -271,16 +281,21 @@ void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan), Par
                  params.x, params.x_stride, stream);
     plan.early_weight = true;  // the kernel that makes rows has waited for writes of the weight
   }
-  const int64_t other_bytes = skinny_exchange_floats(plan, kMTiles) * int64_t{sizeof(float)} +
-                              rows_buffers_bytes<kNTiles>(plan);
-  set_stages(plan, kMTiles, blocks, other_bytes, stream.device);
+  const int64_t exchange = is_shared ? 0 : skinny_exchange_floats(plan, kMTiles);
+  const int64_t other_bytes =
+      exchange * int64_t{sizeof(float)} + rows_buffers_bytes<W, kNTiles>(plan);
+  set_stages(plan, kMTiles, std::min(blocks, resident), other_bytes + static_bytes, stream.device);
+  int64_t shared_bytes = skinny_ring_bytes(plan, kMTiles) + other_bytes;
+  if (is_shared) {
+    shared_bytes =
+        std::max(shared_bytes, kClusterFloats<kMTiles, kNTiles> * int64_t{sizeof(float)});
+  }
   const dim3 grid(static_cast<unsigned>(blocks),
                   static_cast<unsigned>(ceil_div(params.num_tokens, 8 * kNTiles)));
-  launch(
-      name, kernel,
-      {grid, dim3(kSkinnyThreads),
-       static_cast<size_t>(skinny_ring_bytes(plan, kMTiles) + other_bytes), Launch::kAfterPrevious},
-      stream, params, plan);
+  launch(name, kernel,
+         {grid, dim3(kSkinnyThreads), static_cast<size_t>(shared_bytes), Launch::kAfterPrevious,
+          static_cast<unsigned>(cluster)},
+         stream, params, plan, std::countr_zero(static_cast<unsigned>(cluster)), args...);
 }
 
 // Calls body(TypeTag<T>{}, TypeTag<W>{}, n_tiles) for a product's dtype, the elements of its weight

@@ -10,16 +10,22 @@ namespace {
 
 bool appends(const SkinnyLinearParams& params) { return params.append.slot_mapping != nullptr; }
 
-// Whether the product's blocks can append what they sum. A head's norm would need the whole head in
-// one block, and there would be fewer such blocks than multiprocessors. In a packed weight rows
-// that are read together are adjacent; rows that are rotated together are not.
-bool blocks_append(const SkinnyLinearParams& params) {
+// Whether the product's blocks can append what they sum, by warpgroups or not. A head's norm would
+// need the whole head in one block, and there would be fewer such blocks than multiprocessors. In a
+// packed weight rows that are read together are adjacent; rows that are rotated together are not.
+bool blocks_append(const SkinnyLinearParams& params, bool by_warpgroups) {
   const AppendKvParams& append = params.append;
+  const int most_rows = by_warpgroups                     ? kMaxWarpgroupAppendedRows
+                        : params.dtype == DType::kFloat32 ? kMaxAppendedRows<float>
+                                                          : kMaxAppendedRows<BFloat16>;
   return params.weight_table == nullptr && !append.cache_format.is_float8 &&
-         params.num_tokens <= (params.dtype == DType::kFloat32 ? kMaxAppendedRows<float>
-                                                               : kMaxAppendedRows<BFloat16>) &&
-         append.q_norm_weight == nullptr && append.k_norm_weight == nullptr &&
-         HeadTiles::fit(append.head_dim, append.rotary_dim);
+         params.num_tokens <= most_rows && append.q_norm_weight == nullptr &&
+         append.k_norm_weight == nullptr && HeadTiles::fit(append.head_dim, append.rotary_dim);
+}
+
+HeadTiles head_tiles(const AppendKvParams& append) {
+  return HeadTiles::of(append.num_q_heads + 2 * append.num_kv_heads, append.head_dim,
+                       append.rotary_dim, append.page_size);
 }
 
 template <typename T, typename W, int kMTiles, int kNTiles>
@@ -29,9 +35,6 @@ void multiply(const SkinnyLinearParams& params, SkinnyPlan plan, Stream stream) 
       std::min<int64_t>(plan.num_tiles, resident_skinny_blocks(kMTiles, stream.device));
   const dim3 grid(static_cast<unsigned>(blocks),
                   static_cast<unsigned>(ceil_div(params.num_tokens, 8 * kNTiles)));
-  // The kernel after one that appends heads reads more than constants before its wait.
-  plan.early_trigger = params.constant_weight && !appends(params) && tuning().early_trigger;
-  plan.early_places = params.append.constant_places && tuning().early_places;
   with_ready_rows<T, W, kNTiles>(
       params, plan, kMTiles, blocks, stream,
       [&](const SkinnyLinearParams& ready, const SkinnyPlan& whole_plan, size_t shared_bytes,
@@ -40,11 +43,8 @@ void multiply(const SkinnyLinearParams& params, SkinnyPlan plan, Stream stream) 
                                    Launch::kAfterPrevious};
         if constexpr (8 * kNTiles <= kMaxAppendedRows<T> && !kIsPacked<W>) {
           if (appends(ready)) {
-            const int64_t num_heads = ready.append.num_q_heads + 2 * ready.append.num_kv_heads;
             launch("skinny_linear", skinny_append_kernel<T, kMTiles, kNTiles, makes_rows(), W>,
-                   shape, stream, ready, whole_plan,
-                   HeadTiles::of(num_heads, ready.append.head_dim, ready.append.rotary_dim,
-                                 ready.append.page_size));
+                   shape, stream, ready, whole_plan, head_tiles(ready.append));
             return;
           }
         }
@@ -70,11 +70,23 @@ template <typename T, typename W, int kNTiles>
 void multiply(const SkinnyLinearParams& params, Stream stream) {
   SkinnyPlan plan = make_plan<W>(params.weight, params.weight_stride, params.in_features);
   set_slices(plan, choose_slices(params.out_features, plan.num_chunks, stream.device));
-  if constexpr (sizeof(T) == 2 && std::is_same_v<T, W>) {
-    if (is_by_warpgroups(params, params.out_features, stream.device)) {
-      return launch_warpgroups<T, 1, kNTiles>("skinny_linear",
-                                              skinny_warpgroup_linear_kernel<T, kNTiles>, params,
-                                              plan, params.out_features, stream);
+  // The kernel after one that appends heads reads more than constants before its wait.
+  plan.early_trigger = params.constant_weight && !appends(params) && tuning().early_trigger;
+  plan.early_places = params.append.constant_places && tuning().early_places;
+  if constexpr (sizeof(T) == 2) {
+    const int cluster = warpgroup_cluster(params, params.out_features, stream.device);
+    if constexpr (!kIsPacked<W>) {
+      if (cluster > 0 && appends(params)) {
+        constexpr int64_t kPlaceBytes = 8 * kNTiles * (sizeof(CacheSlot) + sizeof(int64_t));
+        return launch_warpgroups<T, W, 1, kNTiles>(
+            "skinny_linear", skinny_warpgroup_append_kernel<T, kNTiles, W>, params, plan,
+            params.out_features, cluster, kPlaceBytes, stream, head_tiles(params.append));
+      }
+    }
+    if (cluster > 0) {
+      return launch_warpgroups<T, W, 1, kNTiles>(
+          "skinny_linear", skinny_warpgroup_linear_kernel<T, kNTiles, W>, params, plan,
+          params.out_features, cluster, 0, stream);
     }
   }
   const int64_t wide_tiles = ceil_div(params.out_features, skinny_tile_rows(plan, 2));
@@ -102,9 +114,8 @@ void run_skinny_linear(const SkinnyLinearParams& params, Stream stream) {
   check_activation("skinny_linear", params.activation, {Activation::kNone, Activation::kRelu});
   if (params.num_tokens == 0 || params.out_features == 0) return;
   SkinnyLinearParams product = params;
-  const bool appends_later =
-      appends(params) &&
-      (!blocks_append(params) || is_by_warpgroups(params, params.out_features, stream.device));
+  const bool by_warpgroups = warpgroup_cluster(params, params.out_features, stream.device) > 0;
+  const bool appends_later = appends(params) && !blocks_append(params, by_warpgroups);
   if (appends_later) product.append = {};
   dispatch_product("skinny_linear", product, [&](auto tag, auto weight_tag, auto n_tiles) {
     using T = typename decltype(tag)::type;

@@ -87,10 +87,14 @@ class WeightStream<Panel, kMTiles> {
     rows_of(read_tile_++, rows);
   }
 
+  // The blocks of a chunk.
+  __device__ __forceinline__ int count_blocks(int chunk) const {
+    const int left = num_blocks_ - chunk * kPanelBlocks;
+    return left < kPanelBlocks ? left : kPanelBlocks;
+  }
+
   // The chunk of the 16 rows m.
   __device__ __forceinline__ Shared<uint8_t> slot(int m) const { return slot(read_, m); }
-
-  __device__ __forceinline__ int num_blocks() const { return num_blocks_; }
 
  private:
   __device__ __forceinline__ Shared<uint8_t> slot(int stage, int m) const {
@@ -132,15 +136,9 @@ class WeightStream<Panel, kMTiles> {
     cp_async_commit();
   }
 
-  // The number of blocks of the chunk that is copied.
-  __device__ __forceinline__ int count_blocks() const {
-    const int left = num_blocks_ - chunk_ * kPanelBlocks;
-    return left < kPanelBlocks ? left : kPanelBlocks;
-  }
-
   __device__ __forceinline__ void copy_chunk(int m) {
     const PanelForm form = forms_[m];
-    const int count = count_blocks();
+    const int count = count_blocks(chunk_);
     const PanelBlock<const uint8_t*> from =
         block_of_panel(panels_[m], form, num_blocks_, chunk_ * kPanelBlocks);
     const PanelBlock<Shared<uint8_t>> to = block_of_slot(slot(write_, m), form, 0);
@@ -165,7 +163,7 @@ class WeightStream<Panel, kMTiles> {
   __device__ __forceinline__ void gather_chunk(const RowsOf& rows_of, int m) {
     PanelRow rows[kRows];
     rows_of(tile_, rows);
-    const int count = count_blocks();
+    const int count = count_blocks(chunk_);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const PanelRow& row = rows[2 * m + half];
@@ -234,20 +232,18 @@ __device__ __forceinline__ void multiply_block(const Pack<uint32_t>& first,
   }
 }
 
-// multiply_tile for a packed weight.
-template <int kMTiles, int kNTiles, typename RowsOf, typename Rows>
-__device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const SkinnyLane& lane,
-                                              WeightStream<Panel, kMTiles>& weight,
-                                              const RowsOf& rows_of, const Rows& x,
-                                              float (&sums)[kMTiles][kNTiles][4]) {
-  using T = typename Rows::Element;
-  constexpr int kRows = 2 * kMTiles;
-  constexpr int kColumns = static_cast<int>(kBlockColumns);
-  // The places of this lane's rows in a slot, and whether the slot is swizzled.
-  PanelForm forms[kRows];
-  int lanes[kRows], swizzles[kMTiles];
-  {
-    PanelRow rows[kRows];
+// The places of a lane's rows in the slots of its warp: of a tile that shares panels they were
+// copied, swizzled; of others each lane has gathered its own.
+template <int kMTiles>
+struct PanelPlaces {
+  PanelForm forms[2 * kMTiles];
+  int lanes[2 * kMTiles], swizzles[kMTiles];
+
+  // Finds the places of the tile that is multiplied next.
+  template <typename RowsOf>
+  __device__ __forceinline__ void find(WeightStream<Panel, kMTiles>& weight, const RowsOf& rows_of,
+                                       const SkinnyLane& lane) {
+    PanelRow rows[2 * kMTiles];
     weight.next_rows(rows_of, rows);
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
@@ -260,12 +256,21 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
       }
     }
   }
+};
+
+// multiply_tile for a packed weight.
+template <int kMTiles, int kNTiles, typename RowsOf, typename Rows>
+__device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const SkinnyLane& lane,
+                                              WeightStream<Panel, kMTiles>& weight,
+                                              const RowsOf& rows_of, const Rows& x,
+                                              float (&sums)[kMTiles][kNTiles][4]) {
+  using T = typename Rows::Element;
+  constexpr int kRows = 2 * kMTiles;
+  constexpr int kColumns = static_cast<int>(kBlockColumns);
+  PanelPlaces<kMTiles> at;
+  at.find(weight, rows_of, lane);
   const auto block_of = [&](int i, int block) {
-    return block_of_slot(weight.slot(i / 2), forms[i], block);
-  };
-  const auto count_of = [&](int chunk) {
-    const int left = weight.num_blocks() - chunk * kPanelBlocks;
-    return left < kPanelBlocks ? left : kPanelBlocks;
+    return block_of_slot(weight.slot(i / 2), at.forms[i], block);
   };
   auto from = x.data + (lane.slice * kChunkSize<Panel> + 8 * lane.piece);
   const int step = plan.num_slices * kChunkSize<Panel>;
@@ -282,7 +287,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
     }
     for (int chunk = lane.slice; chunk < plan.num_chunks; chunk += plan.num_slices, from += step) {
       weight.advance(rows_of);
-      const int count = count_of(chunk);
+      const int count = weight.count_blocks(chunk);
 #pragma unroll 1
       for (int block = 0; block < count; ++block) {
         Quants q[kRows];
@@ -290,8 +295,8 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           const auto in_slot = block_of(i, block);
-          q[i] = quants_of(in_slot, forms[i], lanes[i], lane.piece, swizzles[i / 2]);
-          const BlockScales scales = scales_of(in_slot, forms[i], lanes[i]);
+          q[i] = quants_of(in_slot, at.forms[i], at.lanes[i], lane.piece, at.swizzles[i / 2]);
+          const BlockScales scales = scales_of(in_slot, at.forms[i], at.lanes[i]);
           scale[i] = lane.piece < 2 ? scales.first : scales.last;
           minimum[i] = scales.minimum;
         }
@@ -301,7 +306,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
           float w[kRows][4];
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
-            to_floats(q[i].first, forms[i], scale[i], minimum[i], w[i]);
+            to_floats(q[i].first, at.forms[i], scale[i], minimum[i], w[i]);
             q[i].first = q[i].last;
           }
           auto row = from + (block * kColumns + 4 * part);
@@ -334,9 +339,9 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
     bool are_q4_0 = true, are_q4_1 = true;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      has_minima |= forms[i].has_minima();
-      are_q4_0 = are_q4_0 && forms[i] == PanelForm::of<BlockFormat::kQ4_0>();
-      are_q4_1 = are_q4_1 && forms[i] == PanelForm::of<BlockFormat::kQ4_1>();
+      has_minima |= at.forms[i].has_minima();
+      are_q4_0 = are_q4_0 && at.forms[i] == PanelForm::of<BlockFormat::kQ4_0>();
+      are_q4_1 = are_q4_1 && at.forms[i] == PanelForm::of<BlockFormat::kQ4_1>();
     }
     has_minima = __any_sync(kWholeWarp, has_minima);
     are_q4_0 = __all_sync(kWholeWarp, are_q4_0);
@@ -344,7 +349,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
       has_halves[m] =
-          __any_sync(kWholeWarp, forms[2 * m].has_halves() || forms[2 * m + 1].has_halves());
+          __any_sync(kWholeWarp, at.forms[2 * m].has_halves() || at.forms[2 * m + 1].has_halves());
     }
     decltype(from) columns[kNTiles];
 #pragma unroll
@@ -381,8 +386,9 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
         for (int i = 0; i < kRows; ++i) {
           const auto in_slot = block_of_slot(weight.slot(i / 2), form_of(i), block);
           w[i] = elements_of<T>(
-              quants_of(in_slot, form_of(i), lanes[i], lane.piece, swizzles[i / 2]), form_of(i));
-          scales[i] = scales_of(in_slot, form_of(i), lanes[i]);
+              quants_of(in_slot, form_of(i), at.lanes[i], lane.piece, at.swizzles[i / 2]),
+              form_of(i));
+          scales[i] = scales_of(in_slot, form_of(i), at.lanes[i]);
         }
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n) {
@@ -436,7 +442,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
       }
     };
     for (int chunk = lane.slice; chunk < plan.num_chunks; chunk += plan.num_slices) {
-      const int count = count_of(chunk);
+      const int count = weight.count_blocks(chunk);
       if constexpr (kIsAhead) {
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n) next[n] = x.piece(columns[n]);
@@ -450,7 +456,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
         const auto form_of = [](int) { return PanelForm::of<BlockFormat::kQ4_1>(); };
         multiply_blocks(count, form_of, true, false);
       } else {
-        multiply_blocks(count, [&](int i) { return forms[i]; }, has_minima, true);
+        multiply_blocks(count, [&](int i) { return at.forms[i]; }, has_minima, true);
       }
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n) columns[n] += step;

@@ -320,27 +320,28 @@ __device__ __forceinline__ void wgmma_wait(Sums& sums, Parts& parts) {
 }
 
 #define EECORE_WGMMA_SUMS(n) "+f"(sums[n][0]), "+f"(sums[n][1]), "+f"(sums[n][2]), "+f"(sums[n][3])
-#define EECORE_WGMMA(shape, type, operands, ...) \
-  asm volatile("{.reg .pred adds; setp.eq.u32 adds, 0, 0; wgmma.mma_async.sync.aligned." shape \
-               ".f32." type "." type " " operands ", adds, 1, 1, 0;}" \
+#define EECORE_WGMMA(shape, type, operands, adds, ...) \
+  asm volatile("{.reg .pred adds; setp.ne.s32 adds, " adds \
+               ", 0; wgmma.mma_async.sync.aligned." shape ".f32." type "." type " " operands \
+               ", adds, 1, 1, 0;}" \
                : __VA_ARGS__ \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(matrix))
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(matrix), "n"(kAdds ? 1 : 0))
 #define EECORE_WGMMA_OF_TYPE(type) \
   if constexpr (kTiles == 1) { \
     EECORE_WGMMA("m64n8k16", type, \
                  "{%0, %1, %2, %3}" \
                  ", {%4, %5, %6, %7}, %8", \
-                 EECORE_WGMMA_SUMS(0)); \
+                 "%9", EECORE_WGMMA_SUMS(0)); \
   } else if constexpr (kTiles == 2) { \
     EECORE_WGMMA("m64n16k16", type, \
                  "{%0, %1, %2, %3, %4, %5, %6, %7}" \
                  ", {%8, %9, %10, %11}, %12", \
-                 EECORE_WGMMA_SUMS(0), EECORE_WGMMA_SUMS(1)); \
+                 "%13", EECORE_WGMMA_SUMS(0), EECORE_WGMMA_SUMS(1)); \
   } else if constexpr (kTiles == 4) { \
     EECORE_WGMMA("m64n32k16", type, \
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}" \
                  ", {%16, %17, %18, %19}, %20", \
-                 EECORE_WGMMA_SUMS(0), EECORE_WGMMA_SUMS(1), EECORE_WGMMA_SUMS(2), \
+                 "%21", EECORE_WGMMA_SUMS(0), EECORE_WGMMA_SUMS(1), EECORE_WGMMA_SUMS(2), \
                  EECORE_WGMMA_SUMS(3)); \
   } else if constexpr (kTiles == 8) { \
     EECORE_WGMMA("m64n64k16", type, \
@@ -348,14 +349,14 @@ __device__ __forceinline__ void wgmma_wait(Sums& sums, Parts& parts) {
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
                  "%30, %31}" \
                  ", {%32, %33, %34, %35}, %36", \
-                 EECORE_WGMMA_SUMS(0), EECORE_WGMMA_SUMS(1), EECORE_WGMMA_SUMS(2), \
+                 "%37", EECORE_WGMMA_SUMS(0), EECORE_WGMMA_SUMS(1), EECORE_WGMMA_SUMS(2), \
                  EECORE_WGMMA_SUMS(3), EECORE_WGMMA_SUMS(4), EECORE_WGMMA_SUMS(5), \
                  EECORE_WGMMA_SUMS(6), EECORE_WGMMA_SUMS(7)); \
   }
 
 // Starts sums[64, 8 * kTiles] += a[64, 16] b[16, 8 * kTiles], in float, for 8, 16, 32 or 64
-// columns; `matrix` is a descriptor of b (wgmma_matrix).
-template <typename T, int kTiles>
+// columns, or sums = the product without kAdds; `matrix` is a descriptor of b (wgmma_matrix).
+template <typename T, bool kAdds = true, int kTiles>
 __device__ __forceinline__ void wgmma_m64k16(float (&sums)[kTiles][4], const uint32_t (&a)[4],
                                              uint64_t matrix) {
   static_assert(kTiles == 1 || kTiles == 2 || kTiles == 4 || kTiles == 8);
@@ -373,6 +374,34 @@ __device__ __forceinline__ void wgmma_m64k16(float (&sums)[kTiles][4], const uin
 #undef EECORE_WGMMA_OF_TYPE
 #undef EECORE_WGMMA
 #undef EECORE_WGMMA_SUMS
+
+// ---- Clusters: blocks, adjacent in x, that read each other's shared memory (sm_90) ----
+
+// Waits for all threads of the cluster; what they wrote to shared memory before is then visible. It
+// comes before the first access to another block's shared memory, and after the last.
+__device__ __forceinline__ void cluster_sync() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+#endif
+}
+
+// The 16 bytes at the same place in the shared memory of block `rank` of the cluster.
+template <typename T>
+__device__ __forceinline__ Pack<T> cluster_load16(const T* from, int rank) {
+  uint4 bits{};
+#if __CUDA_ARCH__ >= 900
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(shared_address(from)), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "r"(address)
+               : "memory");
+#endif
+  return reinterpret_cast<const Pack<T>&>(bits);
+}
 
 // ---- Programmatic dependent launch (sm_90; before it, these do nothing) ----
 

@@ -344,9 +344,6 @@ __global__ void swizzled_product(const float* a, const float* b, float* out, int
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4, pair = lane % 4;
   WgmmaSums<kTiles> sums;
   WgmmaPart parts[4];
-  for (int n = 0; n < kTiles; ++n) {
-    for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
-  }
   for (int step = 0; step < 4; ++step) {
     for (int i = 0; i < 4; ++i) {
       const float* from = a + (row + i % 2 * 8) * 64 + 16 * step + i / 2 * 8 + 2 * pair;
@@ -358,7 +355,11 @@ __global__ void swizzled_product(const float* a, const float* b, float* out, int
     const uint64_t matrix =
         wgmma_matrix(columns + layout.start_of(2 * step) / 2, layout.leading_bytes(),
                      layout.stride_bytes(), kSwizzle, kSwizzle == Swizzle::kNone ? 0 : shift % 8);
-    wgmma_m64k16<T>(sums, parts[step], matrix);
+    if (step == 0) {
+      wgmma_m64k16<T, false>(sums, parts[step], matrix);  // in place of what they were
+    } else {
+      wgmma_m64k16<T>(sums, parts[step], matrix);
+    }
   }
   wgmma_commit();
   wgmma_wait<0>(sums, parts);
@@ -489,6 +490,41 @@ EECORE_WGMMA_FAULT(wgmma_without_a_warp, kLeavesOutWarp)
 EECORE_WGMMA_FAULT(wgmma_of_other_matrix, kOtherMatrix)
 EECORE_WGMMA_FAULT(wgmma_of_reserved_bits, kReservedBits)
 #undef EECORE_WGMMA_FAULT
+
+// ---- Clusters ----
+
+// What is wrong with two blocks that add up each other's numbers.
+enum class InCluster { kSound, kNotBegun, kNotWritten, kEndsEarly, kLeavesOutWarp, kNoSuchBlock };
+template <InCluster kFault>
+__device__ __forceinline__ void add_numbers_of_other(float* out) {
+  const Shared<float> numbers = dynamic_shared<float>();
+  const int thread = static_cast<int>(threadIdx.x), block = static_cast<int>(blockIdx.x);
+  if (kFault == InCluster::kNotWritten) cluster_sync();
+  numbers[thread] = static_cast<float>(block + thread);
+  if (kFault == InCluster::kNotBegun || kFault == InCluster::kNotWritten) {
+    __syncthreads();
+  } else if (kFault != InCluster::kLeavesOutWarp || thread / 32 != 1) {
+    cluster_sync();
+  }
+  if (thread < 32) {
+    const int other = kFault == InCluster::kNoSuchBlock ? 2 : 1 - block % 2;
+    const Pack<float> four = cluster_load16(numbers + 4 * thread, other);
+    out[32 * block + thread] = four.values[0] + four.values[1] + four.values[2] + four.values[3];
+  }
+  if (kFault != InCluster::kEndsEarly) cluster_sync();
+}
+
+#define EECORE_CLUSTER_FAULT(name, fault) \
+  template <bool kFaulty> \
+  __global__ void name(float* out) { \
+    add_numbers_of_other<kFaulty ? InCluster::fault : InCluster::kSound>(out); \
+  }
+EECORE_CLUSTER_FAULT(cluster_not_begun, kNotBegun)
+EECORE_CLUSTER_FAULT(cluster_not_written, kNotWritten)
+EECORE_CLUSTER_FAULT(cluster_ends_early, kEndsEarly)
+EECORE_CLUSTER_FAULT(cluster_without_a_warp, kLeavesOutWarp)
+EECORE_CLUSTER_FAULT(cluster_of_no_such_block, kNoSuchBlock)
+EECORE_CLUSTER_FAULT(cluster_of_odd_grid, kSound)
 
 // A kernel behind others, each of which may start early; false if it is none of these.
 template <bool kFaulty>
@@ -628,6 +664,14 @@ void run(const std::string& fault, float* data, float* out) {
   EECORE_FAULT(wgmma_without_a_warp, static_cast<const float*>(data), out)
   EECORE_FAULT(wgmma_of_other_matrix, static_cast<const float*>(data), out)
   EECORE_FAULT(wgmma_of_reserved_bits, static_cast<const float*>(data), out)
+  shape = {dim3(4), dim3(kGroupThreads), 512, Launch::kInOrder, 2};
+  EECORE_FAULT(cluster_not_begun, out)
+  EECORE_FAULT(cluster_not_written, out)
+  EECORE_FAULT(cluster_ends_early, out)
+  EECORE_FAULT(cluster_without_a_warp, out)
+  EECORE_FAULT(cluster_of_no_such_block, out)
+  shape.grid.x = kFaulty ? 3 : 4;
+  EECORE_FAULT(cluster_of_odd_grid, out)
   shape = {dim3(3), dim3(kThreads)};
   EECORE_FAULT(order_dependent, out)
   EECORE_FAULT(shared_place, out)

@@ -132,6 +132,8 @@ struct Thread {
   std::vector<std::vector<Copy>> groups;  // cp.async groups under way, the last one open
   std::vector<uint32_t> proxy_fences;     // when it called fence_proxy_async
   uint32_t synced = 0;                    // last __syncwarp or __syncthreads
+  uint32_t cluster_synced = 0;            // last cluster_sync
+  int rank = 0;                           // of its block in the cluster
   bool waited = false;                    // for the kernel ahead
 };
 
@@ -167,14 +169,24 @@ struct Barrier {
   std::vector<int> waiting, arrived;  // threads; those that arrived do not wait
 };
 
+// A block of a cluster.
+struct Member {
+  Index3 index;
+  int num_ended = 0;
+  uint32_t touched = 0;  // when another block last touched its shared memory
+  std::array<Barrier, kNumBarriers> barriers;
+};
+
+// A cluster, mostly of one block: its blocks are run together, as one.
 struct Block {
   LaunchConfig config;
   const std::function<void()>* body = nullptr;
   std::vector<std::unique_ptr<Thread>> threads;
   int num_threads = 0, num_ended = 0;
+  std::vector<Member> members;
   std::vector<int> ready;
   Thread* running = nullptr;
-  std::array<Barrier, kNumBarriers> barriers;
+  Barrier cluster_barrier;
   // Warps.
   std::vector<std::vector<Meeting>> meetings;  // of each warp
   std::vector<Gifts> gathered;                 // of each thread, when its meeting is over
@@ -182,7 +194,8 @@ struct Block {
   uint32_t now = 1, last_barrier = 0;  // of all threads
   // When the first warp last waited in a barrier that the second had come to.
   std::array<std::array<uint32_t, kMaxWarps>, kMaxWarps> waited_for_warp;
-  // Shared memory: static arrays first, dynamic memory behind them.
+  // Shared memory of one member after the other: static arrays first, dynamic memory behind them.
+  uint32_t member_bytes = 0;
   std::vector<unsigned char> shared;
   std::vector<Shadow> shadow;
   std::map<const void*, uint32_t> static_arrays;
@@ -229,6 +242,13 @@ void thread_main() {
   (*block.body)();
   Thread& thread = *block.running;
   wait_for_copies(0);
+  Member& member = block.members[thread.rank];
+  if (member.touched > 0 && thread.cluster_synced <= member.touched) {
+    fail(
+        "ends after another block of its cluster has touched its shared memory, with no "
+        "cluster_sync between");
+  }
+  ++member.num_ended;
   thread.ended = true;
   ++block.num_ended;
   yield();
@@ -249,6 +269,7 @@ void finish_barrier(Barrier& barrier) {
   }
   for (const int number : barrier.waiting) {
     block.threads[number]->synced = block.now;
+    if (&barrier == &block.cluster_barrier) block.threads[number]->cluster_synced = block.now;
     make_ready(number);
   }
   barrier.waiting.clear();
@@ -286,10 +307,13 @@ inline uint16_t both(uint16_t thread, uint16_t me) {
 }
 
 std::string where(uint32_t offset) {
-  const uint32_t dynamic = dynamic_shared_begin();
-  return offset >= dynamic
-             ? "byte " + std::to_string(offset - dynamic) + " of dynamic shared memory"
-             : "byte " + std::to_string(offset) + " of static shared memory";
+  const uint32_t rank = offset / block.member_bytes, at = offset % block.member_bytes;
+  const std::string of = rank == static_cast<uint32_t>(block.running->rank)
+                             ? ""
+                             : " of block " + std::to_string(rank) + " of its cluster";
+  return at >= kStaticSharedBytes
+             ? "byte " + std::to_string(at - kStaticSharedBytes) + " of dynamic shared memory" + of
+             : "byte " + std::to_string(at) + " of static shared memory" + of;
 }
 
 void check_write(const Shadow& shadow, uint32_t offset, const char* how) {
@@ -346,7 +370,10 @@ void check_read(const Shadow& shadow, uint32_t offset, const char* how) {
 }
 
 void check_bounds(uint32_t offset, size_t bytes) {
-  if (offset + bytes > block.shared.size()) fail("touches " + where(offset) + ", past its end");
+  if (offset % block.member_bytes + bytes >
+      kStaticSharedBytes + block.config.dynamic_shared_bytes) {
+    fail("touches " + where(offset) + ", past its end");
+  }
 }
 
 void land(const Copy& copy) {
@@ -363,7 +390,12 @@ void reset_shared(size_t begin, size_t end) {
 
 void run_block() {
   block.ready.clear();
-  for (Barrier& barrier : block.barriers) barrier.waiting.clear(), barrier.arrived.clear();
+  for (Member& member : block.members) {
+    for (Barrier& barrier : member.barriers) barrier.waiting.clear(), barrier.arrived.clear();
+    member.num_ended = 0;
+    member.touched = 0;
+  }
+  block.cluster_barrier.waiting.clear();
   for (auto& row : block.waited_for_warp) row.fill(0);
   block.num_ended = 0;
   block.now = 1;
@@ -372,11 +404,17 @@ void run_block() {
   block.static_used = 0;
   block.waited = false;
   block.first_to_wait = kNobody;
-  reset_shared(kStaticSharedBytes, block.shared.size());  // static arrays: where they are made
+  for (size_t begin = 0; begin < block.shared.size(); begin += block.member_bytes) {
+    // Static arrays: where they are made.
+    reset_shared(begin + kStaticSharedBytes, begin + block.member_bytes);
+  }
   const Index3& shape = block.config.block;
+  const int of_member = block.num_threads / static_cast<int>(block.members.size());
   for (int number = 0; number < block.num_threads; ++number) {
     Thread& thread = *block.threads[number];
-    const auto n = static_cast<unsigned>(number);
+    thread.rank = number / of_member;
+    thread.cluster_synced = 0;
+    const auto n = static_cast<unsigned>(number % of_member);
     thread.index = {n % shape.x, n / shape.x % shape.y, n / shape.x / shape.y};
     thread.number = number;
     thread.ended = false;
@@ -398,6 +436,7 @@ void run_block() {
     own_memory.stack = reinterpret_cast<uintptr_t>(block.running->context.stack);
     block.ready.pop_back();
     threadIdx = block.running->index;
+    blockIdx = block.members[block.running->rank].index;
     switch_context(host, block.running->context);
   }
   block.running = nullptr;
@@ -494,12 +533,15 @@ void fail(const std::string& message) {
 void come_to_barrier(int id, int num_threads, bool waits, const char* what,
                      const std::source_location& site) {
   Thread& me = *block.running;
-  if (num_threads == 0) num_threads = block.num_threads;
+  Member& member = block.members[me.rank];
+  if (num_threads == 0) {
+    num_threads = block.num_threads / static_cast<int>(block.members.size());
+  }
   if (id < 0 || id >= kNumBarriers || (num_threads % 32 != 0 && id != 0)) {
     fail("comes to barrier " + std::to_string(id) + " of " + std::to_string(num_threads) +
          " threads: expected 0 to 15, and whole warps");
   }
-  Barrier& barrier = block.barriers[id];
+  Barrier& barrier = member.barriers[id];
   const bool is_first = barrier.waiting.empty() && barrier.arrived.empty();
   const int other = is_first                  ? me.number
                     : barrier.waiting.empty() ? barrier.arrived.front()
@@ -521,6 +563,17 @@ void come_to_barrier(int id, int num_threads, bool waits, const char* what,
   const size_t came = barrier.waiting.size() + barrier.arrived.size();
   if (static_cast<int>(came) == num_threads) finish_barrier(barrier);
   if (waits) yield();
+}
+
+void come_to_cluster_barrier(const std::source_location& site) {
+  Thread& me = *block.running;
+  block.cluster_barrier.waiting.push_back(me.number);
+  me.waits_for = "cluster_sync";
+  me.site = site;
+  if (static_cast<int>(block.cluster_barrier.waiting.size()) == block.num_threads) {
+    finish_barrier(block.cluster_barrier);
+  }
+  yield();
 }
 
 void gather(unsigned mask, const char* what, const void* gift, size_t bytes, void* gifts,
@@ -567,18 +620,40 @@ void gather(unsigned mask, const char* what, const void* gift, size_t bytes, voi
 }
 
 uint32_t static_shared(const void* key, size_t bytes) {
+  const uint32_t of_member = dynamic_shared_begin() - kStaticSharedBytes;
   const auto known = block.static_arrays.find(key);
-  if (known != block.static_arrays.end()) return known->second;
+  if (known != block.static_arrays.end()) return of_member + known->second;
   const uint32_t begin = block.static_used;
   block.static_used += static_cast<uint32_t>((bytes + 15) / 16 * 16);
   if (block.static_used > kStaticSharedBytes) fail("asks for over 48 KB of static shared memory");
   block.static_arrays[key] = begin;
-  reset_shared(begin, block.static_used);
-  return begin;
+  for (size_t at = 0; at < block.shared.size(); at += block.member_bytes) {
+    reset_shared(at + begin, at + block.static_used);
+  }
+  return of_member + begin;
 }
 
-uint32_t dynamic_shared_begin() { return kStaticSharedBytes; }
-uint32_t dynamic_shared_end() { return static_cast<uint32_t>(block.shared.size()); }
+uint32_t dynamic_shared_begin() {
+  return static_cast<uint32_t>(block.running->rank) * block.member_bytes + kStaticSharedBytes;
+}
+uint32_t dynamic_shared_end() {
+  return dynamic_shared_begin() + static_cast<uint32_t>(block.config.dynamic_shared_bytes);
+}
+
+uint32_t place_in_cluster(uint32_t offset, int rank) {
+  const Thread& me = *block.running;
+  const std::string what = "touches shared memory of block " + std::to_string(rank) + " of ";
+  if (rank < 0 || rank >= static_cast<int>(block.members.size())) {
+    fail(what + "a cluster of " + std::to_string(block.members.size()));
+  }
+  Member& member = block.members[rank];
+  if (rank != me.rank && me.cluster_synced == 0) {
+    fail(what + "its cluster, which may not have begun: no cluster_sync before");
+  }
+  if (member.num_ended > 0) fail(what + "its cluster, which has ended");
+  if (rank != me.rank) member.touched = block.now;
+  return offset % block.member_bytes + static_cast<uint32_t>(rank) * block.member_bytes;
+}
 
 unsigned char* read_shared(uint32_t offset, size_t bytes) {
   check_bounds(offset, bytes);
@@ -731,14 +806,24 @@ void launch(const LaunchConfig& config, const std::function<void()>& body) {
     refuse("expected a grid of at most 2147483647 x 65535 x 65535 blocks, got " +
            text(config.grid));
   }
+  const int64_t cluster = config.cluster;
+  if (cluster > 1 && (config.grid.x % cluster != 0 || num_threads % 128 != 0 ||
+                      cluster * num_threads > kMaxThreads)) {
+    refuse(
+        "expected clusters of whole warpgroups, 1024 threads at most, that divide the blocks in "
+        "x, got " +
+        std::to_string(cluster) + " of " + std::to_string(config.grid.x) + " blocks of " +
+        std::to_string(num_threads) + " threads");
+  }
   if (keeps_names) names_kept += config.kernel + "\n";
   block.config = config;
   blockDim = config.block;
   gridDim = config.grid;
   block.body = &body;
-  block.num_threads = static_cast<int>(num_threads);
+  block.num_threads = static_cast<int>(cluster * num_threads);
+  block.members.resize(config.cluster);
   block.error.clear();
-  while (block.threads.size() < static_cast<size_t>(num_threads)) {
+  while (block.threads.size() < static_cast<size_t>(block.num_threads)) {
     auto thread = std::make_unique<Thread>();
     thread->context.stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
                                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -748,24 +833,29 @@ void launch(const LaunchConfig& config, const std::function<void()>& body) {
   }
   block.meetings.resize(kMaxThreads / 32);
   block.gathered.resize(kMaxThreads);
-  const size_t shared_bytes = kStaticSharedBytes + config.dynamic_shared_bytes;
+  block.member_bytes =
+      static_cast<uint32_t>(kStaticSharedBytes + config.dynamic_shared_bytes + 15) / 16 * 16;
+  const size_t shared_bytes = block.member_bytes * config.cluster;
   block.shared.resize(shared_bytes);
   block.shadow.resize((shared_bytes + kGranule - 1) / kGranule);
   own_memory.shared = reinterpret_cast<uintptr_t>(block.shared.data());
   own_memory.shared_bytes = shared_bytes;
 
   random_source.seed(seed_in_use * 1000003 + launches++);
-  std::vector<int64_t> order(num_blocks);
-  for (int64_t i = 0; i < num_blocks; ++i) order[i] = i;
+  std::vector<int64_t> order(num_blocks / cluster);
+  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int64_t>(i) * cluster;
   std::shuffle(order.begin(), order.end(), random_source);
   bool waited = false;
   if (counts_accesses) begin_counted_launch(config);
   if (checks_races) begin_checked_launch(config);
   for (const int64_t number : order) {
-    const auto n = static_cast<uint64_t>(number);
-    blockIdx = {static_cast<unsigned>(n % config.grid.x),
-                static_cast<unsigned>(n / config.grid.x % config.grid.y),
-                static_cast<unsigned>(n / config.grid.x / config.grid.y)};
+    for (unsigned rank = 0; rank < config.cluster; ++rank) {
+      const auto n = static_cast<uint64_t>(number) + rank;
+      block.members[rank].index = {static_cast<unsigned>(n % config.grid.x),
+                                   static_cast<unsigned>(n / config.grid.x % config.grid.y),
+                                   static_cast<unsigned>(n / config.grid.x / config.grid.y)};
+    }
+    blockIdx = block.members[0].index;
     if (checks_races) begin_checked_block(number);
     run_block();
     if (counts_accesses) end_counted_block();

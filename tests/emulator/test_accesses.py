@@ -124,10 +124,16 @@ def test_warpgroups_launch_and_read_what_their_plan_says(
 ) -> None:
     """Under the setting that asks for them."""
     monkeypatch.setenv(TUNING, "wgmma=1")
-    for in_features, out_features, options in ((64, 512, "plain"), (131, 300, "all")):
-        call = Product(op).call(num_tokens, in_features, out_features, options, torch.bfloat16)
-        run = partial(Product(op).run, call)
-        checked = Checked(monkeypatch, run, weight=call["weight"])
+    for in_features, out_features, options, form in (
+        (64, 512, "plain", "floats"),
+        (131, 300, "all", "floats"),
+        (576, 512, "all", "Q8_0"),
+        (512, 64, "plain", "floats"),
+        (512, 128, "all", "Q8_0"),
+    ):
+        product = Product(op, form)
+        call = product.call(num_tokens, in_features, out_features, options, torch.bfloat16)
+        checked = Checked(monkeypatch, partial(product.run, call), weight=call["weight"])
         names = [each.kernel for each in checked.planned]
         assert names[-1].startswith("skinny_warpgroup_")
         assert names[:-1] == ["rms_norm_kernel"] * (options == "all")

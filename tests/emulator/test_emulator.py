@@ -45,6 +45,12 @@ FAULTS = {
     "wgmma_without_a_warp": r"divergent warpgroup: .*wgmma",
     "wgmma_of_other_matrix": r"divergent warpgroup: it .* wgmma .* with another matrix",
     "wgmma_of_reserved_bits": r"descriptor whose reserved bits are not 0",
+    "cluster_not_begun": r"block [01] of its cluster, which may not have begun: no cluster_sync",
+    "cluster_not_written": r"reads byte .* of its cluster, which .* (has written|wrote)",
+    "cluster_ends_early": r"(ends after another block of its cluster|of its cluster, which has)",
+    "cluster_without_a_warp": r"(ends after another block of its cluster|of its cluster, which)",
+    "cluster_of_no_such_block": r"touches shared memory of block 2 of a cluster of 2",
+    "cluster_of_odd_grid": r"expected clusters .* that divide the blocks in x, got 2 of 3 blocks",
     "never_waits": r"launched to start early, but no block waits",
     "lowered_shared_limit": r"lowered_shared_limit<true> may have 57344 bytes .*, after 65536",
     "loaded_in_capture": r"kernel .*loaded_in_capture<true> would be loaded during a capture",
@@ -103,6 +109,17 @@ def test_a_warpgroup_multiplies_what_descriptors_say(swizzle: int, columns: int)
         for dtype in (torch.bfloat16, torch.float16):
             out, expected = run_product(dtype, swizzle, columns, shift)
             torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_of_a_cluster_read_each_others_shared_memory(seed: int) -> None:
+    emulated.set_seed(seed)
+    message, out = run_fault("cluster_not_begun", faulty=False)
+    assert message == ""
+    fours = torch.arange(128.0).view(32, 4).sum(1)
+    for block in range(4):
+        other = block ^ 1
+        assert torch.equal(out[32 * block : 32 * (block + 1)], fours + 4 * other)
 
 
 def test_order_dependence_shows_between_seeds_and_the_same_seed_repeats() -> None:

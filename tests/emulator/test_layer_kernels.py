@@ -9,7 +9,7 @@ import torch
 
 import emulated
 from eecore.models import AttentionBatch, KVCache, load_model
-from eecore.models.linear import MAX_SKINNY_ROWS
+from eecore.models.linear import MAX_SKINNY_ROWS, MAX_SKINNY_ROWS_BY_WARPGROUPS
 from tiny_models import write_model
 
 PAGE_SIZE = 16
@@ -25,6 +25,15 @@ DECODING = [
 NORM = "rms_norm_kernel"
 APART = ["skinny_linear_kernel", "append_kv_kernel"]
 OF_MORE_ROWS = [NORM, *APART, *DECODING[1:3], NORM, *DECODING[3:]]
+BY_WARPGROUPS = [
+    NORM,
+    "skinny_warpgroup_append_kernel",
+    "paged_attention_kernel",
+    "skinny_warpgroup_linear_kernel",
+    NORM,
+    "skinny_warpgroup_gated_kernel",
+    "skinny_warpgroup_linear_kernel",
+]
 
 
 def batch_of(lengths: list[int], num_pages: int) -> AttentionBatch:
@@ -42,18 +51,14 @@ def batch_of(lengths: list[int], num_pages: int) -> AttentionBatch:
     )
 
 
-@pytest.mark.parametrize("num_tokens", [1, 8, 9, 32])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
-def test_a_layer_is_as_few_kernels_as_it_can_be(
-    num_tokens: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Contexts are short and long, in a cache with room for long ones."""
-    emulated.route(monkeypatch)
-    directory = write_model(tmp_path, intermediate_size=128, max_position_embeddings=2048)
+def kernels_of_two_layers(
+    directory: Path, num_tokens: int, dtype: torch.dtype, max_rows: int, length: int
+) -> list[str]:
+    """The kernels of a step of two layers, with contexts of a length and room for long ones."""
     _, model, _ = load_model(directory, "cpu", dtype)
     model.calls_single_ops = True
-    model.linear.max_rows = MAX_SKINNY_ROWS
+    model.linear.max_rows = max_rows
     num_pages = 80
     kv = KVCache.allocate(
         model.config, num_tokens * num_pages, PAGE_SIZE, device=model.device, dtype=dtype
@@ -61,9 +66,34 @@ def test_a_layer_is_as_few_kernels_as_it_can_be(
     kv.k.zero_()
     kv.v.zero_()
     hidden = torch.randn(num_tokens, model.config.hidden_size).to(dtype)
+    batch = batch_of([length] * num_tokens, num_pages)
+    launched = emulated.kernels_of(lambda: model.layers(0, 2, hidden, kv, batch))
+    assert not kv.arrivals.any()
+    return launched
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_is_as_few_kernels_as_it_can_be(
+    num_tokens: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulated.route(monkeypatch)
+    directory = write_model(tmp_path, intermediate_size=128, max_position_embeddings=2048)
+    few = num_tokens <= (8 if dtype == torch.float32 else 32)
     for length in (30, 1270):
-        batch = batch_of([length] * num_tokens, num_pages)
-        launched = emulated.kernels_of(lambda batch=batch: model.layers(0, 2, hidden, kv, batch))
-        few = num_tokens <= (8 if dtype == torch.float32 else 32)
+        launched = kernels_of_two_layers(directory, num_tokens, dtype, MAX_SKINNY_ROWS, length)
         assert launched == 2 * (DECODING if few else OF_MORE_ROWS)
-        assert not kv.arrivals.any()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64])
+def test_a_layer_by_warpgroups_is_seven_kernels_for_any_number_of_rows(
+    num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms are kernels of their own; no product is torch's."""
+    emulated.route(monkeypatch)
+    monkeypatch.setenv("EECORE_CUDA_TUNING", "wgmma=1")
+    directory = write_model(tmp_path, hidden_size=512, intermediate_size=512)
+    launched = kernels_of_two_layers(
+        directory, num_tokens, torch.bfloat16, MAX_SKINNY_ROWS_BY_WARPGROUPS, 30
+    )
+    assert launched == 2 * BY_WARPGROUPS

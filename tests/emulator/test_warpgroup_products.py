@@ -12,12 +12,16 @@ from test_in_flight import promised
 from test_skinny_products import OPS, ROWS_TOGETHER, Product
 
 import emulated
-from coded_calls import coded
+from coded_calls import FORMATS, coded
 from eecore import ops
-from eecore.ops import AppendKv
+from packed_blocks import packed_layers
 from tiers import in_all
 
 HALVES = (torch.bfloat16, *in_all(torch.float16))
+# Whole rows; numbers of 4 bits and their minima, of which the compiler knows; scales of scales; a
+# scale for each half of a block.
+SOME_FORMS = ("int8", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+FORMS = ("floats", *SOME_FORMS, *in_all(*(form for form in FORMATS if form not in SOME_FORMS)))
 KERNELS = {
     "skinny_linear": "skinny_warpgroup_linear_kernel",
     "skinny_gated_linear": "skinny_warpgroup_gated_kernel",
@@ -27,6 +31,7 @@ TUNING = "EECORE_CUDA_TUNING"
 
 each_op = pytest.mark.parametrize("op", OPS)
 each_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
+each_form = pytest.mark.parametrize("form", FORMS)
 
 
 @pytest.fixture(autouse=True)
@@ -56,12 +61,30 @@ def test_warpgroups_match_the_reference(
 
 
 @each_op
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "floats"])
+def test_int8_and_packed_weights_match_the_reference(form: str, op: str) -> None:
+    """Also a last chunk of one block, of two and of three, and a part of an int8 chunk."""
+    product = Product(op, form)
+    for num_tokens, in_features, options in (
+        (1, 288, "all"),
+        (20, 160, "plain"),
+        (70, 64, "all"),
+        (9, 230, "plain"),
+        (3, 50, "plain"),
+    ):
+        call = product.call(num_tokens, in_features, 200, options, torch.bfloat16)
+        assert kernels_of(product, call)[-1] == KERNELS[op]
+        product.check(call, CPU)
+
+
+@each_op
+@each_form
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sums_are_those_of_a_warps_products(
-    dtype: torch.dtype, op: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, form: str, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit, where as many slices sum them: so the order of k is the same on both sides."""
-    product = Product(op)
+    product = Product(op, form)
     for in_features, out_features in ((192, 800), (256, 700)):
         call = product.call(33, in_features, out_features, "all", dtype)
         by_warpgroups = product.run(call)
@@ -72,11 +95,71 @@ def test_sums_are_those_of_a_warps_products(
 
 
 @each_op
-@pytest.mark.parametrize("options", ["plain", "all"])
-def test_a_row_of_a_warpgroup_does_not_depend_on_the_others(options: str, op: str) -> None:
-    """Nor on how many they are, or on what is not finite among them."""
+@each_form
+def test_a_cluster_of_blocks_shares_the_rows_of_a_small_weight(
+    form: str, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit as eight slices, or four, of one block sum them."""
+    product = Product(op, form)
+    columns = 64 if form == "floats" else 128  # of a chunk
+    for num_tokens, num_chunks, out_features, options in (
+        (33, 8, 64, "all"),
+        (9, 17, 50, "plain"),
+        (70, 6, 100, "plain"),
+        (1, 4, 128, "all"),
+    ):
+        call = product.call(num_tokens, num_chunks * columns, out_features, options, torch.bfloat16)
+        with emulated.counting() as counted:
+            together = product.run(call)
+        num_slices = 8 if out_features <= 64 else 4
+        assert counted[-1].name == KERNELS[op]
+        assert counted[-1].grid[0] == num_slices // 2 * -(-out_features // 64)
+        monkeypatch.setenv(TUNING, "wgmma=0")
+        assert torch.equal(product.run(call), together)
+        monkeypatch.setenv(TUNING, "wgmma=1")
+
+
+@each_op
+def test_a_cluster_multiplies_what_is_not_finite_and_ends_anywhere(op: str) -> None:
+    """Also a last chunk that is a part of one, which one block of the cluster has."""
     product = Product(op)
-    call = product.call(75, 200, 140, options, torch.bfloat16)
+    for in_features, out_features in ((500, 64), (1100, 41), (300, 90)):
+        call = product.call(20, in_features, out_features, "all", torch.bfloat16)
+        call["x"][3, 7] = torch.nan
+        assert kernels_of(product, call)[-1] == KERNELS[op]
+        product.check(call, CPU)
+
+
+def test_warpgroups_multiply_packed_rows_of_any_place_and_format() -> None:
+    """Formats in turn and rows in any order: all warps of a tile make the same products."""
+    matrix = packed_layers([[(format, 18) for format in FORMATS]], 256, size=1 / 16).unbind()[0]
+    assert matrix.table is not None
+    call = {"x": torch.randn(9, 256).bfloat16(), "weight": matrix.weight}
+    order = torch.randperm(144, generator=torch.Generator().manual_seed(1))
+    for rows in (torch.arange(144), order, order.repeat(5)):
+        call["weight_table"] = matrix.table[rows]
+        product = Product("skinny_linear", "packed")
+        assert kernels_of(product, call) == [KERNELS[product.op]]
+        product.check(call, CPU)
+
+
+@each_op
+@pytest.mark.parametrize(
+    ("options", "form", "in_features", "out_features"),
+    [
+        ("plain", "floats", 200, 140),
+        ("all", "floats", 200, 140),
+        ("plain", "floats", 520, 70),
+        ("all", "int8", 200, 140),
+        ("plain", "Q4_K", 200, 140),
+    ],
+)
+def test_a_row_of_a_warpgroup_does_not_depend_on_the_others(
+    options: str, form: str, in_features: int, out_features: int, op: str
+) -> None:
+    """Nor on how many they are, or on what is not finite among them."""
+    product = Product(op, form)
+    call = product.call(75, in_features, out_features, options, torch.bfloat16)
     call["x"][[3, 21]] = torch.nan
     call["x"][17, -1] = torch.inf
     together = product.run(call)
@@ -94,58 +177,37 @@ def test_warpgroups_multiply_where_they_can_and_tiles_suffice(
 ) -> None:
     """By the weight alone: whatever the number of rows of x."""
     product = Product(op)
-    for out_features, form, dtype, is_by_warpgroups in (
-        (129, "floats", torch.bfloat16, True),
-        (128, "floats", torch.bfloat16, False),
-        (400, "floats", torch.float32, False),
-        (400, "int8", torch.bfloat16, False),
-        (400, "Q4_1", torch.float16, False),
+    for in_features, out_features, form, dtype, is_by_warpgroups in (
+        (128, 129, "floats", torch.bfloat16, True),
+        (128, 128, "floats", torch.bfloat16, False),
+        (256, 128, "floats", torch.bfloat16, True),
+        (448, 64, "floats", torch.bfloat16, False),
+        (128, 400, "floats", torch.float32, False),
+        (128, 129, "int8", torch.bfloat16, True),
+        (384, 128, "int8", torch.bfloat16, False),
+        (128, 129, "Q4_1", torch.float16, True),
+        (384, 128, "Q4_1", torch.float16, False),
+        (128, 400, "Q4_1", torch.float32, False),
     ):
         for num_tokens in (1, 40):
-            call = product.call(num_tokens, 128, out_features, "plain", torch.float32)
+            call = product.call(num_tokens, in_features, out_features, "plain", torch.float32)
             call = coded({**call, "x": call["x"].to(dtype)}, form)
             if form == "floats":
                 call["weight"] = call["weight"].to(dtype)
             names = kernels_of(product, call)
-            assert (names[-1] == KERNELS[op]) is is_by_warpgroups, (out_features, form)
+            found = names[-1] == KERNELS[op]
+            assert found is is_by_warpgroups, (in_features, out_features, form)
     call = product.call(20, 128, 400, "plain", torch.bfloat16)
     monkeypatch.delenv(TUNING)
     assert kernels_of(product, call) == [f"{op}_kernel"]
 
 
-def test_heads_of_a_warpgroups_product_are_appended_after_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Few rows, too, which other products append themselves."""
-    results = []
-    for setting in ("wgmma=1", "wgmma=0"):
-        monkeypatch.setenv(TUNING, setting)
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(9, 128, generator=generator).bfloat16()
-        weight = torch.randn(8 * 64, 128, generator=generator).bfloat16() / 11
-        cache = torch.zeros(2, 1, 16, 2, 64, dtype=torch.bfloat16)
-        angles = torch.rand(40, 32, generator=generator)
-        call: dict[str, Any] = {
-            "x": x,
-            "weight": weight,
-            "append": AppendKv(
-                k_cache=cache[0],
-                v_cache=cache[1],
-                cos_sin=torch.cat((angles.cos(), angles.sin()), -1),
-                slot_mapping=torch.arange(9),
-                positions=torch.arange(20, 29),
-            ),
-        }
-        results.append((ops.skinny_linear(**call), cache))
-    for by_warpgroups, by_warps in zip(*results, strict=True):
-        torch.testing.assert_close(by_warpgroups, by_warps, rtol=2e-2, atol=2e-2)
-
-
 @each_op
+@pytest.mark.parametrize("form", ["floats", "int8"])
 @pytest.mark.parametrize("num_tokens", [9, 64])
-def test_a_warpgroups_weight_is_on_its_way(num_tokens: int, op: str) -> None:
+def test_a_warpgroups_weight_is_on_its_way(num_tokens: int, form: str, op: str) -> None:
     """As far as its ring promises, and read once; rows of x go to banks side by side."""
-    call = Product(op).call(num_tokens, 512, 1536, "plain", torch.bfloat16)
+    call = Product(op, form).call(num_tokens, 1024, 1536, "plain", torch.bfloat16)
     with emulated.counting(weight=call["weight"]) as counted:
         Product(op).run(call)
     (launch,) = counted
@@ -157,13 +219,16 @@ def test_a_warpgroups_weight_is_on_its_way(num_tokens: int, op: str) -> None:
 
 
 @each_op
-def test_warpgroups_wait_for_rows_that_the_kernel_ahead_writes(op: str) -> None:
+@pytest.mark.parametrize(("in_features", "out_features"), [(192, 400), (512, 64)])
+def test_warpgroups_wait_for_rows_that_the_kernel_ahead_writes(
+    in_features: int, out_features: int, op: str
+) -> None:
     product = Product(op)
-    call = product.call(20, 192, 400, "all", torch.bfloat16)
+    call = product.call(20, in_features, out_features, "all", torch.bfloat16)
     run: Callable[..., torch.Tensor] = getattr(ops, op)
     with emulated.checking_races() as checked:
         expected = run(**call, constant_weight=True)
         x = torch.empty_like(call["x"])
-        ops.skinny_linear(call["x"], torch.eye(192).bfloat16(), out=x, constant_weight=True)
+        ops.skinny_linear(call["x"], torch.eye(in_features).bfloat16(), out=x, constant_weight=True)
         assert torch.equal(run(**{**call, "x": x}, constant_weight=True), expected)
         assert checked() > 0

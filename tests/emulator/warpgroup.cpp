@@ -42,7 +42,9 @@ struct Matrix {
     address ^= (((address >> 7) - base_offset) & phases) << 4;
     address &= kAddressMask;
     const uint32_t dynamic_bytes = dynamic_shared_end() - dynamic_shared_begin();
-    return address < dynamic_bytes ? dynamic_shared_begin() + address : address - dynamic_bytes;
+    return address < dynamic_bytes
+               ? dynamic_shared_begin() + address
+               : dynamic_shared_begin() - kStaticSharedBytes + address - dynamic_bytes;
   }
 };
 
@@ -140,6 +142,7 @@ void land(Started& started) {
     }
     for (int below = 0; below < 2; ++below) {
       float& sum = product.sums[4 * n + 2 * below + i];
+      if (!product.adds) sum = 0.0f;
       for (int k = 0; k < 16; ++k) {
         const int high = k / 8, of_pair = k % 2;
         const uint32_t a = started.parts[k % 8 / 2][2 * high + below];
@@ -231,7 +234,9 @@ void wait_for_products(int pending_groups, const std::source_location& site) {
 
 uint32_t wgmma_address(uint32_t offset) {
   const uint32_t dynamic = dynamic_shared_begin();
-  return offset >= dynamic ? offset - dynamic : dynamic_shared_end() - dynamic + offset;
+  return offset >= dynamic
+             ? offset - dynamic
+             : dynamic_shared_end() - dynamic + (offset + kStaticSharedBytes - dynamic);
 }
 
 void begin_warpgroups(int num_threads) {

@@ -5,19 +5,31 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eecore.models.linear import MAX_SKINNY_ROWS, MAX_SKINNY_ROWS_ON_ADA, Linear
+from eecore.models.linear import (
+    MAX_SKINNY_ROWS,
+    MAX_SKINNY_ROWS_BY_WARPGROUPS,
+    MAX_SKINNY_ROWS_ON_ADA,
+    Linear,
+)
 from eecore.ops import AppendKv, Matrix
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("capability", "rows"),
-    [((8, 0), MAX_SKINNY_ROWS), ((8, 9), MAX_SKINNY_ROWS_ON_ADA), ((9, 0), MAX_SKINNY_ROWS)],
+    ("capability", "setting", "rows"),
+    [
+        ((8, 0), "wgmma=1", MAX_SKINNY_ROWS),
+        ((8, 9), "wgmma=1", MAX_SKINNY_ROWS_ON_ADA),
+        ((9, 0), "", MAX_SKINNY_ROWS),
+        ((9, 0), "ring_kib=64,wgmma=0", MAX_SKINNY_ROWS),
+        ((9, 0), "ring_kib=64,wgmma=1", MAX_SKINNY_ROWS_BY_WARPGROUPS),
+    ],
 )
 def test_how_many_rows_a_gpu_takes(
-    capability: tuple[int, int], rows: int, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], setting: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("EECORE_CUDA_TUNING", setting)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     linear = Linear(torch.device("cuda", 0), 1e-6)
     assert linear.max_rows == rows

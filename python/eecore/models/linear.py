@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -21,14 +22,24 @@ ADA = (8, 9)
 # The same on Ada, whose L2 cache, from which rows are read again and again, is five times as fast
 # as its memory.
 MAX_SKINNY_ROWS_ON_ADA = 64
+HOPPER = (9, 0)
+# The same on Hopper by warpgroups, for whose 64 rows of the weight the rows are read once.
+MAX_SKINNY_ROWS_BY_WARPGROUPS = 64
+
+
+def asks_for_warpgroups() -> bool:
+    """Whether ``EECORE_CUDA_TUNING`` has Hopper's warpgroups multiply."""
+    return "wgmma=1" in os.environ.get("EECORE_CUDA_TUNING", "").split(",")
 
 
 def max_skinny_rows(device: torch.device) -> int | None:
     """How many rows eecore's products take; None: any number."""
     if device.type == "cpu":
         return None
-    on_ada = device.type == "cuda" and torch.cuda.get_device_capability(device) == ADA
-    return MAX_SKINNY_ROWS_ON_ADA if on_ada else MAX_SKINNY_ROWS
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if capability == HOPPER and asks_for_warpgroups():
+        return MAX_SKINNY_ROWS_BY_WARPGROUPS
+    return MAX_SKINNY_ROWS_ON_ADA if capability == ADA else MAX_SKINNY_ROWS
 
 
 def product(x: Tensor, matrix: Matrix, **options: Any) -> Tensor:

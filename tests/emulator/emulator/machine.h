@@ -21,10 +21,11 @@ struct Index3 {
 constexpr int kNumMultiprocessors = 3;
 constexpr size_t kStaticSharedBytes = 48 * 1024;
 constexpr size_t kMaxDynamicSharedBytes = 227 * 1024;
-constexpr int kMaxThreads = 1024;
+constexpr int kMaxThreads = 1024;  // of a block, and of all blocks of a cluster
 int capability();
 
-// Numbers of the running thread, within its warp and within its block.
+// Numbers of the running thread, within its warp and within its block; the blocks of a cluster run
+// together, and their threads are numbered on.
 int lane();
 int thread_number();
 
@@ -35,6 +36,9 @@ int thread_number();
 // One that does not wait has only arrived.
 void come_to_barrier(int id, int num_threads, bool waits, const char* what,
                      const std::source_location& site);
+
+// The barrier of all threads of a cluster.
+void come_to_cluster_barrier(const std::source_location& site);
 
 // An exchange between the lanes of a mask: each lane gives `bytes` (at most kMaxGift) and gets the
 // gifts of all 32 lanes, one after the other, once all lanes of the mask have arrived.
@@ -60,6 +64,8 @@ unsigned char* read_shared(uint32_t offset, size_t bytes);   // checks, marks as
 unsigned char* write_shared(uint32_t offset, size_t bytes);  // checks, marks as written
 // The same for an atomic, which does not conflict with other atomics.
 unsigned char* change_shared(uint32_t offset, size_t bytes);
+// The same place in block `rank` of the cluster, which must have begun and not ended.
+uint32_t place_in_cluster(uint32_t offset, int rank);
 
 // The async proxy's reads for `what`, by the running thread: from the start of one to its end
 // nobody may write there. Threads that wrote there must have fenced since.
@@ -86,6 +92,7 @@ struct LaunchConfig {
   Index3 grid, block;
   size_t dynamic_shared_bytes = 0;
   bool starts_early = false;
+  unsigned cluster = 1;  // blocks of a cluster, adjacent in x
 };
 void launch(const LaunchConfig& config, const std::function<void()>& body);
 

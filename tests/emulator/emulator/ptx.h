@@ -254,12 +254,23 @@ void wgmma_wait(Sums&, Parts&, EMULATOR_SITE) {
   ::emulator::wait_for_products(kPending, site);
 }
 
-template <typename T, int kTiles>
+template <typename T, bool kAdds = true, int kTiles>
 void wgmma_m64k16(WgmmaSums<kTiles>& sums, WgmmaPart& a, uint64_t matrix, EMULATOR_SITE) {
   static_assert(kTiles == 1 || kTiles == 2 || kTiles == 4 || kTiles == 8);
   static_assert(std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>);
-  ::emulator::start_product({&sums, sums.values(), kTiles, &a, a.values(), matrix, half_of<T>},
-                            site);
+  ::emulator::start_product(
+      {&sums, sums.values(), kTiles, kAdds, &a, a.values(), matrix, half_of<T>}, site);
+}
+
+// ---- Clusters ----
+
+inline void cluster_sync(EMULATOR_SITE) { ::emulator::come_to_cluster_barrier(site); }
+template <typename T>
+Pack<T> cluster_load16(const ::emulator::Shared<T>& from, int rank) {
+  Pack<T> pack;
+  const uint32_t place = ::emulator::place_in_cluster(from.checked(16, 16), rank);
+  std::memcpy(&pack, ::emulator::read_shared(place, 16), 16);
+  return pack;
 }
 
 // ---- Programmatic dependent launch ----

@@ -68,6 +68,7 @@ struct WgmmaProduct {
   WgmmaRegisters* sum_registers;
   float* sums;  // four of each 8 columns
   int num_tiles;
+  bool adds;  // to what the sums are
   WgmmaRegisters* part_registers;
   const uint32_t* part;
   uint64_t matrix;                             // descriptor
