@@ -25,6 +25,7 @@ BENCHMARKS = {
     "draft-peers": "bench.exits.draft_peers",
     "auto": "bench.exits.auto",
     "replay": "bench.exits.replay",
+    "late": "bench.exits.late",
     "trees": "bench.exits.trees",
     "intents": "bench.intents.intents",
     "loops": "bench.depth.loops",

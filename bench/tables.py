@@ -30,6 +30,7 @@ WITH_REPORTS = (
     "exits.draft_peers",
     "exits.auto",
     "exits.replay",
+    "exits.late",
     "exits.trees",
     "intents.intents",
     "calm.tables",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import eecore
+from bench.exits import late as bench_late
 from bench.exits import replay as bench_replay
 from bench.harness.replay import Answer, RoundTimes, new_planner, play
 from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
@@ -151,3 +152,26 @@ def test_rounds_of_all_sorts_are_timed_and_played(model: eecore.Model) -> None:
     best, what = bench_replay.best_same(answers(8, right=0.9), times(0.01), 4, 40, 24)
     assert best > 1.5
     assert " @ " in what
+
+
+def test_drafts_of_a_round_in_flight_go_on_after_what_it_verifies() -> None:
+    repeated = [5, 6, 7, 8, 9, 10, 11, 12] * 6
+    answer = Answer([1, 2, 3, *repeated[:8]], repeated, ())
+    known, late = (bench_late.replayed(answer, 4, late=late) for late in (False, True))
+    assert known.accepted == late.accepted == known.drafted == late.drafted  # all drafts are right
+    assert known.rounds + known.accepted == late.rounds + late.accepted == len(repeated) - 1
+    # Where the repetition begins again at another place, the round in flight was guessed wrongly.
+    broken = Answer(answer.prompt, [*repeated[:20], *repeated[:20]], ())
+    known, late = (bench_late.replayed(broken, 4, late=late) for late in (False, True))
+    assert late.accepted < known.accepted
+    assert late.rounds > known.rounds
+
+
+def test_answers_that_are_replayed_are_those_of_full_depth(model: eecore.Model) -> None:
+    prompts = random_prompts(6, 5)
+    answers = bench_late.answers_of(model, prompts, 12)
+    expected = eecore.generate(model, prompts, exit="full", max_tokens=12)
+    assert [list(each.tokens) for each in answers] == [each.token_ids for each in expected]
+    rows = bench_late.rows_of("chat", answers, model.config.num_layers)
+    assert [row["late"] for row in rows] == [False, True]
+    assert all(row["tokens_per_round"] >= 1.0 for row in rows)
