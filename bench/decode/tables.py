@@ -68,7 +68,7 @@ def full(result: dict[str, Any]) -> str:
         "tokens/s of all sequences together, best round (32 tokens for each of several "
         "sequences); of ceiling: the rate of reading the weights over the read bandwidth measured "
         "in the same rounds (above 1 if a large L3 holds some of the weights); eecore is: its "
-        "speed-up at equal bits."
+        "speed-up at equal bits. `python -m bench decode`"
     )
     return "\n\n".join([about, markdown_table(head, lines, text_columns=3), notes(result)])
 

@@ -38,7 +38,8 @@ def short(result: Row) -> str:
             drafts = [row for row in of_batch if row["acceptance"] is not None]
             line += [cell(found[-1]) if found else "" for found in (exits, drafts)]
         lines.append(line)
-    return f"{SHORT_LEAD}\n\n{markdown_table(head, lines, text_columns=2)}"
+    table = markdown_table(head, lines, text_columns=2)
+    return f"{SHORT_LEAD}\n\n{table}\n\n`python -m bench depth`"
 
 
 SHORT_LEAD = (

@@ -55,7 +55,8 @@ def short(result: dict[str, Any]) -> str:
         ]
         for row in chosen
     ]
-    return f"{SHORT_LEAD}\n\n{markdown_table(head, lines)}"
+    command = f"`python -m bench intents --count {result['utterances']}`"
+    return f"{SHORT_LEAD}\n\n{markdown_table(head, lines)}\n\n{command}"
 
 
 SHORT_GROUPS = (
