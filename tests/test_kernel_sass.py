@@ -318,7 +318,7 @@ def test_warpgroups_widen_numbers_two_at_a_time(kernels: dict[str, Code]) -> Non
         if match[2] not in (INT8, PACKED):
             continue
         m_tiles = 2 if match[1] == "gated" else 1
-        pairs = 32 if match[2] == INT8 else 8 * 5  # of a part of A, of a group's
+        pairs = 4 * 4 if match[2] == INT8 else 8 * 5  # of four products, of a group's
         loop = code.lines[: last_of(code, "HGMMA")]
         operands = [line.operands.split(", ") for line in loop if line.name == "PRMT"]
         assert sum(bool(SPREADS & set(those)) for those in operands) >= pairs * m_tiles

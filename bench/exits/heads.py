@@ -34,6 +34,7 @@ from eecore.models import (
     KVCache,
     LlamaModel,
     PassHead,
+    Positions,
     SeenKeys,
     allocate_cache,
 )
@@ -83,7 +84,8 @@ def calls(model: eecore.Model, rows: int) -> dict[str, Callable[[], Any]]:
         keys = kv.of_head
         assert keys is not None
         keys.k.zero_(), keys.v.zero_()
-        made["keys"] = lambda: head.fill(head.begin(states), tokens, where.int(), keys, batch)
+        positions = Positions(tokens, where.int(), batch)
+        made["keys"] = lambda: head.fill(head.begin(states), positions, keys)
     return made
 
 

@@ -116,7 +116,7 @@ def markdown(result: Figures) -> str:
     return f"{markdown_table(columns, lines, text_columns=1)}\n\n{about}"
 
 
-REPORTS = (Report("late", {"late": markdown}, {"rows": ("kind", "late")}),)
+REPORTS = (Report("late", {"rounds in flight": markdown}, {"rows": ("kind", "late")}),)
 
 
 def main(words: Sequence[str]) -> None:

