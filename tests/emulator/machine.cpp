@@ -194,7 +194,7 @@ struct Block {
   uint32_t now = 1, last_barrier = 0;  // of all threads
   // When the first warp last waited in a barrier that the second had come to.
   std::array<std::array<uint32_t, kMaxWarps>, kMaxWarps> waited_for_warp;
-  // Shared memory of one member after the other: static arrays first, dynamic memory behind them.
+  // Shared memory of one member after the other: static arrays first, then dynamic memory.
   uint32_t member_bytes = 0;
   std::vector<unsigned char> shared;
   std::vector<Shadow> shadow;
