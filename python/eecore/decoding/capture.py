@@ -36,6 +36,10 @@ class RunProgram(ABC):
     """Whether a run returns before the device has done it, so that the next run can be launched
     before the outcome of this one is known.
     """
+    captures_chunks = False
+    """Whether chunks of prompts run as programs too, padded to a few sizes: where each call costs
+    the host more than padding costs the device.
+    """
 
     @property
     def captures(self) -> list[Capture]:
@@ -119,7 +123,7 @@ class Graphs(_Capturing):
         RuntimeError: torch is set to another CUDA allocator than its native one.
     """
 
-    returns_early = True
+    returns_early = captures_chunks = True
     # While a graph allocates memory no pool may be deleted, or torch ends the process. Pools are
     # deleted with engines, also in other threads, and by the garbage collector.
     _alone = threading.RLock()

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from eecore.decoding.capture import Capture, RunProgram
+from eecore.decoding.chunk_pass import ChunkKind, ChunkPass, ChunkRows
 from eecore.decoding.draft_kind import DraftKind, draft_kind
 from eecore.decoding.draft_step import DraftStep
 from eecore.decoding.exit_step import ExitKind, ExitStep, exit_kind
-from eecore.decoding.memory import HostSide
+from eecore.decoding.memory import Array, HostSide
 from eecore.decoding.prefill import Prefill, encode
 from eecore.decoding.sampling import follows_text, needs_logits
 from eecore.models import KeyedHead, KVCache, Network
@@ -34,6 +35,15 @@ from eecore.scheduling.sequence import Sequence, SequenceStatus
 MAX_PROGRAMS = 256
 # Bytes that the kept programs hold together.
 MAX_PROGRAM_BYTES = 1 << 29
+
+Kind = ExitKind | DraftKind | ChunkKind
+AnyProgram = ExitStep | DraftStep | ChunkPass
+PROGRAMS: dict[type[Kind], Any] = {
+    ExitKind: ExitStep,
+    DraftKind: DraftStep,
+    ChunkKind: ChunkPass,
+}
+"""The program of each kind."""
 
 
 @dataclass(eq=False)
@@ -104,6 +114,7 @@ class Iterations:
         model.prepare(kv)
         self.ahead = run.returns_early if ahead is None else ahead
         self.run = run
+        self._run_chunk = self._run_by_size if run.captures_chunks else None
         self.planner = Planner(model, torch.get_num_threads(), history_tokens, ahead=self.ahead)
         # Works that were planned and could not be launched, and their rows.
         self._planned: tuple[list[Work], list[Row]] | None = None
@@ -112,8 +123,8 @@ class Iterations:
         self._drafted: dict[bool, DraftStep] = {}
         # The end of the last iteration, and the sequences that decoded in it.
         self._ended: tuple[float, list[Sequence]] | None = None
-        self._programs: OrderedDict[ExitKind | DraftKind, ExitStep | DraftStep] = OrderedDict()
-        self._program_bytes: dict[ExitKind | DraftKind, int] = {}
+        self._programs: OrderedDict[Kind, AnyProgram] = OrderedDict()
+        self._program_bytes: dict[Kind, int] = {}
 
     @property
     def captures(self) -> list[Capture]:
@@ -157,7 +168,15 @@ class Iterations:
         unread = [work.sequence for work in prompts if work.sequence.tokens_to_encode]
         if unread:
             encode(self.model, self.kv, unread)
-        return Prefill(self.model, self.kv, prompts).run()
+        return Prefill(self.model, self.kv, prompts, self._run_chunk).run()
+
+    def _run_by_size(self, kind: ChunkKind, token_ids: Array, rows: ChunkRows) -> ChunkPass:
+        """Run the layers of prompts' chunks by the program of their size, and return it."""
+        program: ChunkPass = self._program(kind)
+        program.load(token_ids, rows)
+        self.run(program)
+        self._keep(program)
+        return program
 
     def _run_family(self, family: list[Row], since: float | None) -> list[Outcome]:
         """Run the program that these rows share, and learn from it.
@@ -281,11 +300,7 @@ class Iterations:
             self._last = step
         else:
             self._drafted[step.kind.drafts_ahead] = step
-        is_first = not step.has_run
-        if is_first:
-            step.has_run = True
-            self._program_bytes[step.kind] = step.num_bytes + self.run.num_bytes(step)
-            self._forget_programs()
+        is_first = self._keep(step)
         is_planned = any(map(_is_planned, rows)) if after is None else after.is_planned
         return Flight(step, rows, step.fetch(), is_first, is_planned)
 
@@ -310,16 +325,24 @@ class Iterations:
             families.setdefault((row.route.path, keeps), []).append(row)
         return [rows] if len(families) == 1 else list(families.values())
 
-    def _program(self, kind: ExitKind | DraftKind) -> ExitStep | DraftStep:
+    def _program(self, kind: Kind) -> Any:
         """The program of a kind, which is made when it is first needed."""
         program = self._programs.get(kind)
         if program is None:
-            make: Any = ExitStep if isinstance(kind, ExitKind) else DraftStep
             with torch.inference_mode():
-                program = self._programs[kind] = make(self.model, self.kv, kind)
+                program = self._programs[kind] = PROGRAMS[type(kind)](self.model, self.kv, kind)
             self._forget_programs()
         self._programs.move_to_end(kind)
         return program
+
+    def _keep(self, program: AnyProgram) -> bool:
+        """Count the memory of a program after its first run; returns whether this was the first."""
+        if program.has_run:
+            return False
+        program.has_run = True
+        self._program_bytes[program.kind] = program.num_bytes + self.run.num_bytes(program)
+        self._forget_programs()
+        return True
 
     @property
     def program_bytes(self) -> int:

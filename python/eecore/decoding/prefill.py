@@ -7,6 +7,7 @@ that arrives changes nothing for requests that decode.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isnan
 
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from eecore.decoding.chunk_pass import ChunkKind, ChunkPass, ChunkRows, chunk_kind
 from eecore.decoding.control import OnHost
 from eecore.decoding.head_drafts import HeadKeys
 from eecore.decoding.heads import GREEDY, LOGITS, Heads, HeadWork, head_fields
@@ -49,6 +51,8 @@ from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
 Int64Array = npt.NDArray[np.int64]
+RunChunk = Callable[[ChunkKind, Array, ChunkRows], ChunkPass]
+"""Runs a program for tokens and their rows, and returns it with its results."""
 
 
 def encode(model: Network, kv: KVCache, sequences: list[Sequence]) -> None:
@@ -98,10 +102,22 @@ class _Chunk:
 
 
 class Prefill:
-    """One pass over the chunks of some sequences, rows sorted by sequence, then by position."""
+    """One pass over the chunks of some sequences, rows sorted by sequence, then by position.
 
-    def __init__(self, model: Network, kv: KVCache, works: list[Work]) -> None:
-        self._model, self._kv = model, kv
+    Args:
+        works: the chunks, one of each sequence.
+        run_chunk: runs the layers as a program of rounded sizes, where that pays; None: they are
+            always called one by one.
+    """
+
+    def __init__(
+        self,
+        model: Network,
+        kv: KVCache,
+        works: list[Work],
+        run_chunk: RunChunk | None = None,
+    ) -> None:
+        self._model, self._kv, self._run_chunk = model, kv, run_chunk
         self._exit_layers = model.config.exit_layers
         self._chunks = [self._chunk(work) for work in works]
         chunks = self._chunks
@@ -185,13 +201,19 @@ class Prefill:
     def _layers(self) -> Tensor:
         """Run the layers; [num_rows, hidden_size]: each row's state when it exits."""
         model, kv = self._model, self._kv
-        hidden = model.embed(self._tensor(self._tokens))
         stops = sorted(set(self._depths.tolist()))
         active = np.arange(len(self._tokens))
+        if self._run_chunk is not None and len(stops) == 1:
+            rows = self._rows(active)
+            kind = chunk_kind(model.config, rows, stops[0], self._taps)
+            if kind is not None:
+                return self._by_program(self._run_chunk(kind, self._tokens, rows))
+        hidden = model.embed(self._tensor(self._tokens))
         final = hidden
         for begin, end in itertools.pairwise([0, *stops]):
             taps = tuple(tap for tap in self._taps if begin < tap <= end)
-            hidden, tapped = tapped_layers(model, begin, end, taps, hidden, kv, self._batch(active))
+            batch = self._batch(self._rows(active))
+            hidden, tapped = tapped_layers(model, begin, end, taps, hidden, kv, batch)
             for tap, state in zip(taps, tapped, strict=True):
                 self._tapped[tap] = self._of_deep(state, active)
             exits = self._depths[active] == end
@@ -206,6 +228,14 @@ class Prefill:
             hidden = hidden[self._tensor(np.flatnonzero(~exits))]
             active = active[~exits]
         return final
+
+    def _by_program(self, program: ChunkPass) -> Tensor:
+        """The rows' states after a program has run them, all to the same depth."""
+        every = np.arange(len(self._tokens))
+        hidden, *tapped = (each[: len(every)] for each in (program.hidden, *program.tapped))
+        self._tapped = dict(zip(self._taps, tapped, strict=True))
+        self._fill(every, hidden, program.kind.depth)
+        return hidden
 
     def _of_deep(self, state: Tensor, active: Int64Array) -> Tensor:
         """The states of the rows that run through all layers."""
@@ -232,7 +262,7 @@ class Prefill:
         keys.fill(
             [self._tapped[tap] for tap in self._taps],
             self._tensor(np.array(following, dtype=np.int64)[deep]),
-            self._batch(deep),
+            self._batch(self._rows(deep)),
             self._tensor(starts) if len(starts) else None,
         )
 
@@ -255,26 +285,33 @@ class Prefill:
             states, positions = final[self._tensor(index)], self._tensor(self._positions[index])
             self._model.fill_kv(states, ends, self._kv, positions, slots)
 
-    def _batch(self, index: Int64Array) -> AttentionBatch:
+    def _rows(self, index: Int64Array) -> ChunkRows:
         """The rows ``index``, ascending: one ragged entry per run of consecutive positions."""
         positions, sequence = self._positions[index], self._sequence[index]
         breaks = (sequence[1:] != sequence[:-1]) | (positions[1:] != positions[:-1] + 1)
         starts = np.concatenate(([0], np.flatnonzero(breaks) + 1, [len(index)]))
         owners = sequence[starts[:-1]]
-        cross = None
-        if self._cross is not None:
-            cross = CrossBatch(*(self._tensor(array[owners]) for array in self._cross))
-        queries, keys = np.diff(starts), positions[starts[1:] - 1] + 1
-        chunks = None
-        if len(index) and queries.min() >= MIN_QUERIES:
-            chunks = Chunks(tuple(queries.tolist()), tuple(keys.tolist()))
+        return ChunkRows(
+            positions,
+            self._slots[index],
+            self._page_table[owners],
+            (positions[starts[1:] - 1] + 1).astype(np.int32),
+            starts.astype(np.int32),
+            None if self._cross is None else (self._cross[0][owners], self._cross[1][owners]),
+        )
+
+    def _batch(self, rows: ChunkRows) -> AttentionBatch:
+        """The rows on the device, with the chunks' lengths where these are long."""
+        queries, chunks = np.diff(rows.starts), None
+        if len(queries) and queries.min() >= MIN_QUERIES:
+            chunks = Chunks(tuple(queries.tolist()), tuple(rows.lens.tolist()))
         return AttentionBatch(
-            positions=self._tensor(positions),
-            slot_mapping=self._tensor(self._slots[index]),
-            page_table=self._tensor(self._page_table[owners]),
-            seq_lens=self._tensor(keys.astype(np.int32)),
-            query_start_loc=self._tensor(starts.astype(np.int32)),
-            cross=cross,
+            positions=self._tensor(rows.positions),
+            slot_mapping=self._tensor(rows.slots),
+            page_table=self._tensor(rows.page_table),
+            seq_lens=self._tensor(rows.lens),
+            query_start_loc=self._tensor(rows.starts),
+            cross=None if rows.cross is None else CrossBatch(*map(self._tensor, rows.cross)),
             chunks=chunks,
         )
 
