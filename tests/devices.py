@@ -109,12 +109,15 @@ def check_logprobs(got: eecore.Output, expected: eecore.Output) -> None:
 
 
 def as_on_cuda(model: eecore.Model) -> eecore.Model:
-    """The model on the CUDA path in the CPU's memory: single ops, rows masked, call by call."""
+    """The model on the CUDA path in the CPU's memory: single ops, rows masked, prompts padded as in
+    a graph, call by call.
+    """
     of_head = getattr(model.network.draft_head, "_layers", None)  # of a head with layers
     for network in (model.network, *([] if of_head is None else [of_head])):
         network.calls_single_ops = True
         network.linear.max_rows = MAX_SKINNY_ROWS
     model.run_program = CallByCall()
+    model.run_program.captures_chunks = True
     return model
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import emulated
+from eecore.decoding.capture import Capture, _Capturing
+from eecore.decoding.control import Always, OnHost, Program
 
 NULL = ctypes.c_void_p(None)
 
@@ -105,3 +108,61 @@ def take_captured() -> list[str]:
     text = ctypes.create_string_buffer(1 << 20)
     call("take_captured", text, len(text))
     return [name.partition("<")[0] for name in text.value.decode().splitlines()]
+
+
+class InEmulatedGraph(OnHost):
+    """Makes every decision an IF node of the emulated graph under capture."""
+
+    def __init__(self, stream: ctypes.c_void_p) -> None:
+        self._stream = stream
+
+    def condition(self, flag: Tensor) -> int | None:  # noqa: ARG002
+        return new_condition(self._stream)
+
+    def unless(self, flag: Tensor, body: Callable[[], None], condition: int | None = None) -> None:
+        with only_when(self._stream, flag, when=False, condition=condition):
+            body()
+
+
+class Allocated(TorchDispatchMode):
+    """Keeps the memory that is allocated during a capture, as a pool of a GPU does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.kept.append(result)
+        return result
+
+
+class EmulatedGraphs(_Capturing):
+    """Runs programs, of whose calls all are eecore's, as emulated graphs, like ``Graphs``."""
+
+    captures_chunks = True
+
+    def __init__(self, stream: ctypes.c_void_p) -> None:
+        super().__init__()
+        self._stream = stream
+        self.launched: list[Program] = []
+
+    def __call__(self, program: Program) -> None:
+        self.launched.append(program)
+        super().__call__(program)
+
+    def _capture(self, program: Program) -> Capture:
+        program.run(Always())  # a capture loads no kernel
+        program.send()
+        graph = Graph(self._stream)
+        with Allocated() as allocated:
+            program.run(InEmulatedGraph(self._stream))
+        graph.end()
+
+        def launch() -> None:
+            assert allocated.kept
+            graph.launch()
+
+        return Capture(launch, 0.0, 0)

@@ -37,7 +37,7 @@ from bench.gpu.trace import iteration, model_without_memory
 from bench.harness.results import Report
 from eecore import ops
 from eecore.config import ModelConfig, RopeConfig
-from eecore.decoding.capture import CallByCall, run_program_on
+from eecore.decoding.capture import CallByCall, RunProgram, run_program_on
 from eecore.models import LlamaModel, LlamaWeights
 from eecore.models.weights import NewWeights
 
@@ -123,8 +123,11 @@ class Bench:
             max_num_seqs=self.batch,
             max_batch_tokens=self.batch * PROMPT,
         )
-        run = CallByCall() if way == "calls" else run_program_on(self.model.device)
-        return eecore.Engine(self.model, None, config, run=run)
+        return eecore.Engine(self.model, None, config, run=self.run_by(way))
+
+    def run_by(self, way: str) -> RunProgram:
+        """The way to run programs: ``captured`` or call by call."""
+        return run_program_on(self.model.device) if way == "captured" else CallByCall()
 
     def run(self, engine: eecore.Engine, policy: Any) -> tuple[float, list[eecore.Output]]:
         """Seconds from the last request's first token to the last token, and the outputs."""
@@ -208,15 +211,16 @@ class Bench:
             "launch_seconds": statistics.median(launches),
         }
 
-    def first_token(self, length: int) -> float:
-        """Seconds from a prompt of ``length`` tokens to its first token, the median over rounds."""
+    def first_token(self, length: int, way: str) -> dict[str, Any]:
+        """Seconds from a prompt of ``length`` tokens to its first token, the median over rounds
+        after one that captures.
+        """
         config = eecore.EngineConfig(
             kv_cache_tokens=self.batch * (length + 32),
             max_num_seqs=self.batch,
             max_batch_tokens=max(self.batch * length, 2048),
         )
-        run = run_program_on(self.model.device)
-        engine = eecore.Engine(self.model, None, config, run=run)
+        engine = eecore.Engine(self.model, None, config, run=self.run_by(way))
         generator = torch.Generator().manual_seed(1)
         sampling = eecore.SamplingParams(max_tokens=1, ignore_eos=True)
         times = []
@@ -229,7 +233,7 @@ class Bench:
             list(engine.run())
             self._wait()
             times.append(time.perf_counter() - begin)
-        return statistics.median(times[1:])
+        return {"seconds_to_first_token": statistics.median(times[1:])} | captures_of(engine)
 
     def _wait(self) -> None:
         if self.model.device.type == "cuda":
@@ -259,11 +263,19 @@ class Bench:
             row |= limit_of(row)
         if self.model.device.type == "cuda":
             row["host_syncs_per_iteration"] = self.host_syncs(engine, policy)
-        if engine.captures:
-            row["captures"] = len(engine.captures)
-            row["capture_seconds"] = sum(capture.seconds for capture in engine.captures)
-            row["capture_bytes"] = sum(capture.num_bytes for capture in engine.captures)
-        return row
+        return row | captures_of(engine)
+
+
+def captures_of(engine: eecore.Engine) -> dict[str, Any]:
+    """The number of an engine's captures, their seconds and bytes; empty where there are none."""
+    held = engine.captures
+    if not held:
+        return {}
+    return {
+        "captures": len(held),
+        "capture_seconds": sum(capture.seconds for capture in held),
+        "capture_bytes": sum(capture.num_bytes for capture in held),
+    }
 
 
 def limit_of(row: dict[str, Any]) -> dict[str, Any]:
@@ -336,13 +348,17 @@ def mode_rows(bench: Bench, kept: Kept, model: str, ways: Sequence[str]) -> None
 def prompt_rows(bench: Bench, kept: Kept, model: str, peers: Path | None = None) -> None:
     """Measure the time to the first token, one prompt at a time.
 
-    With the model's ``prompt_attention``, if it has one, and with eecore's own attention; beside
-    the static graph in a file of ``bench gpu-peers``.
+    On a GPU with chunks captured by size, and call by call: with the model's ``prompt_attention``,
+    if it has one, and with eecore's own attention. Beside the static graph in a file of
+    ``bench gpu-peers``.
     """
     found = (figures_of(peers) or {}).get("rows", ())
     graphs = {row["case"]: row for row in found if (row["part"], row["model"]) == ("model", model)}
     best = bench.model.prompt_attention
-    ways = [("eecore", None)] if best is None else [(best.name, best), ("eecore", None)]
+    ways = [("captured", best)]
+    if bench.model.device.type == "cuda":
+        others = {"eecore": None} if best is None else {best.name: best, "eecore": None}
+        ways += [(f"calls, attention by {name}", each) for name, each in others.items()]
     for length, (way, attention) in itertools.product(FIRST_TOKENS, ways):
         mode = f"first token of {length}"
         case = {"model": model, "batch": bench.batch, "mode": mode, "way": way}
@@ -350,7 +366,7 @@ def prompt_rows(bench: Bench, kept: Kept, model: str, peers: Path | None = None)
             continue
         bench.model.prompt_attention = attention
         try:
-            row = {"seconds_to_first_token": bench.first_token(length)}
+            row = bench.first_token(length, way)
             if "microseconds" in graphs.get(mode, ()):
                 row["of_peer"] = 1e6 * row["seconds_to_first_token"] / graphs[mode]["microseconds"]
         except Exception as error:
@@ -511,7 +527,7 @@ def short(result: dict[str, Any]) -> str:
         "confident exit there | self-speculation |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for model, batch in dict.fromkeys(key[:2] for key in rows):
+    for model, batch in dict.fromkeys(key[:2] for key in rows if key[2] == "full"):
         full = rows[model, batch, "full"]
         cells = [f"{full['seconds_per_iteration'] * 1e3:.2f}", f"{full['of_bandwidth']:.0%}"]
         for mode in ("fixed exit", "confident exit", "self-speculation"):

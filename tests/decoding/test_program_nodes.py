@@ -23,6 +23,7 @@ from eecore import DraftAndVerify, SamplingParams
 from eecore.decoding.capture import CallByCall
 from eecore.decoding.control import OnHost, Program
 from head_packs import write_pack
+from tiny_models import random_prompts
 from tripwire import Fault
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,6 +31,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MEMORY = {"empty", "empty_like", "new_empty", "empty_strided"}  # of the pool of the capture
 VIEWS = {"view", "slice", "select", "split_with_sizes", "unbind", "unsqueeze", "detach", "alias"}
 VIEWS |= {"as_strided", "_unsafe_view", "expand", "squeeze", "t", "transpose", "permute"}
+PRODUCTS = {"mm", "addmm", "_fused_rms_norm", "silu", "mul_", "add_"}
+"""Kernels of torch, which wait for nothing on the host."""
 
 
 class Nodes(TorchDispatchMode):
@@ -112,6 +115,22 @@ def test_programs_are_ops_of_eecore(
     assert ("eecore.exit_rows" in in_bodies or "eecore.append_drafts" in in_bodies) is (
         mode not in ("full", "fixed", "lookup", "head")
     )
+
+
+@pytest.mark.parametrize("length", [9, 70])
+def test_chunks_of_prompts_are_ops_of_eecore_and_products(model: eecore.Model, length: int) -> None:
+    """Only chunks of more rows than eecore's products take have torch's kernels."""
+    run = Watched()
+    run.captures_chunks = True
+    engine = eecore.Engine(model.network, model.tokenizer, model.engine_config, run=run)
+    sampling = SamplingParams(max_tokens=1)
+    for prompt in random_prompts(length, length):
+        engine.add_request(prompt, exit="full", sampling=sampling)
+    assert [step.output for step in engine.run() if step.output is not None]
+    assert ("eecore.paged_attention", 0) in run.nodes.seen
+    found = others(run.nodes)
+    assert found <= MEMORY | VIEWS | (PRODUCTS if length > 16 else set())
+    assert bool(found & PRODUCTS) is (length > 16)
 
 
 def others(nodes: Nodes) -> set[str]:

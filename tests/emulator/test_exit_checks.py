@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 from test_confident_exit import linear_classifier, mlp_classifier
 from test_exit_rows import LAYER, Point, measure_of
-from torch import Tensor
 
 import eecore
 import emulated
 from devices import as_on_cuda, engine_of
 from eecore import ConfidentExit, FixedExit, Full, SamplingParams, SelfSpeculative, ops
 from eecore.decoding.capture import CallByCall
-from eecore.decoding.control import Always, OnHost, Program
+from eecore.decoding.control import Always, Program
 from eecore.exits import Exit
-from emulated_graphs import Graph, new_condition, new_stream, only_when, take_captured
+from emulated_graphs import Graph, InEmulatedGraph, new_stream, take_captured
 from tiny_models import random_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,20 +38,6 @@ CHECKS: dict[str, tuple[Exit, list[str]]] = {
     ),
     "fixed": (FixedExit(2), ["exit_rows_kernel"]),
 }
-
-
-class InEmulatedGraph(OnHost):
-    """Makes every decision an IF node of the emulated graph under capture."""
-
-    def __init__(self, stream: ctypes.c_void_p) -> None:
-        self._stream = stream
-
-    def condition(self, flag: Tensor) -> int | None:  # noqa: ARG002
-        return new_condition(self._stream)
-
-    def unless(self, flag: Tensor, body: Callable[[], None], condition: int | None = None) -> None:
-        with only_when(self._stream, flag, when=False, condition=condition):
-            body()
 
 
 class Captured(CallByCall):

@@ -18,6 +18,7 @@ from eecore.decoding.control import Control
 from eecore.decoding.memory import (
     Array,
     Field,
+    HostSide,
     TwinMemory,
     cross_batch,
     cross_fields,
@@ -114,6 +115,7 @@ class ChunkPass:
     has_run = False
     hidden: Tensor
     tapped: list[Tensor]
+    _host: HostSide
 
     def __init__(self, model: Network, kv: KVCache, kind: ChunkKind) -> None:
         self.kind = kind
@@ -130,7 +132,6 @@ class ChunkPass:
         }
         self._given = TwinMemory(model.device, fields)
         self.num_bytes = self._given.num_bytes
-        self._host = self._given.host()
         given = self._given.device
         names = ("positions", "slots", "page_table", "lens", "starts")
         self._batch = AttentionBatch(*(given[name] for name in names), cross_batch(given))

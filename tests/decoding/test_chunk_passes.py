@@ -1,0 +1,270 @@
+"""Chunks of prompts as programs of rounded sizes: padding changes nothing, replays are cheap."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import eecore
+import emulated
+from bench.gpu.decode import model_config
+from devices import as_on_cuda, engine_of
+from eecore import Engine, EngineConfig, FixedExit, Full, SamplingParams
+from eecore.decoding import chunk_pass, iterate
+from eecore.decoding.capture import CallByCall, Capture, RunProgram, _Capturing
+from eecore.decoding.chunk_pass import ChunkPass, ChunkRows, chunk_kind, rounded_tokens
+from eecore.decoding.control import Always, Program
+from eecore.exits import Exit
+from emulated_graphs import EmulatedGraphs, new_stream
+from tiny_models import random_prompts, write_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+UNUSED = 7.0
+"""The content of slots to which nothing is written."""
+
+
+class Exact(CallByCall):
+    """Runs chunks without padding."""
+
+
+class Padded(CallByCall):
+    """Runs chunks as programs, call by call."""
+
+    captures_chunks = True
+
+    def __init__(self) -> None:
+        self.chunks: list[ChunkPass] = []
+
+    def __call__(self, program: Program) -> None:
+        if isinstance(program, ChunkPass):
+            self.chunks.append(program)
+        super().__call__(program)
+
+
+def engine_with(model: eecore.Model, run: RunProgram, **settings: Any) -> Engine:
+    """An engine whose cache has a known content."""
+    engine = engine_of(model, EngineConfig(kv_cache_tokens=512, **settings), run=run)
+    for cache in (engine.kv.k, engine.kv.v):
+        cache.fill_(UNUSED)
+    return engine
+
+
+def scored(
+    engine: Engine, prompts: list[list[int]], policy: Exit | None = None
+) -> list[list[float]]:
+    """The log-probabilities of prompts of one batch, and of the token after each."""
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, logprobs=0, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(prompt, exit=policy or Full(), sampling=sampling, request_id=str(i))
+    done = {step.request_id: step.output for step in engine.run() if step.output is not None}
+    found = []
+    for i in range(len(prompts)):
+        output = done[str(i)]
+        assert output is not None
+        entries = [entry for entry in output.prompt_logprobs or () if entry is not None]
+        assert len(entries) == len(prompts[i]) - 1
+        found.append([*(entry.logprob for entry in entries), *(output.logprobs or ())])
+    return found
+
+
+@pytest.fixture
+def on_cuda(tiny_directory: Path) -> eecore.Model:
+    """The tiny model on the CUDA path, by the ops of the CPU."""
+    return as_on_cuda(eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512))
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedGraphs]:
+    emulated.route(monkeypatch)
+    with new_stream() as stream:
+        made = EmulatedGraphs(stream)
+        yield made
+        made._captures.clear()  # before their stream
+
+
+# Sizes
+
+
+def test_sizes_are_few_and_padding_is_bounded() -> None:
+    sizes = [rounded_tokens(count) for count in range(1, chunk_pass.MAX_TOKENS + 1)]
+    assert sizes == sorted(sizes)
+    assert all(size >= count for count, size in enumerate(sizes, start=1))
+    assert [rounded_tokens(size) for size in dict.fromkeys(sizes)] == list(dict.fromkeys(sizes))
+    assert len(set(sizes)) == 18
+    assert max(size / count for count, size in enumerate(sizes[256:], start=257)) < 1.25
+
+
+def rows_of(*chunks: tuple[int, int]) -> ChunkRows:
+    """The rows of chunks, each with its tokens and keys."""
+    counts = np.array([tokens for tokens, _ in chunks])
+    lens = np.array([keys for _, keys in chunks], dtype=np.int32)
+    positions = np.concatenate([np.arange(keys - tokens, keys) for tokens, keys in chunks])
+    pages = np.zeros((len(chunks), -(-max(lens) // 16)), dtype=np.int32)
+    starts = np.concatenate(([0], counts.cumsum())).astype(np.int32)
+    return ChunkRows(positions, positions, pages, lens, starts, None)
+
+
+@pytest.mark.parametrize(
+    ("model", "chunks", "size"),
+    [
+        ("135m", [(2048, 2048)], (2048, 8, 128)),
+        ("135m", [(2049, 2049)], None),  # more tokens than the largest program has
+        ("135m", [(512, 8192)], (512, 8, 512)),
+        ("1b", [(500, 2500)], (512, 8, 512)),
+        ("1b", [(512, 16384)], None),  # attention by torch's kernels pays
+        ("1b", [(9, 9)] * 9, (128, 32, 8)),
+        ("8b", [(256, 256)], (256, 8, 32)),
+        ("8b", [(512, 512)], None),  # the GPU is the limit
+    ],
+)
+def test_passes_that_the_host_limits_have_programs(
+    model: str, chunks: list[tuple[int, int]], size: tuple[int, int, int] | None
+) -> None:
+    config = model_config(model)
+    kind = chunk_kind(config, rows_of(*chunks), config.num_layers, ())
+    assert (None if kind is None else (kind.num_tokens, kind.num_seqs, kind.num_pages)) == size
+
+
+# Results
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_padding_changes_no_bit_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Every batch is padded in its tokens, sequences and pages."""
+    emulated.route(monkeypatch)
+    directory = write_model(tmp_path, family, num_hidden_layers=2)
+    model = as_on_cuda(eecore.load(directory, device="cpu", kv_cache_tokens=512))
+    batches = [random_prompts(*lengths) for lengths in [(9,), (5, 6, 14), (30,)]]
+    exact, padded = Exact(), Padded()
+    engines = [engine_with(model, run) for run in (exact, padded)]
+    for batch in batches:
+        one, other = (scored(engine, batch) for engine in engines)
+        assert one == other
+        for cache, same in zip(
+            (engines[0].kv.k, engines[0].kv.v), (engines[1].kv.k, engines[1].kv.v), strict=True
+        ):
+            assert torch.equal(cache, same)
+            assert (cache == UNUSED).any()
+    assert [chunk.kind.num_tokens for chunk in padded.chunks] == [16, 32, 32]
+
+
+def test_a_captured_chunk_is_replayed_for_any_chunk_of_its_size(
+    tiny_directory: Path, graphs: EmulatedGraphs
+) -> None:
+    """Chunks of one request and of several, at the begin of prompts and after other chunks."""
+    model = as_on_cuda(eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512))
+    settings = {"max_prefill_chunk": 16, "max_batch_tokens": 16}
+    replayed, exact = (engine_with(model, run, **settings) for run in (graphs, Exact()))
+    for lengths in [(9,), (16,), (26,), (10, 5)]:
+        prompts = random_prompts(*lengths, seed=sum(lengths))
+        assert scored(replayed, prompts) == scored(exact, prompts)
+        assert torch.equal(replayed.kv.k, exact.kv.k)
+    chunks = [program for program in graphs.launched if isinstance(program, ChunkPass)]
+    assert len(chunks) == 5
+    assert len(set(map(id, chunks))) == 1
+
+
+def test_a_whole_text_runs_by_graphs(tiny_directory: Path, graphs: EmulatedGraphs) -> None:
+    """The prompt's program is followed by those of decoding, which read what it wrote."""
+    model = as_on_cuda(eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512))
+    prompts = random_prompts(9, 12)
+    asked: dict[str, Any] = {"exit": "full", "max_tokens": 4, "ignore_eos": True}
+    expected = eecore.generate(model, prompts, **asked)
+    model.run_program = graphs
+    got = eecore.generate(model, prompts, **asked)
+    assert [output.token_ids for output in got] == [output.token_ids for output in expected]
+    assert {type(program).__name__ for program in graphs.launched} == {"ChunkPass", "ExitStep"}
+
+
+def test_depths_that_differ_run_without_a_program(on_cuda: eecore.Model) -> None:
+    run = Padded()
+    engine = engine_with(on_cuda, run)
+    sampling = SamplingParams(max_tokens=1)
+    for policy in (Full(), FixedExit(2)):
+        engine.add_request(random_prompts(9)[0], exit=policy, sampling=sampling)
+    list(engine.run())
+    assert not run.chunks
+    expected = scored(engine_with(on_cuda, Exact()), random_prompts(9), FixedExit(2))
+    assert scored(engine, random_prompts(9), FixedExit(2)) == expected
+    assert [chunk.kind.depth for chunk in run.chunks] == [2]
+
+
+def test_work_that_keeps_a_gpu_busy_runs_without_a_program(
+    on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Padded()
+    expected = scored(engine_with(on_cuda, run), random_prompts(9))
+    assert len(run.chunks) == 1
+    monkeypatch.setattr(chunk_pass, "MAX_LAYER_WORK", 0)
+    assert scored(engine_with(on_cuda, run), random_prompts(9)) == expected
+    assert len(run.chunks) == 1
+
+
+def test_programs_of_chunks_are_not_kept_for_ever(
+    on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(iterate, "MAX_PROGRAMS", 2)
+    run = Padded()
+    engine, exact = engine_with(on_cuda, run), engine_with(on_cuda, Exact())
+    for length in (5, 12, 20, 40, 5):
+        prompts = random_prompts(length, seed=length)
+        assert scored(engine, prompts) == pytest.approx(scored(exact, prompts), abs=1e-5)
+        assert len(engine.iterations._programs) <= 2
+        assert engine.iterations.program_bytes > 0
+    assert len(set(map(id, run.chunks))) == 5  # the first one was dropped
+
+
+# Calls of the host
+
+
+class Replayed(_Capturing):
+    """Runs a program once, and then only as a GPU's host would, which launches a graph."""
+
+    captures_chunks = True
+
+    def _capture(self, program: Program) -> Capture:
+        program.run(Always())
+        return Capture(lambda: None, 0.0, 0)
+
+
+@pytest.mark.parametrize(("run", "most"), [(Replayed, 95), (Exact, None)])
+def test_a_replayed_chunk_costs_the_host_few_calls(
+    tmp_path: Path, run: type[RunProgram], most: int | None
+) -> None:
+    """The number of calls does not depend on that of layers."""
+    found = {}
+    for num_layers in (4, 30):
+        directory = write_model(tmp_path / str(num_layers), num_hidden_layers=num_layers)
+        model = as_on_cuda(eecore.load(directory, device="cpu", kv_cache_tokens=512))
+        engine = engine_of(model, EngineConfig(512, max_prefill_chunk=40), run=run())
+        calls = 0
+
+        def counts(_frame: Any, event: str, _: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        engine.add_request(
+            random_prompts(120)[0], exit=Full(), sampling=SamplingParams(max_tokens=1)
+        )
+        engine.step()
+        before = sys.getprofile()
+        sys.setprofile(counts)
+        try:
+            engine.step()
+        finally:
+            sys.setprofile(before)
+        found[num_layers] = calls
+        list(engine.run())
+    if most is None:
+        assert found[30] > 30 * 20  # what is saved
+    else:
+        assert found[4] == found[30] <= most
