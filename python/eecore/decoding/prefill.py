@@ -1,7 +1,8 @@
 """The pass of prompts: chunks of prompts, and replays of preempted requests.
 
 The pass runs before the programs of an iteration and shares no call with them, so that a prompt
-that arrives changes nothing for requests that decode.
+that arrives changes nothing for requests that decode. On a GPU the layers' work of most passes is
+a captured program of its own.
 """
 
 from __future__ import annotations
