@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import emulated
 from eecore.decoding.capture import Capture, _Capturing
 from eecore.decoding.control import Always, OnHost, Program
 
+ON_CPU = DispatchKeySet(DispatchKey.CPU)
 NULL = ctypes.c_void_p(None)
 
 
@@ -134,6 +136,9 @@ class Allocated(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if function.namespace == "eecore_emulated":
+            with self:  # also keeps what the op allocates
+                return function.redispatch(ON_CPU, *args, **(kwargs or {}))
         result = function(*args, **(kwargs or {}))
         self.kept.append(result)
         return result

@@ -30,8 +30,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 MEMORY = {"empty", "empty_like", "new_empty", "empty_strided"}  # of the pool of the capture
 VIEWS = {"view", "slice", "select", "split_with_sizes", "unbind", "unsqueeze", "detach", "alias"}
-VIEWS |= {"as_strided", "_unsafe_view", "expand", "squeeze", "t", "transpose", "permute"}
-PRODUCTS = {"mm", "addmm", "_fused_rms_norm", "silu", "mul_", "add_"}
+VIEWS |= {"as_strided", "_unsafe_view", "expand", "squeeze", "t", "transpose", "permute", "chunk"}
+PRODUCTS = {"linear", "rms_norm", "silu", "mul_", "add_"}
 """Kernels of torch, which wait for nothing on the host."""
 
 

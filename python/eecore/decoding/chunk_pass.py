@@ -1,8 +1,8 @@
 """The layers' work of prompts' chunks as a program, which a GPU captures by size.
 
 Tokens, sequences and pages are rounded up to a few sizes. All else is data: positions, slots,
-lengths and page tables. A row of padding belongs to no sequence and writes to no page, so it
-changes no other row.
+lengths and page tables. Rows of padding belong to a sequence without keys and write to no page, so
+they change no other row.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class ChunkKind:
     """Layers after which a draft head takes the states of all rows."""
     num_tokens: int
     num_seqs: int
+    """Sequences, the last of which has the rows of padding."""
     num_pages: int
     num_input_pages: int
 
@@ -85,7 +86,8 @@ def chunk_kind(
     if num_tokens > MAX_TOKENS or work > MAX_LAYER_WORK:
         return None
     input_pages = 0 if rows.cross is None else _coarsely(rows.cross[0].shape[1])
-    seqs, pages = map(_coarsely, rows.page_table.shape)
+    num_seqs, num_pages = rows.page_table.shape
+    seqs, pages = _coarsely(num_seqs + 1), _coarsely(num_pages)
     return ChunkKind(depth, taps, num_tokens, seqs, pages, input_pages)
 
 
@@ -133,8 +135,14 @@ class ChunkPass:
         self._given = TwinMemory(model.device, fields)
         self.num_bytes = self._given.num_bytes
         given = self._given.device
-        names = ("positions", "slots", "page_table", "lens", "starts")
-        self._batch = AttentionBatch(*(given[name] for name in names), cross_batch(given))
+        self._batch = AttentionBatch(
+            positions=given["positions"],
+            slot_mapping=given["slots"],
+            page_table=given["page_table"],
+            seq_lens=given["lens"],
+            query_start_loc=given["starts"],
+            cross=cross_batch(given),
+        )
 
     def load(self, token_ids: Array, rows: ChunkRows) -> None:
         """Load the rows of the next run, followed by padding."""
@@ -152,6 +160,7 @@ class ChunkPass:
         for name, (values, padding) in columns.items():
             arrays[name][: len(values)] = values
             arrays[name][len(values) :] = padding
+        arrays["starts"][-1] = self.kind.num_tokens
         self._write_table("page_table", rows.page_table)
         if rows.cross is not None:
             self._write_table("input_page_table", rows.cross[0])
