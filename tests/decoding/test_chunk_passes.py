@@ -17,7 +17,13 @@ from bench.gpu.decode import model_config
 from devices import as_on_cuda, engine_of
 from eecore import Engine, EngineConfig, FixedExit, Full, SamplingParams
 from eecore.decoding import chunk_pass, iterate
-from eecore.decoding.capture import CallByCall, Capture, RunProgram, _Capturing
+from eecore.decoding.capture import (
+    CallByCall,
+    Capture,
+    RunProgram,
+    _Capturing,
+    run_program_on,
+)
 from eecore.decoding.chunk_pass import ChunkPass, ChunkRows, chunk_kind, rounded_tokens
 from eecore.decoding.control import Always, Program
 from eecore.exits import Exit
@@ -211,6 +217,21 @@ def test_programs_of_chunks_are_not_kept_for_ever(
         assert len(engine.iterations._programs) <= 2
         assert engine.iterations.program_bytes > 0
     assert len(set(map(id, run.chunks))) == 5  # the first one was dropped
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_cuda_chunks_with_torchs_products_are_replayed(tiny_directory: Path) -> None:
+    model = eecore.load(tiny_directory, device="cuda", kv_cache_tokens=512)
+    captured, exact = (
+        engine_with(model, run) for run in (run_program_on(model.network.device), Exact())
+    )
+    for lengths in [(70,), (100,), (60, 50)]:
+        prompts = random_prompts(*lengths)
+        got, expected = answers(captured, prompts), answers(exact, prompts)
+        for (tokens, logprobs), (others, those) in zip(got, expected, strict=True):
+            assert tokens == others
+            assert logprobs == pytest.approx(those, abs=1e-3)
+    assert len(captured.captures) == 1
 
 
 # Calls of the host
