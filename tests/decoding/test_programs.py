@@ -372,11 +372,11 @@ def test_penalties_count_a_text_that_only_the_device_knows(
         return flight
 
     monkeypatch.setattr(iterate.Iterations, "launch", seen)
-    bias = dict.fromkeys(range(40, 320), -100.0)
+    counted = {"ignore_eos": True, "seed": 3, "logit_bias": dict.fromkeys(range(40, 320), -100.0)}
     ways: list[dict[str, Any]] = [{"repetition_penalty": 1.3}, COUNTED, {}, {**WARM, **COUNTED}]
     policies = [PromptLookup(5, min_ngram=1), Full(), SelfSpeculative(2, 3), PromptLookup(3)]
     requests = [
-        Request([3, 9 + i], policy, SamplingParams(100, ignore_eos=True, logit_bias=bias, **way))
+        Request([3, 9 + i], policy, SamplingParams(max_tokens=100, **counted, **way))
         for i, (policy, way) in enumerate(zip(policies, ways, strict=True))
     ]
     config = EngineConfig(kv_cache_tokens=1024)
