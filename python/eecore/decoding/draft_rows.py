@@ -46,7 +46,7 @@ class DraftRows(Step):
         sequences = [row.work.sequence for row in rows]
         if self._sequences != sequences:
             return False
-        if not self._counts_fit(sequences):
+        if self._counts and not self._counts_fit(sequences):
             return False
         num_pages = self.sizes.num_pages - self._pages_after
         most = num_pages * self._page_size - self.kind.num_steps
@@ -65,7 +65,7 @@ class DraftRows(Step):
         if self.sizes.follows:
             places = [row.follows for row in rows]
             # Penalties alone depend on the text of a row that continues after a run in flight.
-            changes = changes and (None in places or self.sizes.heads.counts_tokens)
+            changes = changes and (None in places or self._counts)
             changes = changes or places != [row.follows for row in self.rows]
         if changes or self._sequences != sequences:
             self._fixed = object()
@@ -83,7 +83,7 @@ class DraftRows(Step):
         for work in works:
             if len(work.sequence.pages) > self.sizes.num_pages - self._pages_after:
                 return False
-        if not self._counts_fit(sequences):
+        if self._counts and not self._counts_fit(sequences):
             return False
         rows = self._followers(self.rows)
         if any(map(is_not, [row.work for row in rows], works)):

@@ -216,10 +216,12 @@ class Iterations:
             runs = [self._launch(family) for family in self._families(rows)]
             works = [row.work for row in rows]
             return Flight(works, runs, any(map(_is_planned, rows)))
-        if not after.is_planned and all(
-            run.program.follow(after.of(run, works)) for run in after.runs
-        ):
-            return Flight(works, [self._run(run.program) for run in after.runs])
+        if not after.is_planned:
+            for run in after.runs:
+                if not run.program.follow(after.of(run, works)):
+                    break
+            else:
+                return Flight(works, [self._run(run.program) for run in after.runs])
         in_flight = {sequence: run.rows[i] for sequence, (run, i) in after.places.items()}
         rows = self.planner.plan(works, others_wait=others_wait, in_flight=in_flight)
         steps = []

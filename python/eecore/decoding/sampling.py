@@ -71,11 +71,6 @@ class HeadSizes:
     top: int = 0
     """Maximum number of log-probabilities that a row asks for."""
 
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether penalties count tokens of a text."""
-        return self.seen > 0 or self.generated > 0
-
 
 def head_sizes(sequences: list[Sequence], positions: int = 1) -> HeadSizes:
     """The sizes that these requests need, rounded up, for at most ``positions`` of each."""

@@ -49,13 +49,6 @@ class Sizes:
     follows: bool
     """Whether rows may continue after the previous run."""
 
-    @property
-    def fresh(self) -> int:
-        """Maximum number of tokens of the previous run that penalties count and only the device
-        knows.
-        """
-        return self.positions if self.follows and self.heads.counts_tokens else 0
-
 
 def sizes_for(
     rows: list[Row], positions: int, *, page_size: int, ahead: bool, more_pages: int = 0
@@ -140,11 +133,14 @@ class Step(ABC):
         self._model, self._kv, self._page_size = model, kv, kv.page_size
         self._heads = Heads(model, sizes.heads)
         num_rows, row = sizes.num_rows, (sizes.num_rows,)
+        # Whether penalties count tokens of texts, and how many at most that only the device knows.
+        self._counts = sizes.heads.seen > 0 or sizes.heads.generated > 0
+        self._fresh = sizes.positions if sizes.follows and self._counts else 0
         shared: dict[str, Field] = {
             "sources": (torch.int32, row),
             "kind": (torch.int32, row),
             "num_rows": (torch.int32, (1,)),
-            **sampling_fields(num_rows, sizes.heads, sizes.fresh),
+            **sampling_fields(num_rows, sizes.heads, self._fresh),
             # Changed by a run as rows become inactive.
             "open_page_table": (torch.int32, (num_rows, sizes.num_pages)),
             **cross_fields(num_rows, sizes.num_input_pages, "open_"),
@@ -204,7 +200,7 @@ class Step(ABC):
         """The rows of the last run, each of which now continues after its result there; the same
         list where the rows did so in the last run already.
         """
-        if self.sizes.heads.counts_tokens:
+        if self._counts:
             self._fixed = object()  # the texts are longer now
         if [row.follows for row in rows] == list(range(len(rows))):
             return rows
@@ -223,19 +219,18 @@ class Step(ABC):
 
     def _counts_fit(self, sequences: list[Sequence]) -> bool:
         """Whether there is memory for all tokens that penalties count by now."""
-        heads = self.sizes.heads
-        return not heads.counts_tokens or head_sizes(sequences, self.sizes.positions) == heads
+        return head_sizes(sequences, self.sizes.positions) == self.sizes.heads
 
     def send(self) -> None:
         """Send what was loaded to the device, also again after a run has changed it."""
         self._given.send(self._host)
-        if self.sizes.fresh:
+        if self._fresh:
             self._count_fresh()
 
     @torch.inference_mode()
     def _count_fresh(self) -> None:
         """Let penalties count the tokens of the run in flight, which only the device knows."""
-        given, count = self._given.device, self.sizes.fresh
+        given, count = self._given.device, self._fresh
         sources = given["sources"].long().unsqueeze(1)
         tokens = self._made().gather(0, sources.clamp(min=0).expand(-1, count))
         for name in ("seen", "generated"):
