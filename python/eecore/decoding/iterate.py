@@ -81,7 +81,7 @@ class Flight:
         return {row.work.sequence: (run, i) for run in self.runs for i, row in enumerate(run.rows)}
 
     def of(self, run: Run, works: list[Work]) -> list[Work]:
-        """Those works whose sequences are in a run."""
+        """The works whose sequences are in a run."""
         if len(self.runs) == 1:
             return works
         return [work for work in works if self.places[work.sequence][0] is run]
