@@ -28,6 +28,7 @@ from eecore import (
     SamplingParams,
     SelfSpeculative,
 )
+from eecore.decoding.iterate import Iterations
 from eecore.ops import products
 from head_packs import write_pack
 from published_heads import write_head
@@ -137,6 +138,36 @@ def test_rounds_planned_while_another_is_in_flight_give_the_tokens_of_the_cpu(
     expected = eecore.generate(tiny, prompts, exit=Full(), sampling=sampling)
     assert tokens_of(got) == tokens_of(expected)
     assert sum(output.stats.drafted for output in got) > 0
+
+
+def test_programs_in_flight_together_give_the_tokens_of_the_cpu(
+    tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Penalties count tokens that only the device knows; some requests are sampled."""
+    policies = [PromptLookup(3, min_ngram=1), Full(), SelfSpeculative(2, 3), ConfidentExit(0.3)]
+    counted = {"repetition_penalty": 1.3, "frequency_penalty": 0.4}
+    requests = [
+        Request(
+            prompt,
+            policy,
+            SamplingParams(5 + i, ignore_eos=True, temperature=0.8 * (i > 1), seed=i, **counted),
+        )
+        for i, (prompt, policy) in enumerate(zip([[7, 8, 9] * 4, *PROMPTS], policies, strict=True))
+    ]
+    runs, launch = [], Iterations.launch
+
+    def seen(self: Any, works: Any, after: Any = None, **more: Any) -> Any:
+        flight = launch(self, works, after, **more)
+        if after is not None and flight is not None:
+            runs.append(len(flight.runs))
+        return flight
+
+    monkeypatch.setattr(Iterations, "launch", seen)
+    got = serve(engine_of(on_cuda, ahead=True), requests)
+    assert max(runs) == 3
+    monkeypatch.undo()
+    expected = serve(engine_of(tiny, ahead=False), requests)
+    assert tokens_of(got) == tokens_of(expected)
 
 
 @pytest.mark.parametrize("backend", CUDA_BACKENDS)

@@ -18,6 +18,7 @@ from eecore import (
     EngineConfig,
     FixedExit,
     Full,
+    Guide,
     Output,
     PromptLookup,
     SamplingParams,
@@ -271,6 +272,7 @@ def test_the_next_run_is_launched_before_the_last_is_known(
 
 
 WARM = {"temperature": 1.1, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
+COUNTED = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -283,8 +285,11 @@ WARM = {"temperature": 1.1, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
         ({"logit_bias": {7: 4.0}}, Full(), False),
         ({**WARM, "logprobs": 2}, Full(), False),
         ({**WARM, "logprobs": 2}, SelfSpeculative(2, 3), True),
-        ({**WARM, "repetition_penalty": 1.2}, Full(), True),
-        ({**WARM, "frequency_penalty": 0.5}, Full(), True),
+        ({**WARM, **COUNTED}, Full(), False),
+        ({**WARM, **COUNTED}, ConfidentExit(0.05, min_exit_layer=2), False),
+        ({"repetition_penalty": 1.2}, SelfSpeculative(2, 3), False),
+        ({**WARM, "frequency_penalty": 0.5}, SelfSpeculative(2, 3), False),
+        ({"guide": Guide.regex("[a-z ]+")}, Full(), True),
     ],
 )
 def test_tokens_drawn_ahead_are_those_drawn_anyway(
@@ -317,44 +322,117 @@ def test_tokens_drawn_ahead_are_those_drawn_anyway(
     assert any(overlaps) is not waits
 
 
-@pytest.mark.parametrize(
-    "policy", [Full(), SelfSpeculative(2, 3), PromptLookup(3)], ids=["full", "spec", "lookup"]
-)
-def test_requests_come_and_go_while_a_run_is_out(agreeing: eecore.Model, policy: Exit) -> None:
+@pytest.mark.parametrize("held_bytes", [iterate.MAX_PROGRAM_BYTES, 0], ids=["kept", "dropped"])
+@pytest.mark.parametrize("sampling", [{}, WARM, COUNTED, {**WARM, **COUNTED}], ids=str)
+def test_programs_of_a_batch_are_launched_ahead_together(
+    agreeing: eecore.Model,
+    monkeypatch: pytest.MonkeyPatch,
+    sampling: dict[str, Any],
+    held_bytes: int,
+) -> None:
+    """Each program continues its own run, also when another one needs its memory."""
+    monkeypatch.setattr(iterate, "MAX_PROGRAM_BYTES", held_bytes)
+    flights: list[tuple[int, bool]] = []
+    launch = iterate.Iterations.launch
+
+    def seen(self: Any, works: Any, after: Any = None, **more: Any) -> Any:
+        flight = launch(self, works, after, **more)
+        flights.append((0 if flight is None else len(flight.runs), after is not None))
+        return flight
+
+    monkeypatch.setattr(iterate.Iterations, "launch", seen)
+    policies: list[Exit] = [
+        SelfSpeculative(2, 3),
+        Full(),
+        DraftAndVerify({3}, {2}, num_drafts=3, adaptive=False),
+        ConfidentExit(0.05, min_exit_layer=2),
+        SelfSpeculative(2, 5),
+    ]
+    requests = [
+        Request(prompt, policy, SamplingParams(max_tokens=11 + 3 * i, seed=i, **sampling))
+        for i, (prompt, policy) in enumerate(zip(PROMPTS, policies, strict=True))
+    ]
+    config = EngineConfig(kv_cache_tokens=1024)
+    got = serve(engine_of(agreeing, config, ahead=True), requests)
+    check_same(got, serve(engine_of(agreeing, config, ahead=False), requests))
+    assert (3, True) in flights
+    assert sum(runs > 1 for runs, follows in flights if follows) >= 3
+
+
+def test_penalties_count_a_text_that_only_the_device_knows(
+    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts outgrow the memory of their programs on the way; looked-up drafts are rejected."""
+    overlaps, launch = [], iterate.Iterations.launch
+
+    def seen(self: Any, works: Any, after: Any = None, **more: Any) -> Any:
+        flight = launch(self, works, after, **more)
+        if after is not None:
+            overlaps.append(flight is not None)
+        return flight
+
+    monkeypatch.setattr(iterate.Iterations, "launch", seen)
+    counted = {"ignore_eos": True, "seed": 3, "logit_bias": dict.fromkeys(range(40, 320), -100.0)}
+    ways: list[dict[str, Any]] = [{"repetition_penalty": 1.3}, COUNTED, {}, {**WARM, **COUNTED}]
+    policies = [PromptLookup(5, min_ngram=1), Full(), SelfSpeculative(2, 3), PromptLookup(3)]
+    requests = [
+        Request([3, 9 + i], policy, SamplingParams(max_tokens=100, **counted, **way))
+        for i, (policy, way) in enumerate(zip(policies, ways, strict=True))
+    ]
+    config = EngineConfig(kv_cache_tokens=1024)
+    got = serve(engine_of(agreeing, config, ahead=True), requests)
+    assert tokens_of(got) == tokens_of(serve(engine_of(agreeing, config, ahead=False), requests))
+    assert sum(overlaps) > 0.8 * len(overlaps)
+    assert got[0].stats.drafted > got[0].stats.accepted
+
+
+LOSSLESS: dict[str, list[Exit]] = {
+    "full": [Full()],
+    "spec": [SelfSpeculative(2, 3)],
+    "lookup": [PromptLookup(3)],
+    "mixed": [Full(), SelfSpeculative(2, 3), PromptLookup(3)],
+}
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_requests_come_and_go_while_a_run_is_out(agreeing: eecore.Model, name: str) -> None:
     """One request is cancelled and one added while a run that knows of neither is in flight."""
-    outputs = eecore.generate(agreeing, PROMPTS, exit=policy, max_tokens=16)
+    policies = [LOSSLESS[name][i % len(LOSSLESS[name])] for i in range(len(PROMPTS))]
+    outputs = eecore.generate(agreeing, PROMPTS, exit=policies, max_tokens=16)
     alone = {tuple(output.prompt_token_ids): output.token_ids for output in outputs}
     engine = engine_of(agreeing, EngineConfig(kv_cache_tokens=512), ahead=True)
     sampling = SamplingParams(max_tokens=16)
-    names = [engine.add_request(p, exit=policy, sampling=sampling) for p in PROMPTS[:4]]
+    names = [
+        engine.add_request(prompt, exit=policy, sampling=sampling)
+        for prompt, policy in zip(PROMPTS[:4], policies, strict=False)
+    ]
     for _ in range(3):
         engine.step()
     cancelled = engine.cancel(names[1])
     assert cancelled is not None
     assert cancelled.token_ids == alone[tuple(PROMPTS[1])][: len(cancelled.token_ids)]
     engine.step()
-    engine.add_request(PROMPTS[4], exit=policy, sampling=sampling)
+    engine.add_request(PROMPTS[4], exit=policies[4], sampling=sampling)
     done = [step.output for step in engine.run() if step.output is not None]
     assert len(done) == 4
     for output in done:
         assert output.token_ids == alone[tuple(output.prompt_token_ids)]
     assert engine.pages.num_free == engine.pages.num_pages
     # No request owns the run that is still in flight; the engine goes on.
-    engine.add_request(PROMPTS[0], exit=policy, sampling=sampling)
+    engine.add_request(PROMPTS[0], exit=policies[0], sampling=sampling)
     (again,) = (step.output for step in engine.run() if step.output is not None)
     assert again.token_ids == alone[tuple(PROMPTS[0])]
 
 
-@pytest.mark.parametrize(
-    "policy", [Full(), SelfSpeculative(2, 3), PromptLookup(3)], ids=["full", "spec", "lookup"]
-)
-@pytest.mark.parametrize("where", ["launch", "land"])
+@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("where", ["launch", "_run", "land"])
 @pytest.mark.parametrize("calls", [0, 1, 3])
 def test_a_failure_with_a_run_out_changes_no_request(
-    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, policy: Exit, where: str, calls: int
+    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, name: str, where: str, calls: int
 ) -> None:
-    engine = engine_of(agreeing, ahead=True)
-    owner: Any = iterate.Iterations if where == "launch" else iterate.Flight
+    """Also where one program of a batch fails after another one was launched."""
+    engine, policies = engine_of(agreeing, ahead=True), LOSSLESS[name]
+    owner: Any = iterate.Flight if where == "land" else iterate.Iterations
     whole, left = getattr(owner, where), [calls]
 
     def broken(*args: Any, **more: Any) -> Any:
@@ -366,6 +444,7 @@ def test_a_failure_with_a_run_out_changes_no_request(
     monkeypatch.setattr(owner, where, broken)
     for i in range(2):
         sampling = SamplingParams(max_tokens=9 + i)
+        policy = policies[i % len(policies)]
         engine.add_request(PROMPTS[i], exit=policy, sampling=sampling, request_id=str(i))
     given: dict[str, list[int]] = {"0": [], "1": []}
     for step in engine.run():

@@ -9,7 +9,6 @@ import numpy as np
 from eecore.decoding.block_drafts import BlockDrafting
 from eecore.decoding.draft_kind import DraftKind, given_fields, result_fields
 from eecore.decoding.head_drafts import AheadDrafting, HeadKeys
-from eecore.decoding.sampling import head_sizes
 from eecore.decoding.step import Step
 from eecore.models import KVCache, Network
 from eecore.planning.row import Row
@@ -41,15 +40,14 @@ class DraftRows(Step):
 
     def fits(self, rows: list[Row]) -> bool:
         """Whether these rows are the rows that were loaded last, and need this program again."""
-        if rows[0].route.path is not self.kind.path:
+        drafts_ahead = max([row.ahead for row in rows]) > 0
+        if rows[0].route.path is not self.kind.path or drafts_ahead != self.kind.drafts_ahead:
             return False
         sequences = [row.work.sequence for row in rows]
         if self._sequences != sequences:
             return False
-        heads = self.sizes.heads
-        is_known = rows[0].follows is None  # else no penalty counts tokens
-        if heads.logits and is_known and head_sizes(sequences, self.kind.num_steps + 1) != heads:
-            return False  # penalties count more tokens now than there is memory for
+        if self._counts and not self._counts_fit(sequences):
+            return False
         num_pages = self.sizes.num_pages - self._pages_after
         most = num_pages * self._page_size - self.kind.num_steps
         for row in rows:
@@ -66,8 +64,9 @@ class DraftRows(Step):
         changes = self.sizes.heads.logits
         if self.sizes.follows:
             places = [row.follows for row in rows]
-            # No setting of a row that continues after a run in flight depends on the text.
-            changes = (changes and None in places) or places != [row.follows for row in self.rows]
+            # Penalties alone depend on the text of a row that continues after a run in flight.
+            changes = changes and (None in places or self._counts)
+            changes = changes or places != [row.follows for row in self.rows]
         if changes or self._sequences != sequences:
             self._fixed = object()
         self._write(rows, sequences)
@@ -84,6 +83,8 @@ class DraftRows(Step):
         for work in works:
             if len(work.sequence.pages) > self.sizes.num_pages - self._pages_after:
                 return False
+        if self._counts and not self._counts_fit(sequences):
+            return False
         rows = self._followers(self.rows)
         if any(map(is_not, [row.work for row in rows], works)):
             rows = [row._replace(work=work) for row, work in zip(rows, works, strict=True)]

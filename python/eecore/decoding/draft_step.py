@@ -265,6 +265,14 @@ class DraftStep(DraftRows):
         )
         return states
 
+    def _made(self) -> Tensor:
+        results = self._results.device
+        drafts, accepted = results["tokens"][:, 1:], results["num_accepted"].unsqueeze(1)
+        following = results["next_token"].unsqueeze(1)
+        place = torch.arange(self.kind.num_steps + 1, device=drafts.device)
+        tokens = torch.cat([drafts, following], 1).where(place < accepted, following)
+        return tokens.masked_fill(place > accepted, -1)
+
     # Outcomes
 
     def outcomes(self, rows: list[tuple[int, Row]], arrived: HostSide) -> list[Outcome]:

@@ -200,6 +200,8 @@ class ExitStep(Step):
             if len(sequence.pages) > self.sizes.num_pages:
                 return False
             positions.append(len(sequence.prompt_ids) + len(sequence.output_ids))
+        if self._counts and not self._counts_fit(sequences):
+            return False
         rows = self.rows
         self.rows, self._sequences = [], []  # until all is written
         rows = self._followers(rows)
@@ -387,6 +389,9 @@ class ExitStep(Step):
                 condition=condition if decide else None,
                 cumulative=check.measure == "gate",
             )
+
+    def _made(self) -> Tensor:
+        return self._results.device["token"].unsqueeze(1)
 
     # Outcomes
 

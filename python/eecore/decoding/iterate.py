@@ -21,7 +21,7 @@ from eecore.decoding.draft_step import DraftStep
 from eecore.decoding.exit_step import ExitKind, ExitStep, exit_kind
 from eecore.decoding.memory import Array, HostSide
 from eecore.decoding.prefill import Prefill, encode
-from eecore.decoding.sampling import follows_text, needs_logits
+from eecore.decoding.sampling import needs_logits
 from eecore.models import KeyedHead, KVCache, Network
 from eecore.planning.draft_state import route_of
 from eecore.planning.planner import Planner
@@ -46,8 +46,8 @@ PROGRAMS: dict[type[Kind], Any] = {
 """The program of each kind."""
 
 
-@dataclass(eq=False)
-class Flight:
+@dataclass(eq=False, slots=True)
+class Run:
     """A launched run of a program, which the device may not have finished."""
 
     program: ExitStep | DraftStep
@@ -55,28 +55,6 @@ class Flight:
     arrived: HostSide
     is_first: bool = False
     """Whether the program had never run before."""
-    is_planned: bool = False
-    """Whether the next round of these rows has to be planned: the host looks drafts up, or chooses
-    how to draft.
-    """
-
-    @property
-    def works(self) -> list[Work]:
-        return [row.work for row in self.rows]
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        return [row.work.sequence for row in self.rows]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no running sequence needs the outcome any more."""
-        return not any(row.sequence.status is SequenceStatus.RUNNING for row in self.rows)
-
-    @cached_property
-    def places(self) -> dict[Sequence, int]:
-        """The program's row of each sequence in flight."""
-        return {row.work.sequence: i for i, row in enumerate(self.rows)}
 
     def land(self) -> list[Outcome]:
         """The outcomes of the sequences that are still running."""
@@ -85,6 +63,42 @@ class Flight:
             if row.work.sequence.status is SequenceStatus.RUNNING:
                 running.append((i, row))
         return self.program.outcomes(running, self.arrived)
+
+
+@dataclass(eq=False)
+class Flight:
+    """A launched iteration: a run for each program that its rows need, one after another."""
+
+    works: list[Work]
+    runs: list[Run]
+    is_planned: bool = False
+    """Whether the next round of some row has to be planned: the host looks drafts up, or chooses
+    how to draft.
+    """
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [work.sequence for work in self.works]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no running sequence needs the outcome any more."""
+        return not any(work.sequence.status is SequenceStatus.RUNNING for work in self.works)
+
+    @cached_property
+    def places(self) -> dict[Sequence, tuple[Run, int]]:
+        """The run of each sequence in flight, and its row there."""
+        return {row.work.sequence: (run, i) for run in self.runs for i, row in enumerate(run.rows)}
+
+    def of(self, run: Run, works: list[Work]) -> list[Work]:
+        """The works whose sequences are in a run."""
+        if len(self.runs) == 1:
+            return works
+        return [work for work in works if self.places[work.sequence][0] is run]
+
+    def land(self) -> list[list[Outcome]]:
+        """The outcomes of each run."""
+        return [run.land() for run in self.runs]
 
 
 class Iterations:
@@ -116,10 +130,9 @@ class Iterations:
         self.run = run
         self._run_chunk = self._run_by_size if run.captures_chunks else None
         self.planner = Planner(model, torch.get_num_threads(), history_tokens, ahead=self.ahead)
-        # Works that were planned and could not be launched, and their rows.
-        self._planned: tuple[list[Work], list[Row]] | None = None
+        # Without launches ahead: the last exit step, and the last program of rounds, by whether a
+        # draft head drafts after its rounds.
         self._last: ExitStep | None = None
-        # The last program of rounds, by whether a draft head drafts after its rounds.
         self._drafted: dict[bool, DraftStep] = {}
         # The end of the last iteration, and the sequences that decoded in it.
         self._ended: tuple[float, list[Sequence]] | None = None
@@ -147,11 +160,7 @@ class Iterations:
         if prompts:
             for outcome in self._prefill(prompts):
                 outcomes[outcome.sequence] = outcome
-        planned, self._planned = self._planned, None
-        if planned is not None and planned[0] == decoding:
-            rows = planned[1]
-        else:
-            rows = self.planner.plan(decoding, others_wait=others_wait)
+        rows = self.planner.plan(decoding, others_wait=others_wait)
         families = self._families(rows)
         if len(families) == 1 and not prompts:
             found = self._run_family(families[0], since)
@@ -186,17 +195,12 @@ class Iterations:
             since: the end of the last iteration of the same requests; None where other work was
                 done in between.
         """
-        outcomes, is_first = None, False
-        last, self._last = self._last, None  # after a failed run there is nothing to continue from
-        if last is not None and family[0].route.path is None and last.goes_on(family):
-            self.run(last)
-            outcomes = last.outcomes(list(enumerate(last.rows)), last.fetch())
-        self._last = last
-        if outcomes is None:
-            flight = self._launch(family, None)
-            assert flight is not None
-            outcomes, is_first = flight.land(), flight.is_first
-        seconds = None if since is None or is_first else time.perf_counter() - since
+        last = None
+        if family[0].route.path is None:
+            last, self._last = self._last, None  # a failed run leaves nothing to continue from
+        run = self._run(last) if last is not None and last.goes_on(family) else self._launch(family)
+        outcomes = run.land()
+        seconds = None if since is None or run.is_first else time.perf_counter() - since
         self.planner.learn(family, outcomes, seconds)
         if family[0].ahead or family[0].route.path is not None:
             self._keep_ahead(outcomes)
@@ -210,17 +214,17 @@ class Iterations:
     def launch(
         self, works: list[Work], after: Flight | None = None, *, others_wait: bool = False
     ) -> Flight | None:
-        """Start an iteration that is a single run, and return before its outcome is known.
+        """Start an iteration without prompts, and return before its outcome is known.
 
         Args:
             works: sequences, each with pages for whatever the iteration computes.
-            after: the run in flight, if any. Its sequences continue after their tokens there, in
-                the same program.
+            after: the iteration in flight, if any. All sequences take part in it, and continue
+                after their tokens there, in the same programs.
             others_wait: whether waiting requests need these to end.
 
         Returns:
-            The run in flight; None, without any effect, where the iteration is not a single run, or
-            where a row depends on more of the run in flight than its tokens.
+            The iteration in flight; None, with nothing launched, where a row needs another program
+            than it has in flight, or depends on more than the tokens there.
         """
         if not self.ahead:
             return None
@@ -228,41 +232,71 @@ class Iterations:
             if any(map(self._must_land, works)):
                 return None
             rows = self.planner.plan(works, others_wait=others_wait)
-            families = self._families(rows)
-            if len(families) == 1:
-                return self._launch(families[0], None)
-            self._planned = works, rows
-            return None
-        if not after.is_planned and after.program.follow(works):
-            return self._again(after)
-        in_flight = {row.work.sequence: row for row in after.rows}
+            runs = [self._launch(family) for family in self._families(rows)]
+            works = [row.work for row in rows]
+            return Flight(works, runs, any(map(_is_planned, rows)))
+        if not after.is_planned:
+            for run in after.runs:
+                if not run.program.follow(after.of(run, works)):
+                    break
+            else:
+                return Flight(works, [self._run(run.program) for run in after.runs])
+        in_flight = {sequence: run.rows[i] for sequence, (run, i) in after.places.items()}
         rows = self.planner.plan(works, others_wait=others_wait, in_flight=in_flight)
-        flight = None
-        if len(self._families(rows)) == 1:
-            if rows[0].route.path is None and self._last is after.program:
-                flight = self._again(after) if after.program.follow(works) else None
-            flight = flight or self._launch(rows, after)
-        if flight is None:
-            self.planner.put_back()
-        return flight
+        steps = []
+        for family in self._families(rows):
+            step = self._load_after(family, after)
+            if step is None:
+                self.planner.put_back()
+                return None
+            steps.append(step)
+        works = [row.work for row in rows]
+        return Flight(works, [self._run(step) for step in steps], after.is_planned)
 
-    def _again(self, after: Flight) -> Flight:
-        """Run the program of a flight again, whose rows have been loaded to follow it."""
-        step = after.program
-        self.run(step)
-        if isinstance(step, ExitStep):
-            self._last = step
-        return Flight(step, step.rows, step.fetch(), is_planned=after.is_planned)
+    def _load_after(self, rows: list[Row], after: Flight) -> ExitStep | DraftStep | None:
+        """Load rows that share a program to continue after a run of it in flight; None where they
+        are not all in one run, or need another program.
+        """
+        run, _ = after.places[rows[0].work.sequence]
+        step = run.program
+        followers = []
+        for row in rows:
+            its, place = after.places[row.work.sequence]
+            if its is not run:
+                return None
+            given = NOTHING if row.ahead else row.given  # the drafts of a head are on the device
+            pending = run.rows[place].most_tokens
+            followers.append(
+                Row(row.work, row.route, given, row.ahead, row.ahead_thresholds, place, pending)
+            )
+        if rows[0].route.path is None and isinstance(step, ExitStep):
+            if step.follow([row.work for row in rows]):
+                return step
+        elif len({row.ahead > 0 for row in rows}) > 1:
+            return None  # rows take the drafts of a head from the device, or all from the host
+        fits = isinstance(step, DraftStep) and step.fits(followers)
+        if not fits and step.kind != self._kind(followers):
+            return None
+        step.load(followers)
+        return step
 
     def land(self, flight: Flight) -> list[Outcome]:
-        """The outcomes of a run in flight; a head's drafts are kept for the next round."""
+        """The outcomes of an iteration in flight, in the order of its works, without those of
+        sequences that have ended; a head's drafts are kept for the next round.
+        """
         last, self._ended = self._ended, None
-        outcomes, rows = flight.land(), flight.rows
-        if self.planner.held is not None and len(outcomes) == len(rows):
+        found = flight.land()
+        outcomes = found[0]
+        if len(found) > 1:
+            by_sequence = {outcome.sequence: outcome for its in found for outcome in its}
+            outcomes = [by_sequence[s] for s in flight.sequences if s in by_sequence]
+        if self.planner.held is not None and len(outcomes) == len(flight.works):
             sequences, now, seconds = flight.sequences, time.perf_counter(), None
-            if last is not None and last[1] == sequences and not flight.is_first:
+            is_timed = len(found) == 1 and not flight.runs[0].is_first
+            if is_timed and last is not None and last[1] == sequences:
                 seconds = now - last[0]
-            self.planner.learn(rows, outcomes, seconds)
+            for run, its in zip(flight.runs, found, strict=True):
+                self.planner.learn(run.rows, its, seconds)
             self._ended = now, sequences
         self._keep_ahead(outcomes)
         return outcomes
@@ -271,7 +305,7 @@ class Iterations:
         """Whether the next run of a row needs the outcome of the last one on the host."""
         sequence = work.sequence
         route, sampling = route_of(sequence, self.model.config.exit_layers), sequence.sampling
-        if work.is_prefill or follows_text(sampling) or route.adaptive:
+        if work.is_prefill or sampling.guide is not None or route.adaptive:
             return True
         # The host looks up the logits of tokens that are not the most probable ones.
         looks = needs_logits(sampling) and sampling.logprobs is not None
@@ -279,41 +313,38 @@ class Iterations:
             return looks and sampling.temperature == 0.0  # layers may draft
         return looks and route.path is not None and not route.path.is_given
 
-    def _launch(self, rows: list[Row], after: Flight | None) -> Flight | None:
-        """Start a run of the program that rows share; None where ``after`` runs another program."""
-        if after is not None:
-            rows = [_following(row, after) for row in rows]
-            if len({row.ahead > 0 for row in rows}) > 1:
-                return None  # rows take the drafts of a head from the device, or all from the host
-        step: ExitStep | DraftStep | None = self._same_again(rows, after)
-        if step is None:
-            make_kind: Any = exit_kind if rows[0].route.path is None else draft_kind
-            head = self._keyed if rows[0].route.path is None else self.model.draft_head
-            kind = make_kind(rows, page_size=self.kv.page_size, ahead=self.ahead, head=head)
-            if after is not None and after.program.kind != kind:
-                return None
-            step = self._program(kind)
-        self._last = None if self._last is step else self._last
+    def _launch(self, rows: list[Row]) -> Run:
+        """Load rows that share a program, and run it."""
+        step = self._same_again(rows) or self._program(self._kind(rows))
         step.load(rows)
-        self.run(step)
-        if isinstance(step, ExitStep):
-            self._last = step
-        else:
-            self._drafted[step.kind.drafts_ahead] = step
-        is_first = self._keep(step)
-        is_planned = any(map(_is_planned, rows)) if after is None else after.is_planned
-        return Flight(step, rows, step.fetch(), is_first, is_planned)
+        return self._run(step)
 
-    def _same_again(self, rows: list[Row], after: Flight | None) -> DraftStep | None:
+    def _kind(self, rows: list[Row]) -> ExitKind | DraftKind:
+        """The kind of program that rows share."""
+        make_kind: Any = exit_kind if rows[0].route.path is None else draft_kind
+        head = self._keyed if rows[0].route.path is None else self.model.draft_head
+        kind: ExitKind | DraftKind = make_kind(
+            rows, page_size=self.kv.page_size, ahead=self.ahead, head=head
+        )
+        return kind
+
+    def _run(self, step: ExitStep | DraftStep) -> Run:
+        """Run a program whose rows are loaded."""
+        self.run(step)
+        is_first = self._keep(step)
+        if not self.ahead:
+            if isinstance(step, ExitStep):
+                self._last = step
+            else:
+                self._drafted[step.kind.drafts_ahead] = step
+        return Run(step, step.rows, step.fetch(), is_first)
+
+    def _same_again(self, rows: list[Row]) -> DraftStep | None:
         """The program of the last round of drafts, if it was of the same rows and fits them: this
         is quicker than to compare kinds of programs, which are large.
         """
-        if rows[0].route.path is None or (self.ahead and after is None):
-            return None
         step = self._drafted.get(max([row.ahead for row in rows]) > 0)
-        if step is None or (after is not None and step is not after.program):
-            return None
-        return step if step.fits(rows) else None
+        return step if step is not None and step.fits(rows) else None
 
     def _families(self, rows: list[Row]) -> list[list[Row]]:
         """Rows grouped by program: by how they draft and, with a draft head that has keys of its
@@ -359,16 +390,6 @@ class Iterations:
             if program is self._last:
                 self._last = None
             self._drafted = {k: v for k, v in self._drafted.items() if v is not program}
-
-
-def _following(row: Row, flight: Flight) -> Row:
-    """A row, set to continue after the run in flight if its sequence takes part in that run."""
-    place = flight.places.get(row.work.sequence)
-    if place is None:
-        return row
-    given = NOTHING if row.ahead else row.given  # the drafts of a head are on the device
-    pending = flight.rows[place].most_tokens
-    return Row(row.work, row.route, given, row.ahead, row.ahead_thresholds, place, pending)
 
 
 def _is_planned(row: Row) -> bool:

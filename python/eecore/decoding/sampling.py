@@ -103,8 +103,8 @@ def _seen(sequence: Sequence) -> set[int]:
     return {*sequence.prompt_ids, *sequence.output_ids}
 
 
-def sampling_fields(num_rows: int, sizes: HeadSizes) -> dict[str, Field]:
-    """Fields for the rows' settings."""
+def sampling_fields(num_rows: int, sizes: HeadSizes, fresh: int = 0) -> dict[str, Field]:
+    """Fields for the rows' settings; penalties count ``fresh`` tokens that the device adds."""
     if not sizes.logits:
         return {}
     row = (num_rows,)
@@ -115,11 +115,11 @@ def sampling_fields(num_rows: int, sizes: HeadSizes) -> dict[str, Field]:
         "min_p": (torch.float32, row),
         "repetition_penalty": (torch.float32, row),
         "seed": (torch.int64, row),
-        "seen": (torch.int64, (num_rows, sizes.seen)),
+        "seen": (torch.int64, (num_rows, sizes.seen + fresh if sizes.seen else 0)),
     }
     if sizes.generated:
         fields["presence_penalty"] = fields["frequency_penalty"] = (torch.float32, row)
-        fields["generated"] = (torch.int64, (num_rows, sizes.generated))
+        fields["generated"] = (torch.int64, (num_rows, sizes.generated + fresh))
     if sizes.biases:
         fields["bias_ids"] = (torch.int64, (num_rows, sizes.biases))
         fields["bias"] = (torch.float32, (num_rows, sizes.biases))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,8 @@ class Sizes:
     num_pages: int
     num_input_pages: int
     heads: HeadSizes
+    positions: int
+    """Maximum number of positions that a run computes of a row."""
     follows: bool
     """Whether rows may continue after the previous run."""
 
@@ -68,6 +71,7 @@ def sizes_for(
         power_of_two(max(pages + more_pages, MIN_PAGES)),
         input_pages(sequences),
         head_sizes(sequences, positions),
+        positions,
         ahead,
     )
 
@@ -103,7 +107,7 @@ def tapped_layers(
     return hidden, [states[tap] for tap in taps]
 
 
-class Step:
+class Step(ABC):
     """The runs of up to ``sizes.num_rows`` rows over memory at fixed addresses.
 
     Args:
@@ -129,11 +133,14 @@ class Step:
         self._model, self._kv, self._page_size = model, kv, kv.page_size
         self._heads = Heads(model, sizes.heads)
         num_rows, row = sizes.num_rows, (sizes.num_rows,)
+        # Whether penalties count tokens of texts, and how many at most that only the device knows.
+        self._counts = sizes.heads.seen > 0 or sizes.heads.generated > 0
+        self._fresh = sizes.positions if sizes.follows and self._counts else 0
         shared: dict[str, Field] = {
             "sources": (torch.int32, row),
             "kind": (torch.int32, row),
             "num_rows": (torch.int32, (1,)),
-            **sampling_fields(num_rows, sizes.heads),
+            **sampling_fields(num_rows, sizes.heads, self._fresh),
             # Changed by a run as rows become inactive.
             "open_page_table": (torch.int32, (num_rows, sizes.num_pages)),
             **cross_fields(num_rows, sizes.num_input_pages, "open_"),
@@ -193,6 +200,8 @@ class Step:
         """The rows of the last run, each of which now continues after its result there; the same
         list where the rows did so in the last run already.
         """
+        if self._counts:
+            self._fixed = object()  # the texts are longer now
         if [row.follows for row in rows] == list(range(len(rows))):
             return rows
         self._fixed = object()
@@ -208,9 +217,29 @@ class Step:
         lens = [len(sequence.input_ids or ()) for sequence in sequences]
         self._host.write(**{f"{prefix}input_lens": lens})
 
+    def _counts_fit(self, sequences: list[Sequence]) -> bool:
+        """Whether there is memory for all tokens that penalties count by now."""
+        return head_sizes(sequences, self.sizes.positions) == self.sizes.heads
+
     def send(self) -> None:
         """Send what was loaded to the device, also again after a run has changed it."""
         self._given.send(self._host)
+        if self._fresh:
+            self._count_fresh()
+
+    @torch.inference_mode()
+    def _count_fresh(self) -> None:
+        """Let penalties count the tokens of the run in flight, which only the device knows."""
+        given, count = self._given.device, self._fresh
+        sources = given["sources"].long().unsqueeze(1)
+        tokens = self._made().gather(0, sources.clamp(min=0).expand(-1, count))
+        for name in ("seen", "generated"):
+            if name in given and given[name].shape[1]:
+                given[name][:, -count:] = tokens.masked_fill(sources < 0, -1)
+
+    @abstractmethod
+    def _made(self) -> Tensor:
+        """The tokens that the last run has made of each row, then -1: int64 [num_rows, count]."""
 
     def fetch(self) -> HostSide:
         """Send the results of the last run to the host."""
