@@ -608,9 +608,10 @@ enum class Copied {
 // out[128, kColumns] = a[128, depth] b[columns, depth]^T, or a b[depth, columns] with kTransposed;
 // a is in registers, or copied with kFromShared. Columns up to kColumns are zeros.
 template <typename T, int kTiles, bool kTransposed, bool kFromShared, Copied kFault>
-__global__ void copied_product(const __grid_constant__ CUtensorMap a_map,
-                               const __grid_constant__ CUtensorMap b_map, const T* a, int depth,
-                               float* out) {
+__global__ __launch_bounds__(kCopiedThreads,
+                             1) void copied_product(const __grid_constant__ CUtensorMap a_map,
+                                                    const __grid_constant__ CUtensorMap b_map,
+                                                    const T* a, int depth, float* out) {
   constexpr int kStages = 2, kWarps = 8, kBoxesOfB = kTiles / 8;
   constexpr int kBoxes = kBoxesOfB + (kFromShared ? 2 : 0);
   const Shared<T> boxes = swizzled_shared<T>(kFault == Copied::kMisaligned ? 128 : 0);
