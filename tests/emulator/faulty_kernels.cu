@@ -667,9 +667,8 @@ __global__ __launch_bounds__(kCopiedThreads,
   }
   for (int round = 0; round < num_rounds; ++round) {
     const int stage = round % kStages, phase = round / kStages % 2;
-    if (kFault != Copied::kNoWait && (kFault != Copied::kOneLaneWaits || lane == 0)) {
-      mbarrier_wait(full + stage, phase);
-    }
+    if (kFault != Copied::kNoWait && (group == 0 || lane == 0)) mbarrier_wait(full + stage, phase);
+    if (group == 1 && kFault != Copied::kOneLaneWaits) __syncwarp();
     WgmmaPart parts[4];
     for (int i = 0; !kFromShared && i < 16; ++i) {
       const int column = 64 * round + i / 4 * 16 + i % 4 / 2 * 8 + 2 * pair;

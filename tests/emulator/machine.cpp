@@ -134,11 +134,11 @@ struct Thread {
   std::vector<std::vector<Copy>> groups;  // cp.async groups under way, the last one open
   std::vector<uint32_t> proxy_fences;     // when it called fence_proxy_async
   uint32_t synced = 0;                    // last __syncwarp or __syncthreads
-  WaitedFor learned;                      // what other lanes of its warp may not know
-  bool has_learned = false;
-  uint32_t cluster_synced = 0;  // last cluster_sync
-  int rank = 0;                 // of its block in the cluster
-  bool waited = false;          // for the kernel ahead
+  uint32_t cluster_synced = 0;            // last cluster_sync
+  int rank = 0;                           // of its block in the cluster
+  bool waited = false;                    // for the kernel ahead
+  bool has_learned = false;               // what other lanes of its warp may not know
+  WaitedFor learned;
 };
 
 // Of the lanes of a warp, one after the other.
@@ -201,11 +201,11 @@ struct Block {
   std::vector<Gifts> gathered;                 // of each thread, when its meeting is over
   // Time passes with every synchronisation.
   uint32_t now = 1, last_barrier = 0;  // of all threads
-  // Of each warp: when it last waited in a barrier that another had come to, or for copies.
+  // What each warp knows of the others and of copies.
   std::array<WaitedFor, kMaxWarps> waited_for;
   std::map<Reads, uint32_t> read_numbers;
   std::vector<const Reads*> reads;  // by number
-  // Neighbours have mostly been read by the same threads: the last read that found earlier ones.
+  // The last read that found earlier ones; neighbours have mostly been read by the same threads.
   struct {
     uint16_t me = kNobody, earlier = kNobody, name;
     uint32_t now, earlier_time, time;
