@@ -2,6 +2,8 @@
 // the tests' emulator each has a host twin of the same signature in emulator/ptx.h.
 #pragma once
 
+#include <cuda.h>  // CUtensorMap
+
 #include <cstdint>
 #include <type_traits>
 
@@ -32,7 +34,19 @@ enum class Swizzle { kNone = 0, k128Bytes = 1, k64Bytes = 2, k32Bytes = 3 };
 #include <emulator/ptx.h>
 #else
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define EECORE_HAS_WGMMA 1
+#else
+#define EECORE_HAS_WGMMA 0
+#endif
+
 namespace eecore::cuda {
+
+// An address in shared memory, as instructions and descriptors have it.
+template <typename T>
+__device__ __forceinline__ uint32_t shared_address(T* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
 
 // ---- Conversions ----
 
@@ -172,7 +186,7 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int num_threads) {
 // barrier.
 template <typename T>
 __device__ __forceinline__ void cp_async16(T* to, const T* from, int bytes = 16) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  const uint32_t address = shared_address(to);
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(from),
                "r"(bytes)
                : "memory");
@@ -181,7 +195,7 @@ __device__ __forceinline__ void cp_async16(T* to, const T* from, int bytes = 16)
 // The same through L1, for data that other warps of this SM also read.
 template <typename T>
 __device__ __forceinline__ void cp_async16_cached(T* to, const T* from, int bytes = 16) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  const uint32_t address = shared_address(to);
   asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes)
                : "memory");
 }
@@ -197,13 +211,133 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// ---- Copies that mbarriers count (sm_90) ----
+//
+// An mbarrier, 8 bytes of shared memory, has phases, of which the first is 0. A phase ends when its
+// `count` arrivals have come and as many bytes have been copied as they expected. Threads that wait
+// for the end of a phase then see these bytes, and what the threads that arrived did before.
+
+// One thread initialises an mbarrier and calls fence_mbarrier_init; a barrier comes before its use.
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int count) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count)
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void fence_mbarrier_init() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+// Arrives.
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+#endif
+}
+
+// Arrives, and has the phase expect this many bytes more.
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+#endif
+}
+
+// Waits for the end of the phase of this parity: the current one or the one before it.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t has_ended = 0;
+  while (has_ended == 0) {
+    asm volatile(
+        "{.reg .pred ended; mbarrier.try_wait.parity.shared.b64 ended, [%1], %2; "
+        "selp.u32 %0, 1, 0, ended;}"
+        : "=r"(has_ended)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  }
+#endif
+}
+
+// The copies: one thread starts each. Where threads have written to the shared memory before, they
+// call fence_proxy_async, and a barrier comes after that.
+
+// Copies `bytes`, a multiple of 16 as both addresses are.
+template <typename T>
+__device__ __forceinline__ void bulk_copy(T* to, const T* from, int bytes, uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+#endif
+}
+
+// Copies the box of a tensor of 2 to 4 dimensions that begins at these coordinates, the innermost
+// one first. Elements out of the tensor's bounds are zeros, and count as bytes. `to` is a multiple
+// of 128, of 1024 with a swizzle of 128 bytes. `map` is a kernel's parameter, __grid_constant__.
+template <typename T, int kRank>
+__device__ __forceinline__ void tensor_copy(T* to, const CUtensorMap& map, const int (&at)[kRank],
+                                            uint64_t* barrier) {
+  static_assert(kRank >= 2 && kRank <= 4);
+#if __CUDA_ARCH__ >= 900
+  const uint32_t address = shared_address(to), counter = shared_address(barrier);
+#define EECORE_TENSOR_COPY(rank, coordinates, ...) \
+  asm volatile("cp.async.bulk.tensor." rank \
+               ".shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, " coordinates \
+               "], [%2];" ::"r"(address), \
+               "l"(&map), "r"(counter), __VA_ARGS__ \
+               : "memory")
+  if constexpr (kRank == 2) {
+    EECORE_TENSOR_COPY("2d", "{%3, %4}", "r"(at[0]), "r"(at[1]));
+  } else if constexpr (kRank == 3) {
+    EECORE_TENSOR_COPY("3d", "{%3, %4, %5}", "r"(at[0]), "r"(at[1]), "r"(at[2]));
+  } else {
+    EECORE_TENSOR_COPY("4d", "{%3, %4, %5, %6}", "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]));
+  }
+#undef EECORE_TENSOR_COPY
+#endif
+}
+
+// ---- Roles of warps ----
+
+// True for one lane, the same each time. All lanes of the warp call it.
+__device__ __forceinline__ bool elect_lane() {
+  uint32_t is_elected = 0;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{.reg .pred elected; elect.sync _|elected, 0xffffffff; selp.u32 %0, 1, 0, elected;}"
+               : "=r"(is_elected));
+#endif
+  return is_elected != 0;
+}
+
+// All warps of a warpgroup give up registers, or take some that others have given up: then each
+// thread has kCount, a multiple of 8 from 24 to 256. Taking waits for registers (sm_90a).
+template <int kCount>
+__device__ __forceinline__ void give_registers() {
+  static_assert(kCount % 8 == 0 && kCount >= 24 && kCount <= 256);
+#if EECORE_HAS_WGMMA
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+template <int kCount>
+__device__ __forceinline__ void take_registers() {
+  static_assert(kCount % 8 == 0 && kCount >= 24 && kCount <= 256);
+#if EECORE_HAS_WGMMA
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+
 // ---- Matrices of 16-bit elements ----
 
 // Loads four 8x8 matrices; lane l gives the address of row l % 8 of matrix l / 8. Register i holds,
 // of matrix i, elements 2 * (lane % 4) and the next one of row lane / 4.
 template <typename T>
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&out)[4], T* row) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  const uint32_t address = shared_address(row);
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                : "r"(address)
@@ -213,7 +347,7 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&out)[4], T* row) {
 // The same, each matrix transposed.
 template <typename T>
 __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&out)[4], T* row) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  const uint32_t address = shared_address(row);
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                : "r"(address)
@@ -269,12 +403,6 @@ __device__ __forceinline__ void fence_proxy_async() {
 #endif
 }
 
-// The address as a descriptor has it.
-template <typename T>
-__device__ __forceinline__ uint32_t shared_address(T* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 // Keeps what the compiler does with registers on its side of a fence or wait.
 __device__ __forceinline__ void keep_in_place(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 __device__ __forceinline__ void keep_in_place(uint32_t& x) { asm volatile("" : "+r"(x)::"memory"); }
@@ -284,19 +412,12 @@ __device__ __forceinline__ void keep_in_place(T (&x)[kSize]) {
   for (int i = 0; i < kSize; ++i) keep_in_place(x[i]);
 }
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define EECORE_HAS_WGMMA 1
-#else
-#define EECORE_HAS_WGMMA 0
-#endif
-
 // Comes before products that work with registers which this thread has touched: sums (WgmmaSums)
 // and parts of A (an array of WgmmaPart).
-template <typename Sums, typename Parts>
-__device__ __forceinline__ void wgmma_fence(Sums& sums, Parts& parts) {
+template <typename... Registers>
+__device__ __forceinline__ void wgmma_fence(Registers&... registers) {
 #if EECORE_HAS_WGMMA
-  keep_in_place(sums);
-  keep_in_place(parts);
+  (keep_in_place(registers), ...);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #endif
 }
@@ -308,72 +429,117 @@ __device__ __forceinline__ void wgmma_commit() {
 #endif
 }
 
-// Waits until at most kPending of this warp's newest groups are under way; `sums` and `parts` are
+// Waits until at most kPending of this warp's newest groups are under way; the sums and parts are
 // those of the groups that are not.
-template <int kPending, typename Sums, typename Parts>
-__device__ __forceinline__ void wgmma_wait(Sums& sums, Parts& parts) {
+template <int kPending, typename... Registers>
+__device__ __forceinline__ void wgmma_wait(Registers&... registers) {
 #if EECORE_HAS_WGMMA
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-  keep_in_place(sums);
-  keep_in_place(parts);
+  (keep_in_place(registers), ...);
 #endif
 }
 
-#define EECORE_WGMMA_SUMS(n) "+f"(sums[n][0]), "+f"(sums[n][1]), "+f"(sums[n][2]), "+f"(sums[n][3])
-#define EECORE_WGMMA(shape, type, operands, adds, ...) \
+// What a product has: numbers of its sums in the text, those of a, b, whether it adds and the order
+// of a and b, and the operands themselves.
+#define EECORE_WGMMA(columns, type, numbers, a, b, adds, order, inputs, ...) \
   asm volatile("{.reg .pred adds; setp.ne.s32 adds, " adds \
-               ", 0; wgmma.mma_async.sync.aligned." shape ".f32." type "." type " " operands \
-               ", adds, 1, 1, 0;}" \
+               ", 0; wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type \
+               " {" numbers "}, " a ", " b ", adds, 1, 1, " order ";}" \
                : __VA_ARGS__ \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(matrix), "n"(kAdds ? 1 : 0))
+               : inputs)
+#define EECORE_WGMMA_FROM_REGISTERS \
+  "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdds ? 1 : 0), "n"(kTransposed ? 1 : 0)
+#define EECORE_WGMMA_FROM_SHARED "l"(a), "l"(b), "n"(kAdds ? 1 : 0), "n"(kTransposed ? 1 : 0)
+#define EECORE_WGMMA_SUMS(n) "+f"(sums[n][0]), "+f"(sums[n][1]), "+f"(sums[n][2]), "+f"(sums[n][3])
+#define EECORE_WGMMA_2_SUMS(n) EECORE_WGMMA_SUMS(n), EECORE_WGMMA_SUMS(n + 1)
+#define EECORE_WGMMA_4_SUMS(n) EECORE_WGMMA_2_SUMS(n), EECORE_WGMMA_2_SUMS(n + 2)
+#define EECORE_WGMMA_8_SUMS(n) EECORE_WGMMA_4_SUMS(n), EECORE_WGMMA_4_SUMS(n + 4)
+#define EECORE_WGMMA_4_NUMBERS "%0, %1, %2, %3"
+#define EECORE_WGMMA_8_NUMBERS EECORE_WGMMA_4_NUMBERS ", %4, %5, %6, %7"
+#define EECORE_WGMMA_16_NUMBERS EECORE_WGMMA_8_NUMBERS ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define EECORE_WGMMA_32_NUMBERS \
+  EECORE_WGMMA_16_NUMBERS \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define EECORE_WGMMA_64_NUMBERS \
+  EECORE_WGMMA_32_NUMBERS \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// Starts sums[64, 8 * kTiles] += a[64, 16] b[16, 8 * kTiles], in float, for 8, 16, 32, 64 or 128
+// columns, or sums = the product without kAdds; `b` is a descriptor (wgmma_matrix, with kTransposed
+// wgmma_transposed).
+template <typename T, bool kAdds = true, bool kTransposed = false, int kTiles>
+__device__ __forceinline__ void wgmma_m64k16(float (&sums)[kTiles][4], const uint32_t (&a)[4],
+                                             uint64_t b) {
+  static_assert(std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>);
+  static_assert(kTiles == 1 || kTiles == 2 || kTiles == 4 || kTiles == 8 || kTiles == 16);
+#if EECORE_HAS_WGMMA
 #define EECORE_WGMMA_OF_TYPE(type) \
   if constexpr (kTiles == 1) { \
-    EECORE_WGMMA("m64n8k16", type, \
-                 "{%0, %1, %2, %3}" \
-                 ", {%4, %5, %6, %7}, %8", \
-                 "%9", EECORE_WGMMA_SUMS(0)); \
+    EECORE_WGMMA("8", type, EECORE_WGMMA_4_NUMBERS, "{%4, %5, %6, %7}", "%8", "%9", "%10", \
+                 EECORE_WGMMA_FROM_REGISTERS, EECORE_WGMMA_SUMS(0)); \
   } else if constexpr (kTiles == 2) { \
-    EECORE_WGMMA("m64n16k16", type, \
-                 "{%0, %1, %2, %3, %4, %5, %6, %7}" \
-                 ", {%8, %9, %10, %11}, %12", \
-                 "%13", EECORE_WGMMA_SUMS(0), EECORE_WGMMA_SUMS(1)); \
+    EECORE_WGMMA("16", type, EECORE_WGMMA_8_NUMBERS, "{%8, %9, %10, %11}", "%12", "%13", "%14", \
+                 EECORE_WGMMA_FROM_REGISTERS, EECORE_WGMMA_2_SUMS(0)); \
   } else if constexpr (kTiles == 4) { \
-    EECORE_WGMMA("m64n32k16", type, \
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}" \
-                 ", {%16, %17, %18, %19}, %20", \
-                 "%21", EECORE_WGMMA_SUMS(0), EECORE_WGMMA_SUMS(1), EECORE_WGMMA_SUMS(2), \
-                 EECORE_WGMMA_SUMS(3)); \
+    EECORE_WGMMA("32", type, EECORE_WGMMA_16_NUMBERS, "{%16, %17, %18, %19}", "%20", "%21", "%22", \
+                 EECORE_WGMMA_FROM_REGISTERS, EECORE_WGMMA_4_SUMS(0)); \
   } else if constexpr (kTiles == 8) { \
-    EECORE_WGMMA("m64n64k16", type, \
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
-                 "%30, %31}" \
-                 ", {%32, %33, %34, %35}, %36", \
-                 "%37", EECORE_WGMMA_SUMS(0), EECORE_WGMMA_SUMS(1), EECORE_WGMMA_SUMS(2), \
-                 EECORE_WGMMA_SUMS(3), EECORE_WGMMA_SUMS(4), EECORE_WGMMA_SUMS(5), \
-                 EECORE_WGMMA_SUMS(6), EECORE_WGMMA_SUMS(7)); \
+    EECORE_WGMMA("64", type, EECORE_WGMMA_32_NUMBERS, "{%32, %33, %34, %35}", "%36", "%37", "%38", \
+                 EECORE_WGMMA_FROM_REGISTERS, EECORE_WGMMA_8_SUMS(0)); \
+  } else { \
+    EECORE_WGMMA("128", type, EECORE_WGMMA_64_NUMBERS, "{%64, %65, %66, %67}", "%68", "%69", \
+                 "%70", EECORE_WGMMA_FROM_REGISTERS, EECORE_WGMMA_8_SUMS(0), \
+                 EECORE_WGMMA_8_SUMS(8)); \
   }
-
-// Starts sums[64, 8 * kTiles] += a[64, 16] b[16, 8 * kTiles], in float, for 8, 16, 32 or 64
-// columns, or sums = the product without kAdds; `matrix` is a descriptor of b (wgmma_matrix).
-template <typename T, bool kAdds = true, int kTiles>
-__device__ __forceinline__ void wgmma_m64k16(float (&sums)[kTiles][4], const uint32_t (&a)[4],
-                                             uint64_t matrix) {
-  static_assert(kTiles == 1 || kTiles == 2 || kTiles == 4 || kTiles == 8);
-#if EECORE_HAS_WGMMA
   if constexpr (std::is_same_v<T, BFloat16>) {
     EECORE_WGMMA_OF_TYPE("bf16")
   } else {
-    static_assert(std::is_same_v<T, Float16>);
     EECORE_WGMMA_OF_TYPE("f16")
   }
+#undef EECORE_WGMMA_OF_TYPE
 #else
   __trap();  // the launcher asks for a GPU that has it, and a build for it
 #endif
 }
+
+// The same for 64 or 128 columns, with a in shared memory: `a` is the descriptor of 64 columns, the
+// rows of a.
+template <typename T, bool kAdds = true, bool kTransposed = false, int kTiles>
+__device__ __forceinline__ void wgmma_m64k16(float (&sums)[kTiles][4], uint64_t a, uint64_t b) {
+  static_assert(std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>);
+  static_assert(kTiles == 8 || kTiles == 16);
+#if EECORE_HAS_WGMMA
+#define EECORE_WGMMA_OF_TYPE(type) \
+  if constexpr (kTiles == 8) { \
+    EECORE_WGMMA("64", type, EECORE_WGMMA_32_NUMBERS, "%32", "%33", "%34", "0, %35", \
+                 EECORE_WGMMA_FROM_SHARED, EECORE_WGMMA_8_SUMS(0)); \
+  } else { \
+    EECORE_WGMMA("128", type, EECORE_WGMMA_64_NUMBERS, "%64", "%65", "%66", "0, %67", \
+                 EECORE_WGMMA_FROM_SHARED, EECORE_WGMMA_8_SUMS(0), EECORE_WGMMA_8_SUMS(8)); \
+  }
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    EECORE_WGMMA_OF_TYPE("bf16")
+  } else {
+    EECORE_WGMMA_OF_TYPE("f16")
+  }
 #undef EECORE_WGMMA_OF_TYPE
+#else
+  __trap();
+#endif
+}
 #undef EECORE_WGMMA
+#undef EECORE_WGMMA_FROM_REGISTERS
+#undef EECORE_WGMMA_FROM_SHARED
 #undef EECORE_WGMMA_SUMS
+#undef EECORE_WGMMA_2_SUMS
+#undef EECORE_WGMMA_4_SUMS
+#undef EECORE_WGMMA_8_SUMS
+#undef EECORE_WGMMA_4_NUMBERS
+#undef EECORE_WGMMA_8_NUMBERS
+#undef EECORE_WGMMA_16_NUMBERS
+#undef EECORE_WGMMA_32_NUMBERS
+#undef EECORE_WGMMA_64_NUMBERS
 
 // ---- Clusters: blocks, adjacent in x, that read each other's shared memory (sm_90) ----
 
@@ -448,6 +614,14 @@ __device__ __forceinline__ uint64_t wgmma_matrix(Pointer start, int leading_byte
   return field(shared_address(start)) | field(static_cast<uint32_t>(leading_bytes)) << 16 |
          field(static_cast<uint32_t>(stride_bytes)) << 32 |
          static_cast<uint64_t>(base_offset) << 49 | static_cast<uint64_t>(swizzle) << 62;
+}
+
+// The descriptor of a matrix b whose rows lie one by one, 64 elements of each in the order of
+// Swizzle::k128Bytes: `next_bytes` from there are the next 64 columns of all rows. It begins at a
+// multiple of 1024.
+template <typename Pointer>
+__device__ __forceinline__ uint64_t wgmma_transposed(Pointer start, int next_bytes) {
+  return wgmma_matrix(start, next_bytes, 1024, Swizzle::k128Bytes);
 }
 
 }  // namespace eecore::cuda

@@ -24,6 +24,13 @@ __device__ __forceinline__ Shared<T> dynamic_shared(int byte_offset = 0) {
   return reinterpret_cast<T*>(eecore_dynamic_shared + byte_offset);
 }
 
+// The same from a multiple of 1024 on, as swizzled matrices need. (Static arrays come before it.)
+template <typename T>
+__device__ __forceinline__ Shared<T> swizzled_shared(int byte_offset = 0) {
+  extern __shared__ __align__(1024) unsigned char eecore_swizzled_shared[];
+  return reinterpret_cast<T*>(eecore_swizzled_shared + byte_offset);
+}
+
 // The same memory, read as another type.
 template <typename U, typename T>
 __device__ __forceinline__ Shared<U> shared_as(T* pointer) {

@@ -5,12 +5,14 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "captured_graph.h"
 #include "conditional_body.h"
 #include "eecore/element.cuh"
 #include "eecore/reduce.cuh"
 #include "launch.cuh"
+#include "tensor_map.cuh"
 
 namespace eecore::cuda::faults {
 
@@ -305,6 +307,97 @@ __global__ void merge_too_early(float* data, float* out) {
   merge_in_last<kFaulty ? Merge::kTooEarly : Merge::kSound>(data, out);
 }
 
+// ---- Bulk copies ----
+
+// What is wrong with a warp that copies numbers for another one through a ring of two stages.
+enum class Bulk {
+  kSound,
+  kNoArrival,
+  kFewerBytes,
+  kMoreBytes,
+  kOtherPhase,
+  kNoWait,
+  kNoRelease,
+  kExtraArrival,
+  kNoInitFence,
+  kNoInitBarrier,
+  kNoProxyFence,
+  kReadsMbarrier,
+  kNobodyWaits,
+  kUnaligned,
+  kOneLaneReleases,  // sound
+  kNoSyncwarp,       // the same without a __syncwarp before it
+};
+template <Bulk kFault>
+__device__ __forceinline__ void sum_copied(const float* data, float* out) {
+  constexpr bool kOneLane = kFault == Bulk::kOneLaneReleases || kFault == Bulk::kNoSyncwarp;
+  constexpr int kStages = 2, kRounds = 6, kNumbers = 64, kBytes = kNumbers * int{sizeof(float)};
+  const Shared<float> ring = dynamic_shared<float>();
+  EECORE_SHARED(uint64_t, full, kStages);
+  EECORE_SHARED(uint64_t, empty, kStages);
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      mbarrier_init(full + stage, 1);
+      mbarrier_init(empty + stage, kOneLane ? 1 : 32);
+    }
+    if (kFault != Bulk::kNoInitFence) fence_mbarrier_init();
+  }
+  for (int i = threadIdx.x; i < kStages * kNumbers; i += kThreads) ring[i] = 0.0f;
+  if (kFault != Bulk::kNoProxyFence) fence_proxy_async();
+  if (kFault != Bulk::kNoInitBarrier) __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int round = 0; round < kRounds; ++round) {
+      const int stage = round % kStages, use = round / kStages;
+      if (use > 0 && kFault != Bulk::kNoRelease) {
+        mbarrier_wait(empty + stage, (use - 1) % 2);
+      }
+      const int expected = kFault == Bulk::kFewerBytes  ? kBytes / 2
+                           : kFault == Bulk::kMoreBytes ? kBytes + 16
+                                                        : kBytes;
+      if (kFault != Bulk::kNoArrival) mbarrier_arrive(full + stage, expected);
+      const float* const from = data + round % 4 * kNumbers + (kFault == Bulk::kUnaligned ? 1 : 0);
+      for (int half = 0; half < kNumbers; half += kNumbers / 2) {
+        bulk_copy(ring + stage * kNumbers + half, from + half, kBytes / 2, full + stage);
+      }
+    }
+  } else if (threadIdx.x >= 32) {
+    if (kFault == Bulk::kReadsMbarrier && lane == 0) out[0] = static_cast<float>(uint64_t{full[0]});
+    float sum = 0.0f;
+    for (int round = 0; round < kRounds - (kFault == Bulk::kNobodyWaits ? 1 : 0); ++round) {
+      const int stage = round % kStages, use = round / kStages;
+      const int phase = use + (kFault == Bulk::kOtherPhase ? 1 : 0);
+      if (kFault != Bulk::kNoWait) mbarrier_wait(full + stage, phase % 2);
+      sum += ring[stage * kNumbers + lane] + ring[stage * kNumbers + 32 + lane];
+      if (kFault == Bulk::kOneLaneReleases) __syncwarp();
+      if (!kOneLane || lane == 0) mbarrier_arrive(empty + stage);
+      if (kFault == Bulk::kExtraArrival && lane == 0) mbarrier_arrive(empty + stage);
+    }
+    out[lane] = sum;
+  }
+}
+
+#define EECORE_BULK_FAULT(name, sound, fault) \
+  template <bool kFaulty> \
+  __global__ void name(const float* data, float* out) { \
+    sum_copied<kFaulty ? Bulk::fault : Bulk::sound>(data, out); \
+  }
+EECORE_BULK_FAULT(bulk_copy_without_arrival, kSound, kNoArrival)
+EECORE_BULK_FAULT(bulk_copy_of_more_bytes, kSound, kFewerBytes)
+EECORE_BULK_FAULT(bulk_copy_of_fewer_bytes, kSound, kMoreBytes)
+EECORE_BULK_FAULT(bulk_copy_of_other_phase, kSound, kOtherPhase)
+EECORE_BULK_FAULT(bulk_copy_without_wait, kSound, kNoWait)
+EECORE_BULK_FAULT(bulk_copy_without_release, kSound, kNoRelease)
+EECORE_BULK_FAULT(bulk_copy_released_twice, kSound, kExtraArrival)
+EECORE_BULK_FAULT(bulk_copy_without_init_fence, kSound, kNoInitFence)
+EECORE_BULK_FAULT(bulk_copy_without_init_barrier, kSound, kNoInitBarrier)
+EECORE_BULK_FAULT(bulk_copy_without_proxy_fence, kSound, kNoProxyFence)
+EECORE_BULK_FAULT(bulk_copy_whose_mbarrier_is_read, kSound, kReadsMbarrier)
+EECORE_BULK_FAULT(bulk_copy_that_nobody_waits_for, kSound, kNobodyWaits)
+EECORE_BULK_FAULT(bulk_copy_of_unaligned_bytes, kSound, kUnaligned)
+EECORE_BULK_FAULT(bulk_copy_released_by_one_lane, kOneLaneReleases, kNoSyncwarp)
+#undef EECORE_BULK_FAULT
+
 // ---- Products of a warpgroup ----
 
 constexpr int kGroupThreads = 128;
@@ -394,7 +487,8 @@ void run_product(int swizzle, int columns, int shift, const float* a, const floa
   if (columns == 8) return with_tiles(std::integral_constant<int, 1>{});
   if (columns == 16) return with_tiles(std::integral_constant<int, 2>{});
   if (columns == 32) return with_tiles(std::integral_constant<int, 4>{});
-  with_tiles(std::integral_constant<int, 8>{});
+  if (columns == 64) return with_tiles(std::integral_constant<int, 8>{});
+  with_tiles(std::integral_constant<int, 16>{});
 }
 
 // What is wrong with a product of 64 rows and 8 columns of ones, to which that of other numbers is
@@ -490,6 +584,229 @@ EECORE_WGMMA_FAULT(wgmma_without_a_warp, kLeavesOutWarp)
 EECORE_WGMMA_FAULT(wgmma_of_other_matrix, kOtherMatrix)
 EECORE_WGMMA_FAULT(wgmma_of_reserved_bits, kReservedBits)
 #undef EECORE_WGMMA_FAULT
+
+// ---- Products of boxes of tensors, which a warp copies for two warpgroups ----
+
+constexpr int kBoxSize = 64 * 64;  // elements
+constexpr int kCopiedThreads = 3 * kGroupThreads, kCopiedRows = 128;
+
+enum class Copied {
+  kSound,
+  kNoWait,
+  kOneLaneWaits,
+  kReleasesEarly,
+  kOneWarpReleases,
+  kArrivalMissing,
+  kNoFenceOfZeros,
+  kTakesTooMany,
+  kOneWarpTakes,
+  kMisaligned,
+  kOtherRank,
+  kHalfAWarpElects,
+};
+
+// out[128, kColumns] = a[128, depth] b[columns, depth]^T, or a b[depth, columns] with kTransposed;
+// a is in registers, or copied with kFromShared. Columns up to kColumns are zeros.
+template <typename T, int kTiles, bool kTransposed, bool kFromShared, Copied kFault>
+__global__ __launch_bounds__(kCopiedThreads,
+                             1) void copied_product(const __grid_constant__ CUtensorMap a_map,
+                                                    const __grid_constant__ CUtensorMap b_map,
+                                                    const T* a, int depth, float* out) {
+  constexpr int kStages = 2, kWarps = 8, kBoxesOfB = kTiles / 8;
+  constexpr int kBoxes = kBoxesOfB + (kFromShared ? 2 : 0);
+  const Shared<T> boxes = swizzled_shared<T>(kFault == Copied::kMisaligned ? 128 : 0);
+  const Shared<uint64_t> full = swizzled_shared<uint64_t>(kStages * kBoxes * kBoxSize * 2 + 128);
+  const Shared<uint64_t> empty = full + kStages;
+  const auto box_of = [&](int stage, int box) { return boxes + (stage * kBoxes + box) * kBoxSize; };
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const int num_rounds = (depth + 63) / 64;
+  if (thread == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      mbarrier_init(full + stage, 1);
+      mbarrier_init(empty + stage, kFault == Copied::kOneWarpReleases  ? 2
+                                   : kFault == Copied::kArrivalMissing ? kWarps + 1
+                                                                       : kWarps);
+    }
+    fence_mbarrier_init();
+  }
+  // What is copied takes the place of numbers that threads wrote.
+  box_of(0, 0)[thread] = from_float<T>(7.0f);
+  if (kFault != Copied::kNoFenceOfZeros) fence_proxy_async();
+  __syncthreads();
+  if (warp < 4) {
+    give_registers<24>();
+    if (warp > 0 || (kFault == Copied::kHalfAWarpElects && lane % 2 == 1)) return;
+    if (!elect_lane()) return;
+    for (int round = 0; round < num_rounds; ++round) {
+      const int stage = round % kStages, use = round / kStages;
+      if (use > 0) mbarrier_wait(empty + stage, (use - 1) % 2);
+      mbarrier_arrive(full + stage, kBoxes * kBoxSize * 2);
+      for (int box = 0; box < kBoxesOfB; ++box) {
+        if (kFault == Copied::kOtherRank) {
+          const int at[3] = {0, 0, 0};
+          tensor_copy(box_of(stage, box), b_map, at, full + stage);
+        }
+        const int at[2] = {64 * (kTransposed ? box : round), 64 * (kTransposed ? round : box)};
+        tensor_copy(box_of(stage, box), b_map, at, full + stage);
+      }
+      for (int rows = 0; kFromShared && rows < 2; ++rows) {
+        const int at[2] = {64 * round, 64 * rows};
+        tensor_copy(box_of(stage, kBoxesOfB + rows), a_map, at, full + stage);
+      }
+    }
+    return;
+  }
+  if (kFault != Copied::kOneWarpTakes || warp == 5) {
+    take_registers<kFault == Copied::kTakesTooMany ? 248 : 240>();
+  }
+  const int group = warp / 4 - 1;
+  const int row = 64 * group + warp % 4 * 16 + lane / 4, pair = lane % 4;
+  WgmmaSums<kTiles> sums;
+  for (int n = 0; n < kTiles; ++n) {
+    for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
+  }
+  for (int round = 0; round < num_rounds; ++round) {
+    const int stage = round % kStages, phase = round / kStages % 2;
+    if (kFault != Copied::kNoWait && (group == 0 || lane == 0)) mbarrier_wait(full + stage, phase);
+    if (group == 1 && kFault != Copied::kOneLaneWaits) __syncwarp();
+    WgmmaPart parts[4];
+    for (int i = 0; !kFromShared && i < 16; ++i) {
+      const int column = 64 * round + i / 4 * 16 + i % 4 / 2 * 8 + 2 * pair;
+      const T* const from = a + (row + i % 2 * 8) * depth + column;
+      parts[i / 4][i % 4] =
+          column < depth ? from[0].bits | static_cast<uint32_t>(from[1].bits) << 16 : 0;
+    }
+    wgmma_fence(sums, parts);
+    for (int step = 0; step < 4; ++step) {
+      const uint64_t b =
+          kTransposed ? wgmma_transposed(box_of(stage, 0) + 16 * 64 * step, kBoxSize * 2)
+                      : wgmma_matrix(box_of(stage, 0) + 16 * step, 0, 1024, Swizzle::k128Bytes);
+      if constexpr (kFromShared) {
+        const uint64_t of_a =
+            wgmma_matrix(box_of(stage, kBoxesOfB + group) + 16 * step, 0, 1024, Swizzle::k128Bytes);
+        wgmma_m64k16<T, true, kTransposed>(sums, of_a, b);
+      } else {
+        wgmma_m64k16<T, true, kTransposed>(sums, parts[step], b);
+      }
+    }
+    wgmma_commit();
+    if (kFault != Copied::kReleasesEarly) wgmma_wait<0>(sums, parts);
+    __syncwarp();
+    if (lane == 0 && (kFault != Copied::kOneWarpReleases || warp % 4 == 0)) {
+      mbarrier_arrive(empty + stage);
+    }
+    if (kFault == Copied::kReleasesEarly) wgmma_wait<0>(sums, parts);
+  }
+  for (int n = 0; n < kTiles; ++n) {
+    for (int i = 0; i < 4; ++i) {
+      out[(row + i / 2 * 8) * 8 * kTiles + 8 * n + 2 * pair + i % 2] = sums[n][i];
+    }
+  }
+}
+
+template <typename T, int kTiles, bool kTransposed, bool kFromShared,
+          Copied kFault = Copied::kSound>
+void run_copied(const char* name, int depth, int columns, const T* a, const T* b, float* out) {
+  constexpr uint32_t kBox = 64;
+  const auto map = [&](const T* data, int inner, int outer) {
+    return tensor_map<2>(data, 2,
+                         {{static_cast<uint64_t>(inner), static_cast<uint64_t>(outer)},
+                          {static_cast<uint64_t>(2 * inner)},
+                          {kBox, kBox}});
+  };
+  const size_t bytes = 2 * (kTiles / 8 + (kFromShared ? 2 : 0)) * kBoxSize * 2 + 256;
+  launch(name, copied_product<T, kTiles, kTransposed, kFromShared, kFault>,
+         {dim3(1), dim3(kCopiedThreads), bytes}, {nullptr, 0}, map(a, depth, kCopiedRows),
+         kTransposed ? map(b, columns, depth) : map(b, depth, columns), a, depth, out);
+}
+
+template <typename T>
+void run_copied_product(bool transposed, bool from_shared, int tiles, int depth, int columns,
+                        const T* a, const T* b, float* out) {
+  const auto choose = [&](auto kTransposed, auto kFromShared) {
+    const auto run = tiles == 8 ? run_copied<T, 8, kTransposed(), kFromShared()>
+                                : run_copied<T, 16, kTransposed(), kFromShared()>;
+    run("copied_product", depth, columns, a, b, out);
+  };
+  using No = std::false_type;
+  using Yes = std::true_type;
+  if (transposed) return from_shared ? choose(Yes{}, Yes{}) : choose(Yes{}, No{});
+  return from_shared ? choose(No{}, Yes{}) : choose(No{}, No{});
+}
+
+// A product of ones; false if it is none of these faults.
+template <bool kFaulty>
+bool run_copied_fault(const std::string& fault) {
+  constexpr int kDepth = 192, kColumns = 64;
+  const std::vector<BFloat16> a(kCopiedRows * kDepth, from_float<BFloat16>(1.0f)),
+      b(kColumns * kDepth, from_float<BFloat16>(1.0f));
+  std::vector<float> out(kCopiedRows * kColumns);
+  const auto is = [&](const char* name, auto which) {
+    if (fault != name) return false;
+    constexpr Copied kFault = kFaulty ? decltype(which)::value : Copied::kSound;
+    run_copied<BFloat16, 8, true, true, kFault>(name, kDepth, kColumns, a.data(), b.data(),
+                                                out.data());
+    return true;
+  };
+#define EECORE_COPIED_FAULT(name, fault) is(#name, std::integral_constant<Copied, Copied::fault>{})
+  return EECORE_COPIED_FAULT(tensor_copy_without_wait, kNoWait) ||
+         EECORE_COPIED_FAULT(tensor_copy_that_one_lane_awaits, kOneLaneWaits) ||
+         EECORE_COPIED_FAULT(tensor_copy_released_before_the_product, kReleasesEarly) ||
+         EECORE_COPIED_FAULT(tensor_copy_released_by_one_warp, kOneWarpReleases) ||
+         EECORE_COPIED_FAULT(tensor_copy_whose_release_lacks_an_arrival, kArrivalMissing) ||
+         EECORE_COPIED_FAULT(tensor_copy_without_proxy_fence, kNoFenceOfZeros) ||
+         EECORE_COPIED_FAULT(tensor_copy_to_no_multiple_of_1024, kMisaligned) ||
+         EECORE_COPIED_FAULT(tensor_copy_at_too_many_coordinates, kOtherRank) ||
+         EECORE_COPIED_FAULT(registers_that_nobody_gives, kTakesTooMany) ||
+         EECORE_COPIED_FAULT(registers_that_one_warp_takes, kOneWarpTakes) ||
+         EECORE_COPIED_FAULT(elected_by_half_a_warp, kHalfAWarpElects);
+#undef EECORE_COPIED_FAULT
+}
+
+struct BoxCoordinates {
+  int at[4];
+};
+
+// Copies a box, and gives its 2-byte words in the order of the tensor.
+template <int kRank>
+__global__ void copied_box(const __grid_constant__ CUtensorMap map, BoxCoordinates from, int bytes,
+                           uint16_t* out) {
+  const Shared<uint16_t> box = swizzled_shared<uint16_t>(1024);
+  const Shared<uint64_t> full = swizzled_shared<uint64_t>();
+  if (threadIdx.x == 0) {
+    mbarrier_init(full, 1);
+    fence_mbarrier_init();
+    mbarrier_arrive(full, bytes);
+    int at[kRank];
+    for (int i = 0; i < kRank; ++i) at[i] = from.at[i];
+    tensor_copy(box, map, at, full);
+  }
+  __syncthreads();
+  mbarrier_wait(full, 0);
+  for (int i = threadIdx.x; i < bytes / 2; i += kThreads) {
+    out[i] = box[i ^ (i / 64 % 8) * 8];
+  }
+}
+
+template <int kRank>
+void run_copied_box(int element_bytes, const uint64_t* sizes, const uint32_t* box, const int* at,
+                    const void* data, void* out) {
+  TensorBoxes<kRank> of{};
+  BoxCoordinates from{};
+  uint64_t stride = element_bytes;
+  int bytes = element_bytes;
+  for (int i = 0; i < kRank; ++i) {
+    of.sizes[i] = sizes[i];
+    of.box[i] = box[i];
+    from.at[i] = at[i];
+    stride *= sizes[i];
+    bytes *= static_cast<int>(box[i]);
+    if (i < kRank - 1) of.strides[i] = stride;
+  }
+  launch("copied_box", copied_box<kRank>,
+         {dim3(1), dim3(kThreads), static_cast<size_t>(1024 + bytes)}, {nullptr, 0},
+         tensor_map(data, element_bytes, of), from, bytes, static_cast<uint16_t*>(out));
+}
 
 // ---- Clusters ----
 
@@ -646,6 +963,20 @@ void run(const std::string& fault, float* data, float* out) {
   shape.shared_bytes = 16 * kThreads * sizeof(float);
   EECORE_FAULT(draining_ring, static_cast<const float*>(data), out)
   EECORE_FAULT(missing_wait_group, static_cast<const float*>(data), out)
+  EECORE_FAULT(bulk_copy_without_arrival, static_cast<const float*>(data), out)
+  EECORE_FAULT(bulk_copy_of_more_bytes, static_cast<const float*>(data), out)
+  EECORE_FAULT(bulk_copy_of_fewer_bytes, static_cast<const float*>(data), out)
+  EECORE_FAULT(bulk_copy_of_other_phase, static_cast<const float*>(data), out)
+  EECORE_FAULT(bulk_copy_without_wait, static_cast<const float*>(data), out)
+  EECORE_FAULT(bulk_copy_without_release, static_cast<const float*>(data), out)
+  EECORE_FAULT(bulk_copy_released_twice, static_cast<const float*>(data), out)
+  EECORE_FAULT(bulk_copy_without_init_fence, static_cast<const float*>(data), out)
+  EECORE_FAULT(bulk_copy_without_init_barrier, static_cast<const float*>(data), out)
+  EECORE_FAULT(bulk_copy_without_proxy_fence, static_cast<const float*>(data), out)
+  EECORE_FAULT(bulk_copy_whose_mbarrier_is_read, static_cast<const float*>(data), out)
+  EECORE_FAULT(bulk_copy_that_nobody_waits_for, static_cast<const float*>(data), out)
+  EECORE_FAULT(bulk_copy_of_unaligned_bytes, static_cast<const float*>(data), out)
+  EECORE_FAULT(bulk_copy_released_by_one_lane, static_cast<const float*>(data), out)
   shape.order = Launch::kAfterPrevious;
   EECORE_FAULT(never_waits, out)
   shape = {dim3(1), dim3(kGroupThreads), 512};
@@ -681,6 +1012,7 @@ void run(const std::string& fault, float* data, float* out) {
   EECORE_FAULT(merge_too_early, data, out)
 #undef EECORE_FAULT
   if (run_in_chain<kFaulty>(fault, data, out, stream)) return;
+  if (run_copied_fault<kFaulty>(fault)) return;
   if (fault == "lowered_shared_limit") return launch_with_less<kFaulty>(out);
   if (fault == "loaded_in_capture") return launch_first_in_capture<kFaulty>(out);
   if (fault == "early_behind_condition") return launch_behind_condition<kFaulty>(out);
@@ -729,5 +1061,34 @@ extern "C" __attribute__((visibility("default"))) int eecore_emulator_run_produc
     } else {
       eecore::cuda::faults::run_product<eecore::cuda::BFloat16>(swizzle, columns, shift, a, b, out);
     }
+  });
+}
+
+// out[128, 8 * tiles] = a[128, depth] b[columns, depth]^T, or a b[depth, columns], of 16-bit
+// numbers that tensor copies bring.
+extern "C" __attribute__((visibility("default"))) int eecore_emulator_run_copied_product(
+    int is_half, int transposed, int from_shared, int tiles, int depth, int columns, const void* a,
+    const void* b, float* out, char* message, int message_size) {
+  return reported(message, message_size, [&] {
+    const auto run = [&](auto number) {
+      using T = decltype(number);
+      eecore::cuda::faults::run_copied_product<T>(transposed != 0, from_shared != 0, tiles, depth,
+                                                  columns, static_cast<const T*>(a),
+                                                  static_cast<const T*>(b), out);
+    };
+    return is_half != 0 ? run(eecore::cuda::Float16{}) : run(eecore::cuda::BFloat16{});
+  });
+}
+
+// A box of a contiguous tensor of 2 to 4 dimensions, the innermost first.
+extern "C" __attribute__((visibility("default"))) int eecore_emulator_copy_box(
+    int rank, int element_bytes, const uint64_t* sizes, const uint32_t* box, const int* at,
+    const void* data, void* out, char* message, int message_size) {
+  using namespace eecore::cuda::faults;
+  return reported(message, message_size, [&] {
+    const auto run = rank == 2   ? run_copied_box<2>
+                     : rank == 3 ? run_copied_box<3>
+                                 : run_copied_box<4>;
+    run(element_bytes, sizes, box, at, data, out);
   });
 }

@@ -1,6 +1,7 @@
 #include "emulator/machine.h"
 
 #include <emulator/accesses.h>
+#include <emulator/mbarrier.h>
 #include <emulator/order.h>
 #include <emulator/races.h>
 #include <emulator/warpgroup.h>
@@ -8,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -135,6 +137,8 @@ struct Thread {
   uint32_t cluster_synced = 0;            // last cluster_sync
   int rank = 0;                           // of its block in the cluster
   bool waited = false;                    // for the kernel ahead
+  bool has_learned = false;               // what other lanes of its warp may not know
+  WaitedFor learned;
 };
 
 // Of the lanes of a warp, one after the other.
@@ -152,14 +156,19 @@ struct Meeting {
 // What is known of two bytes of shared memory, the smallest element.
 constexpr uint32_t kGranule = 2;
 struct Shadow {
-  enum State : uint8_t { kNeverWritten, kWritten, kPending };
-  uint32_t write_time = 0, read_time = 0;
+  enum State : uint8_t { kNeverWritten, kWritten, kPending, kIsMbarrier };
+  uint32_t write_time = 0;
+  uint32_t read_time = 0;                       // of kSeveralWarps, the number of the reads
   uint32_t fences = 0;                          // that the writer had called by then
-  uint16_t writer = kNobody, reader = kNobody;  // a thread, or a name of several
+  uint16_t writer = kNobody, reader = kNobody;  // a thread, or a name of several or of copies
   uint16_t async_reads = 0;                     // under way
   State state = kNeverWritten;
   bool by_atomics = false;  // the last writes
 };
+
+// Reads by several warps, of each the last one: a thread or lanes, and the time.
+constexpr uint16_t kSeveralWarps = 0xfffd;
+using Reads = std::vector<std::pair<uint16_t, uint32_t>>;
 
 // Barrier 0 is that of __syncthreads; the others are named.
 constexpr int kNumBarriers = 16;
@@ -192,8 +201,15 @@ struct Block {
   std::vector<Gifts> gathered;                 // of each thread, when its meeting is over
   // Time passes with every synchronisation.
   uint32_t now = 1, last_barrier = 0;  // of all threads
-  // When the first warp last waited in a barrier that the second had come to.
-  std::array<std::array<uint32_t, kMaxWarps>, kMaxWarps> waited_for_warp;
+  // What each warp knows of the others and of copies.
+  std::array<WaitedFor, kMaxWarps> waited_for;
+  std::map<Reads, uint32_t> read_numbers;
+  std::vector<const Reads*> reads;  // by number
+  // The last read that found earlier ones; neighbours have mostly been read by the same threads.
+  struct {
+    uint16_t me = kNobody, earlier = kNobody, name;
+    uint32_t now, earlier_time, time;
+  } last_read;
   // Shared memory of one member after the other: static arrays first, then dynamic memory.
   uint32_t member_bytes = 0;
   std::vector<unsigned char> shared;
@@ -255,6 +271,28 @@ void thread_main() {
   std::abort();  // an ended thread is not resumed
 }
 
+// What lanes of a warp have learned becomes known to all of them, or to the warp if they are all.
+void share_learned(int warp, unsigned lanes) {
+  const auto for_lanes = [&](const auto& body) {
+    for (int l = 0; l < 32; ++l) {
+      if ((lanes >> l & 1u) != 0) body(*block.threads[32 * warp + l]);
+    }
+  };
+  WaitedFor all{};
+  bool any = false;
+  for_lanes([&](const Thread& thread) {
+    if (thread.has_learned) join(all, thread.learned);
+    any |= thread.has_learned;
+  });
+  if (!any) return;
+  const bool are_all = std::popcount(lanes) == lanes_of_warp(warp);
+  if (are_all) join(block.waited_for[warp], all);
+  for_lanes([&](Thread& thread) {
+    thread.has_learned = !are_all;
+    thread.learned = all;
+  });
+}
+
 void finish_barrier(Barrier& barrier) {
   ++block.now;
   if (static_cast<int>(barrier.waiting.size()) == block.num_threads) block.last_barrier = block.now;
@@ -264,9 +302,12 @@ void finish_barrier(Barrier& barrier) {
   for (const int number : barrier.arrived) came[number / 32] = true;
   for (int waiter = 0; waiter < num_warps; ++waiter) {
     for (int other = 0; waits[waiter] && other < num_warps; ++other) {
-      if (came[other]) block.waited_for_warp[waiter][other] = block.now;
+      if (came[other]) block.waited_for[waiter][other] = block.now;
     }
   }
+  std::array<unsigned, kMaxWarps> lanes{};
+  for (const int number : barrier.waiting) lanes[number / 32] |= 1u << number % 32;
+  for (int warp = 0; warp < num_warps; ++warp) share_learned(warp, lanes[warp]);
   for (const int number : barrier.waiting) {
     block.threads[number]->synced = block.now;
     if (&barrier == &block.cluster_barrier) block.threads[number]->cluster_synced = block.now;
@@ -280,11 +321,13 @@ void finish_barrier(Barrier& barrier) {
 // said, since all of the block last did; `synced_of` gives when a thread of its warp last has.
 template <typename SyncedOf>
 inline bool comes_before(uint16_t thread, uint32_t time, int warp_of_mine,
-                         const std::array<uint32_t, kMaxWarps>& waited_for_warp, uint32_t synced,
-                         const SyncedOf& synced_of) {
+                         const WaitedFor& waited_for, uint32_t synced, const SyncedOf& synced_of) {
   if (thread == kManyWarps) return false;
+  if ((thread & (kManyLanes | kWarpgroup | kMbarrier)) == kMbarrier) {
+    return time < waited_for[kMaxWarps + (thread & ~kMbarrier)];
+  }
   const auto warp_has = [&](int warp) {
-    return time < (warp == warp_of_mine ? synced : waited_for_warp[warp]);
+    return time < (warp == warp_of_mine ? synced : waited_for[warp]);
   };
   if ((thread & kManyLanes) != 0) return warp_has(thread & ~kManyLanes);
   if ((thread & kWarpgroup) != 0) {
@@ -297,7 +340,7 @@ inline bool comes_before(uint16_t thread, uint32_t time, int warp_of_mine,
 
 // Two threads, as narrowly as one name tells.
 inline uint16_t both(uint16_t thread, uint16_t me) {
-  if (thread == kManyWarps) return kManyWarps;
+  if (thread == kManyWarps || (thread & kMbarrier) != 0) return kManyWarps;
   const bool is_group = (thread & kManyLanes) == 0 && (thread & kWarpgroup) != 0;
   const int warp = is_group                     ? 4 * (thread & ~kWarpgroup)
                    : (thread & kManyLanes) != 0 ? thread & ~kManyLanes
@@ -306,14 +349,19 @@ inline uint16_t both(uint16_t thread, uint16_t me) {
   return warp / 4 == me / 128 ? static_cast<uint16_t>(kWarpgroup | warp / 4) : kManyWarps;
 }
 
-std::string where(uint32_t offset) {
-  const uint32_t rank = offset / block.member_bytes, at = offset % block.member_bytes;
-  const std::string of = rank == static_cast<uint32_t>(block.running->rank)
-                             ? ""
-                             : " of block " + std::to_string(rank) + " of its cluster";
-  return at >= kStaticSharedBytes
-             ? "byte " + std::to_string(at - kStaticSharedBytes) + " of dynamic shared memory" + of
-             : "byte " + std::to_string(at) + " of static shared memory" + of;
+uint16_t warp_of(uint16_t name) {
+  return (name & kManyLanes) != 0 ? name & ~kManyLanes : name / 32;
+}
+
+// A reader of which the running thread does not know that it has read; kNobody if there is none.
+uint16_t unknown_reader(const Shadow& shadow) {
+  if (shadow.reader != kSeveralWarps) {
+    return happened(shadow.reader, shadow.read_time) ? kNobody : shadow.reader;
+  }
+  for (const auto& [reader, time] : *block.reads[shadow.read_time]) {
+    if (!happened(reader, time)) return reader;
+  }
+  return kNobody;
 }
 
 void check_write(const Shadow& shadow, uint32_t offset, const char* how) {
@@ -321,13 +369,18 @@ void check_write(const Shadow& shadow, uint32_t offset, const char* how) {
     fail(std::string(how) + " " + where(offset) + ", which " + name_of(who) + " " + did +
          " with no barrier between");
   };
+  if (shadow.state == Shadow::kIsMbarrier) {
+    fail(std::string(how) + " " + where(offset) + ", which is an mbarrier");
+  }
   if (shadow.state == Shadow::kPending && shadow.writer != block.running->number) {
-    complain("is filling by cp.async", shadow.writer);
+    complain((shadow.writer & kMbarrier) != 0 ? "is filling" : "is filling by cp.async",
+             shadow.writer);
   }
   if (shadow.state != Shadow::kNeverWritten && !happened(shadow.writer, shadow.write_time)) {
     complain("wrote", shadow.writer);
   }
-  if (!happened(shadow.reader, shadow.read_time)) complain("read", shadow.reader);
+  const uint16_t reader = unknown_reader(shadow);
+  if (reader != kNobody) complain("read", reader);
   if (shadow.async_reads > 0) {
     fail(std::string(how) + " " + where(offset) +
          ", which a wgmma that is under way reads: no wait for its group");
@@ -343,16 +396,40 @@ void mark_written(Shadow& shadow, Shadow::State state) {
   shadow.reader = kNobody;
 }
 
-void mark_read(Shadow& shadow) {
-  const auto me = static_cast<uint16_t>(block.running->number);
-  if (shadow.reader == kNobody || shadow.reader == me ||
-      happened(shadow.reader, shadow.read_time)) {
+// Adds a read by `me`, the running thread or its warp, to those that need not have happened.
+void mark_read(Shadow& shadow, uint16_t me) {
+  if (shadow.reader == kNobody || shadow.reader == me) {
     shadow.reader = me;
-  } else {
-    shadow.reader = both(shadow.reader, me);
+    shadow.read_time = block.now;
+    return;
   }
-  shadow.read_time = block.now;
+  auto& last = block.last_read;
+  if (last.me != me || last.now != block.now || last.earlier != shadow.reader ||
+      last.earlier_time != shadow.read_time) {
+    last = {me, shadow.reader, me, block.now, shadow.read_time, block.now};
+    Reads earlier{{shadow.reader, shadow.read_time}}, reads;
+    if (shadow.reader == kSeveralWarps) earlier = *block.reads[shadow.read_time];
+    for (const auto& [reader, time] : earlier) {
+      if (happened(reader, time)) continue;
+      if (warp_of(reader) == warp_of(me)) {
+        last.name = static_cast<uint16_t>(kManyLanes | warp_of(me));
+      } else {
+        reads.emplace_back(reader, time);
+      }
+    }
+    if (!reads.empty()) {
+      reads.emplace_back(last.name, block.now);
+      const auto [place, is_new] = block.read_numbers.try_emplace(
+          std::move(reads), static_cast<uint32_t>(block.reads.size()));
+      if (is_new) block.reads.push_back(&place->first);
+      last.name = kSeveralWarps;
+      last.time = place->second;
+    }
+  }
+  shadow.reader = last.name;
+  shadow.read_time = last.time;
 }
+void mark_read(Shadow& shadow) { mark_read(shadow, static_cast<uint16_t>(block.running->number)); }
 
 // What the running thread reads there has been written, and it knows.
 void check_read(const Shadow& shadow, uint32_t offset, const char* how) {
@@ -360,12 +437,30 @@ void check_read(const Shadow& shadow, uint32_t offset, const char* how) {
     fail(std::string(how) + " " + where(offset) + ", " + why);
   };
   if (shadow.state == Shadow::kNeverWritten) complain("which nobody has written");
+  if (shadow.state == Shadow::kIsMbarrier) complain("which is an mbarrier");
+  if (shadow.state == Shadow::kPending && (shadow.writer & kMbarrier) != 0) {
+    complain("into which " + name_of(shadow.writer) + " is under way: no wait for its phase");
+  }
   if (shadow.state == Shadow::kPending) {
     complain("into which a cp.async of " + name_of(shadow.writer) +
              " is under way: no wait for its group");
   }
   if (!happened(shadow.writer, shadow.write_time)) {
     complain("which " + name_of(shadow.writer) + " wrote with no barrier between");
+  }
+}
+
+// The thread that wrote there has fenced for the async proxy since: a first fence after the write;
+// several writers have none in common. Copies of that proxy need none.
+void check_proxy_fence(const Shadow& shadow, uint32_t offset, const std::string& how) {
+  const bool is_copied = shadow.writer < kWarpgroup && (shadow.writer & kMbarrier) != 0;
+  if (shadow.state == Shadow::kNeverWritten || is_copied) return;
+  const bool is_thread = shadow.writer < kMaxThreads;
+  const auto* fences = is_thread ? &block.threads[shadow.writer]->proxy_fences : nullptr;
+  if (fences == nullptr || fences->size() <= shadow.fences ||
+      !happened(shadow.writer, (*fences)[shadow.fences])) {
+    fail(how + " " + where(offset) + ", which " + name_of(shadow.writer) +
+         " wrote with no fence_proxy_async ahead of the barrier between");
   }
 }
 
@@ -396,7 +491,10 @@ void run_block() {
     member.touched = 0;
   }
   block.cluster_barrier.waiting.clear();
-  for (auto& row : block.waited_for_warp) row.fill(0);
+  for (auto& row : block.waited_for) row.fill(0);
+  block.reads.clear();
+  block.read_numbers.clear();
+  block.last_read.me = kNobody;
   block.num_ended = 0;
   block.now = 1;
   block.last_barrier = 0;
@@ -422,12 +520,14 @@ void run_block() {
     thread.groups.assign(1, {});
     thread.proxy_fences.clear();
     thread.synced = 0;
+    thread.has_learned = false;
     thread.waited = false;
     prepare(thread.context, thread_main);
     block.ready.push_back(number);
   }
   for (auto& of_warp : block.meetings) of_warp.clear();
   begin_warpgroups(block.num_threads);
+  begin_mbarriers();
 
   while (block.error.empty() && !block.ready.empty()) {
     const size_t picked = (random_source() >> 32) * block.ready.size() >> 32;
@@ -441,6 +541,7 @@ void run_block() {
   }
   block.running = nullptr;
   if (block.error.empty() && block.num_ended == block.num_threads) block.error = end_warpgroups();
+  if (block.error.empty() && block.num_ended == block.num_threads) block.error = end_mbarriers();
   if (!block.error.empty() || block.num_ended == block.num_threads) return;
 
   // Nobody can go on: who waits for whom?
@@ -454,7 +555,7 @@ void run_block() {
                  " waits in " + thread.waits_for + " at " + text(thread.site);
     }
   }
-  block.error = "divergent barrier: " + waiting + missing;
+  block.error = "divergent barrier: " + waiting + missing + lacks_of_mbarriers();
 }
 
 }  // namespace
@@ -472,15 +573,16 @@ int thread_number() { return block.running->number; }
 bool happened(uint16_t thread, uint32_t time) {
   const Thread& me = *block.running;
   if (thread == me.number || thread == kNobody || time < block.last_barrier) return true;
-  return comes_before(thread, time, me.number / 32, block.waited_for_warp[me.number / 32],
-                      me.synced, [](uint16_t other) { return block.threads[other]->synced; });
+  const auto knows = [&](const WaitedFor& waited_for) {
+    return comes_before(thread, time, me.number / 32, waited_for, me.synced,
+                        [](uint16_t other) { return block.threads[other]->synced; });
+  };
+  return knows(block.waited_for[me.number / 32]) || (me.has_learned && knows(me.learned));
 }
 
 Knowledge knowledge() {
   const Thread& me = *block.running;
-  Knowledge known{
-      me.number, block.now, block.last_barrier, me.synced, block.waited_for_warp[me.number / 32],
-      {}};
+  Knowledge known{me.number, block.now, block.last_barrier, me.synced, waited_for(), {}};
   for (int l = 0; l < 32; ++l) {
     const int number = me.number / 32 * 32 + l;
     if (number < block.num_threads) known.synced_lanes[l] = block.threads[number]->synced;
@@ -491,7 +593,7 @@ Knowledge knowledge() {
 bool happened_for(const Knowledge& known, uint16_t thread, uint32_t time) {
   if (time < known.last_barrier) return true;
   if (thread == known.thread) return time < known.now;
-  return comes_before(thread, time, known.thread / 32, known.waited_for_warp, known.synced,
+  return comes_before(thread, time, known.thread / 32, known.waited_for, known.synced,
                       [&](uint16_t other) { return known.synced_lanes[other % 32]; });
 }
 
@@ -499,6 +601,28 @@ uint16_t joined(uint16_t thread, uint32_t time) {
   const auto me = static_cast<uint16_t>(block.running->number);
   return happened(thread, time) ? me : both(thread, me);
 }
+
+void join(WaitedFor& known, const WaitedFor& more) {
+  for (size_t i = 0; i < known.size(); ++i) known[i] = std::max(known[i], more[i]);
+}
+
+WaitedFor waited_for() {
+  const Thread& me = *block.running;
+  WaitedFor known = block.waited_for[me.number / 32];
+  if (me.has_learned) join(known, me.learned);
+  return known;
+}
+
+void learn(const WaitedFor& more) {
+  Thread& me = *block.running;
+  if (!me.has_learned) me.learned = block.waited_for[me.number / 32];
+  me.has_learned = true;
+  join(me.learned, more);
+}
+
+uint32_t synced() { return block.running->synced; }
+
+int lanes_of_warp(int warp) { return std::min(32, block.num_threads - 32 * warp); }
 
 uint32_t now() { return block.now; }
 void pass_time() { ++block.now; }
@@ -509,7 +633,21 @@ std::string name_of(uint16_t thread) {
   if ((thread & kWarpgroup) != 0) {
     return "threads of warpgroup " + std::to_string(thread & ~kWarpgroup);
   }
+  if ((thread & kMbarrier) != 0) {
+    return "a copy of mbarrier " + std::to_string(thread & ~kMbarrier);
+  }
   return "thread " + std::to_string(thread);
+}
+
+std::string where(uint32_t offset) {
+  const uint32_t rank = offset / block.member_bytes, at = offset % block.member_bytes;
+  const int mine = block.running == nullptr ? 0 : block.running->rank;
+  const std::string of = rank == static_cast<uint32_t>(mine)
+                             ? ""
+                             : " of block " + std::to_string(rank) + " of its cluster";
+  return at >= kStaticSharedBytes
+             ? "byte " + std::to_string(at - kStaticSharedBytes) + " of dynamic shared memory" + of
+             : "byte " + std::to_string(at) + " of static shared memory" + of;
 }
 
 bool knows_of_previous_kernel() {
@@ -613,6 +751,7 @@ void gather(unsigned mask, const char* what, const void* gift, size_t bytes, voi
       if (bytes > 0) std::memcpy(block.gathered[number].data(), meeting.gifts.data(), 32 * bytes);
       make_ready(number);
     }
+    if (orders_memory) share_learned(warp, mask);
     meetings.erase(meetings.begin() + static_cast<std::ptrdiff_t>(at));
   }
   yield();
@@ -700,26 +839,55 @@ void begin_async_read(uint32_t offset, size_t bytes, const char* what) {
   for (uint32_t at = offset / kGranule; at * kGranule < offset + bytes; ++at) {
     Shadow& shadow = block.shadow[at];
     check_read(shadow, at * kGranule, how.c_str());
-    // The first fence after the write; several writers have none in common.
-    const bool is_thread = shadow.writer < kMaxThreads;
-    const auto* fences = is_thread ? &block.threads[shadow.writer]->proxy_fences : nullptr;
-    if (fences == nullptr || fences->size() <= shadow.fences ||
-        !happened(shadow.writer, (*fences)[shadow.fences])) {
-      fail(how + " " + where(at * kGranule) + ", which " + name_of(shadow.writer) +
-           " wrote with no fence_proxy_async ahead of the barrier between");
-    }
+    check_proxy_fence(shadow, at * kGranule, how);
     ++shadow.async_reads;
   }
 }
 
 void end_async_read(uint32_t offset, size_t bytes) {
+  const auto warp = static_cast<uint16_t>(kManyLanes | block.running->number / 32);
   for (uint32_t at = offset / kGranule; at * kGranule < offset + bytes; ++at) {
     --block.shadow[at].async_reads;
-    mark_read(block.shadow[at]);
+    mark_read(block.shadow[at], warp);
   }
 }
 
-const unsigned char* shared_bytes(uint32_t offset, size_t bytes) {
+void begin_async_write(uint32_t offset, size_t bytes, uint16_t name) {
+  check_bounds(offset, bytes);
+  for (uint32_t at = offset / kGranule; at * kGranule < offset + bytes; ++at) {
+    Shadow& shadow = block.shadow[at];
+    check_write(shadow, at * kGranule, "starts a copy into");
+    check_proxy_fence(shadow, at * kGranule, "starts a copy into");
+    mark_written(shadow, Shadow::kPending);
+    shadow.writer = name;
+  }
+}
+
+void end_async_write(uint32_t offset, size_t bytes, uint16_t name) {
+  for (uint32_t at = offset / kGranule; at * kGranule < offset + bytes; ++at) {
+    Shadow& shadow = block.shadow[at];
+    if (shadow.state != Shadow::kPending || shadow.writer != name) continue;
+    shadow.state = Shadow::kWritten;
+    shadow.write_time = block.now;
+  }
+}
+
+void make_mbarrier(uint32_t offset) {
+  write_shared(offset, 8);
+  for (uint32_t at = offset / kGranule; at * kGranule < offset + 8; ++at) {
+    block.shadow[at].state = Shadow::kIsMbarrier;
+  }
+}
+
+void await_wake(const char* what, const std::source_location& site) {
+  block.running->waits_for = what;
+  block.running->site = site;
+  yield();
+}
+
+void wake(int thread) { make_ready(thread); }
+
+unsigned char* shared_bytes(uint32_t offset, size_t bytes) {
   check_bounds(offset, bytes);
   return block.shared.data() + offset;
 }
@@ -728,12 +896,14 @@ void fence_async_proxy() { block.running->proxy_fences.push_back(block.now); }
 
 bool coin() { return random_source() % 2 == 0; }
 
+void note_copy(const void* from, size_t bytes, const void* place) {
+  if (block.config.starts_early && !block.running->waited) ++early_copies_started;
+  if (checks_races && bytes > 0) check_global(Touch::kRead, from, bytes, place);
+}
+
 void start_copy(uint32_t to, const void* from, size_t bytes, size_t zeros) {
   check_bounds(to, bytes + zeros);
-  if (block.config.starts_early && !block.running->waited) ++early_copies_started;
-  if (checks_races && bytes > 0) {
-    check_global(Touch::kRead, from, bytes, __builtin_return_address(0));
-  }
+  note_copy(from, bytes, __builtin_return_address(0));
   for (uint32_t at = to / kGranule; at * kGranule < to + bytes + zeros; ++at) {
     check_write(block.shadow[at], at * kGranule, "starts a cp.async into");
     mark_written(block.shadow[at], Shadow::kPending);
@@ -791,6 +961,8 @@ void set_seed(uint64_t seed) {
 }
 
 uint64_t seed() { return seed_in_use; }
+
+int elected_lane() { return static_cast<int>(seed_in_use % 32); }
 
 void launch(const LaunchConfig& config, const std::function<void()>& body) {
   const std::lock_guard guard(one_launch);

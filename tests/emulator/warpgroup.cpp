@@ -1,7 +1,9 @@
 #include "emulator/warpgroup.h"
 
+#include <algorithm>
 #include <cstring>
 #include <deque>
+#include <utility>
 #include <vector>
 
 #include "emulator/order.h"
@@ -14,7 +16,7 @@ namespace {
 constexpr uint32_t kAddressMask = 0x3ffff;
 constexpr uint64_t kReservedBits = 0xc000c000ull | 0x3ull << 46 | 1ull << 48 | 0x3ffull << 52;
 
-// A matrix b[16, columns] in shared memory, decoded.
+// A matrix b[16, columns] in shared memory, decoded; or a, whose rows are such columns.
 struct Matrix {
   uint32_t start, leading, stride, base_offset;
   uint32_t column_bytes, next_bytes;  // from a column to the next, from 8 of its elements to 8 more
@@ -36,9 +38,20 @@ struct Matrix {
 
   // Where 8 elements of a column are: the first or the second 8.
   uint32_t offset_of(int column, int half) const {
-    uint32_t address = start + static_cast<uint32_t>(column / 8) * stride +
-                       static_cast<uint32_t>(column % 8) * column_bytes +
-                       static_cast<uint32_t>(half) * next_bytes;
+    return offset_at(start + static_cast<uint32_t>(column / 8) * stride +
+                     static_cast<uint32_t>(column % 8) * column_bytes +
+                     static_cast<uint32_t>(half) * next_bytes);
+  }
+
+  // Of a transposed matrix with a swizzle of 128 bytes, where 8 columns of row k are.
+  uint32_t offset_of_row(int k, int tile) const {
+    return offset_at(
+        start + static_cast<uint32_t>(k / 8) * stride + static_cast<uint32_t>(k % 8) * 128 +
+        static_cast<uint32_t>(tile / 8) * leading + static_cast<uint32_t>(tile % 8) * 16);
+  }
+
+ private:
+  uint32_t offset_at(uint32_t address) const {
     address ^= (((address >> 7) - base_offset) & phases) << 4;
     address &= kAddressMask;
     const uint32_t dynamic_bytes = dynamic_shared_end() - dynamic_shared_begin();
@@ -65,7 +78,7 @@ std::vector<OfThread> threads;
 struct Call {
   const char* what;
   std::source_location site;
-  uint64_t matrix;
+  uint64_t a, b;
   int num_tiles, warp;
 };
 struct Warpgroup {
@@ -99,10 +112,10 @@ void come_to(const Call& call) {
   } else {
     const Call& other = group.calls[number - group.num_gone];
     if (std::strcmp(call.what, other.what) != 0 || call.site.line() != other.site.line() ||
-        call.matrix != other.matrix || call.num_tiles != other.num_tiles) {
+        call.a != other.a || call.b != other.b || call.num_tiles != other.num_tiles) {
       fail("divergent warpgroup: it comes to " + text(call) + ", warp " +
            std::to_string(other.warp) + " to " + text(other) +
-           (call.matrix == other.matrix ? "" : " with another matrix"));
+           (call.a == other.a && call.b == other.b ? "" : " with another matrix"));
     }
   }
   while (!group.calls.empty()) {
@@ -116,15 +129,27 @@ void come_to(const Call& call) {
 
 void come_to_all(const char* what, const std::source_location& site) {
   gather(0xffffffffu, what, nullptr, 0, nullptr, false, site);
-  come_to({what, site, 0, 0, thread_number() / 32});
+  come_to({what, site, 0, 0, 0, thread_number() / 32});
 }
 
-// The lane's share of what its warp reads: columns lane, lane + 32..
+// The lane's share of the 16-byte pieces of shared memory that its warp reads.
 template <typename Body>
-void for_own_columns(const WgmmaProduct& product, const Body& body) {
-  const Matrix matrix(product.matrix);
-  for (int column = lane(); column < 8 * product.num_tiles; column += 32) {
-    for (int half = 0; half < 2; ++half) body(matrix.offset_of(column, half));
+void for_own_pieces(const WgmmaProduct& product, const Body& body) {
+  const Matrix b(product.b);
+  for (int i = lane(); i < 16 * product.num_tiles; i += 32) {
+    body(product.is_transposed ? b.offset_of_row(i % 16, i / 16) : b.offset_of(i / 2, i % 2));
+  }
+  if (product.part_registers != nullptr) return;
+  const Matrix a(product.a);
+  for (int i = lane(); i < 2 * 64; i += 32) body(a.offset_of(i / 2, i % 2));
+}
+
+// The 16 elements of a column.
+void load_column(const WgmmaProduct& product, const Matrix& matrix, int column, float (&out)[16]) {
+  for (int half = 0; half < 2; ++half) {
+    uint32_t pairs[4];
+    std::memcpy(pairs, shared_bytes(matrix.offset_of(column, half), 16), 16);
+    for (int k = 0; k < 8; ++k) out[8 * half + k] = product.element(pairs[k / 2], k % 2);
   }
 }
 
@@ -132,25 +157,44 @@ void land(Started& started) {
   if (started.landed) return;
   started.landed = true;
   const WgmmaProduct& product = started.product;
-  const Matrix matrix(product.matrix);
   const int pair = lane() % 4;
-  for (int column = 0; column < 2 * product.num_tiles; ++column) {
-    uint32_t b[2][4];
-    const int n = column / 2, i = column % 2;
-    for (int half = 0; half < 2; ++half) {
-      std::memcpy(b[half], shared_bytes(matrix.offset_of(8 * n + 2 * pair + i, half), 16), 16);
+  float a[2][16], b[16];  // two rows, and a column
+  for (int below = 0; below < 2; ++below) {
+    if (product.part_registers == nullptr) {
+      const int row = thread_number() / 32 % 4 * 16 + lane() / 4 + 8 * below;
+      load_column(product, Matrix(product.a), row, a[below]);
+      continue;
     }
-    for (int below = 0; below < 2; ++below) {
-      float& sum = product.sums[4 * n + 2 * below + i];
-      if (!product.adds) sum = 0.0f;
-      for (int k = 0; k < 16; ++k) {
-        const int high = k / 8, of_pair = k % 2;
-        const uint32_t a = started.parts[k % 8 / 2][2 * high + below];
-        sum += product.element(a, of_pair) * product.element(b[high][k % 8 / 2], of_pair);
+    for (int k = 0; k < 16; ++k) {
+      a[below][k] = product.element(started.parts[k % 8 / 2][k / 8 * 2 + below], k % 2);
+    }
+  }
+  const Matrix matrix(product.b);
+  for (int n = 0; n < product.num_tiles; ++n) {
+    for (int i = 0; i < 2; ++i) {
+      if (product.is_transposed) {
+        for (int k = 0; k < 16; ++k) {
+          uint16_t bits;
+          std::memcpy(&bits, shared_bytes(matrix.offset_of_row(k, n), 16) + 4 * pair + 2 * i, 2);
+          b[k] = product.element(bits, 0);
+        }
+      } else {
+        load_column(product, matrix, 8 * n + 2 * pair + i, b);
+      }
+      for (int below = 0; below < 2; ++below) {
+        float& sum = product.sums[4 * n + 2 * below + i];
+        if (!product.adds) sum = 0.0f;
+        for (int k = 0; k < 16; ++k) sum += a[below][k] * b[k];
       }
     }
   }
 }
+
+// ---- Registers of each warp, and those that none has ----
+
+std::vector<int> registers;
+int free_registers = 0;
+std::vector<int> waiting_for_registers;  // threads
 
 }  // namespace
 
@@ -178,24 +222,30 @@ void WgmmaRegisters::begin_product(bool is_sum) {
 }
 
 void start_product(const WgmmaProduct& product, const std::source_location& site) {
-  if ((product.matrix & kReservedBits) != 0) {
+  if (((product.a | product.b) & kReservedBits) != 0) {
     fail("starts a wgmma with a descriptor whose reserved bits are not 0");
   }
+  if (product.is_transposed && product.b >> 62 != 1) {
+    fail(
+        "starts a wgmma with a transposed matrix: the emulator knows a swizzle of 128 bytes alone");
+  }
   struct Gift {
-    uint64_t matrix;
+    uint64_t a, b;
     uint32_t part[4];
-  } mine{product.matrix, {}};
-  std::memcpy(mine.part, product.part, sizeof mine.part);
+  } mine{product.a, product.b, {}};
   product.sum_registers->begin_product(true);
-  product.part_registers->begin_product(false);
+  if (product.part_registers != nullptr) {
+    std::memcpy(mine.part, product.part, sizeof mine.part);
+    product.part_registers->begin_product(false);
+  }
   const Gathered<Gift> all(0xffffffffu, "wgmma", mine, site);
   for (const Gift& gift : all.of) {
-    if (gift.matrix != product.matrix) {
+    if (gift.a != product.a || gift.b != product.b) {
       fail("divergent warp: its lanes start a wgmma with different descriptors");
     }
   }
-  come_to({"wgmma", site, product.matrix, product.num_tiles, thread_number() / 32});
-  for_own_columns(product, [](uint32_t offset) { begin_async_read(offset, 16, "wgmma"); });
+  come_to({"wgmma", site, product.a, product.b, product.num_tiles, thread_number() / 32});
+  for_own_pieces(product, [](uint32_t offset) { begin_async_read(offset, 16, "wgmma"); });
   Started started{product, {}, false};
   for (int i = 0; i < 4; ++i) {
     std::memcpy(started.parts[i], all.of[lane() / 4 * 4 + i].part, sizeof started.parts[i]);
@@ -225,11 +275,30 @@ void wait_for_products(int pending_groups, const std::source_location& site) {
     for (Started& started : groups.front()) {
       land(started);
       started.product.sum_registers->end_product();
-      started.product.part_registers->end_product();
-      for_own_columns(started.product, [](uint32_t offset) { end_async_read(offset, 16); });
+      if (started.product.part_registers != nullptr) started.product.part_registers->end_product();
+      for_own_pieces(started.product, [](uint32_t offset) { end_async_read(offset, 16); });
     }
     groups.erase(groups.begin());
   }
+}
+
+void move_registers(int count, bool takes, const std::source_location& site) {
+  const char* const what = takes ? "take_registers" : "give_registers";
+  come_to_all(what, site);
+  if (lane() == 0) {
+    int& mine = registers[thread_number() / 32];
+    if (takes ? count < mine : count > mine) {
+      fail(std::string(what) + " to " + std::to_string(count) + ", of " + std::to_string(mine));
+    }
+    while (free_registers < 32 * (count - mine)) {
+      waiting_for_registers.push_back(thread_number());
+      await_wake(what, site);
+    }
+    free_registers -= 32 * (count - mine);
+    mine = count;
+    for (const int thread : std::exchange(waiting_for_registers, {})) wake(thread);
+  }
+  gather(0xffffffffu, what, nullptr, 0, nullptr, false, site);
 }
 
 uint32_t wgmma_address(uint32_t offset) {
@@ -247,6 +316,10 @@ void begin_warpgroups(int num_threads) {
     threads[i].groups.assign(1, {});
   }
   warpgroups.assign(num_threads / 128 + 1, {});
+  const auto of_block = static_cast<int>(blockDim.x * blockDim.y * blockDim.z);
+  registers.assign(kMaxWarps, std::min(256, 65536 / of_block / 8 * 8));
+  free_registers = 0;
+  waiting_for_registers.clear();
 }
 
 std::string end_warpgroups() {

@@ -71,8 +71,19 @@ uint32_t place_in_cluster(uint32_t offset, int rank);
 // nobody may write there. Threads that wrote there must have fenced since.
 void begin_async_read(uint32_t offset, size_t bytes, const char* what);
 void end_async_read(uint32_t offset, size_t bytes);
-const unsigned char* shared_bytes(uint32_t offset, size_t bytes);  // checks bounds alone
+unsigned char* shared_bytes(uint32_t offset, size_t bytes);  // checks bounds alone
 void fence_async_proxy();
+
+// The async proxy's writes: from the start of one to the wait for it nobody may touch these bytes.
+// Threads that wrote there must have fenced since. `name` is that of the writer (order.h).
+void begin_async_write(uint32_t offset, size_t bytes, uint16_t name);
+void end_async_write(uint32_t offset, size_t bytes, uint16_t name);
+void make_mbarrier(uint32_t offset);  // of 8 bytes, which nothing else may touch from then on
+std::string where(uint32_t offset);   // for messages
+
+// The running thread waits until another one wakes it.
+void await_wake(const char* what, const std::source_location& site);
+void wake(int thread);
 
 // Either, as the seed has it.
 bool coin();
@@ -81,6 +92,8 @@ bool coin();
 void start_copy(uint32_t to, const void* from, size_t bytes, size_t zeros);
 void close_copy_group();
 void wait_for_copies(int pending_groups);
+// A copy by any instruction begins.
+void note_copy(const void* from, size_t bytes, const void* place);
 // How many began before their thread waited for the kernel ahead, since the last call.
 uint64_t early_copies();
 
@@ -99,6 +112,9 @@ void launch(const LaunchConfig& config, const std::function<void()>& body);
 // Keeps the names of kernels launched from here on, until kept_names().
 void keep_names();
 std::string kept_names();  // a line each
+
+// The lane that elect_lane elects.
+int elected_lane();
 
 // Seeds the orders in which blocks and threads are visited; EECORE_EMULATOR_SEED at the start.
 void set_seed(uint64_t seed);

@@ -1,7 +1,9 @@
 // Host twins of the functions of eecore/ptx.cuh.
 #pragma once
 
+#include <cuda.h>
 #include <emulator/device.h>
+#include <emulator/mbarrier.h>
 #include <emulator/shared.h>
 #include <emulator/warpgroup.h>
 
@@ -160,6 +162,69 @@ void cp_async_wait() {
   ::emulator::wait_for_copies(kPending);
 }
 
+// ---- Copies that mbarriers count ----
+
+inline void mbarrier_init(const ::emulator::Shared<uint64_t>& barrier, int count) {
+  ::emulator::init_mbarrier(barrier.checked(8, 8), count);
+}
+inline void fence_mbarrier_init() { ::emulator::fence_mbarriers(); }
+inline void mbarrier_arrive(const ::emulator::Shared<uint64_t>& barrier, int bytes = 0) {
+  ::emulator::arrive_at_mbarrier(barrier.checked(8, 8), bytes);
+}
+inline void mbarrier_wait(const ::emulator::Shared<uint64_t>& barrier, uint32_t parity,
+                          EMULATOR_SITE) {
+  ::emulator::wait_at_mbarrier(barrier.checked(8, 8), parity, site);
+}
+
+EMULATOR_INLINE void copy_pieces(const std::vector<::emulator::CopiedPiece>& pieces,
+                                 const ::emulator::Shared<uint64_t>& barrier) {
+  for (const ::emulator::CopiedPiece& piece : pieces) {
+    if (piece.from != nullptr) ::emulator::touch_global(piece.from, piece.end - piece.begin);
+  }
+  ::emulator::start_counted_copy(pieces, barrier.checked(8, 8));
+}
+
+template <typename T>
+EMULATOR_INLINE void bulk_copy(const ::emulator::Shared<T>& to, const T* from, int bytes,
+                               const ::emulator::Shared<uint64_t>& barrier) {
+  if (bytes <= 0 || bytes % 16 != 0) {
+    ::emulator::fail("starts a bulk copy of " + std::to_string(bytes) +
+                     " bytes: expected a multiple of 16");
+  }
+  check_alignment(from);
+  const uint32_t offset = to.checked(bytes, 16);
+  std::vector<::emulator::CopiedPiece> pieces;
+  for (int at = 0; at < bytes; at += 16) {
+    pieces.push_back({offset + at, reinterpret_cast<const unsigned char*>(from) + at, 0, 16});
+  }
+  copy_pieces(pieces, barrier);
+}
+
+template <typename T, int kRank>
+EMULATOR_INLINE void tensor_copy(const ::emulator::Shared<T>& to, const CUtensorMap& map,
+                                 const int (&at)[kRank],
+                                 const ::emulator::Shared<uint64_t>& barrier) {
+  static_assert(kRank >= 2 && kRank <= 4);
+  const auto pieces = ::emulator::pieces_of_box(to.checked(16, 16), &map, at, kRank);
+  to.checked(16 * pieces.size(), 16);
+  copy_pieces(pieces, barrier);
+}
+
+// ---- Roles of warps ----
+
+inline bool elect_lane(EMULATOR_SITE) {
+  ::emulator::gather(0xffffffffu, "elect_lane", nullptr, 0, nullptr, false, site);
+  return ::emulator::lane() == ::emulator::elected_lane();
+}
+template <int kCount>
+void give_registers(EMULATOR_SITE) {
+  ::emulator::move_registers(kCount, false, site);
+}
+template <int kCount>
+void take_registers(EMULATOR_SITE) {
+  ::emulator::move_registers(kCount, true, site);
+}
+
 // ---- Matrices of 16-bit elements ----
 
 // Element `column` of row `row` of matrix i, from the addresses that the lanes gave.
@@ -244,22 +309,31 @@ uint32_t shared_address(const ::emulator::Shared<T>& pointer) {
   return ::emulator::wgmma_address(pointer.checked(16, 16));
 }
 
-template <typename Sums, typename Parts>
-void wgmma_fence(Sums&, Parts&, EMULATOR_SITE) {
+struct NoRegisters {};
+inline NoRegisters no_registers;
+template <typename A, typename B = NoRegisters, typename C = NoRegisters>
+void wgmma_fence(A&, B& = no_registers, C& = no_registers, EMULATOR_SITE) {
   ::emulator::fence_wgmma(site);
 }
 inline void wgmma_commit(EMULATOR_SITE) { ::emulator::commit_products(site); }
-template <int kPending, typename Sums, typename Parts>
-void wgmma_wait(Sums&, Parts&, EMULATOR_SITE) {
+template <int kPending, typename A, typename B = NoRegisters, typename C = NoRegisters>
+void wgmma_wait(A&, B& = no_registers, C& = no_registers, EMULATOR_SITE) {
   ::emulator::wait_for_products(kPending, site);
 }
 
-template <typename T, bool kAdds = true, int kTiles>
-void wgmma_m64k16(WgmmaSums<kTiles>& sums, WgmmaPart& a, uint64_t matrix, EMULATOR_SITE) {
-  static_assert(kTiles == 1 || kTiles == 2 || kTiles == 4 || kTiles == 8);
+template <typename T, bool kAdds = true, bool kTransposed = false, int kTiles>
+void wgmma_m64k16(WgmmaSums<kTiles>& sums, WgmmaPart& a, uint64_t b, EMULATOR_SITE) {
   static_assert(std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>);
+  static_assert(kTiles == 1 || kTiles == 2 || kTiles == 4 || kTiles == 8 || kTiles == 16);
   ::emulator::start_product(
-      {&sums, sums.values(), kTiles, kAdds, &a, a.values(), matrix, half_of<T>}, site);
+      {&sums, sums.values(), kTiles, kAdds, &a, a.values(), 0, b, kTransposed, half_of<T>}, site);
+}
+template <typename T, bool kAdds = true, bool kTransposed = false, int kTiles>
+void wgmma_m64k16(WgmmaSums<kTiles>& sums, uint64_t a, uint64_t b, EMULATOR_SITE) {
+  static_assert(std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>);
+  static_assert(kTiles == 8 || kTiles == 16);
+  ::emulator::start_product(
+      {&sums, sums.values(), kTiles, kAdds, nullptr, nullptr, a, b, kTransposed, half_of<T>}, site);
 }
 
 // ---- Clusters ----

@@ -149,6 +149,11 @@ Shared<T> dynamic_shared(int byte_offset = 0) {
   return {begin + static_cast<uint32_t>(byte_offset), begin, ::emulator::dynamic_shared_end()};
 }
 
+template <typename T>
+Shared<T> swizzled_shared(int byte_offset = 0) {
+  return dynamic_shared<T>(byte_offset);
+}
+
 template <typename U, typename T>
 Shared<U> shared_as(const Shared<T>& pointer) {
   return {pointer.offset(), pointer.begin(), pointer.end()};

@@ -1,5 +1,6 @@
 // wgmma: products of four warps that are under way until their threads wait for them. They read
-// registers and shared memory, and land, at the wait or at any moment before it.
+// registers and shared memory, and land, at the wait or at any moment before it. And registers that
+// warpgroups give to each other.
 #pragma once
 
 #include <emulator/machine.h>
@@ -68,16 +69,21 @@ struct WgmmaProduct {
   WgmmaRegisters* sum_registers;
   float* sums;  // four of each 8 columns
   int num_tiles;
-  bool adds;  // to what the sums are
-  WgmmaRegisters* part_registers;
+  bool adds;                       // to what the sums are
+  WgmmaRegisters* part_registers;  // null if a is in shared memory
   const uint32_t* part;
-  uint64_t matrix;                             // descriptor
+  uint64_t a, b;                               // descriptors
+  bool is_transposed;                          // b
   float (*element)(uint32_t pair, int which);  // as a float
 };
 void start_product(const WgmmaProduct& product, const std::source_location& site);
 void fence_wgmma(const std::source_location& site);
 void commit_products(const std::source_location& site);
 void wait_for_products(int pending_groups, const std::source_location& site);
+
+// setmaxnreg, to `count` registers of each thread of a warpgroup. Each begins with as many as a
+// block that has the multiprocessor to itself can have.
+void move_registers(int count, bool takes, const std::source_location& site);
 
 // The address of a byte of shared memory in descriptors.
 uint32_t wgmma_address(uint32_t offset);
