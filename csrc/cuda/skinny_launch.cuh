@@ -242,19 +242,23 @@ void with_ready_rows(Params params, SkinnyPlan plan, int m_tiles, int64_t num_bl
   start_with(exchange_bytes, std::false_type{});
 }
 
+// Whether warpgroups multiply where they can: neither rows of x nor their number count, so that a
+// row's result does not depend on its batch.
+inline bool has_warpgroups(DType dtype, int device) {
+  return dtype != DType::kFloat32 && device_properties(device).capability == 90 && tuning().wgmma;
+}
+
 // Blocks that share 64 rows of a weight of `num_rows` rows which warpgroups multiply, as few as
-// give nearly all multiprocessors work; 0 if warpgroups do not multiply it. The number of rows of x
-// does not count, so that a row's result does not depend on its batch.
+// give nearly all multiprocessors work; 0 if warpgroups do not multiply it.
 template <typename Params>
 int warpgroup_cluster(const Params& params, int64_t num_rows, int device) {
-  const DeviceProperties& properties = device_properties(device);
-  if (params.dtype == DType::kFloat32 || properties.capability != 90 || !tuning().wgmma) return 0;
+  if (!has_warpgroups(params.dtype, device)) return 0;
   const bool is_float = params.weight_scale == nullptr && params.weight_table == nullptr;
   const int64_t chunks = ceil_div(params.in_features, (is_float ? 1 : 2) * int64_t{kRowsChunk});
   for (int cluster = 1; cluster <= kMaxWarpgroupCluster; cluster *= 2) {
     if (cluster > 1 && chunks < kMaxWarpgroupSlices * cluster) break;
     const int64_t blocks = cluster * ceil_div(num_rows, kWarpgroupRows);
-    if (10 * blocks >= 9 * int64_t{properties.num_multiprocessors}) return cluster;
+    if (10 * blocks >= 9 * int64_t{device_properties(device).num_multiprocessors}) return cluster;
   }
   return 0;
 }
