@@ -546,7 +546,7 @@ def kv_fill(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
     # Units of work of a layer, and the rows of the weight that they read: some rows, or heads.
     in_pairs = call["k_norm_weight"] is None and head_dim % 16 == 0 and rotary % 16 == 0
     in_pairs = in_pairs and table is None and not by_warpgroups
-    m_tiles = 2 if (in_pairs and n_tiles > 2) or (by_warpgroups and rows.packed) else 1
+    m_tiles = 2 if in_pairs and n_tiles > 2 else 1
     units, read_rows = num_heads, kv_size
     if in_pairs:
         slices = choose_slices(kv_size, rows.num_chunks, device)
@@ -556,8 +556,8 @@ def kv_fill(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
     elif by_warpgroups:  # 64 rows at a time in two slices, or 128
         tile = WARPGROUP_ROWS if head_dim <= WARPGROUP_ROWS and rows.num_chunks > 1 else 128
         read_rows = num_heads * ceil_div(head_dim, tile) * tile
-    resident = (2 if m_tiles == 1 else 1) * device.num_multiprocessors
-    blocks = min(num_layers * units, resident)
+    is_alone = m_tiles == 2 or (by_warpgroups and (rows.packed or n_tiles > 4))
+    blocks = min(num_layers * units, (1 if is_alone else 2) * device.num_multiprocessors)
     weight_row = row if table is None else nbytes(weight) / (num_layers * kv_size)
     weights = deepest * kv_size * weight_row
     passes = sum(

@@ -71,7 +71,7 @@ template <typename T, typename W, int kNTiles>
 void measure_by_warpgroups(const ExitConfidenceSoftmaxParams& params, SkinnyPlan plan,
                            const HeadProduct& product, LogitSummary* summaries, Stream stream) {
   const int64_t other_bytes = head_summary_bytes(kNTiles) + rows_buffers_bytes<W, kNTiles>(plan);
-  set_stages(plan, kHeadMTiles, num_blocks(params, stream.device), other_bytes, stream.device);
+  set_stages(plan, kHeadMTiles, 1, num_blocks(params, stream.device), other_bytes, stream.device);
   measure_shared<T>(exit_confidence_softmax_warpgroup_kernel<T, kNTiles, W>, params, plan, product,
                     8 * kNTiles, skinny_ring_bytes(plan, kHeadMTiles) + other_bytes, summaries,
                     stream);

@@ -68,7 +68,8 @@ void fill_pairs(const KvFillParams& params, const KvFillRows& rows, Stream strea
   const int64_t blocks =
       std::min(params.num_layers * plan.num_tiles, resident_skinny_blocks(kMTiles, stream.device));
   plan.num_blocks = Divisor::of(blocks);
-  set_stages(plan, kMTiles, blocks, exchange_bytes, stream.device);
+  set_stages(plan, kMTiles, skinny_blocks_per_multiprocessor(kMTiles), blocks, exchange_bytes,
+             stream.device);
   const dim3 grid(static_cast<unsigned>(blocks),
                   static_cast<unsigned>(ceil_div(params.num_tokens, 8 * kNTiles)));
   launch("kv_fill", kv_fill_pairs_kernel<T, kMTiles, kNTiles, W>,
@@ -98,15 +99,15 @@ HeadPlan head_plan(const KvFillParams& params, SkinnyPlan& plan, bool by_warpgro
 }
 
 // Launches a kernel that fills whole heads, whose blocks have `other_bytes` of shared memory in
-// addition to the ring; `m_tiles` says how many of them share a multiprocessor.
+// addition to the ring; `sharing` of them share a multiprocessor.
 template <typename Kernel>
 void launch_heads(Kernel kernel, const KvFillParams& params, const KvFillRows& rows,
-                  SkinnyPlan plan, const HeadPlan& cut, int m_tiles, int64_t columns,
+                  SkinnyPlan plan, const HeadPlan& cut, int sharing, int64_t columns,
                   int64_t other_bytes, Stream stream) {
-  const int64_t blocks = std::min(params.num_layers * 2 * params.num_kv_heads,
-                                  resident_skinny_blocks(m_tiles, stream.device));
+  const int64_t resident = sharing * device_properties(stream.device).num_multiprocessors;
+  const int64_t blocks = std::min(params.num_layers * 2 * params.num_kv_heads, resident);
   plan.num_blocks = Divisor::of(blocks);
-  set_stages(plan, 1, blocks, other_bytes, stream.device);
+  set_stages(plan, 1, sharing, blocks, other_bytes, stream.device);
   const dim3 grid(static_cast<unsigned>(blocks),
                   static_cast<unsigned>(ceil_div(params.num_tokens, columns)));
   launch("kv_fill", kernel,
@@ -121,11 +122,11 @@ void fill_heads(const KvFillParams& params, const KvFillRows& rows, Stream strea
   const HeadPlan cut = head_plan(params, plan, false);
   const auto kernel =
       rows.keys != nullptr ? kv_fill_kernel<T, kNTiles, W, true> : kv_fill_kernel<T, kNTiles, W>;
-  launch_heads(kernel, params, rows, plan, cut, 1, 8 * kNTiles,
+  launch_heads(kernel, params, rows, plan, cut, skinny_blocks_per_multiprocessor(1), 8 * kNTiles,
                head_floats(plan, cut, kNTiles) * int64_t{sizeof(float)}, stream);
 }
 
-// The same by warpgroups. A packed weight leaves no registers for a second block.
+// The same by warpgroups.
 template <typename T, typename W, int kNTiles>
 void fill_by_warpgroups(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
   SkinnyPlan plan = fill_plan<W>(params);
@@ -133,7 +134,7 @@ void fill_by_warpgroups(const KvFillParams& params, const KvFillRows& rows, Stre
   const int64_t other_bytes = head_floats(plan, cut, kNTiles) * int64_t{sizeof(float)} +
                               rows_buffers_bytes<W, kNTiles>(plan);
   launch_heads(kv_fill_warpgroup_kernel<T, kNTiles, W>, params, rows, plan, cut,
-               kIsPacked<W> ? 2 : 1, 8 * kNTiles, other_bytes, stream);
+               kWarpgroupFillBlocks<W, kNTiles>, 8 * kNTiles, other_bytes, stream);
 }
 
 // Whether warpgroups fill heads: if shared memory has room for the products of 64 rows with one.

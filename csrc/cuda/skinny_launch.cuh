@@ -103,20 +103,21 @@ inline int64_t wanted_stages(SkinnyPlan plan, int m_tiles, int64_t num_blocks, i
   return 1 + ceil_div(wanted_bytes * device_properties(device).num_multiprocessors, bytes);
 }
 
-// Stages that shared memory has room for in addition to a block's `other_bytes`.
-inline int64_t fitting_stages(SkinnyPlan plan, int m_tiles, int64_t other_bytes, int device) {
+// Stages that shared memory has room for in addition to a block's `other_bytes`, where `sharing`
+// blocks share a multiprocessor.
+inline int64_t fitting_stages(SkinnyPlan plan, int m_tiles, int sharing, int64_t other_bytes,
+                              int device) {
   plan.num_stages = 1;
-  const int64_t block_bytes = static_cast<int64_t>(device_properties(device).max_shared_bytes) /
-                                  skinny_blocks_per_multiprocessor(m_tiles) -
-                              1024;
+  const int64_t block_bytes =
+      static_cast<int64_t>(device_properties(device).max_shared_bytes) / sharing - 1024;
   return (block_bytes - other_bytes) / skinny_ring_bytes(plan, m_tiles);
 }
 
 // Sets the wanted number of stages, or as many as fit.
-inline void set_stages(SkinnyPlan& plan, int m_tiles, int64_t num_blocks, int64_t other_bytes,
-                       int device) {
+inline void set_stages(SkinnyPlan& plan, int m_tiles, int sharing, int64_t num_blocks,
+                       int64_t other_bytes, int device) {
   const int64_t stages = std::min(wanted_stages(plan, m_tiles, num_blocks, device),
-                                  fitting_stages(plan, m_tiles, other_bytes, device));
+                                  fitting_stages(plan, m_tiles, sharing, other_bytes, device));
   plan.num_stages = static_cast<int>(std::clamp<int64_t>(stages, 2, kSkinnyMaxStages));
 }
 
@@ -203,7 +204,8 @@ bool blocks_make_rows(const SkinnyPlan& plan, int64_t num_tokens, int m_tiles, i
   const int64_t enough_stages = num_tokens > kFewRows ? 2 : 3;
   const int64_t other_bytes = exchange_bytes + shared_rows_bytes<T, W>(num_tokens, plan.num_chunks);
   const int64_t enough = std::min(wanted_stages(plan, m_tiles, num_blocks, device), enough_stages);
-  return fitting_stages(plan, m_tiles, other_bytes, device) >= enough;
+  const int sharing = skinny_blocks_per_multiprocessor(m_tiles);
+  return fitting_stages(plan, m_tiles, sharing, other_bytes, device) >= enough;
 }
 
 // Calls start(params, plan, shared_bytes, makes_rows) with the stages for `num_blocks` blocks. The
@@ -214,7 +216,8 @@ template <typename T, typename W, int kNTiles, typename Params, typename Start>
 void with_ready_rows(Params params, SkinnyPlan plan, int m_tiles, int64_t num_blocks, Stream stream,
                      Start&& start, int64_t own_bytes = 0) {
   const auto start_with = [&](int64_t other_bytes, auto makes_rows) {
-    set_stages(plan, m_tiles, num_blocks, other_bytes, stream.device);
+    set_stages(plan, m_tiles, skinny_blocks_per_multiprocessor(m_tiles), num_blocks, other_bytes,
+               stream.device);
     start(params, plan, static_cast<size_t>(skinny_ring_bytes(plan, m_tiles) + other_bytes),
           makes_rows);
   };
@@ -274,7 +277,8 @@ void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan, int,
              is_shared ? kMaxWarpgroupSlices : std::min(plan.num_slices, kMaxWarpgroupSlices));
   plan.num_tiles = static_cast<int>(ceil_div(num_rows, skinny_tile_rows(plan, 1)));
   // A packed weight leaves no registers for a second block.
-  const int64_t resident = resident_skinny_blocks(kIsPacked<W> ? 2 : kMTiles, stream.device);
+  const int sharing = kIsPacked<W> ? 1 : skinny_blocks_per_multiprocessor(kMTiles);
+  const int64_t resident = sharing * device_properties(stream.device).num_multiprocessors;
   const int64_t blocks =
       is_shared ? int64_t{cluster} * plan.num_tiles : std::min<int64_t>(plan.num_tiles, resident);
   plan.num_blocks = Divisor::of(blocks);
@@ -288,7 +292,8 @@ void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan, int,
   const int64_t exchange = is_shared ? 0 : skinny_exchange_floats(plan, kMTiles);
   const int64_t other_bytes =
       exchange * int64_t{sizeof(float)} + rows_buffers_bytes<W, kNTiles>(plan);
-  set_stages(plan, kMTiles, std::min(blocks, resident), other_bytes + static_bytes, stream.device);
+  set_stages(plan, kMTiles, sharing, std::min(blocks, resident), other_bytes + static_bytes,
+             stream.device);
   int64_t shared_bytes = skinny_ring_bytes(plan, kMTiles) + other_bytes;
   if (is_shared) {
     shared_bytes =

@@ -388,8 +388,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
   const int rows_at = ring_bytes + head_summary_bytes(kNTiles);
   const auto x = start_product<T, kNTiles, false>(head_product(params), plan, weight, rows_of,
                                                   first_seq, rows_at);
-  ChunksOfRows<T, W, kNTiles> chunks(plan, lane, lane.slice, dynamic_shared<T>(rows_at));
-  chunks.begin(x);
+  ChunksOfRows<T, W, kNTiles> chunks(plan, lane, lane.slice, x, dynamic_shared<T>(rows_at));
 
   const Shared<float> of_warps = dynamic_shared<float>(ring_bytes);
   const Shared<float> of_warp = of_warps + lane.group * (kColumns * 4);
@@ -402,7 +401,6 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
                            params.lm_head_stride);
     };
     multiply_together(plan, lane, weight, rows_of, row_of_turn, chunks, sums);
-    if (turn + 1 < num_turns) chunks.begin(x);
     if (turn < my_tiles) {
       keep_logits<W>(params, lane, head_row(plan, lane, block, turn), sums, of_warp, turn == 0);
     }

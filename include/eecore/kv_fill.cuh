@@ -139,15 +139,15 @@ __global__ void __launch_bounds__(kRmsNormThreads)
   }
 }
 
-// Finishes one head of one row and writes it to its slot. With `leaves_keys` it instead stores a
-// key as projected in rows.keys, for the row at `place`: a later kernel norms all key heads at
-// once. values: [head_dim], with `num_slices` sums still to be added that are `slice_stride` apart.
-// The lanes of a warp share the head.
-template <typename T, typename W>
+// Finishes one head of one row and writes it to its slot. Where all key heads are normed at once,
+// it instead stores a key as projected in rows.keys, for the row at `place`. values: [head_dim],
+// with `num_slices` sums still to be added that are `slice_stride` apart. The lanes of a warp share
+// the head.
+template <typename T, typename W, bool kLeavesKeys>
 __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t layer, int head,
                                            CacheSlot slot, int64_t angles, Shared<float> values,
                                            int num_slices, int slice_stride, const KvFillRows& rows,
-                                           int64_t place, bool leaves_keys) {
+                                           int64_t place) {
   // Elements of a lane whose loads are in flight together.
   constexpr int kBatch = 4;
   const int lane = threadIdx.x % 32, head_dim = static_cast<int>(params.head_dim);
@@ -209,7 +209,7 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
     }
   }
   if (!is_key) return;
-  if (leaves_keys) {
+  if constexpr (kLeavesKeys) {
     T* keys = static_cast<T*>(rows.keys) +
               ((layer * params.num_tokens + place) * params.num_kv_heads + head) * params.head_dim;
     for (int i = lane; i < head_dim; i += 32) keys[i] = from_float<T>(values[i]);
@@ -301,19 +301,20 @@ __device__ __forceinline__ void load_places(const KvFillParams& params, const Kv
   angles[column] = params.positions == nullptr ? 0 : params.positions[token] * params.rotary_dim;
 }
 
-// The work of the kernels that fill whole heads, each in cut.num_parts tiles. By warpgroups keys
-// are left where the rows have memory for them.
-template <typename T, int kNTiles, typename W, bool kLeavesKeys, bool kByWarpgroups>
-__device__ __forceinline__ void fill_whole_heads(const KvFillParams& params, const KvFillRows& rows,
-                                                 const SkinnyPlan& plan, const HeadPlan& cut) {
-  const SkinnyLane lane = kByWarpgroups ? SkinnyLane::of_warpgroup(plan) : SkinnyLane(plan);
+// Grid: (blocks that share the heads, groups of 8 * kNTiles rows in order). Dynamic shared memory:
+// the ring, then the products of a head. kLeavesKeys: a later kernel norms all key heads at once.
+template <typename T, int kNTiles, typename W = T, bool kLeavesKeys = false>
+__global__ void __launch_bounds__(kSkinnyThreads,
+                                  (kLeavesKeys || sizeof(W) == 1) && kNTiles == 4 ? 1 : 2)
+    kv_fill_kernel(KvFillParams params, KvFillRows rows, SkinnyPlan plan, HeadPlan cut) {
+  const SkinnyLane lane(plan);
   const int num_layers = static_cast<int>(params.num_layers);
   const int num_heads = 2 * static_cast<int>(params.num_kv_heads);
   const int head_dim = static_cast<int>(params.head_dim);
   const int64_t first_place = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
 
-  // Row `row` of a tile, in 16 rows for each group of warps.
-  const auto row_of = [&](int tile, int row) {
+  // Each head in cut.num_parts tiles.
+  const auto rows_of = [&](int tile, WeightRow<W>(&weight_rows)[2]) {
     const int of_block = cut.num_parts.quotient(tile);
     const int head = fill_unit(num_layers * num_heads, of_block);
     const int layer = cut.num_heads.quotient(head);
@@ -322,20 +323,15 @@ __device__ __forceinline__ void fill_whole_heads(const KvFillParams& params, con
         params.kv_table + layer * params.table_layer_stride;  // where the weight is packed
     const int64_t first_row = (head - layer * num_heads) * params.head_dim;
     const int part = tile - of_block * cut.num_parts.value;
-    int row_tile = part * cut.group_tiles + row / 16;
-    // Whole tiles of a packed weight are read fastest, also where there is no such tile.
-    if (kByWarpgroups && kIsPacked<W>) row_tile = min(row_tile, cut.row_tiles - 1);
-    const int in_head = min(16 * row_tile + row % 16, head_dim - 1);
-    return weight_row<W>(weight, table, first_row + in_head, params.weight_row_stride);
-  };
-  const auto rows_of = [&](int tile, WeightRow<W>(&weight_rows)[2]) {
+    const int first = (part * cut.group_tiles + lane.group) * 16 + lane.row;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      weight_rows[i] = row_of(tile, 16 * lane.group + lane.row + 8 * i);
+      const int row = first + 8 * i < head_dim ? first + 8 * i : head_dim - 1;
+      weight_rows[i] = weight_row<W>(weight, table, first_row + row, params.weight_row_stride);
     }
   };
 
-  const bool works = kByWarpgroups || lane.group < cut.group_tiles;
+  const bool works = lane.group < cut.group_tiles;
   WeightStream<W, 1> weight(
       plan, lane, works ? tiles_of_block(plan, num_layers * num_heads) * cut.num_parts.value : 0);
   const int my_heads = start_fill(params, rows, plan, weight, rows_of, num_layers, num_heads, works,
@@ -346,48 +342,17 @@ __device__ __forceinline__ void fill_whole_heads(const KvFillParams& params, con
   EECORE_SHARED(int64_t, key_table, 1);  // where the tables of a layer begin
   load_places(params, rows, first_place, 8 * kNTiles, slots, angles);
 
-  const auto layer_of = [&](int i) {
-    return cut.num_heads.quotient(fill_unit(num_layers * num_heads, i));
-  };
-  const auto x_of = [&](int layer) {
-    return skinny_rows<kNTiles>(
+  const Shared<float> products = dynamic_shared<float>(skinny_ring_bytes(plan, 1));
+  const int slice_stride = 8 * kNTiles * cut.column;
+  for (int i = 0; i < my_heads; ++i) {
+    const int unit = fill_unit(num_layers * num_heads, i);
+    const int layer = unit / num_heads, head = unit % num_heads;
+    const auto x = skinny_rows<kNTiles>(
         static_cast<const T*>(rows.normed) + layer * params.num_tokens * rows.padded_size,
         rows.padded_size, rows.counts[layer], first_place);
-  };
-  const int products_at = skinny_ring_bytes(plan, 1);
-  const Shared<float> products = dynamic_shared<float>(products_at);
-  const int slice_stride = 8 * kNTiles * cut.column;
-  using Chunks = std::conditional_t<kByWarpgroups, ChunksOfRows<T, W, kNTiles>, Nothing>;
-  Chunks chunks = [&] {
-    if constexpr (kByWarpgroups) {
-      const int floats = head_floats(plan, cut, kNTiles);
-      return Chunks(plan, lane, lane.slice,
-                    dynamic_shared<T>(products_at + floats * static_cast<int>(sizeof(float))));
-    } else {
-      return Chunks{};
-    }
-  }();
-  if constexpr (kByWarpgroups) {
-    if (my_heads > 0) chunks.begin(x_of(layer_of(0)));
-  }
-  for (int i = 0; i < my_heads; ++i) {
-    const int layer = layer_of(i);
-    const int head = fill_unit(num_layers * num_heads, i) - layer * num_heads;
-    const auto x = x_of(layer);
     for (int part = 0; works && part < cut.num_parts.value; ++part) {
       float sums[1][kNTiles][4];
-      if constexpr (kByWarpgroups) {
-        const int tile = i * cut.num_parts.value + part;
-        const auto row_of_tile = [&](int row) { return row_of(tile, row); };
-        multiply_together(plan, lane, weight, rows_of, row_of_tile, chunks, sums);
-        if (part + 1 < cut.num_parts.value) {
-          chunks.begin(x);
-        } else if (i + 1 < my_heads) {
-          chunks.begin(x_of(layer_of(i + 1)));
-        }
-      } else {
-        multiply_tile(plan, lane, weight, rows_of, x, sums);
-      }
+      multiply_tile(plan, lane, weight, rows_of, x, sums);
       const int row_tile = part * cut.group_tiles + lane.group;
       if (row_tile >= cut.row_tiles) continue;
       const Shared<float> mine = products + (lane.slice * slice_stride + 16 * row_tile + lane.row);
@@ -402,30 +367,117 @@ __device__ __forceinline__ void fill_whole_heads(const KvFillParams& params, con
     if (threadIdx.x == 0) key_table[0] = key_table_of(params, layer);
     __syncthreads();
     for (int column = threadIdx.x / 32; column < x.count; column += kSkinnyWarps) {
-      write_head<T, W>(params, layer, head, slots[column], key_table[0] + angles[column],
-                       products + column * cut.column, plan.num_slices, slice_stride, rows,
-                       first_place + column, kByWarpgroups ? rows.keys != nullptr : kLeavesKeys);
+      write_head<T, W, kLeavesKeys>(params, layer, head, slots[column],
+                                    key_table[0] + angles[column], products + column * cut.column,
+                                    plan.num_slices, slice_stride, rows, first_place + column);
     }
     __syncthreads();  // all threads read the products before the next head's are written
   }
   cp_async_wait<0>();  // where the last layer was not needed
 }
 
-// Grid: (blocks that share the heads, groups of 8 * kNTiles rows in order). Dynamic shared memory:
-// the ring, then the products of a head. kLeavesKeys: a later kernel norms all key heads at once.
-template <typename T, int kNTiles, typename W = T, bool kLeavesKeys = false>
-__global__ void __launch_bounds__(kSkinnyThreads,
-                                  (kLeavesKeys || sizeof(W) == 1) && kNTiles == 4 ? 1 : 2)
-    kv_fill_kernel(KvFillParams params, KvFillRows rows, SkinnyPlan plan, HeadPlan cut) {
-  fill_whole_heads<T, kNTiles, W, kLeavesKeys, false>(params, rows, plan, cut);
-}
+// Blocks of the kernel below that share a multiprocessor: a packed weight leaves no registers for a
+// second one, and the products of 64 rows no shared memory for two rings.
+template <typename W, int kNTiles>
+constexpr int kWarpgroupFillBlocks = kIsPacked<W> || kNTiles > 4 ? 1 : 2;
 
-// The same by warpgroups (sm_90a), for up to 64 rows, whose buffers follow the products.
+// The same by warpgroups (sm_90a), for up to 64 rows; keys are left where rows.keys is given. The
+// warps multiply together, so those beyond a head's last 16 rows multiply others, and drop the
+// products. Dynamic shared memory: the ring, the products of a head, then the buffers of rows of x.
 template <typename T, int kNTiles, typename W = T>
-__global__ void __launch_bounds__(kSkinnyThreads, kIsPacked<W> ? 1 : 2)
+__global__ void __launch_bounds__(kSkinnyThreads, kWarpgroupFillBlocks<W, kNTiles>)
     kv_fill_warpgroup_kernel(KvFillParams params, KvFillRows rows, SkinnyPlan plan, HeadPlan cut) {
 #if EECORE_HAS_WGMMA
-  fill_whole_heads<T, kNTiles, W, false, true>(params, rows, plan, cut);
+  const SkinnyLane lane = SkinnyLane::of_warpgroup(plan);
+  const int num_layers = static_cast<int>(params.num_layers);
+  const int num_heads = 2 * static_cast<int>(params.num_kv_heads);
+  const int head_dim = static_cast<int>(params.head_dim);
+  const int64_t first_place = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
+
+  const auto layer_of = [&](int i) {
+    return cut.num_heads.quotient(fill_unit(num_layers * num_heads, i));
+  };
+  const auto head_of = [&](int i) {
+    return fill_unit(num_layers * num_heads, i) - layer_of(i) * num_heads;
+  };
+  // Row `row` of a tile, which has 16 for each group of warps. Whole tiles of a packed weight are
+  // read fastest, also in place of one that a head does not have.
+  const auto row_of = [&](int tile, int row) {
+    const int i = cut.num_parts.quotient(tile), part = tile - i * cut.num_parts.value;
+    const int row_tile = part * cut.group_tiles + row / 16;
+    const int first = 16 * (kIsPacked<W> ? min(row_tile, cut.row_tiles - 1) : row_tile);
+    const int layer = layer_of(i);
+    return weight_row<W>(
+        static_cast<const W*>(params.kv_weight) + layer * params.weight_layer_stride,
+        params.kv_table + layer * params.table_layer_stride,
+        head_of(i) * params.head_dim + min(first + row % 16, head_dim - 1),
+        params.weight_row_stride);
+  };
+  const auto rows_of = [&](int tile, WeightRow<W>(&weight_rows)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      weight_rows[i] = row_of(tile, 16 * lane.group + lane.row + 8 * i);
+    }
+  };
+  const auto x_of = [&](int i) {
+    const int layer = layer_of(i);
+    return skinny_rows<kNTiles>(
+        static_cast<const T*>(rows.normed) + layer * params.num_tokens * rows.padded_size,
+        rows.padded_size, rows.counts[layer], first_place);
+  };
+
+  WeightStream<W, 1> weight(plan, lane,
+                            tiles_of_block(plan, num_layers * num_heads) * cut.num_parts.value);
+  const int my_heads = start_fill(params, rows, plan, weight, rows_of, num_layers, num_heads, true,
+                                  cut.num_parts.value, first_place);
+  if (my_heads == 0) return cp_async_wait<0>();  // of the last layer
+
+  EECORE_SHARED(CacheSlot, slots, 8 * kNTiles);
+  EECORE_SHARED(int64_t, angles, 8 * kNTiles);
+  load_places(params, rows, first_place, 8 * kNTiles, slots, angles);
+
+  const int products_at = skinny_ring_bytes(plan, 1);
+  const int products_bytes = head_floats(plan, cut, kNTiles) * static_cast<int>(sizeof(float));
+  const Shared<float> products = dynamic_shared<float>(products_at);
+  const int slice_stride = 8 * kNTiles * cut.column;
+  ChunksOfRows<T, W, kNTiles> chunks(plan, lane, lane.slice, x_of(0),
+                                     dynamic_shared<T>(products_at + products_bytes));
+  for (int i = 0; i < my_heads; ++i) {
+    const int layer = layer_of(i), head = head_of(i);
+    for (int part = 0; part < cut.num_parts.value; ++part) {
+      float sums[1][kNTiles][4];
+      const auto row_of_tile = [&](int row) { return row_of(i * cut.num_parts.value + part, row); };
+      multiply_together(plan, lane, weight, rows_of, row_of_tile, chunks, sums);
+      const int row_tile = part * cut.group_tiles + lane.group;
+      if (row_tile >= cut.row_tiles) continue;
+      const Shared<float> mine = products + (lane.slice * slice_stride + 16 * row_tile + lane.row);
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          mine[(8 * n + 2 * lane.piece + j % 2) * cut.column + j / 2 * 8] = sums[0][n][j];
+        }
+      }
+    }
+    if (i + 1 < my_heads) chunks.begin(x_of(i + 1));
+    __syncthreads();
+    const int64_t key_table = key_table_of(params, layer);
+    const int count = x_of(i).count;
+    for (int column = threadIdx.x / 32; column < count; column += kSkinnyWarps) {
+      const auto write = [&](auto leaves_keys) {
+        write_head<T, W, leaves_keys()>(params, layer, head, slots[column],
+                                        key_table + angles[column], products + column * cut.column,
+                                        plan.num_slices, slice_stride, rows, first_place + column);
+      };
+      if (rows.keys != nullptr) {
+        write(std::true_type{});
+      } else {
+        write(std::false_type{});
+      }
+    }
+    __syncthreads();  // all threads read the products before the next head's are written
+  }
+  cp_async_wait<0>();  // of tiles that are not needed
 #else
   __trap();  // the launcher asks for a GPU that has wgmma, and for a build for it
 #endif

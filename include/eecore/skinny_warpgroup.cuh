@@ -135,9 +135,8 @@ __device__ __forceinline__ void multiply_by_warpgroups(const Params& params, con
   const auto x =
       start_product<T, kNTiles, false>(params, plan, weight, rows_of, first_token, rows_at);
   started();
-  ChunksOfRows<T, W, kNTiles> chunks(chunk_plan, chunk_lane, lane.slice,
+  ChunksOfRows<T, W, kNTiles> chunks(chunk_plan, chunk_lane, lane.slice, x,
                                      dynamic_shared<T>(rows_at));
-  chunks.begin(x);
   int turn = 0;
   for (int tile = 0; tile < my_tiles; ++tile) {
     float sums[kMTiles][kNTiles][4];
@@ -145,7 +144,6 @@ __device__ __forceinline__ void multiply_by_warpgroups(const Params& params, con
       return row_of(first_tile(tile) + i / kMTiles / 16, i / kMTiles % 16, i % kMTiles);
     };
     multiply_together(chunk_plan, chunk_lane, weight, rows_of, row_of_tile, chunks, sums);
-    if (tile + 1 < my_tiles) chunks.begin(x);
     finish(lane, first_tile(tile), first_token, exchange, turn, sums);
   }
 #else

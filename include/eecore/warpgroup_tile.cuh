@@ -48,28 +48,30 @@ class ChunksOfRows {
   // `buffers` are those of all slices of the block, of which the thread has `slice`; lane.slice is
   // that of the cluster.
   __device__ __forceinline__ ChunksOfRows(const SkinnyPlan& plan, const SkinnyLane& lane, int slice,
-                                          Shared<T> buffers)
+                                          const SkinnyRows<T>& x, Shared<T> buffers)
       : plan_(plan),
         lane_(lane),
         slice_(slice),
         num_threads_(kSkinnyThreads >> plan.slices_shift),
-        buffers_(buffers + slice * (2 * kBufferSize)) {
+        buffers_(buffers + slice * (2 * kBufferSize)),
+        at_(lane.slice * kChunkSize<W>) {
     const int thread = static_cast<int>(threadIdx.x) & (num_threads_ - 1);
     is_needed_ = thread < 2 * kColumns;
     half_ = thread / kColumns;
     column_ = thread % kColumns;
+    begin(x);
   }
 
-  // Loads the first chunk of the rows of x that the next tile is multiplied with.
+  // Loads the first chunk of other rows of x, which the next tile is multiplied with. Called
+  // between two tiles.
   __device__ __forceinline__ void begin(const SkinnyRows<T>& x) {
     from_ = x.data + (column_ < x.count ? column_ : x.count - 1) * x.stride + half_ % 2 * kHalfAt;
-    at_ = lane_.slice * kChunkSize<W>;
     load();
   }
 
-  // Stores the chunk that was loaded in the next buffer, and loads the tile's next one. No product
-  // reads that buffer any more: this thread has passed the barrier of the chunk between, before
-  // which each warp waited for its products.
+  // Stores the chunk that was loaded in the next buffer, and loads the one after it, or the first
+  // one of the next tile. No product reads that buffer any more: this thread has passed the barrier
+  // of the chunk between, before which each warp waited for its products.
   __device__ __forceinline__ void advance(bool with_sums = false) {
     turn_ = 1 - turn_;
     if (is_needed_) {
@@ -89,6 +91,7 @@ class ChunksOfRows {
     at_ += kRowsChunk;
     if (at_ == chunk_at + kChunkSize<W> || at_ >= plan_.row_size) {
       at_ = chunk_at + plan_.num_slices * kChunkSize<W>;
+      if (at_ >= plan_.row_size) at_ = lane_.slice * kChunkSize<W>;
     }
     load();
   }
@@ -115,9 +118,9 @@ class ChunksOfRows {
   }
 
   __device__ __forceinline__ void load() {
+    if (!is_needed_) return;
     // The last chunk of a packed weight may have but one block.
-    const int first = at_ + (kIsPacked<W> ? half_ * kHalfAt : 0);
-    if (!is_needed_ || first >= plan_.row_size) return;
+    if (kIsPacked<W> && at_ + half_ * kHalfAt >= plan_.row_size) return;
 #pragma unroll
     for (int i = 0; i < 4; ++i) pieces_[i] = SkinnyRows<T>::piece(from_ + at_ + i * kLaneAt);
   }
@@ -141,10 +144,10 @@ class ChunksOfRows {
   const SkinnyLane& lane_;
   int slice_, num_threads_;
   Shared<T> buffers_;
-  int at_ = 0;  // of the chunk that is loaded, in the row
+  int at_;  // of the chunk that is loaded, in the row
   bool is_needed_;
   int half_, column_, turn_ = 1;
-  const T* from_ = nullptr;
+  const T* from_;
   Pack<uint32_t> pieces_[4] = {};
 };
 
