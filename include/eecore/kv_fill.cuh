@@ -465,9 +465,10 @@ __global__ void __launch_bounds__(kSkinnyThreads, kWarpgroupFillBlocks<W, kNTile
     const int count = x_of(i).count;
     for (int column = threadIdx.x / 32; column < count; column += kSkinnyWarps) {
       const auto write = [&](auto leaves_keys) {
-        write_head<T, W, leaves_keys()>(params, layer, head, slots[column],
-                                        key_table + angles[column], products + column * cut.column,
-                                        plan.num_slices, slice_stride, rows, first_place + column);
+        write_head<T, W, decltype(leaves_keys)::value>(
+            params, layer, head, slots[column], key_table + angles[column],
+            products + column * cut.column, plan.num_slices, slice_stride, rows,
+            first_place + column);
       };
       if (rows.keys != nullptr) {
         write(std::true_type{});
