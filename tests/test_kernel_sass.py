@@ -19,7 +19,7 @@ from kernel_sass import Code, Instruction
 from tiers import runs_all
 
 GLOBAL_ACCESSES = {"LDG", "STG", "LDGSTS", "ATOMG", "RED", "REDG"}
-STREAMS_WEIGHTS = r"skinny_|exit_confidence_softmax_|kv_fill_(?:pairs_)?kernel"
+STREAMS_WEIGHTS = r"skinny_|exit_confidence_softmax_|kv_fill_(?:pairs_|warpgroup_)?kernel"
 
 COMBINE = r"paged_attention_combine_kernel<(\w+), \d+> "
 MERGED_AT_ONCE = 16  # results of spans that the combining kernel loads at once
@@ -38,7 +38,10 @@ COPIES_KEYS = r"paged_attention_(?:float8_|wide_)?kernel<"
 STREAMS = rf"{STREAMS_WEIGHTS}|{COPIES_KEYS}"
 # Instructions ahead of the first copy, all branches counted; a division is some twenty of them.
 MAX_BEFORE_KEYS, MAX_BEFORE_WEIGHTS = 900, 600
-BY_WARPGROUPS = rf"skinny_warpgroup_(linear|gated|append)_kernel<\w+, \d+, (\w+|{INT8})> sm_90a"
+BY_WARPGROUPS = (
+    rf"(skinny|exit|kv_fill)_(?:confidence_softmax_)?warpgroup_(?:(linear|gated|append)_)?"
+    rf"kernel<\w+, \d+, (\w+|{INT8})> sm_90a"
+)
 FILL = rf"kv_fill_pairs_kernel<(\w+), (\d+), (\d+), (\w+|{INT8})> "
 MAKES_ROWS = r"(?:skinny_\w+|exit_confidence_softmax)_kernel<(\w+), (?:\d+, )+true, "
 
@@ -296,32 +299,41 @@ def test_the_skinny_products_multiply_and_copy_as_their_tiles_say(
         )
 
 
+def products_of_warpgroups(
+    kernels: dict[str, Code],
+) -> list[tuple[re.Match[str], int, str, Code]]:
+    """With the number of tiles of 16 rows of the weight, and the type of its elements."""
+    return [
+        (match, 2 if match[1] == "exit" or match[2] == "gated" else 1, match[3], code)
+        for match, code in of(kernels, BY_WARPGROUPS)
+    ]
+
+
 def test_products_of_warpgroups_are_asynchronous(kernels: dict[str, Code]) -> None:
     """One fence and one wait for each group of them: ptxas adds more where it serialises them."""
-    for match, code in of(kernels, BY_WARPGROUPS):
-        m_tiles = 2 if match[1] == "gated" else 1
+    for match, m_tiles, weight, code in products_of_warpgroups(kernels):
         counts = kernel_sass.counts_of(code)
         # Of a packed weight a group for each 16 rows of a block, and for each half of one, for the
         # two formats that the compiler knows, for others, and for those with halves.
-        groups, products = (5 * m_tiles, 2) if match[2] == PACKED else (1, 4 * m_tiles)
+        groups, products = (5 * m_tiles, 2) if weight == PACKED else (1, 4 * m_tiles)
         assert counts["HGMMA"] == groups * products, match.string
         assert counts["HMMA"] == 0, match.string
         assert counts["WARPGROUP"] == 2 * groups, match.string  # ARRIVE and DEPBAR
-        assert counts["FENCE"] == (4 if match[2] == PACKED else 1), match.string  # async proxy
-        copies = 7 if match[2] == PACKED else 4
+        assert counts["FENCE"] == (4 if weight == PACKED else 1), match.string  # async proxy
+        copies = 7 if weight == PACKED else 4
         assert counts["LDGSTS"] == 2 * copies * m_tiles, match.string
 
 
 def test_warpgroups_widen_numbers_two_at_a_time(kernels: dict[str, Code]) -> None:
     """As the other products do, and while earlier ones are under way."""
-    for match, code in of(kernels, BY_WARPGROUPS):
-        if match[2] not in (INT8, PACKED):
+    for match, m_tiles, weight, code in products_of_warpgroups(kernels):
+        if weight not in (INT8, PACKED):
             continue
-        m_tiles = 2 if match[1] == "gated" else 1
-        pairs = 4 * 4 if match[2] == INT8 else 8 * 5  # of four products, of a group's
+        pairs = 4 * 4 if weight == INT8 else 8 * 5  # of four products, of a group's
         loop = code.lines[: last_of(code, "HGMMA")]
         operands = [line.operands.split(", ") for line in loop if line.name == "PRMT"]
-        assert sum(bool(SPREADS & set(those)) for those in operands) >= pairs * m_tiles
+        spread = sum(bool(SPREADS & set(those)) for those in operands)
+        assert spread >= pairs * m_tiles, match.string
 
 
 def test_int8_becomes_floats_two_at_a_time(kernels: dict[str, Code]) -> None:

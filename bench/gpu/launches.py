@@ -31,6 +31,8 @@ LATENCIES = {
     "skinny_gated_linear_kernel": 1.6e-6,
     "skinny_linear_kernel": 1.5e-6,
     # Never measured: those of the others, and a barrier ahead of the first product.
+    "exit_confidence_softmax_warpgroup_kernel": 1.7e-6,
+    "kv_fill_warpgroup_kernel": 1.7e-6,
     "skinny_warpgroup_append_kernel": 1.1e-6,
     "skinny_warpgroup_gated_kernel": 1.7e-6,
     "skinny_warpgroup_linear_kernel": 1.6e-6,

@@ -197,9 +197,14 @@ def product(
     )
 
 
+def has_warpgroups(rows: Rows, device: Device) -> bool:
+    """Whether a setting has warpgroups multiply where they can."""
+    return asks_for_warpgroups() and device.capability == 90 and rows.dtype.itemsize == 2
+
+
 def warpgroup_cluster(rows: Rows, weight_rows: int, device: Device) -> int:
-    """Blocks that share a tile of the weight if a setting has warpgroups multiply it, or 0."""
-    if not asks_for_warpgroups() or device.capability != 90 or rows.dtype.itemsize != 2:
+    """Blocks that share a tile of the weight if warpgroups multiply it, or 0."""
+    if not has_warpgroups(rows, device):
         return 0
     tiles, cluster = ceil_div(weight_rows, WARPGROUP_ROWS), 1
     while 10 * cluster * tiles < 9 * device.num_multiprocessors:
@@ -445,22 +450,33 @@ def exit_confidence_softmax(call: Call, device: Device, _: Known) -> list[Kernel
     summaries = rows.count * blocks * SUMMARY_BYTES
     own_bytes = WARPS * 8 * rows.tiles(HEAD_TILES) * SUMMARY_BYTES
     norm_bytes = call.bytes_of("norm_weight")
-    made = made_rows(rows, hidden, call["norm_weight"], HEAD_M_TILES, 1, blocks, device, own_bytes)
+    by_warpgroups = has_warpgroups(rows, device)
+    if by_warpgroups:
+        must = must_be_made(rows, hidden, call["norm_weight"])
+        made = Made.AHEAD if must else Made.NOWHERE
+    else:
+        norm = call["norm_weight"]
+        made = made_rows(rows, hidden, norm, HEAD_M_TILES, 1, blocks, device, own_bytes)
     launches = [rms_norm(rows, norm_bytes)] if made is Made.AHEAD else []
-    if is_many(rows, device):
+    if by_warpgroups or is_many(rows, device):
         ready = rows.count * rows.row_bytes
-        groups, turns = ceil_div(rows.count, MANY_ROWS), ceil_div(tiles, WARPS)
+        columns = 8 * warpgroup_tiles(rows) if by_warpgroups else MANY_ROWS
+        groups = ceil_div(rows.count, columns)
+        turns = sum(ceil_div(ceil_div(tiles - block, blocks), WARPS) for block in range(blocks))
+        # Warps without a tile in the last turn only multiply with warpgroups.
+        read_tiles = turns * WARPS if by_warpgroups else tiles
         launches.append(
             KernelLaunch(
-                "exit_confidence_softmax_many_kernel",
+                f"exit_confidence_softmax_{'warpgroup' if by_warpgroups else 'many'}_kernel",
                 (groups, blocks),
                 {"weight": nbytes(head), "x": 0 if made is Made.AHEAD else ready},
                 repeats={
-                    "weight": (groups * tiles * HEAD_TILE_ROWS / vocab_size - 1) * nbytes(head),
-                    "x": turns * groups * MANY_ROWS * rows.row_bytes - ready,
+                    "weight": (groups * read_tiles * HEAD_TILE_ROWS / vocab_size - 1)
+                    * nbytes(head),
+                    "x": turns * groups * columns * rows.row_bytes - ready,
                 },
                 workspace=summaries + (ready if made is Made.AHEAD else 0),
-                flops=2.0 * groups * MANY_ROWS * tiles * HEAD_TILE_ROWS * rows.size,
+                flops=2.0 * groups * columns * read_tiles * HEAD_TILE_ROWS * rows.size,
             )
         )
     else:
@@ -484,6 +500,11 @@ def exit_confidence_softmax(call: Call, device: Device, _: Known) -> list[Kernel
     grid = (ceil_div(rows.count, SUMMARY_WARPS), 1)
     launches.append(KernelLaunch("logit_summary_kernel", grid, writes=out, workspace=summaries))
     return launches
+
+
+def warpgroup_tiles(rows: Rows) -> int:
+    """Tiles of 8 rows that warpgroups take in a pass over the head, or over a layer to fill."""
+    return 1 if rows.count <= 8 else 4 if rows.count <= 32 else 8
 
 
 def is_many(rows: Rows, device: Device) -> bool:
@@ -515,13 +536,16 @@ def kv_fill(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
         repeats={"x": filled * 2 * row, "norm_weight": (filled - deepest) * row},
         workspace=filled * rows.row_bytes,
     )
+    by_warpgroups = has_warpgroups(rows, device)
     n_tiles = 1 if rows.dtype == torch.float32 else rows.tiles(4)
+    if by_warpgroups:
+        n_tiles = warpgroup_tiles(rows)
     groups = ceil_div(rows.count, 8 * n_tiles)
     cos_sin = call["cos_sin"]
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
     # Units of work of a layer, and the rows of the weight that they read: some rows, or heads.
     in_pairs = call["k_norm_weight"] is None and head_dim % 16 == 0 and rotary % 16 == 0
-    in_pairs = in_pairs and table is None
+    in_pairs = in_pairs and table is None and not by_warpgroups
     m_tiles = 2 if in_pairs and n_tiles > 2 else 1
     units, read_rows = num_heads, kv_size
     if in_pairs:
@@ -529,15 +553,18 @@ def kv_fill(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
         slices = min(slices, MAX_FILL_SLICES)
         units = ceil_div(kv_size, 16 * m_tiles * (WARPS // slices))
         read_rows = units * 16 * m_tiles * (WARPS // slices)
-    resident = (2 if m_tiles == 1 else 1) * device.num_multiprocessors
-    blocks = min(num_layers * units, resident)
+    elif by_warpgroups:  # 64 rows at a time in two slices, or 128
+        tile = WARPGROUP_ROWS if head_dim <= WARPGROUP_ROWS and rows.num_chunks > 1 else 128
+        read_rows = num_heads * ceil_div(head_dim, tile) * tile
+    is_alone = m_tiles == 2 or (by_warpgroups and (rows.packed or n_tiles > 4))
+    blocks = min(num_layers * units, (1 if is_alone else 2) * device.num_multiprocessors)
     weight_row = row if table is None else nbytes(weight) / (num_layers * kv_size)
     weights = deepest * kv_size * weight_row
     passes = sum(
         max(sorted(needed, reverse=True)[group * 8 * n_tiles], 0) for group in range(groups)
     )
     fill = KernelLaunch(
-        "kv_fill_pairs_kernel" if in_pairs else "kv_fill_kernel",
+        f"kv_fill_{'warpgroup_' * by_warpgroups}{'pairs_' * in_pairs}kernel",
         (blocks, groups),
         {"weight": weights, "cos_sin": rows.count * rotary * 4},
         repeats={

@@ -103,20 +103,21 @@ inline int64_t wanted_stages(SkinnyPlan plan, int m_tiles, int64_t num_blocks, i
   return 1 + ceil_div(wanted_bytes * device_properties(device).num_multiprocessors, bytes);
 }
 
-// Stages that shared memory has room for in addition to a block's `other_bytes`.
-inline int64_t fitting_stages(SkinnyPlan plan, int m_tiles, int64_t other_bytes, int device) {
+// Stages that shared memory has room for in addition to a block's `other_bytes`, where `sharing`
+// blocks share a multiprocessor.
+inline int64_t fitting_stages(SkinnyPlan plan, int m_tiles, int sharing, int64_t other_bytes,
+                              int device) {
   plan.num_stages = 1;
-  const int64_t block_bytes = static_cast<int64_t>(device_properties(device).max_shared_bytes) /
-                                  skinny_blocks_per_multiprocessor(m_tiles) -
-                              1024;
+  const int64_t block_bytes =
+      static_cast<int64_t>(device_properties(device).max_shared_bytes) / sharing - 1024;
   return (block_bytes - other_bytes) / skinny_ring_bytes(plan, m_tiles);
 }
 
 // Sets the wanted number of stages, or as many as fit.
-inline void set_stages(SkinnyPlan& plan, int m_tiles, int64_t num_blocks, int64_t other_bytes,
-                       int device) {
+inline void set_stages(SkinnyPlan& plan, int m_tiles, int sharing, int64_t num_blocks,
+                       int64_t other_bytes, int device) {
   const int64_t stages = std::min(wanted_stages(plan, m_tiles, num_blocks, device),
-                                  fitting_stages(plan, m_tiles, other_bytes, device));
+                                  fitting_stages(plan, m_tiles, sharing, other_bytes, device));
   plan.num_stages = static_cast<int>(std::clamp<int64_t>(stages, 2, kSkinnyMaxStages));
 }
 
@@ -203,7 +204,8 @@ bool blocks_make_rows(const SkinnyPlan& plan, int64_t num_tokens, int m_tiles, i
   const int64_t enough_stages = num_tokens > kFewRows ? 2 : 3;
   const int64_t other_bytes = exchange_bytes + shared_rows_bytes<T, W>(num_tokens, plan.num_chunks);
   const int64_t enough = std::min(wanted_stages(plan, m_tiles, num_blocks, device), enough_stages);
-  return fitting_stages(plan, m_tiles, other_bytes, device) >= enough;
+  const int sharing = skinny_blocks_per_multiprocessor(m_tiles);
+  return fitting_stages(plan, m_tiles, sharing, other_bytes, device) >= enough;
 }
 
 // Calls start(params, plan, shared_bytes, makes_rows) with the stages for `num_blocks` blocks. The
@@ -214,7 +216,8 @@ template <typename T, typename W, int kNTiles, typename Params, typename Start>
 void with_ready_rows(Params params, SkinnyPlan plan, int m_tiles, int64_t num_blocks, Stream stream,
                      Start&& start, int64_t own_bytes = 0) {
   const auto start_with = [&](int64_t other_bytes, auto makes_rows) {
-    set_stages(plan, m_tiles, num_blocks, other_bytes, stream.device);
+    set_stages(plan, m_tiles, skinny_blocks_per_multiprocessor(m_tiles), num_blocks, other_bytes,
+               stream.device);
     start(params, plan, static_cast<size_t>(skinny_ring_bytes(plan, m_tiles) + other_bytes),
           makes_rows);
   };
@@ -242,19 +245,23 @@ void with_ready_rows(Params params, SkinnyPlan plan, int m_tiles, int64_t num_bl
   start_with(exchange_bytes, std::false_type{});
 }
 
+// Whether warpgroups multiply where they can: neither rows of x nor their number count, so that a
+// row's result does not depend on its batch.
+inline bool has_warpgroups(DType dtype, int device) {
+  return dtype != DType::kFloat32 && device_properties(device).capability == 90 && tuning().wgmma;
+}
+
 // Blocks that share 64 rows of a weight of `num_rows` rows which warpgroups multiply, as few as
-// give nearly all multiprocessors work; 0 if warpgroups do not multiply it. The number of rows of x
-// does not count, so that a row's result does not depend on its batch.
+// give nearly all multiprocessors work; 0 if warpgroups do not multiply it.
 template <typename Params>
 int warpgroup_cluster(const Params& params, int64_t num_rows, int device) {
-  const DeviceProperties& properties = device_properties(device);
-  if (params.dtype == DType::kFloat32 || properties.capability != 90 || !tuning().wgmma) return 0;
+  if (!has_warpgroups(params.dtype, device)) return 0;
   const bool is_float = params.weight_scale == nullptr && params.weight_table == nullptr;
   const int64_t chunks = ceil_div(params.in_features, (is_float ? 1 : 2) * int64_t{kRowsChunk});
   for (int cluster = 1; cluster <= kMaxWarpgroupCluster; cluster *= 2) {
     if (cluster > 1 && chunks < kMaxWarpgroupSlices * cluster) break;
     const int64_t blocks = cluster * ceil_div(num_rows, kWarpgroupRows);
-    if (10 * blocks >= 9 * int64_t{properties.num_multiprocessors}) return cluster;
+    if (10 * blocks >= 9 * int64_t{device_properties(device).num_multiprocessors}) return cluster;
   }
   return 0;
 }
@@ -270,7 +277,8 @@ void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan, int,
              is_shared ? kMaxWarpgroupSlices : std::min(plan.num_slices, kMaxWarpgroupSlices));
   plan.num_tiles = static_cast<int>(ceil_div(num_rows, skinny_tile_rows(plan, 1)));
   // A packed weight leaves no registers for a second block.
-  const int64_t resident = resident_skinny_blocks(kIsPacked<W> ? 2 : kMTiles, stream.device);
+  const int sharing = kIsPacked<W> ? 1 : skinny_blocks_per_multiprocessor(kMTiles);
+  const int64_t resident = sharing * device_properties(stream.device).num_multiprocessors;
   const int64_t blocks =
       is_shared ? int64_t{cluster} * plan.num_tiles : std::min<int64_t>(plan.num_tiles, resident);
   plan.num_blocks = Divisor::of(blocks);
@@ -284,7 +292,8 @@ void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan, int,
   const int64_t exchange = is_shared ? 0 : skinny_exchange_floats(plan, kMTiles);
   const int64_t other_bytes =
       exchange * int64_t{sizeof(float)} + rows_buffers_bytes<W, kNTiles>(plan);
-  set_stages(plan, kMTiles, std::min(blocks, resident), other_bytes + static_bytes, stream.device);
+  set_stages(plan, kMTiles, sharing, std::min(blocks, resident), other_bytes + static_bytes,
+             stream.device);
   int64_t shared_bytes = skinny_ring_bytes(plan, kMTiles) + other_bytes;
   if (is_shared) {
     shared_bytes =
