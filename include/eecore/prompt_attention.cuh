@@ -15,6 +15,7 @@
 
 #include "eecore/attention_rows.cuh"
 #include "eecore/attention_tile.cuh"
+#include "eecore/cache_slot.cuh"
 
 namespace eecore::cuda {
 
@@ -210,7 +211,7 @@ class PromptRows {
         tile_(tile),
         masks_(swizzled_shared<uint32_t>(Sizes::kMasksAt)),
         lane_(threadIdx.x % 32),
-        warp_(threadIdx.x / 32 - 4) {}
+        warp_(__shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32, 0) - 4) {}
 
   __device__ __forceinline__ void attend() {
     for (int i = 0; i < 2; ++i) {
@@ -499,7 +500,7 @@ class PromptRows {
   const PromptTile& tile_;
   PromptRing<T, kHeadDim> ring_;
   Shared<uint32_t> masks_;
-  int lane_, warp_;  // of those that multiply
+  int lane_, warp_;  // of those that multiply; the compiler sees that a warp has one number
   WgmmaPart queries_[kParts];
   WgmmaSums<kKeyTiles> scores_;
   WgmmaPart parts_[kKeyParts];

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_row_does_not_depend_on_the_others(name: str, dtype: torch.dtype) -> N
     together = ops.paged_attention(**call)
     starts = call["query_start_loc"].tolist()
     emulated.set_seed(3)
-    for seq, (first, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for seq, (first, end) in enumerate(itertools.pairwise(starts)):
         length = int(call["seq_lens"][seq])
         for left_out in (0, 5):
             end -= left_out

@@ -156,9 +156,9 @@ def prompt_attention_of(
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
-    if asks_for_warpgroups() and head_dim <= MAX_WARPGROUP_HEAD:
-        if torch.cuda.get_device_capability(device) == HOPPER:
-            return None
+    by_warpgroups = asks_for_warpgroups() and head_dim <= MAX_WARPGROUP_HEAD
+    if by_warpgroups and torch.cuda.get_device_capability(device) == HOPPER:
+        return None
     try:
         return PromptAttention(importlib.import_module(FLASH_ATTN).flash_attn_varlen_func)
     except ModuleNotFoundError as error:
