@@ -287,6 +287,12 @@ bool is_empty(const PagedAttentionParams& params) {
   return params.num_tokens == 0 || params.num_seqs == 0 || params.num_q_heads == 0;
 }
 
+// A cache's strides, where those of dimensions of size 1 are not 0.
+CacheStrides whole_strides(const PagedAttentionParams& params, const CacheStrides& strides) {
+  return {params.num_pages > 1 ? strides.page : strides.slot * params.page_size, strides.slot,
+          params.num_kv_heads > 1 ? strides.head : strides.slot};
+}
+
 // Whether warpgroups attend to the call, as far as its shapes tell: rows of a sequence that fill
 // one, and pages that are whole boxes of a tensor copy.
 bool is_for_warpgroups(const PagedAttentionParams& params, int device) {
@@ -299,7 +305,8 @@ bool is_for_warpgroups(const PagedAttentionParams& params, int device) {
   const bool are_boxes =
       params.page_size % kBoxKeys == 0 && params.num_pages > 0 &&
       (params.page_size % kPromptKeys == 0 || kPromptKeys % params.page_size == 0);
-  const auto are_nested = [](const CacheStrides& strides) {
+  const auto are_nested = [&](const CacheStrides& given) {
+    const CacheStrides strides = whole_strides(params, given);
     return strides.head > 0 && strides.slot > 0 && strides.slot % strides.head == 0 &&
            strides.page % strides.slot == 0;
   };
@@ -317,7 +324,8 @@ bool may_have_few_queries(const PagedAttentionParams& params) {
 void run_warpgroups(const PagedAttentionParams& params, Stream stream) {
   AttentionPlan plan = plan_rows(params, kPromptRows);
   plan.min_queries = may_have_few_queries(params) ? kMaxRepeatedQueries + 1 : 0;
-  const auto map_of = [&](const void* cache, const CacheStrides& strides) {
+  const auto map_of = [&](const void* cache, const CacheStrides& given) {
+    const CacheStrides strides = whole_strides(params, given);
     const auto size = [](int64_t count) { return static_cast<uint64_t>(count); };
     const auto bytes = [](int64_t stride) { return static_cast<uint64_t>(stride) * 2; };
     return tensor_map<4>(
