@@ -9,7 +9,7 @@
 #include "eecore/paged_attention.cuh"
 #include "eecore/prompt_attention.cuh"
 #include "launch.cuh"
-#include "tensor_map.cuh"
+#include "prompt_attention.h"
 
 namespace eecore::cuda {
 namespace {
@@ -287,12 +287,6 @@ bool is_empty(const PagedAttentionParams& params) {
   return params.num_tokens == 0 || params.num_seqs == 0 || params.num_q_heads == 0;
 }
 
-// A cache's strides, where those of dimensions of size 1 are not 0.
-CacheStrides whole_strides(const PagedAttentionParams& params, const CacheStrides& strides) {
-  return {params.num_pages > 1 ? strides.page : strides.slot * params.page_size, strides.slot,
-          params.num_kv_heads > 1 ? strides.head : strides.slot};
-}
-
 // Whether warpgroups attend to the call, as far as its shapes tell: rows of a sequence that fill
 // one, and pages that are whole boxes of a tensor copy.
 bool is_for_warpgroups(const PagedAttentionParams& params, int device) {
@@ -321,38 +315,6 @@ bool may_have_few_queries(const PagedAttentionParams& params) {
   return params.fixed_split_size > 0 && params.num_seqs > 1;
 }
 
-void run_warpgroups(const PagedAttentionParams& params, Stream stream) {
-  AttentionPlan plan = plan_rows(params, kPromptRows);
-  plan.min_queries = may_have_few_queries(params) ? kMaxRepeatedQueries + 1 : 0;
-  const auto map_of = [&](const void* cache, const CacheStrides& given) {
-    const CacheStrides strides = whole_strides(params, given);
-    const auto size = [](int64_t count) { return static_cast<uint64_t>(count); };
-    const auto bytes = [](int64_t stride) { return static_cast<uint64_t>(stride) * 2; };
-    return tensor_map<4>(
-        cache, 2,
-        {{size(params.head_dim), size(params.num_kv_heads), size(params.page_size),
-          size(params.num_pages)},
-         {bytes(strides.head), bytes(strides.slot), bytes(strides.page)},
-         {64, 1, static_cast<uint32_t>(std::min<int64_t>(params.page_size, kPromptKeys)), 1}});
-  };
-  const CUtensorMap keys = map_of(params.k_cache, params.k_cache_strides);
-  const CUtensorMap values = map_of(params.v_cache, params.v_cache_strides);
-  const auto run = [&](auto kernel, int bytes) {
-    launch("paged_attention", kernel,
-           {dim3(static_cast<unsigned>(plan.num_tiles * params.num_kv_heads)), dim3(kPromptThreads),
-            static_cast<size_t>(bytes), Launch::kAfterPrevious},
-           stream, params, plan, keys, values);
-  };
-  dispatch_at_least<64, 128>(params.head_dim, "paged_attention", "head_dim", [&](auto head_dim) {
-    constexpr int kBytes = PromptSizes<head_dim()>::kBytes;
-    if (params.dtype == DType::kBFloat16) {
-      run(paged_attention_prompt_kernel<BFloat16, head_dim()>, kBytes);
-    } else {
-      run(paged_attention_prompt_kernel<Float16, head_dim()>, kBytes);
-    }
-  });
-}
-
 }  // namespace
 
 int64_t paged_attention_workspace(const PagedAttentionParams& params, int device) {
@@ -370,7 +332,9 @@ void run_paged_attention(const PagedAttentionParams& params, Stream stream) {
   if (is_empty(params)) return;
   const bool by_warpgroups = is_for_warpgroups(params, stream.device);
   if (by_warpgroups) {
-    run_warpgroups(params, stream);
+    AttentionPlan plan = plan_rows(params, kPromptRows);
+    plan.min_queries = may_have_few_queries(params) ? kMaxRepeatedQueries + 1 : 0;
+    run_prompt_attention(params, plan, stream);
     if (!may_have_few_queries(params)) return;
   }
   dispatch(params, [&](auto kernel) {
