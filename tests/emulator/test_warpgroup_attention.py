@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_accesses import Checked
 from test_paged_attention import expected_of, key_of, random_call
 
 import emulated
-from bench.gpu.calls import Known
 from cases import TOLERANCES, AttentionCase
 from eecore import ops
 from tiers import in_all
@@ -20,6 +18,7 @@ from tiers import in_all
 CPU = torch.device("cpu")
 TUNING = "EECORE_CUDA_TUNING"
 PROMPT, WARPS = "paged_attention_prompt_kernel", "paged_attention_kernel"
+COMBINES = "paged_attention_combine_kernel"
 FLOATS = (torch.bfloat16, *in_all(torch.float16))
 CASES = {
     "groups of 4": AttentionCase((40,), (257,), 4, 1, 128, 16),
@@ -113,7 +112,7 @@ def test_few_queries_have_the_results_of_decoding(
     """Under fixed splits, beside sequences of many: a second kernel attends to them."""
     case = AttentionCase((5, 90, 32, 33), (300, 200, 32, 70), 2, 1, 64, 16, fixed_split_size=32)
     call = random_call(case, dtype, CPU)
-    got = attended(call, PROMPT, WARPS)
+    got = attended(call, PROMPT, WARPS, COMBINES)
     tolerance = dataclasses.asdict(TOLERANCES[dtype])
     torch.testing.assert_close(got.double(), expected_of(call), **tolerance)
     monkeypatch.setenv(TUNING, "wgmma_attention=0")
@@ -177,38 +176,3 @@ def test_rows_and_caches_that_are_not_aligned_are_those_of_warps() -> None:
         assert emulated.kernels_of(lambda c=other: ops.paged_attention(**c)) == [WARPS]
     strided = {**call, "v_cache": wider[..., :128].copy_(call["v_cache"])}
     assert emulated.kernels_of(lambda: ops.paged_attention(**strided)) == [WARPS]
-
-
-@pytest.mark.parametrize(
-    ("case", "num_kernels"),
-    [
-        (AttentionCase((150,), (150,), 2, 2, 64, 16), 1),
-        (AttentionCase((64, 64), (256, 256), 3, 1, 128, 32, sliding_window=100), 1),
-        (AttentionCase((40, 40), (128, 128), 2, 1, 64, 128, fixed_split_size=32), 2),
-    ],
-    ids=str,
-)
-def test_warpgroups_launch_and_read_what_their_plan_says(
-    case: AttentionCase, num_kernels: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call = random_call(case, torch.bfloat16, CPU)
-    checked = Checked(
-        monkeypatch,
-        lambda: ops.paged_attention(**call),
-        Known(seq_len=case.seq_lens[0]),
-        k=call["k_cache"],
-        v=call["v_cache"],
-    )
-    assert len(checked.ran) == num_kernels
-    planned, ran = checked.of(PROMPT)
-    # Whole pages, of which the plan counts the keys alone.
-    row = case.num_kv_heads * case.head_dim * 2
-    pages = sum(-(-length // case.page_size) for length in case.seq_lens)
-    whole = 2 * pages * case.page_size * row
-    total, distinct = map(sum, zip(*ran.watched.values(), strict=True))
-    if case.sliding_window == 0:
-        assert distinct == whole
-        assert planned.reads["k_cache, v_cache"] == 2 * sum(case.seq_lens) * row
-    assert planned.reads["k_cache, v_cache"] <= distinct <= whole
-    of_tiles = planned.reads["k_cache, v_cache"] + planned.repeats["k_cache, v_cache"]
-    assert distinct <= total <= of_tiles
