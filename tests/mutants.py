@@ -227,6 +227,20 @@ CUDA_KERNELS = (
         "tests/emulator/test_wide_attention.py",
     ),
     Mutant(
+        "prompt-slot-released-too-early",
+        "include/eecore/prompt_attention.cuh",
+        "wgmma_wait<0>(sums_, parts_);\n      ring_.release(values);",
+        "ring_.release(values);\n      wgmma_wait<0>(sums_, parts_);",
+        "tests/emulator/test_warpgroup_attention.py",
+    ),
+    Mutant(
+        "prompt-values-without-a-proxy-fence",
+        "include/eecore/prompt_attention.cuh",
+        "    fence_proxy_async();\n    named_barrier_wait",
+        "    named_barrier_wait",
+        "tests/emulator/test_warpgroup_attention.py",
+    ),
+    Mutant(
         "one-draft-too-many",
         "include/eecore/append_drafts.cuh",
         "&& step + 1 < params.most[row];",

@@ -42,6 +42,7 @@ BY_WARPGROUPS = (
     rf"(skinny|exit|kv_fill)_(?:confidence_softmax_)?warpgroup_(?:(linear|gated|append)_)?"
     rf"kernel<\w+, \d+, (\w+|{INT8})> sm_90a"
 )
+OF_MANY_QUERIES = r"paged_attention_prompt_kernel<\w+, (\d+)> sm_90a"
 FILL = rf"kv_fill_pairs_kernel<(\w+), (\d+), (\d+), (\w+|{INT8})> "
 MAKES_ROWS = r"(?:skinny_\w+|exit_confidence_softmax)_kernel<(\w+), (?:\d+, )+true, "
 
@@ -322,6 +323,29 @@ def test_products_of_warpgroups_are_asynchronous(kernels: dict[str, Code]) -> No
         assert counts["FENCE"] == (4 if weight == PACKED else 1), match.string  # async proxy
         copies = 7 if weight == PACKED else 4
         assert counts["LDGSTS"] == 2 * copies * m_tiles, match.string
+
+
+def test_warpgroups_weigh_keys_while_they_multiply_values(
+    kernels: dict[str, Code], is_recorded_compiler: bool
+) -> None:
+    """Between the wait for a step's scores and that for the previous step's values.
+
+    Waits and fences are those of the source: ptxas adds more where it serialises products.
+    """
+    for match, code in of(kernels, OF_MANY_QUERIES):
+        boxes = int(match[1]) // 64
+        # The first step's keys; keys and values of a step; the last step's values.
+        counts = kernel_sass.counts_of(code)
+        assert counts["HGMMA"] == 2 * 4 * boxes + 2 * 8, match.string
+        assert counts["HMMA"] == 0, match.string
+        assert counts["WARPGROUP"] == 4 + 4, match.string  # ARRIVE and DEPBAR
+        assert counts["USETMAXREG"] == 2, match.string
+        check_counts(code, is_recorded_compiler, match.string, UTMALDG=3 * boxes)
+        waits = [i for i, line in enumerate(code.lines) if line.opcode == "WARPGROUP.DEPBAR.LE"]
+        pending = [code.lines[i].operands for i in waits]
+        assert pending == [f"gsb0, {left}" for left in ("0x0", "0x1", "0x0", "0x0")], match.string
+        overlapped = code.lines[waits[1] : waits[2]]
+        assert sum(line.opcode == "MUFU.EX2" for line in overlapped) >= 64, match.string
 
 
 def test_warpgroups_widen_numbers_two_at_a_time(kernels: dict[str, Code]) -> None:

@@ -9,12 +9,16 @@ import torch
 from bench.gpu.calls import Call, Known, ceil_div, nbytes
 from bench.gpu.devices import TUNING, Device
 from bench.gpu.launches import KernelLaunch
+from eecore.models.prompt_attention import MAX_WARPGROUP_HEAD, asks_for_warpgroups
 
 WARPS = 4  # of a block
 MAX_REPEATED_QUERIES = 32  # queries of a sequence up to which splits have a fixed size
 MERGED_SIZE = 4  # elements that a thread merges
 MAX_MERGED_BYTES = 16 << 10  # bytes that the last block of a tile merges
 MAX_WIDE_HEAD = 128  # head dimension up to which a warp can have two bands of rows
+MIN_WARPGROUP_ROWS = 64  # rows of a sequence from which on warpgroups attend
+PROMPT_ROWS = 128  # of a tile of warpgroups
+STEP_KEYS = 128  # that warpgroups take at a time
 
 
 def nearly_busy(units: int, resident: int, least: int, most: int) -> int:
@@ -29,7 +33,71 @@ def nearly_busy(units: int, resident: int, least: int, most: int) -> int:
     return next(n for n in range(least, most + 1) if busy(n) >= 0.95 * best)
 
 
+def is_for_warpgroups(call: Call, device: Device) -> bool:
+    """Whether warpgroups attend to the call; its tensors are taken to be aligned."""
+    q, cache = call["q"], call["k_cache"]
+    queries = ceil_div(q.shape[0], call["page_table"].shape[0])
+    page_size = cache.shape[1]
+    return (
+        asks_for_warpgroups()
+        and device.capability == 90
+        and q.element_size() == 2
+        and cache.dtype == q.dtype
+        and call["position_bias"] is None
+        and q.shape[2] <= MAX_WARPGROUP_HEAD
+        and queries * q.shape[1] // cache.shape[2] >= MIN_WARPGROUP_ROWS
+        and (call["fixed_split_size"] == 0 or queries > MAX_REPEATED_QUERIES)
+        and page_size % 8 == 0
+        and (page_size % STEP_KEYS == 0 or STEP_KEYS % page_size == 0)
+    )
+
+
+def by_warpgroups(call: Call, known: Known) -> KernelLaunch:
+    """The launch of the kernel for many queries."""
+    q, cache, table = call["q"], call["k_cache"], call["page_table"]
+    num_seqs, num_kv_heads, head_dim = table.shape[0], cache.shape[2], q.shape[2]
+    group = q.shape[1] // num_kv_heads
+    queries = ceil_div(q.shape[0], num_seqs)
+    max_keys = table.shape[1] * cache.shape[1]
+    keys = min(known.seq_len or max_keys, max_keys)
+    window, first = call["sliding_window"], keys - queries
+    tiles = ceil_div(queries * group, PROMPT_ROWS)
+    steps = 0  # of all tiles of a sequence
+    for tile in range(tiles):
+        last = min((tile + 1) * PROMPT_ROWS, queries * group) - 1
+        end = first + last // group + 1 if call["causal"] else keys
+        begin = max(first + tile * PROMPT_ROWS // group + 1 - window, 0) if window > 0 else 0
+        steps += ceil_div(end - begin // STEP_KEYS * STEP_KEYS, STEP_KEYS)
+    used = min(keys, window + queries - 1) if window > 0 else keys
+    of_key = 2 * num_seqs * num_kv_heads * head_dim * cache.element_size()
+    width = 64 if head_dim <= 64 else 128
+    return KernelLaunch(
+        "paged_attention_prompt_kernel",
+        ((q.shape[0] * group // PROMPT_ROWS + num_seqs) * num_kv_heads, 1),
+        {
+            "k_cache, v_cache": of_key * used,
+            "q": nbytes(q),
+            "page_table": num_seqs * ceil_div(keys, cache.shape[1]) * 4,
+        },
+        repeats={"k_cache, v_cache": of_key * max(steps * STEP_KEYS - used, 0)},
+        writes=nbytes(q),
+        flops=4.0 * num_seqs * num_kv_heads * steps * STEP_KEYS * PROMPT_ROWS * width,
+    )
+
+
 def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
+    launches = by_warps(call, device, known)
+    if not launches or not is_for_warpgroups(call, device):
+        return launches
+    # Sequences of few queries, which are the other kernels' under fixed splits, are taken to be
+    # missing.
+    may_have_few = call["fixed_split_size"] > 0 and call["page_table"].shape[0] > 1
+    idle = [KernelLaunch(each.kernel, each.grid, at_work=0) for each in launches]
+    return [by_warpgroups(call, known), *(idle if may_have_few else [])]
+
+
+def by_warps(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
+    """The launches of the kernels whose warps attend one by one."""
     q, cache, table = call["q"], call["k_cache"], call["page_table"]
     num_tokens, num_q_heads, head_dim = q.shape
     num_seqs, num_kv_heads = table.shape[0], cache.shape[2]

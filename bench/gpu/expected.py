@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from bench.gpu.attention import AttentionShape, attention_work
 from bench.gpu.calls import Known
 from bench.gpu.cases import cases
 from bench.gpu.decode import PROMPT, STEPS, model_config
@@ -62,6 +63,8 @@ ROUNDS = {"EAGLE-3": 5, "DFlash": 7}
 """Drafts of a round, by head."""
 ROUND_BATCHES = (1, 4)
 """Batches whose verified rows stay in eecore's own products, which the model of time knows."""
+PROMPTS = (AttentionShape(1, 2048, 2048), AttentionShape(4, 512, 4096))
+"""Chunks of prompts, of Llama-3-8B's shape."""
 MODELS = {"135m": "SmolLM2-135M", "1b": "Llama-3.2-1B", "8b": "Llama-3-8B"}
 
 
@@ -174,6 +177,20 @@ def round_rows() -> list[Row]:
     return rows
 
 
+def prompt_rows() -> list[Row]:
+    """Attention of a layer to chunks of prompts on an H100, by warps and by warpgroups."""
+    gpu = next(gpu for gpu in GPUS if gpu.name == "H100")
+    rows = []
+    for shape in PROMPTS:
+        row: Row = {"case": shape.name}
+        for name, setting in (("warps_us", ""), ("warpgroups_us", "wgmma_attention=1")):
+            with tuned(setting), without_memory():
+                work = attention_work(shape, torch.bfloat16, META)
+                row[name] = round(seconds(gpu, nodes_of(work.call, gpu, Known())) * 1e6, 1)
+        rows.append(row)
+    return rows
+
+
 def figures() -> Figures:
     """All figures of the model; they are deterministic."""
     return {
@@ -184,6 +201,7 @@ def figures() -> Figures:
         "iterations": iteration_rows(),
         "goals": goal_rows(),
         "rounds": round_rows(),
+        "prompts": prompt_rows(),
     }
 
 
@@ -243,6 +261,20 @@ def rounds_table(result: Figures) -> str:
     return f"{markdown_table(head, lines, text_columns=1)}\n\n{text}"
 
 
+def prompts_table(result: Figures) -> str:
+    lines = [
+        [row["case"], f"{row['warps_us']:.0f}", f"{row['warpgroups_us']:.0f}"]
+        for row in result["prompts"]
+    ]
+    text = (
+        "Attention of a layer to chunks of prompts on an H100, by the same model: by the kernel "
+        "for any number of queries, of whose barriers and shared memory the model knows nothing "
+        "(the second chunk was measured at 815 us), and with "
+        "`EECORE_CUDA_TUNING=wgmma_attention=1`. `python -m bench gpu-expected`"
+    )
+    return f"{markdown_table(['chunk', 'warps, us', 'warpgroups, us'], lines)}\n\n{text}"
+
+
 def about(result: Figures) -> str:
     return (
         f"Expected, not measured: {result['dtype']}, {result['seq_len']} keys a row, one graph, "
@@ -284,6 +316,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "gpu_expected_ops": ops_table,
     "gpu_expected_goals": goals_table,
     "gpu_expected_rounds": rounds_table,
+    "gpu_expected_prompts": prompts_table,
 }
 REPORTS = (Report("gpu_expected", TABLES),)
 

@@ -5,8 +5,8 @@ python -m bench gpu-variants [--model 135m 1b] [--batch 1 8 32] [--json FILE]
 Of each model and batch the program of a step at full depth is captured under each setting, and all
 of them are launched by turns on states of their own (:meth:`bench.gpu.decode.Bench.program`): the
 GPU's own time, the median over turns. Results are the same under all settings, but for the order of
-sums under wgmma=1, which also has eecore's products take 64 rows. Attention of drafts, of which
-such a step has none, is timed alone.
+sums under wgmma=1, which also has eecore's products take 64 rows, and under wgmma_attention=1.
+Attention of drafts and of prompts, of which such a step has none, is timed alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ SETTINGS = (
 )
 OF_MANY_ROWS = ("shared_rows=8", "wgmma=1")
 OF_DRAFTS = ("", "wide_attention=0")
-DRAFTS, KEYS, FEW_KEYS = 8, 4096, 40  # few keys on a CPU, where the times mean nothing
+OF_PROMPTS = ("", "wgmma_attention=1")
+DRAFTS, CHUNK = 8, 512  # queries of a request
+KEYS, FEW_KEYS = 4096, 40  # few keys on a CPU, where the times mean nothing
 FEW_ROWS = 8
 TURNS, LAUNCHES = 5, 20
 
@@ -82,15 +84,15 @@ def measure(bench: Bench) -> dict[str, float]:
     return {setting: statistics.median(times) for setting, times in found.items()}
 
 
-def measure_drafts(bench: Bench) -> dict[str, float]:
-    """Seconds of attention by setting: the drafts of a batch of requests over many keys."""
+def measure_attention(bench: Bench, queries: int, settings: Sequence[str]) -> dict[str, float]:
+    """Seconds of attention by setting: the last queries of each request over many keys."""
     config, device = bench.model.config, bench.model.device
-    on_gpu = device.type == "cuda"
+    keys = KEYS if device.type == "cuda" else FEW_KEYS
     heads = (config.num_q_heads, config.num_kv_heads, config.head_dim)
-    shape = AttentionShape(bench.batch, DRAFTS, KEYS if on_gpu else FEW_KEYS, *heads)
+    shape = AttentionShape(bench.batch, min(queries, keys), keys, *heads)
     attend = attention_work(shape, torch.bfloat16, device).call
     found = {}
-    for setting in OF_DRAFTS:
+    for setting in settings:
         with tuned(setting):
             found[setting] = time_calls(device, [attend], TURNS).median
     return found
@@ -100,14 +102,15 @@ def table(result: dict[str, Any]) -> str:
     """The table of each setting, compared with no setting, as Markdown."""
     lines = [
         f"{result['device']}, torch {result['torch']}, commit {result['commit']}: a step at full "
-        f"depth, and attention of {DRAFTS} drafts a request over {KEYS:,} keys, under `{TUNING}`, "
-        "the GPU's own time. `python -m bench gpu-variants`",
+        f"depth, and attention of {DRAFTS} drafts and of {CHUNK} tokens of a prompt a request over "
+        f"{KEYS:,} keys, under `{TUNING}`, the GPU's own time. `python -m bench gpu-variants`",
         "",
         "| model | batch | setting | us | of none |",
         "|---|---:|---|---:|---:|",
     ]
     for row in result["rows"]:
-        case = f"| {row['model']}{', drafts' * ('mode' in row)} | {row['batch']} |"
+        mode = f", {row['mode']}" if "mode" in row else ""
+        case = f"| {row['model']}{mode} | {row['batch']} |"
         if "error" in row:
             lines.append(f"{case} {row['error']} |||")
         for setting, seconds in row.get("seconds", {}).items():
@@ -118,7 +121,14 @@ def table(result: dict[str, Any]) -> str:
 
 def main(words: Sequence[str]) -> int:
     def cases(_: LlamaModel) -> Iterator[Case]:
-        yield {"mode": "drafts"}, lambda bench: {"seconds": measure_drafts(bench)}
+        for mode, queries, settings in (
+            ("drafts", DRAFTS, OF_DRAFTS),
+            ("prompts", CHUNK, OF_PROMPTS),
+        ):
+            yield (
+                {"mode": mode},
+                lambda bench, of=(queries, settings): {"seconds": measure_attention(bench, *of)},
+            )
         yield {}, lambda bench: {"seconds": measure(bench)}
 
     return measure_programs(

@@ -47,9 +47,11 @@ void tune(std::string_view setting, Tuning& tuning) {
   if (name == "ring_kib") return of(tuning.ring_kib, 16, 192);
   if (name == "shared_rows") return of(tuning.shared_rows, 8, 32);
   if (name == "wgmma") return of(tuning.wgmma, 0, 1);
+  if (name == "wgmma_attention") return of(tuning.wgmma_attention, 0, 1);
   if (name == "wide_attention") return of(tuning.wide_attention, 0, 1);
   refuse(
-      "early_start, early_places, early_trigger, ring_kib, shared_rows, wgmma or wide_attention");
+      "early_start, early_places, early_trigger, ring_kib, shared_rows, wgmma, wgmma_attention or "
+      "wide_attention");
 }
 
 }  // namespace

@@ -25,15 +25,16 @@ const DeviceProperties& device_properties(int device);
 
 // Settings that a run on a GPU can change without another build: EECORE_CUDA_TUNING,
 // "name=value,name=value". Results are the same for all settings, except that wgmma
-// sums in another order.
+// and wgmma_attention sum in another order.
 struct Tuning {
-  bool early_places = true;    // use constant_places
-  bool early_trigger = false;  // products let the next kernel start before they wait
-  int ring_kib = 96;           // of a weight in flight to each multiprocessor; 16 to 192
-  int shared_rows = 32;        // maximum rows that blocks of a product make ready: 8 to 32
-  bool early_start = true;     // kernels may start before the earlier ones have ended
-  bool wgmma = false;          // warpgroups multiply, in a build for sm_90a
-  bool wide_attention = true;  // warps of attention have up to 32 rows, not 16
+  bool early_places = true;      // use constant_places
+  bool early_trigger = false;    // products let the next kernel start before they wait
+  int ring_kib = 96;             // of a weight in flight to each multiprocessor; 16 to 192
+  int shared_rows = 32;          // maximum rows that blocks of a product make ready: 8 to 32
+  bool early_start = true;       // kernels may start before the earlier ones have ended
+  bool wgmma = false;            // warpgroups multiply, in a build for sm_90a
+  bool wgmma_attention = false;  // warpgroups attend to many queries, in a build for sm_90a
+  bool wide_attention = true;    // warps of attention have up to 32 rows, not 16
 };
 
 // The settings that the environment has now: a program keeps those of its capture.

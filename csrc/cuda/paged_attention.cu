@@ -1,12 +1,15 @@
 // paged_attention on CUDA: one launch, and a second one where several blocks share a tile's keys
 // and either the call has no counters for the blocks' arrivals or their partial results are large.
+// Sequences of many queries can have a kernel of their own.
 // The grid is an upper bound from the shapes; lengths are known only on the device.
 #include <algorithm>
 #include <bit>
 
 #include "dispatch.h"
 #include "eecore/paged_attention.cuh"
+#include "eecore/prompt_attention.cuh"
 #include "launch.cuh"
+#include "prompt_attention.h"
 
 namespace eecore::cuda {
 namespace {
@@ -191,6 +194,44 @@ int64_t plan_bias(const PagedAttentionParams& params, int64_t max_keys, Attentio
   return plan.group_size.value * width * int64_t{sizeof(float)};
 }
 
+// The part of a plan that all kernels have, for tiles of `tile_rows` rows.
+AttentionPlan plan_rows(const PagedAttentionParams& params, int64_t tile_rows) {
+  AttentionPlan plan{};
+  plan.group_size = Divisor::of(params.num_q_heads / params.num_kv_heads);
+  plan.kv_heads = Divisor::of(params.num_kv_heads);
+  plan.page_size = Divisor::of(params.page_size);
+  const int64_t rows = params.num_tokens * plan.group_size.value;
+  const int64_t num_tiles = rows / tile_rows + params.num_seqs;
+  if (rows > INT32_MAX || num_tiles * params.num_kv_heads > INT32_MAX) {
+    throw std::runtime_error(
+        "paged_attention: expected fewer than 2^31 queries times heads of a group, got " +
+        std::to_string(rows));
+  }
+  plan.num_tiles = static_cast<int32_t>(num_tiles);
+  const int64_t max_keys = params.max_pages_per_seq * params.page_size;
+  plan.max_keys = static_cast<int32_t>(std::min<int64_t>(max_keys, INT32_MAX));
+  plan.max_queries = INT32_MAX;
+  // A window that no query is far enough into to notice has no effect.
+  const int64_t max_window = max_keys + params.num_tokens;
+  if (params.sliding_window < std::min<int64_t>(max_window, INT32_MAX)) {
+    plan.sliding_window = static_cast<int32_t>(params.sliding_window);
+  }
+  plan.scale = params.scale * kLog2E;
+  plan.soft_cap = params.soft_cap * kLog2E;
+  return plan;
+}
+
+bool has_aligned_q(const PagedAttentionParams& params) {
+  return is_aligned(params.q, {params.q_token_stride, params.q_head_stride}, params.dtype);
+}
+bool has_aligned_out(const PagedAttentionParams& params) {
+  return is_aligned(params.out, {params.out_token_stride, params.out_head_stride}, params.dtype);
+}
+bool has_aligned_caches(const PagedAttentionParams& params, int64_t element_size) {
+  return is_aligned(params.k_cache, params.k_cache_strides, element_size) &&
+         is_aligned(params.v_cache, params.v_cache_strides, element_size);
+}
+
 struct Call {
   AttentionPlan plan;
   LaunchShape shape;
@@ -200,39 +241,16 @@ template <typename Kernel>
 Call plan_call(const PagedAttentionParams& params, int device) {
   using Sizes = typename Kernel::Sizes;
   const DeviceProperties& properties = device_properties(device);
-  AttentionPlan plan{};
-  plan.group_size = Divisor::of(params.num_q_heads / params.num_kv_heads);
-  plan.kv_heads = Divisor::of(params.num_kv_heads);
-  plan.page_size = Divisor::of(params.page_size);
-  const int64_t rows = params.num_tokens * plan.group_size.value;
-  const int64_t num_tiles = rows / Sizes::kTileRows + params.num_seqs;
-  if (rows > INT32_MAX || num_tiles * params.num_kv_heads > INT32_MAX) {
-    throw std::runtime_error(
-        "paged_attention: expected fewer than 2^31 queries times heads of a group, got " +
-        std::to_string(rows));
-  }
-  plan.num_tiles = static_cast<int32_t>(num_tiles);
-  plan.step_shift = std::bit_width(unsigned{Sizes::kStepKeys}) - 1;
+  AttentionPlan plan = plan_rows(params, Sizes::kTileRows);
   const int64_t max_keys = params.max_pages_per_seq * params.page_size;
-  plan.max_keys = static_cast<int32_t>(std::min<int64_t>(max_keys, INT32_MAX));
-  // A window that no query is far enough into to notice has no effect.
-  const int64_t max_window = max_keys + params.num_tokens;
-  if (params.sliding_window < std::min<int64_t>(max_window, INT32_MAX)) {
-    plan.sliding_window = static_cast<int32_t>(params.sliding_window);
-  }
+  plan.step_shift = std::bit_width(unsigned{Sizes::kStepKeys}) - 1;
   plan.fixed_split_size =
       static_cast<int32_t>(std::min<int64_t>(params.fixed_split_size, kMaxSplitKeys));
   plan.fixed_span = Divisor::of(std::max(kAttentionWarps * plan.fixed_split_size, 1));
   plan.early_places = params.constant_places && tuning().early_places;
-  plan.scale = params.scale * kLog2E;
-  plan.soft_cap = params.soft_cap * kLog2E;
-  plan.q_aligned =
-      is_aligned(params.q, {params.q_token_stride, params.q_head_stride}, params.dtype);
-  constexpr int64_t kCacheSize = sizeof(typename Kernel::C);
-  plan.kv_aligned = is_aligned(params.k_cache, params.k_cache_strides, kCacheSize) &&
-                    is_aligned(params.v_cache, params.v_cache_strides, kCacheSize);
-  plan.out_aligned =
-      is_aligned(params.out, {params.out_token_stride, params.out_head_stride}, params.dtype);
+  plan.q_aligned = has_aligned_q(params);
+  plan.kv_aligned = has_aligned_caches(params, sizeof(typename Kernel::C));
+  plan.out_aligned = has_aligned_out(params);
   const int64_t bias_bytes = plan_bias<Sizes>(params, max_keys, plan);
   plan_splits<Sizes>(params, properties.num_multiprocessors, plan);
   plan.last_merges = kLastBlockMerges<typename Kernel::T, Kernel::kBiased> &&
@@ -256,7 +274,7 @@ Call plan_call(const PagedAttentionParams& params, int device) {
   }
   stages = std::clamp<int64_t>(stages, kMinAttentionStages, kMaxAttentionStages);
   plan.num_stages = static_cast<int32_t>(stages);
-  LaunchShape shape{dim3(static_cast<unsigned>(num_tiles * params.num_kv_heads),
+  LaunchShape shape{dim3(static_cast<unsigned>(plan.num_tiles * params.num_kv_heads),
                          static_cast<unsigned>(plan.num_blocks.value)),
                     dim3(kAttentionThreads),
                     static_cast<size_t>(Sizes::kRestBytes + Sizes::kWideBytes +
@@ -269,10 +287,39 @@ bool is_empty(const PagedAttentionParams& params) {
   return params.num_tokens == 0 || params.num_seqs == 0 || params.num_q_heads == 0;
 }
 
+// Whether warpgroups attend to the call, as far as its shapes tell: rows of a sequence that fill
+// one, and pages that are whole boxes of a tensor copy.
+bool is_for_warpgroups(const PagedAttentionParams& params, int device) {
+  constexpr int64_t kBoxKeys = 8;  // keys of 64 elements in an order of Swizzle::k128Bytes
+  if (!tuning().wgmma_attention || device_properties(device).capability != 90) return false;
+  const bool has_kernel = params.dtype != DType::kFloat32 && !params.cache_format.is_float8 &&
+                          params.position_bias == nullptr && params.head_dim <= 128;
+  const bool are_many = rows_of(params, params.num_q_heads / params.num_kv_heads) >= 64 &&
+                        (params.fixed_split_size == 0 || rows_of(params, 1) > kMaxRepeatedQueries);
+  const bool are_boxes =
+      params.page_size % kBoxKeys == 0 && params.num_pages > 0 &&
+      (params.page_size % kPromptKeys == 0 || kPromptKeys % params.page_size == 0);
+  const auto are_nested = [&](const CacheStrides& given) {
+    const CacheStrides strides = whole_strides(params, given);
+    return strides.head > 0 && strides.slot > 0 && strides.slot % strides.head == 0 &&
+           strides.page % strides.slot == 0;
+  };
+  return has_kernel && are_many && are_boxes && are_nested(params.k_cache_strides) &&
+         are_nested(params.v_cache_strides) && has_aligned_q(params) && has_aligned_out(params) &&
+         has_aligned_caches(params, size_of(params.dtype));
+}
+
+// Whether sequences of few queries may be among those of such a call, whose results must not depend
+// on the others.
+bool may_have_few_queries(const PagedAttentionParams& params) {
+  return params.fixed_split_size > 0 && params.num_seqs > 1;
+}
+
 }  // namespace
 
 int64_t paged_attention_workspace(const PagedAttentionParams& params, int device) {
   if (is_empty(params)) return 0;
+  if (is_for_warpgroups(params, device) && !may_have_few_queries(params)) return 0;
   int64_t num_partials = 0;
   dispatch(params, [&](auto kernel) {
     num_partials = plan_call<decltype(kernel)>(params, device).plan.num_partials;
@@ -283,10 +330,18 @@ int64_t paged_attention_workspace(const PagedAttentionParams& params, int device
 
 void run_paged_attention(const PagedAttentionParams& params, Stream stream) {
   if (is_empty(params)) return;
+  const bool by_warpgroups = is_for_warpgroups(params, stream.device);
+  if (by_warpgroups) {
+    AttentionPlan plan = plan_rows(params, kPromptRows);
+    plan.min_queries = may_have_few_queries(params) ? kMaxRepeatedQueries + 1 : 0;
+    run_prompt_attention(params, plan, stream);
+    if (!may_have_few_queries(params)) return;
+  }
   dispatch(params, [&](auto kernel) {
     using T = typename decltype(kernel)::T;
     using Sizes = typename decltype(kernel)::Sizes;
-    const auto [plan, shape] = plan_call<decltype(kernel)>(params, stream.device);
+    auto [plan, shape] = plan_call<decltype(kernel)>(params, stream.device);
+    if (by_warpgroups) plan.max_queries = kMaxRepeatedQueries;
     launch("paged_attention", kernel.function(), shape, stream, params, plan);
     if (plan.num_blocks.value == 1 || plan.last_merges) return;
     const int64_t pieces = params.num_q_heads * params.head_dim / kMergedSize;

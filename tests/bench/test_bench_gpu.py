@@ -93,8 +93,9 @@ def test_each_setting_is_timed_beside_none(run_bench: RunsBench, tmp_path: Path)
         *(run_bench, "gpu-variants", "--model", "tiny", "--batch", "1", "9", "--tokens", "6"),
         folder=tmp_path,
     )
-    drafts, one, _, nine = (row["seconds"] for row in rows)
+    drafts, prompts, one, _, _, nine = (row["seconds"] for row in rows)
     assert set(drafts) == {"", "wide_attention=0"}
+    assert set(prompts) == {"", "wgmma_attention=1"}
     assert set(nine) - set(one) == {"shared_rows=8", "wgmma=1"}
     assert all(seconds > 0 for seconds in one.values())
     assert "| tiny | 9 | none |" in text

@@ -461,6 +461,43 @@ def test_the_plan_knows_the_keys_of_a_call(
     assert planned.reads["k_cache, v_cache"] == read
 
 
+@pytest.mark.parametrize(
+    ("case", "num_kernels"),
+    [
+        (AttentionCase((150,), (150,), 2, 2, 64, 16), 1),
+        (AttentionCase((64, 64), (256, 256), 3, 1, 128, 32, sliding_window=100), 1),
+        # The kernels of sequences of few queries, of which there are none.
+        (AttentionCase((40, 40), (128, 128), 2, 1, 64, 128, fixed_split_size=32), 3),
+    ],
+    ids=str,
+)
+def test_attention_by_warpgroups_reads_what_its_plan_says(
+    case: AttentionCase, num_kernels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TUNING, "wgmma_attention=1")
+    call = attention_call(case, torch.bfloat16, CPU)
+    checked = Checked(
+        monkeypatch,
+        lambda: ops.paged_attention(**call),
+        Known(seq_len=case.seq_lens[0]),
+        k=call["k_cache"],
+        v=call["v_cache"],
+    )
+    assert len(checked.ran) == num_kernels
+    planned, ran = checked.of("paged_attention_prompt_kernel")
+    # Whole pages, of which the plan counts the keys alone.
+    row = case.num_kv_heads * case.head_dim * 2
+    pages = sum(-(-length // case.page_size) for length in case.seq_lens)
+    whole = 2 * pages * case.page_size * row
+    total, distinct = map(sum, zip(*ran.watched.values(), strict=True))
+    if case.sliding_window == 0:
+        assert distinct == whole
+        assert planned.reads["k_cache, v_cache"] == 2 * sum(case.seq_lens) * row
+    assert planned.reads["k_cache, v_cache"] <= distinct <= whole
+    of_tiles = planned.reads["k_cache, v_cache"] + planned.repeats["k_cache, v_cache"]
+    assert distinct <= total <= of_tiles
+
+
 # Steps of memory
 
 

@@ -2,12 +2,14 @@
 
 eecore's own kernels are made for few queries. For long chunks whose lengths the host knows, keys
 and values are gathered from their pages and given to flash-attn if it is installed, else to torch's
-``scaled_dot_product_attention``, which chooses its flash or cuDNN kernels.
+``scaled_dot_product_attention``, which chooses its flash or cuDNN kernels. On Hopper a setting has
+eecore's own kernel for many queries attend, which reads keys in their pages.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +22,9 @@ from torch.nn import functional
 MIN_QUERIES = 64
 """Queries of a sequence from which on these kernels attend to its chunk."""
 FLASH_ATTN = "flash_attn"
+HOPPER = (9, 0)
+MAX_WARPGROUP_HEAD = 128
+"""The largest head dimension of eecore's kernel for many queries on Hopper."""
 
 
 @dataclass(frozen=True)
@@ -137,12 +142,22 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, scale: float) -> 
     return torch.cat(outs)
 
 
-def prompt_attention_of(device: torch.device, dtype: torch.dtype) -> PromptAttention | None:
+def asks_for_warpgroups() -> bool:
+    """Whether ``EECORE_CUDA_TUNING`` has Hopper's warpgroups attend to many queries."""
+    return "wgmma_attention=1" in os.environ.get("EECORE_CUDA_TUNING", "").split(",")
+
+
+def prompt_attention_of(
+    device: torch.device, dtype: torch.dtype, head_dim: int
+) -> PromptAttention | None:
     """The best installed attention for a model; None: eecore's own kernels.
 
     A warning names an installed flash-attn that cannot be loaded, such as one for another torch.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    by_warpgroups = asks_for_warpgroups() and head_dim <= MAX_WARPGROUP_HEAD
+    if by_warpgroups and torch.cuda.get_device_capability(device) == HOPPER:
         return None
     try:
         return PromptAttention(importlib.import_module(FLASH_ATTN).flash_attn_varlen_func)
