@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from bench.gpu.calls import Call, Known, ceil_div, nbytes
-from bench.gpu.devices import TUNING, Device
+from bench.gpu.devices import Device
 from bench.gpu.launches import KernelLaunch
+from eecore.ops.registered import cuda_tuning
 
 WARPS = 4  # of a block
 MAX_REPEATED_QUERIES = 32  # queries of a sequence up to which splits have a fixed size
@@ -54,7 +53,7 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
         and rows > warp_rows
         and queries <= MAX_REPEATED_QUERIES
         and call["fixed_split_size"] > 0
-        and "wide_attention=0" not in os.environ.get(TUNING, "").split(",")
+        and cuda_tuning()["wide_attention"]
     ):
         name = "paged_attention_wide_kernel"
         warp_rows *= 2

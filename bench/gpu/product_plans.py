@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.gpu.calls import Call, Known, ceil_div, nbytes
 from bench.gpu.devices import Device
 from bench.gpu.launches import KernelLaunch
-from eecore.models.linear import asks_for_warpgroups
+from eecore.ops.registered import cuda_tuning
 
 WARPS = 8  # of a block
 HEAD_M_TILES = 2
@@ -199,7 +199,7 @@ def product(
 
 def warpgroup_cluster(rows: Rows, weight_rows: int, device: Device) -> int:
     """Blocks that share a tile of the weight if a setting has warpgroups multiply it, or 0."""
-    if not asks_for_warpgroups() or device.capability != 90 or rows.dtype.itemsize != 2:
+    if not cuda_tuning()["wgmma"] or device.capability != 90 or rows.dtype.itemsize != 2:
         return 0
     tiles, cluster = ceil_div(weight_rows, WARPGROUP_ROWS), 1
     while 10 * cluster * tiles < 9 * device.num_multiprocessors:
