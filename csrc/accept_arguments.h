@@ -39,13 +39,14 @@ struct OptionalAccept {
   const std::optional<Tensor>&status, &exit_layer, &survivors, &num_survivors, &all_accepted;
 
   AcceptMaskParams params(Checker& check, const Tensor& confidence) const {
-    const int given = thresholds.has_value() + status.has_value() + exit_layer.has_value() +
-                      survivors.has_value() + num_survivors.has_value() + all_accepted.has_value();
-    if (given == 0) return {};
-    check.require(given == 6,
-                  "thresholds: expected all of thresholds, status, exit_layer, survivors, "
-                  "num_survivors and all_accepted, or none, got ",
-                  given, " of them");
+    if (!check.all_or_none({{"thresholds", thresholds},
+                            {"status", status},
+                            {"exit_layer", exit_layer},
+                            {"survivors", survivors},
+                            {"num_survivors", num_survivors},
+                            {"all_accepted", all_accepted}})) {
+      return {};
+    }
     return accept_params(check, confidence, *thresholds, layer, *status, *exit_layer, *survivors,
                          *num_survivors, *all_accepted);
   }

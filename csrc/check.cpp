@@ -147,6 +147,29 @@ const float* Checker::weight(const Tensor& tensor, const char* name,
   return data<const float>(*scale);
 }
 
+std::string Checker::given(std::initializer_list<Optional> tensors) {
+  std::string names;
+  for (const Optional& each : tensors) {
+    if (each.tensor) names += (names.empty() ? "" : ", ") + std::string(each.name);
+  }
+  return names;
+}
+
+bool Checker::all_or_none(std::initializer_list<Optional> tensors) const {
+  const Optional* missing = nullptr;
+  size_t num_missing = 0;
+  std::string names;
+  for (const Optional& each : tensors) num_missing += !each.tensor;
+  if (num_missing == 0 || num_missing == tensors.size()) [[likely]]
+    return num_missing == 0;
+  for (const Optional& each : tensors) {
+    if (missing == nullptr && !each.tensor) missing = &each;
+    names += (names.empty() ? "" : ", ") + std::string(each.name);
+  }
+  fail(std::string(missing->name) + ": expected all or none of " + names + ", got " +
+       given(tensors));
+}
+
 DType Checker::dtype() const {
   if (model_dtype_ == ScalarType::Float) return DType::kFloat32;
   if (model_dtype_ == ScalarType::BFloat16) return DType::kBFloat16;

@@ -97,6 +97,16 @@ class Checker {
   // The dtype shared by every tensor checked with Accept::kModel.
   DType dtype() const;
 
+  // Requires all of some optional tensors, or none; returns whether they are given.
+  struct Optional {
+    const char* name;
+    const std::optional<Tensor>& tensor;
+  };
+  bool all_or_none(std::initializer_list<Optional> tensors) const;
+
+  // The names of those that are given, "q_scale, k_scale".
+  static std::string given(std::initializer_list<Optional> tensors);
+
   // Throws "<op>: <message>" unless `ok`. Only then is the message put together from its parts,
   // texts and numbers.
   template <typename... Parts>

@@ -71,7 +71,8 @@ inline void check_sequences(const Checker& check, const PagedAttentionParams& pa
   const int64_t capacity = params.max_pages_per_seq * params.page_size;
   for (int64_t seq = 0; seq < params.num_seqs; ++seq) {
     const int64_t num_queries = int64_t{starts[seq + 1]} - starts[seq];
-    require(num_queries >= 0, starts[seq + 1], seq, "query_start_loc: expected ascending values");
+    require(num_queries >= 0, starts[seq + 1], seq,
+            "query_start_loc: expected ascending values, from ", starts[seq], " on");
     const int64_t length = params.seq_lens[seq];
     require(length >= 0 && length <= capacity, length, seq, seq_lens,
             ": expected values in [0, max_pages_per_seq * page_size=", capacity, "]");

@@ -48,8 +48,10 @@ const int64_t* check_packed(Checker& check, const Tensor& packed, const char* na
   check(packed, name, Accept::kUint8, {packed.numel()});
   check.apart(table, table_name, Accept::kInt64, table_shape, 1);
 #ifdef EECORE_BACKEND_CUDA
-  check.require(reinterpret_cast<uintptr_t>(data<const uint8_t>(packed)) % 16 == 0, name,
-                ": expected packed bytes that begin at a multiple of 16");
+  const auto past = reinterpret_cast<uintptr_t>(data<const uint8_t>(packed)) % 16;
+  check.require(past == 0, name,
+                ": expected packed bytes that begin at a multiple of 16, got bytes ", past,
+                " after one");
   if (columns.name == nullptr) {
     require_blocks(check, table_name, columns.size);
   } else if (check.has(columns.name)) {

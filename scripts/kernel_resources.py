@@ -115,8 +115,8 @@ def architecture_of(cubin: bytes, note: bytes | None) -> str:
     return arch[1].decode()
 
 
-def kernels(cubin: bytes) -> Iterator[tuple[str, str, Resources]]:
-    """(mangled name, architecture, resources) of each kernel of a cubin."""
+def kernels(cubin: bytes) -> Iterator[tuple[str, str, int, Resources]]:
+    """(mangled name, architecture, index of its symbol, resources) of each kernel of a cubin."""
     by_name = {section.name: section for section in sections(cubin)}
     note = by_name.get(".note.nv.tkinfo")
     arch = architecture_of(cubin, note and note.data)
@@ -131,7 +131,7 @@ def kernels(cubin: bytes) -> Iterator[tuple[str, str, Resources]]:
         shared = by_name.get(f".nv.shared.{kernel}")
         shared_bytes = max(shared.size - system_bytes, 0) if shared else 0
         stack = max(frames.get(symbol, 0), stacks.get(symbol, 0))
-        yield kernel, arch, Resources(registers, shared_bytes, stack)
+        yield kernel, arch, symbol, Resources(registers, shared_bytes, stack)
 
 
 def shortened(demangled: str) -> str:
@@ -166,10 +166,10 @@ def compiler_of(module: Path) -> str:
 def resources_of(module: Path) -> dict[str, Resources]:
     """Resources by "kernel<arguments> architecture", sorted."""
     found = [kernel for cubin in cubins(module) for kernel in kernels(cubin)]
-    names = demangled([name for name, _, _ in found])
+    names = demangled([name for name, *_ in found])
     listed = (
         (f"{name} {arch}", resources)
-        for name, (_, arch, resources) in zip(names, found, strict=True)
+        for name, (_, arch, _, resources) in zip(names, found, strict=True)
     )
     return dict(sorted(listed))
 

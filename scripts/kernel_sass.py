@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,8 @@ from pathlib import Path
 import kernel_resources
 
 KERNEL = re.compile(r"\.text\.(\S+):")
+FLOAT16 = "7Float16"
+"""The type in mangled names."""
 LABEL = re.compile(r"(\.L_x_\d+):")
 TARGET = re.compile(r"\((\.L_x_\d+)\)")
 INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*);")
@@ -116,12 +118,19 @@ def instruction_of(line: str) -> Instruction | None:
     return match and Instruction(match[2], match[3].strip(), match[1] is not None)
 
 
-def code_of(cubin: bytes, nvdisasm: Path) -> dict[str, Code]:
-    """The code of each kernel of a cubin, by its mangled name."""
+def code_of(cubin: bytes, nvdisasm: Path, symbols: Iterable[int]) -> dict[str, Code]:
+    """The code of some kernels of a cubin, by their mangled names.
+
+    Args:
+        cubin: the cubin.
+        nvdisasm: the disassembler.
+        symbols: the indices of the kernels' symbols.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(nvdisasm), "--print-code", "--no-dataflow", file.name]
+        command = [str(nvdisasm), "--print-code", "--no-dataflow"]
+        command += ["--cuda-function-index", ",".join(map(str, symbols)), file.name]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{nvdisasm}: {done.stderr.strip()}")
@@ -137,24 +146,29 @@ def code_of(cubin: bytes, nvdisasm: Path) -> dict[str, Code]:
     return found
 
 
-def kernels_of(module: Path, nvdisasm: Path, newest_alone: bool = False) -> dict[str, Code]:
+def kernels_of(module: Path, nvdisasm: Path, few: bool = False) -> dict[str, Code]:
     """The code of each kernel by "kernel<arguments> architecture", as in kernel_resources.
 
     Args:
         module: the built module.
         nvdisasm: the disassembler; it takes half a minute for an architecture.
-        newest_alone: whether kernels of the newest architecture are enough.
+        few: whether kernels of the newest architecture are enough, without those of float16, whose
+            code is that of bfloat16 but for its type.
     """
     cubins = {
         cubin: list(kernel_resources.kernels(cubin)) for cubin in kernel_resources.cubins(module)
     }
-    archs = {arch for kernels in cubins.values() for _, arch, _ in kernels}
-    wanted = {max(archs)} if newest_alone and archs else archs
+    newest = max((arch for kernels in cubins.values() for _, arch, _, _ in kernels), default="")
 
     def listed(cubin: bytes) -> list[tuple[str, str, Code]]:
-        kernels = [(name, arch) for name, arch, _ in cubins[cubin] if arch in wanted]
-        code = code_of(cubin, nvdisasm) if kernels else {}
-        return [(name, arch, code[name]) for name, arch in kernels]
+        wanted = {
+            name: (arch, symbol)
+            for name, arch, symbol, _ in cubins[cubin]
+            if not few or (arch == newest and FLOAT16 not in name)
+        }
+        symbols = [symbol for _, symbol in wanted.values()]
+        code = code_of(cubin, nvdisasm, symbols) if wanted else {}
+        return [(name, arch, code[name]) for name, (arch, _) in wanted.items()]
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         listings = list(pool.map(listed, cubins))

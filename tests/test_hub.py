@@ -32,11 +32,24 @@ PROGRAM = """
 import sys
 from eecore import hub
 from eecore.errors import ModelError
-try:
-    print(getattr(hub, sys.argv[1])(sys.argv[2]))
-except ModelError as error:
-    print(f"{type(error).__name__}: {error}")
+for said in sys.argv[2:]:
+    try:
+        print(getattr(hub, sys.argv[1])(said))
+    except ModelError as error:
+        print(f"{type(error).__name__}: {error}")
 print(*(name for name in sys.modules if name in ("torch", "huggingface_hub")), file=sys.stderr)
+"""
+# Several commands in one process: the codes that they end with, and what they say.
+COMMANDS = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from eecore.cli.app import run
+said = []
+for words in json.loads(sys.argv[1]):
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        code = run(words)
+    said.append({"code": code, "stdout": out.getvalue(), "stderr": err.getvalue()})
+print(json.dumps(said))
 """
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
@@ -65,11 +78,11 @@ Fetch = Callable[..., str]
 
 @pytest.fixture
 def fetch(environment: dict[str, str], tmp_path: Path) -> Fetch:
-    """The result of a fresh process for an id: a path, or an error with its class."""
+    """The results of a fresh process for ids: each a path, or an error with its class."""
     (tmp_path / "here").mkdir()
 
-    def run(said: str, function: str = "fetch_model", **variables: str) -> str:
-        command = [sys.executable, "-c", PROGRAM, function, said]
+    def run(*said: str, function: str = "fetch_model", **variables: str) -> str:
+        command = [sys.executable, "-c", PROGRAM, function, *said]
         ran = subprocess.run(
             command,
             env={**environment, **variables},
@@ -135,8 +148,8 @@ def test_a_revision(online: Hub, tmp_path: Path, fetch: Fetch) -> None:
     config = Path(fetch("org/name@v1")) / "config.json"
     assert config.read_bytes() == (old / "config.json").read_bytes()
     commit = repository.commit("main")
-    assert fetch(f"org/name@{commit}") == fetch("org/name")
-    said = fetch("org/name@v9")
+    by_commit, by_name, said = fetch(f"org/name@{commit}", "org/name", "org/name@v9").splitlines()
+    assert by_commit == by_name
     assert said.startswith("ModelNotFoundError: model: expected a branch, tag or commit of ")
     assert said.endswith(", got 'v9'")
 
@@ -147,8 +160,9 @@ def test_one_gguf_file_with_what_lies_beside_it(online: Hub, tmp_path: Path, fet
     for name in ("big.gguf", "small/a[1].gguf", "small/a[1].exits.json", "README.md"):
         (made / name).write_text(name)
     online.add("org/name", made, made)
-    for said in ("org/name:small/a[1].gguf", "org/name@v1:small/a[1].gguf", "org/name:big.gguf@v1"):
-        assert Path(fetch(said)).read_text() in said
+    asked = ("org/name:small/a[1].gguf", "org/name@v1:small/a[1].gguf", "org/name:big.gguf@v1")
+    for said, path in zip(asked, fetch(*asked).splitlines(), strict=True):
+        assert Path(path).read_text() in said
     assert set(online.fetched) == {"big.gguf", "small/a[1].gguf", "small/a[1].exits.json"}
 
 
@@ -171,18 +185,19 @@ def test_a_draft_head(online: Hub, tmp_path: Path, fetch: Fetch) -> None:
     online.add("org/model", head)
     online.add("org/none", write_model(tmp_path / "none"))
     alone = {"head.json", "head.safetensors"}
-    assert files_of(Path(fetch("org/head", "fetch_head"))) == alone
-    inside = Path(fetch("org/model", "fetch_head"))
-    assert inside.name == "exits"
-    assert files_of(inside) == alone
-    assert "exits: expected a repository with head.json" in fetch("org/none", "fetch_head")
+    asked = ("org/head", "org/model", "org/none")
+    whole, inside, none = fetch(*asked, function="fetch_head").splitlines()
+    assert files_of(Path(whole)) == alone
+    assert Path(inside).name == "exits"
+    assert files_of(Path(inside)) == alone
+    assert "exits: expected a repository with head.json" in none
 
 
 def test_a_model_is_at_hand_once_it_was_fetched(online: Hub, tmp_path: Path, fetch: Fetch) -> None:
     online.add("org/name", write_model(tmp_path / "made"))
-    assert fetch("org/name", "is_at_hand", **OFFLINE) == "False"
+    assert fetch("org/name", function="is_at_hand", **OFFLINE) == "False"
     fetch("org/name")
-    assert fetch("org/name", "is_at_hand", **OFFLINE) == "True"
+    assert fetch("org/name", function="is_at_hand", **OFFLINE) == "True"
 
 
 # What is said where nothing can be fetched
@@ -193,7 +208,8 @@ def test_ids_that_do_not_exist(online: Hub, fetch: Fetch) -> None:
     assert said.startswith("ModelNotFoundError: model: expected a path, or a repository of")
     assert f"of {online.endpoint}, got org/nme, which is neither" in said
     assert "HF_TOKEN" in said
-    assert fetch("org/nme", "fetch_head").startswith("ModelNotFoundError: exits: expected a path")
+    said = fetch("org/nme", function="fetch_head")
+    assert said.startswith("ModelNotFoundError: exits: expected a path")
 
 
 def test_what_needs_a_licence_accepted_or_a_token(
@@ -201,12 +217,12 @@ def test_what_needs_a_licence_accepted_or_a_token(
 ) -> None:
     online.add("org/gated", directory, is_gated=True)
     online.add("org/private", directory, is_private=True)
-    said = fetch("org/gated")
-    assert said.startswith("ModelError: model: expected a repository that you may read, got org/")
-    assert f"accept its licence at {online.endpoint}/org/gated, then set HF_TOKEN" in said
-    assert "HF_TOKEN" in fetch("org/private")
-    for name in ("org/gated", "org/private"):
-        assert "config.json" in files_of(Path(fetch(name, HF_TOKEN=TOKEN)))
+    gated, private = fetch("org/gated", "org/private").splitlines()
+    assert gated.startswith("ModelError: model: expected a repository that you may read, got org/")
+    assert f"accept its licence at {online.endpoint}/org/gated, then set HF_TOKEN" in gated
+    assert "HF_TOKEN" in private
+    for path in fetch("org/gated", "org/private", HF_TOKEN=TOKEN).splitlines():
+        assert "config.json" in files_of(Path(path))
 
 
 def test_offline_with_and_without_the_cache(online: Hub, directory: Path, fetch: Fetch) -> None:
@@ -250,14 +266,18 @@ def test_repositories_without_a_model_that_eecore_reads(
     for name, path in made.items():
         online.add(f"org/{name}", path, path)
     one_of = "model: expected one of org/ggufs:a.gguf org/ggufs:b.gguf, got org/ggufs"
-    assert one_of in fetch("org/ggufs")
-    assert f"{one_of}:Q4_K_M" in fetch("org/ggufs:Q4_K_M")
-    assert f"{one_of}:c.gguf" in fetch("org/ggufs:c.gguf")
-    assert "org/ggufs@v1:a.gguf" in fetch("org/ggufs@v1")
-    assert "it has pytorch_model.bin, and eecore reads no pickles" in fetch("org/pickles")
-    assert "expected a GGUF file of org/pickles" in fetch("org/pickles:pytorch_model.bin")
-    assert "merge it into its model first" in fetch("org/adapter")
-    assert "expected a repository with config.json" in fetch("org/nothing")
+    expected = {
+        "org/ggufs": one_of,
+        "org/ggufs:Q4_K_M": f"{one_of}:Q4_K_M",
+        "org/ggufs:c.gguf": f"{one_of}:c.gguf",
+        "org/ggufs@v1": "org/ggufs@v1:a.gguf",
+        "org/pickles": "it has pytorch_model.bin, and eecore reads no pickles",
+        "org/pickles:pytorch_model.bin": "expected a GGUF file of org/pickles",
+        "org/adapter": "merge it into its model first",
+        "org/nothing": "expected a repository with config.json",
+    }
+    for text, said in zip(expected.values(), fetch(*expected).splitlines(), strict=True):
+        assert text in said
     assert not {name for name in online.fetched if name.endswith((".bin", ".gguf"))}
 
 
@@ -301,25 +321,31 @@ def test_commands_take_ids(online: Hub, tmp_path: Path, environment: dict[str, s
     online.add("org/pack", tmp_path / "pack")
     online.add("org/ggufs", tmp_path / "ggufs")
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "eecore", *arguments]
-        return subprocess.run(
-            command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-
     asked = ("hi", "--json", "--max-tokens", "4", "-t", "0", "--exit", "head")
-    there = run("generate", "org/name", *asked, "--exits", "org/pack")
-    assert there.returncode == 0, there.stderr
-    assert there.stderr == ""
-    here = run("generate", str(source), *asked, "--exits", str(tmp_path / "pack"))
-    tokens = [json.loads(each.stdout)["token_ids"] for each in (there, here)]
+    commands = [
+        ("generate", "org/name", *asked, "--exits", "org/pack"),
+        ("generate", str(source), *asked, "--exits", str(tmp_path / "pack")),
+        ("info", "org/name", "--json"),
+        ("convert", "org/ggufs:tiny.gguf", "made"),
+        ("generate", "org/nme", "hi"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps(commands)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    there, here, info, converted, missing = json.loads(done.stdout)
+    assert (there["code"], there["stderr"]) == (0, "")
+    tokens = [json.loads(each["stdout"])["token_ids"] for each in (there, here)]
     assert tokens[0] == tokens[1]
-    assert json.loads(run("info", "org/name", "--json").stdout)["config"]["num_layers"]
-    assert run("convert", "org/ggufs:tiny.gguf", "made").returncode == 0
+    assert json.loads(info["stdout"])["config"]["num_layers"]
+    assert converted["code"] == 0
     assert (tmp_path / "made" / "config.json").is_file()
-    missing = run("generate", "org/nme", "hi")
-    assert missing.returncode == 3
-    (line,) = missing.stderr.splitlines()
+    assert missing["code"] == 3
+    (line,) = missing["stderr"].splitlines()
     assert line.startswith("error: model: expected a path, or a repository of http://127.0.0.1")
 
 

@@ -57,11 +57,11 @@ def module() -> Path:
 
 @pytest.fixture(scope="module")
 def kernels(module: Path, request: pytest.FixtureRequest) -> dict[str, Code]:
-    """The kernels' code by "kernel<arguments> architecture"; the short suite reads one of these."""
+    """The kernels' code by "kernel<arguments> architecture"; the short suite reads fewer."""
     nvdisasm = kernel_sass.find_nvdisasm()
     if nvdisasm is None:
         pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm")
-    return kernel_sass.kernels_of(module, nvdisasm, newest_alone=not runs_all(request.config))
+    return kernel_sass.kernels_of(module, nvdisasm, few=not runs_all(request.config))
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from bench.gpu.calls import Call, Known, ceil_div, nbytes
-from bench.gpu.devices import TUNING, Device
+from bench.gpu.devices import Device
 from bench.gpu.launches import KernelLaunch
-from eecore.models.prompt_attention import MAX_WARPGROUP_HEAD, asks_for_warpgroups
+from eecore.models.prompt_attention import MAX_WARPGROUP_HEAD
+from eecore.ops.registered import cuda_tuning
 
 WARPS = 4  # of a block
 MAX_REPEATED_QUERIES = 32  # queries of a sequence up to which splits have a fixed size
@@ -39,7 +38,7 @@ def is_for_warpgroups(call: Call, device: Device) -> bool:
     queries = ceil_div(q.shape[0], call["page_table"].shape[0])
     page_size = cache.shape[1]
     return (
-        asks_for_warpgroups()
+        bool(cuda_tuning()["wgmma_attention"])
         and device.capability == 90
         and q.element_size() == 2
         and cache.dtype == q.dtype
@@ -122,7 +121,7 @@ def by_warps(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
         and rows > warp_rows
         and queries <= MAX_REPEATED_QUERIES
         and call["fixed_split_size"] > 0
-        and "wide_attention=0" not in os.environ.get(TUNING, "").split(",")
+        and cuda_tuning()["wide_attention"]
     ):
         name = "paged_attention_wide_kernel"
         warp_rows *= 2

@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.gpu.calls import Call, Known, ceil_div, nbytes
 from bench.gpu.devices import Device
 from bench.gpu.launches import KernelLaunch
-from eecore.models.linear import asks_for_warpgroups
+from eecore.ops.registered import cuda_tuning
 
 WARPS = 8  # of a block
 HEAD_M_TILES = 2
@@ -199,7 +199,8 @@ def product(
 
 def has_warpgroups(rows: Rows, device: Device) -> bool:
     """Whether a setting has warpgroups multiply where they can."""
-    return asks_for_warpgroups() and device.capability == 90 and rows.dtype.itemsize == 2
+    is_asked = bool(cuda_tuning()["wgmma"])
+    return is_asked and device.capability == 90 and rows.dtype.itemsize == 2
 
 
 def warpgroup_cluster(rows: Rows, weight_rows: int, device: Device) -> int:

@@ -228,7 +228,7 @@ def get_llama_cpp() -> None:
         ],
     )  # fmt: skip
     jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
-    say("llama.cpp: compiling takes about 15 minutes on 2 cores")
+    say("llama.cpp: compiling takes some minutes")
     build = [tools / "cmake", "--build", home, "-j", jobs, "--target", *LLAMA_CPP_TARGETS]
     run("llama.cpp build", build)
     stamp.write_text(wanted)

@@ -37,7 +37,21 @@ struct Tuning {
   bool wide_attention = true;    // warps of attention have up to 32 rows, not 16
 };
 
-// The settings that the environment has now: a program keeps those of its capture.
+// Calls visit(name, field, least, most) with each setting and the values that it may have.
+template <typename Visit>
+void for_each_setting(Tuning& tuning, const Visit& visit) {
+  visit("early_places", tuning.early_places, 0, 1);
+  visit("early_trigger", tuning.early_trigger, 0, 1);
+  visit("ring_kib", tuning.ring_kib, 16, 192);
+  visit("shared_rows", tuning.shared_rows, 8, 32);
+  visit("early_start", tuning.early_start, 0, 1);
+  visit("wgmma", tuning.wgmma, 0, 1);
+  visit("wgmma_attention", tuning.wgmma_attention, 0, 1);
+  visit("wide_attention", tuning.wide_attention, 0, 1);
+}
+
+// The settings that the environment has now: a program keeps those of its capture. Throws where
+// EECORE_CUDA_TUNING has another one.
 Tuning tuning();
 
 // Whether launches on a stream become part of a graph and do not run yet.

@@ -53,15 +53,14 @@ void accept_round(const Tensor& tokens, const Tensor& num_drafted, const Tensor&
   check.written(next_left, "next_left", Accept::kInt64, {"num_rows"});
   check.written(num_accepted, "num_accepted", Accept::kInt64, {"num_rows"});
   check.written(last_row, "last_row", Accept::kInt64, {"num_rows"});
-  const int given =
-      check(sampled, "sampled", Accept::kBool, {"num_rows"}) +
-      check(draft_probs, "draft_probs", Accept::kFloat32, {"num_rows * num_steps", "vocab_size"}) +
-      check(target_probs, "target_probs", Accept::kFloat32, {"max_tokens", "vocab_size"}) +
-      check(uniform, "uniform", Accept::kFloat32, {"max_tokens", 2});
-  check.require(given == 0 || given == 4,
-                "sampled: expected all of sampled, draft_probs, target_probs and uniform, or none, "
-                "got ",
-                given, " of them");
+  const bool is_sampled = check.all_or_none({{"sampled", sampled},
+                                             {"draft_probs", draft_probs},
+                                             {"target_probs", target_probs},
+                                             {"uniform", uniform}});
+  check(sampled, "sampled", Accept::kBool, {"num_rows"});
+  check(draft_probs, "draft_probs", Accept::kFloat32, {"num_rows * num_steps", "vocab_size"});
+  check(target_probs, "target_probs", Accept::kFloat32, {"max_tokens", "vocab_size"});
+  check(uniform, "uniform", Accept::kFloat32, {"max_tokens", 2});
 
   AcceptRoundParams params{};
   params.tokens = data<const int64_t>(tokens);
@@ -82,7 +81,7 @@ void accept_round(const Tensor& tokens, const Tensor& num_drafted, const Tensor&
   params.last_row = data_or_null<int64_t>(last_row);
   params.num_rows = num_rows;
   params.num_steps = num_steps;
-  params.vocab_size = given == 0 ? 0 : check["vocab_size"];
+  params.vocab_size = is_sampled ? check["vocab_size"] : 0;
 #ifndef EECORE_BACKEND_CUDA
   check_values(check, params, check["max_tokens"]);
 #endif

@@ -21,9 +21,7 @@ void append_drafts(const std::optional<Tensor>& hidden, const Tensor& token,
   const int64_t num_steps = check["num_steps"];
   check.bind("num_steps + 1", num_steps + 1);
   const bool keeps = check(hidden, "hidden", Accept::kModel, {"num_active", "hidden_size"}, 1);
-  check.require(keeps == states.has_value(),
-                "states: expected if and only if hidden is given, got ",
-                keeps ? "none with it" : "some without it");
+  check.all_or_none({{"hidden", hidden}, {"states", states}});
   check.written(states, "states", Accept::kModel, {"num_rows", "num_steps + 1", "hidden_size"}, 1);
   check(thresholds, "thresholds", Accept::kFloat32, {"num_rows"});
   check(stop_tokens, "stop_tokens", Accept::kInt64, {"num_rows", "num_stop_tokens"});

@@ -25,31 +25,29 @@ void begin_round(const Tensor& token_ids, const Tensor& start, const Tensor& tok
   check(tokens_left, "tokens_left", Accept::kInt64, {"num_rows"});
   check(max_drafts, "max_drafts", Accept::kInt64, {"num_rows"});
   check(page_table, "page_table", Accept::kInt32, {"num_rows", "max_pages"}, 1);
-  const int given = check(sources, "sources", Accept::kInt32, {"num_rows"}) +
-                    check(next_token, "next_token", Accept::kInt64, {"num_ended"}) +
-                    check(next_position, "next_position", Accept::kInt64, {"num_ended"}) +
-                    check(next_left, "next_left", Accept::kInt64, {"num_ended"});
-  check.require(given == 0 || given == 4,
-                "sources: expected all of sources, next_token, next_position and next_left, or "
-                "none, got ",
-                given, " of them");
-  const bool has_drafts = check(drafts, "drafts", Accept::kInt64, {"num_rows", "num_steps"});
-  check.require(check(num_given, "num_given", Accept::kInt64, {"num_rows"}) == has_drafts,
-                "drafts: expected both drafts and num_given, or neither, got one");
-  const int ahead =
-      check(ahead_tokens, "ahead_tokens", Accept::kInt64, {"num_ended", "ahead_steps + 1"}) +
-      check(ahead_probabilities, "ahead_probabilities", Accept::kFloat32,
-            {"num_ended", "ahead_steps"}) +
-      check(num_ahead, "num_ahead", Accept::kInt64, {"num_ended"}) +
-      check(thresholds, "thresholds", Accept::kFloat32, {"num_rows"});
-  check.require(ahead == 0 || ahead == 4,
-                "ahead_tokens: expected all of ahead_tokens, ahead_probabilities, num_ahead and "
-                "thresholds, or none, got ",
-                ahead, " of them");
-  check.require(ahead == 0 || (given == 4 && has_drafts),
+  const bool has_sources = check.all_or_none({{"sources", sources},
+                                              {"next_token", next_token},
+                                              {"next_position", next_position},
+                                              {"next_left", next_left}});
+  check(sources, "sources", Accept::kInt32, {"num_rows"});
+  check(next_token, "next_token", Accept::kInt64, {"num_ended"});
+  check(next_position, "next_position", Accept::kInt64, {"num_ended"});
+  check(next_left, "next_left", Accept::kInt64, {"num_ended"});
+  const bool has_drafts = check.all_or_none({{"drafts", drafts}, {"num_given", num_given}});
+  check(drafts, "drafts", Accept::kInt64, {"num_rows", "num_steps"});
+  check(num_given, "num_given", Accept::kInt64, {"num_rows"});
+  const bool is_ahead = check.all_or_none({{"ahead_tokens", ahead_tokens},
+                                           {"ahead_probabilities", ahead_probabilities},
+                                           {"num_ahead", num_ahead},
+                                           {"thresholds", thresholds}});
+  check.require(!is_ahead || (has_sources && has_drafts),
                 "ahead_tokens: expected sources and drafts with them, got no ",
-                given == 4 ? "drafts" : "sources");
-  if (ahead != 0) {
+                has_sources ? "drafts" : "sources");
+  check(ahead_tokens, "ahead_tokens", Accept::kInt64, {"num_ended", "ahead_steps + 1"});
+  check(ahead_probabilities, "ahead_probabilities", Accept::kFloat32, {"num_ended", "ahead_steps"});
+  check(num_ahead, "num_ahead", Accept::kInt64, {"num_ended"});
+  check(thresholds, "thresholds", Accept::kFloat32, {"num_rows"});
+  if (is_ahead) {
     const int64_t steps = check["ahead_steps + 1"] - 1;
     check.require(check["ahead_steps"] == steps, "ahead_probabilities: expected [num_ended, ",
                   steps, "], one fewer than ahead_tokens, got [", check["num_ended"], ", ",
@@ -93,7 +91,7 @@ void begin_round(const Tensor& token_ids, const Tensor& start, const Tensor& tok
   params.ahead_probabilities = data_or_null<const float>(ahead_probabilities);
   params.num_ahead = data_or_null<const int64_t>(num_ahead);
   params.thresholds = data_or_null<const float>(thresholds);
-  params.ahead_steps = ahead == 0 ? 0 : check["ahead_steps"];
+  params.ahead_steps = is_ahead ? check["ahead_steps"] : 0;
   params.first_position = data<int64_t>(first_position);
   params.left = data<int64_t>(left);
   params.round_slots = data<int64_t>(round_slots);
@@ -115,7 +113,7 @@ void begin_round(const Tensor& token_ids, const Tensor& start, const Tensor& tok
   params.own_key = own_key ? 1 : 0;
   params.condition = condition_of(check, token_ids, condition);
 #ifndef EECORE_BACKEND_CUDA
-  if (given != 0) {
+  if (has_sources) {
     check_range(check, "sources", params.sources, params.num_rows, -1, check["num_ended"]);
   }
 #endif

@@ -17,10 +17,9 @@ void embed_tokens(const Tensor& token_ids, const Tensor& weight, const std::opti
                    scale, table, {"vocab_size"});
   params.scale = coding.scale;
   params.table = coding.table;
+  check.all_or_none({{"previous", previous}, {"sources", sources}});
   const bool has_previous = check(previous, "previous", Accept::kInt64, {"num_previous"});
-  const bool has_sources = check(sources, "sources", Accept::kInt32, {"num_tokens"});
-  check.require(has_previous == has_sources, has_sources ? "previous" : "sources",
-                ": expected both previous and sources, or none, got one of them");
+  check(sources, "sources", Accept::kInt32, {"num_tokens"});
   check.written(out, "out", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
   if (table) require_blocks(check, "table", check["hidden_size"]);
 

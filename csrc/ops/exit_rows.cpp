@@ -60,14 +60,16 @@ void exit_rows(const Tensor& hidden, int64_t layer, std::optional<Tensor> confid
   const bool has_asked = check(asked, "asked", Accept::kInt32, {"num_asked"});
   const char* measured = has_asked ? "num_asked" : "num_active";
   const bool has_confidence = confidence.has_value();
-  const int head = token.has_value() + top_logit.has_value() + logsumexp.has_value();
-  check.require(head == 0 || (head == 3 && has_confidence),
-                "token: expected all of token, top_logit and logsumexp, with a confidence, or "
-                "none, got ",
-                head, " of them");
+  const bool has_head =
+      check.all_or_none({{"token", token}, {"top_logit", top_logit}, {"logsumexp", logsumexp}});
+  check.require(!has_head || has_confidence,
+                "confidence: expected one with token, top_logit and logsumexp, got None");
   const int measures = previous.has_value() + weight1.has_value() + lm_head.has_value();
-  check.require(measures <= 1, "previous: expected one of previous, weight1 and lm_head, got ",
-                measures, " of them");
+  if (measures > 1) {
+    check.fail(
+        "previous: expected one of previous, weight1 and lm_head, got " +
+        Checker::given({{"previous", previous}, {"weight1", weight1}, {"lm_head", lm_head}}));
+  }
   check.require(
       weight1.has_value() || !(bias1.has_value() || weight2.has_value() || bias2.has_value()),
       "weight1: expected one with bias1, weight2 or bias2, got None");
@@ -75,7 +77,7 @@ void exit_rows(const Tensor& hidden, int64_t layer, std::optional<Tensor> confid
   check.require(measures == 0 || (has_confidence && !has_asked),
                 "confidence: expected one of all active rows, to be measured here, got ",
                 has_asked ? "one of those asked" : "None");
-  check.require(!lm_head.has_value() || head == 3,
+  check.require(!lm_head.has_value() || has_head,
                 "token: expected token, top_logit and logsumexp with lm_head, got none of them");
   Measure measure;
   if (lm_head.has_value()) {
@@ -115,7 +117,7 @@ void exit_rows(const Tensor& hidden, int64_t layer, std::optional<Tensor> confid
   check.written(pending, "pending", Accept::kInt32, {"num_rows"});
   check.written(final_hidden, "final_hidden", Accept::kModel, {"num_rows", "hidden_size"}, 1);
   check.written(all_exited, "all_exited", Accept::kBool, {1});
-  check.require(!cumulative || (has_confidence && head == 0),
+  check.require(!cumulative || (has_confidence && !has_head),
                 "cumulative: expected False without a confidence or with a head, got True");
   check.require(!condition.has_value() || decide,
                 "condition: expected None with decide=False, got one");

@@ -36,14 +36,15 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer,
   check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_tokens"});
   check(positions, "positions", Accept::kInt64, {"num_tokens"});
   check_ropes(check, cos_sin, layer_ropes);
-  check.require(positions.has_value() == cos_sin.has_value(),
-                "cos_sin: expected together with positions, or neither");
+  check.all_or_none({{"positions", positions}, {"cos_sin", cos_sin}});
   const int64_t rotary_dim = cos_sin.has_value() ? check["rotary_dim"] : 0;
   check.require(rotary_dim % 2 == 0 && rotary_dim <= head_dim,
                 "cos_sin: expected an even rotary_dim of at most head_dim=", head_dim, ", got ",
                 rotary_dim);
   check.require(check["hidden_size"] >= 1, "hidden: expected hidden_size >= 1, got 0");
-  check.require(kv_size >= 2, "k_cache: expected at least one head of one element, got none");
+  check.require(kv_size >= 2,
+                "k_cache: expected at least one head of one element, got num_kv_heads=",
+                check["num_kv_heads"], ", head_dim=", head_dim);
   check.require(eps >= 0, "eps: expected a number >= 0, got ", eps);
 
   check.require(first_layer >= 0 && first_layer <= INT32_MAX,

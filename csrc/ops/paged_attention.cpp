@@ -33,7 +33,8 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
                 head_dim);
   const int64_t num_q_heads = check["num_q_heads"], num_kv_heads = check["num_kv_heads"];
   check.require(num_kv_heads > 0 && num_q_heads % num_kv_heads == 0,
-                "q: expected num_q_heads a multiple of num_kv_heads, got ", num_q_heads);
+                "q: expected num_q_heads a multiple of num_kv_heads=", num_kv_heads, ", got ",
+                num_q_heads);
   check.require(check["page_size"] > 0, "k_cache: expected a positive page_size, got 0");
   check.require(sliding_window >= 0, "sliding_window: expected 0 or more keys, got ",
                 sliding_window);

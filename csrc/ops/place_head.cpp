@@ -17,8 +17,7 @@ void place_head(Tensor confidence, Tensor token, Tensor logsumexp, Tensor top_lo
                 const std::optional<Tensor>& lm_head_table, double eps, double multiplier,
                 double soft_cap) {
   Checker check("place_head");
-  check.require(hidden.has_value() == lm_head.has_value(),
-                "hidden: expected both hidden and lm_head, or neither, got one");
+  check.all_or_none({{"hidden", hidden}, {"lm_head", lm_head}});
   require_head(check, lm_head, {&norm_weight, &lm_head_scale, &lm_head_table});
   std::optional<ExitConfidenceSoftmaxParams> measure;
   if (hidden.has_value()) {
@@ -38,12 +37,11 @@ void place_head(Tensor confidence, Tensor token, Tensor logsumexp, Tensor top_lo
   check.written(out_confidence, "out_confidence", Accept::kFloat32, {"num_rows"});
   check.written(out_logprob, "out_logprob", Accept::kFloat32, {"num_rows"});
   check(kind, "kind", Accept::kInt32, {"num_rows"});
-  const bool has_measured = check(measured_at, "measured_at", Accept::kInt32, {"num_rows"});
-  const bool has_exit_layer = check(exit_layer, "exit_layer", Accept::kInt32, {"num_rows"});
+  check.all_or_none({{"measured_at", measured_at}, {"exit_layer", exit_layer}});
+  check(measured_at, "measured_at", Accept::kInt32, {"num_rows"});
+  check(exit_layer, "exit_layer", Accept::kInt32, {"num_rows"});
   [[maybe_unused]] const bool is_cut =
       check(vocabulary, "vocabulary", Accept::kInt64, {"vocab_size"});
-  check.require(has_measured == has_exit_layer, has_measured ? "exit_layer" : "measured_at",
-                ": expected both measured_at and exit_layer, or none, got one of them");
   check.require(wanted >= INT32_MIN && wanted <= INT32_MAX,
                 "wanted: expected a kind of 32 bits, got ", wanted);
   check.require(has_index || check["num_selected"] <= check["num_rows"],

@@ -55,8 +55,7 @@ void sample_tokens(const Tensor& logits, const Tensor& temperature, const Tensor
   const int64_t num_requests = check["num_requests"], num_outputs = check["num_outputs"];
   check.require(check["vocab_size"] >= 1 && check["vocab_size"] <= kMaxVocabSize,
                 "logits: expected vocab_size of 1 to 1073741824, got ", check["vocab_size"]);
-  check.require(bias_ids.has_value() == bias.has_value(),
-                "bias_ids: expected both of bias_ids and bias, or none, got one of them");
+  check.all_or_none({{"bias_ids", bias_ids}, {"bias", bias}});
   if (generated.has_value()) {
     check.require(check["num_generated"] < kMaxCounted, "generated: expected num_generated < ",
                   kMaxCounted, ", got ", check["num_generated"]);
@@ -88,8 +87,7 @@ void sample_tokens(const Tensor& logits, const Tensor& temperature, const Tensor
     check.require(check["num_probs"] >= needed, "probs: expected num_probs >= ", needed, ", got ",
                   check["num_probs"]);
   }
-  check.require(top_ids.has_value() == top_logprobs.has_value(),
-                "top_ids: expected both of top_ids and top_logprobs, or none, got one of them");
+  check.all_or_none({{"top_ids", top_ids}, {"top_logprobs", top_logprobs}});
   if (index.has_value()) {
     check_range(check, "index", data<const int32_t>(*index), check["num_rows"], 0, num_outputs);
   }

@@ -56,10 +56,8 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
   check.require(check["in_features"] >= 1, "x: expected in_features >= 1, got 0");
   check.require(eps >= 0, "eps: expected a number >= 0, got ", eps);
 
-  const int appended = k_cache.has_value() + v_cache.has_value() + slot_mapping.has_value();
-  check.require(appended == 0 || appended == 3,
-                "k_cache: expected all of k_cache, v_cache and slot_mapping, or none, got ",
-                appended, " of them");
+  const bool appends = check.all_or_none(
+      {{"k_cache", k_cache}, {"v_cache", v_cache}, {"slot_mapping", slot_mapping}});
   for (const auto& [tensor, name] : {std::pair(&positions, "positions"),
                                      {&cos_sin, "cos_sin"},
                                      {&q_norm_weight, "q_norm_weight"},
@@ -67,13 +65,14 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
                                      {&key_scales, "key_scales"},
                                      {&value_scales, "value_scales"},
                                      {&q_cos_sin, "q_cos_sin"}}) {
-    check.require(appended > 0 || !tensor->has_value(), name,
+    check.require(appends || !tensor->has_value(), name,
                   ": expected None without k_cache, got a tensor");
   }
-  check.require(appended == 0 || !(residual || activation),
-                "residual, activation: expected neither with k_cache, got one");
+  check.require(!appends || !residual, "residual: expected None with k_cache, got a tensor");
+  check.require(!appends || !activation, "activation: expected None with k_cache, got ",
+                activation ? activation->c_str() : "");
   check.require(soft_cap >= 0, "soft_cap: expected a number >= 0, got ", soft_cap);
-  check.require(appended == 0 || (multiplier == 1 && soft_cap == 0),
+  check.require(!appends || (multiplier == 1 && soft_cap == 0),
                 "multiplier, soft_cap: expected 1 and 0 with k_cache, got ", multiplier, " and ",
                 soft_cap);
 
@@ -100,7 +99,7 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
   params.multiplier = static_cast<float>(multiplier);
   params.soft_cap = static_cast<float>(soft_cap);
   params.constant_weight = constant_weight;
-  if (appended > 0) {
+  if (appends) {
     params.append = append_params_of_rows(
         check,
         {*k_cache, *v_cache, *slot_mapping, positions, cos_sin, q_norm_weight, k_norm_weight, eps,
@@ -114,7 +113,7 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
 #endif
   EECORE_RUN(skinny_linear, params, x);
 #ifndef EECORE_BACKEND_CUDA
-  if (appended > 0) EECORE_RUN(append_kv, params.append, x);
+  if (appends) EECORE_RUN(append_kv, params.append, x);
 #endif
 }
 

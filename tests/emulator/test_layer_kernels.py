@@ -80,7 +80,7 @@ def test_a_layer_is_as_few_kernels_as_it_can_be(
     emulated.route(monkeypatch)
     directory = write_model(tmp_path, intermediate_size=128, max_position_embeddings=2048)
     few = num_tokens <= (8 if dtype == torch.float32 else 32)
-    for length in (30, 1270):
+    for length in (30, 1270) if num_tokens == 1 else (30,):  # launchers see the room alone
         launched = kernels_of_two_layers(directory, num_tokens, dtype, MAX_SKINNY_ROWS, length)
         assert launched == 2 * (DECODING if few else OF_MORE_ROWS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,6 +45,15 @@ def kernels_of(product: Product, call: dict[str, Any]) -> list[str]:
     return emulated.kernels_of(lambda: product.run(call))
 
 
+def check(product: Product, call: dict[str, Any]) -> None:
+    """Compare a product by warpgroups with the reference."""
+    assert emulated.kernels_of(lambda: product.check(call, CPU))[-1] == KERNELS[product.op]
+
+
+def compare(product: Product, call: dict[str, Any], expected: torch.Tensor) -> None:
+    assert torch.equal(product.run(call), expected)
+
+
 @each_op
 @each_half
 @pytest.mark.parametrize(
@@ -56,8 +66,7 @@ def test_warpgroups_match_the_reference(
     product = Product(op)
     for num_tokens, options in ((1, "plain"), (9, "all"), (24, "plain"), (40, "all"), (70, "all")):
         call = product.call(num_tokens, in_features, out_features, options, dtype)
-        assert kernels_of(product, call)[-1] == KERNELS[op]
-        product.check(call, CPU)
+        check(product, call)
 
 
 @each_op
@@ -73,8 +82,7 @@ def test_int8_and_packed_weights_match_the_reference(form: str, op: str) -> None
         (3, 50, "plain"),
     ):
         call = product.call(num_tokens, in_features, 200, options, torch.bfloat16)
-        assert kernels_of(product, call)[-1] == KERNELS[op]
-        product.check(call, CPU)
+        check(product, call)
 
 
 @each_op
@@ -89,8 +97,8 @@ def test_sums_are_those_of_a_warps_products(
         call = product.call(33, in_features, out_features, "all", dtype)
         by_warpgroups = product.run(call)
         monkeypatch.setenv(TUNING, "wgmma=0")
-        assert kernels_of(product, call)[-1] == f"{op}_kernel"
-        assert torch.equal(product.run(call), by_warpgroups)
+        kernels = emulated.kernels_of(partial(compare, product, call, by_warpgroups))
+        assert kernels[-1] == f"{op}_kernel"
         monkeypatch.setenv(TUNING, "wgmma=1")
 
 
@@ -126,8 +134,7 @@ def test_a_cluster_multiplies_what_is_not_finite_and_ends_anywhere(op: str) -> N
     for in_features, out_features in ((500, 64), (1100, 41), (300, 90)):
         call = product.call(20, in_features, out_features, "all", torch.bfloat16)
         call["x"][3, 7] = torch.nan
-        assert kernels_of(product, call)[-1] == KERNELS[op]
-        product.check(call, CPU)
+        check(product, call)
 
 
 def test_warpgroups_multiply_packed_rows_of_any_place_and_format() -> None:

@@ -201,6 +201,7 @@ def start() -> Iterator[Starts]:
         engine.process.close()
 
 
+@pytest.mark.long
 def test_greedy_tokens_are_those_of_vllm_alone(start: Starts) -> None:
     """Prompts are chunked, answers outgrow the cache, and prompts arrive as others end."""
     said = random.Random(0)
@@ -219,6 +220,7 @@ def test_greedy_tokens_are_those_of_vllm_alone(start: Starts) -> None:
     assert drafting.generate(prompts[::-1], 90)[1] == expected[::-1]
 
 
+@pytest.mark.long
 def test_a_missing_exit_layer_ends_vllm_with_a_sentence(start: Starts) -> None:
     engine = start({**bench_vllm.drafting(3, 6), "additional_config": {}})
     with pytest.raises(EngineError):

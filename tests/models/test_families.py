@@ -18,7 +18,7 @@ from test_llama import TOLERANCE, Session
 import eecore
 import emulated
 from devices import as_on_cuda
-from eecore import ConfidentExit, EngineConfig, FixedExit, Full, SelfSpeculative
+from eecore import ConfidentExit, EngineConfig, FixedExit, Full, SelfSpeculative, ops
 from eecore.cli.app import run
 from eecore.errors import ModelError
 from eecore.integrations.transformers_model import from_transformers
@@ -211,6 +211,22 @@ def test_weights_of_fewer_bits(family: str, weights: str, written: Any) -> None:
     got = Session(model.network, 41).logits(token_ids, [41])
     assert (got - expected).std() < {"int8": 0.1, "int4": 0.6}[weights] * expected.std()
     assert generated(model, SelfSpeculative(2, 3)) == generated(model)
+
+
+def test_a_whole_matrix_of_fewer_bits_is_quantised_as_its_parts_alone_are(written: Any) -> None:
+    directory, _ = written("phi3")
+    model = eecore.load(directory, weights="int4", **CACHE)
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    stored = load_file(directory / "model.safetensors")[name].float()
+    matrix = model.network.weights.qkv.unbind()[1]
+    assert matrix.table is not None
+    kv_size = model.config.num_kv_heads * model.config.head_dim
+    sizes = (len(stored) - 2 * kv_size, kv_size, kv_size)
+    got = ops.unpack_weight(matrix.weight, matrix.table).split(sizes)
+    for part, found, format in zip(stored.split(sizes), got, ("Q4_1", "Q5_1", "Q8_0"), strict=True):
+        alone = ops.pack_weight(ops.quantise_weight(part, format), format)
+        assert alone.table is not None
+        assert torch.equal(found, ops.unpack_weight(alone.weight, alone.table))
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_no_token_is_kept_and_not_embedded(device: torch.device) -> None:
             {"states": torch.zeros(5, 5, 33, dtype=torch.bfloat16)},
             "states: expected float32 .* got bfloat16",
         ),
-        ({"states": None}, "states: expected if and only if hidden is given, got none with it"),
+        ({"states": None}, "states: expected all or none of hidden, states, got hidden$"),
         ({"all_done": torch.zeros(5, dtype=torch.bool)}, r"all_done: expected bool \[1\], got"),
         ({"row": torch.arange(5)}, r"row: expected int32 \[num_active=5\], got int64"),
         (

@@ -142,8 +142,8 @@ def test_many_rows_are_shared_by_threads() -> None:
         ({"token_ids": torch.tensor([0, 0, -1])}, "token_ids: expected tokens .* got -1 for row 2"),
         ({"previous": torch.tensor([-7])}, "previous: expected tokens .* got -7 for row 0"),
         ({"sources": torch.tensor([1, -1, -1]).int()}, r"sources: expected values in \[-1, 1\)"),
-        ({"sources": None}, "sources: expected both previous and sources, or none"),
-        ({"previous": None}, "previous: expected both previous and sources, or none"),
+        ({"sources": None}, "sources: expected all or none of .*, got previous$"),
+        ({"previous": None}, "previous: expected all or none of .*, got sources$"),
         ({"scale": torch.ones(50)}, "weight: expected int8 .* got float32"),
         (
             {"weight": torch.zeros(50, 8).char()},

@@ -393,7 +393,12 @@ def test_rows_are_measured_here_or_before() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"previous": 1, "lm_head": 1}, "previous: expected one of .* got 2 of them"),
+        ({"previous": 1, "lm_head": 1}, "previous: expected one of .* got previous, lm_head$"),
+        ({"token": 1}, "top_logit: expected all or none of token, .*, got token$"),
+        (
+            {"token": 1, "top_logit": 1, "logsumexp": 1, "confidence": None},
+            "confidence: expected one with token, top_logit and logsumexp, got None",
+        ),
         ({"bias1": 1}, "weight1: expected one with bias1, weight2 or bias2, got None"),
         ({"norm_weight": 1}, "lm_head: expected one with norm_weight, .* got None"),
         ({"lm_head": 1}, "token: expected token, top_logit and logsumexp with lm_head"),

@@ -288,11 +288,14 @@ SMALL = KvFillCase(2, num_layers=3, hidden_size=8, num_kv_heads=2, head_dim=4, r
          r"slot_mapping: expected values in \[-1, 8\), got -2 at row 0"),
         ({"positions": torch.tensor([0, MAX_POSITION])},
          r"positions: expected values in \[0, 40\), got 40 at row 1"),
-        ({"positions": None}, r"cos_sin: expected together with positions, or neither"),
-        ({"cos_sin": None}, r"cos_sin: expected together with positions, or neither"),
+        ({"positions": None}, r"positions: expected all or none of .*, got cos_sin$"),
+        ({"cos_sin": None}, r"cos_sin: expected all or none of positions, cos_sin, got positions$"),
         ({"cos_sin": torch.zeros(9, 6)}, r"cos_sin: expected an even rotary_dim of at most head_d"),
         ({"cos_sin": torch.zeros(9, 3)}, r"cos_sin: expected an even rotary_dim of at most head_d"),
         ({"eps": -1.0}, r"eps: expected a number >= 0, got -1"),
+        ({"k_cache": torch.zeros(3, 2, 4, 0, 4), "v_cache": torch.zeros(3, 2, 4, 0, 4),
+          "kv_weight": torch.zeros(3, 0, 8), "kv_bias": torch.zeros(3, 0)},
+         "k_cache: expected at least one head .*, got num_kv_heads=0, head_dim=4"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:

@@ -141,8 +141,8 @@ def test_rows_in_their_places(num_selected: int, device: torch.device) -> None:
             {"vocabulary": torch.zeros(1).long()},
             r"token: expected values in \[-1, 1\), got",
         ),
-        ({"exit_layer": None}, "exit_layer: expected both measured_at and exit_layer, or none"),
-        ({"measured_at": None}, "measured_at: expected both measured_at and exit_layer, or none"),
+        ({"exit_layer": None}, "exit_layer: expected all or none of .* got measured_at$"),
+        ({"measured_at": None}, "measured_at: expected all or none of .* got exit_layer$"),
         ({"token": torch.zeros(4).int()}, "out_token: expected int64 .* got int32"),
         ({"logprob": torch.zeros(5)}, r"out_logprob: expected float32 \[num_rows=4\]"),
     ],
@@ -190,8 +190,8 @@ def test_a_head_runs_here_or_before() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"hidden": 1}, "hidden: expected both hidden and lm_head, or neither, got one"),
-        ({"lm_head": 1}, "hidden: expected both hidden and lm_head, or neither, got one"),
+        ({"hidden": 1}, "lm_head: expected all or none of hidden, lm_head, got hidden$"),
+        ({"lm_head": 1}, "hidden: expected all or none of hidden, lm_head, got lm_head$"),
         ({"norm_weight": 1}, "lm_head: expected one with norm_weight, .* got None"),
     ],
 )

@@ -58,10 +58,10 @@ def test_a_model_without_a_tokenizer_is_warmed_by_tokens(tmp_path: Path) -> None
     assert model.shared_engine().engine.captures
 
 
-@pytest.mark.parametrize("option", ["--warm-up", "--no-warm-up"])
-def test_the_command_says_that_it_warms_up(option: str, tmp_path: Path) -> None:
+def test_the_command_says_that_it_warms_up(tmp_path: Path) -> None:
+    """Without it there are two lines, which all other tests of the command read."""
     model = str(write_model(tmp_path / "model"))
-    command = [sys.executable, "-m", "eecore", "serve", model, "--port", "0", option]
+    command = [sys.executable, "-m", "eecore", "serve", model, "--port", "0", "--warm-up"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         said = ""
@@ -71,4 +71,4 @@ def test_the_command_says_that_it_warms_up(option: str, tmp_path: Path) -> None:
             said += line
         server.terminate()
         assert server.wait(60) == 0
-    assert ("warming up" in said) == (option == "--warm-up")
+    assert "warming up" in said

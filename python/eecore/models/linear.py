@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from eecore import ops
 from eecore.config import Activation
 from eecore.models.int8 import dequantise_rows
 from eecore.ops import AppendKv, Matrix
+from eecore.ops.registered import cuda_tuning
 
 # Rows that eecore's products take on a GPU: with more rows multiplying is the limit, and torch's
 # products are faster. On the CPU they take any number, so that a row is rounded alike whichever
@@ -27,17 +27,12 @@ HOPPER = (9, 0)
 MAX_SKINNY_ROWS_BY_WARPGROUPS = 64
 
 
-def asks_for_warpgroups() -> bool:
-    """Whether ``EECORE_CUDA_TUNING`` has Hopper's warpgroups multiply."""
-    return "wgmma=1" in os.environ.get("EECORE_CUDA_TUNING", "").split(",")
-
-
 def max_skinny_rows(device: torch.device) -> int | None:
     """How many rows eecore's products take; None: any number."""
     if device.type == "cpu":
         return None
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if capability == HOPPER and asks_for_warpgroups():
+    if capability == HOPPER and cuda_tuning()["wgmma"]:
         return MAX_SKINNY_ROWS_BY_WARPGROUPS
     return MAX_SKINNY_ROWS_ON_ADA if capability == ADA else MAX_SKINNY_ROWS
 

@@ -9,7 +9,6 @@ eecore's own kernel for many queries attend, which reads keys in their pages.
 from __future__ import annotations
 
 import importlib
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from eecore.ops.registered import cuda_tuning
 
 MIN_QUERIES = 64
 """Queries of a sequence from which on these kernels attend to its chunk."""
@@ -142,11 +143,6 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, scale: float) -> 
     return torch.cat(outs)
 
 
-def asks_for_warpgroups() -> bool:
-    """Whether ``EECORE_CUDA_TUNING`` has Hopper's warpgroups attend to many queries."""
-    return "wgmma_attention=1" in os.environ.get("EECORE_CUDA_TUNING", "").split(",")
-
-
 def prompt_attention_of(
     device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> PromptAttention | None:
@@ -156,7 +152,7 @@ def prompt_attention_of(
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
-    by_warpgroups = asks_for_warpgroups() and head_dim <= MAX_WARPGROUP_HEAD
+    by_warpgroups = cuda_tuning()["wgmma_attention"] and head_dim <= MAX_WARPGROUP_HEAD
     if by_warpgroups and torch.cuda.get_device_capability(device) == HOPPER:
         return None
     try:
