@@ -22,6 +22,7 @@ COMBINES = "paged_attention_combine_kernel"
 FLOATS = (torch.bfloat16, *in_all(torch.float16))
 CASES = {
     "groups of 4": AttentionCase((40,), (257,), 4, 1, 128, 16),
+    "slots of shared memory that are filled again": AttentionCase((17,), (657,), 4, 1, 128, 16),
     "groups of 3, pages of 32, window": AttentionCase(
         (23, 50), (300, 151), 6, 2, 64, 32, sliding_window=140
     ),
