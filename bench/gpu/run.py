@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.gpu.devices import TUNING
 from bench.gpu.kept import UNFINISHED, commit, sources
 from bench.harness.places import ROOT
 from bench.harness.results import write_json
@@ -42,6 +43,12 @@ NEVER_RUN = (
     "tests/decoding/test_float8_cache.py",
     "tests/decoding/test_head_drafts.py",
     "tests/models/test_t5.py",
+)
+# Tests of ops that have kernels of warpgroups, which are off by default.
+BY_WARPGROUPS = (
+    "tests/ops/test_paged_attention.py",
+    "tests/ops/test_skinny_products.py",
+    "tests/across_ops/test_appended_heads.py",
 )
 RUNTIME = ("tests/decoding", "tests/engine", "tests/models", "tests/scheduling")
 
@@ -138,12 +145,16 @@ def plan(folder: Path, device: str, archs: str) -> list[Step]:
         Step("memcheck", "memcheck", 45, (*sanitize, "memcheck")),
         # Steps that only run if they are named.
         Step("runtime", "runtime", 240, pytest(*RUNTIME), on_cuda),
+        Step(
+            *("warpgroups", "warpgroups", 60, pytest(*BY_WARPGROUPS, *only_cuda)),
+            {**reduced, TUNING: "wgmma=1,wgmma_attention=1"},
+        ),
         Step("racecheck", "racecheck", 150, (*sanitize, "racecheck")),
         Step("all tests", "all-tests", 240, pytest(*TESTS, *only_cuda)),
     ]
 
 
-BY_NAME_ALONE = ("runtime", "racecheck", "all-tests")
+BY_NAME_ALONE = ("runtime", "warpgroups", "racecheck", "all-tests")
 
 
 def has(package: str) -> bool:
