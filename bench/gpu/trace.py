@@ -172,7 +172,7 @@ def draft_round(
     head = model.draft_head
     assert isinstance(head, KeyedHead)
     is_pass = isinstance(head, PassHead)
-    sizes = _sizes(batch, seq_len + num_drafts)
+    sizes = _sizes(batch, seq_len + num_drafts, positions=num_drafts + 1)
     kind = DraftKind(GIVEN, num_drafts, False, 1, max_ahead(head), head.taps, sizes)
     program = DraftStep(model, _cache(model, sizes), kind)
     with _Recorder() as recorder:
@@ -180,8 +180,9 @@ def draft_round(
     return _planned(recorder, device, Known(seq_len))
 
 
-def _sizes(batch: int, seq_len: int) -> Sizes:
-    return Sizes(batch, power_of_two(-(-seq_len // PAGE_SIZE)), 0, HeadSizes(), follows=False)
+def _sizes(batch: int, seq_len: int, positions: int = 1) -> Sizes:
+    num_pages = power_of_two(-(-seq_len // PAGE_SIZE))
+    return Sizes(batch, num_pages, 0, HeadSizes(), positions, follows=False)
 
 
 def _cache(model: LlamaModel, sizes: Sizes) -> KVCache:
