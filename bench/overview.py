@@ -100,8 +100,8 @@ def markdown(kept: Mapping[str, Figures]) -> str:
         "One thread. With early exit: the gain over full depth, both measured in another run than "
         "this row's tokens/s. SmolLM2: the peer is llama.cpp on the same file. Early exit is "
         "`auto`, which gives the text of full depth: the median of chat, summaries, code and "
-        "rewriting, which are together in the batch of 32. intent: the peer is transformers. Early exit is a calibrated threshold, which "
-        "may change the text. "
+        "rewriting, which are together in the batch of 32. intent: the peer is transformers. "
+        "Early exit is a calibrated threshold, which may change the text. "
         f"{'; '.join(machines)}. `python -m bench tables`"
     )
     return f"{markdown_table(head, lines, text_columns=1)}\n\n{about}"
