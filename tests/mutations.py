@@ -61,9 +61,12 @@ def area(mutant: Mutant) -> str:
         "csrc/": "checks of the ops",
         "python/eecore/scheduling/": "scheduler, pages, prefix cache",
         "python/eecore/decoding/": "decoding and sampling",
+        "python/eecore/planning/": "decoding and sampling",
         "python/eecore/engine/": "engine",
         "python/eecore/serving/": "server",
         "python/eecore/models/": "readers, tokenizer, templates",
+        "python/eecore/template_process": "readers, tokenizer, templates",
+        "python/eecore/lab/": "training",
     }
     return next(
         (name for start, name in areas.items() if mutant.file.startswith(start)), "the rest"

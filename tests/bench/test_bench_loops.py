@@ -16,9 +16,9 @@ def test_it_runs_on_a_tiny_model(run_bench: RunsBench, tmp_path: Path) -> None:
     write_looped(tmp_path / "model", vocab_size=260, eos_token_id=257)
     write_byte_tokenizer(tmp_path / "model")
     record = json.dumps({"input": "light on", "target": "x"}) + "\n"
-    (tmp_path / "test.jsonl").write_text(record * 64)
+    (tmp_path / "test.jsonl").write_text(record * 16)
     done = run_bench(
-        *("loops", "--model", tmp_path / "model", "--data", tmp_path, "--count", "64"),
+        *("loops", "--model", tmp_path / "model", "--data", tmp_path, "--count", "16"),
         *("--beside", tmp_path / "model"),
         *("--batches", "1", "2", "--rounds", "1", "--json", tmp_path / "loops.json"),
     )

@@ -11,6 +11,7 @@ import eecore
 from devices import load
 from eecore import EngineConfig, ExitClassifier, Output, SamplingParams
 from head_packs import write_pack
+from tiers import runs_all
 from tiny_models import random_prompts, scale_layers, write_model
 from workloads import SMALL_CACHES, Request, check_books, policies
 
@@ -76,7 +77,10 @@ def alone(model: eecore.Model) -> list[Output]:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_random_steps(model: eecore.Model, alone: list[Output], config: EngineConfig) -> None:
+def test_random_steps(
+    model: eecore.Model, alone: list[Output], config: EngineConfig, pytestconfig: pytest.Config
+) -> None:
+    num_steps = NUM_STEPS if runs_all(pytestconfig) else NUM_STEPS * 6 // 10
     rng = random.Random(7)
     engine = model.engine(config)
     running: dict[str, int] = {}
@@ -93,7 +97,7 @@ def test_random_steps(model: eecore.Model, alone: list[Output], config: EngineCo
         else:
             assert same(output, expected), (output, expected)
 
-    while steps < NUM_STEPS // len(CONFIGS):
+    while steps < num_steps // len(CONFIGS):
         # Keep a few requests waiting; now and then cancel one, whatever it is doing.
         while len(running) < 5 and rng.random() < 0.5:
             chosen = rng.randrange(len(REQUESTS))

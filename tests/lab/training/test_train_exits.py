@@ -437,9 +437,15 @@ def test_two_runs_are_learnt_from(
         assert not (tmp_path / "other").exists()
 
 
-def test_products_in_bfloat16_learn_what_others_learn(folder: Path, tmp_path: Path) -> None:
+def test_products_in_bfloat16_learn_what_others_learn(
+    folder: Path, trained: Path, tmp_path: Path
+) -> None:
+    """The answers and their states are there already."""
     for precision in ("float32", "bfloat16"):
-        assert run(arguments(folder, tmp_path / precision, "--precision", precision)) == 0
+        work = tmp_path / f"work of {precision}"
+        shutil.copytree(trained / "work", work, ignore=shutil.ignore_patterns("training"))
+        more = ["--precision", precision, "--work", str(work), "--resume"]
+        assert run(arguments(folder, tmp_path / precision, *more)) == 0
     about = [json.loads((tmp_path / p / "head.json").read_text()) for p in ("float32", "bfloat16")]
     (plain, short) = (one["training"]["curve"][-1][1] for one in about)
     assert short == pytest.approx(plain, rel=0.02)
