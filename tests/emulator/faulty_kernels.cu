@@ -323,7 +323,7 @@ enum class Bulk {
   kNoInitBarrier,
   kNoProxyFence,
   kReadsMbarrier,
-  kNobodyWaits,
+  kNotAwaited,
   kUnaligned,
   kOneLaneReleases,  // sound
   kNoSyncwarp,       // the same without a __syncwarp before it
@@ -364,7 +364,7 @@ __device__ __forceinline__ void sum_copied(const float* data, float* out) {
   } else if (threadIdx.x >= 32) {
     if (kFault == Bulk::kReadsMbarrier && lane == 0) out[0] = static_cast<float>(uint64_t{full[0]});
     float sum = 0.0f;
-    for (int round = 0; round < kRounds - (kFault == Bulk::kNobodyWaits ? 1 : 0); ++round) {
+    for (int round = 0; round < kRounds - (kFault == Bulk::kNotAwaited ? 1 : 0); ++round) {
       const int stage = round % kStages, use = round / kStages;
       const int phase = use + (kFault == Bulk::kOtherPhase ? 1 : 0);
       if (kFault != Bulk::kNoWait) mbarrier_wait(full + stage, phase % 2);
@@ -393,7 +393,7 @@ EECORE_BULK_FAULT(bulk_copy_without_init_fence, kSound, kNoInitFence)
 EECORE_BULK_FAULT(bulk_copy_without_init_barrier, kSound, kNoInitBarrier)
 EECORE_BULK_FAULT(bulk_copy_without_proxy_fence, kSound, kNoProxyFence)
 EECORE_BULK_FAULT(bulk_copy_whose_mbarrier_is_read, kSound, kReadsMbarrier)
-EECORE_BULK_FAULT(bulk_copy_that_nobody_waits_for, kSound, kNobodyWaits)
+EECORE_BULK_FAULT(bulk_copy_that_is_not_awaited, kSound, kNotAwaited)
 EECORE_BULK_FAULT(bulk_copy_of_unaligned_bytes, kSound, kUnaligned)
 EECORE_BULK_FAULT(bulk_copy_released_by_one_lane, kOneLaneReleases, kNoSyncwarp)
 #undef EECORE_BULK_FAULT
@@ -757,7 +757,7 @@ bool run_copied_fault(const std::string& fault) {
          EECORE_COPIED_FAULT(tensor_copy_without_proxy_fence, kNoFenceOfZeros) ||
          EECORE_COPIED_FAULT(tensor_copy_to_no_multiple_of_1024, kMisaligned) ||
          EECORE_COPIED_FAULT(tensor_copy_at_too_many_coordinates, kOtherRank) ||
-         EECORE_COPIED_FAULT(registers_that_nobody_gives, kTakesTooMany) ||
+         EECORE_COPIED_FAULT(registers_that_are_not_given, kTakesTooMany) ||
          EECORE_COPIED_FAULT(registers_that_one_warp_takes, kOneWarpTakes) ||
          EECORE_COPIED_FAULT(elected_by_half_a_warp, kHalfAWarpElects);
 #undef EECORE_COPIED_FAULT
@@ -974,7 +974,7 @@ void run(const std::string& fault, float* data, float* out) {
   EECORE_FAULT(bulk_copy_without_init_barrier, static_cast<const float*>(data), out)
   EECORE_FAULT(bulk_copy_without_proxy_fence, static_cast<const float*>(data), out)
   EECORE_FAULT(bulk_copy_whose_mbarrier_is_read, static_cast<const float*>(data), out)
-  EECORE_FAULT(bulk_copy_that_nobody_waits_for, static_cast<const float*>(data), out)
+  EECORE_FAULT(bulk_copy_that_is_not_awaited, static_cast<const float*>(data), out)
   EECORE_FAULT(bulk_copy_of_unaligned_bytes, static_cast<const float*>(data), out)
   EECORE_FAULT(bulk_copy_released_by_one_lane, static_cast<const float*>(data), out)
   shape.order = Launch::kAfterPrevious;

@@ -442,7 +442,7 @@ void check_read(const Shadow& shadow, uint32_t offset, const char* how) {
   const auto complain = [&](const std::string& why) {
     fail(std::string(how) + " " + where(offset) + ", " + why);
   };
-  if (shadow.state == Shadow::kNeverWritten) complain("which nobody has written");
+  if (shadow.state == Shadow::kNeverWritten) complain("which no thread has written");
   if (shadow.state == Shadow::kIsMbarrier) complain("which is an mbarrier");
   if (shadow.state == Shadow::kPending && (shadow.writer & kMbarrier) != 0) {
     complain("into which " + name_of(shadow.writer) + " is under way: no wait for its phase");
@@ -827,7 +827,7 @@ unsigned char* change_shared(uint32_t offset, size_t bytes) {
   for (uint32_t at = offset / kGranule; at * kGranule < offset + bytes; ++at) {
     Shadow& shadow = block.shadow[at];
     if (shadow.state == Shadow::kNeverWritten) {
-      fail("changes " + where(at * kGranule) + ", which nobody has written");
+      fail("changes " + where(at * kGranule) + ", which no thread has written");
     }
     // Other atomics that nothing orders are no conflict, but all have to be over for what is.
     const uint16_t writer = joined(shadow.writer, shadow.write_time);
