@@ -323,7 +323,7 @@ enum class Bulk {
   kNoInitBarrier,
   kNoProxyFence,
   kReadsMbarrier,
-  kNobodyWaits,
+  kNotAwaited,
   kUnaligned,
   kOneLaneReleases,  // sound
   kNoSyncwarp,       // the same without a __syncwarp before it
@@ -364,7 +364,7 @@ __device__ __forceinline__ void sum_copied(const float* data, float* out) {
   } else if (threadIdx.x >= 32) {
     if (kFault == Bulk::kReadsMbarrier && lane == 0) out[0] = static_cast<float>(uint64_t{full[0]});
     float sum = 0.0f;
-    for (int round = 0; round < kRounds - (kFault == Bulk::kNobodyWaits ? 1 : 0); ++round) {
+    for (int round = 0; round < kRounds - (kFault == Bulk::kNotAwaited ? 1 : 0); ++round) {
       const int stage = round % kStages, use = round / kStages;
       const int phase = use + (kFault == Bulk::kOtherPhase ? 1 : 0);
       if (kFault != Bulk::kNoWait) mbarrier_wait(full + stage, phase % 2);

@@ -203,6 +203,7 @@ struct Block {
   uint32_t now = 1, last_barrier = 0;  // of all threads
   // What each warp knows of the others and of copies.
   std::array<WaitedFor, kMaxWarps> waited_for;
+  bool has_mbarriers = false;  // threads have learned from some
   std::map<Reads, uint32_t> read_numbers;
   std::vector<const Reads*> reads;  // by number
   // The last read that found earlier ones; neighbours have mostly been read by the same threads.
@@ -273,6 +274,7 @@ void thread_main() {
 
 // What lanes of a warp have learned becomes known to all of them, or to the warp if they are all.
 void share_learned(int warp, unsigned lanes) {
+  if (!block.has_mbarriers) return;
   const auto for_lanes = [&](const auto& body) {
     for (int l = 0; l < 32; ++l) {
       if ((lanes >> l & 1u) != 0) body(*block.threads[32 * warp + l]);
@@ -398,10 +400,14 @@ void mark_written(Shadow& shadow, Shadow::State state) {
 
 // Adds a read by `me`, the running thread or its warp, to those that need not have happened.
 void mark_read(Shadow& shadow, uint16_t me) {
-  if (shadow.reader == kNobody || shadow.reader == me) {
-    shadow.reader = me;
-    shadow.read_time = block.now;
-    return;
+  const auto lanes = static_cast<uint16_t>(kManyLanes | warp_of(me));
+  if (shadow.reader != kSeveralWarps) {
+    const bool is_over = shadow.reader == me || happened(shadow.reader, shadow.read_time);
+    if (is_over || warp_of(shadow.reader) == warp_of(me)) {
+      shadow.reader = is_over ? me : lanes;
+      shadow.read_time = block.now;
+      return;
+    }
   }
   auto& last = block.last_read;
   if (last.me != me || last.now != block.now || last.earlier != shadow.reader ||
@@ -412,7 +418,7 @@ void mark_read(Shadow& shadow, uint16_t me) {
     for (const auto& [reader, time] : earlier) {
       if (happened(reader, time)) continue;
       if (warp_of(reader) == warp_of(me)) {
-        last.name = static_cast<uint16_t>(kManyLanes | warp_of(me));
+        last.name = lanes;
       } else {
         reads.emplace_back(reader, time);
       }
@@ -436,7 +442,7 @@ void check_read(const Shadow& shadow, uint32_t offset, const char* how) {
   const auto complain = [&](const std::string& why) {
     fail(std::string(how) + " " + where(offset) + ", " + why);
   };
-  if (shadow.state == Shadow::kNeverWritten) complain("which nobody has written");
+  if (shadow.state == Shadow::kNeverWritten) complain("which no thread has written");
   if (shadow.state == Shadow::kIsMbarrier) complain("which is an mbarrier");
   if (shadow.state == Shadow::kPending && (shadow.writer & kMbarrier) != 0) {
     complain("into which " + name_of(shadow.writer) + " is under way: no wait for its phase");
@@ -495,6 +501,7 @@ void run_block() {
   block.reads.clear();
   block.read_numbers.clear();
   block.last_read.me = kNobody;
+  block.has_mbarriers = false;
   block.num_ended = 0;
   block.now = 1;
   block.last_barrier = 0;
@@ -616,7 +623,7 @@ WaitedFor waited_for() {
 void learn(const WaitedFor& more) {
   Thread& me = *block.running;
   if (!me.has_learned) me.learned = block.waited_for[me.number / 32];
-  me.has_learned = true;
+  me.has_learned = block.has_mbarriers = true;
   join(me.learned, more);
 }
 
@@ -820,7 +827,7 @@ unsigned char* change_shared(uint32_t offset, size_t bytes) {
   for (uint32_t at = offset / kGranule; at * kGranule < offset + bytes; ++at) {
     Shadow& shadow = block.shadow[at];
     if (shadow.state == Shadow::kNeverWritten) {
-      fail("changes " + where(at * kGranule) + ", which nobody has written");
+      fail("changes " + where(at * kGranule) + ", which no thread has written");
     }
     // Other atomics that nothing orders are no conflict, but all have to be over for what is.
     const uint16_t writer = joined(shadow.writer, shadow.write_time);

@@ -98,8 +98,8 @@ struct Mbarrier {
   std::map<int, Arrived> arrived;
   WaitedFor told{};                   // what the threads that arrived know
   std::vector<Copy> started, landed;  // copies; those that landed in the current phase
-  std::vector<Copy> unseen;           // of phases that have ended, but for which nobody has waited
-  WaitedFor known{};                  // what phases that have ended tell
+  std::vector<Copy> unseen;  // of phases that have ended, but for which no thread has waited
+  WaitedFor known{};         // what phases that have ended tell
   std::vector<std::pair<int, uint32_t>> waiting;  // threads, and the parity of their phase
 };
 std::map<uint32_t, Mbarrier> mbarriers;
@@ -147,7 +147,7 @@ void land_all(Mbarrier& barrier) {
 Mbarrier& known_mbarrier(uint32_t offset) {
   const auto found = mbarriers.find(offset);
   if (found == mbarriers.end()) {
-    fail("uses " + where(offset) + " as an mbarrier, which nobody has initialised");
+    fail("uses " + where(offset) + " as an mbarrier, which no thread has initialised");
   }
   if (!happened(static_cast<uint16_t>(found->second.maker), found->second.made)) {
     fail("uses the mbarrier at " + where(offset) + ", which thread " +

@@ -68,14 +68,14 @@ unsigned char* change_shared(uint32_t offset, size_t bytes);
 uint32_t place_in_cluster(uint32_t offset, int rank);
 
 // The async proxy's reads for `what`, by the running thread: from the start of one to its end
-// nobody may write there. Threads that wrote there must have fenced since.
+// no thread may write there. Threads that wrote there must have fenced since.
 void begin_async_read(uint32_t offset, size_t bytes, const char* what);
 void end_async_read(uint32_t offset, size_t bytes);
 unsigned char* shared_bytes(uint32_t offset, size_t bytes);  // checks bounds alone
 void fence_async_proxy();
 
-// The async proxy's writes: from the start of one to the wait for it nobody may touch these bytes.
-// Threads that wrote there must have fenced since. `name` is that of the writer (order.h).
+// The async proxy's writes: from the start of one to the wait for it no thread may touch these
+// bytes. Threads that wrote there must have fenced since. `name` is that of the writer (order.h).
 void begin_async_write(uint32_t offset, size_t bytes, uint16_t name);
 void end_async_write(uint32_t offset, size_t bytes, uint16_t name);
 void make_mbarrier(uint32_t offset);  // of 8 bytes, which nothing else may touch from then on
