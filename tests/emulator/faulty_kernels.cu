@@ -393,7 +393,7 @@ EECORE_BULK_FAULT(bulk_copy_without_init_fence, kSound, kNoInitFence)
 EECORE_BULK_FAULT(bulk_copy_without_init_barrier, kSound, kNoInitBarrier)
 EECORE_BULK_FAULT(bulk_copy_without_proxy_fence, kSound, kNoProxyFence)
 EECORE_BULK_FAULT(bulk_copy_whose_mbarrier_is_read, kSound, kReadsMbarrier)
-EECORE_BULK_FAULT(bulk_copy_without_any_wait, kSound, kNobodyWaits)
+EECORE_BULK_FAULT(bulk_copy_that_is_not_awaited, kSound, kNotAwaited)
 EECORE_BULK_FAULT(bulk_copy_of_unaligned_bytes, kSound, kUnaligned)
 EECORE_BULK_FAULT(bulk_copy_released_by_one_lane, kOneLaneReleases, kNoSyncwarp)
 #undef EECORE_BULK_FAULT
@@ -974,7 +974,7 @@ void run(const std::string& fault, float* data, float* out) {
   EECORE_FAULT(bulk_copy_without_init_barrier, static_cast<const float*>(data), out)
   EECORE_FAULT(bulk_copy_without_proxy_fence, static_cast<const float*>(data), out)
   EECORE_FAULT(bulk_copy_whose_mbarrier_is_read, static_cast<const float*>(data), out)
-  EECORE_FAULT(bulk_copy_without_any_wait, static_cast<const float*>(data), out)
+  EECORE_FAULT(bulk_copy_that_is_not_awaited, static_cast<const float*>(data), out)
   EECORE_FAULT(bulk_copy_of_unaligned_bytes, static_cast<const float*>(data), out)
   EECORE_FAULT(bulk_copy_released_by_one_lane, static_cast<const float*>(data), out)
   shape.order = Launch::kAfterPrevious;
