@@ -348,7 +348,7 @@ def test_what_is_drawn_after_drafts_on_the_device(following: eecore.Model) -> No
         check_logprobs(one, other)
 
 
-@pytest.mark.parametrize(("ahead", "of_row"), [(True, 6), (False, 10)], ids=["ahead", "landed"])
+@pytest.mark.parametrize(("ahead", "of_row"), [(True, 6), (False, 11)], ids=["ahead", "landed"])
 def test_rows_that_go_on_cost_few_calls(following: eecore.Model, ahead: bool, of_row: int) -> None:
     for rows in (1, 8):
         engine = engine_of(following, EngineConfig(kv_cache_tokens=2048), ahead=ahead)

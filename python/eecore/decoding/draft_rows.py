@@ -40,8 +40,7 @@ class DraftRows(Step):
 
     def fits(self, rows: list[Row]) -> bool:
         """Whether these rows are the rows that were loaded last, and need this program again."""
-        drafts_ahead = max([row.ahead for row in rows]) > 0
-        if rows[0].route.path is not self.kind.path or drafts_ahead != self.kind.drafts_ahead:
+        if rows[0].route.path is not self.kind.path:
             return False
         sequences = [row.work.sequence for row in rows]
         if self._sequences != sequences:
@@ -50,12 +49,14 @@ class DraftRows(Step):
             return False
         num_pages = self.sizes.num_pages - self._pages_after
         most = num_pages * self._page_size - self.kind.num_steps
+        drafts_ahead = False
         for row, sequence in zip(rows, sequences, strict=True):
+            drafts_ahead = drafts_ahead or row.ahead > 0
             if row.work.max_drafts > self.kind.num_steps or len(sequence.pages) > num_pages:
                 return False
             if len(sequence.prompt_ids) + len(sequence.output_ids) + row.pending > most:
                 return False
-        return True
+        return drafts_ahead == (self.kind.most_ahead > 0)
 
     def load(self, rows: list[Row]) -> None:
         """Load the rows of the next round: at most ``sizes.num_rows`` sequences."""

@@ -258,11 +258,12 @@ class Iterations:
         """
         run, _ = after.places[rows[0].work.sequence]
         step = run.program
-        followers = []
+        followers, drafts_ahead = [], set()
         for row in rows:
             its, place = after.places[row.work.sequence]
             if its is not run:
                 return None
+            drafts_ahead.add(row.ahead > 0)
             if row.follows is None:
                 pending = run.rows[place].most_tokens
                 followers.append(row._replace(follows=place, pending=pending))
@@ -271,7 +272,7 @@ class Iterations:
         if rows[0].route.path is None and isinstance(step, ExitStep):
             if step.follow([row.work for row in rows]):
                 return step
-        elif len({row.ahead > 0 for row in rows}) > 1:
+        elif len(drafts_ahead) > 1:
             return None  # rows take the drafts of a head from the device, or all from the host
         fits = isinstance(step, DraftStep) and step.fits(followers)
         if not fits and step.kind != self._kind(followers):
@@ -330,7 +331,7 @@ class Iterations:
     def _run(self, step: ExitStep | DraftStep) -> Run:
         """Run a program whose rows are loaded."""
         self.run(step)
-        is_first = self._keep(step)
+        is_first = not step.has_run and self._keep(step)
         if not self.ahead:
             if isinstance(step, ExitStep):
                 self._last = step

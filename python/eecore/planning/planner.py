@@ -62,6 +62,7 @@ class Planner:
     ) -> None:
         self._model, self._exit_layers, self._ahead = model, model.config.exit_layers, ahead
         self.num_threads = num_threads
+        self._max_ahead = max_ahead(model.draft_head)
         self.past = PastOutputs(history_tokens) if history_tokens else None
         """The outputs of requests that have ended, where they are kept."""
         self.held: HeldChoice | None = None
@@ -159,7 +160,6 @@ class Planner:
                 before = None if in_flight is None else in_flight[work.sequence][0].drafts
                 verified.append(before)
         given = iter(given_by_policy(asking, verified) if asking else ())
-        most = max_ahead(self._model.draft_head) if asking else 0
         rows: list[Row] = []
         free: list[int] = []
         for work, route in zip(works, routes, strict=True):
@@ -172,7 +172,8 @@ class Planner:
                 continue
             drafts, ahead, thresholds = next(given) if path.is_given else (), 0, tuple[float, ...]()
             if route.ahead:
-                ahead, thresholds = min(route.ahead, most), (route.draft_threshold or 0.0,) * most
+                most, threshold = self._max_ahead, route.draft_threshold or 0.0
+                ahead, thresholds = min(route.ahead, most), (threshold,) * most
             follows, pending = None, 0
             if in_flight is not None:
                 last, follows = in_flight[work.sequence]
