@@ -15,7 +15,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -239,6 +239,7 @@ def members(thing: type) -> Iterator[tuple[str, Any, Any]]:
     for name, stored in vars(thing).items():
         function = stored.__func__ if isinstance(stored, staticmethod | classmethod) else stored
         function = function.fget if isinstance(function, property) else function
+        function = function.func if isinstance(function, cached_property) else function
         if not name.startswith("_") and inspect.isfunction(function) and function.__doc__:
             yield name, stored, function
 
@@ -258,7 +259,7 @@ def contract(name: str, page: Path) -> str:
             parts += ["Fields:", listed]
         for member, stored, function in members(thing):
             parts.append(f"#### {own}.{member}")
-            if isinstance(stored, property):
+            if isinstance(stored, property | cached_property):
                 back = resolved(inspect.signature(function).return_annotation, function.__module__)
                 parts.append(code(f"{member}: {back}"))
             else:

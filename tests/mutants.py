@@ -448,7 +448,7 @@ SCHEDULING = (
     Mutant(
         "crop-gives-back-a-page-in-use",
         "python/eecore/scheduling/scheduler.py",
-        "keep = self.pages.pages_for(sequence.num_computed)",
+        "keep = -(-sequence.num_computed // self.pages.page_size)",
         "keep = sequence.num_computed // self.pages.page_size",
         "tests/scheduling/test_scheduler.py",
     ),
@@ -521,15 +521,15 @@ DECODING = (
     Mutant(
         "drafts-counted-at-full-depth",
         "python/eecore/decoding/draft_outcomes.py",
-        "layer = path.num_layers if is_draft else num_layers",
-        "layer = num_layers",
+        "[path.num_layers] * accepted + [num_layers] * (good - accepted)",
+        "[num_layers] * good",
         "tests/decoding/test_speculation.py",
     ),
     Mutant(
         "emitted-tokens-counted-as-accepted",
         "python/eecore/decoding/draft_outcomes.py",
-        "drafted=drafted, accepted=accepted),",
-        "drafted=drafted, accepted=good),",
+        "drafted=drafted, accepted=accepted)",
+        "drafted=drafted, accepted=good)",
         "tests/decoding/test_speculation.py",
     ),
     Mutant(
@@ -542,8 +542,8 @@ DECODING = (
     Mutant(
         "replay-at-full-depth",
         "python/eecore/decoding/exit_step.py",
-        "[record], [exit_layer], counters)",
-        "[record], [num_layers], counters)",
+        "[confidence],\n                [exit_layer],",
+        "[confidence],\n                [len(self._kv.layers)],",
         "tests/decoding/test_confident_exit.py tests/engine/test_engine.py",
     ),
     Mutant(
@@ -622,8 +622,8 @@ ENGINE = (
     Mutant(
         "tokens-after-the-end-kept",
         "python/eecore/engine/commit.py",
-        "taken.records = taken.records[:added]",
-        "taken.records = taken.records[: added + 1]",
+        "outcome.keep(added)",
+        "outcome.keep(added + 1)",
         "tests/engine/test_engine.py tests/decoding/test_speculation.py",
     ),
     Mutant(
@@ -636,7 +636,7 @@ ENGINE = (
     Mutant(
         "pages-of-rejected-drafts-kept",
         "python/eecore/engine/commit.py",
-        "if output is None and sequence.max_drafts > 0 and sequence not in going_on:",
+        "if surplus > 0 and output is None and sequence.max_drafts and sequence not in going_on:",
         "if False:",
         "tests/engine/test_engine.py tests/decoding/test_speculation.py",
     ),

@@ -6,6 +6,7 @@ an error, but no page is lost, and nothing is done twice.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -44,6 +45,24 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
             return False
         time.sleep(0.001)
     return True
+
+
+def python_calls(engine: Engine, steps: int = 8) -> float:
+    """The mean number of Python calls of the next steps."""
+    calls = 0
+
+    def counts(_frame: Any, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(counts)
+    try:
+        for _ in range(steps):
+            engine.step()
+    finally:
+        sys.setprofile(before)
+    return calls / steps
 
 
 # Few pages, pages of one position, chunks, and batches cut short by the budget.
@@ -134,7 +153,7 @@ def check_sequence(sequence: Sequence, page_size: int) -> None:
     """The fields of a request have to agree."""
     count = len(sequence.output_ids)
     assert sequence.status is not SequenceStatus.FINISHED
-    assert [record.token_id for record in sequence.records] == sequence.output_ids
+    assert len(sequence.exit_layers) == len(sequence.confidences) == len(sequence.output_ids)
     assert len(sequence.kv_exit_layers) == max(count - 1, 0)
     assert sequence.num_computed <= max(sequence.num_tokens - 1, sequence.num_prompt_tokens)
     asked = sequence.sampling.prompt_logprobs is not None

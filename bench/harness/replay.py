@@ -21,7 +21,7 @@ from eecore.planning.planner import HeldChoice, Planner
 from eecore.planning.proposal import Ahead, Proposal
 from eecore.planning.row import Outcome
 from eecore.scheduling.scheduler import Work
-from eecore.scheduling.sequence import Counters, TokenRecord
+from eecore.scheduling.sequence import Counters
 from eecore.scheduling.sequence import Sequence as Request
 
 __all__ = ["Answer", "Played", "RoundTimes", "new_planner", "play"]
@@ -208,13 +208,12 @@ class _Batch:
         rows = planner.plan(works)
         outcomes, drafted, steps = [], 0, 0
         for row in rows:
-            request, tokens = row.sequence, row.given.tokens
+            request, tokens = row.sequence, row.drafts
             answer, written = self._answers[request], len(row.sequence.output_ids)
             accepted = answer.num_accepted(written, tokens)
             count = written + accepted + 1
-            records = [TokenRecord(token, 0, 0.0) for token in answer.tokens[written:count]]
             counters = Counters(drafted=len(tokens), accepted=accepted)
-            outcome = Outcome(request, 0, records, counters=counters)
+            outcome = Outcome(request, 0, list(answer.tokens[written:count]), counters=counters)
             if row.ahead and self._left(request) > accepted + 1:
                 ahead = answer.after(count, row.ahead, row.ahead_thresholds)
                 if ahead.tokens:
@@ -240,6 +239,6 @@ class _Batch:
         self._last_running = self.running
         for outcome in outcomes:
             outcome.sequence.draft.ahead = outcome.ahead
-            outcome.sequence.output_ids += [record.token_id for record in outcome.records]
+            outcome.sequence.output_ids += outcome.token_ids
         self.seconds += took
         self.running = [each for each in self.running if self._left(each) > 0]

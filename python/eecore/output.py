@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from eecore.errors import EecoreError
@@ -186,7 +187,7 @@ class StepOutput:
     piece: Callable[[], str] | None = field(default=None, repr=False)
     """Decodes :attr:`text` at its first use."""
 
-    @property
+    @cached_property
     def text(self) -> str:
         """New text; empty while a character or a possible stop string is incomplete.
 

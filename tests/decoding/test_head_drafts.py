@@ -32,7 +32,7 @@ from eecore.planning.proposal import MAX_AHEAD
 from head_packs import Seen, reference_drafts, write_pack
 from tiny_models import random_prompts, scale_layers, write_model
 from tiny_t5 import write_t5
-from workloads import Request, serve, tokens_of
+from workloads import Request, python_calls, serve, tokens_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -346,6 +346,19 @@ def test_what_is_drawn_after_drafts_on_the_device(following: eecore.Model) -> No
     for one, other in zip(got, expected, strict=True):
         assert one.stats.drafted == other.stats.drafted
         check_logprobs(one, other)
+
+
+@pytest.mark.parametrize(("ahead", "of_row"), [(True, 6), (False, 11)], ids=["ahead", "landed"])
+def test_rows_that_go_on_cost_few_calls(following: eecore.Model, ahead: bool, of_row: int) -> None:
+    for rows in (1, 8):
+        engine = engine_of(following, EngineConfig(kv_cache_tokens=2048), ahead=ahead)
+        for prompt in random_prompts(*[5] * rows, seed=rows):
+            sampling = SamplingParams(max_tokens=100, ignore_eos=True)
+            engine.add_request(prompt, exit=HeadDrafts(3, 0.0), sampling=sampling)
+        for _ in range(4):
+            engine.step()
+        assert python_calls(engine) <= 60 + rows * of_row
+        list(engine.run())
 
 
 @pytest.mark.parametrize("guided", [False, True], ids=["free", "guided"])

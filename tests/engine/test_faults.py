@@ -83,7 +83,7 @@ def break_for_the_bad(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) ->
         (ExitStep, "outcomes", ConfidentExit(0.35)),
         (DraftStep, "load", SelfSpeculative(2, 4)),
         (DraftOutcomes, "of", DraftAndVerify({3}, {2, 4})),
-        (DraftOutcomes, "_records", SelfSpeculative(2, 4)),
+        (DraftOutcomes, "of", SelfSpeculative(2, 4)),
         (Commits, "taken", Full()),
         (TextStream, "after", Full()),
         (TextStream, "whole", Full()),

@@ -10,7 +10,7 @@ from eecore import EngineConfig, Full, SamplingParams, SelfSpeculative
 from eecore.exits import Exit
 from eecore.scheduling.pages import PageAllocator
 from eecore.scheduling.scheduler import Scheduler, Work
-from eecore.scheduling.sequence import MAX_DRAFTS, Sequence, SequenceStatus, TokenRecord
+from eecore.scheduling.sequence import MAX_DRAFTS, Sequence, SequenceStatus
 
 
 class Bench:
@@ -50,9 +50,7 @@ class Bench:
                 sequence.num_computed += work.num_tokens
                 if not sequence.output_ids and sequence.num_computed == sequence.num_prompt_tokens:
                     count = 1
-            for _ in range(count):
-                sequence.output_ids.append(2)
-                sequence.records.append(TokenRecord(2, 1, 0.5))
+            sequence.output_ids += [2] * count
             self.scheduler.crop(sequence)
         return works
 

@@ -15,7 +15,6 @@ import pytest
 
 import eecore
 from chat_templates import TEMPLATES
-from eecore.engine.text import Piece
 from eecore.serving.asking import ask_chat
 from eecore.serving.protocol import ChatRequest
 from eecore.serving.settings import ServerSettings
@@ -264,7 +263,7 @@ def test_markers_that_are_special_tokens_are_shown(endless: eecore.Model) -> Non
         streamed = ""
         for number, token in enumerate(ids, 1):
             prepared.output_ids.append(token)
-            streamed += Piece(prepared.text, number, final=number == len(ids))()
+            streamed += prepared.text.show_up_to(number, final=number == len(ids))
         assert streamed == prepared.text.decoded.text == text
     quiet = ask_chat(
         served, ChatRequest(messages=messages, tools=TOOLS, tool_choice="none", max_tokens=60)

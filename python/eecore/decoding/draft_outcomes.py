@@ -1,4 +1,4 @@
-"""The outcomes of rounds: accepted tokens and their records, from the results of a program."""
+"""The outcomes of rounds: accepted tokens and their scores, from the results of a program."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from math import isnan
 from eecore.decoding.draft_kind import DraftKind
 from eecore.decoding.head_drafts import drafted_ahead
 from eecore.decoding.heads import Logits
-from eecore.decoding.memory import Cells, numbers_of
-from eecore.decoding.sampling import NO_TOKEN, top_logprobs
+from eecore.decoding.memory import Cells
+from eecore.decoding.sampling import NO_TOKEN, add_logprobs
 from eecore.errors import NotFiniteError
 from eecore.planning.row import Outcome, Row
-from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
+from eecore.scheduling.sequence import Counters
 
 
 class DraftOutcomes:
@@ -24,65 +24,69 @@ class DraftOutcomes:
         self._path, self._num_layers = kind.path, num_layers
         self._draft_layers = kind.path.layers_run - kind.path.shared_layers
         self._drafts_ahead = kind.drafts_ahead
+        self._counters: dict[tuple[int, int], Counters] = {}  # by drafted and accepted drafts
 
-    def of(self, row: Row, i: int, got: Cells) -> Outcome:
-        """The accepted part of a round; no token follows an accepted end of the text."""
-        sequence, num_layers = row.work.sequence, self._num_layers
-        drafted, accepted, tokens = got["num_drafted"][i], got["num_accepted"][i], got["tokens"]
-        emitted = [tokens[i, k] for k in range(1, accepted + 1)]
-        if not 0 < drafted == accepted or not sequence.stops_at(tokens[i, drafted]):
-            emitted.append(got["next_token"][i])
-        records = self._records(sequence, emitted, accepted, i, got)
-        good = len(records)
-        if not good:
-            return Outcome(sequence, sequence.num_computed, error=NotFiniteError(NO_TOKEN))
-        is_cut = good < len(emitted)
-        emitted, accepted = emitted[:good], min(accepted, good)
-        # Drafted positions run through the layers that they share with the draft once.
-        runs = drafted * self._draft_layers + (drafted + 1) * num_layers
-        outcome = Outcome(
-            sequence,
-            sequence.num_computed + good,
-            records,
-            [num_layers] * good,
-            Counters(layers_run=runs, drafted=drafted, accepted=accepted),
-            is_cut=is_cut,
-        )
-        if self._drafts_ahead and not is_cut:
-            outcome.ahead = drafted_ahead(row, i, emitted, got)
-        if row.route.adaptive:
-            outcome.draft_stop = sequence.draft.stop.after(drafted, accepted, sequence.max_drafts)
-        return outcome
-
-    def _records(
-        self, sequence: Sequence, emitted: list[int], accepted: int, i: int, got: Cells
-    ) -> list[TokenRecord]:
-        """Records of the tokens up to the first whose logits or confidence are NaN."""
-        path, num_layers = self._path, self._num_layers
-        start, gaps, logprobs = got["query_start_loc"][i], got["gap"], got["logprob"]
-        is_asked = sequence.sampling.logprobs is not None
-        records: list[TokenRecord] = []
-        for k, token in enumerate(emitted):
-            at, is_draft = start + k, k < accepted
-            if token < 0 or isnan(logprobs[at]):
-                break
-            confidence = gaps[at]
-            if is_draft and not path.is_given:
-                confidence = got["draft_confidences"][i, k]
-                if isnan(confidence):
+    def of(self, rows: list[tuple[int, Row]], got: Cells) -> list[Outcome]:
+        """The accepted parts of some rows' rounds; no token follows an accepted end of a text."""
+        path, num_layers, is_given = self._path, self._num_layers, self._path.is_given
+        all_tokens, outcomes = got["tokens"].tolist(), []
+        drafts_confidences = None if is_given else got["draft_confidences"].tolist()
+        for i, row in rows:
+            sequence, tokens = row.work.sequence, all_tokens[i]
+            drafted, accepted = got["num_drafted"][i], got["num_accepted"][i]
+            emitted = tokens[1 : accepted + 1]
+            if not 0 < drafted == accepted or tokens[drafted] not in sequence.stop_set:
+                emitted.append(got["next_token"][i])
+            start = got["query_start_loc"][i]
+            stop = start + len(emitted)
+            confidences, logprobs = got["gap"][start:stop].tolist(), got["logprob"][start:stop]
+            if drafts_confidences is not None:
+                confidences[:accepted] = drafts_confidences[i][:accepted]
+            good = 0  # tokens up to the first whose logits or confidence are NaN
+            for token, confidence, logprob in zip(emitted, confidences, logprobs, strict=True):
+                is_made = not is_given and good < accepted
+                if token < 0 or isnan(logprob) or (is_made and isnan(confidence)):
                     break
-            logprob, best = self._logprobs(sequence, token, at, got) if is_asked else (None, None)
-            layer = path.num_layers if is_draft else num_layers
-            records.append(TokenRecord(token, layer, confidence, logprob, best))
-        return records
+                good += 1
+            if not good:
+                error = NotFiniteError(NO_TOKEN)
+                outcomes.append(Outcome(sequence, sequence.num_computed, error=error))
+                continue
+            is_cut = good < len(emitted)
+            if is_cut:
+                accepted = min(accepted, good)
+                del emitted[good:], confidences[good:]
+            counters = self._counters.get((drafted, accepted))
+            if counters is None:
+                # Drafted positions run through the layers that they share with the draft once.
+                runs = drafted * self._draft_layers + (drafted + 1) * num_layers
+                counters = Counters(layers_run=runs, drafted=drafted, accepted=accepted)
+                self._counters[drafted, accepted] = counters
+            outcome = Outcome(
+                sequence,
+                sequence.num_computed + good,
+                emitted,
+                [path.num_layers] * accepted + [num_layers] * (good - accepted),
+                confidences,
+                [num_layers] * good,
+                counters,
+                is_cut=is_cut,
+            )
+            if sequence.sampling.logprobs is not None:
+                self._add_logprobs(outcome, start, got)
+            if self._drafts_ahead and row.ahead and not is_cut:
+                outcome.ahead = drafted_ahead(row, i, emitted, got)
+            if row.route.adaptive:
+                rule, most = sequence.draft.stop, sequence.max_drafts
+                outcome.draft_stop = rule.after(drafted, accepted, most)
+            outcomes.append(outcome)
+        return outcomes
 
-    def _logprobs(
-        self, sequence: Sequence, token: int, at: int, got: Cells
-    ) -> tuple[float | None, dict[int, float] | None]:
-        """Log-probabilities of an emitted token, as far as the request asked for them."""
-        logprob = got["logprob"][at]
-        if token != got["token"][at]:  # a sampled draft, or drawn after a rejection
-            assert self.logits is not None
-            logprob = self.logits.of(at, token) - got["logsumexp"][at]
-        ids, values = numbers_of(got, "top_ids", at), numbers_of(got, "top_logprobs", at)
-        return top_logprobs(sequence.sampling.logprobs, logprob, ids, values)
+    def _add_logprobs(self, outcome: Outcome, start: int, got: Cells) -> None:
+        """Add the log-probabilities that the request asks for, of tokens from row ``start`` on."""
+        for at, token in enumerate(outcome.token_ids, start):
+            logprob = None
+            if token != got["token"][at]:  # a sampled draft, or drawn after a rejection
+                assert self.logits is not None
+                logprob = self.logits.of(at, token) - got["logsumexp"][at]
+            add_logprobs(outcome, got, at, logprob)

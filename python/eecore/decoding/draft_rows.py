@@ -40,8 +40,7 @@ class DraftRows(Step):
 
     def fits(self, rows: list[Row]) -> bool:
         """Whether these rows are the rows that were loaded last, and need this program again."""
-        drafts_ahead = max([row.ahead for row in rows]) > 0
-        if rows[0].route.path is not self.kind.path or drafts_ahead != self.kind.drafts_ahead:
+        if rows[0].route.path is not self.kind.path:
             return False
         sequences = [row.work.sequence for row in rows]
         if self._sequences != sequences:
@@ -50,18 +49,19 @@ class DraftRows(Step):
             return False
         num_pages = self.sizes.num_pages - self._pages_after
         most = num_pages * self._page_size - self.kind.num_steps
-        for row in rows:
-            work = row.work
-            if work.max_drafts > self.kind.num_steps or len(work.sequence.pages) > num_pages:
+        drafts_ahead = False
+        for row, sequence in zip(rows, sequences, strict=True):
+            drafts_ahead = drafts_ahead or row.ahead > 0
+            if row.work.max_drafts > self.kind.num_steps or len(sequence.pages) > num_pages:
                 return False
-            if work.sequence.num_tokens + row.pending > most:
+            if len(sequence.prompt_ids) + len(sequence.output_ids) + row.pending > most:
                 return False
-        return True
+        return drafts_ahead == (self.kind.most_ahead > 0)
 
     def load(self, rows: list[Row]) -> None:
         """Load the rows of the next round: at most ``sizes.num_rows`` sequences."""
         sequences = [row.work.sequence for row in rows]
-        changes = self.sizes.heads.logits
+        changes = self._reads_text
         if self.sizes.follows:
             places = [row.follows for row in rows]
             # Penalties alone depend on the text of a row that continues after a run in flight.
@@ -98,7 +98,7 @@ class DraftRows(Step):
         if host.holds is not self._fixed:
             self._write_fixed(rows, sequences)
         elif self._adapts:
-            host.write(thresholds=[_threshold(row) for row in rows])
+            host.write(thresholds=_thresholds(rows))
         self._write_state(rows)
         pages = [sequence.pages for sequence in sequences]
         for prefix in ("", "open_"):
@@ -115,7 +115,7 @@ class DraftRows(Step):
         self._write_rows(rows)
         padding = [False] * (self.sizes.num_rows - len(rows))
         self._host.write(
-            thresholds=[_threshold(row) for row in rows],
+            thresholds=_thresholds(rows),
             sampled=[s.sampling.temperature > 0.0 for s in sequences] + padding,
         )
         stops = self._host.arrays["stop_tokens"]
@@ -128,9 +128,9 @@ class DraftRows(Step):
         """Write the position and the given drafts of each row."""
         cells, states = self._host.cells, []
         for i, row in enumerate(rows):
-            work, sequence, drafts = row.work, row.work.sequence, row.given.tokens
-            output = sequence.output_ids
-            where = output[-1], len(sequence.prompt_ids) + len(output) - 1, sequence.tokens_left
+            work, sequence, drafts = row.work, row.work.sequence, row.drafts
+            output, most = sequence.output_ids, sequence.sampling.max_tokens
+            where = output[-1], len(sequence.prompt_ids) + len(output) - 1, most - len(output)
             num_ahead = row.ahead if self._keys is None else self._num_ahead(row)
             states.append((*where, work.max_drafts, len(drafts), num_ahead))
             for k, token in enumerate(drafts):
@@ -139,13 +139,13 @@ class DraftRows(Step):
                 for k, threshold in enumerate(row.ahead_thresholds):
                     cells["ahead_thresholds"][k, i] = threshold
         states += [(0, 0, 0, -1, 0, -1)] * (self.sizes.num_rows - len(rows))
-        tokens, starts, left, most, num_given, ahead = zip(*states, strict=True)
+        tokens, starts, left, max_drafts, num_given, ahead = zip(*states, strict=True)
         columns = {
             "num_active": (len(rows),),
             "token_ids": tokens,
             "start": starts,
             "tokens_left": left,
-            "max_drafts": most,
+            "max_drafts": max_drafts,
         }
         if self.kind.path.is_given:
             columns["num_given"] = num_given
@@ -155,7 +155,7 @@ class DraftRows(Step):
 
     def _num_ahead(self, row: Row) -> int:
         """Number of drafts that a head with keys of its own may make, by the slots for them."""
-        verified = len(row.given.tokens) if row.follows is None else row.work.max_drafts
+        verified = len(row.drafts) if row.follows is None else row.work.max_drafts
         # The key of the first draft is at the last verified position, or before it.
         sequence = row.sequence
         last = min(row.position + verified, sequence.num_tokens + sequence.tokens_left - 2)
@@ -165,14 +165,17 @@ class DraftRows(Step):
         return min(row.ahead, slots)
 
 
-def _threshold(row: Row) -> float:
-    """The smallest float32 not below the row's threshold: the same float32 numbers reach both."""
-    threshold = row.route.draft_threshold
-    if threshold is None:
-        return -1.0
-    if row.route.adaptive:
-        threshold = row.sequence.draft.stop.threshold
-    rounded = np.float32(threshold)
-    if float(rounded) < threshold:
-        rounded = np.nextafter(rounded, np.float32(np.inf))
-    return float(rounded)
+def _thresholds(rows: list[Row]) -> list[float]:
+    """For each row the smallest float32 not below its threshold: the same float32 numbers reach
+    both; -1 without one.
+    """
+    found = []
+    for row in rows:
+        threshold = row.route.draft_threshold
+        if row.route.adaptive:
+            threshold = row.work.sequence.draft.stop.threshold
+        found.append(-1.0 if threshold is None else threshold)
+    exact = np.array(found)
+    rounded = exact.astype(np.float32)
+    above = np.nextafter(rounded, np.float32(np.inf))
+    return np.where(rounded < exact, above, rounded).tolist()  # type: ignore[no-any-return]

@@ -277,5 +277,4 @@ class DraftStep(DraftRows):
 
     def outcomes(self, rows: list[tuple[int, Row]], arrived: HostSide) -> list[Outcome]:
         """Outcomes of some of the rows of a round; waits until the results have arrived."""
-        got = arrived.wait().cells
-        return [self._outcomes.of(row, i, got) for i, row in rows]
+        return self._outcomes.of(rows, arrived.wait().cells)

@@ -19,13 +19,12 @@ from eecore import ops
 from eecore.decoding.control import Control
 from eecore.decoding.head_drafts import HeadKeys
 from eecore.decoding.heads import KNOWN, HeadWork, head_fields, measure_states, state_measure
-from eecore.decoding.memory import Array, Field, HostSide, numbers_of
+from eecore.decoding.memory import Array, Field, HostSide
 from eecore.decoding.sampling import (
     DRAWS_TOKEN,
     NO_TOKEN,
-    follows_text,
+    add_logprobs,
     sampling_rows,
-    top_logprobs,
 )
 from eecore.decoding.step import Sizes, Step, sizes_for, tapped_layers
 from eecore.errors import NotFiniteError
@@ -33,7 +32,7 @@ from eecore.models import DraftHead, KeyedHead, KVCache, LlamaModel, Network
 from eecore.planning.route import Check
 from eecore.planning.row import Outcome, Row
 from eecore.scheduling.scheduler import Work
-from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
+from eecore.scheduling.sequence import Counters, Sequence
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,6 @@ class ExitStep(Step):
         self._sequences: list[Sequence] = []
         self._thresholds_of: list[Row] | None = None  # whose constant thresholds are written
         self._decays = False  # whether some row's thresholds change
-        self._reads_text = False  # whether some row's settings change with its text
         self._counters: dict[tuple[int, int], Counters] = {}  # by exit layer and layers filled
         self._zeros = [0] * num_rows
         given = self._given.device
@@ -156,7 +154,6 @@ class ExitStep(Step):
         """Write the columns that are kept for the same rows."""
         self._thresholds_of = self._host.holds = None
         self._decays = any(row.route.decays for row in rows)
-        self._reads_text = any(follows_text(row.sequence.sampling) for row in rows)
         self._write_rows(rows)
         routes = [row.route for row in rows]
         self._host.write(
@@ -412,17 +409,21 @@ class ExitStep(Step):
                 error = NotFiniteError(NO_TOKEN)
                 found.append(Outcome(sequence, sequence.num_computed, error=error))
                 continue
-            logprob = best = None
-            if sequence.sampling.logprobs is not None:
-                top = [numbers_of(got, name, i) for name in ("top_ids", "top_logprobs")]
-                logprob, best = top_logprobs(sequence.sampling.logprobs, got["logprob"][i], *top)
             filled = max(len(self._kv.layers) - exit_layer, 0) if route.fills else 0
             counters = self._counters.get((exit_layer, filled))
             if counters is None:
                 counters = Counters(exit_layer, layers_filled=filled, fill_calls=int(filled > 0))
                 self._counters[exit_layer, filled] = counters
-            record = TokenRecord(token, exit_layer, confidence, logprob, best)
-            found.append(
-                Outcome(sequence, sequence.num_computed + 1, [record], [exit_layer], counters)
+            outcome = Outcome(
+                sequence,
+                sequence.num_computed + 1,
+                [token],
+                [exit_layer],
+                [confidence],
+                [exit_layer],
+                counters,
             )
+            if sequence.sampling.logprobs is not None:
+                add_logprobs(outcome, got, i)
+            found.append(outcome)
         return found

@@ -311,14 +311,10 @@ class HeadDrafting(AheadDrafting):
 def drafted_ahead(row: Row, i: int, emitted: list[int], got: Cells) -> Ahead | None:
     """The head's drafts for the i-th row, after the tokens that the row got."""
     count = got["num_ahead_drafted"][i]
-    if not row.ahead or not count or not emitted:
+    if not count or got["ahead_tokens"][i, 0] != emitted[-1]:  # the text ends before it
         return None
-    tokens, probabilities = got["ahead_tokens"], got["ahead_probabilities"]
-    if tokens[i, 0] != emitted[-1]:  # the text ends before it
-        return None
-    return Ahead(
-        row.work.sequence.num_tokens + len(emitted),
-        emitted[-1],
-        [tokens[i, k] for k in range(1, count + 1)],
-        [probabilities[i, k] for k in range(count)],
-    )
+    tokens = got["ahead_tokens"][i : i + 1].tolist()[0]
+    probabilities = got["ahead_probabilities"][i : i + 1].tolist()[0]
+    sequence = row.work.sequence
+    num_tokens = len(sequence.prompt_ids) + len(sequence.output_ids) + len(emitted)
+    return Ahead(num_tokens, emitted[-1], tokens[1 : count + 1], probabilities[:count])

@@ -25,7 +25,6 @@ from eecore.decoding.sampling import needs_logits
 from eecore.models import KeyedHead, KVCache, Network
 from eecore.planning.draft_state import route_of
 from eecore.planning.planner import Planner
-from eecore.planning.proposal import NOTHING
 from eecore.planning.route import DraftPath
 from eecore.planning.row import Outcome, Row
 from eecore.scheduling.scheduler import Work
@@ -83,7 +82,7 @@ class Flight:
     @property
     def is_over(self) -> bool:
         """Whether no running sequence needs the outcome any more."""
-        return not any(work.sequence.status is SequenceStatus.RUNNING for work in self.works)
+        return SequenceStatus.RUNNING not in [work.sequence.status for work in self.works]
 
     @cached_property
     def places(self) -> dict[Sequence, tuple[Run, int]]:
@@ -241,7 +240,7 @@ class Iterations:
                     break
             else:
                 return Flight(works, [self._run(run.program) for run in after.runs])
-        in_flight = {sequence: run.rows[i] for sequence, (run, i) in after.places.items()}
+        in_flight = {sequence: (run.rows[i], i) for sequence, (run, i) in after.places.items()}
         rows = self.planner.plan(works, others_wait=others_wait, in_flight=in_flight)
         steps = []
         for family in self._families(rows):
@@ -259,20 +258,21 @@ class Iterations:
         """
         run, _ = after.places[rows[0].work.sequence]
         step = run.program
-        followers = []
+        followers, drafts_ahead = [], set()
         for row in rows:
             its, place = after.places[row.work.sequence]
             if its is not run:
                 return None
-            given = NOTHING if row.ahead else row.given  # the drafts of a head are on the device
-            pending = run.rows[place].most_tokens
-            followers.append(
-                Row(row.work, row.route, given, row.ahead, row.ahead_thresholds, place, pending)
-            )
+            drafts_ahead.add(row.ahead > 0)
+            if row.follows is None:
+                pending = run.rows[place].most_tokens
+                followers.append(row._replace(follows=place, pending=pending))
+            else:
+                followers.append(row)
         if rows[0].route.path is None and isinstance(step, ExitStep):
             if step.follow([row.work for row in rows]):
                 return step
-        elif len({row.ahead > 0 for row in rows}) > 1:
+        elif len(drafts_ahead) > 1:
             return None  # rows take the drafts of a head from the device, or all from the host
         fits = isinstance(step, DraftStep) and step.fits(followers)
         if not fits and step.kind != self._kind(followers):
@@ -331,7 +331,7 @@ class Iterations:
     def _run(self, step: ExitStep | DraftStep) -> Run:
         """Run a program whose rows are loaded."""
         self.run(step)
-        is_first = self._keep(step)
+        is_first = not step.has_run and self._keep(step)
         if not self.ahead:
             if isinstance(step, ExitStep):
                 self._last = step
@@ -350,6 +350,8 @@ class Iterations:
         """Rows grouped by program: by how they draft and, with a draft head that has keys of its
         own, by whether they give the head keys, which rows that may exit early do not.
         """
+        if self._keyed is None and len({id(row.route.path) for row in rows}) == 1:
+            return [rows]  # quicker than to compare paths, which are large
         families: dict[tuple[DraftPath | None, bool], list[Row]] = {}
         for row in rows:
             keeps = self._keyed is None or row.route.fills_head

@@ -61,20 +61,15 @@ class HostSide:
         self._tensors = tensors
         self.holds: object = None
         """Identifies the fixed columns that were last written here; None: unknown."""
-        self._moved: torch.cuda.Event | None = None
+        self.moved: torch.cuda.Event | None = None
+        """The end of the copy from or to this side that was queued last, on a GPU."""
         self._tables: dict[str, _Table] = {}
         self._packs: dict[tuple[str, ...], Callable[..., None]] = {}
 
-    def moves(self) -> None:
-        """Note that a copy from or to this side was just queued on the current stream."""
-        if self.memory.is_pinned():
-            self._moved = self._moved or torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._moved.record()
-
     def wait(self) -> HostSide:
         """Wait until the copy that was queued last is done."""
-        if self._moved is not None:
-            self._moved.synchronize()
+        if self.moved is not None:
+            self.moved.synchronize()
         return self
 
     def write(self, **columns: Ordered[Any]) -> None:
@@ -132,17 +127,6 @@ def numbers_of(cells: Cells, name: str, row: int) -> list[Any]:
     return cells[name][row : row + 1].tolist()[0] if name in cells else []
 
 
-def _move(source: Tensor, target: Tensor) -> None:
-    """Copy by a kernel, also on a GPU: for a few kilobytes a copy engine takes several times as
-    long to start, and so does the kernel after the copy.
-    """
-    with torch.inference_mode():
-        if source.device.type == "cuda":
-            torch.bitwise_or(source, 0, out=target)
-        else:
-            target.copy_(source)
-
-
 class TwinMemory:
     """Named tensors on a device, and twice on the host: one side is copied, the other is free.
 
@@ -171,12 +155,13 @@ class TwinMemory:
             memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
             return HostSide(memory, views(memory), device)
 
-        self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self._words = self._memory.view(torch.int64)
-        self.device = views(self._memory)
-        self._is_shared = device.type == "cpu"
-        self._own = HostSide(self._memory, self.device, device) if self._is_shared else None
-        self._sides = host_side(), host_side()
+        with torch.inference_mode(False):  # so that a copy needs no context
+            self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            self._words = self._memory.view(torch.int64)
+            self.device = views(self._memory)
+            is_shared = device.type == "cpu"
+            self._own = HostSide(self._memory, self.device, device) if is_shared else None
+            self._sides = host_side(), host_side()
         self.num_bytes = 3 * num_bytes
         self._uses = 0
 
@@ -189,11 +174,21 @@ class TwinMemory:
         self._uses += 1
         return self._sides[self._uses % 2].wait()
 
+    def _move(self, source: Tensor, target: Tensor, side: HostSide) -> None:
+        """Queue a copy from or to a side. On a GPU it is a kernel: for a few kilobytes a copy
+        engine takes several times as long to start, and so does the kernel after the copy.
+        """
+        if self._own is None:
+            torch.bitwise_or(source, 0, out=target)
+            side.moved = side.moved or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            side.moved.record()
+        else:
+            target.copy_(source)
+
     def send(self, side: HostSide) -> None:
         """Queue a copy to the device, after the work that is queued there; does not wait."""
         if side is not self._own:
-            _move(side.words, self._words)
-            side.moves()
+            self._move(side.words, self._words, side)
 
     def fetch(self, *, is_read_first: bool = False) -> HostSide:
         """Queue a copy from the device, after the work that is queued there.
@@ -208,8 +203,7 @@ class TwinMemory:
         if is_read_first and self._own is not None:
             return self._own
         side = self._next_side()
-        _move(self._words, side.words)
-        side.moves()
+        self._move(self._words, side.words, side)
         return side
 
 

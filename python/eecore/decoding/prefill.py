@@ -21,16 +21,16 @@ from eecore.decoding.chunk_pass import ChunkKind, ChunkPass, ChunkRows, chunk_ki
 from eecore.decoding.control import OnHost
 from eecore.decoding.head_drafts import HeadKeys
 from eecore.decoding.heads import GREEDY, LOGITS, Heads, HeadWork, head_fields
-from eecore.decoding.memory import Array, HostSide, TwinMemory, numbers_of, page_table, slots_of
+from eecore.decoding.memory import Array, TwinMemory, page_table, slots_of
 from eecore.decoding.prompt_logprobs import Scored, prompt_logprobs
 from eecore.decoding.sampling import (
     DRAWS_TOKEN,
     NO_TOKEN,
+    add_logprobs,
     head_sizes,
     needs_logits,
     sampling_fields,
     sampling_rows,
-    top_logprobs,
     write_sampling,
 )
 from eecore.decoding.step import tapped_layers
@@ -49,7 +49,7 @@ from eecore.models import (
 from eecore.planning.draft_state import route_of
 from eecore.planning.row import Outcome
 from eecore.scheduling.scheduler import Work
-from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
+from eecore.scheduling.sequence import Counters, Sequence
 
 Int64Array = npt.NDArray[np.int64]
 RunChunk = Callable[[ChunkKind, Array, ChunkRows], ChunkPass]
@@ -165,23 +165,15 @@ class Prefill:
         """Run the pass, and return one outcome per work, in order."""
         hidden = self._layers()
         emitting = [i for i, chunk in enumerate(self._chunks) if chunk.emits]
-        records = {}
+        outcomes = []
+        for chunk in self._chunks:
+            counters = Counters(prompt_layers_run=sum(chunk.depths))
+            outcomes.append(Outcome(chunk.sequence, chunk.stop, counters=counters))
         if emitting:
             last = self._tensor(self._ends[emitting] - 1)
-            records = dict(
-                zip(emitting, self._records(emitting, hidden.index_select(0, last)), strict=True)
-            )
+            self._add_tokens(outcomes, emitting, hidden.index_select(0, last))
         if self._keys is not None:
-            self._fill_head(self._keys, records)
-        outcomes = []
-        for i, chunk in enumerate(self._chunks):
-            outcome = Outcome(chunk.sequence, chunk.stop)
-            outcome.counters = Counters(prompt_layers_run=sum(chunk.depths))
-            if i in records:
-                record = records[i]
-                outcome.records = [] if record is None else [record]
-                outcome.error = NotFiniteError(NO_TOKEN) if record is None else None
-            outcomes.append(outcome)
+            self._fill_head(self._keys, outcomes)
         self._score_prompts(hidden, outcomes)
         return outcomes
 
@@ -244,19 +236,18 @@ class Prefill:
             return state
         return state[self._tensor(np.searchsorted(active, self._deep))]
 
-    def _fill_head(self, keys: HeadKeys, records: dict[int, TokenRecord | None]) -> None:
+    def _fill_head(self, keys: HeadKeys, outcomes: list[Outcome]) -> None:
         """Write the keys of a draft head's own layers, at positions that all layers ran for.
 
         Args:
             keys: writes the keys of the head.
-            records: the first tokens of the chunks that give one.
+            outcomes: the outcomes, with the first tokens of the chunks that give one.
         """
         following: list[int] = []
-        for i, chunk in enumerate(self._chunks):
+        for chunk, outcome in zip(self._chunks, outcomes, strict=True):
             tokens = chunk.sequence.tokens(chunk.first + 1, chunk.stop + 1)
             if len(tokens) < chunk.stop - chunk.first:
-                record = records.get(i)
-                tokens = [*tokens, -1 if record is None else record.token_id]
+                tokens = [*tokens, *(outcome.token_ids or [-1])]
             following += tokens
         deep = self._deep
         starts = np.flatnonzero(self._positions[deep] == 0)
@@ -316,9 +307,13 @@ class Prefill:
             chunks=chunks,
         )
 
-    def _records(self, emitting: list[int], hidden: Tensor) -> list[TokenRecord | None]:
-        """The first tokens after whole prompts, from the states of their last rows, [num_emitting,
-        hidden_size]; None where the model gives no token.
+    def _add_tokens(self, outcomes: list[Outcome], emitting: list[int], hidden: Tensor) -> None:
+        """Add the first tokens after whole prompts to their outcomes.
+
+        Args:
+            outcomes: the outcomes of all chunks.
+            emitting: the chunks that end a prompt.
+            hidden: [num_emitting, hidden_size], the states of their last rows.
         """
         sequences = [self._chunks[i].sequence for i in emitting]
         sizes, count = head_sizes(sequences), len(sequences)
@@ -340,21 +335,17 @@ class Prefill:
             OnHost(),
             work,
         )
-        return self._read(emitting, results.fetch())
-
-    def _read(self, emitting: list[int], side: HostSide) -> list[TokenRecord | None]:
-        got = side.wait().cells
-        records: list[TokenRecord | None] = []
+        got = results.fetch().wait().cells
         for k, i in enumerate(emitting):
-            chunk, token = self._chunks[i], got["token"][k]
+            outcome, token = outcomes[i], got["token"][k]
             if token < 0 or isnan(got["logprob"][k]):
-                records.append(None)
+                outcome.error = NotFiniteError(NO_TOKEN)
                 continue
-            top = [numbers_of(got, name, k) for name in ("top_ids", "top_logprobs")]
-            asked = chunk.sequence.sampling.logprobs
-            logprob, best = top_logprobs(asked, got["logprob"][k], *top)
-            records.append(TokenRecord(token, chunk.depths[-1], got["gap"][k], logprob, best))
-        return records
+            outcome.token_ids.append(token)
+            outcome.exit_layers.append(self._chunks[i].depths[-1])
+            outcome.confidences.append(got["gap"][k])
+            if outcome.sequence.sampling.logprobs is not None:
+                add_logprobs(outcome, got, k)
 
     def _tensor(self, array: Array) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.config import SamplingParams
-from eecore.decoding.memory import Array, Field, HostSide, power_of_two
+from eecore.decoding.memory import Array, Cells, Field, HostSide, numbers_of, power_of_two
 from eecore.planning.draft_state import guided_of
+from eecore.planning.row import Outcome
 from eecore.scheduling.sequence import Sequence
 
 # The purpose of a random number that draws a token.
@@ -179,13 +180,15 @@ def _write_ids(rows: Array, ids: Iterable[list[int]]) -> None:
         row[: len(own)] = own
 
 
-def top_logprobs(
-    asked: int | None, logprob: float, ids: list[int], values: list[float]
-) -> tuple[float | None, dict[int, float] | None]:
-    """The log-probability of a token, and the ``asked`` most probable tokens with theirs; None,
-    None for a request that does not ask.
+def add_logprobs(outcome: Outcome, got: Cells, at: int, logprob: float | None = None) -> None:
+    """Add the log-probabilities of one more token to the outcome of a request that asks for them.
+
+    Args:
+        at: the token's row in the results ``got``.
+        logprob: the token's log-probability; None: the one of the results.
     """
-    if asked is None:
-        return None, None
-    best = zip(ids[:asked], values[:asked], strict=True)
-    return logprob, {token: value for token, value in best if value > -math.inf}
+    asked = outcome.sequence.sampling.logprobs
+    ids, values = (numbers_of(got, name, at)[:asked] for name in ("top_ids", "top_logprobs"))
+    best = zip(ids, values, strict=True)
+    outcome.logprobs.append(got["logprob"][at] if logprob is None else logprob)
+    outcome.top_logprobs.append({token: value for token, value in best if value > -math.inf})

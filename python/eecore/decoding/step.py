@@ -22,13 +22,13 @@ from eecore.decoding.memory import (
 )
 from eecore.decoding.sampling import (
     HeadSizes,
+    follows_text,
     head_sizes,
     needs_logits,
     sampling_fields,
     write_sampling,
 )
 from eecore.models import AttentionBatch, KVCache, Network
-from eecore.planning.proposal import NOTHING
 from eecore.planning.row import Row
 from eecore.scheduling.sequence import Sequence
 
@@ -153,6 +153,7 @@ class Step(ABC):
         self._results = TwinMemory(model.device, results)
         self._host = self._given.host()
         self._fixed = object()  # identifies the columns that are kept for the same rows
+        self._reads_text = False  # whether some row's settings change with its text
         self.num_bytes = self._given.num_bytes + self._results.num_bytes
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -187,6 +188,7 @@ class Step(ABC):
     def _write_rows(self, rows: list[Row]) -> None:
         """Write the columns that are kept for the same rows."""
         sequences = [row.sequence for row in rows]
+        self._reads_text = any(follows_text(s.sampling) for s in sequences)
         self._host.write(
             kind=[LOGITS if needs_logits(s.sampling) else GREEDY for s in sequences],
             num_rows=[len(rows)],
@@ -194,7 +196,7 @@ class Step(ABC):
         if self.sizes.follows:
             self._host.write(sources=[-1 if row.follows is None else row.follows for row in rows])
         if self.sizes.heads.logits:
-            write_sampling(self._host, sequences, [row.given.tokens for row in rows])
+            write_sampling(self._host, sequences, [row.drafts for row in rows])
 
     def _followers(self, rows: list[Row]) -> list[Row]:
         """The rows of the last run, each of which now continues after its result there; the same
@@ -206,7 +208,7 @@ class Step(ABC):
             return rows
         self._fixed = object()
         return [
-            row._replace(follows=i, pending=row.most_tokens, given=NOTHING)
+            row._replace(drafts=(), follows=i, pending=row.most_tokens)
             for i, row in enumerate(rows)
         ]
 

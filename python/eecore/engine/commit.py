@@ -5,18 +5,17 @@ Steps that a request can make fail, such as decoding its text, run before any st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
-from collections.abc import Sequence as Ordered
+from collections.abc import Callable, Container
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
 
 from eecore.engine.faults import described
-from eecore.engine.text import Decoded, Piece, TextStream
+from eecore.engine.text import Decoded, TextStream
 from eecore.output import Output, PromptLogprob, RequestStats, StepOutput
-from eecore.planning.draft_state import route_of
 from eecore.planning.row import Outcome
 from eecore.scheduling.scheduler import Scheduler
-from eecore.scheduling.sequence import Sequence, TokenRecord
+from eecore.scheduling.sequence import Sequence
 
 TIMED = 0.5
 """Share of a request's tokens, without the first, that timed rounds must have given for the output
@@ -26,10 +25,8 @@ to say what full depth would have taken.
 
 @dataclass(slots=True)
 class Taken:
-    """The part of an outcome that counts: its tokens, up to one that ends the request."""
+    """The end of a request, or text of it that had to be decoded."""
 
-    records: Ordered[TokenRecord]
-    token_ids: list[int] = field(default_factory=list)
     reason: str | None = None
     """Why the request ends; None: it goes on."""
     decoded: Decoded | None = None
@@ -38,40 +35,43 @@ class Taken:
     """Characters of the text that the caller has after this step."""
     piece: Callable[[], str] | None = None
     """Returns the new text."""
-    approximate: Iterable[int] = ()
-    """Pages with positions for which not every layer ran."""
 
 
 class Commits:
     """Commits outcomes to the requests, their pages and the queues.
 
     Args:
-        exit_layers: the model's exit layers, the last one full depth.
+        num_layers: the model's layers.
         keyed: whether pages also have keys of a draft head's own layers.
     """
 
-    def __init__(self, exit_layers: range, scheduler: Scheduler, *, keyed: bool = False) -> None:
-        self._exit_layers, self._num_layers = exit_layers, exit_layers[-1]
+    def __init__(self, num_layers: int, scheduler: Scheduler, *, keyed: bool = False) -> None:
+        self._num_layers = num_layers
         self._scheduler, self._keyed = scheduler, keyed
 
-    def taken(self, outcome: Outcome) -> Taken:
-        """The part that counts of an outcome without an error. No state changes, whatever the text
-        or the guide raises.
+    def taken(self, outcome: Outcome) -> Taken | None:
+        """Remove the tokens after the end of the request from an outcome without an error. No
+        state of the request changes, whatever its text or guide raises.
+
+        Returns:
+            None: the request goes on, and its text is decoded when it is asked for.
         """
-        sequence, records = outcome.sequence, outcome.records
-        taken = Taken(records)
-        if records:
-            self._take_tokens(taken, sequence)
-        elif not sequence.tokens_left and outcome.num_computed >= sequence.num_prompt_tokens:
-            taken.reason = "length"
-            self._end_text(taken, sequence, None, len(sequence.output_ids))
-        lacks_keys = self._keyed and not route_of(sequence, self._exit_layers).fills_head
-        if not records or lacks_keys or min(outcome.kv_exit_layers, default=0) < self._num_layers:
-            taken.approximate = self._approximate(outcome, lacks_keys)
+        sequence, token_ids = outcome.sequence, outcome.token_ids
+        left = sequence.sampling.max_tokens - len(sequence.output_ids)
+        if token_ids:
+            text, draft = sequence.text, sequence.draft
+            looks = (text is not None and text.watches) or draft.guided is not None
+            if not looks and len(token_ids) < left and sequence.stop_set.isdisjoint(token_ids):
+                return None  # the usual case
+            return self._take_tokens(outcome, left)
+        if left or outcome.num_computed < len(sequence.prompt_ids):
+            return None
+        taken = Taken("length")
+        self._end_text(taken, sequence, sequence.output_ids, len(sequence.output_ids))
         return taken
 
     def put(
-        self, outcome: Outcome, taken: Taken, now: float, going_on: Container[Sequence]
+        self, outcome: Outcome, taken: Taken | None, now: float, going_on: Container[Sequence]
     ) -> StepOutput | None:
         """Commit an outcome to its request; returns the step for the caller, if there is one. A
         request that ends with it has yet to be finished in the scheduler.
@@ -80,56 +80,63 @@ class Commits:
             now: the time, in seconds of ``time.perf_counter``.
             going_on: requests whose next iteration is in flight and needs their pages.
         """
-        sequence, pages = outcome.sequence, self._scheduler.pages
+        sequence, token_ids, pages = outcome.sequence, outcome.token_ids, self._scheduler.pages
+        lacks_keys = self._keyed and not sequence.draft.route.fills_head
+        if not token_ids or lacks_keys or min(outcome.kv_exit_layers, default=0) < self._num_layers:
+            pages.mark_approximate(self._approximate(outcome, lacks_keys))
         is_first = not sequence.output_ids
         sequence.num_computed = outcome.num_computed
         sequence.is_encoded = sequence.input_ids is not None
-        sequence.counters.add(outcome.counters)
+        counters, more = sequence.counters, outcome.counters
+        counters.layers_run += more.layers_run
+        counters.prompt_layers_run += more.prompt_layers_run
+        counters.layers_filled += more.layers_filled
+        counters.fill_calls += more.fill_calls
+        counters.drafted += more.drafted
+        counters.accepted += more.accepted
         if outcome.draft_stop is not None:
             sequence.draft.stop = outcome.draft_stop
         sequence.kv_exit_layers += outcome.kv_exit_layers
         sequence.prompt_logprobs += outcome.prompt_logprobs
-        sequence.output_ids += taken.token_ids
-        sequence.records += taken.records
-        times = sequence.times
+        sequence.output_ids += token_ids
+        sequence.exit_layers += outcome.exit_layers
+        sequence.confidences += outcome.confidences
+        sequence.logprobs += outcome.logprobs
+        sequence.top_logprobs += outcome.top_logprobs
+        text, times = sequence.text, sequence.times
         if outcome.seconds:
-            times.timed_tokens += len(taken.records)
+            times.timed_tokens += len(token_ids)
             times.timed_s += outcome.seconds
-            times.full_depth_s += len(taken.records) * outcome.full_depth_s
-        publishes = not taken.records
+            times.full_depth_s += len(token_ids) * outcome.full_depth_s
+        publishes = not token_ids
         if not publishes and times.first_token is None:
             times.first_token, publishes = now, True
-        if taken.decoded is not None:
-            _keep_text(sequence.text, taken)
-        if taken.approximate:
-            pages.mark_approximate(taken.approximate)
-        output = None
-        if taken.reason is not None:
-            output, publishes = self._output(sequence, taken.reason, taken.decoded, now), True
+        output, piece = None, None
+        if taken is not None:
+            piece = taken.piece
+            _keep_text(text, taken)
+            if taken.reason is not None:
+                output, publishes = self._output(sequence, taken.reason, taken.decoded, now), True
+        elif text is not None:
+            piece = partial(text.show_up_to, len(sequence.output_ids))
         if publishes:
             pages.publish(sequence)
-        if not taken.records and output is None:
+        if not token_ids and output is None:
             return None
-        if output is None and sequence.max_drafts > 0 and sequence not in going_on:
+        surplus = len(sequence.pages) + -sequence.num_computed // pages.page_size
+        if surplus > 0 and output is None and sequence.max_drafts and sequence not in going_on:
             self._scheduler.crop(sequence)
-        exit_layers: list[int] = []
-        confidences: list[float] = []
-        for record in taken.records:
-            exit_layers.append(record.exit_layer)
-            confidences.append(record.confidence)
-        logprobs = top_logprobs = None
-        if sequence.sampling.logprobs is not None:
-            logprobs, top_logprobs = _logprobs(sequence, taken.records)
+        asked = sequence.sampling.logprobs
         return StepOutput(
             sequence.request_id,
-            taken.token_ids,
-            exit_layers,
-            confidences,
+            token_ids,
+            outcome.exit_layers,
+            outcome.confidences,
             output,
-            logprobs,
-            top_logprobs,
+            None if asked is None else outcome.logprobs,
+            outcome.top_logprobs if asked else None,
             _prompt_logprobs(sequence) if is_first else None,
-            taken.piece,
+            piece,
         )
 
     def end(self, sequence: Sequence, now: float, error: Exception | None = None) -> StepOutput:
@@ -147,9 +154,9 @@ class Commits:
     def last_step(self, sequence: Sequence, now: float, error: str | None) -> StepOutput:
         """The last step of a request that ends in its present state; its pages do not change."""
         text: TextStream | None = sequence.text
-        taken = Taken((), decoded=None if text is None else text.decoded)
+        taken = Taken(decoded=None if text is None else text.decoded)
         with suppress(Exception):  # the text decoded so far is used then
-            self._end_text(taken, sequence, None, len(sequence.output_ids))
+            self._end_text(taken, sequence, sequence.output_ids, len(sequence.output_ids))
         _keep_text(text, taken)
         reason = "cancelled" if error is None else "error"
         output = self._output(sequence, reason, taken.decoded, now, error)
@@ -168,7 +175,7 @@ class Commits:
         sequence, num_layers = outcome.sequence, self._num_layers
         first, prompt = sequence.num_computed, len(sequence.prompt_ids)
         before, fresh = sequence.kv_exit_layers, outcome.kv_exit_layers
-        is_deep = route_of(sequence, self._exit_layers).depth == num_layers
+        is_deep = sequence.draft.route.depth == num_layers
         split, page_size = prompt + len(before), self._scheduler.pages.page_size
         pages = set()
         for position in range(max(first, prompt) if is_deep else first, outcome.num_computed):
@@ -180,16 +187,14 @@ class Commits:
             pages.add(sequence.pages[position // page_size])
         return pages
 
-    def _take_tokens(self, taken: Taken, sequence: Sequence) -> None:
-        """Take the new tokens, up to the end of the request."""
+    def _take_tokens(self, outcome: Outcome, left: int) -> Taken:
+        """Remove the tokens after the end of the request, of ``left`` that it may still get."""
+        sequence, all_ids = outcome.sequence, list(outcome.sequence.output_ids)
         text: TextStream | None = sequence.text
         decoded = text.decoded if text is not None and text.watches else None
-        guided = None if sequence.draft is None else sequence.draft.guided
-        left, reason, token_ids = sequence.tokens_left, None, taken.token_ids
-        num_text = len(sequence.output_ids)
-        for added, record in enumerate(taken.records, 1):
-            token = record.token_id
-            token_ids.append(token)
+        guided, reason, num_text = sequence.draft.guided, None, len(all_ids)
+        for added, token in enumerate(outcome.token_ids, 1):
+            all_ids.append(token)
             if token in sequence.stop_set:
                 reason = "stop"
             else:
@@ -199,23 +204,29 @@ class Commits:
                     decoded = text.after(decoded, (token,))
                     reason = "stop" if decoded.stops else None
             if reason is None and guided is not None:
-                reason = "stop" if guided.is_over([*sequence.output_ids, *token_ids]) else None
+                reason = "stop" if guided.is_over(all_ids) else None
             if reason is None and added == left:
                 reason = "length"
             if reason is not None:
-                taken.records = taken.records[:added]
+                outcome.keep(added)
                 break
-        taken.reason = reason
+        taken = Taken(reason)
         if reason is not None:
-            self._end_text(taken, sequence, decoded, num_text)
+            self._end_text(taken, sequence, all_ids, num_text, decoded)
         elif decoded is not None:
             assert text is not None
             _show(taken, text, decoded)
         elif text is not None:
-            taken.piece = Piece(text, num_text, final=False)
+            taken.piece = partial(text.show_up_to, num_text)
+        return taken
 
     def _end_text(
-        self, taken: Taken, sequence: Sequence, decoded: Decoded | None, num_tokens: int
+        self,
+        taken: Taken,
+        sequence: Sequence,
+        token_ids: list[int],
+        num_tokens: int,
+        decoded: Decoded | None = None,
     ) -> None:
         """Take the whole text of a request that ends: the text of its first ``num_tokens``."""
         text: TextStream | None = sequence.text
@@ -223,13 +234,12 @@ class Commits:
             return
         if decoded is None:
             decoded = text.decoded
-            tokens = [*sequence.output_ids, *taken.token_ids]
-            decoded = text.after(decoded, tokens[decoded.num_tokens : num_tokens])
+            decoded = text.after(decoded, token_ids[decoded.num_tokens : num_tokens])
         taken.decoded = text.whole(decoded)
         if text.watches:
             _show(taken, text, taken.decoded, final=True)
         else:
-            taken.piece = Piece(text, num_tokens, final=True)
+            taken.piece = partial(text.show_up_to, num_tokens, final=True)
 
     def _output(
         self,
@@ -240,10 +250,8 @@ class Commits:
         error: str | None = None,
     ) -> Output:
         """The whole output of a request that ends."""
-        records, times = sequence.records, sequence.times
-        count, first = len(records), times.first_token
-        exit_layers = [record.exit_layer for record in records]
-        logprobs, top_logprobs = _logprobs(sequence, records)
+        times, asked = sequence.times, sequence.sampling.logprobs
+        count, first = len(sequence.output_ids), times.first_token
         total = now - times.arrived
         is_timed = 0 < times.timed_tokens >= TIMED * (count - 1)
         stats = RequestStats(
@@ -253,7 +261,7 @@ class Commits:
             generated_tokens=count,
             time_to_first_token_s=(now if first is None else first) - times.arrived,
             total_s=total,
-            mean_exit_layer=sum(exit_layers) / count if count else 0.0,
+            mean_exit_layer=sum(sequence.exit_layers) / count if count else 0.0,
             cached_tokens=sequence.cached_tokens,
             full_depth_s=total + times.full_depth_s - times.timed_s if is_timed else None,
             **asdict(sequence.counters),
@@ -261,13 +269,13 @@ class Commits:
         return Output(
             request_id=sequence.request_id,
             prompt_token_ids=sequence.given_ids,
-            token_ids=[record.token_id for record in records],
+            token_ids=list(sequence.output_ids),
             text=None if decoded is None else decoded.text,
             finish_reason=reason,
-            exit_layers=exit_layers,
-            confidences=[record.confidence for record in records],
-            logprobs=logprobs,
-            top_logprobs=top_logprobs,
+            exit_layers=list(sequence.exit_layers),
+            confidences=list(sequence.confidences),
+            logprobs=None if asked is None else list(sequence.logprobs),
+            top_logprobs=list(sequence.top_logprobs) if asked else None,
             stats=stats,
             prompt_logprobs=_prompt_logprobs(sequence),
             error=error,
@@ -285,17 +293,6 @@ def _show(taken: Taken, text: TextStream, decoded: Decoded, *, final: bool = Fal
     """Take the new text of a request with stop strings, which is decoded at once."""
     piece, taken.shown = text.shows(decoded, final=final)
     taken.decoded, taken.piece = decoded, lambda: piece
-
-
-def _logprobs(
-    sequence: Sequence, records: Iterable[TokenRecord]
-) -> tuple[list[float] | None, list[dict[int, float]] | None]:
-    """Log-probabilities of tokens, and of the most probable ones, where they were asked for."""
-    asked = sequence.sampling.logprobs
-    if asked is None:
-        return None, None
-    logprobs = [record.logprob or 0.0 for record in records]
-    return logprobs, [record.top_logprobs or {} for record in records] if asked else None
 
 
 def _prompt_logprobs(sequence: Sequence) -> list[PromptLogprob | None] | None:

@@ -349,7 +349,7 @@ class Engine:
         now, steps = time.perf_counter(), list[StepOutput]()
         self._outbox.append(steps)
         for outcome in outcomes:
-            sequence, error = outcome.sequence, outcome.error
+            sequence, error, taken = outcome.sequence, outcome.error, None
             if error is None:
                 try:
                     taken = self._commits.taken(outcome)
@@ -385,7 +385,7 @@ class Engine:
         keyed = self.kv.of_head is not None
         draft_keys = max_ahead(self.network.draft_head) + 1 if keyed else 0
         self.scheduler = Scheduler(self.config, pages, draft_keys=draft_keys)
-        self._commits = Commits(self.network.config.exit_layers, self.scheduler, keyed=keyed)
+        self._commits = Commits(self.network.config.num_layers, self.scheduler, keyed=keyed)
 
     def _end_all(self, error: BaseException) -> None:
         """End all requests with an error that none of them has caused, and begin empty."""

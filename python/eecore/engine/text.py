@@ -90,6 +90,20 @@ class TextStream:
         """Store how many characters of the text have been shown."""
         self._shown = shown
 
+    def show_up_to(self, num_tokens: int, *, final: bool = False) -> str:
+        """The text that the first ``num_tokens`` add to what was shown, which is decoded now.
+
+        Args:
+            final: whether no more tokens follow.
+        """
+        decoded = self._decoded
+        decoded = self.after(decoded, self._token_ids[decoded.num_tokens : num_tokens])
+        if final:
+            decoded = self.whole(decoded)
+        text, self._shown = self.shows(decoded, final=final)
+        self._decoded = decoded
+        return text
+
     def _with(
         self,
         before: Decoded,
@@ -119,30 +133,3 @@ class TextStream:
                     longest = length
                     break
         return longest
-
-
-class Piece:
-    """The text that the first ``num_tokens`` add to what was shown, decoded at the first call.
-
-    Args:
-        final: whether no more tokens follow.
-    """
-
-    __slots__ = ("_final", "_num_tokens", "_stream", "_text")
-
-    def __init__(self, stream: TextStream, num_tokens: int, *, final: bool) -> None:
-        self._stream, self._num_tokens, self._final = stream, num_tokens, final
-        self._text: str | None = None
-
-    def __call__(self) -> str:
-        if self._text is None:
-            stream = self._stream
-            decoded = stream._decoded
-            decoded = stream.after(
-                decoded, stream._token_ids[decoded.num_tokens : self._num_tokens]
-            )
-            if self._final:
-                decoded = stream.whole(decoded)
-            text, shown = stream.shows(decoded, final=self._final)
-            self._text, stream._decoded, stream._shown = text, decoded, shown
-        return self._text

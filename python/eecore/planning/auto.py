@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
 from dataclasses import replace
+from itertools import chain, repeat
 from math import exp
 from typing import NamedTuple
 
@@ -218,14 +219,17 @@ class Chooser:
         chances: list[tuple[float, int]] = []
         for i, (draft, several) in enumerate(zip(drafts, given, strict=True)):
             best, best_chances, most = NOTHING, list[float](), 0.0
-            odds = self.odds(draft)
+            odds = draft.odds or self.odds(draft)
+            counts = odds.counts
             for proposal in several:
                 chance, worth, kept = weights[i], 0.0, list[float]()
-                if proposal.before is not None:
-                    for score in proposal.before.scores:
-                        chance *= odds.share((proposal.source, min(int(10 * score), 9)))
-                for score in proposal.scores:
-                    chance *= odds.share((proposal.source, min(int(10 * score), 9)))
+                before = () if proposal.before is None else proposal.before.scores
+                for number, score in enumerate(chain(before, proposal.scores), -len(before)):
+                    key = proposal.source, min(int(10 * score), 9)
+                    known = counts.get(key)  # as in Odds.share, without a call for each draft
+                    chance *= odds.share(key) if known is None else known[0] / known[1]
+                    if number < 0:  # a token that the round in flight has to give
+                        continue
                     if chance <= 0.5 * row_cost:  # a few more rows may be cheaper than the mean
                         break
                     kept.append(chance)
@@ -233,7 +237,7 @@ class Chooser:
                 if worth > most:
                     best, best_chances, most = proposal, kept, worth
             taken.append(best)
-            chances += [(chance, i) for chance in best_chances]
+            chances += zip(best_chances, repeat(i))
         chances.sort(reverse=True)
         total, count, speed = float(requests), 0, requests / passes.at(0)
         for number, (chance, _) in enumerate(chances, 1):
@@ -241,10 +245,13 @@ class Chooser:
             here = total / passes.at(number)
             if here > speed:
                 count, speed = number, here
-        counts = [0] * requests
+        numbers = [0] * requests
         for _, i in chances[:count]:
-            counts[i] += 1
-        return [p.first(n) for p, n in zip(taken, counts, strict=True)], speed
+            numbers[i] += 1
+        for i, (proposal, kept_drafts) in enumerate(zip(taken, numbers, strict=True)):
+            if kept_drafts < len(proposal.tokens):
+                taken[i] = proposal.first(kept_drafts)
+        return taken, speed
 
     def _head(self, drafts: Ordered[DraftState], weights: Ordered[float]) -> tuple[float, Choice]:
         """Rounds with drafts of a head, by the means of such rounds so far: the tokens expected in
@@ -335,20 +342,16 @@ class Chooser:
     def learn_drafts(
         self, draft: DraftState, given: Proposal, verified: int, accepted: int
     ) -> None:
-        """Count the verified drafts of a request by their scores, up to the first rejected one:
-        the later ones were not compared.
-        """
-        odds = self.odds(draft)
-        for k, score in enumerate(given.scores[: min(verified, accepted + 1)]):
-            key = given.source, min(int(10 * score), 9)
-            odds.add(key, k < accepted)
-            self.odds_of_all.add(key, k < accepted)
+        """Count the verified drafts of a request by their scores."""
+        source, odds = given.source, draft.odds or self.odds(draft)
+        keys = [(source, min(int(10 * score), 9)) for score in given.scores[:verified]]
+        odds.add(keys, accepted)
+        self.odds_of_all.add(keys, accepted)
 
     def learn_layer_drafts(self, layer: int, written: int, verified: int, accepted: int) -> None:
         """Count a layer's drafts by their positions, of which the first is ``written``."""
-        source = f"layer {layer}"
-        for k in range(min(verified, accepted + 1)):
-            self.odds_of_all.add((source, (written + k).bit_length()), k < accepted)
+        places = map(int.bit_length, range(written, written + verified))
+        self.odds_of_all.add(zip(repeat(f"layer {layer}"), places), accepted)
 
     def learn_head(
         self, draft: DraftState, requests: int, accepted: int, verified: int, steps: int

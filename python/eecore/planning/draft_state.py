@@ -9,7 +9,7 @@ from eecore.planning.guided import Guided
 from eecore.planning.ngrams import NgramIndex
 from eecore.planning.odds import HeadRounds, Odds
 from eecore.planning.past_outputs import PastOutputs
-from eecore.planning.proposal import Ahead
+from eecore.planning.proposal import Ahead, DraftSource
 from eecore.planning.route import GIVEN, Route, make_route
 from eecore.scheduling.sequence import Sequence
 
@@ -29,6 +29,8 @@ class DraftState:
     """The n-grams of the text, for a request whose drafts are looked up."""
     past: PastOutputs | None = None
     """The outputs of the engine's past requests, for an ``Auto`` request, where they are kept."""
+    sources: list[DraftSource] | None = None
+    """The sources that serve an ``Auto`` request, once it has been planned."""
     num_known: int = 0
     """Tokens of the text that a draft head knows."""
     odds: Odds | None = None

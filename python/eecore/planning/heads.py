@@ -14,16 +14,16 @@ class AheadDrafts:
     name = "head"
 
     def serves(self, draft: DraftState) -> bool:
-        """Whether a head has drafted for the request."""
-        return draft.ahead is not None
+        """Whether the policy lets a head draft."""
+        return draft.route.auto is not None and draft.route.auto.head
 
     def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Proposal:
         """The head's drafts, if the text still ends where it drafted."""
-        ahead = draft.ahead
+        ahead, num_tokens = draft.ahead, len(sequence.prompt_ids) + len(sequence.output_ids)
         if (
             ahead is None
             or most <= 0
-            or ahead.num_tokens != sequence.num_tokens
+            or ahead.num_tokens != num_tokens
             or ahead.last != sequence.output_ids[-1]
         ):
             return NOTHING

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
 from collections.abc import Set
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from eecore.planning.proposal import NOTHING, Proposal
+from eecore.planning.proposal import Proposal
 from eecore.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class NgramIndex:
 
     def __init__(self, longest: int, shortest: int) -> None:
         self._longest, self._shortest = longest, shortest
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []
+        """The text so far."""
         # The shortest n-gram that ends the text, as one number: there are as many as tokens, and
         # the garbage collector does not visit numbers.
         self._end, self._mask = 0, (1 << shortest * TOKEN_BITS) - 1
@@ -42,80 +44,66 @@ class NgramIndex:
         self._before: list[int] = []
         """For each position the previous position after the same n-gram; 0 for none."""
 
-    @property
-    def num_tokens(self) -> int:
-        """The length of the text so far."""
-        return len(self._tokens)
-
     def extend(self, token_ids: Ordered[int]) -> None:
         """Append tokens to the text."""
-        latest, before, size = self._latest, self._before, self._shortest
-        end, mask = self._end, self._mask
-        for place, token in enumerate(token_ids, len(self._tokens)):
-            if place >= size:  # now a token follows the n-gram that ended the text
+        self.propose(0, more=token_ids)
+
+    def propose(
+        self,
+        most: int,
+        stops: Set[int] = frozenset(),
+        more: Ordered[int] = (),
+        ending: Ordered[int] | None = None,
+    ) -> tuple[list[int], int]:
+        """The tokens that followed the longest n-gram that ends the text at its latest earlier
+        place, and the length of that n-gram; [] and 0 where there is none.
+
+        All of it is one call, since it is made for each row of a round.
+
+        Args:
+            most: maximum number of drafts.
+            stops: tokens that end a text: no draft follows one.
+            more: tokens that are appended to the text first.
+            ending: the last tokens of another text, whose n-gram is looked up in this one instead.
+        """
+        tokens, latest, before = self.tokens, self._latest, self._before
+        shortest, mask, end = self._shortest, self._mask, self._end
+        for place, token in enumerate(more, len(tokens)):
+            if place >= shortest:  # now a token follows the n-gram that ended the text
                 before.append(latest.get(end, 0))
                 latest[end] = place
             else:
                 before.append(0)
             end = (end << TOKEN_BITS | token) & mask
+        tokens += more
         self._end = end
-        self._tokens += token_ids
-
-    def propose(self, most: int, stops: Set[int] = frozenset()) -> tuple[list[int], int]:
-        """The tokens that followed the longest n-gram that ends the text at its latest earlier
-        place, and the length of that n-gram; [] and 0 where there is none.
-
-        Args:
-            stops: tokens that end a text: no draft follows one.
-        """
-        if len(self._tokens) < self._shortest:
+        is_own = ending is None
+        if ending is None:
+            ending = tokens
+        else:
+            for token in ending[-shortest:]:
+                end = (end << TOKEN_BITS | token) & mask
+        if len(ending) < shortest:
             return [], 0
-        place, match = self._place(self._end, self._tokens)
-        if not match:
-            return [], 0
-        drafts = self._tokens[place : place + most]
-        size = len(drafts)
-        for at in range(most - size):  # the end of the text was reached: the drafts repeat
-            drafts.append(drafts[at])
-        return until(drafts, stops), match
-
-    def following(self, ending: Ordered[int], most: int) -> tuple[list[int], int]:
-        """The tokens that followed, in this text, the longest n-gram that ends another text, at its
-        latest place, and the length of that n-gram; [] and 0 where there is none.
-
-        Args:
-            ending: the last tokens of the other text.
-        """
-        if len(ending) < self._shortest:
-            return [], 0
-        end = 0
-        for token in ending[-self._shortest :]:
-            end = end << TOKEN_BITS | token
-        place, match = self._place(end, ending)
-        return (self._tokens[place : place + most] if match else []), match
-
-    def _place(self, end: int, ending: Ordered[int]) -> tuple[int, int]:
-        """The place after the longest n-gram that also ends ``ending``, and its length; or 0, 0."""
-        best, longest = 0, 0
-        place = self._latest.get(end, 0)
+        best, match, place = 0, 0, latest.get(end, 0)
         for _ in range(MAX_CANDIDATES):
             if not place:
                 break
-            length = self._match(place, ending)
-            if length > longest:
-                best, longest = place, length
+            length, longest = shortest, min(self._longest, place, len(ending))
+            while length < longest and tokens[place - 1 - length] == ending[-1 - length]:
+                length += 1
+            if length > match:
+                best, match = place, length
             if length == self._longest:
                 break
-            place = self._before[place]
-        return best, longest
-
-    def _match(self, place: int, ending: Ordered[int]) -> int:
-        """How many tokens before ``place`` equal the last tokens of ``ending``."""
-        tokens, length = self._tokens, self._shortest
-        most = min(self._longest, place, len(ending))
-        while length < most and tokens[place - 1 - length] == ending[-1 - length]:
-            length += 1
-        return length
+            place = before[place]
+        if not match:
+            return [], 0
+        drafts = tokens[best : best + most]
+        if is_own:
+            for at in range(most - len(drafts)):  # the end of the text was reached: drafts repeat
+                drafts.append(drafts[at])
+        return drafts if stops.isdisjoint(drafts) else until(drafts, stops), match
 
 
 class TextDrafts:
@@ -129,15 +117,18 @@ class TextDrafts:
 
     def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Proposal:
         """The tokens after the longest n-gram that ends the text, at its latest earlier place."""
-        index = draft.index
-        if index is None:
-            assert draft.route.ngrams is not None
-            index = draft.index = NgramIndex(*draft.route.ngrams)
-        index.extend(sequence.tokens(index.num_tokens, sequence.num_tokens))
-        if most <= 0:
-            return NOTHING
-        tokens, match = index.propose(most, sequence.stop_set)
+        index = draft.index or text_index(sequence, draft)
+        more = sequence.output_ids[len(index.tokens) - len(sequence.prompt_ids) :]
+        tokens, match = index.propose(max(most, 0), sequence.stop_set, more)
         return Proposal(tokens, self.name, match_scores(match, len(tokens)))
+
+
+def text_index(sequence: Sequence, draft: DraftState) -> NgramIndex:
+    """The index of a request's text, which has its prompt at first."""
+    assert draft.route.ngrams is not None
+    draft.index = NgramIndex(*draft.route.ngrams)
+    draft.index.extend(sequence.prompt_ids)
+    return draft.index
 
 
 def until(drafts: list[int], stops: Set[int]) -> list[int]:
@@ -148,6 +139,7 @@ def until(drafts: list[int], stops: Set[int]) -> list[int]:
     return drafts
 
 
+@lru_cache(maxsize=4096)
 def match_scores(match: int, count: int) -> tuple[float, ...]:
     """The scores of ``count`` drafts after an n-gram of ``match`` tokens."""
     scores = MATCH_SCORES[match : match + count]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 Key = tuple[str, int]
 """The source of a draft, and the tenth that its score is in; for a layer's draft, the bit length of
@@ -39,16 +40,19 @@ class Odds:
         known = self.counts.get(key)
         return self._expected(key) if known is None else known[0] / known[1]
 
-    def add(self, key: Key, accepted: bool) -> None:
-        """Count a draft whose preceding drafts were accepted."""
-        known = self.counts.get(key)
-        if known is None:
-            known = self.counts[key] = [PRIOR_DRAFTS * self._expected(key), PRIOR_DRAFTS]
-        known[0] += accepted
-        known[1] += 1.0
-        if known[1] >= 2.0 * HALVE_AFTER:
-            known[0] *= 0.5
-            known[1] *= 0.5
+    def add(self, keys: Iterable[Key], accepted: int) -> None:
+        """Count the drafts of a round: the ``accepted`` first ones, and the first rejected one. The
+        later ones were not compared.
+        """
+        for k, key in enumerate(islice(keys, accepted + 1)):
+            known = self.counts.get(key)
+            if known is None:
+                known = self.counts[key] = [PRIOR_DRAFTS * self._expected(key), PRIOR_DRAFTS]
+            known[0] += k < accepted
+            known[1] += 1.0
+            if known[1] >= 2.0 * HALVE_AFTER:
+                known[0] *= 0.5
+                known[1] *= 0.5
 
     def fade(self, source: str) -> None:
         """Reduce the counts of a source to the weight of an expected rate."""

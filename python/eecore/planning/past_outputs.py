@@ -37,7 +37,7 @@ class PastOutputs:
     @property
     def num_tokens(self) -> int:
         """Tokens that are kept."""
-        return self._newer.num_tokens + self._older.num_tokens
+        return len(self._newer.tokens) + len(self._older.tokens)
 
     def add(self, sequence: Sequence) -> None:
         """Keep the output of a request that has ended; only the beginning of a long one."""
@@ -46,14 +46,14 @@ class PastOutputs:
         if end <= sequence.num_prompt_tokens:
             return
         tokens = [*sequence.tokens(first, end), END]
-        if self._newer.num_tokens + len(tokens) > self._half:
+        if len(self._newer.tokens) + len(tokens) > self._half:
             self._newer, self._older = NgramIndex(LONGEST, SHORTEST), self._newer
         self._newer.extend(tokens)
 
     def following(self, ending: list[int], most: int) -> tuple[list[int], int]:
         """The tokens after the longest n-gram that ends a text, and its length; see NgramIndex."""
-        newer = self._newer.following(ending, most)
-        older = self._older.following(ending, most)
+        newer = self._newer.propose(most, ending=ending)
+        older = self._older.propose(most, ending=ending)
         return newer if newer[1] >= older[1] else older
 
 

@@ -26,6 +26,10 @@ PLAIN_ROUNDS = 4
 """Without ``Auto`` requests, one out of this many rounds of full depth is learnt from."""
 
 
+InFlight = Mapping[Sequence, tuple[Row, int]]
+"""The row of each request in a round whose outcome is not known yet, and its place in its run."""
+
+
 @dataclass(slots=True)
 class HeldChoice:
     """A choice for the ``Auto`` requests of some rounds."""
@@ -58,12 +62,13 @@ class Planner:
     ) -> None:
         self._model, self._exit_layers, self._ahead = model, model.config.exit_layers, ahead
         self.num_threads = num_threads
+        self._max_ahead = max_ahead(model.draft_head)
         self.past = PastOutputs(history_tokens) if history_tokens else None
         """The outputs of requests that have ended, where they are kept."""
         self.held: HeldChoice | None = None
         """The current choice for ``Auto`` requests."""
-        self._steady: tuple[list[Sequence], list[Row]] | None = None
-        """Requests that draft nothing, and their rows, which are reused for the same requests."""
+        self._steady: tuple[Ordered[Work], list[Row]] | None = None
+        """Works for which no drafts are proposed, and their rows, which are reused for the same."""
         self._last: Ordered[Row] | None = None
         """The rows of the last round, if nothing was drafted in it."""
         self._is_full = False
@@ -95,22 +100,22 @@ class Planner:
         works: Ordered[Work],
         *,
         others_wait: bool = False,
-        in_flight: Mapping[Sequence, Row] | None = None,
+        in_flight: InFlight | None = None,
     ) -> list[Row]:
         """Plan an iteration.
 
         Args:
             others_wait: whether waiting requests need these to end.
-            in_flight: each request's row of a round whose outcome is not known yet; None: all
-                outcomes are known.
+            in_flight: a round whose outcome is not known yet, which has all these requests; None:
+                all outcomes are known.
 
         Returns:
             A row for each, in their order; the same list object as in the last call where all of
-            them go on at full depth.
+            them go on without drafts that are proposed.
         """
         self._others_wait, self._in_flight = others_wait, in_flight
         steady, held = self._steady, self.held
-        if steady is not None and steady[0] == [work.sequence for work in works]:
+        if steady is not None and steady[0] == works:
             if held is None:
                 return steady[1]
             if held.left > 0:
@@ -118,39 +123,21 @@ class Planner:
                 if held.left == 0:
                     _rest(held.sequences, False)
                 return steady[1]
-        rows: list[Row] = []
-        free: list[int] = []
-        for work in works:
-            draft = draft_state(work.sequence, self._exit_layers)
-            route = draft.route
-            if route.auto is not None:
-                draft.past = self.past
-                free.append(len(rows))
-                rows.append(Row(work, route))
-            elif route.path is None:
-                rows.append(Row(work, route))
-            else:
-                row = Row(work, route)
-                if route.path.is_given:
-                    row = Row(work, route, given_by_policy(work, draft, self._verified(work)))
-                if route.ahead:
-                    most = max_ahead(self._model.draft_head)
-                    thresholds = (route.draft_threshold or 0.0,) * most
-                    row = Row(work, route, row.given, min(route.ahead, most), thresholds)
-                rows.append(row)
+        rows, free = self._by_policy(works)
         if free:
             for i, row in zip(free, self._chosen([rows[i] for i in free]), strict=True):
                 rows[i] = row
         else:
             self.held = None
-        head = self._model.draft_head
-        if head is not None:
-            for row in rows:
-                if row.ahead:
-                    _tell(head, row.work.sequence)
+        if self._model.draft_head is not None:
+            _tell(self._model.draft_head, rows)
         held = self.held
-        is_plain = (held is None or held.choice.is_full) and not any(row.route.path for row in rows)
-        self._steady = ([row.work.sequence for row in rows], rows) if is_plain else None
+        is_steady = held is None or not held.choice.asks
+        for row in rows:
+            path = row.route.path
+            if row.follows is not None or (path is not None and path.is_given):
+                is_steady = False
+        self._steady = (works, rows) if is_steady else None
         return rows
 
     def put_back(self) -> None:
@@ -158,16 +145,49 @@ class Planner:
         if self.held is not None:
             self.held.left += 1
 
-    def _verified(self, work: Work) -> list[int] | None:
-        """The drafts that the round in flight verifies for a request, where they are known."""
-        return None if self._in_flight is None else self._in_flight[work.sequence].verified
+    def _by_policy(self, works: Ordered[Work]) -> tuple[list[Row], list[int]]:
+        """The rows of requests, and the places of ``Auto`` requests among them, whose rows are
+        those of full depth.
+        """
+        in_flight, routes = self._in_flight, list[Route]()
+        asking: list[Work] = []
+        verified: list[Ordered[int] | None] = []
+        for work in works:
+            draft = work.sequence.draft or draft_state(work.sequence, self._exit_layers)
+            routes.append(draft.route)
+            if draft.route.path is not None and draft.route.path.is_given:
+                asking.append(work)
+                before = None if in_flight is None else in_flight[work.sequence][0].drafts
+                verified.append(before)
+        given = iter(given_by_policy(asking, verified) if asking else ())
+        rows: list[Row] = []
+        free: list[int] = []
+        for work, route in zip(works, routes, strict=True):
+            path = route.path
+            if path is None:
+                if route.auto is not None:
+                    work.sequence.draft.past = self.past
+                    free.append(len(rows))
+                rows.append(Row(work, route))
+                continue
+            drafts, ahead, thresholds = next(given) if path.is_given else (), 0, tuple[float, ...]()
+            if route.ahead:
+                most, threshold = self._max_ahead, route.draft_threshold or 0.0
+                ahead, thresholds = min(route.ahead, most), (threshold,) * most
+            follows, pending = None, 0
+            if in_flight is not None:
+                last, follows = in_flight[work.sequence]
+                pending = 1 + last.work.max_drafts
+            rows.append(Row(work, route, drafts, ahead, thresholds, follows, pending))
+        return rows, free
 
-    def _asked(self, rows: list[Row], drafts: list[DraftState]) -> list[list[Proposal]]:
+    def _asked(self, rows: list[Row]) -> list[list[Proposal]]:
         """The proposals of the sources for each request."""
-        return [
-            proposals(row.work, draft, self._verified(row.work))
-            for row, draft in zip(rows, drafts, strict=True)
-        ]
+        in_flight = self._in_flight
+        verified: list[Ordered[int] | None] = [None] * len(rows)
+        if in_flight is not None:
+            verified = [in_flight[row.work.sequence][0].verified for row in rows]
+        return proposals([row.work for row in rows], verified)
 
     def _chosen(self, rows: list[Row]) -> list[Row]:
         """The rows of ``Auto`` requests, which all follow one choice."""
@@ -191,12 +211,12 @@ class Planner:
         asked, held.asked = held.asked, None
         if choice.ahead and self._in_flight is not None:  # the head's drafts are on the device
             return [
-                Row(row.work, self._route(row.route, 0), NOTHING, choice.ahead, choice.thresholds)
+                Row(row.work, self._route(row.route, 0), (), choice.ahead, choice.thresholds)
                 for row in rows
             ]
         drafts: list[DraftState] = [sequence.draft for sequence in sequences]
         if asked is None:
-            asked = self._asked(rows, drafts)
+            asked = self._asked(rows)
         given = [NOTHING] * len(rows)
         if any(asked):
             given, _ = self.chooser.pick(drafts, asked, others_wait=self._others_wait)
@@ -205,10 +225,11 @@ class Planner:
         return [
             Row(
                 Work(row.work.sequence, 1, len(proposal.tokens)),
-                self._route(row.route, 0),
-                proposal,
+                self._routes.get((row.route, 0)) or self._route(row.route, 0),
+                proposal.tokens,
                 0 if proposal.source == "text" else choice.ahead,
                 choice.thresholds,
+                given=proposal,
             )
             for row, proposal in zip(rows, given, strict=True)
         ]
@@ -229,11 +250,11 @@ class Planner:
                 own = ()  # drafts of a layer would change the tokens
             if isinstance(self._model.draft_head, KeyedHead):
                 own = ()  # rows that layers draft for give the head no keys
-            if exit_layers is not None:
+            if exit_layers not in (None, own):
                 own = tuple(layer for layer in exit_layers if layer in own)
             exit_layers = own
             has_head = has_head and policy.head
-        asked = self._asked(rows, drafts)
+        asked = self._asked(rows)
         choice = chooser.choose(
             drafts,
             [len(sequence.output_ids) for sequence in sequences],
@@ -309,7 +330,7 @@ class Planner:
         verified = sum([outcome.counters.drafted for outcome in outcomes])
         if seconds is not None and len(free) == len(rows):
             if path.is_given:
-                steps = max([self._num_steps(row, outcome) for row, outcome in free])
+                steps = max([row.ahead and self._num_steps(row, out) for row, out in free])
                 chooser.learn_given(len(rows), verified, steps, seconds)
             else:
                 steps = max([outcome.counters.drafted for outcome in outcomes])
@@ -318,12 +339,13 @@ class Planner:
         took = 0.0 if seconds is None else chooser.costs.in_full(len(rows), seconds)
         for row, outcome in free:
             if took:
-                row.work.sequence.draft.lead += len(outcome.records) - took
+                row.work.sequence.draft.lead += len(outcome.token_ids) - took
             counters, draft = outcome.counters, row.work.sequence.draft
             verified, accepted = counters.drafted, counters.accepted
             if path.is_given:
-                if row.given.fits(row.work.sequence.output_ids):
-                    chooser.learn_drafts(draft, row.given, verified, accepted)
+                given, text = row.given, row.work.sequence.output_ids
+                if given.before is None or given.fits(text):
+                    chooser.learn_drafts(draft, given, verified, accepted)
             else:
                 before = len(row.work.sequence.output_ids)
                 chooser.learn_layer_drafts(path.num_layers, before, verified, accepted)
@@ -345,8 +367,15 @@ def _rest(sequences: list[Sequence], is_resting: bool) -> None:
         sequence.is_resting = is_resting
 
 
-def _tell(head: DraftHead | KeyedHead, sequence: Sequence) -> None:
-    """Tell a head the new tokens of a text; it may draft tokens that it knows."""
-    draft, num_tokens = sequence.draft, sequence.num_tokens
-    head.know(sequence.tokens(draft.num_known, num_tokens))
-    draft.num_known = num_tokens
+def _tell(head: DraftHead | KeyedHead, rows: Ordered[Row]) -> None:
+    """Tell a head the new tokens of the texts that it drafts for; it may draft such tokens."""
+    new: list[int] = []
+    for row in rows:
+        if row.ahead:
+            sequence, draft = row.work.sequence, row.work.sequence.draft
+            num_prompt, num_known = len(sequence.prompt_ids), draft.num_known
+            new += sequence.prompt_ids[num_known:]
+            new += sequence.output_ids[max(num_known - num_prompt, 0) :]
+            draft.num_known = num_prompt + len(sequence.output_ids)
+    if new:
+        head.know(new)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
+from itertools import takewhile
+from operator import eq
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ class Proposal(NamedTuple):
         """The first ``count`` of these drafts."""
         return Proposal(self.tokens[:count], self.source, self.scores[:count], self.before)
 
-    def after(self, verified: list[int], most: int) -> Proposal:
+    def after(self, verified: Ordered[int], most: int) -> Proposal:
         """The drafts that are left if the text goes on as proposed: the round in flight then gives
         those of its own drafts that agree with the proposed ones, and one token more.
 
@@ -43,11 +45,7 @@ class Proposal(NamedTuple):
         """
         if not self.tokens:
             return self
-        given = 1
-        for draft, token in zip(verified, self.tokens, strict=False):
-            if draft != token:
-                break
-            given += 1
+        given = 1 + sum(takewhile(bool, map(eq, verified, self.tokens)))
         before = Proposal(self.tokens[:given], self.source, self.scores[:given])
         end = given + most
         return Proposal(self.tokens[given:end], self.source, self.scores[given:end], before)
@@ -79,7 +77,7 @@ class DraftSource(Protocol):
         """The name under which the acceptance rates of this source are counted."""
 
     def serves(self, draft: DraftState) -> bool:
-        """Whether a request's policy lets this source draft for it."""
+        """Whether a request's policy lets this source draft for it, now and later."""
 
     def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Proposal:
         """Propose at most ``most`` drafts after a request's last token."""

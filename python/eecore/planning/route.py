@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from eecore.exits import (
@@ -53,7 +54,9 @@ class DraftPath:
         return self.num_layers - len(self.skip_attention & self.skip_mlp)
 
 
-GIVEN = DraftPath(0, 0, is_given=True)
+_path = lru_cache(maxsize=256)(DraftPath)  # programs are quicker to find by the same object
+
+GIVEN = _path(0, 0, is_given=True)
 """The path of drafts that are given to a round: looked up, or made by a draft head before it."""
 
 
@@ -134,7 +137,7 @@ def make_route(policy: Exit, exit_layers: range, sampled: bool) -> Route:
         return Route(
             policy,
             num_layers,
-            path=DraftPath(policy.exit_layer, policy.exit_layer if policy.reuse else 0),
+            path=_path(policy.exit_layer, policy.exit_layer if policy.reuse else 0),
             draft_threshold=policy.draft_threshold,
         )
     if isinstance(policy, PromptLookup):
@@ -156,7 +159,7 @@ def make_route(policy: Exit, exit_layers: range, sampled: bool) -> Route:
         return Route(
             policy,
             num_layers,
-            path=DraftPath(
+            path=_path(
                 num_layers,
                 policy.first_skipped,
                 policy.skip_attention,

@@ -11,7 +11,7 @@ from eecore.planning.draft_stop import AdaptiveDraftStop
 from eecore.planning.proposal import NOTHING, Ahead, Proposal
 from eecore.planning.route import Route
 from eecore.scheduling.scheduler import Work
-from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
+from eecore.scheduling.sequence import Counters, Sequence
 
 
 class Row(NamedTuple):
@@ -19,7 +19,7 @@ class Row(NamedTuple):
 
     work: Work
     route: Route
-    given: Proposal = NOTHING
+    drafts: Ordered[int] = ()
     """Drafts to verify."""
     ahead: int = 0
     """Maximum number of drafts that a draft head makes for the next round."""
@@ -31,6 +31,8 @@ class Row(NamedTuple):
     """
     pending: int = 0
     """Maximum number of tokens that the request gets from that run."""
+    given: Proposal = NOTHING
+    """The proposal that ``Auto`` has taken the drafts from."""
 
     @property
     def sequence(self) -> Sequence:
@@ -42,14 +44,14 @@ class Row(NamedTuple):
         return 1 if self.route.path is None else 1 + self.work.max_drafts
 
     @property
-    def verified(self) -> list[int] | None:
+    def verified(self) -> Ordered[int] | None:
         """The drafts that are verified; None where the host does not know them, since layers make
         them, or a draft head made them in the run before this one.
         """
         path = self.route.path
         if path is not None and (not path.is_given or (self.ahead and self.follows is not None)):
             return None
-        return self.given.tokens
+        return self.drafts
 
     @property
     def position(self) -> int:
@@ -64,10 +66,17 @@ class Outcome:
     sequence: Sequence
     num_computed: int
     """Positions with valid keys and values."""
-    records: list[TokenRecord] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    exit_layers: list[int] = field(default_factory=list)
+    """The exit layer of each token."""
+    confidences: list[float] = field(default_factory=list)
     kv_exit_layers: list[int] = field(default_factory=list)
     """For each newly computed generated position, the exit layer of its keys and values."""
     counters: Counters = field(default_factory=Counters)
+    """Counts of the work, which other outcomes may share."""
+    logprobs: list[float] = field(default_factory=list)
+    """Log-probabilities of the tokens, where the request asks for them."""
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     """Log-probabilities of further prompt tokens, after the ones that the sequence has."""
     draft_stop: AdaptiveDraftStop | None = None
@@ -82,3 +91,8 @@ class Outcome:
     """Whether fewer tokens are valid than the device's next run continues from."""
     error: Exception | None = None
     """Why the sequence cannot go on; nothing else of the outcome counts then."""
+
+    def keep(self, count: int) -> None:
+        """Remove all tokens after the first ``count``."""
+        del self.token_ids[count:], self.exit_layers[count:], self.confidences[count:]
+        del self.logprobs[count:], self.top_logprobs[count:]

@@ -51,9 +51,11 @@ class PageAllocator:
 
     def allocate(self, count: int) -> list[int]:
         """``count`` pages; MemoryError, and nothing taken, when fewer are free."""
-        if count > self.num_free:
+        if count > self.num_pages - len(self._owners):
             raise MemoryError(f"expected {count} free pages, got {self.num_free}")
-        pages = [self._free.pop() if self._free else self._emptied() for _ in range(count)]
+        pages: list[int] = []
+        for _ in range(count):
+            pages.append(self._free.pop() if self._free else self._emptied())
         self._owners.update(dict.fromkeys(pages, 1))
         return pages
 
@@ -73,7 +75,8 @@ class PageAllocator:
                 continue
             del owners[page]
             self._approximate.discard(page)
-            (kept if self._holds(page) else self._free).append(page)
+            holds = self._cache is not None and page in self._cache
+            (kept if holds else self._free).append(page)
         # A page is of use only with all pages before it: the last one is reused first.
         self._kept.update(dict.fromkeys(reversed(kept)))
 
@@ -125,9 +128,6 @@ class PageAllocator:
     def reset(self) -> None:
         """Forget the contents of pages without an owner."""
         self.forget(list(self._kept))
-
-    def _holds(self, page: int) -> bool:
-        return self._cache is not None and page in self._cache
 
     def _emptied(self) -> int:
         """The least recently used free page, whose contents are forgotten."""

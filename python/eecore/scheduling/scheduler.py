@@ -63,6 +63,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.held: list[Sequence] = []
         self._waiting: deque[Sequence] = deque()
+        self._works: dict[Sequence, Work] = {}
+        """The works of the requests that decoded last, which are reused."""
 
     def add(self, sequence: Sequence) -> Sequence:
         """Add a request, whose id is unused, by one operation; returns it."""
@@ -94,19 +96,27 @@ class Scheduler:
     def _go_on(self, budget: int) -> tuple[list[Work], int]:
         """The work of the running requests, and what is left of the budget."""
         works: list[Work] = []
-        page_size = self.pages.page_size
+        page_size, before, self._works = self.pages.page_size, self._works, {}
         for sequence in list(self.running):
             if sequence.status is not SequenceStatus.RUNNING or budget <= 0:
                 continue  # preempted by an older one just now, or out of budget
-            num_tokens = sequence.num_tokens
-            if sequence.output_ids and sequence.num_computed == num_tokens - 1:
-                drafts = _wanted_drafts(sequence) if sequence.max_drafts else 0
+            written = len(sequence.output_ids)
+            num_tokens = len(sequence.prompt_ids) + written
+            if written and sequence.num_computed == num_tokens - 1:
+                drafts = 0
+                if sequence.max_drafts and not sequence.is_resting:  # as _wanted_drafts
+                    left = sequence.sampling.max_tokens - written
+                    drafts = max(0, min(sequence.max_drafts, left - 1))
                 positions = num_tokens + drafts + (self._draft_keys if drafts else 0)
                 missing = positions - len(sequence.pages) * page_size
                 if missing <= 0 or missing <= self.pages.num_free * page_size:
                     if missing > 0:
                         self._grow(sequence, positions)
-                    works.append(Work(sequence, 1, drafts))  # the usual case
+                    work = before.get(sequence)
+                    if work is None or work.max_drafts != drafts:
+                        work = Work(sequence, 1, drafts)
+                    self._works[sequence] = work
+                    works.append(work)  # the usual case
                     budget -= 1 + drafts
                     continue
             if works and not self._fits(sequence, budget):
@@ -192,7 +202,7 @@ class Scheduler:
         return Work(sequence, 1, drafts)
 
     def _grow(self, sequence: Sequence, num_positions: int) -> None:
-        missing = self.pages.pages_for(num_positions) - len(sequence.pages)
+        missing = -(-num_positions // self.pages.page_size) - len(sequence.pages)
         if missing > 0:
             sequence.pages += self.pages.allocate(missing)
 
@@ -310,7 +320,7 @@ class Scheduler:
 
     def crop(self, sequence: Sequence) -> None:
         """Give back the pages after the last computed position (LayerSkip §4.3)."""
-        keep = self.pages.pages_for(sequence.num_computed)
+        keep = -(-sequence.num_computed // self.pages.page_size)
         surplus = sequence.pages[keep:]
         if surplus:
             self.pages.free(surplus)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from eecore.config import SamplingParams
 
@@ -24,16 +24,6 @@ class SequenceStatus(enum.Enum):
     FINISHED = "finished"
 
 
-class TokenRecord(NamedTuple):
-    """One generated token, its exit layer and its scores."""
-
-    token_id: int
-    exit_layer: int
-    confidence: float
-    logprob: float | None = None
-    top_logprobs: dict[int, float] | None = None
-
-
 @dataclass(slots=True)
 class Counters:
     """Counts of a request's work. A layer execution is one position through one layer."""
@@ -45,16 +35,6 @@ class Counters:
     drafted: int = 0
     accepted: int = 0
     preemptions: int = 0
-
-    def add(self, more: Counters) -> None:
-        """Count more work."""
-        self.layers_run += more.layers_run
-        self.prompt_layers_run += more.prompt_layers_run
-        self.layers_filled += more.layers_filled
-        self.fill_calls += more.fill_calls
-        self.drafted += more.drafted
-        self.accepted += more.accepted
-        self.preemptions += more.preemptions
 
 
 @dataclass(slots=True)
@@ -90,8 +70,13 @@ class Sequence:
     arrival: int
     eos_token_ids: frozenset[int]
     status: SequenceStatus = SequenceStatus.WAITING
-    records: list[TokenRecord] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
+    exit_layers: list[int] = field(default_factory=list)
+    """The layers that each generated token ran."""
+    confidences: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Log-probabilities of the generated tokens, where asked for."""
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
     kv_exit_layers: list[int] = field(default_factory=list)
     """Exit layer of each generated position whose KV is computed, for an identical replay."""
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)

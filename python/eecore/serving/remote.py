@@ -19,6 +19,7 @@ import warnings
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 import torch
@@ -29,7 +30,7 @@ from eecore.engine.async_engine import AsyncEngine, Prepared
 from eecore.engine.callers import Add, Caller, Callers, Cancel, Message, News, Read
 from eecore.engine.faults import LOGGER, described
 from eecore.engine.intake import Intake
-from eecore.engine.text import Piece, TextStream
+from eecore.engine.text import TextStream
 from eecore.engine.worker import LOOK_S
 from eecore.errors import EngineLostError, RequestError
 from eecore.exits import Exit
@@ -451,10 +452,10 @@ def _with_text(request: Prepared, step: StepOutput, text: str | None) -> StepOut
     ids, output = request.output_ids, step.output
     ids += step.token_ids if output is None else output.token_ids[len(ids) :]
     if output is None:
-        return replace(step, piece=Piece(stream, len(ids), final=False))
+        return replace(step, piece=partial(stream.show_up_to, len(ids)))
     count = len(ids) - (bool(ids) and ids[-1] in request.stop_set)
     decoded = stream.decoded
     decoded = stream.whole(stream.after(decoded, ids[decoded.num_tokens : count]))
     stream.keep(decoded)
     output = replace(output, text=decoded.text)
-    return replace(step, output=output, piece=Piece(stream, count, final=True))
+    return replace(step, output=output, piece=partial(stream.show_up_to, count, final=True))
