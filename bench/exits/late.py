@@ -49,13 +49,13 @@ def replayed(answer: Answer, num_layers: int, *, late: bool) -> Counts:
     sampling = SamplingParams(max_tokens=len(tokens), ignore_eos=True)
     request = Request("0", list(answer.prompt), sampling, policy, 0, frozenset())
     request.output_ids.append(tokens[0])
-    draft = draft_state(request, range(1, num_layers + 1))
+    draft_state(request, range(1, num_layers + 1))
     known, rounds, drafted, accepted = 1, 0, 0, 0
     in_flight: list[int] | None = None
     while known < len(tokens):
         left = len(tokens) - len(request.output_ids) - 1
         work = Work(request, 1, max(0, min(policy.num_drafts, left)))
-        proposed = given_by_policy(work, draft, in_flight).tokens
+        (proposed,) = given_by_policy([work], [in_flight])
         request.output_ids[:] = tokens[:known]
         verified = proposed[: len(tokens) - known - 1]
         right = answer.num_accepted(known, verified)
