@@ -439,19 +439,24 @@ def calls_of(engine: eecore.Engine) -> tuple[int, int]:
     return len(called), len(set(called))
 
 
-@pytest.mark.parametrize(("policy", "most"), [(Full(), (40, 13)), (Auto(), (110, 20))])
+@pytest.mark.parametrize(("policy", "most"), [(Full(), (40, 13)), (Auto(), (100, 20))])
 def test_calls_of_a_round_that_goes_on_as_the_last_one(policy: Any, most: tuple[int, int]) -> None:
     """Such rounds are the most frequent ones."""
     model = eecore.load(eecore.default_model(), device="cpu", kv_cache_tokens=1024)
+    found = []
     for _ in range(2):
         engine = model.engine()
         sampling = SamplingParams(max_tokens=120, ignore_eos=True)
         engine.add_request("lock the front door", exit=policy, sampling=sampling)
         for _ in range(16):
             engine.step()
-        found = sorted(calls_of(engine) for _ in range(16))
+        for _ in range(16):
+            held = engine.iterations.planner.held
+            calls = calls_of(engine)
+            if engine.iterations.planner.held is held:
+                found.append(calls)
         list(engine.run())
-    assert found[8] <= most
+    assert sorted(found)[len(found) // 2] <= most
 
 
 def about(directory: Path, **fields: Any) -> None:
