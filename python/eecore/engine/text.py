@@ -47,6 +47,7 @@ class TextStream:
         self._token_ids = token_ids
         self._decoded = Decoded(tokenizer.incremental(prompt_ids))
         self._shown = 0
+        self._last_piece = 0, False, ""
         self.special_texts: Mapping[int, str] = {}
         """The texts of special tokens that :meth:`show` was given."""
 
@@ -91,18 +92,21 @@ class TextStream:
         self._shown = shown
 
     def show_up_to(self, num_tokens: int, *, final: bool = False) -> str:
-        """The text that the first ``num_tokens`` add to what was shown, which is decoded now.
+        """The text that the first ``num_tokens`` add to what was shown, which is decoded now. A
+        call that was interrupted and is repeated returns the same text.
 
         Args:
             final: whether no more tokens follow.
         """
-        decoded = self._decoded
-        decoded = self.after(decoded, self._token_ids[decoded.num_tokens : num_tokens])
-        if final:
-            decoded = self.whole(decoded)
-        text, self._shown = self.shows(decoded, final=final)
-        self._decoded = decoded
-        return text
+        if self._last_piece[:2] != (num_tokens, final):
+            decoded = self._decoded
+            decoded = self.after(decoded, self._token_ids[decoded.num_tokens : num_tokens])
+            if final:
+                decoded = self.whole(decoded)
+            text, shown = self.shows(decoded, final=final)
+            piece = num_tokens, final, text
+            self._decoded, self._shown, self._last_piece = decoded, shown, piece
+        return self._last_piece[2]
 
     def _with(
         self,
