@@ -305,10 +305,11 @@ def test_logits_of_nan_end_every_request(
 ) -> None:
     model = load(write_model(tmp_path), kv_cache_tokens=256)
     head = model.network.weights.lm_head.weight  # type: ignore[union-attr]
-    stream = eecore.stream(model, [[1, 2]], exit=policy, sampling=sampling)
-    next(stream)
+    engine = model.engine()
+    engine.add_request([1, 2], exit=policy, sampling=sampling)
+    engine.step()
     head[7] = torch.nan
-    (*_, last) = stream
+    (*_, last) = engine.run()
     assert last.output is not None
     assert (last.output.finish_reason, last.output.error) == ("error", NOT_FINITE)
     assert last.output.text is not None
