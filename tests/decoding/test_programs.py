@@ -275,6 +275,21 @@ WARM = {"temperature": 1.1, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
 COUNTED = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.5}
 
 
+def launches_ahead(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A list that grows by each attempt to launch ahead: whether it did."""
+    overlaps: list[bool] = []
+    launch = iterate.Iterations.launch
+
+    def seen(self: Any, works: Any, after: Any = None, **more: Any) -> Any:
+        flight = launch(self, works, after, **more)
+        if after is not None:
+            overlaps.append(flight is not None)
+        return flight
+
+    monkeypatch.setattr(iterate.Iterations, "launch", seen)
+    return overlaps
+
+
 @pytest.mark.parametrize(
     ("sampling", "policy", "waits"),
     [
@@ -300,15 +315,7 @@ def test_tokens_drawn_ahead_are_those_drawn_anyway(
     waits: bool,
 ) -> None:
     """A run waits for the last one's tokens where its sampling depends on them."""
-    overlaps, launch = [], iterate.Iterations.launch
-
-    def seen(self: Any, works: Any, after: Any = None, **more: Any) -> Any:
-        flight = launch(self, works, after, **more)
-        if after is not None:
-            overlaps.append(flight is not None)
-        return flight
-
-    monkeypatch.setattr(iterate.Iterations, "launch", seen)
+    overlaps = launches_ahead(monkeypatch)
 
     def outputs(*, ahead: bool) -> list[Output]:
         engine = engine_of(agreeing, EngineConfig(kv_cache_tokens=1024), ahead=ahead)
@@ -363,15 +370,7 @@ def test_penalties_count_a_text_that_only_the_device_knows(
     agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts outgrow the memory of their programs on the way; looked-up drafts are rejected."""
-    overlaps, launch = [], iterate.Iterations.launch
-
-    def seen(self: Any, works: Any, after: Any = None, **more: Any) -> Any:
-        flight = launch(self, works, after, **more)
-        if after is not None:
-            overlaps.append(flight is not None)
-        return flight
-
-    monkeypatch.setattr(iterate.Iterations, "launch", seen)
+    overlaps = launches_ahead(monkeypatch)
     counted = {"ignore_eos": True, "seed": 3, "logit_bias": dict.fromkeys(range(40, 320), -100.0)}
     ways: list[dict[str, Any]] = [{"repetition_penalty": 1.3}, COUNTED, {}, {**WARM, **COUNTED}]
     policies = [PromptLookup(5, min_ngram=1), Full(), SelfSpeculative(2, 3), PromptLookup(3)]
