@@ -85,7 +85,7 @@ def test_random_steps(
     engine = model.engine(config)
     running: dict[str, int] = {}
     finished = cancelled = preemptions = steps = 0
-    held: set[str] = set()
+    held: list[str] = []
 
     def check(output: Output) -> None:
         nonlocal preemptions
@@ -106,24 +106,24 @@ def test_random_steps(
                 request.prompt, exit=request.exit, sampling=request.sampling
             )
             running[request_id] = chosen
-        if running and rng.random() < 0.02:
+        if running and steps % 40 == 0:
             output = engine.cancel(rng.choice(list(running)))
             assert output is not None
             check(output)
             cancelled += 1
-        if running and rng.random() < 0.1:
-            chosen_id = rng.choice(list(running))
-            held.add(chosen_id)
-            engine.hold(chosen_id)
+        free = [request_id for request_id in running if request_id not in held]
+        if free and rng.random() < 0.1:
+            held.append(rng.choice(free))
+            engine.hold(held[-1])
         if held and rng.random() < 0.1:
-            engine.resume(held.pop())
+            engine.resume(held.pop(rng.randrange(len(held))))
         for step in engine.step():
             assert step.request_id not in held
             if step.output is not None:
                 check(step.output)
                 finished += 1
         steps += 1
-        held &= set(running)
+        held = [request_id for request_id in held if request_id in running]
         check_books(engine)
 
     for request_id in held:
