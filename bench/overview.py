@@ -97,11 +97,10 @@ def markdown(kept: Mapping[str, Figures]) -> str:
         f"{kept[name]['cpu']}, {kept[name]['cpu_capability']} kernels" for name in SHOWN
     )
     about = (
-        "One thread. With early exit: the gain over full depth, both measured in another run than "
-        "this row's tokens/s. SmolLM2: the peer is llama.cpp on the same file. Early exit is "
-        "`auto`, which gives the text of full depth: the median of chat, summaries, code and "
-        "rewriting, which are together in the batch of 32. intent: the peer is transformers. "
-        "Early exit is a calibrated threshold, which may change the text. "
+        "One thread; the speeds and the gains over full depth are of different runs. "
+        "SmolLM2 beside llama.cpp, on the same file; early exit is `auto`, which keeps the text: "
+        "the median of chat, summaries, code and rewriting, together in the batch of 32. intent "
+        "beside transformers; early exit is a calibrated threshold, which may change the text. "
         f"{'; '.join(machines)}. `python -m bench tables`"
     )
     return f"{markdown_table(head, lines, text_columns=1)}\n\n{about}"
