@@ -24,11 +24,12 @@ from eecore import (
     SamplingParams,
     SelfSpeculative,
 )
-from eecore.decoding import iterate
+from eecore.decoding import draft_rows, iterate
 from eecore.decoding.control import Program
 from eecore.decoding.memory import HostSide
 from eecore.decoding.step import Step
 from eecore.exits import Exit
+from eecore.planning.row import Row
 from tiny_models import random_prompts
 from tripwire import Fault
 from workloads import Request, serve, tokens_of
@@ -167,13 +168,46 @@ def test_fixed_depths_ahead(tiny: eecore.Model, policy: Exit) -> None:
     check_same(run(tiny, [policy], ahead=True), run(tiny, [policy]))
 
 
-@pytest.mark.parametrize("threshold", [None, 0.2, 1.0])
-@pytest.mark.parametrize(("exit_layer", "num_drafts"), [(2, 3), (1, 6), (3, 1)])
-def test_self_speculation_ahead(
-    agreeing: eecore.Model, exit_layer: int, num_drafts: int, threshold: float | None
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *[
+            SelfSpeculative(exit_layer, num_drafts, threshold)
+            for exit_layer, num_drafts in ((2, 3), (1, 6), (3, 1))
+            for threshold in (None, 0.2, 1.0)
+        ],
+        *[DraftAndVerify({3}, {2}, initial_threshold=first) for first in (None, 0.05, 1.0)],
+    ],
+    ids=str,
+)
+def test_drafts_of_layers_ahead(agreeing: eecore.Model, policy: Exit) -> None:
+    check_same(run(agreeing, [policy], ahead=True), run(agreeing, [policy]))
+
+
+def test_thresholds_of_rounds_ahead(
+    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policies: list[Exit] = [SelfSpeculative(exit_layer, num_drafts, threshold)]
-    check_same(run(agreeing, policies, ahead=True), run(agreeing, policies))
+    """A round has the same threshold whether the outcome of the one before it is known or not."""
+    thresholds = draft_rows._thresholds
+
+    def given(*, ahead: bool) -> list[float]:
+        found: list[float] = []
+
+        def seen(rows: list[Row]) -> list[float]:
+            found.extend(thresholds(rows))
+            return found[-1:]
+
+        monkeypatch.setattr(draft_rows, "_thresholds", seen)
+        engine = engine_of(agreeing, EngineConfig(kv_cache_tokens=512), ahead=ahead)
+        sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+        policy = DraftAndVerify({3}, {2}, initial_threshold=0.1)
+        serve(engine, [Request(PROMPTS[0], policy, sampling)])
+        return found
+
+    landed = given(ahead=False)
+    assert given(ahead=True)[: len(landed)] == landed
+    assert landed[0] == landed[1]
+    assert len(set(landed)) > 3
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["waits", "ahead"])
@@ -296,10 +330,12 @@ def launches_ahead(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         (WARM, Full(), False),
         (WARM, ConfidentExit(0.05, min_exit_layer=2), False),
         (WARM, SelfSpeculative(2, 3), False),
-        (WARM, DraftAndVerify({3}, {2}, num_drafts=3, adaptive=False), False),
+        (WARM, DraftAndVerify({3}, {2}, num_drafts=3), False),
         ({"logit_bias": {7: 4.0}}, Full(), False),
         ({**WARM, "logprobs": 2}, Full(), False),
-        ({**WARM, "logprobs": 2}, SelfSpeculative(2, 3), True),
+        ({**WARM, "logprobs": 2}, SelfSpeculative(2, 3), False),
+        ({**WARM, "logprobs": 0}, DraftAndVerify({3}, {2}, num_drafts=3), False),
+        ({"logprobs": 2}, SelfSpeculative(2, 3), False),
         ({**WARM, **COUNTED}, Full(), False),
         ({**WARM, **COUNTED}, ConfidentExit(0.05, min_exit_layer=2), False),
         ({"repetition_penalty": 1.2}, SelfSpeculative(2, 3), False),
@@ -351,7 +387,7 @@ def test_programs_of_a_batch_are_launched_ahead_together(
     policies: list[Exit] = [
         SelfSpeculative(2, 3),
         Full(),
-        DraftAndVerify({3}, {2}, num_drafts=3, adaptive=False),
+        DraftAndVerify({3}, {2}, num_drafts=3),
         ConfidentExit(0.05, min_exit_layer=2),
         SelfSpeculative(2, 5),
     ]

@@ -15,6 +15,7 @@ from eecore.exits import Exit
 from eecore.planning.draft_stop import AdaptiveDraftStop
 from reference_decoding import ReferenceModel
 from tiny_models import random_prompts, write_model
+from workloads import Request, serve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -138,6 +139,33 @@ def test_logprobs_are_those_of_the_full_model(agreeing: eecore.Model) -> None:
         for one, other in zip(full, spec, strict=True):
             assert one.logprobs is not None
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["landed", "ahead"])
+def test_logprobs_of_drawn_drafts_are_those_of_the_full_model(
+    agreeing: eecore.Model, ahead: bool
+) -> None:
+    """Some accepted drafts are not the tokens that the full model has drawn at their places."""
+    engine = engine_of(agreeing, EngineConfig(kv_cache_tokens=1024), ahead=ahead)
+    ways: list[dict[str, Any]] = [{"temperature": 1.5, "logprobs": 1}, {}, {"temperature": 1.0}]
+    requests = [
+        Request(
+            prompt,
+            SelfSpeculative(2, 4),
+            SamplingParams(max_tokens=20, seed=i, ignore_eos=True, **ways[i % len(ways)]),
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    outputs = [o for o in serve(engine, requests) if o.logprobs is not None]
+    assert len(outputs) > 1
+    assert sum(output.stats.accepted for output in outputs) > 5
+    for output in outputs:
+        text = output.prompt_token_ids + output.token_ids
+        (whole,) = eecore.generate(agreeing, [text], max_tokens=0, prompt_logprobs=0)
+        assert whole.prompt_logprobs is not None
+        scores = whole.prompt_logprobs[-len(output.token_ids) :]
+        expected = [score.logprob for score in scores if score is not None]
+        assert output.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 def test_exit_layers_tell_drafts_from_verified_tokens(agreeing: eecore.Model) -> None:
@@ -273,7 +301,7 @@ def test_draft_threshold_stops_the_draft(agreeing: eecore.Model) -> None:
 
 
 def test_adaptive_draft_stop_by_hand() -> None:
-    rule = AdaptiveDraftStop(0.8)
+    rule = AdaptiveDraftStop(0.8, 0.8)
     for drafted, accepted, acceptance, threshold in (
         (4, 2, 0.7, 0.801),  # m = 0.45 + 0.25: fewer drafts
         (2, 2, 0.85, 0.802),  # m = 0.35 + 0.5
@@ -281,8 +309,9 @@ def test_adaptive_draft_stop_by_hand() -> None:
         (3, 3, 0.9625, 0.801),  # stopped too early: more drafts
         (0, 0, 0.9625, 0.801),
     ):
-        rule = rule.after(drafted, accepted, num_drafts=8)
+        before, rule = rule.threshold, rule.after(drafted, accepted, num_drafts=8)
         assert (rule.acceptance, rule.threshold) == pytest.approx((acceptance, threshold))
+        assert rule.before == before
 
 
 def test_adaptive_threshold_starts_lower_for_sampled_requests(agreeing: eecore.Model) -> None:

@@ -6,7 +6,6 @@ from math import isnan
 
 from eecore.decoding.draft_kind import DraftKind
 from eecore.decoding.head_drafts import drafted_ahead
-from eecore.decoding.heads import Logits
 from eecore.decoding.memory import Cells
 from eecore.decoding.sampling import NO_TOKEN, add_logprobs
 from eecore.errors import NotFiniteError
@@ -16,9 +15,6 @@ from eecore.scheduling.sequence import Counters
 
 class DraftOutcomes:
     """Makes the outcomes of one program's rounds."""
-
-    logits: Logits | None = None
-    """Logits of the verified tokens of the last run, if some rows need them."""
 
     def __init__(self, kind: DraftKind, num_layers: int) -> None:
         self._path, self._num_layers = kind.path, num_layers
@@ -73,7 +69,8 @@ class DraftOutcomes:
                 is_cut=is_cut,
             )
             if sequence.sampling.logprobs is not None:
-                self._add_logprobs(outcome, start, got)
+                for at in range(start, start + good):
+                    add_logprobs(outcome, got, at)
             if self._drafts_ahead and row.ahead and not is_cut:
                 outcome.ahead = drafted_ahead(row, i, emitted, got)
             if row.route.adaptive:
@@ -81,12 +78,3 @@ class DraftOutcomes:
                 outcome.draft_stop = rule.after(drafted, accepted, most)
             outcomes.append(outcome)
         return outcomes
-
-    def _add_logprobs(self, outcome: Outcome, start: int, got: Cells) -> None:
-        """Add the log-probabilities that the request asks for, of tokens from row ``start`` on."""
-        for at, token in enumerate(outcome.token_ids, start):
-            logprob = None
-            if token != got["token"][at]:  # a sampled draft, or drawn after a rejection
-                assert self.logits is not None
-                logprob = self.logits.of(at, token) - got["logsumexp"][at]
-            add_logprobs(outcome, got, at, logprob)

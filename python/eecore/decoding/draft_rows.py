@@ -37,6 +37,7 @@ class DraftRows(Step):
         self.rows: list[Row] = []
         self._sequences: list[Sequence] = []
         self._adapts = False  # whether some row's threshold follows its acceptance rate
+        self._scores = False  # whether some row that draws drafts asks for log-probabilities
 
     def fits(self, rows: list[Row]) -> bool:
         """Whether these rows are the rows that were loaded last, and need this program again."""
@@ -112,6 +113,8 @@ class DraftRows(Step):
         """Write the columns that do not change from round to round of the same rows."""
         self._host.holds = None
         self._adapts = any(row.route.adaptive for row in rows)
+        asked = [s.sampling for s in sequences if s.sampling.logprobs is not None]
+        self._scores = self.kind.samples and any(s.temperature > 0.0 for s in asked)
         self._write_rows(rows)
         padding = [False] * (self.sizes.num_rows - len(rows))
         self._host.write(
@@ -173,9 +176,11 @@ def _thresholds(rows: list[Row]) -> list[float]:
     for row in rows:
         threshold = row.route.draft_threshold
         if row.route.adaptive:
-            threshold = row.work.sequence.draft.stop.threshold
+            stop = row.work.sequence.draft.stop
+            threshold = stop.before if row.follows is None else stop.threshold
         found.append(-1.0 if threshold is None else threshold)
     exact = np.array(found)
     rounded = exact.astype(np.float32)
-    above = np.nextafter(rounded, np.float32(np.inf))
-    return np.where(rounded < exact, above, rounded).tolist()  # type: ignore[no-any-return]
+    is_below = rounded < exact
+    rounded[is_below] = np.nextafter(rounded[is_below], np.float32(np.inf))
+    return rounded.tolist()  # type: ignore[no-any-return]

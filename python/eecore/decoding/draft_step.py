@@ -27,7 +27,7 @@ from eecore.decoding.draft_kind import DraftKind, pages_after
 from eecore.decoding.draft_outcomes import DraftOutcomes
 from eecore.decoding.draft_rows import DraftRows
 from eecore.decoding.head_drafts import HeadDrafting, HeadKeys, new_round, new_verification
-from eecore.decoding.heads import HeadWork, head_fields
+from eecore.decoding.heads import HeadWork, Logits, head_fields
 from eecore.decoding.memory import HostSide, cross_batch
 from eecore.decoding.sampling import DRAWS_DRAFT, DRAWS_TOKEN, sampling_rows
 from eecore.decoding.step import tapped_layers
@@ -37,6 +37,9 @@ from eecore.planning.row import Outcome, Row
 
 class DraftStep(DraftRows):
     """Rounds of up to ``sizes.num_rows`` sequences; the rows after them are padding."""
+
+    _logits: Logits | None = None
+    """Logits of the verified tokens, if some rows need them."""
 
     def __init__(self, model: Network, kv: KVCache, kind: DraftKind) -> None:
         super().__init__(model, kv, kind)
@@ -255,7 +258,7 @@ class DraftStep(DraftRows):
         hidden, states = tapped_layers(
             model, begin, end, self.kind.taps, hidden, self._kv, self._verify_batch
         )
-        self._outcomes.logits = self._heads.run(
+        self._logits = self._heads.run(
             hidden,
             self._given.device["kind"],
             self._results.device,
@@ -264,6 +267,26 @@ class DraftStep(DraftRows):
             request=checked.sequence,
         )
         return states
+
+    def fetch(self) -> HostSide:
+        if self._scores:
+            self._score()
+        return super().fetch()
+
+    @torch.inference_mode()
+    def _score(self) -> None:
+        """Write the log-probabilities of the tokens that rows have got which draw drafts: they need
+        not be the tokens that the full model has drawn.
+        """
+        results, checked, sampled = self._results.device, self._verification, self._given.device
+        request, starts = checked.sequence.long(), checked.query_start_loc
+        place = torch.arange(len(request), device=request.device) - starts[request]
+        made = self._made()[request, place.clamp(max=self.kind.num_steps)]
+        assert self._logits is not None
+        rows, logits = self._logits.of(made.clamp(min=0))
+        known = results["logprob"][rows]
+        own = logits - results["logsumexp"][rows]
+        results["logprob"][rows] = own.where(sampled["sampled"][request[rows]], known)
 
     def _made(self) -> Tensor:
         results = self._results.device

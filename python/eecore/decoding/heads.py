@@ -90,18 +90,26 @@ class HeadWork:
 
 @dataclass(frozen=True)
 class Logits:
-    """The logits of some rows, until the program runs again."""
+    """The logits of some rows, until another program runs."""
 
     values: Tensor
     """[num_rows, vocab_size]"""
     index: Tensor | None
     """int32 [num_rows], the rows that have logits; None: all of them."""
+    count: Tensor | None
+    """int32 [1], the number of rows in ``index``."""
 
-    def of(self, row: int, token: int) -> float:
-        """The logit of a token in a row."""
-        if self.index is not None:
-            row = self.index.tolist().index(row)
-        return float(self.values[row, token])
+    def of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows that have logits, and the logit of one token in each of them.
+
+        Args:
+            tokens: int64 [num_rows], the token of each row of the program.
+        """
+        if self.index is None or self.count is None:
+            rows = torch.arange(len(tokens), device=tokens.device)
+        else:
+            rows = self.index[: int(self.count)].long()
+        return rows, self.values[: len(rows)].gather(1, tokens[rows, None])[:, 0].float()
 
 
 class Heads:
@@ -137,7 +145,7 @@ class Heads:
             The logits, if some rows need them.
         """
         if self.sizes.greedy:
-            index, states, few = self._picked(hidden, kind, control, request, GREEDY)
+            index, _, states, few = self._picked(hidden, kind, control, request, GREEDY)
             # With several rows to a request the head runs on all of them, also if LOGITS.
             with few:
                 ops.place_head(
@@ -153,7 +161,7 @@ class Heads:
         if not self.sizes.logits:
             return None
         assert work is not None
-        index, states, few = self._picked(hidden, kind, control, request, LOGITS)
+        index, count, states, few = self._picked(hidden, kind, control, request, LOGITS)
         with few:
             logits = self._model.logits(states, few=True)
             ops.sample_tokens(
@@ -180,15 +188,15 @@ class Heads:
                 as_probability=as_probability,
                 probs_by_step=work.probs_by_step,
             )
-        return Logits(logits, index)
+        return Logits(logits, index, count)
 
     def _picked(
         self, hidden: Tensor, kind: Tensor, control: Control, request: Tensor | None, wanted: int
-    ) -> tuple[Tensor | None, Tensor, AbstractContextManager[None]]:
-        """The indices and states of the rows of a kind, and a context for calls about them; all
-        rows where the program does not compact.
+    ) -> tuple[Tensor | None, Tensor | None, Tensor, AbstractContextManager[None]]:
+        """The indices, number and states of the rows of a kind, and a context for calls about them;
+        all rows where the program does not compact.
         """
         if not control.compacts:
-            return None, hidden, nullcontext()
+            return None, None, hidden, nullcontext()
         index, count, states = ops.select_rows(hidden, row=request, kind=kind, wanted=wanted)
-        return index, states, control.rows(count)
+        return index, count, states, control.rows(count)

@@ -21,9 +21,7 @@ from eecore.decoding.draft_step import DraftStep
 from eecore.decoding.exit_step import ExitKind, ExitStep, exit_kind
 from eecore.decoding.memory import Array, HostSide
 from eecore.decoding.prefill import Prefill, encode
-from eecore.decoding.sampling import needs_logits
 from eecore.models import KeyedHead, KVCache, Network
-from eecore.planning.draft_state import route_of
 from eecore.planning.planner import Planner
 from eecore.planning.route import DraftPath
 from eecore.planning.row import Outcome, Row
@@ -303,15 +301,7 @@ class Iterations:
 
     def _must_land(self, work: Work) -> bool:
         """Whether the next run of a row needs the outcome of the last one on the host."""
-        sequence = work.sequence
-        route, sampling = route_of(sequence, self.model.config.exit_layers), sequence.sampling
-        if work.is_prefill or sampling.guide is not None or route.adaptive:
-            return True
-        # The host looks up the logits of tokens that are not the most probable ones.
-        looks = needs_logits(sampling) and sampling.logprobs is not None
-        if route.auto is not None:
-            return looks and sampling.temperature == 0.0  # layers may draft
-        return looks and route.path is not None and not route.path.is_given
+        return work.is_prefill or work.sequence.sampling.guide is not None
 
     def _launch(self, rows: list[Row]) -> Run:
         """Load rows that share a program, and run it."""

@@ -180,15 +180,14 @@ def _write_ids(rows: Array, ids: Iterable[list[int]]) -> None:
         row[: len(own)] = own
 
 
-def add_logprobs(outcome: Outcome, got: Cells, at: int, logprob: float | None = None) -> None:
+def add_logprobs(outcome: Outcome, got: Cells, at: int) -> None:
     """Add the log-probabilities of one more token to the outcome of a request that asks for them.
 
     Args:
         at: the token's row in the results ``got``.
-        logprob: the token's log-probability; None: the one of the results.
     """
     asked = outcome.sequence.sampling.logprobs
     ids, values = (numbers_of(got, name, at)[:asked] for name in ("top_ids", "top_logprobs"))
     best = zip(ids, values, strict=True)
-    outcome.logprobs.append(got["logprob"][at] if logprob is None else logprob)
+    outcome.logprobs.append(got["logprob"][at])
     outcome.top_logprobs.append({token: value for token, value in best if value > -math.inf})

@@ -57,7 +57,7 @@ def draft_state(sequence: Sequence, exit_layers: range, guided: Guided | None = 
         stop = None
         if route.adaptive:
             assert route.draft_threshold is not None
-            stop = AdaptiveDraftStop(route.draft_threshold)
+            stop = AdaptiveDraftStop(route.draft_threshold, route.draft_threshold)
         state = sequence.draft = DraftState(route, guided, stop)
     return state
 
