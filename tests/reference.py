@@ -53,7 +53,7 @@ def begin_round(
         drafts: list[int] | None = None
         if given.drafts is not None and given.num_given is not None and given.num_given[row] >= 0:
             drafts = given.drafts[row, : int(given.num_given[row])].tolist()
-        if ahead is not None and source >= 0:
+        if ahead is not None and source >= 0 and drafts is None:
             its = ahead.tokens[source, 1 : int(ahead.num_drafted[source]) + 1].tolist()
             pairs = zip(its, ahead.probabilities[source].tolist(), strict=False)
             least = float(given.thresholds[row])

@@ -29,7 +29,7 @@ void run_begin_round(const BeginRoundParams& params, const Parallel&) {
         min_of(min_of(params.max_drafts[row], wrapping_add(left, -1)), params.num_steps), -1);
     int64_t given = params.drafts == nullptr ? -1 : params.num_given[row];
     const int64_t* its_drafts = params.drafts + row * params.num_steps;
-    if (follows && params.ahead_tokens != nullptr) {
+    if (follows && given < 0 && params.ahead_tokens != nullptr) {
       its_drafts = params.ahead_tokens + source * (params.ahead_steps + 1) + 1;
       given = sure_drafts(params, row, source);
     }

@@ -34,7 +34,7 @@ __device__ __forceinline__ bool begin_row(const BeginRoundParams& params, int64_
       max(min(min(params.max_drafts[row], left - 1), params.num_steps), int64_t{-1});
   int64_t given = params.drafts == nullptr ? -1 : params.num_given[row];
   const int64_t* its_drafts = params.drafts + row * params.num_steps;
-  if (follows && params.ahead_tokens != nullptr) {
+  if (follows && given < 0 && params.ahead_tokens != nullptr) {
     its_drafts = params.ahead_tokens + source * (params.ahead_steps + 1) + 1;
     given = sure_drafts(params, row, source);
   }

@@ -239,7 +239,8 @@ struct BeginRoundParams {
   const int64_t* next_position;  // [num_ended]; null when sources is
   const int64_t* next_left;      // [num_ended]; null when sources is
   const int64_t* drafts;         // [num_rows, num_steps]; may be null: no row is given drafts
-  const int64_t* num_given;      // [num_rows], -1: the row drafts for itself; null when drafts is
+  const int64_t* num_given;      // [num_rows], -1: the row drafts for itself, or continues with
+                                 // the drafts of ahead_tokens; null when drafts is
   const int64_t* ahead_tokens;   // [num_ended, ahead_steps + 1], a first token, then drafts after
                                  // it, for rows that continue from that token; may be null: no such
                                  // drafts

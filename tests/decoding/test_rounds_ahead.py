@@ -160,6 +160,25 @@ def test_no_round_of_looked_up_drafts_waits(
     assert 0.5 * accepted(waiting) < accepted(got) <= accepted(waiting)
 
 
+@pytest.mark.parametrize("sampling", [None, HOT], ids=["greedy", "sampled"])
+def test_looked_up_drafts_beside_those_of_a_head(
+    model: eecore.Model, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any] | None
+) -> None:
+    """A row continues with a head's drafts on the device, or with those that the host gives."""
+    policies = [PromptLookup(3), HeadDrafts(3, 0.0)]
+    waiting = served(model, policies, ahead=False, longer=0, sampling=sampling)
+    watched = Watched(monkeypatch)
+    got = served(model, policies, ahead=True, longer=0, sampling=sampling)
+    assert tokens_of(got) == tokens_of(waiting)
+    assert watched.waited == 0
+    assert watched.launched - watched.overlapped <= 6
+    assert watched.overlapped >= 12
+    assert accepted(got[::2]) > 0.5 * accepted(waiting[::2]) > 0
+    assert [output.stats.accepted for output in got[1::2]] == [
+        output.stats.accepted for output in waiting[1::2]
+    ]
+
+
 @pytest.mark.parametrize(
     ("choice", "temperature"),
     [(FULL, 0.0), (TEXT, 0.0), (TEXT, 0.7), (HEAD, 0.0), (HEAD, 0.7), (LAYER, 0.0)],

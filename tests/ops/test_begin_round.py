@@ -134,7 +134,7 @@ def test_drafts_ahead_end_before_one_that_is_unlikely(device: torch.device) -> N
     probabilities = [[0.5, 0.9, 0.9], [0.9, 0.4999, 0.9], [0.9, float("nan"), 0.9], [0.9] * 3]
     rounds = Rounds(4, 4, device)
     given = rounds.given()._replace(
-        drafts=rounds.whole(9, 4, 4), num_given=torch.full((4,), 4, device=device)
+        drafts=rounds.whole(9, 4, 4), num_given=torch.full((4,), -1, device=device)
     )
     given.max_drafts.fill_(9)
     given.thresholds.fill_(0.5)

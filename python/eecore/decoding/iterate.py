@@ -256,12 +256,11 @@ class Iterations:
         """
         run, _ = after.places[rows[0].work.sequence]
         step = run.program
-        followers, drafts_ahead = [], set()
+        followers = []
         for row in rows:
             its, place = after.places[row.work.sequence]
             if its is not run:
                 return None
-            drafts_ahead.add(row.ahead > 0)
             if row.follows is None:
                 pending = run.rows[place].most_tokens
                 followers.append(row._replace(follows=place, pending=pending))
@@ -270,8 +269,6 @@ class Iterations:
         if rows[0].route.path is None and isinstance(step, ExitStep):
             if step.follow([row.work for row in rows]):
                 return step
-        elif len(drafts_ahead) > 1:
-            return None  # rows take the drafts of a head from the device, or all from the host
         fits = isinstance(step, DraftStep) and step.fits(followers)
         if not fits and step.kind != self._kind(followers):
             return None

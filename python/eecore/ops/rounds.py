@@ -79,7 +79,8 @@ class DraftRound(NamedTuple):
     drafts: Tensor | None = None
     """int64 [num_rows, num_steps]: drafts that are given to rows; with ``num_given``."""
     num_given: Tensor | None = None
-    """int64 [num_rows]: drafts given to the row, which then drafts none itself; -1: it drafts."""
+    """int64 [num_rows]: drafts given to the row, which then drafts none itself; -1: it drafts, or
+    takes the drafts that were made after the round that it continues."""
 
 
 class EndedRound(NamedTuple):
@@ -158,9 +159,9 @@ def begin_round(
         ended: where the rows of an earlier round go on; with ``sources``.
         sources: int32 [num_rows]: the row of ``ended`` that a row continues; -1: the row starts
             from ``token_ids``.
-        ahead: drafts made after ``ended``: rows that continue a row of it are given these drafts
-            instead of their own, up to the first that is less likely than the row's threshold. The
-            round has ``drafts``.
+        ahead: drafts made after ``ended``: rows that continue a row of it and have ``num_given`` -1
+            are given these drafts, up to the first that is less likely than the row's threshold.
+            The round has ``drafts``.
         condition: see :func:`exit_rows`; its body runs if a row drafts.
         own_key: ``seq_lens`` of a row that drafts count its own key, which a layer writes before
             it attends; False: only the keys before it, at least one.
