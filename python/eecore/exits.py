@@ -538,7 +538,8 @@ class DraftAndVerify(Exit):
         skip_mlp: layers (from 0) whose MLP the draft skips.
         num_drafts: most tokens drafted a round.
         adaptive: stop a round's draft after a token whose probability is below a threshold that
-            follows the acceptance rate; False always drafts ``num_drafts``.
+            follows the acceptance rate of the rounds before the last one; False always drafts
+            ``num_drafts``.
         initial_threshold: where the threshold starts; None is 0.8 for greedy requests and 0.5 for
             sampled ones.
     """

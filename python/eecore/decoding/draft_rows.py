@@ -135,9 +135,9 @@ class DraftRows(Step):
             output, most = sequence.output_ids, sequence.sampling.max_tokens
             where = output[-1], len(sequence.prompt_ids) + len(output) - 1, most - len(output)
             num_ahead = row.ahead if self._keys is None else self._num_ahead(row)
-            # A row without a draft of its own continues with those of a head, which the device has.
-            num_given = -1 if row.ahead and row.follows is not None else len(drafts)
-            states.append((*where, work.max_drafts, num_given, num_ahead))
+            # A head's drafts after a run in flight are on the device.
+            count = -1 if row.ahead and row.follows is not None else len(drafts)
+            states.append((*where, work.max_drafts, count, num_ahead))
             for k, token in enumerate(drafts):
                 cells["drafts"][i, k] = token
             if self._ahead is not None:

@@ -266,9 +266,9 @@ class Iterations:
                 followers.append(row._replace(follows=place, pending=pending))
             else:
                 followers.append(row)
-        if rows[0].route.path is None and isinstance(step, ExitStep):
-            if step.follow([row.work for row in rows]):
-                return step
+        is_exit = rows[0].route.path is None and isinstance(step, ExitStep)
+        if is_exit and step.follow([row.work for row in rows]):
+            return step
         fits = isinstance(step, DraftStep) and step.fits(followers)
         if not fits and step.kind != self._kind(followers):
             return None
