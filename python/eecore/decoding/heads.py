@@ -90,7 +90,7 @@ class HeadWork:
 
 @dataclass(frozen=True)
 class Logits:
-    """The logits of some rows, until another program runs."""
+    """The logits of some rows, until the program runs again."""
 
     values: Tensor
     """[num_rows, vocab_size]"""
