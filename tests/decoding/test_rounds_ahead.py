@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import eecore
-from devices import engine_of, load
+from devices import check_logprobs, engine_of, load
 from eecore import Auto, EngineConfig, Full, HeadDrafts, PromptLookup, SamplingParams
 from eecore import SelfSpeculative as Layers
 from eecore.decoding.iterate import Iterations
@@ -186,12 +186,14 @@ def test_looked_up_drafts_beside_those_of_a_head(
 def test_rounds_of_auto_do_not_wait(
     model: eecore.Model, monkeypatch: pytest.MonkeyPatch, choice: Choice, temperature: float
 ) -> None:
-    sampling = {"temperature": temperature}
+    sampling = {"temperature": temperature, "logprobs": 1}
     expected = served(model, [Full()], ahead=False, sampling=sampling)
     tell(monkeypatch, model, choice)
     watched = Watched(monkeypatch)
     got = served(model, [Auto()], ahead=True, sampling=sampling)
     assert tokens_of(got) == tokens_of(expected)
+    for one, other in zip(got, expected, strict=True):
+        check_logprobs(one, other)
     assert (accepted(got) > 0) == (choice is not FULL)
     assert watched.waited == 0
     assert watched.launched - watched.overlapped <= 0.35 * watched.launched
