@@ -128,6 +128,13 @@ def pytest_collection_modifyitems(
     items[:] = kept
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test draws, and the emulator's orders, depend on no test before it."""
+    torch.manual_seed(0)
+    emulated.begin_again()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Freeze the collected tests: the garbage collector does not search them, nor runs as often."""

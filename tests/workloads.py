@@ -37,7 +37,7 @@ from tripwire import Fault, Interrupt, Tripwire
 T = TypeVar("T")
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Whether something comes true in time."""
     end = time.monotonic() + seconds
     while not condition():

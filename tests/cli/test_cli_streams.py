@@ -9,9 +9,12 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,8 +169,33 @@ def test_a_signal_at_any_moment(endless: str, number: signal.Signals, seconds: f
         assert error == ""
 
 
-def test_no_exception_is_raised_into_the_import_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "LOADING_SECONDS", 0.3)
+@pytest.fixture
+def reminders(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, Callable[[], None]]]:
+    """The timers that are started: their seconds, and what they call, which a test does itself."""
+    started: list[tuple[float, Callable[[], None]]] = []
+
+    class Timer:
+        def __init__(self, seconds: float, call: Callable[..., None], args: Sequence[Any]) -> None:
+            self._timer = seconds, partial(call, *args)
+
+        def start(self) -> None:
+            started.append(self._timer)
+
+    known = SimpleNamespace(Timer=Timer, main_thread=threading.main_thread)
+    monkeypatch.setattr(signals, "threading", known)
+    return started
+
+
+def ends_a_wait(remind: Callable[[], None]) -> None:
+    """A reminder in another thread interrupts what this one waits for."""
+    with pytest.raises(KeyboardInterrupt):
+        threading.Thread(target=remind).start()
+        time.sleep(60)
+
+
+def test_no_exception_is_raised_into_the_import_of_torch(
+    reminders: list[tuple[float, Callable[[], None]]],
+) -> None:
     heard = signals._Signals()
     before = signal.signal(signal.SIGINT, heard._interrupt)
     raising = "import signal; signal.raise_signal(signal.SIGINT); done.append(1)"
@@ -178,28 +206,31 @@ def test_no_exception_is_raised_into_the_import_of_torch(monkeypatch: pytest.Mon
             with contextlib.nullcontext() if goes_on else pytest.raises(KeyboardInterrupt):
                 exec(compile(raising, name, "exec"), module)
             assert bool(done) == goes_on
-            if goes_on:
-                assert heard.waiting
-                with pytest.raises(KeyboardInterrupt):
-                    time.sleep(20)
+            assert heard.waiting
+            seconds, remind = reminders[-1]
+            assert seconds == (signals.LOADING_SECONDS if goes_on else signals.AGAIN_SECONDS)
+            ends_a_wait(remind)
             heard.arrived()
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_signal_that_a_library_swallows_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "AGAIN_SECONDS", 0.05)
+def test_a_signal_that_a_library_swallows_comes_again(
+    reminders: list[tuple[float, Callable[[], None]]],
+) -> None:
     heard = signals._Signals()
     before = signal.signal(signal.SIGINT, heard._interrupt)
     try:
-        for _ in range(2):
+        for number in (1, 3):
             with contextlib.suppress(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
-            with pytest.raises(KeyboardInterrupt):
-                time.sleep(20)
+            assert len(reminders) == number
+            ends_a_wait(reminders[-1][1])
             assert heard.waiting
             heard.arrived()
-            time.sleep(0.2)
+            for _, remind in reminders:
+                remind()  # it has arrived
+            assert len(reminders) == number + 1
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -62,18 +62,27 @@ def expected(agreeing: eecore.Model) -> list[eecore.Output]:
     return eecore.generate(agreeing, PROMPTS, exit=POLICIES, sampling=SAMPLING)
 
 
-def test_concurrent_streams(agreeing: eecore.Model, expected: list[eecore.Output]) -> None:
+def test_concurrent_streams(
+    agreeing: eecore.Model, expected: list[eecore.Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = agreeing.async_engine(EngineConfig(kv_cache_tokens=64, page_size=4))
-    largest_batch = 0
+    batches: list[int] = []
+    step = eecore.Engine.step
+
+    def watched(inner: eecore.Engine) -> Any:
+        if not batches:
+            until(lambda: engine.num_streams == 4)
+        batches.append(inner.num_running)
+        return step(inner)
+
+    monkeypatch.setattr(eecore.Engine, "step", watched)
 
     async def consume(index: int) -> tuple[list[int], str, eecore.Output | None]:
-        nonlocal largest_batch
         tokens, text, output = [], "", None
         async for step in engine.stream(PROMPTS[index], exit=POLICIES[index], sampling=SAMPLING):
             tokens += step.token_ids
             text += step.text
             output = step.output
-            largest_batch = max(largest_batch, engine.engine.num_running)
         return tokens, text, output
 
     async def main() -> list[Any]:
@@ -82,7 +91,7 @@ def test_concurrent_streams(agreeing: eecore.Model, expected: list[eecore.Output
     for (tokens, text, output), wanted in zip(run(main()), expected, strict=True):
         assert tokens == output.token_ids == wanted.token_ids
         assert text == output.text == wanted.text
-    assert largest_batch > 1
+    assert max(batches) > 1
     assert_idle(engine)
 
 
@@ -461,7 +470,8 @@ def test_steps_that_are_there_can_be_taken_without_waiting(
         tokens, taken = [], 0
         async for step in stream:
             tokens += step.token_ids
-            await asyncio.sleep(0.01)
+            while not stream._unread and engine.engine.has_unfinished:
+                await asyncio.sleep(0)
             while (more := stream.take()) is not None:
                 tokens += more.token_ids
                 taken += 1

@@ -108,23 +108,19 @@ def test_overlapping_calls_share_one_cache(
 
 
 def test_threads_share_the_batch(model: eecore.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = []
-    step = Engine.step
+    batches: list[int] = []
+    step, worker = Engine.step, model.shared_engine()
 
     def watched(engine: Engine) -> Any:
+        if not batches:
+            until(lambda: worker.num_unfinished == 4)
         batches.append(engine.num_running)
         return step(engine)
 
     monkeypatch.setattr(Engine, "step", watched)
-    gate = threading.Barrier(4)
-
-    def one(index: int) -> list[int]:
-        gate.wait()
-        return alone(model, index, LONG)
-
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(one, range(4)))
-    assert max(batches) > 1
+        together = list(pool.map(lambda i: alone(model, i, LONG), range(4)))
+    assert max(batches) == 4
     assert together == [alone(model, i, LONG) for i in range(4)]
 
 

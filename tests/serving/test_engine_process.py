@@ -406,7 +406,8 @@ def test_an_engine_that_is_killed(endless: tuple[Asker, RemoteModel]) -> None:
             for text in answer.iter_text():
                 texts.append(text)
                 if len(texts) == 3:
-                    assert waited_for(lambda: server.service.served.engine.engine.num_running == 4)
+                    engine = server.service.served.engine.engine
+                    assert waited_for(lambda: engine.num_running + engine.num_held == 4)
                     killed(model)
         error = events("".join(texts))[-1]["error"]
         assert error["code"] == "engine_lost"

@@ -349,6 +349,7 @@ def test_a_full_queue_is_a_429(endless: eecore.Model) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_deadline(endless: eecore.Model, stream: bool) -> None:
     server = asker(endless, timeout=0.5)
+    server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2})  # the programs of a pass are there
     body = {"prompt": "a", "max_tokens": LONG, "ignore_eos": True, "stream": stream}
     answer = server.post(COMPLETIONS, body)
     if stream:  # it has begun, and ends with the error
