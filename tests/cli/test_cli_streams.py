@@ -188,9 +188,13 @@ def reminders(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, Callable[[],
 
 def ends_a_wait(remind: Callable[[], None]) -> None:
     """A reminder in another thread interrupts what this one waits for."""
-    with pytest.raises(KeyboardInterrupt):
+
+    def waits() -> None:
         threading.Thread(target=remind).start()
         time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        waits()
 
 
 def test_no_exception_is_raised_into_the_import_of_torch(

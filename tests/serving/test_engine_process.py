@@ -396,7 +396,7 @@ def test_a_name_that_is_in_use(endless: tuple[Asker, RemoteModel]) -> None:
 @pytest.mark.usefixtures("quick")
 def test_an_engine_that_is_killed(endless: tuple[Asker, RemoteModel]) -> None:
     (server, model), texts = endless, []
-    before = model._engine.num_restarts
+    view, before = server.service.served.engine.engine, model._engine.num_restarts
     with listening(server.service) as address, ThreadPoolExecutor(4) as pool:
         client = httpx.Client(base_url=address, timeout=120)
         post = f"{address}/v1/completions"
@@ -406,8 +406,7 @@ def test_an_engine_that_is_killed(endless: tuple[Asker, RemoteModel]) -> None:
             for text in answer.iter_text():
                 texts.append(text)
                 if len(texts) == 3:
-                    engine = server.service.served.engine.engine
-                    assert waited_for(lambda: engine.num_running + engine.num_held == 4)
+                    assert waited_for(lambda: view.num_running + view.num_held == 4)
                     killed(model)
         error = events("".join(texts))[-1]["error"]
         assert error["code"] == "engine_lost"
