@@ -151,6 +151,7 @@ struct Meeting {
   std::source_location site;
   size_t bytes = 0;
   Gifts gifts;
+  std::array<void*, 32> takers;  // where each lane wants all gifts
 };
 
 // What is known of two bytes of shared memory, the smallest element.
@@ -164,6 +165,7 @@ struct Shadow {
   uint16_t async_reads = 0;                     // under way
   State state = kNeverWritten;
   bool by_atomics = false;  // the last writes
+  bool operator==(const Shadow&) const = default;
 };
 
 // Reads by several warps, of each the last one: a thread or lanes, and the time.
@@ -198,7 +200,6 @@ struct Block {
   Barrier cluster_barrier;
   // Warps.
   std::vector<std::vector<Meeting>> meetings;  // of each warp
-  std::vector<Gifts> gathered;                 // of each thread, when its meeting is over
   // Time passes with every synchronisation.
   uint32_t now = 1, last_barrier = 0;  // of all threads
   // What each warp knows of the others and of copies.
@@ -746,6 +747,7 @@ void gather(unsigned mask, const char* what, const void* gift, size_t bytes, voi
          ", lanes of its warp wait in " + meeting.what + " at " + text(meeting.site));
   }
   meeting.arrived |= bit;
+  meeting.takers[me.number % 32] = gifts;
   if (bytes > 0) std::memcpy(&meeting.gifts[me.number % 32 * bytes], gift, bytes);
   me.waits_for = what;
   me.site = site;
@@ -755,14 +757,13 @@ void gather(unsigned mask, const char* what, const void* gift, size_t bytes, voi
       if ((mask >> l & 1u) == 0) continue;
       const int number = warp * 32 + l;
       if (orders_memory) block.threads[number]->synced = block.now;
-      if (bytes > 0) std::memcpy(block.gathered[number].data(), meeting.gifts.data(), 32 * bytes);
+      if (bytes > 0) std::memcpy(meeting.takers[l], meeting.gifts.data(), 32 * bytes);
       make_ready(number);
     }
     if (orders_memory) share_learned(warp, mask);
     meetings.erase(meetings.begin() + static_cast<std::ptrdiff_t>(at));
   }
   yield();
-  if (bytes > 0) std::memcpy(gifts, block.gathered[me.number].data(), 32 * bytes);
 }
 
 uint32_t static_shared(const void* key, size_t bytes) {
@@ -801,24 +802,43 @@ uint32_t place_in_cluster(uint32_t offset, int rank) {
   return offset % block.member_bytes + static_cast<uint32_t>(rank) * block.member_bytes;
 }
 
+// Calls `touch` for what is known of each piece of an access. Of neighbours mostly the same is
+// known: they are not asked again.
+template <typename Do>
+inline void for_each_piece(uint32_t offset, size_t bytes, const Do& touch) {
+  Shadow before, after;
+  bool is_first = true;
+  for (uint32_t at = offset / kGranule; at * kGranule < offset + bytes; ++at) {
+    Shadow& shadow = block.shadow[at];
+    if (is_first || !(shadow == before)) {
+      before = shadow;
+      touch(shadow, at * kGranule);
+      after = shadow;
+      is_first = false;
+    } else {
+      shadow = after;
+    }
+  }
+}
+
 unsigned char* read_shared(uint32_t offset, size_t bytes) {
   check_bounds(offset, bytes);
-  for (uint32_t at = offset / kGranule; at * kGranule < offset + bytes; ++at) {
-    check_read(block.shadow[at], at * kGranule, "reads");
-    mark_read(block.shadow[at]);
-  }
+  for_each_piece(offset, bytes, [](Shadow& shadow, uint32_t at) {
+    check_read(shadow, at, "reads");
+    mark_read(shadow);
+  });
   return block.shared.data() + offset;
 }
 
 unsigned char* write_shared(uint32_t offset, size_t bytes) {
   check_bounds(offset, bytes);
-  for (uint32_t at = offset / kGranule; at * kGranule < offset + bytes; ++at) {
-    check_write(block.shadow[at], at * kGranule, "writes");
-    if (block.shadow[at].state == Shadow::kPending) {
-      fail("writes " + where(at * kGranule) + ", into which its own cp.async is under way");
+  for_each_piece(offset, bytes, [](Shadow& shadow, uint32_t at) {
+    check_write(shadow, at, "writes");
+    if (shadow.state == Shadow::kPending) {
+      fail("writes " + where(at) + ", into which its own cp.async is under way");
     }
-    mark_written(block.shadow[at], Shadow::kWritten);
-  }
+    mark_written(shadow, Shadow::kWritten);
+  });
   return block.shared.data() + offset;
 }
 
@@ -1011,7 +1031,6 @@ void launch(const LaunchConfig& config, const std::function<void()>& body) {
     block.threads.push_back(std::move(thread));
   }
   block.meetings.resize(kMaxThreads / 32);
-  block.gathered.resize(kMaxThreads);
   block.member_bytes =
       static_cast<uint32_t>(kStaticSharedBytes + config.dynamic_shared_bytes + 15) / 16 * 16;
   const size_t shared_bytes = block.member_bytes * config.cluster;
