@@ -306,12 +306,12 @@ ATTENTION_CASES = (
         (70, 9, 0, 1), (70, 9, 3, 1), 6, 6, 64, 8, causal=False, num_buckets=32, bidirectional=True
     ),
     AttentionCase(
-        (300, 200), (300, 260), 4, 2, 64, 16, causal=False, num_buckets=32, bidirectional=True
+        (150, 100), (150, 160), 4, 2, 64, 16, causal=False, num_buckets=32, bidirectional=True
     ),
     AttentionCase((20, 1), (9, 400), 4, 2, 80, 3, causal=False, num_buckets=4, bidirectional=True),
-    AttentionCase((40,), (40,), 71, 1, 64, 3, causal=False, num_buckets=256, bidirectional=True),
+    AttentionCase((9,), (40,), 71, 1, 64, 3, causal=False, num_buckets=256, bidirectional=True),
     AttentionCase((9,), (200,), 4, 2, 64, 16, num_buckets=16, bidirectional=True),
-    AttentionCase((150,), (150,), 4, 2, 64, 16, causal=False, num_buckets=32, fixed_split_size=40),
+    AttentionCase((90,), (90,), 4, 2, 64, 16, causal=False, num_buckets=32, fixed_split_size=40),
     AttentionCase((1, 5, 40), (300, 9, 90), 6, 2, 64, 16, soft_cap=1.5),
     AttentionCase((3,), (200,), 4, 1, 96, 8, sliding_window=30, soft_cap=0.5),
 )
