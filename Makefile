@@ -5,6 +5,8 @@
 #   PYTHON, EECORE_TORCH, EECORE_CUDA, EECORE_CUDA_ARCHS, MAX_JOBS are heeded
 
 SHELL := /bin/bash
+# Each worker and each command that tests start would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all quick fuzz sanitize aarch64 soak lint format docs bench clean
 
