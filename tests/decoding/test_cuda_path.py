@@ -55,9 +55,10 @@ POLICIES = {
 
 def modes_of_coded_weights(tied: str) -> list[Any]:
     """Families with and without tied embeddings, and their modes."""
-    modes = [(tied, "full"), (tied, "softmax_each")]
-    modes += [("llama_biased", mode) for mode in ("state", "speculative", "head")]
-    others = [("llama_biased", mode) for mode in POLICIES] + [(tied, "speculative")]
+    modes = [("llama_biased", mode) for mode in ("state", "speculative", "head")]
+    modes.append((tied, "softmax_each"))
+    others = [(tied, "full"), (tied, "speculative")]
+    others += [("llama_biased", mode) for mode in POLICIES]
     return [*modes, *in_all(*(each for each in others if each not in modes))]
 
 
