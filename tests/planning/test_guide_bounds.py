@@ -117,7 +117,8 @@ def test_a_guide_that_costs_too_much_later_ends_its_request_alone(
     tiny: eecore.Model, monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
     monkeypatch.setattr(matchers, "BOUNDS", matchers.Bounds(call_seconds=0.2))
-    late = Guide.grammar('start: /[a-z]{4}/ "!" ws ws "b"\nws: / +/\n')
+    # One of its own: the model remembers those that were refused.
+    late = Guide.grammar(f'start: /[a-z]{{4}}/ "!" ws ws "{max_tokens}"\nws: / +/\n')
     sampling = [
         SamplingParams(max_tokens=max_tokens, guide=guide)
         for guide in (late, Guide.regex("[a-f]{30}"), None)
