@@ -241,6 +241,27 @@ CUDA_KERNELS = (
         "tests/emulator/test_warpgroup_attention.py",
     ),
     Mutant(
+        "prompt-widened-without-a-proxy-fence",
+        "include/eecore/prompt_attention.cuh",
+        "    fence_proxy_async();\n    ring_.fill(turn);",
+        "    ring_.fill(turn);",
+        "tests/emulator/test_warpgroup_attention.py",
+    ),
+    Mutant(
+        "prompt-widened-over-what-is-read",
+        "include/eecore/prompt_attention.cuh",
+        "    copies_.wait_until_filled(turn);\n    ring_.wait_until_empty(turn);",
+        "    copies_.wait_until_filled(turn);",
+        "tests/emulator/test_warpgroup_attention.py",
+    ),
+    Mutant(
+        "prompt-widened-from-another-slot",
+        "include/eecore/prompt_attention.cuh",
+        "copies_.data(turn)) + from_",
+        "copies_.data(turn + 1)) + from_",
+        "tests/emulator/test_warpgroup_attention.py",
+    ),
+    Mutant(
         "one-draft-too-many",
         "include/eecore/append_drafts.cuh",
         "&& step + 1 < params.most[row];",

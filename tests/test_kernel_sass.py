@@ -42,7 +42,7 @@ BY_WARPGROUPS = (
     rf"(skinny|exit|kv_fill)_(?:confidence_softmax_)?warpgroup_(?:(linear|gated|append)_)?"
     rf"kernel<\w+, \d+, (\w+|{INT8})> sm_90a"
 )
-OF_MANY_QUERIES = r"paged_attention_prompt_kernel<\w+, (\d+)> sm_90a"
+OF_MANY_QUERIES = r"paged_attention_prompt_kernel<\w+, (\d+), (\w+)> sm_90a"
 FILL = rf"kv_fill_pairs_kernel<(\w+), (\d+), (\d+), (\w+|{INT8})> "
 MAKES_ROWS = r"(?:skinny_\w+|exit_confidence_softmax)_kernel<(\w+), (?:\d+, )+true, "
 
@@ -333,14 +333,18 @@ def test_warpgroups_weigh_keys_while_they_multiply_values(
     Waits and fences are those of the source: ptxas adds more where it serialises products.
     """
     for match, code in of(kernels, OF_MANY_QUERIES):
-        boxes = int(match[1]) // 64
+        boxes, is_float8 = int(match[1]) // 64, match[2] == "Float8"
         # The first step's keys; keys and values of a step; the last step's values.
         counts = kernel_sass.counts_of(code)
         assert counts["HGMMA"] == 2 * 4 * boxes + 2 * 8, match.string
         assert counts["HMMA"] == 0, match.string
         assert counts["WARPGROUP"] == 4 + 4, match.string  # ARRIVE and DEPBAR
         assert counts["USETMAXREG"] == 2, match.string
-        check_counts(code, is_recorded_compiler, match.string, UTMALDG=3 * boxes)
+        copies = 2 if is_float8 else 2 * boxes
+        check_counts(code, is_recorded_compiler, match.string, UTMALDG=copies)
+        # Four times 8 numbers are widened at a time, two by an instruction.
+        widened = sum(line.opcode.startswith("F2FP.F16.E4M3") for line in code.lines)
+        assert widened == (4 * 8 // 2 if is_float8 else 0), match.string
         waits = [i for i, line in enumerate(code.lines) if line.opcode == "WARPGROUP.DEPBAR.LE"]
         pending = [code.lines[i].operands for i in waits]
         assert pending == [f"gsb0, {left}" for left in ("0x0", "0x1", "0x0", "0x0")], match.string

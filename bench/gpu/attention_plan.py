@@ -41,7 +41,6 @@ def is_for_warpgroups(call: Call, device: Device) -> bool:
         bool(cuda_tuning()["wgmma_attention"])
         and device.capability == 90
         and q.element_size() == 2
-        and cache.dtype == q.dtype
         and call["position_bias"] is None
         and q.shape[2] <= MAX_WARPGROUP_HEAD
         and queries * q.shape[1] // cache.shape[2] >= MIN_WARPGROUP_ROWS

@@ -292,8 +292,8 @@ bool is_empty(const PagedAttentionParams& params) {
 bool is_for_warpgroups(const PagedAttentionParams& params, int device) {
   constexpr int64_t kBoxKeys = 8;  // keys of 64 elements in an order of Swizzle::k128Bytes
   if (!tuning().wgmma_attention || device_properties(device).capability != 90) return false;
-  const bool has_kernel = params.dtype != DType::kFloat32 && !params.cache_format.is_float8 &&
-                          params.position_bias == nullptr && params.head_dim <= 128;
+  const bool has_kernel =
+      params.dtype != DType::kFloat32 && params.position_bias == nullptr && params.head_dim <= 128;
   const bool are_many = rows_of(params, params.num_q_heads / params.num_kv_heads) >= 64 &&
                         (params.fixed_split_size == 0 || rows_of(params, 1) > kMaxRepeatedQueries);
   const bool are_boxes =
@@ -306,7 +306,7 @@ bool is_for_warpgroups(const PagedAttentionParams& params, int device) {
   };
   return has_kernel && are_many && are_boxes && are_nested(params.k_cache_strides) &&
          are_nested(params.v_cache_strides) && has_aligned_q(params) && has_aligned_out(params) &&
-         has_aligned_caches(params, size_of(params.dtype));
+         has_aligned_caches(params, params.cache_format.is_float8 ? 1 : size_of(params.dtype));
 }
 
 // Whether sequences of few queries may be among those of such a call, whose results must not depend

@@ -10,30 +10,40 @@
 namespace eecore::cuda {
 namespace {
 
-// The boxes that the kernel copies of a cache of 16-bit elements.
+// The boxes that the kernel copies of a cache of C.
+template <typename T, int kHeadDim, typename C>
 CUtensorMap map_of(const PagedAttentionParams& params, const void* cache,
                    const CacheStrides& given) {
+  constexpr bool kWidens = PromptSizes<T, kHeadDim, C>::kWidens;
   const CacheStrides strides = whole_strides(params, given);
   const auto size = [](int64_t count) { return static_cast<uint64_t>(count); };
-  const auto bytes = [](int64_t stride) { return static_cast<uint64_t>(stride) * 2; };
+  const auto bytes = [](int64_t stride) { return static_cast<uint64_t>(stride) * sizeof(C); };
   const int64_t keys = std::min<int64_t>(params.page_size, kPromptKeys);
-  return tensor_map<4>(cache, 2,
+  return tensor_map<4>(cache, sizeof(C),
                        {{size(params.head_dim), size(params.num_kv_heads), size(params.page_size),
                          size(params.num_pages)},
                         {bytes(strides.head), bytes(strides.slot), bytes(strides.page)},
-                        {64, 1, static_cast<uint32_t>(keys), 1}});
+                        {kWidens ? kHeadDim : 64, 1, static_cast<uint32_t>(keys), 1}},
+                       !kWidens);
+}
+
+template <typename T, typename C>
+void run(const PagedAttentionParams& params, const AttentionPlan& plan, Stream stream) {
+  dispatch_at_least<64, 128>(params.head_dim, "paged_attention", "head_dim", [&](auto head_dim) {
+    constexpr int kHeadDim = head_dim();
+    launch("paged_attention", paged_attention_prompt_kernel<T, kHeadDim, C>,
+           {dim3(static_cast<unsigned>(plan.num_tiles * params.num_kv_heads)), dim3(kPromptThreads),
+            static_cast<size_t>(PromptSizes<T, kHeadDim, C>::kBytes), Launch::kAfterPrevious},
+           stream, params, plan,
+           map_of<T, kHeadDim, C>(params, params.k_cache, params.k_cache_strides),
+           map_of<T, kHeadDim, C>(params, params.v_cache, params.v_cache_strides));
+  });
 }
 
 template <typename T>
 void run(const PagedAttentionParams& params, const AttentionPlan& plan, Stream stream) {
-  const CUtensorMap keys = map_of(params, params.k_cache, params.k_cache_strides);
-  const CUtensorMap values = map_of(params, params.v_cache, params.v_cache_strides);
-  dispatch_at_least<64, 128>(params.head_dim, "paged_attention", "head_dim", [&](auto head_dim) {
-    launch("paged_attention", paged_attention_prompt_kernel<T, head_dim()>,
-           {dim3(static_cast<unsigned>(plan.num_tiles * params.num_kv_heads)), dim3(kPromptThreads),
-            static_cast<size_t>(PromptSizes<head_dim()>::kBytes), Launch::kAfterPrevious},
-           stream, params, plan, keys, values);
-  });
+  const bool is_float8 = params.cache_format.is_float8;
+  return is_float8 ? run<T, Float8>(params, plan, stream) : run<T, T>(params, plan, stream);
 }
 
 }  // namespace

@@ -37,12 +37,14 @@ template <int kRank>
 struct TensorBoxes {
   uint64_t sizes[kRank];
   uint64_t strides[kRank - 1];  // bytes, of all dimensions but the innermost: multiples of 16
-  uint32_t box[kRank];          // elements that are copied at a time; 128 bytes of the innermost
+  uint32_t box[kRank];          // elements that are copied at a time
 };
 
-// The map of 1 or 2-byte elements, whose boxes lie in shared memory as Swizzle::k128Bytes says.
+// The map of 1 or 2-byte elements. Boxes lie in shared memory row by row, or as Swizzle::k128Bytes
+// says: then they have 128 bytes of the innermost dimension.
 template <int kRank>
-CUtensorMap tensor_map(const void* data, int element_bytes, const TensorBoxes<kRank>& of) {
+CUtensorMap tensor_map(const void* data, int element_bytes, const TensorBoxes<kRank>& of,
+                       bool is_swizzled = true) {
   static_assert(kRank >= 2 && kRank <= 4);
   static const auto encode = tensor_map_encoder();
   CUtensorMap map{};
@@ -50,8 +52,9 @@ CUtensorMap tensor_map(const void* data, int element_bytes, const TensorBoxes<kR
   const CUresult status = encode(
       &map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16,
       kRank, const_cast<void*>(data), of.sizes, of.strides, of.box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      is_swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw std::runtime_error("cuTensorMapEncodeTiled: error " +
                              std::to_string(static_cast<int>(status)));

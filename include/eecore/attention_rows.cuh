@@ -24,6 +24,13 @@ __device__ __forceinline__ float attention_score(float dot, float scale, float b
   return fmaf(dot, scale, bias);
 }
 
+// A kv head's scale of the stored numbers of a cache of C.
+template <typename T, typename C>
+__device__ __forceinline__ float scale_of(const float* scales, int kv_head) {
+  if constexpr (std::is_same_v<T, C>) return 1.0f;
+  return load_or(scales == nullptr ? nullptr : scales + kv_head, 1.0f);
+}
+
 // The factor of the products of queries and keys; in float8 each key head has its own.
 template <bool kOfHead>
 struct ScoreScale {

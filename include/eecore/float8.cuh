@@ -75,6 +75,24 @@ __device__ __forceinline__ WidePacks<T> widen_pack(const Pack<Float8>& pack) {
   return wide;
 }
 
+// 8 float8, the first in the low byte, as 16-bit T, by the instruction of sm_89.
+template <typename T>
+__device__ __forceinline__ Words widen_eight(uint64_t bytes) {
+  Words wide;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t pair = static_cast<uint32_t>(bytes >> 16 * i);
+    const uint32_t halves = float8_pair_to_halves(pair);
+    if constexpr (std::is_same_v<T, Float16>) {
+      wide.values[i] = halves;
+    } else {
+      const auto half = [&](int shift) { return Float16{static_cast<uint16_t>(halves >> shift)}; };
+      wide.values[i] = pack_pair<T>(half_to_float(half(0)), half_to_float(half(16)));
+    }
+  }
+  return wide;
+}
+
 // The factor that a head's numbers are multiplied by when stored: 1 / scale.
 __device__ __forceinline__ float float8_factor(const float* scales, int64_t head) {
   return scales == nullptr ? 1.0f : 1.0f / scales[head];

@@ -301,6 +301,25 @@ __device__ __forceinline__ void load_places(const KvFillParams& params, const Kv
   angles[column] = params.positions == nullptr ? 0 : params.positions[token] * params.rotary_dim;
 }
 
+// Stores the warp's sums of part `part` of a head in the head's products, unless it has no such
+// rows.
+template <int kNTiles>
+__device__ __forceinline__ void store_products(const SkinnyLane& lane, const HeadPlan& cut,
+                                               int part, const float (&sums)[kNTiles][4],
+                                               Shared<float> products) {
+  const int row_tile = part * cut.group_tiles + lane.group;
+  if (row_tile >= cut.row_tiles) return;
+  const int slice_stride = 8 * kNTiles * cut.column;
+  const Shared<float> mine = products + (lane.slice * slice_stride + 16 * row_tile + lane.row);
+#pragma unroll
+  for (int n = 0; n < kNTiles; ++n) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      mine[(8 * n + 2 * lane.piece + j % 2) * cut.column + j / 2 * 8] = sums[n][j];
+    }
+  }
+}
+
 // Grid: (blocks that share the heads, groups of 8 * kNTiles rows in order). Dynamic shared memory:
 // the ring, then the products of a head. kLeavesKeys: a later kernel norms all key heads at once.
 template <typename T, int kNTiles, typename W = T, bool kLeavesKeys = false>
@@ -353,16 +372,7 @@ __global__ void __launch_bounds__(kSkinnyThreads,
     for (int part = 0; works && part < cut.num_parts.value; ++part) {
       float sums[1][kNTiles][4];
       multiply_tile(plan, lane, weight, rows_of, x, sums);
-      const int row_tile = part * cut.group_tiles + lane.group;
-      if (row_tile >= cut.row_tiles) continue;
-      const Shared<float> mine = products + (lane.slice * slice_stride + 16 * row_tile + lane.row);
-#pragma unroll
-      for (int n = 0; n < kNTiles; ++n) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          mine[(8 * n + 2 * lane.piece + j % 2) * cut.column + j / 2 * 8] = sums[0][n][j];
-        }
-      }
+      store_products(lane, cut, part, sums[0], products);
     }
     if (threadIdx.x == 0) key_table[0] = key_table_of(params, layer);
     __syncthreads();
@@ -448,16 +458,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, kWarpgroupFillBlocks<W, kNTile
       float sums[1][kNTiles][4];
       const auto row_of_tile = [&](int row) { return row_of(i * cut.num_parts.value + part, row); };
       multiply_together(plan, lane, weight, rows_of, row_of_tile, chunks, sums);
-      const int row_tile = part * cut.group_tiles + lane.group;
-      if (row_tile >= cut.row_tiles) continue;
-      const Shared<float> mine = products + (lane.slice * slice_stride + 16 * row_tile + lane.row);
-#pragma unroll
-      for (int n = 0; n < kNTiles; ++n) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          mine[(8 * n + 2 * lane.piece + j % 2) * cut.column + j / 2 * 8] = sums[0][n][j];
-        }
-      }
+      store_products(lane, cut, part, sums[0], products);
     }
     if (i + 1 < my_heads) chunks.begin(x_of(i + 1));
     __syncthreads();

@@ -40,13 +40,6 @@ __device__ __forceinline__ QueryHead query_head(const AttentionPlan& plan,
           (kv_head - query) * plan.group_size.value + tile.first_row + row};
 }
 
-// A kv head's scale of the stored numbers of a cache of C.
-template <typename T, typename C>
-__device__ __forceinline__ float scale_of(const float* scales, int kv_head) {
-  if constexpr (std::is_same_v<T, C>) return 1.0f;
-  return load_or(scales == nullptr ? nullptr : scales + kv_head, 1.0f);
-}
-
 // Writes a row's elements of the result, from `at` on.
 template <typename T, typename C, int kSize>
 __device__ __forceinline__ void store_result(const PagedAttentionParams& params,

@@ -1,7 +1,7 @@
 // paged_attention for sequences of many queries, by warpgroups (sm_90a): a block holds 128 rows
 // (query, head of the group) of a sequence that share a kv head, 64 for each of two warpgroups.
 // A warp of a third one copies their keys and values to shared memory, page by page, 128 keys at a
-// time.
+// time. Keys and values in float8 are widened there by all warps of that warpgroup.
 //
 // A warpgroup multiplies the keys of a step while its products with the values of the previous
 // step are under way, and weighs them while these go on. The two take turns at starting products,
@@ -15,7 +15,7 @@
 
 #include "eecore/attention_rows.cuh"
 #include "eecore/attention_tile.cuh"
-#include "eecore/cache_slot.cuh"
+#include "eecore/float8.cuh"
 
 namespace eecore::cuda {
 
@@ -24,24 +24,87 @@ constexpr int kPromptRows = 64 * kPromptGroups;
 constexpr int kPromptReaders = 128 * kPromptGroups;   // threads that multiply
 constexpr int kPromptThreads = 128 + kPromptReaders;  // the first warpgroup copies
 constexpr int kPromptKeys = 128;                      // of a step
-constexpr int kPromptSlots = 6;                       // keys or values of a step each
 
-// Registers of a thread that copies and of one that multiplies.
-constexpr int kPromptCopyRegisters = 24, kPromptMultiplyRegisters = 240;
+// Registers of a thread that copies, and may widen, and of one that multiplies.
+constexpr int kPromptCopyRegisters = 40, kPromptMultiplyRegisters = 232;
 
 // Named barriers: the turn of each warpgroup, and one for both.
 constexpr int kPromptTurns = 1, kPromptBoth = kPromptTurns + kPromptGroups;
 
-// Shared memory of a block: the slots, two mbarriers for each, then a mask of keys for each warp
-// that multiplies, twice.
-template <int kHeadDim>
+// Slots of shared memory, which warps fill and others read in turns: keys of the first step, then
+// keys of a step and values of the one before it, then values of the last one. A slot of kSlot
+// elements of E has two mbarriers: one counts the kFillers arrivals, and bytes, that fill it, the
+// other the kReaders warps that have read it.
+template <typename E, int kSlots, int kSlot, int kDataAt, int kBarriersAt, int kFillers,
+          int kReaders>
+class PromptRing {
+ public:
+  static constexpr int kSlotBytes = kSlot * int{sizeof(E)};
+  static constexpr int kBarriersEnd = kBarriersAt + 2 * kSlots * int{sizeof(uint64_t)};
+
+  __device__ __forceinline__ PromptRing() : filled_(swizzled_shared<uint64_t>(kBarriersAt)) {}
+
+  // By one thread, before a barrier.
+  __device__ __forceinline__ void initialise() const {
+    for (uint32_t i = 0; i < kSlots; ++i) {
+      mbarrier_init(filled(i), kFillers);
+      mbarrier_init(empty(i), kReaders);
+    }
+    fence_mbarrier_init();
+  }
+
+  // The number of the turn that comes next: turn i takes slot i % kSlots.
+  __device__ __forceinline__ uint32_t next() { return turn_++; }
+
+  __device__ __forceinline__ Shared<E> data(uint32_t turn) const {
+    return swizzled_shared<E>(kDataAt + static_cast<int>(turn % kSlots) * kSlotBytes);
+  }
+  __device__ __forceinline__ Shared<uint64_t> filled(uint32_t turn) const {
+    return filled_ + static_cast<int>(turn % kSlots);
+  }
+  __device__ __forceinline__ Shared<uint64_t> empty(uint32_t turn) const {
+    return filled(turn) + kSlots;
+  }
+
+  __device__ __forceinline__ void wait_until_filled(uint32_t turn) const {
+    mbarrier_wait(filled(turn), turn / kSlots % 2);
+  }
+  // Waits until the warps that read have released what the slot had before, if anything.
+  __device__ __forceinline__ void wait_until_empty(uint32_t turn) const {
+    mbarrier_wait(empty(turn), turn / kSlots % 2 ^ 1);
+  }
+  // By all lanes of a warp that has filled a slot, or read it.
+  __device__ __forceinline__ void fill(uint32_t turn) const { arrive(filled(turn)); }
+  __device__ __forceinline__ void release(uint32_t turn) const { arrive(empty(turn)); }
+
+ private:
+  __device__ __forceinline__ static void arrive(Shared<uint64_t> barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+  }
+
+  Shared<uint64_t> filled_;
+  uint32_t turn_ = 0;
+};
+
+// Shared memory of a block: the slots that products read, and those of copies where their elements
+// C are not T, as many as fit; their mbarriers; then a mask of keys for each warp that multiplies,
+// twice.
+template <typename T, int kHeadDim, typename C>
 struct PromptSizes {
+  static constexpr bool kWidens = !std::is_same_v<T, C>;
   static constexpr int kBox = kPromptKeys * 64;  // elements: 64 columns of a step
   static constexpr int kSlot = kBox * kHeadDim / 64;
-  static constexpr int kSlotBytes = 2 * kSlot;
-  static constexpr int kBarriersAt = kPromptSlots * kSlotBytes;
-  static constexpr int kMasksAt = kBarriersAt + 2 * kPromptSlots * int{sizeof(uint64_t)};
-  static constexpr int kMasks = kPromptReaders / 32;
+  static constexpr int kSlots = kWidens ? 5 : 6, kCopySlots = 4;
+  static constexpr int kMasks = kPromptReaders / 32, kWideners = 4;  // warps
+  static constexpr int kCopiesAt = kSlots * kSlot * int{sizeof(T)};
+  static constexpr int kBarriersAt =
+      kCopiesAt + (kWidens ? kCopySlots * kSlot * int{sizeof(C)} : 0);
+  using Ring = PromptRing<T, kSlots, kSlot, 0, kBarriersAt, kWidens ? kWideners : 1, kMasks>;
+  using WidenedCopies =
+      PromptRing<C, kCopySlots, kSlot, kCopiesAt, Ring::kBarriersEnd, 1, kWideners>;
+  using Copies = std::conditional_t<kWidens, WidenedCopies, Ring>;
+  static constexpr int kMasksAt = Copies::kBarriersEnd;
   static constexpr int kBytes = kMasksAt + 2 * kMasks * int{sizeof(uint32_t)};
   static_assert(kHeadDim % 64 == 0 && kMasks * 16 == kPromptKeys);
 };
@@ -97,109 +160,127 @@ struct PromptTile {
   }
 };
 
-// The slots: keys of the first step, then keys of a step and values of the one before it in turns,
-// then values of the last one.
-template <typename T, int kHeadDim>
-class PromptRing {
-  using Sizes = PromptSizes<kHeadDim>;
+// Copies the keys and values of a tile, by one warp. A lane has a page of each step, or a piece of
+// one; pages without keys that are used are filled with zeros.
+template <typename T, int kHeadDim, typename C>
+class PromptCopies {
+  using Sizes = PromptSizes<T, kHeadDim, C>;
+  static constexpr int kColumns = Sizes::kWidens ? kHeadDim : 64;  // of a box
 
  public:
-  __device__ __forceinline__ PromptRing()
-      : filled_(swizzled_shared<uint64_t>(Sizes::kBarriersAt)) {}
-
-  // By one thread, before a barrier.
-  __device__ __forceinline__ void initialise() const {
-    for (int i = 0; i < kPromptSlots; ++i) {
-      mbarrier_init(filled_ + i, 1);
-      mbarrier_init(filled_ + kPromptSlots + i, kPromptReaders / 32);
-    }
-    fence_mbarrier_init();
+  __device__ __forceinline__ PromptCopies(const PagedAttentionParams& params,
+                                          const AttentionPlan& plan, const PromptTile& tile,
+                                          const CUtensorMap& keys, const CUtensorMap& values)
+      : params_(params),
+        plan_(plan),
+        tile_(tile),
+        keys_(keys),
+        values_(values),
+        at_(static_cast<int>(threadIdx.x) % 32 * box_keys()) {
+    of_keys_ = page_of(0);
   }
 
-  // The number of the slot that comes next.
-  __device__ __forceinline__ int next() {
-    const int slot = next_;
-    phase_ ^= slot + 1 == kPromptSlots;
-    next_ = slot + 1 == kPromptSlots ? 0 : slot + 1;
-    return slot;
-  }
-
-  __device__ __forceinline__ Shared<T> data(int slot) const {
-    return swizzled_shared<T>(slot * Sizes::kSlotBytes);
-  }
-  __device__ __forceinline__ Shared<uint64_t> filled(int slot) const { return filled_ + slot; }
-  __device__ __forceinline__ Shared<uint64_t> empty(int slot) const {
-    return filled_ + kPromptSlots + slot;
-  }
-
-  // Waits for a slot that next() gave, within as many slots after it.
-  __device__ __forceinline__ void wait_until_filled(int slot) const {
-    mbarrier_wait(filled(slot), phase_ ^ static_cast<uint32_t>(slot >= next_));
-  }
-  // The same until the warps that multiply have released what the slot had before, if anything.
-  __device__ __forceinline__ void wait_until_empty(int slot) const {
-    mbarrier_wait(empty(slot), phase_ ^ static_cast<uint32_t>(slot >= next_) ^ 1);
-  }
-  // By all lanes of a warp that has read a slot.
-  __device__ __forceinline__ void release(int slot) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty(slot));
+  // Copies the keys of a step and the values of the one before it. Steps follow each other from 0
+  // to tile.num_steps.
+  __device__ __forceinline__ void start(int step) {
+    const int next = page_of(step + 1);  // on its way while slots are waited for
+    if (step < tile_.num_steps) copy(keys_, max(2 * step - 1, 0), step, of_keys_);
+    if (step > 0) copy(values_, min(2 * step, 2 * tile_.num_steps - 1), step - 1, of_values_);
+    of_values_ = of_keys_;
+    of_keys_ = next;
   }
 
  private:
-  Shared<uint64_t> filled_;
-  int next_ = 0;
-  uint32_t phase_ = 0;
+  __device__ __forceinline__ int box_keys() const {
+    return min(plan_.page_size.value, kPromptKeys);
+  }
+  __device__ __forceinline__ int first_key(int step) const { return tile_.first_key(step) + at_; }
+
+  // The page of the lane's keys of a step; out of bounds if none of them is used.
+  __device__ __forceinline__ int page_of(int step) const {
+    const int key = first_key(step);
+    const bool is_used = at_ < kPromptKeys && step < tile_.num_steps &&
+                         key + box_keys() > tile_.used.begin && key < tile_.used.end;
+    if (!is_used) return static_cast<int>(params_.num_pages);
+    const int64_t row = tile_.seq.index * params_.page_table_stride;
+    return params_.page_table[row + plan_.page_size.quotient(key)];
+  }
+
+  __device__ __forceinline__ void copy(const CUtensorMap& map, uint32_t turn, int step, int page) {
+    ring_.wait_until_empty(turn);
+    if (at_ == 0) mbarrier_arrive(ring_.filled(turn), Sizes::Copies::kSlotBytes);
+    __syncwarp();
+    if (at_ >= kPromptKeys) return;
+    const int offset = plan_.page_size.remainder(first_key(step));
+#pragma unroll
+    for (int box = 0; box < kHeadDim / kColumns; ++box) {
+      const int at[4] = {kColumns * box, tile_.kv_head, offset, page};
+      tensor_copy(ring_.data(turn) + (box * kPromptKeys + at_) * kColumns, map, at,
+                  ring_.filled(turn));
+    }
+  }
+
+  const PagedAttentionParams& params_;
+  const AttentionPlan& plan_;
+  const PromptTile& tile_;
+  const CUtensorMap& keys_;
+  const CUtensorMap& values_;
+  typename Sizes::Copies ring_;
+  int at_;                       // where the lane's keys are in a step
+  int of_keys_, of_values_ = 0;  // the pages
 };
 
-// Copies the keys and values of a tile, by one warp. A lane has a page of each step, or a piece of
-// one; pages without keys that are used are filled with zeros.
+// Widens slots of float8, by four warps: a thread has 8 elements of one of kKeys keys, at the same
+// place of the 8 rows of a swizzle each time.
 template <typename T, int kHeadDim>
-__device__ __forceinline__ void copy_pages(const PagedAttentionParams& params,
-                                           const AttentionPlan& plan, const PromptTile& tile,
-                                           const CUtensorMap& keys, const CUtensorMap& values) {
-  using Sizes = PromptSizes<kHeadDim>;
-  const int lane = threadIdx.x % 32;
-  const int box_keys = min(plan.page_size.value, kPromptKeys);
-  const int64_t row = tile.seq.index * params.page_table_stride;
-  PromptRing<T, kHeadDim> ring;
-  const auto locate = [&](int step) {
-    const int key = tile.first_key(step) + lane * box_keys;
-    const bool is_used = lane * box_keys < kPromptKeys && step < tile.num_steps &&
-                         key + box_keys > tile.used.begin && key < tile.used.end;
-    if (!is_used) return CacheSlot{static_cast<int>(params.num_pages), 0};
-    const int index = plan.page_size.quotient(key);
-    return CacheSlot{params.page_table[row + index], key - index * plan.page_size.value};
-  };
-  const auto copy = [&](const CUtensorMap& map, CacheSlot from) {
-    const int slot = ring.next();
-    ring.wait_until_empty(slot);
-    if (lane == 0) mbarrier_arrive(ring.filled(slot), Sizes::kSlotBytes);
-    __syncwarp();
-    if (lane * box_keys >= kPromptKeys) return;
+class PromptWidener {
+  using Sizes = PromptSizes<T, kHeadDim, Float8>;
+  static constexpr int kPieces = kHeadDim / 8, kKeys = 128 / kPieces;
+  static constexpr int kBatch = 4;  // loads that are in flight at a time
+  static_assert(kKeys % 8 == 0 && kPromptKeys % (kKeys * kBatch) == 0);
+
+ public:
+  __device__ __forceinline__ PromptWidener()
+      : from_(threadIdx.x), to_(place(threadIdx.x / kPieces, threadIdx.x % kPieces)) {}
+
+  // Widens the slot of a turn.
+  __device__ __forceinline__ void widen(uint32_t turn) const {
+    copies_.wait_until_filled(turn);
+    ring_.wait_until_empty(turn);
+    const Shared<uint64_t> from = shared_as<uint64_t>(copies_.data(turn)) + from_;
+    const Shared<uint32_t> to = shared_as<uint32_t>(ring_.data(turn) + to_);
+#pragma unroll 1
+    for (int i = 0; i < kPromptKeys / kKeys; i += kBatch) {
+      uint64_t bytes[kBatch];
 #pragma unroll
-    for (int box = 0; box < kHeadDim / 64; ++box) {
-      const int at[4] = {64 * box, tile.kv_head, from.offset, from.page};
-      tensor_copy(ring.data(slot) + (box * Sizes::kBox + lane * box_keys * 64), map, at,
-                  ring.filled(slot));
+      for (int j = 0; j < kBatch; ++j) bytes[j] = from[(i + j) * 128];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        shared_store16(to + (i + j) * kKeys * 32, widen_eight<T>(bytes[j]));
+      }
     }
-  };
-  CacheSlot of_keys = locate(0), of_values{};
-  for (int step = 0; step < tile.num_steps; ++step) {
-    const CacheSlot next = locate(step + 1);  // on its way while slots are waited for
-    copy(keys, of_keys);
-    if (step > 0) copy(values, of_values);
-    of_values = of_keys;
-    of_keys = next;
+    copies_.release(turn);
+    fence_proxy_async();
+    ring_.fill(turn);
   }
-  if (tile.num_steps > 0) copy(values, of_values);
-}
+
+ private:
+  // Where 8 elements of a key are, in elements.
+  __device__ __forceinline__ static int place(int key, int piece) {
+    return piece / 8 * Sizes::kBox + key * 64 + (piece ^ key) % 8 * 8;
+  }
+
+  typename Sizes::Copies copies_;
+  typename Sizes::Ring ring_;
+  int from_, to_;
+};
 
 // 64 rows of a tile in the registers of a warpgroup: as in TensorCoreRows, lane l of a warp has
-// rows l / 4 and l / 4 + 8 of its 16.
-template <typename T, int kHeadDim>
+// rows l / 4 and l / 4 + 8 of its 16. Scores and results are multiplied by the scales of a cache of
+// float8.
+template <typename T, int kHeadDim, typename C>
 class PromptRows {
-  using Sizes = PromptSizes<kHeadDim>;
+  using Sizes = PromptSizes<T, kHeadDim, C>;
   static constexpr int kTiles = kHeadDim / 8, kKeyTiles = kPromptKeys / 8;
   static constexpr int kParts = kHeadDim / 16, kKeyParts = kPromptKeys / 16;
 
@@ -209,6 +290,7 @@ class PromptRows {
       : params_(params),
         plan_(plan),
         tile_(tile),
+        scale_(plan, scale_of<T, C>(params.cache_format.key_scales, tile.kv_head)),
         masks_(swizzled_shared<uint32_t>(Sizes::kMasksAt)),
         lane_(threadIdx.x % 32),
         warp_(__shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32, 0) - 4) {}
@@ -227,7 +309,7 @@ class PromptRows {
     load_queries();
     if (group() == 1) pass_turn();
     {
-      const int keys = ring_.next();
+      const uint32_t keys = ring_.next();
       ring_.wait_until_filled(keys);
       take_turn();
       multiply_keys(keys);
@@ -239,7 +321,7 @@ class PromptRows {
     }
 #pragma unroll 1
     for (int step = 1; step < tile_.num_steps; ++step) {
-      const int keys = ring_.next(), values = ring_.next();
+      const uint32_t keys = ring_.next(), values = ring_.next();
       if (tile_.masks(step - 1)) make_finite(values, step - 1);
       ring_.wait_until_filled(keys);
       take_turn();
@@ -255,7 +337,7 @@ class PromptRows {
       scale_sums();
       make_parts();
     }
-    const int values = ring_.next();
+    const uint32_t values = ring_.next();
     if (tile_.masks(tile_.num_steps - 1)) make_finite(values, tile_.num_steps - 1);
     ring_.wait_until_filled(values);
     multiply_values(values);
@@ -263,10 +345,11 @@ class PromptRows {
   }
 
   __device__ __forceinline__ void store() {
+    const float scale = scale_of<T, C>(params_.cache_format.value_scales, tile_.kv_head);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float weight = reduce_lanes<4>(weight_[i]);
-      const float inverse = weight == 0.0f ? 0.0f : 1.0f / weight;
+      const float inverse = weight == 0.0f ? 0.0f : scale / weight;
       if (row(i) >= tile_.num_rows) continue;
       T* const out = static_cast<T*>(params_.out) + token(i) * params_.out_token_stride +
                      head(i) * params_.out_head_stride;
@@ -325,8 +408,8 @@ class PromptRows {
   }
 
   // Starts the products of the queries with the keys of a slot.
-  __device__ __forceinline__ void multiply_keys(int slot) {
-    const Shared<T> keys = ring_.data(slot);
+  __device__ __forceinline__ void multiply_keys(uint32_t turn) {
+    const Shared<T> keys = ring_.data(turn);
     const auto matrix = [&](int part) {
       return wgmma_matrix(keys + (part / 4 * Sizes::kBox + part % 4 * 16), 0, 1024,
                           Swizzle::k128Bytes);
@@ -341,8 +424,8 @@ class PromptRows {
   }
 
   // Starts the products of the weights with the values of a slot.
-  __device__ __forceinline__ void multiply_values(int slot) {
-    const Shared<T> values = ring_.data(slot);
+  __device__ __forceinline__ void multiply_values(uint32_t turn) {
+    const Shared<T> values = ring_.data(turn);
     wgmma_fence(sums_, parts_);
 #pragma unroll
     for (int part = 0; part < kKeyParts; ++part) {
@@ -359,7 +442,7 @@ class PromptRows {
 #pragma unroll
     for (int j = 0; j < kKeyTiles; ++j) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[j][i] = attention_score(scores_[j][i], plan_.scale);
+      for (int i = 0; i < 4; ++i) scores[j][i] = attention_score(scores_[j][i], scale_.of(plan_));
     }
     if (plan_.soft_cap > 0.0f) {
 #pragma unroll
@@ -373,12 +456,13 @@ class PromptRows {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const KeyRange sees = seen(r);
+        // Compared with constants: 32 keys of their own would take as many registers.
+        const int begin = sees.begin - first, end = sees.end - first;
 #pragma unroll
         for (int j = 0; j < kKeyTiles; ++j) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const int key = first + 8 * j + i;
-            if (key < sees.begin || key >= sees.end) scores[j][2 * r + i] = -INFINITY;
+            if (8 * j + i < begin || 8 * j + i >= end) scores[j][2 * r + i] = -INFINITY;
           }
         }
       }
@@ -431,16 +515,16 @@ class PromptRows {
 
   // Replaces values of a step that are not finite by zeros, and adds them to the rows that see
   // them. Both warpgroups call it; a warp looks for them among 16 keys.
-  __device__ __forceinline__ void make_finite(int slot, int step) {
+  __device__ __forceinline__ void make_finite(uint32_t turn, int step) {
     constexpr int kPieces = kHeadDim / 8;  // of 16 bytes, of a key
     constexpr int kAtOnce = 32 / kPieces;  // keys
-    const Shared<T> values = ring_.data(slot);
+    const Shared<T> values = ring_.data(turn);
     // Where a piece is. Every piece is visited once, so its place in the order does not count.
     const auto piece_at = [&](int i) {
       const int key = 16 * warp_ + i * kAtOnce + lane_ / kPieces, piece = lane_ % kPieces;
       return shared_as<uint32_t>(values + (piece / 8 * Sizes::kBox + key * 64 + piece % 8 * 8));
     };
-    ring_.wait_until_filled(slot);
+    ring_.wait_until_filled(turn);
     uint32_t found = 0;
 #pragma unroll 1
     for (int i = 0; i < 16 / kAtOnce; ++i) {
@@ -498,7 +582,8 @@ class PromptRows {
   const PagedAttentionParams& params_;
   const AttentionPlan& plan_;
   const PromptTile& tile_;
-  PromptRing<T, kHeadDim> ring_;
+  ScoreScale<Sizes::kWidens> scale_;
+  typename Sizes::Ring ring_;
   Shared<uint32_t> masks_;
   int lane_, warp_;  // of those that multiply; the compiler sees that a warp has one number
   WgmmaPart queries_[kParts];
@@ -508,15 +593,20 @@ class PromptRows {
   float maximum_[2], weight_[2], factor_[2];  // the weight covers this lane's keys alone
 };
 
-// Grid: (num_tiles * num_kv_heads), as that of attend_tile. `keys` and `values` have boxes of 64
-// columns of a head and the keys of a page, 128 at most.
-template <typename T, int kHeadDim>
+// Grid: (num_tiles * num_kv_heads), as that of attend_tile. C: the element type of the cache, T or
+// float8. `keys` and `values` have boxes of the keys of a page, 128 at most: of 64 columns of a
+// head in the order of Swizzle::k128Bytes, or of kHeadDim columns of float8 in order.
+template <typename T, int kHeadDim, typename C>
 __global__ void __launch_bounds__(kPromptThreads, 1)
     paged_attention_prompt_kernel(PagedAttentionParams params, AttentionPlan plan,
                                   const __grid_constant__ CUtensorMap keys,
                                   const __grid_constant__ CUtensorMap values) {
 #if EECORE_HAS_WGMMA
-  if (threadIdx.x == 0) PromptRing<T, kHeadDim>().initialise();
+  using Sizes = PromptSizes<T, kHeadDim, C>;
+  if (threadIdx.x == 0) {
+    typename Sizes::Ring().initialise();
+    if constexpr (Sizes::kWidens) typename Sizes::Copies().initialise();
+  }
   wait_for_previous_kernel();
   let_next_kernel_start();
   __syncthreads();
@@ -524,11 +614,25 @@ __global__ void __launch_bounds__(kPromptThreads, 1)
   if (tile.num_rows == 0) return;
   if (threadIdx.x < 128) {
     give_registers<kPromptCopyRegisters>();
-    if (threadIdx.x < 32) copy_pages<T, kHeadDim>(params, plan, tile, keys, values);
+    if (tile.num_steps == 0) return;
+    PromptCopies<T, kHeadDim, C> copies(params, plan, tile, keys, values);
+    if constexpr (Sizes::kWidens) {
+      // The copies of two turns are under way while those before them are widened.
+      const PromptWidener<T, kHeadDim> widener;
+#pragma unroll 1
+      for (int turn = -3; turn < 2 * tile.num_steps; ++turn) {
+        const int step = (turn >> 1) + 2;
+        if (threadIdx.x < 32 && turn & 1 && step <= tile.num_steps) copies.start(step);
+        if (turn >= 0) widener.widen(turn);
+      }
+    } else {
+#pragma unroll 1
+      for (int step = 0; threadIdx.x < 32 && step <= tile.num_steps; ++step) copies.start(step);
+    }
     return;
   }
   take_registers<kPromptMultiplyRegisters>();
-  PromptRows<T, kHeadDim> rows(params, plan, tile);
+  PromptRows<T, kHeadDim, C> rows(params, plan, tile);
   rows.attend();
   rows.store();
 #else

@@ -87,6 +87,17 @@ __device__ __forceinline__ uint32_t pack_pair<Float16>(float first, float second
   return out;
 }
 
+// The two float8 (e4m3) in the low half of `pair` as float16, the first in the low half (sm_89).
+__device__ __forceinline__ uint32_t float8_pair_to_halves(uint32_t pair) {
+  uint32_t out = 0;
+#if __CUDA_ARCH__ >= 890
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}"
+      : "=r"(out)
+      : "r"(pair));
+#endif
+  return out;
+}
+
 // 2^x; -inf gives 0.
 __device__ __forceinline__ float exp2_fast(float x) {
   float out;

@@ -462,20 +462,23 @@ def test_the_plan_knows_the_keys_of_a_call(
 
 
 @pytest.mark.parametrize(
-    ("case", "num_kernels"),
+    ("case", "num_kernels", "narrow"),
     [
-        (AttentionCase((150,), (150,), 2, 2, 64, 16), 1),
-        (AttentionCase((64, 64), (256, 256), 3, 1, 128, 32, sliding_window=100), 1),
+        (AttentionCase((150,), (150,), 2, 2, 64, 16), 1, False),
+        (AttentionCase((150,), (150,), 2, 2, 64, 16), 1, True),
+        (AttentionCase((64, 64), (256, 256), 3, 1, 128, 32, sliding_window=100), 1, False),
         # The kernels of sequences of few queries, of which there are none.
-        (AttentionCase((40, 40), (128, 128), 2, 1, 64, 128, fixed_split_size=32), 3),
+        (AttentionCase((40, 40), (128, 128), 2, 1, 64, 128, fixed_split_size=32), 3, False),
     ],
     ids=str,
 )
 def test_attention_by_warpgroups_reads_what_its_plan_says(
-    case: AttentionCase, num_kernels: int, monkeypatch: pytest.MonkeyPatch
+    case: AttentionCase, num_kernels: int, narrow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TUNING, "wgmma_attention=1")
     call = attention_call(case, torch.bfloat16, CPU)
+    if narrow:
+        call = in_float8(call)
     checked = Checked(
         monkeypatch,
         lambda: ops.paged_attention(**call),
@@ -486,7 +489,7 @@ def test_attention_by_warpgroups_reads_what_its_plan_says(
     assert len(checked.ran) == num_kernels
     planned, ran = checked.of("paged_attention_prompt_kernel")
     # Whole pages, of which the plan counts the keys alone.
-    row = case.num_kv_heads * case.head_dim * 2
+    row = case.num_kv_heads * case.head_dim * call["k_cache"].element_size()
     pages = sum(-(-length // case.page_size) for length in case.seq_lens)
     whole = 2 * pages * case.page_size * row
     total, distinct = map(sum, zip(*ran.watched.values(), strict=True))

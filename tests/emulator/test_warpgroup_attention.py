@@ -11,6 +11,7 @@ import torch
 from test_paged_attention import expected_of, key_of, random_call
 
 import emulated
+import reference
 from cases import TOLERANCES, AttentionCase
 from eecore import ops
 from tiers import in_all
@@ -18,6 +19,7 @@ from tiers import in_all
 CPU = torch.device("cpu")
 TUNING = "EECORE_CUDA_TUNING"
 PROMPT, WARPS = "paged_attention_prompt_kernel", "paged_attention_kernel"
+FLOAT8_WARPS = "paged_attention_float8_kernel"
 COMBINES = "paged_attention_combine_kernel"
 FLOATS = (torch.bfloat16, *in_all(torch.float16))
 CASES = {
@@ -64,6 +66,12 @@ def call_of(name: str, dtype: torch.dtype, **change: Any) -> dict[str, Any]:
     return random_call(dataclasses.replace((CASES | MORE_CASES)[name], **change), dtype, CPU)
 
 
+def in_float8(call: dict[str, Any], dtype: torch.dtype = torch.float8_e4m3fn) -> dict[str, Any]:
+    """The call over caches in float8, or over the same numbers in another dtype."""
+    narrow = {name: reference.to_float8(call[name]) for name in ("k_cache", "v_cache")}
+    return {**call, **{name: cache.to(dtype) for name, cache in narrow.items()}}
+
+
 def attended(call: dict[str, Any], *kernels: str) -> torch.Tensor:
     """The output of a call by these kernels, in any order in which a GPU may run them."""
     ran: list[torch.Tensor] = []
@@ -80,6 +88,42 @@ def test_warpgroups_match_the_reference(name: str, dtype: torch.dtype) -> None:
     tolerance = dataclasses.asdict(TOLERANCES[dtype])
     got = attended(call, PROMPT)
     torch.testing.assert_close(got.double(), expected_of(call), **tolerance)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "name",
+    [
+        "slots of shared memory that are filled again",
+        "groups of 3, pages of 32, window",
+        "groups of 1, a row more than a tile, soft cap",
+        *in_all("rows and keys of a tile and one", "rows of a warpgroup and one"),
+        *in_all("not causal, window", "many sequences"),
+    ],
+)
+def test_float8_has_the_results_of_the_same_numbers_in_16_bits(
+    name: str, dtype: torch.dtype
+) -> None:
+    """To the bit; the values are all numbers of float8, and slots that no key uses hold NaN."""
+    call = call_of(name, dtype)
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers = numbers[numbers.isfinite()]
+    places = torch.arange(call["v_cache"].numel()).view(call["v_cache"].shape)
+    used = call["v_cache"].isfinite()
+    call["v_cache"][used] = numbers[places[used] * 7 % len(numbers)].to(dtype)
+    expected = attended(in_float8(call, dtype), PROMPT)
+    assert torch.equal(attended(in_float8(call), PROMPT), expected)
+
+
+def test_scales_of_float8_and_values_that_are_not_finite() -> None:
+    call = in_float8(call_of("groups of 3, pages of 32, window", torch.bfloat16))
+    call |= {"key_scales": torch.tensor([0.5, 2.0]), "value_scales": torch.tensor([3.0, 0.25])}
+    key_of(call, "v_cache", 1, 140)[1, 5] = torch.nan
+    expected = expected_of(call)
+    assert not expected.isfinite().all()
+    got = attended(call, PROMPT)
+    tolerance = dataclasses.asdict(TOLERANCES[torch.bfloat16])
+    torch.testing.assert_close(got.double(), expected, equal_nan=True, **tolerance)
 
 
 @each_dtype
@@ -175,5 +219,7 @@ def test_rows_and_caches_that_are_not_aligned_are_those_of_warps() -> None:
         moved = torch.empty(call[name].numel() + 1, dtype=torch.bfloat16)[1:].view(shape)
         other = {**call, name: moved.copy_(call[name])}
         assert emulated.kernels_of(lambda c=other: ops.paged_attention(**c)) == [WARPS]
+    narrow = in_float8(call_of("groups of 4", torch.bfloat16, head_dim=72))
+    assert emulated.kernels_of(lambda: ops.paged_attention(**narrow)) == [FLOAT8_WARPS]
     strided = {**call, "v_cache": wider[..., :128].copy_(call["v_cache"])}
     assert emulated.kernels_of(lambda: ops.paged_attention(**strided)) == [WARPS]

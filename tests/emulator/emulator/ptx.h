@@ -49,6 +49,19 @@ inline uint32_t pack_pair<Float16>(float first, float second) {
   return float_to_half(first).bits | uint32_t{float_to_half(second).bits} << 16;
 }
 
+inline uint32_t float8_pair_to_halves(uint32_t pair) {
+  uint32_t halves = 0;
+  for (int i = 0; i < 2; ++i) {
+    const int byte = static_cast<int>(pair >> 8 * i & 0xff), exponent = byte >> 3 & 15;
+    const int mantissa = byte & 7;
+    float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+    if ((byte & 0x7f) == 0x7f) value = NAN;
+    halves |= uint32_t{float_to_half((byte & 0x80) != 0 ? -value : value).bits} << 16 * i;
+  }
+  return halves;
+}
+
 inline float exp2_fast(float x) { return std::exp2(x); }
 
 inline uint32_t permute_bytes(uint32_t first, uint32_t second, uint32_t selector) {
