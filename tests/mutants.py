@@ -262,6 +262,27 @@ CUDA_KERNELS = (
         "tests/emulator/test_warpgroup_attention.py",
     ),
     Mutant(
+        "product-buffer-of-rows-stored-too-early",
+        "include/eecore/warpgroup_tile.cuh",
+        "    turn_ = 1 - turn_;\n",
+        "",
+        "tests/emulator/test_warpgroup_products.py -k up_to_256",
+    ),
+    Mutant(
+        "product-half-of-many-rows-from-the-first",
+        "include/eecore/warpgroup_tile.cuh",
+        "const int at = at_ + half * kHalfAt;",
+        "const int at = at_ + first_half_ * kHalfAt;",
+        "tests/emulator/test_warpgroup_products.py -k up_to_256",
+    ),
+    Mutant(
+        "second-pass-of-a-product-appends-to-slots-of-the-first",
+        "include/eecore/skinny_append.cuh",
+        "append.slot_mapping[token]",
+        "append.slot_mapping[column]",
+        "tests/across_ops/test_appended_heads.py -k by_warpgroups",
+    ),
+    Mutant(
         "one-draft-too-many",
         "include/eecore/append_drafts.cuh",
         "&& step + 1 < params.most[row];",

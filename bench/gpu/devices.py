@@ -67,7 +67,8 @@ _HOPPER_L2, _ADA_L2, _AMPERE_L2 = 5.5e12, 5.0e12, 4.8e12
 # Data sheet of the H100 SXM and H200: 989 TFLOP/s without sparsity, through wgmma. mma.sync, which
 # most kernels use, reaches less: three fifths are assumed. wgmma in attention, between whose
 # products scores are weighed, reaches about as much: 580 to 660 by the paper of FlashAttention-3.
-_HOPPER_MMA = 0.6 * 989e12
+HOPPER_PEAK = 989e12
+_HOPPER_MMA = 0.6 * HOPPER_PEAK
 
 GPUS = (
     Gpu(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -23,9 +23,9 @@ from bench.gpu.attention import AttentionShape, attention_work
 from bench.gpu.calls import Known
 from bench.gpu.cases import cases
 from bench.gpu.decode import PROMPT, STEPS, model_config
-from bench.gpu.devices import GPUS, MAX_RATIO, MIN_RATIO, Gpu
+from bench.gpu.devices import GPUS, HOPPER_PEAK, MAX_RATIO, MIN_RATIO, Gpu
 from bench.gpu.draft_heads import dflash, eagle3
-from bench.gpu.launches import LATENCIES_AFTER_THE_WAIT, Node, kernels, seconds
+from bench.gpu.launches import LATENCIES_AFTER_THE_WAIT, KernelLaunch, Node, kernels, seconds
 from bench.gpu.trace import (
     META,
     draft_round,
@@ -40,6 +40,7 @@ from bench.harness.places import RESULTS
 from bench.harness.results import Figures, Report
 from bench.harness.rows import Row
 from eecore.lab.evaluation.tables import markdown_table
+from eecore.models import LlamaModel
 from eecore.models.linear import MAX_SKINNY_ROWS, MAX_SKINNY_ROWS_BY_WARPGROUPS
 
 BATCHES = (1, 8, 32)
@@ -65,6 +66,11 @@ ROUND_BATCHES = (1, 4)
 """Batches whose verified rows stay in eecore's own products, which the model of time knows."""
 PROMPTS = (AttentionShape(1, 2048, 2048), AttentionShape(4, 512, 4096))
 """Chunks of prompts, of Llama-3-8B's shape."""
+MANY_ROWS = (64, 72, 128, 160, 256)
+"""Rows of a step by warpgroups."""
+VERIFICATIONS = ((8, 8), (32, 4))
+"""Requests and drafts of rounds of self-speculation by warpgroups."""
+ACCEPTANCE = 0.75
 MODELS = {"135m": "SmolLM2-135M", "1b": "Llama-3.2-1B", "8b": "Llama-3-8B"}
 
 
@@ -191,6 +197,62 @@ def prompt_rows() -> list[Row]:
     return rows
 
 
+def least_seconds_by_torch(gpu: Gpu, nodes: Sequence[Node], num_rows: int) -> float:
+    """Seconds of a step whose products are torch's, by bytes or the data sheet's operations alone.
+
+    Kernels after a product, for appends, activations and residuals, cost their boundaries.
+    """
+    total = 0.0
+    for node in nodes:
+        kernel = node.kernel if isinstance(node, KernelLaunch) else ""
+        if isinstance(node, KernelLaunch) and kernel.startswith("skinny_warpgroup"):
+            multiplied = num_rows * node.reads["weight"] / HOPPER_PEAK  # two bytes a number
+            total += max(node.moved_bytes / gpu.memory_rate, multiplied)
+            total += (3 if "gated" in kernel else 2) * gpu.boundary
+        else:
+            total += seconds(gpu, [node])
+    return total
+
+
+def many_rows() -> list[Row]:
+    """Steps of more than 32 rows on an H100 by warpgroups, beside torch's products."""
+    rows = []
+    for short, model, gpu in _by_warpgroups():
+        for count in MANY_ROWS:
+            nodes = iteration(model, count, SEQ_LEN, gpu)
+            row = {"model": MODELS[short], "rows": count}
+            row["warpgroups_ms"] = round(seconds(gpu, nodes) * 1e3, 2)
+            row["torch_ms"] = round(least_seconds_by_torch(gpu, nodes, count) * 1e3, 2)
+            rows.append(row)
+    return rows
+
+
+def verification_rows() -> list[Row]:
+    """Rounds of self-speculation on an H100 by warpgroups, whose drafts are all verified."""
+    rows = []
+    for short, model, gpu in _by_warpgroups():
+        for batch, drafts in VERIFICATIONS:
+            step = seconds(gpu, iteration(model, batch, SEQ_LEN, gpu))
+            layers = model.config.num_layers // 4
+            nodes = draft_round(model, batch, SEQ_LEN, gpu, drafts, first_layers=layers)
+            whole = seconds(gpu, nodes)
+            row = {"model": MODELS[short], "batch": batch, "drafts": drafts, "layers": layers}
+            row |= {"step_ms": round(step * 1e3, 2), "round_ms": round(whole * 1e3, 2)}
+            row["speed_up"] = round((1 + ACCEPTANCE * drafts) * step / whole, 2)
+            rows.append(row)
+    return rows
+
+
+def _by_warpgroups() -> Iterator[tuple[str, LlamaModel, Gpu]]:
+    """Models whose products are all by warpgroups."""
+    gpu = next(gpu for gpu in GPUS if gpu.name == "H100")
+    for short in ("1b", "8b"):
+        model = model_without_memory(model_config(short))
+        model.linear.max_rows = MAX_SKINNY_ROWS_BY_WARPGROUPS
+        with tuned("wgmma=1"):
+            yield short, model, gpu
+
+
 def figures() -> Figures:
     """All figures of the model; they are deterministic."""
     return {
@@ -202,6 +264,8 @@ def figures() -> Figures:
         "goals": goal_rows(),
         "rounds": round_rows(),
         "prompts": prompt_rows(),
+        "many_rows": many_rows(),
+        "verifications": verification_rows(),
     }
 
 
@@ -275,6 +339,34 @@ def prompts_table(result: Figures) -> str:
     return f"{markdown_table(['chunk', 'warps, us', 'warpgroups, us'], lines)}\n\n{text}"
 
 
+def many_rows_table(result: Figures) -> str:
+    lines = [
+        [row["model"], str(row["rows"]), f"{row['warpgroups_ms']:.2f}", f"{row['torch_ms']:.2f}"]
+        for row in result["many_rows"]
+    ]
+    text = (
+        "A decoding step of as many rows at full depth on an H100, by the same model, with "
+        "`EECORE_CUDA_TUNING=wgmma=1`. Torch at least: the same kernels with products that take no "
+        "longer than their bytes from memory or the data sheet's operations, and boundaries alone "
+        "for the kernels that torch's products need in addition. `python -m bench gpu-expected`"
+    )
+    head = ["model", "rows", "by warpgroups, ms", "torch at least, ms"]
+    return f"{markdown_table(head, lines, text_columns=1)}\n\n{text}"
+
+
+def verifications_table(result: Figures) -> str:
+    names = ("batch", "drafts", "layers", "step_ms", "round_ms", "speed_up")
+    lines = [[row["model"], *(str(row[name]) for name in names)] for row in result["verifications"]]
+    text = (
+        "Rounds of self-speculation on an H100, by the same model, with "
+        "`EECORE_CUDA_TUNING=wgmma=1`: each request has as many drafts of the first layers, and "
+        "all of them are verified together. Speed: tokens a second as a multiple of those of full "
+        f"depth, with {ACCEPTANCE:.0%} of the drafts accepted. `python -m bench gpu-expected`"
+    )
+    head = ["model", "requests", "drafts", "of layers", "step, ms", "round, ms", "speed"]
+    return f"{markdown_table(head, lines, text_columns=1)}\n\n{text}"
+
+
 def about(result: Figures) -> str:
     return (
         f"Expected, not measured: {result['dtype']}, {result['seq_len']} keys a row, one graph, "
@@ -317,6 +409,8 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "gpu_expected_goals": goals_table,
     "gpu_expected_rounds": rounds_table,
     "gpu_expected_prompts": prompts_table,
+    "gpu_expected_many_rows": many_rows_table,
+    "gpu_expected_verifications": verifications_table,
 }
 REPORTS = (Report("gpu_expected", TABLES),)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import torch
@@ -32,7 +32,7 @@ STAGE_BYTES = 32 * WARPS * 64  # 16 rows of a weight for each warp
 PACKED_STAGE_BYTES = WARPS * 4 * 608  # slots of 4 blocks for each warp
 PACKED_CHUNK, BLOCK_COLUMNS = 128, 32
 WARPGROUP_ROWS, MAX_WARPGROUP_SLICES, MAX_WARPGROUP_CLUSTER = 64, 2, 4
-MAX_WARPGROUP_APPENDED_ROWS = 64
+WIDE_TILES = 16  # tiles of 8 rows in a pass by warpgroups for more than 64 rows
 CLUSTER_LATENCY = 1.0e-6  # seconds of two barriers of a cluster and a read between; an assumption
 
 
@@ -230,10 +230,14 @@ def by_warpgroups(
     ``cached``: bytes that its blocks append.
     """
     weight_rows = call["out"].shape[1]
+    n_tiles = WIDE_TILES if is_wide(rows) else rows.tiles(8)
+    groups = ceil_div(rows.count, 8 * n_tiles)
     slices = min(choose_slices(weight_rows, rows.num_chunks, device), MAX_WARPGROUP_SLICES)
     tile_rows = WARPGROUP_ROWS if cluster > 1 else 16 * (WARPS // slices)
     tiles = ceil_div(weight_rows, tile_rows)
-    resident = (1 if m_tiles == 2 or rows.packed else 2) * device.num_multiprocessors
+    is_alone = m_tiles == 2 or rows.packed or is_wide(rows)
+    resident = (1 if is_alone else 2) * device.num_multiprocessors
+    clusters = tiles if cluster > 1 else min(tiles, max(resident // groups, 1))
     must = must_be_made(rows, call["x"], call["norm_weight"])
     launch = product(
         kernel,
@@ -242,14 +246,20 @@ def by_warpgroups(
         weight_bytes_of(call, m_tiles * weight_rows),
         tiles,
         m_tiles * tile_rows,
-        cluster * tiles if cluster > 1 else min(tiles, resident),
-        rows.tiles(8),
+        cluster * clusters,
+        n_tiles,
         made=Made.AHEAD if must else Made.NOWHERE,
         cluster=cluster,
         reads=reads,
         writes=nbytes(call["out"]) + cached,
     )
+    launch = replace(launch, grid=(groups * cluster, clusters))
     return [rms_norm(rows, call.bytes_of("norm_weight")), launch] if must else [launch]
+
+
+def is_wide(rows: Rows) -> bool:
+    """Whether a pass by warpgroups has more than 64 rows."""
+    return rows.count > 64 and not rows.packed
 
 
 def weight_bytes_of(call: Call, rows: int) -> int:
@@ -348,7 +358,7 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
         return append_launch(call, rows.count, kv_heads, heads, rows.dtype.itemsize)
 
     cluster = warpgroup_cluster(rows, out_features, device)
-    most_rows = MAX_WARPGROUP_APPENDED_ROWS if cluster > 0 else most_in_blocks(rows)
+    most_rows = rows.count if cluster > 0 else most_in_blocks(rows)
     in_blocks = appends and blocks_append(call, rows, most_rows)
     cached = rows.count * 2 * kv_heads * head_dim * out.element_size() if in_blocks else 0
     if in_blocks:
@@ -461,9 +471,12 @@ def exit_confidence_softmax(call: Call, device: Device, _: Known) -> list[Kernel
     launches = [rms_norm(rows, norm_bytes)] if made is Made.AHEAD else []
     if by_warpgroups or is_many(rows, device):
         ready = rows.count * rows.row_bytes
-        columns = 8 * warpgroup_tiles(rows) if by_warpgroups else MANY_ROWS
+        columns = MANY_ROWS
+        if by_warpgroups:
+            columns = 8 * (WIDE_TILES if is_wide(rows) else warpgroup_tiles(rows))
         groups = ceil_div(rows.count, columns)
         turns = sum(ceil_div(ceil_div(tiles - block, blocks), WARPS) for block in range(blocks))
+        x_rows = rows.count if by_warpgroups else groups * columns
         # Warps without a tile in the last turn only multiply with warpgroups.
         read_tiles = turns * WARPS if by_warpgroups else tiles
         launches.append(
@@ -474,7 +487,7 @@ def exit_confidence_softmax(call: Call, device: Device, _: Known) -> list[Kernel
                 repeats={
                     "weight": (groups * read_tiles * HEAD_TILE_ROWS / vocab_size - 1)
                     * nbytes(head),
-                    "x": turns * groups * columns * rows.row_bytes - ready,
+                    "x": turns * x_rows * rows.row_bytes - ready,
                 },
                 workspace=summaries + (ready if made is Made.AHEAD else 0),
                 flops=2.0 * groups * columns * read_tiles * HEAD_TILE_ROWS * rows.size,
@@ -504,7 +517,7 @@ def exit_confidence_softmax(call: Call, device: Device, _: Known) -> list[Kernel
 
 
 def warpgroup_tiles(rows: Rows) -> int:
-    """Tiles of 8 rows that warpgroups take in a pass over the head, or over a layer to fill."""
+    """Tiles of up to 64 rows, 8 each, in a pass over the head, or over a layer to fill."""
     return 1 if rows.count <= 8 else 4 if rows.count <= 32 else 8
 
 

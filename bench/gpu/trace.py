@@ -36,7 +36,7 @@ from eecore.models import (
 )
 from eecore.models.weights import NewWeights
 from eecore.planning.heads import max_ahead
-from eecore.planning.route import GIVEN, Check
+from eecore.planning.route import GIVEN, Check, DraftPath
 
 META = torch.device("meta")
 PAGE_SIZE = 16
@@ -157,26 +157,38 @@ def iteration(
 
 
 def draft_round(
-    model: LlamaModel, batch: int, seq_len: int, device: Device, num_drafts: int
+    model: LlamaModel,
+    batch: int,
+    seq_len: int,
+    device: Device,
+    num_drafts: int,
+    *,
+    first_layers: int = 0,
 ) -> list[Node]:
-    """The graph of a round with the model's draft head: all layers verify the drafts of each row,
-    and the head makes as many for the next round.
+    """The graph of a round of drafts: all layers verify those of each row.
+
+    The model's draft head makes as many for the next round, or the first layers make them before.
 
     Args:
-        model: a model on the meta device, with a draft head that has keys of its own.
+        model: a model on the meta device; without ``first_layers`` it has a draft head with keys of
+            its own.
         batch: the number of rows, a power of two.
         seq_len: keys of each row.
         device: the GPU.
         num_drafts: drafts of a row.
+        first_layers: layers that draft; 0: the draft head does.
     """
-    head = model.draft_head
-    assert isinstance(head, KeyedHead)
-    is_pass = isinstance(head, PassHead)
     sizes = _sizes(batch, seq_len + num_drafts, positions=num_drafts + 1)
-    kind = DraftKind(GIVEN, num_drafts, False, 1, max_ahead(head), head.taps, sizes)
+    path, ahead, taps, runs = DraftPath(first_layers, first_layers), 0, (), None
+    if not first_layers:
+        head = model.draft_head
+        assert isinstance(head, KeyedHead)
+        path, ahead, taps = GIVEN, max_ahead(head), head.taps
+        runs = None if isinstance(head, PassHead) else num_drafts
+    kind = DraftKind(path, num_drafts, False, 1, ahead, taps, sizes)
     program = DraftStep(model, _cache(model, sizes), kind)
     with _Recorder() as recorder:
-        program.run(_Passing(recorder, runs=None if is_pass else num_drafts))
+        program.run(_Passing(recorder, runs))
     return _planned(recorder, device, Known(seq_len))
 
 

@@ -5,7 +5,7 @@ python -m bench gpu-variants [--model 135m 1b] [--batch 1 8 32] [--json FILE]
 Of each model and batch the program of a step at full depth is captured under each setting, and all
 of them are launched by turns on states of their own (:meth:`bench.gpu.decode.Bench.program`): the
 GPU's own time, the median over turns. Results are the same under all settings, but for the order of
-sums under wgmma=1, which also has eecore's products take 64 rows, and under wgmma_attention=1.
+sums under wgmma=1, which also has eecore's products take 256 rows, and under wgmma_attention=1.
 Attention of drafts and of prompts, of which such a step has none, is timed alone.
 """
 

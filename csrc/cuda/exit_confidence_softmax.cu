@@ -91,7 +91,9 @@ void measure(const ExitConfidenceSoftmaxParams& params, Stream stream) {
   if constexpr (sizeof(T) == 2) {
     if (has_warpgroups(params.dtype, stream.device)) {
       constexpr int kTiles = kNTiles == 1 ? 1 : kHeadMaxTiles;
-      const auto run = params.num_seqs > 8 * kHeadMaxTiles
+      constexpr int kMaxTiles = kIsPacked<W> ? 2 * kHeadMaxTiles : kWideTiles;
+      const auto run = params.num_seqs > 16 * kHeadMaxTiles ? measure_by_warpgroups<T, W, kMaxTiles>
+                       : params.num_seqs > 8 * kHeadMaxTiles
                            ? measure_by_warpgroups<T, W, 2 * kHeadMaxTiles>
                            : measure_by_warpgroups<T, W, kTiles>;
       return run(params, plan, product, summaries, stream);

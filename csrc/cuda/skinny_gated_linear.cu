@@ -14,9 +14,9 @@ void multiply(const SkinnyGatedLinearParams& params, Stream stream) {
   if constexpr (sizeof(T) == 2) {
     const int cluster = warpgroup_cluster(params, params.inner_size, stream.device);
     if (cluster > 0) {
+      const auto kernel_of = [](auto n) { return skinny_warpgroup_gated_kernel<T, n(), W>; };
       return launch_warpgroups<T, W, kGatedMTiles, kNTiles>(
-          "skinny_gated_linear", skinny_warpgroup_gated_kernel<T, kNTiles, W>, params, plan,
-          params.inner_size, cluster, 0, stream);
+          "skinny_gated_linear", kernel_of, params, plan, params.inner_size, cluster, 0, stream);
     }
   }
   plan.num_tiles = static_cast<int>(ceil_div(params.inner_size, skinny_tile_rows(plan, 1)));

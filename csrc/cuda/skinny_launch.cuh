@@ -266,22 +266,31 @@ int warpgroup_cluster(const Params& params, int64_t num_rows, int device) {
   return 0;
 }
 
-// Launches `kernel` with the plan, the cluster's size and `args`, after rms_norm_kernel where the
-// rows of x must be made ready. A block has `static_bytes` of static shared memory.
-template <typename T, typename W, int kMTiles, int kNTiles, typename Params, typename... Args>
-void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan, int, Args...),
-                       Params params, SkinnyPlan plan, int64_t num_rows, int cluster,
-                       int64_t static_bytes, Stream stream, const Args&... args) {
+// Launches kernel_of(number of 8-row tiles of x, a constant) with the plan, the cluster's size and
+// `args`, after rms_norm_kernel where the rows of x must be made ready. A block has `place_bytes`
+// of static shared memory for each of its rows of x.
+template <typename T, typename W, int kMTiles, int kNTiles, typename KernelOf, typename Params,
+          typename... Args>
+void launch_warpgroups(const char* name, const KernelOf& kernel_of, Params params, SkinnyPlan plan,
+                       int64_t num_rows, int cluster, int64_t place_bytes, Stream stream,
+                       const Args&... args) {
+  if constexpr (kNTiles == 8 && !kIsPacked<W>) {
+    if (params.num_tokens > 64) {
+      return launch_warpgroups<T, W, kMTiles, kWideTiles>(name, kernel_of, params, plan, num_rows,
+                                                          cluster, place_bytes, stream, args...);
+    }
+  }
   const bool is_shared = cluster > 1;
   set_slices(plan,
              is_shared ? kMaxWarpgroupSlices : std::min(plan.num_slices, kMaxWarpgroupSlices));
   plan.num_tiles = static_cast<int>(ceil_div(num_rows, skinny_tile_rows(plan, 1)));
-  // A packed weight leaves no registers for a second block.
-  const int sharing = kIsPacked<W> ? 1 : skinny_blocks_per_multiprocessor(kMTiles);
-  const int64_t resident = sharing * device_properties(stream.device).num_multiprocessors;
-  const int64_t blocks =
-      is_shared ? int64_t{cluster} * plan.num_tiles : std::min<int64_t>(plan.num_tiles, resident);
-  plan.num_blocks = Divisor::of(blocks);
+  constexpr int kSharing = kWarpgroupBlocks<W, kMTiles, kNTiles>;
+  const int64_t resident = int64_t{kSharing} * device_properties(stream.device).num_multiprocessors;
+  const int64_t groups = ceil_div(params.num_tokens, 8 * kNTiles);
+  const int64_t clusters =
+      is_shared ? plan.num_tiles
+                : std::min<int64_t>(plan.num_tiles, std::max<int64_t>(resident / groups, 1));
+  plan.num_blocks = Divisor::of(clusters);
   plan.early_weight = params.constant_weight;
   const RowForm form = row_form(params);
   if (needs_rows(form, params.x, params.x_stride, params.norm_weight)) {
@@ -292,16 +301,15 @@ void launch_warpgroups(const char* name, void (*kernel)(Params, SkinnyPlan, int,
   const int64_t exchange = is_shared ? 0 : skinny_exchange_floats(plan, kMTiles);
   const int64_t other_bytes =
       exchange * int64_t{sizeof(float)} + rows_buffers_bytes<W, kNTiles>(plan);
-  set_stages(plan, kMTiles, sharing, std::min(blocks, resident), other_bytes + static_bytes,
-             stream.device);
+  set_stages(plan, kMTiles, kSharing, std::min(groups * cluster * clusters, resident),
+             other_bytes + 8 * kNTiles * place_bytes, stream.device);
   int64_t shared_bytes = skinny_ring_bytes(plan, kMTiles) + other_bytes;
   if (is_shared) {
     shared_bytes =
         std::max(shared_bytes, kClusterFloats<kMTiles, kNTiles> * int64_t{sizeof(float)});
   }
-  const dim3 grid(static_cast<unsigned>(blocks),
-                  static_cast<unsigned>(ceil_div(params.num_tokens, 8 * kNTiles)));
-  launch(name, kernel,
+  const dim3 grid(static_cast<unsigned>(groups * cluster), static_cast<unsigned>(clusters));
+  launch(name, kernel_of(std::integral_constant<int, kNTiles>{}),
          {grid, dim3(kSkinnyThreads), static_cast<size_t>(shared_bytes), Launch::kAfterPrevious,
           static_cast<unsigned>(cluster)},
          stream, params, plan, std::countr_zero(static_cast<unsigned>(cluster)), args...);

@@ -15,11 +15,10 @@ bool appends(const SkinnyLinearParams& params) { return params.append.slot_mappi
 // packed weight rows that are read together are adjacent; rows that are rotated together are not.
 bool blocks_append(const SkinnyLinearParams& params, bool by_warpgroups) {
   const AppendKvParams& append = params.append;
-  const int most_rows = by_warpgroups                     ? kMaxWarpgroupAppendedRows
-                        : params.dtype == DType::kFloat32 ? kMaxAppendedRows<float>
-                                                          : kMaxAppendedRows<BFloat16>;
+  const int most_rows =
+      params.dtype == DType::kFloat32 ? kMaxAppendedRows<float> : kMaxAppendedRows<BFloat16>;
   return params.weight_table == nullptr && !append.cache_format.is_float8 &&
-         params.num_tokens <= most_rows && append.q_norm_weight == nullptr &&
+         (by_warpgroups || params.num_tokens <= most_rows) && append.q_norm_weight == nullptr &&
          append.k_norm_weight == nullptr && HeadTiles::fit(append.head_dim, append.rotary_dim);
 }
 
@@ -77,16 +76,17 @@ void multiply(const SkinnyLinearParams& params, Stream stream) {
     const int cluster = warpgroup_cluster(params, params.out_features, stream.device);
     if constexpr (!kIsPacked<W>) {
       if (cluster > 0 && appends(params)) {
-        constexpr int64_t kPlaceBytes = 8 * kNTiles * (sizeof(CacheSlot) + sizeof(int64_t));
-        return launch_warpgroups<T, W, 1, kNTiles>(
-            "skinny_linear", skinny_warpgroup_append_kernel<T, kNTiles, W>, params, plan,
-            params.out_features, cluster, kPlaceBytes, stream, head_tiles(params.append));
+        const auto kernel_of = [](auto n) { return skinny_warpgroup_append_kernel<T, n(), W>; };
+        constexpr int64_t kPlaceBytes = sizeof(CacheSlot) + sizeof(int64_t);
+        return launch_warpgroups<T, W, 1, kNTiles>("skinny_linear", kernel_of, params, plan,
+                                                   params.out_features, cluster, kPlaceBytes,
+                                                   stream, head_tiles(params.append));
       }
     }
     if (cluster > 0) {
-      return launch_warpgroups<T, W, 1, kNTiles>(
-          "skinny_linear", skinny_warpgroup_linear_kernel<T, kNTiles, W>, params, plan,
-          params.out_features, cluster, 0, stream);
+      const auto kernel_of = [](auto n) { return skinny_warpgroup_linear_kernel<T, n(), W>; };
+      return launch_warpgroups<T, W, 1, kNTiles>("skinny_linear", kernel_of, params, plan,
+                                                 params.out_features, cluster, 0, stream);
     }
   }
   const int64_t wide_tiles = ceil_div(params.out_features, skinny_tile_rows(plan, 2));

@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
   constexpr int kStageSize = kColumns * kManyStride<T>;
   const SkinnyLane lane(plan);
   const int block = static_cast<int>(blockIdx.y);
-  const int of_block = plan.num_blocks.rounded_up(max(plan.num_tiles - block, 0));
+  const int of_block = tiles_of_block(plan, plan.num_tiles, block);
   const int my_tiles = head_tiles_of_warp(of_block, lane.group);
   const auto rows_of = [&](int tile, const T*(&rows)[2 * kHeadMTiles]) {
     head_rows<T>(params, head_row(plan, lane, block, tile), rows);
@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
                             plan.num_blocks.value);
 }
 
-// The same by warpgroups (sm_90a), for up to 64 rows. The sums of a row have one order however many
+// The same by warpgroups (sm_90a). The sums of a row have one order however many
 // rows there are, and its summaries are merged in the order of the kernels above. The warps of a
 // block multiply together, so those that have no tile in the last turn multiply rows whose logits
 // are not kept. Grid: as for many rows. Dynamic shared memory: the ring, the block's summaries,
@@ -367,7 +367,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
   constexpr int kColumns = 8 * kNTiles;
   const SkinnyLane lane(plan);
   const int block = static_cast<int>(blockIdx.y);
-  const int of_block = plan.num_blocks.rounded_up(max(plan.num_tiles - block, 0));
+  const int of_block = tiles_of_block(plan, plan.num_tiles, block);
   const int my_tiles = head_tiles_of_warp(of_block, lane.group);
   const int num_turns = head_tiles_of_warp(of_block, 0);
   const auto first_row = [&](int turn, int group) {

@@ -86,7 +86,7 @@ struct SkinnyPlan {
   int num_stages;      // chunks that a warp has slots for, 2 to kSkinnyMaxStages
   int stage_bytes;     // kStageBytes of the weight
   int num_tiles;       // of W, of skinny_tile_rows rows each
-  Divisor num_blocks;  // blocks that share the tiles, gridDim.x
+  Divisor num_blocks;  // blocks, or clusters of them, that share the tiles
   bool aligned;        // rows of W start at multiples of 16 bytes
   bool early_weight;   // W may be read before the previous kernel has ended
   bool
@@ -128,9 +128,12 @@ struct SkinnyLane {
   }
 };
 
-// The number of tiles of this block, which are blockIdx.x, blockIdx.x + gridDim.x, ...
+// The number of tiles of block b of the plan's, which are b, b + num_blocks, ...
+__device__ __forceinline__ int tiles_of_block(const SkinnyPlan& plan, int num_tiles, int block) {
+  return plan.num_blocks.rounded_up(max(num_tiles - block, 0));
+}
 __device__ __forceinline__ int tiles_of_block(const SkinnyPlan& plan, int num_tiles) {
-  return plan.num_blocks.rounded_up(max(num_tiles - static_cast<int>(blockIdx.x), 0));
+  return tiles_of_block(plan, num_tiles, static_cast<int>(blockIdx.x));
 }
 
 struct Nothing {

@@ -13,7 +13,6 @@
 namespace eecore::cuda {
 
 constexpr int kMaxWarpgroupCluster = 4;
-constexpr int kMaxWarpgroupAppendedRows = 64;  // one group of rows
 
 // Floats of shared memory in which a block leaves its sums to its cluster, in place of the ring and
 // the rows of x.
@@ -22,19 +21,21 @@ constexpr int kClusterBuffer = kSkinnyWarps * kMTiles * kExchangeTile;  // for 8
 template <int kMTiles, int kNTiles>
 constexpr int kClusterFloats = kNTiles * kClusterBuffer<kMTiles>;
 
-// The blocks of a cluster, which share a tile of 64 rows, and their sums.
+// The blocks of a cluster, which share a tile of 64 rows, and their sums. Grid: (blocks of a
+// cluster by groups of rows of x, clusters that share the tiles): groups come first, so that blocks
+// that read the same rows of the weight run together, and memory is read once.
 template <int kMTiles, int kNTiles>
 class Cluster {
  public:
   __device__ __forceinline__ Cluster(const SkinnyPlan& plan, int shift)
       : plan_(plan),
         exchange_(dynamic_shared<float>()),
-        number_(static_cast<int>(blockIdx.x) >> shift),
         num_blocks_(1 << shift),
-        rank_(static_cast<int>(blockIdx.x) & (num_blocks_ - 1)) {}
+        rank_(static_cast<int>(blockIdx.x) & (num_blocks_ - 1)),
+        first_token_(static_cast<int64_t>(blockIdx.x >> shift) * (8 * kNTiles)) {}
 
   __device__ __forceinline__ bool is_one_block() const { return num_blocks_ == 1; }
-  __device__ __forceinline__ int number() const { return number_; }  // of the grid's clusters
+  __device__ __forceinline__ int64_t first_token() const { return first_token_; }
   __device__ __forceinline__ int num_blocks() const { return num_blocks_; }
   __device__ __forceinline__ int rank() const { return rank_; }
 
@@ -92,7 +93,8 @@ class Cluster {
 
   const SkinnyPlan& plan_;
   Shared<float> exchange_;
-  int number_, num_blocks_, rank_;
+  int num_blocks_, rank_;
+  int64_t first_token_;
 };
 
 // The work of the kernels. row_of(tile, row, m) is the row of the weight that is row `row` of tile
@@ -110,9 +112,10 @@ __device__ __forceinline__ void multiply_by_warpgroups(const Params& params, con
   const SkinnyLane lane = SkinnyLane::of_warpgroup(plan);
   const int groups = skinny_tile_rows(plan, 1) / 16;
   const bool is_shared = !cluster.is_one_block();
-  const int my_tiles = is_shared ? 1 : tiles_of_block(plan, plan.num_tiles);
+  const int number = static_cast<int>(blockIdx.y);
+  const int my_tiles = is_shared ? 1 : tiles_of_block(plan, plan.num_tiles, number);
   const auto first_tile = [&](int tile) {
-    return (cluster.number() + tile * static_cast<int>(gridDim.x)) * groups;
+    return (number + tile * static_cast<int>(gridDim.y)) * groups;
   };
   const auto rows_of = [&](int tile, WeightRow<W>(&rows)[2 * kMTiles]) {
 #pragma unroll
@@ -127,7 +130,7 @@ __device__ __forceinline__ void multiply_by_warpgroups(const Params& params, con
   chunk_lane.slice += cluster.rank() * plan.num_slices;
 
   WeightStream<W, kMTiles> weight(chunk_plan, chunk_lane, my_tiles);
-  const int64_t first_token = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
+  const int64_t first_token = cluster.first_token();
   const int ring_bytes = skinny_ring_bytes(plan, kMTiles);
   const Shared<float> exchange = dynamic_shared<float>(ring_bytes);
   const int exchange_floats = is_shared ? 0 : skinny_exchange_floats(plan, kMTiles);
@@ -200,9 +203,13 @@ __device__ __forceinline__ void multiply_rows_by_warpgroups(const Params& params
       });
 }
 
+// Blocks of a product that share a multiprocessor.
+template <typename W, int kMTiles, int kNTiles>
+constexpr int kWarpgroupBlocks = kMTiles == 1 && !kIsPacked<W> && !is_wide(kNTiles) ? 2 : 1;
+
 // skinny_linear_kernel by warpgroups.
 template <typename T, int kNTiles, typename W = T>
-__global__ void __launch_bounds__(kSkinnyThreads, kIsPacked<W> ? 1 : 2)
+__global__ void __launch_bounds__(kSkinnyThreads, kWarpgroupBlocks<W, 1, kNTiles>)
     skinny_warpgroup_linear_kernel(SkinnyLinearParams params, SkinnyPlan plan, int cluster_shift) {
   multiply_rows_by_warpgroups<T, W, 1, kNTiles>(
       params, plan, cluster_shift, params.out_features,
@@ -215,7 +222,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, kIsPacked<W> ? 1 : 2)
 
 // skinny_gated_linear_kernel by warpgroups.
 template <typename T, int kNTiles, typename W = T>
-__global__ void __launch_bounds__(kSkinnyThreads, 1)
+__global__ void __launch_bounds__(kSkinnyThreads, kWarpgroupBlocks<W, kGatedMTiles, kNTiles>)
     skinny_warpgroup_gated_kernel(SkinnyGatedLinearParams params, SkinnyPlan plan,
                                   int cluster_shift) {
   multiply_rows_by_warpgroups<T, W, kGatedMTiles, kNTiles>(
@@ -228,14 +235,17 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
 
 // skinny_append_kernel by warpgroups.
 template <typename T, int kNTiles, typename W = T>
-__global__ void __launch_bounds__(kSkinnyThreads, 2)
+__global__ void __launch_bounds__(kSkinnyThreads, kWarpgroupBlocks<W, 1, kNTiles>)
     skinny_warpgroup_append_kernel(SkinnyLinearParams params, SkinnyPlan plan, int cluster_shift,
                                    HeadTiles tiles) {
   EECORE_SHARED(CacheSlot, slots, 8 * kNTiles);
   EECORE_SHARED(int64_t, angles, 8 * kNTiles);
-  const AppendedHeads<T, W> heads(params, tiles, slots, angles);
-  if (plan.early_places) heads.load_places();
   const Cluster<1, kNTiles> cluster(plan, cluster_shift);
+  const int64_t left = params.num_tokens - cluster.first_token();
+  const AppendedHeads<T, W> heads(params, tiles, slots, angles,
+                                  left < 8 * kNTiles ? static_cast<int>(left) : 8 * kNTiles,
+                                  cluster.first_token());
+  if (plan.early_places) heads.load_places();
   const auto row_of = [&](int tile, int row, int) {
     const HeadTile at(tiles, min(tile, tiles.count - 1));
     const int64_t in_head = row < 8 ? at.first + row : at.second + row - 8;

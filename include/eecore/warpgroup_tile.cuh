@@ -1,4 +1,4 @@
-// Tiles of a weight that warpgroups multiply (sm_90a): 64 rows of W at a time and up to 64 rows of
+// Tiles of a weight that warpgroups multiply (sm_90a): 64 rows of W at a time and up to 128 rows of
 // x, which shared memory holds once for all warps that multiply the same chunk.
 //
 // The stream of the weight is that of the other skinny products: the pieces of a warp's 16 rows of
@@ -19,6 +19,11 @@ namespace eecore::cuda {
 constexpr int kWarpgroupRows = 64;
 constexpr int kMaxWarpgroupSlices = kSkinnyThreads / 128;
 
+// Tiles of 8 rows of x in a pass for more than 64 rows. Their sums fill the registers of a
+// multiprocessor's one block; for a packed weight, which needs more, a pass has 64 rows.
+constexpr int kWideTiles = 16;
+constexpr bool is_wide(int n_tiles) { return n_tiles > 8; }
+
 // Elements of a row of x that are copied at a time, in two halves, and how many times that a chunk
 // of W has them.
 constexpr int kRowsChunk = 64;
@@ -34,11 +39,13 @@ __host__ __device__ inline int rows_buffers_bytes(const SkinnyPlan& plan) {
   return plan.num_slices * 2 * kRowsChunkBytes<W, kNTiles>;
 }
 
-// Copies chunks of rows of x to the buffers of this thread's slice: 64 bytes of each chunk.
+// Copies chunks of rows of x to the buffers of this thread's slice: 64 bytes of each chunk, or of
+// more than 64 rows twice as many where the slice has 128 threads. Columns without a row are zeros.
 template <typename T, typename W, int kNTiles>
 class ChunksOfRows {
   static_assert(sizeof(T) == 2 && kRowsChunks<W> * kRowsChunk == kChunkSize<W>);
   static constexpr int kColumns = 8 * kNTiles, kPieceBytes = kColumns * 16;
+  static constexpr int kHalves = is_wide(kNTiles) ? 2 : 1;  // that a thread copies at most
   static constexpr int kBufferSize = kRowsChunkBytes<W, kNTiles> / static_cast<int>(sizeof(T));
   // Where the elements of a half are: 8 for each lane, as far apart as its pieces of W.
   static constexpr int kHalfAt = kHasScales<W> ? kPieceSize<T> : kRowsChunk / 2;
@@ -56,8 +63,7 @@ class ChunksOfRows {
         buffers_(buffers + slice * (2 * kBufferSize)),
         at_(lane.slice * kChunkSize<W>) {
     const int thread = static_cast<int>(threadIdx.x) & (num_threads_ - 1);
-    is_needed_ = thread < 2 * kColumns;
-    half_ = thread / kColumns;
+    first_half_ = thread / kColumns;
     column_ = thread % kColumns;
     begin(x);
   }
@@ -65,7 +71,8 @@ class ChunksOfRows {
   // Loads the first chunk of other rows of x, which the next tile is multiplied with. Called
   // between two tiles.
   __device__ __forceinline__ void begin(const SkinnyRows<T>& x) {
-    from_ = x.data + (column_ < x.count ? column_ : x.count - 1) * x.stride + half_ % 2 * kHalfAt;
+    is_row_ = column_ < x.count;
+    from_ = x.data + (is_row_ ? column_ : 0) * x.stride;
     load();
   }
 
@@ -74,18 +81,18 @@ class ChunksOfRows {
   // of the chunk between, before which each warp waited for its products.
   __device__ __forceinline__ void advance(bool with_sums = false) {
     turn_ = 1 - turn_;
-    if (is_needed_) {
-      const Shared<uint32_t> to = shared_as<uint32_t>(buffer());
+    const Shared<uint32_t> to = shared_as<uint32_t>(buffer());
+    for_each_half([&](int half, const Pack<uint32_t>(&pieces)[4]) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const Pack<uint32_t> piece{{pieces_[0].values[i], pieces_[1].values[i],
-                                    pieces_[2].values[i], pieces_[3].values[i]}};
-        shared_store16(to + ((4 * half_ + i) * kColumns + column_) * 4, piece);
+        const Pack<uint32_t> piece{
+            {pieces[0].values[i], pieces[1].values[i], pieces[2].values[i], pieces[3].values[i]}};
+        shared_store16(to + ((4 * half + i) * kColumns + column_) * 4, piece);
       }
       if constexpr (kIsPacked<W>) {
-        if (with_sums) sums()[half_ * kColumns + column_] = sum_of_pieces();
+        if (with_sums) sums()[half * kColumns + column_] = sum_of(pieces);
       }
-    }
+    });
     fence_proxy_async();
     const int chunk_at = at_ & -kChunkSize<W>;
     at_ += kRowsChunk;
@@ -117,22 +124,35 @@ class ChunksOfRows {
     return shared_as<float>(buffer() + kColumns * kRowsChunk);
   }
 
-  __device__ __forceinline__ void load() {
-    if (!is_needed_) return;
-    // The last chunk of a packed weight may have but one block.
-    if (kIsPacked<W> && at_ + half_ * kHalfAt >= plan_.row_size) return;
+  // Calls body(half, pieces) for each half that this thread copies.
+  template <typename Body>
+  __device__ __forceinline__ void for_each_half(const Body& body) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pieces_[i] = SkinnyRows<T>::piece(from_ + at_ + i * kLaneAt);
+    for (int i = 0; i < kHalves; ++i) {
+      const int half = first_half_ + i * (num_threads_ / kColumns);
+      if (half < 2) body(half, pieces_[i]);
+    }
+  }
+
+  __device__ __forceinline__ void load() {
+    if (!is_row_) return;
+    for_each_half([&](int half, Pack<uint32_t>(&pieces)[4]) {
+      const int at = at_ + half * kHalfAt;
+      // The last chunk of a packed weight may have but one block.
+      if (kIsPacked<W> && at >= plan_.row_size) return;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pieces[i] = SkinnyRows<T>::piece(from_ + at + i * kLaneAt);
+    });
   }
 
   // In the order in which a product adds them.
-  __device__ __forceinline__ float sum_of_pieces() const {
+  __device__ __forceinline__ static float sum_of(const Pack<uint32_t> (&pieces)[4]) {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int lane = 0; lane < 4; ++lane) {
-        const Pack<T> elements = elements_of<T>(pieces_[lane]);
+        const Pack<T> elements = elements_of<T>(pieces[lane]);
         sum += to_float(elements.values[2 * i]);
         sum += to_float(elements.values[2 * i + 1]);
       }
@@ -145,10 +165,10 @@ class ChunksOfRows {
   int slice_, num_threads_;
   Shared<T> buffers_;
   int at_;  // of the chunk that is loaded, in the row
-  bool is_needed_;
-  int half_, column_, turn_ = 1;
+  bool is_row_;
+  int first_half_, column_, turn_ = 1;
   const T* from_;
-  Pack<uint32_t> pieces_[4] = {};
+  Pack<uint32_t> pieces_[kHalves][4] = {};
 };
 
 // What the formats of a tile's rows have: all warps of a warpgroup make the same products.

@@ -221,7 +221,7 @@ def test_kernels(case: HeadsCase, dtype: torch.dtype, monkeypatch: pytest.Monkey
         HeadsCase(33, 640, 9, 3, 80, 80, normed=False),  # blocks with several tiles
         HeadsCase(64, 1024, 2, 1, 16, 16),  # a tile of four blocks
         HeadsCase(9, 1100, 3, 1, 16, 0, bias=True),  # two tiles of two blocks
-        HeadsCase(65, 128),
+        HeadsCase(140, 128),  # in two passes
         HeadsCase(4, 128, 4, 2, 128, 128, head_norms=True),
     ],
     ids=str,
@@ -229,7 +229,7 @@ def test_kernels(case: HeadsCase, dtype: torch.dtype, monkeypatch: pytest.Monkey
 def test_heads_by_warpgroups(
     case: HeadsCase, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to 64 rows are appended by the blocks that sum them."""
+    """The blocks that sum heads append them, for any number of rows."""
     emulated.route(monkeypatch)
     monkeypatch.setenv("EECORE_CUDA_TUNING", "wgmma=1")
     cpu = torch.device("cpu")
@@ -239,8 +239,8 @@ def test_heads_by_warpgroups(
     check(case, call, append)
     launched = emulated.kernels_of(lambda: ops.skinny_linear(**call, append=append))
     apart = ["skinny_warpgroup_linear_kernel", "append_kv_kernel"]
-    in_blocks = case.num_tokens <= 64 and not case.head_norms
-    assert launched[case.normed :] == (["skinny_warpgroup_append_kernel"] if in_blocks else apart)
+    in_blocks = ["skinny_warpgroup_append_kernel"]
+    assert launched[case.normed :] == (apart if case.head_norms else in_blocks)
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_every_op_launches_what_its_plan_says(
 
 
 @pytest.mark.parametrize("op", ["skinny_linear", "skinny_gated_linear"])
-@pytest.mark.parametrize("num_tokens", [9, 70])
+@pytest.mark.parametrize("num_tokens", [9, 130])
 def test_warpgroups_launch_and_read_what_their_plan_says(
     num_tokens: int, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

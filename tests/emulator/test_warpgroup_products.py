@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -121,7 +122,9 @@ def test_a_cluster_of_blocks_shares_the_rows_of_a_small_weight(
             together = product.run(call)
         num_slices = 8 if out_features <= 64 else 4
         assert counted[-1].name == KERNELS[op]
-        assert counted[-1].grid[0] == num_slices // 2 * -(-out_features // 64)
+        groups = 1 if form in ("floats", "int8") else -(-num_tokens // 64)
+        assert counted[-1].grid[0] == num_slices // 2 * groups
+        assert counted[-1].grid[1] == -(-out_features // 64)
         monkeypatch.setenv(TUNING, "wgmma=0")
         assert torch.equal(product.run(call), together)
         monkeypatch.setenv(TUNING, "wgmma=1")
@@ -179,6 +182,36 @@ def test_a_row_of_a_warpgroup_does_not_depend_on_the_others(
 
 
 @each_op
+@pytest.mark.parametrize(
+    ("options", "form", "in_features", "out_features"),
+    [
+        ("all", "floats", 72, 260),
+        ("plain", "floats", 136, 400),
+        ("plain", "floats", 520, 70),
+        ("all", "int8", 200, 140),
+        ("all", "Q4_1", 200, 140),
+    ],
+)
+def test_a_row_is_the_same_among_up_to_256(
+    options: str, form: str, in_features: int, out_features: int, op: str
+) -> None:
+    """Passes of 128 rows, of 64 with a packed weight, of which the last one is a part."""
+    product = Product(op, form)
+    call = product.call(257, in_features, out_features, options, torch.bfloat16)
+    call["x"][[66, 200]] = torch.nan
+    together = product.run(call)
+    for first, count in ((63, 1), (64, 64), (1, 65), (100, 72), (0, 128), (67, 129), (40, 160)):
+        rows = slice(first, first + count)
+        own = {name: call[name][rows] for name in ("x", "residual") if name in call}
+        with emulated.counting() as counted:
+            got = product.run({**call, **own})
+        torch.testing.assert_close(got, together[rows], rtol=0, atol=0, equal_nan=True)
+        rows_of_pass = 64 if form == "Q4_1" else 128
+        blocks_of_cluster = 2 if in_features > 500 else 1
+        assert counted[-1].grid[0] == -(-count // rows_of_pass) * blocks_of_cluster
+
+
+@each_op
 def test_warpgroups_multiply_where_they_can_and_tiles_suffice(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,7 +244,7 @@ def test_warpgroups_multiply_where_they_can_and_tiles_suffice(
 
 @each_op
 @pytest.mark.parametrize("form", ["floats", "int8"])
-@pytest.mark.parametrize("num_tokens", [9, 64])
+@pytest.mark.parametrize("num_tokens", [9, 64, 100])
 def test_a_warpgroups_weight_is_on_its_way(num_tokens: int, form: str, op: str) -> None:
     """As far as its ring promises, and read once; rows of x go to banks side by side."""
     call = Product(op, form).call(num_tokens, 1024, 1536, "plain", torch.bfloat16)
@@ -220,8 +253,9 @@ def test_a_warpgroups_weight_is_on_its_way(num_tokens: int, form: str, op: str) 
     (launch,) = counted
     assert launch.watched["weight"] == (call["weight"].nbytes, call["weight"].nbytes)
     assert launch.drained == 0
-    assert launch.in_flight == promised(M_TILES[op], launch.grid[0])
-    assert launch.grid[0] <= 2 * DEVICE.num_multiprocessors
+    blocks = math.prod(launch.grid[:2])
+    assert launch.in_flight == promised(M_TILES[op], blocks)
+    assert blocks <= 2 * DEVICE.num_multiprocessors
     assert launch.bank_ways == 1, launch.bank_place
 
 

@@ -23,8 +23,9 @@ ADA = (8, 9)
 # as its memory.
 MAX_SKINNY_ROWS_ON_ADA = 64
 HOPPER = (9, 0)
-# The same on Hopper by warpgroups, for whose 64 rows of the weight the rows are read once.
-MAX_SKINNY_ROWS_BY_WARPGROUPS = 64
+# The same on Hopper by warpgroups: two passes of 128 rows, side by side, read the weight from
+# memory once.
+MAX_SKINNY_ROWS_BY_WARPGROUPS = 256
 
 
 def max_skinny_rows(device: torch.device) -> int | None:
