@@ -85,7 +85,7 @@ def test_a_layer_is_as_few_kernels_as_it_can_be(
         assert launched == 2 * (DECODING if few else OF_MORE_ROWS)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 130])
+@pytest.mark.parametrize("num_tokens", [1, 72])
 def test_a_layer_by_warpgroups_is_seven_kernels_for_any_number_of_rows(
     num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
