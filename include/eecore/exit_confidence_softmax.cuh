@@ -354,11 +354,11 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
                             plan.num_blocks.value);
 }
 
-// The same by warpgroups (sm_90a). The sums of a row have one order however many
-// rows there are, and its summaries are merged in the order of the kernels above. The warps of a
-// block multiply together, so those that have no tile in the last turn multiply rows whose logits
-// are not kept. Grid: as for many rows. Dynamic shared memory: the ring, the block's summaries,
-// then the buffers of rows of x.
+// The same by warpgroups (sm_90a). The sums of a row have one order however many rows there are, and
+// its summaries are merged in the order of the kernels above. The warps of a block multiply
+// together, so those that have no tile in the last turn multiply rows whose logits are not kept.
+// Grid: as for many rows. Dynamic shared memory: the ring, the block's summaries, then the buffers
+// of rows of x.
 template <typename T, int kNTiles, typename W = T>
 __global__ void __launch_bounds__(kSkinnyThreads, 1)
     exit_confidence_softmax_warpgroup_kernel(ExitConfidenceSoftmaxParams params, SkinnyPlan plan,
