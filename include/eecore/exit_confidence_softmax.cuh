@@ -354,8 +354,8 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
                             plan.num_blocks.value);
 }
 
-// The same by warpgroups (sm_90a). The sums of a row have one order however many rows there are, and
-// its summaries are merged in the order of the kernels above. The warps of a block multiply
+// The same by warpgroups (sm_90a). The sums of a row have one order however many rows there are,
+// and its summaries are merged in the order of the kernels above. The warps of a block multiply
 // together, so those that have no tile in the last turn multiply rows whose logits are not kept.
 // Grid: as for many rows. Dynamic shared memory: the ring, the block's summaries, then the buffers
 // of rows of x.
