@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
+from collections.abc import Iterable
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -318,13 +319,14 @@ class Scheduler:
                 break
         return True
 
-    def crop(self, sequence: Sequence) -> None:
-        """Give back the pages after the last computed position (LayerSkip §4.3)."""
-        keep = -(-sequence.num_computed // self.pages.page_size)
-        surplus = sequence.pages[keep:]
-        if surplus:
-            self.pages.free(surplus)
+    def crop(self, sequences: Iterable[Sequence]) -> None:
+        """Give back the pages after each one's last computed position (LayerSkip §4.3)."""
+        surplus: list[int] = []
+        for sequence in sequences:
+            keep = -(-sequence.num_computed // self.pages.page_size)
+            surplus += sequence.pages[keep:]
             del sequence.pages[keep:]
+        self.pages.free(surplus)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence from its queue and free its pages."""
