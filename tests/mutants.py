@@ -671,7 +671,7 @@ ENGINE = (
     Mutant(
         "early-exits-count-as-exact",
         "python/eecore/engine/commit.py",
-        "or lacks_keys or min(outcome.kv_exit_layers, default=0) < self._num_layers:",
+        "or lacks_keys or depth < self._num_layers:",
         "or lacks_keys:",
         "tests/scheduling/test_prefix_cache.py tests/engine/test_engine.py",
     ),

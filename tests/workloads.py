@@ -144,7 +144,7 @@ def check_sharing(engine: Engine, held: Counter[int]) -> None:
     assert not pages._approximate & set(cache._keys)
     for sequence in engine.requests.values():
         own = sequence.pages[sequence.num_computed // pages.page_size :]
-        assert not any(page in cache or held[page] > 1 for page in own)
+        assert not any(page in cache.contents or held[page] > 1 for page in own)
         for page, key in zip(sequence.pages, sequence.page_keys, strict=False):
             assert cache._keys.get(page, key) == key
 

@@ -348,8 +348,8 @@ def test_what_is_drawn_after_drafts_on_the_device(following: eecore.Model) -> No
         check_logprobs(one, other)
 
 
-@pytest.mark.parametrize(("ahead", "of_row"), [(True, 6), (False, 11)], ids=["ahead", "landed"])
-def test_rows_that_go_on_cost_few_calls(following: eecore.Model, ahead: bool, of_row: int) -> None:
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "landed"])
+def test_rows_that_go_on_cost_few_calls(following: eecore.Model, ahead: bool) -> None:
     for rows in (1, 8):
         engine = engine_of(following, EngineConfig(kv_cache_tokens=2048), ahead=ahead)
         for prompt in random_prompts(*[5] * rows, seed=rows):
@@ -357,7 +357,7 @@ def test_rows_that_go_on_cost_few_calls(following: eecore.Model, ahead: bool, of
             engine.add_request(prompt, exit=HeadDrafts(3, 0.0), sampling=sampling)
         for _ in range(4):
             engine.step()
-        assert python_calls(engine) <= 60 + rows * of_row
+        assert python_calls(engine) <= 60 + 6 * rows
         list(engine.run())
 
 

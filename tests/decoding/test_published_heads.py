@@ -19,7 +19,7 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.planning.heads import AheadDrafts
-from eecore.planning.proposal import Proposal
+from eecore.planning.proposal import Drafts
 from published_heads import FOLLOWING, KINDS, NAMES, PROMPTS, Models
 from tiny_models import random_prompts
 from workloads import Request, serve, tokens_of
@@ -207,11 +207,11 @@ def copied(texts: list[list[int]]) -> Any:
     text."""
     whole = {tuple(text[:8]): text for text in texts}
 
-    def propose(self: AheadDrafts, sequence: Any, draft: Any, most: int) -> Proposal:
-        made, begin = PROPOSE(self, sequence, draft, most), sequence.num_tokens
-        right = whole[tuple(sequence.tokens(0, 8))][begin : begin + len(made.tokens)]
+    def propose(self: AheadDrafts, sequence: Any, draft: Any, most: int) -> Drafts:
+        (made, scores), begin = PROPOSE(self, sequence, draft, most), sequence.num_tokens
+        right = whole[tuple(sequence.tokens(0, 8))][begin : begin + len(made)]
         tokens = [(t + 1) % 256 if (begin + k) % 5 == 0 else t for k, t in enumerate(right)]
-        return made._replace(tokens=tokens).first(len(tokens))
+        return tokens, scores[: len(tokens)]
 
     return propose
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +15,16 @@ import eecore
 from devices import check_logprobs, engine_of, load
 from eecore import Auto, EngineConfig, Full, HeadDrafts, PromptLookup, SamplingParams
 from eecore import SelfSpeculative as Layers
+from eecore.decoding import iterate
 from eecore.decoding.iterate import Iterations
 from eecore.planning.auto import FULL, Choice, Chooser
 from eecore.planning.draft_state import DraftState
 from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
 from eecore.planning.route import make_route
+from eecore.planning.sources import proposals
 from head_packs import write_pack
 from tiny_models import random_prompts, scale_layers, write_model
-from workloads import Request, serve, tokens_of
+from workloads import Request, python_calls, serve, tokens_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -225,36 +228,96 @@ def test_auto_learns_from_rounds_ahead(
 # The proposals themselves
 
 
+def after(tokens: list[int], verified: list[int], most: int, score: float = 0.5) -> Proposal:
+    """The proposal of a source that proposes these tokens, while a round verifies other ones."""
+    scores = tuple(score + 0.01 * k for k in range(len(tokens)))
+    source = SimpleNamespace(name="text", propose=lambda *_: (tokens, scores))
+    draft = SimpleNamespace(sources=[source], guided=None)
+    work: Any = SimpleNamespace(sequence=SimpleNamespace(draft=draft), max_drafts=most)
+    (found,) = proposals([work], [verified])
+    return found[0] if found else NOTHING
+
+
 def test_a_proposal_for_the_round_after_the_one_in_flight() -> None:
-    proposal = Proposal([1, 2, 3, 4, 5], "text", (0.1, 0.2, 0.3, 0.4, 0.5))
+    drafts = [1, 2, 3, 4, 5]
     # The round verifies the same drafts: all are accepted, and the model gives the next token.
-    after = proposal.after([1, 2], 9)
-    assert (after.tokens, after.scores) == ([4, 5], (0.4, 0.5))
-    assert after.before == Proposal([1, 2, 3], "text", (0.1, 0.2, 0.3))
+    made = after(drafts, [1, 2], 9)
+    assert (made.tokens, made.scores) == ([4, 5], (0.53, 0.54))
+    assert made.before == ([1, 2, 3], (0.5, 0.51, 0.52))
     # Other drafts are rejected: the model gives the first token.
-    assert proposal.after([1, 9, 3], 9).tokens == [3, 4, 5]
-    assert proposal.after([9], 9).tokens == proposal.after([], 9).tokens == [2, 3, 4, 5]
-    assert proposal.after([9], 2).tokens == [2, 3]
-    assert proposal.after([1, 2, 3, 4, 5, 6], 9).tokens == []
-    assert NOTHING.after([1], 9) == NOTHING
-    assert after.first(1) == Proposal([4], "text", (0.4,), after.before)
+    assert after(drafts, [1, 9, 3], 9).tokens == [3, 4, 5]
+    assert after(drafts, [9], 9).tokens == after(drafts, [], 9).tokens == [2, 3, 4, 5]
+    assert after(drafts, [9], 2).tokens == [2, 3]
+    assert after(drafts, [1, 2, 3, 4, 5, 6], 9) == after([], [1], 9) == NOTHING
+    assert made.first(1) == Proposal([4], "text", (0.53,), made.before)
 
 
-def test_a_proposal_fits_the_text_that_it_was_made_for() -> None:
-    after = Proposal([1, 2, 3, 4], "text", (0.5,) * 4).after([1], 9)
-    assert after.fits([7, 1, 2])
-    assert not after.fits([7, 1, 3])
-    assert not after.fits([2])
-    assert Proposal([1], "text", (0.5,)).fits([9])
+class Held(Chooser):
+    """Makes one choice, whatever pays, of drafts that cost little."""
+
+    def __init__(self, num_layers: int, choice: Choice, requests: int) -> None:
+        super().__init__(num_layers, None)
+        self._told = choice
+        self.costs.learn_full(requests, 1.0)
+        for drafts in (1, 64):
+            self.costs.rounds("verify", requests, 0.0).add(drafts, 1.01)
+
+    def choose(self, *given: Any, **more: Any) -> Choice:
+        super().choose(*given, **more)
+        return self._told
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(
+    ("choice", "ahead", "of_round", "of_row"),
+    [
+        (FULL, False, 60, 6),
+        (FULL, True, 60, 6),
+        (TEXT, False, 60, 8),
+        (TEXT, True, 82, 8),
+        (HEAD, False, 91, 13),
+        (HEAD, True, 86, 6),
+        (LAYER, False, 71, 6),
+        (LAYER, True, 76, 6),
+    ],
+    ids=str,
+)
+def test_rounds_of_auto_cost_few_calls(
+    model: eecore.Model,
+    monkeypatch: pytest.MonkeyPatch,
+    choice: Choice,
+    ahead: bool,
+    of_round: int,
+    of_row: int,
+    rows: int,
+) -> None:
+    """In rounds of one choice; every eighth one makes it again."""
+    ticks = SimpleNamespace(perf_counter=itertools.count().__next__)
+    monkeypatch.setattr(iterate, "time", ticks)  # all rounds take the same time
+    network = model.network
+    held = Held(model.config.num_layers, choice, rows)
+    key = torch.get_num_threads(), network.draft_head
+    monkeypatch.setattr(network, "learnt", {key: held})
+    engine = engine_of(model, EngineConfig(kv_cache_tokens=4096), ahead=ahead)
+    sampling = SamplingParams(max_tokens=100, ignore_eos=True)
+    for warm_up in (24, 16):
+        for prompt in random_prompts(*[5] * rows, seed=rows):
+            engine.add_request([7, 8, 9] * 5 + prompt, exit=Auto(), sampling=sampling)
+        for _ in range(warm_up):
+            engine.step()
+        if warm_up == 16:
+            calls = python_calls(engine)
+        for request_id in engine.requests:
+            engine.cancel(request_id)
+    assert calls <= of_round + rows * of_row
 
 
 def test_drafts_after_a_round_in_flight_are_less_likely() -> None:
     """They are accepted only if that round gives the tokens before them."""
     chooser = Chooser(4, None)
     chooser.costs.learn_full(1, 1.0)
-    proposal = Proposal([1, 2, 3, 4], "text", (0.65,) * 4)
     drafts = [DraftState(make_route(Auto(), range(1, 5), sampled=False))]
-    (now,), speed = chooser.pick(drafts, [[proposal.first(2)]])
-    (later,), late_speed = chooser.pick(drafts, [[proposal.after([1], 9)]])
+    (now,), speed = chooser.pick(drafts, [[Proposal([1, 2], "text", (0.65,) * 2)]])
+    (later,), late_speed = chooser.pick(drafts, [[after([1, 2, 3, 4], [1], 9, 0.65)]])
     assert len(now.tokens) == len(later.tokens) == 2
     assert 1.0 < late_speed < speed

@@ -622,7 +622,7 @@ def test_a_request_is_checked_once(agreeing: eecore.Model) -> None:
             for ahead in (True, False)
         ],
         (PromptLookup(3), True, 60, 6),
-        (PromptLookup(3), False, 56, 9),  # pages of rejected drafts are freed in each round
+        (PromptLookup(3), False, 60, 6),
         (DraftAndVerify(frozenset({3}), frozenset({3}), 3), True, 60, 6),
         (DraftAndVerify(frozenset({3}), frozenset({3}), 3), False, 54, 9),
     ],

@@ -20,9 +20,9 @@ from eecore.models import Network
 from eecore.planning import auto as auto_module
 from eecore.planning.auto import HOLD_ROUNDS, MAX_WAIT, best_exit_layers
 from eecore.planning.costs import Costs, Times
-from eecore.planning.odds import Odds
+from eecore.planning.odds import Odds, count_drafts
 from eecore.planning.planner import Planner
-from eecore.planning.proposal import Ahead
+from eecore.planning.proposal import Ahead, Proposal
 from eecore.planning.row import Outcome, Row
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence
@@ -321,6 +321,20 @@ def test_a_choice_is_held_for_some_rounds(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(chosen) - before >= 1
 
 
+@pytest.mark.parametrize(("text", "counts"), [([7, 1, 2], True), ([7, 1, 3], False), ([2], False)])
+def test_drafts_for_another_text_are_not_counted(text: list[int], counts: bool) -> None:
+    """They come after the tokens that a round in flight was expected to give."""
+    machine = Machine(cheap_rows, text=0.5)
+    planner, (request,) = machine.planner, machine.requests(1)
+    (row,) = planner.plan([Work(request, 1)])
+    given = Proposal([3], "text", (0.5,), ([1, 2], (0.5, 0.5)))
+    row = row._replace(route=planner._route(request.draft, 0), given=given)
+    request.output_ids[:] = text
+    outcome = Outcome(request, 0, [3, 4], counters=Counters(drafted=1, accepted=1))
+    planner.learn([row], [outcome], None)
+    assert bool(planner.chooser.odds_of_all.counts) == counts
+
+
 @pytest.mark.parametrize("accepted", [0.05, 0.8])
 def test_a_machine_whose_speed_changes(accepted: float) -> None:
     machine = Machine(cheap_rows, text=accepted)
@@ -335,14 +349,12 @@ def test_a_machine_whose_speed_changes(accepted: float) -> None:
 
 
 def test_a_request_has_odds_of_its_own_that_begin_as_those_of_all() -> None:
-    everybody = Odds(lambda key: (key[1] + 0.5) / 10)
-    assert everybody.share(("text", 3)) == pytest.approx(0.35)
-    for _ in range(100):
-        everybody.add([("text", 3)], accepted=1)
+    everybody, key = Odds(lambda key: (key[1] + 0.5) / 10), ("text", 3)
+    assert everybody.share(key) == pytest.approx(0.35)
+    count_drafts([((everybody,), [key], 1)] * 100)
     own = Odds(everybody.share)
     assert own.share(("text", 3)) > 0.9
-    for _ in range(20):
-        own.add([("text", 3)], accepted=0)
+    count_drafts([((own,), [key], 0)] * 20)
     assert own.share(("text", 3)) < 0.2
     assert everybody.share(("text", 3)) > 0.9
     assert own.share(("head", 3)) == pytest.approx(0.35)

@@ -33,7 +33,7 @@ def proposed(past: PastOutputs, sequence: Sequence, most: int = 8) -> list[int]:
     draft = draft_state(sequence, range(1, 5))
     draft.past = past
     assert PastDrafts().serves(draft)
-    return PastDrafts().propose(sequence, draft, most).tokens
+    return PastDrafts().propose(sequence, draft, most)[0]
 
 
 def test_an_output_is_proposed_where_its_prompt_comes_again() -> None:

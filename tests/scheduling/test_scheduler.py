@@ -51,7 +51,7 @@ class Bench:
                 if not sequence.output_ids and sequence.num_computed == sequence.num_prompt_tokens:
                     count = 1
             sequence.output_ids += [2] * count
-            self.scheduler.crop(sequence)
+            self.scheduler.crop([sequence])
         return works
 
 

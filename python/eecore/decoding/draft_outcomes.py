@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isnan
 
 from eecore.decoding.draft_kind import DraftKind
-from eecore.decoding.head_drafts import drafted_ahead
+from eecore.decoding.head_drafts import add_drafts
 from eecore.decoding.memory import Cells
 from eecore.decoding.sampling import NO_TOKEN, add_logprobs
 from eecore.errors import NotFiniteError
@@ -25,7 +25,7 @@ class DraftOutcomes:
     def of(self, rows: list[tuple[int, Row]], got: Cells) -> list[Outcome]:
         """The accepted parts of some rows' rounds; no token follows an accepted end of a text."""
         path, num_layers, is_given = self._path, self._num_layers, self._path.is_given
-        all_tokens, outcomes = got["tokens"].tolist(), []
+        all_tokens, outcomes, heads = got["tokens"].tolist(), [], list[tuple[int, Outcome]]()
         drafts_confidences = None if is_given else got["draft_confidences"].tolist()
         for i, row in rows:
             sequence, tokens = row.work.sequence, all_tokens[i]
@@ -71,10 +71,12 @@ class DraftOutcomes:
             if sequence.sampling.logprobs is not None:
                 for at in range(start, start + good):
                     add_logprobs(outcome, got, at)
-            if self._drafts_ahead and row.ahead and not is_cut:
-                outcome.ahead = drafted_ahead(row, i, emitted, got)
+            if row.ahead and not is_cut:
+                heads.append((i, outcome))
             if row.route.adaptive:
                 rule, most = sequence.draft.stop, sequence.max_drafts
                 outcome.draft_stop = rule.after(drafted, accepted, most)
             outcomes.append(outcome)
+        if heads and self._drafts_ahead:
+            add_drafts(heads, got)
         return outcomes

@@ -61,10 +61,12 @@ class DraftRows(Step):
 
     def load(self, rows: list[Row]) -> None:
         """Load the rows of the next round: at most ``sizes.num_rows`` sequences."""
-        sequences = [row.work.sequence for row in rows]
+        sequences, places = list[Sequence](), list[int | None]()
+        for row in rows:
+            sequences.append(row.work.sequence)
+            places.append(row.follows)
         changes = self._reads_text
         if self.sizes.follows:
-            places = [row.follows for row in rows]
             # Penalties alone depend on the text of a row that continues after a run in flight.
             changes = changes and (None in places or self._counts)
             changes = changes or places != [row.follows for row in self.rows]

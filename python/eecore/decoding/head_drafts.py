@@ -31,7 +31,7 @@ from eecore.models import (
     SeenKeys,
 )
 from eecore.planning.proposal import MAX_AHEAD, Ahead
-from eecore.planning.row import Row
+from eecore.planning.row import Outcome
 
 
 def head_drafting_fields(num_rows: int, most: int) -> dict[str, Field]:
@@ -308,13 +308,14 @@ class HeadDrafting(AheadDrafting):
             control.unless(made.all_done, lambda: self._draft(step + 1, state, control), condition)
 
 
-def drafted_ahead(row: Row, i: int, emitted: list[int], got: Cells) -> Ahead | None:
-    """The head's drafts for the i-th row, after the tokens that the row got."""
-    count = got["num_ahead_drafted"][i]
-    if not count or got["ahead_tokens"][i, 0] != emitted[-1]:  # the text ends before it
-        return None
-    tokens = got["ahead_tokens"][i : i + 1].tolist()[0]
-    probabilities = got["ahead_probabilities"][i : i + 1].tolist()[0]
-    sequence = row.work.sequence
-    num_tokens = len(sequence.prompt_ids) + len(sequence.output_ids) + len(emitted)
-    return Ahead(num_tokens, emitted[-1], tokens[1 : count + 1], probabilities[:count])
+def add_drafts(outcomes: Ordered[tuple[int, Outcome]], got: Cells) -> None:
+    """Add the head's drafts to outcomes, given with their rows: those after the tokens there."""
+    tokens, probabilities = got["ahead_tokens"].tolist(), got["ahead_probabilities"].tolist()
+    for i, outcome in outcomes:
+        last, count = outcome.token_ids[-1], got["num_ahead_drafted"][i]
+        if not count or tokens[i][0] != last:  # the text ends before it
+            continue
+        sequence = outcome.sequence
+        num_tokens = len(sequence.prompt_ids) + len(sequence.output_ids) + len(outcome.token_ids)
+        drafts = tokens[i][1 : count + 1]
+        outcome.ahead = Ahead(num_tokens, last, drafts, probabilities[i][:count])

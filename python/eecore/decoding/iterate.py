@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -72,30 +71,27 @@ class Flight:
     """Whether the next round of some row has to be planned: the host looks drafts up, or chooses
     how to draft.
     """
+    sequences: list[Sequence] = field(default_factory=list, init=False)
+    places: dict[Sequence, tuple[Run, int]] = field(default_factory=dict, init=False)
+    """The run of each sequence in flight, and its row there."""
 
-    @property
-    def sequences(self) -> list[Sequence]:
-        return [work.sequence for work in self.works]
+    def __post_init__(self) -> None:
+        for work in self.works:
+            self.sequences.append(work.sequence)
+        for run in self.runs:
+            for i, row in enumerate(run.rows):
+                self.places[row.work.sequence] = run, i
 
     @property
     def is_over(self) -> bool:
         """Whether no running sequence needs the outcome any more."""
-        return SequenceStatus.RUNNING not in [work.sequence.status for work in self.works]
-
-    @cached_property
-    def places(self) -> dict[Sequence, tuple[Run, int]]:
-        """The run of each sequence in flight, and its row there."""
-        return {row.work.sequence: (run, i) for run in self.runs for i, row in enumerate(run.rows)}
+        return SequenceStatus.RUNNING not in [sequence.status for sequence in self.sequences]
 
     def of(self, run: Run, works: list[Work]) -> list[Work]:
         """The works whose sequences are in a run."""
         if len(self.runs) == 1:
             return works
         return [work for work in works if self.places[work.sequence][0] is run]
-
-    def land(self) -> list[list[Outcome]]:
-        """The outcomes of each run."""
-        return [run.land() for run in self.runs]
 
 
 class Iterations:
@@ -256,19 +252,18 @@ class Iterations:
         """
         run, _ = after.places[rows[0].work.sequence]
         step = run.program
-        followers = []
+        followers, places = [], after.places
         for row in rows:
-            its, place = after.places[row.work.sequence]
-            if its is not run:
+            if places[row.work.sequence][0] is not run:
                 return None
-            if row.follows is None:
-                pending = run.rows[place].most_tokens
-                followers.append(row._replace(follows=place, pending=pending))
-            else:
-                followers.append(row)
         is_exit = rows[0].route.path is None and isinstance(step, ExitStep)
         if is_exit and step.follow([row.work for row in rows]):
             return step
+        for row in rows:
+            if row.follows is None:
+                _, place = places[row.work.sequence]
+                row = Row(*row[:-3], place, run.rows[place].most_tokens, row.given)
+            followers.append(row)
         fits = isinstance(step, DraftStep) and step.fits(followers)
         if not fits and step.kind != self._kind(followers):
             return None
@@ -280,7 +275,9 @@ class Iterations:
         sequences that have ended; a head's drafts are kept for the next round.
         """
         last, self._ended = self._ended, None
-        found = flight.land()
+        found: list[list[Outcome]] = []
+        for run in flight.runs:
+            found.append(run.land())
         outcomes = found[0]
         if len(found) > 1:
             by_sequence = {outcome.sequence: outcome for its in found for outcome in its}

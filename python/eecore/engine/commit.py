@@ -5,12 +5,13 @@ Steps that a request can make fail, such as decoding its text, run before any st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+import time
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from eecore.engine.faults import described
+from eecore.engine.faults import LOGGER, described
 from eecore.engine.text import Decoded, TextStream
 from eecore.output import Output, PromptLogprob, RequestStats, StepOutput
 from eecore.planning.row import Outcome
@@ -42,27 +43,32 @@ class Commits:
 
     Args:
         num_layers: the model's layers.
+        ended: is told each request that ends without an error.
         keyed: whether pages also have keys of a draft head's own layers.
     """
 
-    def __init__(self, num_layers: int, scheduler: Scheduler, *, keyed: bool = False) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        scheduler: Scheduler,
+        *,
+        ended: Callable[[Sequence], None],
+        keyed: bool = False,
+    ) -> None:
         self._num_layers = num_layers
         self._scheduler, self._keyed = scheduler, keyed
+        self._ended = ended
 
     def taken(self, outcome: Outcome) -> Taken | None:
         """Remove the tokens after the end of the request from an outcome without an error. No
         state of the request changes, whatever its text or guide raises.
 
         Returns:
-            None: the request goes on, and its text is decoded when it is asked for.
+            None: a chunk of a prompt, after which the request goes on.
         """
-        sequence, token_ids = outcome.sequence, outcome.token_ids
+        sequence = outcome.sequence
         left = sequence.sampling.max_tokens - len(sequence.output_ids)
-        if token_ids:
-            text, draft = sequence.text, sequence.draft
-            looks = (text is not None and text.watches) or draft.guided is not None
-            if not looks and len(token_ids) < left and sequence.stop_set.isdisjoint(token_ids):
-                return None  # the usual case
+        if outcome.token_ids:
             return self._take_tokens(outcome, left)
         if left or outcome.num_computed < len(sequence.prompt_ids):
             return None
@@ -71,73 +77,102 @@ class Commits:
         return taken
 
     def put(
-        self, outcome: Outcome, taken: Taken | None, now: float, going_on: Container[Sequence]
-    ) -> StepOutput | None:
-        """Commit an outcome to its request; returns the step for the caller, if there is one. A
-        request that ends with it has yet to be finished in the scheduler.
+        self, outcomes: Iterable[Outcome], steps: list[StepOutput], going_on: Container[Sequence]
+    ) -> int:
+        """Commit the outcomes of an iteration to their requests; those that end are finished.
 
         Args:
-            now: the time, in seconds of ``time.perf_counter``.
+            steps: the steps for the callers are added here, each once its request has changed.
             going_on: requests whose next iteration is in flight and needs their pages.
+
+        Returns:
+            How many outcomes raised an exception, which ended their requests.
         """
-        sequence, token_ids, pages = outcome.sequence, outcome.token_ids, self._scheduler.pages
-        lacks_keys = self._keyed and not sequence.draft.route.fills_head
-        if not token_ids or lacks_keys or min(outcome.kv_exit_layers, default=0) < self._num_layers:
-            pages.mark_approximate(self._approximate(outcome, lacks_keys))
-        is_first = not sequence.output_ids
-        sequence.num_computed = outcome.num_computed
-        sequence.is_encoded = sequence.input_ids is not None
-        counters, more = sequence.counters, outcome.counters
-        counters.layers_run += more.layers_run
-        counters.prompt_layers_run += more.prompt_layers_run
-        counters.layers_filled += more.layers_filled
-        counters.fill_calls += more.fill_calls
-        counters.drafted += more.drafted
-        counters.accepted += more.accepted
-        if outcome.draft_stop is not None:
-            sequence.draft.stop = outcome.draft_stop
-        sequence.kv_exit_layers += outcome.kv_exit_layers
-        sequence.prompt_logprobs += outcome.prompt_logprobs
-        sequence.output_ids += token_ids
-        sequence.exit_layers += outcome.exit_layers
-        sequence.confidences += outcome.confidences
-        sequence.logprobs += outcome.logprobs
-        sequence.top_logprobs += outcome.top_logprobs
-        text, times = sequence.text, sequence.times
-        if outcome.seconds:
-            times.timed_tokens += len(token_ids)
-            times.timed_s += outcome.seconds
-            times.full_depth_s += len(token_ids) * outcome.full_depth_s
-        publishes = not token_ids
-        if not publishes and times.first_token is None:
-            times.first_token, publishes = now, True
-        output, piece = None, None
-        if taken is not None:
-            piece = taken.piece
-            _keep_text(text, taken)
-            if taken.reason is not None:
-                output, publishes = self._output(sequence, taken.reason, taken.decoded, now), True
-        elif text is not None:
-            piece = partial(text.show_up_to, len(sequence.output_ids))
-        if publishes:
-            pages.publish(sequence)
-        if not token_ids and output is None:
-            return None
-        surplus = len(sequence.pages) + -sequence.num_computed // pages.page_size
-        if surplus > 0 and output is None and sequence.max_drafts and sequence not in going_on:
-            self._scheduler.crop(sequence)
-        asked = sequence.sampling.logprobs
-        return StepOutput(
-            sequence.request_id,
-            token_ids,
-            outcome.exit_layers,
-            outcome.confidences,
-            output,
-            None if asked is None else outcome.logprobs,
-            outcome.top_logprobs if asked else None,
-            _prompt_logprobs(sequence) if is_first else None,
-            piece,
-        )
+        now, pages, num_failed = time.perf_counter(), self._scheduler.pages, 0
+        rejected: list[Sequence] = []
+        for outcome in outcomes:
+            sequence, token_ids = outcome.sequence, outcome.token_ids
+            text, times, error, taken = sequence.text, sequence.times, outcome.error, None
+            left = sequence.sampling.max_tokens - len(sequence.output_ids)
+            goes_on = error is None and 0 < len(token_ids) < left
+            if goes_on:
+                watches = sequence.draft.guided is not None or (text is not None and text.watches)
+                goes_on = not watches and sequence.stop_set.isdisjoint(token_ids)
+            if not goes_on:
+                try:
+                    taken = self.taken(outcome) if error is None else None
+                except Exception as its:
+                    error, num_failed = its, num_failed + 1
+            if error is not None:
+                LOGGER.error("request %r ends by an error", sequence.request_id, exc_info=error)
+                steps.append(self.end(sequence, now, error))
+                self._scheduler.finish(sequence)
+                continue
+            lacks_keys = self._keyed and not sequence.draft.route.fills_head
+            depth = min(outcome.kv_exit_layers, default=0)
+            if not token_ids or lacks_keys or depth < self._num_layers:
+                pages.mark_approximate(self._approximate(outcome, lacks_keys))
+            is_first = not sequence.output_ids
+            sequence.num_computed = outcome.num_computed
+            sequence.is_encoded = sequence.input_ids is not None
+            counters, more = sequence.counters, outcome.counters
+            counters.layers_run += more.layers_run
+            counters.prompt_layers_run += more.prompt_layers_run
+            counters.layers_filled += more.layers_filled
+            counters.fill_calls += more.fill_calls
+            counters.drafted += more.drafted
+            counters.accepted += more.accepted
+            if outcome.draft_stop is not None:
+                sequence.draft.stop = outcome.draft_stop
+            sequence.kv_exit_layers += outcome.kv_exit_layers
+            sequence.prompt_logprobs += outcome.prompt_logprobs
+            sequence.output_ids += token_ids
+            sequence.exit_layers += outcome.exit_layers
+            sequence.confidences += outcome.confidences
+            sequence.logprobs += outcome.logprobs
+            sequence.top_logprobs += outcome.top_logprobs
+            if outcome.seconds:
+                times.timed_tokens += len(token_ids)
+                times.timed_s += outcome.seconds
+                times.full_depth_s += len(token_ids) * outcome.full_depth_s
+            publishes = not token_ids
+            if not publishes and times.first_token is None:
+                times.first_token, publishes = now, True
+            output, piece = None, None
+            if taken is not None:
+                piece = taken.piece
+                _keep_text(text, taken)
+                if taken.reason is not None:
+                    output = self._output(sequence, taken.reason, taken.decoded, now)
+                    publishes = True
+            elif text is not None:
+                piece = partial(text.show_up_to, len(sequence.output_ids))
+            if publishes:
+                pages.publish(sequence)
+            if not token_ids and output is None:
+                continue
+            surplus = len(sequence.pages) + -sequence.num_computed // pages.page_size
+            if surplus > 0 and output is None and sequence.max_drafts and sequence not in going_on:
+                rejected.append(sequence)
+            asked = sequence.sampling.logprobs
+            step = StepOutput(
+                sequence.request_id,
+                token_ids,
+                outcome.exit_layers,
+                outcome.confidences,
+                output,
+                None if asked is None else outcome.logprobs,
+                outcome.top_logprobs if asked else None,
+                _prompt_logprobs(sequence) if is_first else None,
+                piece,
+            )
+            steps.append(step)
+            if output is not None:
+                self._scheduler.finish(sequence)
+                self._ended(sequence)
+        if rejected:
+            self._scheduler.crop(rejected)
+        return num_failed
 
     def end(self, sequence: Sequence, now: float, error: Exception | None = None) -> StepOutput:
         """The last step of a request that is cancelled, or ends by an error of its own. The

@@ -346,27 +346,9 @@ class Engine:
 
     def _commit(self, outcomes: list[Outcome], going_on: Container[Sequence]) -> None:
         """Commit the outcomes of an iteration to the requests."""
-        now, steps = time.perf_counter(), list[StepOutput]()
+        steps = list[StepOutput]()
         self._outbox.append(steps)
-        for outcome in outcomes:
-            sequence, error, taken = outcome.sequence, outcome.error, None
-            if error is None:
-                try:
-                    taken = self._commits.taken(outcome)
-                except Exception as its:
-                    self._failed(f"the outcome of request {sequence.request_id!r} failed to commit")
-                    error = its
-            if error is not None:
-                LOGGER.error("request %r ends by an error", sequence.request_id, exc_info=error)
-                steps.append(self._commits.end(sequence, now, error))
-                self.scheduler.finish(sequence)
-                continue
-            step = self._commits.put(outcome, taken, now, going_on)
-            if step is not None:
-                steps.append(step)
-                if step.output is not None:
-                    self.scheduler.finish(sequence)
-                    self.iterations.planner.ended(sequence)
+        self.num_failed_iterations += self._commits.put(outcomes, steps, going_on)
 
     def _failed(self, what: str) -> None:
         """Count and log the exception that is being handled."""
@@ -385,7 +367,12 @@ class Engine:
         keyed = self.kv.of_head is not None
         draft_keys = max_ahead(self.network.draft_head) + 1 if keyed else 0
         self.scheduler = Scheduler(self.config, pages, draft_keys=draft_keys)
-        self._commits = Commits(self.network.config.num_layers, self.scheduler, keyed=keyed)
+        self._commits = Commits(
+            self.network.config.num_layers,
+            self.scheduler,
+            ended=self.iterations.planner.ended,
+            keyed=keyed,
+        )
 
     def _end_all(self, error: BaseException) -> None:
         """End all requests with an error that none of them has caused, and begin empty."""

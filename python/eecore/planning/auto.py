@@ -9,6 +9,7 @@ et al. 2024; Leviathan et al. 2023.)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from dataclasses import replace
 from itertools import chain, repeat
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from eecore.planning.costs import Costs, Times
 from eecore.planning.draft_state import DraftState
-from eecore.planning.odds import NEW, HeadRounds, Key, Odds
+from eecore.planning.odds import NEW, HeadRounds, Key, Odds, count_drafts
 from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
 
 MIN_GAIN = 1.05
@@ -57,11 +58,6 @@ class Choice(NamedTuple):
     """A probability for each of these drafts: the head stops after a draft that is less likely."""
     rounds: int = HOLD_ROUNDS
     """Rounds for which the choice is held."""
-
-    @property
-    def is_full(self) -> bool:
-        """Whether nothing drafts."""
-        return not (self.layer or self.asks)
 
 
 FULL = Choice()
@@ -188,17 +184,6 @@ class Chooser:
         _, wait = self._waits.get(name, (0, 1))
         self._waits[name] = self._clock + wait, max(wait // 2, 1)
 
-    def _row_cost(self, requests: int) -> float:
-        """The cost of one draft's row, in tokens of full depth: the mean over one draft for every
-        second request, since products take several rows at a time.
-        """
-        passes = self._verified(requests)
-        count = max(requests // 2, 1)
-        return max(requests * (passes.at(count) - passes.at(0)) / count, 0.0)
-
-    def _verified(self, requests: int) -> Times:
-        return self.costs.rounds("verify", requests, FIRST_COST)
-
     def _step(self, requests: int) -> float:
         """The cost of one step of a head, in rounds of full depth."""
         return self._steps.get(requests.bit_length(), FIRST_COST)
@@ -214,20 +199,22 @@ class Chooser:
         are expected in the time of a round of full depth.
         """
         requests, weights = len(drafts), _weights(drafts, others_wait)
-        passes, row_cost = self._verified(requests), self._row_cost(requests)
+        passes = self.costs.rounds("verify", requests, FIRST_COST)
+        row_cost = _row_cost(passes, requests)
+        counts_of_all = self.odds_of_all.counts  # as in Odds.share, without a call for each draft
         taken: list[Proposal] = []
         chances: list[tuple[float, int]] = []
         for i, (draft, several) in enumerate(zip(drafts, given, strict=True)):
             best, best_chances, most = NOTHING, list[float](), 0.0
-            odds = draft.odds or self.odds(draft)
-            counts = odds.counts
+            counts = (draft.odds or self.odds(draft)).counts
             for proposal in several:
                 chance, worth, kept = weights[i], 0.0, list[float]()
-                before = () if proposal.before is None else proposal.before.scores
+                before = () if proposal.before is None else proposal.before[1]
                 for number, score in enumerate(chain(before, proposal.scores), -len(before)):
-                    key = proposal.source, min(int(10 * score), 9)
-                    known = counts.get(key)  # as in Odds.share, without a call for each draft
-                    chance *= odds.share(key) if known is None else known[0] / known[1]
+                    tenth = min(int(10 * score), 9)
+                    key = proposal.source, tenth
+                    known = counts.get(key) or counts_of_all.get(key)
+                    chance *= (tenth + 0.5) / 10 if known is None else known[0] / known[1]
                     if number < 0:  # a token that the round in flight has to give
                         continue
                     if chance <= 0.5 * row_cost:  # a few more rows may be cheaper than the mean
@@ -239,10 +226,11 @@ class Chooser:
             taken.append(best)
             chances += zip(best_chances, repeat(i))
         chances.sort(reverse=True)
-        total, count, speed = float(requests), 0, requests / passes.at(0)
+        times = passes.between(0, len(chances))
+        total, count, speed = float(requests), 0, requests / times[0]
         for number, (chance, _) in enumerate(chances, 1):
             total += chance
-            here = total / passes.at(number)
+            here = total / times[number]
             if here > speed:
                 count, speed = number, here
         numbers = [0] * requests
@@ -257,19 +245,21 @@ class Chooser:
         """Rounds with drafts of a head, by the means of such rounds so far: the tokens expected in
         the time of a round of full depth, and the choice.
         """
-        requests = len(drafts)
+        requests, about = len(drafts), len(drafts).bit_length()
         accepted = verified = steps = 0.0
         for draft, weight in zip(drafts, weights, strict=True):
-            mean = self._rounds_of(draft, requests)
+            mean = draft.head_rounds.get(about) or self._rounds_of(draft, requests)
             accepted += weight * mean.accepted
             verified += mean.verified
             steps = max(steps, mean.steps)
-        step = self._step(requests)
-        taken = _between(self._verified(requests), verified) + step * max(steps, 1.0)
+        step, low = self._step(requests), int(verified)
+        passes = self.costs.rounds("verify", requests, FIRST_COST)
+        before, after = passes.between(low, low + 1)
+        taken = before + (verified - low) * (after - before) + step * max(steps, 1.0)
         # A draft is worth its row and step if it is accepted often enough.
-        worth = self._row_cost(requests) + (0.0 if self._at_once else step)
-        thresholds = tuple(min(worth / GOES_ON ** (k + 1), 1.0) for k in range(self._max_ahead))
-        ahead = 1 + sum(threshold < 1.0 for threshold in thresholds)
+        worth = _row_cost(passes, requests) + (0.0 if self._at_once else step)
+        thresholds = tuple([min(worth / GOES_ON ** (k + 1), 1.0) for k in range(self._max_ahead)])
+        ahead = 1 + self._max_ahead - thresholds.count(1.0)
         choice = Choice(asks=True, ahead=min(ahead, self._max_ahead), thresholds=thresholds)
         return (requests + accepted) / taken, choice
 
@@ -281,7 +271,9 @@ class Chooser:
         return draft.head_rounds[about]
 
     def _all_rounds(self, about: int) -> HeadRounds:
-        return self._head_rounds.setdefault(about, replace(self._usual_head))
+        if about not in self._head_rounds:
+            self._head_rounds[about] = replace(self._usual_head)
+        return self._head_rounds[about]
 
     def _layer(self, layer: int, written: Ordered[int], most: int) -> tuple[float, Choice]:
         """Rounds in which a layer drafts: the tokens expected in the time of a round of full depth,
@@ -318,7 +310,8 @@ class Chooser:
 
     def learn_given(self, requests: int, verified: int, steps: int, seconds: float) -> None:
         """Learn from the time of a round that verified drafts and in which a head made steps."""
-        passes, step = self._verified(requests), self._step(requests)
+        passes = self.costs.rounds("verify", requests, FIRST_COST)
+        step = self._step(requests)
         expected_pass = passes.at(verified)
         expected = expected_pass + step * steps
         ratio = self.costs.ratio(requests, seconds, expected)
@@ -339,26 +332,49 @@ class Chooser:
         if ratio is not None:
             times.add(steps, ratio)
 
-    def learn_drafts(
-        self, draft: DraftState, given: Proposal, verified: int, accepted: int
-    ) -> None:
-        """Count the verified drafts of a request by their scores."""
-        source, odds = given.source, draft.odds or self.odds(draft)
-        keys = [(source, min(int(10 * score), 9)) for score in given.scores[:verified]]
-        odds.add(keys, accepted)
-        self.odds_of_all.add(keys, accepted)
+    def learn_drafts(self, rounds: Iterable[tuple[DraftState, Proposal, int, int]]) -> None:
+        """Count the verified drafts of requests by their scores.
 
-    def learn_layer_drafts(self, layer: int, written: int, verified: int, accepted: int) -> None:
-        """Count a layer's drafts by their positions, of which the first is ``written``."""
-        places = map(int.bit_length, range(written, written + verified))
-        self.odds_of_all.add(zip(repeat(f"layer {layer}"), places), accepted)
+        Args:
+            rounds: a request, its proposal, the drafts that were verified of it and those accepted.
+        """
+        counted: list[tuple[tuple[Odds, ...], list[Key], int]] = []
+        for draft, given, verified, accepted in rounds:
+            keys: list[Key] = []
+            for score in given.scores[:verified]:
+                keys.append((given.source, min(int(10 * score), 9)))
+            counted.append(((draft.odds or self.odds(draft), self.odds_of_all), keys, accepted))
+        count_drafts(counted)
 
-    def learn_head(
-        self, draft: DraftState, requests: int, accepted: int, verified: int, steps: int
-    ) -> None:
-        """Learn from a round of a request for which a head had drafted, and drafted again."""
-        self._rounds_of(draft, requests).add(accepted, verified, steps)
-        self._all_rounds(requests.bit_length()).add(accepted, verified, steps)
+    def learn_layer_drafts(self, layer: int, rounds: Iterable[tuple[int, int, int]]) -> None:
+        """Count a layer's drafts by their positions.
+
+        Args:
+            layer: the layer that drafted.
+            rounds: the position of a request's first draft, and the numbers of its drafts and of
+                those accepted.
+        """
+        source, tables = f"layer {layer}", (self.odds_of_all,)
+        counted: list[tuple[tuple[Odds, ...], list[Key], int]] = []
+        for first, verified, accepted in rounds:
+            places = map(int.bit_length, range(first, first + verified))
+            counted.append((tables, list(zip(repeat(source), places)), accepted))
+        count_drafts(counted)
+
+    def learn_head(self, rounds: Ordered[tuple[DraftState, int, int, int]], requests: int) -> None:
+        """Learn from a round of requests for which a head had drafted, and drafted again.
+
+        Args:
+            rounds: a request, the drafts that were accepted and verified, and the head's steps.
+            requests: of the round.
+        """
+        about = requests.bit_length()
+        of_all = self._all_rounds(about)
+        for draft, accepted, verified, steps in rounds:
+            for mean in (draft.head_rounds.get(about) or self._rounds_of(draft, requests), of_all):
+                mean.accepted += NEW * (accepted - mean.accepted)
+                mean.verified += NEW * (verified - mean.verified)
+                mean.steps += NEW * (steps - mean.steps)
 
 
 def _weights(drafts: Ordered[DraftState], others_wait: bool) -> list[float]:
@@ -372,10 +388,13 @@ def _weights(drafts: Ordered[DraftState], others_wait: bool) -> list[float]:
     return [scale * count for count in counts]
 
 
-def _between(times: Times, place: float) -> float:
-    """The time at a place that need not be a whole number, on the line between its neighbours."""
-    low = int(place)
-    return times.at(low) + (place - low) * (times.at(low + 1) - times.at(low))
+def _row_cost(passes: Times, requests: int) -> float:
+    """The cost of one draft's row, in tokens of full depth: the mean over one draft for every
+    second request, since products take several rows at a time.
+    """
+    count = max(requests // 2, 1)
+    times = passes.between(0, count)
+    return max(requests * (times[-1] - times[0]) / count, 0.0)
 
 
 def best_exit_layers(agreement: Ordered[float] | None, step: int = 1) -> tuple[int, ...]:

@@ -29,32 +29,42 @@ class Times:
         self._means: dict[int, float] = {} if base is None else {0: base}
         self._counts: dict[int, int] = {}
 
-    def measured(self, place: int) -> bool:
-        """Whether a place lies between half the smallest measured one and twice the largest."""
+    def measured(self, place: int) -> float | None:
+        """The mean at a place; None unless it lies between half the smallest measured place and
+        twice the largest.
+        """
         places = self._places
-        return bool(places) and places[0] <= 2 * place and place <= 2 * places[-1]
+        if not places or places[0] > 2 * place or place > 2 * places[-1]:
+            return None
+        return self._means.get(place) or self.at(place)
 
     def at(self, place: int) -> float:
-        """The mean at a place: measured, or on the line between its two neighbours. Before the
-        first and after the last place the slope is that from the first to the last; before the
-        first, the mean is at least proportional to the place.
-        """
+        """The mean at a place, as in :meth:`between`."""
         known = self._means.get(place)
-        if known is not None:
-            return known
-        places, means = self._places, self._means
-        at = bisect.bisect(places, place)
-        if 0 < at < len(places):
-            low, high = places[at - 1], places[at]
-            share = (place - low) / (high - low)
-            return means[low] + share * (means[high] - means[low])
-        first, last = places[0], places[-1]
-        slope = self.slope
-        if len(places) > 1:
-            slope = max((means[last] - means[first]) / (last - first), 0.0)
-        near = last if at else first
-        least = means[near] * min(place / max(near, 1), 1.0)
-        return max(means[near] + slope * (place - near), least)
+        return self.between(place, place)[0] if known is None else known
+
+    def between(self, first: int, last: int) -> list[float]:
+        """The means at ``first``, ..., ``last``: measured, or on the line between two neighbours.
+        Before the first and after the last measured place the slope is that from the first to the
+        last; before the first, the mean is at least proportional to the place.
+        """
+        places, means, found = self._places, self._means, list[float]()
+        for place in range(first, last + 1):
+            mean = means.get(place)
+            at = 0 if mean is not None else bisect.bisect(places, place)
+            if 0 < at < len(places):
+                low, high = places[at - 1], places[at]
+                share = (place - low) / (high - low)
+                mean = means[low] + share * (means[high] - means[low])
+            elif mean is None:
+                least, most, slope = places[0], places[-1], self.slope
+                if len(places) > 1:
+                    slope = max((means[most] - means[least]) / (most - least), 0.0)
+                near = most if at else least
+                proportional = means[near] * min(place / max(near, 1), 1.0)
+                mean = max(means[near] + slope * (place - near), proportional)
+            found.append(mean)
+        return found
 
     def add(self, place: int, value: float) -> None:
         """Count a measurement; the first at a place is taken as it is."""
@@ -81,8 +91,8 @@ class Costs:
 
     def full(self, requests: int) -> float | None:
         """Seconds of a round of full depth; None where they have not been measured."""
-        full = self._full
-        return full.at(requests) * self._slowdown if full.measured(requests) else None
+        known = self._full.measured(requests)
+        return None if known is None else known * self._slowdown
 
     def rounds(self, kind: str, requests: int, slope: float) -> Times:
         """Rounds of a kind, in rounds of full depth, by their drafts or steps.
@@ -96,11 +106,6 @@ class Costs:
         if times is None:
             times = self._rounds[key] = Times(1.0, slope)
         return times
-
-    def in_full(self, requests: int, seconds: float) -> float:
-        """Seconds, converted to rounds of full depth; 0 before one has been measured."""
-        full = self.full(requests)
-        return 0.0 if full is None else seconds / full
 
     def learn_full(self, requests: int, seconds: float) -> None:
         """Count a round of full depth that followed another one of the same requests."""

@@ -31,6 +31,8 @@ class DraftState:
     """The outputs of the engine's past requests, for an ``Auto`` request, where they are kept."""
     sources: list[DraftSource] | None = None
     """The sources that serve an ``Auto`` request, once it has been planned."""
+    routes: dict[int, Route] = field(default_factory=dict)
+    """The routes of an ``Auto`` request by the layer that drafts; 0: drafts are given."""
     num_known: int = 0
     """Tokens of the text that a draft head knows."""
     odds: Odds | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eecore.models import DraftHead, KeyedHead, PassHead
 from eecore.planning.draft_state import DraftState
-from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
+from eecore.planning.proposal import MAX_AHEAD, Drafts
 from eecore.scheduling.sequence import Sequence
 
 
@@ -17,7 +17,7 @@ class AheadDrafts:
         """Whether the policy lets a head draft."""
         return draft.route.auto is not None and draft.route.auto.head
 
-    def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Proposal:
+    def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Drafts:
         """The head's drafts, if the text still ends where it drafted."""
         ahead, num_tokens = draft.ahead, len(sequence.prompt_ids) + len(sequence.output_ids)
         if (
@@ -26,8 +26,8 @@ class AheadDrafts:
             or ahead.num_tokens != num_tokens
             or ahead.last != sequence.output_ids[-1]
         ):
-            return NOTHING
-        return Proposal(ahead.tokens[:most], self.name, ahead.probabilities[:most])
+            return [], ()
+        return ahead.tokens[:most], ahead.probabilities[:most]
 
 
 def max_ahead(head: DraftHead | KeyedHead | None) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Set
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from eecore.planning.proposal import Proposal
+from eecore.planning.proposal import Drafts
 from eecore.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -115,12 +115,12 @@ class TextDrafts:
         """Whether the policy looks drafts up."""
         return draft.route.ngrams is not None
 
-    def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Proposal:
+    def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Drafts:
         """The tokens after the longest n-gram that ends the text, at its latest earlier place."""
         index = draft.index or text_index(sequence, draft)
         more = sequence.output_ids[len(index.tokens) - len(sequence.prompt_ids) :]
         tokens, match = index.propose(max(most, 0), sequence.stop_set, more)
-        return Proposal(tokens, self.name, match_scores(match, len(tokens)))
+        return tokens, match_scores(match, len(tokens))
 
 
 def text_index(sequence: Sequence, draft: DraftState) -> NgramIndex:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
-from itertools import islice
 
 Key = tuple[str, int]
 """The source of a draft, and the tenth that its score is in; for a layer's draft, the bit length of
@@ -28,37 +28,43 @@ class Odds:
         expected: the acceptance rate of a key without a counted draft.
     """
 
-    __slots__ = ("_expected", "counts")
+    __slots__ = ("counts", "expected")
 
     def __init__(self, expected: Callable[[Key], float]) -> None:
-        self._expected = expected
+        self.expected = expected
         self.counts: dict[Key, list[float]] = {}
         """Accepted and tried drafts of each key."""
 
     def share(self, key: Key) -> float:
         """The acceptance rate of drafts whose preceding drafts were accepted."""
         known = self.counts.get(key)
-        return self._expected(key) if known is None else known[0] / known[1]
-
-    def add(self, keys: Iterable[Key], accepted: int) -> None:
-        """Count the drafts of a round: the ``accepted`` first ones, and the first rejected one. The
-        later ones were not compared.
-        """
-        for k, key in enumerate(islice(keys, accepted + 1)):
-            known = self.counts.get(key)
-            if known is None:
-                known = self.counts[key] = [PRIOR_DRAFTS * self._expected(key), PRIOR_DRAFTS]
-            known[0] += k < accepted
-            known[1] += 1.0
-            if known[1] >= 2.0 * HALVE_AFTER:
-                known[0] *= 0.5
-                known[1] *= 0.5
+        return self.expected(key) if known is None else known[0] / known[1]
 
     def fade(self, source: str) -> None:
         """Reduce the counts of a source to the weight of an expected rate."""
         for key, known in self.counts.items():
             if key[0] == source and known[1] > PRIOR_DRAFTS:
                 known[:] = [PRIOR_DRAFTS * known[0] / known[1], PRIOR_DRAFTS]
+
+
+def count_drafts(rounds: Iterable[tuple[Ordered[Odds], Ordered[Key], int]]) -> None:
+    """Count drafts in tables: the accepted ones, and the first rejected one of each round. The
+    later ones were not compared.
+
+    Args:
+        rounds: the tables, the key of each draft, and the number of accepted drafts.
+    """
+    for tables, keys, accepted in rounds:
+        for k, key in enumerate(keys[: accepted + 1]):
+            for odds in tables:
+                known = odds.counts.get(key)
+                if known is None:
+                    known = odds.counts[key] = [PRIOR_DRAFTS * odds.expected(key), PRIOR_DRAFTS]
+                known[0] += k < accepted
+                known[1] += 1.0
+                if known[1] >= 2.0 * HALVE_AFTER:
+                    known[0] *= 0.5
+                    known[1] *= 0.5
 
 
 @dataclass(slots=True)
@@ -69,9 +75,3 @@ class HeadRounds:
     verified: float
     steps: float
     """Drafts that the head makes for the next round."""
-
-    def add(self, accepted: int, verified: int, steps: int) -> None:
-        """Count a round."""
-        self.accepted += NEW * (accepted - self.accepted)
-        self.verified += NEW * (verified - self.verified)
-        self.steps += NEW * (steps - self.steps)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from eecore.planning.ngrams import TOKEN_BITS, NgramIndex, match_scores, until
-from eecore.planning.proposal import NOTHING, Proposal
+from eecore.planning.proposal import Drafts
 from eecore.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -66,10 +66,10 @@ class PastDrafts:
         """Whether the engine keeps past outputs for a request that chooses its drafts."""
         return draft.past is not None and draft.route.ngrams is not None
 
-    def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Proposal:
+    def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Drafts:
         """The tokens that followed the longest n-gram that ends the text, in a past output."""
         if most <= 0:
-            return NOTHING
+            return [], ()
         assert draft.past is not None
         num_tokens = sequence.num_tokens
         ending = sequence.tokens(max(num_tokens - LONGEST, 0), num_tokens)
@@ -77,4 +77,4 @@ class PastDrafts:
         tokens = until(tokens, sequence.stop_set | {END})
         if tokens and tokens[-1] == END:
             del tokens[-1]
-        return Proposal(tokens, self.name, match_scores(match, len(tokens)))
+        return tokens, match_scores(match, len(tokens))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from eecore.models import DraftHead, KeyedHead, Network, PassHead
 from eecore.planning.auto import FULL, Choice, Chooser
@@ -16,7 +17,7 @@ from eecore.planning.draft_state import DraftState, draft_state
 from eecore.planning.heads import max_ahead
 from eecore.planning.past_outputs import PastOutputs
 from eecore.planning.proposal import NOTHING, Proposal
-from eecore.planning.route import GIVEN, DraftPath, Route
+from eecore.planning.route import GIVEN, DraftPath, Route, draft_path
 from eecore.planning.row import Outcome, Row
 from eecore.planning.sources import given_by_policy, proposals
 from eecore.scheduling.scheduler import Work
@@ -63,6 +64,7 @@ class Planner:
         self._model, self._exit_layers, self._ahead = model, model.config.exit_layers, ahead
         self.num_threads = num_threads
         self._max_ahead = max_ahead(model.draft_head)
+        self._at_once = isinstance(model.draft_head, PassHead)
         self.past = PastOutputs(history_tokens) if history_tokens else None
         """The outputs of requests that have ended, where they are kept."""
         self.held: HeldChoice | None = None
@@ -75,7 +77,6 @@ class Planner:
         """Whether all rows of that round ran all layers."""
         self._num_plain = 0
         """Rounds of full depth with the rows of the previous one, without ``Auto`` requests."""
-        self._routes: dict[tuple[Route, int], Route] = {}
 
     @property
     def chooser(self) -> Chooser:
@@ -90,8 +91,8 @@ class Planner:
                 self._exit_layers[-1],
                 agreement,
                 of_head,
-                max_ahead(head),
-                isinstance(head, PassHead),
+                self._max_ahead,
+                self._at_once,
             )
         return chooser
 
@@ -121,7 +122,8 @@ class Planner:
             if held.left > 0:
                 held.left -= 1
                 if held.left == 0:
-                    _rest(held.sequences, False)
+                    for sequence in held.sequences:
+                        sequence.is_resting = False
                 return steady[1]
         rows, free = self._by_policy(works)
         if free:
@@ -129,14 +131,15 @@ class Planner:
                 rows[i] = row
         else:
             self.held = None
-        if self._model.draft_head is not None:
-            _tell(self._model.draft_head, rows)
         held = self.held
-        is_steady = held is None or not held.choice.asks
+        is_steady, has_head = held is None or not held.choice.asks, False
         for row in rows:
             path = row.route.path
+            has_head = has_head or row.ahead > 0
             if row.follows is not None or (path is not None and path.is_given):
                 is_steady = False
+        if has_head and self._model.draft_head is not None:
+            _tell(self._model.draft_head, rows)
         self._steady = (works, rows) if is_steady else None
         return rows
 
@@ -184,10 +187,19 @@ class Planner:
     def _asked(self, rows: list[Row]) -> list[list[Proposal]]:
         """The proposals of the sources for each request."""
         in_flight = self._in_flight
-        verified: list[Ordered[int] | None] = [None] * len(rows)
-        if in_flight is not None:
-            verified = [in_flight[row.work.sequence][0].verified for row in rows]
-        return proposals([row.work for row in rows], verified)
+        works, verified = list[Work](), list[Ordered[int] | None]()
+        for row in rows:
+            works.append(row.work)
+            drafts: Ordered[int] | None = None
+            if in_flight is not None:
+                last, _ = in_flight[row.work.sequence]
+                path = last.route.path
+                # Drafts of layers, or that a head made in the run before that one, are not known.
+                is_ahead = last.ahead > 0 and last.follows is not None
+                if path is None or (path.is_given and not is_ahead):
+                    drafts = last.drafts
+            verified.append(drafts)
+        return proposals(works, verified)
 
     def _chosen(self, rows: list[Row]) -> list[Row]:
         """The rows of ``Auto`` requests, which all follow one choice."""
@@ -199,9 +211,11 @@ class Planner:
         else:
             held.left -= 1
         choice = held.choice
-        _rest(sequences, choice.is_full and held.left > 0)
+        is_resting = held.left > 0 and not (choice.layer or choice.asks)
+        for sequence in sequences:
+            sequence.is_resting = is_resting
         if choice.layer:
-            path = self._route(rows[0].route, choice.layer)
+            path = self._route(sequences[0].draft, choice.layer)
             return [
                 Row(Work(row.work.sequence, 1, min(choice.drafts, row.work.max_drafts)), path)
                 for row in rows
@@ -209,30 +223,32 @@ class Planner:
         if not choice.asks or (most == 0 and not self._ahead):
             return rows
         asked, held.asked = held.asked, None
-        if choice.ahead and self._in_flight is not None:  # the head's drafts are on the device
-            return [
-                Row(row.work, self._route(row.route, 0), (), choice.ahead, choice.thresholds)
-                for row in rows
-            ]
-        drafts: list[DraftState] = [sequence.draft for sequence in sequences]
-        if asked is None:
-            asked = self._asked(rows)
+        on_device = choice.ahead and self._in_flight is not None  # the head's drafts are
         given = [NOTHING] * len(rows)
-        if any(asked):
-            given, _ = self.chooser.pick(drafts, asked, others_wait=self._others_wait)
-        if not (choice.ahead or self._ahead or any(proposal.tokens for proposal in given)):
+        if not on_device:
+            if asked is None:
+                asked = self._asked(rows)
+            if any(asked):
+                drafts: list[DraftState] = [sequence.draft for sequence in sequences]
+                given, _ = self.chooser.pick(drafts, asked, others_wait=self._others_wait)
+        if not (choice.ahead or self._ahead or any(map(attrgetter("tokens"), given))):
             return rows
-        return [
-            Row(
-                Work(row.work.sequence, 1, len(proposal.tokens)),
-                self._routes.get((row.route, 0)) or self._route(row.route, 0),
-                proposal.tokens,
-                0 if proposal.source == "text" else choice.ahead,
-                choice.thresholds,
-                given=proposal,
+        made, follows, pending = list[Row](), None, 0
+        for row, proposal in zip(rows, given, strict=True):
+            work, tokens, draft = row.work, proposal.tokens, row.work.sequence.draft
+            route = draft.routes.get(0) or self._route(draft, 0)
+            if self._in_flight is not None:
+                last, follows = self._in_flight[work.sequence]
+                pending = 1 if last.route.path is None else 1 + last.work.max_drafts
+                if not on_device and last.work.max_drafts == len(tokens):
+                    work = last.work
+            if not on_device and work.max_drafts != len(tokens):
+                work = Work(work.sequence, 1, len(tokens))
+            ahead = 0 if proposal.source == "text" else choice.ahead
+            made.append(
+                Row(work, route, tokens, ahead, choice.thresholds, follows, pending, proposal)
             )
-            for row, proposal in zip(rows, given, strict=True)
-        ]
+        return made
 
     def _new_choice(self, rows: list[Row], sequences: list[Sequence], most: int) -> HeldChoice:
         """A choice for the next rounds of these requests."""
@@ -266,12 +282,12 @@ class Planner:
         )
         return HeldChoice(sequences, choice, choice.rounds - 1, asked)
 
-    def _route(self, route: Route, layer: int) -> Route:
+    def _route(self, draft: DraftState, layer: int) -> Route:
         """The route of an ``Auto`` request whose drafts ``layer`` makes; 0: drafts are given."""
-        made = self._routes.get((route, layer))
+        made = draft.routes.get(layer)
         if made is None:
-            path = DraftPath(layer, layer) if layer else GIVEN
-            made = self._routes[route, layer] = replace(route, path=path)
+            path = draft_path(layer, layer) if layer else GIVEN
+            made = draft.routes[layer] = replace(draft.route, path=path)
         return made
 
     # Learning
@@ -304,67 +320,72 @@ class Planner:
         chooser = self.chooser
         if is_full and seconds is not None:
             chooser.costs.learn_full(len(rows), seconds)
+        full = None
         if self.held is not None:
             chooser.count_round()
             if path is not None:
-                self._learn_drafts(path, rows, outcomes, seconds)
-        full = chooser.costs.full(len(rows))
-        if seconds is not None and full is not None:
+                full = self._learn_drafts(chooser, path, rows, outcomes, seconds)
+        if seconds is None:
+            return
+        full = full or chooser.costs.full(len(rows))
+        if full is not None:
             for outcome in outcomes:
                 outcome.seconds, outcome.full_depth_s = seconds, full
 
     def _learn_drafts(
         self,
+        chooser: Chooser,
         path: DraftPath,
         rows: Ordered[Row],
         outcomes: Ordered[Outcome],
         seconds: float | None,
-    ) -> None:
-        """Learn from a round of drafts, of which some rows may be of ``Auto`` requests."""
-        chooser = self.chooser
-        free = [
-            (row, outcome)
-            for row, outcome in zip(rows, outcomes, strict=True)
-            if row.route.auto is not None and outcome.error is None
-        ]
-        verified = sum([outcome.counters.drafted for outcome in outcomes])
+    ) -> float | None:
+        """Learn from a round of drafts, of which some rows may be of ``Auto`` requests.
+
+        Returns:
+            Seconds of a round of full depth, where the round was timed and they are known.
+        """
+        num_verified = most_verified = 0
+        free, all_steps = list[tuple[Row, Outcome]](), list[int]()
+        for row, outcome in zip(rows, outcomes, strict=True):
+            verified, ahead = outcome.counters.drafted, outcome.ahead
+            num_verified += verified
+            most_verified = max(most_verified, verified)
+            if row.route.auto is not None and outcome.error is None:
+                free.append((row, outcome))
+                # A head that drafts a block makes one step; others make one for each draft.
+                steps = 1 if ahead is None or self._at_once else len(ahead.tokens)
+                all_steps.append(min(row.ahead, steps))
         if seconds is not None and len(free) == len(rows):
             if path.is_given:
-                steps = max([row.ahead and self._num_steps(row, out) for row, out in free])
-                chooser.learn_given(len(rows), verified, steps, seconds)
-            else:
-                steps = max([outcome.counters.drafted for outcome in outcomes])
-                if steps:
-                    chooser.learn_layer(path.num_layers, len(rows), steps, seconds)
-        took = 0.0 if seconds is None else chooser.costs.in_full(len(rows), seconds)
-        for row, outcome in free:
+                chooser.learn_given(len(rows), num_verified, max(all_steps), seconds)
+            elif most_verified:
+                chooser.learn_layer(path.num_layers, len(rows), most_verified, seconds)
+        full = None if seconds is None else chooser.costs.full(len(rows))
+        took = seconds / full if seconds and full else 0.0
+        by_layers = list[tuple[int, int, int]]()
+        by_source = list[tuple[DraftState, Proposal, int, int]]()
+        by_head = list[tuple[DraftState, int, int, int]]()
+        for (row, outcome), steps in zip(free, all_steps, strict=True):
+            sequence, given, counters = row.work.sequence, row.given, outcome.counters
+            draft, verified, accepted = sequence.draft, counters.drafted, counters.accepted
             if took:
-                row.work.sequence.draft.lead += len(outcome.token_ids) - took
-            counters, draft = outcome.counters, row.work.sequence.draft
-            verified, accepted = counters.drafted, counters.accepted
+                draft.lead += len(outcome.token_ids) - took
             if path.is_given:
-                given, text = row.given, row.work.sequence.output_ids
-                if given.before is None or given.fits(text):
-                    chooser.learn_drafts(draft, given, verified, accepted)
+                before = None if given.before is None else given.before[0]
+                if before is None or sequence.output_ids[-len(before) :] == before:
+                    by_source.append((draft, given, verified, accepted))
             else:
-                before = len(row.work.sequence.output_ids)
-                chooser.learn_layer_drafts(path.num_layers, before, verified, accepted)
-            if row.ahead and draft.ahead is not None and row.given.source != "text":
-                steps = self._num_steps(row, outcome)
-                chooser.learn_head(draft, len(free), accepted, verified, steps)
-
-    def _num_steps(self, row: Row, outcome: Outcome) -> int:
-        """Steps that a draft head made for one request in a round; one if it drafts a block."""
-        ahead = outcome.ahead
-        if ahead is None or isinstance(self._model.draft_head, PassHead):
-            return min(row.ahead, 1)
-        return row.ahead and len(ahead.tokens)
-
-
-def _rest(sequences: list[Sequence], is_resting: bool) -> None:
-    """Set whether these requests rest: a resting one gets no pages for drafts."""
-    for sequence in sequences:
-        sequence.is_resting = is_resting
+                by_layers.append((len(sequence.output_ids), verified, accepted))
+            if row.ahead and draft.ahead is not None and given.source != "text":
+                by_head.append((draft, accepted, verified, steps))
+        if by_source:
+            chooser.learn_drafts(by_source)
+        if by_layers:
+            chooser.learn_layer_drafts(path.num_layers, by_layers)
+        if by_head:
+            chooser.learn_head(by_head, len(free))
+        return full
 
 
 def _tell(head: DraftHead | KeyedHead, rows: Ordered[Row]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
-from itertools import takewhile
-from operator import eq
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -14,6 +12,10 @@ if TYPE_CHECKING:
 MAX_AHEAD = 8
 """Maximum number of drafts that a draft head makes at the end of a round: one of so many is wrong.
 """
+
+
+Drafts = tuple[list[int], Ordered[float]]
+"""Tokens, and for each the source's estimate of the chance that it is accepted."""
 
 
 class Proposal(NamedTuple):
@@ -26,34 +28,14 @@ class Proposal(NamedTuple):
     """For each draft the source's own estimate, 0 to 1, of the chance that it is accepted if the
     previous drafts are. Acceptance rates are counted by source and tenth of the score.
     """
-    before: Proposal | None = None
+    before: Drafts | None = None
     """The tokens that the round in flight has to give, no more and no fewer, for these drafts to
-    fit the text; None: the text is known.
+    fit the text, and their scores; None: the text is known.
     """
 
     def first(self, count: int) -> Proposal:
         """The first ``count`` of these drafts."""
         return Proposal(self.tokens[:count], self.source, self.scores[:count], self.before)
-
-    def after(self, verified: Ordered[int], most: int) -> Proposal:
-        """The drafts that are left if the text goes on as proposed: the round in flight then gives
-        those of its own drafts that agree with the proposed ones, and one token more.
-
-        Args:
-            verified: the drafts that the round in flight verifies.
-            most: maximum number of drafts.
-        """
-        if not self.tokens:
-            return self
-        given = 1 + sum(takewhile(bool, map(eq, verified, self.tokens)))
-        before = Proposal(self.tokens[:given], self.source, self.scores[:given])
-        end = given + most
-        return Proposal(self.tokens[given:end], self.source, self.scores[given:end], before)
-
-    def fits(self, text: list[int]) -> bool:
-        """Whether a text ends as it has to for these drafts."""
-        before = self.before
-        return before is None or text[-len(before.tokens) :] == before.tokens
 
 
 NOTHING = Proposal([])
@@ -79,5 +61,5 @@ class DraftSource(Protocol):
     def serves(self, draft: DraftState) -> bool:
         """Whether a request's policy lets this source draft for it, now and later."""
 
-    def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Proposal:
+    def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Drafts:
         """Propose at most ``most`` drafts after a request's last token."""

@@ -54,9 +54,9 @@ class DraftPath:
         return self.num_layers - len(self.skip_attention & self.skip_mlp)
 
 
-_path = lru_cache(maxsize=256)(DraftPath)  # programs are quicker to find by the same object
+draft_path = lru_cache(maxsize=256)(DraftPath)  # programs are quicker to find by the same object
 
-GIVEN = _path(0, 0, is_given=True)
+GIVEN = draft_path(0, 0, is_given=True)
 """The path of drafts that are given to a round: looked up, or made by a draft head before it."""
 
 
@@ -137,7 +137,7 @@ def make_route(policy: Exit, exit_layers: range, sampled: bool) -> Route:
         return Route(
             policy,
             num_layers,
-            path=_path(policy.exit_layer, policy.exit_layer if policy.reuse else 0),
+            path=draft_path(policy.exit_layer, policy.exit_layer if policy.reuse else 0),
             draft_threshold=policy.draft_threshold,
         )
     if isinstance(policy, PromptLookup):
@@ -159,7 +159,7 @@ def make_route(policy: Exit, exit_layers: range, sampled: bool) -> Route:
         return Route(
             policy,
             num_layers,
-            path=_path(
+            path=draft_path(
                 num_layers,
                 policy.first_skipped,
                 policy.skip_attention,

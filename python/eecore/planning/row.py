@@ -44,16 +44,6 @@ class Row(NamedTuple):
         return 1 if self.route.path is None else 1 + self.work.max_drafts
 
     @property
-    def verified(self) -> Ordered[int] | None:
-        """The drafts that are verified; None where the host does not know them, since layers make
-        them, or a draft head made them in the run before this one.
-        """
-        path = self.route.path
-        if path is not None and (not path.is_given or (self.ahead and self.follows is not None)):
-            return None
-        return self.drafts
-
-    @property
     def position(self) -> int:
         """The position of the row's next key and value."""
         return self.work.sequence.num_tokens - 1 + self.pending

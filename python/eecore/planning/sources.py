@@ -10,7 +10,7 @@ from eecore.planning.draft_state import DraftState
 from eecore.planning.heads import AheadDrafts
 from eecore.planning.ngrams import TextDrafts, text_index
 from eecore.planning.past_outputs import PastDrafts
-from eecore.planning.proposal import DraftSource, Proposal
+from eecore.planning.proposal import Drafts, DraftSource, Proposal
 from eecore.scheduling.scheduler import Work
 
 HEAD = AheadDrafts()
@@ -21,10 +21,13 @@ SOURCES: tuple[DraftSource, ...] = (HEAD, TextDrafts(), PastDrafts())
 def proposals(works: Ordered[Work], verified: Ordered[Ordered[int] | None]) -> list[list[Proposal]]:
     """The proposals of the sources for each ``Auto`` request, as far as its guide allows.
 
+    While a round is in flight a source proposes how the text goes on from before that round. The
+    round is expected to give those of its drafts that agree with the proposal, and one token more;
+    the drafts are the proposed tokens after them.
+
     Args:
         works: the requests' works.
-        verified: for each the drafts that a round in flight verifies, after which the proposed ones
-            come; None: the text is known.
+        verified: for each the drafts that a round in flight verifies; None: the text is known.
     """
     found = []
     for work, in_flight in zip(works, verified, strict=True):
@@ -33,15 +36,19 @@ def proposals(works: Ordered[Work], verified: Ordered[Ordered[int] | None]) -> l
         if draft.sources is None:
             draft.sources = [source for source in SOURCES if source.serves(draft)]
         for source in draft.sources:
-            if in_flight is None:
-                proposal = source.propose(sequence, draft, most)
-            else:
-                proposal = source.propose(sequence, draft, len(in_flight) + 1 + most)
-                proposal = proposal.after(in_flight, most)
+            given = 0 if in_flight is None else len(in_flight) + 1
+            tokens, scores = source.propose(sequence, draft, given + most)
+            before: Drafts | None = None
+            if in_flight is not None and tokens:
+                given = 1 + sum(takewhile(bool, map(eq, in_flight, tokens)))
+                before, end = (tokens[:given], scores[:given]), given + most
+                tokens, scores = tokens[given:end], scores[given:end]
+            name = source.name
             if draft.guided is not None:
-                proposal = guided_proposal(work, draft, proposal)
-            if proposal.tokens:
-                several.append(proposal)
+                name = name if tokens else "guide"
+                tokens, scores = guided_drafts(work, draft, tokens, scores)
+            if tokens:
+                several.append(Proposal(tokens, name, scores, before))
         found.append(several)
     return found
 
@@ -64,28 +71,28 @@ def given_by_policy(
             more = sequence.output_ids[len(index.tokens) - len(sequence.prompt_ids) :]
             if in_flight is None:
                 tokens, _ = index.propose(most, stops, more)
-            else:  # as in Proposal.after
+            else:  # as in proposals
                 tokens, _ = index.propose(len(in_flight) + 1 + most, stops, more)
                 first = 1 + sum(takewhile(bool, map(eq, in_flight, tokens)))
                 tokens = tokens[first : first + most]
         elif draft.ahead is not None and in_flight is None:  # else they are on the device
-            proposal = HEAD.propose(sequence, draft, most)
+            tokens, scores = HEAD.propose(sequence, draft, most)
             threshold = draft.route.draft_threshold or 0.0
-            likely = takewhile(threshold.__le__, proposal.scores)
-            tokens = proposal.tokens[: len(list(likely))]
+            tokens = tokens[: len(list(takewhile(threshold.__le__, scores)))]
         if draft.guided is not None:
-            tokens = guided_proposal(work, draft, Proposal(tokens)).tokens
+            tokens, _ = guided_drafts(work, draft, tokens, ())
         given.append(tokens)
     return given
 
 
-def guided_proposal(work: Work, draft: DraftState, proposal: Proposal) -> Proposal:
+def guided_drafts(
+    work: Work, draft: DraftState, tokens: list[int], scores: Ordered[float]
+) -> Drafts:
     """The proposed tokens that the grammar allows, followed by the tokens that it forces."""
     guided, sequence, most = draft.guided, work.sequence, work.max_drafts
     if guided is None or most <= 0:
-        return proposal
-    tokens = guided.drafts(sequence.output_ids, proposal.tokens, most, sequence.stop_set)
-    pairs = zip(tokens, proposal.tokens, proposal.scores, strict=False)
+        return tokens, scores
+    allowed = guided.drafts(sequence.output_ids, tokens, most, sequence.stop_set)
+    pairs = zip(allowed, tokens, scores, strict=False)
     kept = [score for _, _, score in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-    source = proposal.source or "guide"
-    return Proposal(tokens, source, kept + [1.0] * (len(tokens) - len(kept)))
+    return allowed, kept + [1.0] * (len(allowed) - len(kept))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from itertools import takewhile
 
 from eecore.scheduling.prefix_cache import PrefixCache
@@ -69,14 +69,14 @@ class PageAllocator:
             if count > owners.get(page, 0):
                 raise ValueError(f"page {page} is not allocated")
         kept: list[int] = []
+        contents: Set[int] = set() if self._cache is None else self._cache.contents
         for page, count in counts.items():
             if owners[page] > count:
                 owners[page] -= count
                 continue
             del owners[page]
             self._approximate.discard(page)
-            holds = self._cache is not None and page in self._cache
-            (kept if holds else self._free).append(page)
+            (kept if page in contents else self._free).append(page)
         # A page is of use only with all pages before it: the last one is reused first.
         self._kept.update(dict.fromkeys(reversed(kept)))
 

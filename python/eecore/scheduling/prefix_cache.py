@@ -13,7 +13,7 @@ and its own prompt is one token.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from hashlib import sha256
 from itertools import islice, takewhile
 
@@ -28,8 +28,10 @@ class PrefixCache:
         self._pages: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
 
-    def __contains__(self, page: int) -> bool:
-        return page in self._keys
+    @property
+    def contents(self) -> Set[int]:
+        """The pages with contents."""
+        return self._keys.keys()
 
     def __len__(self) -> int:
         return len(self._pages)

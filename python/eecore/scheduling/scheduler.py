@@ -18,7 +18,10 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Ordered
 from itertools import chain, islice
+from operator import itemgetter
 from typing import NamedTuple
 
 from eecore.config import EngineConfig
@@ -96,7 +99,9 @@ class Scheduler:
     def _go_on(self, budget: int) -> tuple[list[Work], int]:
         """The work of the running requests, and what is left of the budget."""
         works: list[Work] = []
+        growing: list[tuple[Sequence, int]] = []
         page_size, before, self._works = self.pages.page_size, self._works, {}
+        num_free = self.pages.num_free
         for sequence in list(self.running):
             if sequence.status is not SequenceStatus.RUNNING or budget <= 0:
                 continue  # preempted by an older one just now, or out of budget
@@ -108,10 +113,11 @@ class Scheduler:
                     left = sequence.sampling.max_tokens - written
                     drafts = max(0, min(sequence.max_drafts, left - 1))
                 positions = num_tokens + drafts + (self._draft_keys if drafts else 0)
-                missing = positions - len(sequence.pages) * page_size
-                if missing <= 0 or missing <= self.pages.num_free * page_size:
+                missing = -(-positions // page_size) - len(sequence.pages)
+                if missing <= num_free:
                     if missing > 0:
-                        self._grow(sequence, positions)
+                        growing.append((sequence, missing))
+                        num_free -= missing
                     work = before.get(sequence)
                     if work is None or work.max_drafts != drafts:
                         work = Work(sequence, 1, drafts)
@@ -121,11 +127,16 @@ class Scheduler:
                     continue
             if works and not self._fits(sequence, budget):
                 continue
+            self._add_pages(growing)
+            growing.clear()
             work = self._work_for(sequence, budget)
-            if not self._reserve(sequence, work):
-                continue
-            works.append(self._with_drafts(work))
-            budget -= works[-1].num_rows
+            is_running = self._reserve(sequence, work)
+            if is_running:
+                works.append(self._with_drafts(work))
+                budget -= works[-1].num_rows
+            num_free = self.pages.num_free
+        if growing:
+            self._add_pages(growing)
         return works, budget
 
     def schedule_ahead(self, running: list[Work]) -> list[Work]:
@@ -149,21 +160,26 @@ class Scheduler:
             if left <= 0:
                 continue
             drafts = 0 if sequence.is_resting else max(0, min(sequence.max_drafts, left - 1))
-            works.append(work if drafts == before else Work(sequence, 1, drafts))
+            if drafts != before:
+                known = self._works.get(sequence)
+                if known is None or known.max_drafts != drafts:
+                    known = self._works[sequence] = Work(sequence, 1, drafts)
+                work = known
+            works.append(work)
             most = sequence.num_computed + min(1 + before + 1 + drafts, left + 1)
             if drafts:
                 most += self._draft_keys
             pages = -(-most // page_size) - len(sequence.pages)
             if pages > 0:
                 missing += pages
-                growing.append((sequence, most))
+                growing.append((sequence, pages))
             most_tokens += 1 + drafts
         if num_going < len(self.running) or missing > self.pages.num_free:
             return []
         if most_tokens > self._config.max_batch_tokens:
             return []
-        for sequence, most in growing:
-            self._grow(sequence, most)
+        if growing:
+            self._add_pages(growing)
         return works
 
     def _work_for(self, sequence: Sequence, budget: int) -> Work:
@@ -200,6 +216,12 @@ class Scheduler:
             return work
         self._grow(sequence, sequence.num_tokens + drafts)
         return Work(sequence, 1, drafts)
+
+    def _add_pages(self, missing: Ordered[tuple[Sequence, int]]) -> None:
+        """Allocate so many more pages for each of these requests."""
+        pages = iter(self.pages.allocate(sum(map(itemgetter(1), missing))))
+        for sequence, count in missing:
+            sequence.pages += islice(pages, count)
 
     def _grow(self, sequence: Sequence, num_positions: int) -> None:
         missing = -(-num_positions // self.pages.page_size) - len(sequence.pages)
@@ -318,13 +340,14 @@ class Scheduler:
                 break
         return True
 
-    def crop(self, sequence: Sequence) -> None:
-        """Give back the pages after the last computed position (LayerSkip §4.3)."""
-        keep = -(-sequence.num_computed // self.pages.page_size)
-        surplus = sequence.pages[keep:]
-        if surplus:
-            self.pages.free(surplus)
+    def crop(self, sequences: Iterable[Sequence]) -> None:
+        """Give back the pages after each one's last computed position (LayerSkip §4.3)."""
+        surplus: list[int] = []
+        for sequence in sequences:
+            keep = -(-sequence.num_computed // self.pages.page_size)
+            surplus += sequence.pages[keep:]
             del sequence.pages[keep:]
+        self.pages.free(surplus)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence from its queue and free its pages."""
