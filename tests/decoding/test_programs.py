@@ -467,7 +467,7 @@ def test_a_failure_with_a_run_out_changes_no_request(
 ) -> None:
     """Also where one program of a batch fails after another one was launched."""
     engine, policies = engine_of(agreeing, ahead=True), LOSSLESS[name]
-    owner: Any = iterate.Flight if where == "land" else iterate.Iterations
+    owner: Any = iterate.Run if where == "land" else iterate.Iterations
     whole, left = getattr(owner, where), [calls]
 
     def broken(*args: Any, **more: Any) -> Any:
