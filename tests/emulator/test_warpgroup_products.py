@@ -153,6 +153,16 @@ def test_warpgroups_multiply_packed_rows_of_any_place_and_format() -> None:
         product.check(call, CPU)
 
 
+def check_rows(
+    product: Product, call: dict[str, Any], together: torch.Tensor, first: int, count: int
+) -> None:
+    """Rows of a call give alone what they give in all of it, to the bit."""
+    rows = slice(first, first + count)
+    own = {name: call[name][rows] for name in ("x", "residual") if name in call}
+    got = product.run({**call, **own})
+    torch.testing.assert_close(got, together[rows], rtol=0, atol=0, equal_nan=True)
+
+
 @each_op
 @pytest.mark.parametrize(
     ("options", "form", "in_features", "out_features"),
@@ -175,10 +185,7 @@ def test_a_row_of_a_warpgroup_does_not_depend_on_the_others(
     together = product.run(call)
     assert together[22:].isfinite().all()
     for first, count in ROWS_TOGETHER[::3]:
-        rows = slice(first, first + count)
-        own = {name: call[name][rows] for name in ("x", "residual") if name in call}
-        got = product.run({**call, **own})
-        torch.testing.assert_close(got, together[rows], rtol=0, atol=0, equal_nan=True)
+        check_rows(product, call, together, first, count)
 
 
 @each_op
@@ -201,11 +208,8 @@ def test_a_row_is_the_same_among_up_to_256(
     call["x"][[66, 200]] = torch.nan
     together = product.run(call)
     for first, count in ((63, 1), (1, 65), (100, 72), (0, 128), (40, 160)):
-        rows = slice(first, first + count)
-        own = {name: call[name][rows] for name in ("x", "residual") if name in call}
         with emulated.counting() as counted:
-            got = product.run({**call, **own})
-        torch.testing.assert_close(got, together[rows], rtol=0, atol=0, equal_nan=True)
+            check_rows(product, call, together, first, count)
         rows_of_pass = 64 if form == "Q4_1" else 128
         blocks_of_cluster = 2 if in_features > 500 else 1
         assert counted[-1].grid[0] == -(-count // rows_of_pass) * blocks_of_cluster
