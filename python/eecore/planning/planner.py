@@ -223,7 +223,7 @@ class Planner:
         if not choice.asks or (most == 0 and not self._ahead):
             return rows
         asked, held.asked = held.asked, None
-        on_device = choice.ahead and self._in_flight is not None  # the head's drafts are
+        on_device = choice.ahead and self._in_flight is not None  # where the head's drafts are
         given = [NOTHING] * len(rows)
         if not on_device:
             if asked is None:
