@@ -21,6 +21,7 @@ RUN --mount=type=cache,target=/var/cache/pip \
     pip install "setuptools>=77" wheel "cmake>=3.25" ninja "pybind11>=2.13"
 WORKDIR /src
 COPY pyproject.toml setup.py CMakeLists.txt README.md LICENSE NOTICE ./
+COPY scripts/build_backend.py scripts/
 COPY include include
 COPY csrc csrc
 COPY python python

@@ -18,6 +18,10 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "scripts"))
+from build_backend import check_machine, site_packages  # noqa: E402
+
+sys.path.append(site_packages())  # where an isolated build finds a torch that is installed
 
 
 def origin(module: str) -> str:
@@ -48,6 +52,7 @@ def fresh_build_dir(build_dir: Path, path: str) -> Path:
 
 
 def require_tools(path: str) -> None:
+    check_machine()
     missing = [name for name in ("cmake", "ninja") if shutil.which(name, path=path) is None]
     missing += [name for name in ("pybind11", "torch") if not origin(name)]
     if missing:

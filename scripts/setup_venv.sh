@@ -29,23 +29,10 @@ find_python() {
   command -v "$base" >/dev/null || die "no $base was found: install Python 3.10 or newer" \
     "(Debian/Ubuntu: apt install python3 python3-venv python3-dev; Fedora: dnf install" \
     "python3-devel; macOS: brew install python), or name one with PYTHON=..."
-  "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-    die "eecore needs Python 3.10 or newer, $base is $("$base" -V 2>&1): name a newer one with PYTHON=..."
+  "$base" scripts/build_backend.py || exit 1
   "$base" -c 'import ensurepip, venv' 2>/dev/null ||
     die "$base cannot make virtual environments: Debian/Ubuntu: apt install python3-venv"
-  "$base" -c 'import os, sys, sysconfig
-sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
-    die "$base has no C headers: Debian/Ubuntu: apt install python3-dev; Fedora: dnf install python3-devel"
   echo "$base"
-}
-
-check_compiler() {
-  local compiler
-  for compiler in ${CXX:-} c++ g++ clang++; do
-    if command -v "$compiler" >/dev/null; then return; fi
-  done
-  die "no C++ compiler was found: Debian/Ubuntu: apt install build-essential; Fedora: dnf install" \
-    "gcc-c++; macOS: xcode-select --install; or name one with CXX=..."
 }
 
 # Where nvcc is, if it is anywhere.
@@ -109,7 +96,7 @@ install_torch() {
     mark_done torch "$torch_requirement"
     return
   fi
-  say "torch: $torch_requirement, which may be a large download"
+  say "torch: $torch_requirement"
   # A wheel that pip is configured to find on this machine; then, where there is no GPU, the index of
   # CPU builds, which are a tenth of the size; then whatever the default index has.
   if pip_install --no-index --no-deps "$torch_requirement" 2>/dev/null; then
@@ -118,7 +105,7 @@ install_torch() {
     --index-url https://download.pytorch.org/whl/cpu "$torch_requirement" 2>/dev/null; then
     say "torch: the CPU build"
   else
-    say "torch: from the default index"
+    say "torch: from pip's own index; PyPI's build is for CUDA, some gigabytes"
   fi
   pip_install "$torch_requirement" numpy # and what torch itself needs; it complains without numpy
   "$python" -c 'import torch' || die "torch was installed, but cannot be imported"
@@ -128,9 +115,11 @@ install_torch() {
 # The requirements of pyproject.toml, one a line: of the build (torch aside, it is there already), of extras
 # or of dependency groups, with what they take from eecore's own extras.
 requirements() {
-  "$python" - "$@" <<'PYTHON'
+  PYTHONPATH=scripts "$python" - "$@" <<'PYTHON'
 import re
 import sys
+
+from build_backend import BUILD_TOOLS
 
 try:
     import tomllib
@@ -139,7 +128,7 @@ except ModuleNotFoundError:
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)
 groups = {**project["project"]["optional-dependencies"], **project["dependency-groups"]}
-groups["build"] = [r for r in project["build-system"]["requires"] if not r.startswith("torch")]
+groups["build"] = BUILD_TOOLS
 
 
 def expanded(name):
@@ -193,7 +182,6 @@ install_package() {
   fi
 }
 
-check_compiler
 choose_cuda
 make_venv
 install_torch

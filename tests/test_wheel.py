@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import build_backend
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path("python/eecore")
 COMPILED = (".so", ".a")
@@ -100,3 +102,24 @@ import eecore.ops
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.endswith("ImportError: torch: expected 2.10 or newer, got 2.9.1\n")
+
+
+@pytest.mark.parametrize(
+    "hook", ["get_requires_for_build_wheel", "get_requires_for_build_editable"]
+)
+def test_a_machine_without_a_compiler_hears_it_before_anything_is_fetched(hook: str) -> None:
+    asked = f"import build_backend; print(build_backend.{hook}())"
+    environment = {"PATH": "/nonexistent", "PYTHONPATH": str(ROOT / "scripts")}
+    command = [sys.executable, "-c", asked]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"eecore: expected a C\+\+ compiler, got none of .*\n", done.stderr)
+
+
+def test_an_old_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_backend.sys, "version_info", (3, 9, 18))
+    assert str(build_backend.complaint()).startswith("expected Python 3.10 or newer, got Python ")
+
+
+def test_a_torch_that_is_installed_is_not_fetched() -> None:
+    assert build_backend.get_requires_for_build_wheel() == build_backend.BUILD_TOOLS

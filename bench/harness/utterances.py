@@ -21,7 +21,7 @@ def utterances(count: int, folder: Path = DATA) -> list[dict[str, str]]:
         done = subprocess.run([sys.executable, script, folder], capture_output=True, text=True)
         if done.returncode:
             why = (done.stderr.strip() or "no reason").splitlines()[-1]
-            hint = "making it needs pip install 'eecore[intents]'"
+            hint = "making it needs pip install '.[intents]'"
             raise SystemExit(f"{file}: expected a file, got nothing; {hint}: {why}")
     records = [json.loads(line) for line in file.read_text().splitlines()[:count]]
     if len(records) < count:

@@ -10,7 +10,7 @@ intent_grammar.py), and counts.json:
     test_templates            held-out templates
 
 The same seed writes the same files. No utterance is in two of them, and none has two parses:
-ambiguous utterances are dropped. Needs: pip install 'eecore[intents]'.
+ambiguous utterances are dropped. Needs: pip install '.[intents]'.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 Writes train.jsonl, valid.jsonl and test.jsonl of {"input", "target", "package"}, and counts.json.
 Packages whose names begin alike (libfoo-dev, libfoo-doc) are in one file, as their texts are
 similar; duplicate descriptions are dropped. The same lists and seed write the same files. Needs:
-pip install 'eecore[synopsis]'.
+pip install '.[synopsis]'.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ import pytest
 from eecore.errors import EngineClosedError, RequestError
 from servers import Asker, events
 
-ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'eecore[ray]'")
-serve = pytest.importorskip("ray.serve", reason="ray has no serve: pip install 'eecore[ray]'")
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
+serve = pytest.importorskip("ray.serve", reason="ray has no serve: pip install '.[ray]'")
 
 from eecore.serving import ray as on_ray  # noqa: E402
 from eecore.serving.ray import Arguments, Engine, app, autoscale  # noqa: E402

@@ -411,7 +411,7 @@ def test_commands_that_cannot_serve(
     from eecore import serving
 
     monkeypatch.setattr(serving, "find_spec", lambda _: None)
-    assert "pip install 'eecore[serve]'" in refused([], capsys)[1]
+    assert "pip install '.[serve]'" in refused([], capsys)[1]
 
 
 def test_a_port_that_is_taken(address: str, capsys: pytest.CaptureFixture[str]) -> None:

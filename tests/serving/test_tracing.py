@@ -16,7 +16,7 @@ from eecore.serving.tracing import ENDPOINTS, Tracing, tracing_of_environment
 from servers import LONG, Asker, asker, assert_idle, listening
 from workloads import until
 
-sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="pip install 'eecore[otel]'")
+sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="pip install '.[otel]'")
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CHATS = "/v1/chat/completions"

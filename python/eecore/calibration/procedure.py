@@ -41,7 +41,7 @@ def hoeffding_bentkus(mean_loss: float, num_prompts: int, delta: float) -> float
         from scipy.stats import binom
     except ImportError:
         raise RequestError(
-            "calibrate: expected the package scipy, got none (pip install 'eecore[evaluate]')"
+            "calibrate: expected the package scipy, got none (pip install '.[evaluate]' in a clone)"
         ) from None
     observed = min(mean_loss, delta)
     kl = (observed * math.log(observed / delta) if observed > 0.0 else 0.0) + (

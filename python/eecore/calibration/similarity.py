@@ -23,7 +23,8 @@ def _scorer(kind: str) -> Any:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
         raise RequestError(
-            f"{kind}: expected the package rouge-score, got none (pip install 'eecore[evaluate]')"
+            f"{kind}: expected the package rouge-score, got none "
+            "(pip install '.[evaluate]' in a clone)"
         ) from None
     return RougeScorer([kind])
 

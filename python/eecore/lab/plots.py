@@ -31,7 +31,7 @@ def figure(size: tuple[float, float]) -> Figure:
         from matplotlib.figure import Figure
     except ImportError:
         raise RequestError(
-            "plot: expected the package matplotlib, got none (pip install 'eecore[lab]')"
+            "plot: expected the package matplotlib, got none (pip install '.[lab]' in a clone)"
         ) from None
     return Figure(figsize=size)
 

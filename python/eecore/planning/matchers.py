@@ -62,7 +62,9 @@ class GuideFork:
             GuideError: the guide cannot be compiled within bounds, or no text matches it.
         """
         if importlib.util.find_spec("llguidance") is None:
-            raise GuideError("guide: expected llguidance to be there: pip install 'eecore[guided]'")
+            raise GuideError(
+                "guide: expected llguidance to be there: pip install '.[guided]' in a clone"
+            )
         try:
             process = GuideProcess(guide, self._fork.connected())
         except NotPrepared as error:

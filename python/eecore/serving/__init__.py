@@ -8,7 +8,7 @@ thread), ``answering.py`` (runs them), ``tool_calls.py`` (finds calls in the ans
 knows the exit policies that may be asked for, ``served.py`` the model, ``metrics.py`` counts,
 ``tracing.py`` makes spans, ``server.py`` is the process. ``ray.py`` runs several servers on Ray
 Serve, ``replicas.py`` chooses the one that a request goes to. The server needs ``pip install
-'eecore[serve]'``; importing the package alone does not.
+'.[serve]'``; importing the package alone does not.
 
 An engine may run in a process of its own: ``remote.py`` starts that process, starts it again when
 it has ended, and talks to it in the messages of ``wire.py``. ``engine_process.py`` and
@@ -40,5 +40,5 @@ def require_extra() -> None:
     if missing:
         raise MissingExtraError(
             f"eecore serve: expected {', '.join(NEEDED)}, got no {missing[0]}: "
-            "pip install 'eecore[serve]'"
+            "pip install '.[serve]' in a clone of eecore"
         )

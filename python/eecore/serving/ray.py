@@ -24,7 +24,7 @@ What Ray cannot promise:
   until the client reads it.
 
 ``EECORE_API_KEY`` in the environment of ``serve run`` (for a file: its ``runtime_env``) has the
-keys that the server accepts. Needs ``pip install 'eecore[ray]'``.
+keys that the server accepts. Needs ``pip install '.[ray]'``.
 """
 
 from __future__ import annotations

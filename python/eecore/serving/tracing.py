@@ -1,6 +1,6 @@
 """An OpenTelemetry span for each request that reached the engine, sent over HTTP to a collector.
 
-Spans are made where ``OTEL_EXPORTER_OTLP_ENDPOINT`` is set and ``pip install 'eecore[otel]'`` was
+Spans are made where ``OTEL_EXPORTER_OTLP_ENDPOINT`` is set and ``pip install '.[otel]'`` was
 done; other settings are OpenTelemetry's own. The parent is the client's ``traceparent``. No span
 has text of prompts or answers.
 """
@@ -34,7 +34,7 @@ def tracing_of_environment() -> Tracing | None:
         resources = import_module("opentelemetry.sdk.resources")
         otlp = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     except ImportError as error:
-        LOGGER.warning("no traces: %s: pip install 'eecore[otel]'", error)
+        LOGGER.warning("no traces: %s: pip install '.[otel]' in a clone of eecore", error)
         return None
     name = os.environ.get("OTEL_SERVICE_NAME", "eecore")
     provider = sdk.TracerProvider(resource=resources.Resource.create({"service.name": name}))

@@ -130,7 +130,7 @@ def test_tensorboard_is_asked_for_and_says_what_it_needs(
     assert run(arguments(folder, tmp_path / "out", "--tensorboard")) == REQUEST
     said = capsys.readouterr().err
     assert "expected the package tensorboard" in said
-    assert "pip install 'eecore[tensorboard]'" in said
+    assert "pip install '.[tensorboard]'" in said
     assert not (tmp_path / "out").exists()
 
 

@@ -3,7 +3,7 @@
 The parts work alone, on any transformers model that :class:`ExitModel` supports: layer dropout
 (:func:`drop_layers`), losses over exits (:class:`EarlyExitLoss`, :class:`CalmLoss`) and over loops
 (:class:`LoopedLoss`, :class:`GateLoss`), the exit classifier (:func:`train_exit_classifier`).
-:func:`train` puts them together. Needs the extra ``lab``: ``pip install 'eecore[lab]'``.
+:func:`train` puts them together. Needs the extra ``lab``: ``pip install '.[lab]'``.
 """
 
 from eecore.lab.training.calm import (

@@ -17,7 +17,7 @@ def library(name: str, extra: str = "lab") -> Any:
     except ImportError as error:
         raise TrainingError(
             f"training: expected the package {name.partition('.')[0]}, got: {error} "
-            f"(pip install 'eecore[{extra}]')"
+            f"(pip install '.[{extra}]' in a clone of eecore)"
         ) from None
 
 
