@@ -13,34 +13,36 @@ from eecore.lab.evaluation.tables import markdown_table
 BATCHES = (1, 8, 32)
 CHAT, CHAT_FILE = "SmolLM2-135M-Instruct, Q4_1 file", "SmolLM2-135M-Instruct.Q4_1"
 TRAINED = "intent, trained to exit, float32"
-SHOWN = ("gguf", "drafts", "depth", "transformers")
+SHOWN = ("gguf", "drafts", "transformers")
 
 
 @dataclass(frozen=True)
 class Line:
-    """One model at one batch size, on one thread.
+    """One model at one batch size, on one thread; each ratio is of runs that took turns.
 
     Args:
         model: its name and weights.
         batch: requests at a time.
-        full: tokens/s of all requests at full depth in eecore.
-        peer: the same in another engine.
-        gain: the speed-up of early exit or drafts over full depth.
+        full: tokens/s of all requests at full depth.
+        drafts: speed-up of ``Auto`` over full depth.
+        exits: speed-up of a calibrated exit over full depth.
+        over_peer: speed-up of full depth over another engine.
     """
 
     model: str
     batch: int
     full: float | None
-    peer: float | None
-    gain: float | None
+    drafts: float | None
+    exits: float | None
+    over_peer: float | None
 
     def cells(self) -> list[str]:
-        speeds = ["" if speed is None else f"{speed:.0f}" for speed in (self.full, self.peer)]
+        ratios = (self.drafts, self.exits, self.over_peer)
         return [
             self.model,
             str(self.batch),
-            *speeds,
-            "" if self.gain is None else f"{self.gain:.2f}x",
+            "" if self.full is None else f"{self.full:.0f}",
+            *("" if ratio is None else f"{ratio:.2f}x" for ratio in ratios),
         ]
 
 
@@ -60,47 +62,45 @@ def auto_gain(drafts: Figures, batch: int) -> float | None:
 
 
 def chat_lines(kept: Mapping[str, Figures]) -> list[Line]:
-    """A chat model as it is, beside llama.cpp on the same file."""
+    """A chat model as it is, beside llama.cpp on the same file; no layer of it exits."""
     lines = []
     for batch in BATCHES:
         row = find(kept["gguf"]["rows"], file=CHAT_FILE, threads=1, batch=batch)
-        speeds = figure(row, "tokens_per_s"), figure(row, "llama_cpp_tokens_per_s")
-        lines.append(Line(CHAT, batch, *speeds, auto_gain(kept["drafts"], batch)))
+        full, over_peer = figure(row, "tokens_per_s"), figure(row, "ratio")
+        lines.append(Line(CHAT, batch, full, auto_gain(kept["drafts"], batch), None, over_peer))
     return lines
 
 
 def trained_lines(kept: Mapping[str, Figures]) -> list[Line]:
-    """The model that ships, with its calibrated exits, beside transformers."""
+    """The model that ships in all modes, beside transformers: one run."""
     lines = []
     for batch in BATCHES:
-        where = {"model": "intent", "weights": "float32", "threads": 1, "batch": batch}
-        exits = [row for row in kept["depth"]["modes"] if row["mode"].startswith("softmax, each")]
-        full = find(kept["transformers"]["rows"], batch=batch, mode="eecore, full")
-        peer = find(kept["transformers"]["rows"], batch=batch, mode="transformers")
-        lines.append(
-            Line(
-                TRAINED,
-                batch,
-                figure(full, "tokens_per_s"),
-                figure(peer, "tokens_per_s"),
-                figure(find(exits[::-1], **where), "speed_up"),
-            )
+        full, drafts, exits = (
+            find(kept["transformers"]["rows"], batch=batch, mode=f"eecore, {mode}")
+            for mode in ("full", "auto", "calibrated softmax")
         )
+        over_peer = figure(full, "speedup")
+        gains = [
+            None if over_peer is None or row is None else row["speedup"] / over_peer
+            for row in (drafts, exits)
+        ]
+        lines.append(Line(TRAINED, batch, figure(full, "tokens_per_s"), *gains, over_peer))
     return lines
 
 
 def markdown(kept: Mapping[str, Figures]) -> str:
-    """Full depth beside another engine, and the gain over it, from all figures by name."""
+    """Full depth, and what drafts, exits and eecore itself gain, from all figures by name."""
     lines = [line.cells() for line in (*chat_lines(kept), *trained_lines(kept))]
-    head = ["model", "batch", "full depth, tokens/s", "peer, tokens/s", "with early exit"]
+    head = ["model", "batch", "full depth, tokens/s", "drafts", "exits", "full depth / peer"]
     machines = dict.fromkeys(
         f"{kept[name]['cpu']}, {kept[name]['cpu_capability']} kernels" for name in SHOWN
     )
     about = (
-        "One thread; the speeds and the gains over full depth are of different runs. "
-        "SmolLM2 beside llama.cpp, on the same file; early exit is `auto`, which keeps the text: "
-        "the median of chat, summaries, code and rewriting, together in the batch of 32. intent "
-        "beside transformers; early exit is a calibrated threshold, which may change the text. "
+        "One thread. Each ratio compares modes that took turns in one run: drafts (`auto`, which "
+        "keeps the text) and exits (a calibrated threshold, which may change it) with full depth, "
+        "full depth with the peer. SmolLM2 was not trained to exit; its drafts are the median of "
+        "chat, summaries, code and rewriting, together in the batch of 32, its peer is llama.cpp "
+        "on the same file. The peer of intent is transformers, prompts included. "
         f"{'; '.join(machines)}. `python -m bench tables`"
     )
     return f"{markdown_table(head, lines, text_columns=1)}\n\n{about}"
