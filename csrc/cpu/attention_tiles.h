@@ -84,19 +84,20 @@ inline __m128 largest_of_four(const Vec* v) {
   return _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
-// Whether a value of a key whose bit in `mask` is set is infinite or NaN.
-inline bool has_infinite(const uint32_t* v_pairs, uint32_t mask, int64_t width) {
+// The keys of a block, one bit each, with a value that is infinite or NaN.
+inline uint32_t infinite_keys(const uint32_t* v_pairs, int64_t num_keys, int64_t width) {
   const __m512i exponent = _mm512_set1_epi16(0x7f80);
-  __mmask32 found = 0;
-  for (int pair = 0; pair < kMaxBlock / 2; ++pair, mask >>= 2) {
-    const __mmask32 halves = (mask & 1 ? 0x55555555u : 0u) | (mask & 2 ? 0xaaaaaaaau : 0u);
-    if (halves == 0) continue;
+  uint32_t keys = 0;
+  for (int64_t first = 0; first < num_keys; first += 2, v_pairs += width) {
+    __mmask32 found = 0;
     for (int64_t d = 0; d < width; d += kWidth) {
-      const __m512i words = _mm512_load_si512(v_pairs + pair * width + d);
-      found |= _mm512_mask_cmpeq_epi16_mask(halves, _mm512_and_si512(words, exponent), exponent);
+      const __m512i words = _mm512_load_si512(v_pairs + d);
+      found |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(words, exponent), exponent);
     }
+    const uint32_t low = (found & 0x55555555u) != 0, high = (found & 0xaaaaaaaau) != 0;
+    keys |= (low | high << 1) << first;
   }
-  return found != 0;
+  return keys;
 }
 
 template <typename U>
@@ -297,15 +298,23 @@ struct InTiles {
         },
         scratch);
     clear_values(num_keys, width, scratch);
+    const uint32_t every = ~0u >> (kMaxBlock - num_keys);
+    uint32_t infinite = 0;
+    bool is_known = false;  // whether `infinite` has been looked for
     for (int64_t row = 0; row < tile.groups.rows(); row += tile.groups.size) {
-      const int64_t at = tile.held(head, row);
-      float* acc = scratch.acc + at * width;
-      uint32_t all = ~0u, any = 0;
+      uint32_t all = every, any = 0;
       for (int64_t r = row; r < min_of(row + tile.groups.size, tile.num_rows); ++r) {
         all &= scratch.seen[r];
         any |= scratch.seen[r];
       }
-      if (all == any || !has_infinite(scratch.v_pairs, any & ~all, width)) [[likely]] {
+      if (any == 0) continue;
+      if (all != every && !is_known) {
+        infinite = infinite_keys(scratch.v_pairs, num_keys, width);
+        is_known = true;
+      }
+      const int64_t at = tile.held(head, row);
+      float* acc = scratch.acc + at * width;
+      if ((infinite & ~all) == 0) [[likely]] {
         add_values(weights_of(scratch, at), scratch.v_pairs, width, acc);
       } else {
         add_apart(scratch, tile, row, at, width, acc);

@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import fuzz_ops
 import op_calls
@@ -82,6 +83,21 @@ def test_tensors_with_gradients_are_refused(op: str) -> None:
         memory.assert_unchanged()
         with torch.no_grad():
             compiled(op)(*arguments)
+
+
+@pytest.mark.parametrize("op", ops.OP_NAMES)
+def test_tangents_of_forward_mode_are_refused(op: str) -> None:
+    call = op_calls.random_call(op, Random(3))
+    schema = op_calls.overload(op)._schema.arguments
+    for name, tensor in call.tensors.items():
+        if not tensor.is_floating_point():
+            continue
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(tensor, torch.ones_like(tensor))
+            given = {**call.arguments, name: dual}
+            arguments = [given.get(each.name, each.default_value) for each in schema]
+            with pytest.raises(RuntimeError, match=f"{op}: {name}: expected a tensor without a ta"):
+                compiled(op)(*arguments)
 
 
 def test_weights_to_train_are_refused() -> None:

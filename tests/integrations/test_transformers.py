@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import threading
 import weakref
 from pathlib import Path
@@ -123,6 +124,21 @@ def test_the_weights_are_shared(directory: Path) -> None:
             at = names[f"model.layers.{layer}.self_attn.{part}_proj.weight"].data_ptr()
             assert begin <= at < end
     assert names["model.embed_tokens.weight"].data_ptr() == weights.embed_tokens.weight.data_ptr()
+
+
+def test_a_parameter_is_saved_without_the_others(directory: Path) -> None:
+    model = loaded(directory)
+    layer = {name: p for name, p in model.state_dict().items() if ".layers.3." in name}
+    sizes = [saved_size(each) for each in (layer, model.state_dict())]
+    eecore.from_transformers(model)
+    layer = {name: p for name, p in model.state_dict().items() if ".layers.3." in name}
+    assert [saved_size(each) for each in (layer, model.state_dict())] == sizes
+
+
+def saved_size(tensors: dict[str, torch.Tensor]) -> int:
+    file = io.BytesIO()
+    torch.save(tensors, file)
+    return file.tell()
 
 
 def test_what_is_trained_or_merged_is_seen(directory: Path) -> None:

@@ -206,6 +206,20 @@ def test_nan_comes_out_where_it_went_in(
             torch.testing.assert_close(got, expected, equal_nan=True, **tolerance)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("num_q_heads", [1, 4])
+def test_queries_match_where_an_unseen_value_is_infinite_as_does_the_reference(
+    num_q_heads: int, value: float, device: torch.device
+) -> None:
+    call = random_call(AttentionCase((40,), (56,), num_q_heads, 1, 64, 16), torch.bfloat16, device)
+    clean = with_threads(1, call)
+    key_of(call, "v_cache", 0, 46)[0, 3] = value  # the first 30 queries do not see it
+    got = with_threads(1, call)
+    assert torch.equal(got[:30], clean[:30])
+    assert torch.equal(got[30:, :, 3].isnan(), expected_of(call)[30:, :, 3].isnan())
+    assert got[30:, :, 3].isfinite().sum() == 0
+
+
 def test_scores_of_minus_infinity_alone_weigh_nothing(device: torch.device) -> None:
     call = random_call(AttentionCase((2, 1), (9, 70), 4, 2, 64, 8), torch.float32, device)
     call["q"][2, 0] = 1.0

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 try:
     from eecore import _C
@@ -69,7 +70,8 @@ def missing_cuda_ops() -> tuple[str, ...]:
 def compiled(op: str, *, cpu_only: bool = False) -> Callable[..., None]:
     """The op as it is registered: all arguments by position, outputs included.
 
-    It has no gradients: where autograd records, it refuses tensors that require gradients. An
+    It has no gradients: where autograd records, it refuses tensors that require gradients, and
+    tensors with a tangent of forward mode, which would be lost. An
     autograd kernel in Python would do the same, but would double the cost of a small op.
 
     Args:
@@ -87,6 +89,13 @@ def compiled(op: str, *, cpu_only: bool = False) -> Callable[..., None]:
                     raise RuntimeError(
                         f"{op}: {name}: expected a tensor without gradients, or torch.no_grad(), "
                         "got one that requires grad"
+                    )
+        if forward_ad._current_level >= 0:  # within jvp, jacfwd or dual_level
+            for name, value in (*zip(names, arguments, strict=False), *by_name.items()):
+                if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+                    raise RuntimeError(
+                        f"{op}: {name}: expected a tensor without a tangent, got one: "
+                        "there is no formula for forward mode"
                     )
         overload(*arguments, **by_name)
 
