@@ -22,8 +22,15 @@ MAX_CHOICES = 4096
 # String formats that are enforced; in JSON schema any other format says nothing of the text.
 FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6"}
 FORMATS |= {"uuid", "uri"}
-# Keywords of JSON schema whose values are no schemas.
+MAX_INTEGER = 1 << 53
+"""The largest integer of a schema's values and bounds: llguidance 1.9 holds them as doubles."""
+# Keywords of JSON schema whose values are no schemas, and those of them that are enforced.
 _VALUES = {"const", "enum", "default", "examples"}
+_ENFORCED = {"const", "enum"}
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+# Keywords that say which other properties an object has, and those that add to a description.
+_OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
+_COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "not"}
 # Keywords whose values are schemas by name.
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 
@@ -66,13 +73,19 @@ class Guide:
 
         Args:
             schema: an object, or its JSON text. Keywords that cannot be enforced are refused when
-                the request is made; unknown formats are annotations.
+                the request is made; unknown formats are annotations. An object has the named
+                properties alone unless the schema allows more (``additionalProperties``).
+
+        Raises:
+            GuideError: it is no JSON schema, or has integers beyond 2^53.
         """
         if isinstance(schema, str):
             schema = _parsed(schema)
         if not isinstance(schema, Mapping):
             raise GuideError(f"guide: expected a JSON schema, an object, got {shown(schema)}")
-        return cls("json", _written(schema if isinstance(schema, dict) else dict(schema)))
+        text = _written(schema if isinstance(schema, dict) else dict(schema))
+        enforceable(schema)
+        return cls("json", text)
 
     @classmethod
     def json_object(cls) -> Guide:
@@ -110,25 +123,65 @@ class Guide:
         return cls("grammar", text)
 
 
-def without_unknown_formats(schema: Any, *, is_named: bool = False) -> Any:
-    """A JSON schema without the formats that are not enforced.
+def enforceable(schema: Any) -> Any:
+    """A JSON schema as it is enforced: unknown formats left out, objects closed.
 
-    Args:
-        schema: a JSON schema, or a part of one.
-        is_named: whether its keys are names of schemas.
+    An object with properties has no others unless the schema says so, by additionalProperties,
+    patternProperties or unevaluatedProperties; else a model could add properties for ever. Schemas
+    that describe an object in several places (allOf, a $ref beside properties) are left open.
+
+    Raises:
+        GuideError: a number of a value or a bound is beyond 2^53: a double does not hold it.
     """
+    return _enforceable(schema, closes=not _is_combined(schema))
+
+
+def _enforceable(schema: Any, *, closes: bool, is_named: bool = False) -> Any:
     if isinstance(schema, list):
-        return [without_unknown_formats(each) for each in schema]
+        return [_enforceable(each, closes=closes) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    kept = {}
+    kept: dict[str, Any] = {}
     for key, value in schema.items():
         if not is_named and key in _VALUES:
+            if key in _ENFORCED:
+                _check_numbers(key, value)
             kept[key] = value
         elif is_named or key != "format" or not isinstance(value, str) or value in FORMATS:
+            if not is_named and key in _BOUNDS:
+                _check_numbers(key, value)
             named = not is_named and key in _NAMED
-            kept[key] = without_unknown_formats(value, is_named=named)
+            kept[key] = _enforceable(value, closes=closes, is_named=named)
+    if closes and not is_named and _has_properties(schema) and not _OPENING & schema.keys():
+        kept["additionalProperties"] = False
     return kept
+
+
+def _has_properties(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema names properties, all that it requires among them."""
+    given, required = schema.get("properties"), schema.get("required", [])
+    return isinstance(given, Mapping) and isinstance(required, list) and {*required} <= {*given}
+
+
+def _is_combined(schema: Any) -> bool:
+    """Whether a part of a schema may describe an object together with another part."""
+    if isinstance(schema, list):
+        return any(map(_is_combined, schema))
+    if not isinstance(schema, Mapping):
+        return False
+    several = isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
+    beside = "properties" in schema and bool(_COMBINING & schema.keys())
+    return several or beside or any(map(_is_combined, schema.values()))
+
+
+def _check_numbers(key: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            _check_numbers(key, each)
+    elif isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise GuideError(f"guide: {key}: expected integers of at most 2^53, got {shown(value)}")
 
 
 def _parsed(text: str) -> Any:

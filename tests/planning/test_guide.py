@@ -30,7 +30,7 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.exits import Exit
-from eecore.guide import FORMATS
+from eecore.guide import FORMATS, enforceable
 from eecore.planning.guided import Guides
 from head_packs import write_pack
 from reference_decoding import ReferenceModel
@@ -354,6 +354,14 @@ def test_a_proposal_ends_where_it_may_not_go_on(tiny: eecore.Model) -> None:
         (lambda: Guide.json_schema({"$ref": "#/x"}), "guide: expected a json that can be compiled"),
         (lambda: Guide.json_schema({"enum": []}), "guide: expected a json that can be compiled"),
         (lambda: Guide.json_schema("[1]"), r"guide: expected a JSON schema, an object, got \[1\]"),
+        *(
+            (lambda schema=schema: Guide.json_schema(schema), r"expected integers of at most 2\^53")
+            for schema in (
+                {"const": 2**53 + 1},
+                {"properties": {"a": {"anyOf": [{"enum": [1, {"b": [-(2**60)]}]}]}}},
+                {"$defs": {"minimum": {"minimum": 2**64}}},
+            )
+        ),
         (lambda: Guide.json_schema("{"), "guide: expected a JSON schema, got: Expecting"),
         (lambda: Guide.json_schema({"const": {1, 2}}), "guide: expected what JSON can say, got"),
         (lambda: Guide.json_schema({"const": float("nan")}), "guide: expected what JSON can say"),
@@ -393,6 +401,25 @@ def test_formats_that_are_not_known_are_annotations(tiny: eecore.Model) -> None:
     assert re.fullmatch(r'"\d{4}-\d\d-\d\d"', output.text or "")
 
 
+def test_objects_are_closed_unless_a_schema_opens_them() -> None:
+    inner = {"properties": {"b": {"type": "string"}, "properties": {}}, "required": ["b"]}
+    schema = {"type": "object", "properties": {"a": inner}, "$defs": {"it": inner}}
+    closed = enforceable(schema)
+    for part in (closed, closed["properties"]["a"], closed["$defs"]["it"]):
+        assert part["additionalProperties"] is False
+    assert "additionalProperties" not in inner
+    assert "additionalProperties" not in closed["properties"]["a"]["properties"]
+    for opened in (
+        {"type": "object"},
+        {**inner, "additionalProperties": {"type": "integer"}},
+        {**inner, "patternProperties": {"x": {}}},
+        {**inner, "required": ["b", "c"]},
+        {"allOf": [inner, {"properties": {"c": {}}}]},
+        {"properties": {"a": inner}, "anyOf": [inner]},
+    ):
+        assert enforceable(opened) == opened
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -413,7 +440,7 @@ def test_what_a_guide_needs(tiny: eecore.Model, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(GuideError, match="guide: expected a model with a tokenizer"):
         Guides(None, 320, [EOS]).follow(Guide.regex("a"))
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(GuideError, match=r"guide: .*llguidance.*pip install 'eecore\[guided\]'"):
+    with pytest.raises(GuideError, match=r"guide: .*llguidance.*pip install '\.\[guided\]'"):
         guides_of(tiny).follow(Guide.regex("a"))
 
 

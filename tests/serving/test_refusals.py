@@ -408,5 +408,5 @@ def test_a_server_that_closes(intent: eecore.Model) -> None:
 
 def test_the_extra_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "find_spec", lambda name: None if name == "uvicorn" else name)
-    with pytest.raises(ImportError, match=r"got no uvicorn: pip install 'eecore\[serve\]'"):
+    with pytest.raises(ImportError, match=r"got no uvicorn: pip install '\.\[serve\]'"):
         serving.require_extra()

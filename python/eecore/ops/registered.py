@@ -92,7 +92,7 @@ def compiled(op: str, *, cpu_only: bool = False) -> Callable[..., None]:
                     )
         if forward_ad._current_level >= 0:  # within jvp, jacfwd or dual_level
             for name, value in (*zip(names, arguments, strict=False), *by_name.items()):
-                if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+                if isinstance(value, Tensor) and _has_tangent(value):
                     raise RuntimeError(
                         f"{op}: {name}: expected a tensor without a tangent, got one: "
                         "there is no formula for forward mode"
@@ -100,6 +100,10 @@ def compiled(op: str, *, cpu_only: bool = False) -> Callable[..., None]:
         overload(*arguments, **by_name)
 
     return call
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def cpu_only_ops() -> tuple[str, ...]:

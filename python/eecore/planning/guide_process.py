@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from eecore.bounded_process import MAX_SHOWN, bounded_seconds, limit_memory, used_memory
 from eecore.channel import Channel
-from eecore.guide import without_unknown_formats
+from eecore.guide import enforceable
 from eecore.planning.gbnf import is_gbnf, lark_of
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _grammar(kind: str, text: str) -> str:
 
     if kind == "json":
         return LLMatcher.grammar_from_json_schema(
-            json.dumps(without_unknown_formats(json.loads(text))),
+            json.dumps(enforceable(json.loads(text))),
             defaults={"whitespace_pattern": WHITESPACE},
         )
     if kind == "choice":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from eecore.errors import GuideError
-from eecore.guide import Guide, without_unknown_formats
+from eecore.guide import Guide, enforceable
 from eecore.serving.protocol import ChatRequest, GenerationRequest
 from eecore.serving.refusals import ApiError, invalid
 from eecore.serving.tool_calls import ExpectedCalls, ToolFormat
@@ -160,7 +160,10 @@ def _call(calls: ExpectedCalls, parameters: Iterable[Mapping[str, Any]]) -> str:
 
 def _on_one_line(schema: Mapping[str, Any]) -> str:
     """A schema's JSON on one line, for a grammar."""
-    known = without_unknown_formats(schema)
+    try:
+        known = enforceable(schema)
+    except GuideError as error:
+        raise invalid(str(error).partition(": ")[2]) from None
     return f"%json {json.dumps({**known, 'x-guidance': AS_TEMPLATES_HAVE_IT})}"
 
 

@@ -309,7 +309,7 @@ def test_without_the_extra_training_says_what_to_install(monkeypatch: pytest.Mon
     import sys
 
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(TrainingError, match=r"expected the package peft, .*eecore\[lab\]"):
+    with pytest.raises(TrainingError, match=r"expected the package peft, .*'\.\[lab\]'"):
         library("peft")
 
 
