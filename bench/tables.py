@@ -21,6 +21,7 @@ WITH_REPORTS = (
     "decode.decode",
     "decode.gguf",
     "decode.prefill",
+    "decode.load",
     "depth.depth",
     "depth.loops",
     "exits.modes",

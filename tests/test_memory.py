@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import eecore
 from devices import cpu_only
 from eecore import EngineConfig, ModelError, free_memory
 from eecore.errors import EecoreError, OutOfMemoryError
 from eecore.models import KVCache
+from tiny_gguf import write_gguf
 from tiny_models import write_model
 
 MIB = 1 << 20
@@ -48,6 +50,47 @@ def in_a_process(script: str, *arguments: object) -> Any:
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+
+
+UNUSED = ["gguf", "yaml", "jinja2", "huggingface_hub", "transformers", "typer", "rich"]
+
+
+def test_a_gguf_file_runs_without_optional_packages(tmp_path: Path, tiny_directory: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_directory)
+    assert not in_a_process(
+        """
+model = eecore.load(sys.argv[1], device="cpu", kv_cache_tokens=512)
+eecore.generate(model, [1, 2, 3], max_tokens=2)
+print(json.dumps([name for name in json.loads(sys.argv[2]) if name in sys.modules]))
+""",
+        file,
+        json.dumps(UNUSED),
+    )
+
+
+@needs_proc
+def test_tensors_that_were_read_give_back_the_memory_of_their_file(tmp_path: Path) -> None:
+    num_tensors, size = 12, 32 * MIB
+    file = tmp_path / "model.safetensors"
+    save_file({f"{i}": torch.full((size,), i, dtype=torch.uint8) for i in range(num_tensors)}, file)
+    most, values = in_a_process(
+        """
+from eecore.errors import ModelError
+import pathlib
+from eecore.tensor_files import TensorFile
+
+before, most, values = resident(), 0, []
+with TensorFile(pathlib.Path(sys.argv[1]), ModelError) as file:
+    for i in range(int(sys.argv[2])):
+        values.append(int(file.tensor(f"{i}").max()))
+        most = max(most, resident() - before)
+print(json.dumps([most, values]))
+""",
+        file,
+        num_tensors,
+    )
+    assert values == list(range(num_tensors))
+    assert most < 6 * size
 
 
 @cpu_only

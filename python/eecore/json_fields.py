@@ -230,7 +230,9 @@ class JsonFields:
     def texts(self, name: str, default: Any = REQUIRED, *, most: int = MAX_ITEMS) -> Any:
         """A tuple of strings, or the default."""
         values = self._list(name, "strings", default, most)
-        if values is not default and not all(isinstance(value, str) for value in values):
+        if values is not default and not all(
+            issubclass(kind, str) for kind in set(map(type, values))
+        ):
             raise self.wrong(name, "a list of strings", values)
         return values if values is default else tuple(values)
 

@@ -17,6 +17,10 @@ from eecore.errors import EecoreError
 from eecore.readable import regular_file, shown_path
 from eecore.values import shown
 
+MAX_MAPPED = 1 << 26
+"""Bytes of tensors after which a file is opened again, which gives back the mapped memory of those
+that are no longer used."""
+
 
 class TensorFile:
     """An open safetensors file; a context manager.
@@ -40,14 +44,13 @@ class TensorFile:
         *,
         what: str | None = None,
     ) -> None:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
         self.path = regular_file(path, error, missing, what or "a file")
         self._error = error
         self._library_error = SafetensorError
         try:
-            opened: Any = safe_open(str(path), framework="pt", device="cpu")
-            self._file: Any = opened.__enter__()
+            self._open()
         except (SafetensorError, OSError) as caught:
             raise error(
                 f"{shown_path(path)}: expected {what or 'a whole safetensors file'}, got "
@@ -55,6 +58,13 @@ class TensorFile:
             ) from None
         self.metadata: Mapping[str, str] = self._file.metadata() or {}
         self.names = frozenset(self._file.keys())
+
+    def _open(self) -> None:
+        from safetensors import safe_open
+
+        opened: Any = safe_open(str(self.path), framework="pt", device="cpu")
+        self._file: Any = opened.__enter__()
+        self._num_read = 0  # bytes of tensors since then
 
     def __enter__(self) -> TensorFile:
         return self
@@ -76,11 +86,15 @@ class TensorFile:
         return str(self._slice(name).get_dtype())
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor as stored, on the CPU."""
+        """The tensor as stored, on the CPU, in the file's mapped memory."""
         try:
+            if self._num_read > MAX_MAPPED:
+                self._file.__exit__(None, None, None)
+                self._open()
             stored: Tensor = self._file.get_tensor(name)
-        except (self._library_error, RuntimeError, TypeError, ValueError) as caught:
+        except (self._library_error, OSError, RuntimeError, TypeError, ValueError) as caught:
             raise self.wrong(name, "a tensor", str(caught)) from None
+        self._num_read += stored.nbytes
         return stored
 
     def wrong(self, name: str, expected: str, got: str) -> EecoreError:

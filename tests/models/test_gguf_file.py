@@ -13,7 +13,7 @@ import pytest
 
 from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
 from eecore.models import convert_gguf
-from eecore.models.readers.gguf_file import GGUFFile
+from eecore.models.readers.gguf_file import KINDS, GGUFFile
 from tiny_gguf import ALPHABET, SPECIAL, write_gguf
 from tiny_models import write_model
 
@@ -245,3 +245,22 @@ def test_a_file_and_a_place_that_cannot_be(tmp_path: Path, empty: Path) -> None:
         convert_gguf(tmp_path, empty)
     with pytest.raises(ModelError, match="expected a new or empty directory, got a file"):
         convert_gguf(file, file)
+
+
+def test_the_types_of_tensors_are_those_of_gguf() -> None:
+    sizes = {kind.value: (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+    shared = KINDS.keys() & sizes.keys()
+    assert len(shared) > 30
+    assert {number: KINDS[number] for number in shared} == {n: sizes[n] for n in shared}
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_floats_are_read_as_gguf_reads_them(
+    kind: str, tmp_path: Path, tiny_directory: Path
+) -> None:
+    stored = gguf.GGMLQuantizationType[kind]
+    file = GGUFFile(write_gguf(tmp_path / "tiny.gguf", tiny_directory, quantization=stored))
+    name = "token_embd.weight"
+    assert file.kind(name) == kind
+    expected = gguf.quants.dequantize(file.blocks(name).numpy(), stored)
+    assert file.read(name).numpy().tobytes() == expected.astype("float32").tobytes()

@@ -1,4 +1,4 @@
-"""Weights lie in pages of 2 MiB where the system has them."""
+"""Weights, and a cache but for its beginning, lie in pages of 2 MiB where the system has them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import eecore
 from eecore import ops
+from eecore.models import KVCache
 from eecore.models.weights import NewWeights
 
 SMAPS = Path("/proc/self/smaps")
@@ -39,3 +41,14 @@ def test_small_and_absent_memory_is_left_as_it_is() -> None:
         assert ops.in_huge_pages(memory) is memory
         assert torch.equal(memory, torch.full((size,), 3.0))
     assert NewWeights("meta", torch.float32).tensor(4096, 4096).device.type == "meta"
+
+
+@pytest.mark.skipif(not (SMAPS.exists() and HUGE_PAGES.exists()), reason="no pages of 2 MiB here")
+def test_the_first_pages_of_each_layer_of_a_cache_are_small(tiny_directory: Path) -> None:
+    config = eecore.load(tiny_directory, device="cpu").config
+    num_pages = (1 << 24) // (16 * config.kv_size * 4)
+    kv = KVCache.allocate(config, num_pages, 16, device=torch.device("cpu"), dtype=torch.float32)
+    for cache in (kv.k, kv.v):
+        for layer in cache:
+            assert "hg" not in flags_at(layer.data_ptr())
+            assert "hg" in flags_at(layer.data_ptr() + layer.nbytes // 2)

@@ -25,6 +25,8 @@ NUM_SPARE = 512
 """Rows for tokens of texts; they raise the cost of a head of 8,192 tokens by an eleventh."""
 PANEL = 16
 """Rows that are packed together."""
+PART = 64 * PANEL
+"""Rows that are floats at a time while a head's own rows are packed."""
 
 
 class HeadVocabulary:
@@ -58,20 +60,22 @@ class HeadVocabulary:
             self._has_row[token] = 1
         self.tokens = torch.cat((own, torch.tensor(self._spare, dtype=torch.int64)))
         self._numbers = self.tokens.numpy()  # the same memory; numpy sets single elements faster
-        own_rows = matrix_rows(lm_head, own).float().contiguous()
-        self._blocks = torch.empty(0, 0, dtype=torch.uint8)
-        if self._spare:
-            self._blocks = self._quantised(self._spare)
-        hidden_size = own_rows.shape[1]
-        self._panel_bytes = ops.packed_bytes(SPARE_FORMAT, PANEL, hidden_size)
+        hidden_size = matrix_rows(lm_head, own[:1]).shape[1]
         self._begin = ops.packed_bytes(FORMAT, len(own), hidden_size)
+        self._panel_bytes = ops.packed_bytes(SPARE_FORMAT, PANEL, hidden_size)
         size = self._begin + ops.packed_bytes(SPARE_FORMAT, len(self._spare), hidden_size)
         packed = torch.empty(size, dtype=torch.uint8)
         self._table = torch.empty(len(self.tokens), dtype=torch.int64)
         self.rows = Matrix(packed, table=self._table)
-        own_blocks = ops.quantise_weight(own_rows, FORMAT)
-        ops.pack_weight(own_blocks, FORMAT, packed=packed, table=self._table[: len(own)])
-        self._pack(0, len(self._spare))
+        offset = 0
+        for begin in range(0, len(own), PART):
+            part = own[begin : begin + PART]
+            self._pack(self._quantised(part, FORMAT), FORMAT, offset, begin)
+            offset += ops.packed_bytes(FORMAT, len(part), hidden_size)
+        self._blocks = torch.empty(0, 0, dtype=torch.uint8)
+        if self._spare:
+            self._blocks = self._quantised(self._spare, SPARE_FORMAT)
+            self._pack_spare(0, len(self._spare))
 
     def take(self, token_ids: Sequence[int]) -> None:
         """Give each token a row, or as many of them as there are spare rows."""
@@ -96,28 +100,27 @@ class HeadVocabulary:
             has_row[spare[place]], has_row[token] = 0, 1
             spare[place] = self._numbers[self._num_own + place] = token
             places.append(place)
-        self._blocks.numpy()[places] = self._quantised([spare[place] for place in places]).numpy()
+        self._blocks.numpy()[places] = self._quantised(
+            [spare[place] for place in places], SPARE_FORMAT
+        ).numpy()
         for panel in sorted({place // PANEL for place in places}):
-            self._pack(panel * PANEL, (panel + 1) * PANEL)
+            self._pack_spare(panel * PANEL, (panel + 1) * PANEL)
 
-    def _pack(self, begin: int, end: int) -> None:
+    def _pack_spare(self, begin: int, end: int) -> None:
         """Pack spare rows, from the first row of a panel on."""
-        blocks = self._blocks[begin:end]
-        if len(blocks):
-            first = self._num_own + begin
-            ops.pack_weight(
-                blocks,
-                SPARE_FORMAT,
-                offset=self._begin + begin // PANEL * self._panel_bytes,
-                packed=self.rows.weight,
-                table=self._table[first : first + len(blocks)],
-            )
+        offset = self._begin + begin // PANEL * self._panel_bytes
+        self._pack(self._blocks[begin:end], SPARE_FORMAT, offset, self._num_own + begin)
 
-    def _quantised(self, tokens: Tensor | Sequence[int]) -> Tensor:
-        """The tokens' rows of the LM head, in blocks of the spare rows' format."""
+    def _pack(self, blocks: Tensor, format: str, offset: int, first: int) -> None:
+        """Pack blocks from a byte on, as the rows from ``first`` on."""
+        table = self._table[first : first + len(blocks)]
+        ops.pack_weight(blocks, format, offset=offset, packed=self.rows.weight, table=table)
+
+    def _quantised(self, tokens: Tensor | Sequence[int], format: str) -> Tensor:
+        """The tokens' rows of the LM head, in blocks of a format."""
         index = torch.as_tensor(tokens, dtype=torch.int64)
         rows = matrix_rows(self._lm_head, index).float().contiguous()
-        return ops.quantise_weight(rows, SPARE_FORMAT)
+        return ops.quantise_weight(rows, format)
 
 
 def matrix_rows(matrix: Matrix, index: Tensor) -> Tensor:

@@ -133,8 +133,9 @@ class GGUFCheckpoint(StoredTensors):
         interleaved = GGUF_FAMILIES[self.file.architecture].is_interleaved
         if not interleaved or part not in self._num_heads:
             return rows
-        pairs = rows.reshape(self._num_heads[part], self.config.head_dim // 2, 2, *rows.shape[1:])
-        return pairs.transpose(1, 2).reshape(rows.shape)
+        # numpy copies on one thread: torch's other threads would go on looking for work after each.
+        pairs = rows.numpy().reshape(self._num_heads[part], -1, 2, *rows.shape[1:])
+        return torch.from_numpy(pairs.swapaxes(1, 2).reshape(rows.shape))
 
     def check_kinds(self) -> None:
         """Raise unless every tensor has a type that runs as stored."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eecore.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
@@ -39,6 +40,43 @@ MAX_PARTS = 99_999
 STRING, ARRAY = 8, 9
 SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 """The ``struct`` format of the numbers of each type."""
+KINDS = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 40),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
+}
+"""The types of tensors by number: name, numbers in a block, bytes of a block."""
 
 
 class _Wrong(ValueError):
@@ -89,12 +127,12 @@ class _Cursor:
     def texts(self, count: int, what: str) -> list[str]:
         """The next ``count`` strings, read in one loop: a vocabulary may have 262,144."""
         found: list[str] = []
-        length, data = struct.Struct("<Q").unpack_from, self._data
+        length, data, end = struct.Struct("<Q").unpack_from, self._data, self.end
         with suppress(struct.error, UnicodeDecodeError):
             for _ in range(count):
                 start = self.at + 8
                 stop = start + length(data, self.at)[0]
-                if stop > min(start + MAX_BYTES, self.end):
+                if stop > end or stop - start > MAX_BYTES:
                     break
                 found.append(data[start:stop].decode())
                 self.at = stop
@@ -156,12 +194,7 @@ class GGUFFile:
     """
 
     def __init__(self, path: Path) -> None:
-        import gguf  # here, since it takes 0.1 s and only GGUF files need it
-
         self.path = path
-        self._quants = gguf.quants
-        self._type = gguf.GGMLQuantizationType
-        self._sizes = gguf.constants.GGML_QUANT_SIZES
         first = self._part(path)
         self.fields = first.fields
         self.architecture: str = self.fields.text("general.architecture", "nothing")
@@ -204,7 +237,7 @@ class GGUFFile:
 
     def kind(self, name: str) -> str:
         """How a tensor is stored: "Q4_0", "F16", ..."""
-        return str(self._type(self._stored(name).kind).name)
+        return KINDS[self._stored(name).kind][0]
 
     def num_bytes(self, name: str) -> int:
         """Bytes of a tensor."""
@@ -219,17 +252,15 @@ class GGUFFile:
 
     def read(self, name: str) -> Tensor:
         """A tensor, dequantised to float32."""
-        stored = self._stored(name)
-        kind = self._type(stored.kind)
-        try:
-            with np.errstate(all="ignore"):
-                values = self._quants.dequantize(self.blocks(name).numpy(), kind)
-        except NotImplementedError:
-            raise UnsupportedModelError(
-                f"{self.path_of(name)}: {name}: expected a type that gguf dequantises, "
-                f"got {kind.name}"
-            ) from None
-        return torch.from_numpy(values.astype("float32")).reshape(stored.shape)
+        blocks, kind = self.blocks(name).numpy(), self.kind(name)
+        with np.errstate(all="ignore"):
+            if kind in ("F32", "F16"):
+                values = blocks.view(f"<f{KINDS[self._stored(name).kind][2]}").astype("float32")
+            elif kind == "BF16":
+                values = (blocks.view("<u2").astype("uint32") << 16).view("float32")
+            else:
+                values = self._dequantised(name, blocks, kind)
+        return torch.from_numpy(values).reshape(self.shape(name))
 
     def release(self, name: str) -> None:
         """Give back the memory of a tensor; reading it again reads the file again."""
@@ -238,6 +269,17 @@ class GGUFFile:
         end = (stored.offset + stored.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end:
             self._part_of[name].data.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    def _dequantised(self, name: str, blocks: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
+        from gguf import GGMLQuantizationType, quants  # seldom needed; its import takes 0.1 s
+
+        try:
+            values = quants.dequantize(blocks, GGMLQuantizationType[kind])
+        except (NotImplementedError, KeyError):  # KeyError: the type is newer than this gguf
+            raise UnsupportedModelError(
+                f"{self.path_of(name)}: {name}: expected a type that gguf dequantises, got {kind}"
+            ) from None
+        return values.astype("float32")
 
     def _stored(self, name: str) -> _StoredTensor:
         return self._part_of[name].tensors[name]
@@ -308,10 +350,9 @@ class GGUFFile:
         shape = tuple(reversed(cursor.numbers("Q", count, name)))
         kind = cursor.number("I", name)
         offset = cursor.number("Q", name)
-        try:
-            block, num_bytes = self._sizes[self._type(kind)]
-        except ValueError:
-            raise _Wrong(f"{name}: expected a type of tensors, got {kind}") from None
+        if kind not in KINDS:
+            raise _Wrong(f"{name}: expected a type of tensors, got {kind}")
+        _, block, num_bytes = KINDS[kind]
         if not shape or min(shape) < 1 or shape[-1] % block:
             raise _Wrong(f"{name}: expected sizes of 1 or more, rows of {block}, got {shape}")
         return _StoredTensor(kind, shape, offset, math.prod(shape) // block * num_bytes)
