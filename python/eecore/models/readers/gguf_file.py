@@ -271,7 +271,7 @@ class GGUFFile:
             self._part_of[name].data.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def _dequantised(self, name: str, blocks: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
-        from gguf import GGMLQuantizationType, quants  # seldom needed; its import takes 0.1 s
+        from gguf import GGMLQuantizationType, quants  # seldom needed; its import takes some 0.04 s
 
         try:
             values = quants.dequantize(blocks, GGMLQuantizationType[kind])
