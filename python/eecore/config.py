@@ -536,8 +536,8 @@ class SamplingParams:
         usual = _own_sampling(model)
         source = model.network.source
         is_trained = source is not None and source.is_trained_to_exit
-        if not usual and exit.samples_as_full and not is_trained and not _chooses(fields):
-            usual = ANSWERS
+        if exit.samples_as_full and not _chooses(fields):
+            usual = usual_of_answers(usual, is_trained)
         return cls(**{**usual, **fields})
 
     def with_seed(self, seed: int) -> SamplingParams:
@@ -555,6 +555,13 @@ class SamplingParams:
     def counts_tokens(self) -> bool:
         """Whether a penalty counts generated tokens."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def usual_of_answers(own: Mapping[str, Any], is_trained_to_exit: bool) -> dict[str, Any]:
+    """The sampling settings of answers whose caller says nothing: the model's own, else
+    :data:`ANSWERS`; none, which is greedy, for a model that was trained for early exit.
+    """
+    return dict(own or ({} if is_trained_to_exit else ANSWERS))
 
 
 def _own_sampling(model: Any) -> dict[str, Any]:

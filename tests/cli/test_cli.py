@@ -42,6 +42,7 @@ from eecore.decoding.prefill import Prefill
 from eecore.models.readers import load
 from eecore.scheduling.scheduler import Work
 from head_packs import write_pack
+from tiny_families import write_family, write_family_gguf
 from tiny_models import write_model
 from tripwire import Fault
 
@@ -270,7 +271,9 @@ def test_a_model_samples_as_its_own_files_say(
     assert re.search(r"sampling +greedy *\n", capsys.readouterr().out)
     assert run(["info", model]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "sampling none of its own: texts greedy, answers temperature" in shown
+    assert "sampling none of its own: texts greedy, answers temperature 0.7, top_k 20" in shown
+    assert run(["info", "intent"]) == 0  # trained for early exit
+    assert re.search(r"sampling +greedy *\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -379,6 +382,24 @@ def test_info_says_what_the_model_is(model: str, capsys: pytest.CaptureFixture[s
     assert facts["build"]["cpu_capability"]
     assert run(["info", model]) == 0
     assert "exit layers 1..4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["granite", "gemma2", "olmo2"])
+def test_info_shows_the_shipped_head_that_loading_finds(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Norms lie elsewhere in each family; another model of the same sizes has no head."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    for seed, path in enumerate((own, other)):
+        write_family(path, family, seed)
+    write_pack(tmp_path / "heads" / "own", eecore.load(own))
+    monkeypatch.setattr("eecore.models.readers.head_file.SHIPPED", tmp_path / "heads")
+    for path in (own, other, write_family_gguf(tmp_path / "own.gguf", own, family)):
+        head = eecore.load(path).network.draft_head
+        assert (head is not None) == (path != other)
+        assert run(["info", str(path)]) == 0
+        is_shown = re.search(r"draft head +ships with eecore; ", capsys.readouterr().out)
+        assert (is_shown is not None) == (path != other)
 
 
 def test_search_writes_what_generate_reads(

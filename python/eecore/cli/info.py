@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eecore.builtin import BUILTIN
-from eecore.config import ANSWERS
+from eecore.config import ModelConfig, usual_of_answers
 from eecore.console.loading import Debug, ModelPath, check_path, spinner
 from eecore.console.streams import says_all
 from eecore.hub import fetch_draft_head
@@ -54,14 +54,20 @@ def model_facts(directory: Path, draft_head: Path | None = None) -> dict[str, An
     """All facts, in JSON's types; of the weights, only those that may be tied are compared."""
     from eecore import build_info
     from eecore.models import KVCache
+    from eecore.models.source import ModelSource
 
-    config, tokenizer, dtype, stored = _stored_facts(directory)
+    config, tokenizer, dtype, shipped, stored = _stored_facts(directory)
+    own, answers = dict(config.sampling), None
+    if tokenizer is not None and tokenizer.chat_template is not None:
+        source = ModelSource(directory, str(dtype).removeprefix("torch."), None)
+        answers = usual_of_answers(own, source.is_trained_to_exit)
     return {
         "path": str(directory),
-        "config": {**asdict(config), "sampling": dict(config.sampling)},
+        "config": {**asdict(config), "sampling": own},
+        "sampling_of_answers": answers,
         "num_parameters": config.num_parameters,
         "exit_layers": [config.exit_layers[0], config.num_layers],
-        "draft_head": _head_facts(directory, draft_head, config),
+        "draft_head": _head_facts(directory, draft_head, shipped, config),
         **stored,
         "dtype": str(dtype).removeprefix("torch."),
         "kv_bytes_per_token": KVCache.bytes_per_token(config, dtype),
@@ -80,13 +86,15 @@ def model_facts(directory: Path, draft_head: Path | None = None) -> dict[str, An
 
 
 def _head_facts(
-    directory: Path, draft_head: Path | None, config: AnyModelConfig
+    directory: Path, draft_head: Path | None, shipped: Path | None, config: AnyModelConfig
 ) -> dict[str, Any] | None:
-    """Facts on the draft head that is named or stored with the model; None without one."""
+    """Facts on the draft head that is named, stored with the model, or shipped; None without
+    one.
+    """
     from eecore.models.readers.draft_heads import names_another, published_facts
     from eecore.models.readers.head_file import CONFIG_NAME, pack_beside, read_head_settings
 
-    pack = pack_beside(directory) if draft_head is None else draft_head
+    pack = draft_head or pack_beside(directory) or shipped
     if draft_head is not None and not is_file(draft_head / CONFIG_NAME):
         facts = published_facts(draft_head, config)
         return {**facts, "for_another": names_another(facts["verifier"], directory)}
@@ -95,6 +103,7 @@ def _head_facts(
     settings = read_head_settings(pack)
     return {
         "path": str(pack),
+        "is_shipped": pack == shipped,
         "taps": list(settings.taps),
         "vocabulary_size": settings.vocabulary_size,
         "attended": settings.attended,
@@ -105,11 +114,14 @@ def _head_facts(
 
 def _stored_facts(
     path: Path,
-) -> tuple[AnyModelConfig, Tokenizer | None, torch.dtype, dict[str, Any]]:
-    """Config, tokenizer, dtype and sizes; of quantised weights also bits and bytes per token."""
+) -> tuple[AnyModelConfig, Tokenizer | None, torch.dtype, Path | None, dict[str, Any]]:
+    """Config, tokenizer, dtype, the shipped draft head, and sizes; of quantised weights also bits
+    and bytes per token.
+    """
     import torch
 
     from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
+    from eecore.models.readers.head_file import stored_pack
     from eecore.models.readers.load import choose_device, choose_dtype, opened
     from eecore.models.readers.stored_weights import memory_of
 
@@ -117,6 +129,7 @@ def _stored_facts(
         device = torch.device("cpu") if stored.own_form else choose_device(None)
         dtype = choose_dtype(None, device, stored.model_dtype(config, device), config)
         tokenizer = stored.tokenizer(config.vocab_size)
+        shipped = stored_pack(stored, config) if isinstance(config, ModelConfig) else None
         kinds = {name: stored.kind(name) for name in stored.names}
         facts: dict[str, Any] = {
             "stored_dtypes": sorted(set(kinds.values())),
@@ -125,7 +138,7 @@ def _stored_facts(
         }
         if not stored.own_form:
             facts["weight_bytes"] = config.num_parameters * dtype.itemsize
-            return config, tokenizer, dtype, facts
+            return config, tokenizer, dtype, shipped, facts
         if isinstance(stored, GGUFCheckpoint):
             memory = {name: (kinds[name], stored.num_bytes(name)) for name in kinds}
         else:
@@ -144,7 +157,7 @@ def _stored_facts(
             for name, (form, size) in memory.items()
         },
     }
-    return config, tokenizer, dtype, facts
+    return config, tokenizer, dtype, shipped, facts
 
 
 def _bits(tensors: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
@@ -185,7 +198,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         *context,
         ("tokenizer", text),
         ("end tokens", ends),
-        ("sampling", _sampling(config["sampling"], facts["tokenizer"])),
+        ("sampling", _sampling(config["sampling"], facts["sampling_of_answers"])),
         ("on disk", f"{_size(facts['bytes_on_disk'])}, {', '.join(facts['stored_dtypes'])}"),
         ("runs as", f"{facts['dtype']} on {facts['device']}"),
         ("weights", _size(facts["weight_bytes"])),
@@ -198,10 +211,10 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _sampling(own: dict[str, float], tokenizer: dict[str, Any] | None) -> str:
-    """The model's own sampling settings, or the defaults for answers where it has none."""
-    if not own and tokenizer is not None and tokenizer["chat_template"]:
-        return f"none of its own: texts greedy, answers {_named(ANSWERS)}"
+def _sampling(own: dict[str, float], answers: dict[str, float] | None) -> str:
+    """The sampling settings of a request that has none."""
+    if answers and not own:
+        return f"none of its own: texts greedy, answers {_named(answers)}"
     if own.get("temperature"):
         return _named(own)
     others = _named({name: value for name, value in own.items() if name != "temperature"})
@@ -224,7 +237,8 @@ def _head_row(head: dict[str, Any] | None) -> list[tuple[str, str]]:
     agreement = ", ".join(f"{share:.0%}" for share in head["agreement"])
     tokens, count = head["vocabulary_size"], len(head["attended"])
     attends = f", attends to {count} key heads" if count else ""
-    return [("draft head", f"beside it; {tokens} tokens{attends}, drafts right {agreement}")]
+    place = "ships with eecore" if head["is_shipped"] else "beside it"
+    return [("draft head", f"{place}; {tokens} tokens{attends}, drafts right {agreement}")]
 
 
 def _family_rows(config: dict[str, Any]) -> tuple[str, str, list[tuple[str, str]]]:

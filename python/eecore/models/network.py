@@ -96,13 +96,19 @@ def network_digest(network: LlamaModel) -> str:
     [hidden_size], attention_norm [num_layers, hidden_size] and mlp_norm [num_layers, hidden_size];
     in a model without norms before its sublayers, the norms after them take their place.
     """
-    config, weights = network.config, network.weights
+    weights = network.weights
+    before = weights.attention_norm, weights.mlp_norm
+    after = weights.attention_post_norm, weights.mlp_post_norm
+    norms = before if network.config.pre_norm else after
+    return norms_digest(network.config, weights.final_norm, *norms)
+
+
+def norms_digest(config: ModelConfig, *norms: Tensor | None) -> str:
+    """:func:`network_digest` of a model's sizes and its norms, in their order."""
     digest = hashlib.sha256(
         f"{config.num_layers} {config.hidden_size} {config.vocab_size}".encode("ascii")
     )
-    before = weights.attention_norm, weights.mlp_norm
-    after = weights.attention_post_norm, weights.mlp_post_norm
-    for norm in (weights.final_norm, *(before if config.pre_norm else after)):
+    for norm in norms:
         assert norm is not None
         digest.update(_little_endian(norm))
     return digest.hexdigest()

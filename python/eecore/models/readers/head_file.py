@@ -6,7 +6,7 @@ A model gets the head that is named, else the head in its directory, else one sh
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from eecore import ops
+from eecore.config import ModelConfig
 from eecore.errors import ModelError
 from eecore.hub import fetch_head
 from eecore.json_fields import JsonFields
 from eecore.models.draft_head import LAYERS, DraftHead, HeadSettings, head_floats
-from eecore.models.llama import LlamaModel
-from eecore.models.network import Network, check_digest, network_digest
+from eecore.models.llama import NORM, NORM_NAMES, LlamaModel, NormNames
+from eecore.models.network import Network, check_digest, network_digest, norms_digest
+from eecore.models.readers.checkpoint import StoredTensors
 from eecore.readable import kind_of, shown_path
 from eecore.tensor_files import TensorFile
 from eecore.values import shown
@@ -220,7 +222,10 @@ def find_head(
         except ModelError as error:
             warnings.warn(f"{error}; it is not used", stacklevel=3)
             return None
-    return _shipped(network)
+    config = network.config
+    sizes = config.num_layers, config.hidden_size, config.vocab_size
+    shipped = shipped_pack(sizes, lambda: network_digest(network))
+    return None if shipped is None else load_head(shipped, network)
 
 
 def load_head(path: str | Path, network: LlamaModel) -> DraftHead:
@@ -274,13 +279,35 @@ def pack_beside(path: Path) -> Path | None:
     return beside if kind_of(beside / CONFIG_NAME) == "a file" else None
 
 
-def _shipped(network: LlamaModel) -> DraftHead | None:
-    """The first of the shipped heads that is for this model."""
-    packs = sorted(SHIPPED.glob(f"*/{CONFIG_NAME}"))
-    if not packs:
-        return None
-    digest = network_digest(network)
-    for file in packs:
-        if read_head_settings(file.parent).digest == digest:
-            return load_head(file.parent, network)
+def shipped_pack(sizes: tuple[int, int, int], digest: Callable[[], str]) -> Path | None:
+    """The directory of the shipped head for a model, if there is one.
+
+    Args:
+        sizes: the model's num_layers, hidden_size and vocab_size.
+        digest: computes :func:`network_digest`, for a model with the sizes of a shipped head's.
+    """
+    for file in sorted(SHIPPED.glob(f"*/{CONFIG_NAME}")):
+        settings = read_head_settings(file.parent)
+        of_head = settings.num_layers, settings.hidden_size, settings.vocab_size
+        if of_head == sizes and settings.digest == digest():
+            return file.parent
     return None
+
+
+def stored_pack(stored: StoredTensors, config: ModelConfig) -> Path | None:
+    """The directory of the shipped head for a model whose weights are not loaded."""
+    names = NORM_NAMES.get(config.architecture, NormNames())
+
+    def digest() -> str:
+        norms = names.attention, names.mlp
+        if not config.pre_norm:
+            norms = names.attention_post, names.mlp_post
+        layers = range(config.stack_size)
+        stacked = [
+            torch.stack([stored.tensor(f"model.layers.{layer}.{name}.weight") for layer in layers])
+            for name in norms
+        ]
+        every = [norm.float() + config.norm_offset for norm in (stored.tensor(NORM), *stacked)]
+        return norms_digest(config, *every)
+
+    return shipped_pack((config.num_layers, config.hidden_size, config.vocab_size), digest)
