@@ -26,6 +26,7 @@ def stats(tokens: int, total: float, **fields: Any) -> RequestStats:
         "preemptions": 0,
         "time_to_first_token_s": 0.5,
         "mean_exit_layer": 10.0,
+        "full_passes": 14,
     }
     return RequestStats(generated_tokens=tokens, total_s=total, **{**settings, **fields})
 
@@ -59,14 +60,19 @@ def test_nothing_is_said_of_what_is_not_known() -> None:
 
 
 def test_the_line_of_the_command_line() -> None:
-    line = saved([output(stats(21, 2.0, full_depth_s=5.0, drafted=8, accepted=6))], 2.0)
-    assert line == (
-        "10.5 tokens/s, full depth 4.2 on the same text (2.5x), 12.0 layers run a token (120% of "
-        "full depth's 10), 6 of 8 drafted tokens accepted and verified by all 10 layers"
+    both = [output(stats(21, 2.0, full_depth_s=5.0, drafted=8, accepted=6))]
+    assert saved(both, 2.0) == (
+        "2.5x full depth's, the same text: 10.5 tokens/s beside 4.2",
+        "14 passes of all 10 layers for 20 tokens, as 6 of 8 drafts were accepted",
     )
-    other = stats(21, 2.0, full_depth_s=5.0, contract="confident exit: no promise")
-    assert "full depth 4.2 on a text as long (2.5x)" in saved([output(other)], 2.0)
-    assert "full depth 4.2" not in saved([output(stats(21, 2.0))], 2.0)
+    early = stats(21, 2.0, full_depth_s=5.0, contract="confident exit: no promise", layers_run=130)
+    assert saved([output(early)], 2.0) == (
+        "2.5x full depth's, a text of its own: 10.5 tokens/s beside 4.2",
+        "6.5 of 10 layers run a token",
+    )
+    unknown = saved([output(stats(21, 2.0))], 2.0)
+    assert unknown == ("10.5 tokens/s", "all 10 layers for each token")
+    assert saved([output(stats(1, 2.0))], 2.0) == ("0.5 tokens/s", "the prompt alone")
 
 
 def test_passes_of_full_depth_are_measured_as_they_run(agreeing: eecore.Model) -> None:

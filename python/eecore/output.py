@@ -46,7 +46,10 @@ class RequestStats:
     time_to_first_token_s: float
     total_s: float
     mean_exit_layer: float
-    """Mean over the generated tokens; an accepted draft counts with the layer that drafted it."""
+    """Mean over the generated tokens; an accepted draft counts with all layers, which verified it.
+    """
+    full_passes: int
+    """Passes of all layers after the prompt's; drafts that are verified together share one."""
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache: no layer ran for them."""
     full_depth_s: float | None = None

@@ -103,27 +103,26 @@ def test_exit_modes_and_stats(talk: Talk) -> None:
     shown = talk("/stats", "a", "/exit-mode fixed:2", "b", "/exit-mode", "/stats")
     lines = shown.err.splitlines()
     assert lines[0] == "stats: after each answer"
-    assert "layers run a token (100% of full depth's 4)" in lines[1]
-    assert "mean exit layer" not in lines[1]
+    assert lines[1].endswith("; all 4 layers for each token")
     assert lines[2].startswith("exit mode: fixed exit after layer 2")
-    of_two = next(line for line in lines if "(50% of full depth's 4)" in line)
-    assert of_two.endswith("mean exit layer 2.00")
+    assert any(line.endswith("; 2.0 of 4 layers run a token") for line in lines)
     assert lines[-1] == "stats: not shown"
 
 
 def test_a_drafted_token_is_shown_as_verified(talk: Talk) -> None:
     options = ("-n", "60", "--ignore-eos", "--exit", "lookup", "--stats")
     said = talk("abc abc abc abc abc abc", options=options).err
-    assert re.search(r"tokens/s, full depth [\d.]+ on the same text \([\d.]+x\), ", said)
-    assert "mean exit layer" not in said
-    if "0 of" not in said and "drafted tokens accepted" in said:
-        assert "drafted tokens accepted and verified by all 4 layers" in said
+    assert re.match(r"[\d.]+x full depth's, the same text: [\d.]+ tokens/s beside [\d.]+; ", said)
+    assert re.search(r"; (\d+ pass(es)? of )?all 4 layers for ", said)
 
 
 def test_what_cannot_be_is_said(talk: Talk) -> None:
     assert "/nothing: expected one of /system" in error_of(talk("/nothing", code=USAGE))
     assert "/save: expected the name" in error_of(talk("/save", code=USAGE))
-    assert "--exit: expected full" in error_of(talk("/exit-mode deep", code=USAGE))
+    for said in ("deep", "confident:x", "draft-verify", "calibrated:state"):
+        error = error_of(talk(f"/exit-mode {said}", code=USAGE))
+        assert error.startswith("error: /exit-mode: expected ")
+        assert "--exit" not in error
     assert "exit_layer: expected 1..4" in error_of(talk("/exit-mode fixed:9", code=REQUEST))
     assert "expected at most 511" in error_of(talk("x" * 600, code=REQUEST))
     assert "temperature" in error_of(talk("a", options=("-t", "-1"), code=REQUEST))

@@ -42,6 +42,7 @@ def test_a_completion(server: Asker, intent: eecore.Model) -> None:
     assert usage["eecore"] == {
         "contract": "full: every layer",
         "num_layers": 12,
+        "full_passes": len(expected.token_ids) - 1,
         "mean_exit_layer": 12.0,
         "layers_run": 12 * (len(expected.token_ids) - 1),
         "layers_skipped": 0,

@@ -22,11 +22,12 @@ from eecore.cli.results import saved
 from eecore.console.depth import DepthPainter, has_colours, is_lossless, legend_of
 from eecore.console.exit_options import ExitOptions
 from eecore.console.failures import UsageError
+from eecore.console.line_breaks import LineBreaks
 from eecore.console.loading import MODEL_HELP, check_path
 from eecore.console.options import EngineOptions, option, takes_options
 from eecore.console.signals import SIGNALS
 from eecore.console.streams import say
-from eecore.errors import EecoreError, RequestError
+from eecore.errors import EecoreError, ExitError, RequestError
 from eecore.exit_text import parse_exit, usual_exit
 from eecore.exits import Auto, Full
 from eecore.files import write_text
@@ -195,7 +196,7 @@ class _Talk:
             say(f"error: {output.error}")
         if output.finish_reason == "length" and self.sampling.max_tokens is None:
             say("note: the answer was cut at the end of the context; /clear begins anew")
-        self.last = saved([output], time.perf_counter() - started)
+        self.last = "; ".join(saved([output], time.perf_counter() - started))
         if self.stats:
             say(self.last)
 
@@ -233,7 +234,10 @@ class _Talk:
 
     def _exit_mode(self, text: str) -> None:
         if text:
-            policy = ExitOptions(text).policy(self.directory)
+            try:
+                policy = parse_exit(text, self.directory)
+            except ExitError as error:
+                raise UsageError(f"/exit-mode: {str(error).removeprefix('exit: ')}") from None
             params = self.sampling.params(self.model, policy, None)
             prepare = self.model.shared_engine().engine.prepare
             prepare([0], exit=policy, sampling=replace(params, max_tokens=1))
@@ -299,13 +303,14 @@ class _Painted(AbstractContextManager["_Painted"]):
 
     def __init__(self, console: Console, painter: DepthPainter) -> None:
         self._console, self._painter = console, painter
+        self._words = LineBreaks(console.width)
 
     def __call__(self, tokens: list[int], layers: list[int], text: str) -> None:
-        painted = self._painter.add(tokens, layers, text)
+        painted = self._words.add(self._painter.add(tokens, layers, text))
         self._console.print(painted, end="", soft_wrap=True)
 
     def __exit__(self, *_error: object) -> None:
-        self._console.print()
+        self._console.print(self._words.rest(), soft_wrap=True)
 
 
 class _Rendered(AbstractContextManager["_Rendered"]):

@@ -18,6 +18,7 @@ from eecore.console.depth import (
     legend_of,
     said_depths,
 )
+from eecore.console.line_breaks import LineBreaks, whole_words
 from eecore.console.streams import say, says_all
 from eecore.output import Saved
 
@@ -67,10 +68,14 @@ class Results:
     def line(self, text: str | Text, end: str = "\n") -> None:
         """Print text and the end of its line."""
         if self._is_shared or isinstance(text, Text):
-            # soft_wrap: the terminal breaks lines, rich leaves the text alone.
+            # soft_wrap: rich breaks no lines.
             self.console.print(text, end=end, soft_wrap=True, highlight=False, markup=False)
         elif text or end:
             print(text, end=end, flush=True)
+
+    def words(self, text: str | Text) -> str | Text:
+        """A whole text, on a terminal with breaks between words."""
+        return whole_words(text, self.console.width) if self.console.is_terminal else text
 
     @property
     def has_paint(self) -> bool:
@@ -81,7 +86,7 @@ class Results:
     def explain(self) -> None:
         """Print what the colours mean, where colours are shown."""
         if self.policy is not None and self.has_paint:
-            self.line(legend_of(self.policy, self.model.config.num_layers))
+            self.line(self.words(legend_of(self.policy, self.model.config.num_layers)))
 
     def painter(self, prompt_ids: list[int]) -> DepthPainter | None:
         """The painter of the answer to a prompt; None where no colours are shown."""
@@ -121,14 +126,15 @@ class TextByPrompt(Results):
         words = " ".join(prompt.split()) if isinstance(prompt, str) else f"{len(prompt)} token ids"
         words = words if len(words) <= 60 else words[:57] + "..."
         lead = "\n" if index else ""
-        self.line(f"{lead}==> {index + 1}/{len(self.prompts)}: {words}")
+        self.line(self.words(f"{lead}==> {index + 1}/{len(self.prompts)}: {words}"))
         painter = self.painter(output.prompt_token_ids)
         if output.text is None:
             self.line(" ".join(map(str, output.token_ids)))
         elif painter is not None:
-            self.line(painter.add(output.token_ids, output.exit_layers, output.text))
+            painted = painter.add(output.token_ids, output.exit_layers, output.text)
+            self.line(self.words(painted))
         else:
-            self.line(output.text)
+            self.line(self.words(output.text))
             if said := self.depths(output.exit_layers):
                 self.line(said)
 
@@ -150,6 +156,7 @@ class StreamedText(Results):
         self._painter = None if isinstance(asked, str) else self.painter(asked)
         self._layers: list[int] = []
         self._written = ""
+        self._words = LineBreaks(self.console.width) if self.console.is_terminal else None
 
     def step(self, index: int, step: StepOutput) -> None:
         self._layers += step.exit_layers
@@ -166,6 +173,8 @@ class StreamedText(Results):
         if output.text is not None:  # the rest, held back until the end
             rest = output.text[len(self._written) :]
             self._put(rest if self._painter is None else self._painter.paint(rest))
+        if self._words is not None:
+            self.line(self._words.rest(), end="")
         if not self._written.endswith("\n"):
             print(flush=True)
         if said := self.depths(self._layers):
@@ -173,51 +182,45 @@ class StreamedText(Results):
 
     def _put(self, text: str | Text) -> None:
         self._written += str(text)
-        self.line(text, end="")
+        self.line(text if self._words is None else self._words.add(text), end="")
 
 
 def stats_dict(output: Output) -> dict[str, Any]:
     """A request's statistics and the figures derived from them."""
     stats = output.stats
     return {
+        "speedup": Saved.of([stats]).speedup,
         **asdict(stats),
         "draft_acceptance": stats.draft_acceptance,
         "tokens_per_s": stats.tokens_per_s,
-        "speedup": Saved.of([stats]).speedup,
         "inner_token_latency_s": stats.inner_token_latency_s,
     }
 
 
-def saved(outputs: list[Output], seconds: float) -> str:
-    """The cost of answers in one line: tokens/s and layers run, compared with full depth."""
-    took = Saved.of([output.stats for output in outputs], seconds)
-    tokens = sum(len(output.token_ids) for output in outputs)
-    num_layers = took.num_layers
-    said = f"{took.tokens_per_s:.1f} tokens/s"
+def saved(outputs: list[Output], seconds: float) -> tuple[str, str]:
+    """The speed of answers, as a multiple of full depth's where that is known, and the layers that
+    ran.
+    """
+    stats = [output.stats for output in outputs]
+    took = Saved.of(stats, seconds)
+    speed, num_layers = f"{took.tokens_per_s:.1f} tokens/s", took.num_layers
     if took.speedup is not None:
-        text = "the same text" if took.is_lossless else "a text as long"
-        said += f", full depth {took.full_depth_tokens_per_s:.1f} on {text} ({took.speedup:.1f}x)"
-    if took.layers_run is not None:
-        said += f", {took.layers_run:.1f} layers run a token ({took.layers_run / num_layers:.0%} "
-        said += f"of full depth's {num_layers})"
-    drafted = sum(output.stats.drafted for output in outputs)
-    accepted = sum(output.stats.accepted for output in outputs)
-    if drafted:
-        said += f", {accepted} of {drafted} drafted tokens accepted"
-    if _exits_early(outputs):
-        depth = sum(sum(output.exit_layers) for output in outputs)
-        said += f", mean exit layer {depth / tokens:.2f}"
-    elif accepted:
-        said += f" and verified by all {num_layers} layers"
-    return said
-
-
-def _exits_early(outputs: list[Output]) -> bool:
-    """Whether some token exited before the last layer and was not verified by all layers."""
-    return any(
-        not output.stats.is_lossless
-        and any(layer < output.stats.num_layers for layer in output.exit_layers)
-        for output in outputs
+        text = "the same text" if took.is_lossless else "a text of its own"
+        speed = f"{took.speedup:.1f}x full depth's, {text}: {speed} beside "
+        speed += f"{took.full_depth_tokens_per_s:.1f}"
+    if took.layers_run is None:
+        return speed, "the prompt alone"
+    if not took.is_lossless:
+        return speed, f"{took.layers_run:.1f} of {num_layers} layers run a token"
+    drafted = sum(each.drafted for each in stats)
+    if not drafted:
+        return speed, f"all {num_layers} layers for each token"
+    tokens = sum(max(each.generated_tokens - 1, 0) for each in stats)
+    passes = sum(each.full_passes for each in stats)
+    accepted = sum(each.accepted for each in stats)
+    return speed, (
+        f"{passes} pass{'es' * (passes != 1)} of all {num_layers} layers for {tokens} tokens, as "
+        f"{accepted} of {drafted} drafts were accepted"
     )
 
 
@@ -225,11 +228,13 @@ def print_stats(outputs: list[Output], seconds: float) -> None:
     """Print a table of statistics of all requests together, on stderr."""
     tokens = sum(len(output.token_ids) for output in outputs)
     first = max(output.stats.time_to_first_token_s for output in outputs)
+    speed, work = saved(outputs, seconds)
     for name, value in (
+        ("speed", speed),
+        ("work", work),
         ("mode", outputs[0].stats.contract),
         ("tokens", f"{tokens} new, {sum(o.stats.prompt_tokens for o in outputs)} of prompts"),
         ("first token", f"after {first:.2f} s"),
-        ("speed", saved(outputs, seconds)),
         ("ended by", ", ".join(sorted({output.finish_reason for output in outputs}))),
     ):
         say(f"{name:<13}{value}")

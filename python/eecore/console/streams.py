@@ -13,6 +13,8 @@ import sys
 from contextlib import suppress
 from typing import Any
 
+from eecore.console.line_breaks import whole_words
+
 OUTPUT_LOST, NO_READER = 1, 141
 
 
@@ -69,7 +71,9 @@ class _Diagnostics(io.TextIOWrapper):
 
 
 def say(line: str) -> None:
-    """Print a line on stderr, if it can be written there."""
+    """Print a line on stderr, if it can be written there; on a terminal it breaks between words."""
+    with suppress(OSError, ValueError):
+        line = whole_words(line, os.get_terminal_size(sys.stderr.fileno()).columns).plain
     try:
         print(line, file=sys.stderr, flush=True)
     except UnicodeEncodeError:

@@ -289,14 +289,21 @@ class Commits:
         count, first = len(sequence.output_ids), times.first_token
         total = now - times.arrived
         is_timed = 0 < times.timed_tokens >= TIMED * (count - 1)
+        num_layers, layers = self._num_layers, sequence.exit_layers
+        # The token after accepted drafts is of the pass that verified them; a text may end before.
+        passes = sum(layer == num_layers for layer in layers[1:])
+        if is_verified := sequence.contract.endswith("lossless"):
+            passes += count > 1 and layers[-1] < num_layers
+        depth = num_layers * count if is_verified else sum(layers)
         stats = RequestStats(
             contract=sequence.contract,
-            num_layers=self._num_layers,
+            num_layers=num_layers,
             prompt_tokens=len(sequence.given_ids),
             generated_tokens=count,
             time_to_first_token_s=(now if first is None else first) - times.arrived,
             total_s=total,
-            mean_exit_layer=sum(sequence.exit_layers) / count if count else 0.0,
+            mean_exit_layer=depth / count if count else 0.0,
+            full_passes=passes,
             cached_tokens=sequence.cached_tokens,
             full_depth_s=total + times.full_depth_s - times.timed_s if is_timed else None,
             **asdict(sequence.counters),

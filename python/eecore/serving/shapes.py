@@ -301,7 +301,7 @@ def usage(served: ServedModel, asked: Asked, outputs: Sequence[Output]) -> dict[
     generated = sum(len(output.token_ids) for output in outputs)
     stats = [output.stats for output in outputs]
     took = Saved.of(stats)
-    layers = sum(sum(output.exit_layers) for output in outputs)
+    depth = sum(each.mean_exit_layer * each.generated_tokens for each in stats)
     run = sum(each.layers_run for each in stats)
     # The first token comes with the prompt, at full depth.
     full = sum(max(each.generated_tokens - 1, 0) for each in stats) * served.num_layers
@@ -311,16 +311,17 @@ def usage(served: ServedModel, asked: Asked, outputs: Sequence[Output]) -> dict[
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
         "eecore": {
+            "speedup": took.speedup,
+            "lossless": took.is_lossless,
             "contract": stats[0].contract,
             "num_layers": served.num_layers,
-            "mean_exit_layer": layers / generated if generated else 0.0,
+            "full_passes": sum(each.full_passes for each in stats),
+            "mean_exit_layer": depth / generated if generated else 0.0,
             "layers_run": run,
             "layers_skipped": max(full - run, 0),
             "layers_per_token": took.layers_run,
             "tokens_per_s": took.tokens_per_s,
             "full_depth_tokens_per_s": took.full_depth_tokens_per_s,
-            "speedup": took.speedup,
-            "lossless": took.is_lossless,
             "drafted": sum(each.drafted for each in stats),
             "accepted": sum(each.accepted for each in stats),
         },

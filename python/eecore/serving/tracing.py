@@ -100,11 +100,12 @@ class RequestSpan:
         span, stats = self._span, [output.stats for output in outputs]
         reasons = [output.finish_reason for output in outputs]
         reasons += [outcome] if outcome is not None else []
-        layers = [layer for output in outputs for layer in output.exit_layers]
+        tokens = sum(each.generated_tokens for each in stats)
         span.set_attribute("gen_ai.response.finish_reasons", reasons)
-        span.set_attribute("gen_ai.usage.output_tokens", len(layers))
-        if layers:
-            span.set_attribute("eecore.mean_exit_layer", sum(layers) / len(layers))
+        span.set_attribute("gen_ai.usage.output_tokens", tokens)
+        if tokens:
+            depth = sum(each.mean_exit_layer * each.generated_tokens for each in stats)
+            span.set_attribute("eecore.mean_exit_layer", depth / tokens)
             first = min(each.time_to_first_token_s for each in stats if each.generated_tokens)
             span.set_attribute("eecore.time_to_first_token_s", first)
         span.set_attribute("eecore.drafted_tokens", sum(each.drafted for each in stats))

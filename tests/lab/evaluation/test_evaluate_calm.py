@@ -52,6 +52,7 @@ def made(
         time_to_first_token_s=first,
         total_s=total,
         mean_exit_layer=0.0,
+        full_passes=0,
     )
     ids = list(range(len(exit_layers)))
     return Output("", [1], ids, "", "stop", exit_layers, [], None, None, stats)
