@@ -22,7 +22,7 @@ CXX_SOURCES = $$(git ls-files --cached --others --exclude-standard '*.cpp' '*.h'
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1\t/' | expand -t 16
 
-demo:  ## real models in their modes, streamed, then timed beside full depth
+demo:  ## the shipped model in its modes, downloads none; ARGS=--chat adds SmolLM2
 	@$(SETUP)
 	@$(PYTHON_IN_VENV) scripts/demo.py $(ARGS)
 
