@@ -157,7 +157,8 @@ def test_a_field_of_the_tokenizer_that_is_not_read_is_named(tmp_path: Path) -> N
         (["<|eot_id|>", "<|eom_id|>"], 3, {}, (257, 258, 259)),
         (["<end_of_turn>", "other"], 3, {}, (257, 258)),
         (["<|end|>", "<|endoftext|>"], 4, {}, (257, 258, 259)),
-        (["<|eot_id|>", "<|im_end|>"], 1, {}, (257,)),
+        (["<|eot_id|>", "<|im_end|>"], 1, {}, (257, 258, 259)),
+        (["<｜end▁of▁sentence｜>", "a"], 1, {}, (257, 258)),
         (["a", "b"], 3, {"eot_token_id": 258, "eom_token_id": 259}, (257, 258, 259)),
     ],
 )
@@ -169,6 +170,10 @@ def test_tokens_that_end_a_turn(
     fields |= {"eos_token_id": 257, "eot_token_id": 257, **given}
     file = gguf_file(tmp_path, **{f"tokenizer.ggml.{name}": v for name, v in fields.items()})
     assert GGUFCheckpoint(file).config.eos_token_ids == ends
+    tokenizer = load_tokenizer(file, 320)
+    assert tokenizer is not None
+    for end in ends[1:]:
+        assert tokenizer.encode(tokens[end], add_special_tokens=False) == [end]
     assert read_config(convert_gguf(file, tmp_path / "out")).eos_token_ids == ends
 
 

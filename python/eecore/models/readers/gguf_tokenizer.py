@@ -57,9 +57,15 @@ END_TOKENS = frozenset(
         "<EOT>",
         "_<EOT>",
         "[EOT]",
+        "<|return|>",
+        "<|call|>",
+        "<|calls|>",
+        "<|flush|>",
+        "<｜end▁of▁sentence｜>",
     )
 )
-"""Names of tokens that end a text or a turn if they are special tokens, as in llama.cpp."""
+"""Names of tokens that end a text or a turn. They are control tokens whatever the file says, as in
+llama.cpp: files have them as ordinary tokens by mistake."""
 TOKEN_IDS = (
     *ROLES.values(),
     *ENDS,
@@ -157,16 +163,11 @@ SPLITS = {
 
 def special_token_ids(file: GGUFFile, vocab_size: int) -> tuple[int | None, list[int]]:
     """The beginning-of-sequence id, and the ids that end generation: ids in the file's fields, then
-    special tokens in :data:`END_TOKENS`."""
+    tokens in :data:`END_TOKENS`."""
     fields = file.fields_under(PREFIX)
     bos, *ends = (_token_id(fields, name, vocab_size) for name in ("bos_token_id", *ENDS))
     tokens = fields.texts("tokens", (), most=vocab_size)
-    types = fields.integers("token_type", default=(), most=vocab_size)
-    by_name = [
-        index
-        for index, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind in (CONTROL, USER_DEFINED) and token in END_TOKENS
-    ]
+    by_name = [index for index, token in enumerate(tokens) if token in END_TOKENS]
     return bos, list(dict.fromkeys(token for token in (*ends, *by_name) if token is not None))
 
 
@@ -215,6 +216,8 @@ class _Vocabulary:
         types = fields.integers("token_type", default=(), most=vocab_size)
         if types and len(types) != len(tokens):
             raise fields.wrong("token_type", f"{len(tokens)}, one a token", len(types))
+        pairs = zip(tokens, types, strict=False)
+        types = tuple(CONTROL if token in END_TOKENS else given for token, given in pairs)
         return cls(kind, fields, tokens, types)
 
     def named(self, name: str) -> str | None:
