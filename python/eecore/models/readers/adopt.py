@@ -96,7 +96,8 @@ class HeldTensors(StoredTensors):
 class Adopted:
     """Weights of a model over tensors that another owner also uses.
 
-    Each tensor becomes a view of the weights, so that writing into it changes them at once. If the
+    Each tensor gets the memory of its part of the weights, as a storage of its own size, so that
+    writing into it changes them at once, and saving it writes no other weights. If the
     dtype differs, as for the position biases of a T5 in bfloat16, or an offset is added, as to the
     norms of a Gemma, there is a copy instead, which :meth:`refresh` brings up to date.
 
@@ -140,9 +141,11 @@ class Adopted:
             self._views = views | dict.fromkeys(aliases, views[embeddings])
             for name, view in self._views.items():
                 view.fill(tensors[name])
+            shared: dict[int, Tensor] = {}
             for name, view in self._views.items():
                 if not _is_copy(view, tensors[name]):
-                    tensors[name].data = view.weight
+                    place = view.weight.data_ptr()
+                    tensors[name].data = shared.setdefault(place, _alone(view.weight))
         self._tensors: dict[str, Tensor] = {name: tensors[name] for name in self._views}
         self._layouts = {name: _layout(tensor) for name, tensor in self._tensors.items()}
 
@@ -176,6 +179,11 @@ class Adopted:
 def _is_copy(view: WeightView, tensor: Tensor) -> bool:
     """Whether a view is a copy of its tensor, not the same memory."""
     return view.offset != 0 or tensor.dtype != view.weight.dtype
+
+
+def _alone(view: Tensor) -> Tensor:
+    """The same memory as a view, in a storage that ends with it: ``torch.save`` writes storages."""
+    return torch.from_dlpack(view)
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
