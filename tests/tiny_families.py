@@ -55,6 +55,7 @@ GRANITE = {
     "logits_scaling": 3.0,
 }
 ALL_ATTENTION = ["full_attention"] * 4
+ALL_SLIDING = ["sliding_attention"] * 4
 
 # A config class of transformers and its fields, by the names of families and their shapes.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -110,6 +111,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 21,
         },
     ),
+    "ministral": (
+        "MinistralConfig",
+        {**HEADS, "sliding_window": 7, "layer_types": [*ALL_SLIDING[:3], "full_attention"]},
+    ),
     "ministral3": ("Ministral3Config", {**HEADS, "rope_parameters": YARN}),
     "mimo": ("Qwen2Config", {}),
 }
@@ -136,11 +141,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 """Further shapes: a family, and the fields that differ."""
 
 
-def make_oracle(family: str, seed: int = 0) -> Any:
-    """The model of transformers, in float32."""
+def make_oracle(family: str, seed: int = 0, **more: Any) -> Any:
+    """The model of transformers, in float32; with more fields of its config."""
     base, changes = SHAPES.get(family, (family, {}))
     kind, fields = FAMILIES[base]
-    config = getattr(transformers, kind)(**copy.deepcopy({**SIZES, **fields, **changes}))
+    config = getattr(transformers, kind)(**copy.deepcopy({**SIZES, **fields, **changes, **more}))
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -27,7 +27,15 @@ from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
 from eecore.models.readers.gguf_file import GGUFFile
 from eecore.models.readers.gguf_tokenizer import build_tokenizer
 from tiers import in_all
-from tiny_families import FAMILIES, SHAPES, make_oracle, write_family, write_family_gguf
+from tiny_families import (
+    ALL_ATTENTION,
+    ALL_SLIDING,
+    FAMILIES,
+    SHAPES,
+    make_oracle,
+    write_family,
+    write_family_gguf,
+)
 from tiny_models import random_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -230,7 +238,11 @@ def test_a_whole_matrix_of_fewer_bits_is_quantised_as_its_parts_alone_are(writte
 
 
 @pytest.mark.parametrize(
-    "family", [*FAMILIES, *in_all("olmo2_odd", "olmo3_no_gqa", "granite_tied", "phi3_plain")]
+    "family",
+    [
+        *(family for family in FAMILIES if family != "ministral"),  # no architecture of GGUF
+        *in_all("olmo2_odd", "olmo3_no_gqa", "granite_tied", "phi3_plain"),
+    ],
 )
 def test_a_gguf_file_gives_the_same_tokens(family: str, written: Any, tmp_path: Path) -> None:
     directory, _ = written(family)
@@ -303,12 +315,37 @@ def test_a_longrope_has_its_long_factors_where_texts_may_be_long(written: Any) -
         torch.testing.assert_close(got, expected, rtol=0, atol=2 * TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "olmo3", "phi3", "granite4"])
-def test_a_model_that_transformers_holds(family: str) -> None:
-    oracle = make_oracle(family)
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        *((family, {}) for family in ("gemma3", "olmo3", "phi3", "granite4", "ministral")),
+        # layers that are all of one kind
+        *(
+            (family, {"layer_types": kinds})
+            for family in ("gemma2", "gemma3", "olmo3", "ministral")
+            for kinds in (ALL_ATTENTION, ALL_SLIDING)
+        ),
+        ("gemma3", {"num_hidden_layers": 1}),
+        ("ministral", {"layer_types": None}),
+        *(("smollm3", {"no_rope_layers": [flag] * 4}) for flag in (0, 1)),
+        *(
+            ("mimo", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": first})
+            for first in (0, 4)
+        ),
+    ],
+)
+def test_a_model_that_transformers_holds(
+    family: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    oracle = make_oracle(family, **fields)
     expected = greedy(oracle, PROMPTS[2])
+    oracle.save_pretrained(tmp_path)
+    assert generated(eecore.load(tmp_path, **CACHE))[2] == expected
     model = from_transformers(oracle, kv_cache_tokens=256)
     assert generated(model)[2] == expected
+    ids = torch.tensor(PROMPTS[2:3])
+    call = {"max_new_tokens": NEW, "custom_generate": eecore.generate_for_transformers}
+    assert oracle.generate(ids, **call, exit="full")[0, len(PROMPTS[2]) :].tolist() == expected
     assert greedy(oracle, PROMPTS[2]) == expected
 
 

@@ -52,6 +52,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("Qwen2ForCausalLM", "Qwen2Config", SIZES),
     ("Qwen2ForCausalLM", "Qwen2Config", {**SIZES, "use_sliding_window": True}),
     ("Qwen3ForCausalLM", "Qwen3Config", {**SIZES, "use_sliding_window": True}),
+    ("MinistralForCausalLM", "MinistralConfig", SIZES),
     ("Ministral3ForCausalLM", "Ministral3Config", SIZES),
     ("Gemma2ForCausalLM", "Gemma2Config", SIZES),
     ("Gemma3ForCausalLM", "Gemma3TextConfig", SIZES),

@@ -33,6 +33,7 @@ DECODERS = (
     "Olmo3ForCausalLM",
     "GraniteForCausalLM",
     "Phi3ForCausalLM",
+    "MinistralForCausalLM",
     "Ministral3ForCausalLM",
 )
 ENCODER_DECODERS = ("T5ForConditionalGeneration",)

@@ -59,6 +59,12 @@ class Family:
 
 _LLAMA_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
 _LLAMA_FLAGS = frozenset({"attention_bias", "mlp_bias"})
+_MISTRAL: dict[str, Any] = {
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+    **_LLAMA_TOKENS,
+}
 _GEMMA: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "num_key_value_heads": 4,
@@ -99,16 +105,8 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         {"max_position_embeddings": 2048, **_LLAMA_TOKENS}, flags=_LLAMA_FLAGS
     ),
-    "MistralForCausalLM": Family(
-        {
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-            "sliding_window": 4096,
-            **_LLAMA_TOKENS,
-        },
-        flags=frozenset(),
-        windows="all",
-    ),
+    "MistralForCausalLM": Family(_MISTRAL, flags=frozenset(), windows="all"),
+    "MinistralForCausalLM": Family(_MISTRAL, flags=frozenset(), windows="all"),
     "Ministral3ForCausalLM": Family(
         {
             "max_position_embeddings": 262144,

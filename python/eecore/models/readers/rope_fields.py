@@ -72,8 +72,8 @@ def read_ropes(
         rope = _of_all_layers(fields, family, head_dim, max_position)
         return (rope,), tuple(0 if rotates else None for rotates in layers)
     full, sliding = _by_kind(fields, family, head_dim, max_position)
-    if full == sliding:
-        return (full,), (0,) * len(slides)
+    if full == sliding or len(set(slides)) == 1:  # one is enough
+        return (sliding if slides[0] else full,), (0,) * len(slides)
     return (full, sliding), tuple(int(slide) for slide in slides)
 
 
