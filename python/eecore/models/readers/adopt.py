@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from eecore.config import AnyModelConfig
 from eecore.errors import ModelError
@@ -183,7 +184,7 @@ def _is_copy(view: WeightView, tensor: Tensor) -> bool:
 
 def _alone(view: Tensor) -> Tensor:
     """The same memory as a view, in a storage that ends with it: ``torch.save`` writes storages."""
-    return torch.from_dlpack(view)
+    return from_dlpack(view)
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
