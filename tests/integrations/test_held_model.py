@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,6 +228,39 @@ def test_a_model_goes_on_training_after_inference_mode(directory: Path) -> None:
     model.train()(IDS, labels=IDS).loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert_followed(model)
+
+
+def saved_sizes(model: PreTrainedModel, directory: Path) -> dict[str, int]:
+    """Bytes of what torch and safetensors write of a model and of its parts."""
+    state = model.state_dict()
+    parts = {
+        "a layer": {name: each for name, each in state.items() if ".1." in name},
+        "a matrix": model.get_input_embeddings().weight.detach(),
+        "norms": {name: each for name, each in state.items() if "norm" in name},
+        "a half": next(each for each in state.values() if each.dim() == 2)[::2],
+        "all": state,
+        "the module": model,
+        "a copy": copy.deepcopy(model),
+    }
+    sizes = {}
+    for name, part in parts.items():
+        file = io.BytesIO()
+        torch.save(part, file)
+        sizes[name] = file.tell()
+    model.save_pretrained(directory)
+    return sizes | {each.name: each.stat().st_size for each in directory.iterdir()}
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "t5", "mt5"])
+def test_what_is_saved_is_as_large_as_before(directory: Path, family: str, tmp_path: Path) -> None:
+    model = loaded(directory / family)
+    before = saved_sizes(model, tmp_path / "before")
+    model.generate(IDS, **CALL, **EARLY)
+    after = saved_sizes(model, tmp_path / "after")
+    assert after == pytest.approx(before, rel=0.01)
+    again = type(model).from_pretrained(tmp_path / "after")
+    for name, each in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], each), name
 
 
 def test_eecores_model_says_that_it_has_become_another(directory: Path) -> None:

@@ -116,7 +116,7 @@ def from_transformers(
 ) -> Model:
     """A transformers model as :func:`eecore.load` would return it, on its own weights.
 
-    The model's parameters become views of eecore's weights, which hold all layers one after the
+    The model's parameters get the memory of eecore's weights, which hold all layers one after the
     other. The model goes on working, there is no second copy, and what is written into the
     parameters, by training or by merging an adapter, is written into eecore's weights. Each request
     checks the model. Where it has changed in another way, as by ``model.to(...)`` or a new LM head,
