@@ -2,8 +2,8 @@
 # Packed rows in transformers 5.24.0: several texts in one row, told apart by position_ids that
 # begin at 0 again.
 #
-# Expected: the mask keeps the texts apart wherever position_ids show them.
-# Behaviour: only with use_cache=False and without an attention mask. With the default
+# Guess: the mask keeps the texts apart wherever position_ids show them.
+# Seen: only with use_cache=False and without an attention mask. With the default
 #   use_cache=True, in training mode too, or with a mask of ones, which masks nothing, the second
 #   text sees the first one, and nothing says so.
 #

@@ -131,9 +131,13 @@ def enforceable(schema: Any) -> Any:
     that describe an object in several places (allOf, a $ref beside properties) are left open.
 
     Raises:
-        GuideError: a number of a value or a bound is beyond 2^53: a double does not hold it.
+        GuideError: a number of a value or a bound is beyond 2^53, which a double does not hold, or
+            the schema is too deep.
     """
-    return _enforceable(schema, closes=not _is_combined(schema))
+    try:
+        return _enforceable(schema, closes=not _is_combined(schema))
+    except RecursionError:
+        raise GuideError("guide: expected a schema that is less deep") from None
 
 
 def _enforceable(schema: Any, *, closes: bool, is_named: bool = False) -> Any:
@@ -160,7 +164,9 @@ def _enforceable(schema: Any, *, closes: bool, is_named: bool = False) -> Any:
 def _has_properties(schema: Mapping[str, Any]) -> bool:
     """Whether a schema names properties, all that it requires among them."""
     given, required = schema.get("properties"), schema.get("required", [])
-    return isinstance(given, Mapping) and isinstance(required, list) and {*required} <= {*given}
+    if not isinstance(given, Mapping) or not isinstance(required, list):
+        return False
+    return all(isinstance(name, str) and name in given for name in required)
 
 
 def _is_combined(schema: Any) -> bool:

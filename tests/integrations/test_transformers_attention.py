@@ -332,3 +332,11 @@ def test_training_is_refused(tmp_path: Path) -> None:
     ours = loaded(write_model(tmp_path), eecore.register_attention())
     with pytest.raises(RequestError, match="has no gradients"):
         ours(torch.tensor([[1, 2, 3]]))
+
+
+def test_a_mask_function_that_holds_itself_is_named_once() -> None:
+    def itself(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (key % 2 == 0) & (itself is not None)
+
+    with pytest.raises(RequestError, match="each query with eecore, got test_a_mask_function"):
+        seen_keys(1, 4, 4, mask_function=itself)

@@ -208,7 +208,7 @@ def test_nan_comes_out_where_it_went_in(
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("num_q_heads", [1, 4])
-def test_queries_match_where_an_unseen_value_is_infinite_as_does_the_reference(
+def test_values_of_unseen_keys_match_the_reference(
     num_q_heads: int, value: float, device: torch.device
 ) -> None:
     call = random_call(AttentionCase((40,), (56,), num_q_heads, 1, 64, 16), torch.bfloat16, device)

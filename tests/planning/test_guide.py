@@ -362,11 +362,12 @@ def test_a_proposal_ends_where_it_may_not_go_on(tiny: eecore.Model) -> None:
                 {"$defs": {"minimum": {"minimum": 2**64}}},
             )
         ),
+        (lambda: Guide.json_schema(nested(300)), "guide: expected a schema that is less deep"),
         (lambda: Guide.json_schema("{"), "guide: expected a JSON schema, got: Expecting"),
         (lambda: Guide.json_schema({"const": {1, 2}}), "guide: expected what JSON can say, got"),
         (lambda: Guide.json_schema({"const": float("nan")}), "guide: expected what JSON can say"),
         (lambda: Guide.json_schema('{"a":' * 9999), "guide: expected a JSON schema, got"),
-        (lambda: Guide.json_schema('{"not":' * 400 + "{}" + "}" * 400), "guide: expected a json"),
+        (lambda: Guide.json_schema('{"not":' * 400 + "{}" + "}" * 400), "guide: expected a "),
         (lambda: Guide.choice([]), r"guide: expected 1\.\.4096 choices, none empty, got \[\]"),
         (lambda: Guide.choice("abc"), r"guide: expected 1\.\.4096 choices, none empty, got 'abc'"),
         (lambda: Guide.choice(["a", ""]), r"guide: expected 1\.\.4096 choices, none empty"),
@@ -401,6 +402,14 @@ def test_formats_that_are_not_known_are_annotations(tiny: eecore.Model) -> None:
     assert re.fullmatch(r'"\d{4}-\d\d-\d\d"', output.text or "")
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """A schema within schemas."""
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"anyOf": [schema]}
+    return schema
+
+
 def test_objects_are_closed_unless_a_schema_opens_them() -> None:
     inner = {"properties": {"b": {"type": "string"}, "properties": {}}, "required": ["b"]}
     schema = {"type": "object", "properties": {"a": inner}, "$defs": {"it": inner}}
@@ -414,6 +423,7 @@ def test_objects_are_closed_unless_a_schema_opens_them() -> None:
         {**inner, "additionalProperties": {"type": "integer"}},
         {**inner, "patternProperties": {"x": {}}},
         {**inner, "required": ["b", "c"]},
+        {**inner, "required": [{}]},
         {"allOf": [inner, {"properties": {"c": {}}}]},
         {"properties": {"a": inner}, "anyOf": [inner]},
     ):

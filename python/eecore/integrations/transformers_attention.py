@@ -80,35 +80,50 @@ def seen_keys(
             **more,
         )
         assert mask is not None
-        names = " with ".join(dict.fromkeys(_names(mask_function)))
-        found.append(_ranges(mask, names if is_plain else f"{names} and padding"))
+        part = _ranges(mask)
+        if part is None:
+            names = " with ".join(dict.fromkeys(_names(mask_function, set())))
+            raise _has_holes(names if is_plain else f"{names} and padding")
+        found.append(part)
     return torch.cat(found, dim=2)
 
 
-def _names(function: Any) -> Iterator[str]:
-    """The functions that a mask is made of, by the names of those that make them."""
+def _names(function: Any, seen: set[int]) -> Iterator[str]:
+    """The functions that a mask is made of, by the names of those that make them.
+
+    Args:
+        seen: ids of functions that are named already; one may hold itself.
+    """
+    if id(function) in seen:
+        return
+    seen.add(id(function))
     parts: list[Any] = []
     for cell in getattr(function, "__closure__", None) or ():
         held = cell.cell_contents
         parts += held if isinstance(held, tuple) else [held]
     inner = [part for part in parts if callable(part)]
     for part in inner:
-        yield from _names(part)
+        yield from _names(part, seen)
     if not inner:
         yield str(getattr(function, "__qualname__", function)).split(".")[0]
 
 
-def _ranges(mask: Tensor, name: str) -> Tensor:
-    """The ranges of :func:`seen_keys`, of a bool mask [batch_size, 1, q_length, kv_length]."""
+def _ranges(mask: Tensor) -> Tensor | None:
+    """The ranges of :func:`seen_keys`, of a bool mask [batch_size, 1, q_length, kv_length]; None
+    where a query sees keys that are not next to each other.
+    """
     begins = mask.clone()
     begins[..., 1:] &= ~mask[..., :-1]
     if bool((begins.sum(-1) > 1).any()):
-        raise RequestError(
-            f"attention_mask: expected keys next to each other for each query with {NAME}, "
-            f"got {name}"
-        )
+        return None
     first = begins.byte().argmax(-1)
     return torch.stack((first, first + mask.sum(-1)), dim=-1).int()
+
+
+def _has_holes(name: str) -> RequestError:
+    return RequestError(
+        f"attention_mask: expected keys next to each other for each query with {NAME}, got {name}"
+    )
 
 
 def attend(
@@ -267,7 +282,10 @@ def _checked(mask: Tensor, batch: int, q_length: int, kv_length: int) -> Tensor:
             mask = mask == 0
         elif mask.dtype != torch.bool:
             raise RequestError(f"attention_mask: expected bool or floats, got {mask.dtype}")
-        mask = _ranges(mask, "a mask of the caller with holes")
+        seen = _ranges(mask)
+        if seen is None:
+            raise _has_holes("a mask of the caller with holes")
+        mask = seen
     return mask if len(mask) == batch else mask.expand(batch, -1, -1, -1)
 
 
