@@ -335,7 +335,7 @@ def test_training_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_mask_function_that_holds_itself_is_named_once() -> None:
-    def itself(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    def itself(_batch: Any, _head: Any, _query: Any, key: Any) -> Any:
         return (key % 2 == 0) & (itself is not None)
 
     with pytest.raises(RequestError, match="each query with eecore, got test_a_mask_function"):

@@ -94,14 +94,12 @@ def _names(function: Any, seen: set[int]) -> Iterator[str]:
     Args:
         seen: ids of functions that are named already; one may hold itself.
     """
-    if id(function) in seen:
-        return
     seen.add(id(function))
     parts: list[Any] = []
     for cell in getattr(function, "__closure__", None) or ():
         held = cell.cell_contents
         parts += held if isinstance(held, tuple) else [held]
-    inner = [part for part in parts if callable(part)]
+    inner = [part for part in parts if callable(part) and id(part) not in seen]
     for part in inner:
         yield from _names(part, seen)
     if not inner:
