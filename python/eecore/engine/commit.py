@@ -291,7 +291,7 @@ class Commits:
         is_timed = 0 < times.timed_tokens >= TIMED * (count - 1)
         num_layers, layers = self._num_layers, sequence.exit_layers
         # The token after accepted drafts is of the pass that verified them; a text may end before.
-        passes = sum(layer == num_layers for layer in layers[1:])
+        passes = layers[1:].count(num_layers)
         if is_verified := sequence.contract.endswith("lossless"):
             passes += count > 1 and layers[-1] < num_layers
         depth = num_layers * count if is_verified else sum(layers)
