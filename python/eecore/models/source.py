@@ -84,15 +84,18 @@ def model_digest(directory: Path) -> str:
     For a GGUF file, the SHA-256 of that file, or of all parts if it is the first of several.
     """
     digest = hashlib.sha256()
-    if directory.is_dir():
-        files = sorted(directory.glob("model*.safetensors"))
-    else:
-        files = [directory, *(part for part in part_files(directory) if part.is_file())]
-    for path in dict.fromkeys(files):
+    for path in weight_files(directory):
         with regular_file(path, ModelError).open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The weight files of a model directory by name, or a GGUF file with its other parts."""
+    if path.is_dir():
+        return sorted(path.glob("model*.safetensors"))
+    return list(dict.fromkeys([path, *(part for part in part_files(path) if part.is_file())]))
 
 
 def part_files(path: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from starlette.responses import FileResponse
 import eecore
 from eecore.depth_colours import depth_colour
 from eecore.exits import Exit, Full
+from eecore.models.source import weight_files
 from eecore.serving.refusals import ApiError
 from eecore.serving.served import ServedModel
 
@@ -18,12 +19,11 @@ KINDS = {
     "index.html": "text/html",
     "page.css": "text/css",
     "page.js": "text/javascript",
-    "markdown.js": "text/javascript",
 }
 CHAT: dict[str, Any] = {
     "hello": "What would you like to know?",
-    "says": "Colours show how each word was made. Under an answer you see how much faster it was "
-    "than with all layers for every token.",
+    "says": "Under an answer stands its speed. Words that were drafted, or that exited before the "
+    "last layer, have a colour.",
     "prompts": [
         "Explain to a ten-year-old why the sky is blue.",
         "Write a Python function that checks whether a word is a palindrome, with an example.",
@@ -34,7 +34,7 @@ CHAT: dict[str, Any] = {
 HOME: dict[str, Any] = {
     "hello": "Tell a home what to do.",
     "says": "This small model ships with eecore: it turns what you say to a home into a command. "
-    "To talk, serve a chat model: eecore serve HuggingFaceTB/SmolLM2-135M-Instruct",
+    "It does not chat: for that, serve another one.",
     "prompts": [
         "turn the kitchen lights down to 20 percent",
         "play some jazz in the kitchen",
@@ -65,8 +65,8 @@ def page_file(name: str) -> FileResponse:
 
 
 def about(served: ServedModel) -> dict[str, Any]:
-    """The model's name, how it is introduced, the colour of each exit layer from 0, and the
-    policies that suit it.
+    """The model's name and file, how it is introduced, the colour of each exit layer from 0, and
+    the policies that suit it.
     """
     layers = range(served.num_layers + 1)
     depths = served.depths
@@ -74,6 +74,7 @@ def about(served: ServedModel) -> dict[str, Any]:
     is_home = depths.policies.directory == eecore.default_model()
     return {
         "model": served.name,
+        "facts": _facts(served),
         "num_layers": served.num_layers,
         "max_model_len": served.max_model_len,
         "colours": [depth_colour(layer, 1, served.num_layers) for layer in layers],
@@ -82,6 +83,19 @@ def about(served: ServedModel) -> dict[str, Any]:
         "policies": [_mode(said, depths.policies.of(said)) for said in policies],
         **(HOME if is_home else CHAT),
     }
+
+
+def _facts(served: ServedModel) -> str:
+    """The weight file of a model, its size, and its bits for each weight."""
+    source = served.model.network.source
+    files = weight_files(source.directory) if source is not None else []
+    if source is None or not files:
+        return ""
+    name = files[0].name if len(files) == 1 else f"{len(files)} files"
+    size = sum(file.stat().st_size for file in files)
+    bits = 8 * size / served.model.config.num_parameters
+    run = f", run in {source.weights}" if source.weights else ""
+    return f"{name}, {size / 1e6:,.1f} MB, {bits:.1f} bits a weight{run}"
 
 
 def _mode(said: str, policy: Exit) -> dict[str, Any]:

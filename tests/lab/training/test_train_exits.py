@@ -131,6 +131,12 @@ def test_a_head_and_what_is_said_of_it(trained: Path) -> None:
     assert about["policy"]["num_drafts"] >= 1
 
 
+def test_answers_under_way_are_finished_and_no_more_begin(trained: Path) -> None:
+    """As --tokens says: 64 answers at once, of at most 16 tokens here."""
+    tokens = sum(len(line["answer"]) for line in lines_of(trained / "work" / "answers.jsonl")[1:])
+    assert 1400 <= tokens < 1400 + 64 * 16
+
+
 def test_training_brings_agreement(trained: Path) -> None:
     agreement = json.loads((trained / "head.json").read_text())["agreement"]["by_position"][0]
     assert agreement > 5 / 120

@@ -45,7 +45,13 @@ class Answers:
     own_questions: bool = option(
         False, "Questions that the model thinks of, and others about its answers."
     )
-    tokens: int = option(500_000, "Tokens of answers to learn from.", min=1, max=1 << 34)
+    tokens: int = option(
+        500_000,
+        "Tokens of answers to learn from, at least: no answer begins after as many, but the up to "
+        "64 that are under way are finished.",
+        min=1,
+        max=1 << 34,
+    )
     answer_tokens: int = option(256, "Tokens of an answer, at most.", min=3)
     work: Path | None = option(None, "Where answers and states are kept.", show_default="OUT/work")
     also: list[Path] | None = option(

@@ -66,7 +66,14 @@ class Run(Kept, Rates):
         show_default="32, or 8 texts",
     )
     resume: bool = option(False, "Continue with the files in the work directory.")
-    minutes: float | None = option(None, "Training time, instead of --epochs.", min=0.001, max=1e6)
+    minutes: float | None = option(
+        None,
+        "Time of the training steps, instead of --epochs: as many as fit by the time of three that "
+        "are measured first. Writing and reading answers, evaluations and saves take time beyond "
+        "it.",
+        min=0.001,
+        max=1e6,
+    )
     epochs: float | None = option(
         None, "Passes over the text.", min=0.001, max=1e6, show_default="4"
     )

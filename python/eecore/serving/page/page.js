@@ -1,12 +1,12 @@
-// A chat that shows how each token was made, and the speed that it gained.
-
-import { blocksOf } from "./markdown.js";
+// A chat that shows which tokens were drafted or exited early, and the speed that this gained.
 
 const MAX_TOKENS = 512; // tokens of an answer, unless the settings have another limit
 const WARM_TOKENS = 64; // tokens of an answer that warms up and is not shown
+const RACE_SECONDS = 1; // a shorter run is repeated, and its median counts
+const RACE_RUNS = 5;
 
 const at = (id) => document.getElementById(id);
-const state = { about: null, messages: [], running: null, seen: new Set(), warm: new Set() };
+const state = { about: null, messages: [], running: null, warm: new Set() };
 
 function element(kind, name, text) {
   const made = document.createElement(kind);
@@ -15,78 +15,62 @@ function element(kind, name, text) {
   return made;
 }
 
-// Modes in words
+// Modes in words: a name, and a description.
 
 const WORDS = {
   full: () => ["Full depth", "all layers for every token"],
-  auto: () => ["Auto", "drafts where that is faster, same text"],
-  head: () => ["Draft head", "a small head drafts, same text"],
-  lookup: () => ["Text lookup", "drafts what stood before, same text"],
-  speculative: (layer) => [`${layer} layers draft`, "the others verify, same text"],
-  "draft-verify": () => ["Thinned drafts", "all layers verify, same text"],
-  fixed: (layer) => [`Only ${layer} layers`, "the others never run"],
-  confident: (sure) => [`Early exit at ${Math.round(100 * sure)}%`, "once a layer is that sure"],
+  auto: () => ["Auto", "drafts where that is faster; the text is full depth's"],
+  head: () => ["Draft head", "a small head drafts, all layers verify"],
+  lookup: () => ["Text lookup", "drafts what stood before, all layers verify"],
+  speculative: (layer) => [`${layer} layers draft`, "all layers verify"],
+  "draft-verify": () => ["Thinned drafts", "all layers verify"],
+  fixed: (layer) => [`Only ${layer} layers`, "the others never run; the text may differ"],
+  confident: (sure) => [`Exit at ${Math.round(100 * sure)}%`, "once a layer is sure; the text may differ"],
   calibrated: (measure) => [
-    `Early exit (${measure || "softmax"})`,
-    "once a layer is sure, by a measured threshold",
+    `Exit by ${measure || "softmax"}`,
+    "once a layer is sure, by a measured threshold; the text may differ",
   ],
 };
 
-// A mode's name, and a description.
 function wordsOf(exit) {
   const [name, rest] = exit.split(":");
   return WORDS[name]?.(...(rest ?? "").split(",")) ?? [exit, "a mode of your own"];
 }
 
-function knownMode(exit) {
-  return state.about.policies.find((mode) => mode.exit === exit);
+const modeOf = (exit) => state.about.policies.find((mode) => mode.exit === exit);
+const isRacing = () => at("race").getAttribute("aria-pressed") === "true";
+
+function showMode() {
+  const chosen = isRacing() ? [at("mode").value, at("rival").value] : [at("mode").value];
+  at("means").textContent = chosen.map((exit) => wordsOf(exit).join(": ")).join(" · ");
 }
 
-function offer(menu, exit) {
-  if ([...menu.options].some((option) => option.value === exit)) return;
-  const [label, words] = wordsOf(exit);
-  const option = element("option", "", `${label}: ${words}`);
-  option.value = exit;
-  menu.append(option);
-}
-
-// The meaning of the colours in the shown answers and the next one.
+// The meaning of the colours that are shown; nothing where there are none.
 function showLegend() {
-  const { num_layers: layers, colours } = state.about;
-  const next = isRacing() ? [at("rival").value] : [];
-  const modes = new Set([...state.seen, at("mode").value, ...next]);
-  const known = [...modes].map((exit) => knownMode(exit) ?? { lossless: false, lowest: 1 });
+  const { num_layers: layers, colours, policies } = state.about;
+  const shown = (kind) => at("conversation").querySelector(`.text .${kind}`);
   const parts = [];
-  if (known.some((mode) => mode.lossless)) {
-    if (known.some((mode) => mode.lossless && mode.exit !== "full")) {
-      parts.push(element("span", "key drafted", `drafted, and verified by all ${layers} layers`));
-    }
-    parts.push(element("span", "key whole", `computed by all ${layers} layers`));
+  if (shown("drafted")) {
+    parts.push(element("span", "key", `drafted, and verified by all ${layers} layers`));
   }
-  const early = known.filter((mode) => !mode.lossless);
-  if (early.length) {
-    const lowest = Math.min(...early.map((mode) => mode.lowest), layers);
-    const scale = element("span", "scale", `left after layer ${lowest}`);
+  if (shown("early")) {
+    const lowest = Math.min(...policies.filter((mode) => !mode.lossless).map((mode) => mode.lowest));
+    const scale = element("span", "scale", `exited after layer ${lowest} `);
     const bar = scale.appendChild(element("i"));
-    const stops = colours.slice(lowest);
-    bar.style.background = `linear-gradient(to right, ${[stops[0], ...stops].join(", ")})`;
-    scale.append(`after all ${layers}`);
+    bar.style.background = `linear-gradient(to right, ${colours.slice(lowest - 1, -1).join(", ")})`;
+    scale.append(`after layer ${layers - 1}`);
     parts.push(scale);
   }
   at("legend").replaceChildren(...parts);
-  at("legend").hidden = !at("marks").checked;
-  for (const menu of [at("mode"), at("rival")]) {
-    menu.previousElementSibling.textContent = wordsOf(menu.value)[0];
-  }
+  at("legend").hidden = !parts.length;
 }
-
-const isRacing = () => at("race").getAttribute("aria-pressed") === "true";
 
 // A server's answer
 
-function headers() {
+function asked(body, signal) {
   const key = at("key").value.trim();
-  return { "content-type": "application/json", ...(key && { authorization: `Bearer ${key}` }) };
+  const headers = { "content-type": "application/json", ...(key && { authorization: `Bearer ${key}` }) };
+  return fetch("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
 }
 
 // The events of a stream, one by one.
@@ -106,11 +90,6 @@ async function* eventsOf(answer) {
   }
 }
 
-function asked(body, signal) {
-  const request = { method: "POST", headers: headers(), body: JSON.stringify(body), signal };
-  return fetch("v1/chat/completions", request);
-}
-
 async function refusalOf(answer) {
   if (answer.status === 401) return "This server wants a key: put it into the settings.";
   try {
@@ -121,58 +100,42 @@ async function refusalOf(answer) {
   }
 }
 
-const wait = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
+// Code blocks, code, bold words and headings; the rest is text as it is. No text becomes markup.
+const MARKUP =
+  /^```[^\n]*\n(?<pre>[^]*?)(?:\n```[^\n]*\n?|$(?![^]))|`(?<code>[^`\n]+)`|\*\*(?<strong>\S[^*\n]*)\*\*|^#{1,6} +(?<h3>[^\n]+)/gm;
 
-// One answer: its text, and its statistics.
+// The pieces of a text: a tag, and where its characters are.
+function piecesOf(text) {
+  const pieces = [];
+  let plain = 0;
+  for (const match of text.matchAll(MARKUP)) {
+    const [tag, inner] = Object.entries(match.groups).find(([, found]) => found !== undefined);
+    const from = match.index + match[0].indexOf(inner, tag === "pre" ? match[0].indexOf("\n") + 1 : 0);
+    pieces.push({ tag: "", from: plain, to: match.index }, { tag, from, to: from + inner.length });
+    plain = match.index + match[0].length;
+  }
+  return [...pieces, { tag: "", from: plain, to: text.length }];
+}
+
 class Answer {
   constructor(place, exit, isLane) {
     this.exit = exit;
+    this.isLane = isLane;
     this.box = place.appendChild(element("article", "answer"));
     const [label] = wordsOf(exit);
     this.box.setAttribute("aria-label", `Answer: ${label}`);
-    if (isLane) {
-      const head = this.box.appendChild(element("div", "lane"));
-      head.append(element("h3", "", label));
-      this.pace = head.appendChild(element("span", "pace"));
-    }
-    this.note = this.box.appendChild(element("p", "note"));
+    if (isLane) this.box.append(element("h3", "", label));
+    this.note = this.box.appendChild(element("p", "told"));
     this.text = this.box.appendChild(element("div", "text"));
     this.told = this.box.appendChild(element("p", "told"));
-    this.events = [];
-    this.note.hidden = true;
-    this.empty();
-  }
-
-  empty() {
     this.whole = "";
     this.tokens = []; // {end, layer, sure}: each token's end in the text
     this.pending = [];
-    this.count = 0;
-    this.blocks = [];
-    this.text.replaceChildren();
   }
 
-  say(note) {
-    this.note.textContent = note;
-    this.note.hidden = !note;
-  }
-
-  get isLossless() {
-    return this.usage ? this.usage.lossless : (knownMode(this.exit)?.lossless ?? false);
-  }
-
-  get seconds() {
-    return this.events.length ? (this.events.at(-1).time - this.events[0].time) / 1000 : 0;
-  }
-
-  // Tokens a second, once the first one is there.
-  get speed() {
-    const count = this.events.length ? this.count - this.events[0].count : 0;
-    return this.seconds > 0 ? count / this.seconds : 0;
-  }
-
-  async run(body, signal, onFirst) {
+  async run(body, signal) {
     this.box.setAttribute("aria-busy", "true");
+    this.note.textContent = "";
     this.text.classList.add("waiting");
     try {
       let answer = await asked(body, signal);
@@ -183,55 +146,32 @@ class Answer {
       if (!answer.ok) throw new Error(await refusalOf(answer));
       for await (const chunk of eventsOf(answer)) {
         if (chunk.error) throw new Error(chunk.error.message);
-        if (chunk.usage) this.usage = chunk.usage.eecore;
+        this.usage = chunk.usage ?? this.usage;
         for (const choice of chunk.choices) {
           this.reason = choice.finish_reason ?? this.reason;
-          const count = choice.tokens?.length ?? 0;
           this.add(choice);
-          if (!count) continue;
-          if (!this.events.length) onFirst?.();
-          this.events.push({ time: performance.now(), choice, count });
-          this.showPace(this.speed);
         }
       }
     } catch (error) {
+      this.failed = true;
       if (error.name !== "AbortError") {
         const said = error instanceof TypeError ? "The server does not answer." : error.message;
-        this.failed = true;
         this.box.append(element("p", "error", said));
         this.box.lastChild.setAttribute("role", "alert");
       }
     }
-    this.stopped = signal.aborted;
-    this.end();
-  }
-
-  // Show the answer again, at its own speed.
-  async replay(signal) {
-    this.empty();
-    this.told.replaceChildren();
-    this.text.classList.add("waiting");
-    const start = performance.now();
-    const first = this.events[0]?.time ?? 0;
-    for (const { time, choice } of this.events) {
-      const left = time - first - (performance.now() - start);
-      if (left > 0 && !signal.aborted) await wait(left / 1000);
-      this.add(choice);
-      const passed = (time - first) / 1000;
-      this.showPace(passed > 0 ? (this.count - this.events[0].count) / passed : 0);
-    }
-    this.end();
-  }
-
-  showPace(speed) {
-    if (!this.pace || !speed) return;
-    this.pace.replaceChildren(element("b", "", speed.toFixed(0)), " tokens/s");
+    this.draw();
+    const isBelow = isAtEnd();
+    this.text.classList.remove("waiting");
+    this.box.removeAttribute("aria-busy");
+    const told = [...(signal.aborted ? ["Stopped"] : []), ...this.summary()];
+    this.told.replaceChildren(...told.map((part) => element("span", "", part)));
+    if (isBelow) toEnd();
   }
 
   add(choice) {
     (choice.tokens ?? []).forEach((token, i) => {
       this.pending.push({ token, layer: choice.exit_layers[i], sure: choice.confidences[i] });
-      this.count += 1;
     });
     // Text comes with its tokens or after them: a character may need several.
     let left = choice.delta.content ?? "";
@@ -243,131 +183,74 @@ class Answer {
       this.whole += piece;
       if (piece) this.tokens.push({ end: this.whole.length, layer, sure });
     }
-    if (left) {
-      this.whole += left;
-      if (this.tokens.length) this.tokens.at(-1).end = this.whole.length;
-    }
+    this.whole += left;
+    if (left && this.tokens.length) this.tokens.at(-1).end = this.whole.length;
     this.drawing ??= requestAnimationFrame(() => this.draw());
   }
 
-  // Unchanged blocks stay.
   draw() {
     cancelAnimationFrame(this.drawing);
     this.drawing = null;
     const isBelow = isAtEnd();
-    const nodes = blocksOf(this.whole);
-    nodes.forEach((node, i) => {
-      const stop = nodes[i + 1]?.start ?? this.whole.length;
-      const old = this.blocks[i];
-      if (old && old.stop === stop && old.tag === node.tag && i < nodes.length - 1) return;
-      const drawn = this.built(node);
-      if (old) old.drawn.replaceWith(drawn);
-      else this.text.append(drawn);
-      this.blocks[i] = { drawn, stop, tag: node.tag };
+    let next = 0; // the token of the next character
+    const nodes = piecesOf(this.whole).flatMap(({ tag, from, to }) => {
+      const inner = [];
+      for (let begin = from; begin < to; ) {
+        while (next < this.tokens.length && this.tokens[next].end <= begin) next += 1;
+        const token = this.tokens[next];
+        const end = Math.min(token?.end ?? to, to);
+        inner.push(...this.marked(this.whole.slice(begin, end), token));
+        begin = end;
+      }
+      if (!tag) return inner;
+      const made = element(tag);
+      made.append(...inner);
+      return [made];
     });
-    for (const { drawn } of this.blocks.splice(nodes.length)) drawn.remove();
+    this.text.replaceChildren(...nodes);
+    showLegend();
     if (isBelow) toEnd();
   }
 
-  built(node) {
-    const made = element(node.tag);
-    if (node.tag === "a") {
-      made.href = node.href;
-      made.target = "_blank";
-      made.rel = "noopener noreferrer";
-    }
-    if (node.first > 1) made.start = node.first;
-    for (const child of node.children) {
-      if (child.text === undefined) made.append(this.built(child));
-      else this.mark(made, child);
-    }
-    if (node.tag !== "pre") return made;
-    const box = element("div", "code");
-    const bar = box.appendChild(element("div", "bar"));
-    const source = node.children.map((child) => child.text).join("");
-    bar.append(element("span", "", node.language || "code"), copyButton("Copy code", () => source));
-    made.tabIndex = 0;
-    made.setAttribute("aria-label", `Code${node.language ? ` in ${node.language}` : ""}`);
-    box.append(made);
-    return box;
-  }
-
-  // A piece of text, each token of it marked by how it was made.
-  mark(place, { text, at: begin }) {
-    const { tokens } = this;
-    let low = 0;
-    for (let high = tokens.length; low < high; ) {
-      const middle = (low + high) >> 1;
-      if (tokens[middle].end <= begin) low = middle + 1;
-      else high = middle;
-    }
-    for (let done = 0; done < text.length; low += 1) {
-      const token = tokens[low];
-      const stop = token ? Math.min(token.end - begin, text.length) : text.length;
-      const piece = text.slice(done, stop);
-      done = stop;
-      if (!token) {
-        place.append(piece);
-        continue;
-      }
-      const span = place.appendChild(element("span", "", piece));
-      this.paint(span, token);
-    }
-  }
-
-  paint(span, { layer, sure }) {
+  // A token's text: coloured where it was drafted or exited early, without the spaces around it.
+  marked(text, token) {
     const { num_layers: layers, colours } = state.about;
-    const isWhole = layer >= layers;
-    if (this.isLossless) {
-      span.className = isWhole ? "whole" : "drafted";
-      span.title = isWhole
-        ? `computed by all ${layers} layers`
-        : `drafted${layer ? ` by ${layer} layers` : ""}, and verified by all ${layers} layers`;
+    const [, before, word, after] = /^(\s*)([^]*?)(\s*)$/.exec(text);
+    if (!token || token.layer >= layers || !word) return [text];
+    const isLossless = this.usage?.eecore.lossless ?? modeOf(this.exit).lossless;
+    const span = element("span", isLossless ? "drafted" : "early", word);
+    if (isLossless) {
+      span.title = `drafted${token.layer ? ` by ${token.layer} layers` : ""}, and verified by all ${layers} layers`;
     } else {
-      span.className = "left";
-      span.style.setProperty("--mark", colours[layer]);
-      span.title = isWhole ? `all ${layers} layers` : `left after layer ${layer} of ${layers}`;
+      span.style.setProperty("--mark", colours[token.layer]);
+      span.title = `exited after layer ${token.layer} of ${layers}`;
     }
-    if (sure !== null && sure !== undefined) span.title += `, ${Math.round(100 * sure)}% sure`;
+    if (Number.isFinite(token.sure)) span.title += `, ${Math.round(100 * token.sure)}% sure`;
+    return [before, span, after];
   }
 
-  end() {
-    this.draw();
-    this.text.classList.remove("waiting");
-    this.box.removeAttribute("aria-busy");
-    const parts = this.summary();
-    this.told.replaceChildren(...parts);
-    if (this.whole) this.told.append(copyButton("Copy", () => this.whole));
-    if (isAtEnd()) toEnd();
-  }
-
-  // The speed, and full depth's.
+  // The speed beside full depth's, and why.
   summary() {
-    const { usage } = this;
+    if (!this.usage) return [];
+    const { completion_tokens: count, eecore: usage } = this.usage;
+    const { num_layers: layers, speedup, tokens_per_s: speed, full_depth_tokens_per_s: full } = usage;
     const parts = [];
-    const put = (text) => parts.push(element("span", "", text));
-    if (this.stopped) parts.push(element("b", "", "Stopped"));
-    else if (this.reason === "length") put(`cut at ${this.count} tokens (Settings: longest answer)`);
-    if (!usage && this.count > 1) put(`${this.speed.toFixed(0)} tokens/s`);
-    if (!usage) return parts;
-    const isFull = usage.contract.startsWith("full:");
-    if (usage.speedup && !this.pace) {
-      const text = usage.lossless ? "same text" : "the text may differ";
-      const isEqual = Math.abs(usage.speedup - 1) < 0.05;
-      const times = isEqual ? "As fast as" : `${usage.speedup.toFixed(1)}×`;
-      parts.push(element("b", "", `${times} full depth, ${text}`));
+    if (speedup && !this.isLane) {
+      const isEqual = Math.abs(speedup - 1) < 0.05;
+      const times = isEqual ? "As fast as" : `${speedup.toFixed(1)}× as fast as`;
+      parts.push(`${times} full depth, ${usage.lossless ? "same text" : "the text may differ"}`);
     }
-    if (!this.pace && usage.tokens_per_s) {
-      const full = usage.full_depth_tokens_per_s;
-      const beside = full ? ` (full depth ${full.toFixed(0)})` : "";
-      put(`${usage.tokens_per_s.toFixed(0)} tokens/s${beside}`);
+    const beside = speedup && !this.isLane ? ` beside ${full.toFixed(0)}` : "";
+    parts.push(`${speed.toFixed(0)} tokens/s${beside}`);
+    if (!usage.lossless && usage.layers_per_token !== null) {
+      parts.push(`${usage.layers_per_token.toFixed(1)} of ${layers} layers a token`);
+    } else if (usage.drafted) {
+      parts.push(
+        `${usage.full_passes} passes of all ${layers} layers for ${count - 1} tokens: ` +
+          `${usage.accepted} of ${usage.drafted} drafts accepted`,
+      );
     }
-    if (isFull) put(`all ${usage.num_layers} layers for each token`);
-    else if (usage.layers_per_token !== null) {
-      put(`${usage.layers_per_token.toFixed(1)} layers a token (full depth ${usage.num_layers})`);
-      if (usage.drafted) parts.at(-1).title = "Drafts are verified together: more layers, fewer passes";
-    }
-    if (usage.drafted) put(`${usage.accepted} of ${usage.drafted} drafts accepted`);
+    if (this.reason === "length") parts.push(`cut after ${count} tokens`);
     return parts;
   }
 }
@@ -381,37 +264,9 @@ function toEnd() {
   at("scroll").scrollTop = at("scroll").scrollHeight;
 }
 
-function copyButton(name, text) {
-  const button = element("button", "quiet", "Copy");
-  button.type = "button";
-  button.setAttribute("aria-label", name);
-  button.addEventListener("click", async () => {
-    button.textContent = (await copied(text())) ? "Copied" : "Not copied";
-    at("status").textContent = button.textContent;
-    await wait(1.5);
-    button.textContent = "Copy";
-  });
-  return button;
-}
-
-// Copies a text to the clipboard; whether that worked. Without https only the old way is available.
-async function copied(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-    return true;
-  } catch {
-    const area = document.body.appendChild(element("textarea", "unseen"));
-    area.value = text;
-    area.select();
-    const done = document.execCommand("copy");
-    area.remove();
-    return done;
-  }
-}
-
 // Asking
 
-function bodyOf(exit, messages, more) {
+function bodyOf(exit, messages) {
   const system = at("system").value.trim();
   const temperature = at("temperature").value.trim();
   return {
@@ -421,7 +276,6 @@ function bodyOf(exit, messages, more) {
     return_exit_layers: true,
     exit,
     max_completion_tokens: Number(at("limit").value) || undefined,
-    ...more,
     ...(temperature && { temperature: Number(temperature) }),
   };
 }
@@ -432,13 +286,10 @@ async function send(text) {
   at("prompt").value = "";
   grow();
   const control = (state.running = new AbortController());
-  const conversation = at("conversation");
   const place = element("div", isRacing() ? "answers two" : "answers");
   const turn = { role: "user", content: text };
   const talk = [...(state.about.remembers ? state.messages : []), turn];
-  conversation.append(element("p", "said", text), place);
-  state.seen.add(at("mode").value);
-  if (isRacing()) state.seen.add(at("rival").value);
+  at("conversation").append(element("p", "said", text), place);
   toEnd();
   at("send").hidden = true;
   at("stop").hidden = false;
@@ -452,73 +303,75 @@ async function send(text) {
   // An unanswered message is dropped; nothing is added to a conversation that was left.
   if (state.running === control) {
     if (answer.whole) state.messages.push(turn, { role: "assistant", content: answer.whole });
-    ready(answer);
+    at("status").textContent = `Answered. ${answer.told.innerText}`;
+    ready();
   }
 }
 
-function ready(answer) {
-  const hadFocus = document.activeElement === at("stop") || document.activeElement === document.body;
+function ready() {
+  const hadFocus = [at("stop"), document.body].includes(document.activeElement);
   state.running = null;
   at("stop").hidden = true;
   at("send").hidden = false;
-  if (answer) {
-    const said = [...answer.told.querySelectorAll("b, span")].map((part) => part.textContent);
-    at("status").textContent = `${answer.stopped ? "" : "Answered. "}${said.join(", ")}`;
-  }
   if (hadFocus) at("prompt").focus();
 }
 
-// Two modes, the same question. They would slow each other down, so each runs alone: the slower one
-// first, and then it is shown again at its own speed while the other one runs.
+// Two modes, the same question. They would slow each other down, so one runs after the other.
 async function race(place, talk, signal) {
   const lanes = [at("mode").value, at("rival").value].map((exit) => new Answer(place, exit, true));
-  const [first, second] = lanes[1].exit === "full" ? [lanes[1], lanes[0]] : lanes;
+  const seed = Math.floor(Math.random() * 2 ** 31);
+  lanes[1].note.textContent = "Runs next, so that neither slows the other down.";
   for (const lane of lanes) {
-    if (state.warm.has(lane.exit)) continue;
-    lane.say("Warming up: the first passes of a mode are slower.");
-    await warm(bodyOf(lane.exit, talk, { temperature: 0 }), signal);
-    if (!signal.aborted) state.warm.add(lane.exit);
+    const body = { ...bodyOf(lane.exit, talk), temperature: 0, seed };
+    lane.note.textContent = "Warming up.";
+    await unseen(body, signal, state.warm.has(lane.exit) ? 1 : WARM_TOKENS); // the prompt too
+    state.warm.add(lane.exit);
+    await lane.run(body, signal);
+    if (signal.aborted || lane.failed) return lane;
+    const speeds = [lane.usage.eecore.tokens_per_s];
+    const seconds = lane.usage.completion_tokens / speeds[0];
+    while (speeds.length < RACE_RUNS && speeds.length * seconds < RACE_SECONDS) {
+      const usage = await unseen(body, signal);
+      if (!usage) return lane;
+      speeds.push(usage.eecore.tokens_per_s);
+    }
+    lane.speed = speeds.sort((a, b) => a - b)[speeds.length >> 1];
+    lane.told.firstChild.textContent = `${lane.speed.toFixed(0)} tokens/s`;
   }
-  const same = { seed: Math.floor(Math.random() * 2 ** 31), temperature: 0 };
-  first.say("Each has the machine to itself: this one runs first, and is shown again beside the other.");
-  second.say("Waits, so that neither slows the other down.");
-  await first.run(bodyOf(first.exit, talk, same), signal);
-  if (signal.aborted || first.failed) {
-    second.say("");
-    return first;
-  }
-  first.say("Shown again, at its own speed.");
-  second.say("Live.");
-  let again;
-  await second.run(bodyOf(second.exit, talk, same), signal, () => (again = first.replay(signal)));
-  await again;
-  first.say("");
-  second.say("");
-  if (!signal.aborted && !second.failed) {
-    place.after(element("p", "verdict", verdict(first, second)));
-    toEnd();
-  }
-  return second;
+  place.after(resultOf(lanes));
+  toEnd();
+  return lanes[0];
 }
 
-// Warm a mode up without showing it; errors show when it runs again.
-async function warm(body, signal) {
-  try {
-    const limit = Math.min(body.max_completion_tokens ?? WARM_TOKENS, WARM_TOKENS);
-    const answer = await asked({ ...body, max_completion_tokens: limit }, signal);
-    await answer.text();
-  } catch {} // stopped, or without a server
-}
-
-function verdict(...lanes) {
-  const [slow, fast] = lanes.sort((a, b) => a.speed - b.speed);
-  const same = lanes[0].whole === lanes[1].whole;
-  const texts = same ? "Both wrote the same text." : "They wrote different texts.";
-  if (!slow.speed) return texts;
+// The winner in words, and the speeds as bars.
+function resultOf(lanes) {
+  const [fast, slow] = [...lanes].sort((a, b) => b.speed - a.speed);
   const [name, other] = [fast, slow].map((lane) => wordsOf(lane.exit)[0]);
   const times = fast.speed / slow.speed;
-  const times_in_words = times < 1.05 ? "was as fast as" : `was ${times.toFixed(1)}× as fast as`;
-  return `${name} ${times_in_words} ${other}. ${texts}`;
+  const texts = fast.whole === slow.whole ? "Both wrote the same text." : "They wrote different texts.";
+  const isDraw = times < 1.05;
+  const outcome = isDraw ? "A draw" : `${name} wins: ${times.toFixed(1)}× as fast as ${other}`;
+  const result = element("div", "result");
+  result.append(element("p", "verdict", `${outcome}. ${texts}`));
+  for (const lane of lanes) {
+    const row = result.appendChild(element("div", lane === fast && !isDraw ? "pace winner" : "pace"));
+    const bar = element("span", "bar");
+    bar.append(element("i"));
+    bar.firstChild.style.setProperty("--share", lane.speed / fast.speed);
+    row.append(element("span", "", wordsOf(lane.exit)[0]), bar);
+    row.append(element("span", "", `${lane.speed.toFixed(0)} tokens/s`));
+  }
+  return result;
+}
+
+// The usage of an answer that is not shown; nothing where it was stopped or failed.
+async function unseen(body, signal, limit = body.max_completion_tokens) {
+  const whole = { stream: false, stream_options: undefined, max_completion_tokens: limit };
+  try {
+    return (await (await asked({ ...body, ...whole }, signal)).json()).usage;
+  } catch {
+    return null;
+  }
 }
 
 // The page
@@ -529,46 +382,26 @@ function grow() {
   area.style.height = `${area.scrollHeight}px`;
 }
 
-function welcome() {
-  const { about } = state;
-  at("welcome").hidden = false;
-  at("hello").textContent = about.hello;
-  at("about").textContent = about.says;
-  at("prompts").replaceChildren(
-    ...about.prompts.map((prompt) => {
-      const item = element("li");
-      const button = item.appendChild(element("button", "", prompt));
-      button.type = "button";
-      button.addEventListener("click", () => send(prompt));
-      return item;
-    }),
-  );
-}
-
-function setTheme(theme) {
-  if (theme) document.documentElement.dataset.theme = theme;
-  else delete document.documentElement.dataset.theme;
-}
-
 async function begin() {
-  const about = await (await fetch("page/depth.json")).json();
-  state.about = about;
+  const about = (state.about = await (await fetch("page/depth.json")).json());
   document.title = `${about.model} · eecore`;
+  for (const name of ["model", "facts", "hello", "says"]) at(name).textContent = about[name];
   at("temperature").placeholder = `${about.temperature}`;
-  at("model").textContent = about.model;
   for (const menu of [at("mode"), at("rival")]) {
-    for (const mode of about.policies) offer(menu, mode.exit);
+    for (const { exit } of about.policies) menu.append(new Option(wordsOf(exit)[0], exit));
+    menu.addEventListener("change", showMode);
   }
   at("limit").value = Math.min(MAX_TOKENS, about.max_model_len >> 1);
   at("mode").value = about.exit;
-  at("rival").value = about.policies.find((mode) => mode.exit !== about.exit)?.exit ?? about.exit;
-  document.body.classList.toggle("marked", at("marks").checked);
-  try {
-    at("theme").value = localStorage.getItem("eecore-theme") ?? "";
-  } catch {} // the browser stores nothing
-  setTheme(at("theme").value);
-  welcome();
-  showLegend();
+  const others = about.policies.map((mode) => mode.exit).filter((exit) => exit !== about.exit);
+  at("rival").value = others.includes("full") ? "full" : (others[0] ?? about.exit);
+  for (const prompt of about.prompts) {
+    const button = at("prompts").appendChild(element("li")).appendChild(element("button", "", prompt));
+    button.type = "button";
+    button.addEventListener("click", () => send(prompt));
+  }
+  at("welcome").hidden = false;
+  showMode();
   at("prompt").focus();
 }
 
@@ -590,11 +423,10 @@ document.addEventListener("keydown", (event) => {
 at("clear").addEventListener("click", () => {
   state.running?.abort();
   state.messages = [];
-  state.seen.clear();
-  showLegend();
   at("conversation").replaceChildren();
-  ready(null);
-  welcome();
+  showLegend();
+  ready();
+  at("welcome").hidden = false;
   at("prompt").focus();
 });
 at("race").addEventListener("click", () => {
@@ -602,39 +434,7 @@ at("race").addEventListener("click", () => {
   document.body.classList.toggle("racing", isRacing());
   at("against").hidden = !isRacing();
   at("send").textContent = isRacing() ? "Start" : "Send";
-  showLegend();
+  showMode();
 });
-for (const menu of [at("mode"), at("rival")]) menu.addEventListener("change", showLegend);
 at("adjust").addEventListener("click", () => at("settings").showModal());
-at("own").addEventListener("change", async () => {
-  const exit = at("own").value.trim();
-  at("own-error").textContent = "";
-  if (!exit) return;
-  if (!knownMode(exit)) {
-    // The server lists a mode under the model's name as well, and states its promise.
-    const name = `${state.about.model}:${exit.replace(/[:,]/g, "-")}`;
-    const path = name.split("/").map(encodeURIComponent).join("/");
-    const answer = await fetch(`v1/models/${path}`, { headers: headers() });
-    if (!answer.ok) {
-      at("own-error").textContent = await refusalOf(answer);
-      return;
-    }
-    const { contract } = await answer.json();
-    const lossless = contract.startsWith("full:") || contract.endsWith("lossless");
-    state.about.policies.push({ exit, lossless, lowest: 1 });
-  }
-  for (const menu of [at("mode"), at("rival")]) offer(menu, exit);
-  at("mode").value = exit;
-  showLegend();
-});
-at("theme").addEventListener("change", () => {
-  setTheme(at("theme").value);
-  try {
-    localStorage.setItem("eecore-theme", at("theme").value);
-  } catch {} // the browser stores nothing
-});
-at("marks").addEventListener("change", () => {
-  document.body.classList.toggle("marked", at("marks").checked);
-  showLegend();
-});
 begin();
