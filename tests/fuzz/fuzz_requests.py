@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import costly_guides
 import eecore
 from chat_templates import PARTICULAR, TEMPLATES, TOOLS
 from eecore import (
@@ -39,6 +40,7 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.exits import Exit
+from eecore.planning import matchers
 from eecore.serving.conversation import conversation
 from eecore.serving.guides import expected_calls, guide_of
 from eecore.serving.protocol import FIELDS, NOT_SUPPORTED, WITHOUT_EFFECT, ChatRequest, read
@@ -95,6 +97,8 @@ def prepare() -> None:
     """Make a tiny model and the neighbours' undisturbed outputs."""
     logging.getLogger("eecore").addHandler(logging.NullHandler())
     torch.set_num_threads(1)
+    matchers.Fork = costly_guides.fork  # type: ignore[assignment, misc]
+    matchers.BOUNDS = matchers.Bounds(compile_seconds=0.2, call_seconds=0.2)
     directory = write_model(Path(tempfile.mkdtemp()), num_hidden_layers=3, seed=8)
     MODEL.append(eecore.load(scale_layers(directory, {1: 0.3, 2: 0.3}), kv_cache_tokens=128))
     ENGINE.append(MODEL[0].engine(CONFIG))
@@ -180,26 +184,27 @@ def anything(random: Random, depth: int = 0) -> Any:
 
 
 def guide(random: Random) -> Guide:
-    """A guide made to keep other requests waiting: it is refused, or followed."""
-    depth = random.choice((1, 3, 30, 3000))
-    times = random.choice(("", "*", "+", "?", "{3}", "{9,99}", "{0,999999}", "{100000}"))
-    part = random.choice(('"a"', "[a-z ]", "x", "(x x)", '("b" | x)', '"" ', "y", "root"))
-    rules = f"x ::= {part}{times} x?\ny ::= x{times} y | y y | [ ]+"
-    gbnf = f"root ::= {'x ' * random.choice((1, 2, 900))}{times}\n{rules}"
-    lark = gbnf.replace("root", "start").replace("::=", ":")
-    for class_ in ("[a-z ]", "[ ]"):
-        lark = lark.replace(class_, f"/{class_}/")
-    schema: dict[str, Any] = {"type": "string", "pattern": f"^([a-z]{times or '+'}x?){times}$"}
-    for _ in range(min(depth, 30)):
-        key = random.choice(("items", "additionalProperties", "anyOf", "allOf", "not"))
-        inner: Any = [schema, {"$ref": "#"}] if key.endswith("Of") else schema
-        schema = {key: inner, "minItems": random.choice((0, 9, 10**9))}
+    """A guide, whole or cut off, of which some cost too much.
+
+    Only stand-ins do: what llguidance gets is short, names only later rules, and repeats nothing
+    that repeats, so no mask of it can be expensive.
+    """
+    times = [random.choice(("", "*", "+", "?", "{3}", "{2,9}")) for _ in range(3)]
+    rules = [f'x{i} ::= "{i}" [a-z]{each} "." x{i + 1}' for i, each in enumerate(times)]
+    gbnf = "\n".join(["root ::= x0", *rules, 'x3 ::= "!" | "?"'])
+    lark = gbnf.replace("root", "start").replace("::=", ":").replace("[a-z]", "/[a-z]/")
+    cost = random.choice(("nothing", *costly_guides.COSTS))
+    schema: dict[str, Any] = {"type": random.choice(("string", "integer", "no")), "maxLength": 9}
+    for _ in range(random.randrange(4)):
+        key = random.choice(("items", "anyOf", "allOf", "not", "additionalProperties"))
+        schema = {key: [schema] if key.endswith("Of") else schema, "maxItems": 3}
+    whole = random.choice((1.0, 1.0, random.random()))
     makers: tuple[Callable[[], Guide], ...] = (
-        lambda: Guide.grammar(gbnf),
-        lambda: Guide.grammar(lark),
-        lambda: Guide.regex("(" * depth + f"(a|aa|[a-z]b?){times}" + ")+" * depth),
+        lambda: Guide.grammar(gbnf[: int(len(gbnf) * whole)]),
+        lambda: Guide.grammar(f"// {cost}{random.choice(('', ' after 0'))}\n{lark}"),
+        lambda: Guide.regex(f"[a-c]{times[0]}:(no|yes){times[1]}"[: int(20 * whole) + 1]),
         lambda: Guide.json_schema(schema),
-        lambda: Guide.choice([text * depth for text in ("a", "ab", "é")]),
+        lambda: Guide.choice(["a", "ab", "é" * 9]),
     )
     return random.choice(makers)()
 
@@ -231,7 +236,7 @@ class Maker:
             "presence_penalty": (0.0, -2.0, Fraction(1, 3)),
             "frequency_penalty": (0.0, 2, -0.5),
             "logit_bias": (None, {}, {3: -100, np.int64(9): 4.5}, ((319, 100.0),)),
-            "guide": (None, Guide.regex("[a-c]+"), Guide.json_object(), guide(self.random)),
+            "guide": (None, Guide.json_object(), guide(self.random), guide(self.random)),
             "seed": (None, 0, 2**64 - 1, np.uint64(2**63)),
             "logprobs": (None, 0, 3, 320),
             "prompt_logprobs": (None, 0, 3, 320),
