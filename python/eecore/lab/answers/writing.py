@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +147,7 @@ class LinesFile:
         engine, running = model.engine(), dict[str, Ask]()
         with self.path.open("a", encoding="utf-8") as file:
             while True:
-                for ask in islice(asked, rows - len(running) if wants_more() else 0):
+                while len(running) < rows and wants_more() and (ask := next(asked, None)):
                     try:
                         name = engine.add_request(ask.prompt, exit="full", sampling=ask.sampling)
                     except RequestError as error:
@@ -224,7 +223,7 @@ def write_answers(
     should_stop: Callable[[], bool] | None = None,
 ) -> bool:
     """Write answers into a file until it has ``num_tokens`` tokens of answers; a file that exists
-    is continued.
+    is continued. An answer is cut off where it would bring more.
 
     Questions are asked as ``eecore generate`` asks them, each once, those with an even index
     greedily.
@@ -233,9 +232,10 @@ def write_answers(
         model: with a tokenizer and a chat template.
         questions: each with its index, in an order that is always the same.
         path: the file; a file with other settings is refused.
-        num_tokens: the fewest tokens wanted, the existing ones included; there are fewer where the
+        num_tokens: the tokens wanted, the existing ones included; there are fewer where the
             questions run out.
-        rows: answers that are written at once. The result is that of :meth:`LinesFile.write`.
+        rows: answers that are written at once, at most. The result is that of
+            :meth:`LinesFile.write`.
         progress: called with the number of tokens, at the beginning and after each answer.
         should_stop: called after each step; True stops.
 
@@ -245,6 +245,17 @@ def write_answers(
     lines = _file(path, settings)
     done = {answer.index: len(answer.answer) for answer in map(_answer, lines.begin())}
     tokens = sum(done.values())
+    begun: dict[int, int] = {}
+    """Answers under way, and the most tokens of each."""
+
+    def left() -> int:
+        return num_tokens - tokens - sum(begun.values())
+
+    def asks() -> Iterator[Ask]:
+        for index, question in questions:
+            if index not in done:
+                begun[index] = min(settings.max_tokens, left())
+                yield _asked(model, index, question, settings, begun[index])
 
     def add(count: int) -> None:
         nonlocal tokens
@@ -252,17 +263,18 @@ def write_answers(
         if progress is not None:
             progress(tokens)
 
-    def fields_of(_index: int, output: Output) -> dict[str, Any]:
+    def fields_of(index: int, output: Output) -> dict[str, Any]:
+        del begun[index]
         add(len(output.token_ids))
         return {"prompt": output.prompt_token_ids, "answer": output.token_ids}
 
     add(0)
     return lines.write(
         model,
-        (_asked(model, *each, settings) for each in questions if each[0] not in done),
+        asks(),
         fields_of,
         rows=rows,
-        wants_more=lambda: tokens < num_tokens,
+        wants_more=lambda: left() > 0,
         should_stop=should_stop,
     )
 
@@ -277,10 +289,12 @@ def read_answers(path: Path, settings: AnswerSettings) -> list[Answer]:
     return sorted(answers, key=lambda answer: answer.index)
 
 
-def _asked(model: Model, index: int, question: str, settings: AnswerSettings) -> Ask:
+def _asked(
+    model: Model, index: int, question: str, settings: AnswerSettings, max_tokens: int
+) -> Ask:
     name = f"question {index + 1}"
     sampling = SamplingParams(
-        max_tokens=settings.max_tokens,
+        max_tokens=max_tokens,
         temperature=settings.temperature if index % 2 else 0.0,
         seed=seed_of(settings.seed, index),
     )

@@ -47,8 +47,7 @@ class Answers:
     )
     tokens: int = option(
         500_000,
-        "Tokens of answers to learn from, at least: no answer begins after as many, but the up to "
-        "64 that are under way are finished.",
+        "Tokens of answers to learn from; the last answers are cut off there.",
         min=1,
         max=1 << 34,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,9 +69,8 @@ class Run(Kept, Rates):
     resume: bool = option(False, "Continue with the files in the work directory.")
     minutes: float | None = option(
         None,
-        "Time of the training steps, instead of --epochs: as many as fit by the time of three that "
-        "are measured first. Writing and reading answers, evaluations and saves take time beyond "
-        "it.",
+        "Time of training and its evaluations, instead of --epochs. Writing and reading answers, "
+        "measuring the finished head and --learning-curve take time beyond it.",
         min=0.001,
         max=1e6,
     )
@@ -249,12 +249,16 @@ def _train(
     from eecore.lab.training.harness import STATE_FILE, TrainingRun, seconds_per_step
     from eecore.lab.training.run_state import read_state, state_to_resume
 
+    begun, evaluation = time.monotonic(), 0.0
     state, saved = directory / STATE_FILE, None
     is_begun = is_file(state)
     if is_begun:
         steps = read_state(state, type(trainee.config)).config.steps
     elif run.minutes is not None:
-        steps = int(60 * run.minutes * share / seconds_per_step(trainee, points=1))
+        trainee.evaluate()
+        evaluation = time.monotonic() - begun
+        a_step = seconds_per_step(trainee, points=1) + evaluation / trainee.config.evaluate_steps
+        steps = int((60 * run.minutes * share - 3 * evaluation) / a_step)
     else:
         steps = round((4.0 if run.epochs is None else run.epochs) * trainee.steps_per_epoch)
     steps = max(1, steps)
@@ -265,4 +269,6 @@ def _train(
     with TrainingRun(trainee, directory, saved) as trained:
         if 0 < trained.step < steps:
             line.keep(f"resuming training after step {trained.step} of {steps}")
-        return trained if trained.all_steps(line.show, stop) else None
+        spent = time.monotonic() - begun + 2 * evaluation  # before the first step and at the end
+        limit = None if run.minutes is None else 60 * run.minutes * share - spent
+        return trained if trained.all_steps(line.show, stop, limit) else None

@@ -154,10 +154,12 @@ class TrainingRun:
         self,
         progress: Callable[[StepReport], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
+        max_seconds: float | None = None,
     ) -> bool:
         """Train to the end (True), or until stopped (False); the state is saved either way.
 
-        When one process is told to stop, all stop.
+        When one process is told to stop, all stop. With ``max_seconds``, of a single process, the
+        step after which the run has taken as long is the last.
         """
         config, trainee = self.trainee.config, self.trainee
         trainee.module.train()
@@ -167,7 +169,9 @@ class TrainingRun:
         begun, first, tokens, seconds = time.monotonic(), self.step, self.tokens, self.seconds
         while self.step < config.steps:
             loss, values = self._one_step()
-            is_last = self.step == config.steps
+            so_far = seconds + time.monotonic() - begun
+            is_over = max_seconds is not None and so_far >= max_seconds
+            is_last = is_over or self.step == config.steps
             evaluates = is_last or self.step % config.evaluate_steps == 0
             evaluated = self._evaluate() if evaluates else None
             spent = time.monotonic() - begun
@@ -190,8 +194,8 @@ class TrainingRun:
                         evaluated=evaluated,
                     )
                 )
-            if stops:
-                return False
+            if stops or is_over:
+                return not stops
         return True
 
     def _one_step(self) -> tuple[float, dict[str, float]]:

@@ -92,11 +92,12 @@ class DraftTrainee(Trainee):
     ) -> None:
         self.config = config
         self.held = is_held_out(data.text)
-        if not self.held.any() or self.held.all():
-            raise TrainingError(
-                f"texts: expected more than {2 * ONE_IN}, to hold some out, got "
-                f"{len(torch.unique(data.text))}"
-            )
+        texts = torch.unique(data.text)
+        if len(texts) < 2:
+            raise TrainingError(f"texts: expected 2 or more, to hold one out, got {len(texts)}")
+        if not self.held.any() or self.held.all():  # of few texts the last greedy one
+            greedy = texts[texts % 2 == 0]
+            self.held = data.text == (greedy if len(greedy) else texts)[-1]
         self.held_out = data.part(self.held)
         texts = torch.unique(data.text[~self.held])
         last = texts[max(1, round(share * len(texts))) - 1]
