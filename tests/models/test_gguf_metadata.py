@@ -158,22 +158,26 @@ def test_a_field_of_the_tokenizer_that_is_not_read_is_named(tmp_path: Path) -> N
         (["<end_of_turn>", "other"], 3, {}, (257, 258)),
         (["<|end|>", "<|endoftext|>"], 4, {}, (257, 258, 259)),
         (["<|eot_id|>", "<|im_end|>"], 1, {}, (257, 258, 259)),
-        (["<｜end▁of▁sentence｜>", "a"], 1, {}, (257, 258)),
-        (["a", "b"], 3, {"eot_token_id": 258, "eom_token_id": 259}, (257, 258, 259)),
+        (["<｜end▁of▁sentence｜>", "other"], 1, {}, (257, 258)),
+        (["<|file_sep|>", "<|fim_prefix|>"], 1, {}, (257, 258)),
+        (["<|end|>", "<|return|>", "<|call|>"], 3, {}, (257, 259, 260)),
+        (["<|tool_response>", "<turn|>"], 4, {}, (258, 259)),  # then </s> is a word
+        (["<a>", "<b>"], 3, {"eot_token_id": 258, "eom_token_id": 259}, (257, 258, 259)),
     ],
 )
 def test_tokens_that_end_a_turn(
     names: list[str], kind: int, given: dict[str, int], ends: tuple[int, ...], tmp_path: Path
 ) -> None:
     tokens = [*ALPHABET[:254], "ll", "he", "<s>", "</s>", *names]
-    fields = {"tokens": tokens, "token_type": [1] * 256 + [3, 3, kind, kind]}
+    fields = {"tokens": tokens, "token_type": [1] * 256 + [3, 3] + [kind] * len(names)}
     fields |= {"eos_token_id": 257, "eot_token_id": 257, **given}
     file = gguf_file(tmp_path, **{f"tokenizer.ggml.{name}": v for name, v in fields.items()})
     assert GGUFCheckpoint(file).config.eos_token_ids == ends
     tokenizer = load_tokenizer(file, 320)
     assert tokenizer is not None
-    for end in ends[1:]:
-        assert tokenizer.encode(tokens[end], add_special_tokens=False) == [end]
+    for token in {tokens[end] for end in ends} - {"</s>"}:
+        assert tokenizer.encode(token, add_special_tokens=False) == [tokens.index(token)]
+        assert tokenizer.decode([tokens.index(token)]) == ""
     assert read_config(convert_gguf(file, tmp_path / "out")).eos_token_ids == ends
 
 

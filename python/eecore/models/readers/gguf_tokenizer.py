@@ -7,6 +7,7 @@ SentencePiece ("llama"), whose merges follow from the scores of its tokens.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ MAX_CHARACTERS = 1024
 """Characters of a SentencePiece token, at most: each way to cut it in two is looked up."""
 
 PREFIX = "tokenizer.ggml."
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 ROLES = {
     "bos_token": "bos_token_id",
@@ -41,6 +42,12 @@ ROLES = {
     "mask_token": "mask_token_id",
 }
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+FILLING_ENDS = {
+    "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep_token_id": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep_token_id": ("<|file_sep|>",),
+}
+"""Fields of tokens that end a text filled in the middle, and their names where it has no field."""
 END_TOKENS = frozenset(
     (
         "</s>",
@@ -48,37 +55,67 @@ END_TOKENS = frozenset(
         "[EOS]",
         "<|endoftext|>",
         "<|end_of_text|>",
+        "<｜end▁of▁sentence｜>",
         "<|eot_id|>",
         "<|eom_id|>",
         "<|im_end|>",
         "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|calls|>",
+        "<|flush|>",
+        "<|tool_response>",
+        "<turn|>",
         "<end_of_turn>",
         "<end_of_utterance>",
         "<EOT>",
         "_<EOT>",
         "[EOT]",
-        "<|return|>",
-        "<|call|>",
-        "<|calls|>",
-        "<|flush|>",
-        "<｜end▁of▁sentence｜>",
+        "[e~[",
     )
 )
 """Names of tokens that end a text or a turn. They are control tokens whatever the file says, as in
 llama.cpp: files have them as ordinary tokens by mistake."""
+FILLING_TOKENS = {
+    ("prefix_token_id", "fim_pre_token_id"): (
+        "<|fim_prefix|>",
+        "<fim-prefix>",
+        "<fim_prefix>",
+        "<｜fim▁begin｜>",
+        "<PRE>",
+        "▁<PRE>",
+        "<|code_prefix|>",
+        "<|prefix|>",
+    ),
+    ("suffix_token_id", "fim_suf_token_id"): (
+        "<|fim_suffix|>",
+        "<fim-suffix>",
+        "<fim_suffix>",
+        "<｜fim▁hole｜>",
+        "<SUF>",
+        "▁<SUF>",
+        "<|code_suffix|>",
+        "<|suffix|>",
+    ),
+    ("middle_token_id", "fim_mid_token_id"): (
+        "<|fim_middle|>",
+        "<fim-middle>",
+        "<fim_middle>",
+        "<｜fim▁end｜>",
+        "<MID>",
+        "▁<MID>",
+        "<|code_middle|>",
+        "<|middle|>",
+    ),
+}
+"""Fields of the marks of a text with a gap, and their names where a file has no such field."""
+RENDERED_TOKENS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
+"""Names of tokens that are shown as text, whatever their type."""
 TOKEN_IDS = (
     *ROLES.values(),
     *ENDS,
-    # For filling in the middle of a text, which eecore does not do.
-    "prefix_token_id",
-    "suffix_token_id",
-    "middle_token_id",
-    "fim_pre_token_id",
-    "fim_suf_token_id",
-    "fim_mid_token_id",
-    "fim_pad_token_id",
-    "fim_rep_token_id",
-    "fim_sep_token_id",
+    *FILLING_ENDS,
+    *(name for names in FILLING_TOKENS for name in names),
 )
 FIELDS = (
     "chat_template",
@@ -165,10 +202,50 @@ def special_token_ids(file: GGUFFile, vocab_size: int) -> tuple[int | None, list
     """The beginning-of-sequence id, and the ids that end generation: ids in the file's fields, then
     tokens in :data:`END_TOKENS`."""
     fields = file.fields_under(PREFIX)
-    bos, *ends = (_token_id(fields, name, vocab_size) for name in ("bos_token_id", *ENDS))
+    bos = _token_id(fields, "bos_token_id", vocab_size)
     tokens = fields.texts("tokens", (), most=vocab_size)
-    by_name = [index for index, token in enumerate(tokens) if token in END_TOKENS]
-    return bos, list(dict.fromkeys(token for token in (*ends, *by_name) if token is not None))
+    types = fields.integers("token_type", default=(), most=vocab_size)
+    return bos, _typed(fields, tokens, types, vocab_size)[1]
+
+
+def _typed(
+    fields: JsonFields, tokens: tuple[str, ...], types: tuple[int, ...], vocab_size: int
+) -> tuple[tuple[int, ...], list[int]]:
+    """The tokens' types, and the ids that end generation: llama.cpp knows both by names, since
+    files have tokens of the wrong type."""
+    named = {token: index for index, token in enumerate(tokens)}
+
+    def first(names: Iterable[str]) -> int | None:
+        return min((named[name] for name in names if name in named), default=None)
+
+    given = {name: _token_id(fields, name, vocab_size) for name in (*ENDS, *FILLING_ENDS)}
+    found = {name: first(FILLING_ENDS[name]) for name in FILLING_ENDS if given[name] is None}
+    by_name = sorted(named[token] for token in END_TOKENS if token in named)
+    ends = dict.fromkeys([*given.values(), *found.values(), *by_name])
+    control = [*by_name, *found.values()]
+    for given_by, names in FILLING_TOKENS.items():
+        if not any(name in fields for name in given_by):
+            control.append(first(names))
+    kinds = dict(enumerate(types or (NORMAL,) * len(tokens)))
+    kinds |= {index: CONTROL for index in control if index is not None}
+    kinds |= {named[token]: USER_DEFINED for token in RENDERED_TOKENS if token in named}
+    ending = {tokens[index] for index in ends if index is not None and index < len(tokens)}
+    if {"<|return|>", "<|call|>"} <= ending or (
+        "<|flush|>" in ending and ending & {"<|call|>", "<|calls|>"}
+    ):
+        _take_back(named.get("<|end|>"), USER_DEFINED, ends, kinds)
+    if ending & {"<|tool_response>", "<|plamo:eos|>"}:
+        _take_back(named.get("</s>"), NORMAL, ends, kinds)
+    return tuple(kinds.values()), [index for index in ends if index is not None]
+
+
+def _take_back(
+    token: int | None, kind: int, ends: dict[int | None, None], kinds: dict[int, int]
+) -> None:
+    """Make a token that ends nothing of a token that ends texts in other vocabularies."""
+    if token is not None:
+        ends.pop(token, None)
+        kinds[token] = kind
 
 
 def build_tokenizer(file: GGUFFile, vocab_size: int) -> tuple[Tokenizer, dict[str, Any]]:
@@ -206,7 +283,7 @@ class _Vocabulary:
     fields: JsonFields
     tokens: tuple[str, ...]
     types: tuple[int, ...]
-    """The type of each token; empty if the file has no types."""
+    """The type of each token."""
 
     @classmethod
     def of(cls, file: GGUFFile, kind: str, vocab_size: int) -> _Vocabulary:
@@ -216,9 +293,7 @@ class _Vocabulary:
         types = fields.integers("token_type", default=(), most=vocab_size)
         if types and len(types) != len(tokens):
             raise fields.wrong("token_type", f"{len(tokens)}, one a token", len(types))
-        pairs = zip(tokens, types, strict=False)
-        types = tuple(CONTROL if token in END_TOKENS else given for token, given in pairs)
-        return cls(kind, fields, tokens, types)
+        return cls(kind, fields, tokens, _typed(fields, tokens, types, vocab_size)[0])
 
     def named(self, name: str) -> str | None:
         """The token whose id is in a field, if the file has the field."""
