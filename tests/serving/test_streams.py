@@ -88,3 +88,26 @@ def test_what_came_before_an_error_is_sent(intent: eecore.Model, ready: bool, co
     texts = [c["text"] for chunk in chunks for c in chunk["choices"] if c["index"] == 0]
     assert "".join(texts) == "".join(PIECES[:-1])
     assert error["error"]["message"] == "by accident"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_usage_so_far(server: Asker, path: str) -> None:
+    """In vLLM's form: numbers of the chunk's own choice, and at the end of all choices."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**PATHS[path], "stream": True, "n": 2, "max_tokens": 5, "ignore_eos": True}
+    *chunks, total = events(server.post(path, {**body, "stream_options": options}).text)
+    prompt = total["usage"]["prompt_tokens"]
+    assert (total["choices"], total["usage"]["completion_tokens"]) == ([], 10)
+    for index in range(2):
+        used = [c["usage"] for c in chunks if c["choices"][0]["index"] == index]
+        counts = [usage["completion_tokens"] for usage in used]
+        assert counts == sorted(counts)
+        assert (counts[0], counts[-1]) == (0 if "chat" in path else counts[0], 5)
+        for usage, count in zip(used, counts, strict=True):
+            tokens = {"prompt_tokens": prompt, "completion_tokens": count}
+            assert usage == {**tokens, "total_tokens": prompt + count}
+    # As in vLLM, the usage is included unless the request says no.
+    for options, is_told in (({}, True), ({"include_usage": False}, False)):
+        options = {"continuous_usage_stats": True, **options}
+        chunks = events(server.post(path, {**body, "stream_options": options}).text)
+        assert all(("usage" in chunk) == is_told for chunk in chunks)

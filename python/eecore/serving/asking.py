@@ -60,7 +60,15 @@ class Asked:
     def includes_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         options = self.body.stream_options
-        return options is not None and bool(options.include_usage)
+        return options is not None and bool(options.include_usage or self.counts_usage)
+
+    @property
+    def counts_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far of its choice."""
+        options = self.body.stream_options
+        if options is None or options.include_usage is False:
+            return False
+        return bool(options.continuous_usage_stats)
 
     @property
     def prompt_tokens(self) -> int:

@@ -168,7 +168,8 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     """Without effect."""
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: every chunk has the usage so far of its choice."""
 
 
 def _setting(name: str, more: str = "") -> Any:

@@ -62,6 +62,8 @@ def read_response(body: bytes) -> ResponseChat:
             f"stored, got {shown(request.previous_response_id)}",
             code="previous_response_not_found",
         )
+    if request.stream_options is not None and request.stream_options.continuous_usage_stats:
+        raise invalid("stream_options: expected no continuous_usage_stats, got true")
     text, reasoning = request.text or {}, request.reasoning or {}
     items = _Items()
     items.read(request)

@@ -42,7 +42,9 @@ class Shape:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._frames: dict[int, list[str]] = {}
         """For each choice that has begun: the parts of its chunks before and after the text."""
-        self._is_plain = not self._wants_tokens
+        self._counts: dict[int, int] = {}
+        """Tokens so far of each choice that has begun."""
+        self._is_plain = not (self._wants_tokens or self.asked.counts_usage)
         """Whether a stream has text only."""
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
@@ -56,10 +58,12 @@ class Shape:
         found: list[str] = []
         frame = self._frames.get(index)
         if frame is None:
+            self._counts[index] = 0
             frame = event(self._chunk(index, self._text(PLACE))).split(JSON.encode(PLACE))
             self._frames[index] = frame
             first = self.first(index, step)
             found += [] if first is None else [event(first)]
+        self._counts[index] += len(step.token_ids)
         if self._is_plain:
             text = step.text
             found += [JSON.encode(text).join(frame)] if text else []
@@ -120,7 +124,17 @@ class Shape:
         """A chunk with a part of one choice."""
         choice = {"index": index, **part, "logprobs": None, "finish_reason": None, **details}
         chunk = {**self._head(self.chunk_object), "choices": [choice]}
-        return {**chunk, "usage": None} if self.asked.includes_usage else chunk
+        if not self.asked.includes_usage:
+            return chunk
+        return {**chunk, "usage": self._usage_so_far(index) if self.asked.counts_usage else None}
+
+    def _usage_so_far(self, index: int) -> dict[str, int]:
+        prompt, count = self.asked.choices[index].prompt_tokens, self._counts[index]
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": count,
+            "total_tokens": prompt + count,
+        }
 
     def _details(self, index: int, tokens: Tokens) -> dict[str, Any]:
         """Log-probabilities and exit layers of tokens."""
