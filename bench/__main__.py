@@ -46,9 +46,7 @@ BENCHMARKS = {
     "gpu-run": "bench.gpu.run",
     "gpu-peers": "bench.gpu.peers",
     "gpu-kernels": "bench.gpu.kernels",
-    "gpu-variants": "bench.gpu.variants",
     "gpu-decode": "bench.gpu.decode",
-    "gpu-expected": "bench.gpu.expected",
     "peers": "bench.harness.peers",
     "coder-files": "bench.harness.coder_files",
 }

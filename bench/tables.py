@@ -46,7 +46,6 @@ WITH_REPORTS = (
     "ops.attention",
     "ops.products",
     "fuzz.tables",
-    "gpu.expected",
     "gpu.gpu",
     "gpu.decode",
 )

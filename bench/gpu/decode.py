@@ -7,7 +7,7 @@ acceptance rate are forced, the work is real. A program is ``captured`` as one g
 by call (``calls``), with the host reading its flags; a way that fails is listed with the reason.
 The table has the engine's wall clock and the GPU's own time of the program, launched again and
 again on one state: if it is much less than the wall clock, the host is the limit. ``prompts`` times
-the first token, beside the static graph of ``--peers``. bench/gpu.sh runs it.
+the first token. bench/gpu.sh runs it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import os
 import statistics
 import sys
 import time
@@ -28,12 +27,8 @@ from typing import Any
 import torch
 
 import eecore
-from bench.gpu.devices import TUNING, contradicts, known_gpu
-from bench.gpu.kept import Kept, about, figures_of
-from bench.gpu.launches import seconds
-from bench.gpu.peers import FIRST_TOKENS
+from bench.gpu.kept import Kept, about
 from bench.gpu.timing import elapsed, read_rate
-from bench.gpu.trace import iteration, model_without_memory
 from bench.harness.results import Report
 from eecore import ops
 from eecore.config import ModelConfig, RopeConfig
@@ -54,6 +49,7 @@ HEADS = {
     "tiny": (2, 16, 512),
 }
 PROMPT, ACCEPTANCE, NUM_DRAFTS = 128, 0.75, 8
+FIRST_TOKENS = (128, 512, 2048)
 COLUMNS = ("model", "batch", "mode", "way", "tokens/s", "ms/iteration", "GPU ms", "of ideal")
 COLUMNS += ("note",)
 NAMES = ("model", "batch", "mode", "way")
@@ -62,12 +58,6 @@ BUSY = 0.9
 """The share of the wall clock above which the GPU is the limit, not the host."""
 LAUNCHES = 50
 """Runs of a program to measure its own time."""
-# Modes that the model of time knows, with the argument ``rows_exit`` of bench.gpu.trace.iteration.
-STEPS: dict[str, bool | None] = {
-    "full": None,
-    "a check that no row passes": False,
-    "confident exit L/2": True,
-}
 
 
 def model_config(name: str) -> ModelConfig:
@@ -294,21 +284,6 @@ def weight_bytes(config: ModelConfig, itemsize: int) -> tuple[float, float, floa
     return layer * itemsize, kv * itemsize, config.vocab_size * hidden * itemsize
 
 
-def compare(row: dict[str, Any], bench: Bench) -> None:
-    """Add the model of time's expectation of a captured step to its measured row."""
-    device = bench.model.device
-    gpu = known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if gpu is None or "error" in row or row["way"] != "captured" or row["mode"] not in STEPS:
-        return
-    model, rows_exit = model_without_memory(bench.model.config), STEPS[row["mode"]]
-    keys = PROMPT + bench.tokens // 2
-    nodes = iteration(model, bench.batch, keys, gpu, rows_exit=rows_exit)
-    row["expected_seconds"] = seconds(gpu, nodes)
-    # The model covers only the graph: a slow host is no finding about kernels.
-    measured = row.get("gpu_seconds", row["seconds_per_iteration"])
-    row["finding"] = contradicts(measured, row["expected_seconds"])
-
-
 def mode_rows(bench: Bench, kept: Kept, model: str, ways: Sequence[str]) -> None:
     """Measure every mode in every way, with its share of the bandwidth limit."""
     config = bench.model.config
@@ -341,19 +316,15 @@ def mode_rows(bench: Bench, kept: Kept, model: str, ways: Sequence[str]) -> None
                         own = head / read_rate(bench.model.device)
                         extra = spent - base["seconds_per_iteration"] - own
                         row["check_microseconds_beyond_bytes"] = extra * 1e6
-            compare(row, bench)
             kept.add({"model": model, **row})
 
 
-def prompt_rows(bench: Bench, kept: Kept, model: str, peers: Path | None = None) -> None:
+def prompt_rows(bench: Bench, kept: Kept, model: str) -> None:
     """Measure the time to the first token, one prompt at a time.
 
     On a GPU with chunks captured by size, and call by call: with the model's ``prompt_attention``,
-    if it has one, and with eecore's own attention. Beside the static graph in a file of
-    ``bench gpu-peers``.
+    if it has one, and with eecore's own attention.
     """
-    found = (figures_of(peers) or {}).get("rows", ())
-    graphs = {row["case"]: row for row in found if (row["part"], row["model"]) == ("model", model)}
     best = bench.model.prompt_attention
     ways = [("captured", best)]
     if bench.model.device.type == "cuda":
@@ -367,8 +338,6 @@ def prompt_rows(bench: Bench, kept: Kept, model: str, peers: Path | None = None)
         bench.model.prompt_attention = attention
         try:
             row = bench.first_token(length, way)
-            if "microseconds" in graphs.get(mode, ()):
-                row["of_peer"] = 1e6 * row["seconds_to_first_token"] / graphs[mode]["microseconds"]
         except Exception as error:
             row = {"error": f"{type(error).__name__}: {error}".replace("\n", " ")[:200]}
         bench.model.prompt_attention = best
@@ -470,10 +439,7 @@ def note(row: dict[str, Any]) -> str:
         ("limit", lambda x: f"the {x} is the limit"),
         ("of_wall", lambda x: f"the GPU at work {min(x, 1.0):.0%} of the time"),
         ("seconds_to_first_token", lambda x: f"{x * 1e3:.2f} ms to the first token"),
-        ("of_peer", lambda x: f"{x:.2f}x the time of the static graph"),
         ("of_bandwidth", lambda x: f"{x:.0%} of the weight-bandwidth limit"),
-        ("expected_seconds", lambda x: f"expected {x * 1e3:.3f} ms"),
-        ("finding", lambda x: "its kernels a FINDING" if x else "as expected"),
         ("program_error", lambda x: f"its program alone failed: {x}"),
         ("speed_up", lambda x: f"{x:.2f}x full"),
         ("acceptance", lambda x: f"{x:.0%} accepted"),
@@ -572,7 +538,6 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--seconds", type=float, default=150, help="no part starts after this time")
     parser.add_argument("--json", type=Path, help="the file for the rows")
-    parser.add_argument("--peers", type=Path, help="a file of gpu-peers, for the first token")
     return parser.parse_args(words)
 
 
@@ -585,14 +550,13 @@ def main(words: Sequence[str]) -> int:
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     begin = time.monotonic()
-    common = about(device, tokens=arguments.tokens, tuning=os.environ.get(TUNING, ""))
-    kept = Kept(arguments.json, common, NAMES, table)
+    kept = Kept(arguments.json, about(device, tokens=arguments.tokens), NAMES, table)
     kept.note(read=read_rate(device))
     for name in arguments.model:
         model = random_model(model_config(name), device, dtype)
         for batch in arguments.batch:
             bench = Bench(model, batch, arguments.tokens, arguments.rounds)
-            for part, run in parts_of(bench, kept, name, arguments.only, arguments.peers):
+            for part, run in parts_of(bench, kept, name, arguments.only):
                 if time.monotonic() - begin > arguments.seconds:
                     kept.skip(f"{name} batch {batch} {part}")
                     continue
@@ -604,7 +568,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def parts_of(
-    bench: Bench, kept: Kept, model: str, only: Sequence[str], peers: Path | None = None
+    bench: Bench, kept: Kept, model: str, only: Sequence[str]
 ) -> list[tuple[str, Callable[[], None]]]:
     """The measurements of one model at one batch size, by part."""
     on_gpu, batch = bench.model.device.type == "cuda", bench.batch
@@ -614,7 +578,7 @@ def parts_of(
         ("speculation", lambda: speculative_rows(bench, kept, model)),
     ]
     if batch == 1:
-        parts.append(("prompts", lambda: prompt_rows(bench, kept, model, peers)))
+        parts.append(("prompts", lambda: prompt_rows(bench, kept, model)))
     if model in ("1b", "tiny") and (batch == 1 or not on_gpu):  # shows the speed of the host
         parts.append(("transformers", lambda: transformers_rows(bench, kept, model)))
     return [(name, run) for name, run in parts if name in only]

@@ -18,15 +18,13 @@ from typing import Any
 import torch
 
 from bench.gpu.cases import Case, cases
-from bench.gpu.devices import MAX_RATIO, MIN_RATIO, contradicts, known_gpu
-from bench.gpu.expected import expected_cases
 from bench.gpu.int8_cases import int8_cases
 from bench.gpu.kept import Kept, about
 from bench.gpu.timing import copy_rate, matmul_rate, read_rate, sets_needed, time_calls
 from bench.harness.results import Report
 from eecore import ops
 
-COLUMNS = ("op", "case", "dtype", "us", "expected", "GB/s", "of copy", "of read", "of matmul")
+COLUMNS = ("op", "case", "dtype", "us", "GB/s", "of copy", "of read", "of matmul")
 COLUMNS += ("best peer", "times as fast", "target")
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
@@ -109,20 +107,19 @@ def table(result: dict[str, Any]) -> str:
         about,
         "",
         f"| {' | '.join(COLUMNS)} |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|---|---:|---|",
+        "|---|---|---|---:|---:|---:|---:|---:|---|---:|---|",
     ]
     for row in result["rows"]:
         if "error" in row:
             lines.append(
-                f"| {row['op']} | {row['case']} | {row['dtype']} | {row['error']} ||||||||| |"
+                f"| {row['op']} | {row['case']} | {row['dtype']} | {row['error']} |||||||| |"
             )
             continue
         faster = f"{row['over best peer']:.2f}" if "over best peer" in row else ""
         multiply = f"{row['of matmul']:.2f}" if "of matmul" in row else ""
-        expected = f"{row['expected']:.1f}" if "expected" in row else ""
         lines.append(
             f"| {row['op']} | {row['case']} | {row['dtype']} | {row['microseconds']:.1f} "
-            f"| {expected} | {row['GB/s']:.0f} | {row['of copy']:.2f} "
+            f"| {row['GB/s']:.0f} | {row['of copy']:.2f} "
             f"| {row['of read']:.2f} | {multiply} "
             f"| {row.get('best peer', '')} | {faster} | {target_text(row)} |"
         )
@@ -131,14 +128,6 @@ def table(result: dict[str, Any]) -> str:
     ]
     if wrong:
         lines += ["", "Results that differ from a peer's:", *wrong]
-    found = [
-        f"- {row['op']} {row['case']}: {row['microseconds']:.1f} us, expected {row['expected']:.1f}"
-        for row in result["rows"]
-        if row.get("finding")
-    ]
-    if found:
-        limits = f"{MIN_RATIO} to {MAX_RATIO}"
-        lines += ["", f"Findings: not {limits} times what the model expects.", *found]
     return "\n".join(lines)
 
 
@@ -151,14 +140,6 @@ REPORTS = (
         ("driver", "torch", "commit"),
     ),
 )
-
-
-def compare(row: dict[str, Any], expected_seconds: float | None) -> None:
-    """Add the model's expected time to a measured row; a contradiction is a finding."""
-    if expected_seconds is None:
-        return
-    row["expected"] = expected_seconds * 1e6
-    row["finding"] = contradicts(row["microseconds"], row["expected"])
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -185,10 +166,8 @@ def main(words: Sequence[str]) -> int:
     begin = time.monotonic()
     kept = Kept(arguments.json, about(device), ("op", "case", "dtype"), table)
     kept.note(copy=copy_rate(device), read=read_rate(device), matmul=matmul_rate(device))
-    gpu = known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     for name in arguments.dtype or ["bfloat16"]:
         dtype = getattr(torch, name)
-        expected = {} if gpu is None else expected_cases(gpu, dtype, arguments.tiny)
         given = (dtype, device, arguments.tiny)
         for case in itertools.chain(cases(*given), int8_cases(*given)):
             said: dict[str, Any] = {"op": case.op, "case": case.name, "dtype": name}
@@ -199,7 +178,6 @@ def main(words: Sequence[str]) -> int:
                 continue
             try:
                 row = measure(case, dtype, device, arguments.rounds)
-                compare(row, expected.get((case.op, case.name)))
             except Exception as error:
                 text = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
                 row = said | {"error": text}

@@ -1,13 +1,11 @@
-"""Speeds of peers on the same GPU in the same run: passes of models, attention, products.
+"""Speeds of peers on the same GPU in the same run: steps of transformers, attention, products.
 
 python -m bench gpu-peers [--json FILE] [--only PART ...] [--model 135m 1b 8b]
 
-``model``: a Llama of fixed shapes, cuBLAS's products and FlashInfer's kernels (torch's if it is not
-installed) in one CUDA graph, similar to vLLM and SGLang without their host; decoding, verification
-and time to first token. ``transformers``: its own model with a static cache, with a captured step.
-``attention``: FlashInfer's paged kernels, also over sequences with different numbers of queries,
-and torch's SDPA (flash with causal_lower_right, cuDNN). ``products``: cuBLAS at 8 to 288 rows. Only
-torch is required; a peer that is not installed is listed and skipped. ``--build`` builds the peers'
+``transformers``: a decoding step of its own model with a static cache, captured. ``attention``:
+FlashInfer's paged kernels, also over sequences with different numbers of queries, and torch's SDPA
+(flash with causal_lower_right, cuDNN). ``products``: cuBLAS at 8 to 288 rows. Only torch is
+required; a peer that is not installed is listed and skipped. ``--build`` builds FlashInfer's
 kernels ahead on a machine that has nvcc.
 """
 
@@ -31,24 +29,46 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from bench.gpu.kept import Kept, about
-from bench.gpu.static_llama import (
-    PAGE_SIZE,
-    SHAPES,
-    LlamaShape,
-    Pass,
-    StaticLlama,
-    Weights,
-    kernels_here,
-)
 from bench.gpu.timing import Call, matmul_rate, read_rate, time_calls
 
-BATCHES, PROMPT, DRAFTS = (1, 8, 32, 64), 128, 8
-NUM_KEYS = PROMPT + 32  # as in bench gpu-decode, halfway through 64 more tokens
-FIRST_TOKENS = (128, 512, 2048)
+PAGE_SIZE, DRAFTS = 16, 8
+NUM_KEYS = 128 + 32  # as in bench gpu-decode, halfway through 64 tokens after a prompt of 128
 ROWS = (8, 32, 64, 72, 128, 288)
-PARTS = ("model", "transformers", "attention", "products")
+PARTS = ("transformers", "attention", "products")
 NAMES = ("part", "model", "case", "peer")
 COLUMNS = ("part", "model", "case", "peer", "us", "of read", "of matmul", "note")
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """The shape of a Llama; this module needs only torch, not eecore."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+    @property
+    def qkv_size(self) -> int:
+        """Features of queries, keys and values together."""
+        return (self.num_q_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def weight_bytes(self, itemsize: int) -> int:
+        """Bytes that a pass reads: all layers and the LM head."""
+        layer = self.hidden_size * (self.qkv_size + self.num_q_heads * self.head_dim)
+        layer += 3 * self.hidden_size * self.intermediate_size
+        return (self.num_layers * layer + self.vocab_size * self.hidden_size) * itemsize
+
+
+SHAPES = {
+    "135m": LlamaShape(30, 576, 1536, 9, 3, 64, 49152),
+    "1b": LlamaShape(16, 2048, 8192, 32, 8, 64, 128256),
+    "8b": LlamaShape(32, 4096, 14336, 32, 8, 128, 128256),
+    "tiny": LlamaShape(2, 64, 96, 4, 2, 16, 128),
+}
 
 
 @dataclass(frozen=True)
@@ -73,43 +93,6 @@ class Work:
 
 def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
-
-
-def passes(tiny: bool) -> Iterator[tuple[str, Pass]]:
-    """The passes of decoding, verification and prompts, each with its name."""
-    keys, drafts = (40, 3) if tiny else (NUM_KEYS, DRAFTS + 1)
-    for batch in (1, 2) if tiny else BATCHES:
-        yield f"decode, batch {batch}", Pass(batch, 1, keys)
-    for batch in (2,) if tiny else (8, 32):
-        yield f"verify {drafts} tokens, batch {batch}", Pass(batch, drafts, keys + drafts)
-    for length in (24,) if tiny else FIRST_TOKENS:
-        yield f"first token of {length}", Pass(1, length, length)
-
-
-def model_works(names: Sequence[str], device: torch.device, dtype: torch.dtype) -> Iterator[Work]:
-    """Cases of the static Llama of each model."""
-    kernels = kernels_here(device, dtype)
-    for name in names:
-        shape = SHAPES[name]
-        held: list[Weights] = []
-
-        def make(shape: LlamaShape, work: Pass, held: list[Weights]) -> Timed:
-            if not held:
-                held.append(Weights.random(shape, device, dtype))
-            tokens = torch.randint(shape.vocab_size, (work.rows,), device=device)
-            model = StaticLlama(shape, held[0], kernels(shape, work, device, dtype), tokens)
-            num_bytes = shape.weight_bytes(dtype.itemsize)
-            return Timed(model, num_bytes, 2 * num_bytes / dtype.itemsize * work.rows)
-
-        for case, work in passes(name == "tiny"):
-
-            def made(
-                shape: LlamaShape = shape, work: Pass = work, held: list[Weights] = held
-            ) -> Timed:
-                return make(shape, work, held)
-
-            yield Work("model", name, case, kernels.name, made)
-        held.clear()
 
 
 def transformers_works(
@@ -355,8 +338,6 @@ def works(
     parts: Sequence[str], names: Sequence[str], device: torch.device, dtype: torch.dtype
 ) -> Iterator[Work]:
     """All cases, the most important first."""
-    if "model" in parts:
-        yield from model_works(names, device, dtype)
     if "transformers" in parts:
         if is_installed("transformers"):
             yield from transformers_works(names, device, dtype)
@@ -414,22 +395,19 @@ def build_ahead() -> int:
     if not is_installed("flashinfer"):
         print("gpu-peers: flashinfer is not installed: nothing is built", file=sys.stderr)
         return 2
-    from flashinfer.jit import activation, env, norm, page, rope
+    from flashinfer.jit import env
     from flashinfer.jit.attention import modules
 
-    specs = [
-        activation.gen_act_and_mul_module("silu"),
-        norm.gen_norm_module(),
-        page.gen_page_module(),
-        rope.gen_rope_module(),
-    ]
     kind, index = torch.bfloat16, torch.int32
-    for size in (64, 128):
-        sizes = (kind, kind, kind, index, size, size, 0, False, False, False)
-        specs.append(modules._gen_batch_prefill_primary_module("fa2", *sizes))
-    for size in (64, 128):
-        sizes = (kind, kind, kind, index, size, size, 0, False, False, False)
-        specs.append(modules.gen_batch_prefill_module("fa3", *sizes))
+    makers = {
+        "fa2": modules._gen_batch_prefill_primary_module,
+        "fa3": modules.gen_batch_prefill_module,
+    }
+    specs = [
+        make(backend, kind, kind, kind, index, size, size, 0, False, False, False)
+        for backend, make in makers.items()
+        for size in (64, 128)
+    ]
     status = 0
     for spec in specs:
         target = env.FLASHINFER_AOT_DIR / spec.name / f"{spec.name}.so"

@@ -2,7 +2,7 @@
 
 python -m bench gpu-run [FOLDER [PART ...]] [--seconds 540] [--show]
 
-FOLDER gets gpu-<device>[-peers|-decode|-variants|-kernels].json, written row by row, one .log and
+FOLDER gets gpu-<device>[-peers|-decode|-kernels].json, written row by row, one .log and
 one .md. A step that has passed for this commit and device is not run again: a second call continues
 an interrupted first one. bench/gpu.sh runs it.
 """
@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.devices import TUNING
 from bench.gpu.kept import UNFINISHED, commit, sources
 from bench.harness.places import ROOT
 from bench.harness.results import write_json
@@ -43,12 +42,6 @@ NEVER_RUN = (
     "tests/decoding/test_float8_cache.py",
     "tests/decoding/test_head_drafts.py",
     "tests/models/test_t5.py",
-)
-# Tests of ops that have kernels of warpgroups, which are off by default.
-BY_WARPGROUPS = (
-    "tests/ops/test_paged_attention.py",
-    "tests/ops/test_skinny_products.py",
-    "tests/across_ops/test_appended_heads.py",
 )
 RUNTIME = ("tests/decoding", "tests/engine", "tests/models", "tests/scheduling")
 
@@ -94,7 +87,7 @@ def plan(folder: Path, device: str, archs: str) -> list[Step]:
         )
 
     # FlashInfer must not compile while a GPU waits: without built modules it is left out.
-    built_ahead = {"FLASHINFER_DISABLE_JIT": "1", "FLASHINFER_USE_CUDA_NORM": "1"}
+    built_ahead = {"FLASHINFER_DISABLE_JIT": "1"}
     only_cuda = ("-k", "cuda and not emulated")
     reduced, on_cuda = {"EECORE_REDUCED_CASES": "1"}, {"EECORE_TEST_DEVICE": "cuda"}
     sanitizer = shutil.which("compute-sanitizer") or "compute-sanitizer"
@@ -105,9 +98,7 @@ def plan(folder: Path, device: str, archs: str) -> list[Step]:
         building["EECORE_CUDA_ARCHS"] = archs
     decode = ("gpu-decode", "--only")
     build = (python, "setup.py", "build_ext", "--inplace")
-    boundaries = (python, "-m", "bench.gpu.boundaries")
     return [
-        Step("boundaries", "boundaries", 15, boundaries),
         Step(
             *("peers", "peers", 50),
             bench("gpu-peers", "--seconds", "40", file="-peers"),
@@ -118,19 +109,11 @@ def plan(folder: Path, device: str, archs: str) -> list[Step]:
             *("modes", "decode", 80),
             bench(*decode, "modes", "--seconds", "72", file="-decode"),
         ),
-        Step(
-            *("variants", "variants", 38),
-            bench("gpu-variants", "--seconds", "30", file="-variants"),
-        ),
         Step("kernels", "kernels", 20, bench("gpu-kernels", "--seconds", "12", file="-kernels")),
         Step("ops", "ops", 40, bench("gpu", "--seconds", "34"), built_ahead),
         Step(
             *("prompts", "decode", 25),
-            bench(
-                *(*decode, "prompts", "--batch", "1", "--seconds", "18"),
-                *("--peers", str(folder / f"gpu-{device}-peers.json")),
-                file="-decode",
-            ),
+            bench(*decode, "prompts", "--batch", "1", "--seconds", "18", file="-decode"),
         ),
         Step(
             *("speculation", "decode", 40),
@@ -145,16 +128,12 @@ def plan(folder: Path, device: str, archs: str) -> list[Step]:
         Step("memcheck", "memcheck", 45, (*sanitize, "memcheck")),
         # Steps that only run if they are named.
         Step("runtime", "runtime", 240, pytest(*RUNTIME), on_cuda),
-        Step(
-            *("warpgroups", "warpgroups", 60, pytest(*BY_WARPGROUPS, *only_cuda)),
-            {**reduced, TUNING: "wgmma=1,wgmma_attention=1"},
-        ),
         Step("racecheck", "racecheck", 150, (*sanitize, "racecheck")),
         Step("all tests", "all-tests", 240, pytest(*TESTS, *only_cuda)),
     ]
 
 
-BY_NAME_ALONE = ("runtime", "warpgroups", "racecheck", "all-tests")
+BY_NAME_ALONE = ("runtime", "racecheck", "all-tests")
 
 
 def has(package: str) -> bool:

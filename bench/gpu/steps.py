@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.gpu import decode, gpu, kernels, peers, variants
+from bench.gpu import decode, gpu, kernels, peers
 
 
 def steps_table(result: dict[str, Any]) -> str:
@@ -28,7 +28,6 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "-steps": steps_table,
     "-decode": decode.table,
     "-peers": peers.table,
-    "-variants": variants.table,
     "-kernels": kernels.table,
     "": gpu.table,
 }

@@ -15,8 +15,8 @@ import pytest
 import torch
 from running import RunsBench
 
-from bench.gpu import boundaries, kept, peers
 from bench.gpu import decode as gpu_decode
+from bench.gpu import kept, peers
 from bench.gpu import run as gpu_run
 from bench.gpu import steps as gpu_steps
 from bench.harness.places import RESULTS, ROOT
@@ -48,12 +48,9 @@ def test_the_gpu_benchmark_runs_on_tiny_shapes_and_its_peers_agree(
 def test_the_decoding_benchmark_of_a_gpu_runs_on_a_tiny_model(
     run_bench: RunsBench, tmp_path: Path
 ) -> None:
-    graph = {"part": "model", "model": "tiny", "case": "first token of 512", "microseconds": 1e-3}
-    other = {**graph, "model": "1b", "case": "first token of 128"}
-    (tmp_path / "peers.json").write_text(json.dumps({"rows": [graph, other]}))
     text, rows = run_on_cpu(
         *(run_bench, "gpu-decode", "--model", "tiny", "--batch", "1", "2"),
-        *("--tokens", "6", "--rounds", "1", "--peers", tmp_path / "peers.json"),
+        *("--tokens", "6", "--rounds", "1"),
         folder=tmp_path,
     )
     assert not [row["error"] for row in rows if "error" in row]
@@ -61,9 +58,6 @@ def test_the_decoding_benchmark_of_a_gpu_runs_on_a_tiny_model(
     peers = [row for row in rows if row["mode"].startswith("transformers")]
     prompts = [row for row in rows if row["mode"].startswith("first token")]
     assert [row["seconds_to_first_token"] > 0 for row in prompts] == [True] * 3
-    assert ["of_peer" in row for row in prompts] == [False, True, False]
-    assert prompts[1]["of_peer"] == pytest.approx(1e9 * prompts[1]["seconds_to_first_token"])
-    assert "x the time of the static graph" in text
     own = [row for row in rows if row not in peers and row not in prompts]
     assert all(row["tokens_per_s"] > 0 for row in own)
     assert all(row["gpu_seconds"] > 0 and row["launch_seconds"] > 0 for row in own)
@@ -86,20 +80,6 @@ def test_kernels_of_a_step_are_read(run_bench: RunsBench, tmp_path: Path) -> Non
     assert [row["mode"] for row in rows] == ["full", "a check that no row passes"]
     assert not [row for row in rows if "error" in row]
     assert "| model | batch | mode | kernel |" in text
-
-
-def test_each_setting_is_timed_beside_none(run_bench: RunsBench, tmp_path: Path) -> None:
-    text, rows = run_on_cpu(
-        *(run_bench, "gpu-variants", "--model", "tiny", "--batch", "1", "9", "--tokens", "6"),
-        folder=tmp_path,
-    )
-    drafts, prompts, one, _, _, nine = (row["seconds"] for row in rows)
-    assert set(drafts) == {"", "wide_attention=0"}
-    assert set(prompts) == {"", "wgmma_attention=1"}
-    assert set(nine) - set(one) == {"shared_rows=8", "wgmma=1"}
-    assert all(seconds > 0 for seconds in one.values())
-    assert "| tiny | 9 | none |" in text
-    assert "| tiny, drafts | 9 | wide_attention=0 |" in text
 
 
 def test_the_host_or_the_gpu_is_the_limit() -> None:
@@ -166,10 +146,7 @@ def test_the_gpu_script_says_what_it_lacks(tmp_path: Path) -> None:
 def test_the_gpu_script_knows_its_parts(tmp_path: Path) -> None:
     done = gpu_script(tmp_path / "new", "tests", "tset")
     assert done.returncode == 2
-    assert (
-        "expected parts among boundaries peers build decode variants kernels ops tests memcheck"
-        in done.stderr
-    )
+    assert "expected parts among peers build decode kernels ops tests memcheck" in done.stderr
     assert not (tmp_path / "new").exists()
 
 
@@ -189,7 +166,7 @@ def test_the_plan_is_nine_minutes_of_what_tells_most(
     every = gpu_run.plan(tmp_path, "a-gpu", "90a-real")
     usual = gpu_run.chosen(every, [])
     assert sum(step.seconds for step in usual) <= gpu_run.SECONDS == 540
-    assert [step.part for step in usual][:4] == ["boundaries", "peers", "build", "decode"]
+    assert [step.part for step in usual][:3] == ["peers", "build", "decode"]
     assert {step.part for step in every} - {step.part for step in usual} == {*gpu_run.BY_NAME_ALONE}
     assert [step.part for step in gpu_run.chosen(every, ["ops"])] == ["build", "ops"]
     for step in every:
@@ -250,25 +227,6 @@ def test_a_build_that_fails_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"the build FAILED \(1\)"):
         gpu_run.run_all(steps, record, tmp_path / "log", 300)
     assert [*record.steps] == ["build"]
-
-
-def test_the_program_of_boundaries_is_compiled_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("EECORE_CUDA_OBJECTS", str(tmp_path / "objects"))
-    monkeypatch.setenv("CUDACXX", str(tmp_path / "nvcc"))
-    with pytest.raises(SystemExit, match="expected nvcc on PATH or in CUDACXX, got none"):
-        boundaries.main([])
-    made = tmp_path / "made"
-    (tmp_path / "nvcc").write_text(
-        f'#!/bin/sh\necho "$@" >>{made}\nwhile [ $# -gt 1 ]; do shift; done\n'
-        "printf '#!/bin/sh\\nexit 7\\n' >$1; chmod +x $1\n"
-    )
-    (tmp_path / "nvcc").chmod(0o755)
-    assert boundaries.main(["--build"]) == 0
-    assert boundaries.main([]) == 7
-    assert len(made.read_text().splitlines()) == 1
-    assert "arch=compute_90a,code=sm_90a" in made.read_text()
 
 
 def test_all_tables_of_a_run_stand_on_one_page(

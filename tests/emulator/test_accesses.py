@@ -1,18 +1,14 @@
-"""Accesses of kernels are those that the plans of their launches promise, in as few steps.
-
-The plans are those of the model of time (bench/gpu/plans.py), so that each holds the other.
-"""
+"""Kernels read each weight and key as often as they must, in as few steps as there can be."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from test_append_kv import random_call as append_call
 from test_emulator import run_fault
 from test_exit_rows import LAYER, Point
 from test_kv_fill import packed
@@ -22,52 +18,29 @@ from test_skinny_products import Product
 
 import emulated
 import reference
-from bench.gpu.calls import Known
 from bench.gpu.cases import cases
-from bench.gpu.devices import TUNING, Device
-from bench.gpu.launches import KernelLaunch, kernels
-from bench.gpu.trace import nodes_of
-from cases import CUDA_OPS, AppendKvCase, AttentionCase, KvFillCase
+from cases import AttentionCase, KvFillCase
 from eecore import ops
 from eecore.models.int8 import quantise_rows
 from packed_blocks import SMALL_FORMATS, random_blocks
 from tiers import in_all
 
-DEVICE = Device(num_multiprocessors=3, shared_bytes=232448, capability=90)  # the emulator's
 CPU = torch.device("cpu")
 Call = dict[str, Any]
 FLOATS = (torch.float32, torch.bfloat16)
 
 
-class Checked:
-    """A call's planned launches, and those that ran."""
-
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        run: Callable[[], object],
-        known: Known | None = None,
-        **watched: torch.Tensor,
-    ) -> None:
-        self.planned = kernels(nodes_of(run, DEVICE, known or Known()))
-        with monkeypatch.context() as routed:
-            emulated.route(routed)
-            with emulated.counting(**watched) as counted:
-                run()
-        self.ran = counted
-        assert [(each.kernel, each.grid) for each in self.planned] == [
-            (each.name, each.grid) for each in self.ran
-        ]
-        # On the emulator's stream nothing is ahead that is not a kernel.
-        early = [each.starts_early for each in self.planned]
-        assert early == [each.starts_early for each in self.ran]
-
-    def of(self, kernel: str) -> tuple[KernelLaunch, emulated.CountedLaunch]:
-        """The only launch of this name."""
-        (found,) = (
-            pair for pair in zip(self.planned, self.ran, strict=True) if pair[1].name == kernel
-        )
-        return found
+def launched(
+    monkeypatch: pytest.MonkeyPatch, run: Callable[[], object], **watched: torch.Tensor
+) -> dict[str, emulated.CountedLaunch]:
+    """The launches of a call by the names of their kernels, each of which it launches once."""
+    with monkeypatch.context() as routed:
+        emulated.route(routed)
+        with emulated.counting(**watched) as counted:
+            run()
+    by_name = {launch.name: launch for launch in counted}
+    assert len(by_name) == len(counted)
+    return by_name
 
 
 # The counters themselves
@@ -99,49 +72,7 @@ def test_nothing_is_counted_unasked() -> None:
     assert counted == []
 
 
-# Kernels and grids
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_all(torch.float32)], ids=str)
-def test_every_op_launches_what_its_plan_says(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The shapes are the tiny ones of the benchmark of a GPU."""
-    planned_ops = set()
-    for case in cases(dtype, CPU, tiny=True):
-        Checked(monkeypatch, case.make().call)
-        planned_ops.add(case.op)
-    assert planned_ops == set(CUDA_OPS)
-
-
 # Bytes of global memory
-
-
-@pytest.mark.parametrize("op", ["skinny_linear", "skinny_gated_linear"])
-@pytest.mark.parametrize("num_tokens", [9, 130])
-def test_warpgroups_launch_and_read_what_their_plan_says(
-    num_tokens: int, op: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under the setting that asks for them."""
-    monkeypatch.setenv(TUNING, "wgmma=1")
-    for in_features, out_features, options, form in (
-        (64, 512, "plain", "floats"),
-        (131, 300, "all", "floats"),
-        (576, 512, "all", "Q8_0"),
-        (512, 64, "plain", "floats"),
-        (512, 128, "all", "Q8_0"),
-    ):
-        product = Product(op, form)
-        call = product.call(num_tokens, in_features, out_features, options, torch.bfloat16)
-        checked = Checked(monkeypatch, partial(product.run, call), weight=call["weight"])
-        names = [each.kernel for each in checked.planned]
-        assert names[-1].startswith("skinny_warpgroup_")
-        assert names[:-1] == ["rms_norm_kernel"] * (options == "all")
-        if in_features % 8 == 0:  # of others no 16 bytes are read at once
-            planned, ran = checked.of(names[-1])
-            total, distinct = ran.watched["weight"]
-            assert distinct == planned.reads["weight"] == call["weight"].nbytes
-            assert total == distinct + planned.repeats["weight"]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -157,17 +88,22 @@ def test_skinny_linear_reads_each_weight_once_for_a_group_of_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     call = Product("skinny_linear").call(num_tokens, in_features, out_features, options, dtype)
-    checked = Checked(monkeypatch, lambda: ops.skinny_linear(**call), weight=call["weight"])
-    planned, ran = checked.of("skinny_linear_kernel")
-    total, distinct = ran.watched["weight"]
-    assert distinct == planned.reads["weight"] == call["weight"].nbytes
-    assert total == distinct + planned.repeats["weight"]
+    ran = launched(monkeypatch, lambda: ops.skinny_linear(**call), weight=call["weight"])
+    product = ran["skinny_linear_kernel"]
+    total, distinct = product.watched["weight"]
+    assert distinct == call["weight"].nbytes
+    assert product.grid[1] == groups_of(num_tokens, dtype)
     if out_features % 256 == 0:  # whole tiles, however they are cut
-        assert total == planned.grid[1] * distinct
+        assert total == product.grid[1] * distinct
     # A few rows the blocks make ready themselves.
     must_be_made = options == "all" or in_features % 64 != 0
     few = num_tokens <= (8 if dtype == torch.float32 else 32)
-    assert len(checked.ran) == (2 if must_be_made and not few else 1)
+    assert len(ran) == (2 if must_be_made and not few else 1)
+
+
+def groups_of(num_rows: int, dtype: torch.dtype) -> int:
+    """The passes over a weight for so many rows, each of up to 64, in float32 of 16."""
+    return -(-num_rows // (16 if dtype == torch.float32 else 64))
 
 
 def packed_weight(format: str, rows: int, columns: int) -> ops.Matrix:
@@ -203,13 +139,12 @@ def test_packed_weights_are_read_once_for_a_group_of_rows(
         ),
     }
     for kernel, call in calls.items():
-        checked = Checked(monkeypatch, call, weight=weight)
-        planned, ran = checked.of(kernel)
-        total, distinct = ran.watched["weight"]
-        assert distinct == planned.reads["weight"] == weight.numel()
+        product = launched(monkeypatch, call, weight=weight)[kernel]
+        total, distinct = product.watched["weight"]
+        assert distinct == weight.numel()
         # A chunk is half of the 256 columns that K formats have a scale for.
         scales = {"Q6_K": 2, "Q4_K": 4, "Q5_K": 4}.get(format, 0) * 1024 * in_features // 256
-        assert total == distinct + planned.repeats["weight"] + planned.grid[1] * scales
+        assert total == product.grid[1] * (distinct + scales)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -220,16 +155,17 @@ def test_skinny_gated_linear_reads_each_weight_once_for_a_group_of_rows(
 ) -> None:
     x, weight = torch.randn(num_tokens, 128).to(dtype), torch.randn(2 * inner_size, 128).to(dtype)
     norm = torch.rand(128).to(dtype)
-    checked = Checked(
+    ran = launched(
         monkeypatch,
         lambda: ops.skinny_gated_linear(x, weight, norm_weight=norm, eps=1e-5),
         weight=weight,
     )
-    planned, ran = checked.of("skinny_gated_linear_kernel")
-    total, distinct = ran.watched["weight"]
-    assert distinct == planned.reads["weight"] == weight.nbytes
-    assert total == distinct + planned.repeats["weight"]
-    assert (total == planned.grid[1] * distinct) is (inner_size % 256 == 0)
+    product = ran["skinny_gated_linear_kernel"]
+    total, distinct = product.watched["weight"]
+    assert distinct == weight.nbytes
+    # The last tile reads the last row in place of missing rows.
+    assert total >= product.grid[1] * distinct
+    assert (total == product.grid[1] * distinct) is (inner_size % 256 == 0)
 
 
 def head_kernel(num_rows: int, dtype: torch.dtype) -> tuple[str, int]:
@@ -246,14 +182,11 @@ def test_the_head_is_read_once_for_a_group_of_rows(
 ) -> None:
     hidden, head = torch.randn(num_seqs, 128).to(dtype), torch.randn(1280, 128).to(dtype)
     norm = torch.rand(128).to(dtype)
-    checked = Checked(
+    kernel, groups = head_kernel(num_seqs, dtype)
+    ran = launched(
         monkeypatch, lambda: ops.exit_confidence_softmax(hidden, norm, head, 1e-5), head=head
     )
-    kernel, groups = head_kernel(num_seqs, dtype)
-    planned, ran = checked.of(kernel)
-    total, distinct = ran.watched["head"]
-    assert distinct == planned.reads["weight"] == head.nbytes
-    assert total == groups * distinct == distinct + planned.repeats["weight"]
+    assert ran[kernel].watched["head"] == (groups * head.nbytes, head.nbytes)
 
 
 def measure_of(hidden: torch.Tensor) -> ops.SoftmaxMeasure:
@@ -274,16 +207,13 @@ def test_the_head_is_read_for_groups_of_rows_of_which_some_are_placed(
     def place() -> None:
         ops.place_head(None, out, kind=kind, wanted=1, measure=measure, hidden=hidden)
 
-    known, head = Known(tokens_known=True), measure.lm_head
+    head = measure.lm_head
     kernel, groups = head_kernel(num_rows, dtype)
-    planned, ran = Checked(monkeypatch, place, known, head=head).of(kernel)
-    assert ran.watched["head"] == (0, 0)
-    assert "weight" not in planned.reads
-    assert planned.reads["kind"] == kind.nbytes
+    assert launched(monkeypatch, place, head=head)[kernel].watched["head"] == (0, 0)
     assert not any(bool(tensor.any()) for tensor in out)
     kind[-1] = 1
-    planned, ran = Checked(monkeypatch, place, head=head).of(kernel)
-    assert groups in planned.grid
+    ran = launched(monkeypatch, place, head=head)[kernel]
+    assert groups in ran.grid
     assert ran.watched["head"] == (head.nbytes, head.nbytes)
     expected = measure(hidden[-1:])
     assert out.token[-1] == expected.token
@@ -338,22 +268,14 @@ def test_kv_fill_reads_the_layers_that_a_row_skipped(
     call["exit_layer"] = torch.tensor(exits, dtype=torch.int32)
     call["slot_mapping"] = torch.arange(len(exits))
     weight = call["kv_weight"]
-    checked = Checked(
-        monkeypatch,
-        lambda: ops.kv_fill(**packed(call)),
-        Known(exit_layers=exits),
-        weight=weight,
-    )
-    planned, ran = checked.of("kv_fill_kernel" if k_norm else "kv_fill_pairs_kernel")
-    total, distinct = ran.watched["weight"]
+    ran = launched(monkeypatch, lambda: ops.kv_fill(**packed(call)), weight=weight)
+    fill = ran["kv_fill_kernel" if k_norm else "kv_fill_pairs_kernel"]
+    total, distinct = fill.watched["weight"]
     if min(exits) == len(weight):  # the read before the rows are known is not used
-        assert planned.reads["weight"] == 0
         assert total <= weight[-1].numel() * weight.element_size()
         return
-    assert distinct == planned.reads["weight"]
     assert distinct == (len(weight) - min(exits)) * weight[0].numel() * weight.element_size()
-    assert total == distinct + planned.repeats["weight"]
-    assert total == planned.grid[1] * distinct
+    assert total == fill.grid[1] * distinct
 
 
 ATTENTION = {
@@ -367,6 +289,16 @@ ATTENTION = {
 }
 
 
+def keys_read(monkeypatch: pytest.MonkeyPatch, call: Call) -> dict[str, emulated.CountedLaunch]:
+    """The launches of attention, which watch the keys and values of its caches."""
+    return launched(
+        monkeypatch,
+        lambda: ops.paged_attention(**call),
+        k=call["k_cache"],
+        v=call["v_cache"],
+    )
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_reads_each_key_and_value_once(
@@ -374,14 +306,8 @@ def test_attention_reads_each_key_and_value_once(
 ) -> None:
     case = ATTENTION[name]
     call = attention_call(case, dtype, CPU)
-    checked = Checked(
-        monkeypatch,
-        lambda: ops.paged_attention(**call),
-        k=call["k_cache"],
-        v=call["v_cache"],
-    )
     is_wide = name == "verify, splits" and dtype != torch.float32
-    _, ran = checked.of(f"paged_attention_{'wide_' * is_wide}kernel")
+    ran = keys_read(monkeypatch, call)[f"paged_attention_{'wide_' * is_wide}kernel"]
     seen = [min(length, case.sliding_window or length) for length in case.seq_lens]
     row = case.num_kv_heads * case.head_dim * dtype.itemsize
     group = case.num_q_heads // case.num_kv_heads
@@ -408,97 +334,9 @@ def test_float8_is_read_byte_by_byte_and_once(
 ) -> None:
     case = ATTENTION[name]
     call = in_float8(attention_call(case, dtype, CPU))
-    checked = Checked(
-        monkeypatch,
-        lambda: ops.paged_attention(**call),
-        Known(seq_len=max(case.seq_lens)),
-        k=call["k_cache"],
-        v=call["v_cache"],
-    )
-    planned, ran = checked.of("paged_attention_float8_kernel")
+    ran = keys_read(monkeypatch, call)["paged_attention_float8_kernel"]
     for total, distinct in ran.watched.values():
         assert total == distinct == sum(case.seq_lens) * case.num_kv_heads * case.head_dim
-    if len(set(case.seq_lens)) == 1:
-        read = sum(distinct for _, distinct in ran.watched.values())
-        assert planned.reads["k_cache, v_cache"] == read
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_float8_is_planned_to_be_written_in_bytes(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = {
-        "append_kv_kernel": append_call(AppendKvCase(5, 4, 2, 64, 16, rotary_dim=64), dtype, CPU),
-        "kv_fill_pairs_kernel": fill_call(KvFillCase(5, hidden_size=128), dtype),
-    }
-    names = {"append_kv_kernel": "append_kv_float8_kernel"}
-    for kernel, call in calls.items():
-        run = ops.append_kv if kernel in names else lambda **c: ops.kv_fill(**packed(c))
-        planned, _ = Checked(monkeypatch, lambda c=call, r=run: r(**c)).of(kernel)
-        narrow = in_float8({**call, "k_cache": call["k_cache"], "v_cache": call["v_cache"]})
-        less, _ = Checked(monkeypatch, lambda c=narrow, r=run: r(**c)).of(names.get(kernel, kernel))
-        heads, width = call["k_cache"].shape[-2:]
-        rows = 5 if kernel in names else planned.writes / (2 * heads * width * dtype.itemsize)
-        assert planned.writes - less.writes == rows * 2 * heads * width * (dtype.itemsize - 1)
-
-
-@pytest.mark.parametrize("window", [0, 40])
-@pytest.mark.parametrize("queries", [1, 4])
-def test_the_plan_knows_the_keys_of_a_call(
-    queries: int, window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = AttentionCase((queries,) * 3, (96, 96, 96), 8, 2, 64, 16, sliding_window=window)
-    call = attention_call(case, torch.bfloat16, CPU)
-    checked = Checked(
-        monkeypatch,
-        lambda: ops.paged_attention(**call),
-        Known(seq_len=96),
-        k=call["k_cache"],
-        v=call["v_cache"],
-    )
-    planned, ran = checked.of("paged_attention_kernel")
-    read = sum(distinct for _, distinct in ran.watched.values())
-    assert planned.reads["k_cache, v_cache"] == read
-
-
-@pytest.mark.parametrize(
-    ("case", "num_kernels", "narrow"),
-    [
-        (AttentionCase((150,), (150,), 2, 2, 64, 16), 1, False),
-        (AttentionCase((150,), (150,), 2, 2, 64, 16), 1, True),
-        (AttentionCase((64, 64), (256, 256), 3, 1, 128, 32, sliding_window=100), 1, False),
-        # The kernels of sequences of few queries, of which there are none.
-        (AttentionCase((40, 40), (128, 128), 2, 1, 64, 128, fixed_split_size=32), 3, False),
-    ],
-    ids=str,
-)
-def test_attention_by_warpgroups_reads_what_its_plan_says(
-    case: AttentionCase, num_kernels: int, narrow: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(TUNING, "wgmma_attention=1")
-    call = attention_call(case, torch.bfloat16, CPU)
-    if narrow:
-        call = in_float8(call)
-    checked = Checked(
-        monkeypatch,
-        lambda: ops.paged_attention(**call),
-        Known(seq_len=case.seq_lens[0]),
-        k=call["k_cache"],
-        v=call["v_cache"],
-    )
-    assert len(checked.ran) == num_kernels
-    planned, ran = checked.of("paged_attention_prompt_kernel")
-    # Whole pages, of which the plan counts the keys alone.
-    row = case.num_kv_heads * case.head_dim * call["k_cache"].element_size()
-    pages = sum(-(-length // case.page_size) for length in case.seq_lens)
-    whole = 2 * pages * case.page_size * row
-    total, distinct = map(sum, zip(*ran.watched.values(), strict=True))
-    if case.sliding_window == 0:
-        assert distinct == whole
-        assert planned.reads["k_cache, v_cache"] == 2 * sum(case.seq_lens) * row
-    assert planned.reads["k_cache, v_cache"] <= distinct <= whole
-    of_tiles = planned.reads["k_cache, v_cache"] + planned.repeats["k_cache, v_cache"]
-    assert distinct <= total <= of_tiles
 
 
 # Steps of memory

@@ -5,24 +5,25 @@ A ring of n stages has n - 1 of them in flight, from the first wait until nothin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
-from test_accesses import ATTENTION, CPU, DEVICE, FLOATS
+from test_accesses import ATTENTION, CPU, FLOATS
 from test_emulator import run_fault
 from test_kv_fill import packed
 from test_kv_fill import random_call as fill_call
 from test_paged_attention import random_call as attention_call
 
 import emulated
-from bench.gpu.calls import ceil_div
 from cases import AttentionCase, KvFillCase
 from eecore import ops
 from eecore.models.int8 import quantise_rows
 
 THREADS = 256  # in a block of a product
 MAX_STAGES = 6
+NUM_MULTIPROCESSORS = 3  # of the emulator's device
 WANTED_BYTES = 96 << 10  # of a weight, in flight to each multiprocessor
 
 
@@ -37,7 +38,7 @@ def test_a_ring_that_drains_is_found(faulty: bool, drained: int) -> None:
 def promised(m_tiles: int, blocks: int) -> int:
     """Bytes in flight to a block by csrc/cuda/skinny_launch.cuh, with room for all stages."""
     stage = 4 * m_tiles * THREADS * 16
-    wanted = ceil_div(WANTED_BYTES * DEVICE.num_multiprocessors, blocks * stage)
+    wanted = math.ceil(WANTED_BYTES * NUM_MULTIPROCESSORS / (blocks * stage))
     return min(wanted, MAX_STAGES - 1) * stage
 
 

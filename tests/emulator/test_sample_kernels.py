@@ -1,11 +1,11 @@
-"""The number of kernels of sample_tokens; its plan has them all."""
+"""The number of kernels of sample_tokens."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from test_accesses import Checked
 
+import emulated
 from eecore import ops
 
 BASE = ["sample_measure_kernel", "sample_weigh_kernel", "sample_sift_kernel", "sample_draw_kernel"]
@@ -35,12 +35,13 @@ def test_a_few_kernels_whatever_rows_ask_for(
         None if num_top is None else torch.zeros(2, num_top),
     )
     logits, positions = torch.randn(2, vocab_size), torch.arange(2)
-    checked = Checked(
-        monkeypatch, lambda: ops.sample_tokens(logits, rows, out, purpose=0, positions=positions)
+    emulated.route(monkeypatch)
+    launched = emulated.kernels_of(
+        lambda: ops.sample_tokens(logits, rows, out, purpose=0, positions=positions)
     )
     expected = [*BASE]
     if probs:
         expected.append("sample_probs_kernel")
     if num_top:
         expected += ["sample_top_slices_kernel", "sample_top_kernel"]
-    assert [launch.name for launch in checked.ran] == expected
+    assert launched == expected
