@@ -22,7 +22,6 @@ BENCHMARKS = {
     "checks": "bench.exits.checks",
     "drafts": "bench.exits.drafts",
     "heads": "bench.exits.heads",
-    "past": "bench.exits.past",
     "draft-peers": "bench.exits.draft_peers",
     "auto": "bench.exits.auto",
     "replay": "bench.exits.replay",

@@ -27,7 +27,6 @@ WITH_REPORTS = (
     "exits.modes",
     "exits.checks",
     "exits.drafts",
-    "exits.past",
     "exits.draft_peers",
     "exits.auto",
     "exits.replay",

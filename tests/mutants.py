@@ -570,8 +570,8 @@ DECODING = (
     Mutant(
         "lookup-compares-a-token-too-late",
         "python/eecore/planning/ngrams.py",
-        "tokens[place - 1 - length] == ending[-1 - length]",
-        "tokens[place - length] == ending[-1 - length]",
+        "tokens[place - 1 - length] == tokens[-1 - length]",
+        "tokens[place - length] == tokens[-1 - length]",
         "tests/planning/test_lookup.py",
     ),
     Mutant(

@@ -599,10 +599,6 @@ class EngineConfig:
             keep their content until others need them. No output depends on it, bit for bit: on a
             GPU, where a prompt's rounding depends on its number of rows, nothing is shared, nor is
             it by models with an encoder.
-        draft_history_tokens: tokens of past outputs that are kept, so that ``Auto`` can draft from
-            them where a text goes the same way; 0: none. No output depends on it, but the speed of
-            an answer shows that it was given before: not for callers that must not know of each
-            other.
         kv_loops: which keys and values of a looped model (Ouro) are kept: those of "each" loop, or
             those of the "last" loop that ran, in slots that all loops write to in turn. "last"
             takes the memory of one loop, is approximate under every exit policy, and is for
@@ -616,7 +612,6 @@ class EngineConfig:
     max_prefill_chunk: AtLeastOne = 512
     max_input_tokens: Annotated[int | None, whole(1)] = None
     prefix_cache: Annotated[bool, FLAG] = True
-    draft_history_tokens: Annotated[int, whole(0)] = 0
     kv_cache_dtype: Annotated[str, choice(*KV_CACHE_DTYPES)] = "auto"
     kv_loops: Annotated[Literal["each", "last"], choice("each", "last")] = "each"
 

@@ -125,7 +125,6 @@ def load(
     kv_loops: str | None = None,
     engine: EngineConfig | None = None,
     prefix_cache: bool | None = None,
-    draft_history_tokens: int | None = None,
     exits: str | Path | Literal[False] | None = None,
     draft_head: str | Path | None = None,
 ) -> Model:
@@ -165,8 +164,6 @@ def load(
         engine: batching limits.
         prefix_cache: whether prompts that begin alike share the keys and values of the beginning;
             None: ``engine``'s, which is to share by default. It changes no output.
-        draft_history_tokens: tokens of past outputs that :class:`eecore.Auto` drafts from; None:
-            ``engine``'s, which is 0 by default. It changes no output.
         exits: the directory of a draft head that ``eecore train-exits`` made for the model, or a
             repository of the hub with one (``org/name``), for :class:`eecore.HeadDrafts` and
             :class:`eecore.Auto`; False: none. None: the one in ``exits`` in the model's directory,
@@ -197,7 +194,6 @@ def load(
         "prefix_cache": prefix_cache,
         "kv_cache_dtype": kv_cache_dtype,
         "kv_loops": kv_loops,
-        "draft_history_tokens": draft_history_tokens,
     }
     limits = engine_limits(network, engine, **given)
     return Model(network, tokenizer, limits)

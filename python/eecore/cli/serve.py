@@ -124,13 +124,6 @@ class ServerEngineOptions(EngineOptions):
         "Prompts that begin alike share what was computed for the beginning (CPU).",
         "--prefix-cache/--no-prefix-cache",
     )
-    draft_history_tokens: int | None = option(
-        None,
-        "Tokens of past outputs that auto drafts from: faster where answers recur. An answer's "
-        "speed tells that it was given before, so use it with one --api-key at most.",
-        min=0,
-        show_default="0",
-    )
     warm_up: bool = option(
         True,
         "Run a few short requests first, for 10 s at most, so that the first answer need not wait "
@@ -145,11 +138,7 @@ class ServerEngineOptions(EngineOptions):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {
-            **super().settings,
-            "prefix_cache": self.prefix_cache,
-            "draft_history_tokens": self.draft_history_tokens,
-        }
+        return {**super().settings, "prefix_cache": self.prefix_cache}
 
 
 @takes_options
@@ -167,11 +156,6 @@ def serve(
 
     if http.api_key is not None and not all(key.strip() == key != "" for key in http.api_key):
         raise UsageError("--api-key: expected keys without spaces around them, none empty")
-    if engine.draft_history_tokens and len(http.api_key or ()) > 1:
-        raise UsageError(
-            "--draft-history-tokens: expected 0 with several keys, since callers would learn of "
-            f"each other's answers, got {engine.draft_history_tokens}"
-        )
     require_extra()
     path = model or BUILTIN
     directory = check_path(path)

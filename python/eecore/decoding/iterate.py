@@ -100,7 +100,6 @@ class Iterations:
     Args:
         ahead: whether a program's next run is launched before the outcome of this one is known;
             None: if ``run`` returns early.
-        history_tokens: tokens of past outputs that are kept to draft from.
     """
 
     def __init__(
@@ -110,7 +109,6 @@ class Iterations:
         run: RunProgram,
         *,
         ahead: bool | None = None,
-        history_tokens: int = 0,
     ) -> None:
         self.model, self.kv = model, kv
         self._keyed: KeyedHead | None = None
@@ -122,7 +120,7 @@ class Iterations:
         self.ahead = run.returns_early if ahead is None else ahead
         self.run = run
         self._run_chunk = self._run_by_size if run.captures_chunks else None
-        self.planner = Planner(model, torch.get_num_threads(), history_tokens, ahead=self.ahead)
+        self.planner = Planner(model, torch.get_num_threads(), ahead=self.ahead)
         # Without launches ahead: the last exit step, and the last program of rounds, by whether a
         # draft head drafts after its rounds.
         self._last: ExitStep | None = None

@@ -43,21 +43,12 @@ class Commits:
 
     Args:
         num_layers: the model's layers.
-        ended: is told each request that ends without an error.
         keyed: whether pages also have keys of a draft head's own layers.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        scheduler: Scheduler,
-        *,
-        ended: Callable[[Sequence], None],
-        keyed: bool = False,
-    ) -> None:
+    def __init__(self, num_layers: int, scheduler: Scheduler, *, keyed: bool = False) -> None:
         self._num_layers = num_layers
         self._scheduler, self._keyed = scheduler, keyed
-        self._ended = ended
 
     def taken(self, outcome: Outcome) -> Taken | None:
         """Remove the tokens after the end of the request from an outcome without an error. No
@@ -169,7 +160,6 @@ class Commits:
             steps.append(step)
             if output is not None:
                 self._scheduler.finish(sequence)
-                self._ended(sequence)
         if rejected:
             self._scheduler.crop(rejected)
         return num_failed

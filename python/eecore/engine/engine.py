@@ -72,11 +72,7 @@ class Engine:
             network, self.config.num_pages, self.config.page_size, dtype, self.config.kv_loops
         )
         self.iterations = Iterations(
-            network,
-            kv,
-            run or run_program_on(network.device),
-            ahead=ahead,
-            history_tokens=self.config.draft_history_tokens,
+            network, kv, run or run_program_on(network.device), ahead=ahead
         )
         self.intake = Intake(network, tokenizer, self.config)
         self.num_failed_iterations = 0
@@ -250,7 +246,6 @@ class Engine:
         with self._or_end_all():
             output = self._commits.end(sequence, time.perf_counter()).output
             self.scheduler.finish(sequence)
-            self.iterations.planner.ended(sequence)
         return output
 
     def hold(self, request_id: str) -> None:
@@ -367,12 +362,7 @@ class Engine:
         keyed = self.kv.of_head is not None
         draft_keys = max_ahead(self.network.draft_head) + 1 if keyed else 0
         self.scheduler = Scheduler(self.config, pages, draft_keys=draft_keys)
-        self._commits = Commits(
-            self.network.config.num_layers,
-            self.scheduler,
-            ended=self.iterations.planner.ended,
-            keyed=keyed,
-        )
+        self._commits = Commits(self.network.config.num_layers, self.scheduler, keyed=keyed)
 
     def _end_all(self, error: BaseException) -> None:
         """End all requests with an error that none of them has caused, and begin empty."""

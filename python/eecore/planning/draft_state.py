@@ -8,7 +8,6 @@ from eecore.planning.draft_stop import AdaptiveDraftStop
 from eecore.planning.guided import Guided
 from eecore.planning.ngrams import NgramIndex
 from eecore.planning.odds import HeadRounds, Odds
-from eecore.planning.past_outputs import PastOutputs
 from eecore.planning.proposal import Ahead, DraftSource
 from eecore.planning.route import GIVEN, Route, make_route
 from eecore.scheduling.sequence import Sequence
@@ -27,8 +26,6 @@ class DraftState:
     """The drafts that a draft head made after the last round."""
     index: NgramIndex | None = None
     """The n-grams of the text, for a request whose drafts are looked up."""
-    past: PastOutputs | None = None
-    """The outputs of the engine's past requests, for an ``Auto`` request, where they are kept."""
     sources: list[DraftSource] | None = None
     """The sources that serve an ``Auto`` request, once it has been planned."""
     routes: dict[int, Route] = field(default_factory=dict)

@@ -53,7 +53,6 @@ class NgramIndex:
         most: int,
         stops: Set[int] = frozenset(),
         more: Ordered[int] = (),
-        ending: Ordered[int] | None = None,
     ) -> tuple[list[int], int]:
         """The tokens that followed the longest n-gram that ends the text at its latest earlier
         place, and the length of that n-gram; [] and 0 where there is none.
@@ -64,7 +63,6 @@ class NgramIndex:
             most: maximum number of drafts.
             stops: tokens that end a text: no draft follows one.
             more: tokens that are appended to the text first.
-            ending: the last tokens of another text, whose n-gram is looked up in this one instead.
         """
         tokens, latest, before = self.tokens, self._latest, self._before
         shortest, mask, end = self._shortest, self._mask, self._end
@@ -77,20 +75,12 @@ class NgramIndex:
             end = (end << TOKEN_BITS | token) & mask
         tokens += more
         self._end = end
-        is_own = ending is None
-        if ending is None:
-            ending = tokens
-        else:
-            for token in ending[-shortest:]:
-                end = (end << TOKEN_BITS | token) & mask
-        if len(ending) < shortest:
-            return [], 0
         best, match, place = 0, 0, latest.get(end, 0)
         for _ in range(MAX_CANDIDATES):
             if not place:
                 break
-            length, longest = shortest, min(self._longest, place, len(ending))
-            while length < longest and tokens[place - 1 - length] == ending[-1 - length]:
+            length, longest = shortest, min(self._longest, place)
+            while length < longest and tokens[place - 1 - length] == tokens[-1 - length]:
                 length += 1
             if length > match:
                 best, match = place, length
@@ -100,9 +90,8 @@ class NgramIndex:
         if not match:
             return [], 0
         drafts = tokens[best : best + most]
-        if is_own:
-            for at in range(most - len(drafts)):  # the end of the text was reached: drafts repeat
-                drafts.append(drafts[at])
+        for at in range(most - len(drafts)):  # the end of the text was reached: drafts repeat
+            drafts.append(drafts[at])
         return drafts if stops.isdisjoint(drafts) else until(drafts, stops), match
 
 

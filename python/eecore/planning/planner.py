@@ -15,7 +15,6 @@ from eecore.models import DraftHead, KeyedHead, Network, PassHead
 from eecore.planning.auto import FULL, Choice, Chooser
 from eecore.planning.draft_state import DraftState, draft_state
 from eecore.planning.heads import max_ahead
-from eecore.planning.past_outputs import PastOutputs
 from eecore.planning.proposal import NOTHING, Proposal
 from eecore.planning.route import GIVEN, DraftPath, Route, draft_path
 from eecore.planning.row import Outcome, Row
@@ -48,25 +47,15 @@ class Planner:
 
     Args:
         num_threads: CPU threads; the times of rounds depend on them.
-        history_tokens: tokens of past outputs that are kept to draft from; 0: none.
         ahead: whether a round can be launched while the last one is in flight: only if both run the
             same program, which a choice then keeps.
     """
 
-    def __init__(
-        self,
-        model: Network,
-        num_threads: int = 1,
-        history_tokens: int = 0,
-        *,
-        ahead: bool = False,
-    ) -> None:
+    def __init__(self, model: Network, num_threads: int = 1, *, ahead: bool = False) -> None:
         self._model, self._exit_layers, self._ahead = model, model.config.exit_layers, ahead
         self.num_threads = num_threads
         self._max_ahead = max_ahead(model.draft_head)
         self._at_once = isinstance(model.draft_head, PassHead)
-        self.past = PastOutputs(history_tokens) if history_tokens else None
-        """The outputs of requests that have ended, where they are kept."""
         self.held: HeldChoice | None = None
         """The current choice for ``Auto`` requests."""
         self._steady: tuple[Ordered[Work], list[Row]] | None = None
@@ -169,7 +158,6 @@ class Planner:
             path = route.path
             if path is None:
                 if route.auto is not None:
-                    work.sequence.draft.past = self.past
                     free.append(len(rows))
                 rows.append(Row(work, route))
                 continue
@@ -291,11 +279,6 @@ class Planner:
         return made
 
     # Learning
-
-    def ended(self, sequence: Sequence) -> None:
-        """Keep the output of a request whose text is complete or was cut."""
-        if self.past is not None:
-            self.past.add(sequence)
 
     def learn(self, rows: Ordered[Row], outcomes: Ordered[Outcome], seconds: float | None) -> None:
         """Learn from a run of rows that share a program.

@@ -9,12 +9,11 @@ from operator import eq
 from eecore.planning.draft_state import DraftState
 from eecore.planning.heads import AheadDrafts
 from eecore.planning.ngrams import TextDrafts, text_index
-from eecore.planning.past_outputs import PastDrafts
 from eecore.planning.proposal import Drafts, DraftSource, Proposal
 from eecore.scheduling.scheduler import Work
 
 HEAD = AheadDrafts()
-SOURCES: tuple[DraftSource, ...] = (HEAD, TextDrafts(), PastDrafts())
+SOURCES: tuple[DraftSource, ...] = (HEAD, TextDrafts())
 """All sources; a request gets proposals from the sources that serve it."""
 
 
