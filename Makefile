@@ -82,7 +82,6 @@ bench:  ## microbenchmarks of the ops, into bench/results/ops.json and its table
 	@$(PYTHON_IN_VENV) -m pytest bench/ops --benchmark-columns=min,median,rounds \
 	  --benchmark-sort=fullname --benchmark-max-time=0.3 --benchmark-json=build/bench.json $(ARGS)
 	@$(PYTHON_IN_VENV) -m bench ops-table build/bench.json
-	@$(PYTHON_IN_VENV) scripts/op_pages.py
 
 clean:  ## remove .venv, .peers, build products and caches
 	rm -rf .venv .peers build dist .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis

@@ -159,7 +159,7 @@ def test_the_environment_that_is_read_is_the_one_described() -> None:
 
 
 def test_the_page_of_the_api_has_every_public_name() -> None:
-    named = re.findall(r"^<!-- eecore\.(\w+) -->$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    named = re.findall(r"^::: eecore\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(set(eecore.__all__) - {"ops"})
 
 
