@@ -13,9 +13,8 @@ import pytest
 import eecore
 from eecore.cli.app import command_line
 from eecore.exit_text import MODES
+from eecore.serving.elsewhere import WITHOUT_EFFECT, meaning
 from eecore.serving.protocol import (
-    NOT_SUPPORTED,
-    WITHOUT_EFFECT,
     AnswerRequest,
     ChatRequest,
     CompletionRequest,
@@ -193,8 +192,7 @@ def test_the_endpoints_that_are_described_are_those_of_the_server() -> None:
 def test_the_fields_that_are_described_are_those_of_requests() -> None:
     page = (DOCS / "serving.md").read_text()
     known = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
-    others = {*WITHOUT_EFFECT, *NOT_SUPPORTED, "NOT_SUPPORTED"}
-    rows = "fields|guides|without effect|not supported, a 400"
+    rows = "fields|guides|without effect|a 400"
     found = re.findall(rf"^\| (?:{rows}) \| (.*) \|$", page, re.MULTILINE)
     names = [INLINE.findall(row) for row in found]
     named, beside = (
@@ -203,7 +201,8 @@ def test_the_fields_that_are_described_are_those_of_requests() -> None:
     )
     assert len(found) == 4
     assert named <= known
-    assert beside - {"n", "exit", "serving/protocol", "WITHOUT_EFFECT"} <= known | others
+    beside -= {"exit", "serving/elsewhere", *WITHOUT_EFFECT}
+    assert all(name in known or meaning(name, frozenset(known))[1] for name in beside)
     everywhere = {name for code in INLINE.findall(page) for name in re.findall(r"\w+", code)}
     assert known - everywhere <= OPENAIS
 
@@ -217,4 +216,5 @@ def test_the_fields_of_responses_that_are_described_are_those_of_requests() -> N
     (refused,) = re.findall(r"^\| refused \| (.*) \|$", section, re.MULTILINE)
     beside = {*INLINE.findall(refused)} - {"disabled"}
     assert named == own - beside
-    assert beside <= own | {*NOT_SUPPORTED, *CompletionRequest.model_fields}
+    others = beside - own - CompletionRequest.model_fields.keys()
+    assert all(meaning(name, frozenset(own))[1] for name in others)

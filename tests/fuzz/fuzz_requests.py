@@ -42,8 +42,9 @@ from eecore import (
 from eecore.exits import Exit
 from eecore.planning import matchers
 from eecore.serving.conversation import conversation
+from eecore.serving.elsewhere import OFF, WITHOUT_EFFECT
 from eecore.serving.guides import expected_calls, guide_of
-from eecore.serving.protocol import FIELDS, NOT_SUPPORTED, WITHOUT_EFFECT, ChatRequest, read
+from eecore.serving.protocol import FIELDS, ChatRequest, read
 from eecore.serving.refusals import ApiError
 from eecore.serving.tool_calls import FORMATS, ToolCall
 from mutate import mutated_json, wild
@@ -361,7 +362,7 @@ def chat(random: Random) -> bool:
     body["tool_choice"] = random.choice(("none", "auto", "required", None))
     is_good = random.random() < 0.5
     if not is_good:
-        names = random.choice((sorted(FIELDS), sorted(NOT_SUPPORTED), sorted(WITHOUT_EFFECT)))
+        names = random.choice((sorted(FIELDS), sorted(OFF), sorted(WITHOUT_EFFECT)))
         body[random.choice(names)] = wild(random)
         body = mutated_json(random, body)
     tokenizer: Any = MODEL[0].tokenizer

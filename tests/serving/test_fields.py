@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from typing import Any, get_type_hints
 
 import pytest
@@ -12,9 +13,8 @@ from openai.types.chat import completion_create_params as of_chats
 from openai.types.responses import response_create_params as of_responses
 
 from eecore.serving import protocol
+from eecore.serving.elsewhere import NOTHING, OFF, WITHOUT_EFFECT
 from eecore.serving.protocol import (
-    NOT_SUPPORTED,
-    WITHOUT_EFFECT,
     ChatRequest,
     CompletionRequest,
     Request,
@@ -24,7 +24,7 @@ from eecore.serving.protocol import (
     read,
 )
 from eecore.serving.refusals import ApiError
-from servers import Asker
+from servers import Asker, events
 
 USER = [{"role": "user", "content": "lock the front door"}]
 NEEDED: dict[type[Request], dict[str, Any]] = {
@@ -101,9 +101,6 @@ def refusal(kind: type[Request], **fields: Any) -> ApiError:
 
 @pytest.mark.parametrize(("kind", "name"), OF_OPENAI)
 def test_what_becomes_of_each_field_of_openais_client(kind: type[Request], name: str) -> None:
-    places = [kind.model_fields.keys(), WITHOUT_EFFECT, NOT_SUPPORTED]
-    if name not in ("best_of", "prompt"):  # declared by one endpoint, not supported by another
-        assert sum(name in place for place in places) == 1
     if name in kind.model_fields:  # a value that means nothing shows that it is looked at
         error = refusal(kind, **{name: of_no_kind(name)})
         assert error.param == name
@@ -112,13 +109,14 @@ def test_what_becomes_of_each_field_of_openais_client(kind: type[Request], name:
     else:
         error = refusal(kind, **{name: MEANT[name]})
         assert (error.param, error.code) == (name, "not_supported")
-        for value in (None, *NOT_SUPPORTED.get(name, ())):
+        for value in (None, *OFF.get(name, ())):
             request(kind, **{name: value})
 
 
 def of_no_kind(name: str) -> Any:
     """A value that no field of that name can have."""
-    objects = ("logit_bias", "metadata", "reasoning", "response_format", "text", "tool_choice")
+    objects = ("logit_bias", "metadata", "reasoning", "response_format", "stream_options", "text")
+    objects += ("tool_choice",)
     return [3.5] if name in objects else {"a": {}}
 
 
@@ -138,20 +136,129 @@ def said_by(answer: Any) -> Any:
     )
 
 
-VALUES = (True, False, 1, -3, 0.5, "a", "", [], ["a"], {}, {"a": 1})
+HONOURED: list[tuple[str, Any, str]] = [
+    ("max_new_tokens", 3, "max_tokens"),
+    ("n_predict", 3, "max_tokens"),
+    ("maxTokens", 3, "max_tokens"),
+    ("stop_sequences", ["a"], "stop"),
+    ("stopping_strings", ["a"], "stop"),
+    ("candidateCount", 2, "n"),
+    ("regex", "a", "guided_regex"),
+    ("json_schema", {"type": "object"}, "guided_json"),
+    ("grammar", 'root ::= "x"', "guided_grammar"),
+]
 
 
-@pytest.mark.parametrize("name", NOT_SUPPORTED)
-def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(name: str) -> None:
-    kinds = [kind for kind in NEEDED if name not in kind.model_fields]
-    for kind in kinds:
-        neutral = NOT_SUPPORTED[name]
-        for value in VALUES:
-            if value in neutral:
-                request(kind, **{name: value})
-            else:
-                assert refusal(kind, **{name: value}).param == name
-    assert kinds
+@pytest.mark.parametrize("kind", PATHS)
+@pytest.mark.parametrize(("name", "value", "field"), HONOURED)
+def test_the_same_field_by_another_name(
+    kind: type[Request], name: str, value: Any, field: str
+) -> None:
+    if kind is ResponsesRequest:
+        field = "max_output_tokens" if field == "max_tokens" else field
+        if field not in kind.model_fields:
+            assert refusal(kind, **{name: value}).param == name
+            return
+    assert getattr(request(kind, **{name: value}), field) == value
+    request(kind, **{name: value, field: value})
+    others: dict[type, Any] = {int: 1, str: "b", list: ["b"], dict: {"a": {}}}
+    for wrong in ({name: [[]]}, {name: value, field: others[type(value)]}):
+        if field != "guided_json" or field in wrong:  # it is of any kind here
+            assert refusal(kind, **wrong).param == name
+
+
+def test_no_limit_and_no_text_by_other_names() -> None:
+    read = request(ChatRequest, n_predict=-1, seed=-1, grammar="", stop_sequences=[])
+    assert isinstance(read, ChatRequest)
+    assert (read.max_tokens, read.guided_grammar, read.stop) == (None, None, None)
+    two = refusal(ChatRequest, max_new_tokens=3, max_completion_tokens=5)
+    assert "max_completion_tokens=5" in two.message
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    # other settings of what eecore has, and its own names misspelt
+    ({"max_length": 3}, "max_tokens"),
+    ({"t_max_predict_ms": 1}, "max_tokens"),
+    ({"max_token": 3}, "max_tokens"),
+    ({"temprature": 1}, "temperature"),
+    ({"topP": 0.5}, "top_p"),
+    ({"k": 3}, "top_k"),
+    ({"random_seed": 3}, "seed"),
+    ({"logits_bias": {"5": -100}}, "logit_bias"),
+    ({"do_sample": False}, "temperature"),
+    ({"repeat_penalty": 1.2}, "repetition_penalty"),
+    ({"top_logprobs_num": 3}, "logprobs"),
+    ({"n_probs": 3}, "logprobs"),
+    ({"response_schema": {"type": "object"}}, "response_format"),
+    ({"format": "json"}, "response_format"),
+    ({"extra_body": {"max_tokens": 3}}, "fields of the body"),
+    ({"options": {"num_predict": 3}}, "fields of the body"),
+    ({"generationConfig": {"maxOutputTokens": 3}}, "fields of the body"),
+    ({"bad_words_ids": [[5]]}, "logit_bias"),
+    ({"functions": [{"name": "a"}]}, "tools"),
+    ({"system": "x"}, "messages"),
+    ({"enable_thinking": False}, "chat_template_kwargs"),
+    ({"exit_mode": "full"}, "exit"),
+    ({"continuous_usage_stats": True}, "stream_options"),
+    # what it does not have
+    *(
+        ({name: value}, "none, since it is not supported")
+        for name, value in {
+            "no_repeat_ngram_size": 2,
+            "min_tokens": 3,
+            "min_new_tokens": 20,
+            "use_beam_search": True,
+            "num_beams": 4,
+            "guidance_scale": 3.0,
+            "typical_p": 0.5,
+            "dry_multiplier": 0.8,
+            "mirostat": 2,
+            "mirostat_tau": 5.0,
+            "penalty_alpha": 0.6,
+            "skip_special_tokens": False,
+            "lora_path": "x",
+            "custom_logit_processor": "x",
+            "truncate_prompt_tokens": 3,
+            "negative_prompt": "x",
+            "num_ctx": 512,
+            "cache_salt": "x",
+        }.items()
+    ),
+    # within other fields
+    ({"stream": True, "stream_options": {"included_usage": True}}, "include_usage"),
+    ({"response_format": {"type": "json_object", "json_schema": {"schema": {}, "a": 1}}}, ""),
+    ({"response_format": {"type": "json_object", "value": {"type": "object"}}}, "none"),
+    ({"response_format": {"type": "json_schema", "schema": {"type": "object"}}}, ""),
+    ({"response_format": {"type": "text", "schema": {"type": "object"}}}, ""),
+]
+
+
+@pytest.mark.parametrize(("fields", "ours"), REFUSED)
+def test_what_would_change_an_answer_elsewhere_is_refused(
+    fields: dict[str, Any], ours: str
+) -> None:
+    *_, name = fields
+    for kind in (ChatRequest, CompletionRequest):
+        error = refusal(kind, **fields)
+        assert (error.param, error.code) == (name, "not_supported")
+        assert re.match(rf"{name}[\w.]*: expected {ours}", error.message), error.message
+    if name not in {*OFF, "response_format", "stream_options"}:
+        for nothing in NOTHING:
+            request(ChatRequest, **{name: nothing})
+
+
+def test_a_text_format_of_responses_has_the_fields_of_its_type() -> None:
+    error = refusal(ResponsesRequest, text={"format": {"type": "json_object", "schema": {"a": 1}}})
+    assert error.message.startswith("text.format.schema: expected")
+
+
+def test_settings_that_are_switched_off_ask_for_nothing() -> None:
+    """User interfaces send the defaults of everything."""
+    off = {"dry_multiplier": 0, "mirostat": 0, "xtc_probability": 0, "repeat_penalty": 1}
+    rest = {"dry_base": 1.75, "mirostat_tau": 5, "xtc_threshold": 0.1, "repeat_last_n": 64}
+    assert request(ChatRequest, **off, **rest).ignored == {}
+    for name, value in rest.items():
+        assert refusal(ChatRequest, **{name: value}).param == name
 
 
 @pytest.mark.parametrize(
@@ -197,11 +304,35 @@ def test_unknown_fields_are_logged_once(
     monkeypatch.setattr(protocol, "MAX_UNKNOWN", 2)
     with caplog.at_level(logging.WARNING, logger="eecore"):
         for _ in range(2):
-            request(ChatRequest, temprature=1, nothing=None)
+            request(ChatRequest, surprise=1, nothing=None)
         for number in range(9):
             request(ChatRequest, **{f"field\n{number}": 1})
-    assert ["temprature" in record.getMessage() for record in caplog.records] == [True, False]
+    assert ["surprise" in record.getMessage() for record in caplog.records] == [True, False]
     assert not any("\n" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("kind", PATHS)
+@pytest.mark.parametrize("streams", [False, True])
+def test_unknown_fields_are_named_in_the_answer(
+    server: Asker, kind: type[Request], streams: bool
+) -> None:
+    body = {**NEEDED[kind], "trace_id": 3, "user_agent": "a", "nothing": None}
+    body |= {"stream": True, "stream_options": {"more": 1}} if streams else {}
+    names = ["trace_id", "user_agent", *(["stream_options.more"] if streams else [])]
+    answer = server.post(PATHS[kind], body)
+    if not streams:
+        assert answer.json()["ignored_fields"] == names
+    elif kind is ResponsesRequest:
+        assert json.dumps(names).replace(" ", "") in answer.text
+    else:
+        assert all(chunk["ignored_fields"] == names for chunk in events(answer.text))
+
+
+def test_the_number_of_unknown_fields_is_bounded(server: Asker) -> None:
+    many = {f"field{number}": 1 for number in range(protocol.MAX_UNKNOWN + 1)}
+    assert "at most 256 unknown fields" in refusal(ChatRequest, **many).message
+    answer = server.post("/tokenize", {"prompt": "a", "x" * 999: 1})
+    assert answer.json()["ignored_fields"] == ["x" * protocol.MAX_NAME]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +350,7 @@ def test_unknown_fields_are_logged_once(
         ({"continuous_usage_stats": False}, True, True),
         ({"continuous_usage_stats": True}, True, True),
         ({"continuous_usage_stats": 1}, True, False),
-        ({"more": 1}, True, False),
+        ({"more": 1}, True, True),
     ],
 )
 @pytest.mark.parametrize("kind", PATHS)

@@ -435,7 +435,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "a", "conversation": "c"}, "conversation", "is not supported"),
     ({"input": "a", "prompt": {"id": "p"}}, "prompt", "is not supported"),
     ({"input": "a", "messages": [USER]}, "messages", "is not supported"),
-    ({"input": "a", "max_tokens": 3}, "max_tokens", "is not supported"),
+    ({"input": "a", "max_tokens": 3}, "max_tokens", "expected max_output_tokens"),
     ({"input": "a", "temperature": -1}, "temperature", "expected 0 or"),
     ({"input": "a", "exit": "deep"}, "exit", "expected full, fixed"),
     ({"input": "a", "stream_options": {"include_usage": True}}, "stream_options", "stream=true"),

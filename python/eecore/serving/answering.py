@@ -133,8 +133,12 @@ class Answer(Response, Generic[Body]):
         send: Send,
     ) -> None:
         service = self._service
-        said = await service.beside(lambda: self._says(service.served, self._reads(body)))
-        await JSONResponse(said)(scope, receive, send)
+
+        def answer() -> Any:
+            request = self._reads(body)
+            return {**self._says(service.served, request), **request.ignored}
+
+        await JSONResponse(await service.beside(answer))(scope, receive, send)
 
     async def _refuse(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         await refusal(error)(scope, receive, send)

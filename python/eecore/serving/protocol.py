@@ -1,19 +1,21 @@
 """The fields of requests: OpenAI's and eecore's own.
 
 A field of the wrong kind is refused with a 400 that names it, as is one that asks for what the
-server does not do. Fields without effect on an answer are listed here; the names of unknown fields
-are logged, once each.
+server does not do. The names of other servers are in :mod:`eecore.serving.elsewhere`; unknown ones
+are logged, once each, and named in the answer.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from eecore.config import SamplingParams
 from eecore.exit_text import FORMS
+from eecore.serving.elsewhere import WITHOUT_EFFECT, asks_for_nothing, meaning, plain, same
 from eecore.serving.refusals import ApiError, invalid
 from eecore.values import help_of, shown
 
@@ -23,112 +25,10 @@ MAX_PROMPTS = 1024
 MAX_INPUT = MAX_MESSAGES - 1
 """Input items of a response; its instructions are one more message."""
 MAX_UNKNOWN = 256
-"""Names of unknown fields that are logged."""
+"""Unknown fields of a request, and their names that are logged."""
+MAX_NAME = 64
+"""Characters of such a name."""
 LOGGER = logging.getLogger("eecore")
-
-# Fields without effect on an answer: about the user, queues, bills, storage and speed.
-WITHOUT_EFFECT = frozenset(
-    {
-        "access_programs",
-        "cache_prompt",
-        "guided_decoding_backend",
-        "id_slot",
-        "keep_alive",
-        "max_tool_calls",  # limits tools that a server itself has
-        "prediction",
-        "priority",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "request_id",
-        "rid",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        # Without effect, since reasoning is part of the answer's text.
-        "separate_reasoning",
-        "stream_reasoning",
-        # Tokenizers add no spaces between special tokens.
-        "spaces_between_special_tokens",
-    }
-)
-# Fields that are not supported, each with the values that ask for nothing. Other values are
-# refused, since an answer that ignores one would be wrong.
-NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    # OpenAI's
-    "audio": (),
-    "background": (False,),
-    "background_options": ({},),
-    "best_of": (1,),
-    "context_management": ([],),
-    "conversation": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "image": ({},),
-    "modalities": (["text"], []),
-    "moderation": (),
-    "suffix": ("",),
-    "truncation": ("disabled",),
-    "web_search_options": (),
-    # vLLM's
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "cache_salt": (),
-    "chat_template": (),
-    "ec_transfer_params": (),
-    "early_stopping": (False,),
-    "guided_whitespace_pattern": (),
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
-    "kv_transfer_params": (),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "media_io_kwargs": ({},),
-    "min_tokens": (0,),
-    "mm_processor_kwargs": ({},),
-    "repetition_detection": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
-    "structural_tag": (),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-    # SGLang's
-    "custom_logit_processor": (),
-    "ebnf": ("",),
-    "lora_path": (),
-    "no_stop_trim": (False,),
-    "regex": ("",),
-    "return_hidden_states": (False,),
-    "session_params": (),
-    "stop_regex": ("", []),
-    # of llama.cpp, Ollama and others
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "enable_thinking": (),
-    "format": ("",),
-    "grammar": ("",),
-    "json_schema": ("", {}),
-    "lora": ([],),
-    "mirostat": (0,),
-    "n_predict": (-1,),
-    "n_probs": (0,),
-    "options": ({},),
-    "repeat_penalty": (1,),
-    "samplers": (),
-    "tfs_z": (1,),
-    "think": (),
-    "thinking": (),
-    "top_a": (0,),
-    "top_n_sigma": (-1,),
-    "typical_p": (1,),
-    "xtc_probability": (0,),
-}
-# Values that ask for nothing in fields of other endpoints.
-NOTHING: tuple[Any, ...] = (False, "", [], {})
-
 
 # Validation stops at the first error, since a list may be long.
 Prompts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
@@ -158,12 +58,26 @@ class Request(BaseModel):
     )
 
     model: str | None = Field(None, description="A name of /v1/models; the server's when left out.")
+    _ignored: dict[str, None] = PrivateAttr(default_factory=dict)
+
+    @property
+    def ignored(self) -> dict[str, Any]:
+        """For the answer: the names of the fields that are unknown, if there are any."""
+        return {"ignored_fields": list(self._ignored)} if self._ignored else {}
+
+    def ignore(self, name: str) -> None:
+        """Note an unknown field."""
+        name = name[:MAX_NAME]
+        self._ignored[name] = None
+        if name not in _unknown and len(_unknown) < MAX_UNKNOWN:
+            _unknown.add(name)
+            LOGGER.warning("requests have a field that is not known, and ignored: %s", shown(name))
 
 
 class StreamOptions(BaseModel):
     """Fields of a stream apart from its text."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -347,29 +261,78 @@ def read(kind: type[Kind], body: bytes) -> Kind:
         raise _refusal(error) from None
     except (ValueError, RecursionError) as error:
         raise invalid(f"body: expected JSON, got: {error}", code="invalid_json") from None
-    _check_others(request)
+    _read_others(request, "", request.model_extra or {}, type(request).model_fields)
+    for path, type_, known in PARTS:
+        part: Any = request
+        for name in path.split("."):
+            part = part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
+        if isinstance(part, StreamOptions):
+            part = part.model_extra
+        if isinstance(part, Mapping) and type_ in (None, part.get("type")):
+            others = {name: value for name, value in part.items() if name not in known}
+            _read_others(request, f"{path}.", others, known)
     return request
 
 
-def _check_others(request: Request) -> None:
-    """Refuse fields that this kind of request does not have and that would change its answer."""
-    for name, value in (request.model_extra or {}).items():
-        if value is None or name in WITHOUT_EFFECT:
+def _read_others(
+    request: Request, where: str, others: Mapping[str, Any], known: Collection[str]
+) -> None:
+    """Honour, refuse or ignore the fields that a request, or the part of it at ``where``, does not
+    have.
+    """
+    if len(others) > MAX_UNKNOWN:
+        raise invalid(f"body: expected at most {MAX_UNKNOWN} unknown fields, got {len(others)}")
+    fields, given = frozenset(known), {plain(name): value for name, value in others.items()}
+    for name, value in others.items():
+        key = plain(name)
+        if value is None or (key in WITHOUT_EFFECT and not where):
             continue
-        if name in NOT_SUPPORTED or name in FIELDS:
-            matters = name in NOT_SUPPORTED or isinstance(request, AnswerRequest)
-            if matters and value not in NOT_SUPPORTED.get(name, NOTHING):
-                said = f"{name}: is not supported, got {shown(value)}"
-                raise invalid(said, name, "not_supported")
-        elif name not in _unknown and len(_unknown) < MAX_UNKNOWN:
-            _unknown.add(name)
-            LOGGER.warning("requests have a field that is not known, and ignored: %s", shown(name))
+        is_foreign = bool(where) or name not in FIELDS
+        if not where and is_foreign and (meant := same(key, fields)):
+            _set(request, meant, name, value)
+            continue
+        ours, is_known = meaning(key, fields)
+        if is_foreign and not is_known:
+            request.ignore(where + name)
+        elif isinstance(request, AnswerRequest) and not asks_for_nothing(key, value, given):
+            expected = f"{ours} in its place" if ours else "none, since it is not supported here"
+            said = f"{where}{name[:MAX_NAME]}: expected {expected}, got {shown(value)}"
+            raise invalid(said, (where + name).partition(".")[0], "not_supported")
+
+
+def _set(request: Request, fields: list[str], name: str, value: Any) -> None:
+    """Set the first of some fields, which mean the same as one that a request has."""
+    if value in ("", [], {}) or (value == -1 and not isinstance(request, CompletionRequest)):
+        return  # nothing, or no limit
+    for field in fields:
+        if (own := getattr(request, field)) not in (None, value):
+            expected = f"none with {field}={shown(own)}, or its value"
+            raise invalid(f"{name}: expected {expected}, got {shown(value)}", name)
+    try:
+        type(request).__pydantic_validator__.validate_assignment(request, fields[0], value)
+    except ValidationError as error:
+        reason = error.errors(include_url=False, include_input=False)[0]["msg"]
+        raise invalid(f"{name}: expected a value of {fields[0]}: {reason}", name) from None
 
 
 FIELDS = frozenset(
     name
     for kind in (ChatRequest, CompletionRequest, ResponsesRequest)
     for name in kind.model_fields
+)
+_SCHEMA = ("name", "schema", "strict", "description")
+# Parts of requests, their type where it matters, and the fields that they have.
+PARTS: tuple[tuple[str, str | None, Collection[str]], ...] = (
+    ("stream_options", None, StreamOptions.model_fields),
+    ("response_format", "text", ("type",)),
+    ("response_format", "json_object", ("type", "schema")),
+    ("response_format", "json_schema", ("type", "json_schema")),
+    ("response_format.json_schema", None, _SCHEMA),
+    ("text", None, ("format", "verbosity")),
+    ("text.format", "text", ("type",)),
+    ("text.format", "json_object", ("type",)),
+    ("text.format", "json_schema", ("type", *_SCHEMA)),
+    ("reasoning", None, ("effort", "summary", "generate_summary")),
 )
 _unknown: set[str] = set()
 

@@ -203,6 +203,7 @@ class ResponseShape(ChatShape):
             "user": request.user,
             "usage": None if output is None else self._usage(output),
             **details,
+            **request.ignored,
         }
 
     def _usage(self, output: Output) -> dict[str, Any]:

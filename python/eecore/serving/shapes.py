@@ -118,6 +118,7 @@ class Shape:
             "created": self.created,
             "model": self.asked.model,
             "system_fingerprint": None,
+            **self.asked.body.ignored,
         }
 
     def _chunk(self, index: int, part: dict[str, Any], **details: Any) -> dict[str, Any]:
