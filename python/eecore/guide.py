@@ -22,6 +22,7 @@ MAX_CHOICES = 4096
 # String formats that are enforced; in JSON schema any other format says nothing of the text.
 FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6"}
 FORMATS |= {"uuid", "uri"}
+TOO_DEEP = "guide: expected a schema that is less deep"
 MAX_INTEGER = 1 << 53
 """The largest integer of a schema's values and bounds: llguidance 1.9 holds them as doubles."""
 # Keywords of JSON schema whose values are no schemas, and those of them that are enforced.
@@ -31,6 +32,11 @@ _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multip
 # Keywords that say which other properties an object has, and those that add to a description.
 _OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
 _COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "not"}
+TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+# Keywords whose values are schemas, or lists of them.
+_INNER = {"items", "prefixItems", "additionalItems", "contains", "additionalProperties", "not"}
+_INNER |= {"unevaluatedItems", "unevaluatedProperties", "propertyNames", "if", "then", "else"}
+_INNER |= {"allOf", "anyOf", "oneOf"}
 # Keywords whose values are schemas by name.
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 
@@ -77,7 +83,8 @@ class Guide:
                 properties alone unless the schema allows more (``additionalProperties``).
 
         Raises:
-            GuideError: it is no JSON schema, or has integers beyond 2^53.
+            GuideError: it is no JSON schema, has a type that does not exist, or integers beyond
+                2^53.
         """
         if isinstance(schema, str):
             schema = _parsed(schema)
@@ -123,6 +130,38 @@ class Guide:
         return cls("grammar", text)
 
 
+def check_types(schema: Any) -> None:
+    """Check that a JSON schema has no type that does not exist.
+
+    Raises:
+        GuideError: the first that does not, or the schema is too deep.
+    """
+    try:
+        _check_types(schema, "")
+    except RecursionError:
+        raise GuideError(TOO_DEEP) from None
+
+
+def _check_types(schema: Any, where: str) -> None:
+    if isinstance(schema, list):
+        for index, each in enumerate(schema):
+            _check_types(each, f"{where[:-1]}[{index}].")
+    if not isinstance(schema, Mapping):
+        return
+    if "type" in schema:
+        given = schema["type"]
+        for each in given if isinstance(given, list) else [given]:
+            if each not in TYPES:
+                expected = ", ".join(TYPES)
+                raise GuideError(f"guide: {where}type: expected {expected}, got {shown(each)}")
+    for key, value in schema.items():
+        if key in _INNER:
+            _check_types(value, f"{where}{key}.")
+        elif key in _NAMED and isinstance(value, Mapping):
+            for name, each in value.items():
+                _check_types(each, f"{where}{key}.{name}.")
+
+
 def enforceable(schema: Any) -> Any:
     """A JSON schema as it is enforced: unknown formats left out, objects closed.
 
@@ -131,13 +170,14 @@ def enforceable(schema: Any) -> Any:
     that describe an object in several places (allOf, a $ref beside properties) are left open.
 
     Raises:
-        GuideError: a number of a value or a bound is beyond 2^53, which a double does not hold, or
-            the schema is too deep.
+        GuideError: a type does not exist, a number of a value or a bound is beyond 2^53, which a
+            double does not hold, or the schema is too deep.
     """
+    check_types(schema)
     try:
         return _enforceable(schema, closes=not _is_combined(schema))
     except RecursionError:
-        raise GuideError("guide: expected a schema that is less deep") from None
+        raise GuideError(TOO_DEEP) from None
 
 
 def _enforceable(schema: Any, *, closes: bool, is_named: bool = False) -> Any:
