@@ -68,7 +68,8 @@ def test_every_door_samples_answers_alike(server: Asker, tiny: eecore.Model) -> 
     completion = server.post("/v1/completions", {"prompt": "abc", **SETTINGS}).json()
     (greedy,) = eecore.generate(tiny, "abc", **SETTINGS)
     assert completion["choices"][0]["text"] == greedy.text
-    assert chat(server, tools=TOOLS) == chat(server, tools=TOOLS, temperature=0)
+    assert chat(server, tools=TOOLS) == chat(server, tools=TOOLS, **ANSWERS)
+    assert chat(server, tools=TOOLS) != chat(server, tools=TOOLS, temperature=0)
 
 
 def test_the_server_says_how_it_samples(server: Asker, tiny: eecore.Model) -> None:

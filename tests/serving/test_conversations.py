@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 import eecore
-from chat_templates import PARTICULAR, TEMPLATES
+from chat_templates import PARTICULAR, TEMPLATES, TURNS
 from eecore.serving.asking import ask_chat
 from eecore.serving.conversation import conversation
 from eecore.serving.protocol import ChatRequest, TokenizeRequest, read
@@ -189,6 +189,42 @@ def test_its_own_answers_can_be_sent_back(
         assert "None" not in said
         assert "parsed" not in said
     assert "I see." in said or (count and template in ("headers", "alternating"))
+
+
+# Templates without a place for tools or calls.
+CHATML = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+CALLS = {**ANSWER, "content": "Hm.", "tool_calls": [call('{"at": 1}'), call("{}")]}
+RESULTS = [{"role": "tool", "tool_call_id": "a", "content": f"result {i}"} for i in range(2)]
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+@pytest.mark.parametrize("template", [CHATML, NO_SYSTEM + CHATML, TURNS])
+def test_a_template_without_tools_gets_them_as_text(
+    served: ServedModel, template: str, system: str | None
+) -> None:
+    served.tokenizer.chat_template = template
+    if system and template.startswith(NO_SYSTEM):
+        return
+    before = [{"role": "system", "content": system}] if system else []
+    history = [*before, USER, CALLS, *RESULTS, {**USER, "content": "and?"}]
+    said = text(served, *history, tools=TOOLS)
+    listed = "\n".join(map(json.dumps, TOOLS))
+    parts = ["You can call", f"<tools>\n{listed}\n</tools>", "<tool_call>\n{", "t?", "Hm.\n"]
+    parts += ['<tool_call>\n{"name": "now", "arguments": {"at": 1}}\n</tool_call>\n<tool_call>']
+    parts += ['"arguments": {}', "<tool_response>\nresult 0\n</tool_response>\n<tool_response>"]
+    parts += ["result 1\n</tool_response>\nand?"]
+    parts = [system, *parts] if system else parts
+    at = 0
+    for part in parts:
+        at = said.index(part, at) + len(part)
+    without = text(served, *history)
+    assert "<tools>" not in without
+    assert "result 1" in without
+    assert '"at": 1' in without
 
 
 def test_several_calls_go_one_by_one_where_a_template_takes_one(served: ServedModel) -> None:

@@ -173,7 +173,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", LIGHT, allowed("required", "light")])
-@pytest.mark.parametrize("parser", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("parser", ["auto", "llama3", "mistral", "qwen3_coder"])
 def test_a_call_that_has_to_be_made(
     intent: eecore.Model, parser: str, choice: Any, stream: bool
 ) -> None:
@@ -209,7 +209,27 @@ def test_a_call_that_has_to_be_made(
         ({"tool_choice": "lock"}, "hermes", "tool_choice", "expected none, auto, required"),
         ({}, "none", "tool_choice", "--tool-parser"),
         ({"guided_regex": "a"}, "hermes", "guided_regex", "expected at most one"),
-        ({"tools": [tool("a", b={"type": "no"})]}, "hermes", "tool_choice", "can be compiled"),
+        ({"tools": [tool("a", b={"pattern": "("})]}, "hermes", "tool_choice", "can be compiled"),
+        ({"tools": [tool("a", b={"const": 2**60})]}, "hermes", "tool_choice", "tool_choice: const"),
+        (
+            {"tools": [tool("a"), tool("b", c={"items": [{"type": ["null", "any"]}]})]}
+            | {"tool_choice": {"type": "function", "function": {"name": "a"}}},
+            "hermes",
+            "tools",
+            r"tools\[1\].function.parameters: properties.c.items\[0\].type: .* got 'any'",
+        ),
+        (
+            {"tools": [tool("a", b={"type": "str"})], "tool_choice": "none"},
+            "none",
+            "tools",
+            "expected array, .*, string, got 'str'",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": {"anyOf": [{"type": "any"}]}}},
+            "hermes",
+            "response_format",
+            r"response_format: anyOf\[0\].type: expected .* got 'any'",
+        ),
         ({"tools": [{"type": "function"}]}, "hermes", "tools", r"tools\[0\].function: expected"),
         ({"tools": [{"function": {"name": ""}}]}, "hermes", "tools", r"tools\[0\].function.name"),
         (
@@ -357,6 +377,54 @@ def test_definitions_of_a_tool_are_its_own(parser: str) -> None:
             call: Any = {"name": name, form.arguments: arguments}
             said = json.dumps([call] if form.is_list else call)
             assert accepts(guide, form.begins + said + form.ends) == (arguments is good[name])
+
+
+TRIP: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "place": {"type": "string", "title": "Place"},
+        "unit": {"enum": ["c", "f"]},
+        "days": {"$ref": "#/$defs/Days", "description": "How many."},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+    },
+    "required": ["place"],
+    "$defs": {"Days": {"type": "array", "items": {"type": "integer"}}},
+}
+LIMITED = tool("limited", code={"type": "string", "pattern": "^[a-z]{2}$"})
+
+
+def tagged(name: str, **values: str) -> str:
+    parts = [f"<parameter={each}>\n{value}\n</parameter>\n" for each, value in values.items()]
+    return f"<tool_call>\n<function={name}>\n{''.join(parts)}</function>\n</tool_call>"
+
+
+def test_calls_as_tags_follow_the_schemas() -> None:
+    """A call is JSON where its schema asks more of a text than tags can hold to."""
+    trip = {"type": "function", "function": {"name": "trip", "parameters": TRIP}}
+    tools = [trip, TOOLS[2], LIMITED]
+    guide = guide_of(read_chat(tools=tools, tool_choice="required"), "qwen3_coder")
+    json_call = '<tool_call>\n{"name": "limited", "arguments": {"code": "%s"}}\n</tool_call>'
+    good = [
+        tagged("trip", place='Zürich "See"\n\n<b>'),
+        tagged("trip", place="", unit="c", days="[1, 2]", note="null"),
+        tagged("off"),
+        json_call % "ab",
+    ]
+    bad = [
+        tagged("trip"),
+        tagged("trip", place="a", unit="k"),
+        tagged("trip", place="a", days="[1.5]"),
+        tagged("trip", place="a", more="b"),
+        tagged("off", place="a"),
+        tagged("limited", code="ab"),
+        json_call % "abc",
+        "Let me see.",
+    ]
+    assert [accepts(guide, each) for each in [*good, *bad]] == [True] * len(good) + [False] * 8
+    form = {"type": "json_schema", "json_schema": {"schema": {"properties": {}}}}
+    either = guide_of(read_chat(tools=tools, response_format=form), "qwen3_coder")
+    assert all(accepts(either, each) for each in ("{}", good[0], tagged("limited", code="ab")))
+    assert not accepts(either, "no")
 
 
 INNER = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}

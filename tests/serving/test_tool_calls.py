@@ -28,6 +28,32 @@ WEATHER, TIME = ("weather", PLACE), ("time", "{}")
 CALL = f'{{"name": "weather", "arguments": {PLACE}}}'
 LLAMA = f'{{"name": "weather", "parameters": {PLACE}}}'
 
+SCHEMAS: dict[str, Any] = {
+    "weather": {
+        "$defs": {"Days": {"type": "array", "items": {"type": "number"}}},
+        "properties": {
+            "place": {"type": "string"},
+            "days": {"$ref": "#/$defs/Days"},
+            "exact": {"type": "boolean"},
+            "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "level": {"type": ["integer", "string"]},
+        },
+        "additionalProperties": {"type": "string"},
+    },
+    "time": None,
+}
+TAGS = (
+    "<function=weather>\n<parameter=place>\nZürich\n</parameter>\n"
+    "<parameter=days>\n[1, 2.5]\n</parameter>\n</function>"
+)
+TAGGED = ("weather", '{"place": "Zürich", "days": [1, 2.5]}')
+
+
+def tags(**values: str) -> str:
+    parts = [f"<parameter={name}>{value}</parameter>" for name, value in values.items()]
+    return f"<tool_call><function=weather>{''.join(parts)}</function></tool_call>"
+
+
 Found = tuple[str, list[tuple[str, str]]]
 
 # An answer, the part of it that is text, and its calls.
@@ -101,6 +127,58 @@ GOOD: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
         "",
         [WEATHER, TIME],
     ),
+    "tags": ("qwen3_coder", f"<tool_call>\n{TAGS}\n</tool_call>", "", [TAGGED]),
+    "tags, after text": ("qwen3_coder", f"So <b> <tool_call>{TAGS}", "So <b> ", [TAGGED]),
+    "tags, two": (
+        "qwen3_coder",
+        f"<tool_call>{TAGS}\n<function=time></function></tool_call>\n<tool_call>{TAGS}</tool_call>",
+        "",
+        [TAGGED, TIME, TAGGED],
+    ),
+    "tags without a marker": ("qwen3_coder", f"I: {TAGS}\n</tool_call>.", "I: .", [TAGGED]),
+    "tags without any marker": ("qwen3_coder", f"{TAGS} <So>", " <So>", [TAGGED]),
+    "JSON where tags are": ("qwen3_coder", f"<tool_call>{CALL}</tool_call>", "", [WEATHER]),
+    "tags and more in a block": (
+        "qwen3_coder",
+        f"<tool_call>{TAGS} more</tool_call>",
+        "<tool_call> more</tool_call>",
+        [TAGGED],
+    ),
+    "texts as they are": (
+        "qwen3_coder",
+        tags(place='\n\n "5" </parameter> <b\n\n', unit="5", other="true"),
+        "",
+        [
+            (
+                "weather",
+                '{"place": "\\n \\"5\\" </parameter> <b\\n", "unit": "5", "other": "true"}',
+            )
+        ],
+    ),
+    "types of the schema": (
+        "qwen3_coder",
+        tags(exact="True", unit="null", level="\n7\n", place="null", days="[9007199254740993]"),
+        "",
+        [
+            (
+                "weather",
+                '{"exact": true, "unit": null, "level": 7, "place": "null", '
+                '"days": [9007199254740993]}',
+            )
+        ],
+    ),
+    "no JSON of the type": (
+        "qwen3_coder",
+        tags(exact="perhaps", level="7.5", days="NaN"),
+        "",
+        [("weather", '{"exact": "perhaps", "level": "7.5", "days": "NaN"}')],
+    ),
+    "no schema": (
+        "qwen3_coder",
+        "<function=time><parameter=a>[1]</parameter><parameter=b>x</parameter></function>",
+        "",
+        [("time", '{"a": [1], "b": "x"}')],
+    ),
     "mistral, after text": ("mistral", f"Yes [[ [TOOL_CALLS] [{CALL}] ", "Yes [[ ", [WEATHER]),
 }
 
@@ -144,6 +222,12 @@ BAD = [
     ("llama3", f"<|python_tag|>{LLAMA} and <|python"),
     ("llama3", "{ braces }"),
     ("llama3", "{"),
+    ("qwen3_coder", "<tool_call>\n<function=launch>\n</function>\n</tool_call>"),
+    ("qwen3_coder", f"<tool_call>{TAGS} and</tool_call>".replace(">\n</f", "> and </f")),
+    ("qwen3_coder", f"<tool_call>{TAGS[:-8]}"),
+    ("qwen3_coder", "Write <function=weather> and <function"),
+    ("qwen3_coder", "<tool_call><function=weather\n></function></tool_call>"),
+    ("qwen3_coder", "<tool_call><function=weather><parameter=></parameter></function>"),
     ("mistral", f"[TOOL_CALLS] [{CALL}, "),
     ("mistral", f'[TOOL_CALLS] [{CALL}, {{"name": "launch", "arguments": {{}}}}]'),
     ("mistral", "[TOOL_CALLS] none [TOOL_CALL"),
@@ -152,7 +236,7 @@ BAD = [
 
 def read(parser: str, pieces: Sequence[str]) -> Found:
     """Text and calls of an answer that comes in pieces."""
-    reader = CallReader(FORMATS[parser], NAMES)
+    reader = CallReader(FORMATS[parser], NAMES, schemas=SCHEMAS)
     parts = [part for piece in pieces for part in reader.add(piece)]
     parts += reader.add("", last=True)
     calls = [part for part in parts if isinstance(part, ToolCall)]
@@ -225,6 +309,9 @@ def test_text_is_given_at_once() -> None:
     assert reader.add("<tool_call>") == []
     assert reader.add("{nonsense") == []
     assert reader.add("</tool_call> so") == ["<tool_call>", "{nonsense</tool_call> so"]
+    reader = CallReader(FORMATS["qwen3_coder"], NAMES)
+    assert reader.add("<function=oth") == []
+    assert reader.add("er> <") == ["<", "function=other> "]
     reader = CallReader(FORMATS["llama3"], NAMES)
     assert reader.add(" {") == []
     assert reader.add('"name": "Bob"}') == [" {", '"name": "Bob"}']
@@ -242,8 +329,9 @@ def test_a_parser_is_chosen_by_the_chat_template() -> None:
         assert tool_format("auto", template) is FORMATS[known[name]]
         assert tool_format("none", template) is None
         assert tool_format("mistral", template) is FORMATS["mistral"]
-    assert tool_format("auto", "{{ messages }}") is None
-    assert tool_format("auto", None) is None
+    coder = "<tool_call>\n<function={{ name }}>\n<parameter={{ key }}>"
+    assert tool_format("auto", coder) is FORMATS["qwen3_coder"]
+    assert tool_format("auto", "{{ messages }}") is FORMATS["hermes"]
     with pytest.raises(eecore.RequestError, match="tool_parser: expected auto, hermes"):
         ServerSettings(tool_parser="json")
 
@@ -350,7 +438,6 @@ def test_a_stream_that_says_how_deep_it_went(intent: eecore.Model) -> None:
         ({"tools": []}, "hermes", "stop", PIECES),
         ({"tool_choice": "none"}, "hermes", "stop", PIECES),
         ({}, "none", "stop", PIECES),
-        ({}, "auto", "stop", PIECES),
         ({}, "mistral", "stop", PIECES),
     ],
 )

@@ -68,8 +68,8 @@ class HttpOptions:
     )
     tool_parser: str = option(
         "auto",
-        "How the model writes tool calls: auto (as its chat template does) | hermes | llama3 | "
-        "mistral | none (they stay text).",
+        "How the model writes tool calls: auto (as its chat template does, else hermes) | hermes | "
+        "llama3 | mistral | qwen3_coder | none (they stay text).",
     )
 
 

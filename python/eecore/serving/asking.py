@@ -158,7 +158,7 @@ def _asked(
             raise invalid(f"metadata.exit: expected text or an object, got {shown(each)}")
     policy = served.depths.chosen(said)
     guided = guide_of(body, calls)
-    answers = isinstance(body, ChatRequest) and guided is None and not body.tools
+    answers = isinstance(body, ChatRequest) and guided is None
     choices = []
     for ids, echo in given:
         max_tokens = _max_tokens(served, len(ids), most)

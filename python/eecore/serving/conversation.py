@@ -2,7 +2,7 @@
 
 OpenAI's clients send answers back with nulls, parts, refusals and arguments as text. Most templates
 expect text in one piece, arguments that are an object, and no nulls. What else a template needs is
-found out once, by rendering a call with it.
+found out once, by rendering tools and calls with it. One that does not show them gets them as text.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from eecore.models import ChatTemplate
 from eecore.serving.protocol import Conversation
 from eecore.serving.refusals import invalid
 from eecore.serving.served import ServedModel
+from eecore.serving.tool_calls import FORMATS, ToolFormat
 from eecore.values import shown
 
 Message = dict[str, Any]
@@ -57,9 +58,18 @@ def conversation(served: ServedModel, body: Conversation, *, with_tools: bool = 
                 variables[name] = value
             elif value not in (None, USUAL.get(name)):
                 raise invalid(f"{name}: expected a chat template that names it, got {shown(value)}")
-        if any("tool_calls" in message for message in messages):
+        tools = variables.get("tools") or []
+        if tools or any(each.get("role") == "tool" or "tool_calls" in each for each in messages):
             special = tuple(sorted(tokenizer.special_tokens.items()))
-            messages = _habits(source, special).written(messages)
+            habits = _habits(source, special)
+            form = served.tool_format or FORMATS["hermes"]
+            if not habits.shows_tools and tools:
+                del variables["tools"]
+                messages = _with_tools(_in_text(messages, form), tools, form, habits.tools_in)
+            elif habits.shows_calls:
+                messages = habits.written(messages)
+            else:
+                messages = _in_text(messages, form)
         return tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=body.add_generation_prompt,
@@ -149,17 +159,24 @@ def _arguments(given: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Habits:
-    """The form in which a chat template expects answers with calls.
+    """The form in which a chat template expects answers with calls, and what it shows.
 
     Args:
         null_content: the template writes calls only where the content is null.
         text_arguments: arguments are JSON text.
         one_call: an answer has one call at most.
+        shows_calls: the text has calls and their results.
+        shows_tools: the text has the tools.
+        tools_in: the role of the message that can describe tools; "": the text has only the last
+            message, whatever that is.
     """
 
     null_content: bool = False
     text_arguments: bool = False
     one_call: bool = False
+    shows_calls: bool = False
+    shows_tools: bool = False
+    tools_in: str = ""
 
     def written(self, messages: Iterable[Message]) -> list[Message]:
         """Messages in the form that the template expects."""
@@ -186,6 +203,8 @@ class _Habits:
 NAMES = ("first_of_these", "second_of_these")
 """Names of functions that are looked for in a rendered text."""
 ARGUMENT = "of_this_name"
+MARK = "the_text_of_this"
+"""A message's text that is looked for in a rendered text."""
 
 
 @lru_cache(maxsize=16)
@@ -194,26 +213,94 @@ def _habits(source: str, special_tokens: tuple[tuple[str, str], ...]) -> _Habits
     template = ChatTemplate(source)
     variables: dict[str, Any] = {"tools": None, "documents": None, **dict(special_tokens)}
     variables["add_generation_prompt"] = True
+    user: Message = {"role": "user", "content": "a"}
+    system: Message = {"role": "system", "content": MARK}
+    turns: list[Message] = [{**user, "content": MARK}, {"role": "assistant", "content": "a"}, user]
 
-    def seen(habits: _Habits, names: Sequence[str]) -> int:
-        """How many of the functions' names and arguments the rendered text has."""
-        messages: list[Message] = [{"role": "user", "content": "a"}]
-        messages.append({"role": "assistant", "content": "", "tool_calls": []})
+    def rendered(messages: list[Message], tools: Any = None) -> str:
+        """The text of messages; empty where the template refuses them."""
+        try:
+            return template.render(messages, {**variables, "tools": tools})
+        except (ModelError, RequestError):
+            return ""
+
+    def called(habits: _Habits, names: Sequence[str]) -> str:
+        """The text of a conversation with calls."""
+        messages = [user, {"role": "assistant", "content": "", "tool_calls": []}]
         for number, name in enumerate(names):
             function = {"name": name, "arguments": {ARGUMENT: 1}}
             call = {"id": f"call0000{number}", "type": "function", "function": function}
             messages[1]["tool_calls"].append(call)
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "a"})
-        try:
-            text = template.render(habits.written(messages), variables)
-        except (ModelError, RequestError):
-            return 0
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": MARK})
+        return rendered(habits.written(messages))
+
+    def seen(habits: _Habits, names: Sequence[str]) -> int:
+        """How many of the functions' names and arguments the rendered text has."""
+        text = called(habits, names)
         return sum(each in text for each in (*names, ARGUMENT, f'"{ARGUMENT}"'))
 
-    tried = [_Habits(*each) for each in product((False, True), repeat=2)]
+    either = (False, True)
+    tried = [_Habits(*each) for each in product(either, either)]
     best = max(tried, key=lambda habits: seen(habits, NAMES[:1]))
     one = seen(best, NAMES[:1])
-    return replace(best, one_call=one > 0 and seen(best, NAMES) <= one)
+    parameters = {"type": "object", "properties": {ARGUMENT: {"type": "string"}}}
+    function = {"name": NAMES[0], "description": "a", "parameters": parameters}
+    tools = [{"type": "function", "function": function}]
+    texts = list(filter(None, (rendered(each, tools) for each in ([user], [system, user]))))
+    places = {"system": [system, user], "user": turns}
+    return replace(
+        best,
+        one_call=one > 0 and seen(best, NAMES) <= one,
+        shows_calls=one > 0 and MARK in called(best, NAMES[:1]),
+        shows_tools=bool(texts) and all(NAMES[0] in text and ARGUMENT in text for text in texts),
+        tools_in=next((role for role in places if MARK in rendered(places[role])), ""),
+    )
+
+
+def _in_text(messages: Iterable[Message], form: ToolFormat) -> list[Message]:
+    """Messages whose calls and results are text."""
+    made: list[Message] = []
+    is_result = False
+    for message in messages:
+        follows_result, is_result = is_result, message.get("role") == "tool"
+        if is_result:
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            message = {"role": "user", "content": text}
+        elif "tool_calls" in message:
+            functions = [call["function"] for call in message["tool_calls"]]
+            calls = form.written((each["name"], each["arguments"]) for each in functions)
+            text = "\n".join(filter(None, (message["content"], calls)))
+            message = {name: each for name, each in message.items() if name != "tool_calls"}
+            message["content"] = text
+        if follows_result and message.get("role") == "user":  # many templates alternate the roles
+            message["content"] = f"{made.pop()['content']}\n{message['content']}"
+        made.append(message)
+    return made
+
+
+def _with_tools(
+    messages: list[Message], tools: Iterable[Any], form: ToolFormat, role: str
+) -> list[Message]:
+    """Messages of which the system's, or else the user's first, describes tools."""
+    if not role:
+        return messages
+    text = "\n".join(
+        [
+            "You can call functions. Their signatures are JSON within <tools></tools>:",
+            "<tools>",
+            *(json.dumps(tool, ensure_ascii=False) for tool in tools),
+            "</tools>",
+            "To call a function, answer in this form, with its name and its arguments:",
+            form.written([("function-name", {"argument-name": "value"})]),
+        ]
+    )
+    near = messages[:1] if role == "system" else messages
+    at = next((i for i, message in enumerate(near) if message.get("role") == role), None)
+    if at is None:
+        return [{"role": role, "content": text}, *messages]
+    texts = [messages[at]["content"], text]
+    both = "\n\n".join(texts if role == "system" else reversed(texts))
+    return [*messages[:at], {**messages[at], "content": both}, *messages[at + 1 :]]
 
 
 def _one_by_one(messages: Sequence[Message]) -> list[Message]:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from eecore.errors import GuideError
-from eecore.guide import Guide, enforceable
+from eecore.guide import Guide, check_types, enforceable
 from eecore.serving.protocol import ChatRequest, GenerationRequest
 from eecore.serving.refusals import ApiError, invalid
 from eecore.serving.tool_calls import ExpectedCalls, ToolFormat
+from eecore.serving.xml_calls import (
+    CLOSES,
+    NAME,
+    OPENS,
+    PARAMETER_CLOSES,
+    PARAMETER_OPENS,
+    tagged_parameters,
+)
 from eecore.values import shown
 
 Made = tuple[str, Guide]
@@ -44,7 +53,7 @@ def guide_of(body: GenerationRequest, calls: ExpectedCalls | None = None) -> Mad
     found = [*_formats(body.response_format, calls), *_structured(body.structured_outputs)]
     if calls is not None and calls.is_required:
         parameters = [_parameters(*each) for each in enumerate(calls.functions)]
-        found.append(_made("tool_choice", Guide.grammar, f"start: {_call(calls, parameters)}"))
+        found.append(_made("tool_choice", partial(_call_alone, calls), parameters))
     for name, make in _KINDS.items():
         given = getattr(body, f"guided_{name}")
         if given not in (None, "", [], {}):
@@ -103,6 +112,10 @@ def _function(index: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(parameters, Mapping | None):
         got = shown(parameters)
         raise invalid(f"tools[{index}].function.parameters: expected a JSON schema, got {got}")
+    try:
+        check_types(parameters)
+    except GuideError as error:
+        raise refusal_of(f"tools[{index}].function.parameters", error, "tools") from None
     return function
 
 
@@ -134,54 +147,112 @@ def _parameters(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
     return {"$id": f"tool:{index}", **given, "type": "object"}
 
 
-def _call(calls: ExpectedCalls, parameters: Iterable[Mapping[str, Any]]) -> str:
+def _call_alone(calls: ExpectedCalls, parameters: Iterable[Mapping[str, Any]]) -> Guide:
+    return Guide.grammar(f"start: {_call(calls, parameters)}")
+
+
+def _call(calls: ExpectedCalls, parameters: Iterable[Mapping[str, Any] | None]) -> str:
     """The right side of a grammar rule for a call in the model's format, followed by the rules that
     it needs.
+
+    Args:
+        parameters: the schema of each function's arguments; None for any arguments.
     """
     form = calls.format
-    kinds = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": function["name"]}, form.arguments: schema},
-            "required": ["name", form.arguments],
-            "additionalProperties": False,
-        }
-        for function, schema in zip(calls.functions, parameters, strict=True)
-    ]
-    value: dict[str, Any] = {"anyOf": kinds}
-    if form.is_list:
-        value = {"type": "array", "items": value, "minItems": 1}
-        if calls.max_calls is not None:
-            value["maxItems"] = calls.max_calls
+    kinds, rules, names = [], [], []
+    for number, (function, schema) in enumerate(zip(calls.functions, parameters, strict=True)):
+        tags = _tags(f"tags_{number}", function["name"], schema) if form.has_tags else None
+        if tags is not None:
+            names.append(f"tags_{number}")
+            rules += tags
+            continue
+        arguments = {"type": "object"} if schema is None else schema
+        kinds.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": function["name"]}, form.arguments: arguments},
+                "required": ["name", form.arguments],
+                "additionalProperties": False,
+            }
+        )
+    if kinds:
+        value: dict[str, Any] = {"anyOf": kinds}
+        if form.is_list:
+            value = {"type": "array", "items": value, "minItems": 1}
+            if calls.max_calls is not None:
+                value["maxItems"] = calls.max_calls
+        names.append("json_call")
+        rules.append(f"json_call: {_on_one_line(value)}")
     parts = [json.dumps(marker) for marker in (form.begins, form.ends) if marker]
     parts.insert(bool(form.begins), "call")
-    return f"{' '.join(parts)}\ncall: {_on_one_line(value)}\n"
+    return "\n".join([" ".join(parts), f"call: {' | '.join(names)}", *rules, ""])
+
+
+def _tags(rule: str, name: str, schema: Mapping[str, Any] | None) -> list[str] | None:
+    """The grammar rules of a call as tags; None where tags cannot follow the schema."""
+    parameters = {} if schema is None else tagged_parameters(schema)
+    if parameters is None or not NAME.fullmatch(name):
+        return None
+    begins = _quoted(f"{OPENS}{name}>\n")
+    if schema is None:
+        return [f"{rule}: {begins} {rule}_rest", _text_up_to(CLOSES, f"{rule}_rest")]
+    parts, rules, required = [begins], [], schema.get("required", ())
+    for number, (each, given) in enumerate(parameters.items()):
+        own = f"{rule}_{number}"
+        parts.append(own if each in required else f"{own}?")
+        ends = _quoted(f"\n{PARAMETER_CLOSES}\n")
+        if given is None:
+            value = f"{own}_text {_quoted(chr(10))}"
+            rules.append(_text_up_to(PARAMETER_CLOSES, f"{own}_text"))
+        elif isinstance(given, list):
+            value = f"({' | '.join(map(_quoted, given))}) {ends}"
+        else:
+            value = f"{own}_json {ends}"
+            rules.append(f"{own}_json: {_on_one_line(given)}")
+        opens = _quoted(f"{PARAMETER_OPENS}{each}>\n")
+        rules.append(f"{own}: {opens} {value}")
+    return [f"{rule}: {' '.join([*parts, _quoted(CLOSES)])}", *rules]
+
+
+def _text_up_to(end: str, rule: str) -> str:
+    """The grammar rule of any text and its end."""
+    return f"{rule}[suffix={_quoted(end)}]: /(?s:.*)/"
+
+
+def _quoted(text: str) -> str:
+    """A text as a grammar has it."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _on_one_line(schema: Mapping[str, Any]) -> str:
-    """A schema's JSON on one line, for a grammar."""
-    try:
-        known = enforceable(schema)
-    except GuideError as error:
-        raise invalid(str(error).partition(": ")[2]) from None
-    return f"%json {json.dumps({**known, 'x-guidance': AS_TEMPLATES_HAVE_IT})}"
+    """A schema's JSON on one line, for a grammar.
+
+    Raises:
+        GuideError: it cannot be enforced.
+    """
+    return f"%json {json.dumps({**enforceable(schema), 'x-guidance': AS_TEMPLATES_HAVE_IT})}"
 
 
-def refusal_of(field: str, error: GuideError) -> ApiError:
+def refusal_of(where: str, error: GuideError, field: str | None = None) -> ApiError:
     """A guide's error as a refusal of the field that it is from."""
-    return invalid(f"{field}:{str(error).partition(':')[2]}", field)
+    return invalid(f"{where}:{str(error).partition(':')[2]}", field or where)
 
 
 def _formats(form: Mapping[str, Any] | None, calls: ExpectedCalls | None) -> list[Made]:
     field = "response_format"
     schema = None if form is None else _schema(field, form)
-    if schema is None or (calls is not None and calls.is_required):
+    if schema is None:
         return []
-    if calls is None:
-        return [_made(field, Guide.json_schema, schema)]
-    call = _call(calls, [{"type": "object"} for _ in calls.functions])
-    grammar = f"start: answer | call_of_tool\nanswer: {_on_one_line(schema)}\ncall_of_tool: {call}"
-    return [_made(field, Guide.grammar, grammar)]
+    if calls is None or calls.is_required:
+        made = _made(field, Guide.json_schema, schema)
+        return [made] if calls is None else []
+    return [_made(field, partial(_answer_or_call, calls), schema)]
+
+
+def _answer_or_call(calls: ExpectedCalls, schema: Mapping[str, Any]) -> Guide:
+    call = _call(calls, [None] * len(calls.functions))
+    answer = _on_one_line(schema)
+    return Guide.grammar(f"start: answer | call_of_tool\nanswer: {answer}\ncall_of_tool: {call}")
 
 
 def _schema(field: str, form: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -121,7 +121,7 @@ class ServedModel:
             policy: of the request.
             given: the settings that it has.
             answers: whether it is for an answer in free text; else a text is continued, or has to
-                follow a guide or call tools.
+                follow a guide.
 
         Raises:
             RequestError: a value that cannot be.

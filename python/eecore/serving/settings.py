@@ -39,7 +39,8 @@ class ServerSettings:
         max_body: bytes of the largest body.
         timeout: seconds for a request; None for no limit.
         max_num_seqs: sequences that run at once; None for the model's default.
-        tool_parser: the model's format of tool calls; auto: the one that its chat template uses.
+        tool_parser: the model's format of tool calls; auto: the one that its chat template uses,
+            or else hermes.
         generation_config: the source of sampling settings that requests leave out; auto: the
             model's own files, or the usual settings of answers; none: greedy.
         cors_origins: sites whose pages may send requests from a browser; "*": all of them.

@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+
+from eecore.serving import xml_calls
+from eecore.serving.xml_calls import XmlCall
 
 SPACE = re.compile(r"\s*")
 # The end of a run of JSON outside of strings, and within them.
@@ -56,6 +59,7 @@ class ToolFormat:
             answer may lack its marker.
         arguments: the name of the field of the arguments.
         is_list: a block has a list of calls.
+        has_tags: a block has calls as tags, or as JSON all the same.
         id_length: length of the ids, where the family's templates insist on one.
         hints: texts that only the family's chat templates have.
     """
@@ -65,6 +69,7 @@ class ToolFormat:
     is_rest: bool = False
     arguments: str = "arguments"
     is_list: bool = False
+    has_tags: bool = False
     id_length: int | None = None
     hints: tuple[str, ...] = ()
 
@@ -82,6 +87,23 @@ class ToolFormat:
     def markers(self) -> list[str]:
         return [marker for marker in (self.opens, self.closes) if marker]
 
+    @property
+    def openers(self) -> list[str]:
+        """The texts that a block may begin with: models leave the marker before tags out."""
+        return [self.opens, *([xml_calls.OPENS] if self.has_tags else ())]
+
+    def written(self, calls: Iterable[tuple[str, Any]]) -> str:
+        """The text of calls with these names and arguments."""
+        if self.has_tags:
+            texts = [xml_calls.written(*call) for call in calls]
+        else:
+            made = [{"name": name, self.arguments: arguments} for name, arguments in calls]
+            texts = [json.dumps(each, ensure_ascii=False) for each in made]
+        if self.is_list:
+            return f"{self.begins}[{', '.join(texts)}]{self.ends}"
+        separator = "; " if self.is_rest else "\n"
+        return separator.join(f"{self.begins}{text}{self.ends}" for text in texts)
+
     def new_id(self) -> str:
         """A new id for a call."""
         number = uuid.uuid4().hex
@@ -90,6 +112,9 @@ class ToolFormat:
 
 FORMATS = {
     "mistral": ToolFormat("[TOOL_CALLS]", is_list=True, id_length=9, hints=("[TOOL_CALLS]",)),
+    "qwen3_coder": ToolFormat(
+        "<tool_call>", "</tool_call>", has_tags=True, hints=(xml_calls.PARAMETER_OPENS,)
+    ),
     "hermes": ToolFormat("<tool_call>", "</tool_call>", hints=("<tool_call>",)),
     "llama3": ToolFormat(
         "<|python_tag|>",
@@ -102,11 +127,15 @@ TOOL_PARSERS = ("auto", *sorted(FORMATS), "none")
 
 
 def tool_format(parser: str, template: str | None) -> ToolFormat | None:
-    """The format that a parser's name means for a model with a chat template; None for none."""
+    """The format that a parser's name means for a model with a chat template; None for none.
+
+    A template without a known format gets the tools in the form of hermes.
+    """
     if parser != "auto":
         return FORMATS.get(parser)
     known = FORMATS.values()
-    return next((f for f in known if any(hint in (template or "") for hint in f.hints)), None)
+    found = (f for f in known if any(hint in (template or "") for hint in f.hints))
+    return next(found, FORMATS["hermes"])
 
 
 @dataclass(frozen=True)
@@ -126,8 +155,8 @@ class ExpectedCalls:
 
     def reader(self) -> CallReader:
         """A reader for one answer."""
-        names = frozenset(function["name"] for function in self.functions)
-        return CallReader(self.format, names, self.max_calls)
+        schemas = {each["name"]: each.get("parameters") for each in self.functions}
+        return CallReader(self.format, schemas, self.max_calls, schemas)
 
 
 class CallReader:
@@ -137,14 +166,20 @@ class CallReader:
 
     Args:
         max_calls: None for any number; further calls are left out.
+        schemas: those of the functions' parameters, which give texts in tags their types.
     """
 
     def __init__(
-        self, form: ToolFormat, names: Collection[str], max_calls: int | None = None
+        self,
+        form: ToolFormat,
+        names: Collection[str],
+        max_calls: int | None = None,
+        schemas: Mapping[str, Any] | None = None,
     ) -> None:
         self._format = form
         self._names = names
         self._max_calls = max_calls
+        self._schemas = schemas or {}
         self._held = ""
         """Text that is not passed on yet: an unfinished block, or what may become a marker."""
         self._space = ""
@@ -188,16 +223,21 @@ class CallReader:
             self._may_be_bare = begin == len(self._held) and not last
             if not self._may_be_bare and self._held[begin : begin + 1] == "{":
                 self._give(parts, begin)
-                self._block = _Block(self._format, self._names, 0)
+                self._block = self._new_block(0)
                 return True
-        marker = self._format.opens
-        found = self._held.find(marker)
-        if found >= 0:
-            self._give(parts, found)
-            self._block = _Block(self._format, self._names, len(marker))
+        openers = self._format.openers
+        found = [(at, each) for each in openers if (at := self._held.find(each)) >= 0]
+        if found:
+            at, marker = min(found)
+            self._give(parts, at)
+            self._block = self._new_block(len(marker) if marker == self._format.opens else 0)
             return True
-        self._give(parts, len(self._held) - (0 if last else _overlap(self._held, marker)))
+        pending = 0 if last else max(_overlap(self._held, each) for each in openers)
+        self._give(parts, len(self._held) - pending)
         return False
+
+    def _new_block(self, begin: int) -> _Block:
+        return _Block(self._format, self._names, self._schemas, begin)
 
     def _give(self, parts: list[str | ToolCall], count: int) -> None:
         """Pass on the next ``count`` characters as text."""
@@ -215,14 +255,17 @@ class _Block:
         begin: where the first call begins: after the marker, if there is one.
     """
 
-    def __init__(self, form: ToolFormat, names: Collection[str], begin: int) -> None:
-        self._format, self._names = form, names
+    def __init__(
+        self, form: ToolFormat, names: Collection[str], schemas: Mapping[str, Any], begin: int
+    ) -> None:
+        self._format, self._names, self._schemas = form, names, schemas
+        self._is_marked = begin > 0
         self.begin = max(begin, 1)
         """Where the text ends that is passed on if this is no block."""
         self.calls: list[tuple[str, str]] = []
         """Name and arguments of each call."""
         self._at = begin
-        self._value: _Value | None = None
+        self._value: _Value | XmlCall | None = None
 
     def end(self, text: str, last: bool) -> int | None:
         """The block's end in a text that begins with it; None: not known yet.
@@ -236,24 +279,38 @@ class _Block:
                 if begin == len(text):
                     _unless_last(last)
                     return None
-                if text[begin] not in "{[":
+                if text[begin] in "{[":
+                    self._value = _Value(begin)
+                elif self._format.has_tags:
+                    self._value = XmlCall(begin, self._names)
+                else:
                     raise ValueError(text[begin])
-                self._at, self._value = begin, _Value(begin)
+                self._at = begin
             end = self._value.end(text)
             if end is None:
                 _unless_last(last)
                 return None
             if self._at < end:
-                self.calls += _calls(text[self._at : end], self._names, not self._format.is_rest)
+                self.calls += self._read(self._value, text[self._at : end])
                 self._at = end
             if not self._format.is_rest:
-                return self._closed(text, last)
+                begin = _skip(SPACE, text, end)
+                if not (self._format.has_tags and text.startswith(xml_calls.OPENS, begin)):
+                    return self._closed(text, last)
+                self._value = None
+                continue
             start = _skip(BETWEEN, text, end)
             if start == len(text):
                 return start if last else None
             if not last and self._format.opens.startswith(text[start:]):
                 return None
             self._at, self._value = start, None
+
+    def _read(self, value: _Value | XmlCall, text: str) -> list[tuple[str, str]]:
+        """The calls of a complete value."""
+        if isinstance(value, XmlCall):
+            return [(value.name, value.arguments(self._schemas.get(value.name)))]
+        return _calls(text, self._names, not self._format.is_rest)
 
     def _closed(self, text: str, last: bool) -> int | None:
         """The position after the closing marker. Models leave the marker out before the next call,
@@ -268,9 +325,12 @@ class _Block:
         if text.startswith(opens, at):
             return at
         rest = text[at:]
-        if closes.startswith(rest) or (opens.startswith(rest) and not last):
+        openers = self._format.openers
+        if closes.startswith(rest) or (not last and any(e.startswith(rest) for e in openers)):
             return len(text) if last else None
-        raise ValueError(rest)
+        if self._is_marked:
+            raise ValueError(rest)
+        return self._at
 
 
 class _Value:
