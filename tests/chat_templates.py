@@ -334,102 +334,13 @@ FEATURES = [
     "{{ add_generation_prompt }}{{ tools is none }}",
 ]
 
-# Templates that never end, make or nest too much, or are none. Each is refused within a second.
-HOSTILE = {
-    "nested ranges": "{% for a in range(99999) %}{% for b in range(99999) %}"
-    "{% endfor %}{% endfor %}",
-    "filtered loop": "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}"
-    "{% endfor %}",
-    "huge range": "{% for a in range(10**18) %}x{% endfor %}",
-    "range as a list": "{% for a in range(99999) %}{% set x = range(99999)|list %}{% endfor %}",
+# Templates that raise an error, or are none.
+REFUSED = {
     "macro calls itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "macro calls itself twice": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}"
-    "{% endmacro %}{{ m(60) }}",
-    "block shows itself": "{% block b %}{{ self.b() }}{% endblock %}",
-    "recursive loop": "{% for a in [1,2] recursive %}{{ loop([1,2]) }}{% endfor %}",
-    "cycler": "{% set c = cycler(1, 2) %}{% for a in range(99999) %}{% for b in range(99999) %}"
-    "{{ c.next() }}{% endfor %}{% endfor %}",
-    "text times a number": "{{ 'a' * 10**9 }}",
-    "list times a number": "{{ ([1] * 10**9)|length }}",
-    "number times text": "{{ 10**9 * 'a' }}",
-    "power": "{{ 10 ** (10 ** 10) }}",
-    "product": "{% set ns = namespace(x=10**1000) %}{% for a in range(99999) %}"
-    "{% set ns.x = ns.x * ns.x %}{% endfor %}",
-    "doubling": "{% set ns = namespace(x='a') %}{% for a in range(99) %}"
-    "{% set ns.x = ns.x + ns.x %}{% endfor %}",
-    "joined doubling": "{% set ns = namespace(x='a') %}{% for a in range(99) %}"
-    "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "doubled list": "{% set ns = namespace(x=[1]) %}{% for a in range(99) %}"
-    "{% set ns.x = ns.x + ns.x %}{% endfor %}",
-    "nested pairs": "{% set ns = namespace(x=[1]) %}{% for a in range(60) %}"
-    "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
-    "compared pairs": "{% set ns = namespace(x=[1], y=[1]) %}{% for a in range(60) %}"
-    "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}",
-    "hashed pairs": "{% set ns = namespace(x=(1,)) %}{% for a in range(60) %}"
-    "{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ {ns.x: 1}|length }}",
-    "looked up pairs": "{% set ns = namespace(x=(1,)) %}{% for a in range(60) %}"
-    "{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ {}[ns.x] }}{{ {}.get(ns.x) }}",
-    "deep tuple": "{% set ns = namespace(x=(1,)) %}{% for a in range(99999) %}"
-    "{% set ns.x = (ns.x,) %}{% endfor %}{{ {ns.x: 1} }}",
-    "pairs as JSON": "{% set ns = namespace(x=[1]) %}{% for a in range(60) %}"
-    "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x|tojson }}",
-    "nested namespaces": "{% set ns = namespace(x=1) %}{% for a in range(60) %}"
-    "{% set n = namespace(a=ns.x, b=ns.x) %}{% set ns.x = n %}{% endfor %}{{ ns.x }}",
-    "format": "{{ '%1000000000d' % 1 }}",
-    "format filter": "{{ '%1000000000d'|format(1) }}",
-    "format of a width given": "{{ '%*d' % (1000000000, 1) }}",
-    "format method": "{{ '{:1000000000}'.format(1) }}",
-    "format method, width given": "{{ '{:{}}'.format(1, 1000000000) }}",
-    "format_map": "{{ '{a:>1000000000}'.format_map({'a': 1}) }}",
-    "format many times": "{{ ('%s' * 4000) % (('a' * 100000,) * 4000) }}",
-    "unclosed format": "{% for a in range(99999) %}{{ ('%(' * 4999) % {} }}{% endfor %}",
-    "center": "{{ 'a'|center(10**9) }}",
-    "center method": "{{ 'a'.center(10**9) }}",
-    "ljust": "{{ 'a'.ljust(10**9) }}",
-    "zfill": "{{ 'a'.zfill(10**9) }}",
-    "expandtabs": "{{ '\\t'.expandtabs(10**9) }}",
-    "batch": "{{ [1]|batch(10**9, 0)|list|length }}",
-    "slice": "{{ [1]|slice(10**9)|list|length }}",
-    "indent": "{{ ('\\n' * 9999)|indent(9999) }}{{ ('\\n' * 9999999)|indent(9999) }}",
-    "replace": "{{ ('a' * 999999)|replace('a', 'b' * 999999) }}",
-    "replace nothing": "{{ ('a' * 999999).replace('', 'b' * 999999) }}",
-    "join": "{{ range(99999)|join('a' * 99999) }}",
-    "join method": "{{ ('a' * 99999).join('b' * 99999) }}",
-    "map to a width": "{{ range(99999)|map('center', 10**9)|join }}",
-    "map of maps": "{% for a in range(99999) %}{{ range(99999)|map('abs')|map('abs')|sum }}"
-    "{% endfor %}",
-    "select": "{% for a in range(99999) %}{{ range(99999)|select('gt', 99999)|list }}{% endfor %}",
-    "sum of lists": "{% set x = [[1]] * 99999 %}{{ x|sum(start=[])|length }}",
-    "round up": "{{ 1.5|round(10**8, 'ceil') }}",
-    "int of a base": "{{ ('1' * 9999999)|int(base=2) }}",
-    "JSON indented": "{{ [[[[[[1]]]]]]|tojson(indent=10**9) }}",
-    "JSON separated": "{{ range(999)|list|tojson(separators=('a' * 99999, 'b')) }}",
-    "split": "{% for a in range(99999) %}{% set x = ('a ' * 999999).split() %}{% endfor %}",
-    "searched": "{% set x = 'a' * 9999999 %}{% for a in range(99999) %}{{ 'b' in x }}{% endfor %}",
-    "compared": "{% set x = 'a' * 9999999 + 'b' %}{% set y = 'a' * 9999999 + 'c' %}"
-    "{% for a in range(99999) %}{{ x == y }}{% endfor %}",
-    "sorted": "{% for a in range(99999) %}{% set x = range(99999)|sort %}{% endfor %}",
-    "arguments": "{% macro m() %}{% endmacro %}{% for a in range(99999) %}"
-    "{{ m(*range(99999)) }}{% endfor %}",
-    "text of the template": "{% for a in range(99999) %}{% for b in range(99) %}"
-    + "a" * 9999
-    + "{% endfor %}{% endfor %}",
-    "large list": "{% for a in range(99999) %}{% set x = [" + "1," * 9999 + "] %}{% endfor %}",
-    "deep parentheses": "{{ " + "(" * 500 + "1" + ")" * 500 + " }}",
-    "deeper parentheses": "{{ " + "(" * 50000 + "1" + ")" * 50000 + " }}",
-    "deep lists": "{{ " + "[" * 5000 + "]" * 5000 + " }}",
-    "long sum": "{{ " + "+".join("1" * 9999) + " }}",
-    "deep ifs": "{% if 1 %}" * 5000 + "{% endif %}" * 5000,
-    "deep loops": "{% for a in [1] %}" * 50 + "{% endfor %}" * 50,
-    "many nots": "{{ " + "not " * 9999 + "1 }}",
-    "millions of letters": "a" * 5_000_000,
-    "a megabyte of names": "{{a}}" * 200_000,
     "self include": "{% include 'self' %}",
     "include of itself": "{% include self %}",
     "import": "{% import 'os' as os %}{{ os.system('true') }}",
     "extends": "{% extends 'base' %}",
-    "lipsum": "{{ lipsum(n=10**9) }}",
-    "striptags": "{{ ('<!--' * 99999)|striptags }}",
     "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "classes by attr": "{{ ''|attr('__class__')|attr('mro') }}",
     "classes by map": "{{ ['']|map(attribute='__class__')|map(attribute='mro')|list|first() }}",
@@ -437,7 +348,6 @@ HOSTILE = {
     "hidden filter": "{{ ['a']|map('@step', 0)|list }}",
     "globals of a function": "{{ raise_exception.__globals__.x }}",
     "globals of a macro": "{% macro m() %}{% endmacro %}{{ m._environment }}{{ m._func.x }}",
-    "to_bytes": "{{ (1).to_bytes(10**9, 'big') }}",
     "changes messages": "{{ messages.append(1) }}",
     "changes a message": "{{ messages[0].update({'role': 'x'}) }}",
     "calls a number": "{{ 1() }}",

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import enum
-import os
 import select
 import socket
 import subprocess
 import sys
 import threading
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +16,13 @@ import pytest
 from chat_templates import (
     CONVERSATIONS,
     FEATURES,
-    HOSTILE,
+    REFUSED,
     TEMPLATES,
     TOOLS,
     TURNS,
     long_conversation,
 )
+from costly_guides import COSTS
 from eecore.bounded_process import PROGRAM, Fork
 from eecore.channel import Channel
 from eecore.errors import EecoreError, ModelError, RequestError
@@ -168,23 +167,32 @@ def test_long_conversations_have_room() -> None:
         assert len(render(source, messages)) > sum(len(m["content"].strip()) for m in messages)
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shorter time limit, so that tests do not wait."""
-    monkeypatch.setattr(chat_template, "SECONDS", 0.1)
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.usefixtures("short")
-def test_what_has_no_end_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_fails_is_refused(name: str) -> None:
     with pytest.raises(ChatTemplateError) as caught:
-        render(HOSTILE[name])
+        render(REFUSED[name])
     assert str(caught.value).startswith("chat_template: ")
-    assert "MemoryError" not in str(caught.value)
     assert len(str(caught.value)) < 1500
 
 
-@pytest.mark.usefixtures("short")
+@pytest.fixture
+def costly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates can call stand-ins; the time limit is short, so that tests do not wait."""
+    monkeypatch.setattr(chat_template, "SECONDS", 0.1)
+    monkeypatch.setattr(chat_template.PROCESS, "_process", None)
+    monkeypatch.setattr(chat_template.PROCESS, "_fork", Fork("costly_templates"))
+
+
+@pytest.mark.usefixtures("costly")
+@pytest.mark.parametrize("cost", COSTS)
+def test_what_costs_too_much_is_refused(cost: str) -> None:
+    said = "model: expected to take at most 0.1 s and 256 MiB, got more"
+    with pytest.raises(ChatTemplateError, match=said):
+        ChatTemplate(f"{{{{ {cost}() }}}}", "model").render(CONVERSATIONS["one"], {})
+    assert render("{{ 1 + 1 }}") == "2"
+
+
+@pytest.mark.usefixtures("costly")
 def test_a_template_that_has_ended_its_process_harms_no_other_rendering() -> None:
     """Other renderings wait while the process is ended, and then get their texts."""
     assert render("{{ messages[0].content }}") == CONVERSATIONS["one"][0]["content"]
@@ -197,22 +205,11 @@ def test_a_template_that_has_ended_its_process_harms_no_other_rendering() -> Non
     for thread in threads:
         thread.start()
     for _ in range(3):
-        with pytest.raises(ChatTemplateError, match=r"expected to take at most 0.1 s and 256 MiB"):
-            render(HOSTILE["nested ranges"])
+        with pytest.raises(ChatTemplateError, match="expected to take at most"):
+            render("{{ spin() }}")
     for thread in threads:
         thread.join()
     assert found == ["2"] * 80
-
-
-def test_a_template_takes_no_memory_of_this_process() -> None:
-    def used() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    before = used()
-    for name in ("text times a number", "doubled list", "replace"):
-        with pytest.raises(ChatTemplateError):
-            render(HOSTILE[name])
-    assert used() - before < 64 << 20
 
 
 def test_templates_open_no_files() -> None:
@@ -239,7 +236,6 @@ def test_no_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_errors_name_the_template_and_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "CHARACTERS", 100)
     for source, said in (
-        ("{{ 'a' * 10**9 }}", r"model: expected to take at most 0.5 s and 256 MiB, got more"),
         ("{{ 'a' * 99999 }}", r"model: expected at most \d+ characters, got more"),
         ("a" * (1 << 20), "model: expected at most 131072 characters, got 1048576"),
         ("{% if %}", "model: expected a template, got: line 1: Expected an expression"),
