@@ -1,4 +1,8 @@
-"""Files of tokenizers with parts of every kind, some of them changed, and texts for them."""
+"""Files of tokenizers with parts of every kind, some of them changed, and texts for them.
+
+The library raises an error for what it does not like. Nothing here keeps it busy or takes memory:
+regular expressions have no repetition in another, and texts that would grow are eecore's to refuse.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +40,9 @@ STEPS: dict[str, list[Any]] = {
     "normalizer": [
         {"type": "NFKC"},
         {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"},
-        {"type": "Replace", "pattern": {"Regex": "a*"}, "content": "b"},
+        {"type": "Replace", "pattern": {"Regex": "a+"}, "content": "b"},
         {"type": "Prepend", "prepend": "x"},
         {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, {"type": "NFD"}]},
-        {"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAABhAGIA"},
         {"type": "Strip", "strip_left": True, "strip_right": True},
         {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True,
          "strip_accents": None, "lowercase": True},
@@ -55,7 +58,6 @@ STEPS: dict[str, list[Any]] = {
         {"type": "FixedLength", "length": 3},
     ],
     "decoder": [
-        {"type": "Strip", "content": "h", "start": 1, "stop": 1},
         {"type": "CTC", "pad_token": "a", "word_delimiter_token": "|", "cleanup": True},
         {"type": "WordPiece", "prefix": "##", "cleanup": True},
         {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
