@@ -1,52 +1,27 @@
-"""scripts/new_user.py: its agents, its chat on a terminal; in the long suite the whole script."""
+"""scripts/new_user.py: what it takes from README; in the long suite the walk itself."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-import eecore
 import new_user
-from servers import LONG, asker, listening
-from tiny_models import write_model
 
 
-@pytest.mark.parametrize("agent", [new_user.agent, new_user.responses_agent])
-def test_the_agent_takes_three_turns(agent: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    caller = asker(eecore.load(), tool_parser="hermes")
-    with listening(caller.service) as address:
-        lights = agent(address)
-    assert set(lights) == set(new_user.ROOMS)
-    shown = capsys.readouterr().out
-    assert shown.count("user: ") == 3
-    assert shown.count("call: set_light(") == 2
-    assert shown.count("assistant: ") == 1
+def test_the_first_screen_is_what_is_run() -> None:
+    """README shows these commands first, in this order."""
+    found = new_user.first_screen((new_user.ROOT / "README.md").read_text())
+    heads = [words[:2] for words in found]
+    expected = [["make", "demo"], ["make", "test"], ["pip", "install"], ["pip", "install"]]
+    assert heads == [*expected, ["eecore", "generate"], ["python", "-c"]]
+    assert found[3] == ["pip", "install", "."]
+    assert {"--depth", "--stats", "lock the front door"} <= set(found[4])
 
 
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is a terminal for the chat")
-def test_a_conversation_on_a_terminal(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", max_position_embeddings=4 * LONG)
-    command = [sys.executable, "-m", "eecore", "chat", str(model), "--ignore-eos"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with new_user.Terminal(command, tmp_path, environment) as terminal:
-        new_user.talk(terminal, tmp_path / "talk.json")
-
-
-def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
-    with pytest.raises(FileExistsError):
-        new_user.main([str(tmp_path), "--built"])
-    assert not list(tmp_path.iterdir())
+def test_an_index_that_is_not_reached_is_left_out() -> None:
+    assert new_user.is_reached(["pip", "install", "."])
+    assert not new_user.is_reached(["pip", "install", "torch", "--index-url", "http://[::]:9/"])
 
 
 @pytest.mark.long
-def test_the_walk_with_what_is_installed_and_built(smollm2: Path, tmp_path: Path) -> None:
-    command = [sys.executable, new_user.__file__, str(tmp_path / "walk"), "--built"]
-    done = subprocess.run([*command, "--model", str(smollm2)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "kitchen.fan = off" in done.stdout
+def test_the_walk_with_what_is_installed_and_built(capsys: pytest.CaptureFixture[str]) -> None:
+    assert new_user.main(["--built"]) == 0, capsys.readouterr()
