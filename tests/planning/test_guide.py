@@ -31,6 +31,7 @@ from eecore import (
 )
 from eecore.exits import Exit
 from eecore.guide import FORMATS, enforceable
+from eecore.planning import matchers
 from eecore.planning.guided import Guides
 from head_packs import write_pack
 from reference_decoding import ReferenceModel
@@ -454,11 +455,14 @@ def test_what_a_guide_needs(tiny: eecore.Model, monkeypatch: pytest.MonkeyPatch)
         guides_of(tiny).follow(Guide.regex("a"))
 
 
-def test_a_guide_that_explodes_ends_its_request_alone(tiny: eecore.Model) -> None:
-    explosive = SamplingParams(max_tokens=9, guide=Guide.regex("(a|aa|aaa|aaaa){5000}"))
-    others = SamplingParams(max_tokens=9, guide=GUIDES["regex"])
+def test_a_guide_beyond_its_limits_ends_its_request_alone(
+    tiny: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(matchers.LIMITS, "max_lexer_states", 20)
+    large = SamplingParams(max_tokens=9, guide=Guide.regex("(ab|ba){2,40}-[0-9]{3}"))
+    others = SamplingParams(max_tokens=9, guide=Guide.regex("[ab]+x"))
     expected = eecore.generate(tiny, [PROMPTS[0]], sampling=others)[0].token_ids
-    outputs = eecore.generate(tiny, [PROMPTS[0]] * 2, sampling=[explosive, others])
+    outputs = eecore.generate(tiny, [PROMPTS[0]] * 2, sampling=[large, others])
     assert outputs[0].finish_reason == "error"
     assert outputs[0].error is not None
     assert "guide: expected to follow it, got: lexer error" in outputs[0].error
