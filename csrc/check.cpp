@@ -59,6 +59,7 @@ bool dtype_matches(ScalarType type, Accept accept) {
     case Accept::kBool:
       return type == ScalarType::Bool;
     case Accept::kModel:
+    case Accept::kModelOrFloat32:
       return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
     case Accept::kCache:
       return type == ScalarType::Float8_e4m3fn || dtype_matches(type, Accept::kModel);
@@ -81,6 +82,7 @@ const char* accept_name(Accept accept) {
     case Accept::kBool:
       return "bool";
     case Accept::kModel:
+    case Accept::kModelOrFloat32:
       return "float32, bfloat16 or (CUDA) float16";
     case Accept::kCache:
       return "float8_e4m3fn, float32, bfloat16 or (CUDA) float16";
@@ -178,13 +180,14 @@ DType Checker::dtype() const {
 
 void Checker::mismatch(const Tensor& tensor, const char* name, Accept accept,
                        const std::initializer_list<Dim>& shape) const {
-  const bool is_cache = accept == Accept::kCache;
-  const bool bound = (accept == Accept::kModel || is_cache) && has_dtype_;
+  const bool is_cache = accept == Accept::kCache, is_wide = accept == Accept::kModelOrFloat32;
+  const bool bound = (accept == Accept::kModel || is_cache || is_wide) && has_dtype_;
   std::string expected = bound ? dtype_name(model_dtype_) : accept_name(accept);
   if (bound && is_cache) {
     const bool takes_both = is_narrow_cache(ScalarType::BFloat16, model_dtype_);
     expected += takes_both ? ", bfloat16 or float8_e4m3fn" : " or float8_e4m3fn";
   }
+  if (bound && is_wide && model_dtype_ != ScalarType::Float) expected += " or float32";
   expected += " [";
   bool first = true;
   for (const Dim& dim : shape) {
@@ -258,7 +261,8 @@ void Checker::check_form(const Tensor& tensor, const char* name, Accept accept,
   const bool is_narrow =
       accept == Accept::kCache &&
       (type == ScalarType::Float8_e4m3fn || (has_dtype_ && is_narrow_cache(type, model_dtype_)));
-  const bool is_model = accept == Accept::kModel || (accept == Accept::kCache && !is_narrow);
+  const bool is_model = accept == Accept::kModel || (accept == Accept::kCache && !is_narrow) ||
+                        (accept == Accept::kModelOrFloat32 && type != ScalarType::Float);
   if (is_model && has_dtype_ && type != model_dtype_) ok = false;
   int64_t axis = 0;
   bool is_empty = false;

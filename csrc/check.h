@@ -31,7 +31,17 @@ using torch::stable::Tensor;
 
 // The element types that a tensor may have. kCache: float8 (e4m3), the types of kModel, or bfloat16
 // for a float32 model on the CPU.
-enum class Accept : uint8_t { kFloat32, kUint8, kInt8, kInt32, kInt64, kBool, kModel, kCache };
+enum class Accept : uint8_t {
+  kFloat32,
+  kUint8,
+  kInt8,
+  kInt32,
+  kInt64,
+  kBool,
+  kModel,
+  kModelOrFloat32,
+  kCache
+};
 
 // "float32", "int64", ...
 const char* dtype_name(ScalarType type);

@@ -55,12 +55,12 @@ inline void store_lanes(T* p, Vec x, int64_t lanes) {
   store_partial(p, x, lanes);
 }
 
-// values + bias, rounded to T as the result of a model's linear layer; the first `lanes` elements.
-template <typename T>
+// values + bias, rounded to O as the result of a model's linear layer; the first `lanes` elements.
+template <typename O, typename T>
 inline Vec finish(const float* values, const T* bias, int64_t lanes) {
   Vec result = load_lanes(values, lanes);
   if (bias) result = result + load_lanes(bias, lanes);
-  return round_to<T>(result);
+  return round_to<O>(result);
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

@@ -12,8 +12,8 @@ void finish_row(const float* gates, const float* ups, const T* gate_bias, const 
                 int64_t n, Activation activation, T* out) {
   for (int64_t i = 0; i < n; i += kWidth) {
     const int64_t lanes = min_of(n - i, kWidth);
-    const Vec gate = finish(gates + i, gate_bias ? gate_bias + i : nullptr, lanes);
-    const Vec up = finish(ups + i, up_bias ? up_bias + i : nullptr, lanes);
+    const Vec gate = finish<T>(gates + i, gate_bias ? gate_bias + i : nullptr, lanes);
+    const Vec up = finish<T>(ups + i, up_bias ? up_bias + i : nullptr, lanes);
     store_lanes(out + i, round_to<T>(activate_gate(activation, gate)) * up, lanes);
   }
 }

@@ -7,19 +7,19 @@ namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
 // Finishes values: [n] into out[n], which may be residual[n]. The results of a multiplier and of a
-// cap are rounded to T, too.
-template <typename T>
+// cap are rounded to O, too.
+template <typename T, typename O>
 void finish_row(const SkinnyLinearParams& params, const float* values, const T* bias,
-                const T* residual, int64_t n, T* out) {
+                const T* residual, int64_t n, O* out) {
   for (int64_t i = 0; i < n; i += kWidth) {
     const int64_t lanes = min_of(n - i, kWidth);
-    Vec result = finish(values + i, bias ? bias + i : nullptr, lanes);
+    Vec result = finish<O>(values + i, bias ? bias + i : nullptr, lanes);
     // Zero first: if one operand is NaN, max returns the second.
     if (params.activation == Activation::kRelu) result = max(zero(), result);
     if (params.multiplier != 1.0f) {
-      result = round_to<T>(result * broadcast(params.multiplier));
+      result = round_to<O>(result * broadcast(params.multiplier));
     }
-    if (params.soft_cap > 0.0f) result = round_to<T>(soft_capped(result, params.soft_cap));
+    if (params.soft_cap > 0.0f) result = round_to<O>(soft_capped(result, params.soft_cap));
     if (residual) result = load_lanes(residual + i, lanes) + result;
     store_lanes(out + i, result, lanes);
   }
@@ -44,9 +44,16 @@ void multiply_range(const SkinnyLinearParams& params, const PackedRows<T, W>& x,
              products[0], kTileRows);
     for (int64_t i = 0; i < tile.num_batch; ++i) {
       const int64_t token = tile.batch + i;
-      finish_row(params, products[i], bias ? bias + row : nullptr,
-                 residual ? residual + token * params.residual_stride + row : nullptr,
-                 tile.num_rows, static_cast<T*>(params.out) + token * params.out_stride + row);
+      const auto finish_into = [&](auto* out) {
+        finish_row(params, products[i], bias ? bias + row : nullptr,
+                   residual ? residual + token * params.residual_stride + row : nullptr,
+                   tile.num_rows, out + token * params.out_stride + row);
+      };
+      if (params.wide_out) {
+        finish_into(static_cast<float*>(params.out));
+      } else {
+        finish_into(static_cast<T*>(params.out));
+      }
     }
   });
 }

@@ -52,7 +52,7 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
                    {"out_features", "in_features"}, weight_scale, weight_table, {"out_features"});
   check(bias, "bias", Accept::kModel, {"out_features"});
   check(residual, "residual", Accept::kModel, {"num_tokens", "out_features"}, 1);
-  check.written(out, "out", Accept::kModel, {"num_tokens", "out_features"}, 1, "residual");
+  check.written(out, "out", Accept::kModelOrFloat32, {"num_tokens", "out_features"}, 1, "residual");
   check.require(check["in_features"] >= 1, "x: expected in_features >= 1, got 0");
   check.require(eps >= 0, "eps: expected a number >= 0, got ", eps);
 
@@ -71,6 +71,8 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
   check.require(!appends || !residual, "residual: expected None with k_cache, got a tensor");
   check.require(!appends || !activation, "activation: expected None with k_cache, got ",
                 activation ? activation->c_str() : "");
+  const bool is_wide = out.scalar_type() == ScalarType::Float && check.dtype() != DType::kFloat32;
+  check.require(!appends || !is_wide, "out: expected the dtype of x with k_cache, got float32");
   check.require(soft_cap >= 0, "soft_cap: expected a number >= 0, got ", soft_cap);
   check.require(!appends || (multiplier == 1 && soft_cap == 0),
                 "multiplier, soft_cap: expected 1 and 0 with k_cache, got ", multiplier, " and ",
@@ -99,6 +101,7 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
   params.multiplier = static_cast<float>(multiplier);
   params.soft_cap = static_cast<float>(soft_cap);
   params.constant_weight = constant_weight;
+  params.wide_out = is_wide;
   if (appends) {
     params.append = append_params_of_rows(
         check,

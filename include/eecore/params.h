@@ -514,7 +514,7 @@ struct SkinnyLinearParams {
   const void* bias;             // [out_features]; may be null
   const void* residual;  // [num_tokens, out_features], row stride residual_stride; may be null,
                          // may be out itself
-  void* out;             // [num_tokens, out_features], row stride out_stride
+  void* out;             // [num_tokens, out_features], row stride out_stride; see wide_out
   int64_t num_tokens, in_features, out_features;
   int64_t x_stride, weight_stride, residual_stride, out_stride;
   float eps;
@@ -522,6 +522,7 @@ struct SkinnyLinearParams {
   float soft_cap;           // c: the scaled product y becomes c * tanh(y / c); 0: no cap
   Activation activation;    // of the product with its bias, before the residual: kNone or kRelu
   bool constant_weight;     // no work that may still be running writes the weight
+  bool wide_out;            // out is float32 whatever the dtype, and nothing is rounded to dtype
   AppendKvParams append;    // CUDA only, of heads in out; slot_mapping null: nothing is appended
   DType dtype;
   void* workspace;  // CUDA only, [skinny_linear_workspace bytes]; may be null on the CPU

@@ -26,11 +26,17 @@ __device__ __forceinline__ Addends<T> addends_of(const SkinnyLinearParams& param
   return addends;
 }
 
+// A number of `out`: rounded to T unless out is wide.
+template <typename T>
+__device__ __forceinline__ float rounded(const SkinnyLinearParams& params, float number) {
+  return params.wide_out ? number : to_float(from_float<T>(number));
+}
+
 // The number of `out` that a product gives: with scale, bias, activation, multiplier, soft cap and
 // residual.
 template <typename T, typename W>
-__device__ __forceinline__ T finished(const SkinnyLinearParams& params, int64_t row, float product,
-                                      const Addends<T>& addends) {
+__device__ __forceinline__ float finished(const SkinnyLinearParams& params, int64_t row,
+                                          float product, const Addends<T>& addends) {
   const float addend = to_float(addends.bias);
   const float before = to_float(addends.residual);
   float sum;
@@ -41,15 +47,26 @@ __device__ __forceinline__ T finished(const SkinnyLinearParams& params, int64_t 
   }
   // This form of the comparison keeps NaN.
   if (params.activation == Activation::kRelu && sum < 0.0f) sum = 0.0f;
-  T result = from_float<T>(sum);
-  if (params.multiplier != 1.0f) {
-    result = from_float<T>(__fmul_rn(to_float(result), params.multiplier));
-  }
+  float result = rounded<T>(params, sum);
+  if (params.multiplier != 1.0f) result = rounded<T>(params, __fmul_rn(result, params.multiplier));
   if (params.soft_cap > 0.0f) {
-    result = from_float<T>(__fmul_rn(params.soft_cap, tanhf(to_float(result) / params.soft_cap)));
+    result = rounded<T>(params, __fmul_rn(params.soft_cap, tanhf(result / params.soft_cap)));
   }
-  if (params.residual != nullptr) result = from_float<T>(before + to_float(result));
-  return result;
+  return params.residual != nullptr ? rounded<T>(params, before + result) : result;
+}
+
+// Writes the number of `out` that a product gives.
+template <typename T, typename W>
+__device__ __forceinline__ void write_finished(const SkinnyLinearParams& params, int64_t token,
+                                               int64_t row, float product,
+                                               const Addends<T>& addends) {
+  const float number = finished<T, W>(params, row, product, addends);
+  const int64_t at = token * params.out_stride + row;
+  if (params.wide_out) {
+    static_cast<float*>(params.out)[at] = number;
+  } else {
+    static_cast<T*>(params.out)[at] = from_float<T>(number);
+  }
 }
 
 // Grid: (blocks that share the tiles of out_features, groups of 8 * kNTiles tokens). With
@@ -83,7 +100,6 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 && kNTiles <= 2 ?
   const auto x =
       start_product<T, kNTiles, kMakesRows>(params, plan, weight, rows_of, first_token, rows_at);
 
-  T* out = static_cast<T*>(params.out);
   const Shared<float> exchange = dynamic_shared<float>(ring_bytes);
   // Where a thread finishes only one product of each 8 columns: the addends of that product, loaded
   // while the tile is multiplied. `out` may be the residual: a thread writes only what it has read.
@@ -106,20 +122,20 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 && kNTiles <= 2 ?
     }
     float sums[kMTiles][kNTiles][4];
     multiply_tile(plan, lane, weight, rows_of, x, sums);
-    for_each_product(
-        plan, lane, exchange, turn, sums,
-        [&](int row_in_tile, int column, int n, const float (&values)[kMTiles]) {
-          if (column >= x.count) return;
-          const int64_t token = first_token + column;
+    for_each_product(plan, lane, exchange, turn, sums,
+                     [&](int row_in_tile, int column, int n, const float (&values)[kMTiles]) {
+                       if (column >= x.count) return;
+                       const int64_t token = first_token + column;
 #pragma unroll
-          for (int m = 0; m < kMTiles; ++m) {
-            const int64_t row = first_row(tile) + 16 * m + row_in_tile;
-            if (row >= params.out_features) break;
-            const Addends<T> addends =
-                is_early ? early[n < kEarly ? n : 0][m] : addends_of<T>(params, token, row, true);
-            out[token * params.out_stride + row] = finished<T, W>(params, row, values[m], addends);
-          }
-        });
+                       for (int m = 0; m < kMTiles; ++m) {
+                         const int64_t row = first_row(tile) + 16 * m + row_in_tile;
+                         if (row >= params.out_features) break;
+                         const Addends<T> addends = is_early
+                                                        ? early[n < kEarly ? n : 0][m]
+                                                        : addends_of<T>(params, token, row, true);
+                         write_finished<T, W>(params, token, row, values[m], addends);
+                       }
+                     });
   }
 }
 

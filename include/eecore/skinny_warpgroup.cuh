@@ -215,8 +215,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, kWarpgroupBlocks<W, 1, kNTiles
       params, plan, cluster_shift, params.out_features,
       [&](int64_t token, int64_t row, const float (&values)[1]) {
         const Addends<T> addends = addends_of<T>(params, token, row, true);
-        static_cast<T*>(params.out)[token * params.out_stride + row] =
-            finished<T, W>(params, row, values[0], addends);
+        write_finished<T, W>(params, token, row, values[0], addends);
       });
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from transformers import (
 )
 
 import eecore
-from eecore import SamplingParams, SelfSpeculative, ops
+from devices import load
+from eecore import Auto, FixedExit, PromptLookup, SamplingParams, SelfSpeculative, ops
 from eecore.decoding.heads import head_fields
 from eecore.decoding.memory import TwinMemory
 from eecore.decoding.sampling import (
@@ -28,7 +30,7 @@ from eecore.decoding.sampling import (
 )
 from eecore.planning.draft_state import draft_state
 from eecore.scheduling.sequence import Sequence
-from tiny_models import random_prompts
+from tiny_models import random_prompts, write_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -151,6 +153,33 @@ def test_logprobs_are_of_the_raw_distribution(tiny: eecore.Model) -> None:
             values = list(whole.values())
             assert list(output.top_logprobs[i].values()) == pytest.approx(values[:4], abs=1e-4)
             assert sum(torch.tensor(values).exp()).item() == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+def test_what_changes_no_logit_that_counts_changes_no_token(
+    weights: str | None, tmp_path: Path
+) -> None:
+    """In bfloat16, where several of the largest logits would be equal if they were rounded."""
+    directory = write_model(tmp_path, vocab_size=4096, tokenizer=False)
+    model = load(directory, dtype="bfloat16", weights=weights)
+    prompts = random_prompts(*range(3, 27), seed=8)
+
+    def texts(mode: Any, *, every: int = 1, **fields: Any) -> list[list[int]]:
+        """The texts where one request of ``every`` has the fields."""
+        rows = [{} if i % every else fields for i in range(len(prompts))]
+        sampling = [SamplingParams(max_tokens=12, ignore_eos=True, **row) for row in rows]
+        outputs = eecore.generate(model, prompts, exit=mode, sampling=sampling)
+        return [output.token_ids for output in outputs]
+
+    for mode in (eecore.Full(), FixedExit(2), SelfSpeculative(2, 3), PromptLookup(2), Auto()):
+        plain = texts(mode)
+        unused = min(set(range(4096)).difference(*plain))
+        for fields in ({"logprobs": 2}, {"logprobs": 0}, {"logit_bias": {unused: -100.0}}):
+            assert texts(mode, **fields) == plain, (mode, fields)
+        assert texts(mode, every=2, logprobs=2) == plain, mode
+    for mode in (eecore.Full(), FixedExit(2)):
+        warm = {"temperature": 0.9, "top_k": 50, "seed": 3}
+        assert texts(mode, **warm) == texts(mode, **warm, logprobs=3), mode
 
 
 def test_logprobs_are_reported_only_when_asked_for(tiny: eecore.Model) -> None:

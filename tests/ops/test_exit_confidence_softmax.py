@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+import emulated
 import reference
 from cases import (
     DTYPES,
@@ -17,6 +18,7 @@ from cases import (
     TOLERANCES,
     Tolerance,
 )
+from coded_calls import coded
 from eecore import ops
 from eecore.ops import exits
 from random_calls import Arguments, Checked, Maker, assert_close
@@ -130,6 +132,28 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, device: torch.d
         )
         for name, value in alone._asdict().items():
             assert torch.equal(value[0], getattr(together, name)[row]), name
+
+
+@pytest.mark.parametrize("form", ["floats", "int8", "Q4_0"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("multiplier", "soft_cap"), [(1.0, 0.0), (0.7, 9.0)])
+def test_the_token_is_the_largest_of_the_product_in_float32(
+    multiplier: float, soft_cap: float, dtype: torch.dtype, form: str, device: torch.device
+) -> None:
+    """Rounded to bfloat16, several of the largest would be equal, and the lowest id of them win."""
+    case = random_case(40, 64, 1027, dtype, device)
+    case = {**coded(case, form, "lm_head"), "multiplier": multiplier, "soft_cap": soft_cap}
+    case["eps"] = 1e-5
+    got = ops.exit_confidence_softmax(**case)
+    names = {name: name.replace("lm_head", "weight") for name in case}
+    call = {names[name]: value for name, value in case.items() if name != "hidden"}
+    sums = ops.skinny_linear(case["hidden"], **call, dtype=torch.float32)
+    assert sums.dtype == torch.float32
+    assert torch.equal(sums.argmax(-1), got.token)
+    if emulated.is_cuda_kernel(device):  # its sums have another order
+        torch.testing.assert_close(sums.amax(-1), got.top_logit)
+    else:
+        assert torch.equal(sums.amax(-1), got.top_logit)
 
 
 def test_the_number_of_threads_changes_nothing(device: torch.device) -> None:

@@ -136,6 +136,21 @@ def test_multiplied_and_capped_match_the_reference(
     product.check({**call, "multiplier": multiplier, "soft_cap": soft_cap}, device)
 
 
+@on_linear
+@each_form
+@each_dtype
+def test_a_float32_result_is_what_a_narrower_one_is_rounded_from(
+    dtype: torch.dtype, product: Product, device: torch.device
+) -> None:
+    for num_tokens in (1, 9, 40):
+        call = product.call(num_tokens, 72, 33, "all", dtype, device)
+        residual = call.pop("residual")
+        wide = ops.skinny_linear(**call, dtype=torch.float32)
+        assert torch.equal(wide.to(dtype), ops.skinny_linear(**call))
+        both = ops.skinny_linear(**call, residual=residual, dtype=torch.float32)
+        assert torch.equal(both, residual.float() + wide)
+
+
 @products(*FORMATS)
 @each_dtype
 def test_packed_products_match_the_reference(
@@ -519,6 +534,14 @@ def test_bad_codes_are_named_by_emulated_kernels(
     """The contents of the table are not checked there."""
     emulated.route(monkeypatch)
     check_refusal(product, change, message)
+
+
+def test_heads_for_a_cache_are_refused_in_float32() -> None:
+    call = Product("skinny_linear").call(2, 8, 24, "plain", torch.bfloat16)
+    cache = torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)
+    append = AppendKv(cache, cache.clone(), torch.zeros(2).long())
+    with pytest.raises(RuntimeError, match="out: expected the dtype of x with k_cache, got float"):
+        ops.skinny_linear(**call, append=append, dtype=torch.float32)
 
 
 def test_a_residual_that_overlaps_out_is_refused() -> None:

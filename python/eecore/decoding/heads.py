@@ -1,7 +1,8 @@
 """Tokens and confidences of states: a confidence at an exit point, a token from the LM head.
 
 Rows of plain greedy requests go through the fused head, which never has logits in memory. Rows of
-requests that sample, penalise or ask for log-probabilities go through a head with logits.
+requests that sample, penalise or ask for log-probabilities go through a head with logits. Both take
+the largest of the same float32 sums, the lowest id among equals.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Logits:
     """The logits of some rows, until the program runs again."""
 
     values: Tensor
-    """[num_rows, vocab_size]"""
+    """float32 [num_rows, vocab_size]"""
     index: Tensor | None
     """int32 [num_rows], the rows that have logits; None: all of them."""
     count: Tensor | None
@@ -109,7 +110,7 @@ class Logits:
             rows = torch.arange(len(tokens), device=tokens.device)
         else:
             rows = self.index[: int(self.count)].long()
-        return rows, self.values[: len(rows)].gather(1, tokens[rows, None])[:, 0].float()
+        return rows, self.values[: len(rows)].gather(1, tokens[rows, None])[:, 0]
 
 
 class Heads:
@@ -163,7 +164,7 @@ class Heads:
         assert work is not None
         index, count, states, few = self._picked(hidden, kind, control, request, LOGITS)
         with few:
-            logits = self._model.logits(states, few=True)
+            logits = self._model.logits(states)
             ops.sample_tokens(
                 logits,
                 work.rows,

@@ -212,4 +212,4 @@ class BlockHead(PassHead):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_rows, draft_vocab_size] of states from :meth:`block`, in the model's dtype."""
-        return self._layers.logits(hidden, few=True)
+        return self._layers.logits(hidden, dtype=self.dtype)

@@ -14,7 +14,7 @@ from eecore.config import Activation, AnyModelConfig
 from eecore.models.attention import LayerFlags, keys_per_split
 from eecore.models.draft_head import DraftHead
 from eecore.models.keyed_head import KeyedHead
-from eecore.models.linear import Linear
+from eecore.models.linear import Linear, product
 from eecore.models.source import ModelSource
 from eecore.ops import Matrix
 
@@ -99,20 +99,21 @@ class Decoder:
             out=self._head_norm.new_empty(len(token_ids), self._hidden_size),
         )
 
-    def logits(self, hidden: Tensor, *, few: bool = False) -> Tensor:
-        """Float32 [num_rows, vocab_size]: final norm and LM head.
+    def logits(self, hidden: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[num_rows, vocab_size]: final norm and LM head.
 
-        With ``few`` one of eecore's ops computes them for any number of rows, in the model's dtype.
+        In float32 the sums are not rounded: their largest, the lowest id among equals, is the token
+        of :meth:`confidence`.
         """
-        logits = self.linear(
+        return product(
             hidden,
             self._lm_head,
-            norm=None if self._is_looped else self._head_norm,
+            norm_weight=None if self._is_looped else self._head_norm,
+            eps=self._eps,
             multiplier=self._multipliers.logits,
             soft_cap=self._multipliers.logits_soft_cap,
-            few=few,
+            dtype=dtype,
         )
-        return logits if few else logits.float()
 
     def confidence(self, hidden: Tensor) -> ops.SoftmaxConfidence:
         """Token, top-2 gap and log-sum-exp of each row's softmax, without logits in memory."""

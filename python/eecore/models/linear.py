@@ -78,18 +78,17 @@ class Linear:
         norm: Tensor | None = None,
         residual: Tensor | None = None,
         multiplier: float = 1.0,
-        soft_cap: float = 0.0,
         few: bool = False,
     ) -> Tensor:
         """Linear layer of x, normed first when there is a norm, added to the residual if any.
 
-        ``multiplier`` and ``soft_cap``: see :func:`eecore.ops.skinny_linear`.
+        ``multiplier``: see :func:`eecore.ops.skinny_linear`.
 
         ``few``: eecore's product computes it for any number of rows. For torch's product quantised
         weights are first rounded to floats of x's dtype.
         """
         if few or self.is_skinny(x):
-            options = {"residual": residual, "multiplier": multiplier, "soft_cap": soft_cap}
+            options = {"residual": residual, "multiplier": multiplier}
             return product(x, matrix, norm_weight=norm, eps=self._eps, **options)
         weight, bias, scale, table = matrix
         if norm is not None:
@@ -103,8 +102,6 @@ class Linear:
         out = functional.linear(x, weight, bias)
         if multiplier != 1:
             out.mul_(multiplier)
-        if soft_cap:
-            out.div_(soft_cap).tanh_().mul_(soft_cap)
         return out if residual is None else out.add_(residual)
 
     def into_cache(self, x: Tensor, qkv: Matrix, norm: Tensor | None, append: AppendKv) -> Tensor:

@@ -101,13 +101,15 @@ def skinny_linear(
     residual: Tensor | None = None,
     constant_weight: bool = False,
     append: AppendKv | None = None,
+    dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """``activation(norm(x) @ weight.T + bias) + residual``: the weight read once for few rows.
 
     As in a model of x's dtype, the RMS norm (with ``norm_weight`` only), the linear layer with its
-    bias, its multiple, the cap and the sum with the residual are each rounded to that dtype. A
-    row's result depends neither on the other rows nor on the number of threads.
+    bias, its multiple, the cap and the sum with the residual are each rounded to that dtype; only
+    the norm is where out is float32. A row's result depends neither on the other rows nor on the
+    number of threads.
 
     With ``weight_scale`` the weight is int8 and row r of it stands for ``weight[r] *
     weight_scale[r]``. On the CPU each (normed) row of x is then quantised to 16 bits, at 1/32767 of
@@ -133,14 +135,16 @@ def skinny_linear(
         append: the columns of out are heads, those of q, then num_kv_heads of k, then as many of v;
             they are appended as by :func:`append_kv`, with ``eps`` for their norms too. Not with
             activation, residual, multiplier or cap.
-        out: [num_tokens, out_features], any row stride that keeps rows apart.
+        dtype: of out where it is allocated; x's when None.
+        out: [num_tokens, out_features], any row stride that keeps rows apart; float32, or x's
+            dtype, as it must be with ``append``.
 
     Returns:
         ``out``, allocated when left out.
     """
     if out is None:
         rows = weight if weight_table is None else weight_table
-        out = x.new_empty(x.shape[0], rows.shape[0])
+        out = x.new_empty(x.shape[0], rows.shape[0], dtype=dtype)
     _skinny_linear(
         x,
         norm_weight,
