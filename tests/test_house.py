@@ -26,7 +26,7 @@ from eecore import ops
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 # Files of csrc/cpu that are built once, for all CPUs.
-BASELINE = ("run.cpp", "crew.h", "crew.cpp")
+BASELINE = ("run.cpp", "tile_permission.h", "crew.h", "crew.cpp")
 INCLUDE = ROOT / "include"
 PACKAGE = ROOT / "python" / "eecore"
 MAX_TRACKED_BYTES = 48 << 20

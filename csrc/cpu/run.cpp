@@ -9,8 +9,11 @@
 
 #if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include "tile_permission.h"
 #endif
 
 namespace eecore::cpu {
@@ -69,8 +72,9 @@ bool has_tiles() {
   asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   if ((low & kTileState) != kTileState) return false;
   constexpr int64_t kRequestPermission = 0x1023, kTileData = 18;
-  if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return false;
-  return avx512_bf16::tiles_work();
+  constexpr unsigned long kMinSignalStack = 51;  // AT_MINSIGSTKSZ
+  const auto request = [] { return syscall(SYS_arch_prctl, kRequestPermission, kTileData); };
+  return permits_tiles(request, getauxval(kMinSignalStack), stderr) && avx512_bf16::tiles_work();
 #else
   return false;
 #endif

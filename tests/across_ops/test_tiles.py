@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,3 +130,30 @@ def test_tiles_that_the_cpu_lacks_are_refused() -> None:
         pytest.skip("this CPU has amx")
     with pytest.raises(ValueError, match=r"this CPU runs at most \w+, got amx"):
         _C.set_cpu_capability("amx")
+
+
+ASKS = """
+#include "cpu/tile_permission.h"
+
+int main() {
+  const int errors[] = {0, EINVAL, ENOSPC};
+  for (const int error : errors) {
+    const auto request = [error] { return (errno = error) == 0 ? 0 : -1; };
+    std::printf("%d\\n", eecore::cpu::permits_tiles(request, 11008, stdout));
+  }
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_a_small_signal_stack_is_named_where_linux_refuses_tiles(tmp_path: Path) -> None:
+    source, program = tmp_path / "asks.cpp", tmp_path / "asks"
+    source.write_text(ASKS)
+    root = Path(__file__).resolve().parents[2]
+    compile_it = ["c++", "-std=c++20", "-I", str(root / "csrc"), str(source), "-o", str(program)]
+    subprocess.run(compile_it, check=True)
+    said = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
+    granted, refused, told, small = said.splitlines()
+    assert (granted, refused, small) == ("1", "0", "0")
+    assert "avx512_bf16 kernels instead of amx: expected alternate signal stacks" in told
+    assert "at least 11008 bytes" in told
