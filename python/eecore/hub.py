@@ -33,6 +33,7 @@ MODEL_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template*.jinja",
     "chat_template*.json",
     "additional_chat_templates/*.jinja",

@@ -288,6 +288,11 @@ def test_texts_that_end_an_answer(directory: Path, tmp_path: Path) -> None:
     assert len(ended) < 16
     assert whole[3] not in tokenizer.decode(ended[:-1])
     assert eecore.generate(ours, "some text", max_tokens=3)[0].text is not None
+    tokenizer.split_special_tokens = True
+    splitting = eecore.from_transformers(model, tokenizer).tokenizer
+    assert splitting is not None
+    assert splitting.encode("<s>") == tokenizer("<s>").input_ids
+    assert splitting.encode("<s>") != ours.tokenizer.encode("<s>")
 
 
 def test_stopping_criteria_end_a_sequence(directory: Path) -> None:

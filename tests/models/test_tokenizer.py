@@ -231,10 +231,13 @@ def test_what_templates_may_not_do(
         with_template(byte_tokenizer, template).apply_chat_template(MESSAGES)
 
 
-def test_templates_come_from_their_own_file_first(tmp_path: Path) -> None:
+def test_templates_of_files_replace_all_others(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
     write_byte_tokenizer(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    settings["chat_template"] = [{"name": "default", "template": "listed"}]
+    names = ("default", "tool_use")
+    settings["chat_template"] = [{"name": name, "template": "listed"} for name in names]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     listed = Tokenizer.from_directory(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("filed")
@@ -242,6 +245,8 @@ def test_templates_come_from_their_own_file_first(tmp_path: Path) -> None:
     assert listed is not None
     assert filed is not None
     assert (listed.chat_template, filed.chat_template) == ("listed", "filed")
+    assert (listed.named_templates, filed.named_templates) == ({"tool_use": "listed"}, {})
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == "filed"
 
 
 # The real tokenizer

@@ -31,6 +31,7 @@ from eecore.models import (
 from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.readers.config_json import model_config
 from eecore.models.rope import frequencies
+from eecore.models.text.tokenizer_settings import CLEAN_UP, cleans_up
 from eecore.values import shown
 
 if TYPE_CHECKING:
@@ -281,4 +282,6 @@ def _tokenizer(given: Any, owner: str) -> Tokenizer | None:
     if not isinstance(templates, dict):
         templates = {} if templates is None else {"default": templates}
     copy = tokenizers.Tokenizer.from_str(backend.to_str())  # eecore's copy neither pads nor cuts
-    return Tokenizer(copy, ChatSettings(special, templates), owner)
+    copy.encode_special_tokens = given.split_special_tokens  # which the text leaves out
+    wanted = (getattr(given, flag, True) for flag in CLEAN_UP)  # older releases clean up all texts
+    return Tokenizer(copy, ChatSettings(special, templates, cleans_up(copy, *wanted)), owner)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from eecore.models.text.chat_template import ChatTemplate, ChatTemplateError
 from eecore.models.text.tokenizer_files import (
     ChatSettings,
     library_error,
-    read_chat_settings,
     read_tokenizer,
 )
 
@@ -31,6 +31,8 @@ _PRINTED = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x1
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
 BYTE_LEVEL = {chr(byte): byte for byte in _PRINTED}
 BYTE_LEVEL |= {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
+# The end of a text in which spaces before punctuation may still be found.
+UNSETTLED = re.compile(r"[ '.?!,ntmsver]+\Z")
 # Tokenizer files that eecore does not read.
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
 # Tokens of a prompt that are decoded with the tokens after it, for the spaces between them.
@@ -63,6 +65,7 @@ class Tokenizer:
         self.named_templates = dict(settings.templates)
         self.chat_template = self.named_templates.pop("default", None)
         """The template of conversations for which there is no named template."""
+        self._cleans_up = settings.cleans_up
         self._compiled: ChatTemplate | None = None
 
     @classmethod
@@ -72,8 +75,7 @@ class Tokenizer:
         Raises:
             ModelError: a tokenizer file cannot be used, or has ids that the model does not have.
         """
-        path = directory / "tokenizer.json"
-        if not path.is_file():
+        if not (directory / "tokenizer.json").is_file():
             others = [name for name in OTHER_TOKENIZERS if (directory / name).is_file()]
             if others:
                 warnings.warn(
@@ -81,8 +83,7 @@ class Tokenizer:
                     stacklevel=3,
                 )
             return None
-        backend = read_tokenizer(path, vocab_size)
-        return cls(backend, read_chat_settings(directory), str(directory))
+        return cls(*read_tokenizer(directory, vocab_size), str(directory))
 
     @property
     def vocab_size(self) -> int:
@@ -140,6 +141,10 @@ class Tokenizer:
             RequestError: a value is not a token id.
             ModelError: the tokenizer fails.
         """
+        text = self._raw_text(token_ids, skip_special_tokens)
+        return cleaned(text) if self._cleans_up else text
+
+    def _raw_text(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         try:
             return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         except (TypeError, OverflowError) as error:
@@ -176,11 +181,12 @@ class Tokenizer:
         """
 
         def decode(ids: Sequence[int]) -> str:
-            return self.decode(ids, skip_special_tokens=skip_special_tokens)
+            return self._raw_text(ids, skip_special_tokens)
 
+        kind = CleaningDecoder if self._cleans_up else IncrementalDecoder
         if not shown:
-            return IncrementalDecoder(decode, prompt_ids)
-        return IncrementalDecoder(lambda ids: _decoded_around(decode, ids, shown), prompt_ids)
+            return kind(decode, prompt_ids)
+        return kind(lambda ids: _decoded_around(decode, ids, shown), prompt_ids)
 
     def hidden(self, tokens: Iterable[str]) -> dict[int, str]:
         """The tokens, by their ids, that are special and so have no text."""
@@ -279,9 +285,8 @@ class IncrementalDecoder:
 
     def copy(self) -> IncrementalDecoder:
         """An independent decoder in the same state."""
-        other = IncrementalDecoder.__new__(IncrementalDecoder)
-        other._decode, other._window = self._decode, self._window.copy()
-        other._num_given, other._given = self._num_given, self._given
+        other = copy(self)
+        other._window = self._window.copy()
         return other
 
     def add(self, token_id: int) -> str:
@@ -313,6 +318,26 @@ class IncrementalDecoder:
             self._given = None
         self._num_given = len(self._window)
         return new
+
+
+class CleaningDecoder(IncrementalDecoder):
+    """Also removes spaces before punctuation: text that may still lose a space is held back."""
+
+    _held = ""
+
+    def _take(self, *, whole: bool) -> str:
+        self._held += super()._take(whole=whole)
+        settled = UNSETTLED.search(self._held)
+        end = len(self._held) if whole or settled is None else settled.start()
+        text, self._held = self._held[:end], self._held[end:]
+        return cleaned(text)
+
+
+def cleaned(text: str) -> str:
+    """A text without the spaces that some tokenizers put before punctuation."""
+    for ending in (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're"):
+        text = text.replace(ending, ending.strip())
+    return text
 
 
 def _decoded_around(

@@ -1,4 +1,4 @@
-"""The files of a tokenizer, read and checked: ``tokenizer.json`` and ``tokenizer_config.json``.
+"""The files of a tokenizer, read and checked: ``tokenizer.json`` and those beside it.
 
 The tokenizers library does not check its files: some make it panic when it is used, and some make a
 text grow without bound. Both are detected here.
@@ -15,8 +15,9 @@ from pathlib import Path
 
 import tokenizers
 
-from eecore.errors import CheckpointError, ModelNotFoundError
+from eecore.errors import CheckpointError, ModelError, ModelNotFoundError
 from eecore.json_fields import JsonFields, parse_json
+from eecore.models.text.tokenizer_settings import CLEAN_UP, cleans_up, roles_of, with_tokens
 from eecore.readable import read_bytes, shown_path
 
 MAX_BYTES = 512 << 20
@@ -26,15 +27,6 @@ MAX_GROWTH = 256
 """How many times longer a tokenizer may make a text."""
 CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"\\]*)"')
 TRIAL = "A trial, 1 + 1\n"
-ROLES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 
 
 @dataclass
@@ -45,6 +37,8 @@ class ChatSettings:
     """Role to token: bos_token, eos_token, ..."""
     templates: dict[str, str] = field(default_factory=dict)
     """Chat templates by name; the one named "default" is for all other conversations."""
+    cleans_up: bool = False
+    """Whether spaces before punctuation are removed from decoded text."""
 
 
 def library_error(error: BaseException, said: str) -> BaseException:
@@ -63,13 +57,17 @@ def _is_panic(error: BaseException) -> bool:
     return type(error).__module__ == "pyo3_runtime"
 
 
-def read_tokenizer(path: Path, vocab_size: int | None = None) -> tokenizers.Tokenizer:
-    """The tokenizer of a tokenizer.json, for a model with ``vocab_size`` token ids if known.
+def read_tokenizer(
+    directory: Path, vocab_size: int | None = None
+) -> tuple[tokenizers.Tokenizer, ChatSettings]:
+    """The tokenizer of a directory, for a model with ``vocab_size`` token ids if known, and its
+    special tokens and chat templates, as transformers finds them.
 
     Raises:
-        CheckpointError: the file is not a tokenizer, cannot be used, or has ids that the model does
-            not have.
+        ModelError: a file cannot be read, is not a tokenizer, cannot be used, has a field of the
+            wrong type or has ids that the model does not have.
     """
+    path = directory / "tokenizer.json"
     content, where = read_bytes(path, MAX_BYTES, CheckpointError), shown_path(path)
     _check_charsmaps(where, content)
     try:
@@ -80,10 +78,19 @@ def read_tokenizer(path: Path, vocab_size: int | None = None) -> tokenizers.Toke
         raise library_error(error, f"{where}: expected a tokenizer") from None
     for name in ("normalizer", "decoder", "post_processor"):
         _check_step(name, _parts(_step(backend, name, where)))
+    fields = JsonFields.read_if_there(directory / "tokenizer_config.json", CheckpointError)
+    try:
+        backend, roles = with_tokens(directory, fields, content, backend)
+    except ModelError:
+        raise
+    except BaseException as error:
+        raise library_error(error, f"{fields.where}: expected settings of tokens") from None
     _check_use(where, backend)
     if vocab_size is not None:
         _check_ids(where, backend, vocab_size)
-    return backend
+    templates = _filed_templates(directory) or _listed_templates(fields)
+    wanted = (fields.flag(flag, False) for flag in CLEAN_UP)
+    return backend, ChatSettings(roles, templates, cleans_up(backend, *wanted))
 
 
 def _check_charsmaps(where: str, content: bytes) -> None:
@@ -216,25 +223,13 @@ def _around(part: JsonFields) -> list[int]:
     return [pair.integer("1") for pair in pairs if pair is not None]
 
 
-def read_chat_settings(directory: Path) -> ChatSettings:
-    """The special tokens and chat templates of a model directory, as transformers finds them.
-
-    Raises:
-        CheckpointError: a file cannot be read, or one of its fields has the wrong type.
-    """
-    path = directory / "tokenizer_config.json"
-    fields = JsonFields.read_if_there(path, CheckpointError)
-    settings = chat_settings(fields)
-    if "added_tokens_decoder" not in fields.names:  # else transformers reads no older file
-        older = JsonFields.read_if_there(directory / "special_tokens_map.json", CheckpointError)
-        settings.special_tokens |= _special_tokens(older)
-    templates = settings.templates
+def _filed_templates(directory: Path) -> dict[str, str]:
+    """Chat templates by name, from files of their own; these replace all others."""
     whole = directory / "chat_template.jinja"
-    if whole.is_file():
-        templates["default"] = _template_text(whole)
+    templates = {"default": _template_text(whole)} if whole.is_file() else {}
     for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
         templates[file.stem] = _template_text(file)
-    return settings
+    return templates
 
 
 def chat_settings(fields: JsonFields) -> ChatSettings:
@@ -243,7 +238,7 @@ def chat_settings(fields: JsonFields) -> ChatSettings:
     Raises:
         CheckpointError: a field has the wrong type.
     """
-    return ChatSettings(_special_tokens(fields), _listed_templates(fields))
+    return ChatSettings(roles_of(fields), _listed_templates(fields))
 
 
 def _listed_templates(settings: JsonFields) -> dict[str, str]:
@@ -263,24 +258,3 @@ def _template_text(path: Path) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{shown_path(path)}: expected UTF-8 text, got: {error}") from None
-
-
-def _special_tokens(settings: JsonFields) -> dict[str, str]:
-    """Role to token, also for a model's own roles (``image_token``); a token may be a string or an
-    object."""
-    extra = "extra_special_tokens"
-    more = settings.inner(extra) if settings.has_inner(extra) else None
-    tokens = {}
-    for fields in (settings, *([more] if more is not None else [])):
-        for role, value in fields.values.items():
-            # add_bos_token is a flag, not a role.
-            own = role.endswith("_token") and isinstance(value, (str, dict))
-            if own or (role in ROLES and role in fields):
-                tokens[role] = _token(fields, role)
-    return tokens
-
-
-def _token(fields: JsonFields, role: str) -> str:
-    inner = fields.inner(role) if fields.has_inner(role) else None
-    token: str = fields.text(role) if inner is None else inner.text("content")
-    return token
