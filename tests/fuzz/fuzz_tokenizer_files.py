@@ -33,7 +33,7 @@ def prepare() -> None:
     FILES["folder"] = folder = Path(tempfile.mkdtemp(prefix="eecore-fuzz-"))
     write_byte_tokenizer(folder)
     names = ("tokenizer.json", "tokenizer_config.json")
-    FILES["values"] = {name: json.loads((folder / name).read_text()) for name in names}
+    FILES["values"] = {name: json.loads((folder / name).read_text()) for name in names} | OLDER
 
 
 STEPS: dict[str, list[Any]] = {
@@ -96,6 +96,21 @@ STEPS: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
+SETTINGS: dict[str, Any] = {
+    "tokenizer_class": ["GPT2Tokenizer", "LlamaTokenizerFast", "GemmaTokenizer", "T5Tokenizer"],
+    "added_tokens_decoder": [{"258": {"content": "he", "lstrip": True, "special": True}}],
+    "extra_special_tokens": [["<x>", {"content": "a"}], {"image_token": "<x>"}],
+    "additional_special_tokens": [["<y>"]],
+    "add_prefix_space": [True],
+    "split_special_tokens": [True],
+    "clean_up_tokenization_spaces": [True],
+}
+OLDER = {
+    "special_tokens_map.json": {"pad_token": {"content": "b", "rstrip": True}},
+    "added_tokens.json": {"<z>": 259},
+}
+
+
 def _changed(random: Random, whole: dict[str, Any]) -> dict[str, Any]:
     """A tokenizer file with changed parts, some of them invalid."""
     changed = dict(whole)
@@ -110,6 +125,9 @@ def one(random: Random) -> bool:
     folder: Path = FILES["folder"]
     for name, value in FILES["values"].items():
         changed = _changed(random, value) if name == "tokenizer.json" else value
+        if name == "tokenizer_config.json":
+            chosen = [each for each in SETTINGS if random.random() < 0.3]
+            changed = {**value, **{each: random.choice(SETTINGS[each]) for each in chosen}}
         if random.random() < 0.3:
             changed = mutated_json(random, changed)
         data = json.dumps(changed).encode()
