@@ -317,7 +317,7 @@ def _built(file: GGUFFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, dict[str
     _surround(vocabulary.fields, tokenizer, roles, add_bos)
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **roles,
+        **tokens,  # null: none, also where a class of transformers has one
         "clean_up_tokenization_spaces": False,
         "model_max_length": file.fields.integer(f"{file.architecture}.context_length"),
     }

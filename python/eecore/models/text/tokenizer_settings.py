@@ -27,8 +27,6 @@ CLEAN_UP = (
     "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
 )
 """The flags that remove spaces before punctuation, and that do so for BPE too."""
-MAX_DIGITS = 18
-"""Digits of an id in added_tokens_decoder, at most."""
 MAX_GAPS = 1 << 12
 """Tokens <extra_id_0>, ... of T5, at most."""
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -215,7 +213,7 @@ def _read(
     if ADDED in given:  # then transformers reads no older file
         by_id = fields.inner(ADDED) or fields.replaced({})
         for index in by_id.names:
-            if not index.isdecimal() or len(index) > MAX_DIGITS:
+            if not index.isdecimal():
                 raise fields.wrong(ADDED, "an object of ids and tokens", by_id.values)
             added.append((int(index), _added(by_id, index)))
     elif directory is not None:
