@@ -86,9 +86,9 @@ class StreamOptions(BaseModel):
     """vLLM's: every chunk has the usage so far of its choice."""
 
 
-def _setting(name: str, more: str = "") -> Any:
-    """A field of SamplingParams, with its range and description."""
-    return Field(None, description=f"{help_of(SamplingParams, name)}.{more}")
+def _setting(name: str, more: str = "", most: float | None = None) -> Any:
+    """A field of SamplingParams, with its description; ``most``: OpenAI's limit, if it is lower."""
+    return Field(None, le=most, description=f"{help_of(SamplingParams, name)}.{more}")
 
 
 class AnswerRequest(Request):
@@ -96,8 +96,9 @@ class AnswerRequest(Request):
 
     temperature: float | None = _setting(
         "temperature",
-        " When left out, the model's own, as all of these; where the model has none, an answer in "
-        "free text is sampled as `eecore chat` does, and everything else is greedy.",
+        " At most 2. When left out, the model's own, as all of these; where the model has none, an "
+        "answer in free text is sampled as `eecore chat` does, and everything else is greedy.",
+        most=2.0,
     )
     top_p: float | None = _setting("top_p", " 0 keeps only the most probable token.")
     top_k: int | None = _setting("top_k", " -1 does the same.")
