@@ -328,8 +328,10 @@ def test_the_access_log(endless_directory: str) -> None:
         assert answer.headers["access-control-allow-origin"] == site
         asks = {"origin": "https://example.com", "access-control-request-method": "POST"}
         httpx.options(f"{address}/v1/responses", headers=asks)
+        for wrong in ({"input": "whatever", "truncation": "whatever"}, {"input": ["whatever"]}):
+            httpx.post(f"{address}/v1/responses", json=wrong, headers=headers)
         assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(4)]
+        lines = [process.stdout.readline() for _ in range(6)]
         assert cached_tokens(address, **headers) == 48
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
@@ -340,7 +342,18 @@ def test_the_access_log(endless_directory: str) -> None:
         ("GET", "/nothing", 404),
         ("POST", "/v1/responses", 200),
         ("OPTIONS", "/v1/responses", 400),
+        ("POST", "/v1/responses", 400),
+        ("POST", "/v1/responses", 400),
     ]
+    assert [each.get("reason") for each in found] == [
+        None,
+        "GET /nothing: Not Found",
+        None,
+        None,
+        "truncation: expected none, since it is not supported here",
+        found[-1]["reason"],
+    ]
+    assert found[-1]["reason"].startswith("input.")
     assert found[0]["client"] == "127.0.0.1"
     assert found[0]["bytes"] > 100
 

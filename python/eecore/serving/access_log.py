@@ -1,5 +1,5 @@
-"""The access log: for each request a line of JSON with the client, the path, the status and the
-seconds.
+"""The access log: for each request a line of JSON with the client, the path, the status, the reason
+of a refusal and the seconds.
 
 The line holds neither text of the request or the answer, nor a key.
 """
@@ -26,11 +26,16 @@ class AccessLog:
             return
         # None: the client left before the answer
         told: dict[str, Any] = {"status": None, "bytes": 0}
+        refusal = b""
 
         async def watched(message: Any) -> None:
+            nonlocal refusal
             if message["type"] == "http.response.start":
                 told["status"] = message["status"]
-            told["bytes"] += len(message.get("body", b""))
+            body = message.get("body", b"")
+            told["bytes"] += len(body)
+            if (told["status"] or 0) >= 400:
+                refusal += body
             await send(message)
 
         began = time.time()
@@ -44,6 +49,16 @@ class AccessLog:
                 "method": scope["method"],
                 "path": scope["path"],
                 **told,
+                **_reason(refusal),
                 "seconds": round(time.time() - began, 6),
             }
             self._write(json.dumps(line))
+
+
+def _reason(refusal: bytes) -> dict[str, str]:
+    """For the line: the message of a refusal, without the values that the request had."""
+    try:
+        message = json.loads(refusal)["error"]["message"]
+    except (ValueError, KeyError):
+        return {}  # no refusal, or one of another form
+    return {"reason": message.partition(", got")[0]}
