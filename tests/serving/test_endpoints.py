@@ -203,6 +203,25 @@ def test_health_version_and_schema(server: Asker) -> None:
     body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]
     fields = body["content"]["application/json"]["schema"]["properties"]
     assert {"exit", "messages", "return_exit_layers"} <= set(fields)
+    options, _ = fields["stream_options"]["anyOf"]
+    assert "include_usage" in options["properties"]
+
+
+def test_references_of_the_schema_lead_to_a_part_of_it(server: Asker) -> None:
+    schema = server.get("/openapi.json").json()
+    references = 0
+    parts: list[Any] = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        elif isinstance(part, dict):
+            parts += part.values()
+            if isinstance(path := part.get("$ref"), str):
+                target, references = schema, references + 1
+                for name in path.removeprefix("#/").split("/"):
+                    target = target[name]
+    assert references
 
 
 @pytest.mark.parametrize(

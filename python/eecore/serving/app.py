@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -180,7 +180,8 @@ def _key_check(keys: Sequence[str]) -> Callable[[HttpRequest], Awaitable[None]]:
 
 def _takes(kind: type[Request]) -> dict[str, Any]:
     """The OpenAPI entry of an endpoint with a body."""
-    content = {"application/json": {"schema": kind.model_json_schema()}}
+    schema = kind.model_json_schema()
+    content = {"application/json": {"schema": _inlined(schema, schema.pop("$defs", {}))}}
     return {
         "openapi_extra": {"requestBody": {"required": True, "content": content}},
         "responses": _refuses(400, 401, 404, 408, 413, 415, 429, 500, 503),
@@ -192,6 +193,19 @@ def _generates(kind: type[Request]) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {}, "text/event-stream": {}}
     said = _takes(kind)
     return {**said, "responses": {200: {"content": content}, **said["responses"], **_refuses(504)}}
+
+
+def _inlined(part: Any, definitions: Mapping[str, Any]) -> Any:
+    """A schema with its definitions in the place of references, which would be relative to the
+    whole document.
+    """
+    if isinstance(part, list):
+        return [_inlined(each, definitions) for each in part]
+    if not isinstance(part, dict):
+        return part
+    if "$ref" in part:
+        return _inlined(definitions[part["$ref"].rpartition("/")[2]], definitions)
+    return {name: _inlined(each, definitions) for name, each in part.items()}
 
 
 def _refuses(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -68,8 +68,6 @@ def _kind(field: Mapping[str, Any]) -> str:
         return " or ".join(dict.fromkeys(kinds))
     if "enum" in field:
         return ", ".join(json.dumps(each) for each in field["enum"])
-    if "$ref" in field:
-        return "object"
     kind = str(field.get("type", "any"))
     if kind == "array" and "items" in field:
         return f"list of {_kind(field['items'])}"
