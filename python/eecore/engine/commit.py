@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 from eecore.engine.faults import LOGGER, described
+from eecore.engine.repetition import is_due, repeats_itself
 from eecore.engine.text import Decoded, TextStream
 from eecore.output import Output, PromptLogprob, RequestStats, StepOutput
 from eecore.planning.row import Outcome
@@ -89,6 +90,8 @@ class Commits:
             if goes_on:
                 watches = sequence.draft.guided is not None or (text is not None and text.watches)
                 goes_on = not watches and sequence.stop_set.isdisjoint(token_ids)
+                if sequence.sampling.ends_repetition:
+                    goes_on = goes_on and not is_due(len(sequence.output_ids), len(token_ids))
             if not goes_on:
                 try:
                     taken = self.taken(outcome) if error is None else None
@@ -230,7 +233,10 @@ class Commits:
                     reason = "stop" if decoded.stops else None
             if reason is None and guided is not None:
                 reason = "stop" if guided.is_over(all_ids) else None
-            if reason is None and added == left:
+            is_cut = added == left or (
+                sequence.sampling.ends_repetition and repeats_itself(all_ids)
+            )
+            if reason is None and is_cut:
                 reason = "length"
             if reason is not None:
                 outcome.keep(added)

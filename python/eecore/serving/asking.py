@@ -163,6 +163,7 @@ def _asked(
     for ids, echo in given:
         max_tokens = _max_tokens(served, len(ids), most)
         settings = _settings(body, max_tokens, logprobs, echoes=echoes)
+        settings["ends_repetition"] = most is None
         sampling = served.sampling(policy, settings, answers=answers)
         if guided is not None:
             sampling = replace(sampling, guide=guided[1])

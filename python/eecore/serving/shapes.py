@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eecore.output import Output, Saved, StepOutput
-from eecore.serving.asking import Asked
+from eecore.serving.asking import Asked, Choice
 from eecore.serving.offsets import TextOffsets
 from eecore.serving.refusals import ApiError
 from eecore.serving.scored_prompts import echoed, finite, in_vllms_words, tops_by_text
@@ -339,5 +339,13 @@ def usage(served: ServedModel, asked: Asked, outputs: Sequence[Output]) -> dict[
             "full_depth_tokens_per_s": took.full_depth_tokens_per_s,
             "drafted": sum(each.drafted for each in stats),
             "accepted": sum(each.accepted for each in stats),
+            **({"cut_by": "repetition"} if any(map(_repeats, asked.choices, outputs)) else {}),
         },
     }
+
+
+def _repeats(choice: Choice, output: Output) -> bool:
+    """Whether an answer was ended since it repeated itself."""
+    sampling, count = choice.prepared.sampling, len(output.token_ids)
+    is_cut = sampling.ends_repetition and output.finish_reason == "length"
+    return is_cut and count < sampling.max_tokens
