@@ -216,7 +216,7 @@ def test_an_agent_of_three_turns(client: openai.OpenAI) -> None:
         items.append(said)
     last = client.responses.create(**asked, input=items, tool_choice="none")
     assert last.output_text == MEANT
-    assert [tool.to_dict() for tool in last.tools] == tools
+    assert [tool.to_dict() for tool in last.tools] == [{**tool, "strict": None} for tool in tools]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -454,6 +454,26 @@ def test_what_is_refused(
     error = answer.json()["error"]
     assert words in error["message"]
     assert (error["param"] or "") == param
+
+
+@pytest.mark.parametrize("field", ["metadata", "text", "reasoning"])
+@pytest.mark.parametrize("number", ["NaN", "1e999"])
+def test_numbers_that_no_answer_can_have(caller: Asker, field: str, number: str) -> None:
+    body = f'{{"input": "a", "{field}": {{"a": {number}}}}}'.encode()
+    answer = caller.post(PATH, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert f"{field}: expected finite numbers" in answer.text
+
+
+def test_the_fields_that_an_answer_always_has(caller: Asker) -> None:
+    """As the schema of Open Responses has them, for tools whose requests leave fields out too."""
+    given = {"max_tool_calls": 2, "safety_identifier": "me", "prompt_cache_key": ["wrong"]}
+    tool = {"type": "function", "name": "lock"}
+    answer = caller.post(PATH, {"input": "a", "tools": [tool], "max_output_tokens": 2, **given})
+    expected = {**given, "prompt_cache_key": None, "service_tier": "default"}
+    expected |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+    expected["tools"] = [{**tool, "description": None, "parameters": None, "strict": None}]
+    assert {name: answer.json()[name] for name in expected} == expected
 
 
 def test_nothing_is_stored(client: openai.OpenAI) -> None:

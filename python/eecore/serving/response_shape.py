@@ -14,6 +14,8 @@ from eecore.serving.shapes import JSON, PLACE, ChatShape, Tokens, usage
 from eecore.serving.tool_calls import ToolCall
 
 DELTA = "response.output_text.delta"
+NOT_SAID = {"description": None, "parameters": None, "strict": None}
+"""The fields that a tool has in an answer, though its request may leave them out."""
 BEGINNING = ("created", "in_progress")
 """The events before any item."""
 
@@ -187,24 +189,35 @@ class ResponseShape(ChatShape):
             "instructions": request.instructions,
             "output": self._items,
             "max_output_tokens": request.max_output_tokens,
-            "tools": request.tools or [],
+            "max_tool_calls": self._said("max_tool_calls", int),
+            "tools": [{**NOT_SAID, **tool} for tool in request.tools or ()],
             "tool_choice": request.tool_choice or "auto",
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "text": {"format": {"type": "text"}, **(request.text or {})},
             "reasoning": {"effort": None, "summary": None, **(request.reasoning or {})},
             "temperature": sampling.temperature,
             "top_p": sampling.top_p if request.top_p is None else request.top_p,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
             "top_logprobs": request.top_logprobs or 0,
             "truncation": "disabled",
             "background": False,
+            "service_tier": "default",
             "store": False,
             "previous_response_id": None,
             "metadata": request.metadata or {},
             "user": request.user,
+            "safety_identifier": self._said("safety_identifier", str),
+            "prompt_cache_key": self._said("prompt_cache_key", str),
             "usage": None if output is None else self._usage(output),
             **details,
             **request.ignored,
         }
+
+    def _said(self, name: str, kind: type) -> Any:
+        """The value of a field without effect; None where it is missing or of another kind."""
+        value = (self._request.model_extra or {}).get(name)
+        return value if isinstance(value, kind) else None
 
     def _usage(self, output: Output) -> dict[str, Any]:
         """Numbers of tokens by the names of /v1/responses."""

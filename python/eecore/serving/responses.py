@@ -7,6 +7,7 @@ request brings its whole conversation.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,6 +38,9 @@ WORDS = (
     (re.compile(r"^reasoning_effort\b"), "reasoning.effort"),
     (re.compile(r"^verbosity\b"), "text.verbosity"),
 )
+ECHOED = ("metadata", "text", "tools", "reasoning")
+"""Fields that are part of the answer as they are."""
+JSON = json.JSONEncoder(allow_nan=False)
 MESSAGE = re.compile(r"^messages\[(\d+)\](\.content)?")
 
 
@@ -64,6 +68,11 @@ def read_response(body: bytes) -> ResponseChat:
         )
     if request.stream_options is not None and request.stream_options.continuous_usage_stats:
         raise invalid("stream_options: expected no continuous_usage_stats, got true")
+    for name in ECHOED:
+        try:
+            JSON.encode(getattr(request, name))
+        except ValueError:
+            raise invalid(f"{name}: expected finite numbers, got infinity or NaN") from None
     text, reasoning = request.text or {}, request.reasoning or {}
     items = _Items()
     items.read(request)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from eecore import build_info
 from eecore.output import Output, Saved, StepOutput
 from eecore.serving.asking import Asked, Choice
 from eecore.serving.offsets import TextOffsets
@@ -21,6 +22,7 @@ from eecore.serving.tool_calls import ToolCall
 Tokens = Output | StepOutput
 
 JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+FINGERPRINT = f"eecore-{build_info()['version']}"
 DONE = "data: [DONE]\n\n"
 """The end of a stream."""
 PLACE = "\0"
@@ -117,7 +119,7 @@ class Shape:
             "object": kind,
             "created": self.created,
             "model": self.asked.model,
-            "system_fingerprint": None,
+            "system_fingerprint": FINGERPRINT,
             **self.asked.body.ignored,
         }
 
