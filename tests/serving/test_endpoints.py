@@ -271,7 +271,7 @@ def test_log_probabilities_of_no_other_tokens(server: Asker, stream: bool) -> No
 
 
 def test_tools_reach_the_template(endless: eecore.Model) -> None:
-    """A template without a place for tools ignores them; one with a place gets them."""
+    """A template with a place for tools gets them, and calls as it writes them."""
     tokenizer = endless.tokenizer
     assert tokenizer is not None
     template = "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"

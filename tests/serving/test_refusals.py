@@ -79,7 +79,7 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
         "none in a stream",
     ),
     (COMPLETIONS, {"prompt": "door " * 400, "max_tokens": 0, "echo": True}, None, "at most 256"),
-    (COMPLETIONS, {"prompt": PROMPT, "guided_json": {"type": 1}}, "guided_json", "compiled"),
+    (COMPLETIONS, {"prompt": PROMPT, "guided_json": {"type": 1}}, "guided_json", "type: .* got 1"),
     (COMPLETIONS, {"prompt": PROMPT, "guided_json": "{"}, "guided_json", "a JSON schema"),
     (COMPLETIONS, {"prompt": PROMPT, "guided_json": [1]}, "guided_json", "an object"),
     (COMPLETIONS, {"prompt": PROMPT, "guided_regex": "(a"}, "guided_regex", "be compiled"),
@@ -136,7 +136,7 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
         "response_format",
         "expected a json that can be compiled",
     ),
-    (CHATS, {"messages": USER, "tool_choice": "required"}, "tool_choice", "expected a model with"),
+    (CHATS, {"messages": USER, "tool_choice": "required"}, "tool_choice", "expected a tool of"),
     (
         CHATS,
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

@@ -380,8 +380,9 @@ def test_a_template_gets_what_it_would_of_a_chat(endless: eecore.Model) -> None:
         "messages": CONVERSATIONS["two calls and their outputs"][1],
         "tools": [{"type": "function", "function": function}],
         "max_tokens": 4,
+        "temperature": 0,
     }
-    items = CONVERSATIONS["two calls and their outputs"][0]
+    items = {**CONVERSATIONS["two calls and their outputs"][0], "temperature": 0}
     try:
         one = server.post("/v1/chat/completions", chat).json()
         other = server.post(PATH, {**items, "tools": [LOCK], "max_output_tokens": 4}).json()

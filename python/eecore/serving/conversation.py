@@ -63,10 +63,10 @@ def conversation(served: ServedModel, body: Conversation, *, with_tools: bool = 
             special = tuple(sorted(tokenizer.special_tokens.items()))
             habits = _habits(source, special)
             form = served.tool_format or FORMATS["hermes"]
-            if not habits.shows_tools and tools:
+            if tools and not habits.shows_tools and habits.tools_in:
                 del variables["tools"]
                 messages = _with_tools(_in_text(messages, form), tools, form, habits.tools_in)
-            elif habits.shows_calls:
+            elif habits.shows_calls or not habits.tools_in:
                 messages = habits.written(messages)
             else:
                 messages = _in_text(messages, form)
@@ -165,7 +165,7 @@ class _Habits:
         null_content: the template writes calls only where the content is null.
         text_arguments: arguments are JSON text.
         one_call: an answer has one call at most.
-        shows_calls: the text has calls and their results.
+        shows_calls: the template writes calls.
         shows_tools: the text has the tools.
         tools_in: the role of the message that can describe tools; "": the text has only the last
             message, whatever that is.
@@ -251,8 +251,8 @@ def _habits(source: str, special_tokens: tuple[tuple[str, str], ...]) -> _Habits
     return replace(
         best,
         one_call=one > 0 and seen(best, NAMES) <= one,
-        shows_calls=one > 0 and MARK in called(best, NAMES[:1]),
-        shows_tools=bool(texts) and all(NAMES[0] in text and ARGUMENT in text for text in texts),
+        shows_calls="tool_calls" in source and bool(called(best, NAMES[:1])),
+        shows_tools=bool(texts) and all(NAMES[0] in text for text in texts),
         tools_in=next((role for role in places if MARK in rendered(places[role])), ""),
     )
 
@@ -282,8 +282,6 @@ def _with_tools(
     messages: list[Message], tools: Iterable[Any], form: ToolFormat, role: str
 ) -> list[Message]:
     """Messages of which the system's, or else the user's first, describes tools."""
-    if not role:
-        return messages
     text = "\n".join(
         [
             "You can call functions. Their signatures are JSON within <tools></tools>:",
