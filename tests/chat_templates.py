@@ -192,6 +192,12 @@ TURNS = """
 {%- if add_generation_prompt %}{{- "<start_of_turn>model\\n" }}{%- endif %}
 """
 
+# No place for tools, calls or results.
+CHATML = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
 # Calls in answers whose content is null; their arguments are text between fences.
 FENCES = """
 {{- bos_token }}

@@ -25,7 +25,7 @@ import torch
 
 import costly_guides
 import eecore
-from chat_templates import PARTICULAR, TEMPLATES, TOOLS
+from chat_templates import CHATML, PARTICULAR, TEMPLATES, TOOLS
 from eecore import (
     ConfidentExit,
     DraftAndVerify,
@@ -300,7 +300,7 @@ class Maker:
 
 # Chats
 
-EVERY = [*TEMPLATES.values(), *PARTICULAR.values()]
+EVERY = [*TEMPLATES.values(), *PARTICULAR.values(), CHATML]
 SAID = ("a", "I see.", "\U0001f600", "None", "{}", "<tool_call>", " two  words ")
 
 
@@ -371,7 +371,7 @@ def chat(random: Random) -> bool:
     try:
         request = read(ChatRequest, json.dumps(body).encode("utf-8", "replace"))
         guide_of(request, expected_calls(request, form))
-        stub: Any = SimpleNamespace(tokenizer=tokenizer)
+        stub: Any = SimpleNamespace(tokenizer=tokenizer, tool_format=form)
         prompt = conversation(stub, request)
     except ApiError as error:
         refused = error
@@ -381,7 +381,8 @@ def chat(random: Random) -> bool:
         assert refused.param or refused.message.startswith("body: "), refused
         return False
     if is_good:
-        assert all(text in prompt for text in seen), (body, prompt)
+        said = prompt.replace("<parameter=at>\n", '"at": ')  # calls as tags
+        assert all(text in said for text in seen), (body, prompt)
         assert "parsed_arguments" not in prompt
         assert not continues or prompt.rstrip().endswith(seen[-1])
     return True

@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 import eecore
-from chat_templates import PARTICULAR, TEMPLATES, TURNS
+from chat_templates import CHATML, PARTICULAR, TEMPLATES, TURNS
 from eecore.serving.asking import ask_chat
 from eecore.serving.conversation import conversation
 from eecore.serving.protocol import ChatRequest, TokenizeRequest, read
@@ -192,10 +192,6 @@ def test_its_own_answers_can_be_sent_back(
 
 
 # Templates without a place for tools or calls.
-CHATML = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 CALLS = {**ANSWER, "content": "Hm.", "tool_calls": [call('{"at": 1}'), call("{}")]}
 RESULTS = [{"role": "tool", "tool_call_id": "a", "content": f"result {i}"} for i in range(2)]
