@@ -114,14 +114,12 @@ class LoopedText:
         config: of it.
         keys: of each loop and layer of the stack, a row [num_kv_heads, head_dim] a token.
         values: likewise.
-        num_kept: tokens whose keys and values are those of one loop in all loops.
     """
 
     tensors: dict[str, Tensor]
     config: dict[str, Any] = field(default_factory=lambda: CONFIG)
     keys: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     values: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
-    num_kept: int = 0
 
     def read(self, token: int, loops: int = LOOPS) -> list[Tensor]:
         """A token's normed states [hidden_size] after each of the first loops; keeps its keys."""
@@ -143,24 +141,11 @@ class LoopedText:
         gate = self.tensors["model.early_exit_gate.weight"][0] @ state
         return float(torch.sigmoid(gate + self.tensors["model.early_exit_gate.bias"][0]))
 
-    def fill(self, state: Tensor, loop: int, *, shares: bool) -> None:
+    def fill(self, state: Tensor, loop: int) -> None:
         """Fill keys and values of the last token in a loop that it skipped."""
+        position = len(self.keys[0, 0]) - 1
         for layer in range(self.config["num_hidden_layers"]):
-            if shares:
-                kept = self.keys[loop - 1, layer][-1], self.values[loop - 1, layer][-1]
-            else:
-                position = len(self.keys[0, layer]) - 1
-                kept = self._key_and_value(layer, state, position)
-            self._keep(loop, layer, kept)
-
-    def keep(self, loop: int) -> None:
-        """From now on all loops see the newest tokens' keys and values of this loop."""
-        for layer in range(self.config["num_hidden_layers"]):
-            for each in (self.keys, self.values):
-                newest = each[loop, layer][self.num_kept :]
-                for other in range(LOOPS):
-                    each.setdefault((other, layer), [])[self.num_kept :] = newest
-        self.num_kept = len(self.keys[loop, 0])
+            self._keep(loop, layer, self._key_and_value(layer, state, position))
 
     def _layer(self, loop: int, layer: int, x: Tensor) -> Tensor:
         position = len(self.keys.get((loop, layer), ()))
@@ -240,22 +225,17 @@ def decode(
     *,
     threshold: float = 1.0,
     last_loop: int = LOOPS,
-    shares: bool = False,
-    chunk: int | None = None,
     measure: Measure | None = None,
 ) -> tuple[list[int], list[int], list[float]]:
     """Greedy tokens, the loop that each comes from, and its confidence, by default the cumulative
     exit probability, which is 1 after the last loop.
 
     A token exits after the first loop at which that reaches the threshold; the prompt goes through
-    all loops. With ``last_loop`` the model is cut there, the prompt too. With ``chunk`` the keys
-    and values of the last loop that ran are kept alone, of a prompt after so many tokens.
+    all loops. With ``last_loop`` the model is cut there, the prompt too.
     """
     text = LoopedText(tensors)
-    for number, token in enumerate(prompt, 1):
+    for token in prompt:
         states = text.read(token, last_loop)
-        if chunk and (number % chunk == 0 or number == len(prompt)):
-            text.keep(last_loop - 1)
     tokens, loops, confidences = [int(text.logits(states[-1]).argmax())], [last_loop], [1.0]
     while len(tokens) < max_tokens:
         kept = ({name: list(each) for name, each in k.items()} for k in (text.keys, text.values))
@@ -274,9 +254,7 @@ def decode(
                 break
         text.read(tokens[-1], loop)
         for skipped in range(loop, last_loop):
-            text.fill(states[loop - 1], skipped, shares=shares)
-        if chunk:
-            text.keep(loop - 1)
+            text.fill(states[loop - 1], skipped)
         tokens.append(int(text.logits(states[loop - 1]).argmax()))
         loops.append(loop)
         confidences.append(found[loop - 1])

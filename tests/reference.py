@@ -487,26 +487,6 @@ def kv_fill(
             cache[layer, page, offset] = stored(x, cache.dtype, scale).to(cache.dtype)
 
 
-def share_kv(
-    exit_layer: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    loop_layers: int,
-    *,
-    from_last: bool = False,
-) -> None:
-    """Copy the same layer of the stack from the last loop, or the last that ran, in place."""
-    num_layers, _, page_size = k_cache.shape[:3]
-    for slot, exits in zip(slot_mapping.tolist(), exit_layer.tolist(), strict=True):
-        for layer in range(exits, num_layers) if slot >= 0 else ():
-            of_stack = range(layer % loop_layers, num_layers, loop_layers)
-            sources = of_stack if from_last else [other for other in of_stack if other < exits]
-            for cache in (k_cache, v_cache) if sources else ():
-                at = slot // page_size, slot % page_size
-                cache[(layer, *at)] = cache[(sources[-1], *at)]
-
-
 def to_float8(x: Tensor, scales: Tensor | None = None) -> Tensor:
     """Keys or values [..., num_kv_heads, head_dim] as a cache in float8 holds them."""
     if scales is not None:

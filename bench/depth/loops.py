@@ -14,7 +14,6 @@ Writes bench/results/loops.json and its table in bench/results.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,24 +110,17 @@ class Mode(NamedTuple):
 
 
 def modes_of(model: eecore.Model, directory: Path) -> dict[str, Mode]:
-    """Full depth, each loop as the last one, the gate, calibrated thresholds, the first loop as the
-    drafter, and keys and values of one loop alone.
+    """Full depth, each loop as the last one, the gate, calibrated thresholds, and the first loop as
+    the drafter.
     """
     exit_layers = model.config.exit_layers
     found: dict[str, eecore.exits.Exit] = {"Full()": eecore.Full()}
     found |= {f"FixedExit({layer})": eecore.FixedExit(layer) for layer in exit_layers[:-1]}
     for threshold in THRESHOLDS:
         found[f"gate {threshold:g}"] = eecore.ConfidentExit(threshold, "gate")
-    for threshold in THRESHOLDS[1::2]:
-        shared = eecore.ConfidentExit(threshold, "gate", fill="last")
-        found[f"gate {threshold:g}, shared"] = shared
     found |= calibrated(directory)
     found[f"SelfSpeculative({exit_layers[0]}, 4)"] = eecore.SelfSpeculative(exit_layers[0], 4)
-    modes = {name: Mode(model, policy) for name, policy in found.items()}
-    limits = replace(model.engine_config, kv_loops="last")
-    keeps_one = eecore.Model(model.network, model.tokenizer, limits)
-    names = "Full()", f"gate {THRESHOLDS[-2]:g}"
-    return modes | {f"{name}, one loop kept": Mode(keeps_one, found[name]) for name in names}
+    return {name: Mode(model, policy) for name, policy in found.items()}
 
 
 def modes_beside(model: eecore.Model, directory: Path) -> dict[str, Mode]:

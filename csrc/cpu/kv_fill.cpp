@@ -7,10 +7,10 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-// The first of the layers that a row skipped.
+// The first of the layers that a row skipped; num_layers: it skipped none of them.
 inline int64_t first_of(const KvFillParams& params, int64_t row) {
   const int64_t first = params.exit_layer[row] - params.first_layer;
-  return first < 0 ? 0 : first;
+  return first < 0 ? 0 : min_of(first, params.num_layers);
 }
 
 // Rows with a slot, by exit layer.

@@ -60,7 +60,7 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer,
 #ifndef EECORE_BACKEND_CUDA
   const int64_t num_tokens = check["num_tokens"];
   check_range(check, "exit_layer", data<const int32_t>(exit_layer), num_tokens, 0,
-              first_layer + check["num_layers"] + 1);
+              int64_t{INT32_MAX} + 1);
   check_range(check, "slot_mapping", data<const int64_t>(slot_mapping), num_tokens, -1,
               check["num_pages"] * params.page_size);
   if (positions) {

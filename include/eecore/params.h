@@ -446,7 +446,7 @@ inline RowCounts row_counts(PagedAttentionParams& p) { return {{&p.num_tokens}, 
 // exit_layer[row].
 struct KvFillParams {
   const void* hidden;           // [num_tokens, hidden_size], row stride hidden_stride
-  const int32_t* exit_layer;    // [num_tokens], 0..first_layer + num_layers
+  const int32_t* exit_layer;    // [num_tokens], 0 or more
   const void* norm_weight;      // [num_layers, hidden_size]; may be null: states are not normed
   const void* kv_weight;        // [num_layers, 2 * num_kv_heads * head_dim, hidden_size]
   const float* kv_scale;        // [num_layers, 2 * num_kv_heads * head_dim]; may be null, else the
@@ -478,30 +478,6 @@ struct KvFillParams {
   void* workspace;  // CUDA only, [kv_fill_workspace bytes]; may be null on the CPU
 };
 inline RowCounts row_counts(KvFillParams& p) { return {{&p.num_tokens}, {}}; }
-
-// Copies the keys and values of layers that a row of a looped model skipped from the same layer of
-// the stack in another loop. A layer's number is loop * loop_layers + layer of the stack.
-struct ShareKvParams {
-  const int32_t* exit_layer;    // [num_tokens], 0..num_layers: layers from this one on get copies
-  const int64_t* slot_mapping;  // [num_tokens]; -1 copies nothing
-  void* k_cache;                // [num_layers, num_pages, page_size, num_kv_heads, head_dim]
-  void* v_cache;                // [num_layers, num_pages, page_size, num_kv_heads, head_dim]
-  int64_t num_tokens, num_layers, loop_layers, num_kv_heads, page_size;
-  int64_t head_bytes;                                  // of one head of a slot
-  int64_t k_cache_layer_stride, v_cache_layer_stride;  // in bytes
-  CacheStrides k_cache_strides, v_cache_strides;       // of a layer, in bytes
-  bool from_last;  // the source is the last loop; else the last loop that ran for the row
-};
-inline RowCounts row_counts(ShareKvParams& p) { return {{&p.num_tokens}, {}}; }
-
-// The layer that a layer's copies are made from. Its own number or one below 0: it gets no copies.
-EECORE_HOST_DEVICE inline int64_t shared_layer(const ShareKvParams& p, int64_t exit_layer,
-                                               int64_t layer) {
-  if (layer < exit_layer) return -1;
-  const int64_t loop_layers = p.loop_layers;
-  if (p.from_last) return p.num_layers - loop_layers + layer % loop_layers;
-  return layer - ((layer - exit_layer) / loop_layers + 1) * loop_layers;
-}
 
 // out = soft_cap(multiplier * (norm(x) weight^T + bias)) + residual; for few rows of x the weight
 // is read once.
@@ -744,7 +720,6 @@ inline RowCounts row_counts(SpeculativeAcceptParams&) { return {}; }
   X(quantise_weight, QuantiseWeightParams) \
   X(sample_tokens, SampleTokensParams) \
   X(select_rows, SelectRowsParams) \
-  X(share_kv, ShareKvParams) \
   X(skinny_gated_linear, SkinnyGatedLinearParams) \
   X(skinny_linear, SkinnyLinearParams) \
   X(speculative_accept, SpeculativeAcceptParams) \

@@ -602,10 +602,6 @@ class EngineConfig:
             keep their content until others need them. No output depends on it, bit for bit: on a
             GPU, where a prompt's rounding depends on its number of rows, nothing is shared, nor is
             it by models with an encoder.
-        kv_loops: which keys and values of a looped model (Ouro) are kept: those of "each" loop, or
-            those of the "last" loop that ran, in slots that all loops write to in turn. "last"
-            takes the memory of one loop, is approximate under every exit policy, and is for
-            policies that do not draft; prompts share no pages then.
     """
 
     kv_cache_tokens: AtLeastOne = 16384
@@ -616,7 +612,6 @@ class EngineConfig:
     max_input_tokens: Annotated[int | None, whole(1)] = None
     prefix_cache: Annotated[bool, FLAG] = True
     kv_cache_dtype: Annotated[str, choice(*KV_CACHE_DTYPES)] = "auto"
-    kv_loops: Annotated[Literal["each", "last"], choice("each", "last")] = "each"
 
     def __post_init__(self) -> None:
         check_fields(self, RequestError)

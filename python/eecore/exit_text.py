@@ -140,13 +140,12 @@ FORMS = tuple(mode.form for mode in MODES.values() if not mode.is_partial)
 """The forms of texts that name a policy."""
 
 
-def usual_exit(device: torch.device, kv_loops: str = "each") -> str:
+def usual_exit(device: torch.device) -> str:
     """The policy of requests that name none; its text is that of ``full`` in any case.
 
-    On a GPU it is not measured yet that ``auto`` is never slower; and it cannot verify drafts where
-    ``kv_loops`` of :class:`eecore.EngineConfig` keeps the keys and values of one loop.
+    On a GPU it is not measured yet that ``auto`` is never slower.
     """
-    return "auto" if device.type == "cpu" and kv_loops == "each" else "full"
+    return "auto" if device.type == "cpu" else "full"
 
 
 def said_exit(text: str) -> tuple[Mode, dict[str, Any]]:

@@ -57,7 +57,6 @@ __all__ = [
 ]
 
 BatchMode = Literal["each", "all"]
-Fill = Literal["state", "last"]
 USUAL_THRESHOLD = 0.9
 MAX_LISTED_LAYERS = 65536
 MAX_NGRAM = 64
@@ -347,9 +346,6 @@ class ConfidentExit(Exit):
         min_exit_layer: the earliest exit.
         thresholds: lambda of single exit points, which replaces ``threshold`` there.
         classifier: for the ``classifier`` measure.
-        fill: where keys and values of skipped layers come from. ``state``: the layers' own weights,
-            applied to the exit state. ``last``: in a looped model, copies of those of the last loop
-            that ran, which takes less time.
         calibration: the calibration that the threshold is from; :meth:`calibrated` sets it.
     """
 
@@ -361,7 +357,6 @@ class ConfidentExit(Exit):
     min_exit_layer: Annotated[int, layer(exits=False)] = 1
     thresholds: Annotated[Mapping[int, float], THRESHOLDS] = field(default_factory=dict)
     classifier: Annotated[ExitClassifier | None, instance(ExitClassifier)] = None
-    fill: Annotated[Fill, choice("state", "last")] = "state"
     calibration: Annotated[Calibration | None, instance(Calibration)] = None
 
     def __post_init__(self) -> None:
@@ -383,10 +378,6 @@ class ConfidentExit(Exit):
             object.__setattr__(self, "threshold", USUAL_THRESHOLD)
         if self.calibration is not None:
             self.calibration.check_fits(self)
-            if self.fill != "state":
-                raise ExitError(
-                    f"ConfidentExit.fill: expected 'state', as calibrated, got {self.fill!r}"
-                )
 
     @staticmethod
     def calibrated(
@@ -425,8 +416,7 @@ class ConfidentExit(Exit):
     def contract(self) -> str:
         promise = "uncalibrated" if self.calibration is None else self.calibration.promise
         threshold = "of the model" if self.threshold is None else f"{self.threshold:g}"
-        shared = ", keys and values of skipped loops shared" if self.fill == "last" else ""
-        return f"confident exit ({self.measure}, threshold {threshold}{shared}): {promise}"
+        return f"confident exit ({self.measure}, threshold {threshold}): {promise}"
 
     def wants_training(self, exit_layers: range) -> bool:
         is_gate = self.measure == "gate"  # which is trained with the exits
@@ -445,11 +435,6 @@ class ConfidentExit(Exit):
             raise ExitError(
                 "ConfidentExit.measure: expected a model with several loops and an exit gate "
                 f"(Ouro) for 'gate', got {config.architecture} of {config.num_loops} loop(s)"
-            )
-        if self.fill == "last" and config.num_loops == 1:
-            raise ExitError(
-                "ConfidentExit.fill: expected 'state' for a model without loops, got 'last' for "
-                f"{config.architecture}"
             )
 
     def settled(self, config: AnyModelConfig) -> ConfidentExit:

@@ -122,7 +122,6 @@ def load(
     weights: str | None = None,
     kv_cache_tokens: int | None = None,
     kv_cache_dtype: str | None = None,
-    kv_loops: str | None = None,
     engine: EngineConfig | None = None,
     prefix_cache: bool | None = None,
     exits: str | Path | Literal[False] | None = None,
@@ -158,9 +157,6 @@ def load(
             None: ``engine``'s, which is ``auto`` by default. Every exit mode works with it, and the
             modes that keep the output of :class:`eecore.Full` keep that of the same cache. Not for
             models with an encoder.
-        kv_loops: of a looped model (Ouro) ``last`` keeps the keys and values of the last loop that
-            ran alone, in the memory of one loop, see :class:`EngineConfig`; None: ``engine``'s,
-            which is those of ``each`` loop by default.
         engine: batching limits.
         prefix_cache: whether prompts that begin alike share the keys and values of the beginning;
             None: ``engine``'s, which is to share by default. It changes no output.
@@ -193,7 +189,6 @@ def load(
         "kv_cache_tokens": kv_cache_tokens,
         "prefix_cache": prefix_cache,
         "kv_cache_dtype": kv_cache_dtype,
-        "kv_loops": kv_loops,
     }
     limits = engine_limits(network, engine, **given)
     return Model(network, tokenizer, limits)
@@ -210,7 +205,7 @@ def engine_limits(network: Network, engine: EngineConfig | None, **given: Any) -
     limits |= {name: value for name, value in given.items() if value is not None}
     config = EngineConfig(**limits)
     dtype = cache_dtype(network, config.kv_cache_dtype)
-    per_token = bytes_per_token(network, dtype, config.kv_loops)
+    per_token = bytes_per_token(network, dtype)
     if engine is None and given.get("kv_cache_tokens") is None:
         return replace(config, kv_cache_tokens=_default_kv_cache_tokens(network, per_token))
     return config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 import eecore
-from eecore import Calibration, ConfidentExit, EngineConfig, ExitClassifier, ExitError, RequestError
+from eecore import Calibration, ConfidentExit, ExitClassifier, ExitError
 from eecore.calibration import Example
 from eecore.calibration.procedure import calibrate
 from eecore.cli.app import run
@@ -79,18 +78,9 @@ def test_a_threshold_is_found_and_keeps_its_promise(
     assert all(found.promise in out.stats.contract for out in outputs)
 
 
-def test_what_else_a_promise_does_not_hold_for(looped: Path, loaded: eecore.Model) -> None:
-    made = calibrate(loaded, PROMPTS, measure="gate", grid=(1.0, 0.5), **SETTINGS)
-    policy = ConfidentExit.calibrated(made)
-    with pytest.raises(ExitError, match="fill: expected 'state', as calibrated, got 'last'"):
-        dataclasses.replace(policy, fill="last")
+def test_exit_points_are_the_ends_of_loops(loaded: eecore.Model) -> None:
     with pytest.raises(ExitError, match=r"exit_points: expected ends of loops, 2, 4, 6, .* got 1"):
         calibrate(loaded, PROMPTS, measure="gate", exit_points=(1,), **SETTINGS)
-    kept = eecore.load(looped, **LOAD, engine=EngineConfig(kv_loops="last", kv_cache_tokens=1024))
-    with pytest.raises(ExitError, match="kv_loops='each', as it was made with, got 'last'"):
-        eecore.generate(kept, "ab=", exit=policy, max_tokens=2)
-    with pytest.raises(RequestError, match="kv_loops: expected 'each' to calibrate with"):
-        calibrate(kept, PROMPTS, measure="gate", **SETTINGS)
 
 
 def test_the_command_line(looped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

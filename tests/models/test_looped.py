@@ -138,19 +138,15 @@ def test_a_fixed_exit_is_the_model_of_fewer_loops(
     assert tokens(devices.load(tmp_path, **LIMITS), Full()) == got
 
 
-@pytest.mark.parametrize("fill", ["state", "last"])
 @pytest.mark.parametrize("threshold", THRESHOLDS)
 def test_the_gate_exits_each_row_by_itself(
-    model: eecore.Model, tensors: dict[str, Tensor], threshold: float, fill: Any
+    model: eecore.Model, tensors: dict[str, Tensor], threshold: float
 ) -> None:
-    together = outputs(model, ConfidentExit(threshold, "gate", fill=fill))
-    alone = [
-        outputs(model, ConfidentExit(threshold, "gate", fill=fill), prompts=[p])[0] for p in PROMPTS
-    ]
+    policy = ConfidentExit(threshold, "gate")
+    together = outputs(model, policy)
+    alone = [outputs(model, policy, prompts=[prompt])[0] for prompt in PROMPTS]
     for prompt, *found in zip(PROMPTS, together, alone, strict=True):
-        wanted, loops, confidences = decode(
-            tensors, prompt, 10, threshold=threshold, shares=fill == "last"
-        )
+        wanted, loops, confidences = decode(tensors, prompt, 10, threshold=threshold)
         for out in found:
             assert out.token_ids == wanted
             assert out.exit_layers == [ENDS[loop - 1] for loop in loops]
@@ -250,22 +246,17 @@ def test_loops_draft_without_loss(model: eecore.Model, drafts: eecore.Exit) -> N
 
 def test_a_request_that_is_preempted_goes_on_as_it_was(model: eecore.Model) -> None:
     """Positions that had exited are filled once more as they were at first."""
-    for fill in ("state", "last"):
-        policy = ConfidentExit(0.5, "gate", fill=fill)  # type: ignore[arg-type]
-        tight = limited(model, kv_cache_tokens=32, page_size=4, prefix_cache=False)
-        got = outputs(tight, policy, max_tokens=16)
-        assert sum(out.stats.preemptions for out in got) > 0
-        assert [out.token_ids for out in got] == tokens(model, policy, max_tokens=16)
+    policy = ConfidentExit(0.5, "gate")
+    tight = limited(model, kv_cache_tokens=32, page_size=4, prefix_cache=False)
+    got = outputs(tight, policy, max_tokens=16)
+    assert sum(out.stats.preemptions for out in got) > 0
+    assert [out.token_ids for out in got] == tokens(model, policy, max_tokens=16)
 
 
 @pytest.mark.parametrize(
     "exit",
-    [
-        ConfidentExit(0.35, "gate"),
-        ConfidentExit(0.35, "gate", fill="last"),
-        SelfSpeculative(ENDS[0], 2),
-    ],
-    ids=["gate", "shared", "drafts"],
+    [ConfidentExit(0.35, "gate"), SelfSpeculative(ENDS[0], 2)],
+    ids=["gate", "drafts"],
 )
 def test_the_cuda_path_gives_the_tokens_of_the_cpu(
     directory: Path, exit: eecore.Exit, monkeypatch: pytest.MonkeyPatch
@@ -296,12 +287,10 @@ def test_exits_are_the_ends_of_loops(
 def test_a_gate_and_loops_are_asked_of_models_that_have_them(tmp_path: Path) -> None:
     write_looped(tmp_path, total_ut_steps=1)
     once = devices.load(tmp_path, **LIMITS)
-    with pytest.raises(ExitError, match="fill: expected 'state' for a model without loops"):
-        outputs(once, ConfidentExit(fill="last"))
     with pytest.raises(ExitError, match="measure: expected a model with several loops and an"):
         outputs(once, GATE)
     with pytest.raises(ExitError, match="classifier: expected one with measure='classifier'"):
-        ConfidentExit(measure="classifier", fill="last")
+        ConfidentExit(measure="classifier")
 
 
 @pytest.mark.parametrize(

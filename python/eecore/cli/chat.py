@@ -92,8 +92,7 @@ def chat(
             f"{model}: expected a model with a chat template, got one without: eecore generate "
             "continues texts"
         )
-    kv_loops = loaded.engine_config.kv_loops
-    policy = said or parse_exit(usual_exit(loaded.network.device, kv_loops))
+    policy = said or parse_exit(usual_exit(loaded.network.device))
     talk = _Talk(loaded, directory, policy, sampling, system, printed.depth, printed.stats)
     if not sys.stdin.isatty():
         for line in _lines():

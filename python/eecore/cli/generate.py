@@ -159,8 +159,7 @@ def generate(
         logging.getLogger("eecore").addHandler(logging.NullHandler())
     said = None if depths.exit is None else depths.policy(directory)
     loaded = engine.load(directory, said)
-    kv_loops = loaded.engine_config.kv_loops
-    policy = said or parse_exit(usual_exit(loaded.network.device, kv_loops))
+    policy = said or parse_exit(usual_exit(loaded.network.device))
     answers = [None if raw else _in_template(loaded, text, system) for text in prompts]
     asked = [text if ids is None else ids for text, ids in zip(prompts, answers, strict=True)]
     params = [

@@ -107,7 +107,6 @@ class ExitOptions(MeasureOptions, _Said):
     """``--exit`` and the options of the modes; None where not given."""
 
     batch_mode: Annotated[str | None, _said("confident", "batch")] = None
-    fill: Annotated[str | None, _said("confident", "fill")] = None
     calibration: CalibrationFile = None
     draft_threshold: Annotated[float | None, _said("speculative", "draft_threshold")] = None
     skip_attention: Annotated[str | None, _said("draft-verify", "skip_attention", form=LAYERS)] = (

@@ -59,14 +59,6 @@ KVCacheDtype = Annotated[
         show_default="that of the model, or bfloat16 beside weights of few bits",
     ),
 ]
-KVLoops = Annotated[
-    str | None,
-    typer.Option(
-        help="Looped models: keep the keys and values of each loop, or only those of the last loop "
-        "that ran, in the memory of one loop, approximate.",
-        show_default="each",
-    ),
-]
 DraftHeadDirectory = Annotated[
     str | None,
     typer.Option(

@@ -34,7 +34,6 @@ from eecore.console.loading import (
     Dtype,
     KVCacheDtype,
     KVCacheTokens,
-    KVLoops,
     Threads,
     Weights,
     load,
@@ -91,7 +90,6 @@ class EngineOptions(LoadOptions):
 
     kv_cache_tokens: KVCacheTokens = None
     kv_cache_dtype: KVCacheDtype = None
-    kv_loops: KVLoops = None
     exits: DraftHeadDirectory = None
     draft_head: DraftHeadOfAnyKind = None
 
@@ -101,7 +99,6 @@ class EngineOptions(LoadOptions):
             **super().settings,
             "kv_cache_tokens": self.kv_cache_tokens,
             "kv_cache_dtype": self.kv_cache_dtype,
-            "kv_loops": self.kv_loops,
             "exits": False if self.exits == "none" else self.exits,
             "draft_head": self.draft_head,
         }

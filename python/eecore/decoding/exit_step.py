@@ -46,8 +46,6 @@ class ExitKind:
     """Layers after which a draft head with layers of its own takes the states of all rows, which
     then all run to the last layer; () where none does.
     """
-    shares: bool
-    """Whether some rows get copies of keys and values in skipped loops."""
     sizes: Sizes
 
 
@@ -68,9 +66,8 @@ def exit_kind(
             (point, tuple(sorted(checks[point], key=lambda c: (c.measure, id(c.classifier)))))
             for point in sorted(checks)
         ),
-        any(row.route.fills and row.route.points and not row.route.shares for row in rows),
+        any(row.route.fills and row.route.points for row in rows),
         () if head is None or not all(row.route.fills_head for row in rows) else head.taps,
-        any(row.route.shares and row.route.points for row in rows),
         sizes_for(rows, 1, page_size=page_size, ahead=ahead),
     )
 
@@ -126,7 +123,6 @@ class ExitStep(Step):
             "exit_after": (torch.int32, row),
             "together": (torch.bool, row),
             "fills": (torch.bool, row),
-            **({"shared_slots": (torch.int64, row)} if self.kind.shares else {}),
             **({"lens": (torch.int32, row)} if self.kind.taps else {}),
         }
 
@@ -244,11 +240,6 @@ class ExitStep(Step):
             token_at=zeros,
             fill_from=[self._model.config.num_layers] * num_rows,
         )
-        if self.kind.shares:  # each row has its slot in one of the two
-            shares = [row.route.shares for row in rows] + [False] * (num_rows - count)
-            filled = [-1 if each else slot for each, slot in zip(shares, slots, strict=True)]
-            shared = [slot if each else -1 for each, slot in zip(shares, slots, strict=True)]
-            host.write(slots=filled, shared_slots=shared)
         if self._keys is not None:
             host.write(lens=lens)
         host.write_pages("open_page_table", pages)
@@ -308,9 +299,6 @@ class ExitStep(Step):
                     seq_lens=given["lens"],
                 )
                 self._keys.fill(self._tapped, results["token"], batch)
-            if self.kind.shares:
-                assert isinstance(self._model, LlamaModel)
-                self._model.share_kv(rows.fill_from, self._kv, given["shared_slots"])
 
     def _layers_to(self, index: int, begin: int, hidden: Tensor, control: Control) -> None:
         """Run the stretch up to exit point ``index``, its checks, and then the next stretch."""

@@ -42,7 +42,6 @@ from eecore.models import (
     CrossBatch,
     KeyedHead,
     KVCache,
-    LlamaModel,
     Network,
     T5Model,
 )
@@ -263,19 +262,14 @@ class Prefill:
         if end == self._exit_layers[-1]:
             return
         routes = [route_of(chunk.sequence, self._exit_layers) for chunk in self._chunks]
-        for shares in (False, True):
-            fills = np.array([route.fills and route.shares == shares for route in routes])
-            index = exiting[fills[self._sequence[exiting]]]
-            if not len(index):
-                continue
-            ends = torch.full((len(index),), end, dtype=torch.int32, device=self._model.device)
-            slots = self._tensor(self._slots[index])
-            if shares:
-                assert isinstance(self._model, LlamaModel)
-                self._model.share_kv(ends, self._kv, slots)
-                continue
-            states, positions = final[self._tensor(index)], self._tensor(self._positions[index])
-            self._model.fill_kv(states, ends, self._kv, positions, slots)
+        fills = np.array([route.fills for route in routes])
+        index = exiting[fills[self._sequence[exiting]]]
+        if not len(index):
+            return
+        ends = torch.full((len(index),), end, dtype=torch.int32, device=self._model.device)
+        slots = self._tensor(self._slots[index])
+        states, positions = final[self._tensor(index)], self._tensor(self._positions[index])
+        self._model.fill_kv(states, ends, self._kv, positions, slots)
 
     def _rows(self, index: Int64Array) -> ChunkRows:
         """The rows ``index``, ascending: one ragged entry per run of consecutive positions."""

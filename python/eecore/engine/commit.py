@@ -286,13 +286,14 @@ class Commits:
         total = now - times.arrived
         is_timed = 0 < times.timed_tokens >= TIMED * (count - 1)
         num_layers, layers = self._num_layers, sequence.exit_layers
+        contract = sequence.exit.contract
         # The token after accepted drafts is of the pass that verified them; a text may end before.
         passes = layers[1:].count(num_layers)
-        if is_verified := sequence.contract.endswith("lossless"):
+        if is_verified := contract.endswith("lossless"):
             passes += count > 1 and layers[-1] < num_layers
         depth = num_layers * count if is_verified else sum(layers)
         stats = RequestStats(
-            contract=sequence.contract,
+            contract=contract,
             num_layers=num_layers,
             prompt_tokens=len(sequence.given_ids),
             generated_tokens=count,

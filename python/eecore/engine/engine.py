@@ -68,9 +68,7 @@ class Engine:
         self.network = network
         self.tokenizer = tokenizer
         dtype = cache_dtype(network, self.config.kv_cache_dtype)
-        kv = allocate_cache(
-            network, self.config.num_pages, self.config.page_size, dtype, self.config.kv_loops
-        )
+        kv = allocate_cache(network, self.config.num_pages, self.config.page_size, dtype)
         self.iterations = Iterations(
             network, kv, run or run_program_on(network.device), ahead=ahead
         )
@@ -102,7 +100,7 @@ class Engine:
         """Whether prompts that begin alike share pages: see :class:`EngineConfig`."""
         network = self.network
         exact = network.linear.is_batch_invariant and not isinstance(network.config, T5Config)
-        return self.config.prefix_cache and exact and self.config.kv_loops == "each"
+        return self.config.prefix_cache and exact
 
     @property
     def num_waiting(self) -> int:

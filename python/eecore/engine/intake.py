@@ -19,8 +19,6 @@ from eecore.planning.guided import FollowsGuides, Guided, Guides
 from eecore.scheduling.sequence import Sequence
 from eecore.values import as_index, shown
 
-ONE_LOOP = "keys and values of the last loop alone, approximate"
-"""The beginning of a contract where a cache has no keys and values of the other loops."""
 ASKED: WeakSet[ModelFacts] = WeakSet()
 """Models that were already checked for a record of training for early exit."""
 
@@ -60,7 +58,7 @@ class Intake:
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise RequestError(f"sampling: expected SamplingParams, got {shown(sampling)}")
-        usual = usual_exit(self._network.device, self._limits.kv_loops)
+        usual = usual_exit(self._network.device)
         policy: object = usual if exit is None else exit
         if isinstance(policy, str):
             policy = self._policies.of(policy)
@@ -69,12 +67,6 @@ class Intake:
         prompt_ids = self._tokens(prompt)
         policy.check(config)
         policy = policy.settled(config)
-        if self._keeps_one_loop and policy.max_drafts:
-            raise ExitError(
-                f"{type(policy).__name__}: expected a policy that does not draft where kv_loops is "
-                "'last', as drafts are verified by the keys and values of each loop, got one that "
-                "does"
-            )
         head = self._network.draft_head
         if policy.needs_head and head is None:
             raise ExitError(
@@ -86,16 +78,11 @@ class Intake:
                 f"{type(policy).__name__}: expected a draft head that eecore train-exits made for "
                 "the measure cut, got one with an LM head of its own"
             )
-        if getattr(policy, "calibration", None):
-            if self._limits.kv_cache_dtype != "auto":
-                raise ExitError(
-                    "calibration: expected a KV cache in the model's dtype, as it was made with, "
-                    f"got {self._limits.kv_cache_dtype}"
-                )
-            if self._keeps_one_loop:
-                raise ExitError(
-                    "calibration: expected kv_loops='each', as it was made with, got 'last'"
-                )
+        if getattr(policy, "calibration", None) and self._limits.kv_cache_dtype != "auto":
+            raise ExitError(
+                "calibration: expected a KV cache in the model's dtype, as it was made with, "
+                f"got {self._limits.kv_cache_dtype}"
+            )
         vocabulary = None if head is None else head.vocabulary_sha256
         policy.check_request(self._network.source, vocabulary, sampling.temperature)
         input_ids = None
@@ -142,8 +129,6 @@ class Intake:
             eos_token_ids=frozenset(self._network.config.eos_token_ids),
             input_ids=input_ids,
         )
-        if self._keeps_one_loop:
-            sequence.contract = f"{ONE_LOOP}; {sequence.contract}"
         if sampling.guide is not None:
             guided = self.guides.follow(sampling.guide)
             if isinstance(guided, Guided):
@@ -152,10 +137,6 @@ class Intake:
             before = prompt_ids if input_ids is None else []
             sequence.text = TextStream(self._tokenizer, before, sampling.stop, sequence.output_ids)
         return sequence
-
-    @property
-    def _keeps_one_loop(self) -> bool:
-        return self._limits.kv_loops == "last"
 
     def _ask_for_training(self, policy: Exit) -> None:
         """Warn once about a model that has no record of good exits."""

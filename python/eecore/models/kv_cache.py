@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.config import AnyModelConfig
-from eecore.errors import ModelError, OutOfMemoryError
+from eecore.errors import OutOfMemoryError
 
 # Counters for one attention call on a GPU: one for each tile and key head whose keys several blocks
 # share.
@@ -23,10 +23,7 @@ pages."""
 
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of every layer in pages; a slot is ``page * page_size + offset``.
-
-    Of a looped model it may have the layers of one loop alone, which all loops write to in turn.
-    """
+    """Keys and values of every layer in pages; a slot is ``page * page_size + offset``."""
 
     k: Tensor
     """[num_layers, num_pages, page_size, num_kv_heads, head_dim]"""
@@ -70,22 +67,18 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
         scales: tuple[Tensor | None, Tensor | None] = (None, None),
-        kv_loops: str = "each",
     ) -> KVCache:
         """Uninitialised pages: no slot is read before it is written.
 
         On a CPU a page takes memory when it is first written: the first pages of each layer, which
         are used first, 4 KiB at a time, so that a short text does not take megabytes in every
         layer; other pages 2 MiB at a time where the system has pages of that size, which are read
-        faster. ``scales``: of keys and of values in float8. ``kv_loops``: of
-        :class:`eecore.EngineConfig`.
+        faster. ``scales``: of keys and of values in float8.
 
         Raises:
             OutOfMemoryError: the pages do not fit into memory.
-            ModelError: ``kv_loops`` is "last" and the model has no loops.
         """
-        num_layers = _num_layers(config, kv_loops)
-        shape = (num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
         try:
             return cls(
                 k=_new_cache(shape, device, dtype),
@@ -95,16 +88,16 @@ class KVCache:
             )
         except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
             tokens = num_pages * page_size
-            num_bytes = tokens * cls.bytes_per_token(config, dtype, kv_loops)
+            num_bytes = tokens * cls.bytes_per_token(config, dtype)
             raise OutOfMemoryError(
                 f"kv_cache_tokens: expected a KV cache that fits into the memory of {device}, got "
                 f"{tokens} tokens, {num_bytes} bytes ({str(error).splitlines()[0]})"
             ) from error
 
     @staticmethod
-    def bytes_per_token(config: AnyModelConfig, dtype: torch.dtype, kv_loops: str = "each") -> int:
+    def bytes_per_token(config: AnyModelConfig, dtype: torch.dtype) -> int:
         """Bytes that one token takes in the caches of all layers."""
-        return 2 * _num_layers(config, kv_loops) * config.kv_size * dtype.itemsize
+        return 2 * config.num_layers * config.kv_size * dtype.itemsize
 
     def stretch(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Views of the layers ``begin..end-1``: keys, values, scales of keys, scales of values."""
@@ -131,18 +124,6 @@ class KVCache:
     @property
     def page_size(self) -> int:
         return self.k.shape[2]
-
-
-def _num_layers(config: AnyModelConfig, kv_loops: str) -> int:
-    """The layers that a cache has."""
-    if kv_loops == "each":
-        return config.num_layers
-    if config.num_loops == 1:
-        raise ModelError(
-            f"kv_loops: expected 'each' for a model without loops, got {kv_loops!r} for "
-            f"{config.architecture}"
-        )
-    return config.num_layers // config.num_loops
 
 
 def _new_cache(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:

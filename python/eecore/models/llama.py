@@ -445,52 +445,30 @@ class LlamaModel(Decoder):
         """Write keys and values of the layers that each row skipped, from its exit state.
 
         Row t fills layers ``exit_layer[t]..num_layers-1`` (int32) at ``slot_mapping[t]``, each with
-        the layer's own norm, projection and rotary embedding. (Early-exit framework §3.2.) In a
-        looped model a layer of the stack computes the same keys and values in each loop: they are
-        computed for the last loop, and copied to the other loops that the row skipped. A cache that
-        keeps one loop has nothing to fill.
+        the layer's own norm, projection and rotary embedding. (Early-exit framework §3.2.) Rows of
+        a looped model exit at the ends of loops, so they skip no layer of the first loop.
         """
-        if self._keeps_one_loop(kv):
-            return
         cos_sin, layer_ropes = self.tables(kv)
-        first = self.config.num_layers - self.config.stack_size
-        k, v, key_scales, value_scales = kv.stretch(first, self.config.num_layers)
-        ops.kv_fill(
-            hidden,
-            exit_layer,
-            self.weights.attention_norm,
-            self._kv,
-            k,
-            v,
-            slot_mapping,
-            k_norm_weight=self.weights.k_norm,
-            positions=positions,
-            cos_sin=cos_sin,
-            eps=self.config.rms_norm_eps,
-            key_scales=key_scales,
-            value_scales=value_scales,
-            layer_ropes=layer_ropes,
-            first_layer=first,
-        )
-        if first:
-            self._share(exit_layer, kv, slot_mapping, from_last=True)
-
-    def share_kv(self, exit_layer: Tensor, kv: KVCache, slot_mapping: Tensor) -> None:
-        """Write keys and values of the loops that each row skipped, in place of :meth:`fill_kv`:
-        copies from the last loop that ran."""
-        if not self._keeps_one_loop(kv):
-            self._share(exit_layer, kv, slot_mapping, from_last=False)
-
-    def _keeps_one_loop(self, kv: KVCache) -> bool:
-        """Whether a cache has only the keys and values of the last loop that ran."""
-        return len(kv.layers) < self.config.num_layers
-
-    def _share(
-        self, exit_layer: Tensor, kv: KVCache, slot_mapping: Tensor, *, from_last: bool
-    ) -> None:
-        ops.share_kv(
-            exit_layer, kv.k, kv.v, slot_mapping, self.config.stack_size, from_last=from_last
-        )
+        num_layers, stack_size = self.config.num_layers, self.config.stack_size
+        for first in range(stack_size if self._is_looped else 0, num_layers, stack_size):
+            k, v, key_scales, value_scales = kv.stretch(first, first + stack_size)
+            ops.kv_fill(
+                hidden,
+                exit_layer,
+                self.weights.attention_norm,
+                self._kv,
+                k,
+                v,
+                slot_mapping,
+                k_norm_weight=self.weights.k_norm,
+                positions=positions,
+                cos_sin=cos_sin,
+                eps=self.config.rms_norm_eps,
+                key_scales=key_scales,
+                value_scales=value_scales,
+                layer_ropes=layer_ropes,
+                first_layer=first,
+            )
 
     @property
     def gate(self) -> ops.MlpMeasure | None:

@@ -18,19 +18,14 @@ from eecore.models.t5 import T5Model
 Network = LlamaModel | T5Model
 
 
-def allocate_cache(
-    network: Network, num_pages: int, page_size: int, dtype: torch.dtype, kv_loops: str = "each"
-) -> KVCache:
+def allocate_cache(network: Network, num_pages: int, page_size: int, dtype: torch.dtype) -> KVCache:
     """Pages for the layers of a model, and for the layers of its draft head if it has any.
 
     Raises:
         OutOfMemoryError: the pages do not fit into memory.
-        ModelError: ``kv_loops`` is "last" and the model has no loops.
     """
     own, device = _layers_of_head(network), network.device
-    kv = KVCache.allocate(
-        network.config, num_pages, page_size, device=device, dtype=dtype, kv_loops=kv_loops
-    )
+    kv = KVCache.allocate(network.config, num_pages, page_size, device=device, dtype=dtype)
     if own is None:
         return kv
     dtype = _dtype_of_head(network, dtype)
@@ -38,10 +33,10 @@ def allocate_cache(
     return replace(kv, of_head=of_head)
 
 
-def bytes_per_token(network: Network, dtype: torch.dtype, kv_loops: str = "each") -> int:
+def bytes_per_token(network: Network, dtype: torch.dtype) -> int:
     """Bytes that one token takes in the caches of all layers, a draft head's included."""
     own = _layers_of_head(network)
-    num_bytes = KVCache.bytes_per_token(network.config, dtype, kv_loops)
+    num_bytes = KVCache.bytes_per_token(network.config, dtype)
     if own is not None:
         num_bytes += KVCache.bytes_per_token(own, _dtype_of_head(network, dtype))
     return num_bytes

@@ -10,12 +10,11 @@ from torch import Tensor
 from eecore.ops.registered import compiled
 from eecore.ops.weights import Matrix
 
-__all__ = ["AppendKv", "append_kv", "kv_fill", "paged_attention", "share_kv"]
+__all__ = ["AppendKv", "append_kv", "kv_fill", "paged_attention"]
 
 _append_kv = compiled("append_kv")
 _kv_fill = compiled("kv_fill")
 _paged_attention = compiled("paged_attention")
-_share_kv = compiled("share_kv")
 
 
 class AppendKv(NamedTuple):
@@ -251,7 +250,7 @@ def kv_fill(
 
     Args:
         hidden: [num_tokens, hidden_size], each row's exit state before any norm.
-        exit_layer: int32 [num_tokens], 0..first_layer + num_layers; the last value fills nothing.
+        exit_layer: int32 [num_tokens], 0 or more; first_layer + num_layers and more fill nothing.
         norm_weight: [num_layers, hidden_size], the norms before attention; None: there are none.
         kv: [num_layers, 2 * num_kv_heads * head_dim, hidden_size], K rows then V rows; any layer
             and row stride, so a view of a stacked QKV matrix will do.
@@ -270,7 +269,7 @@ def kv_fill(
         layer_ropes: int32 [num_layers, 2]: the table of ``cos_sin`` for each layer's queries, and
             the table for its keys.
         first_layer: the number of the first of these layers, as ``exit_layer`` counts: the layers
-            of a looped model's last loop follow the layers of all other loops.
+            of a looped model's loop follow the layers of the loops before it.
     """
     _kv_fill(
         hidden,
@@ -292,33 +291,3 @@ def kv_fill(
         layer_ropes,
         first_layer,
     )
-
-
-def share_kv(
-    exit_layer: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    loop_layers: int,
-    *,
-    from_last: bool = False,
-) -> None:
-    """Copy keys and values to the layers of a looped model that each row skipped.
-
-    Layers are numbered through all loops: loop * loop_layers + layer of the stack. For row t and
-    every layer l >= exit_layer[t], the row's slot of layer l gets a copy of its slot in the same
-    layer of the stack, in the last loop that ran for the row.
-
-    Args:
-        exit_layer: int32 [num_tokens], 0..num_layers: layers from there on get copies; a layer that
-            did not run in any loop gets none.
-        k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], of any dtype of a
-            cache, any strides with contiguous head_dim. In float8 all loops must have the same
-            scales.
-        v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], likewise.
-        slot_mapping: int64 [num_tokens]; -1 copies nothing.
-        loop_layers: layers of the stack, a divisor of num_layers.
-        from_last: copy from the last loop, which :func:`kv_fill` has filled, not from the last
-            loop that ran.
-    """
-    _share_kv(exit_layer, k_cache, v_cache, slot_mapping, loop_layers, from_last)

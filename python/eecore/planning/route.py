@@ -71,8 +71,7 @@ class Route:
         check: the measurement at the exit points; None where rows exit without one.
         records: layers after which the check is made only for the record.
         together: rows exit once all rows with ``together`` are accepted, none before.
-        fills: skipped layers get keys and values, from the exit state unless ``shares``.
-        shares: skipped loops get copies of the keys and values of the last loop that ran.
+        fills: skipped layers get keys and values, from the exit state.
         path: how the request drafts; None for a request that does not speculate.
         draft_threshold: a draft ends with a token below this threshold; None: no threshold.
         adaptive: the threshold follows the acceptance rate.
@@ -89,7 +88,6 @@ class Route:
     records: tuple[int, ...] = ()
     together: bool = False
     fills: bool = False
-    shares: bool = False
     path: DraftPath | None = None
     draft_threshold: float | None = None
     adaptive: bool = False
@@ -131,7 +129,6 @@ def make_route(policy: Exit, exit_layers: range, sampled: bool) -> Route:
             records=_records(policy.measure, points, exit_layers),
             together=policy.batch == "all",
             fills=True,
-            shares=policy.fill == "last",
         )
     if isinstance(policy, SelfSpeculative):
         return Route(

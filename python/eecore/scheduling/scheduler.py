@@ -125,7 +125,7 @@ class Scheduler:
                     works.append(work)  # the usual case
                     budget -= 1 + drafts
                     continue
-            if works and not self._fits(sequence, budget):
+            if works and sequence.tokens_to_encode >= budget:
                 continue
             self._add_pages(growing)
             growing.clear()
@@ -185,27 +185,9 @@ class Scheduler:
     def _work_for(self, sequence: Sequence, budget: int) -> Work:
         if sequence.is_decoding:
             return Work(sequence, 1, _required_drafts(sequence))
-        if self._config.kv_loops == "last":
-            return Work(sequence, self._whole_chunk(sequence), is_prefill=True)
         left = sequence.prefill_target - sequence.num_computed
         budget = max(1, budget - sequence.tokens_to_encode)
         return Work(sequence, min(left, budget, self._config.max_prefill_chunk), is_prefill=True)
-
-    def _whole_chunk(self, sequence: Sequence) -> int:
-        """Positions of the next chunk where the keys and values of the last loop alone are kept.
-
-        A loop reads its own keys within a chunk, and those of the last loop before the chunk. So a
-        chunk depends on the request alone, and generated positions are replayed one by one.
-        """
-        left = sequence.num_prompt_tokens - sequence.num_computed
-        most = min(self._config.max_prefill_chunk, self._config.max_batch_tokens)
-        return min(left, most) if left > 0 else 1
-
-    def _fits(self, sequence: Sequence, budget: int) -> bool:
-        """Whether what cannot be divided has room in what is left of an iteration."""
-        if self._config.kv_loops == "last":
-            return self._whole_chunk(sequence) <= budget
-        return sequence.tokens_to_encode < budget
 
     def _with_drafts(self, work: Work) -> Work:
         """The work with as many drafts as the request wants and free pages allow; no preemption."""
@@ -249,7 +231,7 @@ class Scheduler:
         works: list[Work] = []
         while waiting and budget > 0 and len(self.running) < self._config.max_num_seqs:
             sequence = waiting[0]
-            if not self._fits(sequence, budget) and (works or not is_first):
+            if sequence.tokens_to_encode >= budget and (works or not is_first):
                 break
             if not self._give_pages(sequence):
                 break

@@ -100,8 +100,6 @@ class Sequence:
     """Whether the next round drafts nothing, even where the policy allows drafts."""
     text: Any = None
     """The text of the tokens, which the engine makes; None without a tokenizer."""
-    contract: str = field(init=False)
-    """The contract of the exit policy."""
     stop_ids: list[int] = field(init=False)
     """Tokens that end the request, ascending."""
     stop_set: frozenset[int] = field(init=False)
@@ -113,7 +111,6 @@ class Sequence:
         if not self.sampling.ignore_eos:
             stops |= self.eos_token_ids
         self.stop_ids, self.stop_set = sorted(stops), frozenset(stops)
-        self.contract = self.exit.contract
         self.max_drafts = min(self.exit.max_drafts, MAX_DRAFTS)
 
     @property

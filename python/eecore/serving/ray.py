@@ -85,7 +85,7 @@ class Arguments(ServerSettings):
 
     Args:
         model: a directory or GGUF file, on every node; None: the one that ships with eecore.
-        device: cpu or cuda. dtype, weights, kv_cache_tokens, kv_cache_dtype, kv_loops,
+        device: cpu or cuda. dtype, weights, kv_cache_tokens, kv_cache_dtype,
             prefix_cache, exits, draft_head: as :func:`eecore.load` takes them.
         threads: CPU threads of a replica; None: as many as it has CPUs.
         num_replicas: engines; with ``max_replicas`` the number at the start and the minimum.
@@ -104,7 +104,6 @@ class Arguments(ServerSettings):
     weights: str | None = None
     kv_cache_tokens: int | None = None
     kv_cache_dtype: str | None = None
-    kv_loops: str | None = None
     prefix_cache: bool = True
     exits: str | None = None
     draft_head: str | None = None
@@ -251,7 +250,6 @@ class Engine:
             weights=arguments.weights,
             kv_cache_tokens=arguments.kv_cache_tokens,
             kv_cache_dtype=arguments.kv_cache_dtype,
-            kv_loops=arguments.kv_loops,
             prefix_cache=arguments.prefix_cache,
             exits=False if arguments.exits == "none" else arguments.exits,
             draft_head=arguments.draft_head,

@@ -97,16 +97,14 @@ def service_of(model: Servable, settings: ServerSettings) -> Service:
     source = model.network.source
     directory = None if source is None else source.directory
     policies = Policies(directory)
-    config, kv_loops = model.config, model.engine_config.kv_loops
+    config = model.config
     aliases = settings.aliases
     if aliases is None:
         agreement = None if source is None else source.exit_agreement(config.exit_layers)
         head = model.network.draft_head
         vocabulary = None if head is None else head.vocabulary_sha256
         aliases = recommended(policies, config.exit_layers, source, agreement, vocabulary)
-        if kv_loops != "each":  # neither drafts nor calibrations go with it
-            aliases = ("full",)
-    usual = settings.exit or usual_exit(model.network.device, kv_loops)
+    usual = settings.exit or usual_exit(model.network.device)
     depths = Depths(policies, usual, settings.allow_exit, aliases)
     if settings.allow_exit is not None:
         aliases = tuple(said for said in aliases if depths.allows(said, policies.of(said)))
