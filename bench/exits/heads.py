@@ -33,12 +33,10 @@ from eecore.models import (
     KeyedHead,
     KVCache,
     LlamaModel,
-    PassHead,
     Positions,
     SeenKeys,
     allocate_cache,
 )
-from eecore.models.corrections import Work
 
 KINDS = ("own", *PUBLISHED)
 TEXT = 512
@@ -74,7 +72,7 @@ def calls(model: eecore.Model, rows: int) -> dict[str, Callable[[], Any]]:
         network.confidence(network.layers(0, layers, network.embed(tokens), kv, batch))
 
     made: dict[str, Callable[[], Any]] = {"full": full}
-    if isinstance(head, PassHead):
+    if isinstance(head, BlockHead):
         assert kv.of_head is not None
         made["draft"] = block_of(head, rows, kv.of_head)
     else:
@@ -89,9 +87,9 @@ def calls(model: eecore.Model, rows: int) -> dict[str, Callable[[], Any]]:
     return made
 
 
-def block_of(head: PassHead, rows: int, kv: KVCache) -> Callable[[], None]:
+def block_of(head: BlockHead, rows: int, kv: KVCache) -> Callable[[], None]:
     """A block of drafts of each row, at the end of its text."""
-    size, hidden = head.block_size, head.config.hidden_size
+    size = head.block_size
     head.prepare(kv)
     positions = torch.arange(TEXT - size, TEXT).repeat(rows)
     batch = AttentionBatch(
@@ -100,24 +98,19 @@ def block_of(head: PassHead, rows: int, kv: KVCache) -> Callable[[], None]:
         torch.arange(rows, dtype=torch.int32)[:, None],
         torch.full((rows,), TEXT, dtype=torch.int32),
         torch.arange(0, (rows + 1) * size, size, dtype=torch.int32),
-        causal=head.causal,
+        causal=False,
     )
     tokens = torch.randint(0, head.config.vocab_size, (rows * size,))
-    correction = head.correction if isinstance(head, BlockHead) else None
-    width, kept = (0, 0) if correction is None else (correction.width, correction.state_size)
-    memory = torch.zeros(rows, hidden + width, dtype=head.dtype)
-    work = Work(memory, torch.arange(rows), torch.zeros(rows, kept, dtype=head.dtype))
+    markov, memory = head.markov, torch.zeros(rows, head.settings.markov_rank, dtype=head.dtype)
 
     def block() -> None:
         states = head.block(tokens, kv, batch)
-        if correction is None:
+        if markov is None:
             head.measure(states)
             return
-        assert isinstance(head, BlockHead)
         logits = head.logits(states).view(rows, size, -1)
-        correction.begin(work)
         for place in range(size):
-            correction.corrected(place, logits[:, place], tokens[:rows], work).argmax(1)
+            markov.corrected(logits[:, place], tokens[:rows], memory).argmax(1)
 
     return block
 

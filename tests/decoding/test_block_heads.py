@@ -15,7 +15,6 @@ import eecore
 from block_heads import (
     BLOCK,
     CUT,
-    INNER,
     LAYOUTS,
     MASK,
     BlockOracle,
@@ -84,9 +83,7 @@ def check_drafts(model: eecore.Model, prompts: list[list[int]], **settings: Any)
 
 DRAFTING: list[tuple[str, dict[str, Any]]] = [
     *((layout, {}) for layout in LAYOUTS),
-    ("DeepSpec", {"markov_head_type": "gated"}),
-    ("DeepSpec", {"markov_head_type": "rnn"}),
-    ("speculators dspark", {"markov_head_type": "rnn", "sample_from_anchor": False}),
+    ("speculators dspark", {"sample_from_anchor": False}),
 ]
 
 
@@ -96,27 +93,21 @@ def test_drafts_are_those_of_the_formula(
 ) -> None:
     model = with_head(directory, write_block_head(tmp_path, layout, **fields))
     head, cut = head_of(model), CUT if layout.startswith("speculators") else 320
-    from_last = layout in ("SpecForge Domino", "DeepSpec", "speculators dspark")
+    from_last = layout in ("DeepSpec", "speculators dspark")
     from_last = fields.get("sample_from_anchor", from_last)
-    kinds = {"z-lab": "DFlash", "speculators dflash": "DFlash", "SpecForge Domino": "Domino"}
-    assert head.kind == kinds.get(layout, "DSpark")
+    assert head.kind == ("DFlash" if layout in ("z-lab", "speculators dflash") else "DSpark")
     assert head.taps == (1, 3)
     assert head.num_drafts == BLOCK - (not from_last)
     assert head.settings.draft_vocab_size == cut
     assert check_drafts(model, PROMPTS[:3], kv_cache_tokens=2048) > 8
 
 
-def domino_fields(**fields: Any) -> dict[str, Any]:
-    return {"dflash_config": {**config_of("SpecForge Domino")["dflash_config"], **fields}}
-
-
-def test_the_first_drafts_of_a_domino_are_not_corrected(directory: Path, tmp_path: Path) -> None:
-    """Nor has it a draft at the last token's place without ``shift_label``."""
-    fields = domino_fields(pure_draft_prefix_len=3, shift_label=False)
-    fields["architectures"] = ["DFlashDraftModel"]  # as early files say
-    model = with_head(directory, write_block_head(tmp_path, "SpecForge Domino", **fields))
-    assert (head_of(model).kind, head_of(model).num_drafts) == ("Domino", BLOCK - 1)
-    assert check_drafts(model, PROMPTS[:3], kv_cache_tokens=2048) > 8
+def test_an_early_file_of_specforge_is_a_dspark(directory: Path, tmp_path: Path) -> None:
+    """The architecture in the file is that of DFlash."""
+    early = {"architectures": ["DFlashDraftModel"]}
+    model = with_head(directory, write_block_head(tmp_path, "SpecForge DSpark", **early))
+    assert head_of(model).kind == "DSpark"
+    assert check_drafts(model, PROMPTS[:1], kv_cache_tokens=2048) > 4
 
 
 def test_keys_of_shared_pages_are_the_same(directory: Path, tmp_path: Path) -> None:
@@ -128,12 +119,11 @@ def test_keys_of_shared_pages_are_the_same(directory: Path, tmp_path: Path) -> N
     assert check_drafts(noisy, PROMPTS[:4], page_size=4, kv_cache_tokens=120) > 8
 
 
-@pytest.mark.parametrize("kind", ["dspark", "rnn"])
 def test_logits_of_many_places_are_made_draft_by_draft(
-    kind: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eecore.decoding.block_drafts.MAX_ROWS_OF_LOGITS", 8)
-    model = with_head(directory, write_head(tmp_path, kind, directory, follows=True))
+    model = with_head(directory, write_head(tmp_path, "dspark", directory, follows=True))
     assert check_drafts(model, PROMPTS[:3], kv_cache_tokens=2048) > 8
 
 
@@ -144,26 +134,18 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("DeepSpec", {"target_layer_ids": [1, 4]}, "target_layer_ids: expected a list of integers of"),
     ("DeepSpec", {"target_layer_ids": [1, 1]}, "target_layer_ids: expected numbers of layers"),
     ("DeepSpec", {"mask_token_id": 320}, "mask_token_id: expected an integer of 0..319, got 320"),
-    (
-        "DeepSpec",
-        {"markov_head_type": "tree"},
-        "markov_head_type: supported are vanilla, gated, rnn, got 'tree'",
+    *(
+        ("DeepSpec", {"markov_head_type": kind}, f"supported are vanilla, got '{kind}'")
+        for kind in ("gated", "rnn")
     ),
-    ("DeepSpec", {"markov_head_type": "rnn"}, "expected tensor markov_head.joint_proj.weight"),
-    (
-        "SpecForge Domino",
-        domino_fields(gru_hidden_dim=0),
-        "gru_hidden_dim: expected an integer of 1",
-    ),
-    (
-        "SpecForge Domino",
-        domino_fields(emb_dim=INNER + 1),
-        rf"embed_proj.0.weight: expected \[{INNER + 1}, 88\] as .* got \[{INNER}, 88\]",
-    ),
-    (
-        "SpecForge Domino",
-        domino_fields(pure_draft_prefix_len=BLOCK + 1),
-        f"pure_draft_prefix_len: expected an integer of 0..{BLOCK}",
+    *(
+        (layout, fields, f"supported draft heads are EAGLE-3, DFlash, DSpark, .*, got {kind}")
+        for layout, fields, kind in (
+            ("z-lab", {"architectures": ["DominoDraftModel"]}, "Domino"),
+            ("z-lab", {"dflash_config": {"projector_type": "domino"}}, "Domino"),
+            ("z-lab", {"architectures": ["PEagleDraftModel"], "draft_vocab_size": 9}, "P-EAGLE"),
+            ("speculators dflash", {"speculators_model_type": "peagle"}, "P-EAGLE"),
+        )
     ),
     ("DeepSpec", {"markov_rank": 8}, r"markov_w1.weight: expected \[320, 8\] as config.json says"),
     ("DeepSpec", {"block_size": 1}, "block_size: expected an integer of 2..64, got 1"),

@@ -1,4 +1,4 @@
-"""EAGLE-3 and P-EAGLE heads: what they draft, their keys, and files that are not for a model."""
+"""EAGLE-3 heads: what they draft, their keys, and files that are not for a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.cli.info import info, model_facts
-from eecore.models import KeyedHead, PassHead, bytes_per_token
+from eecore.models import KeyedHead, bytes_per_token
 from eecore.planning.proposal import MAX_AHEAD
 from published_heads import PROMPTS, drafts_of, states_of, write_target
 from tiny_models import random_prompts
@@ -42,18 +42,6 @@ LAYOUTS = {
     "speculators": Layout(listed=True, norm_before_residual=True, vocabulary_size=77),
     "3.1": Layout(listed=True, model_type="qwen3", fc_norm=True, norm_output=True),
     "norm before fc": Layout(listed=True, norm_before_fc=True, own_embeddings=True, window=9),
-    "parallel": Layout(listed=True, num_layers=3, drafts=6, vocabulary_size=77),
-    "parallel qwen3": Layout(
-        listed=True,
-        model_type="qwen3",
-        num_layers=2,
-        drafts=4,
-        norm_before_residual=True,
-        fc_norm=True,
-        window=9,
-    ),
-    "SpecForge parallel": Layout(num_layers=4, drafts=8, own_embeddings=True, vocabulary_size=90),
-    "two drafts": Layout(listed=True, drafts=2, norm_before_fc=True),
 }
 
 
@@ -83,12 +71,9 @@ def noisy(
 
 def check_drafts(engine: Any, model: eecore.Model, layout: Layout) -> int:
     """Whatever its requests have drafted is what the formula drafts; how many have."""
-    checked, head = 0, model.network.draft_head
+    checked = 0
     for tokens, left, ahead in drafts_of(engine):
-        if isinstance(head, PassHead):  # a block is cut where pages are few
-            assert len(ahead.tokens) <= min(head.num_drafts, left)
-        else:
-            assert len(ahead.tokens) == min(MAX_AHEAD, left)
+        assert len(ahead.tokens) == min(MAX_AHEAD, left)
         drafts, probabilities, _ = reference_drafts(
             model.network.draft_head.path,
             layout,
@@ -129,12 +114,11 @@ def test_drafts_are_those_of_the_formula(
 
 
 @cpu_only
-@pytest.mark.parametrize("name", ["raw", "parallel"])
 def test_pages_that_are_shared_have_the_keys_of_the_head(
-    name: str, directory: Path, target: dict[str, Any], tmp_path: Path
+    directory: Path, target: dict[str, Any], tmp_path: Path
 ) -> None:
     """What another request computed, under any policy that runs all layers, is drafted from."""
-    layout = LAYOUTS[name]
+    layout = LAYOUTS["raw"]
     model = with_head(directory, write_eagle(tmp_path / "head", target, layout))
     engine = engine_of(model, EngineConfig(kv_cache_tokens=2048, page_size=4))
     sampling = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -215,37 +199,18 @@ BAD = [
     ({"intermediate_size": 97}, r"mlp.gate_proj.weight: expected \[97, 64\]"),
     ({"speculators_model_type": "medusa"}, "supported are eagle3, .*, got 'medusa'"),
 ]
-BAD_PARALLEL: list[tuple[dict[str, Any], str]] = [
-    ({"mask_token_id": 320}, "mask_token_id: expected an integer of 0..319, got 320"),
-    ({"mask_token_id": None}, "mask_token_id: expected an integer"),
-    ({"hidden_size": 32}, "target_hidden_size: expected 64, as the model has it, got 32"),
-    ({"num_hidden_layers": 3}, "expected no tensor layers.3.* of which config.json says nothing"),
-    ({"num_hidden_layers": 5}, "expected tensor layers.4..*, got none"),
-    ({"layer_types": ["full_attention"]}, "layer_types: expected a list of 4 kinds"),
-    (
-        {"speculators_config": {"proposal_methods": [{"speculative_tokens": 1}]}},
-        "speculative_tokens: expected an integer of 2..64, got 1",
-    ),
-]
 
 
 @cpu_only
-@pytest.mark.parametrize(
-    ("name", "fields", "message"),
-    [
-        *(("raw", *each) for each in BAD),
-        *(("SpecForge parallel", *each) for each in BAD_PARALLEL),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), BAD)
 def test_a_config_for_another_model_is_a_sentence(
     directory: Path,
     target: dict[str, Any],
     tmp_path: Path,
-    name: str,
     fields: dict[str, Any],
     message: str,
 ) -> None:
-    head = write_eagle(tmp_path / "head", target, LAYOUTS[name], **fields)
+    head = write_eagle(tmp_path / "head", target, LAYOUTS["raw"], **fields)
     if "hidden_size" in fields:
         content = json.loads((head / "config.json").read_text())
         (head / "config.json").write_text(json.dumps(content | {"target_hidden_size": 32}))
@@ -278,29 +243,6 @@ def test_tensors_of_another_head_are_a_sentence(
     message: str,
 ) -> None:
     head = write_eagle(tmp_path / "head", target, LAYOUTS["raw"])
-    tensors = {**load_file(head / "model.safetensors"), **change}
-    save_file({n: t for n, t in tensors.items() if t is not None}, head / "model.safetensors")
-    with pytest.raises(ModelError, match=message):
-        with_head(directory, head)
-
-
-@cpu_only
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"mask_hidden": None}, "expected tensor mask_hidden, got none"),
-        ({"mask_hidden": torch.ones(1, 1, 64)}, r"mask_hidden: expected \[1, 1, 192\] .*, got"),
-        ({"layers.2.self_attn.q_proj.weight": torch.ones(4)}, r"q_proj.weight: expected \[256, 64"),
-    ],
-)
-def test_tensors_of_another_parallel_head_are_a_sentence(
-    directory: Path,
-    target: dict[str, Any],
-    tmp_path: Path,
-    change: dict[str, torch.Tensor | None],
-    message: str,
-) -> None:
-    head = write_eagle(tmp_path / "head", target, LAYOUTS["SpecForge parallel"])
     tensors = {**load_file(head / "model.safetensors"), **change}
     save_file({n: t for n, t in tensors.items() if t is not None}, head / "model.safetensors")
     with pytest.raises(ModelError, match=message):

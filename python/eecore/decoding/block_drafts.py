@@ -2,8 +2,7 @@
 
 The blocks of all rows have one size, so that one draft of all rows is a slice of the tensors of
 blocks: row r has the places from ``r * block_size`` to the next row's. A row that may have fewer
-drafts has no slots at its last places, whose results are not read. With causal attention the
-lengths count these places, too, since a place's keys are counted from the end.
+drafts has no slots at its last places, whose results are not read.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from eecore.decoding.control import Control
 from eecore.decoding.head_drafts import AheadDrafting, new_round, new_verification
 from eecore.decoding.sampling import DRAWS_DRAFT
 from eecore.decoding.step import Step
-from eecore.models import AttentionBatch, BlockHead, KVCache, PassHead
-from eecore.models.corrections import Work
+from eecore.models import AttentionBatch, BlockHead, KVCache
 
 MAX_ROWS_OF_LOGITS = 64
 """Maximum number of places whose logits are computed at once; with more places, the logits are
@@ -43,7 +41,7 @@ class BlockDrafting(AheadDrafting):
     def __init__(
         self,
         step: Step,
-        head: PassHead,
+        head: BlockHead,
         given: dict[str, Tensor],
         results: dict[str, Tensor],
         ended: ops.EndedRound,
@@ -55,9 +53,6 @@ class BlockDrafting(AheadDrafting):
         self._head, self._kv = head, kv.of_head
         self._num_rows, self._size = rows, size
         device = results["ahead_tokens"].device
-        self._corrects: BlockHead | None = None
-        if isinstance(head, BlockHead) and head.is_sequential:
-            self._corrects = head
         masks = torch.full((rows, size - 1), head.mask_token, device=device)
         self._block = new_round(
             step,
@@ -81,20 +76,17 @@ class BlockDrafting(AheadDrafting):
             self._places.positions,
             self._places.slot_mapping,
             given["page_table"],
-            self._places.seq_lens if head.causal else self._lens,
+            self._lens,
             self._places.query_start_loc,
-            causal=head.causal,
+            causal=False,
         )
-        # Tokens and confidences of drafts without a place, then of places, and then by row.
-        self._num_before = max(-head.first_place, 0)
-        self._said = _said(step, size + self._num_before, rows)
+        # Tokens and confidences of places, and then by row.
+        self._said = _said(step, size, rows)
         order = torch.arange(rows * size, dtype=torch.int32, device=device)
-        self._order = ((order % size + self._num_before) * rows + order // size).contiguous()
+        self._order = (order % size * rows + order // size).contiguous()
         self._flat = ops.HeadRows(*(part.view(-1) for part in self._said))
-        hidden = head.config.hidden_size
-        self.last_row = zeros(rows) if self._num_before else None
-        self._first = zeros(rows, hidden, dtype=head.dtype)
-        if self._corrects is None:
+        self.last_row = None
+        if not head.is_sequential:
             return
         self._sampling = _greedy(rows, device)
         # One draft of each row, as a token of the head's vocabulary and of the model's.
@@ -102,13 +94,10 @@ class BlockDrafting(AheadDrafting):
             ops.HeadRows(*(part[0] for part in _said(step, 1, rows))) for _ in range(2)
         )
         self._logsumexp, self._zeros = (zeros(rows, dtype=torch.float32) for _ in range(2))
-        correction = self._corrects.correction
-        own, kept = (correction.width, correction.state_size) if correction else (0, 0)
-        self._work = Work(
-            zeros(rows, hidden + own, dtype=head.dtype),
-            torch.arange(rows, device=device),
-            zeros(rows, kept, dtype=head.dtype),
-        )
+        hidden = head.config.hidden_size
+        # The normed state of a draft, then the row of the token before it.
+        self._seen = zeros(rows, hidden + head.settings.markov_rank, dtype=head.dtype)
+        self._rows = torch.arange(rows, device=device)
         self._states = zeros(rows * size, hidden, dtype=head.dtype)
         self._nothing = torch.zeros_like(self._states)
 
@@ -118,35 +107,30 @@ class BlockDrafting(AheadDrafting):
             return self._head.num_drafts
         return num_slots - 1 if num_slots > 1 else -1
 
-    def run(self, states: Ordered[Tensor], control: Control, num_rows: Tensor) -> None:
-        head, places, corrects = self._head, self._places, self._corrects
+    def run(self, states: Ordered[Tensor], control: Control, num_rows: Tensor) -> None:  # noqa: ARG002 (drafts start from keys)
+        head, places = self._head, self._places
         begin_round = partial(ops.begin_round, ended=self._ended, sources=self._sources)
-        say = partial(
-            ops.place_head,
-            None,
-            as_probability=True,
-            vocabulary=head.tokens,
-            measure=head.measure,
-        )
         with control.rows(num_rows):
             begin_round(self._block, self._active, self._page_size)
-            if not head.causal:
-                ops.begin_verification(self._block, places._replace(seq_lens=self._lens))
+            ops.begin_verification(self._block, places._replace(seq_lens=self._lens))
             ops.begin_verification(self._whole, places)
             begin_round(self._round, self._active, self._page_size, own_key=False)
-            if self.last_row is not None:
-                first = ops.embed_tokens(self.last_row, states[0], out=self._first)
-                say(ops.HeadRows(*(part[0] for part in self._said)), hidden=first)
-            if corrects is not None and corrects.correction is not None:
-                corrects.correction.begin(self._work)
         with control.rows(places.num_tokens, num_rows):
             hidden, logits = head.block(places.token_ids, self._kv, self._block_batch), None
-            if corrects is None:
-                say(self._flat, index=self._order, hidden=hidden)
+            if not head.is_sequential:
+                ops.place_head(
+                    None,
+                    self._flat,
+                    index=self._order,
+                    as_probability=True,
+                    vocabulary=head.tokens,
+                    measure=head.measure,
+                    hidden=hidden,
+                )
             else:
-                corrects.normed(hidden, self._nothing, self._states)
+                head.normed(hidden, self._nothing, self._states)
                 many = self._num_rows * self._size > MAX_ROWS_OF_LOGITS
-                logits = None if many else corrects.logits(hidden)
+                logits = None if many else head.logits(hidden)
         self._draft(0, hidden, logits, control, num_rows)
 
     def _draft(
@@ -156,10 +140,9 @@ class BlockDrafting(AheadDrafting):
         head, made = self._head, self._round._replace(thresholds=self._thresholds[draft])
         place = draft + head.first_place
         with control.rows(num_rows):
-            said = place + self._num_before
-            token, confidence = self._said.token[said], self._said.confidence[said]
-            if self._corrects is not None:
-                token, confidence = self._corrected(self._corrects, draft, place, hidden, logits)
+            token, confidence = self._said.token[place], self._said.confidence[place]
+            if head.is_sequential:
+                token, confidence = self._corrected(place, hidden, logits)
             ops.append_drafts(None, token, confidence, draft, made, self._active, own_key=False)
         if draft + 1 < head.num_drafts:
             control.unless(
@@ -167,21 +150,21 @@ class BlockDrafting(AheadDrafting):
             )
 
     def _corrected(
-        self, head: BlockHead, draft: int, place: int, hidden: Tensor, logits: Tensor | None
+        self, place: int, hidden: Tensor, logits: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """A draft of each row by the tokens before it, and the chance that it is accepted."""
-        size, width, work = self._size, self._states.shape[1], self._work
+        """A draft of each row by the token before it, and the chance that it is accepted."""
+        head, size, width, chosen = self._head, self._size, self._states.shape[1], self._chosen
         assert self._active.token_ids is not None
-        chosen, correction = self._chosen, head.correction
         if logits is None:
             row_logits = head.logits(hidden.view(-1, size, width)[:, place])
         else:
             row_logits = logits.view(-1, size, logits.shape[1])[:, place]
-        if head.confidence is not None or (correction is not None and correction.sees_state):
+        if head.confidence is not None:
             state = self._states.view(-1, size, width)[:, place]
-            ops.embed_tokens(work.order, state, out=work.rows[:, :width])
-        if correction is not None:
-            row_logits = correction.corrected(draft, row_logits, self._active.token_ids, work)
+            ops.embed_tokens(self._rows, state, out=self._seen[:, :width])
+        if head.markov is not None:
+            row = self._seen[:, width:]
+            row_logits = head.markov.corrected(row_logits, self._active.token_ids, row)
         ops.sample_tokens(
             row_logits,
             self._sampling,
@@ -198,7 +181,7 @@ class BlockDrafting(AheadDrafting):
         if head.confidence is None:
             return chosen.token, chosen.confidence
         seen = width + head.settings.markov_rank * head.confidence_sees_token
-        return chosen.token, head.confidence(work.rows[:, :seen])
+        return chosen.token, head.confidence(self._seen[:, :seen])
 
 
 def _said(step: Step, *shape: int) -> ops.HeadRows:

@@ -10,7 +10,7 @@ from eecore.decoding.head_drafts import head_drafting_fields, head_results
 from eecore.decoding.heads import head_fields
 from eecore.decoding.memory import Field, cross_fields, power_of_two
 from eecore.decoding.step import Sizes, sizes_for
-from eecore.models import DraftHead, KeyedHead, PassHead
+from eecore.models import DraftHead, KeyedHead
 from eecore.planning.heads import max_ahead
 from eecore.planning.route import DraftPath
 from eecore.planning.row import Row
@@ -67,23 +67,8 @@ def draft_kind(
         power_of_two(max(1, *(len(sequence.stop_ids) for sequence in sequences))),
         max_ahead(head) if drafts_ahead else 0,
         head.taps if takes and head is not None else (),
-        sizes_for(
-            rows,
-            steps + 1,
-            page_size=page_size,
-            ahead=ahead,
-            more_pages=pages_after(head, page_size) if drafts_ahead else 0,
-        ),
+        sizes_for(rows, steps + 1, page_size=page_size, ahead=ahead),
     )
-
-
-def pages_after(head: DraftHead | KeyedHead | None, page_size: int) -> int:
-    """Entries of the page table after a row's own pages, for the places of its block that have no
-    slot: causal attention counts them in the length.
-    """
-    if not isinstance(head, PassHead) or not head.causal:
-        return 0
-    return -(-head.block_size // page_size)
 
 
 def given_fields(kind: DraftKind) -> dict[str, Field]:

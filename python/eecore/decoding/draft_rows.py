@@ -28,8 +28,6 @@ class DraftRows(Step):
     """Writes the keys of a draft head that has layers of its own."""
     _ahead: AheadDrafting | None = None
     """Drafts for the next round, where a draft head does."""
-    _pages_after: int = 0
-    """Entries of the page table after a row's own pages."""
 
     def __init__(self, model: Network, kv: KVCache, kind: DraftKind) -> None:
         self.kind = kind
@@ -48,7 +46,7 @@ class DraftRows(Step):
             return False
         if self._counts and not self._counts_fit(sequences):
             return False
-        num_pages = self.sizes.num_pages - self._pages_after
+        num_pages = self.sizes.num_pages
         most = num_pages * self._page_size - self.kind.num_steps
         drafts_ahead = False
         for row, sequence in zip(rows, sequences, strict=True):
@@ -84,7 +82,7 @@ class DraftRows(Step):
         if not self.sizes.follows or self._sequences != sequences:
             return False
         for work in works:
-            if len(work.sequence.pages) > self.sizes.num_pages - self._pages_after:
+            if len(work.sequence.pages) > self.sizes.num_pages:
                 return False
         if self._counts and not self._counts_fit(sequences):
             return False

@@ -23,7 +23,7 @@ from torch import Tensor
 from eecore import ops
 from eecore.decoding.block_drafts import BlockDrafting
 from eecore.decoding.control import Control
-from eecore.decoding.draft_kind import DraftKind, pages_after
+from eecore.decoding.draft_kind import DraftKind
 from eecore.decoding.draft_outcomes import DraftOutcomes
 from eecore.decoding.draft_rows import DraftRows
 from eecore.decoding.head_drafts import HeadDrafting, HeadKeys, new_round, new_verification
@@ -31,7 +31,7 @@ from eecore.decoding.heads import HeadWork, Logits, head_fields
 from eecore.decoding.memory import HostSide, cross_batch
 from eecore.decoding.sampling import DRAWS_DRAFT, DRAWS_TOKEN, sampling_rows
 from eecore.decoding.step import tapped_layers
-from eecore.models import AttentionBatch, KeyedHead, KVCache, LlamaModel, Network, PassHead
+from eecore.models import AttentionBatch, BlockHead, KeyedHead, KVCache, LlamaModel, Network
 from eecore.planning.row import Outcome, Row
 
 
@@ -104,8 +104,7 @@ class DraftStep(DraftRows):
             assert kind.path.is_given  # else both ways to draft would move rows of open_page_table
             accepted = self._round._replace(num_drafted=results["num_accepted"])
             head = model.draft_head
-            if isinstance(head, PassHead):
-                self._pages_after = pages_after(head, kv.page_size)
+            if isinstance(head, BlockHead):
                 self._ahead = BlockDrafting(self, head, given, results, self._ended, kv)
             else:
                 self._ahead = HeadDrafting(self, model, given, results, self._ended, accepted, kv)

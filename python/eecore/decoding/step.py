@@ -50,9 +50,7 @@ class Sizes:
     """Whether rows may continue after the previous run."""
 
 
-def sizes_for(
-    rows: list[Row], positions: int, *, page_size: int, ahead: bool, more_pages: int = 0
-) -> Sizes:
+def sizes_for(rows: list[Row], positions: int, *, page_size: int, ahead: bool) -> Sizes:
     """The sizes for these rows, rounded up.
 
     Args:
@@ -60,7 +58,6 @@ def sizes_for(
         positions: maximum number of positions that a run computes of a row.
         page_size: slots of a page.
         ahead: whether a run begins before the host knows the last one.
-        more_pages: entries of the page table after those of a row's pages.
     """
     sequences = [row.sequence for row in rows]
     # The run after this one fits as well.
@@ -68,7 +65,7 @@ def sizes_for(
     pages = max(max(len(sequence.pages) for sequence in sequences), -(-most // page_size))
     return Sizes(
         power_of_two(len(rows)),
-        power_of_two(max(pages + more_pages, MIN_PAGES)),
+        power_of_two(max(pages, MIN_PAGES)),
         input_pages(sequences),
         head_sizes(sequences, positions),
         positions,

@@ -3,7 +3,7 @@
 from eecore.models.attention import AttentionBatch, CrossBatch
 from eecore.models.block_head import BlockHead
 from eecore.models.draft_head import DraftHead, SeenKeys
-from eecore.models.keyed_head import ChainHead, KeyedHead, PassHead, Positions
+from eecore.models.keyed_head import ChainHead, KeyedHead, Positions
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.network import (
@@ -45,7 +45,6 @@ __all__ = [
     "LlamaWeights",
     "ModelSource",
     "Network",
-    "PassHead",
     "Positions",
     "SeenKeys",
     "T5Model",

@@ -1,10 +1,10 @@
-"""Draft heads that draft a whole block in one pass: DFlash, DSpark and Domino.
+"""Draft heads that draft a whole block in one pass: DFlash and DSpark.
 
 The states after some of the model's layers become keys and values of the head's own layers at every
 position that the model has computed. To draft, these layers run once over a block: the last token,
 then mask tokens, each of which sees the text and the whole block. The state after the last layer at
-a mask gives the draft there. DSpark and Domino add to the logits of a draft what the tokens before
-it say, so that drafts depend on each other, and DSpark learns the chance that a draft is accepted.
+a mask gives the draft there. DSpark adds to the logits of a draft what a table says of the token
+before it, so that drafts depend on each other, and learns the chance that a draft is accepted.
 (DFlash: Chen et al. 2026; DSpark: DeepSpec 2026, arXiv 2607.05147.)
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,24 +21,32 @@ from torch import Tensor
 from eecore import ops
 from eecore.config import ModelConfig
 from eecore.models.attention import AttentionBatch
-from eecore.models.corrections import Correction
-from eecore.models.keyed_head import PassHead, Positions
+from eecore.models.keyed_head import KeyedHead, Positions
 from eecore.models.kv_cache import KVCache
+from eecore.models.linear import product
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.ops import Matrix
 
-MarkovType = Literal["vanilla", "gated", "rnn"]
 
+class Markov(NamedTuple):
+    """DSpark's table of what a token adds to the logits of the token after it, of a low rank."""
 
-class GruSizes(NamedTuple):
-    """The sizes of Domino's correction."""
+    before: Matrix
+    """[vocab_size, rank]: a row for each token."""
+    after: Matrix
+    """[draft_vocab_size, rank]: the linear layer that gives logits of a row."""
 
-    state: int
-    """The hidden size of the GRU."""
-    inner: int
-    """The size between the two linear layers."""
-    first: int
-    """The first draft of a block that is corrected."""
+    def corrected(self, logits: Tensor, token_ids: Tensor, row: Tensor) -> Tensor:
+        """The logits of a draft with what is added: [num_rows, draft_vocab_size].
+
+        Args:
+            logits: [num_rows, draft_vocab_size], any row stride.
+            token_ids: int64 [num_rows], the tokens before.
+            row: [num_rows, rank], any row stride; the rows of the table are put there.
+        """
+        table = self.before
+        ops.embed_tokens(token_ids, table.weight, scale=table.scale, table=table.table, out=row)
+        return product(row, self.after, residual=logits)
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class BlockSettings:
     """The settings in a head's files."""
 
     kind: str
-    """``DFlash``, ``DSpark`` or ``Domino``."""
+    """``DFlash`` or ``DSpark``."""
     config: ModelConfig
     """The config of the head's layers, as if they were a model."""
     taps: tuple[int, ...]
@@ -61,10 +69,6 @@ class BlockSettings:
     """Rows of the head's LM head."""
     markov_rank: int = 0
     """The rank of the table that changes logits by the token before; 0: there is none."""
-    markov_type: MarkovType = "vanilla"
-    """How a row of that table changes them."""
-    gru: GruSizes | None = None
-    """The sizes of Domino's correction; None: there is none."""
     has_confidence: bool = False
     """Whether the head predicts how likely a draft is to be accepted."""
     confidence_sees_token: bool = False
@@ -82,21 +86,25 @@ class BlockWeights(NamedTuple):
     """[num_taps, hidden_size, hidden_size]: the projection of each tap's states."""
     context_norm: Tensor
     """[hidden_size]: the norm of the sum of the projected states."""
-    correction: Correction | None = None
+    markov: Markov | None = None
     confidence: ops.MlpMeasure | None = None
     tokens: Tensor | None = None
     """int64 [draft_vocab_size]: the model's token of each row of the LM head; None: row t is
     token t."""
 
 
-class BlockHead(PassHead):
-    """A head that drafts from keys alone, not from a state.
+class BlockHead(KeyedHead):
+    """A head that drafts all tokens of a round in one pass over a block of places, the first of
+    which is at the position of the text's last token. It drafts from keys alone, not from a state.
 
     Args:
         weights: the head's weights, in the model's dtype and on its device.
 
     Attributes:
-        correction: what the tokens before a draft add to its logits; None: nothing.
+        block_size: places of a block.
+        first_place: the place that gives the first draft.
+        mask_token: the token of all places but the first.
+        markov: what the token before a draft adds to its logits; None: nothing.
         confidence: the chance that a draft is accepted if all drafts before it are, from the
             draft's normed state, with the row of the token before where the settings say so; None:
             its probability takes that place.
@@ -110,7 +118,7 @@ class BlockHead(PassHead):
         self.block_size, self.mask_token = settings.block_size, settings.mask_token
         self.first_place = 0 if settings.from_last else 1
         self.agreement = tuple(0.8 - 0.02 * k for k in range(self.num_drafts))
-        self.correction, self.confidence = weights.correction, weights.confidence
+        self.markov, self.confidence = weights.markov, weights.confidence
         self.confidence_sees_token = settings.confidence_sees_token
         self._layers = LlamaModel(settings.config, weights.layers)
         self._taps, self._context_norm = weights.taps.unbind(), weights.context_norm
@@ -120,12 +128,18 @@ class BlockHead(PassHead):
         self._zeros: list[Tensor] = []
 
     @property
+    def num_drafts(self) -> int:
+        """Drafts of a block."""
+        return self.block_size - self.first_place
+
+    @property
     def is_sequential(self) -> bool:
         """Whether a draft, or its confidence, is made after those before it."""
-        return self.correction is not None or self.confidence is not None
+        return self.markov is not None or self.confidence is not None
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of its states."""
         return self._layers.dtype
 
     @property
@@ -196,6 +210,13 @@ class BlockHead(PassHead):
             self._zeros.append(zeros)  # recorded programs keep the earlier ones
 
     def block(self, token_ids: Tensor, kv: KVCache, batch: AttentionBatch) -> Tensor:
+        """States after its layers: [num_tokens, hidden_size].
+
+        Args:
+            token_ids: int64 [num_tokens]: of each block the text's last token, then masks.
+            kv: of its own layers.
+            batch: a sequence for each block, whose queries see the text and the block.
+        """
         hidden = self._layers.embed(token_ids)
         return self._layers.layers(0, self.config.num_layers, hidden, kv, batch)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,23 +33,14 @@ LM_HEAD = "Q5_1"
 """The block format of the LM head, if the model's weights are quantised."""
 
 
-class Mask(NamedTuple):
-    """The config.json of a P-EAGLE on places without a state."""
-
-    token: int
-    """The token of such a place."""
-    num_drafts: int
-    """Drafts of a pass."""
-
-
 @dataclass(frozen=True)
 class EagleSettings:
     """The settings in a head's ``config.json``."""
 
     kind: str
-    """EAGLE-3, EAGLE-3.1 or P-EAGLE."""
+    """EAGLE-3 or EAGLE-3.1."""
     config: ModelConfig
-    """The config of the head's layers; ``vocab_size`` is the model's."""
+    """The config of the head's layer; ``vocab_size`` is the model's."""
     taps: tuple[int, ...]
     """Layers of the model after which the head takes the state, in the order of ``fc``."""
     target_size: int
@@ -66,8 +56,6 @@ class EagleSettings:
     """Whether an RMS norm is applied before the LM head."""
     norm_output: bool = False
     """Whether each step takes the normed state of the step before; with ``norm_logits``."""
-    mask: Mask | None = None
-    """The mask of a P-EAGLE; None: it is another kind of head."""
     verifier: str = ""
     """The name of the model that the head was trained for; empty: unknown."""
 
@@ -81,22 +69,19 @@ class EagleSettings:
             "midlayer.hidden_norm.weight": (hidden,),
             "norm.weight": (hidden,),
             "lm_head.weight": (self.draft_vocab_size, hidden),
-            **self._layer_shapes("midlayer", 2 * hidden),
+            **self._layer_shapes(),
         }
         if self.norm_before_fc:
             shapes["input_norm.weight"] = (taken,)
         if self.fc_norm:
             shapes |= {f"fc_norm.{i}.weight": (self.target_size,) for i in range(len(self.taps))}
-        if self.mask is not None:
-            shapes["mask_hidden"] = (1, 1, taken)
-            for layer in range(1, c.num_layers):
-                shapes |= self._layer_shapes(f"layers.{layer}", hidden)
         return shapes
 
-    def _layer_shapes(self, layer: str, columns: int) -> dict[str, tuple[int, ...]]:
-        """The tensors of a layer whose attention takes so many columns."""
-        c = self.config
+    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the layer's tensors."""
+        c, layer = self.config, "midlayer"
         hidden, inner = c.hidden_size, c.intermediate_size
+        columns = 2 * hidden
         sizes = {
             "self_attn.q_proj": (c.q_size, columns, c.attention_bias),
             "self_attn.k_proj": (c.kv_size, columns, c.attention_bias),
@@ -203,14 +188,8 @@ class EagleHead(ChainHead):
         head = self._lm_head
         return ops.SoftmaxMeasure(norm, head.weight, self._eps, head.scale, head.table)
 
-    def prepare(self, kv: KVCache, num_more: int = 0) -> None:
-        """Compute what programs need beside a cache.
-
-        Args:
-            kv: of its own layers.
-            num_more: positions after those that have a slot, for rows without one.
-        """
-        self._ropes.reaching(kv.num_pages * kv.page_size + num_more)
+    def prepare(self, kv: KVCache) -> None:
+        self._ropes.reaching(kv.num_pages * kv.page_size)
 
     def begin(self, states: Sequence[Tensor]) -> Tensor:
         begun: Tensor | None = None
@@ -240,24 +219,7 @@ class EagleHead(ChainHead):
     def step(self, state: Tensor, embedded: Tensor, seen: SeenKeys | None = None) -> Tensor:
         assert seen is not None
         assert seen.kv.of_head is not None
-        hidden = self.layer(state, embedded, seen.kv.of_head, seen.batch, few=True)
-        if not self.settings.norm_output:
-            return hidden
-        return ops.add_normed(hidden, self._norm, self._zeros.expand_as(hidden), eps=self._eps)
-
-    def layer(
-        self, state: Tensor, embedded: Tensor, kv: KVCache, batch: AttentionBatch, *, few: bool
-    ) -> Tensor:
-        """The state after its first layer: [num_rows, hidden_size].
-
-        Args:
-            state: [num_rows, hidden_size].
-            embedded: of the token after each.
-            kv: of its own layers.
-            batch: how the rows attend.
-            few: whether the rows are few; see :class:`Linear`.
-        """
-        config, linear = self.config, self._linear
+        kv, batch, config, linear = seen.kv.of_head, seen.batch, self.config, self._linear
         q, k, v = self._projected(state, embedded, slice(None))
         self._append(q, k, v, kv, batch)
         attended = ops.paged_attention(
@@ -272,12 +234,15 @@ class EagleHead(ChainHead):
             arrivals=kv.arrivals,
         ).view(-1, config.q_size)
         if self.settings.norm_before_residual:
-            attended = linear(attended, self._o, few=few)
+            attended = linear(attended, self._o, few=True)
             hidden = ops.add_normed(state, self._state_norm, attended, eps=self._eps)
         else:
-            hidden = linear(attended, self._o, residual=state, few=few)
-        gated = linear.gated(hidden, self._gate_up, self._mlp_norm, config.activation, few=few)
-        return linear(gated, self._down, residual=hidden, few=few)
+            hidden = linear(attended, self._o, residual=state, few=True)
+        gated = linear.gated(hidden, self._gate_up, self._mlp_norm, config.activation, few=True)
+        hidden = linear(gated, self._down, residual=hidden, few=True)
+        if not self.settings.norm_output:
+            return hidden
+        return ops.add_normed(hidden, self._norm, self._zeros.expand_as(hidden), eps=self._eps)
 
     def _projected(
         self, state: Tensor, embedded: Tensor, rows: slice

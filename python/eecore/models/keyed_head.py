@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from eecore import ops
@@ -123,42 +122,4 @@ class ChainHead(KeyedHead):
                 step before.
             embedded: the embedding of the next token.
             seen: the keys to attend to, in ``kv.of_head``.
-        """
-
-
-class PassHead(KeyedHead):
-    """A head that drafts all tokens of a round in one pass over a block of places, the first of
-    which is at the position of the text's last token.
-
-    Attributes:
-        block_size: places of a block.
-        first_place: the place that gives the first draft; -1: what :meth:`fill` returned at the
-            last position gives it, and place 0 gives the second.
-        mask_token: the token of all places but the first.
-        causal: whether a place sees none after it.
-    """
-
-    block_size: int
-    first_place: int
-    mask_token: int
-    causal = False
-
-    @property
-    def num_drafts(self) -> int:
-        """Drafts of a block."""
-        return self.block_size - self.first_place
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """The dtype of its states."""
-
-    @abstractmethod
-    def block(self, token_ids: Tensor, kv: KVCache, batch: AttentionBatch) -> Tensor:
-        """States after its layers: [num_tokens, hidden_size].
-
-        Args:
-            token_ids: int64 [num_tokens]: of each block the text's last token, then masks.
-            kv: of its own layers.
-            batch: a sequence for each block, whose queries see the text and the block.
         """

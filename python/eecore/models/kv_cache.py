@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -110,12 +109,6 @@ class KVCache:
         assert k is not None
         assert v is not None
         return k, v, scales[0], scales[1]
-
-    @cached_property
-    def deeper(self) -> KVCache:
-        """Views of all layers but the first."""
-        assert self.key_scales is None
-        return KVCache(self.k[1:], self.v[1:])
 
     @property
     def num_pages(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eecore.models import DraftHead, KeyedHead, PassHead
+from eecore.models import BlockHead, DraftHead, KeyedHead
 from eecore.planning.draft_state import DraftState
 from eecore.planning.proposal import MAX_AHEAD, Drafts
 from eecore.scheduling.sequence import Sequence
@@ -34,4 +34,4 @@ def max_ahead(head: DraftHead | KeyedHead | None) -> int:
     """Maximum number of drafts that a head makes at the end of a round; a head that drafts a block
     makes as many as the block has.
     """
-    return head.num_drafts if isinstance(head, PassHead) else MAX_AHEAD
+    return head.num_drafts if isinstance(head, BlockHead) else MAX_AHEAD

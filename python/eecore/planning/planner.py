@@ -11,7 +11,7 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from eecore.models import DraftHead, KeyedHead, Network, PassHead
+from eecore.models import BlockHead, DraftHead, KeyedHead, Network
 from eecore.planning.auto import FULL, Choice, Chooser
 from eecore.planning.draft_state import DraftState, draft_state
 from eecore.planning.heads import max_ahead
@@ -55,7 +55,7 @@ class Planner:
         self._model, self._exit_layers, self._ahead = model, model.config.exit_layers, ahead
         self.num_threads = num_threads
         self._max_ahead = max_ahead(model.draft_head)
-        self._at_once = isinstance(model.draft_head, PassHead)
+        self._at_once = isinstance(model.draft_head, BlockHead)
         self.held: HeldChoice | None = None
         """The current choice for ``Auto`` requests."""
         self._steady: tuple[Ordered[Work], list[Row]] | None = None

@@ -1,4 +1,4 @@
-"""Files of heads that draft a block: DFlash, DSpark and Domino as z-lab, SpecForge, DeepSpec and
+"""Files of heads that draft a block: DFlash and DSpark as z-lab, SpecForge, DeepSpec and
 speculators write them.
 
 config.json tells the formats apart. They count layers differently: z-lab, SpecForge and DeepSpec
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -22,15 +21,7 @@ from eecore.models.block_head import (
     BlockHead,
     BlockSettings,
     BlockWeights,
-    GruSizes,
-    MarkovType,
-)
-from eecore.models.corrections import (
-    Correction,
-    DominoGru,
-    GatedMarkov,
     Markov,
-    RecurrentMarkov,
 )
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.network import check_digest
@@ -55,7 +46,7 @@ DIGEST_FIELD = "eecore_model_digest"
 MAX_BLOCK = 64
 MAX_RANK = 1 << 14
 NESTED = "logit_head."
-"""The prefix of a correction's tensors in early files of SpecForge."""
+"""The prefix of the table's tensors in early files of SpecForge."""
 SHARED = frozenset({"embed_tokens.weight", "lm_head.weight", "t2d", "d2t"})
 """Tensors that may be there without being read: the model's, or not needed."""
 
@@ -65,7 +56,7 @@ class _Kind:
     """One format of heads."""
 
     kind: str
-    """``DFlash``, ``DSpark`` or ``Domino``."""
+    """``DFlash`` or ``DSpark``."""
     inner: str = ""
     """The object of config.json with the head's own fields; empty: config.json itself."""
     layers: str = ""
@@ -74,10 +65,8 @@ class _Kind:
     """The field with the layers after which states are taken."""
     after: int = 1
     """Added to a number in that field to get the number of layers before the state."""
-    starts: str = "sample_from_anchor"
-    """The field that says whether the position of the text's last token gives a draft."""
     from_last: bool = False
-    """Whether by default it does."""
+    """Whether the position of the text's last token gives a draft where no field says so."""
     has_confidence: bool = False
     """Whether by default the head predicts how likely a draft is to be accepted."""
 
@@ -88,7 +77,6 @@ _SPECULATORS = replace(
 BLOCK_KINDS: Mapping[str, _Kind] = {
     "DFlashDraftModel": _Kind("DFlash", inner="dflash_config"),
     "DSparkDraftModel": _Kind("DSpark", inner="dflash_config"),
-    "DominoDraftModel": _Kind("Domino", inner="dflash_config", starts="shift_label"),
     "Qwen3DSparkModel": _Kind("DSpark", from_last=True),
     "dflash": _SPECULATORS,
     "dspark": replace(_SPECULATORS, kind="DSpark", from_last=True, has_confidence=True),
@@ -96,16 +84,12 @@ BLOCK_KINDS: Mapping[str, _Kind] = {
 """The formats that are read, by architecture or speculators_model_type."""
 
 
-PROJECTORS = {"domino": "DominoDraftModel", "dspark": "DSparkDraftModel"}
-"""Heads of SpecForge whose architecture is DFlash's, by their ``projector_type``."""
-
-
 def _kind_of(fields: ConfigFields) -> _Kind:
     name = fields.text("speculators_model_type", "")
     name = name or (fields.texts("architectures", ()) or ("",))[0]
     inner = fields.inner("dflash_config")
-    if inner is not None and name == "DFlashDraftModel":
-        name = PROJECTORS.get(inner.text("projector_type", ""), name)
+    if name == "DFlashDraftModel" and inner and inner.text("projector_type", "") == "dspark":
+        name = "DSparkDraftModel"  # as early files of SpecForge say
     return BLOCK_KINDS[name]
 
 
@@ -129,8 +113,8 @@ def read_block_settings(fields: ConfigFields, model: ModelConfig) -> BlockSettin
     block_size = _either(fields, own, "block_size").integer("block_size", 2, MAX_BLOCK)
     rank = own.integer("markov_rank", 0, MAX_RANK, 256 if kind.layers else 0)
     rank = rank if kind.kind == "DSpark" else 0
-    markov: Any = own.choice("markov_head_type", get_args(MarkovType), "vanilla") if rank else None
-    gru = _gru(own, block_size) if kind.kind == "Domino" else None
+    if rank:
+        own.choice("markov_head_type", ("vanilla",), "vanilla")
     alpha = own.number("confidence_head_alpha", 0.0, default=float(kind.has_confidence))
     confident = kind.kind == "DSpark" and own.flag("enable_confidence_head", alpha > 0.0)
     sees = bool(confident and own.flag("confidence_head_with_markov", kind.has_confidence))
@@ -138,30 +122,19 @@ def read_block_settings(fields: ConfigFields, model: ModelConfig) -> BlockSettin
         raise own.wrong("markov_rank", "a rank with confidence_head_with_markov", rank)
     draft_vocab = fields.integer("draft_vocab_size", 2, model.vocab_size, model.vocab_size)
     return BlockSettings(
-        kind="Domino" if gru else "DSpark" if rank or confident else "DFlash",
+        kind="DSpark" if rank or confident else "DFlash",
         config=replace(config, max_position=model.max_position + block_size),
         taps=_taps(own if kind.taps in own else fields, kind, model, config.num_layers),
         block_size=block_size,
         mask_token=_either(fields, own, "mask_token_id").integer(
             "mask_token_id", 0, model.vocab_size - 1
         ),
-        from_last=own.flag(kind.starts, kind.from_last),
+        from_last=own.flag("sample_from_anchor", kind.from_last),
         draft_vocab_size=draft_vocab,
         markov_rank=rank,
-        markov_type=markov or "vanilla",
-        gru=gru,
         has_confidence=bool(confident),
         confidence_sees_token=sees,
         verifier=verifier_of(fields),
-    )
-
-
-def _gru(own: ConfigFields, block_size: int) -> GruSizes:
-    """The sizes of Domino's correction."""
-    return GruSizes(
-        own.integer("gru_hidden_dim", 1, MAX_RANK),
-        own.integer("emb_dim", 1, MAX_RANK),
-        own.integer("pure_draft_prefix_len", 0, block_size, 0),
     )
 
 
@@ -253,18 +226,6 @@ class _Reader:
         if rank:
             shapes["markov_head.markov_w1.weight"] = (config.vocab_size, rank)
             shapes["markov_head.markov_w2.weight"] = (settings.draft_vocab_size, rank)
-            sizes = {"gated": ("gate_proj", 1), "rnn": ("joint_proj", 3)}
-            if settings.markov_type in sizes:
-                name, parts = sizes[settings.markov_type]
-                columns = hidden + rank * (1 if parts == 1 else 2)
-                shapes[f"markov_head.{name}.weight"] = (parts * rank, columns)
-                shapes[f"markov_head.{name}.bias"] = (parts * rank,)
-        if settings.gru is not None:
-            size, inner = settings.gru.state, settings.gru.inner
-            shapes["prefix_gru.weight_ih_l0"] = (3 * size, hidden)
-            shapes["prefix_gru.weight_hh_l0"] = (3 * size, size)
-            shapes["embed_proj.0.weight"] = (inner, hidden + size)
-            shapes["embed_proj.2.weight"] = (settings.draft_vocab_size, inner)
         if settings.has_confidence:
             seen = hidden + rank * settings.confidence_sees_token
             shapes["confidence_head.proj.weight"] = (1, seen)
@@ -304,48 +265,22 @@ class _Reader:
             filling.fill(WeightView.of(matrix), part)
         norm = new.tensor(hidden)
         norm.copy_(self._tensor("hidden_norm.weight"))
-        return BlockWeights(layers, taps, norm, self._correction(), self._confidence(), tokens)
+        return BlockWeights(layers, taps, norm, self._markov(), self._confidence(), tokens)
 
-    def _matrix(self, weight: Tensor, bias: Tensor | None = None, care: Care = "usual") -> Matrix:
+    def _matrix(self, weight: Tensor, care: Care) -> Matrix:
         """A matrix of floats, in the form of the head's others."""
         matrix = self._new.matrix("", *weight.shape, cares=(care,))
         self._filling.fill(WeightView.of(matrix, care), weight)
-        if bias is None:
-            return matrix
-        return matrix._replace(bias=self._new.tensor(len(bias)).copy_(bias))
+        return matrix
 
-    def _correction(self) -> Correction | None:
-        """What the tokens before a draft add to its logits."""
-        settings, new = self._settings, self._matrix
-        hidden, rank = settings.config.hidden_size, settings.markov_rank
-        if settings.gru is not None:
-            inner = self._tensor("embed_proj.0.weight").float()
-            bias = torch.arange(2 * len(inner)).ge(len(inner)).float()
-            return DominoGru(
-                self._network.weights.embed_tokens,
-                new(self._tensor("embed_proj.2.weight"), care="more"),
-                new(torch.cat((inner, torch.zeros_like(inner))), bias),
-                self._tensor("prefix_gru.weight_ih_l0"),
-                self._tensor("prefix_gru.weight_hh_l0"),
-                settings.gru.first,
-                new,
-            )
-        if not rank:
+    def _markov(self) -> Markov | None:
+        """What the token before a draft adds to its logits."""
+        if not self._settings.markov_rank:
             return None
-        before = new(self._tensor("markov_head.markov_w1.weight"), care="most")
-        after = new(self._tensor("markov_head.markov_w2.weight"), care="more")
-        if settings.markov_type == "vanilla":
-            return Markov(before, after, rank)
-        name = f"markov_head.{'gate' if settings.markov_type == 'gated' else 'joint'}_proj"
-        weight, bias = (self._tensor(f"{name}.{part}").float() for part in ("weight", "bias"))
-        if settings.markov_type == "gated":
-            return GatedMarkov(before, after, rank, new(weight, bias), new)
-        state, row, given = weight.split_with_sizes((rank, rank, hidden), 1)
-        (gate, candidate, output), biases = (
-            each.chunk(3) for each in (torch.cat((given, row, state), 1), bias)
+        return Markov(
+            self._matrix(self._tensor("markov_head.markov_w1.weight"), "most"),
+            self._matrix(self._tensor("markov_head.markov_w2.weight"), "more"),
         )
-        step = new(torch.cat((candidate, gate / 2)), torch.cat((biases[1], biases[0] / 2)))
-        return RecurrentMarkov(before, after, rank, step, new(output, biases[2]), new)
 
     def _tensor(self, name: str) -> Tensor:
         return self._files.tensor(self._names[name])

@@ -20,7 +20,7 @@ from eecore.models.readers.block_file import (
     read_block_settings,
 )
 from eecore.models.readers.config_fields import ConfigFields
-from eecore.models.readers.eagle_file import PARALLEL, load_eagle, read_eagle_settings
+from eecore.models.readers.eagle_file import load_eagle, read_eagle_settings
 from eecore.models.readers.head_file import CONFIG_NAME, load_head
 from eecore.models.readers.mtp_file import MTP_ARCHITECTURES, load_mtp, read_mtp_settings
 from eecore.readable import is_file, kind_of, shown_path
@@ -53,11 +53,17 @@ KINDS = {
     "eagle3": PublishedKind(read_eagle_settings, load_eagle),
     "dflash": PublishedKind(read_block_settings, load_block_head),
     "dspark": PublishedKind(read_block_settings, load_block_head),
-    "domino": PublishedKind(read_block_settings, load_block_head),
-    "peagle": PublishedKind(read_eagle_settings, load_eagle),
     "mimo": PublishedKind(read_mtp_settings, load_mtp),
 }
 """The kinds of published heads, by their ``speculators_model_type`` where they have one."""
+UNREAD = {
+    "PEagleDraftModel": "P-EAGLE",
+    "peagle": "P-EAGLE",
+    "DominoDraftModel": "Domino",
+    "domino": "Domino",
+}
+"""Kinds of heads that are not read although their files look like those of other kinds, by
+architecture, speculators_model_type or projector_type."""
 PUBLIC = "RedHatAI/*-speculator.eagle3, AngelSlim/*_eagle3, lmsys/SGLang-EAGLE3-*"
 """Repositories of heads in safetensors, which an error about a pickle recommends."""
 
@@ -155,8 +161,14 @@ def _kind(fields: ConfigFields) -> str:
     """The kind of head that a ``config.json`` describes."""
     names: tuple[str, ...] = fields.texts("architectures", ())
     kind: Any = fields.text("speculators_model_type", None)
-    if kind is None and PARALLEL in names:
-        kind = "peagle"
+    block = fields.inner("dflash_config")
+    projector = "" if block is None else block.text("projector_type", "")
+    for name in (kind, projector, *names):
+        if name in UNREAD:
+            raise UnsupportedModelError(
+                f"{fields.where}: supported draft heads are EAGLE-3, DFlash, DSpark, MiMo's MTP "
+                f"layers and those that eecore train-exits made, got {UNREAD[name]}"
+            )
     if kind is None and ("draft_vocab_size" in fields or "eagle_config" in fields):
         kind = "eagle3"
     if kind is None and any(name.endswith("Eagle3") for name in names):

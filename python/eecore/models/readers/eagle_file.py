@@ -1,4 +1,4 @@
-"""Published EAGLE-3 and P-EAGLE heads: config.json and safetensors.
+"""Published EAGLE-3 heads: config.json and safetensors.
 
 There are two layouts: the raw layout of SafeAILab, SpecForge and AngelSlim (``midlayer.*``), and
 the layout of ``speculators`` (``layers.0.*``). ``eagle_aux_hidden_state_layer_ids`` counts
@@ -16,9 +16,8 @@ from typing import Any
 
 from eecore.config import MAX_POSITIONS, MAX_VOCAB, ModelConfig
 from eecore.errors import CheckpointError
-from eecore.models.eagle_head import EagleHead, EagleSettings, Mask
-from eecore.models.llama import LlamaModel, LlamaWeights
-from eecore.models.parallel_head import ParallelHead
+from eecore.models.eagle_head import EagleHead, EagleSettings
+from eecore.models.llama import LlamaModel
 from eecore.models.readers.checkpoint import Checkpoint
 from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.readers.config_json import layers_config
@@ -26,17 +25,11 @@ from eecore.models.readers.published import (
     check_shapes,
     check_size,
     draft_tokens,
-    new_weights,
     verifier_of,
 )
 from eecore.tensor_files import shown_name
 
 MAX_TAPS = 16
-MAX_DRAFTS = 64
-DRAFTS_OF_A_PASS = 8
-"""Drafts of a P-EAGLE whose file does not say: the default of speculators and SpecForge."""
-PARALLEL = "PEagleDraftModel"
-"""The architecture of SpecForge's P-EAGLE."""
 RAW = "midlayer."
 """The prefix of the layer's tensors in raw files."""
 LISTED = "layers.0."
@@ -83,20 +76,12 @@ def read_eagle_settings(fields: ConfigFields, target: ModelConfig) -> EagleSetti
         sizes = SIZES.get(str(own.values.get("model_type")), {})
         layer = own.replaced({**sizes, **own.values})
         ids, first = fields, 0
-    types = layer.texts("layer_types", ())
-    slides = "sliding_attention" in types
+    slides = "sliding_attention" in layer.texts("layer_types", ())
     window = layer.integer("sliding_window", 1, MAX_POSITIONS) if slides else 0
     values = {name: value for name, value in layer.values.items() if name not in WINDOWS}
     config = layers_config(layer.replaced(values))
-    mask = _mask(fields, config)
-    if config.num_layers != 1 and mask is None:
+    if config.num_layers != 1:
         raise layer.unsupported("num_hidden_layers", "1, a head of one layer", config.num_layers)
-    windows: tuple[int, ...] = (window,)
-    if config.num_layers > 1:
-        windows = tuple(window * (name == "sliding_attention") for name in types)
-        windows = windows or (0,) * config.num_layers
-    if len(windows) != config.num_layers:
-        raise layer.wrong("layer_types", f"a list of {config.num_layers} kinds", list(types))
     target_size = fields.integer("target_hidden_size", 1, default=config.hidden_size)
     for name, got in (("hidden_size", target_size), ("vocab_size", config.vocab_size)):
         said = "target_hidden_size" if name in fields and name != "vocab_size" else name
@@ -107,12 +92,12 @@ def read_eagle_settings(fields: ConfigFields, target: ModelConfig) -> EagleSetti
     if fc_norm and norm_before_fc:
         raise fields.wrong("norm_before_fc", "false beside fc_norm", norm_before_fc)
     return EagleSettings(
-        kind="P-EAGLE" if mask else "EAGLE-3.1" if fc_norm else "EAGLE-3",
+        kind="EAGLE-3.1" if fc_norm else "EAGLE-3",
         # The head drafts at all positions of the model, even if it was trained on shorter texts.
         config=replace(
             config,
             max_position=max(config.max_position, target.max_position),
-            layer_windows=windows,
+            layer_windows=(window,),
         ),
         taps=_taps(ids, first, target.num_layers),
         target_size=target_size,
@@ -122,24 +107,10 @@ def read_eagle_settings(fields: ConfigFields, target: ModelConfig) -> EagleSetti
         norm_before_residual=fields.flag("norm_before_residual", False),
         norm_before_fc=norm_before_fc,
         fc_norm=fc_norm,
-        norm_logits=normed or own is not None or mask is not None,
-        norm_output=normed and own is not None and mask is None,
-        mask=mask,
+        norm_logits=normed or own is not None,
+        norm_output=normed and own is not None,
         verifier=verifier_of(fields),
     )
-
-
-def _mask(fields: ConfigFields, config: ModelConfig) -> Mask | None:
-    """The mask of a P-EAGLE; None: the file is of another kind of head."""
-    is_parallel = fields.text("speculators_model_type", "") == "peagle"
-    if not is_parallel and PARALLEL not in fields.texts("architectures", ()):
-        return None
-    settings = fields.inner("speculators_config")
-    count = DRAFTS_OF_A_PASS
-    if settings is not None and "proposal_methods" in settings:
-        for method in settings.objects("proposal_methods"):
-            count = method.integer("speculative_tokens", 2, MAX_DRAFTS, count)
-    return Mask(fields.integer("mask_token_id", 0, config.vocab_size - 1), count)
 
 
 def _taps(ids: ConfigFields, first: int, num_layers: int) -> tuple[int, ...]:
@@ -154,9 +125,7 @@ def _taps(ids: ConfigFields, first: int, num_layers: int) -> tuple[int, ...]:
     return tuple(layer + first for layer in given)
 
 
-def load_eagle(
-    directory: Path, fields: ConfigFields, network: LlamaModel
-) -> EagleHead | ParallelHead:
+def load_eagle(directory: Path, fields: ConfigFields, network: LlamaModel) -> EagleHead:
     """The head in a directory.
 
     Raises:
@@ -181,40 +150,8 @@ def load_eagle(
         check_shapes(stored, shapes)
         _refuse_others(stored, shapes, prefix)
         tokens = draft_tokens(stored, settings.draft_vocab_size, settings.config.vocab_size)
-        rest = None
-        if settings.config.num_layers > 1:
-            rest = _rest(stored, settings, network)
-        deeper = tuple(f"layers.{layer}." for layer in range(1, settings.config.num_layers))
-        tensors = {
-            name: stored.tensor(theirs)
-            for theirs, name in names.items()
-            if not theirs.startswith(deeper)
-        }
-    head = EagleHead(network, directory, settings, tensors, tokens)
-    if settings.mask is None:
-        return head
-    return ParallelHead(head, rest, tensors["mask_hidden"].view(len(settings.taps), -1))
-
-
-def _rest(stored: Checkpoint, settings: EagleSettings, network: LlamaModel) -> LlamaModel:
-    """The layers after the first, in the coding of the model's."""
-    config = settings.config
-    config = replace(
-        config,
-        num_layers=config.num_layers - 1,
-        layer_windows=config.layer_windows[1:],
-        layer_ropes=config.layer_ropes[1:],
-    )
-    new, filling = new_weights(network)
-    model = network.weights
-    weights = LlamaWeights.empty(config, new, (model.embed_tokens, model.lm_head))
-    weights.final_norm.zero_()  # nothing is made of it
-    start = "model.layers."
-    for name, view in weights.by_checkpoint_name(config).items():
-        if name.startswith(start):
-            layer, rest = name.removeprefix(start).split(".", 1)
-            filling.fill(view, stored.tensor(f"layers.{int(layer) + 1}.{rest}"))
-    return LlamaModel(config, weights)
+        tensors = {name: stored.tensor(theirs) for theirs, name in names.items()}
+    return EagleHead(network, directory, settings, tensors, tokens)
 
 
 def _refuse_others(stored: Checkpoint, shapes: dict[str, tuple[int, ...]], prefix: str) -> None:
