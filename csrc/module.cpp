@@ -15,7 +15,6 @@
 
 #include "backend.h"
 #include "cpu/run.h"
-#include "cuda/launch.h"
 #include "tape.h"
 
 namespace py = pybind11;
@@ -136,13 +135,6 @@ PYBIND11_MODULE(_C, module) {
   module.def("row_bytes", &row_bytes, py::arg("format"), py::arg("columns"));
   module.def("block_columns", &block_columns, py::arg("format"), py::arg("num_bytes"));
   module.def("ask_for_huge_pages", &ask_for_huge_pages, py::arg("address"), py::arg("num_bytes"));
-  module.def("cuda_tuning", [] {
-    py::dict settings;
-    eecore::cuda::Tuning tuning = eecore::cuda::tuning();
-    eecore::cuda::for_each_setting(
-        tuning, [&](const char* name, auto value, int, int) { settings[name] = value; });
-    return settings;
-  });
   using eecore::Tape;
   py::class_<Tape>(module, "Tape")
       .def(py::init<>())

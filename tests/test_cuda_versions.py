@@ -51,7 +51,7 @@ def compiled(source: Path, headers: Path, folder: Path) -> subprocess.CompletedP
     if nvcc is None:
         pytest.skip("no nvcc")
     places = (headers, ROOT / "include", ROOT / "csrc" / "cuda", ROOT / "csrc")
-    command = [nvcc, "-std=c++20", "-arch=sm_90a", "-ptx", "-o", str(folder / "out.ptx")]
+    command = [nvcc, "-std=c++20", "-arch=sm_90", "-ptx", "-o", str(folder / "out.ptx")]
     command += [f"-I{place}" for place in places]
     return subprocess.run([*command, str(source)], capture_output=True, text=True)
 

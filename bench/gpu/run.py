@@ -169,7 +169,7 @@ def here() -> tuple[str, str, str]:
             f"gpu-run: expected a GPU of compute capability 8.0 or newer, got {major}.{minor}"
         )
     name = torch.cuda.get_device_name()
-    return name, file_name(name), f"{major}{minor}a-real" if major == 9 else f"{major}{minor}-real"
+    return name, file_name(name), f"{major}{minor}-real"
 
 
 def file_name(device: str) -> str:

@@ -46,7 +46,7 @@ bool is_captured(Stream stream) {
 }
 
 bool may_start_early(Stream stream) {
-  if (!tuning().early_start || device_properties(stream.device).capability < 90) return false;
+  if (device_properties(stream.device).capability < 90) return false;
   Capture capture;
   if (get_capture(static_cast<cudaStream_t>(stream.handle), &capture) != cudaSuccess) {
     cudaGetLastError();  // the launch will report the error

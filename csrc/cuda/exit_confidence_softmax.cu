@@ -1,7 +1,7 @@
 // exit_confidence_softmax on CUDA: one pass over the LM head for each group of rows, except for
 // groups whose results are unused, and one small kernel that merges the blocks' summaries. That
 // kernel also places rows, and lets rows exit if they are few. Rows that must be made ready are
-// made by each block or, if they are many or warpgroups multiply, by an earlier kernel.
+// made by each block or, if they are many, by an earlier kernel.
 #include "eecore/exit_confidence_softmax.cuh"
 #include "skinny_launch.cuh"
 
@@ -24,12 +24,20 @@ int64_t summary_bytes(const ExitConfidenceSoftmaxParams& params, int device) {
   return params.num_seqs * num_blocks(params, device) * int64_t{sizeof(LogitSummary)};
 }
 
-// Launches a kernel whose blocks share ready rows of x, `columns` of them in a pass: groups of rows
-// come first, so that blocks that read the same rows of the head run together.
-template <typename T, typename Kernel>
-void measure_shared(Kernel kernel, const ExitConfidenceSoftmaxParams& params, SkinnyPlan plan,
-                    HeadProduct product, int64_t columns, int64_t shared_bytes,
-                    LogitSummary* summaries, Stream stream) {
+// Runs the kernel whose blocks share ready rows of x, if there are more rows than a pass of the
+// other kernel takes and shared memory has room for enough chunks of them together with those of
+// the head; returns whether it did. Groups of rows come first in the grid, so that blocks that read
+// the same rows of the head run together.
+template <typename T>
+bool measure_many(const ExitConfidenceSoftmaxParams& params, SkinnyPlan plan, HeadProduct product,
+                  LogitSummary* summaries, Stream stream) {
+  constexpr int64_t kEnoughStages = 3;
+  const int64_t stage_bytes = kHeadMTiles * plan.stage_bytes + kManyStageBytes<T>;
+  const int64_t room = static_cast<int64_t>(device_properties(stream.device).max_shared_bytes) -
+                       kReservedBytes - head_summary_bytes(kManyTiles);
+  const int64_t stages = std::min<int64_t>(room / stage_bytes, kSkinnyMaxStages);
+  if (params.num_seqs <= 8 * kHeadMaxTiles || stages < kEnoughStages || !plan.aligned) return false;
+  plan.num_stages = static_cast<int>(stages);
   const RowForm form = row_form(product);
   if (needs_rows(form, product.x, product.x_stride, product.norm_weight)) {
     make_rows<T>(form, product.num_tokens, product.norm_weight, product.eps, product.workspace,
@@ -41,40 +49,14 @@ void measure_shared(Kernel kernel, const ExitConfidenceSoftmaxParams& params, Sk
   ExitConfidenceSoftmaxParams given = params;
   given.hidden = product.x;
   given.hidden_stride = product.x_stride;
-  const dim3 grid(static_cast<unsigned>(ceil_div(params.num_seqs, columns)),
+  const dim3 grid(static_cast<unsigned>(ceil_div(params.num_seqs, 8 * kManyTiles)),
                   static_cast<unsigned>(plan.num_blocks.value));
-  launch("exit_confidence_softmax", kernel,
-         {grid, dim3(kSkinnyThreads), static_cast<size_t>(shared_bytes), Launch::kAfterPrevious},
+  launch("exit_confidence_softmax", exit_confidence_softmax_many_kernel<T>,
+         {grid, dim3(kSkinnyThreads),
+          static_cast<size_t>(stages * stage_bytes + head_summary_bytes(kManyTiles)),
+          Launch::kAfterPrevious},
          stream, given, plan, summaries);
-}
-
-// Runs the kernel for many rows, if there are more rows than a pass of the other kernel takes and
-// shared memory has room for enough chunks of them together with those of the head; returns whether
-// it did.
-template <typename T>
-bool measure_many(const ExitConfidenceSoftmaxParams& params, SkinnyPlan plan,
-                  const HeadProduct& product, LogitSummary* summaries, Stream stream) {
-  constexpr int64_t kEnoughStages = 3;
-  const int64_t stage_bytes = kHeadMTiles * plan.stage_bytes + kManyStageBytes<T>;
-  const int64_t room = static_cast<int64_t>(device_properties(stream.device).max_shared_bytes) -
-                       kReservedBytes - head_summary_bytes(kManyTiles);
-  const int64_t stages = std::min<int64_t>(room / stage_bytes, kSkinnyMaxStages);
-  if (params.num_seqs <= 8 * kHeadMaxTiles || stages < kEnoughStages || !plan.aligned) return false;
-  plan.num_stages = static_cast<int>(stages);
-  measure_shared<T>(exit_confidence_softmax_many_kernel<T>, params, plan, product, 8 * kManyTiles,
-                    stages * stage_bytes + head_summary_bytes(kManyTiles), summaries, stream);
   return true;
-}
-
-// Runs the kernel of warpgroups.
-template <typename T, typename W, int kNTiles>
-void measure_by_warpgroups(const ExitConfidenceSoftmaxParams& params, SkinnyPlan plan,
-                           const HeadProduct& product, LogitSummary* summaries, Stream stream) {
-  const int64_t other_bytes = head_summary_bytes(kNTiles) + rows_buffers_bytes<W, kNTiles>(plan);
-  set_stages(plan, kHeadMTiles, 1, num_blocks(params, stream.device), other_bytes, stream.device);
-  measure_shared<T>(exit_confidence_softmax_warpgroup_kernel<T, kNTiles, W>, params, plan, product,
-                    8 * kNTiles, skinny_ring_bytes(plan, kHeadMTiles) + other_bytes, summaries,
-                    stream);
 }
 
 template <typename T, typename W, int kNTiles>
@@ -88,17 +70,6 @@ void measure(const ExitConfidenceSoftmaxParams& params, Stream stream) {
   HeadProduct product = head_product(params);
   product.workspace = static_cast<char*>(params.workspace) + summary_bytes(params, stream.device);
   product.constant_weight = may_be_unwanted(params);  // the kernel itself has then waited
-  if constexpr (sizeof(T) == 2) {
-    if (has_warpgroups(params.dtype, stream.device)) {
-      constexpr int kTiles = kNTiles == 1 ? 1 : kHeadMaxTiles;
-      constexpr int kMaxTiles = kIsPacked<W> ? 2 * kHeadMaxTiles : kWideTiles;
-      const auto run = params.num_seqs > 16 * kHeadMaxTiles ? measure_by_warpgroups<T, W, kMaxTiles>
-                       : params.num_seqs > 8 * kHeadMaxTiles
-                           ? measure_by_warpgroups<T, W, 2 * kHeadMaxTiles>
-                           : measure_by_warpgroups<T, W, kTiles>;
-      return run(params, plan, product, summaries, stream);
-    }
-  }
   if constexpr (kNTiles == kHeadMaxTiles && std::is_same_v<T, W> && sizeof(T) == 2) {
     if (measure_many<T>(params, plan, product, summaries, stream)) return;
   }

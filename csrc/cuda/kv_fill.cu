@@ -47,8 +47,6 @@ SkinnyPlan fill_plan(const KvFillParams& params) {
   return plan;
 }
 
-constexpr int kFillMaxTiles = 8;  // of 8 rows, in a pass by warpgroups
-
 // With more slices a block would have fewer rows of the weight at a time, for each of which it
 // reads all of x: a fill of a few layers would have work for more blocks, but a fill of many would
 // take longer.
@@ -82,72 +80,36 @@ void fill_pairs(const KvFillParams& params, const KvFillRows& rows, Stream strea
          Divisor::of(plan.num_tiles));
 }
 
-// How whole heads are cut, and the plan's slices for that. Warpgroups take 64 or 128 rows at a
-// time.
-HeadPlan head_plan(const KvFillParams& params, SkinnyPlan& plan, bool by_warpgroups) {
+// How whole heads are cut, and the plan's slices for that.
+HeadPlan head_plan(const KvFillParams& params, SkinnyPlan& plan) {
   HeadPlan cut{};
   cut.row_tiles = static_cast<int>(ceil_div(params.head_dim, 16));
-  const int most = by_warpgroups ? kMaxWarpgroupSlices : kSkinnyWarps;
-  const int slices = std::clamp(kSkinnyWarps / cut.row_tiles, 1, std::min(plan.num_chunks, most));
+  const int slices = std::clamp(kSkinnyWarps / cut.row_tiles, 1, plan.num_chunks);
   set_slices(plan, static_cast<int>(std::bit_floor(static_cast<unsigned>(slices))));
-  cut.group_tiles = kSkinnyWarps / plan.num_slices;
-  if (!by_warpgroups) cut.group_tiles = std::min(cut.group_tiles, cut.row_tiles);
+  cut.group_tiles = std::min(kSkinnyWarps / plan.num_slices, cut.row_tiles);
   cut.num_parts = Divisor::of(ceil_div(cut.row_tiles, cut.group_tiles));
   cut.num_heads = Divisor::of(2 * params.num_kv_heads);
   cut.column = 16 * cut.row_tiles + 4;  // the offset keeps the banks apart
   return cut;
 }
 
-// Launches a kernel that fills whole heads, whose blocks have `other_bytes` of shared memory in
-// addition to the ring; `sharing` of them share a multiprocessor.
-template <typename Kernel>
-void launch_heads(Kernel kernel, const KvFillParams& params, const KvFillRows& rows,
-                  SkinnyPlan plan, const HeadPlan& cut, int sharing, int64_t columns,
-                  int64_t other_bytes, Stream stream) {
-  const int64_t resident = sharing * device_properties(stream.device).num_multiprocessors;
-  const int64_t blocks = std::min(params.num_layers * 2 * params.num_kv_heads, resident);
-  plan.num_blocks = Divisor::of(blocks);
-  set_stages(plan, 1, sharing, blocks, other_bytes, stream.device);
-  const dim3 grid(static_cast<unsigned>(blocks),
-                  static_cast<unsigned>(ceil_div(params.num_tokens, columns)));
-  launch("kv_fill", kernel,
-         {grid, dim3(kSkinnyThreads), static_cast<size_t>(skinny_ring_bytes(plan, 1) + other_bytes),
-          Launch::kAfterPrevious},
-         stream, params, rows, plan, cut);
-}
-
 template <typename T, typename W, int kNTiles>
 void fill_heads(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
   SkinnyPlan plan = fill_plan<W>(params);
-  const HeadPlan cut = head_plan(params, plan, false);
+  const HeadPlan cut = head_plan(params, plan);
+  const int64_t products_bytes = head_floats(plan, cut, kNTiles) * int64_t{sizeof(float)};
+  const int64_t blocks = std::min(params.num_layers * 2 * params.num_kv_heads,
+                                  resident_skinny_blocks(1, stream.device));
+  plan.num_blocks = Divisor::of(blocks);
+  set_stages(plan, 1, skinny_blocks_per_multiprocessor(1), blocks, products_bytes, stream.device);
+  const dim3 grid(static_cast<unsigned>(blocks),
+                  static_cast<unsigned>(ceil_div(params.num_tokens, 8 * kNTiles)));
   const auto kernel =
       rows.keys != nullptr ? kv_fill_kernel<T, kNTiles, W, true> : kv_fill_kernel<T, kNTiles, W>;
-  launch_heads(kernel, params, rows, plan, cut, skinny_blocks_per_multiprocessor(1), 8 * kNTiles,
-               head_floats(plan, cut, kNTiles) * int64_t{sizeof(float)}, stream);
-}
-
-// The same by warpgroups.
-template <typename T, typename W, int kNTiles>
-void fill_by_warpgroups(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
-  SkinnyPlan plan = fill_plan<W>(params);
-  const HeadPlan cut = head_plan(params, plan, true);
-  const int64_t other_bytes = head_floats(plan, cut, kNTiles) * int64_t{sizeof(float)} +
-                              rows_buffers_bytes<W, kNTiles>(plan);
-  launch_heads(kv_fill_warpgroup_kernel<T, kNTiles, W>, params, rows, plan, cut,
-               kWarpgroupFillBlocks<W, kNTiles>, 8 * kNTiles, other_bytes, stream);
-}
-
-// Whether warpgroups fill heads: if shared memory has room for the products of 64 rows with one.
-template <typename W>
-bool warpgroups_fill(const KvFillParams& params, int device) {
-  if (!has_warpgroups(params.dtype, device)) return false;
-  SkinnyPlan plan = fill_plan<W>(params);
-  const HeadPlan cut = head_plan(params, plan, true);
-  plan.num_stages = 2;
-  const int64_t bytes = skinny_ring_bytes(plan, 1) +
-                        head_floats(plan, cut, kFillMaxTiles) * int64_t{sizeof(float)} +
-                        rows_buffers_bytes<W, kFillMaxTiles>(plan);
-  return bytes <= static_cast<int64_t>(device_properties(device).max_shared_bytes) - 1024;
+  launch("kv_fill", kernel,
+         {grid, dim3(kSkinnyThreads),
+          static_cast<size_t>(skinny_ring_bytes(plan, 1) + products_bytes), Launch::kAfterPrevious},
+         stream, params, rows, plan, cut);
 }
 
 template <typename T, typename W, int kNTiles>
@@ -182,12 +144,6 @@ void run_kv_fill(const KvFillParams& params, Stream stream) {
       if constexpr (std::is_same_v<T, float>) {
         fill<T, W, 1>(params, rows, stream);
       } else {
-        if (warpgroups_fill<W>(params, stream.device)) {
-          const auto run = params.num_tokens <= 8    ? fill_by_warpgroups<T, W, 1>
-                           : params.num_tokens <= 32 ? fill_by_warpgroups<T, W, 4>
-                                                     : fill_by_warpgroups<T, W, kFillMaxTiles>;
-          return run(params, rows, stream);
-        }
         dispatch_tokens<T, 4>(params.num_tokens,
                               [&](auto n_tiles) { fill<T, W, n_tiles()>(params, rows, stream); });
       }

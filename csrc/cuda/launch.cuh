@@ -37,7 +37,6 @@ struct LaunchShape {
   dim3 block;
   size_t shared_bytes = 0;
   Launch order = Launch::kInOrder;
-  unsigned cluster = 1;  // blocks of a cluster, adjacent in x
 };
 
 // Dynamic shared memory that a block may use without a request.
@@ -48,7 +47,7 @@ constexpr size_t kPlainSharedBytes = 48 * 1024;
 void allow_shared_bytes(const char* name, const void* function, int device, size_t bytes);
 
 // Whether the next launch on a stream may start before the work ahead of it has ended: the GPU
-// supports it, and in a graph only kernels are ahead. EECORE_CUDA_TUNING may disable it.
+// supports it, and in a graph only kernels are ahead.
 bool may_start_early(Stream stream);
 
 // Starts `kernel` on `stream`; a refused launch throws with the kernel's name. An empty grid is not
@@ -65,18 +64,12 @@ void launch(const char* name, void (*kernel)(Params...), const LaunchShape& shap
   config.blockDim = shape.block;
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream.handle);
-  cudaLaunchAttribute attributes[2]{};
-  config.attrs = attributes;
+  cudaLaunchAttribute early{};
+  config.attrs = &early;
   if (shape.order == Launch::kAfterPrevious && may_start_early(stream)) {
-    cudaLaunchAttribute& early = attributes[config.numAttrs++];
+    config.numAttrs = 1;
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (shape.cluster > 1) {
-    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = shape.cluster;
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
   }
   check_cuda(cudaLaunchKernelEx(&config, kernel, Params(args)...), name);
 }

@@ -1,15 +1,12 @@
 // paged_attention on CUDA: one launch, and a second one where several blocks share a tile's keys
 // and either the call has no counters for the blocks' arrivals or their partial results are large.
-// Sequences of many queries can have a kernel of their own.
 // The grid is an upper bound from the shapes; lengths are known only on the device.
 #include <algorithm>
 #include <bit>
 
 #include "dispatch.h"
 #include "eecore/paged_attention.cuh"
-#include "eecore/prompt_attention.cuh"
 #include "launch.cuh"
-#include "prompt_attention.h"
 
 namespace eecore::cuda {
 namespace {
@@ -62,8 +59,7 @@ void dispatch_bands(const PagedAttentionParams& params, Body&& body) {
   if constexpr (sizeof(T) == 2 && kHeadDim <= 128) {
     const int64_t group_size = params.num_q_heads / params.num_kv_heads;
     if (rows_of(params, group_size) > AttentionSizes<T, kHeadDim, C>::kBandRows &&
-        rows_of(params, 1) <= kMaxRepeatedQueries && params.fixed_split_size > 0 &&
-        tuning().wide_attention) {
+        rows_of(params, 1) <= kMaxRepeatedQueries && params.fixed_split_size > 0) {
       return body(Kernel<T, kHeadDim, false, C, 2>{});
     }
   }
@@ -210,7 +206,6 @@ AttentionPlan plan_rows(const PagedAttentionParams& params, int64_t tile_rows) {
   plan.num_tiles = static_cast<int32_t>(num_tiles);
   const int64_t max_keys = params.max_pages_per_seq * params.page_size;
   plan.max_keys = static_cast<int32_t>(std::min<int64_t>(max_keys, INT32_MAX));
-  plan.max_queries = INT32_MAX;
   // A window that no query is far enough into to notice has no effect.
   const int64_t max_window = max_keys + params.num_tokens;
   if (params.sliding_window < std::min<int64_t>(max_window, INT32_MAX)) {
@@ -247,7 +242,7 @@ Call plan_call(const PagedAttentionParams& params, int device) {
   plan.fixed_split_size =
       static_cast<int32_t>(std::min<int64_t>(params.fixed_split_size, kMaxSplitKeys));
   plan.fixed_span = Divisor::of(std::max(kAttentionWarps * plan.fixed_split_size, 1));
-  plan.early_places = params.constant_places && tuning().early_places;
+  plan.early_places = params.constant_places;
   plan.q_aligned = has_aligned_q(params);
   plan.kv_aligned = has_aligned_caches(params, sizeof(typename Kernel::C));
   plan.out_aligned = has_aligned_out(params);
@@ -287,39 +282,10 @@ bool is_empty(const PagedAttentionParams& params) {
   return params.num_tokens == 0 || params.num_seqs == 0 || params.num_q_heads == 0;
 }
 
-// Whether warpgroups attend to the call, as far as its shapes tell: rows of a sequence that fill
-// one, and pages that are whole boxes of a tensor copy.
-bool is_for_warpgroups(const PagedAttentionParams& params, int device) {
-  constexpr int64_t kBoxKeys = 8;  // keys of 64 elements in an order of Swizzle::k128Bytes
-  if (!tuning().wgmma_attention || device_properties(device).capability != 90) return false;
-  const bool has_kernel =
-      params.dtype != DType::kFloat32 && params.position_bias == nullptr && params.head_dim <= 128;
-  const bool are_many = rows_of(params, params.num_q_heads / params.num_kv_heads) >= 64 &&
-                        (params.fixed_split_size == 0 || rows_of(params, 1) > kMaxRepeatedQueries);
-  const bool are_boxes =
-      params.page_size % kBoxKeys == 0 && params.num_pages > 0 &&
-      (params.page_size % kPromptKeys == 0 || kPromptKeys % params.page_size == 0);
-  const auto are_nested = [&](const CacheStrides& given) {
-    const CacheStrides strides = whole_strides(params, given);
-    return strides.head > 0 && strides.slot > 0 && strides.slot % strides.head == 0 &&
-           strides.page % strides.slot == 0;
-  };
-  return has_kernel && are_many && are_boxes && are_nested(params.k_cache_strides) &&
-         are_nested(params.v_cache_strides) && has_aligned_q(params) && has_aligned_out(params) &&
-         has_aligned_caches(params, params.cache_format.is_float8 ? 1 : size_of(params.dtype));
-}
-
-// Whether sequences of few queries may be among those of such a call, whose results must not depend
-// on the others.
-bool may_have_few_queries(const PagedAttentionParams& params) {
-  return params.fixed_split_size > 0 && params.num_seqs > 1;
-}
-
 }  // namespace
 
 int64_t paged_attention_workspace(const PagedAttentionParams& params, int device) {
   if (is_empty(params)) return 0;
-  if (is_for_warpgroups(params, device) && !may_have_few_queries(params)) return 0;
   int64_t num_partials = 0;
   dispatch(params, [&](auto kernel) {
     num_partials = plan_call<decltype(kernel)>(params, device).plan.num_partials;
@@ -330,18 +296,10 @@ int64_t paged_attention_workspace(const PagedAttentionParams& params, int device
 
 void run_paged_attention(const PagedAttentionParams& params, Stream stream) {
   if (is_empty(params)) return;
-  const bool by_warpgroups = is_for_warpgroups(params, stream.device);
-  if (by_warpgroups) {
-    AttentionPlan plan = plan_rows(params, kPromptRows);
-    plan.min_queries = may_have_few_queries(params) ? kMaxRepeatedQueries + 1 : 0;
-    run_prompt_attention(params, plan, stream);
-    if (!may_have_few_queries(params)) return;
-  }
   dispatch(params, [&](auto kernel) {
     using T = typename decltype(kernel)::T;
     using Sizes = typename decltype(kernel)::Sizes;
-    auto [plan, shape] = plan_call<decltype(kernel)>(params, stream.device);
-    if (by_warpgroups) plan.max_queries = kMaxRepeatedQueries;
+    const auto [plan, shape] = plan_call<decltype(kernel)>(params, stream.device);
     launch("paged_attention", kernel.function(), shape, stream, params, plan);
     if (plan.num_blocks.value == 1 || plan.last_merges) return;
     const int64_t pieces = params.num_q_heads * params.head_dim / kMergedSize;

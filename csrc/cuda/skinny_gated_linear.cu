@@ -10,15 +10,6 @@ template <typename T, typename W, int kNTiles>
 void multiply(const SkinnyGatedLinearParams& params, Stream stream) {
   SkinnyPlan plan = make_plan<W>(params.weight, params.weight_stride, params.in_features);
   set_slices(plan, choose_slices(params.inner_size, plan.num_chunks, stream.device));
-  plan.early_trigger = params.constant_weight && tuning().early_trigger;
-  if constexpr (sizeof(T) == 2) {
-    const int cluster = warpgroup_cluster(params, params.inner_size, stream.device);
-    if (cluster > 0) {
-      const auto kernel_of = [](auto n) { return skinny_warpgroup_gated_kernel<T, n(), W>; };
-      return launch_warpgroups<T, W, kGatedMTiles, kNTiles>(
-          "skinny_gated_linear", kernel_of, params, plan, params.inner_size, cluster, 0, stream);
-    }
-  }
   plan.num_tiles = static_cast<int>(ceil_div(params.inner_size, skinny_tile_rows(plan, 1)));
   const int64_t blocks =
       std::min<int64_t>(plan.num_tiles, resident_skinny_blocks(kGatedMTiles, stream.device));

@@ -11,7 +11,6 @@
 #include "dispatch.h"
 #include "eecore/rms_norm.cuh"
 #include "eecore/skinny_rows.cuh"
-#include "eecore/skinny_warpgroup.cuh"
 #include "launch.cuh"
 
 namespace eecore::cuda {
@@ -97,10 +96,10 @@ inline int64_t resident_skinny_blocks(int m_tiles, int device) {
 // Stages that keep enough of the weight in flight with `num_blocks` blocks at work. More stages
 // would only take L1 cache from x.
 inline int64_t wanted_stages(SkinnyPlan plan, int m_tiles, int64_t num_blocks, int device) {
-  const int64_t wanted_bytes = int64_t{tuning().ring_kib} * 1024;  // per multiprocessor
+  constexpr int64_t kWantedBytes = 96 << 10;  // per multiprocessor
   plan.num_stages = 1;
   const int64_t bytes = num_blocks * skinny_ring_bytes(plan, m_tiles);
-  return 1 + ceil_div(wanted_bytes * device_properties(device).num_multiprocessors, bytes);
+  return 1 + ceil_div(kWantedBytes * device_properties(device).num_multiprocessors, bytes);
 }
 
 // Stages that shared memory has room for in addition to a block's `other_bytes`, where `sharing`
@@ -200,7 +199,7 @@ int64_t ready_rows_bytes(const Params& params) {
 template <typename T, typename W>
 bool blocks_make_rows(const SkinnyPlan& plan, int64_t num_tokens, int m_tiles, int64_t num_blocks,
                       int64_t exchange_bytes, int device) {
-  if (num_tokens > std::max(tuning().shared_rows, kFewRows)) return false;
+  if (num_tokens > kMaxSharedRows<T, W>) return false;
   const int64_t enough_stages = num_tokens > kFewRows ? 2 : 3;
   const int64_t other_bytes = exchange_bytes + shared_rows_bytes<T, W>(num_tokens, plan.num_chunks);
   const int64_t enough = std::min(wanted_stages(plan, m_tiles, num_blocks, device), enough_stages);
@@ -243,76 +242,6 @@ void with_ready_rows(Params params, SkinnyPlan plan, int m_tiles, int64_t num_bl
         true;  // the kernel that makes rows has waited for the kernel that wrote the weight
   }
   start_with(exchange_bytes, std::false_type{});
-}
-
-// Whether warpgroups multiply where they can: neither rows of x nor their number count, so that a
-// row's result does not depend on its batch.
-inline bool has_warpgroups(DType dtype, int device) {
-  return dtype != DType::kFloat32 && device_properties(device).capability == 90 && tuning().wgmma;
-}
-
-// Blocks that share 64 rows of a weight of `num_rows` rows which warpgroups multiply, as few as
-// give nearly all multiprocessors work; 0 if warpgroups do not multiply it.
-template <typename Params>
-int warpgroup_cluster(const Params& params, int64_t num_rows, int device) {
-  if (!has_warpgroups(params.dtype, device)) return 0;
-  const bool is_float = params.weight_scale == nullptr && params.weight_table == nullptr;
-  const int64_t chunks = ceil_div(params.in_features, (is_float ? 1 : 2) * int64_t{kRowsChunk});
-  for (int cluster = 1; cluster <= kMaxWarpgroupCluster; cluster *= 2) {
-    if (cluster > 1 && chunks < kMaxWarpgroupSlices * cluster) break;
-    const int64_t blocks = cluster * ceil_div(num_rows, kWarpgroupRows);
-    if (10 * blocks >= 9 * int64_t{device_properties(device).num_multiprocessors}) return cluster;
-  }
-  return 0;
-}
-
-// Launches kernel_of(number of 8-row tiles of x, a constant) with the plan, the cluster's size and
-// `args`, after rms_norm_kernel where the rows of x must be made ready. A block has `place_bytes`
-// of static shared memory for each of its rows of x.
-template <typename T, typename W, int kMTiles, int kNTiles, typename KernelOf, typename Params,
-          typename... Args>
-void launch_warpgroups(const char* name, const KernelOf& kernel_of, Params params, SkinnyPlan plan,
-                       int64_t num_rows, int cluster, int64_t place_bytes, Stream stream,
-                       const Args&... args) {
-  if constexpr (kNTiles == 8 && !kIsPacked<W>) {
-    if (params.num_tokens > 64) {
-      return launch_warpgroups<T, W, kMTiles, kWideTiles>(name, kernel_of, params, plan, num_rows,
-                                                          cluster, place_bytes, stream, args...);
-    }
-  }
-  const bool is_shared = cluster > 1;
-  set_slices(plan,
-             is_shared ? kMaxWarpgroupSlices : std::min(plan.num_slices, kMaxWarpgroupSlices));
-  plan.num_tiles = static_cast<int>(ceil_div(num_rows, skinny_tile_rows(plan, 1)));
-  constexpr int kSharing = kWarpgroupBlocks<W, kMTiles, kNTiles>;
-  const int64_t resident = int64_t{kSharing} * device_properties(stream.device).num_multiprocessors;
-  const int64_t groups = ceil_div(params.num_tokens, 8 * kNTiles);
-  const int64_t clusters =
-      is_shared ? plan.num_tiles
-                : std::min<int64_t>(plan.num_tiles, std::max<int64_t>(resident / groups, 1));
-  plan.num_blocks = Divisor::of(clusters);
-  plan.early_weight = params.constant_weight;
-  const RowForm form = row_form(params);
-  if (needs_rows(form, params.x, params.x_stride, params.norm_weight)) {
-    make_rows<T>(form, params.num_tokens, params.norm_weight, params.eps, params.workspace,
-                 params.x, params.x_stride, stream);
-    plan.early_weight = true;  // the kernel that makes rows has waited for writes of the weight
-  }
-  const int64_t exchange = is_shared ? 0 : skinny_exchange_floats(plan, kMTiles);
-  const int64_t other_bytes =
-      exchange * int64_t{sizeof(float)} + rows_buffers_bytes<W, kNTiles>(plan);
-  set_stages(plan, kMTiles, kSharing, std::min(groups * cluster * clusters, resident),
-             other_bytes + 8 * kNTiles * place_bytes, stream.device);
-  int64_t shared_bytes = skinny_ring_bytes(plan, kMTiles) + other_bytes;
-  if (is_shared) {
-    shared_bytes =
-        std::max(shared_bytes, kClusterFloats<kMTiles, kNTiles> * int64_t{sizeof(float)});
-  }
-  const dim3 grid(static_cast<unsigned>(groups * cluster), static_cast<unsigned>(clusters));
-  launch(name, kernel_of(std::integral_constant<int, kNTiles>{}),
-         {grid, dim3(kSkinnyThreads), static_cast<size_t>(shared_bytes), Launch::kAfterPrevious,
-          static_cast<unsigned>(cluster)},
-         stream, params, plan, std::countr_zero(static_cast<unsigned>(cluster)), args...);
 }
 
 // Calls body(TypeTag<T>{}, TypeTag<W>{}, n_tiles) for a product's dtype, the elements of its weight

@@ -10,15 +10,15 @@ namespace {
 
 bool appends(const SkinnyLinearParams& params) { return params.append.slot_mapping != nullptr; }
 
-// Whether the product's blocks can append what they sum, by warpgroups or not. A head's norm would
+// Whether the product's blocks can append what they sum. A head's norm would
 // need the whole head in one block, and there would be fewer such blocks than multiprocessors. In a
 // packed weight rows that are read together are adjacent; rows that are rotated together are not.
-bool blocks_append(const SkinnyLinearParams& params, bool by_warpgroups) {
+bool blocks_append(const SkinnyLinearParams& params) {
   const AppendKvParams& append = params.append;
   const int most_rows =
       params.dtype == DType::kFloat32 ? kMaxAppendedRows<float> : kMaxAppendedRows<BFloat16>;
   return params.weight_table == nullptr && !append.cache_format.is_float8 &&
-         (by_warpgroups || params.num_tokens <= most_rows) && append.q_norm_weight == nullptr &&
+         params.num_tokens <= most_rows && append.q_norm_weight == nullptr &&
          append.k_norm_weight == nullptr && HeadTiles::fit(append.head_dim, append.rotary_dim);
 }
 
@@ -69,26 +69,7 @@ template <typename T, typename W, int kNTiles>
 void multiply(const SkinnyLinearParams& params, Stream stream) {
   SkinnyPlan plan = make_plan<W>(params.weight, params.weight_stride, params.in_features);
   set_slices(plan, choose_slices(params.out_features, plan.num_chunks, stream.device));
-  // The kernel after one that appends heads reads more than constants before its wait.
-  plan.early_trigger = params.constant_weight && !appends(params) && tuning().early_trigger;
-  plan.early_places = params.append.constant_places && tuning().early_places;
-  if constexpr (sizeof(T) == 2) {
-    const int cluster = warpgroup_cluster(params, params.out_features, stream.device);
-    if constexpr (!kIsPacked<W>) {
-      if (cluster > 0 && appends(params)) {
-        const auto kernel_of = [](auto n) { return skinny_warpgroup_append_kernel<T, n(), W>; };
-        constexpr int64_t kPlaceBytes = sizeof(CacheSlot) + sizeof(int64_t);
-        return launch_warpgroups<T, W, 1, kNTiles>("skinny_linear", kernel_of, params, plan,
-                                                   params.out_features, cluster, kPlaceBytes,
-                                                   stream, head_tiles(params.append));
-      }
-    }
-    if (cluster > 0) {
-      const auto kernel_of = [](auto n) { return skinny_warpgroup_linear_kernel<T, n(), W>; };
-      return launch_warpgroups<T, W, 1, kNTiles>("skinny_linear", kernel_of, params, plan,
-                                                 params.out_features, cluster, 0, stream);
-    }
-  }
+  plan.early_places = params.append.constant_places;
   const int64_t wide_tiles = ceil_div(params.out_features, skinny_tile_rows(plan, 2));
   const bool fills_device =
       10 * wide_tiles >= 9 * int64_t{device_properties(stream.device).num_multiprocessors};
@@ -114,8 +95,7 @@ void run_skinny_linear(const SkinnyLinearParams& params, Stream stream) {
   check_activation("skinny_linear", params.activation, {Activation::kNone, Activation::kRelu});
   if (params.num_tokens == 0 || params.out_features == 0) return;
   SkinnyLinearParams product = params;
-  const bool by_warpgroups = warpgroup_cluster(params, params.out_features, stream.device) > 0;
-  const bool appends_later = appends(params) && !blocks_append(params, by_warpgroups);
+  const bool appends_later = appends(params) && !blocks_append(params);
   if (appends_later) product.append = {};
   dispatch_product("skinny_linear", product, [&](auto tag, auto weight_tag, auto n_tiles) {
     using T = typename decltype(tag)::type;

@@ -38,9 +38,8 @@ struct AttentionPlan {
   int32_t num_partials;      // partial results per row in the workspace
   int32_t sliding_window;    // 0: none
   int32_t fixed_split_size;  // 0: chosen from the number of keys of a tile
-  int32_t min_queries, max_queries;  // of a sequence to which a kernel attends
-  int32_t bias_before, bias_ahead;   // last positions with biases of their own, on either side
-  int32_t bias_origin, bias_width;   // of a head's biases in shared memory
+  int32_t bias_before, bias_ahead;  // last positions with biases of their own, on either side
+  int32_t bias_origin, bias_width;  // of a head's biases in shared memory
   bool last_merges;   // the last block of a tile merges its partial results, not a second kernel
   bool early_places;  // params.constant_places may be used
   float scale;        // of the scores, times log2(e)
@@ -237,7 +236,6 @@ __device__ __forceinline__ AttentionTile make_tile(const PagedAttentionParams& p
   AttentionTile tile{};
   tile.seq = seq;
   tile.first_row = first_row;
-  if (seq.num_queries > plan.max_queries) return tile;
   tile.num_rows =
       min(seq.num_queries * plan.group_size.value - first_row, kAttentionWarps * kBandRows);
   if (tile.num_rows <= 0) return tile;

@@ -7,7 +7,6 @@
 #include "eecore/params.h"
 #include "eecore/place_row.cuh"
 #include "eecore/skinny_rows.cuh"
-#include "eecore/warpgroup_tile.cuh"
 
 namespace eecore::cuda {
 
@@ -352,65 +351,6 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
   leave_summaries<kColumns>(of_warps, min(of_block, kSkinnyWarps), x.count,
                             summaries + first_seq * plan.num_blocks.value + block,
                             plan.num_blocks.value);
-}
-
-// The same by warpgroups (sm_90a). The sums of a row have one order however many rows there are,
-// and its summaries are merged in the order of the kernels above. The warps of a block multiply
-// together, so those that have no tile in the last turn multiply rows whose logits are not kept.
-// Grid: as for many rows. Dynamic shared memory: the ring, the block's summaries, then the buffers
-// of rows of x.
-template <typename T, int kNTiles, typename W = T>
-__global__ void __launch_bounds__(kSkinnyThreads, 1)
-    exit_confidence_softmax_warpgroup_kernel(ExitConfidenceSoftmaxParams params, SkinnyPlan plan,
-                                             LogitSummary* summaries) {
-#if EECORE_HAS_WGMMA
-  constexpr int kColumns = 8 * kNTiles;
-  const SkinnyLane lane(plan);
-  const int block = static_cast<int>(blockIdx.y);
-  const int of_block = tiles_of_block(plan, plan.num_tiles, block);
-  const int my_tiles = head_tiles_of_warp(of_block, lane.group);
-  const int num_turns = head_tiles_of_warp(of_block, 0);
-  const auto first_row = [&](int turn, int group) {
-    const int64_t tile = (int64_t{turn} * kSkinnyWarps + group) * plan.num_blocks.value + block;
-    // In place of rows past the last, which head_rows makes the last one: of a packed head a whole
-    // tile is read faster.
-    const bool is_past = kIsPacked<W> && tile >= plan.num_tiles;
-    return (is_past ? plan.num_tiles - 1 : tile) * kHeadTileRows;
-  };
-  const auto rows_of = [&](int turn, WeightRow<W>(&rows)[2 * kHeadMTiles]) {
-    head_rows<W>(params, first_row(turn, lane.group) + lane.row, rows);
-  };
-
-  const int64_t first_seq = static_cast<int64_t>(blockIdx.x) * kColumns;
-  if (!any_is_wanted<kColumns>(params, first_seq)) return;
-  WeightStream<W, kHeadMTiles> weight(plan, lane, num_turns);
-  const int ring_bytes = skinny_ring_bytes(plan, kHeadMTiles);
-  const int rows_at = ring_bytes + head_summary_bytes(kNTiles);
-  const auto x = start_product<T, kNTiles, false>(head_product(params), plan, weight, rows_of,
-                                                  first_seq, rows_at);
-  ChunksOfRows<T, W, kNTiles> chunks(plan, lane, lane.slice, x, dynamic_shared<T>(rows_at));
-
-  const Shared<float> of_warps = dynamic_shared<float>(ring_bytes);
-  const Shared<float> of_warp = of_warps + lane.group * (kColumns * 4);
-  for (int turn = 0; turn < num_turns; ++turn) {
-    float sums[kHeadMTiles][kNTiles][4];
-    const auto row_of_turn = [&](int i) {
-      const int64_t row = first_row(turn, i / kHeadTileRows) + i % kHeadTileRows;
-      return weight_row<W>(params.lm_head, params.lm_head_table,
-                           row < params.vocab_size ? row : params.vocab_size - 1,
-                           params.lm_head_stride);
-    };
-    multiply_together(plan, lane, weight, rows_of, row_of_turn, chunks, sums);
-    if (turn < my_tiles) {
-      keep_logits<W>(params, lane, head_row(plan, lane, block, turn), sums, of_warp, turn == 0);
-    }
-  }
-  leave_summaries<kColumns>(of_warps, min(of_block, kSkinnyWarps), x.count,
-                            summaries + first_seq * plan.num_blocks.value + block,
-                            plan.num_blocks.value);
-#else
-  __trap();  // the launcher asks for a GPU that has wgmma, and for a build for it
-#endif
 }
 
 // Writes a row's outputs from the summary of its logits, and places them where that is asked for. A

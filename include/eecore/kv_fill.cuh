@@ -7,7 +7,6 @@
 #include "eecore/panel_stream.cuh"
 #include "eecore/params.h"
 #include "eecore/rms_norm.cuh"
-#include "eecore/warpgroup_tile.cuh"
 
 namespace eecore::cuda {
 
@@ -384,105 +383,6 @@ __global__ void __launch_bounds__(kSkinnyThreads,
     __syncthreads();  // all threads read the products before the next head's are written
   }
   cp_async_wait<0>();  // where the last layer was not needed
-}
-
-// Blocks of the kernel below that share a multiprocessor: a packed weight leaves no registers for a
-// second one, and the products of 64 rows no shared memory for two rings.
-template <typename W, int kNTiles>
-constexpr int kWarpgroupFillBlocks = kIsPacked<W> || kNTiles > 4 ? 1 : 2;
-
-// The same by warpgroups (sm_90a), for up to 64 rows; keys are left where rows.keys is given. The
-// warps multiply together, so those beyond a head's last 16 rows multiply others, and drop the
-// products. Dynamic shared memory: the ring, the products of a head, then the buffers of rows of x.
-template <typename T, int kNTiles, typename W = T>
-__global__ void __launch_bounds__(kSkinnyThreads, kWarpgroupFillBlocks<W, kNTiles>)
-    kv_fill_warpgroup_kernel(KvFillParams params, KvFillRows rows, SkinnyPlan plan, HeadPlan cut) {
-#if EECORE_HAS_WGMMA
-  const SkinnyLane lane = SkinnyLane::of_warpgroup(plan);
-  const int num_layers = static_cast<int>(params.num_layers);
-  const int num_heads = 2 * static_cast<int>(params.num_kv_heads);
-  const int head_dim = static_cast<int>(params.head_dim);
-  const int64_t first_place = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
-
-  const auto layer_of = [&](int i) {
-    return cut.num_heads.quotient(fill_unit(num_layers * num_heads, i));
-  };
-  const auto head_of = [&](int i) {
-    return fill_unit(num_layers * num_heads, i) - layer_of(i) * num_heads;
-  };
-  // Row `row` of a tile, which has 16 for each group of warps. Whole tiles of a packed weight are
-  // read fastest, also in place of one that a head does not have.
-  const auto row_of = [&](int tile, int row) {
-    const int i = cut.num_parts.quotient(tile), part = tile - i * cut.num_parts.value;
-    const int row_tile = part * cut.group_tiles + row / 16;
-    const int first = 16 * (kIsPacked<W> ? min(row_tile, cut.row_tiles - 1) : row_tile);
-    const int layer = layer_of(i);
-    return weight_row<W>(
-        static_cast<const W*>(params.kv_weight) + layer * params.weight_layer_stride,
-        params.kv_table + layer * params.table_layer_stride,
-        head_of(i) * params.head_dim + min(first + row % 16, head_dim - 1),
-        params.weight_row_stride);
-  };
-  const auto rows_of = [&](int tile, WeightRow<W>(&weight_rows)[2]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      weight_rows[i] = row_of(tile, 16 * lane.group + lane.row + 8 * i);
-    }
-  };
-  const auto x_of = [&](int i) {
-    const int layer = layer_of(i);
-    return skinny_rows<kNTiles>(
-        static_cast<const T*>(rows.normed) + layer * params.num_tokens * rows.padded_size,
-        rows.padded_size, rows.counts[layer], first_place);
-  };
-
-  WeightStream<W, 1> weight(plan, lane,
-                            tiles_of_block(plan, num_layers * num_heads) * cut.num_parts.value);
-  const int my_heads = start_fill(params, rows, plan, weight, rows_of, num_layers, num_heads, true,
-                                  cut.num_parts.value, first_place);
-  if (my_heads == 0) return cp_async_wait<0>();  // of the last layer
-
-  EECORE_SHARED(CacheSlot, slots, 8 * kNTiles);
-  EECORE_SHARED(int64_t, angles, 8 * kNTiles);
-  load_places(params, rows, first_place, 8 * kNTiles, slots, angles);
-
-  const int products_at = skinny_ring_bytes(plan, 1);
-  const int products_bytes = head_floats(plan, cut, kNTiles) * static_cast<int>(sizeof(float));
-  const Shared<float> products = dynamic_shared<float>(products_at);
-  const int slice_stride = 8 * kNTiles * cut.column;
-  ChunksOfRows<T, W, kNTiles> chunks(plan, lane, lane.slice, x_of(0),
-                                     dynamic_shared<T>(products_at + products_bytes));
-  for (int i = 0; i < my_heads; ++i) {
-    const int layer = layer_of(i), head = head_of(i);
-    for (int part = 0; part < cut.num_parts.value; ++part) {
-      float sums[1][kNTiles][4];
-      const auto row_of_tile = [&](int row) { return row_of(i * cut.num_parts.value + part, row); };
-      multiply_together(plan, lane, weight, rows_of, row_of_tile, chunks, sums);
-      store_products(lane, cut, part, sums[0], products);
-    }
-    if (i + 1 < my_heads) chunks.begin(x_of(i + 1));
-    __syncthreads();
-    const int64_t key_table = key_table_of(params, layer);
-    const int count = x_of(i).count;
-    for (int column = threadIdx.x / 32; column < count; column += kSkinnyWarps) {
-      const auto write = [&](auto leaves_keys) {
-        write_head<T, W, decltype(leaves_keys)::value>(
-            params, layer, head, slots[column], key_table + angles[column],
-            products + column * cut.column, plan.num_slices, slice_stride, rows,
-            first_place + column);
-      };
-      if (rows.keys != nullptr) {
-        write(std::true_type{});
-      } else {
-        write(std::false_type{});
-      }
-    }
-    __syncthreads();  // all threads read the products before the next head's are written
-  }
-  cp_async_wait<0>();  // of tiles that are not needed
-#else
-  __trap();  // the launcher asks for a GPU that has wgmma, and for a build for it
-#endif
 }
 
 }  // namespace eecore::cuda

@@ -18,21 +18,19 @@ struct Rotation {
   float cosine, sine;
 };
 
-// What the blocks of a product do with the heads that they sum. Tokens are counted from the first
-// one of the block's group.
+// What the blocks of a product do with the heads that they sum.
 template <typename T, typename W>
 class AppendedHeads {
  public:
   // `slots` and `angles` have room for a place of each token.
   __device__ __forceinline__ AppendedHeads(const SkinnyLinearParams& params, const HeadTiles& tiles,
                                            Shared<CacheSlot> slots, Shared<int64_t> angles,
-                                           int num_tokens, int64_t first_token = 0)
+                                           int num_tokens)
       : params_(params),
         tiles_(tiles),
         slots_(slots),
         angles_(angles),
         num_tokens_(num_tokens),
-        first_token_(first_token),
         num_q_heads_(static_cast<int>(params.append.num_q_heads)),
         num_kv_heads_(static_cast<int>(params.append.num_kv_heads)) {}
 
@@ -42,12 +40,11 @@ class AppendedHeads {
     const AppendKvParams& append = params_.append;
     const int column = static_cast<int>(threadIdx.x);
     if (column >= num_tokens_) return;
-    const int64_t token = first_token_ + column;
-    const int slot = static_cast<int>(append.slot_mapping[token]);  // fewer than 2^31
+    const int slot = static_cast<int>(append.slot_mapping[column]);  // fewer than 2^31
     const int page = tiles_.page_size.quotient(max(slot, 0));
     slots_[column] =
         slot < 0 ? CacheSlot{-1, 0} : CacheSlot{page, slot - page * tiles_.page_size.value};
-    angles_[column] = tiles_.rotary > 0 ? append.positions[token] * append.rotary_dim : 0;
+    angles_[column] = tiles_.rotary > 0 ? append.positions[column] * append.rotary_dim : 0;
   }
 
   // The rotation of rows `row` (0 to 7) and row + 8 of a tile, for a token.
@@ -80,7 +77,7 @@ class AppendedHeads {
     if (is_turned) {
       turn_pair(turned_a, turned_b, angle.cosine, angle.sine);
     }
-    T* out = static_cast<T*>(params_.out) + ((first_token_ + token) * params_.out_stride + base);
+    T* out = static_cast<T*>(params_.out) + (token * params_.out_stride + base);
     out[first] = kv_head < 0 ? turned_a : a;
     out[second] = kv_head < 0 ? turned_b : b;
     const CacheSlot slot = slots_[token];
@@ -100,7 +97,6 @@ class AppendedHeads {
   Shared<CacheSlot> slots_;
   Shared<int64_t> angles_;
   int num_tokens_;
-  int64_t first_token_;
   int num_q_heads_, num_kv_heads_;
 };
 

@@ -86,12 +86,11 @@ struct SkinnyPlan {
   int num_stages;      // chunks that a warp has slots for, 2 to kSkinnyMaxStages
   int stage_bytes;     // kStageBytes of the weight
   int num_tiles;       // of W, of skinny_tile_rows rows each
-  Divisor num_blocks;  // blocks, or clusters of them, that share the tiles
+  Divisor num_blocks;  // blocks that share the tiles
   bool aligned;        // rows of W start at multiples of 16 bytes
   bool early_weight;   // W may be read before the previous kernel has ended
   bool
       early_places;  // params.append.constant_places may be used, for rows whose heads are appended
-  bool early_trigger;            // the next kernel may start before this one has waited
   bool x_aligned, norm_aligned;  // x and the norm's weight, where blocks make the rows of x ready
 };
 
@@ -116,15 +115,6 @@ struct SkinnyLane {
     piece = lane % 4;
     group = warp >> plan.slices_shift;
     slice = warp - (group << plan.slices_shift);
-  }
-
-  // Warps of a slice side by side, so that the four warps of a warpgroup have the same chunks.
-  __device__ __forceinline__ static SkinnyLane of_warpgroup(const SkinnyPlan& plan) {
-    SkinnyLane lane(plan);
-    const int warp = threadIdx.x / 32;
-    lane.group = warp & ((kSkinnyWarps >> plan.slices_shift) - 1);
-    lane.slice = warp >> (kSkinnyWarpsShift - plan.slices_shift);
-    return lane;
   }
 };
 
@@ -269,10 +259,9 @@ __device__ __forceinline__ void start_stream(const SkinnyPlan& plan,
     weight.prefetch(rows_of);
     wait_for_previous_kernel();
   }
-  if (plan.early_trigger) let_next_kernel_start();
   weight.start(rows_of);
   wait_for_previous_kernel();  // returns at once the second time
-  let_next_kernel_start();     // the same
+  let_next_kernel_start();
 }
 
 // Rows of x, each starting at a multiple of 16 bytes and padded to whole chunks of W.

@@ -212,37 +212,6 @@ def test_kernels(case: HeadsCase, dtype: torch.dtype, monkeypatch: pytest.Monkey
     assert of_rows == (["skinny_append_kernel"] if case.is_one_kernel(dtype) else apart)
 
 
-@pytest.mark.parametrize("weights", ["floats", "int8"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        HeadsCase(1, 256),  # a tile a block, in two slices
-        HeadsCase(40, 64, bias=True, rotary_dim=32),  # in one
-        HeadsCase(33, 640, 9, 3, 80, 80, normed=False),  # blocks with several tiles
-        HeadsCase(64, 1024, 2, 1, 16, 16),  # a tile of four blocks
-        HeadsCase(9, 1100, 3, 1, 16, 0, bias=True),  # two tiles of two blocks
-        HeadsCase(140, 128),  # in two passes
-        HeadsCase(4, 128, 4, 2, 128, 128, head_norms=True),
-    ],
-    ids=str,
-)
-def test_heads_by_warpgroups(
-    case: HeadsCase, weights: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The blocks that sum heads append them, for any number of rows."""
-    emulated.route(monkeypatch)
-    monkeypatch.setenv("EECORE_CUDA_TUNING", "wgmma=1")
-    cpu = torch.device("cpu")
-    call, append = product_call(case, torch.bfloat16, cpu), append_to(case, torch.bfloat16, cpu)
-    if weights == "int8":
-        call["weight"], call["weight_scale"] = quantise_rows(call["weight"])
-    check(case, call, append)
-    launched = emulated.kernels_of(lambda: ops.skinny_linear(**call, append=append))
-    apart = ["skinny_warpgroup_linear_kernel", "append_kv_kernel"]
-    in_blocks = ["skinny_warpgroup_append_kernel"]
-    assert launched[case.normed :] == (apart if case.head_norms else in_blocks)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

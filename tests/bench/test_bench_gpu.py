@@ -163,7 +163,7 @@ def test_the_plan_is_nine_minutes_of_what_tells_most(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("EECORE_CUDA_OBJECTS", str(tmp_path))
-    every = gpu_run.plan(tmp_path, "a-gpu", "90a-real")
+    every = gpu_run.plan(tmp_path, "a-gpu", "90-real")
     usual = gpu_run.chosen(every, [])
     assert sum(step.seconds for step in usual) <= gpu_run.SECONDS == 540
     assert [step.part for step in usual][:3] == ["peers", "build", "decode"]

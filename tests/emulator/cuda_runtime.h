@@ -22,17 +22,11 @@ struct dim3 {
 };
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-enum cudaLaunchAttributeID {
-  cudaLaunchAttributeProgrammaticStreamSerialization,
-  cudaLaunchAttributeClusterDimension
-};
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
-  union {
+  struct {
     int programmaticStreamSerializationAllowed;
-    struct {
-      unsigned x, y, z;
-    } clusterDim;
   } val;
 };
 struct cudaLaunchConfig_t {
@@ -103,12 +97,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   launch.block = {config->blockDim.x, config->blockDim.y, config->blockDim.z};
   launch.dynamic_shared_bytes = config->dynamicSmemBytes;
   for (unsigned i = 0; i < config->numAttrs; ++i) {
-    const cudaLaunchAttribute& attribute = config->attrs[i];
-    if (attribute.id == cudaLaunchAttributeClusterDimension) {
-      launch.cluster = attribute.val.clusterDim.x;
-    } else {
-      launch.starts_early |= attribute.val.programmaticStreamSerializationAllowed != 0;
-    }
+    launch.starts_early |= config->attrs[i].val.programmaticStreamSerializationAllowed != 0;
   }
   const auto run = [launch, kernel, arguments = std::tuple<Params...>(args...)] {
     ::emulator::launch(launch, [&] { std::apply(kernel, arguments); });

@@ -50,17 +50,6 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int)
   return cudaSuccess;
 }
 
-// ---- Functions of the driver: the one that emulator/mbarrier.h emulates ----
-
-enum cudaDriverEntryPointQueryResult {
-  cudaDriverEntryPointSuccess = 0,
-  cudaDriverEntryPointSymbolNotFound = 1
-};
-constexpr unsigned long long cudaEnableDefault = 0;
-cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function,
-                                             unsigned cuda_version, unsigned long long flags,
-                                             cudaDriverEntryPointQueryResult* found);
-
 // ---- Stream capture and graphs: see emulator/graph.h ----
 
 struct EmulatedGraph;

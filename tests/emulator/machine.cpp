@@ -1,21 +1,19 @@
 #include "emulator/machine.h"
 
 #include <emulator/accesses.h>
-#include <emulator/mbarrier.h>
 #include <emulator/order.h>
 #include <emulator/races.h>
-#include <emulator/warpgroup.h>
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <random>
 #include <stdexcept>
 #include <utility>
@@ -132,13 +130,8 @@ struct Thread {
   const char* waits_for = nullptr;  // "__syncthreads", "__shfl_xor_sync", ...
   std::source_location site;
   std::vector<std::vector<Copy>> groups;  // cp.async groups under way, the last one open
-  std::vector<uint32_t> proxy_fences;     // when it called fence_proxy_async
   uint32_t synced = 0;                    // last __syncwarp or __syncthreads
-  uint32_t cluster_synced = 0;            // last cluster_sync
-  int rank = 0;                           // of its block in the cluster
   bool waited = false;                    // for the kernel ahead
-  bool has_learned = false;               // what other lanes of its warp may not know
-  WaitedFor learned;
 };
 
 // Of the lanes of a warp, one after the other.
@@ -157,63 +150,29 @@ struct Meeting {
 // What is known of two bytes of shared memory, the smallest element.
 constexpr uint32_t kGranule = 2;
 struct Shadow {
-  enum State : uint8_t { kNeverWritten, kWritten, kPending, kIsMbarrier };
-  uint32_t write_time = 0;
-  uint32_t read_time = 0;                       // of kSeveralWarps, the number of the reads
-  uint32_t fences = 0;                          // that the writer had called by then
-  uint16_t writer = kNobody, reader = kNobody;  // a thread, or a name of several or of copies
-  uint16_t async_reads = 0;                     // under way
+  enum State : uint8_t { kNeverWritten, kWritten, kPending };
+  uint32_t write_time = 0, read_time = 0;
+  uint16_t writer = kNobody, reader = kNobody;  // a thread, or a name of several
   State state = kNeverWritten;
   bool by_atomics = false;  // the last writes
   bool operator==(const Shadow&) const = default;
 };
 
-// Reads by several warps, of each the last one: a thread or lanes, and the time.
-constexpr uint16_t kSeveralWarps = 0xfffd;
-using Reads = std::vector<std::pair<uint16_t, uint32_t>>;
-
-// Barrier 0 is that of __syncthreads; the others are named.
-constexpr int kNumBarriers = 16;
-struct Barrier {
-  int expected = 0;  // threads, as the first to come has it
-  std::source_location site;
-  std::vector<int> waiting, arrived;  // threads; those that arrived do not wait
-};
-
-// A block of a cluster.
-struct Member {
-  Index3 index;
-  int num_ended = 0;
-  uint32_t touched = 0;  // when another block last touched its shared memory
-  std::array<Barrier, kNumBarriers> barriers;
-};
-
-// A cluster, mostly of one block: its blocks are run together, as one.
 struct Block {
   LaunchConfig config;
   const std::function<void()>* body = nullptr;
   std::vector<std::unique_ptr<Thread>> threads;
   int num_threads = 0, num_ended = 0;
-  std::vector<Member> members;
   std::vector<int> ready;
   Thread* running = nullptr;
-  Barrier cluster_barrier;
+  // Threads that wait in __syncthreads, the first of them there.
+  std::vector<int> at_barrier;
+  std::source_location barrier_site;
   // Warps.
   std::vector<std::vector<Meeting>> meetings;  // of each warp
   // Time passes with every synchronisation.
   uint32_t now = 1, last_barrier = 0;  // of all threads
-  // What each warp knows of the others and of copies.
-  std::array<WaitedFor, kMaxWarps> waited_for;
-  bool has_mbarriers = false;  // threads have learned from some
-  std::map<Reads, uint32_t> read_numbers;
-  std::vector<const Reads*> reads;  // by number
-  // The last read that found earlier ones; neighbours have mostly been read by the same threads.
-  struct {
-    uint16_t me = kNobody, earlier = kNobody, name;
-    uint32_t now, earlier_time, time;
-  } last_read;
-  // Shared memory of one member after the other: static arrays first, then dynamic memory.
-  uint32_t member_bytes = 0;
+  // Shared memory: static arrays first, then dynamic memory.
   std::vector<unsigned char> shared;
   std::vector<Shadow> shadow;
   std::map<const void*, uint32_t> static_arrays;
@@ -242,6 +201,12 @@ std::string text(const std::source_location& site) {
   return file.substr(file.rfind('/') + 1) + ":" + std::to_string(site.line());
 }
 
+std::string where(uint32_t offset) {
+  return offset >= kStaticSharedBytes
+             ? "byte " + std::to_string(offset - kStaticSharedBytes) + " of dynamic shared memory"
+             : "byte " + std::to_string(offset) + " of static shared memory";
+}
+
 bool same_text(const char* a, const char* b) { return a == b || std::strcmp(a, b) == 0; }
 
 bool same_place(const std::source_location& a, const std::source_location& b) {
@@ -260,111 +225,40 @@ void thread_main() {
   (*block.body)();
   Thread& thread = *block.running;
   wait_for_copies(0);
-  Member& member = block.members[thread.rank];
-  if (member.touched > 0 && thread.cluster_synced <= member.touched) {
-    fail(
-        "ends after another block of its cluster has touched its shared memory, with no "
-        "cluster_sync between");
-  }
-  ++member.num_ended;
   thread.ended = true;
   ++block.num_ended;
   yield();
   std::abort();  // an ended thread is not resumed
 }
 
-// What lanes of a warp have learned becomes known to all of them, or to the warp if they are all.
-void share_learned(int warp, unsigned lanes) {
-  if (!block.has_mbarriers) return;
-  const auto for_lanes = [&](const auto& body) {
-    for (int l = 0; l < 32; ++l) {
-      if ((lanes >> l & 1u) != 0) body(*block.threads[32 * warp + l]);
-    }
-  };
-  WaitedFor all{};
-  bool any = false;
-  for_lanes([&](const Thread& thread) {
-    if (thread.has_learned) join(all, thread.learned);
-    any |= thread.has_learned;
-  });
-  if (!any) return;
-  const bool are_all = std::popcount(lanes) == lanes_of_warp(warp);
-  if (are_all) join(block.waited_for[warp], all);
-  for_lanes([&](Thread& thread) {
-    thread.has_learned = !are_all;
-    thread.learned = all;
-  });
-}
-
-void finish_barrier(Barrier& barrier) {
-  ++block.now;
-  if (static_cast<int>(barrier.waiting.size()) == block.num_threads) block.last_barrier = block.now;
-  const int num_warps = (block.num_threads + 31) / 32;
-  std::array<bool, kMaxWarps> came{}, waits{};
-  for (const int number : barrier.waiting) came[number / 32] = waits[number / 32] = true;
-  for (const int number : barrier.arrived) came[number / 32] = true;
-  for (int waiter = 0; waiter < num_warps; ++waiter) {
-    for (int other = 0; waits[waiter] && other < num_warps; ++other) {
-      if (came[other]) block.waited_for[waiter][other] = block.now;
-    }
-  }
-  std::array<unsigned, kMaxWarps> lanes{};
-  for (const int number : barrier.waiting) lanes[number / 32] |= 1u << number % 32;
-  for (int warp = 0; warp < num_warps; ++warp) share_learned(warp, lanes[warp]);
-  for (const int number : barrier.waiting) {
+void finish_barrier() {
+  block.last_barrier = ++block.now;
+  for (const int number : block.at_barrier) {
     block.threads[number]->synced = block.now;
-    if (&barrier == &block.cluster_barrier) block.threads[number]->cluster_synced = block.now;
     make_ready(number);
   }
-  barrier.waiting.clear();
-  barrier.arrived.clear();
+  block.at_barrier.clear();
 }
 
-// Whether what `thread` did at `time` comes before what a thread does that has synchronised as
-// said, since all of the block last did; `synced_of` gives when a thread of its warp last has.
+// Whether what `thread` did at `time` comes before what a thread of warp `warp` does that last
+// synchronised at `synced`, with no barrier of the block since; `synced_of` gives when a thread of
+// its warp last has.
 template <typename SyncedOf>
-inline bool comes_before(uint16_t thread, uint32_t time, int warp_of_mine,
-                         const WaitedFor& waited_for, uint32_t synced, const SyncedOf& synced_of) {
-  if (thread == kManyWarps) return false;
-  if ((thread & (kManyLanes | kWarpgroup | kMbarrier)) == kMbarrier) {
-    return time < waited_for[kMaxWarps + (thread & ~kMbarrier)];
-  }
-  const auto warp_has = [&](int warp) {
-    return time < (warp == warp_of_mine ? synced : waited_for[warp]);
-  };
-  if ((thread & kManyLanes) != 0) return warp_has(thread & ~kManyLanes);
-  if ((thread & kWarpgroup) != 0) {
-    const int first = 4 * (thread & ~kWarpgroup);
-    return warp_has(first) && warp_has(first + 1) && warp_has(first + 2) && warp_has(first + 3);
-  }
-  const int warp = thread / 32;
-  return warp_has(warp) && (warp != warp_of_mine || time < synced_of(thread));
-}
-
-// Two threads, as narrowly as one name tells.
-inline uint16_t both(uint16_t thread, uint16_t me) {
-  if (thread == kManyWarps || (thread & kMbarrier) != 0) return kManyWarps;
-  const bool is_group = (thread & kManyLanes) == 0 && (thread & kWarpgroup) != 0;
-  const int warp = is_group                     ? 4 * (thread & ~kWarpgroup)
-                   : (thread & kManyLanes) != 0 ? thread & ~kManyLanes
-                                                : thread / 32;
-  if (!is_group && warp == me / 32) return static_cast<uint16_t>(kManyLanes | warp);
-  return warp / 4 == me / 128 ? static_cast<uint16_t>(kWarpgroup | warp / 4) : kManyWarps;
+inline bool comes_before(uint16_t thread, uint32_t time, int warp, uint32_t synced,
+                         const SyncedOf& synced_of) {
+  if (thread == kManyWarps || time >= synced) return false;
+  if ((thread & kManyLanes) != 0) return (thread & ~kManyLanes) == warp;
+  return thread / 32 == warp && time < synced_of(thread);
 }
 
 uint16_t warp_of(uint16_t name) {
   return (name & kManyLanes) != 0 ? name & ~kManyLanes : name / 32;
 }
 
-// A reader of which the running thread does not know that it has read; kNobody if there is none.
-uint16_t unknown_reader(const Shadow& shadow) {
-  if (shadow.reader != kSeveralWarps) {
-    return happened(shadow.reader, shadow.read_time) ? kNobody : shadow.reader;
-  }
-  for (const auto& [reader, time] : *block.reads[shadow.read_time]) {
-    if (!happened(reader, time)) return reader;
-  }
-  return kNobody;
+// Two threads, as narrowly as one name tells.
+uint16_t both(uint16_t thread, uint16_t me) {
+  const bool is_same_warp = thread != kManyWarps && warp_of(thread) == warp_of(me);
+  return is_same_warp ? static_cast<uint16_t>(kManyLanes | warp_of(me)) : kManyWarps;
 }
 
 void check_write(const Shadow& shadow, uint32_t offset, const char* how) {
@@ -372,22 +266,13 @@ void check_write(const Shadow& shadow, uint32_t offset, const char* how) {
     fail(std::string(how) + " " + where(offset) + ", which " + name_of(who) + " " + did +
          " with no barrier between");
   };
-  if (shadow.state == Shadow::kIsMbarrier) {
-    fail(std::string(how) + " " + where(offset) + ", which is an mbarrier");
-  }
   if (shadow.state == Shadow::kPending && shadow.writer != block.running->number) {
-    complain((shadow.writer & kMbarrier) != 0 ? "is filling" : "is filling by cp.async",
-             shadow.writer);
+    complain("is filling by cp.async", shadow.writer);
   }
   if (shadow.state != Shadow::kNeverWritten && !happened(shadow.writer, shadow.write_time)) {
     complain("wrote", shadow.writer);
   }
-  const uint16_t reader = unknown_reader(shadow);
-  if (reader != kNobody) complain("read", reader);
-  if (shadow.async_reads > 0) {
-    fail(std::string(how) + " " + where(offset) +
-         ", which a wgmma that is under way reads: no wait for its group");
-  }
+  if (!happened(shadow.reader, shadow.read_time)) complain("read", shadow.reader);
 }
 
 void mark_written(Shadow& shadow, Shadow::State state) {
@@ -395,48 +280,14 @@ void mark_written(Shadow& shadow, Shadow::State state) {
   shadow.by_atomics = false;
   shadow.writer = static_cast<uint16_t>(block.running->number);
   shadow.write_time = block.now;
-  shadow.fences = static_cast<uint32_t>(block.running->proxy_fences.size());
   shadow.reader = kNobody;
 }
 
-// Adds a read by `me`, the running thread or its warp, to those that need not have happened.
-void mark_read(Shadow& shadow, uint16_t me) {
-  const auto lanes = static_cast<uint16_t>(kManyLanes | warp_of(me));
-  if (shadow.reader != kSeveralWarps) {
-    const bool is_over = shadow.reader == me || happened(shadow.reader, shadow.read_time);
-    if (is_over || warp_of(shadow.reader) == warp_of(me)) {
-      shadow.reader = is_over ? me : lanes;
-      shadow.read_time = block.now;
-      return;
-    }
-  }
-  auto& last = block.last_read;
-  if (last.me != me || last.now != block.now || last.earlier != shadow.reader ||
-      last.earlier_time != shadow.read_time) {
-    last = {me, shadow.reader, me, block.now, shadow.read_time, block.now};
-    Reads earlier{{shadow.reader, shadow.read_time}}, reads;
-    if (shadow.reader == kSeveralWarps) earlier = *block.reads[shadow.read_time];
-    for (const auto& [reader, time] : earlier) {
-      if (happened(reader, time)) continue;
-      if (warp_of(reader) == warp_of(me)) {
-        last.name = lanes;
-      } else {
-        reads.emplace_back(reader, time);
-      }
-    }
-    if (!reads.empty()) {
-      reads.emplace_back(last.name, block.now);
-      const auto [place, is_new] = block.read_numbers.try_emplace(
-          std::move(reads), static_cast<uint32_t>(block.reads.size()));
-      if (is_new) block.reads.push_back(&place->first);
-      last.name = kSeveralWarps;
-      last.time = place->second;
-    }
-  }
-  shadow.reader = last.name;
-  shadow.read_time = last.time;
+// Adds a read by the running thread to those that need not have happened.
+void mark_read(Shadow& shadow) {
+  shadow.reader = joined(shadow.reader, shadow.read_time);
+  shadow.read_time = block.now;
 }
-void mark_read(Shadow& shadow) { mark_read(shadow, static_cast<uint16_t>(block.running->number)); }
 
 // What the running thread reads there has been written, and it knows.
 void check_read(const Shadow& shadow, uint32_t offset, const char* how) {
@@ -444,10 +295,6 @@ void check_read(const Shadow& shadow, uint32_t offset, const char* how) {
     fail(std::string(how) + " " + where(offset) + ", " + why);
   };
   if (shadow.state == Shadow::kNeverWritten) complain("which no thread has written");
-  if (shadow.state == Shadow::kIsMbarrier) complain("which is an mbarrier");
-  if (shadow.state == Shadow::kPending && (shadow.writer & kMbarrier) != 0) {
-    complain("into which " + name_of(shadow.writer) + " is under way: no wait for its phase");
-  }
   if (shadow.state == Shadow::kPending) {
     complain("into which a cp.async of " + name_of(shadow.writer) +
              " is under way: no wait for its group");
@@ -457,23 +304,8 @@ void check_read(const Shadow& shadow, uint32_t offset, const char* how) {
   }
 }
 
-// The thread that wrote there has fenced for the async proxy since: a first fence after the write;
-// several writers have none in common. Copies of that proxy need none.
-void check_proxy_fence(const Shadow& shadow, uint32_t offset, const std::string& how) {
-  const bool is_copied = shadow.writer < kWarpgroup && (shadow.writer & kMbarrier) != 0;
-  if (shadow.state == Shadow::kNeverWritten || is_copied) return;
-  const bool is_thread = shadow.writer < kMaxThreads;
-  const auto* fences = is_thread ? &block.threads[shadow.writer]->proxy_fences : nullptr;
-  if (fences == nullptr || fences->size() <= shadow.fences ||
-      !happened(shadow.writer, (*fences)[shadow.fences])) {
-    fail(how + " " + where(offset) + ", which " + name_of(shadow.writer) +
-         " wrote with no fence_proxy_async ahead of the barrier between");
-  }
-}
-
 void check_bounds(uint32_t offset, size_t bytes) {
-  if (offset % block.member_bytes + bytes >
-      kStaticSharedBytes + block.config.dynamic_shared_bytes) {
+  if (offset + bytes > kStaticSharedBytes + block.config.dynamic_shared_bytes) {
     fail("touches " + where(offset) + ", past its end");
   }
 }
@@ -492,17 +324,7 @@ void reset_shared(size_t begin, size_t end) {
 
 void run_block() {
   block.ready.clear();
-  for (Member& member : block.members) {
-    for (Barrier& barrier : member.barriers) barrier.waiting.clear(), barrier.arrived.clear();
-    member.num_ended = 0;
-    member.touched = 0;
-  }
-  block.cluster_barrier.waiting.clear();
-  for (auto& row : block.waited_for) row.fill(0);
-  block.reads.clear();
-  block.read_numbers.clear();
-  block.last_read.me = kNobody;
-  block.has_mbarriers = false;
+  block.at_barrier.clear();
   block.num_ended = 0;
   block.now = 1;
   block.last_barrier = 0;
@@ -510,32 +332,22 @@ void run_block() {
   block.static_used = 0;
   block.waited = false;
   block.first_to_wait = kNobody;
-  for (size_t begin = 0; begin < block.shared.size(); begin += block.member_bytes) {
-    // Static arrays: where they are made.
-    reset_shared(begin + kStaticSharedBytes, begin + block.member_bytes);
-  }
+  reset_shared(kStaticSharedBytes, block.shared.size());  // static arrays: where they are made
   const Index3& shape = block.config.block;
-  const int of_member = block.num_threads / static_cast<int>(block.members.size());
   for (int number = 0; number < block.num_threads; ++number) {
     Thread& thread = *block.threads[number];
-    thread.rank = number / of_member;
-    thread.cluster_synced = 0;
-    const auto n = static_cast<unsigned>(number % of_member);
+    const auto n = static_cast<unsigned>(number);
     thread.index = {n % shape.x, n / shape.x % shape.y, n / shape.x / shape.y};
     thread.number = number;
     thread.ended = false;
     thread.waits_for = nullptr;
     thread.groups.assign(1, {});
-    thread.proxy_fences.clear();
     thread.synced = 0;
-    thread.has_learned = false;
     thread.waited = false;
     prepare(thread.context, thread_main);
     block.ready.push_back(number);
   }
   for (auto& of_warp : block.meetings) of_warp.clear();
-  begin_warpgroups(block.num_threads);
-  begin_mbarriers();
 
   while (block.error.empty() && !block.ready.empty()) {
     const size_t picked = (random_source() >> 32) * block.ready.size() >> 32;
@@ -544,12 +356,9 @@ void run_block() {
     own_memory.stack = reinterpret_cast<uintptr_t>(block.running->context.stack);
     block.ready.pop_back();
     threadIdx = block.running->index;
-    blockIdx = block.members[block.running->rank].index;
     switch_context(host, block.running->context);
   }
   block.running = nullptr;
-  if (block.error.empty() && block.num_ended == block.num_threads) block.error = end_warpgroups();
-  if (block.error.empty() && block.num_ended == block.num_threads) block.error = end_mbarriers();
   if (!block.error.empty() || block.num_ended == block.num_threads) return;
 
   // Nobody can go on: who waits for whom?
@@ -563,7 +372,7 @@ void run_block() {
                  " waits in " + thread.waits_for + " at " + text(thread.site);
     }
   }
-  block.error = "divergent barrier: " + waiting + missing + lacks_of_mbarriers();
+  block.error = "divergent barrier: " + waiting + missing;
 }
 
 }  // namespace
@@ -581,16 +390,13 @@ int thread_number() { return block.running->number; }
 bool happened(uint16_t thread, uint32_t time) {
   const Thread& me = *block.running;
   if (thread == me.number || thread == kNobody || time < block.last_barrier) return true;
-  const auto knows = [&](const WaitedFor& waited_for) {
-    return comes_before(thread, time, me.number / 32, waited_for, me.synced,
-                        [](uint16_t other) { return block.threads[other]->synced; });
-  };
-  return knows(block.waited_for[me.number / 32]) || (me.has_learned && knows(me.learned));
+  return comes_before(thread, time, me.number / 32, me.synced,
+                      [](uint16_t other) { return block.threads[other]->synced; });
 }
 
 Knowledge knowledge() {
   const Thread& me = *block.running;
-  Knowledge known{me.number, block.now, block.last_barrier, me.synced, waited_for(), {}};
+  Knowledge known{me.number, block.now, block.last_barrier, me.synced, {}};
   for (int l = 0; l < 32; ++l) {
     const int number = me.number / 32 * 32 + l;
     if (number < block.num_threads) known.synced_lanes[l] = block.threads[number]->synced;
@@ -601,7 +407,7 @@ Knowledge knowledge() {
 bool happened_for(const Knowledge& known, uint16_t thread, uint32_t time) {
   if (time < known.last_barrier) return true;
   if (thread == known.thread) return time < known.now;
-  return comes_before(thread, time, known.thread / 32, known.waited_for, known.synced,
+  return comes_before(thread, time, known.thread / 32, known.synced,
                       [&](uint16_t other) { return known.synced_lanes[other % 32]; });
 }
 
@@ -610,52 +416,13 @@ uint16_t joined(uint16_t thread, uint32_t time) {
   return happened(thread, time) ? me : both(thread, me);
 }
 
-void join(WaitedFor& known, const WaitedFor& more) {
-  for (size_t i = 0; i < known.size(); ++i) known[i] = std::max(known[i], more[i]);
-}
-
-WaitedFor waited_for() {
-  const Thread& me = *block.running;
-  WaitedFor known = block.waited_for[me.number / 32];
-  if (me.has_learned) join(known, me.learned);
-  return known;
-}
-
-void learn(const WaitedFor& more) {
-  Thread& me = *block.running;
-  if (!me.has_learned) me.learned = block.waited_for[me.number / 32];
-  me.has_learned = block.has_mbarriers = true;
-  join(me.learned, more);
-}
-
-uint32_t synced() { return block.running->synced; }
-
-int lanes_of_warp(int warp) { return std::min(32, block.num_threads - 32 * warp); }
-
 uint32_t now() { return block.now; }
 void pass_time() { ++block.now; }
 
 std::string name_of(uint16_t thread) {
   if (thread == kManyWarps) return "threads of several warps";
   if ((thread & kManyLanes) != 0) return "lanes of warp " + std::to_string(thread & ~kManyLanes);
-  if ((thread & kWarpgroup) != 0) {
-    return "threads of warpgroup " + std::to_string(thread & ~kWarpgroup);
-  }
-  if ((thread & kMbarrier) != 0) {
-    return "a copy of mbarrier " + std::to_string(thread & ~kMbarrier);
-  }
   return "thread " + std::to_string(thread);
-}
-
-std::string where(uint32_t offset) {
-  const uint32_t rank = offset / block.member_bytes, at = offset % block.member_bytes;
-  const int mine = block.running == nullptr ? 0 : block.running->rank;
-  const std::string of = rank == static_cast<uint32_t>(mine)
-                             ? ""
-                             : " of block " + std::to_string(rank) + " of its cluster";
-  return at >= kStaticSharedBytes
-             ? "byte " + std::to_string(at - kStaticSharedBytes) + " of dynamic shared memory" + of
-             : "byte " + std::to_string(at) + " of static shared memory" + of;
 }
 
 bool knows_of_previous_kernel() {
@@ -676,49 +443,18 @@ void fail(const std::string& message) {
   std::abort();  // a failed thread is not resumed
 }
 
-void come_to_barrier(int id, int num_threads, bool waits, const char* what,
-                     const std::source_location& site) {
-  Thread& me = *block.running;
-  Member& member = block.members[me.rank];
-  if (num_threads == 0) {
-    num_threads = block.num_threads / static_cast<int>(block.members.size());
-  }
-  if (id < 0 || id >= kNumBarriers || (num_threads % 32 != 0 && id != 0)) {
-    fail("comes to barrier " + std::to_string(id) + " of " + std::to_string(num_threads) +
-         " threads: expected 0 to 15, and whole warps");
-  }
-  Barrier& barrier = member.barriers[id];
-  const bool is_first = barrier.waiting.empty() && barrier.arrived.empty();
-  const int other = is_first                  ? me.number
-                    : barrier.waiting.empty() ? barrier.arrived.front()
-                                              : barrier.waiting.front();
-  if (!is_first && num_threads != barrier.expected) {
-    fail("divergent barrier: it comes to barrier " + std::to_string(id) + " of " +
-         std::to_string(num_threads) + " threads at " + text(site) + ", thread " +
-         std::to_string(other) + " came to it as one of " + std::to_string(barrier.expected));
-  }
-  if (!is_first && id == 0 && !same_place(site, barrier.site)) {
+void come_to_barrier(const std::source_location& site) {
+  if (!block.at_barrier.empty() && !same_place(site, block.barrier_site)) {
     fail("divergent barrier: it comes to __syncthreads at " + text(site) + ", thread " +
-         std::to_string(other) + " waits in that at " + text(barrier.site));
+         std::to_string(block.at_barrier.front()) + " waits in that at " +
+         text(block.barrier_site));
   }
-  barrier.expected = num_threads;
-  barrier.site = site;
-  (waits ? barrier.waiting : barrier.arrived).push_back(me.number);
-  me.waits_for = what;
-  me.site = site;
-  const size_t came = barrier.waiting.size() + barrier.arrived.size();
-  if (static_cast<int>(came) == num_threads) finish_barrier(barrier);
-  if (waits) yield();
-}
-
-void come_to_cluster_barrier(const std::source_location& site) {
   Thread& me = *block.running;
-  block.cluster_barrier.waiting.push_back(me.number);
-  me.waits_for = "cluster_sync";
+  block.barrier_site = site;
+  block.at_barrier.push_back(me.number);
+  me.waits_for = "__syncthreads";
   me.site = site;
-  if (static_cast<int>(block.cluster_barrier.waiting.size()) == block.num_threads) {
-    finish_barrier(block.cluster_barrier);
-  }
+  if (static_cast<int>(block.at_barrier.size()) == block.num_threads) finish_barrier();
   yield();
 }
 
@@ -760,46 +496,25 @@ void gather(unsigned mask, const char* what, const void* gift, size_t bytes, voi
       if (bytes > 0) std::memcpy(meeting.takers[l], meeting.gifts.data(), 32 * bytes);
       make_ready(number);
     }
-    if (orders_memory) share_learned(warp, mask);
     meetings.erase(meetings.begin() + static_cast<std::ptrdiff_t>(at));
   }
   yield();
 }
 
 uint32_t static_shared(const void* key, size_t bytes) {
-  const uint32_t of_member = dynamic_shared_begin() - kStaticSharedBytes;
   const auto known = block.static_arrays.find(key);
-  if (known != block.static_arrays.end()) return of_member + known->second;
+  if (known != block.static_arrays.end()) return known->second;
   const uint32_t begin = block.static_used;
   block.static_used += static_cast<uint32_t>((bytes + 15) / 16 * 16);
   if (block.static_used > kStaticSharedBytes) fail("asks for over 48 KB of static shared memory");
   block.static_arrays[key] = begin;
-  for (size_t at = 0; at < block.shared.size(); at += block.member_bytes) {
-    reset_shared(at + begin, at + block.static_used);
-  }
-  return of_member + begin;
+  reset_shared(begin, block.static_used);
+  return begin;
 }
 
-uint32_t dynamic_shared_begin() {
-  return static_cast<uint32_t>(block.running->rank) * block.member_bytes + kStaticSharedBytes;
-}
+uint32_t dynamic_shared_begin() { return kStaticSharedBytes; }
 uint32_t dynamic_shared_end() {
   return dynamic_shared_begin() + static_cast<uint32_t>(block.config.dynamic_shared_bytes);
-}
-
-uint32_t place_in_cluster(uint32_t offset, int rank) {
-  const Thread& me = *block.running;
-  const std::string what = "touches shared memory of block " + std::to_string(rank) + " of ";
-  if (rank < 0 || rank >= static_cast<int>(block.members.size())) {
-    fail(what + "a cluster of " + std::to_string(block.members.size()));
-  }
-  Member& member = block.members[rank];
-  if (rank != me.rank && me.cluster_synced == 0) {
-    fail(what + "its cluster, which may not have begun: no cluster_sync before");
-  }
-  if (member.num_ended > 0) fail(what + "its cluster, which has ended");
-  if (rank != me.rank) member.touched = block.now;
-  return offset % block.member_bytes + static_cast<uint32_t>(rank) * block.member_bytes;
 }
 
 // Calls `touch` for what is known of each piece of an access. Of neighbours mostly the same is
@@ -860,83 +575,18 @@ unsigned char* change_shared(uint32_t offset, size_t bytes) {
   return block.shared.data() + offset;
 }
 
-void begin_async_read(uint32_t offset, size_t bytes, const char* what) {
-  check_bounds(offset, bytes);
-  const std::string how = std::string("starts a ") + what + " that reads";
-  for (uint32_t at = offset / kGranule; at * kGranule < offset + bytes; ++at) {
-    Shadow& shadow = block.shadow[at];
-    check_read(shadow, at * kGranule, how.c_str());
-    check_proxy_fence(shadow, at * kGranule, how);
-    ++shadow.async_reads;
-  }
-}
-
-void end_async_read(uint32_t offset, size_t bytes) {
-  const auto warp = static_cast<uint16_t>(kManyLanes | block.running->number / 32);
-  for (uint32_t at = offset / kGranule; at * kGranule < offset + bytes; ++at) {
-    --block.shadow[at].async_reads;
-    mark_read(block.shadow[at], warp);
-  }
-}
-
-void begin_async_write(uint32_t offset, size_t bytes, uint16_t name) {
-  check_bounds(offset, bytes);
-  for (uint32_t at = offset / kGranule; at * kGranule < offset + bytes; ++at) {
-    Shadow& shadow = block.shadow[at];
-    check_write(shadow, at * kGranule, "starts a copy into");
-    check_proxy_fence(shadow, at * kGranule, "starts a copy into");
-    mark_written(shadow, Shadow::kPending);
-    shadow.writer = name;
-  }
-}
-
-void end_async_write(uint32_t offset, size_t bytes, uint16_t name) {
-  for (uint32_t at = offset / kGranule; at * kGranule < offset + bytes; ++at) {
-    Shadow& shadow = block.shadow[at];
-    if (shadow.state != Shadow::kPending || shadow.writer != name) continue;
-    shadow.state = Shadow::kWritten;
-    shadow.write_time = block.now;
-  }
-}
-
-void make_mbarrier(uint32_t offset) {
-  write_shared(offset, 8);
-  for (uint32_t at = offset / kGranule; at * kGranule < offset + 8; ++at) {
-    block.shadow[at].state = Shadow::kIsMbarrier;
-  }
-}
-
-void await_wake(const char* what, const std::source_location& site) {
-  block.running->waits_for = what;
-  block.running->site = site;
-  yield();
-}
-
-void wake(int thread) { make_ready(thread); }
-
-unsigned char* shared_bytes(uint32_t offset, size_t bytes) {
-  check_bounds(offset, bytes);
-  return block.shared.data() + offset;
-}
-
-void fence_async_proxy() { block.running->proxy_fences.push_back(block.now); }
-
-bool coin() { return random_source() % 2 == 0; }
-
-void note_copy(const void* from, size_t bytes, const void* place) {
-  if (block.config.starts_early && !block.running->waited) ++early_copies_started;
-  if (checks_races && bytes > 0) check_global(Touch::kRead, from, bytes, place);
-}
-
 void start_copy(uint32_t to, const void* from, size_t bytes, size_t zeros) {
   check_bounds(to, bytes + zeros);
-  note_copy(from, bytes, __builtin_return_address(0));
+  if (block.config.starts_early && !block.running->waited) ++early_copies_started;
+  if (checks_races && bytes > 0) {
+    check_global(Touch::kRead, from, bytes, __builtin_return_address(0));
+  }
   for (uint32_t at = to / kGranule; at * kGranule < to + bytes + zeros; ++at) {
     check_write(block.shadow[at], at * kGranule, "starts a cp.async into");
     mark_written(block.shadow[at], Shadow::kPending);
   }
   if (counts_accesses) count_copy(bytes + zeros);
-  Copy copy{to, from, bytes, zeros, coin()};
+  Copy copy{to, from, bytes, zeros, random_source() % 2 == 0};  // landed or not, as the seed has it
   if (copy.landed) land(copy);
   block.running->groups.back().push_back(copy);
 }
@@ -955,7 +605,6 @@ void wait_for_copies(int pending_groups) {
            ++at) {
         block.shadow[at].state = Shadow::kWritten;
         block.shadow[at].write_time = block.now;
-        block.shadow[at].fences = static_cast<uint32_t>(block.running->proxy_fences.size());
       }
     }
     groups.erase(groups.begin());
@@ -989,8 +638,6 @@ void set_seed(uint64_t seed) {
 
 uint64_t seed() { return seed_in_use; }
 
-int elected_lane() { return static_cast<int>(seed_in_use % 32); }
-
 void launch(const LaunchConfig& config, const std::function<void()>& body) {
   const std::lock_guard guard(one_launch);
   const int64_t num_threads = int64_t{config.block.x} * config.block.y * config.block.z;
@@ -1005,22 +652,12 @@ void launch(const LaunchConfig& config, const std::function<void()>& body) {
     refuse("expected a grid of at most 2147483647 x 65535 x 65535 blocks, got " +
            text(config.grid));
   }
-  const int64_t cluster = config.cluster;
-  if (cluster > 1 && (config.grid.x % cluster != 0 || num_threads % 128 != 0 ||
-                      cluster * num_threads > kMaxThreads)) {
-    refuse(
-        "expected clusters of whole warpgroups, 1024 threads at most, that divide the blocks in "
-        "x, got " +
-        std::to_string(cluster) + " of " + std::to_string(config.grid.x) + " blocks of " +
-        std::to_string(num_threads) + " threads");
-  }
   if (keeps_names) names_kept += config.kernel + "\n";
   block.config = config;
   blockDim = config.block;
   gridDim = config.grid;
   block.body = &body;
-  block.num_threads = static_cast<int>(cluster * num_threads);
-  block.members.resize(config.cluster);
+  block.num_threads = static_cast<int>(num_threads);
   block.error.clear();
   while (block.threads.size() < static_cast<size_t>(block.num_threads)) {
     auto thread = std::make_unique<Thread>();
@@ -1031,29 +668,24 @@ void launch(const LaunchConfig& config, const std::function<void()>& body) {
     block.threads.push_back(std::move(thread));
   }
   block.meetings.resize(kMaxThreads / 32);
-  block.member_bytes =
-      static_cast<uint32_t>(kStaticSharedBytes + config.dynamic_shared_bytes + 15) / 16 * 16;
-  const size_t shared_bytes = block.member_bytes * config.cluster;
+  const size_t shared_bytes = (kStaticSharedBytes + config.dynamic_shared_bytes + 15) / 16 * 16;
   block.shared.resize(shared_bytes);
   block.shadow.resize((shared_bytes + kGranule - 1) / kGranule);
   own_memory.shared = reinterpret_cast<uintptr_t>(block.shared.data());
   own_memory.shared_bytes = shared_bytes;
 
   random_source.seed(seed_in_use * 1000003 + launches++);
-  std::vector<int64_t> order(num_blocks / cluster);
-  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int64_t>(i) * cluster;
+  std::vector<int64_t> order(num_blocks);
+  std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random_source);
   bool waited = false;
   if (counts_accesses) begin_counted_launch(config);
   if (checks_races) begin_checked_launch(config);
   for (const int64_t number : order) {
-    for (unsigned rank = 0; rank < config.cluster; ++rank) {
-      const auto n = static_cast<uint64_t>(number) + rank;
-      block.members[rank].index = {static_cast<unsigned>(n % config.grid.x),
-                                   static_cast<unsigned>(n / config.grid.x % config.grid.y),
-                                   static_cast<unsigned>(n / config.grid.x / config.grid.y)};
-    }
-    blockIdx = block.members[0].index;
+    const auto n = static_cast<uint64_t>(number);
+    blockIdx = {static_cast<unsigned>(n % config.grid.x),
+                static_cast<unsigned>(n / config.grid.x % config.grid.y),
+                static_cast<unsigned>(n / config.grid.x / config.grid.y)};
     if (checks_races) begin_checked_block(number);
     run_block();
     if (counts_accesses) end_counted_block();

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -94,17 +93,6 @@ def test_a_page_table_that_the_kernel_ahead_writes_is_found() -> None:
     attends_after_its_page_table(constant_places=True, between=True)
 
 
-def test_an_early_trigger_takes_from_the_next_kernel_what_it_knew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A kernel that triggers before it waits promises nothing about the kernels ahead of it."""
-    monkeypatch.setenv("EECORE_CUDA_TUNING", "early_trigger=1")
-    wrote = r"that accept_mask_kernel, 2 kernels ahead, wrote, which need not have ended"
-    with pytest.raises(RuntimeError, match=wrote):
-        attends_after_its_page_table(constant_places=True, between=True)
-    attends_after_its_page_table(constant_places=False, between=True)
-
-
 def appends_after_its_positions(constant_places: bool) -> None:
     call = appended_call(1, torch.bfloat16)
     positions = torch.zeros(1, dtype=torch.int64)
@@ -135,47 +123,3 @@ def test_heads_are_appended_alike_however_early(num_tokens: int) -> None:
         results.append((out, call["append"].k_cache.clone(), call["append"].v_cache.clone()))
     for early, late in zip(*results, strict=True):
         assert torch.equal(early.nan_to_num(), late.nan_to_num())
-
-
-def tuned(monkeypatch: pytest.MonkeyPatch, setting: str, call: dict[str, Any]) -> list[str]:
-    monkeypatch.setenv("EECORE_CUDA_TUNING", setting)
-    return emulated.kernels_of(lambda: ops.skinny_linear(**call))
-
-
-def test_what_a_run_on_a_gpu_tries_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any EECORE_CUDA_TUNING gives the same: places that have to wait, rows that are made ahead."""
-    call = attention_call(CASES["decode"], torch.bfloat16, CPU)
-    x, norm = torch.randn(20, 128).bfloat16(), torch.rand(128).bfloat16()
-    weight = torch.randn(512, 128).bfloat16()
-
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        product = ops.skinny_linear(x, weight, norm_weight=norm, constant_weight=True)
-        return product, ops.paged_attention(**call, constant_places=True)
-
-    expected = run()
-    for setting in ("early_places=0", "early_trigger=1", "ring_kib=16", "shared_rows=8"):
-        monkeypatch.setenv("EECORE_CUDA_TUNING", f"{setting},ring_kib=64")
-        assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True)), setting
-    monkeypatch.setenv("EECORE_CUDA_TUNING", "early_places=0")
-    assert early_copies(lambda: ops.paged_attention(**call, constant_places=True)) == 0
-    product = {"x": x, "weight": weight, "norm_weight": norm}
-    assert tuned(monkeypatch, "shared_rows=32", product) == ["skinny_linear_kernel"]
-    made_ahead = ["rms_norm_kernel", "skinny_linear_kernel"]
-    assert tuned(monkeypatch, "shared_rows=8", product) == made_ahead
-
-
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        ("ring=3", "one of early_places, early_trigger, ring_kib, shared_rows, early_start, wgm"),
-        ("ring_kib=8", "ring_kib of 16 to 192, got ring_kib=8"),
-        ("early_places", "early_places of 0 to 1, got early_places"),
-        ("shared_rows=8,early_trigger=yes", "early_trigger of 0 to 1, got early_trigger=yes"),
-    ],
-)
-def test_a_setting_that_there_is_not_is_refused(
-    setting: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call = {"x": torch.randn(1, 64), "weight": torch.randn(64, 64)}
-    with pytest.raises(RuntimeError, match=re.escape(f"EECORE_CUDA_TUNING: expected {expected}")):
-        tuned(monkeypatch, setting, call)

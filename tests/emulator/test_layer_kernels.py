@@ -9,7 +9,7 @@ import torch
 
 import emulated
 from eecore.models import AttentionBatch, KVCache, load_model
-from eecore.models.linear import MAX_SKINNY_ROWS, MAX_SKINNY_ROWS_BY_WARPGROUPS
+from eecore.models.linear import MAX_SKINNY_ROWS
 from tiny_models import write_model
 
 PAGE_SIZE = 16
@@ -25,15 +25,6 @@ DECODING = [
 NORM = "rms_norm_kernel"
 APART = ["skinny_linear_kernel", "append_kv_kernel"]
 OF_MORE_ROWS = [NORM, *APART, *DECODING[1:3], NORM, *DECODING[3:]]
-BY_WARPGROUPS = [
-    NORM,
-    "skinny_warpgroup_append_kernel",
-    "paged_attention_kernel",
-    "skinny_warpgroup_linear_kernel",
-    NORM,
-    "skinny_warpgroup_gated_kernel",
-    "skinny_warpgroup_linear_kernel",
-]
 
 
 def batch_of(lengths: list[int], num_pages: int) -> AttentionBatch:
@@ -53,12 +44,12 @@ def batch_of(lengths: list[int], num_pages: int) -> AttentionBatch:
 
 @torch.inference_mode()
 def kernels_of_two_layers(
-    directory: Path, num_tokens: int, dtype: torch.dtype, max_rows: int, length: int
+    directory: Path, num_tokens: int, dtype: torch.dtype, length: int
 ) -> list[str]:
     """The kernels of a step of two layers, with contexts of a length and room for long ones."""
     _, model, _ = load_model(directory, "cpu", dtype)
     model.calls_single_ops = True
-    model.linear.max_rows = max_rows
+    model.linear.max_rows = MAX_SKINNY_ROWS
     num_pages = 80
     kv = KVCache.allocate(
         model.config, num_tokens * num_pages, PAGE_SIZE, device=model.device, dtype=dtype
@@ -81,19 +72,5 @@ def test_a_layer_is_as_few_kernels_as_it_can_be(
     directory = write_model(tmp_path, intermediate_size=128, max_position_embeddings=2048)
     few = num_tokens <= (8 if dtype == torch.float32 else 32)
     for length in (30, 1270) if num_tokens == 1 else (30,):  # launchers see the room alone
-        launched = kernels_of_two_layers(directory, num_tokens, dtype, MAX_SKINNY_ROWS, length)
+        launched = kernels_of_two_layers(directory, num_tokens, dtype, length)
         assert launched == 2 * (DECODING if few else OF_MORE_ROWS)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 72])
-def test_a_layer_by_warpgroups_is_seven_kernels_for_any_number_of_rows(
-    num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Norms are kernels of their own; no product is torch's."""
-    emulated.route(monkeypatch)
-    monkeypatch.setenv("EECORE_CUDA_TUNING", "wgmma=1")
-    directory = write_model(tmp_path, hidden_size=512, intermediate_size=512)
-    launched = kernels_of_two_layers(
-        directory, num_tokens, torch.bfloat16, MAX_SKINNY_ROWS_BY_WARPGROUPS, 30
-    )
-    assert launched == 2 * BY_WARPGROUPS

@@ -1,4 +1,4 @@
-"""Attention whose warps have two bands of rows: results are those of one band, to the bit."""
+"""Attention whose warps have two bands of rows: a row's results are those that it has alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from eecore import ops
 from tiers import in_all
 
 CPU = torch.device("cpu")
-TUNING = "EECORE_CUDA_TUNING"
 WIDE, NARROW = "paged_attention_wide_kernel", "paged_attention_kernel"
 FLOATS = (torch.bfloat16, *in_all(torch.float16))
 # Rows of a key head: 17, 31, 32, 33, 63, 64, and two tiles of them.
@@ -56,7 +55,7 @@ def call_of(case: AttentionCase, dtype: torch.dtype, in_float8: bool = False) ->
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_rows_do_not_depend_on_the_bands_of_their_warp(
-    name: str, dtype: torch.dtype, in_float8: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, in_float8: bool
 ) -> None:
     case = CASES[name]
     call = call_of(case, dtype, in_float8)
@@ -64,12 +63,11 @@ def test_rows_do_not_depend_on_the_bands_of_their_warp(
     with emulated.checking_races():
         kernels = emulated.kernels_of(lambda: ran.append(ops.paged_attention(**call)))
     assert kernels[0] == WIDE
-    (wide,) = ran
+    wide = ran.pop()
     tolerance = dataclasses.asdict(TOLERANCES[dtype])
     torch.testing.assert_close(wide.double(), expected_of(call), **tolerance)
-    monkeypatch.setenv(TUNING, "wide_attention=0")
-    assert torch.equal(ops.paged_attention(**call), wide)
-    # Rows alone, where their results are repeatable: the first and the last of a sequence.
+    # Rows alone, in kernels with one band, where their results are repeatable: the first and the
+    # last of a sequence.
     first = 0
     for seq, (length, queries) in enumerate(zip(case.seq_lens, case.num_queries, strict=True)):
         for query in {0, queries - 1} if 0 < queries <= 32 and case.causal else ():
@@ -85,9 +83,7 @@ def test_rows_do_not_depend_on_the_bands_of_their_warp(
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_infinities_reach_the_rows_of_both_bands_that_see_them(
-    value: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_infinities_reach_the_rows_of_both_bands_that_see_them(value: float) -> None:
     """A value at the last key but five of a tile of 32 rows: five queries do not see it."""
     case = CASES["32"]
     call = call_of(case, torch.bfloat16)
@@ -98,12 +94,9 @@ def test_infinities_reach_the_rows_of_both_bands_that_see_them(
     assert torch.equal(~wide[:8, :, 70].isfinite(), sees[:, None].expand(8, 4))
     wide[:8, :, 70] = 0
     assert wide.isfinite().all()
-    monkeypatch.setenv(TUNING, "wide_attention=0")
-    narrow = ops.paged_attention(**call)
-    assert torch.equal(~narrow[:8, :, 70].isfinite(), sees[:, None].expand(8, 4))
 
 
-def test_spans_that_blocks_share_are_merged_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_that_blocks_share_are_merged_alike() -> None:
     """By a second kernel, and by the last block of a tile, in any order of blocks."""
     case = AttentionCase((5,), (1500,), 4, 1, 64, 16, fixed_split_size=128)
     call = call_of(case, torch.bfloat16)
@@ -113,8 +106,6 @@ def test_spans_that_blocks_share_are_merged_alike(monkeypatch: pytest.MonkeyPatc
         emulated.set_seed(seed)
         assert torch.equal(ops.paged_attention(**call, arrivals=arrivals), expected)
         assert not arrivals.any()
-    monkeypatch.setenv(TUNING, "wide_attention=0")
-    assert torch.equal(ops.paged_attention(**call, arrivals=arrivals), expected)
 
 
 @pytest.mark.parametrize(

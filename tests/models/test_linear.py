@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from eecore.models.linear import (
-    HOPPER,
     MAX_SKINNY_ROWS,
-    MAX_SKINNY_ROWS_BY_WARPGROUPS,
     MAX_SKINNY_ROWS_ON_ADA,
     Linear,
 )
@@ -18,31 +16,17 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("capability", "setting", "rows"),
-    [
-        ((8, 0), "wgmma=1", MAX_SKINNY_ROWS),
-        ((8, 9), "wgmma=1", MAX_SKINNY_ROWS_ON_ADA),
-        ((9, 0), "", MAX_SKINNY_ROWS),
-        ((9, 0), "ring_kib=64,wgmma=0", MAX_SKINNY_ROWS),
-        ((9, 0), "ring_kib=64,wgmma=1", MAX_SKINNY_ROWS_BY_WARPGROUPS),
-    ],
+    ("capability", "rows"),
+    [((8, 0), MAX_SKINNY_ROWS), ((8, 9), MAX_SKINNY_ROWS_ON_ADA), ((9, 0), MAX_SKINNY_ROWS)],
 )
 def test_how_many_rows_a_gpu_takes(
-    capability: tuple[int, int], setting: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("EECORE_CUDA_TUNING", setting)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     linear = Linear(torch.device("cuda", 0), 1e-6)
     assert linear.max_rows == rows
     assert linear.is_skinny(torch.empty(rows, 1))
     assert not linear.is_skinny(torch.empty(rows + 1, 1))
-
-
-def test_a_setting_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EECORE_CUDA_TUNING", "wgmma=2")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
-    with pytest.raises(RuntimeError, match="EECORE_CUDA_TUNING: expected wgmma of 0 to 1, got wg"):
-        Linear(torch.device("cuda", 0), 1e-6)
 
 
 def test_a_cpu_takes_any_number_of_rows() -> None:

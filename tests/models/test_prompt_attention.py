@@ -135,15 +135,15 @@ def _without() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_without")
 def test_the_best_that_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert prompt_attention_of(torch.device("cpu"), torch.bfloat16, 64) is None
-    assert prompt_attention_of(CUDA, torch.float32, 64) is None
+    assert prompt_attention_of(torch.device("cpu"), torch.bfloat16) is None
+    assert prompt_attention_of(CUDA, torch.float32) is None
     module = SimpleNamespace(flash_attn_varlen_func=varlen)
     monkeypatch.setitem(sys.modules, FLASH_ATTN, module)
-    found = prompt_attention_of(CUDA, torch.bfloat16, 64)
+    found = prompt_attention_of(CUDA, torch.bfloat16)
     assert found is not None
     assert found.name == FLASH_ATTN
     monkeypatch.setitem(sys.modules, FLASH_ATTN, None)  # as if there were none
-    found = prompt_attention_of(CUDA, torch.float16, 64)
+    found = prompt_attention_of(CUDA, torch.float16)
     assert found is not None
     assert found.name == "torch"
     # One of another torch: its library lacks a symbol.
@@ -155,28 +155,6 @@ def test_the_best_that_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     with pytest.warns(
         UserWarning, match=r"flash_attn: expected one that torch .* undefined symbol"
     ):
-        found = prompt_attention_of(CUDA, torch.bfloat16, 64)
+        found = prompt_attention_of(CUDA, torch.bfloat16)
     assert found is not None
     assert found.name == "torch"
-
-
-@pytest.mark.usefixtures("_without")
-@pytest.mark.parametrize(
-    ("capability", "head_dim", "setting", "is_own"),
-    [
-        ((9, 0), 128, "wgmma=1,wgmma_attention=1", True),
-        ((9, 0), 136, "wgmma_attention=1", False),
-        ((9, 0), 128, "wgmma=1", False),
-        ((10, 0), 128, "wgmma_attention=1", False),
-    ],
-)
-def test_warpgroups_attend_where_they_are_asked_for(
-    capability: tuple[int, int],
-    head_dim: int,
-    setting: str,
-    is_own: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setenv("EECORE_CUDA_TUNING", setting)
-    assert (prompt_attention_of(CUDA, torch.bfloat16, head_dim) is None) is is_own

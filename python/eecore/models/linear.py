@@ -12,7 +12,6 @@ from eecore import ops
 from eecore.config import Activation
 from eecore.models.int8 import dequantise_rows
 from eecore.ops import AppendKv, Matrix
-from eecore.ops.registered import cuda_tuning
 
 # Rows that eecore's products take on a GPU: with more rows multiplying is the limit, and torch's
 # products are faster. On the CPU they take any number, so that a row is rounded alike whichever
@@ -22,10 +21,6 @@ ADA = (8, 9)
 # The same on Ada, whose L2 cache, from which rows are read again and again, is five times as fast
 # as its memory.
 MAX_SKINNY_ROWS_ON_ADA = 64
-HOPPER = (9, 0)
-# The same on Hopper by warpgroups: two passes of 128 rows, side by side, read the weight from
-# memory once.
-MAX_SKINNY_ROWS_BY_WARPGROUPS = 256
 
 
 def max_skinny_rows(device: torch.device) -> int | None:
@@ -33,8 +28,6 @@ def max_skinny_rows(device: torch.device) -> int | None:
     if device.type == "cpu":
         return None
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if capability == HOPPER and cuda_tuning()["wgmma"]:
-        return MAX_SKINNY_ROWS_BY_WARPGROUPS
     return MAX_SKINNY_ROWS_ON_ADA if capability == ADA else MAX_SKINNY_ROWS
 
 

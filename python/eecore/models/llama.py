@@ -233,9 +233,7 @@ class LlamaModel(Decoder):
         )
         """Multiplies the scores of attention."""
         self._soft_cap = config.attention_soft_cap or 0.0
-        self.prompt_attention: PromptAttention | None = prompt_attention_of(
-            self.device, self.dtype, config.head_dim
-        )
+        self.prompt_attention: PromptAttention | None = prompt_attention_of(self.device, self.dtype)
         """The attention of long chunks of prompts; None: eecore's kernels."""
         self._stacked = weights.stacked()
         self._layers = self._stacked.unbind()

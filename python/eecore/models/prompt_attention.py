@@ -2,8 +2,7 @@
 
 eecore's own kernels are made for few queries. For long chunks whose lengths the host knows, keys
 and values are gathered from their pages and given to flash-attn if it is installed, else to torch's
-``scaled_dot_product_attention``, which chooses its flash or cuDNN kernels. On Hopper a setting has
-eecore's own kernel for many queries attend, which reads keys in their pages.
+``scaled_dot_product_attention``, which chooses its flash or cuDNN kernels.
 """
 
 from __future__ import annotations
@@ -18,14 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eecore.ops.registered import cuda_tuning
-
 MIN_QUERIES = 64
 """Queries of a sequence from which on these kernels attend to its chunk."""
 FLASH_ATTN = "flash_attn"
-HOPPER = (9, 0)
-MAX_WARPGROUP_HEAD = 128
-"""The largest head dimension of eecore's kernel for many queries on Hopper."""
 
 
 @dataclass(frozen=True)
@@ -143,17 +137,12 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, scale: float) -> 
     return torch.cat(outs)
 
 
-def prompt_attention_of(
-    device: torch.device, dtype: torch.dtype, head_dim: int
-) -> PromptAttention | None:
+def prompt_attention_of(device: torch.device, dtype: torch.dtype) -> PromptAttention | None:
     """The best installed attention for a model; None: eecore's own kernels.
 
     A warning names an installed flash-attn that cannot be loaded, such as one for another torch.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return None
-    by_warpgroups = cuda_tuning()["wgmma_attention"] and head_dim <= MAX_WARPGROUP_HEAD
-    if by_warpgroups and torch.cuda.get_device_capability(device) == HOPPER:
         return None
     try:
         return PromptAttention(importlib.import_module(FLASH_ATTN).flash_attn_varlen_func)

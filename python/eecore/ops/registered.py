@@ -16,7 +16,7 @@ except ImportError as error:
         raise ImportError(f"torch: expected 2.10 or newer, got {torch.__version__}") from error
     raise
 
-__all__ = ["OP_NAMES", "build_info", "compiled", "cpu_only_ops", "cuda_module", "cuda_tuning"]
+__all__ = ["OP_NAMES", "build_info", "compiled", "cpu_only_ops", "cuda_module"]
 __all__ += ["missing_cuda_ops"]
 
 if torch.cuda.is_available() and _C.build_info()["cuda"]:
@@ -49,15 +49,6 @@ def build_info() -> dict[str, Any]:
     info["cpu_capabilities"] = _C.cpu_capabilities()
     info["cpu_capability"] = _C.cpu_capability()
     return info
-
-
-def cuda_tuning() -> dict[str, int]:
-    """The settings of CUDA kernels by name, as ``EECORE_CUDA_TUNING`` has them now.
-
-    Raises:
-        RuntimeError: it has a setting that there is not, or a value out of bounds.
-    """
-    return _C.cuda_tuning()
 
 
 def missing_cuda_ops() -> tuple[str, ...]:

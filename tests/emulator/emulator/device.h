@@ -18,15 +18,12 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __grid_constant__
 
 #define EMULATOR_SITE const std::source_location& site = std::source_location::current()
 
 // ---- Barriers and warps ----
 
-inline void __syncthreads(EMULATOR_SITE) {
-  ::emulator::come_to_barrier(0, 0, true, "__syncthreads", site);
-}
+inline void __syncthreads(EMULATOR_SITE) { ::emulator::come_to_barrier(site); }
 inline void __syncwarp(unsigned mask = 0xffffffffu, EMULATOR_SITE) {
   ::emulator::gather(mask, "__syncwarp", nullptr, 0, nullptr, true, site);
 }

@@ -14,16 +14,8 @@
 #pragma GCC visibility push(hidden)  // no other library's: calls of them are plain calls
 namespace emulator {
 
-constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr uint16_t kNobody = 0xffff, kManyWarps = 0xfffe;
 constexpr uint16_t kManyLanes = 0x8000;  // + the warp
-constexpr uint16_t kWarpgroup = 0x4000;  // + the number of its four warps
-constexpr uint16_t kMbarrier = 0x2000;   // + its number: the copies that it counts
-
-// The last time at which each warp, and copies of each mbarrier, are known to have been.
-constexpr int kMaxMbarriers = 64;
-using WaitedFor = std::array<uint32_t, kMaxWarps + kMaxMbarriers>;
-void join(WaitedFor& known, const WaitedFor& more);
 
 // Whether what `thread` did at `time` has happened for the running thread.
 bool happened(uint16_t thread, uint32_t time);
@@ -32,7 +24,6 @@ bool happened(uint16_t thread, uint32_t time);
 struct Knowledge {
   int thread;
   uint32_t now, last_barrier, synced;
-  WaitedFor waited_for;
   std::array<uint32_t, 32> synced_lanes;  // of its warp
 };
 Knowledge knowledge();
@@ -41,13 +32,6 @@ bool happened_for(const Knowledge& known, uint16_t thread, uint32_t time);
 // A name for the running thread and `thread`, which did the same at `time`: the running thread
 // alone if that has happened, else both, as narrowly as one name can.
 uint16_t joined(uint16_t thread, uint32_t time);
-
-// What the running thread knows of the block by barriers, and what it learns by itself: lanes of
-// its warp know it after a __syncwarp.
-WaitedFor waited_for();
-void learn(const WaitedFor& more);
-uint32_t synced();  // when it last reached a __syncwarp or a barrier
-int lanes_of_warp(int warp);
 
 uint32_t now();
 void pass_time();

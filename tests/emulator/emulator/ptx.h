@@ -1,16 +1,11 @@
 // Host twins of the functions of eecore/ptx.cuh.
 #pragma once
 
-#include <cuda.h>
 #include <emulator/device.h>
-#include <emulator/mbarrier.h>
 #include <emulator/shared.h>
-#include <emulator/warpgroup.h>
 
 #include <cmath>
 #include <cstring>
-
-#define EECORE_HAS_WGMMA 1
 
 namespace eecore::cuda {
 
@@ -141,15 +136,6 @@ inline float load_or(const float* from, float otherwise) {
 
 inline void prefetch_l2(const void*) {}
 
-// ---- Named barriers ----
-
-inline void named_barrier_wait(int id, int num_threads, EMULATOR_SITE) {
-  ::emulator::come_to_barrier(id, num_threads, true, "named_barrier_wait", site);
-}
-inline void named_barrier_arrive(int id, int num_threads, EMULATOR_SITE) {
-  ::emulator::come_to_barrier(id, num_threads, false, "named_barrier_arrive", site);
-}
-
 // ---- Asynchronous copies ----
 
 template <typename T>
@@ -173,69 +159,6 @@ inline void cp_async_commit() { ::emulator::close_copy_group(); }
 template <int kPending>
 void cp_async_wait() {
   ::emulator::wait_for_copies(kPending);
-}
-
-// ---- Copies that mbarriers count ----
-
-inline void mbarrier_init(const ::emulator::Shared<uint64_t>& barrier, int count) {
-  ::emulator::init_mbarrier(barrier.checked(8, 8), count);
-}
-inline void fence_mbarrier_init() { ::emulator::fence_mbarriers(); }
-inline void mbarrier_arrive(const ::emulator::Shared<uint64_t>& barrier, int bytes = 0) {
-  ::emulator::arrive_at_mbarrier(barrier.checked(8, 8), bytes);
-}
-inline void mbarrier_wait(const ::emulator::Shared<uint64_t>& barrier, uint32_t parity,
-                          EMULATOR_SITE) {
-  ::emulator::wait_at_mbarrier(barrier.checked(8, 8), parity, site);
-}
-
-EMULATOR_INLINE void copy_pieces(const std::vector<::emulator::CopiedPiece>& pieces,
-                                 const ::emulator::Shared<uint64_t>& barrier) {
-  for (const ::emulator::CopiedPiece& piece : pieces) {
-    if (piece.from != nullptr) ::emulator::touch_global(piece.from, piece.end - piece.begin);
-  }
-  ::emulator::start_counted_copy(pieces, barrier.checked(8, 8));
-}
-
-template <typename T>
-EMULATOR_INLINE void bulk_copy(const ::emulator::Shared<T>& to, const T* from, int bytes,
-                               const ::emulator::Shared<uint64_t>& barrier) {
-  if (bytes <= 0 || bytes % 16 != 0) {
-    ::emulator::fail("starts a bulk copy of " + std::to_string(bytes) +
-                     " bytes: expected a multiple of 16");
-  }
-  check_alignment(from);
-  const uint32_t offset = to.checked(bytes, 16);
-  std::vector<::emulator::CopiedPiece> pieces;
-  for (int at = 0; at < bytes; at += 16) {
-    pieces.push_back({offset + at, reinterpret_cast<const unsigned char*>(from) + at, 0, 16});
-  }
-  copy_pieces(pieces, barrier);
-}
-
-template <typename T, int kRank>
-EMULATOR_INLINE void tensor_copy(const ::emulator::Shared<T>& to, const CUtensorMap& map,
-                                 const int (&at)[kRank],
-                                 const ::emulator::Shared<uint64_t>& barrier) {
-  static_assert(kRank >= 2 && kRank <= 4);
-  const auto pieces = ::emulator::pieces_of_box(to.checked(16, 16), &map, at, kRank);
-  to.checked(16 * pieces.size(), 16);
-  copy_pieces(pieces, barrier);
-}
-
-// ---- Roles of warps ----
-
-inline bool elect_lane(EMULATOR_SITE) {
-  ::emulator::gather(0xffffffffu, "elect_lane", nullptr, 0, nullptr, false, site);
-  return ::emulator::lane() == ::emulator::elected_lane();
-}
-template <int kCount>
-void give_registers(EMULATOR_SITE) {
-  ::emulator::move_registers(kCount, false, site);
-}
-template <int kCount>
-void take_registers(EMULATOR_SITE) {
-  ::emulator::move_registers(kCount, true, site);
 }
 
 // ---- Matrices of 16-bit elements ----
@@ -297,67 +220,6 @@ void mma_m16n8k16(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[
     }
   }
   for (int i = 0; i < 4; ++i) sums[i] = total[i];
-}
-
-// ---- Products of a warpgroup ----
-
-template <int kTiles>
-class WgmmaSums : public ::emulator::CheckedRegisters<float, 4 * kTiles> {
-  using All = ::emulator::CheckedRegisters<float, 4 * kTiles>;
-
- public:
-  struct Tile {
-    All& all;
-    int first;
-    auto operator[](int i) const { return all[first + i]; }
-  };
-  Tile operator[](int n) { return {*this, 4 * n}; }
-};
-using WgmmaPart = ::emulator::CheckedRegisters<uint32_t, 4>;
-
-inline void fence_proxy_async() { ::emulator::fence_async_proxy(); }
-
-template <typename T>
-uint32_t shared_address(const ::emulator::Shared<T>& pointer) {
-  return ::emulator::wgmma_address(pointer.checked(16, 16));
-}
-
-struct NoRegisters {};
-inline NoRegisters no_registers;
-template <typename A, typename B = NoRegisters, typename C = NoRegisters>
-void wgmma_fence(A&, B& = no_registers, C& = no_registers, EMULATOR_SITE) {
-  ::emulator::fence_wgmma(site);
-}
-inline void wgmma_commit(EMULATOR_SITE) { ::emulator::commit_products(site); }
-template <int kPending, typename A, typename B = NoRegisters, typename C = NoRegisters>
-void wgmma_wait(A&, B& = no_registers, C& = no_registers, EMULATOR_SITE) {
-  ::emulator::wait_for_products(kPending, site);
-}
-
-template <typename T, bool kAdds = true, bool kTransposed = false, int kTiles>
-void wgmma_m64k16(WgmmaSums<kTiles>& sums, WgmmaPart& a, uint64_t b, EMULATOR_SITE) {
-  static_assert(std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>);
-  static_assert(kTiles == 1 || kTiles == 2 || kTiles == 4 || kTiles == 8 || kTiles == 16);
-  ::emulator::start_product(
-      {&sums, sums.values(), kTiles, kAdds, &a, a.values(), 0, b, kTransposed, half_of<T>}, site);
-}
-template <typename T, bool kAdds = true, bool kTransposed = false, int kTiles>
-void wgmma_m64k16(WgmmaSums<kTiles>& sums, uint64_t a, uint64_t b, EMULATOR_SITE) {
-  static_assert(std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>);
-  static_assert(kTiles == 8 || kTiles == 16);
-  ::emulator::start_product(
-      {&sums, sums.values(), kTiles, kAdds, nullptr, nullptr, a, b, kTransposed, half_of<T>}, site);
-}
-
-// ---- Clusters ----
-
-inline void cluster_sync(EMULATOR_SITE) { ::emulator::come_to_cluster_barrier(site); }
-template <typename T>
-Pack<T> cluster_load16(const ::emulator::Shared<T>& from, int rank) {
-  Pack<T> pack;
-  const uint32_t place = ::emulator::place_in_cluster(from.checked(16, 16), rank);
-  std::memcpy(&pack, ::emulator::read_shared(place, 16), 16);
-  return pack;
 }
 
 // ---- Programmatic dependent launch ----
