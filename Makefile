@@ -8,7 +8,7 @@ SHELL := /bin/bash
 # Each worker and each command that tests start would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all quick fuzz sanitize aarch64 soak lint format docs bench clean
+.PHONY: help demo test test-all quick fuzz sanitize soak lint format docs bench clean
 
 ARGS ?=
 MINUTES ?= 10
@@ -31,7 +31,7 @@ test:  ## the short suite: some ten minutes on two cores
 	@$(if $(ARGS),,$(PYTHON_IN_VENV) tests/emulated.py)
 	@OMP_WAIT_POLICY=passive $(PYTHON_IN_VENV) -m pytest $(or $(ARGS),$(SIDE_BY_SIDE))
 
-test-all:  ## all tests: also other compilers' targets, wheels, every case of every op
+test-all:  ## all tests: every case of every op, slow ones, other compilers' targets
 	@$(MAKE) --no-print-directory test ARGS="--all $(or $(ARGS),$(SIDE_BY_SIDE))"
 
 quick:  ## tests of everything in a minute, while you work on it
@@ -47,11 +47,6 @@ sanitize:  ## ops under AddressSanitizer and UBSan: their tests, then fuzzing fo
 	@$(PYTHON_IN_VENV) tests/sanitized.py -m pytest --all tests/ops tests/across_ops/test_op_refusals.py \
 	  tests/across_ops/test_rows_alone.py tests/across_ops/test_weight_formats.py -k "not emulated and not opcheck" -p no:cacheprovider $(ARGS)
 	@$(PYTHON_IN_VENV) tests/sanitized.py tests/fuzz/campaign.py ops --minutes $(MINUTES)
-
-aarch64:  ## ops on aarch64, as qemu runs it: Debian's cross compiler and qemu-user
-	@$(SETUP) test
-	@$(PYTHON_IN_VENV) tests/aarch64.py -m pytest -p no:cacheprovider -k "not emulated and not cuda" \
-	  $(or $(ARGS),tests/ops tests/across_ops $(SIDE_BY_SIDE))
 
 soak:  ## an engine for STEPS=1000000 steps: pages and memory stay where they are
 	@$(SETUP) test

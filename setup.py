@@ -1,7 +1,7 @@
 """Builds the compiled modules with CMake and Ninja; everything else is in pyproject.toml.
 
-EECORE_CUDA=AUTO|ON|OFF, EECORE_CUDA_ARCHS and EECORE_CUDA_OBJECTS are handed to CMake, see
-CMakeLists.txt. MAX_JOBS limits the parallel compilations.
+EECORE_CUDA=AUTO|ON|OFF and EECORE_CUDA_ARCHS are handed to CMake, see CMakeLists.txt. MAX_JOBS
+limits the parallel compilations.
 """
 
 import json
@@ -83,10 +83,8 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DEECORE_VERSION={self.distribution.get_version()}",
         ]
-        for name in ("EECORE_CUDA", "EECORE_CUDA_ARCHS", "EECORE_CUDA_OBJECTS"):
+        for name in ("EECORE_CUDA", "EECORE_CUDA_ARCHS"):
             value = os.environ.get(name)
-            if value and name == "EECORE_CUDA_OBJECTS":
-                value = str(Path(value).resolve())
             configure.append(f"-D{name}={value}" if value else f"-U{name}")
         jobs = os.environ.get("MAX_JOBS")
         build = ["cmake", "--build", str(build_dir), *(["-j", jobs] if jobs else [])]

@@ -92,10 +92,7 @@ def plan(folder: Path, device: str, archs: str) -> list[Step]:
     reduced, on_cuda = {"EECORE_REDUCED_CASES": "1"}, {"EECORE_TEST_DEVICE": "cuda"}
     sanitizer = shutil.which("compute-sanitizer") or "compute-sanitizer"
     sanitize = (python, "-m", "bench.gpu.sanitize", "--sanitizer", sanitizer)
-    built_here = 60 if os.environ.get("EECORE_CUDA_OBJECTS") else 240
-    building = {"EECORE_CUDA": "ON"}
-    if built_here == 240:
-        building["EECORE_CUDA_ARCHS"] = archs
+    building = {"EECORE_CUDA": "ON", "EECORE_CUDA_ARCHS": archs}
     decode = ("gpu-decode", "--only")
     build = (python, "setup.py", "build_ext", "--inplace")
     return [
@@ -104,7 +101,7 @@ def plan(folder: Path, device: str, archs: str) -> list[Step]:
             bench("gpu-peers", "--seconds", "40", file="-peers"),
             built_ahead,
         ),
-        Step("build", "build", built_here, build, building),
+        Step("build", "build", 240, build, building),
         Step(
             *("modes", "decode", 80),
             bench(*decode, "modes", "--seconds", "72", file="-decode"),
