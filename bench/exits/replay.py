@@ -370,6 +370,7 @@ REPORTS = [REPORT]
 def main(words: Sequence[str]) -> None:
     command = parser("replay", __doc__, batches=(1, 4, 8), threads=1)
     command.add_argument("--weights", nargs="+", default=["file", "int8"])
+    command.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     command.add_argument("--prompts", type=int, default=16, help="of each kind")
     command.add_argument("--tokens", type=int, default=64, help="tokens of an answer, at most")
     arguments = command.parse_args(words)
@@ -379,7 +380,7 @@ def main(words: Sequence[str]) -> None:
         recorded: dict[str, list[Answer]] = {}
         for weights in arguments.weights:
             model = loaded(file, weights, kv_cache_tokens=16384)
-            for kind in KINDS if not recorded else ():
+            for kind in arguments.kinds if not recorded else ():
                 prompts = [chat(model, text) for text in prompts_of(kind, arguments.prompts)]
                 prompts = [ids for ids in prompts if len(ids) <= LONGEST_PROMPT]
                 recorded[kind] = answers_of(model, prompts, arguments.tokens + MAX_AHEAD)

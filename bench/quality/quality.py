@@ -204,7 +204,9 @@ def main(words: Sequence[str]) -> None:
     made.add_argument("--only-weights", action="store_true", help="do not measure the files")
     arguments = made.parse_args(words)
     torch.set_num_threads(arguments.threads)
-    with tempfile.TemporaryDirectory(dir=coder_files.DIRECTORY.parent) as scratch:
+    place = coder_files.DIRECTORY.parent
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place) as scratch:
         result = measure(
             arguments.windows,
             arguments.threads,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -13,11 +12,9 @@ from bench import overview, tables
 from bench.calm import tables as calm_tables
 from bench.harness import results
 from bench.harness.places import README, RESULTS, RESULTS_PAGE
-from bench.ops import table as ops_table
 from bench.serving.tables import faults
 
 PLOT = "decode.svg"
-MACHINE = ("cpu", "cpu_capability", "torch")
 # Figures that another report's table shows.
 SHOWN_ELSEWHERE = {"soak"}
 
@@ -54,76 +51,11 @@ def test_the_committed_tables_are_those_of_the_committed_figures(copies: Path) -
     }
 
 
-def test_a_changed_figure_changes_its_table(copies: Path) -> None:
-    report = next(report for report in tables.reports() if report.name == "auto")
-    figures = report.read()
-    figures["count"] += 1
-    report.write_tables(figures)
-    page = (copies / "drafts.md").read_text()
-    assert f"on {figures['count']} held-out utterances" in page
-    assert page != (RESULTS / "drafts.md").read_text()
-
-
-def test_one_microbenchmark_changes_its_own_line(
-    copies: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The last step of ``make bench ARGS="-k accept_mask"``."""
-    before = json.loads((RESULTS / "ops.json").read_text())
-    shutil.copy(RESULTS / "ops.json", copies)
-    monkeypatch.setattr(results, "RESULTS", copies)
-    monkeypatch.setattr(ops_table, "machine", lambda: {name: before[name] for name in MACHINE})
-    monkeypatch.setenv("OMP_NUM_THREADS", str(before["threads"]))
-    stats = {"min": 123.4e-6, "median": 125e-6}
-    timed = {"name": "bench_accept_mask[8]", "stats": stats, "extra_info": {}}
-    recorded = copies / "bench.json"
-    recorded.write_text(
-        json.dumps({"benchmarks": [timed], "machine_info": {"ceilings": before["ceilings"]}})
-    )
-    ops_table.main([str(recorded)])
-    rows = json.loads((copies / "ops.json").read_text())["rows"]
-    changed = [now for now, old in zip(rows, before["rows"], strict=True) if now != old]
-    assert [(row["op"], row["case"], row["min"]) for row in changed] == [
-        ("accept_mask", "8", 123.4)
-    ]
-    lines = (copies / "ops.md").read_text().splitlines()
-    old_lines = (RESULTS / "ops.md").read_text().splitlines()
-    assert sum(now != old for now, old in zip(lines, old_lines, strict=True)) == 1
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        ops_table.main([str(copies / "missing.json")])
-    assert "expected a record of pytest-benchmark" in capsys.readouterr().err
-
-
 def test_all_figures_are_shown() -> None:
     shown = {report.name for report in tables.reports()}
     assert {file.stem for file in RESULTS.glob("*.json")} == shown | SHOWN_ELSEWHERE
-
-
-def test_figures_and_the_plot_of_the_readme_alone_are_kept() -> None:
-    others = {file.name for file in RESULTS.iterdir() if file.suffix not in (".json", ".md")}
-    assert {name for name in others if not name.startswith("gpu-")} == {
-        PLOT,
-        "calm-synopsis-training.csv",
-    }
-    assert f"bench/results/{PLOT}" in README.read_text()
-    assert "calm-synopsis-training.csv" in (RESULTS / "tasks.md").read_text()
-
-
-def test_the_page_of_results_is_short_and_leads_to_all_others() -> None:
-    text = RESULTS_PAGE.read_text()
-    assert len(text.splitlines()) <= 150
-    assert len(re.findall(r"(?m)^## .*\?$", text)) == len(re.findall(r"(?m)^## ", text)) == 5
     for page in RESULTS.glob("*.md"):
-        assert f"(results/{page.name})" in text, page.name
-
-
-def test_a_section_stands_in_one_page(copies: Path) -> None:
-    with pytest.raises(ValueError, match="expected one page with this mark, got none"):
-        results.page_with("nothing of this name")
-    with (copies / "ops.md").open("a") as page:
-        page.write("<!-- decode -->")
-    with pytest.raises(ValueError, match=r"got RESULTS\.md, ops\.md"):
-        results.page_with("decode")
+        assert f"(results/{page.name})" in RESULTS_PAGE.read_text(), page.name
 
 
 def test_the_soak_that_is_shown_found_nothing() -> None:

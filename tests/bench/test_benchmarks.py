@@ -1,0 +1,109 @@
+"""Every benchmark can be imported and says how it is used; at night each runs at its smallest."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import BENCHMARKS
+from bench.__main__ import main as run_benchmark
+from bench.harness.places import README, RESULTS, RESULTS_PAGE, ROOT
+from looped_models import write_looped
+from tiny_models import write_byte_tokenizer
+from tiny_t5 import write_t5
+
+SHORT = "--rounds 1 --dry-run"
+ONE = f"--batches 1 {SHORT}"
+ANSWERS = "--prompts 1 --tokens 4 --dry-run"
+ON_CPU = "--device cpu --json {folder}/rows.json"
+SMALLEST = {
+    "decode": "--quick",
+    "gguf": f"{ONE} --threads 1 --tokens 4",
+    "prefill": f"{SHORT} --threads 1 --prompt-tokens 16",
+    "load": SHORT,
+    "depth": f"{ONE} --models tiny --weights float32 --threads 1 --steps 2",
+    "modes": f"{SHORT} --max-tokens 4",
+    "checks": f"{ONE} --weights float32 --tokens 8",
+    "drafts": f"{ANSWERS} --batches 1 --rounds 1 --weights int8",
+    "past": f"{ANSWERS} --batches 1 --weights int8",
+    "auto": f"{ONE} --weights float32 --count 2",
+    "replay": f"{ANSWERS} --batches 1 --weights int8 --kinds code",
+    "late": ANSWERS,
+    "trees": ANSWERS,
+    "intents": f"{SHORT} --data {{folder}} --count 2 --chunk 1 --fixed 2 --speculate 1,3"
+    " --skip-calibrated --skip-peers",
+    "loops": f"{ONE} --model {{folder}}/looped --data {{folder}} --count 16",
+    "calm": f"{SHORT} --data {{folder}}/test.jsonl {{folder}}/t5 --max-tokens 4"
+    " --thresholds softmax=0.1 --skip-peers",
+    "weights": "--dry-run --tokens 64 --max-tokens 4",
+    "cache": "--dry-run --tokens 64 --max-tokens 4",
+    "quality": "--dry-run --windows 1 --only-weights",
+    "transformers": f"{ONE} --count 2",
+    "serve": "--quick --dry-run --models intent",
+    "soak-serve": "--minutes 0.1 --dry-run",
+    "attention": f"{SHORT} --queries 1 --prompts --bytes 1000000",
+    "products": f"{SHORT} --weights float32 --rows 1 --bytes 1000000",
+    "gpu": f"--tiny --rounds 1 --dtype float32 {ON_CPU}",
+    "gpu-run": "--show",
+    "gpu-peers": f"--model tiny --only model --rounds 1 {ON_CPU}",
+    "gpu-kernels": f"--model tiny --batch 1 --tokens 4 {ON_CPU}",
+    "gpu-variants": f"--model tiny --batch 1 --tokens 4 {ON_CPU}",
+    "gpu-decode": f"--model tiny --batch 1 --rounds 1 --tokens 4 {ON_CPU}",
+    "gpu-expected": "--dry-run",
+}
+# Only tables, or what takes the installation of a peer or hundreds of megabytes.
+NOT_RUN = {"tables", "ops-table", "peers", "draft-peers", "vllm", "gemma", "coder-files"}
+
+
+def contents() -> dict[Path, bytes]:
+    """All pages and figures."""
+    return {path: path.read_bytes() for path in (README, RESULTS_PAGE, *RESULTS.iterdir())}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Data and models to measure; committed figures and pages must not change."""
+    write_looped(tmp_path / "looped", vocab_size=260, eos_token_id=257)
+    write_byte_tokenizer(tmp_path / "looped")
+    write_t5(tmp_path / "t5")
+    record = json.dumps({"input": "light on", "target": "[on]"}) + "\n"
+    (tmp_path / "test.jsonl").write_text(record * 16)
+    before = contents()
+    yield tmp_path
+    assert contents() == before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in BENCHMARKS if name not in NOT_RUN])
+def test_a_benchmark_runs(name: str, folder: Path) -> None:
+    words = [word.format(folder=folder) for word in SMALLEST[name].split()]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", name, *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_says_how_it_is_used(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_benchmark([name, "--help"])
+    assert ended.value.code == 0
+    assert f"python -m bench {name}" in capsys.readouterr().out
+
+
+def test_the_microbenchmarks_can_be_imported() -> None:
+    for path in sorted((ROOT / "bench" / "ops").glob("bench_*.py")):
+        importlib.import_module(f"bench.ops.{path.stem}")
