@@ -21,7 +21,6 @@ BENCHMARKS = {
     "modes": "bench.exits.modes",
     "checks": "bench.exits.checks",
     "drafts": "bench.exits.drafts",
-    "heads": "bench.exits.heads",
     "draft-peers": "bench.exits.draft_peers",
     "auto": "bench.exits.auto",
     "replay": "bench.exits.replay",

@@ -2,7 +2,7 @@
 
 The recipe of a Llama is LayerSkip's for TOPv2, a task of this kind (§5: p_max = 0.2, e_scale = 1,
 C_grad), from random weights, so dropout grows over the run (§4.1.1); that of a T5 is CALM's (§3.2).
-See scripts/intents, scripts/synopsis, scripts/calm.
+See scripts/intents and scripts/calm.
 """
 
 from __future__ import annotations

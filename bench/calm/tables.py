@@ -119,7 +119,7 @@ def notes(result: Figures) -> str:
     return "\n".join(lines)
 
 
-EXCERPTS = ("calm-intents", "calm-synopsis")
+EXCERPTS = ("calm-intents",)
 """The models whose figures bench/results/tasks.md shows."""
 
 

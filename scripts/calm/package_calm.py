@@ -112,7 +112,7 @@ def card(target: Path, shares: dict[int, float], count: int, took: str) -> str:
             "(templates of `home-assistant-intents`, Apache-2.0). Weights in bfloat16;",
             "git has them compressed, `bench.harness.places.unpacked_t5` puts them beside that.",
             "",
-            f"`scripts/calm/train_calm.py intents data/intents models/calm-intents --steps "
+            f"`scripts/calm/train_calm.py data/intents models/calm-intents --steps "
             f"{training['steps']}`, seed {training['seed']}, {about['training_tokens'] / 1e6:.1f}M "
             f"tokens, {took}; then `scripts/calm/package_calm.py`. The learning curve is "
             "`run.svg`, `evaluations.csv`.",

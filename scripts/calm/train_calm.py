@@ -1,11 +1,7 @@
 """Trains a small T5 with CALM's loss, then the exit classifier on the frozen model.
 
     python scripts/intents/make_data.py data/intents
-    python scripts/calm/train_calm.py intents data/intents models/calm-intents --steps 11000
-
-    sudo apt-get -o Acquire::Languages=en update
-    python scripts/synopsis/make_synopses.py data/synopsis
-    python scripts/calm/train_calm.py synopsis data/synopsis models/calm-synopsis --steps 2600
+    python scripts/calm/train_calm.py data/intents models/calm-intents --steps 11000
 
 The recipe is in scripts/small_model.py. Ctrl-C saves; ``--resume`` continues the run with its
 original settings. The model directory has the weights, the tokenizer, exits.json (the quality of
@@ -26,14 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from eecore.cli.app import run
 from small_model import T5_MODEL, Length, Task, train_small_t5
 
-TASKS = {
-    "intents": Task(ask="</s>", context=256, vocab_size=2048, start="<pad>"),
-    "synopsis": Task(ask="</s>", context=512, vocab_size=4096, start="<pad>"),
-}
+INTENTS = Task(ask="</s>", context=256, vocab_size=2048, start="<pad>")
 
 
 def main(
-    task: Annotated[str, typer.Argument(help="intents or synopsis.")],
     data: Annotated[Path, typer.Argument(help="The folder of train.jsonl and valid.jsonl.")],
     out: Annotated[Path, typer.Argument(help="The model directory to make.")],
     minutes: Annotated[float | None, typer.Option(min=0.1, help="About how long to train.")] = None,
@@ -49,11 +41,9 @@ def main(
     threads: Annotated[int, typer.Option(min=1)] = torch.get_num_threads(),
 ) -> None:
     """Train the model, then its classifier."""
-    if task not in TASKS:
-        raise typer.BadParameter(f"task: expected one of {', '.join(TASKS)}, got {task}")
     torch.set_num_threads(threads)
     train_small_t5(
-        TASKS[task],
+        INTENTS,
         data,
         out,
         length=Length(steps, minutes),
@@ -65,7 +55,7 @@ def main(
     )
     options = ["--steps", classifier_steps, "--batch-size", batch_size, "--seed", seed]
     files = ["--data", data / "train.jsonl", "--out", out / "classifier.safetensors"]
-    context = ["--context", TASKS[task].context]
+    context = ["--context", INTENTS.context]
     words = ["train-classifier", out, *files, *context, *options]
     raise typer.Exit(run([str(word) for word in words]))
 
