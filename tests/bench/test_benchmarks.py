@@ -44,7 +44,6 @@ SMALLEST = {
     " --thresholds softmax=0.1 --skip-peers",
     "weights": "--dry-run --tokens 64 --max-tokens 4",
     "cache": "--dry-run --tokens 64 --max-tokens 4",
-    "quality": "--dry-run --windows 1 --only-weights",
     "transformers": f"{ONE} --count 2",
     "serve": "--quick --dry-run --models intent",
     "soak-serve": "--minutes 0.1 --dry-run",
@@ -59,7 +58,7 @@ SMALLEST = {
     "gpu-expected": "--dry-run",
 }
 # Only tables, or what takes the installation of a peer or hundreds of megabytes.
-NOT_RUN = {"tables", "ops-table", "peers", "draft-peers", "vllm", "gemma", "coder-files"}
+NOT_RUN = {"tables", "ops-table", "peers", "draft-peers", "vllm", "quality", "gemma", "coder-files"}
 
 
 def contents() -> dict[Path, bytes]:
