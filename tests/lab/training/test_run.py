@@ -32,7 +32,7 @@ from eecore.lab.training.harness import seconds_per_step
 from eecore.lab.training.libraries import library
 from eecore.lab.training.model_run import ModelTrainee
 from eecore.lab.training.run_log import read_log
-from eecore.models import model_digest
+from eecore.models import Tokenizer, model_digest
 
 LOGS = ("steps.csv", "evaluations.csv")
 
@@ -72,6 +72,9 @@ def test_a_model_learns_and_is_an_ordinary_directory(
     tokenizer.mkdir()
     words = {str(token): token for token in range(40)}
     Backend(models.WordLevel(words, unk_token="0")).save(str(tokenizer / "tokenizer.json"))
+    (tokenizer / "added_tokens.json").write_text('{"41": 41}')
+    (tokenizer / "additional_chat_templates").mkdir()
+    (tokenizer / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     reports: list[StepReport] = []
     config = small(150, learning_rate=1e-2, evaluate_steps=75)
     result = train(
@@ -105,6 +108,9 @@ def test_a_model_learns_and_is_an_ordinary_directory(
     assert about["held_out"]["agreement"] == list(result.scores.agreement)
     assert TrainingConfig.from_dict(about["training"]) == config
     assert about["model_sha256"] == model_digest(out)
+    copied = Tokenizer.from_directory(out)
+    assert copied is not None
+    assert (copied.encode("41"), copied.named_templates) == ([40], {"tool_use": "tools"})
 
     import transformers
 

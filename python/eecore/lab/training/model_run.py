@@ -44,6 +44,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "tokenizer.model",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
 )
 
 
@@ -385,10 +386,12 @@ def _save(
             model = model.merge_and_unload()
         with no_progress_bars():
             model.save_pretrained(str(partial))
-        for name in TOKENIZER_FILES:
-            source = None if tokenizer_directory is None else tokenizer_directory / name
-            if source is not None and source.is_file() and source.parent != directory:
-                shutil.copyfile(source, partial / name)
+        place = tokenizer_directory or directory
+        for name in TOKENIZER_FILES if place != directory else ():
+            for source in place.glob(name):
+                copied = partial / source.relative_to(place)
+                copied.parent.mkdir(exist_ok=True)
+                shutil.copyfile(source, copied)
         about = {
             "model_sha256": model_digest(partial),
             "num_layers": ExitModel.of(model).num_layers,
