@@ -22,6 +22,7 @@ from eecore.serving import guides
 from eecore.serving.answering import STUCK_SECONDS
 from eecore.serving.protocol import ChatRequest
 from eecore.serving.tool_calls import FORMATS
+from eecore.serving.xml_calls import tagged_parameters
 from servers import Asker, asker, assert_idle, events
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -425,6 +426,13 @@ def test_calls_as_tags_follow_the_schemas() -> None:
     either = guide_of(read_chat(tools=tools, response_format=form), "qwen3_coder")
     assert all(accepts(either, each) for each in ("{}", good[0], tagged("limited", code="ab")))
     assert not accepts(either, "no")
+
+
+def test_schemas_that_refer_to_themselves_are_read_once() -> None:
+    loop = {"anyOf": [{"$ref": "#/$defs/A"}] * 40}
+    schema = {"properties": {"a": loop, "b": {"type": "string"}}, "$defs": {"A": loop}}
+    read = tagged_parameters(schema)
+    assert read == {"a": {**loop, "$defs": {"A": loop}}, "b": None}
 
 
 INNER = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}

@@ -10,6 +10,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from eecore.guide import MAX_TEXT
+
 OPENS, CLOSES = "<function=", "</function>"
 PARAMETER_OPENS, PARAMETER_CLOSES = "<parameter=", "</parameter>"
 SPACE = re.compile(r"\s*")
@@ -194,19 +196,42 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """The types that a schema allows; empty: it says nothing of them."""
-    known = _resolved(schema, root)
-    given = known.get("type")
+def _types(
+    schema: Any, root: Mapping[str, Any], known: dict[int, set[str]] | None = None
+) -> set[str]:
+    """The types that a schema allows; empty: it says nothing of them.
+
+    Args:
+        known: the types found before, by the schemas' ids.
+    """
+    try:
+        return _found_types(schema, root, {} if known is None else known)
+    except RecursionError:
+        return set()
+
+
+def _found_types(schema: Any, root: Mapping[str, Any], known: dict[int, set[str]]) -> set[str]:
+    """The types that a schema allows, as found before or now."""
+    said = _resolved(schema, root)
+    if id(said) not in known:
+        known[id(said)] = set()  # a schema that refers to itself says nothing by that
+        known[id(said)] = _types_of(said, root, known)
+    return known[id(said)]
+
+
+def _types_of(
+    schema: Mapping[str, Any], root: Mapping[str, Any], known: dict[int, set[str]]
+) -> set[str]:
+    given = schema.get("type")
     if given is not None:
         return {given} if isinstance(given, str) else set(given)
-    if "const" in known:
-        return {_type_of_value(known["const"])}
-    if isinstance(known.get("enum"), list):
-        return set(map(_type_of_value, known["enum"]))
+    if "const" in schema:
+        return {_type_of_value(schema["const"])}
+    if isinstance(schema.get("enum"), list):
+        return set(map(_type_of_value, schema["enum"]))
     for key in ("anyOf", "oneOf", "allOf"):
-        if isinstance(known.get(key), list) and depth < MAX_REFERENCES:
-            each = [_types(branch, root, depth + 1) for branch in known[key]]
+        if isinstance(schema.get(key), list):
+            each = [_found_types(branch, root, known) for branch in schema[key]]
             if key == "allOf" or all(each):
                 return set().union(*each)
     return set()
@@ -215,8 +240,8 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
 def tagged_parameters(schema: Mapping[str, Any]) -> dict[str, Any] | None:
     """The parameters of a function, where texts in tags can follow its schema; else None.
 
-    A schema stands alone, with the definitions that it refers to. It is None for a free text, and
-    a list for one of some texts.
+    Each has a schema that stands alone, with the definitions that it refers to; None for a free
+    text; a list for one of some texts.
     """
     properties, required = schema.get("properties", {}), schema.get("required", [])
     inner = json.dumps({name: each for name, each in schema.items() if name != "$id"})
@@ -226,13 +251,19 @@ def tagged_parameters(schema: Mapping[str, Any]) -> dict[str, Any] | None:
     if any(each not in properties for each in required):
         return None
     definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
+    room = MAX_TEXT // (len(json.dumps(definitions)) + 1)
     made: dict[str, Any] = {}
+    known: dict[int, set[str]] = {}
     for name, given in properties.items():
         if not NAME.fullmatch(name) or not isinstance(given, Mapping):
             return None
-        kinds, resolved = _types(given, schema), _resolved(given, schema)
+        kinds, resolved = _types(given, schema, known), _resolved(given, schema)
         if "string" not in kinds:
-            made[name] = {**given, **definitions}
+            refers = '"$ref"' in json.dumps(given)
+            room -= refers
+            if room < 0:
+                return None
+            made[name] = {**given, **definitions} if refers else given
         elif kinds == {"string"} and not resolved.keys() - _SAYING:
             texts = [resolved["const"]] if "const" in resolved else resolved.get("enum")
             if texts and any(not _is_tagged_as_it_is(each) for each in texts):
