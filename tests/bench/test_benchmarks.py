@@ -50,7 +50,7 @@ SMALLEST = {
     "products": f"{SHORT} --weights float32 --rows 1 --bytes 1000000",
     "gpu": f"--tiny --rounds 1 --dtype float32 {ON_CPU}",
     "gpu-run": "--show",
-    "gpu-peers": f"--model tiny --only model --rounds 1 {ON_CPU}",
+    "gpu-peers": f"--model tiny --only transformers --rounds 1 {ON_CPU}",
     "gpu-kernels": f"--model tiny --batch 1 --tokens 4 {ON_CPU}",
     "gpu-decode": f"--model tiny --batch 1 --rounds 1 --tokens 4 {ON_CPU}",
 }
