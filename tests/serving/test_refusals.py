@@ -233,7 +233,10 @@ def test_others_do_not_notice(server: Asker) -> None:
 
 
 def test_the_roads_that_are_not_there(server: Asker) -> None:
-    assert error_of(server.get("/v1/embeddings"), 404)["type"] == "not_found_error"
+    error = error_of(server.post("/v1/embeddings", {"input": "a"}), 404)
+    assert error["type"] == "not_found_error"
+    for path in (COMPLETIONS, CHATS, "/v1/responses", "/v1/models", "/tokenize"):
+        assert f"{path}," in error["message"]
     error_of(server.get(COMPLETIONS), 405)
     for model in ("gpt-4", "intent:deep", "intent2", ":"):
         error = error_of(server.post(COMPLETIONS, {"prompt": PROMPT, "model": model}), 404)

@@ -345,15 +345,8 @@ def test_the_access_log(endless_directory: str) -> None:
         ("POST", "/v1/responses", 400),
         ("POST", "/v1/responses", 400),
     ]
-    assert [each.get("reason") for each in found] == [
-        None,
-        "GET /nothing: Not Found",
-        None,
-        None,
-        "truncation: expected none, since it is not supported here",
-        found[-1]["reason"],
-    ]
-    assert found[-1]["reason"].startswith("input.")
+    reasons = [str(each.get("reason")).partition(":")[0] for each in found]
+    assert reasons == ["None", "GET /nothing", "None", "None", "truncation", "input.str"]
     assert found[0]["client"] == "127.0.0.1"
     assert found[0]["bytes"] > 100
 

@@ -218,7 +218,10 @@ def _version() -> str:
 
 async def _of_http(_request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = ApiError(error.status_code, f"{_request.method} {_request.url.path}: {error.detail}")
+    said = str(error.detail)
+    if error.status_code == 404:
+        said = f"expected one of {', '.join(_request.app.openapi()['paths'])}, got another path"
+    known = ApiError(error.status_code, f"{_request.method} {_request.url.path}: {said}")
     return JSONResponse(known.body, known.status, headers={**(error.headers or {})})
 
 
