@@ -464,8 +464,9 @@ class SamplingParams:
             does not count.
         frequency_penalty: subtracted from a token's logit for each time that it was generated.
         logit_bias: numbers to add to logits, by token id. Stored as pairs by ascending id.
-        ends_repetition: end a text, with ``finish_reason`` "length", whose last 512 tokens repeat a
-            part of at most 128. It is looked at whenever it has a multiple of 64 tokens.
+        ends_repetition: end a text, with ``finish_reason`` "length", whose last 512 tokens have at
+            most 128 different sequences of 4 tokens. It is looked at whenever it has a multiple of
+            64 tokens.
         guide: the form that the text must have; None for any text. Confidence and log-probabilities
             are over the allowed tokens.
     """

@@ -54,13 +54,11 @@ def test_what_a_repetition_is() -> None:
     part = list(range(128))
     assert repeats_itself([9] * 512)
     assert repeats_itself([7] * 64 + part * 4)
-    assert not repeats_itself(part * 3 + [9] * 128)
-    assert not repeats_itself([*range(129)] * 8)  # a part that is too long
+    numbered = [token for number in range(128) for token in (1000 + number, *range(30))]
+    assert repeats_itself(numbered[: 64 * 20])
+    assert not repeats_itself(part * 3 + list(range(200, 328)))
+    assert not repeats_itself([*range(129)] * 64)  # a part that is too long
     assert not repeats_itself([9] * 513)  # not at a multiple of 64
     assert not repeats_itself([9] * 448)
-    assert [is_due(*each) for each in ((511, 1), (508, 8), (512, 8), (447, 1))] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    ends = ((511, 1), (508, 8), (512, 8), (447, 1))
+    assert [is_due(*each) for each in ends] == [True, True, False, False]

@@ -9,8 +9,8 @@ EVERY = 64
 """Tokens from one look at a text to the next."""
 WINDOW = 512
 """Last tokens of a text that have to be a repetition."""
-MAX_PERIOD = WINDOW // 4
-"""Tokens of the longest part that is repeated."""
+MAX_DIFFERENT = WINDOW // 4
+"""Different sequences of four tokens that a repetition of that length may have."""
 
 
 def is_due(before: int, added: int) -> bool:
@@ -19,11 +19,8 @@ def is_due(before: int, added: int) -> bool:
 
 
 def repeats_itself(token_ids: list[int]) -> bool:
-    """Whether the last :data:`WINDOW` tokens are one short part, again and again."""
+    """Whether the last :data:`WINDOW` tokens are few sequences of tokens, again and again."""
     if len(token_ids) < WINDOW or len(token_ids) % EVERY:
         return False
     last = token_ids[-WINDOW:]
-    return any(
-        last[-1] == last[-1 - period] and last[period:] == last[:-period]
-        for period in range(1, MAX_PERIOD + 1)
-    )
+    return len(set(zip(last, last[1:], last[2:], last[3:], strict=False))) <= MAX_DIFFERENT
