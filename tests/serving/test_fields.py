@@ -179,6 +179,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # other settings of what eecore has, and its own names misspelt
     ({"max_length": 3}, "max_tokens"),
     ({"t_max_predict_ms": 1}, "max_tokens"),
+    ({"max_answer_tokens": 3}, "max_tokens"),
     ({"max_token": 3}, "max_tokens"),
     ({"temprature": 1}, "temperature"),
     ({"topP": 0.5}, "top_p"),
@@ -193,6 +194,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"format": "json"}, "response_format"),
     ({"extra_body": {"max_tokens": 3}}, "fields of the body"),
     ({"options": {"num_predict": 3}}, "fields of the body"),
+    ({"gen_kwargs": {"max_tokens": 3}}, "fields of the body"),
     ({"generationConfig": {"maxOutputTokens": 3}}, "fields of the body"),
     ({"bad_words_ids": [[5]]}, "logit_bias"),
     ({"functions": [{"name": "a"}]}, "tools"),

@@ -38,11 +38,12 @@ SAME = (
 )
 """Names with one meaning. The first one that an endpoint has is its field."""
 INSTEAD = {
-    "max_tokens": r"max_(\w+_)?len(gth)?|max_time|max_tokens_second|t_max_\w+",
-    "fields of the body": r"(sampl\w+|inference|generation)_(params|config)|"
-    "parameters|options|extra_body",
+    "max_tokens": r"max_(\w+_)?(len(gth)?|time|tokens)(_\w+)?|t_max_\w+|(n|num)_tokens|"
+    r"(num_)?tokens_to_generate|token_limit",
+    "fields of the body": r"(sampl\w+|inference|gen(erat\w+)?|decoding|model)_(params|parameters|"
+    "config|kwargs|args|options|settings)|parameters|options|extra_body",
     "exit": r"early_exit\w*|exit_\w+",
-    "temperature": "temp|do_sample",
+    "temperature": "temp|do_sample|greedy",
     "top_k": "k",
     "top_p": "p",
     "seed": r"(random|sampl\w+)_seed",
@@ -65,10 +66,12 @@ INSTEAD = {
 }
 """What eecore has in the place of settings that mean something else or something like it."""
 NOT_SUPPORTED = re.compile(
-    r"audio|background\w*|best_of|contexts?|contents?|context_\w+|conversation|documents|images?|modalities|"
-    r"moderations?|suffix|truncat\w+|web_search\w*|early_stopping|session_params|\w+_transfer_params|"
-    r"m\w+_io_kwargs|mm_\w+|return_(?!progress)\w+|include_stop_\w+|no_stop_\w+|trim_stop|detokenize|"
-    r"vllm_xargs|cache_salt|prompt_embeds|raw|memory|value|pattern|n(um)?_ctx|safe(ty)?_(?!id)\w+|min_\w+|top_\w+|token_\w+|repetition_\w+|parse_tool_calls|"
+    r"audio|background\w*|best_of|cache_salt|contexts?|contents?|context_\w+|\w+_context_size|"
+    r"conversation|detokenize|documents|early_stopping|images?|include_stop_\w+|memory|mm_\w+|"
+    r"m\w+_io_kwargs|min_\w+|modalities|moderations?|n(um)?_ctx|no_stop_\w+|parse_tool_calls|"
+    r"pattern|prompt_embeds|raw|repetition_\w+|return_(?!progress)\w+|safe(ty)?_(?!id)\w+|"
+    r"session_params|suffix|token_\w+|top_\w+|\w+_transfer_params|trim_stop|truncat\w+|typ_p|value|"
+    r"vllm_xargs|web_search\w*|"
     # Words of names that are about an answer, wherever they come from.
     r"(\w+_)?(adapters?|alpha|beams?|biase?s?|bos|cfg|cutoff|decay|draft|dry|dynamic|dynatemp|eos|"
     r"guid(ance|ed)|json|length|logits?|lora|look(up|ahead)|mirostat|n?sigma|negative|ngrams?|nl|"
