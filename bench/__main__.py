@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 BENCHMARKS = {
+    "overview": "bench.overview",
     "tables": "bench.tables",
     "decode": "bench.decode.decode",
     "gguf": "bench.decode.gguf",

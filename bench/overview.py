@@ -1,106 +1,129 @@
-"""The one table of README.md, from the figures of several benchmarks."""
+"""The one table of README.md: every row and ratio of one run, on one thread.
+
+python -m bench overview           SmolLM2's file, a random Llama of 1B parameters, the own model
+python -m bench overview --rounds 3
+
+Full depth beside llama.cpp (both after a prompt of one token, which leaves the time of decoding)
+and, for the model that ships, beside transformers (prompts included); drafts and exits beside full
+depth, on real text. All that a ratio compares takes turns. Writes bench/results/overview.json and
+the table of README.md.
+"""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
-from bench.harness.results import Figures
-from bench.harness.rows import Row, find
+import torch
+
+from bench.decode import gguf
+from bench.decode.models import make_random_gguf
+from bench.exits import drafts
+from bench.harness import peers
+from bench.harness.command import parser, say
+from bench.harness.machine import in_words, machine
+from bench.harness.prompts import KINDS
+from bench.harness.results import Figures, Report
+from bench.harness.smollm2 import LONGEST_PROMPT, chat, loaded, smollm2_file
+from bench.integrations import transformers as beside
+from eecore.exits import Auto, Full
 from eecore.lab.evaluation.tables import markdown_table
 
-BATCHES = (1, 8, 32)
-CHAT, CHAT_FILE = "SmolLM2-135M-Instruct, Q4_1 file", "SmolLM2-135M-Instruct.Q4_1"
+CHAT, RANDOM = "SmolLM2-135M-Instruct, Q4_1 file", "Llama-3.2-1B's shape, random, Q4_K_M file"
 TRAINED = "intent, trained to exit, float32"
-SHOWN = ("gguf", "drafts", "transformers")
+PROMPTS = 8  # of each kind
+ANSWER_TOKENS = 96
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Line:
-    """One model at one batch size, on one thread; each ratio is of runs that took turns.
-
-    Args:
-        model: its name and weights.
-        batch: requests at a time.
-        full: tokens/s of all requests at full depth.
-        drafts: speed-up of ``Auto`` over full depth.
-        exits: speed-up of a calibrated exit over full depth.
-        over_peer: speed-up of full depth over another engine.
-    """
-
-    model: str
-    batch: int
-    full: float | None
-    drafts: float | None
-    exits: float | None
-    over_peer: float | None
-
-    def cells(self) -> list[str]:
-        ratios = (self.drafts, self.exits, self.over_peer)
-        return [
-            self.model,
-            str(self.batch),
-            "" if self.full is None else f"{self.full:.0f}",
-            *("" if ratio is None else f"{ratio:.2f}x" for ratio in ratios),
-        ]
-
-
-def figure(row: Row | None, name: str) -> float | None:
-    return None if row is None else float(row[name])
-
-
-def auto_gain(drafts: Figures, batch: int) -> float | None:
-    """The median speed-up of ``Auto`` over the kinds of prompts."""
-    where = ("file", batch, "auto")
-    speedups = [
-        row["speedup"]
-        for row in drafts["rows"]
-        if (row["weights"], row["batch"], row["mode"]) == where
+def beside_llama_cpp(
+    model: str, file: Path, batches: Sequence[int], tokens: int, rounds: int
+) -> list[Row]:
+    """Full depth, and the ratio to llama.cpp on the same file."""
+    times = gguf.measure(file, gguf.engines_of(file, 1), batches, tokens, rounds)
+    return [
+        {"model": model, "batch": row["batch"], "full": row["tokens_per_s"], "peer": row["ratio"]}
+        for row in gguf.rows_of(file, 1, tokens, times)
     ]
-    return statistics.median(speedups) if speedups else None
 
 
-def chat_lines(kept: Mapping[str, Figures]) -> list[Line]:
-    """A chat model as it is, beside llama.cpp on the same file; no layer of it exits."""
-    lines = []
-    for batch in BATCHES:
-        row = find(kept["gguf"]["rows"], file=CHAT_FILE, threads=1, batch=batch)
-        full, over_peer = figure(row, "tokens_per_s"), figure(row, "ratio")
-        lines.append(Line(CHAT, batch, full, auto_gain(kept["drafts"], batch), None, over_peer))
-    return lines
+def drafts_gain(file: Path, batch: int, rounds: int) -> float:
+    """The speed-up of ``Auto`` on chat, summaries, code and rewriting, in equal parts."""
+    model = loaded(file, kv_cache_tokens=32 * (LONGEST_PROMPT + ANSWER_TOKENS))
+    by_kind = [[chat(model, text) for text in drafts.there(kind, 2 * PROMPTS)] for kind in KINDS]
+    short = [[ids for ids in its if len(ids) <= LONGEST_PROMPT] for its in by_kind]
+    prompts = [ids for each in zip(*(its[:PROMPTS] for its in short), strict=False) for ids in each]
+    some = prompts if batch > 1 else prompts[:PROMPTS]
+    modes = {"full": Full(), "auto": Auto()}
+    full, auto = drafts.measure(model, some, batch, ANSWER_TOKENS, rounds, modes)
+    return auto.speedup(full)
 
 
-def trained_lines(kept: Mapping[str, Figures]) -> list[Line]:
-    """The model that ships in all modes, beside transformers: one run."""
-    lines = []
-    for batch in BATCHES:
-        full, drafts, exits = (
-            find(kept["transformers"]["rows"], batch=batch, mode=f"eecore, {mode}")
-            for mode in ("full", "auto", "calibrated softmax")
+def trained(batches: Sequence[int], rounds: int) -> list[Row]:
+    """The model that ships: full depth beside transformers, drafts and exits beside full depth."""
+    model, prompts, pad = beside.prepared(max(64, max(batches)))
+    rows = []
+    for batch in batches:
+        groups = beside.groups_of(prompts, batch, pad)
+        found = {row["mode"]: row for row in beside.measure(model, groups, batch, rounds, pad)}
+        full, auto, exits = (
+            found[f"eecore, {mode}"] for mode in ("full", "auto", "calibrated softmax")
         )
-        over_peer = figure(full, "speedup")
-        gains = [
-            None if over_peer is None or row is None else row["speedup"] / over_peer
-            for row in (drafts, exits)
-        ]
-        lines.append(Line(TRAINED, batch, figure(full, "tokens_per_s"), *gains, over_peer))
-    return lines
+        rows.append(
+            {
+                "model": TRAINED,
+                "batch": batch,
+                "full": full["tokens_per_s"],
+                "peer": full["speedup"],
+                "drafts": auto["speedup"] / full["speedup"],
+                "exits": exits["speedup"] / full["speedup"],
+            }
+        )
+    return rows
 
 
-def markdown(kept: Mapping[str, Figures]) -> str:
-    """Full depth, and what drafts, exits and eecore itself gain, from all figures by name."""
-    lines = [line.cells() for line in (*chat_lines(kept), *trained_lines(kept))]
+def markdown(result: Figures) -> str:
+    lines = []
+    for row in result["rows"]:
+        ratios = [row.get(name) for name in ("drafts", "exits", "peer")]
+        shown = ["" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
+        lines.append([row["model"], str(row["batch"]), f"{row['full']:.0f}", *shown])
     head = ["model", "batch", "full depth, tokens/s", "drafts", "exits", "full depth / peer"]
-    machines = dict.fromkeys(
-        f"{kept[name]['cpu']}, {kept[name]['cpu_capability']} kernels" for name in SHOWN
-    )
     about = (
-        "One thread. Each ratio compares modes that took turns in one run: drafts (`auto`, which "
-        "keeps the text) and exits (a calibrated threshold, which may change it) with full depth, "
-        "full depth with the peer. SmolLM2 was not trained to exit; its drafts are the median of "
-        "chat, summaries, code and rewriting, together in the batch of 32, its peer is llama.cpp "
-        "on the same file. The peer of intent is transformers, prompts included. "
-        f"{'; '.join(machines)}. `python -m bench tables`"
+        "One run, one thread; what a ratio compares takes turns: drafts (`auto`, which keeps the "
+        "text) and exits (a calibrated threshold, which may change it) with full depth, full depth "
+        f"with the peer: llama.cpp ({result['llama_cpp']}) on the same file, transformers "
+        f"{result['transformers']} for intent, prompts included. SmolLM2 was not trained to exit; "
+        "its drafts are for chat, summaries, code and rewriting in equal parts; random weights "
+        f"have nothing to draft. {in_words(result)}. `python -m bench overview`"
     )
     return f"{markdown_table(head, lines, text_columns=1)}\n\n{about}"
+
+
+REPORTS = (Report("overview", {"results": markdown}),)
+
+
+def main(words: Sequence[str]) -> None:
+    arguments = parser("overview", __doc__, batches=(1, 8, 32), rounds=5).parse_args(words)
+    batches, rounds = arguments.batches, arguments.rounds
+    torch.set_num_threads(1)
+    with smollm2_file() as file:
+        rows = beside_llama_cpp(CHAT, file, batches, 64, rounds)
+        for row in rows:
+            row["drafts"] = drafts_gain(file, row["batch"], rounds)
+            say(row)
+    with tempfile.TemporaryDirectory() as scratch:
+        file = make_random_gguf(Path(scratch) / "llama-1b.Q4_K_M.gguf")
+        rows += beside_llama_cpp(RANDOM, file, batches, 32, rounds)
+    rows += trained(batches, rounds)
+    result = {
+        **machine(),
+        "llama_cpp": peers.LLAMA_CPP,
+        "transformers": version("transformers"),
+        "rounds": rounds,
+        "rows": rows,
+    }
+    REPORTS[0].finish(result, arguments)

@@ -12,12 +12,12 @@ import argparse
 import importlib
 from collections.abc import Iterator, Sequence
 
-from bench import overview
 from bench.decode import plot
-from bench.harness.places import README, RESULTS
-from bench.harness.results import Report, insert
+from bench.harness.places import RESULTS
+from bench.harness.results import Report
 
 WITH_REPORTS = (
+    "overview",
     "decode.decode",
     "decode.gguf",
     "decode.prefill",
@@ -64,5 +64,4 @@ def main(words: Sequence[str]) -> None:
     for report in reports():
         kept[report.name] = report.read()
         report.write_tables(kept[report.name])
-    insert(README, "results", overview.markdown(kept))
     plot.draw(kept["decode"], kept["depth"], RESULTS / "decode.svg")

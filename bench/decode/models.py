@@ -201,6 +201,45 @@ def interleave_rotary(weight: Any, num_heads: int) -> Any:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
+LLAMA_1B = {
+    **RANDOM_LLAMA,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+"""The sizes of Llama-3.2-1B."""
+
+
+def make_random_gguf(file: Path) -> Path:
+    """Write random blocks of the formats that Q4_K_M has, in the sizes of Llama-3.2-1B."""
+    import gguf
+    import numpy as np
+
+    from tests.packed_blocks import random_blocks
+
+    writer = gguf.GGUFWriter(file, "llama")
+    add_settings(writer, LLAMA_1B)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
+    writer.add_tokenizer_model("none")
+    for name, shape in weight_shapes(LLAMA_1B).items():
+        if len(shape) == 1:
+            writer.add_tensor(gguf_name(name), np.ones(shape, np.float32))
+            continue
+        number = name.split(".")[2]
+        odd_wide = ("v_proj" in name or "down_proj" in name) and int(number) % 2
+        kind = "Q6_K" if odd_wide or "embed" in name else "Q4_K"
+        blocks = random_blocks(kind, *shape, size=shape[1] ** -0.5).numpy()
+        writer.add_tensor(gguf_name(name), blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
 # CTranslate2
 
 

@@ -99,15 +99,20 @@ class Mode:
 
 
 def measure(
-    model: eecore.Model, prompts: Sequence[list[int]], batch: int, max_tokens: int, rounds: int
+    model: eecore.Model,
+    prompts: Sequence[list[int]],
+    batch: int,
+    max_tokens: int,
+    rounds: int,
+    exits: Mapping[str, Exit] = MODES,
 ) -> list[Mode]:
     """Time all modes on groups of ``batch`` prompts, in turns; programs are recorded before."""
     has_head = model.network.draft_head is not None
-    modes = [Mode(name) for name, exit in MODES.items() if has_head or not exit.needs_head]
+    modes = [Mode(name) for name, exit in exits.items() if has_head or not exit.needs_head]
     groups = [list(prompts[i : i + batch]) for i in range(0, len(prompts) - batch + 1, batch)]
 
     def run(mode: Mode, group: list[list[int]]) -> list[eecore.Output]:
-        return eecore.generate(model, group, exit=MODES[mode.name], max_tokens=max_tokens)
+        return eecore.generate(model, group, exit=exits[mode.name], max_tokens=max_tokens)
 
     for mode in modes:
         run(mode, groups[0])

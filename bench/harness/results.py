@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.command import say
-from bench.harness.places import PAGES, RESULTS, RESULTS_PAGE
+from bench.harness.places import PAGES, README, RESULTS, RESULTS_PAGE
 from eecore.files import write_text
 
 Figures = dict[str, Any]
@@ -156,8 +156,8 @@ def write_json(file: Path, figures: Figures) -> None:
 
 
 def pages() -> list[Path]:
-    """The pages of tables: bench/RESULTS.md and bench/results/*.md."""
-    return [RESULTS_PAGE, *sorted(RESULTS.glob("*.md"))]
+    """The pages of tables: README.md, bench/RESULTS.md and bench/results/*.md."""
+    return [README, RESULTS_PAGE, *sorted(RESULTS.glob("*.md"))]
 
 
 def page_with(section: str) -> Path:

@@ -10,6 +10,7 @@ transformers' own tokens. Writes bench/results/transformers.json and its table i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +51,22 @@ def modes(batch: int) -> dict[str, Arguments]:
             "exit": exit,
         }
     return found
+
+
+def prepared(count: int) -> tuple[PreTrainedModel, list[list[int]], int]:
+    """The model that ships, which transformers and eecore share, utterances, and a padding id."""
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        eecore.default_model(), dtype=torch.float32
+    ).eval()
+    ours = eecore.from_transformers(model)
+    tokenizer = eecore.load(device="cpu").tokenizer
+    assert tokenizer is not None
+    prompts = [tokenizer.encode(record["input"]) for record in utterances(count)]
+    return model, prompts, min(ours.config.eos_token_ids)
 
 
 def groups_of(prompts: list[list[int]], batch: int, pad: int) -> list[Arguments]:
@@ -117,18 +134,7 @@ def main(words: Sequence[str]) -> None:
     made = parser("transformers", __doc__, batches=(1, 8), rounds=3)
     made.add_argument("--count", type=int, default=32, help="utterances")
     arguments = made.parse_args(words)
-    import transformers
-
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        eecore.default_model(), dtype=torch.float32
-    )
-    ours = eecore.from_transformers(model.eval())
-    tokenizer = eecore.load(device="cpu").tokenizer
-    assert tokenizer is not None
-    prompts = [tokenizer.encode(record["input"]) for record in utterances(arguments.count)]
-    pad = min(ours.config.eos_token_ids)
+    model, prompts, pad = prepared(arguments.count)
     rows = []
     for batch in arguments.batches:
         groups = groups_of(prompts, batch, pad)
@@ -137,7 +143,7 @@ def main(words: Sequence[str]) -> None:
             say(rows[-1])
     result = {
         **machine(),
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
         "dtype": "float32",
         "count": arguments.count,
         "rounds": arguments.rounds,

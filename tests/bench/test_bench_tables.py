@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import overview, tables
+from bench import tables
 from bench.calm import tables as calm_tables
 from bench.harness import results
 from bench.harness.places import README, RESULTS, RESULTS_PAGE
@@ -61,22 +61,3 @@ def test_all_figures_are_shown() -> None:
 def test_the_soak_that_is_shown_found_nothing() -> None:
     (report,) = (report for report in tables.reports() if report.name == "soak_serve")
     assert faults(report.read()) == []
-
-
-def test_the_overview_is_short_and_says_where_it_was_measured() -> None:
-    kept = {report.name: report.read() for report in tables.reports()}
-    text = overview.markdown(kept)
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
-    assert len(rows) == 6
-    assert {len(row) for row in rows} == {6}
-    assert kept["gguf"]["cpu"] in text
-    file = overview.find(kept["gguf"]["rows"], file=overview.CHAT_FILE, threads=1, batch=8)
-    assert file is not None
-    (row,) = (row for row in rows if row[:2] == [f"| {overview.CHAT}", "8"])
-    assert row[2] == f"{file['tokens_per_s']:.0f}"
-    assert row[4:] == ["", f"{file['ratio']:.2f}x |"]
-
-
-def test_what_was_not_measured_is_left_empty() -> None:
-    line = overview.Line("it", 32, 1200.4, None, None, None)
-    assert line.cells() == ["it", "32", "1200", "", "", ""]
