@@ -58,7 +58,8 @@ def drafts_gain(file: Path, batch: int, rounds: int) -> float:
     prompts = [ids for each in zip(*(its[:PROMPTS] for its in short), strict=False) for ids in each]
     some = prompts if batch > 1 else prompts[:PROMPTS]
     modes = {"full": Full(), "auto": Auto()}
-    full, auto = drafts.measure(model, some, batch, ANSWER_TOKENS, rounds, modes)
+    turns = rounds if batch == 1 else -(-rounds // drafts.TURN_FACTOR)
+    full, auto = drafts.measure(model, some, batch, ANSWER_TOKENS, turns, modes)
     return auto.speedup(full)
 
 

@@ -22,11 +22,10 @@ SHOWN_ELSEWHERE = {"soak"}
 @pytest.fixture
 def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Copies of the pages, to which the command writes instead."""
-    for page in (README, *results.pages()):
+    for page in results.pages():
         shutil.copy(page, tmp_path)
     copied = [tmp_path / page.name for page in results.pages()]
     monkeypatch.setattr(results, "pages", lambda: copied)
-    monkeypatch.setattr(tables, "README", tmp_path / README.name)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(calm_tables, "PAGES", tmp_path / "pages")
     return tmp_path
