@@ -55,7 +55,10 @@ SMALLEST = {
     "gpu-decode": f"--model tiny --batch 1 --rounds 1 --tokens 4 {ON_CPU}",
 }
 # Only tables, or what takes the installation of a peer or hundreds of megabytes.
-NOT_RUN = {"tables", "ops-table", "peers", "draft-peers", "vllm", "quality", "gemma", "coder-files"}
+NOT_RUN = {
+    *("tables", "ops-table", "overview", "peers", "draft-peers", "vllm", "quality", "gemma"),
+    "coder-files",
+}
 
 
 def contents() -> dict[Path, bytes]:
