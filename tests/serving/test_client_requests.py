@@ -20,7 +20,7 @@ BOUNDS = {"/v1/chat/completions": "max_completion_tokens", "/v1/responses": "max
 
 @pytest.fixture(scope="module")
 def caller(intent: eecore.Model) -> Asker:
-    return asker(intent, tool_parser="hermes")
+    return asker(intent)
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda recorded: recorded["client"])
