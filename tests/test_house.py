@@ -242,7 +242,7 @@ FLOORS = {
     "__main__": "cli",
 }
 # Floors that a floor may name in annotations alone.
-FOR_TYPES = {"scheduling": {"exits", "output"}}
+FOR_TYPES = {"scheduling": {"exits", "output", "planning", "engine"}}
 
 
 def floor(name: str) -> str:

@@ -74,8 +74,10 @@ class DraftOutcomes:
             if row.ahead and not is_cut:
                 heads.append((i, outcome))
             if row.route.adaptive:
-                rule, most = sequence.draft.stop, sequence.max_drafts
-                outcome.draft_stop = rule.after(drafted, accepted, most)
+                draft = sequence.draft
+                assert draft is not None
+                assert draft.stop is not None
+                outcome.draft_stop = draft.stop.after(drafted, accepted, sequence.max_drafts)
             outcomes.append(outcome)
         if heads and self._drafts_ahead:
             add_drafts(heads, got)

@@ -178,7 +178,10 @@ def _thresholds(rows: list[Row]) -> list[float]:
     for row in rows:
         threshold = row.route.draft_threshold
         if row.route.adaptive:
-            stop = row.work.sequence.draft.stop
+            draft = row.work.sequence.draft
+            assert draft is not None
+            stop = draft.stop
+            assert stop is not None
             threshold = stop.before if row.follows is None else stop.threshold
         found.append(-1.0 if threshold is None else threshold)
     exact = np.array(found)

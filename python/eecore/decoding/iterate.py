@@ -200,7 +200,9 @@ class Iterations:
     def _keep_ahead(self, outcomes: list[Outcome]) -> None:
         """Keep the drafts of a head for the next round."""
         for outcome in outcomes:
-            outcome.sequence.draft.ahead = outcome.ahead
+            draft = outcome.sequence.draft
+            assert draft is not None
+            draft.ahead = outcome.ahead
 
     def launch(
         self, works: list[Work], after: Flight | None = None, *, others_wait: bool = False

@@ -84,11 +84,13 @@ class Commits:
         rejected: list[Sequence] = []
         for outcome in outcomes:
             sequence, token_ids = outcome.sequence, outcome.token_ids
-            text, times, error, taken = sequence.text, sequence.times, outcome.error, None
+            draft, text, times = sequence.draft, sequence.text, sequence.times
+            error, taken = outcome.error, None
             left = sequence.sampling.max_tokens - len(sequence.output_ids)
             goes_on = error is None and 0 < len(token_ids) < left
             if goes_on:
-                watches = sequence.draft.guided is not None or (text is not None and text.watches)
+                assert draft is not None
+                watches = draft.guided is not None or (text is not None and text.watches)
                 goes_on = not watches and sequence.stop_set.isdisjoint(token_ids)
                 if sequence.sampling.ends_repetition:
                     goes_on = goes_on and not is_due(len(sequence.output_ids), len(token_ids))
@@ -102,7 +104,8 @@ class Commits:
                 steps.append(self.end(sequence, now, error))
                 self._scheduler.finish(sequence)
                 continue
-            lacks_keys = self._keyed and not sequence.draft.route.fills_head
+            assert draft is not None
+            lacks_keys = self._keyed and not draft.route.fills_head
             depth = min(outcome.kv_exit_layers, default=0)
             if not token_ids or lacks_keys or depth < self._num_layers:
                 pages.mark_approximate(self._approximate(outcome, lacks_keys))
@@ -117,7 +120,7 @@ class Commits:
             counters.drafted += more.drafted
             counters.accepted += more.accepted
             if outcome.draft_stop is not None:
-                sequence.draft.stop = outcome.draft_stop
+                draft.stop = outcome.draft_stop
             sequence.kv_exit_layers += outcome.kv_exit_layers
             sequence.prompt_logprobs += outcome.prompt_logprobs
             sequence.output_ids += token_ids
@@ -181,7 +184,7 @@ class Commits:
 
     def last_step(self, sequence: Sequence, now: float, error: str | None) -> StepOutput:
         """The last step of a request that ends in its present state; its pages do not change."""
-        text: TextStream | None = sequence.text
+        text = sequence.text
         taken = Taken(decoded=None if text is None else text.decoded)
         with suppress(Exception):  # the text decoded so far is used then
             self._end_text(taken, sequence, sequence.output_ids, len(sequence.output_ids))
@@ -201,6 +204,7 @@ class Commits:
             lacks_keys: whether a draft head's own layers lack keys of the generated tokens.
         """
         sequence, num_layers = outcome.sequence, self._num_layers
+        assert sequence.draft is not None
         first, prompt = sequence.num_computed, len(sequence.prompt_ids)
         before, fresh = sequence.kv_exit_layers, outcome.kv_exit_layers
         is_deep = sequence.draft.route.depth == num_layers
@@ -218,7 +222,8 @@ class Commits:
     def _take_tokens(self, outcome: Outcome, left: int) -> Taken:
         """Remove the tokens after the end of the request, of ``left`` that it may still get."""
         sequence, all_ids = outcome.sequence, list(outcome.sequence.output_ids)
-        text: TextStream | None = sequence.text
+        assert sequence.draft is not None
+        text = sequence.text
         decoded = text.decoded if text is not None and text.watches else None
         guided, reason, num_text = sequence.draft.guided, None, len(all_ids)
         for added, token in enumerate(outcome.token_ids, 1):
@@ -260,7 +265,7 @@ class Commits:
         decoded: Decoded | None = None,
     ) -> None:
         """Take the whole text of a request that ends: the text of its first ``num_tokens``."""
-        text: TextStream | None = sequence.text
+        text = sequence.text
         if text is None:
             return
         if decoded is None:

@@ -47,7 +47,7 @@ def draft_state(sequence: Sequence, exit_layers: range, guided: Guided | None = 
         exit_layers: exit layers of the model, the last one full depth.
         guided: the beginning of the request's guide, if it has one.
     """
-    state: DraftState | None = sequence.draft
+    state = sequence.draft
     if state is None:
         route = make_route(sequence.exit, exit_layers, sequence.sampling.temperature > 0.0)
         if guided is not None and route.path is not None and not route.path.is_given:
@@ -63,7 +63,7 @@ def draft_state(sequence: Sequence, exit_layers: range, guided: Guided | None = 
 
 def guided_of(sequence: Sequence) -> Guided | None:
     """The progress of a request through its guide, if it has one."""
-    state: DraftState | None = sequence.draft
+    state = sequence.draft
     return None if state is None else state.guided
 
 

@@ -203,7 +203,9 @@ class Planner:
         for sequence in sequences:
             sequence.is_resting = is_resting
         if choice.layer:
-            path = self._route(sequences[0].draft, choice.layer)
+            draft = sequences[0].draft
+            assert draft is not None
+            path = self._route(draft, choice.layer)
             return [
                 Row(Work(row.work.sequence, 1, min(choice.drafts, row.work.max_drafts)), path)
                 for row in rows
@@ -217,13 +219,14 @@ class Planner:
             if asked is None:
                 asked = self._asked(rows)
             if any(asked):
-                drafts: list[DraftState] = [sequence.draft for sequence in sequences]
+                drafts = [each.draft for each in sequences if each.draft is not None]
                 given, _ = self.chooser.pick(drafts, asked, others_wait=self._others_wait)
         if not (choice.ahead or self._ahead or any(map(attrgetter("tokens"), given))):
             return rows
         made, follows, pending = list[Row](), None, 0
         for row, proposal in zip(rows, given, strict=True):
             work, tokens, draft = row.work, proposal.tokens, row.work.sequence.draft
+            assert draft is not None
             route = draft.routes.get(0) or self._route(draft, 0)
             if self._in_flight is not None:
                 last, follows = self._in_flight[work.sequence]
@@ -243,7 +246,7 @@ class Planner:
         if most == 0:  # no pages for drafts; the next round may have some
             return HeldChoice(sequences, FULL, 0)
         chooser = self.chooser
-        drafts: list[DraftState] = [sequence.draft for sequence in sequences]
+        drafts = [each.draft for each in sequences if each.draft is not None]
         exit_layers: tuple[int, ...] | None = None
         has_head = self._model.draft_head is not None
         for sequence, draft in zip(sequences, drafts, strict=True):
@@ -352,6 +355,7 @@ class Planner:
         for (row, outcome), steps in zip(free, all_steps, strict=True):
             sequence, given, counters = row.work.sequence, row.given, outcome.counters
             draft, verified, accepted = sequence.draft, counters.drafted, counters.accepted
+            assert draft is not None
             if took:
                 draft.lead += len(outcome.token_ids) - took
             if path.is_given:
@@ -377,6 +381,7 @@ def _tell(head: DraftHead | KeyedHead, rows: Ordered[Row]) -> None:
     for row in rows:
         if row.ahead:
             sequence, draft = row.work.sequence, row.work.sequence.draft
+            assert draft is not None
             num_prompt, num_known = len(sequence.prompt_ids), draft.num_known
             new += sequence.prompt_ids[num_known:]
             new += sequence.output_ids[max(num_known - num_prompt, 0) :]

@@ -31,7 +31,8 @@ def proposals(works: Ordered[Work], verified: Ordered[Ordered[int] | None]) -> l
     found = []
     for work, in_flight in zip(works, verified, strict=True):
         sequence, most, several = work.sequence, work.max_drafts, list[Proposal]()
-        draft: DraftState = sequence.draft
+        draft = sequence.draft
+        assert draft is not None
         if draft.sources is None:
             draft.sources = [source for source in SOURCES if source.serves(draft)]
         for source in draft.sources:
@@ -64,7 +65,8 @@ def given_by_policy(
     given = []
     for work, in_flight in zip(works, verified, strict=True):
         sequence, most, tokens = work.sequence, work.max_drafts, list[int]()
-        draft: DraftState = sequence.draft
+        draft = sequence.draft
+        assert draft is not None
         if draft.route.ngrams is not None:
             index, stops = draft.index or text_index(sequence, draft), sequence.stop_set
             more = sequence.output_ids[len(index.tokens) - len(sequence.prompt_ids) :]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from eecore.config import SamplingParams
 
 if TYPE_CHECKING:
+    from eecore.engine.text import TextStream
     from eecore.exits import Exit
     from eecore.output import PromptLogprob
+    from eecore.planning.draft_state import DraftState
 
 # Maximum drafts of a round, whatever a policy says: among so many one is wrong anyway.
 MAX_DRAFTS = 64
@@ -94,12 +96,12 @@ class Sequence:
     """Positions of the prompt that came from the prefix cache: no layer ran for them."""
     counters: Counters = field(default_factory=Counters)
     times: Times = field(default_factory=Times)
-    draft: Any = None
-    """A ``DraftState`` of planning and decoding, made when the request is first planned."""
+    draft: DraftState | None = None
+    """How the request decodes; made when it is first planned."""
     is_resting: bool = False
     """Whether the next round drafts nothing, even where the policy allows drafts."""
-    text: Any = None
-    """The text of the tokens, which the engine makes; None without a tokenizer."""
+    text: TextStream | None = None
+    """The text of the tokens; None without a tokenizer."""
     stop_ids: list[int] = field(init=False)
     """Tokens that end the request, ascending."""
     stop_set: frozenset[int] = field(init=False)

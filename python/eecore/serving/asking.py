@@ -185,6 +185,7 @@ def _with_calls(served: ServedModel, asked: Asked, calls: ExpectedCalls) -> Aske
     """
     if hidden := served.tokenizer.hidden(calls.format.markers):
         for choice in asked.choices:
+            assert choice.prepared.text is not None
             choice.prepared.text.show(hidden)
     return replace(asked, calls=calls)
 
