@@ -236,7 +236,7 @@ BAD = [
 
 def read(parser: str, pieces: Sequence[str]) -> Found:
     """Text and calls of an answer that comes in pieces."""
-    reader = CallReader(FORMATS[parser], NAMES, schemas=SCHEMAS)
+    reader = CallReader(FORMATS[parser], SCHEMAS)
     parts = [part for piece in pieces for part in reader.add(piece)]
     parts += reader.add("", last=True)
     calls = [part for part in parts if isinstance(part, ToolCall)]
@@ -302,21 +302,21 @@ def test_deep_and_long_answers(parser: str) -> None:
 
 
 def test_text_is_given_at_once() -> None:
-    reader = CallReader(FORMATS["hermes"], NAMES)
+    reader = CallReader(FORMATS["hermes"], SCHEMAS)
     assert reader.add("Let me") == ["Let me"]
     assert reader.add(" see <tool") == [" see "]
     assert reader.add("box>") == ["<toolbox>"]
     assert reader.add("<tool_call>") == []
     assert reader.add("{nonsense") == []
     assert reader.add("</tool_call> so") == ["<tool_call>", "{nonsense</tool_call> so"]
-    reader = CallReader(FORMATS["qwen3_coder"], NAMES)
+    reader = CallReader(FORMATS["qwen3_coder"], SCHEMAS)
     assert reader.add("<function=oth") == []
     assert reader.add("er> <") == ["<", "function=other> "]
-    reader = CallReader(FORMATS["llama3"], NAMES)
+    reader = CallReader(FORMATS["llama3"], SCHEMAS)
     assert reader.add(" {") == []
     assert reader.add('"name": "Bob"}') == [" {", '"name": "Bob"}']
     assert reader.add("{") == ["{"]
-    reader = CallReader(FORMATS["mistral"], NAMES)
+    reader = CallReader(FORMATS["mistral"], SCHEMAS)
     (call,) = reader.add(f"[TOOL_CALLS][{CALL}]")  # before the answer ends
     assert isinstance(call, ToolCall)
     assert len(call.id) == 9  # Mistral's templates insist

@@ -156,7 +156,7 @@ class ExpectedCalls:
     def reader(self) -> CallReader:
         """A reader for one answer."""
         schemas = {each["name"]: each.get("parameters") for each in self.functions}
-        return CallReader(self.format, schemas, self.max_calls, schemas)
+        return CallReader(self.format, schemas, self.max_calls)
 
 
 class CallReader:
@@ -165,21 +165,17 @@ class CallReader:
     Where there are calls, text before, between and after them is left out if it is only space.
 
     Args:
+        schemas: the functions by name, with the schemas of their parameters, which give texts in
+            tags their types; None for any parameters.
         max_calls: None for any number; further calls are left out.
-        schemas: those of the functions' parameters, which give texts in tags their types.
     """
 
     def __init__(
-        self,
-        form: ToolFormat,
-        names: Collection[str],
-        max_calls: int | None = None,
-        schemas: Mapping[str, Any] | None = None,
+        self, form: ToolFormat, schemas: Mapping[str, Any], max_calls: int | None = None
     ) -> None:
         self._format = form
-        self._names = names
+        self._schemas = schemas
         self._max_calls = max_calls
-        self._schemas = schemas or {}
         self._held = ""
         """Text that is not passed on yet: an unfinished block, or what may become a marker."""
         self._space = ""
@@ -237,7 +233,7 @@ class CallReader:
         return False
 
     def _new_block(self, begin: int) -> _Block:
-        return _Block(self._format, self._names, self._schemas, begin)
+        return _Block(self._format, self._schemas, begin)
 
     def _give(self, parts: list[str | ToolCall], count: int) -> None:
         """Pass on the next ``count`` characters as text."""
@@ -255,10 +251,8 @@ class _Block:
         begin: where the first call begins: after the marker, if there is one.
     """
 
-    def __init__(
-        self, form: ToolFormat, names: Collection[str], schemas: Mapping[str, Any], begin: int
-    ) -> None:
-        self._format, self._names, self._schemas = form, names, schemas
+    def __init__(self, form: ToolFormat, schemas: Mapping[str, Any], begin: int) -> None:
+        self._format, self._schemas = form, schemas
         self._is_marked = begin > 0
         self.begin = max(begin, 1)
         """Where the text ends that is passed on if this is no block."""
@@ -282,7 +276,7 @@ class _Block:
                 if text[begin] in "{[":
                     self._value = _Value(begin)
                 elif self._format.has_tags:
-                    self._value = XmlCall(begin, self._names)
+                    self._value = XmlCall(begin, self._schemas)
                 else:
                     raise ValueError(text[begin])
                 self._at = begin
@@ -309,8 +303,8 @@ class _Block:
     def _read(self, value: _Value | XmlCall, text: str) -> list[tuple[str, str]]:
         """The calls of a complete value."""
         if isinstance(value, XmlCall):
-            return [(value.name, value.arguments(self._schemas.get(value.name)))]
-        return _calls(text, self._names, not self._format.is_rest)
+            return [(value.name, value.arguments(self._schemas[value.name]))]
+        return _calls(text, self._schemas, not self._format.is_rest)
 
     def _closed(self, text: str, last: bool) -> int | None:
         """The position after the closing marker. Models leave the marker out before the next call,
