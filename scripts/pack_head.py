@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save
 
-from eecore.files import replacing
+from eecore.files.whole import replacing
 from eecore.models.readers.head_file import WEIGHTS_NAME, HeadFile, in_blocks, read_head_settings
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import eecore
-from eecore import builtin
 from eecore.cli.app import run
 from eecore.errors import ModelNotFoundError
+from eecore.files import builtin
 from eecore.models import model_digest
 from make_data import Sizes, make_data
 

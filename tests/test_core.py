@@ -20,7 +20,6 @@ CORE = (
     "planning",
     "decoding",
     "engine",
-    "builtin",
     "generation",
 )
 """The floors of the core; what they look at below them is of the core, too."""

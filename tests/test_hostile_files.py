@@ -17,15 +17,15 @@ import torch
 from safetensors.torch import save_file
 
 import eecore
-from eecore.builtin import default_model
 from eecore.calibration.examples import read_examples
 from eecore.calibration.similarity import SIMILARITIES
 from eecore.calibration.skip_search import SkipSearch
 from eecore.calibration_file import SIMILARITY_NAMES, Calibration
 from eecore.errors import EecoreError, ExitError, RequestError
 from eecore.exits import ExitClassifier
-from eecore.json_fields import JsonFields, parse_json
-from eecore.textfiles import json_lines, read_text
+from eecore.files.builtin import default_model
+from eecore.files.json_fields import JsonFields, parse_json
+from eecore.files.texts import json_lines, read_text
 from eecore.values import shown
 
 STEP = {
@@ -238,7 +238,7 @@ def test_a_line_that_is_not_json(line: str, tmp_path: Path) -> None:
 
 
 def test_text_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eecore.textfiles.MAX_FROM_PIPE", 1 << 20)
+    monkeypatch.setattr("eecore.files.texts.MAX_FROM_PIPE", 1 << 20)
     with pytest.raises(RequestError, match="zero: expected at most 1048576 bytes, got more"):
         read_text(Path("/dev/zero"))
     for name in ("a\0b", "\ud800"):

@@ -198,47 +198,38 @@ def imports(module: str, *, for_types: bool = True) -> frozenset[str]:
 
 # Each module or folder of the package, lowest first, and the rows above it that it may import, as
 # well as EVERYBODYS. "eecore" is the root: an import from it imports all that it re-exports.
-EVERYBODYS = {"errors", "files", "textfiles", "values", "readable", "json_fields", "tensor_files"}
+EVERYBODYS = {"errors", "files", "values"}
 FLOORS = {
     "errors": "",
-    "files": "",
     "values": "",
-    "readable": "",
-    "json_fields": "",
-    "tensor_files": "",
-    "textfiles": "",
+    "files": "",
     "guide": "",
     "channel": "",
     "bounded_process": "channel",
     "template_process": "bounded_process channel",
     "config": "guide",
     "output": "",
-    "depth_colours": "",
-    "hub": "",
-    "builtin": "hub",
-    "headers": "",
-    "free_memory": "",
     "calibration_file": "config",
     "exits": "calibration_file config",
     "exit_text": "exits",
     "ops": "_C _cuda",
-    "models": "ops config bounded_process hub",
+    "models": "ops config bounded_process",
     "scheduling": "config",
     "planning": "scheduling models exits config guide output channel bounded_process",
     "decoding": "planning scheduling models ops exits config guide output",
     "engine": "decoding planning scheduling models exit_text exits config guide output",
-    "generation": "engine models exits builtin free_memory config output",
+    "generation": "engine models exits config output",
     "calibration": "generation models exits calibration_file config output",
     "integrations": "generation models ops exit_text exits config output",
-    "eecore": "headers integrations calibration generation engine ops exits calibration_file "
-    "builtin config guide output",
-    "serving": "eecore generation engine models exit_text exits calibration_file hub config "
-    "guide output depth_colours channel",
-    "console": "eecore generation models exit_text exits builtin hub depth_colours",
+    "eecore": "integrations calibration generation engine ops exits calibration_file "
+    "config guide output",
+    "serving": "eecore generation engine models exit_text exits calibration_file config "
+    "guide output channel",
+    "console": "eecore generation models exit_text exits output",
     "lab": "console eecore calibration generation engine decoding planning models exits "
-    "calibration_file builtin config output depth_colours",
+    "calibration_file config output",
     "cli": "eecore console serving calibration generation models exit_text exits "
-    "calibration_file builtin hub config output",
+    "calibration_file config output",
     "__main__": "cli",
 }
 # Floors that a floor may name in annotations alone.

@@ -20,8 +20,8 @@ import pytest
 
 import eecore
 import hub_server
-from eecore import hub
 from eecore.errors import ModelError
+from eecore.files import hub
 from head_packs import write_pack
 from hub_server import TOKEN, Hub
 from servers import started
@@ -30,7 +30,7 @@ from tiny_models import write_model
 
 PROGRAM = """
 import sys
-from eecore import hub
+from eecore.files import hub
 from eecore.errors import ModelError
 for said in sys.argv[2:]:
     try:

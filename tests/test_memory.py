@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 import eecore
 from devices import cpu_only
-from eecore import EngineConfig, ModelError, free_memory
+from eecore import EngineConfig, ModelError
+from eecore.engine import free_memory
 from eecore.errors import EecoreError, OutOfMemoryError
 from eecore.models import KVCache
 from tiny_gguf import write_gguf
@@ -77,7 +78,7 @@ def test_tensors_that_were_read_give_back_the_memory_of_their_file(tmp_path: Pat
         """
 from eecore.errors import ModelError
 import pathlib
-from eecore.tensor_files import TensorFile
+from eecore.files.tensors import TensorFile
 
 before, most, values = resident(), 0, []
 with TensorFile(pathlib.Path(sys.argv[1]), ModelError) as file:

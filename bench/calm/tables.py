@@ -9,7 +9,7 @@ from typing import Any
 from bench.harness.machine import in_words
 from bench.harness.places import PAGES, RESULTS
 from bench.harness.results import Figures, Report
-from eecore.files import write_text
+from eecore.files.whole import write_text
 from eecore.lab.evaluation.calm_report import CalmReport, CalmRow, Speed
 from eecore.lab.evaluation.tables import markdown_table
 

@@ -27,9 +27,9 @@ from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
 from bench.harness.turns import batches_of
 from bench.harness.utterances import DATA, LONGEST_PARSE, utterances
+from eecore.files.readable import beside_model
 from eecore.lab.evaluation.tables import markdown_table
 from eecore.models import model_digest
-from eecore.readable import beside_model
 
 THRESHOLDS = (0.9, 0.8, 0.6, 0.5, 0.3)
 GROUPS = 8  # timed batches of each size

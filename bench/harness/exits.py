@@ -7,7 +7,7 @@ from pathlib import Path
 
 import eecore
 from eecore.exits import Measure
-from eecore.readable import beside_model
+from eecore.files.readable import beside_model
 
 MEASURES: tuple[Measure, ...] = ("softmax", "state", "classifier")
 NEVER = math.nextafter(1.0, 0.0)  # a threshold of 1 would not be measured

@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.harness.command import say
 from bench.harness.places import PAGES, README, RESULTS, RESULTS_PAGE
-from eecore.files import write_text
+from eecore.files.whole import write_text
 
 Figures = dict[str, Any]
 EMPTY: tuple[Any, ...] = (None, [], {})

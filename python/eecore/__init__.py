@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eecore import ops
-    from eecore.builtin import default_model
     from eecore.calibration.procedure import calibrate
     from eecore.calibration.skip_search import SkipSearch, search_skipped_sublayers
     from eecore.calibration_file import Calibration
@@ -28,9 +27,10 @@ if TYPE_CHECKING:
         PromptLookup,
         SelfSpeculative,
     )
+    from eecore.files.builtin import default_model
+    from eecore.files.headers import get_include
     from eecore.generation import Model, generate, load, stream
     from eecore.guide import Guide
-    from eecore.headers import get_include
     from eecore.integrations.transformers_attention import register_attention
     from eecore.integrations.transformers_generate import generate_for_transformers
     from eecore.integrations.transformers_model import from_transformers
@@ -63,9 +63,9 @@ _NAMES = {
         "SelfSpeculative",
     ),
     "eecore.guide": ("Guide",),
-    "eecore.headers": ("get_include",),
+    "eecore.files.headers": ("get_include",),
     "eecore.generation": ("Model", "generate", "load", "stream"),
-    "eecore.builtin": ("default_model",),
+    "eecore.files.builtin": ("default_model",),
     "eecore.integrations.transformers_attention": ("register_attention",),
     "eecore.integrations.transformers_generate": ("generate_for_transformers",),
     "eecore.integrations.transformers_model": ("from_transformers",),

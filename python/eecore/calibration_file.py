@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, Protocol, get_args
 
 from eecore.config import MAX_LAYERS
 from eecore.errors import ExitError
-from eecore.files import write_text
-from eecore.json_fields import JsonFields
-from eecore.readable import path_of
+from eecore.files.json_fields import JsonFields
+from eecore.files.readable import path_of
+from eecore.files.whole import write_text
 from eecore.values import FLAG, Rule, check_fields, choice, real, reals, whole, wholes
 
 Measure = Literal["softmax", "state", "classifier", "cut", "gate"]

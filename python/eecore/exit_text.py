@@ -25,7 +25,7 @@ from eecore.exits import (
     PromptLookup,
     SelfSpeculative,
 )
-from eecore.readable import beside_model, is_file
+from eecore.files.readable import beside_model, is_file
 from eecore.values import rules_of, shown
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from eecore.calibration_file import MEASURES, Calibration, Measure, Source
 from eecore.errors import ExitError, RequestError
-from eecore.readable import path_of
+from eecore.files.readable import path_of
 from eecore.values import (
     FLAG,
     INT32_MAX,
@@ -292,7 +292,7 @@ class ExitClassifier:
         Raises:
             ExitError: the file cannot be read, or is not a classifier.
         """
-        from eecore.tensor_files import TensorFile
+        from eecore.files.tensors import TensorFile
 
         with TensorFile(path_of(path, ExitError), ExitError) as file:
             if "weight1" not in file.names:

@@ -11,15 +11,15 @@ from typing import Any, Literal, SupportsIndex
 
 import torch
 
-from eecore.builtin import model_directory
 from eecore.config import AnyModelConfig, EngineConfig, SamplingParams
 from eecore.engine.async_engine import AsyncEngine
 from eecore.engine.callers import Client
 from eecore.engine.engine import Engine, RunProgram
+from eecore.engine.free_memory import free_memory
 from eecore.engine.worker import Worker
 from eecore.errors import ModelError, RequestError
 from eecore.exits import Auto, Exit
-from eecore.free_memory import free_memory
+from eecore.files.builtin import model_directory
 from eecore.models import (
     Network,
     Tokenizer,

@@ -213,3 +213,18 @@ class RequestFailedError(EecoreError, RuntimeError):
     def __init__(self, output: Output) -> None:
         super().__init__(getattr(output, "error", None) or "the request failed")
         self.output = output
+
+
+COLOURS = ((56, 189, 248), (167, 139, 250), (251, 146, 60))
+"""Colours of exit layers: sky blue is the lowest possible exit, orange all layers."""
+
+
+def depth_colour(layer: int, lowest: int, num_layers: int) -> str:
+    """``rgb(r,g,b)`` for a token that exited after ``layer`` layers."""
+    share = (layer - lowest) / max(num_layers - lowest, 1)
+    at = min(max(share, 0.0), 1.0) * (len(COLOURS) - 1)
+    low = min(int(at), len(COLOURS) - 2)
+    red, green, blue = (
+        round(a + (b - a) * (at - low)) for a, b in zip(COLOURS[low], COLOURS[low + 1], strict=True)
+    )
+    return f"rgb({red},{green},{blue})"

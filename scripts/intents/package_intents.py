@@ -24,8 +24,8 @@ import eecore
 from eecore.calibration import read_examples
 from eecore.calibration.exit_scores import ExitScore, Scored, score_exits
 from eecore.cli.app import run
+from eecore.files.readable import MEASURES_FOLDER
 from eecore.models import model_digest
-from eecore.readable import MEASURES_FOLDER
 from score_intents import LONGEST_PARSE, write_exact_match
 
 TARGET = Path(__file__).resolve().parents[2] / "python" / "eecore" / "data" / "intent"

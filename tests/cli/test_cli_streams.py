@@ -289,7 +289,7 @@ def test_brackets_in_names_are_no_markup(
 def test_a_stream_without_end_is_not_kept(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eecore.textfiles.MAX_FROM_PIPE", 1000)
+    monkeypatch.setattr("eecore.files.texts.MAX_FROM_PIPE", 1000)
     assert run(["generate", model, "-f", "/dev/zero"]) == REQUEST
     assert "expected at most 1000 bytes" in error_of(capsys.readouterr())
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eecore.errors import RequestError
-from eecore.readable import path_of
-from eecore.textfiles import JsonLine, json_lines
+from eecore.files.readable import path_of
+from eecore.files.texts import JsonLine, json_lines
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from eecore.calibration.exit_scores import whole_sequences
 from eecore.config import MAX_LAYERS, AnyModelConfig
 from eecore.errors import RequestError
 from eecore.exits import DraftAndVerify
-from eecore.files import write_text
+from eecore.files.json_fields import JsonFields, read_json_value
+from eecore.files.readable import path_of
+from eecore.files.whole import write_text
 from eecore.generation import Model
-from eecore.json_fields import JsonFields, read_json_value
 from eecore.models import KVCache, Network, T5Model
-from eecore.readable import path_of
 from eecore.values import INT32_MAX, shown
 
 Sublayer = tuple[str, int]

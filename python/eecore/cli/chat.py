@@ -30,8 +30,8 @@ from eecore.console.streams import say
 from eecore.errors import EecoreError, ExitError, RequestError
 from eecore.exit_text import parse_exit, usual_exit
 from eecore.exits import Auto, Full
-from eecore.files import write_text
-from eecore.hub import is_at_hand
+from eecore.files.hub import is_at_hand
+from eecore.files.whole import write_text
 
 if TYPE_CHECKING:
     from eecore.config import SamplingParams

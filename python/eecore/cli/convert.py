@@ -11,8 +11,8 @@ import typer
 from eecore.console.failures import UsageError
 from eecore.console.loading import Debug, spinner
 from eecore.errors import CheckpointError, ModelNotFoundError
-from eecore.hub import fetch_model
-from eecore.readable import kind_of, regular_file, shown_path
+from eecore.files.hub import fetch_model
+from eecore.files.readable import kind_of, regular_file, shown_path
 
 
 def convert(

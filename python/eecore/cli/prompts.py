@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eecore.console.failures import UsageError
 from eecore.errors import RequestError
-from eecore.textfiles import STDIN, JsonLine, has_json_lines, json_lines, name_of, read_text
+from eecore.files.texts import STDIN, JsonLine, has_json_lines, json_lines, name_of, read_text
 
 Prompt = str | list[int]
 

@@ -12,7 +12,7 @@ from eecore.console.files import check_out
 from eecore.console.loading import ModelPath, check_path, spinner
 from eecore.console.options import LoadOptions, takes_options
 from eecore.console.signals import INTERRUPTED, SIGNALS
-from eecore.textfiles import read_text
+from eecore.files.texts import read_text
 
 if TYPE_CHECKING:
     from eecore.calibration.skip_search import SkipStep

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 from rich.console import Console
 from rich.status import Status
 
-from eecore.builtin import BUILTIN
 from eecore.console.exit_options import PANEL, USUAL_EXIT
 from eecore.console.failures import UsageError
 from eecore.console.loading import OptionalModel, check_path, options_for, spinner
@@ -21,7 +20,8 @@ from eecore.console.options import EngineOptions, option, takes_options
 from eecore.console.signals import INTERRUPTED, TERMINATED
 from eecore.console.streams import say
 from eecore.exit_text import FORMS, Policies
-from eecore.hub import name_of
+from eecore.files.builtin import BUILTIN
+from eecore.files.hub import name_of
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MAX_BODY = 1 << 30

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from eecore.depth_colours import depth_colour
+from eecore.output import depth_colour
 
 if TYPE_CHECKING:
     from eecore.exits import Exit

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from eecore.console.failures import UsageError
 from eecore.errors import ExitError
-from eecore.readable import beside_model, is_file, kind_of, shown_path
+from eecore.files.readable import beside_model, is_file, kind_of, shown_path
 from eecore.values import shown
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def load_classifier(path: Path, directory: Path | None) -> ExitClassifier:
 
 def _check_made_for(classifier: Path, directory: Path) -> None:
     """Raise an ExitError where a classifier names another model."""
+    from eecore.files.tensors import TensorFile
     from eecore.models import model_digest
-    from eecore.tensor_files import TensorFile
 
     with TensorFile(classifier, ExitError) as file:
         made_for = file.metadata.get("model_sha256")

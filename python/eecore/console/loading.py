@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from eecore.builtin import BUILTIN, model_directory
 from eecore.console.imports import kept
 from eecore.console.streams import says_all
 from eecore.errors import ModelError, ModelNotFoundError
-from eecore.hub import fetch_draft_head, fetch_head, name_of
-from eecore.readable import contents_of, kind_of
+from eecore.files.builtin import BUILTIN, model_directory
+from eecore.files.hub import fetch_draft_head, fetch_head, name_of
+from eecore.files.readable import contents_of, kind_of
 
 if TYPE_CHECKING:
     from eecore.exits import Exit

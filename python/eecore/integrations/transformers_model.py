@@ -15,9 +15,9 @@ from torch import Tensor
 
 from eecore.config import AnyModelConfig, EngineConfig, ModelConfig, RopeConfig
 from eecore.errors import CheckpointError, ModelError
+from eecore.files.json_fields import parse_json
 from eecore.generation import Model, engine_limits
 from eecore.integrations.transformers_modules import check_modules, look
-from eecore.json_fields import parse_json
 from eecore.models import (
     ChatSettings,
     Checkpoint,

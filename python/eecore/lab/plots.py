@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eecore.errors import RequestError
-from eecore.files import replacing
+from eecore.files.whole import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 
 from eecore.errors import ModelError
-from eecore.json_fields import JsonFields
-from eecore.readable import regular_file
+from eecore.files.json_fields import JsonFields
+from eecore.files.readable import regular_file
 
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 """The name of a part: the model's name, the part's number from 1 on, and the number of parts."""

@@ -8,9 +8,9 @@ from typing import Any
 from starlette.responses import FileResponse
 
 import eecore
-from eecore.depth_colours import depth_colour
 from eecore.exits import Exit, Full
 from eecore.models.source import weight_files
+from eecore.output import depth_colour
 from eecore.serving.refusals import ApiError
 from eecore.serving.served import ServedModel
 

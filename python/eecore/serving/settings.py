@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from eecore.config import SamplingParams
 from eecore.errors import ExitError, GuideError, RequestError
 from eecore.exit_text import MODES, Policies, usual_exit
+from eecore.files.hub import name_of
 from eecore.guide import Guide
-from eecore.hub import name_of
 from eecore.serving.admission import Admission
 from eecore.serving.answering import Service
 from eecore.serving.depth import Depths, recommended

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from eecore.config import SamplingParams
 from eecore.errors import RequestError
+from eecore.files.readable import shown_path
 from eecore.generation import Model
 from eecore.lab.answers.questions import CODE_CHANGES, TEXT_CHANGES, about, templates
 from eecore.lab.answers.writing import (
@@ -31,7 +32,6 @@ from eecore.lab.answers.writing import (
     tokenizer_of,
 )
 from eecore.output import Output
-from eecore.readable import shown_path
 
 if TYPE_CHECKING:
     from eecore.models import Tokenizer

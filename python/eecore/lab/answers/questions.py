@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from eecore.errors import RequestError
-from eecore.readable import is_file, kind_of, shown_path
-from eecore.textfiles import has_json_lines, json_lines, name_of, read_text
+from eecore.files.readable import is_file, kind_of, shown_path
+from eecore.files.texts import has_json_lines, json_lines, name_of, read_text
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "prompts"
 CODE_CHANGES, TEXT_CHANGES = "code_changes", "text_changes"

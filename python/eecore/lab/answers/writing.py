@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from eecore.config import SamplingParams
 from eecore.errors import RequestError
-from eecore.files import write_text
+from eecore.files.json_fields import JsonFields, parse_json
+from eecore.files.readable import is_file, kind_of, shown_path
+from eecore.files.whole import write_text
 from eecore.generation import Model
-from eecore.json_fields import JsonFields, parse_json
 from eecore.output import Output
-from eecore.readable import is_file, kind_of, shown_path
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eecore.builtin import BUILTIN
 from eecore.console.exit_options import ExitOptions, SkipsFile, parse_layers
 from eecore.console.failures import UsageError
 from eecore.console.files import beside, check_out
 from eecore.console.loading import ModelPath, check_path
 from eecore.console.options import LoadOptions, option, takes_options
 from eecore.console.signals import INTERRUPTED
-from eecore.files import write_text
+from eecore.files.builtin import BUILTIN
+from eecore.files.whole import write_text
 from eecore.lab.commands.progress import ProgressLine
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from eecore.console.files import check_out
 from eecore.console.loading import OptionalModel, check_path, model_and_prompt
 from eecore.console.options import LoadOptions, takes_options
 from eecore.errors import RequestError
-from eecore.files import write_text
-from eecore.textfiles import read_text
+from eecore.files.texts import read_text
+from eecore.files.whole import write_text
 
 
 @takes_options

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from eecore.console.failures import UsageError
 from eecore.console.options import option
-from eecore.readable import is_file, kind_of, shown_path
+from eecore.files.readable import is_file, kind_of, shown_path
 
 if TYPE_CHECKING:
     from eecore.generation import Model

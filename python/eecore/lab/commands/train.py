@@ -15,9 +15,9 @@ from eecore.console.loading import check_path, spinner
 from eecore.console.options import ProcessOptions, option, takes_options
 from eecore.console.signals import INTERRUPTED
 from eecore.errors import RequestError
+from eecore.files.readable import is_file, kind_of, shown_path
 from eecore.lab.commands.progress import ProgressLine
 from eecore.lab.commands.settings import MAX_BATCH, MAX_STEPS, Kept, Rates, say_settings
-from eecore.readable import is_file, kind_of, shown_path
 
 if TYPE_CHECKING:
     from eecore.lab.training import TokenData

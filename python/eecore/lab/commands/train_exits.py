@@ -14,6 +14,7 @@ from eecore.console.failures import UsageError
 from eecore.console.loading import check_path, load
 from eecore.console.options import ProcessOptions, option, takes_options
 from eecore.console.signals import INTERRUPTED
+from eecore.files.readable import is_file, shown_path
 from eecore.lab.commands.head_kinds import (
     ANCHORS,
     STRETCH,
@@ -34,7 +35,6 @@ from eecore.lab.commands.head_texts import (
 )
 from eecore.lab.commands.progress import ProgressLine
 from eecore.lab.commands.settings import MAX_STEPS, Kept, Rates, say_settings, want_one_process
-from eecore.readable import is_file, shown_path
 
 if TYPE_CHECKING:
     from eecore.generation import Model

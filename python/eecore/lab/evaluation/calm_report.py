@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eecore.exits import BatchMode
-from eecore.files import write_text
+from eecore.files.whole import write_text
 from eecore.lab import plots
 from eecore.lab.evaluation.tables import markdown_table, number, table_of
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from eecore.calibration.exit_scores import Scored, forced_states
 from eecore.calibration.generated import generated
 from eecore.decoding.heads import measure_states
-from eecore.depth_colours import depth_colour
 from eecore.errors import RequestError
 from eecore.exits import ConfidentExit, Exit, FixedExit
 from eecore.generation import Model
 from eecore.models import LlamaModel, Network
+from eecore.output import depth_colour
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any
 from eecore.calibration.exit_scores import Scored, score_exits
 from eecore.errors import ModelError, RequestError
 from eecore.exits import Auto, SelfSpeculative
-from eecore.files import write_text
+from eecore.files.json_fields import JsonFields
+from eecore.files.whole import write_text
 from eecore.generation import Model
-from eecore.json_fields import JsonFields
 from eecore.lab import plots
 from eecore.lab.evaluation.tables import markdown_table, number
 from eecore.lab.evaluation.timed import TimedRun, time_policies

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from eecore.errors import TrainingError
 from eecore.exits import ExitClassifier
-from eecore.files import replacing
+from eecore.files.whole import replacing
 from eecore.lab.training.data import Batch
 from eecore.lab.training.early_exit_loss import Head, Targets
 from eecore.lab.training.frozen_model import FrozenModel

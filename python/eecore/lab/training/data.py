@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from eecore.errors import RequestError, TrainingError
+from eecore.files.texts import JsonLine, has_json_lines, json_lines, read_text
 from eecore.lab.training.chats import Piece, chat_pieces
 from eecore.lab.training.early_exit_loss import Targets
 from eecore.models import Tokenizer
-from eecore.textfiles import JsonLine, has_json_lines, json_lines, read_text
 from eecore.values import is_whole
 
 # Batches whose sequences are sorted by length together.

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from eecore.calibration.exit_scores import whole_sequences
 from eecore.errors import TrainingError
+from eecore.files.readable import kind_of
 from eecore.lab.training.exit_model import ExitModel
 from eecore.models import KVCache, LlamaModel, Tokenizer, load_model, read_layout
-from eecore.readable import kind_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from eecore.files import filling
+from eecore.files.whole import filling
 from eecore.lab.plots import plot_head
 from eecore.lab.training.harness import TrainingRun
 from eecore.lab.training.head_run import DraftTrainee, HeadTrainee

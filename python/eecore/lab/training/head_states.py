@@ -26,13 +26,13 @@ from torch import Tensor
 
 from eecore.calibration.exit_scores import whole_sequences
 from eecore.errors import TrainingError
-from eecore.files import write_text
-from eecore.json_fields import JsonFields
+from eecore.files.json_fields import JsonFields
+from eecore.files.readable import is_file, shown_path
+from eecore.files.whole import write_text
 from eecore.lab.answers.writing import Answer
 from eecore.lab.training.draft_head import HeadSizes
 from eecore.lab.training.head_keys import Attended, TextKeys, is_last, key_begins, keys_at
 from eecore.models import KVCache, LlamaModel
-from eecore.readable import is_file, shown_path
 
 FORMAT = "eecore head states 1"
 SETTINGS_FILE = "states.json"

@@ -11,13 +11,13 @@ import torch
 
 from eecore.config import AnyModelConfig
 from eecore.errors import ModelError, TrainingError
+from eecore.files.readable import kind_of, path_of
 from eecore.lab.training.exit_model import LOOPED
 from eecore.lab.training.libraries import library, no_progress_bars
 from eecore.models import Tokenizer
 from eecore.models.readers.checkpoint import Checkpoint, with_stored_tying
 from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.readers.config_json import read_config_file, refuse_quantised
-from eecore.readable import kind_of, path_of
 
 MAX_LABELS = 1 << 16
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from eecore.errors import TrainingError
-from eecore.files import filling
+from eecore.files.readable import is_file, kind_of, path_of, shown_path
+from eecore.files.whole import filling
 from eecore.lab.plots import plot_run
 from eecore.lab.training.data import Batch, BatchOrder, TokenData, collate
 from eecore.lab.training.early_exit_loss import early_exit_backward
@@ -28,7 +29,6 @@ from eecore.lab.training.recipe import LoraSettings, TrainingConfig
 from eecore.lab.training.run_log import read_logs, tensorboard_writer
 from eecore.lab.training.run_state import state_to_resume
 from eecore.models import model_digest
-from eecore.readable import is_file, kind_of, path_of, shown_path
 
 if TYPE_CHECKING:
     from eecore.lab.training.sharding import ShardedExitModel

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import torch
 
 from eecore.errors import TrainingError
+from eecore.files.tensors import shown_name
 from eecore.lab.training.calm import CalmLoss
 from eecore.lab.training.early_exit_loss import EarlyExitLoss, LastLayerLoss, LossWeights
 from eecore.lab.training.layer_dropout import LayerDropout
 from eecore.lab.training.looped_loss import GateLoss, LoopedLoss
-from eecore.tensor_files import shown_name
 from eecore.values import (
     FLAG,
     MIN_POSITIVE,

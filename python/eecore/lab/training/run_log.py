@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from eecore.errors import TrainingError
-from eecore.files import replacing
+from eecore.files.readable import regular_file
+from eecore.files.whole import replacing
 from eecore.lab.training.libraries import library
-from eecore.readable import regular_file
 from eecore.values import shown
 
 STEPS, EVALUATIONS = "steps", "evaluations"

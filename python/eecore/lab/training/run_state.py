@@ -1,7 +1,7 @@
 """The state of a run in one safetensors file: weights, optimizer, random numbers, steps done.
 
-The file is complete or absent (:mod:`eecore.files`). Nothing in it is pickled. Of several processes
-the first one writes it, with the random states of all.
+The file is complete or absent (:mod:`eecore.files.whole`). Nothing in it is pickled. Of several
+processes the first one writes it, with the random states of all.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from eecore.errors import TrainingError
-from eecore.files import replacing
-from eecore.json_fields import JsonFields, parse_json
+from eecore.files.json_fields import JsonFields, parse_json
+from eecore.files.tensors import TensorFile, shown_name
+from eecore.files.whole import replacing
 from eecore.lab.training.processes import Processes, is_divided, whole
 from eecore.lab.training.recipe import RunConfig, TrainingConfig
-from eecore.tensor_files import TensorFile, shown_name
 from eecore.values import shown
 
 Config = TypeVar("Config", bound=RunConfig)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eecore.errors import TrainingError
-from eecore.json_fields import JsonFields
+from eecore.files.json_fields import JsonFields
 from eecore.lab.training.draft_head import DraftHead, HeadSizes
 from eecore.lab.training.head_keys import Attended
 from eecore.models.readers.head_file import CONFIG_NAME, WEIGHTS_NAME, HeadFile, read_head_settings

@@ -17,6 +17,7 @@ from torch import Tensor
 from eecore import ops
 from eecore.config import ModelConfig
 from eecore.errors import CheckpointError
+from eecore.files.readable import shown_path
 from eecore.models.block_head import (
     BlockHead,
     BlockSettings,
@@ -37,7 +38,6 @@ from eecore.models.readers.published import (
 )
 from eecore.models.weights import Care, NewWeights, WeightView
 from eecore.ops import Matrix
-from eecore.readable import shown_path
 
 DIGEST_FIELD = "eecore_model_digest"
 """The field of config.json with the digest of the model that a head was trained for, in heads that

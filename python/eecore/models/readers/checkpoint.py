@@ -17,13 +17,13 @@ import torch
 
 from eecore.config import AnyModelConfig, T5Config
 from eecore.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
-from eecore.json_fields import JsonFields
+from eecore.files.json_fields import JsonFields
+from eecore.files.readable import kind_of
+from eecore.files.tensors import TensorFile, shown_name
 from eecore.models.llama import EMBEDDINGS, HEAD, NORM, LlamaWeights
 from eecore.models.t5_weights import T5Weights
 from eecore.models.text.tokenizer import Tokenizer
 from eecore.models.weights import NewWeights, WeightView
-from eecore.readable import kind_of
-from eecore.tensor_files import TensorFile, shown_name
 from eecore.values import shown
 
 INDEX = "model.safetensors.index.json"

@@ -7,7 +7,7 @@ from typing import Any
 
 from eecore.config import MAX_END_TOKENS, MAX_VOCAB
 from eecore.errors import UnsupportedModelError
-from eecore.json_fields import REQUIRED, JsonFields
+from eecore.files.json_fields import REQUIRED, JsonFields
 from eecore.values import shown
 
 HEAD_DIMS = range(8, 256 + 1, 8)

@@ -36,11 +36,11 @@ from eecore.errors import (
     RequestError,
     UnsupportedModelError,
 )
-from eecore.json_fields import ABOVE_ZERO
+from eecore.files.json_fields import ABOVE_ZERO
+from eecore.files.readable import contents_of, kind_of, shown_path
 from eecore.models.readers.config_fields import FACTORS, ConfigFields
 from eecore.models.readers.families import FAMILIES, MULTIMODAL, Family, why_not
 from eecore.models.readers.rope_fields import read_ropes, rotated_layers
-from eecore.readable import contents_of, kind_of, shown_path
 from eecore.values import shown
 
 ACTIVATIONS: dict[str, Activation] = {

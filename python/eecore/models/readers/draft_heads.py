@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 from eecore.config import AnyModelConfig, ModelConfig
 from eecore.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError
-from eecore.hub import PICKLES, fetch_draft_head, name_of
+from eecore.files.hub import PICKLES, fetch_draft_head, name_of
+from eecore.files.readable import is_file, kind_of, shown_path
 from eecore.models.draft_head import DraftHead
 from eecore.models.keyed_head import KeyedHead
 from eecore.models.llama import LlamaModel
@@ -23,7 +24,6 @@ from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.readers.eagle_file import load_eagle, read_eagle_settings
 from eecore.models.readers.head_file import CONFIG_NAME, load_head
 from eecore.models.readers.mtp_file import MTP_ARCHITECTURES, load_mtp, read_mtp_settings
-from eecore.readable import is_file, kind_of, shown_path
 from eecore.values import shown
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from eecore.config import MAX_POSITIONS, MAX_VOCAB, ModelConfig
 from eecore.errors import CheckpointError
+from eecore.files.tensors import shown_name
 from eecore.models.eagle_head import EagleHead, EagleSettings
 from eecore.models.llama import LlamaModel
 from eecore.models.readers.checkpoint import Checkpoint
@@ -27,7 +28,6 @@ from eecore.models.readers.published import (
     draft_tokens,
     verifier_of,
 )
-from eecore.tensor_files import shown_name
 
 MAX_TAPS = 16
 RAW = "midlayer."

@@ -14,7 +14,9 @@ from torch import Tensor
 from eecore import ops
 from eecore.config import AnyModelConfig, ModelConfig
 from eecore.errors import CheckpointError, UnsupportedModelError
-from eecore.json_fields import JsonFields
+from eecore.files.json_fields import JsonFields
+from eecore.files.readable import shown_path
+from eecore.files.tensors import shown_name
 from eecore.models.readers.checkpoint import StoredTensors, check_tensors
 from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.readers.config_json import model_config, own_sampling
@@ -29,8 +31,6 @@ from eecore.models.readers.gguf_tokenizer import build_tokenizer
 from eecore.models.readers.stored_weights import field_of
 from eecore.models.text.tokenizer import Tokenizer
 from eecore.models.text.tokenizer_files import chat_settings
-from eecore.readable import shown_path
-from eecore.tensor_files import shown_name
 
 TENSOR_NAMES = {
     "token_embd": "model.embed_tokens",

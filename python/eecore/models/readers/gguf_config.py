@@ -19,7 +19,8 @@ from eecore.config import (
     RopeConfig,
 )
 from eecore.errors import CheckpointError, UnsupportedModelError
-from eecore.json_fields import ABOVE_ZERO, REQUIRED, JsonFields
+from eecore.files.json_fields import ABOVE_ZERO, REQUIRED, JsonFields
+from eecore.files.tensors import shown_name
 from eecore.models.readers.config_fields import FACTORS, THETAS
 from eecore.models.readers.config_json import model_type_of
 from eecore.models.readers.families import FAMILIES, why_not
@@ -33,7 +34,6 @@ from eecore.models.readers.gguf_families import (
 from eecore.models.readers.gguf_file import GGUFFile
 from eecore.models.readers.gguf_tokenizer import special_token_ids
 from eecore.models.rope import frequencies
-from eecore.tensor_files import shown_name
 from eecore.values import shown
 
 ROPE_FACTORS = "rope_freqs.weight"

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import save_file
 
 from eecore.errors import ModelError, UnsupportedModelError
-from eecore.files import appearing
+from eecore.files.readable import kind_of, path_of, shown_path
+from eecore.files.whole import appearing
 from eecore.models.readers.checkpoint import DTYPES, INDEX, WHOLE
 from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
 from eecore.models.readers.gguf_file import GGUFFile
 from eecore.models.readers.gguf_tokenizer import build_tokenizer
-from eecore.readable import kind_of, path_of, shown_path
 
 BYTES_PER_SHARD = 2 << 30
 

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eecore.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
-from eecore.json_fields import JsonFields
+from eecore.files.json_fields import JsonFields
+from eecore.files.readable import regular_file, shown_path
 from eecore.models.source import part_files
-from eecore.readable import regular_file, shown_path
 from eecore.values import shown
 
 MAGIC = b"GGUF"

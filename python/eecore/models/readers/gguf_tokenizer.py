@@ -17,9 +17,9 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from eecore.errors import ModelError
-from eecore.json_fields import JsonFields
+from eecore.files.json_fields import JsonFields
+from eecore.files.tensors import shown_name
 from eecore.models.text.tokenizer_files import library_error
-from eecore.tensor_files import shown_name
 from eecore.values import shown
 
 if TYPE_CHECKING:

@@ -16,14 +16,14 @@ from torch import Tensor
 from eecore import ops
 from eecore.config import ModelConfig
 from eecore.errors import ModelError
-from eecore.hub import fetch_head
-from eecore.json_fields import JsonFields
+from eecore.files.hub import fetch_head
+from eecore.files.json_fields import JsonFields
+from eecore.files.readable import kind_of, shown_path
+from eecore.files.tensors import TensorFile
 from eecore.models.draft_head import LAYERS, DraftHead, HeadSettings, head_floats
 from eecore.models.llama import NORM, NORM_NAMES, LlamaModel, NormNames
 from eecore.models.network import Network, check_digest, network_digest, norms_digest
 from eecore.models.readers.checkpoint import StoredTensors
-from eecore.readable import kind_of, shown_path
-from eecore.tensor_files import TensorFile
 from eecore.values import shown
 
 SHIPPED = Path(__file__).resolve().parents[2] / "data" / "heads"

@@ -11,6 +11,7 @@ import torch
 from eecore import ops
 from eecore.config import AnyModelConfig, ModelConfig, T5Config
 from eecore.errors import ModelError
+from eecore.files.readable import kind_of, path_of
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.network import Network
 from eecore.models.readers.checkpoint import DTYPES, Checkpoint, StoredTensors, with_stored_tying
@@ -27,7 +28,6 @@ from eecore.models.t5 import T5Model
 from eecore.models.t5_weights import T5Weights
 from eecore.models.text.tokenizer import Tokenizer
 from eecore.models.weights import Coding
-from eecore.readable import kind_of, path_of
 
 CODINGS: dict[str, Coding] = {"int8": "int8", "int4": "int4"}
 

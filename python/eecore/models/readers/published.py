@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from eecore.errors import CheckpointError
+from eecore.files.readable import shown_path
 from eecore.models.llama import LlamaModel
 from eecore.models.readers.checkpoint import Checkpoint, check_shape
 from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.weights import INT8_BLOCK_DEVICES, CodedForms, Coding, Filling, NewWeights
-from eecore.readable import shown_path
 
 
 def verifier_of(fields: ConfigFields) -> str:

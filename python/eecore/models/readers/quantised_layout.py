@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eecore.errors import CheckpointError, UnsupportedModelError
-from eecore.json_fields import REQUIRED
+from eecore.files.json_fields import REQUIRED
 from eecore.models.readers.checkpoint import FLOAT_DTYPES, Checkpoint
 from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.readers.quantised_matrix import QuantisedMatrix

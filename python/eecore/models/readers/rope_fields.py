@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from eecore.config import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS, RopeConfig
-from eecore.json_fields import ABOVE_ZERO, REQUIRED
+from eecore.files.json_fields import ABOVE_ZERO, REQUIRED
 from eecore.models.readers.config_fields import FACTORS, THETAS, ConfigFields
 from eecore.models.readers.families import Family
 

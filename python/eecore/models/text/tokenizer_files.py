@@ -16,9 +16,9 @@ from pathlib import Path
 import tokenizers
 
 from eecore.errors import CheckpointError, ModelError, ModelNotFoundError
-from eecore.json_fields import JsonFields, parse_json
+from eecore.files.json_fields import JsonFields, parse_json
+from eecore.files.readable import read_bytes, shown_path
 from eecore.models.text.tokenizer_settings import CLEAN_UP, cleans_up, roles_of, with_tokens
-from eecore.readable import read_bytes, shown_path
 
 MAX_BYTES = 512 << 20
 """Bytes of a tokenizer.json, at most; large ones of today have 35 million."""

@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import Sequence as Steps
 from tokenizers.processors import TemplateProcessing
 
 from eecore.errors import CheckpointError, UnsupportedModelError
-from eecore.json_fields import JsonFields
+from eecore.files.json_fields import JsonFields
 
 ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 EXTRA, OLDER_EXTRA = "extra_special_tokens", "additional_special_tokens"

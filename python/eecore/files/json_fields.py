@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from eecore.errors import EecoreError
-from eecore.readable import kind_of, read_bytes, shown_path
+from eecore.files.readable import kind_of, read_bytes, shown_path
 from eecore.values import shown
 
 REQUIRED: Any = object()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from eecore.errors import ModelNotFoundError
-from eecore.hub import fetch_model
+from eecore.files.hub import fetch_model
 
 BUILTIN = "intent"
 
@@ -24,7 +24,7 @@ def default_model() -> Path:
     Raises:
         ModelNotFoundError: this copy of eecore was packaged without it.
     """
-    directory = Path(__file__).resolve().parent / "data" / BUILTIN
+    directory = Path(__file__).resolve().parents[1] / "data" / BUILTIN
     if not (directory / "config.json").is_file():
         raise ModelNotFoundError(
             f"{directory}: expected the model that ships with eecore, got nothing: install again"
@@ -38,7 +38,7 @@ def model_directory(path: str | Path | None) -> Path:
     None, or ``intent`` where no file has that name, is the model that ships with eecore.
 
     Raises:
-        ModelError: see :func:`eecore.hub.fetch_model`.
+        ModelError: see :func:`eecore.files.hub.fetch_model`.
     """
     if path is None or (str(path) == BUILTIN and not Path(path).exists()):
         return default_model()

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from eecore.errors import EecoreError
-from eecore.readable import regular_file, shown_path
+from eecore.files.readable import regular_file, shown_path
 from eecore.values import shown
 
 MAX_MAPPED = 1 << 26

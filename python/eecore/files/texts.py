@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from eecore.errors import RequestError
-from eecore.json_fields import parse_json
-from eecore.readable import shown_path
+from eecore.files.json_fields import parse_json
+from eecore.files.readable import shown_path
 
 STDIN = Path("-")
 MAX_SHOWN = 80

@@ -16,7 +16,7 @@ def get_include() -> str:
     Raises:
         ModelError: this build has no headers.
     """
-    directory = Path(__file__).parent / "include"
+    directory = Path(__file__).resolve().parents[1] / "include"
     if not (directory / "eecore" / "cpu.h").is_file():
         raise ModelError(f"{directory}: expected eecore's headers, got nothing: build it again")
     return str(directory)

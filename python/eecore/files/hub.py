@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from eecore.errors import ModelError, ModelNotFoundError
-from eecore.readable import contents_of, is_file, kind_of, path_of, shown_path
+from eecore.files.readable import contents_of, is_file, kind_of, path_of, shown_path
 from eecore.values import shown
 
 ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)((?:[@:][^@:]+)*)", re.ASCII)

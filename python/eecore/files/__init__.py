@@ -1,0 +1,1 @@
+"""What others give: files, JSON, tensors, repositories; read within bounds, written whole."""
