@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 import eecore
-from eecore.console.depth import DepthPainter, has_colours, is_lossless, legend_of, said_depths
-from eecore.console.line_breaks import LineBreaks
+from eecore.cli.depth import DepthPainter, has_colours, is_lossless, legend_of, said_depths
+from eecore.cli.line_breaks import LineBreaks
 from eecore.exits import Exit
 from eecore.lab.evaluation.timed import TimedRun, time_policies
 from eecore.output import Output

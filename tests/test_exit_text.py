@@ -17,7 +17,7 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.cli.app import run
-from eecore.console.exit_options import ExitOptions
+from eecore.cli.exit_options import ExitOptions
 from eecore.engine import intake
 from eecore.exit_text import MODES, ExitTextError, Policies, exit_text, parse_exit, usual_exit
 

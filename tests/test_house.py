@@ -225,10 +225,9 @@ FLOORS = {
     "config guide output",
     "serving": "eecore generation engine models exit_text exits calibration_file config "
     "guide output channel",
-    "console": "eecore generation models exit_text exits output",
-    "lab": "console eecore calibration generation engine decoding planning models exits "
+    "cli": "eecore serving calibration generation models exit_text exits "
     "calibration_file config output",
-    "cli": "eecore console serving calibration generation models exit_text exits "
+    "lab": "cli eecore calibration generation engine decoding planning models exits "
     "calibration_file config output",
     "__main__": "cli",
 }
@@ -340,7 +339,7 @@ def test_training_never_imports_its_extra_outright() -> None:
 def test_the_command_line_needs_nothing_of_the_server() -> None:
     """The server's packages come with an extra; ``eecore serve`` says so where they are missing."""
     extra = {"fastapi", "starlette", "uvicorn", "prometheus_client", "pydantic", "anyio", "msgspec"}
-    for module in ["eecore.serving", *on_floor("console"), *on_floor("lab"), *on_floor("cli")]:
+    for module in ["eecore.serving", *on_floor("lab"), *on_floor("cli")]:
         names = {name.split(".")[0] for name in imports(module)}
         assert not names & extra, f"{module} imports {names & extra}"
 

@@ -26,7 +26,7 @@ from bench.harness.command import parser
 from bench.harness.machine import machine
 from bench.harness.results import Figures
 from eecore.calibration import Example, read_examples
-from eecore.console.failures import UsageError
+from eecore.cli.failures import UsageError
 from eecore.lab.commands.evaluate import show_turn
 from eecore.lab.commands.evaluate_calm import ConfidentExits
 from eecore.lab.evaluation.calm import evaluate_calm

@@ -24,8 +24,8 @@ from command_line import LONG, QUIET, REQUEST, USAGE, error_of
 from eecore.cli import chat
 from eecore.cli.app import run
 from eecore.cli.chat import _Rendered, whole_block
+from eecore.cli.depth import DepthPainter, depth_style, legend_of
 from eecore.config import ANSWERS
-from eecore.console.depth import DepthPainter, depth_style, legend_of
 from tiny_models import write_model
 
 Talk = Callable[..., Any]

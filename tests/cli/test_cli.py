@@ -33,10 +33,10 @@ from command_line import (
     start,
 )
 from eecore.cli.app import run
+from eecore.cli.depth import DepthPainter, depth_style, runs, said_depths
+from eecore.cli.exit_options import ExitOptions, parse_layers
+from eecore.cli.failures import UsageError
 from eecore.config import ANSWERS
-from eecore.console.depth import DepthPainter, depth_style, runs, said_depths
-from eecore.console.exit_options import ExitOptions, parse_layers
-from eecore.console.failures import UsageError
 from eecore.decoding.iterate import Iterations
 from eecore.decoding.prefill import Prefill
 from eecore.models.readers import load

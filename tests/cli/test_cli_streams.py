@@ -32,8 +32,8 @@ from command_line import (
     error_of,
     start,
 )
+from eecore.cli import signals
 from eecore.cli.app import run
-from eecore.console import signals
 from tiers import in_all
 
 # Streams that are closed, full, or cannot say a letter

@@ -8,7 +8,7 @@ import re
 from rich.cells import cell_len
 from rich.text import Text
 
-from eecore.console.line_breaks import LineBreaks
+from eecore.cli.line_breaks import LineBreaks
 
 WIDTH = 12
 

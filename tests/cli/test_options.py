@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from eecore.console.options import option, takes_options
+from eecore.cli.options import option, takes_options
 
 Threads = Annotated[int | None, typer.Option(min=1, help="How many.")]
 

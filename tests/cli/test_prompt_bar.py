@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from eecore.console import prompt_bar
+from eecore.cli import prompt_bar
 
 
 class Stderr(io.StringIO):

@@ -21,7 +21,7 @@ from eecore import (
     PromptLookup,
     SelfSpeculative,
 )
-from eecore.console.exit_options import ExitOptions
+from eecore.cli.exit_options import ExitOptions
 from eecore.exit_text import Policies
 from eecore.exits import Exit
 from eecore.serving.depth import Depths

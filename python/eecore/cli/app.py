@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from eecore.console.failures import EXIT_CODES, UsageError, failure, reports_failures
-from eecore.console.imports import kept
-from eecore.console.streams import say
+from eecore.cli.failures import EXIT_CODES, UsageError, failure, reports_failures
+from eecore.cli.imports import kept
+from eecore.cli.streams import say
 
 COMMANDS = {
     "chat": "cli.chat:chat",

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eecore.console.exit_options import MeasureOptions
-from eecore.console.failures import UsageError
-from eecore.console.files import check_out
-from eecore.console.loading import ModelPath, check_path
-from eecore.console.options import LoadOptions, option, takes_options
+from eecore.cli.exit_options import MeasureOptions
+from eecore.cli.failures import UsageError
+from eecore.cli.files import check_out
+from eecore.cli.loading import ModelPath, check_path
+from eecore.cli.options import LoadOptions, option, takes_options
 
 if TYPE_CHECKING:
     from eecore.calibration_file import CalibrationStep

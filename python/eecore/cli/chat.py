@@ -17,16 +17,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.markdown import Markdown
 
+from eecore.cli.depth import DepthPainter, has_colours, is_lossless, legend_of
+from eecore.cli.exit_options import ExitOptions
+from eecore.cli.failures import UsageError
 from eecore.cli.generate import SamplingOptions
+from eecore.cli.line_breaks import LineBreaks
+from eecore.cli.loading import MODEL_HELP, check_path
+from eecore.cli.options import EngineOptions, option, takes_options
 from eecore.cli.results import saved
-from eecore.console.depth import DepthPainter, has_colours, is_lossless, legend_of
-from eecore.console.exit_options import ExitOptions
-from eecore.console.failures import UsageError
-from eecore.console.line_breaks import LineBreaks
-from eecore.console.loading import MODEL_HELP, check_path
-from eecore.console.options import EngineOptions, option, takes_options
-from eecore.console.signals import SIGNALS
-from eecore.console.streams import say
+from eecore.cli.signals import SIGNALS
+from eecore.cli.streams import say
 from eecore.errors import EecoreError, ExitError, RequestError
 from eecore.exit_text import parse_exit, usual_exit
 from eecore.exits import Auto, Full

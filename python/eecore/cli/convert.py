@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from eecore.console.failures import UsageError
-from eecore.console.loading import Debug, spinner
+from eecore.cli.failures import UsageError
+from eecore.cli.loading import Debug, spinner
 from eecore.errors import CheckpointError, ModelNotFoundError
 from eecore.files.hub import fetch_model
 from eecore.files.readable import kind_of, regular_file, shown_path

@@ -14,16 +14,16 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from eecore.cli.exit_options import ExitOptions
+from eecore.cli.failures import FAILED, UsageError
+from eecore.cli.loading import OptionalModel, model_and_prompt, path_before_prompt
+from eecore.cli.options import EngineOptions, option, takes_options
+from eecore.cli.prompt_bar import with_prompt_bar
 from eecore.cli.prompts import Prompt, read_prompts
 from eecore.cli.results import JsonLines, Results, StreamedText, TextByPrompt, print_stats
+from eecore.cli.signals import INTERRUPTED, SIGNALS
+from eecore.cli.streams import say
 from eecore.config import ANSWERS, OWN, SamplingParams
-from eecore.console.exit_options import ExitOptions
-from eecore.console.failures import FAILED, UsageError
-from eecore.console.loading import OptionalModel, model_and_prompt, path_before_prompt
-from eecore.console.options import EngineOptions, option, takes_options
-from eecore.console.prompt_bar import with_prompt_bar
-from eecore.console.signals import INTERRUPTED, SIGNALS
-from eecore.console.streams import say
 from eecore.exit_text import parse_exit, usual_exit
 from eecore.exits import Auto, Full
 from eecore.values import help_of

@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from eecore.cli.loading import Debug, ModelPath, check_path, spinner
+from eecore.cli.streams import says_all
 from eecore.config import ModelConfig, usual_of_answers
-from eecore.console.loading import Debug, ModelPath, check_path, spinner
-from eecore.console.streams import says_all
 from eecore.files.builtin import BUILTIN
 from eecore.files.hub import fetch_draft_head
 from eecore.files.readable import is_file

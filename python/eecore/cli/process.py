@@ -10,9 +10,9 @@ import sys
 import threading
 from typing import Any
 
-from eecore.console.imports import kept
-from eecore.console.signals import INTERRUPTED, SIGNALS
-from eecore.console.streams import finish_output, prepare_streams, say
+from eecore.cli.imports import kept
+from eecore.cli.signals import INTERRUPTED, SIGNALS
+from eecore.cli.streams import finish_output, prepare_streams, say
 
 
 def run_process() -> int:

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from eecore.console.failures import UsageError
+from eecore.cli.failures import UsageError
 from eecore.errors import RequestError
 from eecore.files.texts import STDIN, JsonLine, has_json_lines, json_lines, name_of, read_text
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from eecore.cli.prompts import Prompt
-from eecore.console.depth import (
+from eecore.cli.depth import (
     DepthPainter,
     has_colours,
     is_lossless,
     legend_of,
     said_depths,
 )
-from eecore.console.line_breaks import LineBreaks, whole_words
-from eecore.console.streams import say, says_all
+from eecore.cli.line_breaks import LineBreaks, whole_words
+from eecore.cli.prompts import Prompt
+from eecore.cli.streams import say, says_all
 from eecore.output import Saved
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eecore.console.files import check_out
-from eecore.console.loading import ModelPath, check_path, spinner
-from eecore.console.options import LoadOptions, takes_options
-from eecore.console.signals import INTERRUPTED, SIGNALS
+from eecore.cli.files import check_out
+from eecore.cli.loading import ModelPath, check_path, spinner
+from eecore.cli.options import LoadOptions, takes_options
+from eecore.cli.signals import INTERRUPTED, SIGNALS
 from eecore.files.texts import read_text
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 import eecore
 from eecore.cli.app import run
-from eecore.console.failures import MODEL
+from eecore.cli.failures import MODEL
 from eecore.errors import TrainingError
 from eecore.lab.training import ExitModel, load_starting_point
 from eecore.lab.training.frozen_model import RunningModel, load_running_model

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eecore.console.exit_options import ExitOptions, SkipsFile, parse_layers
-from eecore.console.failures import UsageError
-from eecore.console.files import beside, check_out
-from eecore.console.loading import ModelPath, check_path
-from eecore.console.options import LoadOptions, option, takes_options
-from eecore.console.signals import INTERRUPTED
+from eecore.cli.exit_options import ExitOptions, SkipsFile, parse_layers
+from eecore.cli.failures import UsageError
+from eecore.cli.files import beside, check_out
+from eecore.cli.loading import ModelPath, check_path
+from eecore.cli.options import LoadOptions, option, takes_options
+from eecore.cli.signals import INTERRUPTED
 from eecore.files.builtin import BUILTIN
 from eecore.files.whole import write_text
 from eecore.lab.commands.progress import ProgressLine

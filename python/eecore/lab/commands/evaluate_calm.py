@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eecore.console.exit_options import DecayTau, ExitPoints, MinExitLayer, parse_exit_points
-from eecore.console.failures import UsageError
-from eecore.console.files import check_out, in_model, load_classifier
-from eecore.console.loading import ModelPath, check_path
-from eecore.console.options import LoadOptions, option, takes_options
+from eecore.cli.exit_options import DecayTau, ExitPoints, MinExitLayer, parse_exit_points
+from eecore.cli.failures import UsageError
+from eecore.cli.files import check_out, in_model, load_classifier
+from eecore.cli.loading import ModelPath, check_path
+from eecore.cli.options import LoadOptions, option, takes_options
 from eecore.lab.commands.evaluate import Prompts, Rounds, show_turn
 
 if TYPE_CHECKING:

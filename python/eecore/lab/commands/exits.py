@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from eecore.console.depth import depth_legend, depth_style, has_colours, runs
-from eecore.console.exit_options import (
+from eecore.cli.depth import depth_legend, depth_style, has_colours, runs
+from eecore.cli.exit_options import (
     EXIT_HELP,
     PANEL,
     CalibrationFile,
@@ -19,10 +19,10 @@ from eecore.console.exit_options import (
     ExitPoints,
     Measure,
 )
-from eecore.console.failures import UsageError
-from eecore.console.files import check_out
-from eecore.console.loading import OptionalModel, check_path, model_and_prompt
-from eecore.console.options import LoadOptions, takes_options
+from eecore.cli.failures import UsageError
+from eecore.cli.files import check_out
+from eecore.cli.loading import OptionalModel, check_path, model_and_prompt
+from eecore.cli.options import LoadOptions, takes_options
 from eecore.errors import RequestError
 from eecore.files.texts import read_text
 from eecore.files.whole import write_text

@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from eecore.console.failures import UsageError
-from eecore.console.options import option
+from eecore.cli.failures import UsageError
+from eecore.cli.options import option
 
 if TYPE_CHECKING:
     from eecore.config import ModelConfig

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from eecore.console.failures import UsageError
-from eecore.console.options import option
+from eecore.cli.failures import UsageError
+from eecore.cli.options import option
 from eecore.files.readable import is_file, kind_of, shown_path
 
 if TYPE_CHECKING:

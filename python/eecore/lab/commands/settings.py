@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from eecore.console.failures import UsageError
-from eecore.console.loading import SEEDS
-from eecore.console.options import option
+from eecore.cli.failures import UsageError
+from eecore.cli.loading import SEEDS
+from eecore.cli.options import option
 
 MAX_STEPS, MAX_BATCH = 1 << 40, 1 << 20
 

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from eecore.console.failures import UsageError
-from eecore.console.files import check_out
-from eecore.console.loading import SEEDS, Device, ModelPath, check_path, spinner
-from eecore.console.options import ProcessOptions, option, takes_options
+from eecore.cli.failures import UsageError
+from eecore.cli.files import check_out
+from eecore.cli.loading import SEEDS, Device, ModelPath, check_path, spinner
+from eecore.cli.options import ProcessOptions, option, takes_options
 from eecore.lab.commands.settings import MAX_BATCH, MAX_STEPS, want_one_process
 from eecore.lab.commands.train import Sequences, training_device
 

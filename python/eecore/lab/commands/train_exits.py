@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
-from eecore.console.failures import UsageError
-from eecore.console.loading import check_path, load
-from eecore.console.options import ProcessOptions, option, takes_options
-from eecore.console.signals import INTERRUPTED
+from eecore.cli.failures import UsageError
+from eecore.cli.loading import check_path, load
+from eecore.cli.options import ProcessOptions, option, takes_options
+from eecore.cli.signals import INTERRUPTED
 from eecore.files.readable import is_file, shown_path
 from eecore.lab.commands.head_kinds import (
     ANCHORS,

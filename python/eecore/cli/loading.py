@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from eecore.console.imports import kept
-from eecore.console.streams import says_all
+from eecore.cli.imports import kept
+from eecore.cli.streams import says_all
 from eecore.errors import ModelError, ModelNotFoundError
 from eecore.files.builtin import BUILTIN, model_directory
 from eecore.files.hub import fetch_draft_head, fetch_head, name_of

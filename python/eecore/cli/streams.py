@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from eecore.console.line_breaks import whole_words
+from eecore.cli.line_breaks import whole_words
 
 OUTPUT_LOST, NO_READER = 1, 141
 

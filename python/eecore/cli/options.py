@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin, ge
 
 import typer
 
-from eecore.console.loading import (
+from eecore.cli.loading import (
     Debug,
     Device,
     DraftHeadDirectory,

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eecore.console.failures import UsageError
+from eecore.cli.failures import UsageError
 from eecore.errors import ExitError
 from eecore.files.readable import beside_model, is_file, kind_of, shown_path
 from eecore.values import shown

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from eecore.console.failures import UsageError
-from eecore.console.files import in_model, load_classifier
-from eecore.console.options import option
+from eecore.cli.failures import UsageError
+from eecore.cli.files import in_model, load_classifier
+from eecore.cli.options import option
 from eecore.errors import RequestError
 from eecore.exit_text import MODES, ExitTextError, Mode, Policies, said_exit
 from eecore.values import help_of

@@ -11,8 +11,8 @@ from typing import ParamSpec
 
 import typer
 
-from eecore.console.signals import INTERRUPTED, SIGNALS
-from eecore.console.streams import NO_READER, OUTPUT_LOST, flush_output, say
+from eecore.cli.signals import INTERRUPTED, SIGNALS
+from eecore.cli.streams import NO_READER, OUTPUT_LOST, flush_output, say
 from eecore.errors import EecoreError, ModelError, RequestError
 
 FAILED, USAGE, MODEL, REQUEST = 1, 2, 3, 4
