@@ -72,7 +72,7 @@ def check_drafts(model: eecore.Model, prompts: list[list[int]], **settings: Any)
     while engine.has_unfinished:
         engine.step()
         for tokens, _, ahead in drafts_of(engine):
-            if len(ahead.tokens) < head_of(model).num_drafts:
+            if len(ahead.tokens) < head_of(model).num_at_once:
                 continue  # a block is cut where the text is to end, or where pages are few
             drafted = oracle.drafts(states_of(model, tokens[:-1]), tokens[-1])
             assert ahead.tokens == drafted.tokens
@@ -97,7 +97,7 @@ def test_drafts_are_those_of_the_formula(
     from_last = fields.get("sample_from_anchor", from_last)
     assert head.kind == ("DFlash" if layout in ("z-lab", "speculators dflash") else "DSpark")
     assert head.taps == (1, 3)
-    assert head.num_drafts == BLOCK - (not from_last)
+    assert head.num_at_once == BLOCK - (not from_last)
     assert head.settings.draft_vocab_size == cut
     assert check_drafts(model, PROMPTS[:3], kv_cache_tokens=2048) > 8
 

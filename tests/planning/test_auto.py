@@ -101,7 +101,7 @@ class Machine:
         self.chance = random.Random(3)
         head = None
         if sure is not None:
-            head = Model(agreement=(0.5, 0.4), know=lambda _: None)
+            head = Model(agreement=(0.5, 0.4), num_at_once=0, keys=None, know=lambda _: None)
         config = SimpleNamespace(num_layers=12, exit_layers=range(1, 13))
         model = Model(config=config, draft_head=head, source=None, learnt={})
         self.planner = Planner(cast(Network, model))

@@ -48,7 +48,7 @@ class BlockDrafting(AheadDrafting):
         kv: KVCache,
     ) -> None:
         assert kv.of_head is not None
-        super().__init__(step, given, results, ended, kv, head.num_drafts)
+        super().__init__(step, given, results, ended, kv, head.num_at_once)
         rows, size, zeros = step.sizes.num_rows, head.block_size, step.zeros
         self._head, self._kv = head, kv.of_head
         self._num_rows, self._size = rows, size
@@ -104,7 +104,7 @@ class BlockDrafting(AheadDrafting):
     def num_drafts(self, num_slots: int) -> int:
         """Number of drafts of a row that has ``num_slots`` slots for its block; -1 for none."""
         if num_slots >= self._size:
-            return self._head.num_drafts
+            return self._head.num_at_once
         return num_slots - 1 if num_slots > 1 else -1
 
     def run(self, states: Ordered[Tensor], control: Control, num_rows: Tensor) -> None:  # noqa: ARG002 (drafts start from keys)
@@ -144,7 +144,7 @@ class BlockDrafting(AheadDrafting):
             if head.is_sequential:
                 token, confidence = self._corrected(place, hidden, logits)
             ops.append_drafts(None, token, confidence, draft, made, self._active, own_key=False)
-        if draft + 1 < head.num_drafts:
+        if draft + 1 < head.num_at_once:
             control.unless(
                 made.all_done, lambda: self._draft(draft + 1, hidden, logits, control, num_rows)
             )

@@ -117,7 +117,8 @@ class BlockHead(KeyedHead):
         self.verifier = settings.verifier
         self.block_size, self.mask_token = settings.block_size, settings.mask_token
         self.first_place = 0 if settings.from_last else 1
-        self.agreement = tuple(0.8 - 0.02 * k for k in range(self.num_drafts))
+        self.num_at_once = self.block_size - self.first_place
+        self.agreement = tuple(0.8 - 0.02 * k for k in range(self.num_at_once))
         self.markov, self.confidence = weights.markov, weights.confidence
         self.confidence_sees_token = settings.confidence_sees_token
         self._layers = LlamaModel(settings.config, weights.layers)
@@ -126,11 +127,6 @@ class BlockHead(KeyedHead):
         self._kv = weights.layers.qkv.rows(slice(settings.config.q_size, None))
         self._tokens = weights.tokens
         self._zeros: list[Tensor] = []
-
-    @property
-    def num_drafts(self) -> int:
-        """Drafts of a block."""
-        return self.block_size - self.first_place
 
     @property
     def is_sequential(self) -> bool:

@@ -164,6 +164,11 @@ class DraftHead:
         vocabulary: int64 [vocabulary_size], the tokens that the head always knows.
     """
 
+    num_at_once = 0
+    """Drafts that one step makes for a round; 0: each step makes one."""
+    keys = None
+    """The head keeps no keys of its own."""
+
     def __init__(
         self,
         network: HeadModel,

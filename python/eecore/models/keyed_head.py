@@ -57,9 +57,17 @@ class KeyedHead(ABC):
     agreement: tuple[float, ...]
     verifier: str
 
+    num_at_once: int = 0
+    """Drafts that one step makes for a round; 0: each step makes one."""
+
     vocabulary_sha256 = ""
     """Empty: exits are not measured with this head's tokens, since it has no rows of the model's LM
     head for them."""
+
+    @property
+    def keys(self) -> ModelConfig:
+        """The config of the layers whose keys and values share the pages of the model's."""
+        return self.config
 
     @abstractmethod
     def prepare(self, kv: KVCache) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eecore.models import BlockHead, DraftHead, KeyedHead
+from eecore.models import DraftHead, KeyedHead
 from eecore.planning.draft_state import DraftState
 from eecore.planning.proposal import MAX_AHEAD, Drafts
 from eecore.scheduling.sequence import Sequence
@@ -31,7 +31,5 @@ class AheadDrafts:
 
 
 def max_ahead(head: DraftHead | KeyedHead | None) -> int:
-    """Maximum number of drafts that a head makes at the end of a round; a head that drafts a block
-    makes as many as the block has.
-    """
-    return head.num_drafts if isinstance(head, BlockHead) else MAX_AHEAD
+    """Maximum number of drafts that a head makes at the end of a round."""
+    return MAX_AHEAD if head is None else head.num_at_once or MAX_AHEAD

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from eecore.models import BlockHead, DraftHead, KeyedHead, Network
+from eecore.models import DraftHead, KeyedHead, Network
 from eecore.planning.auto import FULL, Choice, Chooser
 from eecore.planning.draft_state import DraftState, draft_state
 from eecore.planning.heads import max_ahead
@@ -54,8 +54,9 @@ class Planner:
     def __init__(self, model: Network, num_threads: int = 1, *, ahead: bool = False) -> None:
         self._model, self._exit_layers, self._ahead = model, model.config.exit_layers, ahead
         self.num_threads = num_threads
-        self._max_ahead = max_ahead(model.draft_head)
-        self._at_once = isinstance(model.draft_head, BlockHead)
+        head = model.draft_head
+        self._max_ahead = max_ahead(head)
+        self._at_once = head is not None and head.num_at_once > 0
         self.held: HeldChoice | None = None
         """The current choice for ``Auto`` requests."""
         self._steady: tuple[Ordered[Work], list[Row]] | None = None
@@ -248,14 +249,15 @@ class Planner:
         chooser = self.chooser
         drafts = [each.draft for each in sequences if each.draft is not None]
         exit_layers: tuple[int, ...] | None = None
-        has_head = self._model.draft_head is not None
+        head = self._model.draft_head
+        has_head, has_keys = head is not None, head is not None and head.keys is not None
         for sequence, draft in zip(sequences, drafts, strict=True):
             policy = draft.route.auto
             assert policy is not None
             own = chooser.exit_layers if policy.exit_layers is None else policy.exit_layers
             if sequence.sampling.temperature > 0.0 or draft.guided is not None:
                 own = ()  # drafts of a layer would change the tokens
-            if isinstance(self._model.draft_head, KeyedHead):
+            if has_keys:
                 own = ()  # rows that layers draft for give the head no keys
             if exit_layers not in (None, own):
                 own = tuple(layer for layer in exit_layers if layer in own)
