@@ -24,6 +24,7 @@ COMMANDS = {
     "train": "lab.commands.train:train",
     "train-classifier": "lab.commands.train_classifier:train_classifier",
     "train-exits": "lab.commands.train_exits:train_exits",
+    "verify": "lab.commands.verify:verify",
     "calibrate": "cli.calibrate:calibrate",
     "sweep": "lab.commands.evaluate:sweep",
     "exits": "lab.commands.exits:exits",
