@@ -227,7 +227,7 @@ FLOORS = {
     "guide output channel",
     "cli": "eecore serving calibration generation models exit_text exits "
     "calibration_file config output",
-    "lab": "cli eecore calibration generation engine decoding planning models exits "
+    "lab": "cli eecore calibration generation engine decoding planning models exit_text exits "
     "calibration_file config output",
     "__main__": "cli",
 }

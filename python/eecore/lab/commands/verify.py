@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from eecore.console.failures import UsageError
-from eecore.console.loading import MODEL_HELP, check_path
-from eecore.console.options import LoadOptions, takes_options
+from eecore.cli.failures import UsageError
+from eecore.cli.loading import MODEL_HELP, check_path
+from eecore.cli.options import LoadOptions, takes_options
 from eecore.files.builtin import BUILTIN
 from eecore.files.texts import read_text
 
