@@ -23,7 +23,6 @@ from rich.table import Table
 
 import eecore
 from eecore.cli.depth import DepthPainter, has_colours, is_lossless, legend_of, said_depths
-from eecore.cli.line_breaks import LineBreaks
 from eecore.exits import Exit
 from eecore.lab.evaluation.timed import TimedRun, time_policies
 from eecore.output import Output
@@ -237,13 +236,12 @@ def stream(
 ) -> None:
     """Generate one text and print it, each token in the colour of its depth or draft."""
     painter = DepthPainter(model, prompt, policy.lowest_exit, verified=is_lossless(policy))
-    words = LineBreaks(console.width)
     layers: list[int] = []
     for step in eecore.stream(model, prompt, exit=policy, max_tokens=max_tokens):
         layers += step.exit_layers
         painted = painter.add(step.token_ids, step.exit_layers, step.text)
-        console.print(words.add(painted), end="", soft_wrap=True)
-    console.print(words.rest(), soft_wrap=True)
+        console.print(painted, end="", soft_wrap=True)
+    console.print()
     if not has_colours(console):
         console.print(f"({said_depths(policy, layers, model.config.num_layers)})")
 

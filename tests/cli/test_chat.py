@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import eecore
 from command_line import LONG, QUIET, REQUEST, USAGE, error_of
 from eecore.cli import chat
 from eecore.cli.app import run
-from eecore.cli.chat import _Rendered, whole_block
 from eecore.cli.depth import DepthPainter, depth_style, legend_of
 from eecore.config import ANSWERS
 from tiny_models import write_model
@@ -169,35 +167,6 @@ def test_a_model_samples_as_its_files_say(
 
 
 # What is shown
-
-
-@pytest.mark.parametrize(
-    ("text", "end"),
-    [
-        ("", 0),
-        ("one line", 0),
-        ("one\ntwo\n", 0),
-        ("one\n\ntwo", 5),
-        ("\n\none\n\n", 7),
-        ("```\na\n\nb\n", 0),
-        ("```\na\n\nb\n```\n\nc", 14),
-        ("~~~\n```\n\n~~~\n\n", 14),
-    ],
-)
-def test_a_whole_block_of_markdown(text: str, end: int) -> None:
-    assert whole_block(text) == end
-
-
-def test_markdown_is_rendered_once() -> None:
-    written = io.StringIO()
-    text = "# Title\n\nSome **bold** words.\n\n```python\nx = 1\n\ny = 2\n```\n\n- one\n- two\n"
-    with _Rendered(Console(file=written, force_terminal=True, width=60)) as show:
-        for letter in text:
-            show([], [], letter)
-    # Lines that were drawn anew were erased first.
-    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written.getvalue().split("\x1b[?25h")[-1])
-    assert "**" not in written.getvalue().split("Title")[-1].split("\x1b[2K")[-1]
-    assert "• two" in plain
 
 
 def test_a_legend_says_how_tokens_were_made() -> None:

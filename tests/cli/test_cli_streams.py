@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +29,9 @@ from command_line import (
     error_of,
     start,
 )
-from eecore.cli import signals
+from eecore.cli import process
 from eecore.cli.app import run
+from eecore.cli.failures import failure
 from tiers import in_all
 
 # Streams that are closed, full, or cannot say a letter
@@ -56,21 +54,12 @@ def through_a_shell(
 @pytest.mark.parametrize(
     ("words", "redirections", "code", "said"),
     [
-        (["generate", "MODEL", "hi", "-n", "2"], ">&-", FAILED, "error: stdout: Bad file"),
         (["generate", "MODEL", "hi", "-n", "2"], "> /dev/full", FAILED, "error: stdout: No space"),
-        *in_all((["generate", "MODEL", "hi", "-n", "2"], "<&-", 0, "")),
+        (["--help"], "> /dev/full", FAILED, "error: stdout: No space"),
         (["generate", "MODEL"], "<&-", REQUEST, "error: prompt: expected some text"),
         (["generate", "MODEL", "hi", "-n", "2", "--stats"], "2>&-", 0, ""),
-        *in_all((["generate", "MODEL", "hi", "-n", "2", "--stats"], "2> /dev/full", 0, "")),
-        (["generate", "MODEL", "hi", "-n", "2"], "<&- >&- 2>&-", FAILED, ""),
-        (["generate", "MODEL", "hi", "--exit", "fixed:9"], ">&- 2>&-", REQUEST, ""),
-        (["info", "MODEL"], ">&-", FAILED, "error: stdout: Bad file"),
-        (["info", "MODEL", "--json"], "> /dev/full", FAILED, "error: stdout: No space"),
-        (["--help"], ">&-", FAILED, "error: stdout: Bad file"),
-        *in_all((["--help"], "> /dev/full", FAILED, "error: stdout: No space")),
-        (["generate", "--help"], "2>&-", 0, ""),
-        *in_all((["--version"], ">&-", FAILED, "error: stdout: Bad file")),
-        *in_all((["generate", "--nothing"], "2>&-", USAGE, "")),
+        *in_all((["info", "MODEL", "--json"], "> /dev/full", FAILED, "error: stdout: No space")),
+        *in_all((["generate", "--help"], "2>&-", 0, "")),
     ],
 )
 def test_streams_that_are_closed_or_full(
@@ -90,7 +79,7 @@ def test_a_file_never_gets_what_was_meant_for_a_closed_stream(
     text, out = lines("text.txt", "some text to look at, twice over"), tmp_path / "skips.json"
     command = ["search", model, "--text", text, "--out", str(out), "--max-tokens", "16"]
     done = through_a_shell([*command, "--max-skipped", "1"], ">&- 2>&- <&-")
-    assert done.returncode == FAILED  # it could not say so
+    assert done.returncode == 0
     assert len(json.loads(out.read_text())) >= 1
 
 
@@ -147,8 +136,8 @@ def test_any_width_of_a_terminal(
 @pytest.mark.parametrize(
     ("number", "seconds"),
     [
-        *((signal.SIGINT, seconds) for seconds in (0.02, 0.2, 0.5, 1.0, 3.0)),
-        *((signal.SIGTERM, seconds) for seconds in (0.1, 3.0)),
+        *((signal.SIGINT, seconds) for seconds in (0.02, 0.5, 1.0, 3.0)),
+        (signal.SIGTERM, 0.5),
     ],
 )
 def test_a_signal_at_any_moment(endless: str, number: signal.Signals, seconds: float) -> None:
@@ -169,74 +158,31 @@ def test_a_signal_at_any_moment(endless: str, number: signal.Signals, seconds: f
         assert error == ""
 
 
-@pytest.fixture
-def reminders(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, Callable[[], None]]]:
-    """The timers that are started: their seconds, and what they call, which a test does itself."""
-    started: list[tuple[float, Callable[[], None]]] = []
-
-    class Timer:
-        def __init__(self, seconds: float, call: Callable[..., None], args: Sequence[Any]) -> None:
-            self._timer = seconds, partial(call, *args)
-
-        def start(self) -> None:
-            started.append(self._timer)
-
-    known = SimpleNamespace(Timer=Timer, main_thread=threading.main_thread)
-    monkeypatch.setattr(signals, "threading", known)
-    return started
-
-
-def ends_a_wait(remind: Callable[[], None]) -> None:
-    """A reminder in another thread interrupts what this one waits for."""
-
-    def waits() -> None:
-        threading.Thread(target=remind).start()
-        time.sleep(60)
-
-    with pytest.raises(KeyboardInterrupt):
-        waits()
-
-
-def test_no_exception_is_raised_into_the_import_of_torch(
-    reminders: list[tuple[float, Callable[[], None]]],
-) -> None:
-    heard = signals._Signals()
-    before = signal.signal(signal.SIGINT, heard._interrupt)
-    raising = "import signal; signal.raise_signal(signal.SIGINT); done.append(1)"
+def test_no_exception_is_raised_into_the_import_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SimpleNamespace(_initializing=True)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__spec__=spec))
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        for name, goes_on in (("torch", True), ("torch.nn", True), ("torchless", False)):
-            done: list[int] = []
-            module = {"__name__": name, "done": done}
-            with contextlib.nullcontext() if goes_on else pytest.raises(KeyboardInterrupt):
-                exec(compile(raising, name, "exec"), module)
-            assert bool(done) == goes_on
-            assert heard.waiting
-            seconds, remind = reminders[-1]
-            assert seconds == (signals.LOADING_SECONDS if goes_on else signals.AGAIN_SECONDS)
-            ends_a_wait(remind)
-            heard.arrived()
+        process.listen()
+        signal.raise_signal(signal.SIGINT)
+        spec._initializing = False
+        with pytest.raises(KeyboardInterrupt):  # it comes again
+            time.sleep(60)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_signal_that_a_library_swallows_comes_again(
-    reminders: list[tuple[float, Callable[[], None]]],
-) -> None:
-    heard = signals._Signals()
-    before = signal.signal(signal.SIGINT, heard._interrupt)
-    try:
-        for number in (1, 3):
-            with contextlib.suppress(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-            assert len(reminders) == number
-            ends_a_wait(reminders[-1][1])
-            assert heard.waiting
-            heard.arrived()
-            for _, remind in reminders:
-                remind()  # it has arrived
-            assert len(reminders) == number + 1
-    finally:
-        signal.signal(signal.SIGINT, before)
+def test_an_interrupt_that_a_library_replaces_is_one() -> None:
+    def replaced() -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise ImportError("half a module")  # noqa: B904
+
+    with pytest.raises(ImportError) as error:
+        replaced()
+    assert failure(error.value) == INTERRUPTED
 
 
 # Arguments of all kinds

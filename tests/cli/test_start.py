@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from command_line import start
-from eecore.cli.imports import kept
+from eecore.cli.process import kept
 
 COUNTING = """
 import gc, json, sys

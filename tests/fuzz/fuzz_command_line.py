@@ -20,7 +20,7 @@ import torch
 from safetensors import deserialize
 
 from eecore.cli.app import run
-from eecore.cli.streams import prepare_streams
+from eecore.cli.process import prepare_streams
 from mutate import WILD, mutated_bytes
 from tiny_models import write_model
 

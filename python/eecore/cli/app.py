@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from functools import cache
 from importlib import import_module
@@ -11,8 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from eecore.cli.failures import EXIT_CODES, UsageError, failure, reports_failures
-from eecore.cli.imports import kept
-from eecore.cli.streams import say
+from eecore.cli.process import kept, say
 
 COMMANDS = {
     "chat": "cli.chat:chat",
@@ -72,7 +72,9 @@ def run(arguments: list[str]) -> int:
                 raise UsageError(f"expected arguments without NUL, got {argument[:80]!r}")
         asked = {name.split()[0] for name in COMMANDS} & set(arguments[:1])
         command = command_line(*asked)
-        return int(command(args=arguments, prog_name="eecore", standalone_mode=False) or 0)
+        code = int(command(args=arguments, prog_name="eecore", standalone_mode=False) or 0)
+        sys.stdout.flush()
+        return code
     except BaseException as error:
         return failure(error)
 

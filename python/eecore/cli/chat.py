@@ -7,26 +7,21 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
-from rich.live import Live
-from rich.markdown import Markdown
 
-from eecore.cli.depth import DepthPainter, has_colours, is_lossless, legend_of
+from eecore.cli.depth import has_colours, legend_of
 from eecore.cli.exit_options import ExitOptions
 from eecore.cli.failures import UsageError
 from eecore.cli.generate import SamplingOptions
-from eecore.cli.line_breaks import LineBreaks
 from eecore.cli.loading import MODEL_HELP, check_path
 from eecore.cli.options import EngineOptions, option, takes_options
-from eecore.cli.results import saved
-from eecore.cli.signals import SIGNALS
-from eecore.cli.streams import say
+from eecore.cli.process import say
+from eecore.cli.results import StreamedText, saved
 from eecore.errors import EecoreError, ExitError, RequestError
 from eecore.exit_text import parse_exit, usual_exit
 from eecore.exits import Auto, Full
@@ -41,7 +36,6 @@ if TYPE_CHECKING:
 
 CHAT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The small chat model that is used when no model is named."""
-FENCES = ("```", "~~~")
 
 
 @dataclass(frozen=True)
@@ -162,32 +156,28 @@ class _Talk:
     def _answer(self, message: str) -> None:
         """Stream the answer to a message; Ctrl-C ends it and keeps the text so far."""
         self.turns.append({"role": "user", "content": message})
-        text, started = "", time.perf_counter()
         output: Output | None = None
         try:
             ids, params = self._prepared()
+            shown = StreamedText([message], self.model, self.policy if self.depth else None, ids)
+            if self.stats and not isinstance(self.policy, (Auto, Full)):
+                self.model.measure_full_depth()
+            started = time.perf_counter()
             steps = self._steps(ids, params)
-            with self._shown(ids) as show:
-                try:
-                    if self.stats and not isinstance(self.policy, (Auto, Full)):
-                        self.model.measure_full_depth()
-                        started = time.perf_counter()
-                    for step in steps:
-                        new, output = step.text, step.output
-                        if output is not None:  # the rest, held back until the end
-                            new = (output.text or "")[len(text) :]
-                        text += new
-                        show(step.token_ids, step.exit_layers, new)
-                except KeyboardInterrupt:
-                    SIGNALS.arrived()
-                    if not sys.stdin.isatty():
-                        raise
-                finally:
-                    steps.close()
+            try:
+                for step in steps:
+                    shown.step(0, step)
+                    output = step.output
+            except KeyboardInterrupt:
+                shown.end()
+                if not sys.stdin.isatty():
+                    raise
+            finally:
+                steps.close()
         except BaseException:
             self.turns.pop()
             raise
-        self.turns.append({"role": "assistant", "content": text})
+        self.turns.append({"role": "assistant", "content": shown.text})
         if output is None:
             say("interrupted")
             return
@@ -215,16 +205,6 @@ class _Talk:
         import eecore
 
         return eecore.stream(self.model, ids, exit=self.policy, sampling=params)
-
-    def _shown(self, ids: list[int]) -> AbstractContextManager[Any]:
-        """A printer of an answer: in colours of depth, as markdown, or as plain text."""
-        if self.depth and has_colours(self.console):
-            lowest = self.policy.lowest_exit
-            painter = DepthPainter(self.model, ids, lowest, verified=is_lossless(self.policy))
-            return _Painted(self.console, painter)
-        if self.console.is_terminal and not self.console.is_dumb_terminal:
-            return _Rendered(self.console)
-        return _Plain()
 
     def _system(self, text: str) -> None:
         if text:
@@ -280,87 +260,6 @@ class _Talk:
             "Alt-Enter begins another line, arrow keys recall messages, Ctrl-C ends an answer",
         ):
             say(line)
-
-
-class _Plain(AbstractContextManager["_Plain"]):
-    """Prints an answer as plain text."""
-
-    def __init__(self) -> None:
-        self._ends_line = False
-
-    def __call__(self, _tokens: list[int], _layers: list[int], text: str) -> None:
-        print(text, end="", flush=True)
-        self._ends_line = text.endswith("\n") if text else self._ends_line
-
-    def __exit__(self, *_error: object) -> None:
-        if not self._ends_line:
-            print(flush=True)
-
-
-class _Painted(AbstractContextManager["_Painted"]):
-    """Prints an answer with coloured tokens."""
-
-    def __init__(self, console: Console, painter: DepthPainter) -> None:
-        self._console, self._painter = console, painter
-        self._words = LineBreaks(console.width)
-
-    def __call__(self, tokens: list[int], layers: list[int], text: str) -> None:
-        painted = self._words.add(self._painter.add(tokens, layers, text))
-        self._console.print(painted, end="", soft_wrap=True)
-
-    def __exit__(self, *_error: object) -> None:
-        self._console.print(self._words.rest(), soft_wrap=True)
-
-
-class _Rendered(AbstractContextManager["_Rendered"]):
-    """Prints an answer as markdown: whole paragraphs once, the last one anew as it grows."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._rest, self._has_shown = "", False
-        self._live = Live(console=console, transient=True, auto_refresh=False)
-
-    def __enter__(self) -> _Rendered:
-        self._live.start()
-        return self
-
-    def __call__(self, _tokens: list[int], _layers: list[int], text: str) -> None:
-        self._rest += text
-        while end := whole_block(self._rest):
-            self._print(self._rest[:end])
-            self._rest = self._rest[end:]
-        self._live.update(Markdown(self._rest), refresh=True)
-
-    def __exit__(self, *_error: object) -> None:
-        self._live.update("", refresh=True)
-        self._live.stop()
-        self._print(self._rest)
-
-    def _print(self, block: str) -> None:
-        if block.strip():
-            if self._has_shown:
-                self._console.print()
-            self._console.print(Markdown(block))
-            self._has_shown = True
-
-
-def whole_block(text: str) -> int:
-    """Where the first paragraph, list or code of a markdown text ends, with the empty line after
-    it; 0 while it may go on."""
-    at, fence, has_words = 0, "", False
-    for line in text.splitlines(keepends=True):
-        at += len(line)
-        if not line.endswith("\n"):
-            return 0
-        mark = line.strip()[:3]
-        if fence:
-            fence = "" if mark == fence else fence
-        elif mark in FENCES:
-            fence = mark
-        elif not mark and has_words:
-            return at
-        has_words = has_words or bool(mark)
-    return 0
 
 
 def _lines() -> Iterator[str]:

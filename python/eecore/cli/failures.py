@@ -11,8 +11,7 @@ from typing import ParamSpec
 
 import typer
 
-from eecore.cli.signals import INTERRUPTED, SIGNALS
-from eecore.cli.streams import NO_READER, OUTPUT_LOST, flush_output, say
+from eecore.cli.process import INTERRUPTED, NO_READER, OUTPUT_LOST, lost_output, say
 from eecore.errors import EecoreError, ModelError, RequestError
 
 FAILED, USAGE, MODEL, REQUEST = 1, 2, 3, 4
@@ -57,10 +56,8 @@ def failure(error: BaseException, *, debug: bool = False) -> int:
     """
     if isinstance(error, (SystemExit, GeneratorExit)):
         raise error
-    interrupted = SIGNALS.waiting  # a library may have turned it into something else
-    SIGNALS.arrived()
-    lost = flush_output()
-    if interrupted or isinstance(error, (KeyboardInterrupt, typer.Abort)):
+    lost = lost_output()
+    if is_interrupt(error):
         say("interrupted")
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
@@ -68,15 +65,25 @@ def failure(error: BaseException, *, debug: bool = False) -> int:
     if debug:
         say(traceback.format_exc().rstrip())
     if isinstance(error, _AnyUsageError):
-        message = _usage_message(error)
-        if message:
+        if message := _usage_message(error):
             say(message)
         return USAGE
     if lost is not None and isinstance(error, OSError) and error.filename is None:
         say(f"error: stdout: {lost.strerror}")
         return OUTPUT_LOST
     say(f"error: {_one_line(error)}")
-    return _code(error)
+    if isinstance(error, ModelError):
+        return MODEL
+    return REQUEST if isinstance(error, RequestError) else FAILED
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Whether an exception is Ctrl-C's, or one that a library has put in its place."""
+    while error is not None:
+        if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _usage_message(error: Exception) -> str:
@@ -101,12 +108,6 @@ def _bad_value(error: Exception) -> str:
     name = max(parameter.opts, key=len)
     expected = first["msg"].removeprefix("Input should be ").partition(", unable to parse")[0]
     return f"{name}: expected {expected}, got {first['input']!r}"
-
-
-def _code(error: BaseException) -> int:
-    if isinstance(error, ModelError):
-        return MODEL
-    return REQUEST if isinstance(error, RequestError) else FAILED
 
 
 def _one_line(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,25 +13,23 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from eecore.cli.exit_options import ExitOptions
 from eecore.cli.failures import FAILED, UsageError
-from eecore.cli.loading import OptionalModel, model_and_prompt, path_before_prompt
+from eecore.cli.loading import OptionalModel, model_and_prompt, path_before_prompt, spinner
 from eecore.cli.options import EngineOptions, option, takes_options
-from eecore.cli.prompt_bar import with_prompt_bar
+from eecore.cli.process import INTERRUPTED, say
 from eecore.cli.prompts import Prompt, read_prompts
 from eecore.cli.results import JsonLines, Results, StreamedText, TextByPrompt, print_stats
-from eecore.cli.signals import INTERRUPTED, SIGNALS
-from eecore.cli.streams import say
 from eecore.config import ANSWERS, OWN, SamplingParams
 from eecore.exit_text import parse_exit, usual_exit
 from eecore.exits import Auto, Full
 from eecore.values import help_of
 
 if TYPE_CHECKING:
+    from eecore import Engine, Model, StepOutput
     from eecore.exits import Exit
-    from eecore.generation import Model
     from eecore.output import Output
 
 
@@ -166,17 +165,20 @@ def generate(
         replace(sampling.params(loaded, policy, ids), logprobs=printed.logprobs) for ids in answers
     ]
     shown = policy if printed.depth else None
-    # On one terminal, bar and text share a console, which keeps the bar below the text.
-    console, has_bar = Console(stderr=not sys.stdout.isatty()), False
+    bar: Progress | None = None
     results: Results
     if len(prompts) == 1 and not printed.json:
         results = StreamedText(prompts, loaded, shown, asked[0])
     else:
-        has_bar = len(prompts) > 1 and sys.stderr.isatty()
+        # On one terminal, bar and text share a console, which keeps the bar below the text.
+        console = Console(stderr=not sys.stdout.isatty())
+        if len(prompts) > 1 and sys.stderr.isatty():
+            bar = Progress(
+                console=console, redirect_stdout=False, redirect_stderr=False, transient=True
+            )
         kind = JsonLines if printed.json else TextByPrompt
-        results = kind(prompts, loaded, shown, console if has_bar and not console.stderr else None)
+        results = kind(prompts, loaded, shown, console if bar and not console.stderr else None)
     results.explain()
-    bar = _Bar(console, len(prompts)) if has_bar else None
     code, outputs = _run(loaded, asked, policy, params, results, bar, printed.stats)
     if sampling.max_tokens is None and not printed.json:
         _say_what_was_cut(outputs, are_answers=None not in answers)
@@ -206,25 +208,14 @@ def _say_what_was_cut(outputs: list[Output], *, are_answers: bool) -> None:
         say(f"note: {what} cut {where} (--max-tokens)")
 
 
-class _Bar(Progress):
-    """A progress bar below the text: prompts done, and tokens per second."""
-
-    def __init__(self, console: Console, total: int) -> None:
-        super().__init__(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[speed]}"),
-            console=console,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            transient=True,
-        )
-        self._task = self.add_task("generating", total=total, speed="")
-
-    def show(self, done: int, speed: float) -> None:
-        self.update(self._task, completed=done, speed=f"{speed:.0f} tokens/s")
+def _steps(engine: Engine) -> Iterator[StepOutput]:
+    """All steps of an engine; on a terminal a spinner tells that the prompt is being read."""
+    steps = engine.run()
+    with spinner("reading the prompt"):
+        first = next(steps, None)
+    if first is not None:
+        yield first
+        yield from steps
 
 
 def _run(
@@ -233,7 +224,7 @@ def _run(
     policy: Exit,
     samplings: list[SamplingParams],
     results: Results,
-    bar: _Bar | None,
+    bar: Progress | None,
     stats: bool,
 ) -> tuple[int, list[Output]]:
     """Serve the prompts; on Ctrl-C the outputs so far are printed, marked as cancelled.
@@ -250,22 +241,21 @@ def _run(
     }
     outputs: list[Output] = []
     started = time.perf_counter()
-    code = num_tokens = 0
+    code = 0
+    task = None if bar is None else bar.add_task("generating", total=len(prompts))
     with bar or nullcontext():
         try:
-            for step in engine.run() if bar else with_prompt_bar(engine):
+            for step in engine.run() if bar else _steps(engine):
                 index = order[step.request_id]
-                num_tokens += len(step.token_ids)
                 results.step(index, step)
                 if step.output is not None:
                     outputs.append(step.output)
                     if step.output.error is not None:
                         say(f"error: prompt {index + 1}: {step.output.error}")
                         code = FAILED
-                if bar is not None:
-                    bar.show(len(outputs), num_tokens / (time.perf_counter() - started))
+                    if bar is not None and task is not None:
+                        bar.advance(task)
         except KeyboardInterrupt:
-            SIGNALS.arrived()
             code = INTERRUPTED
             left = [engine.cancel(request_id) for request_id in order]
             left += [step.output for step in engine.run()]  # an interrupted step ends all requests

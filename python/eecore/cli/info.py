@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eecore.cli.loading import Debug, ModelPath, check_path, spinner
-from eecore.cli.streams import says_all
+from eecore.cli.process import says_all
 from eecore.config import ModelConfig, usual_of_answers
 from eecore.files.builtin import BUILTIN
 from eecore.files.hub import fetch_draft_head

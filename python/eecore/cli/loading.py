@@ -12,8 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from eecore.cli.imports import kept
-from eecore.cli.streams import says_all
+from eecore.cli.process import kept, says_all
 from eecore.errors import ModelError, ModelNotFoundError
 from eecore.files.builtin import BUILTIN, model_directory
 from eecore.files.hub import fetch_draft_head, fetch_head, name_of
@@ -36,44 +35,6 @@ OptionalModel = Annotated[
 ]
 Device = Annotated[
     str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is a GPU")
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        help="float32, bfloat16 or (CUDA) float16.",
-        show_default="from the checkpoint and the device",
-    ),
-]
-Weights = Annotated[
-    str | None,
-    typer.Option(help="int8, int4: quantised as they are read.", show_default="those of the dtype"),
-]
-Threads = Annotated[
-    int | None, typer.Option(min=1, max=1024, help="CPU threads.", show_default="torch's choice")
-]
-KVCacheTokens = Annotated[int | None, typer.Option(min=1, help="Positions in the KV cache.")]
-KVCacheDtype = Annotated[
-    str | None,
-    typer.Option(
-        help="fp8: a byte for each key and value; bfloat16; float32; auto.",
-        show_default="that of the model, or bfloat16 beside weights of few bits",
-    ),
-]
-DraftHeadDirectory = Annotated[
-    str | None,
-    typer.Option(
-        help="head, auto: a directory that eecore train-exits made, a repository with one; none.",
-        show_default="the one beside the model, or one that ships for it",
-        rich_help_panel="Exit mode",
-    ),
-]
-DraftHeadOfAnyKind = Annotated[
-    str | None,
-    typer.Option(
-        help="head, auto: a published head, such as EAGLE-3 or DFlash, in place of --exits.",
-        show_default="that of --exits",
-        rich_help_panel="Exit mode",
-    ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 

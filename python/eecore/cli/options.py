@@ -26,18 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin, ge
 
 import typer
 
-from eecore.cli.loading import (
-    Debug,
-    Device,
-    DraftHeadDirectory,
-    DraftHeadOfAnyKind,
-    Dtype,
-    KVCacheDtype,
-    KVCacheTokens,
-    Threads,
-    Weights,
-    load,
-)
+from eecore.cli.loading import Debug, Device, load
 
 if TYPE_CHECKING:
     from eecore.exits import Exit
@@ -62,7 +51,9 @@ def option(default: Any = MISSING, help: str = "", *flags: str, **settings: Any)
 class ProcessOptions:
     """The options of every command that computes."""
 
-    threads: Threads = None
+    threads: int | None = option(
+        None, "CPU threads.", min=1, max=1024, show_default="torch's choice"
+    )
     debug: Debug = False
 
 
@@ -71,8 +62,14 @@ class LoadOptions(ProcessOptions):
     """The options of loading a model."""
 
     device: Device = None
-    dtype: Dtype = None
-    weights: Weights = None
+    dtype: str | None = option(
+        None,
+        "float32, bfloat16 or (CUDA) float16.",
+        show_default="from the checkpoint and the device",
+    )
+    weights: str | None = option(
+        None, "int8, int4: quantised as they are read.", show_default="those of the dtype"
+    )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -88,10 +85,24 @@ class LoadOptions(ProcessOptions):
 class EngineOptions(LoadOptions):
     """The options of loading a model in commands that answer requests."""
 
-    kv_cache_tokens: KVCacheTokens = None
-    kv_cache_dtype: KVCacheDtype = None
-    exits: DraftHeadDirectory = None
-    draft_head: DraftHeadOfAnyKind = None
+    kv_cache_tokens: int | None = option(None, "Positions in the KV cache.", min=1)
+    kv_cache_dtype: str | None = option(
+        None,
+        "fp8: a byte for each key and value; bfloat16; float32; auto.",
+        show_default="that of the model, or bfloat16 beside weights of few bits",
+    )
+    exits: str | None = option(
+        None,
+        "head, auto: a directory that eecore train-exits made, a repository with one; none.",
+        show_default="the one beside the model, or one that ships for it",
+        rich_help_panel="Exit mode",
+    )
+    draft_head: str | None = option(
+        None,
+        "head, auto: a published head, such as EAGLE-3 or DFlash, in place of --exits.",
+        show_default="that of --exits",
+        rich_help_panel="Exit mode",
+    )
 
     @property
     def settings(self) -> dict[str, Any]:

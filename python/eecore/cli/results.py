@@ -10,16 +10,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from eecore.cli.depth import (
-    DepthPainter,
-    has_colours,
-    is_lossless,
-    legend_of,
-    said_depths,
-)
-from eecore.cli.line_breaks import LineBreaks, whole_words
+from eecore.cli.depth import DepthPainter, has_colours, is_lossless, legend_of, said_depths
+from eecore.cli.process import say, says_all
 from eecore.cli.prompts import Prompt
-from eecore.cli.streams import say, says_all
 from eecore.output import Saved
 
 if TYPE_CHECKING:
@@ -65,17 +58,13 @@ class Results:
         """Print one output."""
         raise NotImplementedError
 
-    def line(self, text: str | Text, end: str = "\n") -> None:
+    def show(self, text: str | Text, end: str = "\n") -> None:
         """Print text and the end of its line."""
         if self._is_shared or isinstance(text, Text):
             # soft_wrap: rich breaks no lines.
             self.console.print(text, end=end, soft_wrap=True, highlight=False, markup=False)
         elif text or end:
             print(text, end=end, flush=True)
-
-    def words(self, text: str | Text) -> str | Text:
-        """A whole text, on a terminal with breaks between words."""
-        return whole_words(text, self.console.width) if self.console.is_terminal else text
 
     @property
     def has_paint(self) -> bool:
@@ -86,7 +75,7 @@ class Results:
     def explain(self) -> None:
         """Print what the colours mean, where colours are shown."""
         if self.policy is not None and self.has_paint:
-            self.line(self.words(legend_of(self.policy, self.model.config.num_layers)))
+            self.show(legend_of(self.policy, self.model.config.num_layers))
 
     def painter(self, prompt_ids: list[int]) -> DepthPainter | None:
         """The painter of the answer to a prompt; None where no colours are shown."""
@@ -115,7 +104,7 @@ class JsonLines(Results):
         record["stats"] = stats_dict(output)
         # JSON has no NaN: null stands for it.
         finite = json.loads(json.dumps(record), parse_constant=lambda _: None)
-        self.line(json.dumps(finite, ensure_ascii=not says_all(sys.stdout)))
+        self.show(json.dumps(finite, ensure_ascii=not says_all(sys.stdout)))
 
 
 class TextByPrompt(Results):
@@ -126,17 +115,16 @@ class TextByPrompt(Results):
         words = " ".join(prompt.split()) if isinstance(prompt, str) else f"{len(prompt)} token ids"
         words = words if len(words) <= 60 else words[:57] + "..."
         lead = "\n" if index else ""
-        self.line(self.words(f"{lead}==> {index + 1}/{len(self.prompts)}: {words}"))
+        self.show(f"{lead}==> {index + 1}/{len(self.prompts)}: {words}")
         painter = self.painter(output.prompt_token_ids)
         if output.text is None:
-            self.line(" ".join(map(str, output.token_ids)))
+            self.show(" ".join(map(str, output.token_ids)))
         elif painter is not None:
-            painted = painter.add(output.token_ids, output.exit_layers, output.text)
-            self.line(self.words(painted))
+            self.show(painter.add(output.token_ids, output.exit_layers, output.text))
         else:
-            self.line(self.words(output.text))
+            self.show(output.text)
             if said := self.depths(output.exit_layers):
-                self.line(said)
+                self.show(said)
 
 
 class StreamedText(Results):
@@ -153,10 +141,9 @@ class StreamedText(Results):
         super().__init__(prompts, model, policy)
         if model.tokenizer is not None and isinstance(asked, str):
             asked = model.tokenizer.encode(asked)
+        self.text = ""
         self._painter = None if isinstance(asked, str) else self.painter(asked)
         self._layers: list[int] = []
-        self._written = ""
-        self._words = LineBreaks(self.console.width) if self.console.is_terminal else None
 
     def step(self, index: int, step: StepOutput) -> None:
         self._layers += step.exit_layers
@@ -171,18 +158,20 @@ class StreamedText(Results):
 
     def write(self, index: int, output: Output) -> None:  # noqa: ARG002
         if output.text is not None:  # the rest, held back until the end
-            rest = output.text[len(self._written) :]
+            rest = output.text[len(self.text) :]
             self._put(rest if self._painter is None else self._painter.paint(rest))
-        if self._words is not None:
-            self.line(self._words.rest(), end="")
-        if not self._written.endswith("\n"):
+        self.end()
+
+    def end(self) -> None:
+        """End the line, also after a text that was interrupted."""
+        if not self.text.endswith("\n"):
             print(flush=True)
         if said := self.depths(self._layers):
             print(said, file=sys.stderr)
 
     def _put(self, text: str | Text) -> None:
-        self._written += str(text)
-        self.line(text if self._words is None else self._words.add(text), end="")
+        self.text += str(text)
+        self.show(text, end="")
 
 
 def stats_dict(output: Output) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import typer
 from eecore.cli.files import check_out
 from eecore.cli.loading import ModelPath, check_path, spinner
 from eecore.cli.options import LoadOptions, takes_options
-from eecore.cli.signals import INTERRUPTED, SIGNALS
+from eecore.cli.process import INTERRUPTED
 from eecore.files.texts import read_text
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ def search(
                 loaded, [content], max_tokens=max_tokens, max_skipped=max_skipped, progress=show
             )
     except KeyboardInterrupt:
-        SIGNALS.arrived()
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED
     if steps:

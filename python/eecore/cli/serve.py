@@ -17,8 +17,7 @@ from eecore.cli.exit_options import PANEL, USUAL_EXIT
 from eecore.cli.failures import UsageError
 from eecore.cli.loading import OptionalModel, check_path, options_for, spinner
 from eecore.cli.options import EngineOptions, option, takes_options
-from eecore.cli.signals import INTERRUPTED, TERMINATED
-from eecore.cli.streams import say
+from eecore.cli.process import INTERRUPTED, TERMINATED, say
 from eecore.exit_text import FORMS, Policies
 from eecore.files.builtin import BUILTIN
 from eecore.files.hub import name_of

@@ -15,7 +15,7 @@ from eecore.cli.failures import UsageError
 from eecore.cli.files import beside, check_out
 from eecore.cli.loading import ModelPath, check_path
 from eecore.cli.options import LoadOptions, option, takes_options
-from eecore.cli.signals import INTERRUPTED
+from eecore.cli.process import INTERRUPTED
 from eecore.files.builtin import BUILTIN
 from eecore.files.whole import write_text
 from eecore.lab.commands.progress import ProgressLine

@@ -13,7 +13,7 @@ import typer
 from eecore.cli.failures import UsageError
 from eecore.cli.loading import check_path, load
 from eecore.cli.options import ProcessOptions, option, takes_options
-from eecore.cli.signals import INTERRUPTED
+from eecore.cli.process import INTERRUPTED
 from eecore.files.readable import is_file, shown_path
 from eecore.lab.commands.head_kinds import (
     ANCHORS,
