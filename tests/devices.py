@@ -18,7 +18,7 @@ import eecore
 import emulated
 from eecore import generation, ops
 from eecore.decoding.capture import CallByCall, RunProgram, Tapes
-from eecore.models import Network, draft_head
+from eecore.models import Network, recurrent_head
 from eecore.models.linear import MAX_SKINNY_ROWS
 
 DEVICE = os.environ.get("EECORE_TEST_DEVICE", "cpu")
@@ -28,7 +28,7 @@ if DEVICE not in ("cpu", "cuda", "emulated"):
 
 def heads_in_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let loaded draft heads draft in floats on the CPU too, as on a GPU."""
-    monkeypatch.setattr(draft_head._Form, "packs", False)
+    monkeypatch.setattr(recurrent_head._Form, "packs", False)
 
 
 cpu_only = pytest.mark.skipif(DEVICE != "cpu", reason="about the CPU's kernels")

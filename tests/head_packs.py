@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import eecore
 from eecore import ops
-from eecore.models import draft_head, head_vocabulary, network_digest
+from eecore.models import head_vocabulary, network_digest, recurrent_head
 
 EPS = 1e-5
 
@@ -128,7 +128,7 @@ def attention(
         heads = torch.cat((a * cos - b * sin, b * cos + a * sin), 1)
         weights = (heads @ keys.T * keys.shape[1] ** -0.5).softmax(1)
         output = p["attention.output"][i]
-        found += (rounded(output, draft_head.LAYERS) if packed else output) @ (
+        found += (rounded(output, recurrent_head.LAYERS) if packed else output) @ (
             weights @ values
         ).flatten()
     return found
@@ -170,7 +170,7 @@ def reference_drafts(
         head = torch.cat((parts[0], rounded(parts[1], head_vocabulary.SPARE_FORMAT)))
         for name in set(p) - {"vocabulary"}:
             if not name.endswith("norm") and name != "attention.output":
-                p[name] = rounded(p[name], draft_head.LAYERS)
+                p[name] = rounded(p[name], recurrent_head.LAYERS)
     taps = zip(states, p["taps.norm"], p["taps.weight"], strict=True)
     state = sum(weight @ normed(tap, norm) for tap, norm, weight in taps)
     drafts, probabilities = [], []

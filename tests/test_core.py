@@ -23,7 +23,7 @@ CORE = (
     "generation",
 )
 """The floors of the core; what they look at below them is of the core, too."""
-AROUND = {"cli", "console", "serving", "lab", "integrations", "calibration", "eecore"}
+AROUND = {"cli", "console", "serving", "lab", "integrations", "calibration", "heads", "eecore"}
 
 ALONE = """
 import importlib.abc, importlib.metadata, re, sys

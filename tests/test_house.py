@@ -217,6 +217,7 @@ FLOORS = {
     "scheduling": "config",
     "planning": "scheduling models exits config guide output channel bounded_process",
     "decoding": "planning scheduling models ops exits config guide output",
+    "heads": "decoding models ops config",
     "engine": "decoding planning scheduling models exit_text exits config guide output",
     "generation": "engine models exits config output",
     "calibration": "generation models exits calibration_file config output",
@@ -227,12 +228,15 @@ FLOORS = {
     "guide output channel",
     "cli": "eecore serving calibration generation models exit_text exits "
     "calibration_file config output",
-    "lab": "cli eecore calibration generation engine decoding planning models exit_text exits "
-    "calibration_file config output",
+    "lab": "cli eecore calibration generation engine heads decoding planning models exit_text "
+    "exits calibration_file config output",
     "__main__": "cli",
 }
 # Floors that a floor may name in annotations alone.
-FOR_TYPES = {"scheduling": {"exits", "output", "planning", "engine"}}
+FOR_TYPES = {
+    "models": {"decoding"},
+    "scheduling": {"exits", "output", "planning", "engine"},
+}
 
 
 def floor(name: str) -> str:

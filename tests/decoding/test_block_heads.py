@@ -24,7 +24,7 @@ from block_heads import (
 )
 from devices import engine_of, load
 from eecore import EngineConfig, HeadDrafts, ModelError, SamplingParams
-from eecore.models import BlockHead
+from eecore.heads.block import BlockHead
 from published_heads import PROMPTS, drafts_of, states_of, write_head, write_target
 from tiny_models import write_model
 
@@ -122,7 +122,7 @@ def test_keys_of_shared_pages_are_the_same(directory: Path, tmp_path: Path) -> N
 def test_logits_of_many_places_are_made_draft_by_draft(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eecore.decoding.block_drafts.MAX_ROWS_OF_LOGITS", 8)
+    monkeypatch.setattr("eecore.heads.block_drafts.MAX_ROWS_OF_LOGITS", 8)
     model = with_head(directory, write_head(tmp_path, "dspark", directory, follows=True))
     assert check_drafts(model, PROMPTS[:3], kv_cache_tokens=2048) > 8
 

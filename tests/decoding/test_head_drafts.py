@@ -26,7 +26,7 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.decoding.iterate import Iterations
-from eecore.models import KVCache, draft_head, load_head
+from eecore.models import KVCache, load_head, recurrent_head
 from eecore.models.readers.head_file import HeadFile, in_blocks, read_head_settings
 from eecore.planning.proposal import MAX_AHEAD
 from head_packs import Seen, reference_drafts, write_pack
@@ -110,7 +110,7 @@ def test_drafts_are_those_of_the_formula(
     """All drafts of a batch are checked after every round."""
     model = request.getfixturevalue(name)
     pack = model.network.draft_head.path
-    monkeypatch.setattr(draft_head, "NUM_SPARE", num_spare)
+    monkeypatch.setattr(recurrent_head, "NUM_SPARE", num_spare)
     if bits == 32:
         heads_in_floats(monkeypatch)
     head = load_head(pack, model.network)

@@ -10,7 +10,7 @@ from eecore.decoding.head_drafts import head_drafting_fields, head_results
 from eecore.decoding.heads import head_fields
 from eecore.decoding.memory import Field, cross_fields, power_of_two
 from eecore.decoding.step import Sizes, sizes_for
-from eecore.models import DraftHead, KeyedHead
+from eecore.models import DraftHead
 from eecore.planning.heads import max_ahead
 from eecore.planning.route import DraftPath
 from eecore.planning.row import Row
@@ -48,7 +48,7 @@ def draft_kind(
     *,
     page_size: int,
     ahead: bool,
-    head: DraftHead | KeyedHead | None = None,
+    head: DraftHead | None = None,
 ) -> DraftKind:
     """The program that these rows need, sizes rounded up."""
     sequences = [row.sequence for row in rows]
@@ -59,7 +59,8 @@ def draft_kind(
     longest = max(sequence.sampling.max_tokens - 1 for sequence in sequences)
     steps = min(steps, max(s.max_drafts for s in sequences), power_of_two(max(1, longest)))
     drafts_ahead = any(row.ahead > 0 for row in rows)
-    takes = path.is_given and (drafts_ahead or isinstance(head, KeyedHead))
+    has_keys = head is not None and head.keys is not None
+    takes = path.is_given and (drafts_ahead or has_keys)
     return DraftKind(
         path,
         steps,

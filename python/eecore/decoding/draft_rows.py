@@ -6,7 +6,6 @@ from operator import is_not
 
 import numpy as np
 
-from eecore.decoding.block_drafts import BlockDrafting
 from eecore.decoding.draft_kind import DraftKind, given_fields, result_fields
 from eecore.decoding.head_drafts import AheadDrafting, HeadKeys
 from eecore.decoding.step import Step
@@ -134,7 +133,7 @@ class DraftRows(Step):
             work, sequence, drafts = row.work, row.work.sequence, row.drafts
             output, most = sequence.output_ids, sequence.sampling.max_tokens
             where = output[-1], len(sequence.prompt_ids) + len(output) - 1, most - len(output)
-            num_ahead = row.ahead if self._keys is None else self._num_ahead(row)
+            num_ahead = row.ahead if self._keys is None else self._num_ahead(row, self._ahead)
             # A head's drafts after a run in flight are on the device.
             count = -1 if row.ahead and row.follows is not None else len(drafts)
             states.append((*where, work.max_drafts, count, num_ahead))
@@ -158,16 +157,15 @@ class DraftRows(Step):
             columns |= {"ahead": ahead, "num_ahead": (len(rows),)}
         self._host.write_whole(**columns)
 
-    def _num_ahead(self, row: Row) -> int:
+    def _num_ahead(self, row: Row, head: AheadDrafting | None) -> int:
         """Number of drafts that a head with keys of its own may make, by the slots for them."""
+        if head is None:
+            return 0
         verified = len(row.drafts) if row.follows is None else row.work.max_drafts
         # The key of the first draft is at the last verified position, or before it.
         sequence = row.sequence
         last = min(row.position + verified, sequence.num_tokens + sequence.tokens_left - 2)
-        slots = len(sequence.pages) * self._page_size - last
-        if isinstance(self._ahead, BlockDrafting):
-            return self._ahead.num_drafts(slots - 1) if row.ahead else -1
-        return min(row.ahead, slots)
+        return head.within(row.ahead, len(sequence.pages) * self._page_size - last)
 
 
 def _thresholds(rows: list[Row]) -> list[float]:

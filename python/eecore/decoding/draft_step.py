@@ -21,17 +21,22 @@ import torch
 from torch import Tensor
 
 from eecore import ops
-from eecore.decoding.block_drafts import BlockDrafting
 from eecore.decoding.control import Control
 from eecore.decoding.draft_kind import DraftKind
 from eecore.decoding.draft_outcomes import DraftOutcomes
 from eecore.decoding.draft_rows import DraftRows
-from eecore.decoding.head_drafts import HeadDrafting, HeadKeys, new_round, new_verification
+from eecore.decoding.head_drafts import (
+    EndedRounds,
+    HeadDrafting,
+    HeadKeys,
+    new_round,
+    new_verification,
+)
 from eecore.decoding.heads import HeadWork, Logits, head_fields
 from eecore.decoding.memory import HostSide, cross_batch
 from eecore.decoding.sampling import DRAWS_DRAFT, DRAWS_TOKEN, sampling_rows
 from eecore.decoding.step import tapped_layers
-from eecore.models import AttentionBatch, BlockHead, KeyedHead, KVCache, LlamaModel, Network
+from eecore.models import AttentionBatch, KVCache, LlamaModel, Network
 from eecore.planning.row import Outcome, Row
 
 
@@ -95,19 +100,18 @@ class DraftStep(DraftRows):
             checked.query_start_loc,
             cross,
         )
-        if kind.taps and isinstance(model.draft_head, KeyedHead):
+        head = model.draft_head
+        if kind.taps and head is not None and head.keys is not None:
             self._keys = HeadKeys(model, kv, rows * width)
         self._begin_with: dict[str, Any] = {}  # keyword arguments of begin_round
         self._accept_with: dict[str, Any] = {}  # keyword arguments of accept_round
         if kind.drafts_ahead:
             assert isinstance(model, LlamaModel)
+            assert head is not None
             assert kind.path.is_given  # else both ways to draft would move rows of open_page_table
             accepted = self._round._replace(num_drafted=results["num_accepted"])
-            head = model.draft_head
-            if isinstance(head, BlockHead):
-                self._ahead = BlockDrafting(self, head, given, results, self._ended, kv)
-            else:
-                self._ahead = HeadDrafting(self, model, given, results, self._ended, accepted, kv)
+            ended = EndedRounds(self, given, results, self._ended, accepted, kv)
+            self._ahead = head.drafting(ended) or HeadDrafting(head, model, ended)
             self._accept_with["last_row"] = self._ahead.last_row
         if self.sizes.follows:
             ahead = None if self._ahead is None else self._ahead.drafted

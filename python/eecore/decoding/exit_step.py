@@ -28,7 +28,7 @@ from eecore.decoding.sampling import (
 )
 from eecore.decoding.step import Sizes, Step, sizes_for, tapped_layers
 from eecore.errors import NotFiniteError
-from eecore.models import DraftHead, KeyedHead, KVCache, LlamaModel, Network
+from eecore.models import DraftHead, KVCache, LlamaModel, Network
 from eecore.planning.route import Check
 from eecore.planning.row import Outcome, Row
 from eecore.scheduling.scheduler import Work
@@ -50,7 +50,7 @@ class ExitKind:
 
 
 def exit_kind(
-    rows: list[Row], *, page_size: int, ahead: bool, head: KeyedHead | None = None
+    rows: list[Row], *, page_size: int, ahead: bool, head: DraftHead | None = None
 ) -> ExitKind:
     """The program that these rows need, sizes rounded up; it writes keys for ``head`` where no row
     exits early.
@@ -81,7 +81,8 @@ class ExitStep(Step):
         for _, check in self._checks:
             if check.classifier is not None:
                 check.classifier.on(model.device)  # a program cannot move it while it is recorded
-            if check.measure == "cut" and isinstance(model.draft_head, DraftHead):
+            if check.measure == "cut":
+                assert model.draft_head is not None
                 model.draft_head.prepare_gap()  # copies rows, which a recorded program cannot
         num_rows = kind.sizes.num_rows
         super().__init__(model, kv, kind.sizes, self._given_fields(), self._result_fields())

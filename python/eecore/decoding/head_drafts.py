@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Ordered
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,7 @@ from eecore.decoding.memory import Cells, Field
 from eecore.decoding.step import Step
 from eecore.models import (
     AttentionBatch,
-    ChainHead,
     DraftHead,
-    KeyedHead,
     KVCache,
     LlamaModel,
     Network,
@@ -107,11 +105,11 @@ class HeadKeys:
     """
 
     def __init__(self, model: Network, kv: KVCache, num_rows: int) -> None:
-        assert isinstance(model.draft_head, KeyedHead)
+        assert model.draft_head is not None
         assert kv.of_head is not None
         self._head, self._kv = model.draft_head, kv.of_head
-        self._head.reserve(num_rows)
         self._sources = torch.arange(num_rows, dtype=torch.int32, device=model.device)
+        self._first_layers = torch.zeros_like(self._sources)
 
     def fill(
         self,
@@ -131,19 +129,33 @@ class HeadKeys:
         Returns:
             [num_rows, hidden_size of the head]: the states from which the head drafts.
         """
-        positions = Positions(made, self._sources[: len(made)], batch, starts)
-        return self._head.fill(self._head.begin(states), positions, self._kv)
+        count = len(states[0])
+        rows = self._sources[:count], self._first_layers[:count]
+        return self._head.begin(states, Positions(self._kv, made, *rows, batch, starts))
+
+
+class EndedRounds(NamedTuple):
+    """The rounds of a program, after which a head drafts."""
+
+    step: Step
+    """The program."""
+    given: dict[str, Tensor]
+    """The program's fields, with the fields of :func:`head_drafting_fields`."""
+    results: dict[str, Tensor]
+    """The program's results, with the fields of :func:`head_results`."""
+    ended: ops.EndedRound
+    """The ends of the rounds."""
+    accepted: ops.DraftRound
+    """The rounds, with the number of accepted drafts as the number of drafts."""
+    kv: KVCache
+    """The model's cache."""
 
 
 class AheadDrafting(ABC):
     """The calls of a head that drafts for the next round, over memory of a program's own.
 
     Args:
-        step: the program.
-        given: the program's fields, with the fields of :func:`head_drafting_fields`.
-        results: the program's results, with the fields of :func:`head_results`.
-        ended: the ends of the program's rounds.
-        kv: the model's cache.
+        rounds: the program's rounds.
         num_drafts: maximum number of drafts of a row.
     """
 
@@ -151,17 +163,10 @@ class AheadDrafting(ABC):
     """int64 [num_rows]: the row of the verification whose state gives the first draft; None: drafts
     start from keys alone."""
 
-    def __init__(
-        self,
-        step: Step,
-        given: dict[str, Tensor],
-        results: dict[str, Tensor],
-        ended: ops.EndedRound,
-        kv: KVCache,
-        num_drafts: int,
-    ) -> None:
+    def __init__(self, rounds: EndedRounds, num_drafts: int) -> None:
+        step, given, results = rounds.step, rounds.given, rounds.results
         num_rows, zeros = step.sizes.num_rows, step.zeros
-        self._ended, self._page_size = ended, kv.page_size
+        self._ended, self._page_size = rounds.ended, rounds.kv.page_size
         device = results["ahead_tokens"].device
         self._sources = torch.arange(num_rows, dtype=torch.int32, device=device)
         self._round = new_round(
@@ -189,6 +194,12 @@ class AheadDrafting(ABC):
             token_ids=zeros(num_rows),
         )
 
+    def within(self, ahead: int, slots: int) -> int:
+        """The number of drafts of a row, which is to have ``ahead`` and has ``slots`` slots for
+        keys from the last verified position on, or the one before it; -1 for none.
+        """
+        return min(ahead, slots)
+
     @abstractmethod
     def run(self, states: Ordered[Tensor], control: Control, num_rows: Tensor) -> None:
         """Draft after the ended rounds.
@@ -205,41 +216,27 @@ class HeadDrafting(AheadDrafting):
     """The calls of a head that drafts token by token.
 
     Args:
-        step: the program.
-        model: the program's model, with a draft head.
-        given: the program's fields.
-        results: the program's results.
-        ended: the ends of the program's rounds.
-        accepted: these rounds, with the number of accepted drafts as the number of drafts.
-        kv: the model's cache.
+        head: the draft head of the program's model.
+        model: the program's model.
+        rounds: the program's rounds.
     """
 
     last_row: Tensor
 
-    def __init__(
-        self,
-        step: Step,
-        model: LlamaModel,
-        given: dict[str, Tensor],
-        results: dict[str, Tensor],
-        ended: ops.EndedRound,
-        accepted: ops.DraftRound,
-        kv: KVCache,
-    ) -> None:
-        super().__init__(step, given, results, ended, kv, MAX_AHEAD)
+    def __init__(self, head: DraftHead, model: LlamaModel, rounds: EndedRounds) -> None:
+        super().__init__(rounds, MAX_AHEAD)
+        step, accepted = rounds.step, rounds.accepted
         num_rows, zeros = step.sizes.num_rows, step.zeros
-        head = model.draft_head
-        assert isinstance(head, (DraftHead, ChainHead))
         self._head = head
         self.last_row = zeros(num_rows)
         sizes = [model.config.hidden_size] * len(head.taps)
         self._accepted = accepted
         self._last: ops.Verification | None = None
-        if isinstance(head, ChainHead):
-            sizes = [head.config.hidden_size]
+        if head.keys is not None:
+            sizes = [head.keys.hidden_size]
             # The head's key of a token is one position earlier: the last position verified.
             self._last = new_verification(step, accepted.tokens.shape[1])
-            self._ended = ended._replace(next_position=self._last.last_positions)
+            self._ended = rounds.ended._replace(next_position=self._last.last_positions)
         self._begun = [zeros(num_rows, size, dtype=model.dtype) for size in sizes]
         self._drafted = ops.HeadRows(
             zeros(num_rows),
@@ -247,8 +244,8 @@ class HeadDrafting(AheadDrafting):
             zeros(num_rows, dtype=torch.float32),
         )
         self._seen: SeenKeys | None = None
-        if isinstance(head, ChainHead) or head.attends:
-            self._seen = SeenKeys(kv, self._batch, model.no_keys(num_rows))
+        if head.attends:
+            self._seen = SeenKeys(rounds.kv, self._batch, model.no_keys(num_rows))
 
     def run(self, states: Ordered[Tensor], control: Control, num_rows: Tensor) -> None:
         with control.rows(num_rows):

@@ -18,7 +18,7 @@ from eecore.decoding.control import Control
 from eecore.decoding.memory import Field
 from eecore.decoding.sampling import HeadSizes
 from eecore.exits import ExitClassifier, Measure
-from eecore.models import DraftHead, Network
+from eecore.models import Network
 
 # The token of a row is known already.
 KNOWN = 0
@@ -37,7 +37,7 @@ def measure_states(
 ) -> Tensor:
     """A measure other than ``softmax`` of [num_rows, hidden_size]: float32 [num_rows]."""
     if measure == "cut":
-        assert isinstance(model.draft_head, DraftHead)
+        assert model.draft_head is not None
         return model.draft_head.gap(hidden)
     return state_measure(classifier, previous)(hidden)
 

@@ -20,7 +20,7 @@ from eecore.decoding.draft_step import DraftStep
 from eecore.decoding.exit_step import ExitKind, ExitStep, exit_kind
 from eecore.decoding.memory import Array, HostSide
 from eecore.decoding.prefill import Prefill, encode
-from eecore.models import KeyedHead, KVCache, Network
+from eecore.models import DraftHead, KVCache, Network
 from eecore.planning.planner import Planner
 from eecore.planning.route import DraftPath
 from eecore.planning.row import Outcome, Row
@@ -111,10 +111,9 @@ class Iterations:
         ahead: bool | None = None,
     ) -> None:
         self.model, self.kv = model, kv
-        self._keyed: KeyedHead | None = None
-        if isinstance(model.draft_head, KeyedHead):
+        self._keyed: DraftHead | None = None
+        if model.draft_head is not None and kv.of_head is not None:
             self._keyed = model.draft_head
-            assert kv.of_head is not None
             self._keyed.prepare(kv.of_head)
         model.prepare(kv)
         self.ahead = run.returns_early if ahead is None else ahead

@@ -40,7 +40,6 @@ from eecore.models import (
     AttentionBatch,
     Chunks,
     CrossBatch,
-    KeyedHead,
     KVCache,
     Network,
     T5Model,
@@ -140,7 +139,7 @@ class Prefill:
         self._taps: tuple[int, ...] = ()
         self._tapped: dict[int, Tensor] = {}
         self._deep = np.flatnonzero(self._depths == self._exit_layers[-1])
-        if isinstance(model.draft_head, KeyedHead) and len(self._deep):
+        if model.draft_head is not None and kv.of_head is not None and len(self._deep):
             self._keys = HeadKeys(model, kv, len(self._deep))
             self._taps = model.draft_head.taps
         self._cross: tuple[Array, Array] | None = None

@@ -1,9 +1,7 @@
 """Models: from a Hugging Face directory or GGUF file to forward passes layer by layer."""
 
 from eecore.models.attention import AttentionBatch, CrossBatch
-from eecore.models.block_head import BlockHead
-from eecore.models.draft_head import DraftHead, SeenKeys
-from eecore.models.keyed_head import ChainHead, KeyedHead, Positions
+from eecore.models.draft_head import DraftHead, Positions, SeenKeys
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.network import (
@@ -30,8 +28,6 @@ from eecore.models.text.tokenizer_files import ChatSettings
 __all__ = [
     "MIN_QUERIES",
     "AttentionBatch",
-    "BlockHead",
-    "ChainHead",
     "ChatSettings",
     "ChatTemplate",
     "Checkpoint",
@@ -40,7 +36,6 @@ __all__ = [
     "DraftHead",
     "IncrementalDecoder",
     "KVCache",
-    "KeyedHead",
     "LlamaModel",
     "LlamaWeights",
     "ModelSource",

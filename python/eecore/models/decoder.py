@@ -13,7 +13,6 @@ from eecore import ops
 from eecore.config import Activation, AnyModelConfig
 from eecore.models.attention import LayerFlags, keys_per_split
 from eecore.models.draft_head import DraftHead
-from eecore.models.keyed_head import KeyedHead
 from eecore.models.linear import Linear, product
 from eecore.models.source import ModelSource
 from eecore.ops import Matrix
@@ -60,7 +59,7 @@ class Decoder:
     ) -> None:
         self.source = source
         self.device, self.dtype = head_norm.device, head_norm.dtype
-        self.draft_head: DraftHead | KeyedHead | None = None
+        self.draft_head: DraftHead | None = None
         """The draft head after the last layer, if there is one; a T5 has none."""
         self.learnt: dict[object, Any] = {}
         """What decoding has learnt about passes over this model, by the settings it holds for."""

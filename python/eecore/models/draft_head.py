@@ -1,143 +1,47 @@
-"""A draft head, which drafts tokens after the last layer of the model that it was trained for.
+"""What a draft head is to the programs that run it.
 
-It starts from the states after the last layer and some earlier layers, at the last position that
-the model has computed, and from the token that the model gave there. Each step is an MLP and a head
-over the tokens that the model uses most. Before the MLP a step may attend to the model's keys and
-values of all positions that the model has computed (GLIDE, Du et al. 2024); the head has no keys of
-its own, so nothing is kept between rounds. (After Medusa, Cai et al. 2024; Hydra, Ankner et al.
-2024; EAGLE-3, Li et al. 2025; recurrent drafter, Zhang et al. 2024.)
+A head takes the model's residual stream after some of the model's layers, its *taps*, and drafts
+tokens after the last one of a text. A head may have layers with keys and values of its own at each
+position that ran all layers and whose next token is known. They are in the same slot as the
+model's: they are rolled back, preempted, shared and counted with the page. Programs give such a
+head its states at the end of each run, for all rows that cannot exit early and do not draft with a
+part of the model.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor
 
 from eecore import ops
 from eecore.config import ModelConfig
 from eecore.models.attention import AttentionBatch
-from eecore.models.head_vocabulary import NUM_SPARE, HeadVocabulary, matrix_rows
 from eecore.models.kv_cache import KVCache
-from eecore.models.linear import Linear
-from eecore.ops import Matrix
 
-LAYERS = "Q4_1"
-"""The block format of a head's own matrices."""
-OWN_ROWS = "Q8_0"
-"""The block format of the rows of the model's LM head that :meth:`DraftHead.gap` multiplies by, if
-the LM head is quantised."""
+if TYPE_CHECKING:
+    from eecore.decoding.head_drafts import AheadDrafting, EndedRounds
 
 
-@dataclass(frozen=True)
-class HeadSettings:
-    """The settings in a head's ``head.json``."""
+class Positions(NamedTuple):
+    """Positions that the model has computed, at which a head writes keys and values."""
 
-    digest: str
-    """The digest of the model, see :func:`eecore.models.network_digest`."""
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    weights: str
-    """How the model's weights were stored when the head was trained."""
-    taps: tuple[int, ...]
-    """Layers after which the head takes the state, ascending, up to the model's last layer."""
-    intermediate_size: int
-    num_blocks: int
-    vocabulary_size: int
-    agreement: tuple[float, ...]
-    """How often the first draft is the model's own token on held-out text, the second, ..."""
-    attended: tuple[tuple[int, int], ...] = ()
-    """(layer, key head) pairs that each step attends to in the model's cache; layers from 0."""
-    queries: int = 0
-    """Features of the queries to one key head, all its query heads together; 0: no attention."""
-
-
-class HeadWeights(Protocol):
-    """The weights of a model that its draft head shares."""
-
-    @property
-    def final_norm(self) -> Tensor:
-        """[hidden_size]"""
-        ...
-
-    @property
-    def lm_head(self) -> Matrix:
-        """[vocab_size, hidden_size]"""
-        ...
-
-
-class HeadModel(Protocol):
-    """The parts of a model, such as :class:`LlamaModel`, that its draft head needs."""
-
-    config: ModelConfig
-    device: torch.device
-    dtype: torch.dtype
-    linear: Linear
-
-    @property
-    def measure(self) -> ops.SoftmaxMeasure:
-        """The measure of the model's own confidence."""
-        ...
-
-    @property
-    def weights(self) -> HeadWeights:
-        """The model's weights, which are not changed."""
-        ...
-
-    def embed(
-        self, token_ids: Tensor, *, previous: Tensor | None = None, sources: Tensor | None = None
-    ) -> Tensor:
-        """The embeddings of int64 ids [num_tokens]; see :meth:`Decoder.embed`."""
-        ...
-
-    def rotate(
-        self,
-        q: Tensor,
-        layer: int,
-        positions: Tensor,
-        kv: KVCache,
-        no_keys: tuple[Tensor, Tensor],
-    ) -> None:
-        """Give queries the rotary embedding of a layer, in place."""
-        ...
-
-    def attend(
-        self, q: Tensor, layer: int, heads: slice, kv: KVCache, texts: tuple[Tensor, Tensor, Tensor]
-    ) -> Tensor:
-        """Attention of queries to keys of a layer: [num_rows, num_heads, head_dim]."""
-        ...
-
-
-class _Block(NamedTuple):
-    norm: Tensor
-    gate_up: Matrix
-    down: Matrix
-
-
-class _KeyHeads(NamedTuple):
-    """Key heads of one layer that one call of attention reads."""
-
-    layer: int
-    heads: slice
-    queries: slice
-    """The query heads of this call, among all query heads."""
-    output: Matrix
-    """[hidden_size, features of these queries]"""
-
-
-@dataclass(frozen=True)
-class _Attention:
-    norm: Tensor
-    query: Matrix
-    """[attended * queries, hidden_size]"""
-    key_heads: Sequence[_KeyHeads]
+    kv: KVCache
+    """The cache of the head's layers."""
+    made: Tensor
+    """int64 [num_made]: tokens; -1 where the model gave none."""
+    sources: Tensor
+    """int32 [num_rows]: the index in ``made`` of the token after each position."""
+    first_layers: Tensor
+    """int32 [num_rows]: 0, the first of the layers to write."""
+    batch: AttentionBatch
+    """The positions and their slots, of which -1 writes nothing, and the texts."""
+    starts: Tensor | None = None
+    """int64 [num_starts], rows at position 0; None if there are none."""
 
 
 @dataclass(frozen=True)
@@ -145,259 +49,112 @@ class SeenKeys:
     """The keys that a step attends to: of the rows' texts, in the model's or the head's layers."""
 
     kv: KVCache
+    """The model's cache; ``kv.of_head`` is that of the head's layers."""
     batch: AttentionBatch
     """One query a row, at the position of the token that the step takes; ``seq_lens`` count the
-    model's keys, without drafts. For a :class:`KeyedHead` the query is at the position before that
-    token; its own key is written first and counted in ``seq_lens``."""
+    model's keys, without drafts. With a head that has keys the query is at the position before
+    that token; its own key is written first and counted in ``seq_lens``."""
     no_keys: tuple[Tensor, Tensor]
     """See :meth:`LlamaModel.no_keys`."""
 
 
-class DraftHead:
-    """A head, with the model that it drafts for.
+class DraftHead(ABC):
+    """A draft head, with the model that it drafts for.
 
-    On the CPU it drafts with blocks of 4 and 5 bits, however the model's weights are stored, since
-    a draft is verified and has to be cheap. Elsewhere its matrices are floats of the model's dtype.
-
-    Args:
-        tensors: the pack's tensors by name: float32, or matrices in uint8 as blocks of 4 bits.
-        vocabulary: int64 [vocabulary_size], the tokens that the head always knows.
+    Attributes:
+        kind: the name of its kind.
+        path: the head's directory.
+        taps: layers of the model after which the head takes the state, in the order in which it
+            takes them; the last layer's state is not normed.
+        agreement: how often the first draft is expected to be the model's own token, the second if
+            the first was, ...
+        keys: the config of the head's own layers, as if they were a model, for which the model's
+            cache has pages; None: it keeps no keys.
+        attends: whether steps attend to keys, of the model or its own.
+        num_at_once: drafts that one step makes for a round; 0: each step makes one.
+        verifier: the name of the model that the head was trained for; empty: unknown.
     """
 
-    num_at_once = 0
-    """Drafts that one step makes for a round; 0: each step makes one."""
-    keys = None
-    """The head keeps no keys of its own."""
-
-    def __init__(
-        self,
-        network: HeadModel,
-        path: Path,
-        settings: HeadSettings,
-        tensors: Mapping[str, Tensor],
-        vocabulary: Tensor,
-    ) -> None:
-        self.path, self.settings = path, settings
-        self._linear = network.linear
-        self._eps = network.config.rms_norm_eps
-        form = _Form(network)
-        norm, matrix = form.floats, form.matrix
-        self._taps = [
-            (norm(tensors["taps.norm"][i]), matrix(tensors["taps.weight"][i]))
-            for i in range(len(self.settings.taps))
-        ]
-        self._state = norm(tensors["state.norm"]), matrix(tensors["state.weight"])
-        self._token = norm(tensors["token.norm"]), matrix(tensors["token.weight"])
-        self._blocks = [
-            _Block(
-                norm(tensors["mlp.norm"][i]),
-                matrix(torch.cat((tensors["mlp.gate"][i], tensors["mlp.up"][i]))),
-                matrix(tensors["mlp.down"][i]),
-            )
-            for i in range(self.settings.num_blocks)
-        ]
-        self._network = network
-        self._attention: _Attention | None = None
-        if self.settings.attended:
-            per_key = self.settings.queries // network.config.head_dim
-            outputs = tensors["attention.output"]
-            self._attention = _Attention(
-                norm(tensors["attention.norm"]),
-                matrix(tensors["attention.query"].flatten(0, 1)),
-                [
-                    _KeyHeads(
-                        layer,
-                        heads,
-                        slice(first * per_key, end * per_key),
-                        matrix(outputs[first:end].transpose(0, 1).flatten(1)),
-                    )
-                    for layer, heads, first, end in _calls(self.settings.attended)
-                ],
-            )
-        self._norm, self._final_norm = norm(tensors["norm"]), network.weights.final_norm
-        self.vocabulary = vocabulary.to(network.device)
-        """int64 [vocabulary_size]: the tokens that the head always knows."""
-        self._lm_head = network.weights.lm_head
-        self._texts: HeadVocabulary | None = None
-        if form.packs:
-            self._texts = HeadVocabulary(self._lm_head, self.vocabulary, NUM_SPARE)
-        self._head = (
-            matrix(matrix_rows(self._lm_head, self.vocabulary))
-            if self._texts is None
-            else self._texts.rows
-        )
+    kind: str
+    path: Path
+    taps: tuple[int, ...]
+    agreement: tuple[float, ...]
+    keys: ModelConfig | None = None
+    attends: bool = True
+    num_at_once: int = 0
+    verifier: str = ""
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """Layers after which the head takes the state."""
-        return self.settings.taps
+    @abstractmethod
+    def tokens(self) -> Tensor | None:
+        """int64 [num_rows]: the model's token of each row of its LM head; None: row t is
+        token t.
+        """
 
     @property
-    def agreement(self) -> tuple[float, ...]:
-        """How often the first draft is the model's own token on held-out text, the second, ..."""
-        return self.settings.agreement
+    @abstractmethod
+    def measure(self) -> ops.SoftmaxMeasure:
+        """The measure of a state that gives a draft: over :attr:`tokens`, by their places."""
 
-    @property
-    def tokens(self) -> Tensor:
-        """int64 [num_rows]: the token of each row of its LM head, tokens of texts included."""
-        return self.vocabulary if self._texts is None else self._texts.tokens
-
-    def know(self, token_ids: Sequence[int]) -> None:
-        """Let the head also draft these tokens until newer ones replace them; on the CPU only."""
-        if self._texts is not None:
-            self._texts.take(token_ids)
-
-    def begin(self, states: Sequence[Tensor]) -> Tensor:
-        """The state that the first step takes: [num_rows, hidden_size].
+    @abstractmethod
+    def begin(self, states: Sequence[Tensor], positions: Positions | None = None) -> Tensor:
+        """The head's states at positions that the model has computed: [num_rows, head's
+        hidden_size].
 
         Args:
-            states: the states after each of the :attr:`taps`, [num_rows, hidden_size].
+            states: the states after each of the :attr:`taps`, [num_rows, model's hidden_size].
+            positions: the positions, with a head that has :attr:`keys`, which it writes there.
         """
-        begun: Tensor | None = None
-        for state, (norm, weight) in zip(states, self._taps, strict=True):
-            begun = self._linear(state, weight, norm=norm, residual=begun, few=True)
-        assert begun is not None
-        return begun
+
+    def prepare(self, kv: KVCache) -> None:  # noqa: B027
+        """Compute the tables that programs need for ``kv``, the cache of the head's layers."""
+
+    def know(self, token_ids: Sequence[int]) -> None:  # noqa: B027
+        """Let the head also draft these tokens until newer ones replace them, if it can."""
+
+    # Drafting token by token
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The embeddings, for :meth:`step`, of int64 ids [num_rows]: [num_rows, hidden_size]."""
-        return self._network.embed(token_ids)
-
-    @property
-    def attends(self) -> bool:
-        """Whether steps attend to keys of the model."""
-        return self._attention is not None
+        """The embeddings, for :meth:`step`, of tokens, int64 [num_rows]."""
+        raise NotImplementedError
 
     def step(self, state: Tensor, embedded: Tensor, seen: SeenKeys | None = None) -> Tensor:
-        """The state after one more token.
+        """The state after one more token: [num_rows, head's hidden_size].
 
         Args:
-            state: [num_rows, hidden_size], from :meth:`begin` or the step before.
-            embedded: [num_rows, hidden_size], the token's embedding.
+            state: from :meth:`begin`, at the last position that the model has computed, or from the
+                step before.
+            embedded: the embedding of the next token.
             seen: the keys to attend to, if the head :attr:`attends`.
         """
-        norm, weight = self._state
-        hidden = self._linear(state, weight, norm=norm, few=True)
-        norm, weight = self._token
-        hidden = self._linear(embedded, weight, norm=norm, residual=hidden, few=True)
-        if self._attention is not None:
-            assert seen is not None
-            hidden = self._attended(hidden, self._attention, seen)
-        for block in self._blocks:
-            gated = self._linear.gated(hidden, block.gate_up, block.norm, few=True)
-            hidden = self._linear(gated, block.down, residual=hidden, few=True)
-        return hidden
+        raise NotImplementedError
 
-    def _attended(self, hidden: Tensor, attention: _Attention, seen: SeenKeys) -> Tensor:
-        """The state plus the output of its attention to the model's keys."""
-        network, kv, batch = self._network, seen.kv, seen.batch
-        texts = batch.page_table, batch.seq_lens, batch.query_start_loc
-        q = self._linear(hidden, attention.query, norm=attention.norm, few=True)
-        q = q.view(len(q), -1, network.config.head_dim)
-        # All layers that a head attends to rotate alike: it is trained that way.
-        network.rotate(q, attention.key_heads[0].layer, batch.positions, kv, seen.no_keys)
-        for heads in attention.key_heads:
-            found = network.attend(q[:, heads.queries], heads.layer, heads.heads, kv, texts)
-            hidden = self._linear(found.flatten(1), heads.output, residual=hidden, few=True)
-        return hidden
+    # Drafting in one step
+
+    def drafting(self, rounds: EndedRounds) -> AheadDrafting | None:  # noqa: ARG002
+        """The calls that draft all tokens after a program's rounds in one step; None: there is a
+        :meth:`step` for each.
+        """
+        return None
+
+    # The exit measure ``cut``
 
     @property
-    def measure(self) -> ops.SoftmaxMeasure:
-        """The measure of a state; its tokens are indices in :attr:`tokens`."""
-        return self._measured_by(self._norm, self._head)
-
-    def _measured_by(self, norm: Tensor, head: Matrix) -> ops.SoftmaxMeasure:
-        """The model's own measure, with another norm and some rows of the LM head."""
-        own = self._network.measure
-        return own._replace(
-            norm_weight=norm,
-            lm_head=head.weight,
-            lm_head_scale=head.scale,
-            lm_head_table=head.table,
-        )
-
-    def gap(self, hidden: Tensor) -> Tensor:
-        """The top-2 probability gap of the model's own states, among the tokens of the vocabulary.
-
-        Args:
-            hidden: [num_rows, hidden_size], states after any of the model's layers.
-
-        Returns:
-            float32 [num_rows].
+    def vocabulary_sha256(self) -> str:
+        """The digest of the tokens among which :meth:`gap` measures; empty: the head has no rows of
+        the model's LM head for them, and no exits are measured with it.
         """
-        return self._measured_by(self._final_norm, self._own_rows)(hidden).confidence
+        return ""
 
     def prepare_gap(self) -> None:
         """Make the matrix that :meth:`gap` multiplies by, before a program with it is recorded."""
-        _ = self._own_rows
+        raise NotImplementedError
 
-    @cached_property
-    def _own_rows(self) -> Matrix:
-        """The vocabulary's rows of the model's LM head: floats if the LM head is in floats."""
-        if self._texts is None:
-            return self._head
-        if self._lm_head.is_quantised:
-            return packed(matrix_rows(self._lm_head, self.vocabulary), OWN_ROWS)
-        return Matrix(self._lm_head.weight[self.vocabulary])
+    def gap(self, hidden: Tensor) -> Tensor:
+        """The top-2 probability gap of the model's own states among some tokens: float32
+        [num_rows].
 
-    @cached_property
-    def vocabulary_sha256(self) -> str:
-        """The digest of the tokens that the head always knows."""
-        return hashlib.sha256(self.vocabulary.cpu().numpy().tobytes()).hexdigest()
-
-
-def _calls(attended: Sequence[tuple[int, int]]) -> list[tuple[int, slice, int, int]]:
-    """The calls of attention: layer, key heads, and their range in ``attended``, first and end.
-
-    Key heads of one layer at equal steps share a call.
-    """
-    calls: list[tuple[int, slice, int, int]] = []
-    first = 0
-    while first < len(attended):
-        layer, head = attended[first]
-        end, step = first + 1, 1
-        while end < len(attended) and attended[end][0] == layer:
-            apart = attended[end][1] - attended[end - 1][1]
-            if apart < 1 or (end > first + 1 and apart != step):
-                break
-            end, step = end + 1, apart
-        calls.append((layer, slice(head, attended[end - 1][1] + 1, step), first, end))
-        first = end
-    return calls
-
-
-class _Form:
-    """How one model's head stores its weights."""
-
-    def __init__(self, network: HeadModel) -> None:
-        self._device, self._dtype = network.device, network.dtype
-        self._hidden_size = network.config.hidden_size
-
-    @property
-    def packs(self) -> bool:
-        """Whether in blocks: on the CPU, if rows are whole blocks."""
-        return self._device.type == "cpu" and self._hidden_size % 32 == 0
-
-    def floats(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, self._dtype).contiguous()
-
-    def matrix(self, tensor: Tensor) -> Matrix:
-        if self.packs and tensor.dtype == torch.uint8:
-            return ops.pack_weight(tensor.contiguous(), LAYERS)
-        if self.packs and tensor.shape[-1] % 32 == 0:
-            return packed(tensor, LAYERS)
-        return Matrix(self.floats(head_floats(tensor)))
-
-
-def head_floats(tensor: Tensor) -> Tensor:
-    """A tensor of a pack in float32, with blocks of 4 bits dequantised."""
-    if tensor.dtype != torch.uint8:
-        return tensor.float()
-    packed = ops.pack_weight(tensor.flatten(0, -2).contiguous(), LAYERS)
-    assert packed.table is not None
-    return ops.unpack_weight(packed.weight, packed.table).view(*tensor.shape[:-1], -1)
-
-
-def packed(tensor: Tensor, format: str) -> Matrix:
-    """A matrix of floats, quantised to a block format and packed."""
-    return ops.pack_weight(ops.quantise_weight(tensor.float().contiguous(), format), format)
+        Args:
+            hidden: [num_rows, hidden_size], states after any of the model's layers.
+        """
+        raise NotImplementedError

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from eecore.config import ModelConfig
 from eecore.errors import ModelError
-from eecore.models.keyed_head import KeyedHead
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel
 from eecore.models.t5 import T5Model
@@ -24,7 +23,7 @@ def allocate_cache(network: Network, num_pages: int, page_size: int, dtype: torc
     Raises:
         OutOfMemoryError: the pages do not fit into memory.
     """
-    own, device = _layers_of_head(network), network.device
+    own, device = _keys_of_head(network), network.device
     kv = KVCache.allocate(network.config, num_pages, page_size, device=device, dtype=dtype)
     if own is None:
         return kv
@@ -35,16 +34,15 @@ def allocate_cache(network: Network, num_pages: int, page_size: int, dtype: torc
 
 def bytes_per_token(network: Network, dtype: torch.dtype) -> int:
     """Bytes that one token takes in the caches of all layers, a draft head's included."""
-    own = _layers_of_head(network)
+    own = _keys_of_head(network)
     num_bytes = KVCache.bytes_per_token(network.config, dtype)
     if own is not None:
         num_bytes += KVCache.bytes_per_token(own, _dtype_of_head(network, dtype))
     return num_bytes
 
 
-def _layers_of_head(network: Network) -> ModelConfig | None:
-    head = network.draft_head
-    return head.config if isinstance(head, KeyedHead) else None
+def _keys_of_head(network: Network) -> ModelConfig | None:
+    return None if network.draft_head is None else network.draft_head.keys
 
 
 def _dtype_of_head(network: Network, dtype: torch.dtype) -> torch.dtype:

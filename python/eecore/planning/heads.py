@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eecore.models import DraftHead, KeyedHead
+from eecore.models import DraftHead
 from eecore.planning.draft_state import DraftState
 from eecore.planning.proposal import MAX_AHEAD, Drafts
 from eecore.scheduling.sequence import Sequence
@@ -30,6 +30,6 @@ class AheadDrafts:
         return ahead.tokens[:most], ahead.probabilities[:most]
 
 
-def max_ahead(head: DraftHead | KeyedHead | None) -> int:
+def max_ahead(head: DraftHead | None) -> int:
     """Maximum number of drafts that a head makes at the end of a round."""
     return MAX_AHEAD if head is None else head.num_at_once or MAX_AHEAD

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from eecore.models import DraftHead, KeyedHead, Network
+from eecore.models import DraftHead, Network
 from eecore.planning.auto import FULL, Choice, Chooser
 from eecore.planning.draft_state import DraftState, draft_state
 from eecore.planning.heads import max_ahead
@@ -377,7 +377,7 @@ class Planner:
         return full
 
 
-def _tell(head: DraftHead | KeyedHead, rows: Ordered[Row]) -> None:
+def _tell(head: DraftHead, rows: Ordered[Row]) -> None:
     """Tell a head the new tokens of the texts that it drafts for; it may draft such tokens."""
     new: list[int] = []
     for row in rows:

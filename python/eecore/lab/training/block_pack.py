@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from eecore.heads.block_file import DIGEST_FIELD
 from eecore.lab.training.block_run import BlockTrainee
 from eecore.lab.training.harness import TrainingRun
 from eecore.lab.training.head_pack import Measured, training_facts
 from eecore.models import LlamaModel, network_digest
-from eecore.models.readers.block_file import DIGEST_FIELD
 
 CONFIG_NAME, WEIGHTS_NAME, FACTS_NAME = "config.json", "model.safetensors", "training.json"
 LAYOUT_VERSION = "0.9.0"

@@ -20,10 +20,10 @@ from eecore.files.hub import fetch_head
 from eecore.files.json_fields import JsonFields
 from eecore.files.readable import kind_of, shown_path
 from eecore.files.tensors import TensorFile
-from eecore.models.draft_head import LAYERS, DraftHead, HeadSettings, head_floats
 from eecore.models.llama import NORM, NORM_NAMES, LlamaModel, NormNames
 from eecore.models.network import Network, check_digest, network_digest, norms_digest
 from eecore.models.readers.checkpoint import StoredTensors
+from eecore.models.recurrent_head import LAYERS, HeadSettings, RecurrentHead, head_floats
 from eecore.values import shown
 
 SHIPPED = Path(__file__).resolve().parents[2] / "data" / "heads"
@@ -193,7 +193,7 @@ def _check_shape(file: TensorFile, name: str, shape: tuple[int, ...]) -> None:
 
 def find_head(
     network: Network, path: Path, exits: str | Path | Literal[False] | None
-) -> DraftHead | None:
+) -> RecurrentHead | None:
     """The draft head for a model, if there is one.
 
     Args:
@@ -228,7 +228,7 @@ def find_head(
     return None if shipped is None else load_head(shipped, network)
 
 
-def load_head(path: str | Path, network: LlamaModel) -> DraftHead:
+def load_head(path: str | Path, network: LlamaModel) -> RecurrentHead:
     """The draft head in a pack's directory, or in a repository, which is fetched.
 
     Raises:
@@ -248,7 +248,7 @@ def load_head(path: str | Path, network: LlamaModel) -> DraftHead:
     if settings.attended:
         _check_attended(settings, network, place)
     file = HeadFile(directory, settings)
-    return DraftHead(network, directory, settings, file.tensors, file.vocabulary)
+    return RecurrentHead(network, directory, settings, file.tensors, file.vocabulary)
 
 
 def _check_attended(settings: HeadSettings, network: LlamaModel, place: str) -> None:

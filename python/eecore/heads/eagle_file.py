@@ -17,17 +17,17 @@ from typing import Any
 from eecore.config import MAX_POSITIONS, MAX_VOCAB, ModelConfig
 from eecore.errors import CheckpointError
 from eecore.files.tensors import shown_name
-from eecore.models.eagle_head import EagleHead, EagleSettings
-from eecore.models.llama import LlamaModel
-from eecore.models.readers.checkpoint import Checkpoint
-from eecore.models.readers.config_fields import ConfigFields
-from eecore.models.readers.config_json import layers_config
-from eecore.models.readers.published import (
+from eecore.heads.eagle import EagleHead, EagleSettings
+from eecore.heads.files import (
     check_shapes,
     check_size,
     draft_tokens,
     verifier_of,
 )
+from eecore.models.llama import LlamaModel
+from eecore.models.readers.checkpoint import Checkpoint
+from eecore.models.readers.config_fields import ConfigFields
+from eecore.models.readers.config_json import layers_config
 
 MAX_TAPS = 16
 RAW = "midlayer."
@@ -59,7 +59,7 @@ WINDOWS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_la
 """Fields about sliding windows; a head has a window only if layer_types says so."""
 
 
-def read_eagle_settings(fields: ConfigFields, target: ModelConfig) -> EagleSettings:
+def read_settings(fields: ConfigFields, target: ModelConfig) -> EagleSettings:
     """The settings in a head's ``config.json``, checked against the model that it drafts for.
 
     Raises:
@@ -125,14 +125,14 @@ def _taps(ids: ConfigFields, first: int, num_layers: int) -> tuple[int, ...]:
     return tuple(layer + first for layer in given)
 
 
-def load_eagle(directory: Path, fields: ConfigFields, network: LlamaModel) -> EagleHead:
+def load(directory: Path, fields: ConfigFields, network: LlamaModel) -> EagleHead:
     """The head in a directory.
 
     Raises:
         ModelError: the head is not for this model, or not whole. Raised before the head's tensors
             are read.
     """
-    settings = read_eagle_settings(fields, network.config)
+    settings = read_settings(fields, network.config)
     with Checkpoint(directory) as stored:
         prefix = RAW if any(name.startswith(RAW) for name in stored.names) else LISTED
         names = {name.replace(RAW, prefix): name for name in settings.shapes}

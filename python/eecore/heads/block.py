@@ -20,8 +20,10 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.config import ModelConfig
+from eecore.decoding.head_drafts import AheadDrafting, EndedRounds
+from eecore.heads.block_drafts import BlockDrafting
 from eecore.models.attention import AttentionBatch
-from eecore.models.keyed_head import KeyedHead, Positions
+from eecore.models.draft_head import DraftHead, Positions
 from eecore.models.kv_cache import KVCache
 from eecore.models.linear import product
 from eecore.models.llama import LlamaModel, LlamaWeights
@@ -93,7 +95,7 @@ class BlockWeights(NamedTuple):
     token t."""
 
 
-class BlockHead(KeyedHead):
+class BlockHead(DraftHead):
     """A head that drafts all tokens of a round in one pass over a block of places, the first of
     which is at the position of the text's last token. It drafts from keys alone, not from a state.
 
@@ -113,8 +115,8 @@ class BlockHead(KeyedHead):
 
     def __init__(self, settings: BlockSettings, weights: BlockWeights, path: Path) -> None:
         self.settings, self.path, self.kind = settings, path, settings.kind
-        self.config, self.taps = settings.config, settings.taps
-        self.verifier = settings.verifier
+        self.keys = self.config = settings.config
+        self.taps, self.verifier = settings.taps, settings.verifier
         self.block_size, self.mask_token = settings.block_size, settings.mask_token
         self.first_place = 0 if settings.from_last else 1
         self.num_at_once = self.block_size - self.first_place
@@ -126,7 +128,6 @@ class BlockHead(KeyedHead):
         self._norms = weights.context_norm.expand(settings.config.num_layers, -1)
         self._kv = weights.layers.qkv.rows(slice(settings.config.q_size, None))
         self._tokens = weights.tokens
-        self._zeros: list[Tensor] = []
 
     @property
     def is_sequential(self) -> bool:
@@ -150,21 +151,23 @@ class BlockHead(KeyedHead):
         """Compute the tables that programs need; a block may reach past the cache's last slot."""
         self._layers.prepare(kv, self.settings.block_size)
 
-    def begin(self, states: Sequence[Tensor]) -> Tensor:
+    def begin(self, states: Sequence[Tensor], positions: Positions | None = None) -> Tensor:
+        assert positions is not None
         begun: Tensor | None = None
         for state, matrix in zip(states, self._taps, strict=True):
             begun = self._layers.linear(state, matrix, residual=begun)
         assert begun is not None
+        self._write(begun, positions)
         return begun
 
-    def fill(self, begun: Tensor, positions: Positions, kv: KVCache) -> Tensor:
-        layers, config, batch = self._layers, self.config, positions.batch
+    def _write(self, begun: Tensor, positions: Positions) -> None:
+        """Write keys and values at positions, from the sum of the projected states there."""
+        layers, config, kv, batch = self._layers, self.config, positions.kv, positions.batch
         cos_sin, layer_ropes = layers.tables(kv)
         if layers.linear.is_skinny(begun):
-            self.reserve(len(begun))
             ops.kv_fill(
                 begun,
-                self._zeros[-1][: len(begun)],
+                positions.first_layers,
                 self._norms,
                 self._kv,
                 kv.k,
@@ -176,7 +179,7 @@ class BlockHead(KeyedHead):
                 eps=config.rms_norm_eps,
                 layer_ropes=layer_ropes,
             )
-            return begun
+            return
         states = layers.linear.normed(begun, self._context_norm)
         k_norm = layers.weights.k_norm
         for index, ((k_cache, v_cache), matrix) in enumerate(
@@ -196,14 +199,9 @@ class BlockHead(KeyedHead):
                 k_norm_weight=None if k_norm is None else k_norm[index],
                 eps=config.rms_norm_eps,
             )
-        return begun
 
-    def reserve(self, num_rows: int) -> None:
-        """Allocate the first layer's number, 0, which :meth:`fill` needs for each of its rows."""
-        if not self._zeros or len(self._zeros[-1]) < num_rows:
-            size = 1 << max(num_rows - 1, 63).bit_length()
-            zeros = torch.zeros(size, dtype=torch.int32, device=self._layers.device)
-            self._zeros.append(zeros)  # recorded programs keep the earlier ones
+    def drafting(self, rounds: EndedRounds) -> AheadDrafting:
+        return BlockDrafting(self, rounds)
 
     def block(self, token_ids: Tensor, kv: KVCache, batch: AttentionBatch) -> Tensor:
         """States after its layers: [num_tokens, hidden_size].

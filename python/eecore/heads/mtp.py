@@ -18,8 +18,7 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.config import ModelConfig
-from eecore.models.draft_head import SeenKeys
-from eecore.models.keyed_head import ChainHead, Positions
+from eecore.models.draft_head import DraftHead, Positions, SeenKeys
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.ops import Matrix
@@ -65,7 +64,7 @@ class MtpWeights(NamedTuple):
     """[hidden_size, hidden_size]: the part of the projection that takes the embedding."""
 
 
-class MtpHead(ChainHead):
+class MtpHead(DraftHead):
     """The layer, with the model that it drafts for.
 
     Args:
@@ -77,12 +76,12 @@ class MtpHead(ChainHead):
     def __init__(
         self, network: LlamaModel, settings: MtpSettings, weights: MtpWeights, path: Path
     ) -> None:
-        self.path, self.config, self.settings = path, settings.config, settings
+        self.path, self.settings = path, settings
+        self.keys = self.config = settings.config
         self.taps, self.agreement = settings.taps, USUAL_AGREEMENT
         self._network, self._weights = network, weights
         self._layers = LlamaModel(settings.config, weights.layer)
         self._nothing = torch.zeros_like(weights.state_norm)[None]
-        self._first = [torch.zeros(0, dtype=torch.int32, device=network.device)]
 
     @property
     def tokens(self) -> None:
@@ -95,25 +94,18 @@ class MtpHead(ChainHead):
     def prepare(self, kv: KVCache) -> None:
         self._layers.prepare(kv)
 
-    def reserve(self, num_rows: int) -> None:
-        if len(self._first[-1]) < num_rows:
-            size = 1 << max(num_rows - 1, 63).bit_length()
-            # Recorded programs keep the earlier ones.
-            self._first.append(self._first[0].new_zeros(size))
-
-    def begin(self, states: Sequence[Tensor]) -> Tensor:
-        (state,) = states
-        return self._normed(state, self._network.weights.final_norm)
-
-    def fill(self, begun: Tensor, positions: Positions, kv: KVCache) -> Tensor:
+    def begin(self, states: Sequence[Tensor], positions: Positions | None = None) -> Tensor:
+        assert positions is not None
         made, batch = positions.made, positions.batch
+        (state,) = states
+        begun = self._normed(state, self._network.weights.final_norm)
         embedded = self._network.embed(made, previous=made, sources=positions.sources)
         if positions.starts is not None:
             embedded.index_fill_(0, positions.starts, 0.0)  # trained without the first embedding
-        self.reserve(len(begun))
-        first = self._first[-1][: len(begun)]
         hidden = self._together(begun, embedded)
-        self._layers.fill_kv(hidden, first, kv, batch.positions, batch.slot_mapping)
+        self._layers.fill_kv(
+            hidden, positions.first_layers, positions.kv, batch.positions, batch.slot_mapping
+        )
         return begun
 
     def embed(self, token_ids: Tensor) -> Tensor:

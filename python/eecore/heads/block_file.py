@@ -18,24 +18,24 @@ from eecore import ops
 from eecore.config import ModelConfig
 from eecore.errors import CheckpointError
 from eecore.files.readable import shown_path
-from eecore.models.block_head import (
+from eecore.heads.block import (
     BlockHead,
     BlockSettings,
     BlockWeights,
     Markov,
 )
-from eecore.models.llama import LlamaModel, LlamaWeights
-from eecore.models.network import check_digest
-from eecore.models.readers.checkpoint import Checkpoint
-from eecore.models.readers.config_fields import ConfigFields
-from eecore.models.readers.config_json import layers_config
-from eecore.models.readers.published import (
+from eecore.heads.files import (
     check_shapes,
     check_size,
     draft_tokens,
     new_weights,
     verifier_of,
 )
+from eecore.models.llama import LlamaModel, LlamaWeights
+from eecore.models.network import check_digest
+from eecore.models.readers.checkpoint import Checkpoint
+from eecore.models.readers.config_fields import ConfigFields
+from eecore.models.readers.config_json import layers_config
 from eecore.models.weights import Care, NewWeights, WeightView
 from eecore.ops import Matrix
 
@@ -93,7 +93,7 @@ def _kind_of(fields: ConfigFields) -> _Kind:
     return BLOCK_KINDS[name]
 
 
-def read_block_settings(fields: ConfigFields, model: ModelConfig) -> BlockSettings:
+def read_settings(fields: ConfigFields, model: ModelConfig) -> BlockSettings:
     """The settings in a head's config.json.
 
     Raises:
@@ -169,14 +169,14 @@ def _taps(
     return tuple(layer + kind.after for layer in named)
 
 
-def load_block_head(directory: Path, fields: ConfigFields, network: LlamaModel) -> BlockHead:
+def load(directory: Path, fields: ConfigFields, network: LlamaModel) -> BlockHead:
     """The head in a directory.
 
     Raises:
         ModelError: the head is not whole, is for another model, or has a feature that is not
             supported; raised before memory is allocated.
     """
-    settings = read_block_settings(fields, network.config)
+    settings = read_settings(fields, network.config)
     if DIGEST_FIELD in fields:
         check_digest(network, fields.text(DIGEST_FIELD), f"{fields.where}: {DIGEST_FIELD}")
     with Checkpoint(directory) as files:

@@ -9,16 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from eecore import ops
 from eecore.decoding.control import Control
-from eecore.decoding.head_drafts import AheadDrafting, new_round, new_verification
+from eecore.decoding.head_drafts import (
+    AheadDrafting,
+    EndedRounds,
+    new_round,
+    new_verification,
+)
 from eecore.decoding.sampling import DRAWS_DRAFT
 from eecore.decoding.step import Step
-from eecore.models import AttentionBatch, BlockHead, KVCache
+from eecore.models import AttentionBatch
+
+if TYPE_CHECKING:
+    from eecore.heads.block import BlockHead
 
 MAX_ROWS_OF_LOGITS = 64
 """Maximum number of places whose logits are computed at once; with more places, the logits are
@@ -30,29 +39,18 @@ class BlockDrafting(AheadDrafting):
     """The calls of a block head.
 
     Args:
-        step: the program.
         head: the block head of the program's model.
-        given: the program's fields.
-        results: the program's results.
-        ended: the ends of the program's rounds.
-        kv: the model's cache, with pages for the head's layers.
+        rounds: the program's rounds; the model's cache has pages for the head's layers.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        head: BlockHead,
-        given: dict[str, Tensor],
-        results: dict[str, Tensor],
-        ended: ops.EndedRound,
-        kv: KVCache,
-    ) -> None:
+    def __init__(self, head: BlockHead, rounds: EndedRounds) -> None:
+        super().__init__(rounds, head.num_at_once)
+        step, given, kv = rounds.step, rounds.given, rounds.kv
         assert kv.of_head is not None
-        super().__init__(step, given, results, ended, kv, head.num_at_once)
         rows, size, zeros = step.sizes.num_rows, head.block_size, step.zeros
         self._head, self._kv = head, kv.of_head
         self._num_rows, self._size = rows, size
-        device = results["ahead_tokens"].device
+        device = rounds.results["ahead_tokens"].device
         masks = torch.full((rows, size - 1), head.mask_token, device=device)
         self._block = new_round(
             step,
@@ -101,11 +99,11 @@ class BlockDrafting(AheadDrafting):
         self._states = zeros(rows * size, hidden, dtype=head.dtype)
         self._nothing = torch.zeros_like(self._states)
 
-    def num_drafts(self, num_slots: int) -> int:
-        """Number of drafts of a row that has ``num_slots`` slots for its block; -1 for none."""
-        if num_slots >= self._size:
-            return self._head.num_at_once
-        return num_slots - 1 if num_slots > 1 else -1
+    def within(self, ahead: int, slots: int) -> int:
+        slots -= 1  # for its block, which begins after the last verified position
+        if not ahead or slots <= 1:
+            return -1
+        return self._head.num_at_once if slots >= self._size else slots - 1
 
     def run(self, states: Ordered[Tensor], control: Control, num_rows: Tensor) -> None:  # noqa: ARG002 (drafts start from keys)
         head, places = self._head, self._places

@@ -7,19 +7,18 @@ from pathlib import Path
 import torch
 
 from eecore.config import ModelConfig
+from eecore.heads.files import check_shapes, check_size, new_weights
+from eecore.heads.mtp import MtpHead, MtpSettings, MtpWeights
 from eecore.models.llama import LlamaModel, LlamaWeights
-from eecore.models.mtp_head import MtpHead, MtpSettings, MtpWeights
 from eecore.models.readers.checkpoint import Checkpoint
 from eecore.models.readers.config_fields import ConfigFields
-from eecore.models.readers.published import check_shapes, check_size, new_weights
 from eecore.models.weights import NewWeights, WeightView
 
-MTP_ARCHITECTURES = ("MiMoForCausalLM",)
 LAYER = "model.mtp_layers.0."
 """The prefix of the layer's tensors."""
 
 
-def read_mtp_settings(fields: ConfigFields, model: ModelConfig) -> MtpSettings:
+def read_settings(fields: ConfigFields, model: ModelConfig) -> MtpSettings:
     """The settings of the layer in a model's config.json.
 
     Raises:
@@ -36,14 +35,14 @@ def read_mtp_settings(fields: ConfigFields, model: ModelConfig) -> MtpSettings:
     return MtpSettings(model.first_layers(1), model.num_layers)
 
 
-def load_mtp(directory: Path, fields: ConfigFields, network: LlamaModel) -> MtpHead:
+def load(directory: Path, fields: ConfigFields, network: LlamaModel) -> MtpHead:
     """The layer in a checkpoint's directory.
 
     Raises:
         ModelError: the layer is not whole, or is another model's; raised before memory is
             allocated.
     """
-    settings = read_mtp_settings(fields, network.config)
+    settings = read_settings(fields, network.config)
     config, hidden = settings.config, settings.config.hidden_size
     shared = network.weights.embed_tokens, network.weights.lm_head
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from eecore import ops
 from eecore.config import ModelConfig
 from eecore.models.attention import AttentionBatch, keys_per_split
-from eecore.models.draft_head import HeadModel, SeenKeys, packed
-from eecore.models.keyed_head import ChainHead, Positions
+from eecore.models.draft_head import DraftHead, Positions, SeenKeys
 from eecore.models.kv_cache import KVCache
 from eecore.models.linear import Linear
+from eecore.models.llama import LlamaModel
+from eecore.models.recurrent_head import packed
 from eecore.models.rope import RopeTables
 from eecore.ops import Matrix
 
@@ -104,7 +105,7 @@ class EagleSettings:
         return shapes
 
 
-class EagleHead(ChainHead):
+class EagleHead(DraftHead):
     """A head, with the model that it drafts for.
 
     Its matrices are floats of the model's dtype; on a CPU they are blocks of 4 and 5 bits if the
@@ -121,7 +122,7 @@ class EagleHead(ChainHead):
 
     def __init__(
         self,
-        network: HeadModel,
+        network: LlamaModel,
         path: Path,
         settings: EagleSettings,
         tensors: Mapping[str, Tensor],
@@ -129,7 +130,8 @@ class EagleHead(ChainHead):
     ) -> None:
         self.path, self.settings, self.kind = path, settings, settings.kind
         self.verifier = settings.verifier
-        self.config, self.taps, self.agreement = settings.config, settings.taps, USUAL_AGREEMENT
+        self.keys = self.config = settings.config
+        self.taps, self.agreement = settings.taps, USUAL_AGREEMENT
         self.network, self._eps = network, settings.config.rms_norm_eps
         self._linear = Linear(network.device, self._eps)
         self._keys_per_split = keys_per_split(network.device)
@@ -191,20 +193,18 @@ class EagleHead(ChainHead):
     def prepare(self, kv: KVCache) -> None:
         self._ropes.reaching(kv.num_pages * kv.page_size)
 
-    def begin(self, states: Sequence[Tensor]) -> Tensor:
+    def begin(self, states: Sequence[Tensor], positions: Positions | None = None) -> Tensor:
+        assert positions is not None
         begun: Tensor | None = None
         if self._input_norm is not None:
             states = [_beside(states)]
         for state, (norm, weight) in zip(states, self._fc, strict=True):
             begun = self._linear(state, weight, norm=norm, residual=begun)
         assert begun is not None
-        return begun
-
-    def fill(self, begun: Tensor, positions: Positions, kv: KVCache) -> Tensor:
         made, sources = positions.made, positions.sources
         embedded = self.embed(made, previous=made, sources=sources)
         _, k, v = self._projected(begun, embedded, slice(self.config.q_size, None))
-        self._append(None, k, v, kv, positions.batch)
+        self._append(None, k, v, positions.kv, positions.batch)
         return begun
 
     def embed(

@@ -1,0 +1,126 @@
+"""Draft heads that others publish: a class for each kind, and readers of its files.
+
+:mod:`eecore.models.readers.draft_heads` imports this package when such a head is opened, and this
+package the reader of its kind.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from eecore.config import ModelConfig
+from eecore.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError
+from eecore.files.hub import PICKLES
+from eecore.files.readable import kind_of, shown_path
+from eecore.models.draft_head import DraftHead
+from eecore.models.llama import LlamaModel
+from eecore.models.readers.config_fields import ConfigFields
+from eecore.models.readers.draft_heads import PublishedSettings
+from eecore.values import shown
+
+KINDS = {
+    "eagle3": "eagle_file",
+    "dflash": "block_file",
+    "dspark": "block_file",
+    "mimo": "mtp_file",
+}
+"""The modules that read heads, a :class:`Reader` each, by the heads' ``speculators_model_type``, or
+what stands for it."""
+ARCHITECTURES = {
+    "DFlashDraftModel": "dflash",
+    "DSparkDraftModel": "dspark",
+    "Qwen3DSparkModel": "dspark",
+    "MiMoForCausalLM": "mimo",
+}
+"""Kinds by the first architecture of files without a ``speculators_model_type``."""
+UNREAD = {
+    "PEagleDraftModel": "P-EAGLE",
+    "peagle": "P-EAGLE",
+    "DominoDraftModel": "Domino",
+    "domino": "Domino",
+}
+"""Kinds of heads that are not read although their files look like those of other kinds, by
+architecture, speculators_model_type or projector_type."""
+PUBLIC = "RedHatAI/*-speculator.eagle3, AngelSlim/*_eagle3, lmsys/SGLang-EAGLE3-*"
+"""Repositories of heads in safetensors, which an error about a pickle recommends."""
+
+
+class Reader(Protocol):
+    """A module that reads the heads of one kind."""
+
+    def read_settings(self, fields: ConfigFields, model: ModelConfig) -> PublishedSettings:
+        """Read ``config.json``, and check it against the config of the model."""
+
+    def load(self, directory: Path, fields: ConfigFields, network: LlamaModel) -> DraftHead:
+        """Read the head in a directory; a ModelError before its tensors are read."""
+
+
+def read_settings(directory: Path, model: ModelConfig) -> PublishedSettings:
+    """The settings of the head in a directory, checked against the config of a model.
+
+    Raises:
+        ModelError: there is no head, it is not read, or it is for another model.
+    """
+    reader, fields = _reader(directory)
+    return reader.read_settings(fields, model)
+
+
+def load(directory: Path, network: LlamaModel) -> DraftHead:
+    """The head in a directory.
+
+    Raises:
+        ModelError: as for :func:`read_settings`, or the head is not whole.
+    """
+    reader, fields = _reader(directory)
+    return reader.load(directory, fields, network)
+
+
+def _reader(directory: Path) -> tuple[Reader, ConfigFields]:
+    """The reader of the head in a directory, and its ``config.json``."""
+    if (found := kind_of(directory)) != "a directory":
+        raise ModelNotFoundError(
+            f"{shown_path(directory)}: expected the directory of a draft head (head.json, or "
+            f"config.json and safetensors), got {found}"
+        )
+    fields = ConfigFields.read(directory / "config.json", CheckpointError, ModelNotFoundError)
+    kind = _kind(fields)
+    pickles = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLES)
+    if pickles and not list(directory.glob("*.safetensors")):
+        raise ModelError(
+            f"{shown_path(directory)}: expected model.safetensors, got {pickles[0]}, a pickle, "
+            f"which eecore does not open: heads in safetensors are {PUBLIC}"
+        )
+    return cast(Reader, import_module(f"{__name__}.{KINDS[kind]}")), fields
+
+
+def _kind(fields: ConfigFields) -> str:
+    """The kind of head that a ``config.json`` describes."""
+    names: tuple[str, ...] = fields.texts("architectures", ())
+    kind: Any = fields.text("speculators_model_type", None)
+    block = fields.inner("dflash_config")
+    projector = "" if block is None else block.text("projector_type", "")
+    for name in (kind, projector, *names):
+        if name in UNREAD:
+            raise UnsupportedModelError(
+                f"{fields.where}: supported draft heads are EAGLE-3, DFlash, DSpark, MiMo's MTP "
+                f"layers and those that eecore train-exits made, got {UNREAD[name]}"
+            )
+    if kind is None and ("draft_vocab_size" in fields or "eagle_config" in fields):
+        kind = "eagle3"
+    if kind is None and any(name.endswith("Eagle3") for name in names):
+        kind = "eagle3"
+    if kind is None and names:
+        kind = ARCHITECTURES.get(names[0])
+    if kind in KINDS:
+        return str(kind)
+    if kind is None:
+        raise fields.error(
+            f"{fields.where}: expected the config of a draft head ({', '.join(KINDS)}), got one of "
+            f"{shown(list(names))}"
+        )
+    raise UnsupportedModelError(
+        f"{fields.where}: speculators_model_type: supported are {', '.join(KINDS)}, got "
+        f"{shown(kind)}"
+    )
