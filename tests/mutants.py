@@ -757,10 +757,11 @@ SERVER = (
     ),
     Mutant(
         "stop-token-in-the-text",
-        "python/eecore/serving/remote.py",
-        "count = len(ids) - (bool(ids) and ids[-1] in request.stop_set)",
-        "count = len(ids)",
-        "tests/serving/test_engine_process.py tests/serving/test_server.py",
+        "python/eecore/engine/commit.py",
+        '                reason = "stop"\n            else:\n                num_text += 1\n',
+        '                reason = "stop"\n                num_text += 1\n            else:\n'
+        "                num_text += 1\n",
+        "tests/engine/test_engine.py tests/serving/test_server.py",
     ),
 )
 

@@ -27,7 +27,7 @@ WHOLE = {
     "models": "checkpoint gguf_file llama tokenizer tokenizer_files",
     "planning": "auto guide lookup",
     "scheduling": "pages scheduler",
-    "serving": "cached_prompts depth endpoints metrics models refusals scored_prompts streams wire",
+    "serving": "cached_prompts depth endpoints metrics models refusals scored_prompts streams",
 }
 # Prefixes of the quick tests of these files.
 SOME = {

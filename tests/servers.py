@@ -20,10 +20,10 @@ from typing import Any
 import httpx
 import uvicorn
 
+from eecore.generation import Model
 from eecore.output import Output, RequestFailedError, StepOutput
 from eecore.serving.answering import Service
 from eecore.serving.app import create_app
-from eecore.serving.served import Servable
 from eecore.serving.server import listen
 from eecore.serving.settings import ServerSettings, service_of
 from workloads import until
@@ -60,7 +60,7 @@ class Asker:
         return answer
 
 
-def asker(model: Servable, keys: tuple[str, ...] = (), **settings: Any) -> Asker:
+def asker(model: Model, keys: tuple[str, ...] = (), **settings: Any) -> Asker:
     service = service_of(model, ServerSettings(**settings))
     return Asker(service, create_app(service, keys))
 

@@ -50,17 +50,5 @@ class EngineClosedError(EecoreError, RuntimeError):
     """The engine was closed, before or after the request came."""
 
 
-class EngineLostError(EecoreError, RuntimeError):
-    """The process of the engine has ended, or is not there yet.
-
-    Args:
-        retry_after: seconds after which it may be worth another try.
-    """
-
-    def __init__(self, message: str, retry_after: int = 1) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
 class OutOfMemoryError(EecoreError, MemoryError):
     """Memory could not be allocated."""

@@ -806,7 +806,7 @@ def test_what_is_something_else_is_named_before_anything_is_loaded(
             Path(name, file).touch()
     Path("eagle/config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
     path, *options = given.split()
-    prompt = ["hello"] if command == "generate" else ["--engine", "thread"]
+    prompt = ["hello"] if command == "generate" else []
     assert run([command, path, *prompt, *options]) == MODEL
     said = capsys.readouterr().err.splitlines()[-1]  # serve has said that it loads the model
     assert expected in said

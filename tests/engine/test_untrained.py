@@ -8,15 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import eecore
 from eecore.cli.app import run
-from eecore.config import EngineConfig
-from eecore.engine.intake import Intake
 from eecore.exits import Auto, ConfidentExit, Exit, FixedExit, Full, SelfSpeculative
-from eecore.models import ModelSource
-from eecore.serving.remote import _Facts
 from tiny_models import write_model
 
 TRAINED: dict[str, Any] = {"num_layers": 4, "training": {"loss": {"kind": "layerskip"}}}
@@ -98,14 +93,3 @@ def test_the_command_line_says_it_in_a_line(
     assert said.startswith("warning: fixed exit after layer 2: no promise about quality: expected")
     assert run(words) == 0
     assert capsys.readouterr().err == ""
-
-
-def test_a_server_says_it_for_its_model(directory: Path) -> None:
-    """The server checks requests by its facts about the model in another process."""
-    config = loaded(directory).config
-    facts = _Facts(config, torch.device("cpu"), ModelSource(directory, "float32", None), None)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for policy in ("fixed:2", "confident:0.5", "fixed:1"):
-            Intake(facts, None, EngineConfig()).sequence([1, 2], policy, None)
-    assert len(caught) == 1

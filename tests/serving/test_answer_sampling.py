@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import eecore
 from eecore.config import ANSWERS
+from eecore.errors import RequestError
+from eecore.serving.settings import ServerSettings
 from servers import Asker, asker
+from tiny_models import write_model
 
 SAID = [{"role": "user", "content": "abc"}]
 TOOLS = [{"type": "function", "function": {"name": "weather"}}]
@@ -81,3 +86,22 @@ def test_the_server_says_how_it_samples(server: Asker, tiny: eecore.Model) -> No
     assert chat(greedy) == expected(tiny)
     assert greedy.get("/v1/models").json()["data"][0]["sampling"]["temperature"] == 0
     assert asker(eecore.load()).get("/v1/models").json()["data"][0]["sampling"]["temperature"] == 0
+
+
+def test_settings_that_are_left_out_are_the_models(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "hot")
+    own = {"do_sample": True, "temperature": 1.5, "top_k": 40}
+    (path / "generation_config.json").write_text(json.dumps(own))
+    model = eecore.load(path, dtype="float32", kv_cache_tokens=4096)
+    for generation_config, sampling in (
+        ("auto", eecore.SamplingParams.of(model, **SETTINGS)),
+        ("none", eecore.SamplingParams(**SETTINGS)),
+    ):
+        server = asker(model, generation_config=generation_config)
+        for given, sampled in (({}, sampling), ({"temperature": 0}, SETTINGS)):
+            body = {"prompt": "abc", **SETTINGS, **given}
+            answer = server.post("/v1/completions", body).json()["choices"][0]["text"]
+            as_sampled = eecore.SamplingParams(**sampled) if given else sampled
+            assert answer == eecore.generate(model, "abc", sampling=as_sampled)[0].text
+    with pytest.raises(RequestError, match="generation_config: expected auto, none, got 'vllm'"):
+        ServerSettings(generation_config="vllm")

@@ -269,12 +269,8 @@ def post(address: str, body: dict[str, Any]) -> httpx.Response:
     return httpx.post(f"{address}/v1/completions", json=body, timeout=120)
 
 
-@pytest.mark.parametrize("engine", ["process", "thread"])
-def test_sigterm_drains(endless_directory: str, engine: str) -> None:
-    with (
-        started(endless_directory, "--engine", engine) as (process, address),
-        ThreadPoolExecutor(2) as pool,
-    ):
+def test_sigterm_drains(endless_directory: str) -> None:
+    with started(endless_directory) as (process, address), ThreadPoolExecutor(2) as pool:
         body = {**ENDLESS, "max_tokens": 2500}
         runs = pool.submit(post, address, body)
         client = httpx.Client()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from contextlib import ExitStack, closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, ClassVar
 
 from rich.console import Console
@@ -15,7 +14,7 @@ from rich.status import Status
 
 from eecore.cli.exit_options import PANEL, USUAL_EXIT
 from eecore.cli.failures import UsageError
-from eecore.cli.loading import OptionalModel, check_path, options_for, spinner
+from eecore.cli.loading import OptionalModel, check_path, spinner
 from eecore.cli.options import EngineOptions, option, takes_options
 from eecore.cli.process import INTERRUPTED, TERMINATED, say
 from eecore.exit_text import FORMS, Policies
@@ -24,13 +23,6 @@ from eecore.files.hub import name_of
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MAX_BODY = 1 << 30
-
-
-class Where(str, Enum):
-    """Where an engine runs."""
-
-    PROCESS = "process"
-    THREAD = "thread"
 
 
 @dataclass(frozen=True)
@@ -129,11 +121,6 @@ class ServerEngineOptions(EngineOptions):
         "for programs that are recorded once.",
         "--warm-up/--no-warm-up",
     )
-    engine: Where = option(
-        Where.PROCESS,
-        "process: the engine has a process of its own; no step waits for HTTP, and it is started "
-        "again when it is killed. thread: one process for both.",
-    )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -159,13 +146,10 @@ def serve(
     path = model or BUILTIN
     directory = check_path(path)
 
-    from eecore.serving.remote import RemoteModel
-    from eecore.serving.served import Servable
     from eecore.serving.server import listen
     from eecore.serving.server import serve as run
     from eecore.serving.settings import ServerSettings, service_of
     from eecore.serving.warm_up import warm_up
-    from eecore.serving.wire import Start
 
     settings = ServerSettings(
         name=http.served_model_name,
@@ -186,26 +170,17 @@ def serve(
     policy = None if depths.exit is None else policies.of(depths.exit)
     if not sys.stderr.isatty():  # a terminal has a spinner
         say(f"loading {name_of(directory)}")
-    with ExitStack() as stack:
-        loaded: Servable
-        if engine.engine is Where.THREAD:
-            loaded = engine.load(directory, policy)
-        else:
-            with spinner(f"loading {name_of(directory)}"):
-                options = options_for(directory, policy, engine.settings)
-                start = Start(directory, options, engine.threads, engine.max_num_seqs)
-                remote = RemoteModel(start)
-            loaded = stack.enter_context(closing(remote))
-        service = service_of(loaded, settings)
-        if engine.warm_up:
-            if not sys.stderr.isatty():
-                say("warming up (--no-warm-up skips it)")
-            with spinner("warming up"):
-                warm_up(service.served)
-        if http.host not in LOOPBACK and not http.api_key:
-            say(f"warning: {http.host} is open to other machines: --api-key restricts access")
-        shown = f"[{http.host}]" if ":" in http.host else http.host
-        words = f"{service.served.name} at http://{shown}:{listener.getsockname()[1]}/v1"
+    service = service_of(engine.load(directory, policy), settings)
+    if engine.warm_up:
+        if not sys.stderr.isatty():
+            say("warming up (--no-warm-up skips it)")
+        with spinner("warming up"):
+            warm_up(service.served)
+    if http.host not in LOOPBACK and not http.api_key:
+        say(f"warning: {http.host} is open to other machines: --api-key restricts access")
+    shown = f"[{http.host}]" if ":" in http.host else http.host
+    words = f"{service.served.name} at http://{shown}:{listener.getsockname()[1]}/v1"
+    with _Drain(bounds.drain) as drain:
         cut_off = run(
             service,
             listener,
@@ -216,7 +191,7 @@ def serve(
                 f"{words} (exit {service.served.depths.default}; ready after "
                 f"{time.monotonic() - started:.1f} s; Ctrl-C ends)"
             ),
-            draining=stack.enter_context(_Drain(bounds.drain)).show,
+            draining=drain.show,
             access_log=_write if http.access_log else None,
         )
     if not cut_off:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from eecore.config import SamplingParams
-from eecore.engine.callers import Batch, Caller, Callers
+from eecore.engine.callers import Batch, Caller
 from eecore.engine.engine import Engine
-from eecore.engine.view import EngineView
 from eecore.engine.worker import Worker
 from eecore.errors import EngineClosedError
 from eecore.exits import Exit
@@ -32,32 +31,17 @@ class AsyncEngine:
     free when the step that is running is done. A stream that is read slowly delays only itself.
 
     Args:
-        engine: the engine, or the ``Callers`` through which it is reached.
+        engine: the engine, or the worker that steps it.
     """
 
-    def __init__(self, engine: Engine | Callers) -> None:
-        self._callers: Callers = Worker(engine) if isinstance(engine, Engine) else engine
+    def __init__(self, engine: Engine | Worker) -> None:
+        self._callers = Worker(engine) if isinstance(engine, Engine) else engine
         self._closed = False
 
     @property
-    def engine(self) -> EngineView:
+    def engine(self) -> Engine:
         """The engine itself, for approximate figures only: it must not be stepped."""
         return self._callers.engine
-
-    @property
-    def is_up(self) -> bool:
-        """Whether requests are taken now: not while an engine in another process starts."""
-        return self._callers.is_up
-
-    @property
-    def num_restarts(self) -> int:
-        """How often the engine had to be started again."""
-        return self._callers.num_restarts
-
-    @property
-    def failure(self) -> Exception | None:
-        """Why requests will never be taken again; None while they may be."""
-        return self._callers.failure
 
     @property
     def num_streams(self) -> int:

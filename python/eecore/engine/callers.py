@@ -1,4 +1,4 @@
-"""Callers of an engine that one thread steps, in this process or in another.
+"""Callers of an engine that one thread steps.
 
 A caller puts messages into a queue and gets back the results of each step for its requests. It may
 close at any moment, and does not wait then. If it is collected without having closed, the callback
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from weakref import ref
 
-from eecore.engine.view import EngineView
 from eecore.errors import RequestError
 from eecore.output import StepOutput
 from eecore.scheduling.sequence import Sequence
@@ -105,15 +104,7 @@ class Callers:
 
     Attributes:
         inbox: messages, and callers that are gone.
-        is_up: whether requests are taken now.
-        num_restarts: how often the engine had to be started again.
-        failure: why it will never take requests again; None while it may.
     """
-
-    engine: EngineView
-    is_up: bool = True
-    num_restarts = 0
-    failure: Exception | None = None
 
     def __init__(self) -> None:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -24,7 +24,6 @@ from eecore.exits import Exit
 from eecore.guide import Guide
 from eecore.models import KVCache, Network, Tokenizer, allocate_cache, cache_dtype
 from eecore.output import Output, StepOutput
-from eecore.planning.guided import Guides
 from eecore.planning.heads import max_ahead
 from eecore.planning.row import Outcome
 from eecore.scheduling.pages import PageAllocator
@@ -199,11 +198,6 @@ class Engine:
             GuideError: it cannot be compiled, or nothing can follow it.
         """
         self.intake.guides.follow(guide)
-
-    def is_compiled(self, guide: Guide) -> bool:
-        """Whether the outcome of :meth:`compile` is known already."""
-        guides = self.intake.guides
-        return isinstance(guides, Guides) and guides.knows(guide)
 
     def enqueue(self, sequence: Sequence, request_id: str | None = None) -> str:
         """Queue a request from :meth:`prepare`, once, and return its id.

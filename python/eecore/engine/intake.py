@@ -8,18 +8,17 @@ from weakref import WeakSet
 
 from eecore.config import EngineConfig, SamplingParams, T5Config
 from eecore.engine.text import TextStream
-from eecore.engine.view import ModelFacts
 from eecore.errors import ExitError, RequestError
 from eecore.exit_text import Policies, usual_exit
 from eecore.exits import Exit
-from eecore.models import Tokenizer
+from eecore.models import Network, Tokenizer
 from eecore.planning.auto import best_exit_layers
 from eecore.planning.draft_state import draft_state
-from eecore.planning.guided import FollowsGuides, Guided, Guides
+from eecore.planning.guided import Guides
 from eecore.scheduling.sequence import Sequence
 from eecore.values import as_index, shown
 
-ASKED: WeakSet[ModelFacts] = WeakSet()
+ASKED: WeakSet[Network] = WeakSet()
 """Models that were already checked for a record of training for early exit."""
 
 
@@ -27,23 +26,16 @@ class Intake:
     """Checks requests to one model, and makes sequences of them.
 
     Args:
-        network: the model, or the facts on it.
-        guides: compiles guides; None: they are compiled in this process.
+        network: the model.
     """
 
-    def __init__(
-        self,
-        network: ModelFacts,
-        tokenizer: Tokenizer | None,
-        config: EngineConfig,
-        guides: FollowsGuides | None = None,
-    ) -> None:
+    def __init__(self, network: Network, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
         self._network, self._tokenizer, self._limits = network, tokenizer, config
         source = network.source
         self._policies = Policies(None if source is None else source.directory)
         self._seeds = random.Random()
         ends = network.config.eos_token_ids
-        self.guides = guides or Guides(tokenizer, network.config.vocab_size, ends)
+        self.guides = Guides(tokenizer, network.config.vocab_size, ends)
 
     def sequence(
         self, prompt: str | list[int], exit: Exit | str | None, sampling: SamplingParams | None
@@ -51,7 +43,7 @@ class Intake:
         """A checked request, which has no id and no place in the queue yet.
 
         Raises:
-            RequestError: for a prompt, setting or length that can never be served.
+            RequestError: for a prompt, setting, length or guide that can never be served.
             ExitError: for an exit policy that the model cannot run.
         """
         config = self._network.config
@@ -97,45 +89,22 @@ class Intake:
         self._check_sampling(sampling)
         if sampling.seed is None:
             sampling = sampling.with_seed(self._seeds.getrandbits(63))
-        sequence = self.trusted(prompt_ids, input_ids, policy, sampling)
-        if policy.wants_training(config.exit_layers) and self._network not in ASKED:
-            self._ask_for_training(policy)
-        return sequence
-
-    def trusted(
-        self,
-        prompt_ids: list[int],
-        input_ids: list[int] | None,
-        policy: Exit,
-        sampling: SamplingParams,
-    ) -> Sequence:
-        """A request that :meth:`sequence` has checked, here or in another process.
-
-        Args:
-            prompt_ids: the decoder's prompt.
-            input_ids: the encoder's input, if there is an encoder.
-            policy: the request's exit policy.
-            sampling: the request's settings, with a seed.
-
-        Raises:
-            GuideError: the guide cannot be compiled, or nothing can follow it.
-        """
         sequence = Sequence(
             request_id="",
             prompt_ids=prompt_ids,
             sampling=sampling,
             exit=policy,
             arrival=-1,
-            eos_token_ids=frozenset(self._network.config.eos_token_ids),
+            eos_token_ids=frozenset(config.eos_token_ids),
             input_ids=input_ids,
         )
         if sampling.guide is not None:
-            guided = self.guides.follow(sampling.guide)
-            if isinstance(guided, Guided):
-                draft_state(sequence, self._network.config.exit_layers, guided)
+            draft_state(sequence, config.exit_layers, self.guides.follow(sampling.guide))
         if self._tokenizer is not None:
             before = prompt_ids if input_ids is None else []
             sequence.text = TextStream(self._tokenizer, before, sampling.stop, sequence.output_ids)
+        if policy.wants_training(config.exit_layers) and self._network not in ASKED:
+            self._ask_for_training(policy)
         return sequence
 
     def _ask_for_training(self, policy: Exit) -> None:

@@ -48,12 +48,9 @@ class TextStream:
         self._decoded = Decoded(tokenizer.incremental(prompt_ids))
         self._shown = 0
         self._last_piece = 0, False, ""
-        self.special_texts: Mapping[int, str] = {}
-        """The texts of special tokens that :meth:`show` was given."""
 
     def show(self, tokens: Mapping[int, str]) -> None:
         """Give special tokens a text, before there are any tokens."""
-        self.special_texts = tokens
         self._decoded = Decoded(self._tokenizer.incremental(self._prompt_ids, shown=tokens))
 
     @property

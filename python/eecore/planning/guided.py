@@ -13,7 +13,7 @@ from collections.abc import Sequence as Ordered
 from concurrent.futures import Future
 from functools import cached_property
 from itertools import takewhile
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -137,17 +137,6 @@ class _Look(NamedTuple):
     forced: list[int]
     """The next tokens, as far as there is only one choice."""
     mask: bytes
-
-
-class FollowsGuides(Protocol):
-    """Compiles guides: in this process, or in the engine's."""
-
-    def follow(self, guide: Guide) -> object:
-        """A guide, at its beginning.
-
-        Raises:
-            GuideError: it cannot be compiled, or no text matches it.
-        """
 
 
 class Guides:

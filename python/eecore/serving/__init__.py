@@ -9,10 +9,6 @@ knows the exit policies that may be asked for, ``served.py`` the model, ``metric
 ``tracing.py`` makes spans, ``server.py`` is the process. ``ray.py`` runs several servers on Ray
 Serve, ``replicas.py`` chooses the one that a request goes to. The server needs ``pip install
 '.[serve]'``; importing the package alone does not.
-
-An engine may run in a process of its own: ``remote.py`` starts that process, starts it again when
-it has ended, and talks to it in the messages of ``wire.py``. ``engine_process.py`` and
-``stepping.py`` are the code of that process.
 """
 
 from __future__ import annotations

@@ -115,12 +115,8 @@ def create_app(
 
     @app.get("/health", responses={503: {"description": "Not all requests are taken."}})
     async def health() -> Response:
-        """200 while the server takes requests; 503 when it is closing, has no engine, or compiles
-        no guides.
-        """
-        up = "ok" if served.engine.is_up else "without an engine"
-        if up == "ok" and service.is_stuck:
-            up = "compiling no guides"
+        """200 while the server takes requests; 503 when it is closing or compiles no guides."""
+        up = "compiling no guides" if service.is_stuck else "ok"
         status = "closing" if service.admission.is_closing else up
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 

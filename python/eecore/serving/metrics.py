@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from eecore.engine.view import EngineView
+from eecore.engine.engine import Engine
 from eecore.exit_text import exit_text
 from eecore.exits import Exit
 from eecore.output import Output
@@ -38,16 +38,9 @@ class Metrics:
         engine: its state is read with each scrape.
         model_name: the label of vLLM's metrics.
         policies: those that always have a label of their own.
-        restarts: the number of times that the engine was started again; None: never.
     """
 
-    def __init__(
-        self,
-        engine: EngineView,
-        model_name: str,
-        policies: Iterable[Exit] = (),
-        restarts: Callable[[], int] | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, model_name: str, policies: Iterable[Exit] = ()) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self._has_prefix_cache = engine.has_prefix_cache
@@ -127,7 +120,7 @@ class Metrics:
         }
         """Counters of drafts and accepted drafts in vLLM's words, for each field of the statistics.
         """
-        self.registry.register(_State(engine, model_name, restarts or int))
+        self.registry.register(_State(engine, model_name))
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"eecore_{name}", what, labels, registry=self.registry)
@@ -232,10 +225,9 @@ class _Seconds(Collector):
 class _State(Collector):
     """The engine's state at the time of a scrape."""
 
-    def __init__(self, engine: EngineView, model_name: str, restarts: Callable[[], int]) -> None:
+    def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine = engine
         self._model_name = model_name
-        self._restarts = restarts
 
     def collect(self) -> Iterator[Metric]:
         engine = self._engine
@@ -249,19 +241,11 @@ class _State(Collector):
             ("kv_pages_cached", "Pages that a prompt may begin with.", engine.num_cached_pages),
         ):
             yield GaugeMetricFamily(f"eecore_{name}", what, value=value)
-        for name, what, count in (
-            (
-                "engine_restarts",
-                "How often the engine's process had to be started again.",
-                self._restarts(),
-            ),
-            (
-                "failed_iterations",
-                "Iterations, or parts of one, that raised and were done again.",
-                engine.num_failed_iterations,
-            ),
-        ):
-            yield CounterMetricFamily(f"eecore_{name}", what, value=count)
+        yield CounterMetricFamily(
+            "eecore_failed_iterations",
+            "Iterations, or parts of one, that raised and were done again.",
+            value=engine.num_failed_iterations,
+        )
         for name, share in (
             ("num_requests_running", float(engine.num_running)),
             ("num_requests_waiting", float(engine.num_waiting)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from eecore.errors import EngineClosedError, EngineLostError, ExitError, ModelError, RequestError
+from eecore.errors import EngineClosedError, ExitError, ModelError, RequestError
 from eecore.output import RequestFailedError
 
 MAX_MESSAGE = 1000
@@ -75,7 +75,7 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def unavailable(message: str, retry_after: int = 1) -> ApiError:
-    """The error of a server that is closing or has no engine."""
+    """The error of a server that is closing."""
     return ApiError(503, message, code="shutting_down", retry_after=retry_after)
 
 
@@ -87,8 +87,6 @@ def as_api_error(error: Exception) -> ApiError | None:
         return ApiError(500, str(error), code="request_failed")
     if isinstance(error, EngineClosedError):
         return unavailable("the server is shutting down")
-    if isinstance(error, EngineLostError):
-        return ApiError(503, str(error), code="engine_lost", retry_after=error.retry_after)
     if isinstance(error, ExitError):
         return invalid(str(error), param="exit", code="exit_not_possible")
     if isinstance(error, (RequestError, ModelError)):

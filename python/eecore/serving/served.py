@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
-from eecore.config import OWN, AnyModelConfig, EngineConfig, SamplingParams, T5Config
+from eecore.config import OWN, SamplingParams, T5Config
 from eecore.engine.async_engine import AsyncEngine
-from eecore.engine.view import ModelFacts
 from eecore.exits import Exit
+from eecore.generation import Model
 from eecore.models import Tokenizer
 from eecore.models.text.tokenizer import REPLACEMENT
 from eecore.serving.depth import Depths
@@ -23,28 +23,12 @@ MAX_KNOWN_TOKENS = 1 << 16
 SHRINKING = 4
 
 
-class Servable(Protocol):
-    """The parts of a model that a server needs; its weights may be in another process."""
-
-    @property
-    def network(self) -> ModelFacts: ...
-    @property
-    def config(self) -> AnyModelConfig: ...
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-    @property
-    def engine_config(self) -> EngineConfig: ...
-
-    def async_engine(self, config: EngineConfig | None = None) -> AsyncEngine:
-        """The model's engine; with ``config``, one with these limits."""
-
-
 @dataclass(eq=False)
 class ServedModel:
     """A model and its engine, as a server offers them.
 
     Args:
-        model: from :func:`eecore.load`, or with its engine in another process.
+        model: from :func:`eecore.load`.
         name: what requests call it.
         depths: the policies that requests may choose.
         max_choices: the most answers of one request.
@@ -52,7 +36,7 @@ class ServedModel:
         samples_as_model: settings that a request leaves out are the model's own, not greedy.
     """
 
-    model: Servable
+    model: Model
     name: str
     depths: Depths
     engine: AsyncEngine

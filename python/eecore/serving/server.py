@@ -70,9 +70,6 @@ def serve(
             whenever it has changed.
         access_log: takes a line for each request.
 
-    Raises:
-        EngineLostError: the engine's process has ended and cannot be started again.
-
     Returns:
         The signal that ended the server before all requests were answered; 0: all were.
     """
@@ -95,8 +92,6 @@ def serve(
         service.served.engine.close()
         if service.tracing is not None:
             service.tracing.close()
-    if service.served.engine.failure is not None:
-        raise service.served.engine.failure
     return server.cut_off
 
 
@@ -139,9 +134,7 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Whether the server has to end; called ten times a second."""
         admission = self._service.admission
-        if self._service.served.engine.failure is not None:
-            self.should_exit = self.force_exit = True
-        elif admission.is_closing and not self.should_exit:
+        if admission.is_closing and not self.should_exit:
             if self._draining is not None and admission.taken != self._left:
                 self._left = admission.taken
                 self._draining(self._left)

@@ -10,13 +10,14 @@ from eecore.config import SamplingParams
 from eecore.errors import ExitError, GuideError, RequestError
 from eecore.exit_text import MODES, Policies, usual_exit
 from eecore.files.hub import name_of
+from eecore.generation import Model
 from eecore.guide import Guide
 from eecore.serving.admission import Admission
 from eecore.serving.answering import Service
 from eecore.serving.depth import Depths, recommended
 from eecore.serving.metrics import Metrics
 from eecore.serving.protocol import MAX_CHOICES
-from eecore.serving.served import Servable, ServedModel
+from eecore.serving.served import ServedModel
 from eecore.serving.tool_calls import TOOL_PARSERS, tool_format
 from eecore.serving.tracing import tracing_of_environment
 from eecore.values import shown
@@ -88,7 +89,7 @@ class ServerSettings:
                     raise ExitError(f"--{name} {each}: {error}") from None
 
 
-def service_of(model: Servable, settings: ServerSettings) -> Service:
+def service_of(model: Model, settings: ServerSettings) -> Service:
     """The state that the requests to a server share.
 
     Raises:
@@ -126,12 +127,12 @@ def service_of(model: Servable, settings: ServerSettings) -> Service:
     samples_as_model = settings.generation_config == "auto"
     served = ServedModel(model, name, depths, engine, max_choices, calls, samples_as_model)
     labelled = map(policies.of, (usual, *aliases))
-    metrics = Metrics(engine.engine, name, labelled, lambda: engine.num_restarts)
+    metrics = Metrics(engine.engine, name, labelled)
     bounds = (settings.max_body, settings.timeout)
     return Service(served, admission, metrics, *bounds, tracing_of_environment())
 
 
-def _tools_template(model: Servable) -> str | None:
+def _tools_template(model: Model) -> str | None:
     """The chat template of conversations with tools."""
     if model.tokenizer is None:
         return None
