@@ -22,7 +22,7 @@ import eecore
 from command_line import LONG, QUIET, REQUEST, USAGE, error_of
 from eecore.cli import chat
 from eecore.cli.app import run
-from eecore.cli.depth import DepthPainter, depth_style, legend_of
+from eecore.cli.depth import DepthPainter, depth_style
 from eecore.config import ANSWERS
 from tiny_models import write_model
 
@@ -107,13 +107,6 @@ def test_exit_modes_and_stats(talk: Talk) -> None:
     assert lines[-1] == "stats: not shown"
 
 
-def test_a_drafted_token_is_shown_as_verified(talk: Talk) -> None:
-    options = ("-n", "60", "--ignore-eos", "--exit", "lookup", "--stats")
-    said = talk("abc abc abc abc abc abc", options=options).err
-    assert re.match(r"[\d.]+x full depth's, the same text: [\d.]+ tokens/s beside [\d.]+; ", said)
-    assert re.search(r"; (\d+ pass(es)? of )?all 4 layers for ", said)
-
-
 def test_what_cannot_be_is_said(talk: Talk) -> None:
     assert "/nothing: expected one of /system" in error_of(talk("/nothing", code=USAGE))
     assert "/save: expected the name" in error_of(talk("/save", code=USAGE))
@@ -167,12 +160,6 @@ def test_a_model_samples_as_its_files_say(
 
 
 # What is shown
-
-
-def test_a_legend_says_how_tokens_were_made() -> None:
-    lossless = legend_of(eecore.SelfSpeculative(2, 2), 4).plain
-    assert lossless == "█ drafted, and verified by all 4 layers  █ computed by all 4 layers  "
-    assert legend_of(eecore.ConfidentExit(0.9), 4).plain == "exit layer  1 ██ 4 "
 
 
 def test_drafts_that_were_verified_have_one_colour(tiny: eecore.Model) -> None:

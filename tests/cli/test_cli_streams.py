@@ -112,13 +112,7 @@ def text_of(model: str, prompt: str) -> str | None:
     return eecore.generate(eecore.load(model), prompt, **sampling)[0].text
 
 
-def test_only_the_first_line_is_read() -> None:
-    done = through_a_shell(["generate", "--help"], "| head -1")
-    assert b"Traceback" not in done.stderr
-    assert done.stderr == b""
-
-
-@pytest.mark.parametrize("width", ["1", "2", "0", "x", "99999"])
+@pytest.mark.parametrize("width", ["1", "x", "99999"])
 def test_any_width_of_a_terminal(
     model: str,
     width: str,
@@ -136,7 +130,7 @@ def test_any_width_of_a_terminal(
 @pytest.mark.parametrize(
     ("number", "seconds"),
     [
-        *((signal.SIGINT, seconds) for seconds in (0.02, 0.5, 1.0, 3.0)),
+        *((signal.SIGINT, seconds) for seconds in (0.02, 0.5, 3.0)),
         (signal.SIGTERM, 0.5),
     ],
 )
@@ -220,16 +214,6 @@ def test_arguments_of_all_kinds(
     message = error_of(capsys.readouterr())
     assert "--debug" not in message
     assert len(message) < 3000
-
-
-def test_brackets_in_names_are_no_markup(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "[bold]").mkdir()
-    page = tmp_path / "[bold]" / "a.html"
-    assert run(["exits", model, "hi", "--max-tokens", "2", "--html", str(page)]) == 0
-    assert f"wrote {page}" in capsys.readouterr().out
-    assert page.read_text().startswith("<!doctype html>")
 
 
 def test_a_stream_without_end_is_not_kept(

@@ -67,12 +67,3 @@ def test_their_rules_are_typers(arguments: list[str], said: str) -> None:
     done = invoked(*arguments)
     assert done.exit_code == 2
     assert said in done.output
-
-
-def test_help_has_a_panel_for_each() -> None:
-    app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    app.command()(takes_options(command))
-    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120"}).output
-    plain, _, panel = shown.partition("What is printed")
-    assert "--size" in plain
-    assert all(words in panel for words in ("--json", "As JSON.", "--threads", "How many."))
