@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -101,26 +101,23 @@ def chat(
     return 0
 
 
+@dataclass
 class _Talk:
     """One conversation and how it is shown."""
 
-    def __init__(
-        self,
-        model: Model,
-        directory: Path,
-        policy: Exit,
-        sampling: SamplingOptions,
-        system: str | None,
-        depth: bool,
-        stats: bool,
-    ) -> None:
-        self.model, self.directory, self.policy = model, directory, policy
-        self.sampling, self.system = sampling, system
-        self.depth, self.stats = depth, stats
+    model: Model
+    directory: Path
+    policy: Exit
+    sampling: SamplingOptions
+    system: str | None
+    depth: bool
+    stats: bool
+    turns: list[dict[str, str]] = field(default_factory=list)
+    last: str = ""
+    """The last answer's line of statistics."""
+
+    def __post_init__(self) -> None:
         self.console = Console()
-        self.turns: list[dict[str, str]] = []
-        self.last = ""
-        """The last answer's line of statistics."""
         self.commands: dict[str, Callable[[str], None]] = {
             "system": self._system,
             "exit-mode": self._exit_mode,

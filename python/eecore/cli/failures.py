@@ -105,8 +105,11 @@ def _bad_value(error: Exception) -> str:
     if not callable(refused) or parameter is None:
         return ""
     first = refused()[0]
-    name = max(parameter.opts, key=len)
-    expected = first["msg"].removeprefix("Input should be ").partition(", unable to parse")[0]
+    said, name = first["msg"], max(parameter.opts, key=len)
+    if not said.startswith("Input should be "):
+        said = said.removeprefix("Value error, ").removesuffix(".")
+        return f"{name}: {said}, got {first['input']!r}"
+    expected = said.removeprefix("Input should be ").partition(", unable to parse")[0]
     return f"{name}: expected {expected}, got {first['input']!r}"
 
 

@@ -6,7 +6,6 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -165,21 +164,13 @@ def generate(
         replace(sampling.params(loaded, policy, ids), logprobs=printed.logprobs) for ids in answers
     ]
     shown = policy if printed.depth else None
-    bar: Progress | None = None
     results: Results
     if len(prompts) == 1 and not printed.json:
         results = StreamedText(prompts, loaded, shown, asked[0])
     else:
-        # On one terminal, bar and text share a console, which keeps the bar below the text.
-        console = Console(stderr=not sys.stdout.isatty())
-        if len(prompts) > 1 and sys.stderr.isatty():
-            bar = Progress(
-                console=console, redirect_stdout=False, redirect_stderr=False, transient=True
-            )
-        kind = JsonLines if printed.json else TextByPrompt
-        results = kind(prompts, loaded, shown, console if bar and not console.stderr else None)
+        results = (JsonLines if printed.json else TextByPrompt)(prompts, loaded, shown)
     results.explain()
-    code, outputs = _run(loaded, asked, policy, params, results, bar, printed.stats)
+    code, outputs = _run(loaded, asked, policy, params, results, printed.stats)
     if sampling.max_tokens is None and not printed.json:
         _say_what_was_cut(outputs, are_answers=None not in answers)
     return code
@@ -208,14 +199,26 @@ def _say_what_was_cut(outputs: list[Output], *, are_answers: bool) -> None:
         say(f"note: {what} cut {where} (--max-tokens)")
 
 
-def _steps(engine: Engine) -> Iterator[StepOutput]:
-    """All steps of an engine; on a terminal a spinner tells that the prompt is being read."""
+def _steps(engine: Engine, count: int) -> Iterator[StepOutput]:
+    """All steps of an engine, with progress on stderr where that is a terminal: how many of the
+    prompts are done where stdout does not show it, else that the first is being read.
+    """
     steps = engine.run()
-    with spinner("reading the prompt"):
-        first = next(steps, None)
-    if first is not None:
-        yield first
-        yield from steps
+    if count == 1 or sys.stdout.isatty():
+        with spinner("reading the prompt"):
+            first = next(steps, None)
+        if first is not None:
+            yield first
+            yield from steps
+        return
+    console = Console(stderr=True)
+    with Progress(
+        console=console, transient=True, redirect_stdout=False, disable=not console.is_interactive
+    ) as bar:
+        task = bar.add_task("generating", total=count)
+        for step in steps:
+            yield step
+            bar.advance(task, step.output is not None)
 
 
 def _run(
@@ -224,7 +227,6 @@ def _run(
     policy: Exit,
     samplings: list[SamplingParams],
     results: Results,
-    bar: Progress | None,
     stats: bool,
 ) -> tuple[int, list[Output]]:
     """Serve the prompts; on Ctrl-C the outputs so far are printed, marked as cancelled.
@@ -242,27 +244,23 @@ def _run(
     outputs: list[Output] = []
     started = time.perf_counter()
     code = 0
-    task = None if bar is None else bar.add_task("generating", total=len(prompts))
-    with bar or nullcontext():
-        try:
-            for step in engine.run() if bar else _steps(engine):
-                index = order[step.request_id]
-                results.step(index, step)
-                if step.output is not None:
-                    outputs.append(step.output)
-                    if step.output.error is not None:
-                        say(f"error: prompt {index + 1}: {step.output.error}")
-                        code = FAILED
-                    if bar is not None and task is not None:
-                        bar.advance(task)
-        except KeyboardInterrupt:
-            code = INTERRUPTED
-            left = [engine.cancel(request_id) for request_id in order]
-            left += [step.output for step in engine.run()]  # an interrupted step ends all requests
-            for output in sorted(filter(None, left), key=lambda each: order[each.request_id]):
-                cancelled = replace(output, finish_reason="cancelled", error=None)
-                results.done(order[output.request_id], cancelled)
-                outputs.append(cancelled)
+    try:
+        for step in _steps(engine, len(prompts)):
+            index = order[step.request_id]
+            results.step(index, step)
+            if step.output is not None:
+                outputs.append(step.output)
+                if step.output.error is not None:
+                    say(f"error: prompt {index + 1}: {step.output.error}")
+                    code = FAILED
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+        left = [engine.cancel(request_id) for request_id in order]
+        left += [step.output for step in engine.run()]  # an interrupted step ends all requests
+        for output in sorted(filter(None, left), key=lambda each: order[each.request_id]):
+            cancelled = replace(output, finish_reason="cancelled", error=None)
+            results.done(order[output.request_id], cancelled)
+            outputs.append(cancelled)
     if stats and outputs:
         print_stats(outputs, time.perf_counter() - started)
     if code == INTERRUPTED:

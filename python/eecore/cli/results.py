@@ -26,19 +26,11 @@ class Results:
 
     Args:
         policy: the exit policy, to show the depth of each token; None: depths are not shown.
-        console: the terminal that a progress bar shares with the outputs.
     """
 
-    def __init__(
-        self,
-        prompts: list[Prompt],
-        model: Model,
-        policy: Exit | None,
-        console: Console | None = None,
-    ) -> None:
+    def __init__(self, prompts: list[Prompt], model: Model, policy: Exit | None) -> None:
         self.prompts, self.model, self.policy = prompts, model, policy
-        self.console = console or Console()
-        self._is_shared = console is not None
+        self.console = Console()
         self._waiting: dict[int, Output] = {}
         self._next = 0
 
@@ -60,9 +52,8 @@ class Results:
 
     def show(self, text: str | Text, end: str = "\n") -> None:
         """Print text and the end of its line."""
-        if self._is_shared or isinstance(text, Text):
-            # soft_wrap: rich breaks no lines.
-            self.console.print(text, end=end, soft_wrap=True, highlight=False, markup=False)
+        if isinstance(text, Text):
+            self.console.print(text, end=end, soft_wrap=True)  # rich breaks no lines
         elif text or end:
             print(text, end=end, flush=True)
 

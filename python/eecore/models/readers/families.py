@@ -256,83 +256,36 @@ MULTIMODAL: dict[str, Mapping[str, Any]] = {
 """Multimodal models whose text part runs, and defaults for fields that text_config leaves out."""
 
 
-@dataclass(frozen=True)
-class _Missing:
-    """A feature that keeps models from running, and the nearest model that runs."""
-
-    feature: str
-    nearest: str
-    names: tuple[str, ...] = field(kw_only=True)
-    """Prefixes of the models' names in config.json or GGUF: lower case, only letters and digits."""
-
-
-_MISSING = (
-    _Missing("per-layer inputs and shared keys and values", "Gemma 3", names=("gemma3n", "gemma4")),
-    _Missing("an encoder that pools", "Gemma 3", names=("gemmaembedding",)),
-    _Missing(
-        "hybrid layers (gated delta rule)",
-        "Qwen3ForCausalLM",
-        names=("qwen3next", "qwen35", "kimilinear"),
-    ),
-    _Missing(
-        "a mixture of experts (MoE) and attention sinks", "Qwen3ForCausalLM", names=("gptoss",)
-    ),
-    _Missing(
+_MISSING: dict[tuple[str, str], str] = {
+    ("per-layer inputs and shared keys and values", "Gemma 3"): "gemma3n gemma4",
+    ("an encoder that pools", "Gemma 3"): "gemmaembedding",
+    ("hybrid layers (gated delta rule)", "Qwen3ForCausalLM"): "qwen3next qwen35 kimilinear",
+    ("a mixture of experts (MoE) and attention sinks", "Qwen3ForCausalLM"): "gptoss",
+    (
         "a mixture of experts (MoE) and latent attention (MLA)",
         "Qwen3ForCausalLM",
-        names=("deepseek", "glmdsa", "mistral4"),
-    ),
-    _Missing(
-        "attention sinks and a mixture of experts (MoE)",
-        "MiMoForCausalLM",
-        names=("mimov2", "mimo2"),
-    ),
-    _Missing(
-        "positions in images (mRoPE)", "Qwen3ForCausalLM", names=("qwen2vl", "qwen25vl", "qwen3vl")
-    ),
-    _Missing("hybrid layers (short convolutions)", "Qwen3ForCausalLM", names=("lfm2",)),
-    _Missing(
+    ): "deepseek glmdsa mistral4",
+    ("attention sinks and a mixture of experts (MoE)", "MiMoForCausalLM"): "mimov2 mimo2",
+    ("positions in images (mRoPE)", "Qwen3ForCausalLM"): "qwen2vl qwen25vl qwen3vl",
+    ("hybrid layers (short convolutions)", "Qwen3ForCausalLM"): "lfm2",
+    (
         "hybrid layers (Mamba)",
         "the dense Granite 4 (GraniteMoeHybridForCausalLM without Mamba layers)",
-        names=(
-            "granitehybrid",
-            "bamba",
-            "jamba",
-            "falconh1",
-            "nemotronh",
-            "zamba",
-            "mamba",
-            "linearattention",
-        ),
-    ),
-    _Missing("a mixture of experts (MoE)", "Granite 4", names=("granitemoe",)),
-    _Missing("a mixture of experts (MoE)", "MistralForCausalLM", names=("mixtral",)),
-    _Missing("a mixture of experts (MoE)", "Qwen3ForCausalLM", names=("qwen2moe", "qwen3moe")),
-    _Missing("a mixture of experts (MoE)", "Olmo2ForCausalLM", names=("olmoe", "flexolmo")),
-    _Missing("a mixture of experts (MoE)", "Phi3ForCausalLM", names=("phimoe",)),
-    _Missing("layers with chunked attention and experts", "LlamaForCausalLM", names=("llama4",)),
-    _Missing("layer norms with a mean", "Olmo2ForCausalLM", names=("olmofor",)),
-    _Missing("layer norms with a mean", "Phi3ForCausalLM", names=("phifor", "phi2")),
-    _Missing("latent attention (MLA)", "LlamaForCausalLM", names=("minicpm3",)),
-    _Missing(
-        "layer norms with a mean",
-        "LlamaForCausalLM",
-        names=(
-            "gpt2",
-            "gptneox",
-            "gptj",
-            "bloom",
-            "opt",
-            "falcon",
-            "starcoder",
-            "stablelm",
-            "cohere",
-            "commandr",
-            "mpt",
-            "persimmon",
-        ),
-    ),
-)
+    ): "granitehybrid bamba jamba falconh1 nemotronh zamba mamba linearattention",
+    ("a mixture of experts (MoE)", "Granite 4"): "granitemoe",
+    ("a mixture of experts (MoE)", "MistralForCausalLM"): "mixtral",
+    ("a mixture of experts (MoE)", "Qwen3ForCausalLM"): "qwen2moe qwen3moe",
+    ("a mixture of experts (MoE)", "Olmo2ForCausalLM"): "olmoe flexolmo",
+    ("a mixture of experts (MoE)", "Phi3ForCausalLM"): "phimoe",
+    ("layers with chunked attention and experts", "LlamaForCausalLM"): "llama4",
+    ("layer norms with a mean", "Olmo2ForCausalLM"): "olmofor",
+    ("layer norms with a mean", "Phi3ForCausalLM"): "phifor phi2",
+    ("latent attention (MLA)", "LlamaForCausalLM"): "minicpm3",
+    ("layer norms with a mean", "LlamaForCausalLM"): "gpt2 gptneox gptj bloom opt falcon starcoder "
+    "stablelm cohere commandr mpt persimmon",
+}
+"""Features that keep models from running and the nearest model that runs, with prefixes of the
+models' names in config.json or GGUF: lower case, only letters and digits."""
 
 
 def why_not(name: str) -> str:
@@ -343,9 +296,9 @@ def why_not(name: str) -> str:
         name: an architecture or model_type of config.json, or general.architecture of GGUF.
     """
     plain = "".join(letter for letter in name.lower() if letter.isalnum())
-    for missing in _MISSING:
-        if plain.startswith(missing.names):
-            return f" (it has {missing.feature}; the nearest that runs is {missing.nearest})"
+    for (feature, nearest), names in _MISSING.items():
+        if plain.startswith(tuple(names.split())):
+            return f" (it has {feature}; the nearest that runs is {nearest})"
     if "moe" in plain:
         return " (it has a mixture of experts (MoE); dense models run)"
     return ""
