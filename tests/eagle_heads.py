@@ -208,14 +208,14 @@ class EagleOracle:
         both = torch.cat((layer.norm(self.table[tokens], "input_layernorm"), h), 1)
         return layer.mlp(residual + layer.attend(both, positions))
 
-    def chosen(self, normed: Tensor) -> tuple[list[int], list[float], Tensor]:
-        """Drafts of normed states, their probabilities, and the logits."""
+    def chosen(self, normed: Tensor) -> tuple[list[int], list[float]]:
+        """Drafts of normed states, and their probabilities."""
         logits = normed @ self.tensors["lm_head.weight"].T
         found = logits.softmax(1).max(1)
         best = found.indices
         if "d2t" in self.tensors:
             best = best + self.tensors["d2t"][best]
-        return best.tolist(), found.values.tolist(), logits
+        return best.tolist(), found.values.tolist()
 
 
 def reference_drafts(
@@ -225,8 +225,8 @@ def reference_drafts(
     states: list[Tensor],
     following: list[int],
     count: int,
-) -> tuple[list[int], list[float], Tensor]:
-    """What a head drafts, its probabilities, and the logits of each draft.
+) -> tuple[list[int], list[float]]:
+    """What a head drafts, and the probabilities.
 
     Args:
         path: of the head.
@@ -239,13 +239,12 @@ def reference_drafts(
     oracle = EagleOracle(path, layout, embeddings)
     x, layer = oracle.begin(states), oracle.layer()
     tokens, positions = torch.tensor(following), torch.arange(len(following))
-    drafts, probabilities, logits = [], [], []
+    drafts, probabilities = [], []
     for _ in range(count):
         x = oracle.after(layer, x, tokens, positions)[-1:]
         normed_state = oracle.norm(x, "norm")
         x = normed_state if layout.norm_output else x
         found = oracle.chosen(normed_state)
         drafts, probabilities = drafts + found[0], probabilities + found[1]
-        logits.append(found[2])
         tokens, positions = torch.tensor(drafts[-1:]), positions[-1:] + 1
-    return drafts, probabilities, torch.cat(logits)
+    return drafts, probabilities

@@ -1,14 +1,15 @@
-"""Models with heads as people publish them: of each kind one of noise, and some that are mostly
-right about the model that they draft for.
+"""Models with draft heads: of each kind one of noise, and some that are mostly right about the
+model that they draft for.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -17,15 +18,18 @@ from block_heads import write_block_head
 from devices import load
 from eagle_heads import Layout, write_eagle
 from eecore.models import KVCache
-from eecore.planning.proposal import Ahead
+from eecore.planning.proposal import MAX_AHEAD, Ahead
+from head_packs import write_pack
 from mtp_heads import write_mimo
 from tiny_models import random_prompts, scale_layers, write_model
 
 PROMPTS = [[7, 8, 9] * 5, *random_prompts(1, 23, 9, 31, 4, seed=4), [3, 4, 5, 6, 3, 4]]
 BLOCKS = {"dflash": "z-lab", "dspark": "DeepSpec"}
 """Layouts of heads that draft a block."""
-KINDS = ("eagle3", *BLOCKS, "mtp")
-FOLLOWING = ("eagle3", "dspark")
+ATTENDED = ((0, 1), (2, 0), (2, 1))
+"""Layers and key heads that the head ``attending`` attends to, two of one layer among them."""
+KINDS = ("recurrent", "attending", "eagle3", *BLOCKS, "mtp")
+FOLLOWING = ("recurrent", "eagle3", "dspark")
 """Kinds of which :func:`write_head` makes one that is mostly right."""
 
 
@@ -39,10 +43,18 @@ def write_head(directory: Path, kind: str, model: Path, *, follows: bool = False
 
     Args:
         directory: of the head.
-        kind: of :data:`KINDS` but for ``mtp``, or with ``follows`` of :data:`FOLLOWING`.
+        kind: of :data:`KINDS` but for ``mtp``, or with ``follows`` of :data:`FOLLOWING`;
+            ``recurrent`` and ``attending`` are packs of eecore's own.
         model: of :func:`write_target`.
         follows: whether it drafts about what the model gives a token without its layers.
     """
+    if kind in ("recurrent", "attending"):
+        own = load(model, exits=False)
+        if kind == "attending":
+            return write_pack(directory, own, taps=(2,), attended=ATTENDED)
+        if follows:
+            return write_pack(directory, own, follows_tokens=True)
+        return write_pack(directory, own, taps=(1, 3), blocks=2, vocabulary_size=37)
     if kind == "eagle3":
         target = json.loads((model / "config.json").read_text())
         layout, given = Layout(vocabulary_size=200), None
@@ -132,3 +144,24 @@ def drafts_of(engine: eecore.Engine) -> Iterator[tuple[list[int], int, Ahead]]:
             assert ahead.num_tokens == sequence.num_tokens
             tokens = sequence.tokens(0, sequence.num_tokens)
             yield tokens, sequence.tokens_left - 1, ahead
+
+
+Oracle = Callable[[list[torch.Tensor], list[int], int], tuple[list[int], list[float]]]
+"""Drafts and their scores, in plain PyTorch, from the states of the head's taps at all positions of
+a text but the last, its tokens, and the number of drafts."""
+
+
+def check_drafts(engine: eecore.Engine, model: eecore.Model, oracle: Oracle) -> int:
+    """Whatever requests have drafted is what the formula drafts; how many have."""
+    checked, at_once = 0, model.network.draft_head.num_at_once
+    for tokens, left, ahead in drafts_of(engine):
+        count = len(ahead.tokens)
+        if not at_once:
+            assert count == min(MAX_AHEAD, left)
+        elif count < at_once:
+            continue  # a block is cut where the text is to end, or where pages are few
+        drafts, scores = oracle(states_of(model, tokens[:-1]), tokens, count)
+        assert ahead.tokens == drafts
+        assert ahead.probabilities == pytest.approx(scores, rel=2e-3, abs=1e-5)
+        checked += 1
+    return checked

@@ -22,6 +22,7 @@ WHOLE = {
     "calibration": "examples",
     "cli": "options",
     "decoding": "company confident_exit cut_vocabulary penalties sampling speculation",
+    "heads": "files",
     "lab/evaluation": "exit_map",
     "lab/training": "calm chats data draft_head early_exit_loss layer_dropout recipe",
     "models": "checkpoint gguf_file llama tokenizer tokenizer_files",
@@ -33,7 +34,8 @@ WHOLE = {
 SOME = {
     "cli/test_cli.py": ("test_generate", "test_every_exit_mode", "test_json", "test_wrong_usage"),
     "cli/test_cli_streams.py": ("test_arguments_of_all_kinds",),
-    "decoding/test_head_drafts.py": ("test_greedy", "test_all_policies", "test_a_bad_pack"),
+    "decoding/test_head_drafts.py": ("test_greedy", "test_all_policies"),
+    "models/test_recurrent_head.py": ("test_a_bad_pack",),
     "engine/test_faults.py": ("test_generate_gives", "test_all_that_fail", "test_a_row_of_nan"),
     "engine/test_async_engine.py": ("test_concurrent", "test_closing_a", "test_a_refused"),
     "engine/test_engine.py": ("test_modes_in_one_batch", "test_preemption", "test_st", "test_bad"),

@@ -166,10 +166,9 @@ def load(
             in ``NAME.exits`` beside a file ``NAME.gguf``, or one that ships with eecore for this
             model, perhaps trained with the model in another precision.
         draft_head: a draft head of any kind, in place of ``exits``: the directory or repository of
-            a published head in safetensors (EAGLE-3 in the layouts of SafeAILab, SpecForge and
-            ``speculators``; DFlash and DSpark in those of z-lab, SpecForge, DeepSpec and
-            ``speculators``), of a MiMo itself, whose layer for multi-token prediction
-            drafts, or of a head that ``eecore train-exits`` made.
+            a head in safetensors that others publish, of a kind that ``eecore.heads`` reads, of a
+            model itself whose checkpoint has such a head, or of a head that ``eecore train-exits``
+            made.
 
     Raises:
         ModelError: a directory or file is missing, corrupt, or of an unsupported architecture, or a

@@ -131,8 +131,8 @@ def fetch_head(path: str | os.PathLike[str]) -> Path:
         if (found := _head_in(directory)) is not None:
             return found
         raise ModelNotFoundError(
-            "exits: expected a directory with head.json, which eecore train-exits makes, got "
-            f"{shown_path(directory)}, {contents_of(directory)}"
+            "exits: expected a directory with head.json, which eecore train-exits makes (published "
+            f"heads are for draft_head), got {shown_path(directory)}, {contents_of(directory)}"
         )
     if repository.file is not None:
         raise ModelError(f"exits: expected org/name or org/name@revision, got {repository.said}")
@@ -173,9 +173,7 @@ def fetch_draft_head(path: str | os.PathLike[str]) -> Path:
         return directory
     raise ModelNotFoundError(
         "draft_head: expected a repository with head.json, or with config.json and "
-        f"model.safetensors, got {repository.said}, which has neither; a pickle is not opened: "
-        "heads in safetensors are RedHatAI/*-speculator.eagle3, AngelSlim/*_eagle3, "
-        "lmsys/SGLang-EAGLE3-*"
+        f"model.safetensors, got {repository.said}, which has neither; a pickle is not opened"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
 from pathlib import Path
@@ -22,9 +21,6 @@ KINDS = {
 CHUNK = 1 << 20
 NOTHING = (errno.ENOENT, errno.ENOTDIR)
 MEASURES_FOLDER = "measures"
-MAX_CONFIG = 4 << 20
-FOREIGN_HEADS = ("eagle", "medusa", "hydra", "speculator", "hass")
-"""Parts of the names of architectures that draft for another model."""
 
 
 def path_of(path: str | os.PathLike[str], error: type[EecoreError]) -> Path:
@@ -68,9 +64,6 @@ def contents_of(path: Path) -> str:
         return "a draft head (head.json), which --exits takes, with the model that it drafts for"
     if not is_file(path / "config.json"):
         return _without_config(path)
-    name = _architecture(path / "config.json")
-    if any(part in name.lower() for part in FOREIGN_HEADS):
-        return f"a draft head of another kind ({name}), which eecore does not read"
     return "a model"
 
 
@@ -82,15 +75,6 @@ def _without_config(directory: Path) -> str:
     inner = next((file.parent for file in directory.glob("*/config.json")), None)
     hint = "" if inner is None else f"; {shown_path(inner)} has one"
     return f"a directory without config.json{hint}"
-
-
-def _architecture(config: Path) -> str:
-    """The first architecture that a config.json names; "" where it cannot be read."""
-    try:
-        names = json.loads(read_bytes(config, MAX_CONFIG, EecoreError))["architectures"]
-        return names[0] if isinstance(names[0], str) and names[0].isidentifier() else ""
-    except (EecoreError, ValueError, TypeError, LookupError, RecursionError):
-        return ""
 
 
 def is_file(path: Path) -> bool:
