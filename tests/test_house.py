@@ -226,7 +226,7 @@ FLOORS = {
     "config guide output",
     "serving": "eecore generation engine models exit_text exits calibration_file config "
     "guide output channel",
-    "cli": "eecore serving calibration generation models exit_text exits "
+    "cli": "eecore heads serving calibration generation models exit_text exits "
     "calibration_file config output",
     "lab": "cli eecore calibration generation engine heads decoding planning models exit_text "
     "exits calibration_file config output",

@@ -91,7 +91,7 @@ def _head_facts(
     """Facts on the draft head that is named, stored with the model, or shipped; None without
     one.
     """
-    from eecore.models.readers.draft_heads import names_another, published_facts
+    from eecore.heads import names_another, published_facts
     from eecore.models.readers.head_file import CONFIG_NAME, pack_beside, read_head_settings
 
     pack = draft_head or pack_beside(directory) or shipped

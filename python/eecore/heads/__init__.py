@@ -6,18 +6,20 @@ package the reader of its kind.
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from eecore.config import ModelConfig
+from eecore.config import AnyModelConfig, ModelConfig
 from eecore.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError
-from eecore.files.hub import PICKLES
+from eecore.files.hub import PICKLES, name_of
 from eecore.files.readable import kind_of, shown_path
+from eecore.heads.published import PublishedSettings
 from eecore.models.draft_head import DraftHead
 from eecore.models.llama import LlamaModel
 from eecore.models.readers.config_fields import ConfigFields
-from eecore.models.readers.draft_heads import PublishedSettings
+from eecore.models.readers.draft_heads import check_draft_head
 from eecore.values import shown
 
 KINDS = {
@@ -74,7 +76,41 @@ def load(directory: Path, network: LlamaModel) -> DraftHead:
         ModelError: as for :func:`read_settings`, or the head is not whole.
     """
     reader, fields = _reader(directory)
+    verifier, source = reader.read_settings(fields, network.config).verifier, network.source
+    if source is not None and names_another(verifier, source.directory):
+        warnings.warn(
+            f"{shown_path(directory)}: expected a head for {name_of(source.directory)}, got one "
+            f"for {verifier}: few of its drafts may be accepted, the output is the same",
+            stacklevel=4,
+        )
     return reader.load(directory, fields, network)
+
+
+def published_facts(directory: Path, config: AnyModelConfig) -> dict[str, Any]:
+    """Facts about a published head for a model: kind, taps, tokens, bytes, verifier.
+
+    Raises:
+        ModelError: as for :func:`eecore.models.load_draft_head`.
+    """
+    check_draft_head(directory, config)
+    assert isinstance(config, ModelConfig)
+    settings = read_settings(directory, config)
+    files = directory.glob("*.safetensors")
+    return {
+        "path": str(directory),
+        "kind": settings.kind,
+        "taps": list(settings.taps),
+        "vocabulary_size": settings.draft_vocab_size,
+        "bytes_on_disk": sum(file.stat().st_size for file in files),
+        "verifier": settings.verifier or None,
+    }
+
+
+def names_another(verifier: str | None, path: Path) -> bool:
+    """Whether the model that a head names is not the model at a path."""
+    if not verifier:
+        return False
+    return verifier.split("/")[-1].lower() != name_of(path).split("/")[-1].lower()
 
 
 def _reader(directory: Path) -> tuple[Reader, ConfigFields]:

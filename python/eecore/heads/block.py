@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from eecore import ops
-from eecore.config import ModelConfig
 from eecore.decoding.head_drafts import AheadDrafting, EndedRounds
 from eecore.heads.block_drafts import BlockDrafting
+from eecore.heads.published import PublishedHead, PublishedSettings
 from eecore.models.attention import AttentionBatch
-from eecore.models.draft_head import DraftHead, Positions
+from eecore.models.draft_head import Positions
 from eecore.models.kv_cache import KVCache
 from eecore.models.linear import product
 from eecore.models.llama import LlamaModel, LlamaWeights
@@ -51,32 +51,22 @@ class Markov(NamedTuple):
         return product(row, self.after, residual=logits)
 
 
-@dataclass(frozen=True)
-class BlockSettings:
-    """The settings in a head's files."""
+@dataclass(frozen=True, kw_only=True)
+class BlockSettings(PublishedSettings):
+    """The settings of DFlash and DSpark."""
 
-    kind: str
-    """``DFlash`` or ``DSpark``."""
-    config: ModelConfig
-    """The config of the head's layers, as if they were a model."""
-    taps: tuple[int, ...]
-    """Layers of the model after which the head takes the state."""
     block_size: int
     """Tokens of a block: the text's last token, and masks."""
     mask_token: int
     """The token at positions to draft."""
     from_last: bool
     """Whether the position of the text's last token gives the first draft."""
-    draft_vocab_size: int
-    """Rows of the head's LM head."""
     markov_rank: int = 0
     """The rank of the table that changes logits by the token before; 0: there is none."""
     has_confidence: bool = False
     """Whether the head predicts how likely a draft is to be accepted."""
     confidence_sees_token: bool = False
     """Whether the prediction also depends on the token before, by its row of the table."""
-    verifier: str = ""
-    """The name of the model that the head was trained for; empty: unknown."""
 
 
 class BlockWeights(NamedTuple):
@@ -95,7 +85,7 @@ class BlockWeights(NamedTuple):
     token t."""
 
 
-class BlockHead(DraftHead):
+class BlockHead(PublishedHead):
     """A head that drafts all tokens of a round in one pass over a block of places, the first of
     which is at the position of the text's last token. It drafts from keys alone, not from a state.
 
@@ -103,26 +93,20 @@ class BlockHead(DraftHead):
         weights: the head's weights, in the model's dtype and on its device.
 
     Attributes:
-        block_size: places of a block.
         first_place: the place that gives the first draft.
-        mask_token: the token of all places but the first.
         markov: what the token before a draft adds to its logits; None: nothing.
         confidence: the chance that a draft is accepted if all drafts before it are, from the
             draft's normed state, with the row of the token before where the settings say so; None:
             its probability takes that place.
-        confidence_sees_token: whether the settings say so.
     """
 
     def __init__(self, settings: BlockSettings, weights: BlockWeights, path: Path) -> None:
-        self.settings, self.path, self.kind = settings, path, settings.kind
-        self.keys = self.config = settings.config
-        self.taps, self.verifier = settings.taps, settings.verifier
-        self.block_size, self.mask_token = settings.block_size, settings.mask_token
         self.first_place = 0 if settings.from_last else 1
-        self.num_at_once = self.block_size - self.first_place
-        self.agreement = tuple(0.8 - 0.02 * k for k in range(self.num_at_once))
+        self.num_at_once = settings.block_size - self.first_place
+        agreement = tuple(0.8 - 0.02 * k for k in range(self.num_at_once))
+        super().__init__(settings, path, agreement)
+        self.settings = settings
         self.markov, self.confidence = weights.markov, weights.confidence
-        self.confidence_sees_token = settings.confidence_sees_token
         self._layers = LlamaModel(settings.config, weights.layers)
         self._taps, self._context_norm = weights.taps.unbind(), weights.context_norm
         self._norms = weights.context_norm.expand(settings.config.num_layers, -1)

@@ -47,11 +47,11 @@ class BlockDrafting(AheadDrafting):
         super().__init__(rounds, head.num_at_once)
         step, given, kv = rounds.step, rounds.given, rounds.kv
         assert kv.of_head is not None
-        rows, size, zeros = step.sizes.num_rows, head.block_size, step.zeros
+        rows, size, zeros = step.sizes.num_rows, head.settings.block_size, step.zeros
         self._head, self._kv = head, kv.of_head
         self._num_rows, self._size = rows, size
         device = rounds.results["ahead_tokens"].device
-        masks = torch.full((rows, size - 1), head.mask_token, device=device)
+        masks = torch.full((rows, size - 1), head.settings.mask_token, device=device)
         self._block = new_round(
             step,
             given,
@@ -178,7 +178,7 @@ class BlockDrafting(AheadDrafting):
             ops.place_head(found, chosen, as_probability=True, vocabulary=head.tokens)
         if head.confidence is None:
             return chosen.token, chosen.confidence
-        seen = width + head.settings.markov_rank * head.confidence_sees_token
+        seen = width + head.settings.markov_rank * head.settings.confidence_sees_token
         return chosen.token, head.confidence(self._seen[:, :seen])
 
 

@@ -45,8 +45,6 @@ DIGEST_FIELD = "eecore_model_digest"
 
 MAX_BLOCK = 64
 MAX_RANK = 1 << 14
-NESTED = "logit_head."
-"""The prefix of the table's tensors in early files of SpecForge."""
 SHARED = frozenset({"embed_tokens.weight", "lm_head.weight", "t2d", "d2t"})
 """Tensors that may be there without being read: the model's, or not needed."""
 
@@ -189,8 +187,8 @@ class _Reader:
 
     def __init__(self, files: Checkpoint, settings: BlockSettings, network: LlamaModel) -> None:
         self._files, self._settings, self._network = files, settings, network
+        self._tensor = files.tensor
         self._is_cut = settings.draft_vocab_size != network.config.vocab_size
-        self._names = {name.removeprefix(NESTED): name for name in files.names}
         self._check()
         self._tokens: Tensor | None = None
         if self._is_cut:
@@ -201,9 +199,8 @@ class _Reader:
     def _check(self) -> None:
         """Raise unless the files hold the expected tensors in their shapes, and no others."""
         expected = self._shapes()
-        stored = {self._names.get(name, name): shape for name, shape in expected.items()}
-        check_shapes(self._files, stored)
-        others = set(self._names) - set(expected) - SHARED
+        check_shapes(self._files, expected)
+        others = set(self._files.names) - set(expected) - SHARED
         others = {name for name in others if not name.endswith(".inv_freq")}
         if others:
             raise CheckpointError(
@@ -281,9 +278,6 @@ class _Reader:
             self._matrix(self._tensor("markov_head.markov_w1.weight"), "most"),
             self._matrix(self._tensor("markov_head.markov_w2.weight"), "more"),
         )
-
-    def _tensor(self, name: str) -> Tensor:
-        return self._files.tensor(self._names[name])
 
     def _confidence(self) -> ops.MlpMeasure | None:
         """The chance that a draft is accepted: the sigmoid of a linear layer, as the second of two

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from eecore import ops
-from eecore.config import ModelConfig
+from eecore.heads.published import PublishedHead, PublishedSettings
 from eecore.models.attention import AttentionBatch, keys_per_split
-from eecore.models.draft_head import DraftHead, Positions, SeenKeys
+from eecore.models.draft_head import Positions, SeenKeys
 from eecore.models.kv_cache import KVCache
 from eecore.models.linear import Linear
 from eecore.models.llama import LlamaModel
@@ -34,19 +34,12 @@ LM_HEAD = "Q5_1"
 """The block format of the LM head, if the model's weights are quantised."""
 
 
-@dataclass(frozen=True)
-class EagleSettings:
-    """The settings in a head's ``config.json``."""
+@dataclass(frozen=True, kw_only=True)
+class EagleSettings(PublishedSettings):
+    """The settings of EAGLE-3 and EAGLE-3.1; ``config.vocab_size`` is the model's."""
 
-    kind: str
-    """EAGLE-3 or EAGLE-3.1."""
-    config: ModelConfig
-    """The config of the head's layer; ``vocab_size`` is the model's."""
-    taps: tuple[int, ...]
-    """Layers of the model after which the head takes the state, in the order of ``fc``."""
     target_size: int
     """The model's hidden_size."""
-    draft_vocab_size: int
     norm_before_residual: bool = False
     """Whether the layer's residual stream is the normed state."""
     norm_before_fc: bool = False
@@ -57,8 +50,6 @@ class EagleSettings:
     """Whether an RMS norm is applied before the LM head."""
     norm_output: bool = False
     """Whether each step takes the normed state of the step before; with ``norm_logits``."""
-    verifier: str = ""
-    """The name of the model that the head was trained for; empty: unknown."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -105,7 +96,7 @@ class EagleSettings:
         return shapes
 
 
-class EagleHead(DraftHead):
+class EagleHead(PublishedHead):
     """A head, with the model that it drafts for.
 
     Its matrices are floats of the model's dtype; on a CPU they are blocks of 4 and 5 bits if the
@@ -128,11 +119,9 @@ class EagleHead(DraftHead):
         tensors: Mapping[str, Tensor],
         tokens: Tensor,
     ) -> None:
-        self.path, self.settings, self.kind = path, settings, settings.kind
-        self.verifier = settings.verifier
-        self.keys = self.config = settings.config
-        self.taps, self.agreement = settings.taps, USUAL_AGREEMENT
-        self.network, self._eps = network, settings.config.rms_norm_eps
+        super().__init__(settings, path, USUAL_AGREEMENT)
+        self.settings, self.network = settings, network
+        self._eps = settings.config.rms_norm_eps
         self._linear = Linear(network.device, self._eps)
         self._keys_per_split = keys_per_split(network.device)
         self._ropes = RopeTables(settings.config, network.device)

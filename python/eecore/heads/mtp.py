@@ -9,7 +9,6 @@ DeepSeek-V3, 2024; MiMo, 2025.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,36 +16,14 @@ import torch
 from torch import Tensor
 
 from eecore import ops
-from eecore.config import ModelConfig
-from eecore.models.draft_head import DraftHead, Positions, SeenKeys
+from eecore.heads.published import PublishedHead, PublishedSettings
+from eecore.models.draft_head import Positions, SeenKeys
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.ops import Matrix
 
 USUAL_AGREEMENT = (0.85, 0.6, 0.4, 0.3, 0.2, 0.2, 0.2, 0.2)
 """Approximate acceptance rates by position of the draft; the layer was trained for the first."""
-
-
-@dataclass(frozen=True)
-class MtpSettings:
-    """The settings of the layer in a config.json."""
-
-    config: ModelConfig
-    """The config of the layer, as if it were a model."""
-    num_layers: int
-    """Layers of the model; the head takes the state after the last one."""
-
-    kind, verifier = "MTP", ""
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Layers of the model after which the head takes the state."""
-        return (self.num_layers,)
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Rows of the LM head, which is the model's."""
-        return self.config.vocab_size
 
 
 class MtpWeights(NamedTuple):
@@ -64,21 +41,17 @@ class MtpWeights(NamedTuple):
     """[hidden_size, hidden_size]: the part of the projection that takes the embedding."""
 
 
-class MtpHead(DraftHead):
+class MtpHead(PublishedHead):
     """The layer, with the model that it drafts for.
 
     Args:
         weights: the layer's weights, in the model's dtype and on its device.
     """
 
-    kind, verifier = MtpSettings.kind, MtpSettings.verifier
-
     def __init__(
-        self, network: LlamaModel, settings: MtpSettings, weights: MtpWeights, path: Path
+        self, network: LlamaModel, settings: PublishedSettings, weights: MtpWeights, path: Path
     ) -> None:
-        self.path, self.settings = path, settings
-        self.keys = self.config = settings.config
-        self.taps, self.agreement = settings.taps, USUAL_AGREEMENT
+        super().__init__(settings, path, USUAL_AGREEMENT)
         self._network, self._weights = network, weights
         self._layers = LlamaModel(settings.config, weights.layer)
         self._nothing = torch.zeros_like(weights.state_norm)[None]

@@ -8,7 +8,8 @@ import torch
 
 from eecore.config import ModelConfig
 from eecore.heads.files import check_shapes, check_size, new_weights
-from eecore.heads.mtp import MtpHead, MtpSettings, MtpWeights
+from eecore.heads.mtp import MtpHead, MtpWeights
+from eecore.heads.published import PublishedSettings
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.readers.checkpoint import Checkpoint
 from eecore.models.readers.config_fields import ConfigFields
@@ -18,7 +19,7 @@ LAYER = "model.mtp_layers.0."
 """The prefix of the layer's tensors."""
 
 
-def read_settings(fields: ConfigFields, model: ModelConfig) -> MtpSettings:
+def read_settings(fields: ConfigFields, model: ModelConfig) -> PublishedSettings:
     """The settings of the layer in a model's config.json.
 
     Raises:
@@ -32,7 +33,12 @@ def read_settings(fields: ConfigFields, model: ModelConfig) -> MtpSettings:
     sizes = {"num_hidden_layers": model.num_layers, "hidden_size": model.hidden_size}
     for name, expected in {**sizes, "vocab_size": model.vocab_size}.items():
         check_size(fields, name, fields.integer(name), expected)
-    return MtpSettings(model.first_layers(1), model.num_layers)
+    return PublishedSettings(
+        kind="MTP",
+        config=model.first_layers(1),
+        taps=(model.num_layers,),
+        draft_vocab_size=model.vocab_size,
+    )
 
 
 def load(directory: Path, fields: ConfigFields, network: LlamaModel) -> MtpHead:

@@ -72,7 +72,6 @@ class DraftHead(ABC):
             cache has pages; None: it keeps no keys.
         attends: whether steps attend to keys, of the model or its own.
         num_at_once: drafts that one step makes for a round; 0: each step makes one.
-        verifier: the name of the model that the head was trained for; empty: unknown.
     """
 
     kind: str
@@ -82,7 +81,6 @@ class DraftHead(ABC):
     keys: ModelConfig | None = None
     attends: bool = True
     num_at_once: int = 0
-    verifier: str = ""
 
     @property
     @abstractmethod

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from eecore.config import AnyModelConfig, ModelConfig
 from eecore.errors import ModelError
-from eecore.files.hub import fetch_draft_head, name_of
-from eecore.files.readable import is_file, shown_path
+from eecore.files.hub import fetch_draft_head
+from eecore.files.readable import is_file
 from eecore.models.draft_head import DraftHead
 from eecore.models.llama import LlamaModel
 from eecore.models.network import Network
@@ -22,23 +21,10 @@ PUBLISHED = "eecore.heads"
 :class:`PublishedHeads`."""
 
 
-class PublishedSettings(Protocol):
-    """The settings in a published head's ``config.json``."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def taps(self) -> tuple[int, ...]: ...
-    @property
-    def draft_vocab_size(self) -> int: ...
-    @property
-    def verifier(self) -> str: ...
-
-
 class PublishedHeads(Protocol):
     """Reads the heads that others publish."""
 
-    def read_settings(self, directory: Path, model: ModelConfig) -> PublishedSettings:
+    def read_settings(self, directory: Path, model: ModelConfig) -> object:
         """The settings of the head in a directory, checked against the config of a model."""
 
     def load(self, directory: Path, network: LlamaModel) -> DraftHead:
@@ -60,9 +46,7 @@ def load_draft_head(path: str | Path, network: Network) -> DraftHead:
     directory = fetch_draft_head(path)
     if is_file(directory / CONFIG_NAME):
         return load_head(directory, network)
-    head = _published().load(directory, network)
-    _warn_of_another(head, network)
-    return head
+    return _published().load(directory, network)
 
 
 def check_draft_head(path: str | Path, config: AnyModelConfig) -> None:
@@ -87,44 +71,6 @@ def check_draft_head(path: str | Path, config: AnyModelConfig) -> None:
     directory = fetch_draft_head(path)
     if not is_file(directory / CONFIG_NAME):
         _published().read_settings(directory, config)
-
-
-def published_facts(directory: Path, config: AnyModelConfig) -> dict[str, Any]:
-    """Facts about a published head for a model: kind, taps, tokens, bytes, verifier.
-
-    Raises:
-        ModelError: as for :func:`load_draft_head`.
-    """
-    check_draft_head(directory, config)
-    assert isinstance(config, ModelConfig)
-    settings = _published().read_settings(directory, config)
-    files = directory.glob("*.safetensors")
-    return {
-        "path": str(directory),
-        "kind": settings.kind,
-        "taps": list(settings.taps),
-        "vocabulary_size": settings.draft_vocab_size,
-        "bytes_on_disk": sum(file.stat().st_size for file in files),
-        "verifier": settings.verifier or None,
-    }
-
-
-def names_another(verifier: str | None, path: Path) -> bool:
-    """Whether the model that a head names is not the model at a path."""
-    if not verifier:
-        return False
-    return verifier.split("/")[-1].lower() != name_of(path).split("/")[-1].lower()
-
-
-def _warn_of_another(head: DraftHead, network: LlamaModel) -> None:
-    """Warn if a head names another model than ``network``."""
-    source = network.source
-    if source is not None and names_another(head.verifier, source.directory):
-        warnings.warn(
-            f"{shown_path(head.path)}: expected a head for {name_of(source.directory)}, got one "
-            f"for {head.verifier}: few of its drafts may be accepted, the output is the same",
-            stacklevel=4,
-        )
 
 
 def _published() -> PublishedHeads:
