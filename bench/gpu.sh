@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # All that only a GPU can tell, in one command of nine minutes: builds the kernels, times
-# what others reach on the same card, decoding, single kernels and ops, and runs tests and
-# compute-sanitizer. No download. What was cut off goes on where it stopped when it is called again.
+# decoding, single kernels and ops beside torch's, and runs tests and compute-sanitizer. No download. What was cut off goes on where it stopped when it is called again.
 #
 #   bench/gpu.sh [FOLDER [PART...]] [--seconds 540] [--show] [--built]
 #

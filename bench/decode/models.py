@@ -121,7 +121,7 @@ def make_gguf(directory: Path, file: Path, kinds: str) -> None:
     add_settings(writer, config)
     file_type = "ALL_F32" if usual == "f32" else f"MOSTLY_{usual.upper()}"
     writer.add_file_type(gguf.LlamaFileType[file_type])
-    add_vocabulary(writer, directory)
+    writer.add_tokenizer_model("none")
     for name, weight in load_file(directory / "model.safetensors").items():
         weight = weight.astype(np.float32)
         for projection, heads in (("q_proj", "attention"), ("k_proj", "key_value")):
@@ -152,32 +152,6 @@ def add_settings(writer: Any, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base(config.get("rope_parameters", config)["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-
-
-def add_vocabulary(writer: Any, directory: Path) -> None:
-    """Write SmolLM2's byte-level tokens; nothing for a model without a tokenizer."""
-    import gguf
-
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        writer.add_tokenizer_model("none")
-        return
-    tokenizer = json.loads(file.read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    control = {token["content"] for token in tokenizer["added_tokens"] if token["special"]}
-    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
-    kinds = (
-        gguf.TokenType.CONTROL if token in control else gguf.TokenType.NORMAL for token in tokens
-    )
-    merges = tokenizer["model"]["merges"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types(list(kinds))
-    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_add_bos_token(False)
 
 
 def gguf_name(name: str) -> str:

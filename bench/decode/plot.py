@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench.decode.tables import BITS
+from bench.decode.decode import BITS
 from bench.harness.results import Figures
 from bench.harness.rows import Row, find, is_at, unique
 

@@ -19,16 +19,16 @@ from typing import Any
 import torch
 
 import eecore
-from bench.decode.engines import LlamaCpp, convert, make_engine
+from bench.decode.engines import LlamaCpp, convert, gguf_file
 from bench.decode.worker import transformers
 from bench.harness import peers
 from bench.harness.ceilings import multiply_ceiling
 from bench.harness.command import parser, say
 from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
+from bench.harness.rows import table_of
 from bench.harness.smollm2 import get_smollm2
 from bench.harness.turns import TimedCall, median_ratio, seconds_of, take_turns, timed
-from eecore.lab.evaluation.tables import markdown_table
 
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -37,7 +37,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "int4": {"weights": "int4", "dtype": "bfloat16"},
 }
 TRANSFORMERS_BITS = {"float32": "f32", "bfloat16": "bf16"}
-LLAMA_CPP_BITS = {"int4": "int4"}
 PEERS = {
     "transformers": "ratio_to_transformers",
     "llama.cpp": "ratio_to_llama_cpp",
@@ -64,12 +63,11 @@ def transformers_prompt(directory: Path, bits: str) -> Prompt:
     return lambda prompt: timed(lambda: generate([prompt], 1))
 
 
-def llama_cpp_prompt(directory: Path, bits: str, flash: bool) -> Prompt:
-    """A prompt of random tokens in llama.cpp, on as many threads as torch has."""
+def llama_cpp_prompt(directory: Path, flash: bool) -> Prompt:
+    """A prompt of random tokens in llama.cpp with int4, on as many threads as torch has."""
 
     def run(prompt: list[int]) -> TimedCall:
-        engine = make_engine("llama.cpp", bits, torch.get_num_threads(), directory)
-        assert isinstance(engine, LlamaCpp)
+        engine = LlamaCpp("int4", torch.get_num_threads(), gguf_file(directory, "int4"))
         return TimedCall(engine.prompt_seconds(len(prompt), flash), None)
 
     return run
@@ -82,11 +80,9 @@ def runs_of(directory: Path, most: int, has_llama_cpp: bool = False) -> dict[str
         runs[name] = eecore_prompt(directory, settings, most)
         if name in TRANSFORMERS_BITS:
             runs[f"transformers {name}"] = transformers_prompt(directory, TRANSFORMERS_BITS[name])
-        if has_llama_cpp and name in LLAMA_CPP_BITS:
-            bits = LLAMA_CPP_BITS[name]
-            runs[f"llama.cpp {name}"] = llama_cpp_prompt(directory, bits, False)
-            with_flash = llama_cpp_prompt(directory, bits, True)
-            runs[f"llama.cpp with flash attention {name}"] = with_flash
+        if has_llama_cpp and name == "int4":
+            runs[f"llama.cpp {name}"] = llama_cpp_prompt(directory, False)
+            runs[f"llama.cpp with flash attention {name}"] = llama_cpp_prompt(directory, True)
     return runs
 
 
@@ -100,42 +96,27 @@ def rows_of(
     rows = []
     for name, times in seconds.items():
         flops = 2 * num_parameters * len(prompt) / min(times)
-        rows.append(
-            {
-                "threads": torch.get_num_threads(),
-                "tokens": len(prompt),
-                "name": name,
-                "seconds": times,
-                "best_s": min(times),
-                "gflops": flops / 1e9,
-                "of_ceiling": flops / ceiling,
-                **{
-                    ratio: median_ratio(times, seconds[f"{peer} {name}"])
-                    for peer, ratio in PEERS.items()
-                    if f"{peer} {name}" in seconds
-                },
-            }
-        )
+        row = {"threads": torch.get_num_threads(), "tokens": len(prompt), "name": name}
+        row |= {"seconds": times, "best_s": min(times)}
+        row |= {"gflops": flops / 1e9, "of_ceiling": flops / ceiling}
+        for peer, ratio in PEERS.items():
+            if f"{peer} {name}" in seconds:
+                row[ratio] = median_ratio(times, seconds[f"{peer} {name}"])
+        rows.append(row)
     return rows
 
 
 def markdown(result: Figures) -> str:
-    lines = []
-    for row in result["rows"]:
-        if row["name"].startswith(tuple(PEERS)):
-            continue
-        ratios = [row.get(ratio) for ratio in PEERS.values()]
-        lines.append(
-            [
-                str(row["threads"]),
-                row["name"],
-                str(row["tokens"]),
-                f"{row['best_s'] * 1e3:.0f}",
-                f"{row['tokens'] / row['best_s']:.0f}",
-                f"{row['of_ceiling']:.0%}",
-                *("" if ratio is None else f"{ratio:.2f}x" for ratio in ratios),
-            ]
-        )
+    columns = [
+        ("threads", "{threads}"),
+        ("weights", "{name}"),
+        ("tokens", "{tokens}"),
+        ("ms", lambda row: f"{row['best_s'] * 1e3:.0f}"),
+        ("tokens/s", lambda row: f"{row['tokens'] / row['best_s']:.0f}"),
+        ("of the multiply peak", "{of_ceiling:.0%}"),
+        *((f"to {peer}", f"{{{ratio}:.2f}}x") for peer, ratio in PEERS.items()),
+    ]
+    rows = [row for row in result["rows"] if not row["name"].startswith(tuple(PEERS))]
     about = (
         f"SmolLM2-135M-Instruct, best of {result['rounds']} rounds; int8 and int4 weights with "
         "states in bfloat16. The peak is that of float32 multiply-adds, the share that of the "
@@ -143,9 +124,7 @@ def markdown(result: Figures) -> str:
         f"transformers {result['transformers']} in the same dtype, {result['llama.cpp']} with the "
         f"same 4-bit blocks. {in_words(result)}. `python -m bench prefill`"
     )
-    head = ["threads", "weights", "tokens", "ms", "tokens/s", "of the multiply peak"]
-    head += [f"to {peer}" for peer in PEERS]
-    return f"{markdown_table(head, lines, text_columns=2)}\n\n{about}"
+    return f"{table_of(columns, rows, text_columns=2)}\n\n{about}"
 
 
 REPORTS = (Report("prefill", {"prefill": markdown}, {"rows": ("threads", "tokens", "name")}),)

@@ -24,18 +24,14 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
 def eecore(directory: str, bits: str, threads: int) -> Generate:
-    if bits == "file, avx2":
-        os.environ["EECORE_CPU_CAPABILITY"] = "avx2"
     import torch
 
     import eecore
 
     torch.set_num_threads(threads)
-    by_bits = {
-        **{bits: {"weights": bits} for bits in ("int8", "int4")},
-        **{bits: {} for bits in ("file", "file, avx2")},
-    }  # "file": the weights of a GGUF file
-    settings = by_bits[bits] if bits in by_bits else {"dtype": DTYPES[bits]}
+    settings = {} if bits == "file" else {"weights": bits}  # "file": a GGUF file's own weights
+    if bits in DTYPES:
+        settings = {"dtype": DTYPES[bits]}
     model = eecore.load(
         directory, device="cpu", prefix_cache=False, kv_cache_tokens=4096, **settings
     )

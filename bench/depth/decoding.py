@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import eecore
 
-ARRIVING = 64  # length of an arriving prompt
 PAGE_SIZE = 16
 
 
@@ -22,35 +21,25 @@ class Step(NamedTuple):
     """The exit layers of the step's tokens."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """Requests that decode together."""
-
-    prompts: list[list[int]]
-    policies: list[eecore.exits.Exit]
-    sampled: int = 0
-    """The number of requests, from the first on, that sample."""
-    arriving: list[int] | None = None
-    """A prompt that arrives before every step and asks for one token."""
-
-
 class Decoding:
-    """An engine that decodes the same batches, one after the other, every round."""
+    """An engine that decodes the same batches of prompts, one after the other, every round."""
 
-    def __init__(self, model: eecore.Model, batches: Sequence[Batch], steps: int) -> None:
-        self._batches = batches
-        first = batches[0]
-        self._rows = len(first.prompts)
-        most = max(policy.max_drafts for policy in first.policies)
-        self._steps = steps
+    def __init__(
+        self,
+        model: eecore.Model,
+        batches: Sequence[Sequence[list[int]]],
+        policy: eecore.exits.Exit,
+        steps: int,
+    ) -> None:
+        self._batches, self._policy, self._steps = batches, policy, steps
+        self._rows = len(batches[0])
         # Enough tokens that no request finishes or drafts less before the last step.
-        self._room = 1 + (self._steps + 1) * (most + 1)
-        prompt = max(len(prompt) for batch in batches for prompt in batch.prompts)
+        self._room = 1 + (steps + 1) * (policy.max_drafts + 1)
+        prompt = max(len(prompt) for batch in batches for prompt in batch)
         pages = 2 + (2 * prompt + self._room) // PAGE_SIZE
-        arriving = 2 * ARRIVING if first.arriving else 0
         config = dataclasses.replace(
             model.engine_config,
-            kv_cache_tokens=self._rows * (pages + 1) * PAGE_SIZE + arriving,
+            kv_cache_tokens=self._rows * (pages + 1) * PAGE_SIZE,
             page_size=PAGE_SIZE,
             max_num_seqs=self._rows + 1,
         )
@@ -61,30 +50,19 @@ class Decoding:
         """Run all batches once."""
         self.rounds.append([step for batch in self._batches for step in self._decode(batch)])
 
-    def _decode(self, batch: Batch) -> list[Step]:
+    def _decode(self, batch: Sequence[list[int]]) -> list[Step]:
         engine = self._engine
-        ids = set()
-        for row, (prompt, policy) in enumerate(zip(batch.prompts, batch.policies, strict=True)):
-            sampling = eecore.SamplingParams(
-                max_tokens=self._room,
-                temperature=0.8 if row < batch.sampled else 0.0,
-                seed=row,
-                ignore_eos=True,
-            )
-            ids.add(engine.add_request(prompt, exit=policy, sampling=sampling))
+        sampling = eecore.SamplingParams(max_tokens=self._room, ignore_eos=True)
+        ids = {engine.add_request(p, exit=self._policy, sampling=sampling) for p in batch}
         waiting = set(ids)
         while waiting:
             waiting -= {output.request_id for output in engine.step()}
         steps: list[Step] = []
         for _ in range(self._steps):
-            if batch.arriving is not None:
-                one = eecore.SamplingParams(max_tokens=1, ignore_eos=True)
-                engine.add_request(batch.arriving, exit="full", sampling=one)
             began = time.perf_counter()
             outputs = engine.step()
             seconds = time.perf_counter() - began
-            own = (output.exit_layers for output in outputs if output.request_id in ids)
-            steps.append(Step(seconds, [layer for layers in own for layer in layers]))
+            steps.append(Step(seconds, [e for output in outputs for e in output.exit_layers]))
         for request_id in ids:
             engine.cancel(request_id)
         return steps
@@ -106,17 +84,6 @@ class Decoding:
         return statistics.fmean(min(s.seconds for s in same) for same in steps) * 1e3
 
     @property
-    def fastest_ms(self) -> float:
-        """Milliseconds of the fastest step of all."""
-        return min(step.seconds for steps in self.rounds for step in steps) * 1e3
-
-    @property
     def token_ms(self) -> float:
         """Milliseconds per token of each request, by :attr:`step_ms`."""
         return self.step_ms / self.tokens_per_step
-
-    @property
-    def median_token_ms(self) -> float:
-        """Milliseconds per token of each request, by the median round."""
-        rounds = [statistics.fmean(step.seconds for step in steps) for steps in self.rounds]
-        return statistics.median(rounds) * 1e3 / self.tokens_per_step

@@ -20,83 +20,56 @@ from typing import Any, NamedTuple
 import torch
 
 import eecore
-from bench.depth.decoding import Batch, Decoding
+from bench.depth.decoding import Decoding
 from bench.depth.predictions import Costs, Line
 from bench.harness.command import parser, say
+from bench.harness.exits import calibrated_policies
 from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
+from bench.harness.rows import Cell, Row, cell_of, table_of
 from bench.harness.turns import batches_of
 from bench.harness.utterances import DATA, LONGEST_PARSE, utterances
-from eecore.files.readable import beside_model
-from eecore.lab.evaluation.tables import markdown_table
 from eecore.models import model_digest
 
 THRESHOLDS = (0.9, 0.8, 0.6, 0.5, 0.3)
 GROUPS = 8  # timed batches of each size
 STEPS = 12  # timed steps of each batch; most parses are longer
-
-
-def table(figures: Figures) -> str:
-    """A line for each mode."""
-    batches, others = figures["batches"], figures.get("beside", [])
-    head = ["mode", "exact match", "loops a token"]
-    for batch in batches:
-        head += [f"batch {batch}, ms", "speed-up", "efficiency", *(["beside"] if others else [])]
-    lines = []
-    for row in figures["modes"]:
-        line = [f"`{row['mode']}`", f"{row['exact_match']:.1%}", f"{row['mean_loops']:.2f}"]
-        for batch in batches:
-            timed = row["timed"][str(batch)]
-            share = timed["efficiency"]
-            line += [f"{timed['token_ms']:.3f}", f"{timed['speed_up']:.2f}x"]
-            line.append("" if share is None else f"{share:.0%}")
-            if others:
-                line.append(_beside(row, others, str(batch)))
-        lines.append(line)
-    tables = [markdown_table(head, lines)]
-    if others:
-        tables += [BESIDE, _table_beside(others, batches)]
-    about = (
-        "Efficiency: the time of the same model cut at the mean depth, in a batch of each loop's "
-        f"rows, over the time of a step. {figures['utterances']} held-out utterances, "
-        f"{figures['dtype']}, {figures['threads']} thread(s), {in_words(figures)}. "
-        "`python -m bench loops`"
-    )
-    return "\n\n".join([*tables, about])
-
-
 BESIDE = (
     "*Beside* is how many times as fast a mode is as the fastest mode, with as many parses right, "
     "of the other model:"
 )
 
 
-def _beside(row: Figures, others: list[Figures], batch: str) -> str:
-    """How many times as fast as the other model where that is as good; empty: it never is."""
-    good = [each for each in others if each["exact_match"] >= row["exact_match"]]
-    fastest = min((each["timed"][batch]["token_ms"] for each in good), default=None)
-    return "" if fastest is None else f"{fastest / row['timed'][batch]['token_ms']:.2f}x"
+def table(figures: Figures) -> str:
+    """A line for each mode, and for each mode of the other model."""
+    batches, others = figures["batches"], figures.get("beside", [])
 
+    def beside(row: Row, batch: str) -> str:
+        good = [each for each in others if each["exact_match"] >= row["exact_match"]]
+        fastest = min((each["timed"][batch]["token_ms"] for each in good), default=None)
+        return "" if fastest is None else f"{fastest / row['timed'][batch]['token_ms']:.2f}x"
 
-def _table_beside(others: list[Figures], batches: Sequence[int]) -> str:
-    """The other model's modes that are the fastest for their exact match, at some batch size."""
+    names: list[tuple[str, Cell]] = [("mode", "`{mode}`"), ("exact match", "{exact_match:.1%}")]
+    columns, own = [*names, ("loops a token", "{mean_loops:.2f}")], [*names]
+    own.append(("layers a token", "{mean_layers:.2f}"))
+    for batch in map(str, batches):
 
-    def is_beaten(row: Figures, batch: str) -> bool:
-        return any(
-            each["exact_match"] >= row["exact_match"]
-            and each["timed"][batch]["token_ms"] < row["timed"][batch]["token_ms"]
-            for each in others
-        )
+        def timed(form: str, batch: str = batch) -> Cell:
+            return lambda row: cell_of(form, row["timed"][batch])
 
-    head = ["mode", "exact match", "layers a token", *(f"batch {batch}, ms" for batch in batches)]
-    lines = []
-    for row in others:
-        if all(is_beaten(row, str(batch)) for batch in batches):
-            continue
-        times = (f"{row['timed'][str(batch)]['token_ms']:.3f}" for batch in batches)
-        exact, depth = f"{row['exact_match']:.1%}", f"{row['mean_layers']:.2f}"
-        lines.append([f"`{row['mode']}`", exact, depth, *times])
-    return markdown_table(head, lines)
+        own.append((f"batch {batch}, ms", timed("{token_ms:.3f}")))
+        columns += [own[-1], ("speed-up", timed("{speed_up:.2f}x"))]
+        columns.append(("efficiency", timed("{efficiency:.0%}")))
+        if others:
+            columns.append(("beside", lambda row, batch=batch: beside(row, batch)))
+    about = (
+        "Efficiency: the time of the same model cut at the mean depth, in a batch of each loop's "
+        f"rows, over the time of a step. {figures['utterances']} held-out utterances, "
+        f"{figures['dtype']}, {figures['threads']} thread(s), {in_words(figures)}. "
+        "`python -m bench loops`"
+    )
+    tables = [table_of(columns, figures["modes"])]
+    return "\n\n".join([*tables, *([BESIDE, table_of(own, others)] if others else ()), about])
 
 
 REPORTS = (Report("loops", {"loops": table}, {"modes": ("mode",), "beside": ("mode",)}),)
@@ -109,43 +82,26 @@ class Mode(NamedTuple):
     policy: eecore.exits.Exit
 
 
-def modes_of(model: eecore.Model, directory: Path) -> dict[str, Mode]:
-    """Full depth, each loop as the last one, the gate, calibrated thresholds, and the first loop as
-    the drafter.
+def modes_of(directory: Path) -> dict[str, Mode]:
+    """Full depth, each exit as the last one, the gate of a looped model, calibrated thresholds
+    that let rows exit at all, and drafts by the first loop or a quarter of the layers.
     """
+    model = eecore.load(
+        directory, device="cpu", prefix_cache=False, dtype="float32", kv_cache_tokens=8192
+    )
     exit_layers = model.config.exit_layers
     found: dict[str, eecore.exits.Exit] = {"Full()": eecore.Full()}
     found |= {f"FixedExit({layer})": eecore.FixedExit(layer) for layer in exit_layers[:-1]}
-    for threshold in THRESHOLDS:
-        found[f"gate {threshold:g}"] = eecore.ConfidentExit(threshold, "gate")
-    found |= calibrated(directory)
-    found[f"SelfSpeculative({exit_layers[0]}, 4)"] = eecore.SelfSpeculative(exit_layers[0], 4)
+    is_looped = exit_layers.step > 1
+    if is_looped:
+        found |= {f"gate {t:g}": eecore.ConfidentExit(t, "gate") for t in THRESHOLDS}
+    for measure, policy in calibrated_policies(directory).items():
+        if policy.threshold < 1:
+            found[f"{measure} {policy.threshold:g}, calibrated"] = policy
+    first = exit_layers[0] if is_looped else exit_layers[(len(exit_layers) - 1) // 4]
+    drafts = 4 if is_looped else 6
+    found[f"SelfSpeculative({first}, {drafts})"] = eecore.SelfSpeculative(first, drafts)
     return {name: Mode(model, policy) for name, policy in found.items()}
-
-
-def modes_beside(model: eecore.Model, directory: Path) -> dict[str, Mode]:
-    """Full depth, each layer as the last one, calibrated thresholds, and drafts."""
-    exit_layers = model.config.exit_layers
-    found: dict[str, eecore.exits.Exit] = {"Full()": eecore.Full()}
-    found |= {f"FixedExit({layer})": eecore.FixedExit(layer) for layer in exit_layers[:-1]}
-    found |= calibrated(directory)
-    first = exit_layers[(len(exit_layers) - 1) // 4]
-    found[f"SelfSpeculative({first}, 6)"] = eecore.SelfSpeculative(first, 6)
-    return {name: Mode(model, policy) for name, policy in found.items()}
-
-
-def calibrated(directory: Path) -> dict[str, eecore.exits.Exit]:
-    """The policies of the calibrations in a directory whose rows exit at all."""
-    found: dict[str, eecore.exits.Exit] = {}
-    for file in sorted(directory.glob("calibration-*.json")):
-        calibration, classifier = eecore.Calibration.load(file), None
-        if calibration.measure == "classifier":
-            file = beside_model(directory, "classifier.safetensors")
-            classifier = eecore.ExitClassifier.load(file)
-        if calibration.threshold < 1:
-            name = f"{calibration.measure} {calibration.threshold:g}, calibrated"
-            found[name] = eecore.ConfidentExit.calibrated(calibration, classifier)
-    return found
 
 
 def quality(mode: Mode, records: Sequence[dict[str, str]]) -> tuple[float, float]:
@@ -174,19 +130,11 @@ class Timed:
         prompts = [model.tokenizer.encode(record["input"]) for record in records]
         self.runs: dict[tuple[int, str], Decoding] = {}
         for rows in sorted({1, 2, 4, *batches}):
-            if rows > max(batches):
-                continue
             groups = batches_of(prompts[: rows * GROUPS], rows)
-            for name, (own, policy) in modes.items():
-                is_cut = isinstance(policy, (eecore.Full, eecore.FixedExit)) and own is model
-                if rows in batches or is_cut:
-                    made = [Batch(group, [policy] * rows) for group in groups]
-                    self.runs[rows, name] = Decoding(own, made, STEPS)
-
-    def round(self) -> None:
-        """Run every mode once, in turns."""
-        for run in self.runs.values():
-            run.round()
+            for name, (_, policy) in modes.items():
+                is_cut = isinstance(policy, (eecore.Full, eecore.FixedExit))
+                if rows in batches or (is_cut and rows < max(batches)):
+                    self.runs[rows, name] = Decoding(model, groups, policy, STEPS)
 
     def figures(self, rows: int, name: str) -> dict[str, float | None]:
         """The measurements of a mode at a batch size."""
@@ -215,44 +163,37 @@ class Timed:
 def run(arguments: Any) -> Figures:
     """All figures."""
     records = utterances(arguments.count, arguments.data)
-    model = _loaded(arguments.model)
-    modes = {"modes": modes_of(model, arguments.model)}
+    modes = {"modes": modes_of(arguments.model)}
     if arguments.beside is not None:
-        modes["beside"] = modes_beside(_loaded(arguments.beside), arguments.beside)
+        modes["beside"] = modes_of(arguments.beside)
     timed = {name: Timed(records, own, arguments.batches) for name, own in modes.items()}
     for number in range(arguments.rounds):
         for each in timed.values():
-            each.round()
+            for decoding in each.runs.values():
+                decoding.round()
         say(f"round {number + 1} of {arguments.rounds}")
+    config = modes["modes"]["Full()"].model.config
     rows: dict[str, list[Figures]] = {}
     for kind, own in modes.items():
         rows[kind] = []
         for name, mode in own.items():
             exact, layers = quality(mode, records)
             figures = {str(b): timed[kind].figures(b, name) for b in arguments.batches}
-            depth = {"mean_layers": layers}
-            if kind == "modes":
-                depth = {"mean_loops": layers / model.config.exit_layers.step}
+            depth = {"mean_layers": layers, "mean_loops": layers / config.exit_layers.step}
             rows[kind].append({"mode": name, "exact_match": exact, **depth, "timed": figures})
             say(f"{name}: {exact:.1%}, {layers:.2f} layers")
     return {
         **machine(),
         "threads": arguments.threads,
         "model_sha256": model_digest(arguments.model),
-        "num_layers": model.config.num_layers,
-        "num_loops": model.config.num_loops,
+        "num_layers": config.num_layers,
+        "num_loops": config.num_loops,
         "dtype": "float32",
         "utterances": len(records),
         "rounds": arguments.rounds,
         "batches": list(arguments.batches),
         **rows,
     }
-
-
-def _loaded(directory: Path) -> eecore.Model:
-    return eecore.load(
-        directory, device="cpu", prefix_cache=False, dtype="float32", kv_cache_tokens=8192
-    )
 
 
 def main(words: Sequence[str]) -> None:

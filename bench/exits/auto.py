@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,108 +22,84 @@ import eecore
 from bench.harness.command import parser, say
 from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
+from bench.harness.rows import Row, table_of
 from bench.harness.smollm2 import WEIGHTS
+from bench.harness.turns import batches_of, median_ratio, timed
 from bench.harness.utterances import LONGEST_PARSE, utterances
 from eecore import SelfSpeculative
-from eecore.lab.evaluation.sweep import Sweep, SweepCell
-from eecore.lab.evaluation.tables import markdown_table
-from eecore.lab.evaluation.timed import TimedRun
 
 KINDS = ("float32", "bfloat16", "int8")
 EXIT_LAYERS, NUM_DRAFTS = (2, 3, 4), (3, 6)
 
 
-def load(weights: str) -> eecore.Model:
-    """The model that ships with eecore, in a dtype or with fewer bits."""
-    where = eecore.default_model()
-    return eecore.load(where, device="cpu", kv_cache_tokens=4096, **WEIGHTS[weights])
-
-
-def measure(model: eecore.Model, prompts: list[str], batch: int, rounds: int) -> Sweep:
-    """The grid, pair by pair, and the medians of ``Auto`` and of full depth."""
-    pairs = [(layer, drafts) for layer in EXIT_LAYERS for drafts in NUM_DRAFTS]
-    runs = {pair: in_turns(model, prompts, pair, batch, rounds) for pair in pairs}
-    cells = tuple(
-        SweepCell(*pair, own.acceptance, own.tokens_per_s, own.speedup_over(full))
-        for pair, (full, _, own) in runs.items()
-    )
-    return Sweep(
-        model.config.num_layers,
-        statistics.median(full.tokens_per_s for full, _, _ in runs.values()),
-        cells,
-        statistics.median(auto.speedup_over(full) for full, auto, _ in runs.values()),
-    )
-
-
 def in_turns(
-    model: eecore.Model, prompts: list[str], pair: tuple[int, int], batch: int, rounds: int
-) -> list[TimedRun]:
-    """Time full depth, ``Auto`` and a pair, batch by batch in turns, in random order.
+    model: eecore.Model, prompts: list[str], policy: SelfSpeculative, batch: int, rounds: int
+) -> tuple[float, float, float]:
+    """tokens/s of full depth, and the speed-ups of ``Auto`` and of a policy.
 
-    Other load on the machine slows all three alike. In the first round programs are recorded and
-    ``Auto`` learns.
+    They take turns batch by batch, in random order, so that other load on the machine slows all
+    three alike. In the first round programs are recorded and ``Auto`` learns.
     """
-    model = model.without_prefix_cache()
-    runs = [TimedRun(policy) for policy in (eecore.Full(), eecore.Auto(), SelfSpeculative(*pair))]
-    order = random.Random(7)
-    groups = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
+    policies = (eecore.Full(), eecore.Auto(), policy)
+    seconds: list[list[float]] = [[], [], []]
+    order, tokens = random.Random(7), 0
     for number in range(1 + rounds):
-        seconds = [0.0] * len(runs)
-        outputs: list[list[list[eecore.Output]]] = [[] for _ in runs]
-        for group in groups:
-            for i in order.sample(range(len(runs)), len(runs)):
-                began = time.perf_counter()
-                came = eecore.generate(
-                    model, group, exit=runs[i].policy, max_tokens=LONGEST_PARSE, temperature=0.0
-                )
-                seconds[i] += time.perf_counter() - began
-                outputs[i].append(came)
+        spent, tokens = [0.0] * 3, 0
+        for group in batches_of(prompts, batch):
+            for i in order.sample(range(3), 3):
+                call: Any = {"exit": policies[i], "max_tokens": LONGEST_PARSE}
+                took = timed(lambda call=call, group=group: eecore.generate(model, group, **call))
+                spent[i] += took.seconds
+                if i == 0:
+                    tokens += sum(len(output.token_ids) for output in took.made)
         if number:
-            for run, its, took in zip(runs, outputs, seconds, strict=True):
-                run.record(its, took)
-    return runs
+            for times, each in zip(seconds, spent, strict=True):
+                times.append(each)
+    full, auto, own = seconds
+    return tokens / min(full), median_ratio(auto, full), median_ratio(own, full)
 
 
-def row_of(weights: str, batch: int, found: Sweep) -> dict[str, Any]:
-    best = found.best
+def row_of(weights: str, prompts: list[str], batch: int, rounds: int) -> Row:
+    """The best pair of the grid, which is known only afterwards, and the medians of the rest."""
+    found = {}
+    for pair in product(EXIT_LAYERS, NUM_DRAFTS):
+        model = eecore.load(
+            device="cpu", kv_cache_tokens=4096, prefix_cache=False, **WEIGHTS[weights]
+        )
+        found[pair] = in_turns(model, prompts, SelfSpeculative(*pair), batch, rounds)
+    speed_ups = {pair: own for pair, (_, _, own) in found.items()}
+    best = max(speed_ups, key=speed_ups.__getitem__)
     return {
         "weights": weights,
         "batch": batch,
-        "full_tokens_per_s": found.full_tokens_per_s,
-        "best": [best.exit_layer, best.num_drafts],
-        "best_speedup": best.speedup,
-        "median_speedup": sorted(c.speedup for c in found.cells)[len(found.cells) // 2],
-        "auto_speedup": found.auto_speedup,
+        "full_tokens_per_s": statistics.median(full for full, _, _ in found.values()),
+        "best": list(best),
+        "best_speedup": speed_ups[best],
+        "median_speedup": sorted(speed_ups.values())[len(found) // 2],
+        "auto_speedup": statistics.median(auto for _, auto, _ in found.values()),
     }
 
 
 def markdown(result: Figures) -> str:
-    head = ["weights", "batch", "full, tokens/s", "best fixed (E, d)", "its speed-up"]
-    head += ["median of the grid", "auto", "auto / best"]
-    lines = [
-        [
-            row["weights"],
-            str(row["batch"]),
-            f"{row['full_tokens_per_s']:.0f}",
-            "({}, {})".format(*row["best"]),
-            *(f"{row[f'{which}_speedup']:.2f}x" for which in ("best", "median", "auto")),
-            f"{row['auto_speedup'] / row['best_speedup']:.2f}",
-        ]
-        for row in result["rows"]
+    columns = [
+        ("weights", "{weights}"),
+        ("batch", "{batch}"),
+        ("full, tokens/s", "{full_tokens_per_s:.0f}"),
+        ("best fixed (E, d)", "({best[0]}, {best[1]})"),
+        ("its speed-up", "{best_speedup:.2f}x"),
+        ("median of the grid", "{median_speedup:.2f}x"),
+        ("auto", "{auto_speedup:.2f}x"),
+        ("auto / best", lambda row: f"{row['auto_speedup'] / row['best_speedup']:.2f}"),
     ]
-    rounds = result["rounds"]
-    turns = f"medians of {rounds} turns"
-    if result.get("by_batch"):
-        turns = f"batch by batch in turns; medians of {rounds} rounds"
     about = (
         f"The intent model on {result['count']} held-out utterances, prompts included. The grid: "
         f"`SelfSpeculative` from layers {', '.join(map(str, EXIT_LAYERS))} with "
         f"{', '.join(map(str, NUM_DRAFTS))} drafts; the best of it is known only "
-        f"afterwards. Each pair beside full depth and `Auto` alone, {turns}, after one that is "
-        f"left out; {result['threads']} thread(s), {in_words(result)}. "
-        f"`python -m bench auto`"
+        "afterwards. Each pair beside full depth and `Auto` alone, batch by batch in turns; "
+        f"medians of {result['rounds']} rounds, after one that is left out; {result['threads']} "
+        f"thread(s), {in_words(result)}. `python -m bench auto`"
     )
-    return f"{markdown_table(head, lines)}\n\n{about}"
+    return f"{table_of(columns, result['rows'])}\n\n{about}"
 
 
 REPORTS = (Report("auto", {"auto": markdown}, {"rows": ("weights", "batch")}),)
@@ -137,17 +113,14 @@ def main(words: Sequence[str]) -> None:
     torch.set_num_threads(arguments.threads)
     prompts = [record["input"] for record in utterances(arguments.count)]
     rows = []
-    for weights in arguments.weights:
-        for batch in arguments.batches:
-            found = measure(load(weights), prompts, batch, arguments.rounds)
-            rows.append(row_of(weights, batch, found))
-            say(rows[-1])
+    for weights, batch in product(arguments.weights, arguments.batches):
+        rows.append(row_of(weights, prompts, batch, arguments.rounds))
+        say(rows[-1])
     result = {
         **machine(),
         "threads": arguments.threads,
         "count": arguments.count,
         "rounds": arguments.rounds,
-        "by_batch": True,
         "rows": rows,
     }
     REPORTS[0].finish(result, arguments)

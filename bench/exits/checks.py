@@ -11,7 +11,6 @@ of the checks, by measure. Writes bench/results/checks.json and its table in ben
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -19,14 +18,15 @@ import eecore
 from bench.harness.command import parser, say
 from bench.harness.exits import NEVER
 from bench.harness.machine import in_words, machine
-from bench.harness.outputs import decoding_seconds
 from bench.harness.prompts import prompts_of
 from bench.harness.results import Figures, Report
+from bench.harness.rows import Cell, Row, table_of
 from bench.harness.smollm2 import chat, loaded, smollm2_file
+from bench.harness.turns import decoding_seconds
 from eecore.exits import ConfidentExit, Exit, FixedExit, Full, Measure
-from eecore.lab.evaluation.tables import markdown_table
 
 MEASURES: tuple[Measure, ...] = ("softmax", "cut", "state")
+CHECKS = {"one": "one", "third": "every third layer", "every": "every layer"}
 
 
 def policies(num_layers: int) -> dict[str, Exit]:
@@ -34,14 +34,11 @@ def policies(num_layers: int) -> dict[str, Exit]:
     last = num_layers // 2
     found: dict[str, Exit] = {"full": Full(), "fixed": FixedExit(last)}
     for measure in MEASURES:
-        for name, step in (("one", last), ("third", 3), ("every", 1)):
+        for name, step in zip(CHECKS, (last, 3, 1), strict=True):
             points = tuple(sorted({last, *range(last, 0, -step)}))
-            found[f"{measure}, {name}"] = ConfidentExit(
-                0.0,
-                measure=measure,
-                exit_points=points,
-                thresholds=dict.fromkeys(points[:-1], NEVER),
-            )
+            never = dict.fromkeys(points[:-1], NEVER)
+            policy = ConfidentExit(0.0, measure=measure, exit_points=points, thresholds=never)
+            found[f"{measure}, {name}"] = policy
     return found
 
 
@@ -65,21 +62,22 @@ def measure(
 
 
 def markdown(result: Figures) -> str:
-    lines = []
-    for row in result["rows"]:
-        steps = row["ms"]
-        gains = [f"{steps['full'] / ms:.2f}x" for name, ms in steps.items() if name != "full"]
-        lines.append([row["weights"], str(row["batch"]), f"{steps['full']:.2f}", *gains])
-    head = ["weights", "batch", "full, ms a step", "cut at half"]
+    def gain(name: str) -> Cell:
+        return lambda row: f"{row['ms']['full'] / row['ms'][name]:.2f}x"
+
+    columns: list[tuple[str, Cell]] = [("weights", "{weights}"), ("batch", "{batch}")]
+    columns += [("full, ms a step", "{ms[full]:.2f}"), ("cut at half", gain("fixed"))]
     for each in MEASURES:
-        head += [f"{each}: one", "every third layer", "every layer"]
+        for name, words in CHECKS.items():
+            head = f"{each}: {words}" if name == "one" else words
+            columns.append((head, gain(f"{each}, {name}")))
     about = (
         f"Speed-up of a decoding step over `Full()`. {result['model']}, half of its "
         f"{result['num_layers']} layers; `cut` computes the logits of {result['cut']} of "
         f"{result['vocab_size']} tokens. Answers of {result['tokens']} tokens, the fastest of "
         f"{result['rounds']} turns; 1 thread, {in_words(result)}. `python -m bench checks`"
     )
-    return f"{markdown_table(head, lines)}\n\n{about}"
+    return f"{table_of(columns, result['rows'])}\n\n{about}"
 
 
 REPORTS = (Report("checks", {"checks": markdown}, {"rows": ("weights", "batch")}),)
@@ -91,7 +89,7 @@ def main(words: Sequence[str]) -> None:
     made.add_argument("--tokens", type=int, default=33)
     arguments = made.parse_args(words)
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     with smollm2_file() as file:
         for weights in arguments.weights:
             model = loaded(file, weights, kv_cache_tokens=16384)

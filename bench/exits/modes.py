@@ -9,11 +9,9 @@ Writes bench/results/modes.json and the table in bench/results, in about 2 minut
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,9 +21,9 @@ from bench.harness.ceilings import weights_lie
 from bench.harness.command import parser
 from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
+from bench.harness.rows import Row, table_of
 from bench.harness.smollm2 import chat, get_smollm2
 from bench.harness.turns import TimedCall, median_ratio, seconds_of, take_turns, timed
-from eecore.lab.evaluation.tables import markdown_table
 
 QUESTIONS = (
     "What is photosynthesis, in simple words?",
@@ -37,98 +35,57 @@ FULL, PEER = "`Full()`", "transformers `generate`"
 BITS = {"float32": "f32", "bfloat16": "bf16"}
 
 
-class Made(NamedTuple):
-    """The tokens that a mode generates for a prompt, and eecore's output."""
-
-    tokens: list[int]
-    output: eecore.Output | None = None
-
-
-Generate = Callable[[list[int]], Made]
-
-
-def eecore_modes(model: eecore.Model, max_tokens: int) -> dict[str, Generate]:
+def policies(num_layers: int) -> dict[str, eecore.exits.Exit]:
     """eecore's modes, by their names in the table."""
-    num_layers = model.config.num_layers
-    late = num_layers - 3
-
-    def generate(exit: Any) -> Generate:
-        def one(prompt: list[int]) -> Made:
-            output = eecore.generate(
-                model, prompt, exit=exit, max_tokens=max_tokens, ignore_eos=True
-            )[0]
-            return Made(output.token_ids, output)
-
-        return one
-
-    points = tuple(range(num_layers - 6, num_layers, 2))
+    late, points = num_layers - 3, tuple(range(num_layers - 6, num_layers, 2))
     confident = eecore.ConfidentExit(0.9, exit_points=points)
     return {
-        FULL: generate(eecore.Full()),
-        f"`FixedExit({late})`": generate(eecore.FixedExit(late)),
-        f"`ConfidentExit(0.9, exit_points={points})`": generate(confident),
-        f"`SelfSpeculative({late}, 2)`": generate(eecore.SelfSpeculative(late, 2)),
-        "`DraftAndVerify(...)`": generate(SKIPS),
+        FULL: eecore.Full(),
+        f"`FixedExit({late})`": eecore.FixedExit(late),
+        f"`ConfidentExit(0.9, exit_points={points})`": confident,
+        f"`SelfSpeculative({late}, 2)`": eecore.SelfSpeculative(late, 2),
+        "`DraftAndVerify(...)`": SKIPS,
     }
 
 
-def transformers_mode(directory: Path, dtype: str, max_tokens: int) -> Generate:
-    """transformers' greedy generate on the same weights."""
-    generate = transformers(str(directory), BITS[dtype], torch.get_num_threads())
-    return lambda prompt: Made(generate([prompt], max_tokens)[0])
+def row_of(name: str, turns: Mapping[str, Sequence[TimedCall]]) -> Row:
+    """The figures of a mode, compared with full depth and with transformers.
 
+    Each call returned eecore's outputs, or transformers' tokens.
+    """
 
-def measure(
-    modes: Mapping[str, Generate], prompts: list[list[int]], rounds: int
-) -> dict[str, list[TimedCall]]:
-    """The timed calls of every mode, each over all prompts."""
+    def tokens_of(mode: str) -> list[list[int]]:
+        made = turns[mode][-1].made
+        return [each.token_ids if isinstance(each, eecore.Output) else each for each in made]
 
-    def turn_of(generate: Generate) -> Callable[[], TimedCall]:
-        return lambda: timed(lambda: [generate(prompt) for prompt in prompts])
-
-    return take_turns({name: turn_of(generate) for name, generate in modes.items()}, rounds)
-
-
-def row_of(name: str, turns: Mapping[str, Sequence[TimedCall]]) -> dict[str, Any]:
-    """The figures of a mode, compared with full depth and with transformers."""
-    made: list[Made] = turns[name][-1].made
-    seconds = seconds_of(turns[name])
-    outputs = [each.output for each in made if each.output is not None]
-    count = sum(len(each.tokens) for each in made)
+    seconds, tokens = seconds_of(turns[name]), tokens_of(name)
+    outputs = [] if name == PEER else turns[name][-1].made
+    count = sum(map(len, tokens))
     drafted = sum(output.stats.drafted for output in outputs)
     accepted = sum(output.stats.accepted for output in outputs)
     depth = sum(sum(output.exit_layers) for output in outputs)
-    tokens, full = ([each.tokens for each in turns[who][-1].made] for who in (name, FULL))
     return {
         "name": name,
         "tokens_per_s_best": count / min(seconds),
-        "tokens_per_s_median": count / statistics.median(seconds),
         "ratio_to_full": median_ratio(seconds, seconds_of(turns[FULL])),
         "ratio_to_transformers": median_ratio(seconds, seconds_of(turns[PEER])),
         "mean_exit_layer": depth / count if outputs else None,
         "draft_acceptance": accepted / drafted if drafted else None,
-        "same_tokens_as_full": tokens == full,
+        "same_tokens_as_full": tokens == tokens_of(FULL),
     }
 
 
 def markdown(result: Figures) -> str:
     """The table, with a sentence on the measurement and the machine."""
-    lines = []
-    for row in result["modes"]:
-        depth, accepted = row["mean_exit_layer"], row["draft_acceptance"]
-        lines.append(
-            [
-                row["name"],
-                f"{row['tokens_per_s_best']:.1f}",
-                f"{row['ratio_to_full']:.2f}",
-                f"{row['ratio_to_transformers']:.2f}",
-                "" if depth is None else f"{depth:.1f}",
-                "" if accepted is None else f"{accepted:.0%}",
-                "yes" if row["same_tokens_as_full"] else "no",
-            ]
-        )
-    head = ["mode", "tokens/s", "to `Full()`", "to transformers", "mean exit layer"]
-    head += ["drafts accepted", "text of `Full()`"]
+    columns = [
+        ("mode", "{name}"),
+        ("tokens/s", "{tokens_per_s_best:.1f}"),
+        ("to `Full()`", "{ratio_to_full:.2f}"),
+        ("to transformers", "{ratio_to_transformers:.2f}"),
+        ("mean exit layer", "{mean_exit_layer:.1f}"),
+        ("drafts accepted", "{draft_acceptance:.0%}"),
+        ("text of `Full()`", lambda row: "yes" if row["same_tokens_as_full"] else "no"),
+    ]
     about = (
         f"SmolLM2-135M-Instruct ({result['num_layers']} layers, {result['dtype']}), "
         f"{result['num_prompts']} prompts one after the other, {result['max_tokens']} greedy "
@@ -136,7 +93,7 @@ def markdown(result: Figures) -> str:
         f"{result['transformers']}. tokens/s: best of {result['rounds']} rounds; ratios: median "
         f"over rounds. {result['weights']} `python -m bench modes`"
     )
-    return f"{markdown_table(head, lines)}\n\n{about}"
+    return f"{table_of(columns, result['modes'])}\n\n{about}"
 
 
 REPORTS = (Report("modes", {"modes": markdown}, {"modes": ("name",)}, ("weights",)),)
@@ -148,13 +105,22 @@ def main(words: Sequence[str]) -> None:
     made.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = made.parse_args(words)
     torch.set_num_threads(arguments.threads)
-    directory = get_smollm2()
+    directory, length = get_smollm2(), arguments.max_tokens
     model = eecore.load(directory, device="cpu", prefix_cache=False, kv_cache_tokens=2048)
     dtype = str(model.network.dtype).removeprefix("torch.")
     prompts = [chat(model, question) for question in QUESTIONS]
-    modes = eecore_modes(model, arguments.max_tokens)
-    modes[PEER] = transformers_mode(directory, dtype, arguments.max_tokens)
-    turns = measure(modes, prompts, arguments.rounds)
+    peer = transformers(str(directory), BITS[dtype], arguments.threads)
+
+    def one(policy: Any) -> Callable[[list[int]], Any]:
+        given: Any = {"exit": policy, "max_tokens": length, "ignore_eos": True}
+        return lambda prompt: eecore.generate(model, prompt, **given)[0]
+
+    def turn_of(generate: Callable[[list[int]], Any]) -> Callable[[], TimedCall]:
+        return lambda: timed(lambda: [generate(prompt) for prompt in prompts])
+
+    runs = {name: turn_of(one(each)) for name, each in policies(model.config.num_layers).items()}
+    runs[PEER] = turn_of(lambda prompt: peer([prompt], length)[0])
+    turns = take_turns(runs, arguments.rounds)
     result = {
         **machine(),
         "num_threads": arguments.threads,
@@ -163,7 +129,7 @@ def main(words: Sequence[str]) -> None:
         "num_layers": model.config.num_layers,
         "weights": weights_lie(model.config.num_parameters * model.network.dtype.itemsize),
         "num_prompts": len(prompts),
-        "max_tokens": arguments.max_tokens,
+        "max_tokens": length,
         "rounds": arguments.rounds,
         "modes": [row_of(name, turns) for name in turns],
     }

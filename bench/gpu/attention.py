@@ -1,9 +1,10 @@
-"""paged_attention on a GPU: the shapes, and the peers torch SDPA, flashinfer and flash-attn."""
+"""paged_attention on a GPU: the shapes, and torch's SDPA as a peer."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,8 +15,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from bench.gpu.case import PAGE_SIZE, Work, is_installed
-from bench.gpu.timing import Call
+from bench.gpu.case import PAGE_SIZE, Work
 from eecore import ops
 from eecore.models.attention import keys_per_split
 from tests.cases import LLAMA_8B, SMOLLM2_135M
@@ -162,8 +162,7 @@ def attention_work(
         attention = functional.scaled_dot_product_attention
         return attention(by_seq, k, v, attn_mask=mask(), scale=call["scale"], enable_gqa=True)
 
-    peers: dict[str, Call] = {"torch SDPA": sdpa}
-    results: dict[str, Call] = {"torch SDPA": lambda: sdpa().transpose(1, 2).reshape(q.shape)}
+    peers: dict[str, Callable[[], Tensor]] = {"torch SDPA": sdpa}
     unmasked = position_bias is None and (shape.num_queries == 1 or not shape.causal)
     if device.type == "cuda" and unmasked:
 
@@ -172,71 +171,6 @@ def attention_work(
                 return sdpa()
 
         peers["SDPA, cuDNN"] = cudnn
-        results["SDPA, cuDNN"] = lambda: cudnn().transpose(1, 2).reshape(q.shape)
-    # flashinfer and flash-attn have no such bias.
-    if device.type == "cuda" and dtype != torch.float32 and position_bias is None:
-        if is_installed("flashinfer"):
-            peers["flashinfer"] = results["flashinfer"] = flashinfer_call(
-                shape, q, k_cache, v_cache, page_table, call["query_start_loc"]
-            )
-        if is_installed("flash_attn"):
-            peers["flash-attn"] = flash_attention_call(shape, q, k_cache, v_cache, page_table)
-            results["flash-attn"] = lambda: peers["flash-attn"]().view(q.shape)  # type: ignore[attr-defined]
-    return Work(attend, peers, attend, lambda name: results[name]())  # type: ignore[return-value, arg-type]
-
-
-def flashinfer_call(
-    shape: AttentionShape,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    query_start_loc: Tensor,
-) -> Call:
-    """flashinfer's paged kernels on the same pages, planned outside the timing."""
-    import flashinfer
-
-    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=q.device)
-    num_pages = page_table.shape[1]
-    indptr = torch.arange(shape.num_seqs + 1, dtype=torch.int32, device=q.device) * num_pages
-    last = (shape.seq_len - 1) % PAGE_SIZE + 1
-    last_page_len = torch.full((shape.num_seqs,), last, dtype=torch.int32, device=q.device)
-    heads = (shape.num_q_heads, shape.num_kv_heads, shape.head_dim, PAGE_SIZE)
-    if shape.num_queries == 1:
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=True, backend="fa2"
-        )
-        wrapper.plan(indptr, page_table.flatten(), last_page_len, *heads, q_data_type=q.dtype)
-    else:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
-        wrapper.plan(
-            query_start_loc,
-            indptr,
-            page_table.flatten(),
-            last_page_len,
-            *heads,
-            causal=shape.causal,
-            q_data_type=q.dtype,
-        )
-    return lambda: wrapper.run(q, (k_cache, v_cache))
-
-
-def flash_attention_call(
-    shape: AttentionShape, q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor
-) -> Call:
-    """flash-attn on the same numbers, in pages of its own size where it does not take 16."""
-    from flash_attn import flash_attn_with_kvcache
-
-    page_size = 256
-    if shape.seq_len % page_size:
-        raise ValueError(f"expected lengths in whole pages of {page_size}, got {shape.seq_len}")
-    k, v = (
-        cache[page_table.long()].flatten(1, 2).unflatten(1, (-1, page_size)).flatten(0, 1)
-        for cache in (k_cache, v_cache)
-    )
-    table = torch.arange(len(k), dtype=torch.int32, device=q.device).view(shape.num_seqs, -1)
-    seq_lens = torch.full((shape.num_seqs,), shape.seq_len, dtype=torch.int32, device=q.device)
-    split = q.unflatten(0, (shape.num_seqs, shape.num_queries))
-    return lambda: flash_attn_with_kvcache(
-        split, k, v, cache_seqlens=seq_lens, block_table=table, causal=shape.causal
+    return Work(
+        attend, dict(peers), attend, lambda name: peers[name]().transpose(1, 2).reshape(q.shape)
     )

@@ -5,7 +5,6 @@ A case makes its inputs on demand, so that only one case has tensors in memory a
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,10 +83,6 @@ def small_cases(
     for b in (1, 8, 32):
         moved = b * row_bytes + more_bytes
         yield Case(op, name.format(b), moved, partial(make, b), microseconds=microseconds)
-
-
-def is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:

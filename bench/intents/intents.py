@@ -5,15 +5,18 @@ python -m bench intents --model DIRECTORY   another, made by scripts/intents/tra
 
 One utterance at a time, greedy, up to the model's end token. All modes take turns: each parses one
 chunk of utterances, then each the next chunk, and ratios are taken within a chunk, so that a busy
-machine slows all modes alike. All engines get token ids. Writes bench/results/intents.json and the
-tables in bench/results.
+machine slows all modes alike. All engines get token ids. Speed is milliseconds per new token: of
+the whole request, prompt included, and of decoding alone, which begins after the step that gave the
+first new tokens. Writes bench/results/intents.json and the tables in bench/results.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +26,18 @@ import eecore
 from bench.harness.ceilings import weights_lie
 from bench.harness.command import parser, say
 from bench.harness.exits import calibrated_policies
-from bench.harness.machine import machine
+from bench.harness.machine import in_words, machine
 from bench.harness.processes import EngineError
 from bench.harness.results import Figures, Report
+from bench.harness.rows import Columns, table_of, unique
 from bench.harness.turns import batches_of
 from bench.harness.utterances import DATA, utterances
-from bench.intents.figures import Mode, figures, full_depth, reuse
-from bench.intents.modes import (
-    DTYPES,
-    default_exits,
-    default_speculations,
-    eecore_modes,
-    speculation,
-    start_peers,
-)
-from bench.intents.tables import full, short
+from bench.intents.modes import Mode, Peers, eecore_modes
+from bench.intents.parses import Parse
 from eecore.models import model_digest
 
 WARM_UP = 3  # utterances
-REPORTS = (
-    Report(
-        "intents",
-        {"intents in short": short, "intents": full},
-        {"modes": ("name",), "reuse": ("name",)},
-        ("weights", "peers.ms_per_token_tried", "left_out"),
-    ),
-)
+Measure = Callable[[Iterable[Parse]], float]
 
 
 # Measuring
@@ -59,52 +48,209 @@ def measure(
 ) -> dict[str, str]:
     """Every mode on every chunk, in turns; returns the reason for each mode that was left out."""
     left_out: dict[str, str] = {}
-    chunks = batches_of(prompts, chunk_size)
-    for mode in list(modes):
-        take_turn(mode, modes, prompts[:WARM_UP], left_out)
+
+    def all_take_turns(chunk: list[list[int]]) -> None:
+        for mode in list(modes):
+            try:
+                mode.chunks.append(mode.decode(chunk))
+            except EngineError as error:
+                modes.remove(mode)
+                left_out[mode.name] = str(error)
+                say(f"{mode.name} is left out: {error}")
+
+    all_take_turns(prompts[:WARM_UP])
+    for mode in modes:
         mode.chunks.clear()
+    chunks = batches_of(prompts, chunk_size)
     for number in range(rounds):
         for position, chunk in enumerate(chunks):
             began = time.perf_counter()
-            for mode in list(modes):
-                take_turn(mode, modes, chunk, left_out)
-            say(
-                f"round {number + 1} of {rounds}, chunk {position + 1} of {len(chunks)}: "
-                f"{time.perf_counter() - began:.0f} s"
-            )
+            all_take_turns(chunk)
+            took = time.perf_counter() - began
+            say(f"round {number + 1}, chunk {position + 1} of {len(chunks)}: {took:.0f} s")
     return left_out
-
-
-def take_turn(
-    mode: Mode, modes: list[Mode], prompts: list[list[int]], left_out: dict[str, str]
-) -> None:
-    """Run one mode on one chunk; a mode that fails is left out from then on."""
-    try:
-        mode.chunks.append(mode.decode(prompts))
-    except EngineError as error:
-        modes.remove(mode)
-        left_out[mode.name] = str(error)
-        say(f"{mode.name} is left out: {error}")
 
 
 def broken_promises(modes: Sequence[Mode]) -> list[str]:
     """A message for each self-speculation that did not give the tokens of full depth."""
     found = []
     for mode in modes:
-        if not mode.group.endswith(("speculative", "without reuse")):
-            continue
         reference = full_depth(mode, modes)
-        assert reference is not None
-        full = [parse.tokens for chunk in reference.chunks for parse in chunk]
-        own = [parse.tokens for chunk in mode.chunks for parse in chunk]
-        differing = [i for i, pair in enumerate(zip(own, full, strict=True)) if pair[0] != pair[1]]
-        if differing:
-            i = differing[0]
-            found.append(
-                f"{mode.name}: expected the tokens of Full(), got different ones for "
-                f"{len(differing)} of {len(full)} parses, the first {own[i]} instead of {full[i]}"
-            )
+        if mode.group.endswith("speculative") and same_tokens(mode, reference) != 1:
+            found.append(f"{mode.name}: expected the tokens of Full(), got different ones")
     return found
+
+
+# Figures
+
+
+def ms_per_token(parses: Iterable[Parse]) -> float:
+    """Milliseconds over new tokens, summed over all parses; NaN without tokens."""
+    made = list(parses)
+    tokens = sum(len(p.tokens) for p in made)
+    return 1e3 * sum(p.seconds for p in made) / tokens if tokens else math.nan
+
+
+def decode_ms_per_token(parses: Iterable[Parse]) -> float:
+    """Milliseconds after the first step over the tokens after it; NaN if there are none."""
+    made = list(parses)
+    tokens = sum(len(p.tokens) - p.first_tokens for p in made)
+    seconds = sum(p.seconds - p.first_seconds for p in made)
+    return 1e3 * seconds / tokens if tokens else math.nan
+
+
+def speed_up(mode: Mode, other: Mode | None, measure: Measure) -> dict[str, float] | None:
+    """Speed-up over another mode: the median over chunks, and of all chunks together."""
+    if other is None:
+        return None
+    pairs = zip(mode.chunks, other.chunks, strict=True)
+    ratios = [measure(theirs) / measure(own) for own, theirs in pairs]
+    known = [ratio for ratio in ratios if not math.isnan(ratio)]
+    total = measure(other.parses) / measure(mode.parses)
+    return {"median": statistics.median(known), "total": total} if known else None
+
+
+def full_depth(mode: Mode, modes: Sequence[Mode]) -> Mode | None:
+    """The reference of a mode: eecore's Full() with equal weights, or transformers' generate."""
+    group = "int8 full" if mode.group.startswith("int8") else "full"
+    if mode.group in ("transformers", "assisted", "economize", "calm"):
+        group = "transformers"
+    return next((other for other in modes if other.group == group), None)
+
+
+def same_tokens(mode: Mode, other: Mode | None) -> float | None:
+    """The share of utterances for which two modes gave the same tokens."""
+    if other is None:
+        return None
+    pairs = list(zip(mode.parses, other.parses, strict=True))
+    return sum(one.tokens == two.tokens for one, two in pairs) / len(pairs)
+
+
+def figures(mode: Mode, modes: Sequence[Mode]) -> dict[str, Any]:
+    """Speeds and shares of one mode, compared with full depth and each peer's fastest mode."""
+
+    def fastest(*groups: str) -> Mode | None:
+        found = (other for other in modes if other.group in groups)
+        return min(found, key=lambda mode: ms_per_token(mode.parses), default=None)
+
+    compared = {
+        "full": full_depth(mode, modes),
+        "transformers": fastest("transformers", "assisted"),
+        "economize": fastest("economize"),
+    }
+    parses = mode.parses
+    tokens = sum(len(parse.tokens) for parse in parses)
+    drafted = sum(parse.drafted for parse in parses)
+    depths = [parse.depth for parse in parses if parse.depth is not None]
+    alone = next((other for other in modes if other.group == "transformers"), None)
+    found: dict[str, Any] = {
+        "acceptance": sum(parse.accepted for parse in parses) / drafted if drafted else None,
+        "mean_exit_layer": sum(depths) / tokens if depths and tokens else None,
+        "tokens": tokens,
+        "same_as_full": same_tokens(mode, modes[0]),
+        "same_as_transformers": same_tokens(mode, alone),
+    }
+    measures: dict[str, Measure] = {"": ms_per_token, "decode_": decode_ms_per_token}
+    for prefix, measure in measures.items():
+        ms = measure(parses)
+        found[f"{prefix}ms_per_token"] = None if math.isnan(ms) else ms
+        for name, other in compared.items():
+            found[f"{prefix}speed_to_{name}"] = speed_up(mode, other, measure)
+    found["chunk_ms_per_token"] = [round(ms_per_token(chunk), 4) for chunk in mode.chunks]
+    return found
+
+
+# The tables
+
+SPEEDS: Columns = (
+    ("ms/token", "{ms_per_token:.2f}"),
+    ("to own full depth", "{speed_to_full[median]:.2f}x"),
+    ("to transformers' best", "{speed_to_transformers[median]:.2f}x"),
+)
+ABOUT = (
+    "- decoding: after the step that gave the first new tokens; the other columns include the "
+    "prompt\n"
+    "- own full depth: `Full()` for eecore's modes, transformers' `generate` for the peers"
+)
+SHORT_GROUPS = (
+    *("full", "speculative", "confident", "int8 full", "int8 speculative"),
+    *("transformers", "assisted", "economize"),
+)
+SHORT_LEAD = (
+    "On a model trained for early exit, which parses utterances to a smart home "
+    "(`scripts/intents/`); the fastest mode of each kind:"
+)
+
+
+def full(result: Figures) -> str:
+    """The table of every mode, with the conditions of the measurement."""
+    columns: Columns = (
+        ("mode", "{name}"),
+        ("exact match", "{exact_match:.1%}"),
+        ("drafts accepted", "{acceptance:.1%}"),
+        ("mean exit layer", "{mean_exit_layer:.1f}"),
+        SPEEDS[0],
+        ("decoding", "{decode_ms_per_token:.2f}"),
+        SPEEDS[1],
+        ("decoding", "{decode_speed_to_full[median]:.2f}x"),
+        SPEEDS[2],
+        ("decoding", "{decode_speed_to_transformers[median]:.2f}x"),
+        ("tokens of `Full()`", "{same_as_full:.1%}"),
+    )
+    rows = result["modes"]
+    notes = [ABOUT]
+    notes += [
+        f"- {row['name']}: tokens of transformers' `generate` on {row['same_as_transformers']:.1%} "
+        "of the utterances"
+        for row in rows
+        if row["group"] in ("assisted", "economize") and row["same_as_transformers"] < 1
+    ]
+    notes += [
+        f"- {row['name']} is {row['speed_to_economize']['median']:.2f}x as fast as economize's "
+        f"fastest drafts, {row['decode_speed_to_economize']['median']:.2f}x in decoding"
+        for row in rows
+        if row["group"] == "speculative" and row["speed_to_economize"] is not None
+    ]
+    notes += [f"- {kind}: {contract}" for kind, contract in result["contracts"].items()]
+    notes += [f"- left out: {name}: {reason}" for name, reason in result["left_out"].items()]
+    return "\n\n".join([table_of(columns, rows), "\n".join(notes), about(result)])
+
+
+def short(result: Figures) -> str:
+    """Full depth and the fastest mode of each kind, of eecore and of the peers."""
+    rows = [row for row in result["modes"] if row["group"] in SHORT_GROUPS]
+    chosen = [
+        min((row for row in rows if row["group"] == group), key=lambda row: row["ms_per_token"])
+        for group in unique(rows, "group")
+    ]
+    columns: Columns = (("mode", "{name}"), ("exact match", "{exact_match:.1%}"), *SPEEDS)
+    command = f"`python -m bench intents --count {result['utterances']}`"
+    return f"{SHORT_LEAD}\n\n{table_of(columns, chosen)}\n\n{command}"
+
+
+def about(result: Figures) -> str:
+    """A sentence on the measurement and the machine."""
+    versions = {} if result["peers"] is None else result["peers"]["versions"]
+    named = "".join(f", {name} {version}" for name, version in versions.items() if version)
+    count = result["utterances"]
+    return (
+        f"{count} held-out utterances of {result['prompt_tokens'] / count:.1f} tokens one after "
+        f"the other, {result['modes'][0]['tokens'] / count / result['rounds']:.1f} greedy tokens "
+        f"each, float32 but where int8 is said, {result['threads']} thread(s). Speed-ups: medians "
+        f"of {result['rounds']} round(s) of chunks of {result['chunk']}, in turns. Model "
+        f"{result['model_sha256'][:12]}, {result['num_layers']} layers. {result['weights']} "
+        f"{in_words(result)}{named}. `python -m bench intents --count {count}`"
+    )
+
+
+REPORTS = (
+    Report(
+        "intents",
+        {"intents in short": short, "intents": full},
+        {"modes": ("name",)},
+        ("weights", "peers", "left_out"),
+    ),
+)
 
 
 # The command
@@ -113,74 +259,49 @@ def broken_promises(modes: Sequence[Mode]) -> list[str]:
 def run(arguments: argparse.Namespace) -> tuple[Figures, list[str]]:
     """All figures, and the messages of :func:`broken_promises`."""
     directory = arguments.model or eecore.default_model()
-    calibrated = {} if arguments.skip_calibrated else calibrated_policies(directory)
-    model = eecore.load(
-        directory, device="cpu", prefix_cache=False, dtype=arguments.dtype, kv_cache_tokens=1024
-    )
-    records = utterances(arguments.count, arguments.data)
+    options: dict[str, Any] = {"device": "cpu", "prefix_cache": False, "kv_cache_tokens": 1024}
+    model = eecore.load(directory, dtype="float32", **options)
     tokenizer, num_layers = model.tokenizer, model.config.num_layers
     assert tokenizer is not None
+    records = utterances(arguments.count, arguments.data)
     prompts = [tokenizer.encode(record["input"]) for record in records]
-    speculations = list(dict.fromkeys(arguments.speculate or default_speculations(num_layers)))
-    exit_layers = sorted(set(arguments.fixed or default_exits(num_layers)))
-    modes = eecore_modes(model, exit_layers, speculations, calibrated)
-    int8 = eecore.load(
-        directory, device="cpu", prefix_cache=False, weights="int8", kv_cache_tokens=1024
-    )
-    modes += eecore_modes(int8, (), speculations, {})
+    calibrated = calibrated_policies(directory)
+    modes = eecore_modes(model, calibrated)
+    modes += eecore_modes(eecore.load(directory, weights="int8", **options), {}, int8=True)
     left_out: dict[str, str] = {}
     beside = None
     if not arguments.skip_peers:
-        beside = start_peers(directory, prompts, speculations, arguments.threads, left_out)
+        beside = Peers.start(directory, arguments.threads, left_out)
     if beside is not None:
-        threshold = calibrated["softmax"].threshold if calibrated else 0.9
-        modes += beside.modes(speculations, threshold)
+        modes += beside.modes(num_layers, calibrated["softmax"].threshold)
     try:
         left_out |= measure(modes, prompts, arguments.rounds, arguments.chunk)
     finally:
         if beside is not None:
             beside.process.close()
+    targets = [record["target"] for record in records] * arguments.rounds
+    rows = []
+    for mode in modes:
+        texts = [tokenizer.decode(parse.tokens) for parse in mode.parses]
+        exact = sum(a == b for a, b in zip(texts, targets, strict=True)) / len(targets)
+        row = {"name": mode.name, "group": mode.group, "exact_match": exact}
+        rows.append({**row, **figures(mode, modes)})
     result = {
         **machine(),
         "threads": arguments.threads,
-        "peers": None
-        if beside is None
-        else {
-            "versions": beside.versions,
-            "dtype": beside.dtype,
-            "ms_per_token_tried": beside.ms_per_token_tried,
-        },
+        "peers": None if beside is None else {"versions": beside.versions},
         "left_out": left_out,
         "model_sha256": model_digest(directory),
         "num_layers": num_layers,
         "weights": weights_lie(model.config.num_parameters * model.network.dtype.itemsize),
-        "dtype": str(model.network.dtype).removeprefix("torch."),
         "utterances": len(prompts),
         "prompt_tokens": sum(map(len, prompts)),
         "rounds": arguments.rounds,
         "chunk": arguments.chunk,
         "contracts": {measure: policy.contract for measure, policy in calibrated.items()},
+        "modes": rows,
     }
-    decoded = {
-        mode.name: [tokenizer.decode(parse.tokens) for chunk in mode.chunks for parse in chunk]
-        for mode in modes
-    }
-    targets = [record["target"] for record in records] * arguments.rounds
-    result["modes"] = [
-        {
-            "name": mode.name,
-            "group": mode.group,
-            "exact_match": share_of_equals(decoded[mode.name], targets),
-            **figures(mode, modes),
-        }
-        for mode in modes
-    ]
-    result["reuse"] = reuse(modes)
     return result, broken_promises(modes)
-
-
-def share_of_equals(these: Sequence[Any], those: Sequence[Any]) -> float:
-    return sum(a == b for a, b in zip(these, those, strict=True)) / len(those)
 
 
 def main(words: Sequence[str]) -> None:
@@ -189,12 +310,6 @@ def main(words: Sequence[str]) -> None:
     made.add_argument("--data", type=Path, default=DATA, help="created if it is missing")
     made.add_argument("--count", type=int, default=1000, help="utterances")
     made.add_argument("--chunk", type=int, default=50, help="utterances a turn")
-    made.add_argument("--dtype", choices=DTYPES, default="float32", help="of eecore's modes")
-    made.add_argument("--fixed", type=int, nargs="+", metavar="E", help="depths of FixedExit")
-    made.add_argument(
-        "--speculate", type=speculation, nargs="+", metavar="E,D[,THRESHOLD]", help="pairs to try"
-    )
-    made.add_argument("--skip-calibrated", action="store_true", help="no calibrated exits")
     made.add_argument("--skip-peers", action="store_true", help="eecore alone")
     arguments = made.parse_args(words)
     torch.set_num_threads(arguments.threads)

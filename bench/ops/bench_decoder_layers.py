@@ -1,4 +1,4 @@
-"""decoder_layers: layers of three small models while decoding, compared with single ops."""
+"""decoder_layers: layers of three small models while decoding."""
 
 from __future__ import annotations
 
@@ -80,51 +80,6 @@ def decoding_call(model: ModelSizes, num_seqs: int, dtype: torch.dtype) -> dict[
     }
 
 
-def single_ops(model: ModelSizes, call: dict[str, Any]) -> Any:
-    """A call that runs the same layers op by op, on views made before."""
-    layers = call["weights"].unbind()
-    caches = list(zip(call["k_cache"].unbind(0), call["v_cache"].unbind(0), strict=True))
-    heads = (model.num_q_heads, model.num_kv_heads, model.num_kv_heads)
-    num_seqs = call["hidden"].shape[0]
-    batch = [call[name] for name in ("page_table", "seq_lens", "query_start_loc")]
-    attention = {"scale": call["scale"], "fixed_split_size": KEYS_PER_SPLIT}
-    crosses: Any = [None] * model.num_layers
-    if call["cross"] is not None:
-        *stacked, cross_page_table, cross_seq_lens = call["cross"]
-        crosses = list(zip(*(weights.unbind() for weights in stacked), strict=True))
-        cross_batch = (cross_page_table, cross_seq_lens, call["query_start_loc"])
-
-    def run() -> None:
-        hidden = call["hidden"]
-        for w, cross, (k_cache, v_cache) in zip(layers, crosses, caches, strict=True):
-            qkv = ops.skinny_linear(hidden, w.qkv.weight, norm_weight=w.attention_norm, eps=EPS)
-            q, k, v = qkv.view(num_seqs, sum(heads), 64).split_with_sizes(heads, 1)
-            rotary = {"positions": call["positions"], "cos_sin": call["cos_sin"]}
-            ops.append_kv(q, k, v, k_cache, v_cache, call["slot_mapping"], **rotary)
-            attended = ops.paged_attention(
-                q, k_cache, v_cache, *batch, **attention, position_bias=call["position_bias"]
-            )
-            hidden = ops.skinny_linear(attended.flatten(1), w.o.weight, residual=hidden)
-            if cross is not None:
-                norm, into, out_of = cross
-                q = ops.skinny_linear(hidden, into.weight, norm_weight=norm, eps=EPS)
-                q = q.view(num_seqs, model.num_q_heads, 64)
-                attended = ops.paged_attention(
-                    q, k_cache, v_cache, *cross_batch, **attention, causal=False
-                )
-                hidden = ops.skinny_linear(attended.flatten(1), out_of.weight, residual=hidden)
-            gated = ops.skinny_gated_linear(
-                hidden,
-                w.gate_up.weight,
-                norm_weight=w.mlp_norm,
-                eps=EPS,
-                activation=call["activation"],
-            )
-            hidden = ops.skinny_linear(gated, w.down.weight, residual=hidden)
-
-    return run
-
-
 @pytest.mark.parametrize("num_seqs", [1, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -132,13 +87,10 @@ def single_ops(model: ModelSizes, call: dict[str, Any]) -> Any:
     [SMALL_12_LAYERS, SMOLLM2_135M, T5_SMALL],
     ids=["12 layers of 256", "SmolLM2-135M", "T5 v1.1 small"],
 )
-@pytest.mark.parametrize("peer", [False, True], ids=["eecore", "single ops"])
-def bench_decoder_layers(
-    benchmark, peer: bool, model: ModelSizes, dtype: torch.dtype, num_seqs: int
-) -> None:
+def bench_decoder_layers(benchmark, model: ModelSizes, dtype: torch.dtype, num_seqs: int) -> None:
     call = decoding_call(model, num_seqs, dtype)
     with torch.inference_mode():
-        benchmark(single_ops(model, call) if peer else lambda: ops.decoder_layers(**call))
+        benchmark(lambda: ops.decoder_layers(**call))
     fields = (*call["weights"], *(call["cross"] or ()))
     weights = (f.weight if isinstance(f, ops.Matrix) else f for f in fields)
     moved = sum(weight.nbytes for weight in weights if weight is not None)

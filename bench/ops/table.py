@@ -20,7 +20,7 @@ from bench.harness.ceilings import describe_ceilings
 from bench.harness.command import parser
 from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
-from eecore.lab.evaluation.tables import markdown_table
+from bench.harness.rows import Columns, table_of
 
 RATES = ("GB/s", "GFLOP/s", "of ceiling")
 
@@ -53,13 +53,18 @@ def markdown(result: Figures) -> str:
         "case. Small cases are bound by the cost of a call; a large L3 holds a part of weights of "
         "60 to 130 MB, so shares of memory bandwidth can exceed 1. `OMP_NUM_THREADS=1 make bench`"
     )
-    lines = [
-        [row["op"], row["case"], f"{row['min']:.1f}", f"{row['median']:.1f}"]
-        + ["" if row[rate] is None else str(row[rate]) for rate in RATES]
-        for row in result["rows"]
-    ]
-    head = ["op", "case", "min", "median", *RATES]
-    return f"{about}\n\n{markdown_table(head, sorted(lines), text_columns=2)}"
+    columns: Columns = (
+        ("op", "{op}"),
+        ("case", "{case}"),
+        ("min", "{min:.1f}"),
+        ("median", "{median:.1f}"),
+        *(
+            (rate, lambda row, rate=rate: "" if row[rate] is None else str(row[rate]))
+            for rate in RATES
+        ),
+    )
+    rows = sorted(result["rows"], key=lambda row: (row["op"], row["case"]))
+    return f"{about}\n\n{table_of(columns, rows, text_columns=2)}"
 
 
 REPORTS = (Report("ops", {"ops": markdown}, {"rows": ("op", "case")}, ("ceilings",)),)

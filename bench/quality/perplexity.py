@@ -37,27 +37,14 @@ def states_of(
     return model.layers(0, model.config.num_layers, model.embed(token_ids), kv, batch)
 
 
-def scored(window: int) -> slice:
-    """The positions of a window whose next token is scored, without the last position."""
-    return slice(window // 2, window - 1)
-
-
-def windows_of(token_ids: Sequence[int], window: int, bos: int | None = None) -> list[list[int]]:
-    """The full windows of a text, each with ``bos`` as its first token, if given."""
-    begins = range(0, len(token_ids) - window + 1, window)
-    windows = [list(token_ids[begin : begin + window]) for begin in begins]
-    return windows if bos is None else [[bos, *each[1:]] for each in windows]
-
-
-def window_losses(
-    model: LlamaModel, windows: Iterable[Sequence[int]], cache_dtype: torch.dtype | None = None
-) -> list[float]:
+def window_losses(model: LlamaModel, windows: Iterable[Sequence[int]]) -> list[float]:
     """Mean nats of the scored tokens of each window."""
     losses = []
     for window in windows:
-        ids, places = torch.tensor(window), scored(len(window))
-        logits = model.logits(states_of(model, ids, cache_dtype)[places])
-        losses.append(float(functional.cross_entropy(logits.float(), ids[1:][places])))
+        ids = torch.tensor(window)
+        scored = slice(len(window) // 2, len(window) - 1)  # positions whose next token is scored
+        logits = model.logits(states_of(model, ids)[scored])
+        losses.append(float(functional.cross_entropy(logits.float(), ids[1:][scored])))
     return losses
 
 

@@ -1,7 +1,6 @@
 """Perplexity of GGUF files in eecore and llama.cpp, and of weights that eecore quantises itself.
 
 python -m bench quality [--windows 20] [--threads 1]
-python -m bench quality --only-weights      only weights that eecore quantises; keeps the files
 
 SmolLM2-135M-Instruct's Q4_1 file and Qwen2.5-Coder-0.5B-Instruct's files, for which
 ``python -m bench coder-files`` downloads 478 MB; on modules of Python's standard library, which
@@ -28,10 +27,9 @@ from bench.harness.command import parser, say
 from bench.harness.machine import in_words, machine
 from bench.harness.processes import EngineError
 from bench.harness.results import Figures, Report
+from bench.harness.rows import Cell, Row, table_of
 from bench.harness.smollm2 import WEIGHTS, smollm2_file
-from bench.quality.perplexity import losses_of_output, perplexity, window_losses, windows_of
-from bench.quality.rescaled import rescaled_file
-from eecore.lab.evaluation.tables import markdown_table
+from bench.quality.perplexity import losses_of_output, perplexity, window_losses
 from eecore.models import LlamaModel, convert_gguf
 
 MODULES = ("textwrap", "shlex", "heapq", "csv", "configparser")
@@ -52,7 +50,8 @@ def our_losses(path: Path, windows: int, **options: Any) -> list[float]:
     ids = model.tokenizer.encode(text())[: windows * WINDOW]
     if len(ids) < windows * WINDOW:
         raise ValueError(f"windows: expected up to {len(ids) // WINDOW}, got {windows}")
-    return window_losses(model.network, windows_of(ids, WINDOW))
+    places = range(0, len(ids), WINDOW)
+    return window_losses(model.network, [ids[at : at + WINDOW] for at in places])
 
 
 def llama_cpp_losses(file: Path, windows: int, threads: int, scratch: Path) -> list[float]:
@@ -69,38 +68,18 @@ def llama_cpp_losses(file: Path, windows: int, threads: int, scratch: Path) -> l
     raise EngineError(f"llama-perplexity: expected {windows} windows, got {len(losses)}")
 
 
-def file_row(file: Path, windows: int, threads: int, scratch: Path) -> dict[str, Any]:
+def file_row(file: Path, windows: int, threads: int, scratch: Path) -> Row:
     ours = our_losses(file, windows)
     theirs = llama_cpp_losses(file, windows, threads, scratch)
-    apart = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-    return said(
-        {
-            "file": file.stem,
-            "bytes": file.stat().st_size,
-            "eecore": perplexity(ours),
-            "llama.cpp": perplexity(theirs),
-            "furthest_window_nats": apart,
-        }
-    )
+    row: Row = {"file": file.stem, "bytes": file.stat().st_size, "eecore": perplexity(ours)}
+    row["llama.cpp"] = perplexity(theirs)
+    row["furthest_window_nats"] = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    say(row)
+    return row
 
 
-def weights_row(name: str, path: Path, windows: int, **options: Any) -> dict[str, Any]:
-    losses = our_losses(path, windows, **options)
-    return said({"weights": name, "perplexity": perplexity(losses)})
-
-
-def rescaled_rows(windows: int, scratch: Path) -> list[dict[str, Any]]:
-    """Rows of the rescaled model: quantised by eecore, and by llama.cpp."""
-    floats = rescaled_file(coder_files.get_source(), scratch / "rescaled.gguf")
-    directory = convert_gguf(floats, scratch / "rescaled")
-    rows = [weights_row(name, directory, windows, **WEIGHTS[name]) for name in ("float32", "int4")]
-    for kind in ("Q4_1", "Q4_K_M"):
-        file = coder_files.quantise(floats, kind, scratch)
-        rows.append(weights_row(kind, file, windows))
-    return rows
-
-
-def said(row: dict[str, Any]) -> dict[str, Any]:
+def weights_row(name: str, path: Path, windows: int, **options: Any) -> Row:
+    row = {"weights": name, "perplexity": perplexity(our_losses(path, windows, **options))}
     say(row)
     return row
 
@@ -111,39 +90,30 @@ def change(value: float, reference: float) -> str:
 
 def files_table(result: Figures) -> str:
     """The table of each file's perplexity in eecore and in llama.cpp."""
-    lines = [
-        [
-            row["file"],
-            f"{row['bytes'] / 1e6:.0f}",
-            f"{row['eecore']:.4f}",
-            f"{row['llama.cpp']:.4f}",
-            change(row["eecore"], row["llama.cpp"]),
-            f"{row['furthest_window_nats']:.4f} nats",
-        ]
-        for row in result["files"]
+    columns = [
+        ("file", "{file}"),
+        ("MB", lambda row: f"{row['bytes'] / 1e6:.0f}"),
+        ("eecore", "{eecore:.4f}"),
+        ("llama.cpp", lambda row: f"{row['llama.cpp']:.4f}"),
+        ("eecore is", lambda row: change(row["eecore"], row["llama.cpp"])),
+        ("a window, at most", "{furthest_window_nats:.4f} nats"),
     ]
-    head = ["file", "MB", "eecore", "llama.cpp", "eecore is", "a window, at most"]
-    return markdown_table(head, lines)
+    return table_of(columns, result["files"])
 
 
 def weights_table(result: Figures) -> str:
-    """The table of one model in several formats, made from its floats, unchanged and rescaled."""
+    """The table of one model in several formats, made from its floats."""
     stored = {row["file"].removeprefix(f"{coder_files.NAME}-"): row for row in result["files"]}
-    plain = {row["weights"]: row["perplexity"] for row in result["weights"]}
-    plain |= {kind: stored[kind.lower()]["eecore"] for kind in ("Q4_1", "Q4_K_M")}
-    rescaled = {row["weights"]: row["perplexity"] for row in result["rescaled"]}
-    lines = []
-    for name in plain:
-        cells = []
-        for values in (plain, rescaled):
-            if name in values:
-                others = (values["float32"], values["Q4_K_M"])
-                cells += [f"{values[name]:.4f}", *(change(values[name], one) for one in others)]
-            else:
-                cells += [""] * 3
-        lines.append([name, *cells])
-    head = ["weights", "as they are", "to float32", "to Q4_K_M"]
-    return markdown_table([*head, "rescaled", "to float32", "to Q4_K_M"], lines)
+    rows = list(result["weights"])
+    for kind in ("Q4_1", "Q4_K_M"):
+        rows.append({"weights": kind, "perplexity": stored[kind.lower()]["eecore"]})
+    found = {row["weights"]: row["perplexity"] for row in rows}
+
+    def to(name: str) -> Cell:
+        return lambda row: change(row["perplexity"], found[name])
+
+    columns = [("weights", "{weights}"), ("perplexity", "{perplexity:.4f}")]
+    return table_of([*columns, *((f"to {n}", to(n)) for n in ("float32", "Q4_K_M"))], rows)
 
 
 def markdown(result: Figures) -> str:
@@ -152,65 +122,43 @@ def markdown(result: Figures) -> str:
         f"{result['python']}'s {', '.join(result['modules'])}: windows of {result['window']}, the "
         "second half of each scored, as llama-perplexity computes it (with its own tokenizer and "
         f"its cache of 16 bits). {result['made_from']}. Second table: the same model, in eecore, "
-        "in formats made from floats: that file's numbers dequantised to float32. Unchanged, they "
-        "lie on the grid of the file's blocks, so that Q4_K_M stores them without loss. Rescaled "
-        "(`bench/quality/rescaled.py`), they compute the same function and lie on no grid. Q4_1 "
-        "takes 5 bits a number and 8.5 in the head; int4 also takes 6 in the projections of keys "
-        "and 8.5 in those of values; Q4_K_M of this model, where 256 divides the length of few "
-        "rows, takes 5.5 in most matrices and 4.5 to 8.5 in the rest. States are in float32, or in "
-        "bfloat16 with bfloat16 weights. "
-        f"{in_words(result)}, llama.cpp of {result['llama_cpp']}. `python -m bench quality`"
+        "in formats made from floats: that file's numbers dequantised to float32, which lie on the "
+        "grid of the file's blocks, so that Q4_K_M stores them without loss. Q4_1 takes 5 bits a "
+        "number and 8.5 in the head; int4 also takes 6 in the projections of keys and 8.5 in those "
+        "of values; Q4_K_M of this model, where 256 divides the length of few rows, takes 5.5 in "
+        "most matrices and 4.5 to 8.5 in the rest. States are in float32, or in bfloat16 with "
+        f"bfloat16 weights. {in_words(result)}, llama.cpp of {result['llama_cpp']}. "
+        "`python -m bench quality`"
     )
     return "\n\n".join([files_table(result), weights_table(result), about])
 
 
-def file_rows(windows: int, threads: int, scratch: Path) -> list[dict[str, Any]]:
+REPORTS = (Report("quality", {"quality": markdown}, {"files": ("file",), "weights": ("weights",)}),)
+
+
+def measure(windows: int, threads: int, scratch: Path) -> Figures:
     with smollm2_file() as smollm2:
-        files: Sequence[Path] = [smollm2, *coder_files.coder_files("Q4_1")]
-        return [file_row(file, windows, threads, scratch) for file in files]
-
-
-REPORTS = (
-    Report(
-        "quality",
-        {"quality": markdown},
-        {"files": ("file",), "weights": ("weights",), "rescaled": ("weights",)},
-    ),
-)
-
-
-def measure(windows: int, threads: int, scratch: Path, *, has_files: bool = True) -> Figures:
-    files = file_rows(windows, threads, scratch) if has_files else []
+        files = [smollm2, *coder_files.coder_files("Q4_1")]
+        file_rows = [file_row(file, windows, threads, scratch) for file in files]
     directory = convert_gguf(coder_files.get_source(), scratch / "float32")
     return {
         "python": platform.python_version(),
         **machine(),
         "llama_cpp": peers.LLAMA_CPP,
-        "modules": MODULES,
+        "modules": list(MODULES),
         "window": WINDOW,
         "windows": windows,
         "made_from": coder_files.MADE_FROM,
-        "files": files,
-        "weights": [
-            weights_row(name, directory, windows, **options) for name, options in WEIGHTS.items()
-        ],
-        "rescaled": rescaled_rows(windows, scratch),
+        "files": file_rows,
+        "weights": [weights_row(name, directory, windows, **o) for name, o in WEIGHTS.items()],
     }
 
 
 def main(words: Sequence[str]) -> None:
     made = parser("quality", __doc__, threads=1)
     made.add_argument("--windows", type=int, default=20, help=f"of {WINDOW} tokens")
-    made.add_argument("--only-weights", action="store_true", help="do not measure the files")
     arguments = made.parse_args(words)
     torch.set_num_threads(arguments.threads)
-    place = coder_files.DIRECTORY.parent
-    place.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place) as scratch:
-        result = measure(
-            arguments.windows,
-            arguments.threads,
-            Path(scratch),
-            has_files=not arguments.only_weights,
-        )
+    with tempfile.TemporaryDirectory() as scratch:
+        result = measure(arguments.windows, arguments.threads, Path(scratch))
     REPORTS[0].finish(result, arguments)

@@ -1,21 +1,16 @@
-"""Requests of every kind of client: well-behaved, bad and broken."""
+"""Requests of every kind of client, well-behaved, bad and broken, and what may come of them."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 LOSSLESS = ("full", "auto", "speculative:3,6", "lookup", "lookup:4")
 EXITS = (
     *LOSSLESS,
-    "fixed:6",
-    "fixed:12",
-    "confident:0.9",
-    "calibrated:softmax",
-    "calibrated:state",
+    *("fixed:6", "fixed:12", "confident:0.9", "calibrated:softmax", "calibrated:state"),
 )
 UTTERANCES = (
     "lock the front door",
@@ -37,10 +32,10 @@ GUIDES: tuple[dict[str, Any], ...] = (
     {"guided_grammar": 'start: "a" | "b" start'},
 )
 TOOL = {"type": "function", "function": {"name": "switch", "parameters": SCHEMA}}
-JSON = {"content-type": "application/json"}
-PLAIN = {"content-type": "text/plain"}
+JSON, PLAIN = "application/json", "text/plain"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-WRONG: tuple[tuple[str, bytes, dict[str, str], int], ...] = (
+# Path, body, content type, and the status of the refusal.
+WRONG: tuple[tuple[str, bytes, str, int], ...] = (
     (COMPLETIONS, b"", JSON, 400),
     (COMPLETIONS, b'{"prompt": "a"', JSON, 400),
     (COMPLETIONS, b'{"prompt": "\xff\xfe"}', JSON, 400),
@@ -60,6 +55,22 @@ WRONG: tuple[tuple[str, bytes, dict[str, str], int], ...] = (
     ("/v1/embeddings", b"{}", JSON, 404),
     ("/tokenize", b"[]", JSON, 400),
 )
+# The kinds of requests, which the table counts, and how often each is sent.
+KINDS = {
+    "whole answers": 30,
+    "streams": 20,
+    "streams that are read slowly": 5,
+    "sampled, several choices": 10,
+    "left in the middle": 8,
+    "tiny deadlines": 6,
+    "wrong bodies": 10,
+    "guides": 6,
+    "calls of tools": 4,
+    "too long for the deadline, or nearly": 1,
+    "health and metrics": 5,
+}
+# Errors of an overloaded server, by status.
+BUSY = {429: "too_many_requests", 504: "deadline_exceeded"}
 
 
 @dataclass(frozen=True)
@@ -67,10 +78,10 @@ class Ask:
     """A request.
 
     Args:
-        kind: the row of the table that counts it.
+        kind: one of :data:`KINDS`.
         path: the path of the endpoint.
         content: the body; None for a GET.
-        headers: the headers of the body.
+        content_type: the type of the body.
         status: the expected status of the answer.
         says: the expected text; None accepts any text.
         leaves_after: parts of the answer after which the client disconnects; None: never.
@@ -79,9 +90,9 @@ class Ask:
     """
 
     kind: str
-    path: str
+    path: str = COMPLETIONS
     content: bytes | None = None
-    headers: dict[str, str] = field(default_factory=lambda: JSON)
+    content_type: str = JSON
     status: int = 200
     says: str | None = None
     leaves_after: int | None = None
@@ -98,82 +109,88 @@ def chat(prompt: str, **fields: Any) -> bytes:
     return json.dumps({"messages": messages, "max_tokens": 96, **fields}).encode()
 
 
-class Crowd:
-    """Makes random requests.
-
-    Args:
-        said: the answers of an idle server, by exit and utterance.
-    """
-
-    def __init__(self, said: dict[tuple[str, str], str]) -> None:
-        self._said = said
-        self._kinds: list[tuple[int, Callable[[random.Random], Ask]]] = [
-            (30, self._whole),
-            (20, self._stream),
-            (5, self._slow),
-            (10, self._sampled),
-            (8, self._leaving),
-            (6, self._impatient),
-            (10, self._wrong),
-            (6, self._guided),
-            (4, self._tools),
-            (1, self._long),
-            (5, self._poll),
-        ]
-
-    def __call__(self, chance: random.Random) -> Ask:
-        weights = [weight for weight, _ in self._kinds]
-        (make,) = chance.choices([make for _, make in self._kinds], weights)
-        return make(chance)
-
-    def _whole(self, chance: random.Random) -> Ask:
-        prompt, exit = chance.choice(UTTERANCES), chance.choice(EXITS)
-        body = completion(prompt, exit=exit)
-        return Ask("whole answers", COMPLETIONS, body, says=self._said[exit, prompt])
-
-    def _stream(self, chance: random.Random, pause: float = 0.0) -> Ask:
-        prompt, exit = chance.choice(UTTERANCES), chance.choice(EXITS)
-        body = completion(prompt, exit=exit, stream=True, return_exit_layers=True)
-        kind = "streams that are read slowly" if pause else "streams"
-        return Ask(kind, COMPLETIONS, body, says=self._said[exit, prompt], pause=pause)
-
-    def _slow(self, chance: random.Random) -> Ask:
-        return self._stream(chance, 0.02)
-
-    def _sampled(self, chance: random.Random) -> Ask:
+def any_ask(chance: random.Random, said: dict[tuple[str, str], str]) -> Ask:
+    """A random request; ``said``: the answers of an idle server, by exit and utterance."""
+    (kind,) = chance.choices(list(KINDS), list(KINDS.values()))
+    prompt, exit, lossless = map(chance.choice, (UTTERANCES, EXITS, LOSSLESS))
+    streams = chance.random() < 0.5
+    if kind in ("whole answers", "streams", "streams that are read slowly"):
+        fields = {} if kind == "whole answers" else {"stream": True, "return_exit_layers": True}
+        pause = 0.02 if kind == "streams that are read slowly" else 0.0
+        body = completion(prompt, exit=exit, **fields)
+        return Ask(kind, content=body, says=said[exit, prompt], pause=pause)
+    if kind == "sampled, several choices":
         fields = {"temperature": 1.0, "top_p": 0.9, "seed": chance.randrange(1 << 40)}
-        fields |= {"n": chance.randint(1, 4), "stream": chance.random() < 0.5}
-        body = chat(chance.choice(UTTERANCES), exit=chance.choice(LOSSLESS), **fields)
-        return Ask("sampled, several choices", CHATS, body)
+        fields |= {"n": chance.randint(1, 4), "stream": streams, "exit": lossless}
+        return Ask(kind, CHATS, chat(prompt, **fields))
+    endless = {"ignore_eos": True, "max_tokens": 200}
+    if kind == "left in the middle":
+        body = completion(prompt, exit=exit, stream=True, n=chance.randint(1, 3), **endless)
+        return Ask(kind, content=body, leaves_after=chance.randint(1, 12))
+    if kind == "tiny deadlines":
+        body = completion(prompt, exit=exit, stream=streams, **endless)
+        return Ask(kind, content=body, patience=chance.uniform(0.001, 0.1))
+    if kind == "wrong bodies":
+        return Ask(kind, *chance.choice(WRONG))
+    if kind == "guides":
+        body = completion(prompt, exit=lossless, stream=streams, **chance.choice(GUIDES))
+        return Ask(kind, content=body)
+    if kind == "calls of tools":
+        body = chat(prompt, tools=[TOOL], tool_choice="required", stream=streams)
+        return Ask(kind, CHATS, body)
+    if kind == "health and metrics":
+        return Ask(kind, chance.choice(("/health", "/metrics", "/v1/models")))
+    fields = {"n": 12, "max_tokens": 230, "ignore_eos": True, "temperature": 1.0}
+    return Ask(kind, content=completion(prompt, exit="full", **fields))
 
-    def _leaving(self, chance: random.Random) -> Ask:
-        fields = {"stream": True, "ignore_eos": True, "max_tokens": 200, "n": chance.randint(1, 3)}
-        body = completion(chance.choice(UTTERANCES), exit=chance.choice(EXITS), **fields)
-        parts = chance.randint(1, 12)
-        return Ask("left in the middle", COMPLETIONS, body, leaves_after=parts)
 
-    def _impatient(self, chance: random.Random) -> Ask:
-        fields = {"ignore_eos": True, "max_tokens": 200, "stream": chance.random() < 0.5}
-        body = completion(chance.choice(UTTERANCES), exit=chance.choice(EXITS), **fields)
-        return Ask("tiny deadlines", COMPLETIONS, body, patience=chance.uniform(0.001, 0.1))
+class Finding(Exception):
+    """An answer that breaks the server's contract."""
 
-    def _wrong(self, chance: random.Random) -> Ask:
-        path, content, headers, status = chance.choice(WRONG)
-        return Ask("wrong bodies", path, content, headers, status)
 
-    def _guided(self, chance: random.Random) -> Ask:
-        fields = {**chance.choice(GUIDES), "stream": chance.random() < 0.3}
-        body = completion(chance.choice(UTTERANCES), exit=chance.choice(LOSSLESS), **fields)
-        return Ask("guides", COMPLETIONS, body)
+def outcome(ask: Ask, status: int, body: bytes) -> str:
+    """The outcome of an answer: answered, refused, busy or late.
 
-    def _tools(self, chance: random.Random) -> Ask:
-        fields = {"tools": [TOOL], "tool_choice": "required", "stream": chance.random() < 0.5}
-        return Ask("calls of tools", CHATS, chat(chance.choice(UTTERANCES), **fields))
+    Raises:
+        Finding: the answer is not the expected one.
+    """
+    if status != ask.status or status >= 400:
+        error = _parsed(body).get("error")
+        if not isinstance(error, dict) or not error.get("message") or "code" not in error:
+            raise Finding(f"expected a reason, got {body[:200]!r}")
+        if status == ask.status:
+            return "refused"
+        if error["code"] == BUSY.get(status, ""):
+            return "late" if status == 504 else "busy"
+        raise Finding(f"expected {ask.status}, got {status}: {error}")
+    if ask.content is None:
+        return "answered"
+    if not body.startswith(b"data: "):
+        choices = _parsed(body)["choices"]
+        text = choices[0].get("text")
+        ends = [choice["finish_reason"] for choice in choices]
+    else:
+        *events, last, rest = body.split(b"\n\n")
+        if last != b"data: [DONE]" or rest or not events:
+            raise Finding(f"expected a stream with an end, got {body[-200:]!r}")
+        found = [_parsed(event.removeprefix(b"data: ")) for event in events]
+        if "error" in found[-1]:
+            if found[-1]["error"]["code"] == BUSY[504]:
+                return "late"
+            raise Finding(f"a stream ended with {found[-1]}")
+        choices = [choice for event in found for choice in event["choices"]]
+        text = "".join(choice.get("text") or "" for choice in choices)
+        ended = {each["index"]: each["finish_reason"] for each in choices}  # the last one counts
+        ends = list(ended.values())
+    if not all(end in ("stop", "length", "tool_calls") for end in ends):
+        raise Finding(f"expected an end of each choice, got {ends}")
+    if ask.says is not None and text != ask.says:
+        raise Finding(f"expected {ask.says!r}, got {text!r}")
+    return "answered"
 
-    def _long(self, chance: random.Random) -> Ask:
-        fields = {"n": 12, "max_tokens": 230, "ignore_eos": True, "exit": "full"}
-        body = completion(chance.choice(UTTERANCES), temperature=1.0, **fields)
-        return Ask("too long for the deadline, or nearly", COMPLETIONS, body)
 
-    def _poll(self, chance: random.Random) -> Ask:
-        return Ask("health and metrics", chance.choice(("/health", "/metrics", "/v1/models")))
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        raise Finding(f"expected JSON, got {body[:200]!r}") from None

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from bench import tables
-from bench.calm import tables as calm_tables
 from bench.harness import results
 from bench.harness.places import README, RESULTS, RESULTS_PAGE
-from bench.serving.tables import faults
+from bench.serving.soak import faults
 
 PLOT = "decode.svg"
 # Figures that another report's table shows.
@@ -27,7 +26,6 @@ def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     copied = [tmp_path / page.name for page in results.pages()]
     monkeypatch.setattr(results, "pages", lambda: copied)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    monkeypatch.setattr(calm_tables, "PAGES", tmp_path / "pages")
     return tmp_path
 
 
@@ -43,11 +41,6 @@ def test_the_committed_tables_are_those_of_the_committed_figures(copies: Path) -
         assert (copies / page.name).read_text() == page.read_text(), page.name
     if same_matplotlib(copies / PLOT, RESULTS / PLOT):
         assert (copies / PLOT).read_bytes() == (RESULTS / PLOT).read_bytes()
-    pages = {path.name for path in (copies / "pages").iterdir()}
-    names = [report.name for report in calm_tables.REPORTS]
-    assert pages == {
-        f"{name}{end}" for name in names for end in (".md", "-latency.svg", "-throughput.svg")
-    }
 
 
 def test_all_figures_are_shown() -> None:

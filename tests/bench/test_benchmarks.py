@@ -34,31 +34,20 @@ SMALLEST = {
     "drafts": f"{ANSWERS} --batches 1 --rounds 1 --weights int8",
     "auto": f"{ONE} --weights float32 --count 2",
     "replay": f"{ANSWERS} --batches 1 --weights int8 --kinds code",
-    "late": ANSWERS,
-    "trees": ANSWERS,
-    "intents": f"{SHORT} --data {{folder}} --count 2 --chunk 1 --fixed 2 --speculate 1,3"
-    " --skip-calibrated --skip-peers",
+    "intents": f"{SHORT} --data {{folder}} --count 2 --chunk 1 --skip-peers",
     "loops": f"{ONE} --model {{folder}}/looped --data {{folder}} --count 16",
-    "calm": f"{SHORT} --data {{folder}}/test.jsonl {{folder}}/t5 --max-tokens 4"
-    " --thresholds softmax=0.1 --skip-peers",
-    "weights": "--dry-run --tokens 64 --max-tokens 4",
-    "cache": "--dry-run --tokens 64 --max-tokens 4",
+    "calm": f"{SHORT} --data {{folder}}/test.jsonl {{folder}}/t5 --max-tokens 4",
+    "weights": "--dry-run --cache --tokens 64 --max-tokens 4",
     "transformers": f"{ONE} --count 2",
-    "serve": "--quick --dry-run --models intent",
+    "serve": "--quick --models intent",
     "soak-serve": "--minutes 0.1 --dry-run",
     "attention": f"{SHORT} --queries 1 --prompts --bytes 1000000",
-    "products": f"{SHORT} --weights float32 --rows 1 --bytes 1000000",
     "gpu": f"--tiny --rounds 1 --dtype float32 {ON_CPU}",
     "gpu-run": "--show",
-    "gpu-peers": f"--model tiny --only transformers --rounds 1 {ON_CPU}",
-    "gpu-kernels": f"--model tiny --batch 1 --tokens 4 {ON_CPU}",
     "gpu-decode": f"--model tiny --batch 1 --rounds 1 --tokens 4 {ON_CPU}",
 }
 # Only tables, or what takes the installation of a peer or hundreds of megabytes.
-NOT_RUN = {
-    *("tables", "ops-table", "overview", "peers", "draft-peers", "vllm", "quality", "gemma"),
-    "coder-files",
-}
+NOT_RUN = {"tables", "ops-table", "overview", "peers", "vllm", "quality", "coder-files"}
 
 
 def contents() -> dict[Path, bytes]:

@@ -1,6 +1,6 @@
 """transformers and economize with one model, in a process that answers on stdout.
 
-python -m bench.decode.peer_worker DIRECTORY DTYPE THREADS
+python -m bench.intents.peer_worker DIRECTORY DTYPE THREADS
 
 Once loaded, it prints a line of JSON with versions. It answers each line {"mode": {...}, "prompts":
 [[ids], ...], "max_tokens": n} with {"parses": [...]}, one Parse for each prompt, or with {"error":
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from bench.decode.parses import Parse, PeerMode
 from bench.harness.answers import answering, version_of
+from bench.intents.parses import Parse, PeerMode
 
 Decode = Callable[[list[int], int], Parse]
 
@@ -71,8 +71,6 @@ def economize_decode(network: Any, mode: PeerMode) -> Decode:
     import torch
     from economize.techniques.dynamic_depth import CalmConfig
     from economize.techniques.early_exit import EarlyExitConfig
-    from economize.techniques.hybrid import HybridConfig
-    from economize.techniques.lookup import LookupConfig
 
     technique: Any
     if mode.kind == "calm":
@@ -80,15 +78,8 @@ def economize_decode(network: Any, mode: PeerMode) -> Decode:
         # Check every token: on a CPU this costs nothing, and no token is made after the end.
         decoding = economize.DecodeConfig(cycle_length=1, sync_interval=1)
     else:
-        if mode.kind == "lookup":
-            technique = LookupConfig()
-        else:
-            technique = EarlyExitConfig(exit_layer=mode.exit_layer, head="shared")
-        if mode.kind == "hybrid":
-            technique = HybridConfig(fallback=technique)
-        decoding = economize.DecodeConfig(
-            cycle_length=mode.num_drafts + 1, min_confidence=mode.threshold
-        )
+        technique = EarlyExitConfig(exit_layer=mode.exit_layer, head="shared")
+        decoding = economize.DecodeConfig(cycle_length=mode.num_drafts + 1)
     model = economize.apply(network, technique, decoding=decoding)
     end = network.generation_config.eos_token_id
 
@@ -123,7 +114,7 @@ def serve(directory: str, dtype: str, threads: int) -> None:
 
     @functools.cache
     def decode_of(mode: PeerMode) -> Decode:
-        own = mode.kind in ("full", "assisted")
+        own = mode.kind in ("transformers", "assisted")
         return (transformers_decode if own else economize_decode)(network, mode)
 
     say({"versions": {name: version_of(name) for name in ("transformers", "economize")}})

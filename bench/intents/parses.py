@@ -31,29 +31,25 @@ class PeerMode:
     """A mode of a peer.
 
     Attributes:
-        kind: ``full`` (transformers), ``assisted`` (transformers' early exit), or a mode of
-            economize: ``economize`` (early-exit drafts), ``lookup`` (n-grams), ``hybrid``
-            (n-grams, else early-exit drafts) or ``calm`` (its confident exit).
+        kind: ``transformers`` at full depth, ``assisted`` (transformers' early exit), ``economize``
+            (its early-exit drafts) or ``calm`` (economize's confident exit).
         exit_layer: the layer after which drafts exit.
         num_drafts: the maximum draft length of a round.
-        threshold: a confidence; drafts stop below it, and ``calm`` exits above it.
+        threshold: the confidence above which ``calm`` exits.
     """
 
     kind: str
     exit_layer: int = 0
     num_drafts: int = 0
-    threshold: float | None = None
+    threshold: float = 0.0
 
     @property
     def name(self) -> str:
         """The mode's name in the tables."""
-        rest = "" if self.threshold is None else f", {self.threshold:g}"
         return {
-            "full": "transformers `generate`",
+            "transformers": "transformers `generate`",
             "assisted": f"transformers `assistant_early_exit={self.exit_layer}`, "
             f"{self.num_drafts} drafts",
-            "economize": f"economize early exit ({self.exit_layer}, {self.num_drafts}{rest})",
-            "lookup": f"economize lookup ({self.num_drafts})",
-            "hybrid": f"economize hybrid ({self.exit_layer}, {self.num_drafts}{rest})",
-            "calm": f"economize CALM (softmax{rest})",
+            "economize": f"economize early exit ({self.exit_layer}, {self.num_drafts})",
+            "calm": f"economize CALM (softmax, {self.threshold:g})",
         }[self.kind]
