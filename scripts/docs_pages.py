@@ -23,7 +23,6 @@ LINKED = (
     "bench/README.md",
     "bench/models/*/*.svg",
     "bench/models/*/README.md",
-    "bench/results/*.csv",
     "bench/results/*.md",
     "bench/results/*.svg",
     "python/eecore/data/**/README.md",

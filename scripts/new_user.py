@@ -35,10 +35,6 @@ MISTAKES = (
 )
 
 
-class WalkError(Exception):
-    """A step that did not behave as documented."""
-
-
 def first_screen(readme: str) -> list[list[str]]:
     """The commands of README's section Start: words of its shell blocks and its Python code.
 
@@ -70,47 +66,56 @@ def is_reached(command: list[str]) -> bool:
 
 
 class Walk:
-    """The steps so far, with their times."""
+    """A clone in a folder, and an environment for its commands."""
 
     def __init__(self, folder: Path, *, built: bool) -> None:
-        self.folder, self.clone, self.built = folder, folder / "eecore", built
-        self.environment = {**os.environ, "PATH": f"{folder / 'venv/bin'}:{os.environ['PATH']}"}
-        self.times: list[tuple[str, float]] = []
-
-    def run(self, words: list[str], code: int = 0, said: str = "", cwd: Path | None = None) -> None:
-        """Run a command and print its last lines.
-
-        Raises:
-            WalkError: its exit code is another one, or its output lacks ``said``.
-        """
-        name = shlex.join(words)
-        print(f"\n$ {name}", flush=True)
-        begun = time.perf_counter()
-        done = subprocess.run(
-            words, cwd=cwd or self.clone, env=self.environment, text=True, errors="replace",
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-        )  # fmt: skip
-        self.times.append((name.splitlines()[0], time.perf_counter() - begun))
-        print(*done.stdout.rstrip().splitlines()[-SHOWN_LINES:], sep="\n", flush=True)
-        if done.returncode != code or said not in done.stdout:
-            raise WalkError(
-                f"{words[0]}: expected exit code {code} and {said!r}, got {done.returncode}"
-            )
-
-    def set_up(self) -> None:
-        """Clone the repository, and make an environment."""
-        self.run(["git", "clone", "--quiet", str(ROOT), str(self.clone)], cwd=self.folder)
-        if not self.built:
-            self.run([sys.executable, "-m", "venv", str(self.folder / "venv")])
+        self.clone, self.built = folder / "eecore", built
+        programs = folder / "venv" / "bin"
+        self.environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+        clone = ["git", "clone", "--quiet", str(ROOT), str(self.clone)]
+        self.run(clone, cwd=folder)
+        if not built:
+            self.run([sys.executable, "-m", "venv", str(programs.parent)])
             return
         for module in (ROOT / "python" / "eecore").glob("_*.so"):
             shutil.copy(module, self.clone / "python" / "eecore")
-        (self.folder / "venv" / "bin").mkdir(parents=True)
+        programs.mkdir(parents=True)
         for name, words in (("python", ""), ("eecore", "-m eecore")):
-            script = self.folder / "venv" / "bin" / name
+            script = programs / name
             script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words} "$@"\n')
             script.chmod(0o755)
         self.environment["PYTHONPATH"] = str(self.clone / "python")
+
+    def run(self, words: list[str], code: int = 0, said: str = "", cwd: Path | None = None) -> None:
+        """Run a command and print its last lines; exit if it ends or says something else."""
+        print(f"\n$ {shlex.join(words)}", flush=True)
+        begun = time.perf_counter()
+        done = subprocess.run(
+            words,
+            cwd=cwd or self.clone,
+            env=self.environment,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        print(*done.stdout.rstrip().splitlines()[-SHOWN_LINES:], sep="\n")
+        print(f"# {time.perf_counter() - begun:.1f} s", flush=True)
+        if done.returncode != code or said not in done.stdout:
+            raise SystemExit(
+                f"{words[0]}: expected exit code {code} and {said!r}, got {done.returncode}"
+            )
+
+    def all(self) -> None:
+        """Run every step."""
+        for words in first_screen((self.clone / "README.md").read_text()):
+            if not (self.built and words[0] in ("make", "pip")) and is_reached(words):
+                said = "[HassTurnOn [name front door]]" if words[0] == "eecore" else ""
+                self.run(words, said=said)
+        for words, code, said in MISTAKES:
+            self.run(words, code, said)
+        self.interrupt()
 
     def interrupt(self) -> None:
         """Press Ctrl-C while a command starts."""
@@ -125,18 +130,7 @@ class Walk:
         child.send_signal(signal.SIGINT)
         error = child.communicate()[1]
         if child.returncode != 130 or "Traceback" in error:
-            raise WalkError(f"Ctrl-C: expected exit code 130, got {child.returncode}: {error}")
-
-    def all(self) -> None:
-        """Run every step."""
-        self.set_up()
-        for words in first_screen((self.clone / "README.md").read_text()):
-            if not (self.built and words[0] in ("make", "pip")) and is_reached(words):
-                said = "[HassTurnOn [name front door]]" if words[0] == "eecore" else ""
-                self.run(words, said=said)
-        for words, code, said in MISTAKES:
-            self.run(words, code, said)
-        self.interrupt()
+            raise SystemExit(f"Ctrl-C: expected exit code 130, got {child.returncode}: {error}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -144,16 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--built", action="store_true", help="install nothing, compile nothing")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="eecore-walk-") as folder:
-        walk = Walk(Path(folder), built=given.built)
-        try:
-            walk.all()
-        except WalkError as error:
-            print(f"new_user: {error}", file=sys.stderr)
-            return 1
-        finally:
-            print()
-            for name, seconds in walk.times:
-                print(f"{seconds:8.1f} s  {name}")
+        Walk(Path(folder), built=given.built).all()
     return 0
 
 

@@ -14,7 +14,6 @@ import pytest
 
 import demo
 import eecore
-from eecore.lab.evaluation import timed
 from head_packs import write_pack
 from tiny_models import write_model
 
@@ -43,13 +42,6 @@ def table_row(out: str, name: str) -> list[str]:
     """The row's cells, from the last table that has it."""
     lines = [line for line in out.splitlines() if re.match(rf"{name} +[\d.]+ +[\d.]+x ", line)]
     return re.split("  +", lines[-1].strip())
-
-
-def chat_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def second(prompts: list[str], *, chats: bool, parts: Any = demo.parts) -> Any:
-        return parts(prompts, chats=chats)[1:]
-
-    monkeypatch.setattr(demo, "parts", second)
 
 
 @pytest.mark.usefixtures("small_demo")
@@ -82,9 +74,6 @@ def test_the_demo_runs_every_mode(
         assert max(map(len, out.splitlines())) <= 80
     assert table_row(intents, "fixed exit")[3] == "6.0 layers a token"
     assert float(table_row(intents, "confident exit")[3].split()[0]) < 12
-    assert len(re.findall("^An exit that a model was not trained for ", smollm2, re.M)) == 1
-    assert "after layer 24 of" in smollm2
-    assert "An exit that" not in intents
 
 
 def test_the_demo_of_the_shipped_model_fetches_nothing(
@@ -100,69 +89,24 @@ def test_the_demo_of_the_shipped_model_fetches_nothing(
     assert plain.out.count("[HassTurnOn [name front door]]") >= 4
     assert plain.out.endswith("make demo ARGS=--chat\n")
     assert plain.err == ""
-    assert demo.main(["--chat", "--max-tokens", "20"]) == 0
+    assert demo.main(["--chat", "--max-tokens", "20"]) == 1
     asked = capsys.readouterr()
     assert "[HassLightSet [area kitchen]" in asked.out
-    assert asked.err == (
-        "demo: SmolLM2-135M-Instruct is left out: pip cannot download it: no network\n"
-    )
+    assert asked.err == "demo: pip cannot download it: no network\n"
 
 
 @pytest.mark.usefixtures("small_demo")
-def test_the_demo_times_modes_that_are_warm_on_their_engine_in_turns(
+def test_ctrl_c_ends_the_demo(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events: list[tuple[str, str, int]] = []
-    kinds = {"stream": eecore.stream, "generate": timed.generated}
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
 
-    def noted(kind: str) -> Any:
-        def call(model: eecore.Model, *args: Any, **settings: Any) -> Any:
-            exit = settings.get("exit")
-            if exit is not None:
-                events.append((kind, type(exit).__name__, id(model.shared_engine())))
-            return kinds[kind](model, *args, **settings)
-
-        return call
-
-    monkeypatch.setattr(eecore, "stream", noted("stream"))
-    monkeypatch.setattr(timed, "generated", noted("generate"))
-    chat_alone(monkeypatch)
-    monkeypatch.setattr(demo, "ROUNDS", 2)
-    assert demo.main(["--chat", "--max-tokens", "3", "one prompt"]) == 0
-    names = ["Full", "Auto", "HeadDrafts", "PromptLookup"]
-    assert [event[:2] for event in events] == [
-        *(("stream", name) for name in names),
-        *(("generate", name) for name in [*names, *names[1:], names[0]]),
-    ]
-    assert len({event[2] for event in events}) == 1
-    monkeypatch.setattr(demo, "SECONDS", 0.0)
-    capsys.readouterr()
-    assert demo.main(["--chat", "--max-tokens", "1", "one prompt"]) == 0
+    monkeypatch.setattr(eecore, "generate", interrupted)
+    assert demo.main(["--max-tokens", "4", "one prompt"]) == 130
     out = capsys.readouterr().out
-    assert "one round" in out  # in which each mode had its turn
-    assert table_row(out, "lookup")[3] == "-"
-
-
-@pytest.mark.usefixtures("small_demo")
-def test_ctrl_c_in_the_demo_shows_the_modes_that_are_timed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = iter(range(100))
-
-    def interrupted(*args: Any, **settings: Any) -> Any:
-        if next(calls) == 3:  # after the pass that touches all weights, and two modes
-            raise KeyboardInterrupt
-        return generated(*args, **settings)
-
-    generated = timed.generated
-    monkeypatch.setattr(timed, "generated", interrupted)
-    chat_alone(monkeypatch)
-    assert demo.main(["--chat", "--max-tokens", "4", "one prompt"]) == 130
-    out = capsys.readouterr().out
-    assert "\ninterrupted\n" in out
-    assert table_row(out, "full")
-    assert table_row(out, "auto")
-    assert not re.search("^draft head  ", out, re.MULTILINE)
+    assert out.endswith("\ninterrupted\n")
+    assert "fixed exit: " in out
 
 
 @pytest.mark.usefixtures("smollm2")

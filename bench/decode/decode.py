@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from bench.decode.engines import Engine, Worker, convert, make_engine
+from bench.decode.engines import Engine, convert, make_engine
 from bench.decode.models import make_random_llama, weight_shapes
 from bench.harness import peers
 from bench.harness.ceilings import L3_BYTES, ceilings
@@ -54,7 +54,6 @@ ENGINES: dict[str, tuple[str, ...]] = {
 WEIGHT_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 20 / 32}
 Q8_0_BYTES = 34 / 32  # 32 weights and a scale
 PAUSE_S = 0.3  # the threads of some engines keep spinning for a while after a run
-PROMPT = [15, 16, 17, 18, 19, 20, 21, 22]
 PLACE = ("model", "threads", "batch", "bits")
 
 
@@ -69,7 +68,6 @@ class Session:
     left_out: list[Row] = field(default_factory=list)
     ceilings: list[Row] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
-    agreement: list[Row] = field(default_factory=list)
 
     def tokens_of(self, batch: int) -> int:
         return self.tokens if batch == 1 else min(self.tokens, BATCHED_TOKENS)
@@ -112,8 +110,6 @@ class Session:
                         times.setdefault((engine.engine, engine.bits, batch), []).append(seconds)
                 took = time.perf_counter() - began
                 say(f"{directory.name}, {threads} thread(s): round {number + 1}, {took:.0f} s")
-            if threads == 1:
-                self.compare_tokens(directory, engines)
         for (engine, bits, batch), found in times.items():
             row: Row = {**where, "batch": batch, "engine": engine, "bits": bits}
             self.rows.append({**row, **self.figures(directory, row, found)})
@@ -136,19 +132,6 @@ class Session:
             "share_of_read_ceiling": round(rate / max(c[source] for c in here), 3),
         }
 
-    def compare_tokens(self, directory: Path, engines: list[Engine]) -> None:
-        """Record how far each worker's greedy float32 tokens are the same as eecore's."""
-        workers = {e.engine: e for e in engines if isinstance(e, Worker) and e.bits == "f32"}
-        if "eecore" not in workers:
-            return
-        expected = workers.pop("eecore").generate([PROMPT], self.tokens)[1][0]
-        for name, worker in workers.items():
-            got = worker.generate([PROMPT], self.tokens)[1][0]
-            pairs = enumerate(zip(expected, got, strict=False))
-            same = next((i for i, (a, b) in pairs if a != b), min(len(expected), len(got)))
-            row = {"model": directory.name, "engine": name, "unit": "tokens"}
-            self.agreement.append({**row, "same": same, "of": len(expected)})
-
     def result(self) -> Figures:
         return {
             **machine(),
@@ -157,7 +140,6 @@ class Session:
             "versions": self.versions,
             "left_out": self.left_out,
             "ceilings": self.ceilings,
-            "agreement": self.agreement,
             "rows": self.rows,
             "ratios": ratios(self.rows),
         }
@@ -218,7 +200,7 @@ def short(result: Figures) -> str:
 
 
 def full(result: Figures) -> str:
-    """The table of every setting, with shares of the read ceiling, ratios and notes."""
+    """The table of every setting, with shares of the read ceiling and ratios."""
     rows = result["rows"]
     head = ["model", "bits", "engine"]
     settings = [(t, b) for t in unique(rows, "threads") for b in unique(rows, "batch")]
@@ -245,15 +227,10 @@ def full(result: Figures) -> str:
         "speed-up at equal bits. `python -m bench decode`"
     )
     notes = [
-        f"- {entry['model']}, float32: of {entry['of']} greedy {entry['unit']}, the first "
-        f"{entry['same']} of eecore and {entry['engine']} are the same"
-        for entry in result["agreement"]
-    ]
-    notes += [
         f"- left out: {entry['engine']} {entry.get('bits', '')}: {entry['reason']}"
         for entry in result["left_out"]
     ]
-    return "\n\n".join([about, markdown_table(head, lines, text_columns=3), "\n".join(notes)])
+    return "\n\n".join([about, markdown_table(head, lines, text_columns=3), *notes])
 
 
 CASE = ("model", "threads", "batch", "engine", "bits")
@@ -265,7 +242,6 @@ REPORTS = (
             "rows": CASE,
             "ratios": CASE,
             "ceilings": ("model", "threads"),
-            "agreement": ("model", "engine"),
         },
         ("left_out",),
     ),

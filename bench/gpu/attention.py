@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -69,31 +67,6 @@ TINY_ATTENTION_SHAPES = (
 MAX_DISTANCE = 128
 
 
-def attention_mask(shape: AttentionShape, bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """torch's mask: a bias to add to the scores, or the keys to keep.
-
-    The queries are the last positions, unlike torch's is_causal, which aligns them with the first
-    keys. A boolean mask would use SDPA's slow path; :func:`causal_lower_right` uses flash.
-    """
-    if bias is None:
-        several = shape.causal and shape.num_queries > 1
-        return causal_lower_right(shape.num_queries, shape.seq_len) if several else None
-    positions = torch.arange(shape.num_queries)[:, None] + (shape.seq_len - shape.num_queries)
-    relative = torch.arange(shape.seq_len) - positions
-    seen = relative <= 0
-    # On the CPU, as a GPU rounds the logarithms of exact powers differently.
-    num_sided = shape.num_buckets if shape.causal else shape.num_buckets // 2
-    exact = num_sided // 2
-    distance = -relative.clamp(max=0) if shape.causal else relative.abs()
-    steps = torch.log(distance.clamp(min=1) / exact) / math.log(MAX_DISTANCE / exact)
-    far = (exact + (steps * (num_sided - exact)).long()).clamp(max=num_sided - 1)
-    bucket = torch.where(distance < exact, distance, far)
-    if not shape.causal:
-        bucket += num_sided * (relative > 0)
-    added = bias.cpu()[bucket].permute(2, 0, 1)
-    return (added.masked_fill(~seen, -math.inf) if shape.causal else added).to(q)
-
-
 def contiguous_call(
     num_queries: int,
     seq_len: int,
@@ -146,6 +119,9 @@ def attention_work(
     def attend() -> Tensor:
         return ops.paged_attention(**call)
 
+    if position_bias is not None:  # a mask that adds a bias puts SDPA on a slow path
+        return Work(attend)
+
     def gathered(cache: Tensor) -> Tensor:
         """[num_seqs, num_kv_heads, seq_len, head_dim]"""
         rows = cache[page_table.long()].flatten(1, 2)[:, : shape.seq_len]
@@ -153,18 +129,16 @@ def attention_work(
 
     k, v = gathered(k_cache), gathered(v_cache)
     by_seq = q.unflatten(0, (shape.num_seqs, shape.num_queries)).transpose(1, 2)
-
-    @cache  # on the first call: tensors without memory have no such mask
-    def mask() -> Tensor | None:
-        return attention_mask(shape, position_bias, q)
+    several = shape.causal and shape.num_queries > 1
+    # The queries are the last positions; torch's is_causal aligns them with the first keys.
+    mask = causal_lower_right(shape.num_queries, shape.seq_len) if several else None
 
     def sdpa() -> Tensor:
         attention = functional.scaled_dot_product_attention
-        return attention(by_seq, k, v, attn_mask=mask(), scale=call["scale"], enable_gqa=True)
+        return attention(by_seq, k, v, attn_mask=mask, scale=call["scale"], enable_gqa=True)
 
     peers: dict[str, Callable[[], Tensor]] = {"torch SDPA": sdpa}
-    unmasked = position_bias is None and (shape.num_queries == 1 or not shape.causal)
-    if device.type == "cuda" and unmasked:
+    if device.type == "cuda" and mask is None:
 
         def cudnn() -> Tensor:
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):

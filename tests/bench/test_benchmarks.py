@@ -27,7 +27,6 @@ SMALLEST = {
     "decode": "--quick",
     "gguf": f"{ONE} --threads 1 --tokens 4",
     "prefill": f"{SHORT} --threads 1 --prompt-tokens 16",
-    "load": SHORT,
     "depth": f"{ONE} --models tiny --weights float32 --threads 1 --steps 2",
     "modes": f"{SHORT} --max-tokens 4",
     "checks": f"{ONE} --weights float32 --tokens 8",
