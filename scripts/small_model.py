@@ -42,10 +42,9 @@ from eecore.lab.training import (
     state_path,
     train,
 )
-from eecore.lab.training.harness import seconds_per_step
+from eecore.lab.training.exit_trainer import ExitTrainer
 from eecore.lab.training.interrupts import stop_on_signals
-from eecore.lab.training.model_run import ModelTrainee
-from eecore.lab.training.run_state import read_state
+from eecore.lab.training.run_files import read_run
 
 END = "<|end|>"
 # 8.8M parameters with a vocabulary of 2048.
@@ -239,7 +238,9 @@ def train_small_model(
     def config_of(steps: int) -> TrainingConfig:
         return recipe(plain, loops > 1, batch_size, learning_rate, seed, steps)
 
-    if resume and plain != isinstance(read_state(state_path(out)).config.loss, LastLayerLoss):
+    if resume and plain != isinstance(
+        read_run(state_path(out), TrainingConfig)[0].loss, LastLayerLoss
+    ):
         raise typer.BadParameter(f"--plain: expected as the run began, got {plain}")
     run_training(start, task, data, out, config_of, length, resume)
 
@@ -303,7 +304,7 @@ def run_training(
         for split in ("train", "valid")
     )
     if resume:
-        config = read_state(state_path(out)).config
+        config, _ = read_run(state_path(out), TrainingConfig)
     else:
         config = config_of(length.steps or 1000)
         if length.steps is None:
@@ -334,5 +335,8 @@ def run_training(
 
 
 def _steps_in(minutes: float, model: Any, data: TokenData, config: TrainingConfig) -> int:
-    with closing(ModelTrainee(model, data, config)) as trainee:
-        return max(1, round(60 * minutes / seconds_per_step(trainee)))
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        closing(ExitTrainer(model, data, config, Path(scratch))) as trainer,
+    ):
+        return max(1, round(60 * minutes / trainer.seconds_per_step()))

@@ -903,10 +903,10 @@ TRAINING = (
         "tests/lab/training/test_packing.py",
     ),
     Mutant(
-        "divided-gradients-stay-means",
-        "python/eecore/lab/training/processes.py",
-        "parameter.grad.mul_(self.size)",
-        "parameter.grad.mul_(1)",
+        "gradients-of-processes-stay-means",
+        "python/eecore/lab/training/trainer.py",
+        "loss * (self.args.gradient_accumulation_steps * self.args.world_size)",
+        "loss * self.args.gradient_accumulation_steps",
         "tests/lab/training/test_processes.py",
     ),
 )

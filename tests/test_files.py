@@ -20,7 +20,7 @@ from eecore.calibration.skip_search import SkipSearch, SkipStep
 from eecore.files.whole import appearing, filling, replacing, write_text
 from eecore.lab.evaluation.sweep import Sweep, SweepCell
 from eecore.lab.training.calm import save_classifier
-from eecore.lab.training.run_log import CsvLog
+from eecore.lab.training.run_files import write_log
 
 PACKAGE = Path(eecore.__file__).parent
 
@@ -202,7 +202,7 @@ def _classifier(path: Path) -> None:
 
 
 def _log(path: Path) -> None:
-    CsvLog(path, [f"column_{number}" for number in range(50)], 0).close()
+    write_log(path, [f"column_{number}" for number in range(50)], [])
 
 
 WRITERS: dict[str, Callable[[Path], Any]] = {
@@ -217,7 +217,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_full_disk_keeps_the_old_file(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    old = b"" if name == "steps.csv" else b"old"
+    old = b"old"
     path.write_bytes(old)
     with full_disk(), pytest.raises(Exception, match=r"(?i)file too large"):
         WRITERS[name](path)

@@ -97,10 +97,10 @@ OPTIONS: dict[str, dict[str, str]] = {
     },
     "train-exits": {
         "--out": "out", "--prompts": "file", "--work": "out", "--taps": "layers",
-        "--vocabulary": "number", "--blocks": "number", "--drafts": "number", "--resume": "",
+        "--vocabulary": "number", "--drafts": "number", "--resume": "",
         "--attend": "number", "--seed": "number", "--texts": "file",
         "--minutes": "number", "--learning-rate": "number", "--answer-tokens": "number",
-        "--kind": "word", "--layers": "number", "--block-size": "number", "--rank": "number",
+        "--intermediate-size": "number",
     },
 }  # fmt: skip
 VALID: dict[str, list[str]] = {

@@ -39,8 +39,7 @@ from eecore.exits import ConfidentExit, Exit, ExitClassifier, Full
 from eecore.lab.training.data import read_data
 from eecore.lab.training.loading import load_starting_point
 from eecore.lab.training.recipe import TrainingConfig
-from eecore.lab.training.run_log import read_log
-from eecore.lab.training.run_state import RunState, load_state, read_state, save_state
+from eecore.lab.training.run_files import read_log, read_run, write_run
 from eecore.models import Tokenizer, convert_gguf, load_model, model_digest
 from eecore.models.readers.gguf_checkpoint import TENSOR_NAMES
 from mutate import mutated_bytes, mutated_json, wild
@@ -211,23 +210,13 @@ def _write_others(work: Workplace) -> None:
         "bias2": torch.randn(2, generator=generator),
     }
     save_file(classifier, work.good / "classifier.safetensors", {"format": "pt"})
-    model, optimizer = _trained()
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    state = RunState(1, 8, 0.5, "0" * 64, TrainingConfig(steps=4))
-    save_state(work.good / "state.safetensors", state, model, optimizer)
+    write_run(work.good / "run", TrainingConfig(steps=4), "0" * 64, nn.Linear(3, 2))
     (work.good / "steps.csv").write_text("step,tokens,loss_exit_1\n1,8,0.5\n2,16,\n")
     lines = [{"input": "a b", "target": "c"}, {"input": "ü", "target": "dé"}]
     (work.good / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     fields, tensors = _gguf_parts(work.good / "llama")
     (work.good / "model.gguf").write_bytes(gguf_bytes(fields, tensors))
     (work.good / "packed.gguf").write_bytes(gguf_bytes(*_packed_parts(work.good / "llama_packed")))
-
-
-def _trained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    return model, torch.optim.AdamW(model.parameters(), fused=True)
 
 
 @cache
@@ -504,18 +493,22 @@ def _start(random: Random | None) -> None:
     load_starting_point(directory, tokenizer=workplace().good)
 
 
+def _read_run(directory: Path) -> None:
+    read_run(directory, TrainingConfig)
+
+
 def _path(random: Random | None) -> None:
     """Load names that no file has, most of which no file can have."""
     if random is None:
         return
     load = random.choice(
         [eecore.load, Calibration.load, SkipSearch.load, ExitClassifier.load, read_examples,
-         load_starting_point, read_log, read_state]
+         load_starting_point, read_log, _read_run]
     )  # fmt: skip
     pieces = ["a", "/", "..", "~", "\0", "\ud800", "\n", "é", "b" * 200, ".", "-x"]
     name = "".join(random.choice(pieces) for _ in range(random.randint(1, 30)))
     directory = workplace().place
-    if random.random() < 0.5 and load not in (read_log, read_state):
+    if random.random() < 0.5 and load not in (read_log, _read_run):
         load(f"~x{name}")
     load(directory / f"x{name}")
 
@@ -604,13 +597,9 @@ def _classifier(random: Random | None) -> None:
 
 
 def _state(random: Random | None) -> None:
-    path = _copied("state.safetensors")
-    spoilt(random, path)
-    state = read_state(path)
-    model, optimizer = _trained()
-    load_state(path, state.step, model, optimizer)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
+    directory = _copied("run")
+    spoilt(random, directory / "run.json", is_json=True)
+    read_run(directory, TrainingConfig)
 
 
 def _log(random: Random | None) -> None:

@@ -142,23 +142,15 @@ def plot_run(path: Path, steps: Columns, evaluations: Columns) -> None:
     save(drawn, path)
 
 
-def plot_head(
-    path: Path,
-    by_tokens: Sequence[tuple[int, float]],
-    by_position: Sequence[float],
-    greedy_by_position: Sequence[float],
-) -> None:
-    """Draw a draft head's agreement by tokens learnt from, and by position of the draft."""
-    drawn = figure((9, 3.5))
-    left, right = drawn.subplots(1, 2)
-    left.plot(*zip(*by_tokens, strict=True), marker="o")
-    left.set(xlabel="tokens learnt from", ylabel="agreement of the first draft", xscale="log")
+def plot_head(path: Path, by_position: Sequence[float], greedy: Sequence[float]) -> None:
+    """Draw a draft head's agreement by position of the draft."""
+    drawn = figure((5, 3.5))
+    axes: Any = drawn.subplots()
     places = range(1, len(by_position) + 1)
-    right.plot(places, by_position, marker="o", label="all held-out answers")
-    if greedy_by_position:
-        right.plot(places, greedy_by_position, marker="o", label="greedy ones")
-    right.set(xlabel="draft", ylabel="agreement, those before it right", ylim=(0, 1))
-    right.legend()
+    axes.plot(places, by_position, marker="o", label="all held-out answers")
+    axes.plot(places, greedy, marker="o", label="greedy ones")
+    axes.set(xlabel="draft", ylabel="agreement, those before it right", ylim=(0, 1))
+    axes.legend()
     drawn.tight_layout()
     save(drawn, path)
 

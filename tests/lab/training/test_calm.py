@@ -16,12 +16,14 @@ from eecore.lab.training import (
     CalmLoss,
     ClassifierConfig,
     ExitModel,
-    Targets,
+    TokenData,
     collate,
     save_classifier,
     train_exit_classifier,
 )
-from eecore.lab.training.calm import agreement_labels, classifier_loss
+from eecore.lab.training.calm import classifier_loss, frozen_pass
+from eecore.lab.training.data import from_text
+from eecore.models import Network, load_model
 from tiny_models import shape
 
 
@@ -29,15 +31,6 @@ def test_loss_weights_by_hand() -> None:
     # w_i = i / (1 + 2 + 3 + 4) at any step.
     for step in (0, 9):
         assert CalmLoss().weights(step, 10, 4) == pytest.approx((0.1, 0.2, 0.3, 0.4))
-
-
-def test_labels_are_agreement_with_the_last_layer() -> None:
-    # The head is the identity over three tokens; argmax by layer at positions 0, 2, 3.
-    choices = torch.tensor([[0, 9, 1, 2], [1, 9, 1, 2], [1, 9, 2, 2]])
-    states = [torch.nn.functional.one_hot(row % 3, 3)[None].float() for row in choices]
-    targets = Targets(torch.tensor([0, 2, 3]), torch.tensor([0, 0, 0]))
-    labels = agreement_labels(lambda state: state, states, targets)
-    assert labels.tolist() == [[0, 0, 1], [1, 0, 1]]
 
 
 def test_classifier_loss_by_hand() -> None:
@@ -53,35 +46,53 @@ def test_classifier_loss_by_hand() -> None:
     assert classifier_loss(scores, labels).item() == pytest.approx(expected)
 
 
+def saved(model: Any, place: Path) -> Network:
+    """A transformers model as eecore runs it."""
+    model.save_pretrained(place)
+    return load_model(place, "cpu", "float32")[1]
+
+
 @pytest.fixture(scope="module")
-def half_agreeing(make_model: Any) -> ExitModel:
+def half_agreeing(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Network:
     """Layer 2 and up agree with the last one where token 3 is far; layer 1 hardly ever does."""
     model = make_model(seed=2, num_layers=3)
     with torch.no_grad():
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             model.model.layers[2].get_submodule(name).weight *= 0.3
-    return ExitModel.of(model)
+    return saved(model, tmp_path_factory.mktemp("half"))
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_states_and_labels_are_those_of_transformers(
+    make_model: Any, pairs: TokenData, tmp_path: Path, family: str
+) -> None:
+    model = make_model(family)
+    exits, network = ExitModel.of(model), saved(model, tmp_path)
+    for index in (3, 8):
+        batch = collate(pairs, [index], decoder_start=exits.decoder_start)
+        with torch.no_grad():
+            every = exits.states(batch.inputs)
+            chosen = [batch.targets.logits(exits.head, state).argmax(-1) for state in every]
+        expected = torch.stack([state[0, batch.targets.positions] for state in every[:-1]])
+        states, labels = frozen_pass(network, pairs, index)
+        torch.testing.assert_close(states, expected, atol=1e-4, rtol=1e-3)
+        assert labels.tolist() == [(own == chosen[-1]).long().tolist() for own in chosen[:-1]]
 
 
 def test_the_classifier_learns_where_exits_are_right(
-    half_agreeing: ExitModel, pairs: Any, tmp_path: Path
+    half_agreeing: Network, pairs: TokenData, tmp_path: Path
 ) -> None:
-    before = {name: p.clone() for name, p in half_agreeing.model.named_parameters()}
-    half_agreeing.model.train()
     order = BatchOrder(pairs.lengths, 20, 0)
     losses: list[float] = []
     classifier = train_exit_classifier(
         half_agreeing,
-        (collate(pairs, order.indices(step).tolist()) for step in range(300)),
+        pairs,
+        (order.indices(step).tolist() for step in range(300)),
         ClassifierConfig(learning_rate=0.02),
         progress=lambda _step, loss: losses.append(loss),
     )
     assert len(losses) == 300
     assert sum(losses[-20:]) < sum(losses[:20])
-    assert half_agreeing.model.training
-    for name, parameter in half_agreeing.model.named_parameters():
-        assert torch.equal(parameter, before[name]), name
-        assert parameter.grad is None, name
 
     path = tmp_path / "classifier.safetensors"
     save_classifier(classifier, path, {"model_sha256": "abc"})
@@ -94,19 +105,17 @@ def test_the_classifier_learns_where_exits_are_right(
     eecore.ConfidentExit(0.5, measure="classifier", classifier=loaded).check(shape(3, 16))
 
     # It is surer where an exit agrees than where it does not.
-    batch = collate(pairs, range(40))
-    with torch.no_grad():
-        states = half_agreeing.states(batch.inputs)
-        labels = agreement_labels(half_agreeing.head, states, batch.targets)
-        rows = [s.flatten(0, 1)[batch.targets.positions] for s in states[:-1]]
-        scores = torch.stack(rows) @ loaded.weight1.T + loaded.bias1
-    confidence = scores.softmax(-1)[..., 1]
+    found = [frozen_pass(half_agreeing, pairs, index) for index in range(40)]
+    states, labels = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+    confidence = (states @ loaded.weight1.T + loaded.bias1).softmax(-1)[..., 1]
     assert confidence[labels == 1].mean() > confidence[labels == 0].mean() + 0.05
 
 
-def test_bad_input_is_refused(half_agreeing: ExitModel) -> None:
+def test_bad_input_is_refused(half_agreeing: Network, pairs: TokenData) -> None:
     with pytest.raises(TrainingError, match="batches: expected at least one, got none"):
-        train_exit_classifier(half_agreeing, [])
+        train_exit_classifier(half_agreeing, pairs, [])
+    with pytest.raises(TrainingError, match="data: expected sequences of at most the model's 64"):
+        train_exit_classifier(half_agreeing, from_text(list(range(3, 40)) * 2, 66), [[0]])
     with pytest.raises(TrainingError, match="learning_rate: expected above 0, got -1"):
         ClassifierConfig(learning_rate=-1)
     with pytest.raises(TrainingError, match="weight_decay: expected 0 or more, got -1"):

@@ -22,7 +22,6 @@ from eecore.lab.training.head_loss import (
 )
 from eecore.lab.training.head_run import HeadConfig, begin_queries, choose_vocabulary, is_held_out
 from eecore.lab.training.head_states import (
-    APART,
     HeadStates,
     MappedStates,
     StatesSettings,
@@ -64,7 +63,7 @@ def random_data(
 ) -> tuple[HeadStates, FrozenSide]:
     """Texts numbered 0, 1, ..., whose tokens are the greedy ones but for every third.
 
-    They follow prompts of 3, 4, ... tokens; keys are in two directories.
+    They follow prompts of 3, 4, ... tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     text = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
@@ -79,13 +78,13 @@ def random_data(
         eps=EPS,
     )
     if not attends:
-        return HeadStates(SETTINGS, MappedStates([states]), text, token, greedy), frozen
+        return HeadStates(SETTINGS, MappedStates(states), text, token, greedy), frozen
     positions = torch.cat([torch.arange(n) + 2 + i for i, n in enumerate(lengths)])
     num_keys = [n + 2 + i for i, n in enumerate(lengths)]
     keys = torch.randn(sum(num_keys), 3, 2, HEAD_DIM, generator=generator).bfloat16()
     data = HeadStates(
-        *(ATTENDING, MappedStates([states]), text, token, greedy),
-        keys=keys.split([sum(num_keys[:-1]), num_keys[-1]]),
+        *(ATTENDING, MappedStates(states), text, token, greedy),
+        keys=keys,
         key_begins=key_begins(text, positions),
         positions=positions,
     )
@@ -118,7 +117,8 @@ def test_what_a_head_attends_to_is_the_formula() -> None:
     head = random_head(4, num_blocks=1, attends=True)
     data, frozen = random_data([5, 3], seed=2, attends=True)
     t, rows = head.tensors(torch.float32), torch.tensor([0, 3, 5, 6])
-    keys = torch.cat([part.float() for part in data.keys])
+    assert data.keys is not None
+    keys = data.keys.float()
     seen = data.seen(rows, frozen.cos_sin)
     assert seen is not None
     asked = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(5))
@@ -234,7 +234,7 @@ def test_states_are_those_of_the_model_at_each_tap(model: eecore.Model, tmp_path
     texts = [Answer(7 + i, o.prompt_token_ids, o.token_ids) for i, o in enumerate(outputs)]
     settings = StatesSettings(network_digest(model.network), "float32", 64, (2, 4))
     assert collect_states(model.network, texts, tmp_path, settings)
-    data = open_states([tmp_path], settings)
+    data = open_states(tmp_path, settings)
     assert data.text.tolist() == [7] * 12 + [8] * 12 + [9] * 12
     assert data.token.tolist() == [t for output in outputs for t in output.token_ids]
     assert torch.equal(data.token, data.greedy)
@@ -244,7 +244,7 @@ def test_states_are_those_of_the_model_at_each_tap(model: eecore.Model, tmp_path
 
 
 def test_keys_are_those_of_the_models_cache(model: eecore.Model, tmp_path: Path) -> None:
-    """Keys of whole texts in two directories; the second run is interrupted and continued."""
+    """Keys of whole texts; the run is interrupted and continued."""
     network = model.network
     attended = choose_attended(network, 3)
     settings = StatesSettings(
@@ -256,14 +256,13 @@ def test_keys_are_those_of_the_models_cache(model: eecore.Model, tmp_path: Path)
             zip(random_prompts(5, 18, 33), random_prompts(7, 4, 6, seed=1), strict=True)
         )
     ]
-    for place, own in (("0", texts[:1]), ("1", texts[1:])):
-        (tmp_path / place).mkdir()
-        assert collect_states(network, own, tmp_path / place, settings)
-    with (tmp_path / "1" / "keys.bin").open("ab") as file:
+    assert collect_states(network, texts[:2], tmp_path, settings)
+    with (tmp_path / "keys.bin").open("ab") as file:
         file.write(b"more than there should be")
-    assert collect_states(network, texts[1:], tmp_path / "1", settings)
-    data = open_states([tmp_path / "0", tmp_path / "1"], settings)
-    keys = torch.cat(data.keys)
+    assert collect_states(network, texts, tmp_path, settings)
+    data = open_states(tmp_path, settings)
+    keys = data.keys
+    assert keys is not None
     row = 0
     for text in texts:
         tokens = [*text.prompt, *text.answer][:-1]
@@ -280,9 +279,10 @@ def test_keys_are_those_of_the_models_cache(model: eecore.Model, tmp_path: Path)
         expected = list(range(len(text.prompt) - 1, len(tokens)))
         assert data.positions[row : row + len(text.answer)].tolist() == expected
         row += len(text.answer)
-    assert [(first, len(own)) for first, own in data.queries] == [(0, 7), (7, 10)]
-    held_out = data.part(data.text % APART > 0)
-    assert held_out.positions.tolist() == data.positions[data.text % APART > 0].tolist()
+    assert data.queries is not None
+    assert len(data.queries) == 17
+    held_out = data.part(data.text > 0)
+    assert held_out.positions.tolist() == data.positions[data.text > 0].tolist()
 
 
 def test_the_heads_that_look_for_what_came_after_the_same_token(model: eecore.Model) -> None:
@@ -314,7 +314,7 @@ def test_queries_begin_as_what_the_model_asks() -> None:
         known = head.asked(state, frozen.embeddings[data.token[before]])
         queries = normed(known, torch.ones(HIDDEN)) @ weight.T
     rows = torch.cat((torch.zeros(1, 3 * QUERIES), queries)).view(-1, 3, QUERIES)
-    data = replace(data, queries=((0, rows[:200]), (200, rows[200:])))
+    data = replace(data, queries=rows)
     begin_queries(head, frozen, data, torch.ones(len(data), dtype=torch.bool))
     with torch.no_grad():
         missed = head.queries(known).flatten(1) - queries
@@ -322,23 +322,13 @@ def test_queries_begin_as_what_the_model_asks() -> None:
     assert missed[inside].square().mean() < 1e-3 * queries.square().mean()
 
 
-def test_states_of_several_runs_follow_each_other(tmp_path: Path, model: eecore.Model) -> None:
-    settings = StatesSettings("one", "float32", 64, (2, 4))
-    parts = []
-    for place, answers in enumerate(([[3, 4], [5]], [[7, 8, 9]])):
-        texts = [Answer(i, [1, 2], answer) for i, answer in enumerate(answers)]
-        (tmp_path / str(place)).mkdir()
-        collect_states(model.network, texts, tmp_path / str(place), settings)
-        parts.append(open_states([tmp_path / str(place)], settings))
-    both = open_states([tmp_path / "0", tmp_path / "1"], settings)
-    assert both.token.tolist() == [3, 4, 5, 7, 8, 9]
-    assert len(torch.unique(both.text)) == 3
-    assert is_held_out(both.text).tolist() == [False] * 6
+def test_some_states_are_those_rows() -> None:
+    stored = torch.randn(6, 2, 4)
     rows = torch.tensor([5, 0, 3, 2, 2])
-    expected = torch.cat([part.states[torch.arange(3)] for part in parts])[rows]
-    assert torch.equal(both.states[rows], expected)
-    assert torch.equal(both.states.part(rows)[torch.tensor([4, 1])], expected[[4, 1]])
-    assert len(both.states.part(rows)) == 5
+    some = MappedStates(stored).part(rows)
+    assert len(some) == 5
+    assert torch.equal(some[torch.tensor([4, 1])], stored[[2, 0]])
+    assert torch.equal(some.part(torch.tensor([1, 2])).last(torch.tensor([1])), stored[[3], -1])
 
 
 def test_states_without_keys_are_refused(tmp_path: Path, model: eecore.Model) -> None:
@@ -346,7 +336,7 @@ def test_states_without_keys_are_refused(tmp_path: Path, model: eecore.Model) ->
     collect_states(model.network, [Answer(0, [1, 2], [3, 4])], tmp_path, settings)
     other = replace(settings, attended=((0, 1),), head_dim=64, queries=128)
     with pytest.raises(TrainingError, match=r"attended: expected \[\[0, 1\]\], as this run has"):
-        open_states([tmp_path], other)
+        open_states(tmp_path, other)
 
 
 def test_states_of_another_run_are_refused(tmp_path: Path, model: eecore.Model) -> None:
@@ -354,7 +344,7 @@ def test_states_of_another_run_are_refused(tmp_path: Path, model: eecore.Model) 
     collect_states(model.network, [Answer(0, [1, 2], [3, 4])], tmp_path, settings)
     other = StatesSettings("one", "int8", 64, (4,))
     with pytest.raises(TrainingError, match="weights: expected 'int8', as this run has, got"):
-        open_states([tmp_path], other)
+        open_states(tmp_path, other)
 
 
 def test_rows_of_the_lm_head_whatever_it_is_stored_in(model: eecore.Model, tmp_path: Path) -> None:
@@ -400,7 +390,6 @@ def test_texts_are_held_out_in_pairs() -> None:
         ({"steps": 0}, r"steps: expected a whole number, 1\.\..*, got 0"),
         ({"num_drafts": 9}, r"num_drafts: expected a whole number, 1\.\.8, got 9"),
         ({"learning_rate": 2.0}, "learning_rate: expected .*1, got 2.0"),
-        ({"num_blocks": 0}, r"num_blocks: expected a whole number, 1\.\..*, got 0"),
     ],
 )
 def test_settings_that_cannot_be(setting: dict[str, float], said: str) -> None:

@@ -7,16 +7,12 @@ from pathlib import Path
 
 import gguf
 import pytest
-import torch
 from safetensors import safe_open
 
 import eecore
 from eecore.cli.app import run
 from eecore.cli.failures import MODEL
-from eecore.errors import TrainingError
-from eecore.lab.training import ExitModel, load_starting_point
-from eecore.lab.training.frozen_model import RunningModel, load_running_model
-from eecore.models import LlamaModel, load_model, model_digest
+from eecore.models import model_digest
 from quantised_models import Quantisation, write_quantised
 from tiny_gguf import write_gguf
 from tiny_models import write_model
@@ -34,26 +30,6 @@ def quantised(request: pytest.FixtureRequest, original: Path, tmp_path: Path) ->
         return write_gguf(tmp_path / "model.gguf", original, quantization=kind)
     write_quantised(original, tmp_path / "model", Quantisation(request.param, 8))
     return tmp_path / "model"
-
-
-def test_states_and_head_are_those_of_transformers(original: Path) -> None:
-    config, network, tokenizer = load_model(original, "cpu", "float32")
-    assert isinstance(network, LlamaModel)
-    assert tokenizer is not None
-    running = RunningModel(network, tokenizer, 257)
-    other = ExitModel.of(load_starting_point(original).model)
-    ids = torch.randint(config.vocab_size, (3, 11), generator=torch.Generator().manual_seed(0))
-    ids[1, 7:] = 0  # padding
-    with torch.no_grad(), other.frozen():
-        states, expected = running.states({"input_ids": ids}), other.states({"input_ids": ids})
-        assert len(states) == len(expected) == running.num_layers == other.num_layers
-        for got, wanted in zip(states, expected, strict=True):
-            torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
-        heads = running.head(states[1].flatten(0, 1)), other.head(expected[1].flatten(0, 1))
-        torch.testing.assert_close(*heads, atol=1e-3, rtol=1e-3)
-    assert (running.hidden_size, running.device) == (other.hidden_size, other.device)
-    with pytest.raises(TrainingError, match="expected at most the model's 512 tokens, got 513"):
-        running.states({"input_ids": torch.zeros(1, 513, dtype=torch.long)})
 
 
 @pytest.mark.parametrize("quantised", ["gguf", "gptq", "plain"], indirect=True)
@@ -87,13 +63,6 @@ def test_training_the_model_itself_needs_floats(
     error = capsys.readouterr().err
     wanted = "convert it first" if quantised.suffix else "supported are weights in floats to train"
     assert wanted in error
-
-
-def test_a_model_without_a_tokenizer(original: Path, tmp_path: Path) -> None:
-    write_quantised(original, tmp_path / "model", Quantisation("gptq"))
-    (tmp_path / "model" / "tokenizer.json").unlink()
-    with pytest.raises(TrainingError, match="expected a model with a tokenizer, got none"):
-        load_running_model(tmp_path / "model")
 
 
 @pytest.mark.parametrize("quantised", ["gguf", "gptq"], indirect=True)

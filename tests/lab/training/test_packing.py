@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from eecore.lab.training import (
     TokenData,
     TrainingConfig,
     collate,
-    early_exit_backward,
     evaluate_exits,
+    train,
+    weighted_exit_loss,
 )
 from eecore.lab.training.data import from_pairs
-from eecore.lab.training.model_run import ModelTrainee
+from eecore.lab.training.exit_trainer import ExitTrainer
 
 
 @pytest.mark.parametrize("lengths", [[], [1], [5, 5, 5], [8, 1, 7, 2, 6, 3, 5, 4, 4], [8] * 3])
@@ -57,7 +59,9 @@ def test_losses_and_gradients_are_those_of_rows_alone(
         model = make_model(family, **more)
         exits = ExitModel.of(model)
         batch = collate(pairs, chosen)
-        losses = early_exit_backward(exits.head, exits.states(batch.inputs), batch.targets, weights)
+        states = exits.states(batch.inputs)
+        total, losses = weighted_exit_loss(exits.head, states, batch.targets, weights)
+        total.backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         found.append({**{str(layer): loss for layer, loss in losses.items()}, **gradients})
     assert found[0].keys() == found[1].keys()
@@ -67,19 +71,24 @@ def test_losses_and_gradients_are_those_of_rows_alone(
 
 @pytest.mark.parametrize("settings", [{}, {"packing": 24}])
 def test_a_batch_in_pieces_has_the_gradients_of_the_whole(
-    make_model: Any, pairs: TokenData, settings: dict[str, Any]
+    make_model: Any, pairs: TokenData, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     """Targets of a piece count as in the whole batch, however they are spread."""
     found: list[dict[str, torch.Tensor]] = []
     for accumulate in (1, 3):
         model = make_model()
         config = TrainingConfig(steps=9, batch_size=7, accumulate=accumulate, **settings)
-        trainee = ModelTrainee(model, pairs, config, pairs)
+        trainer = ExitTrainer(model, pairs, config, tmp_path)
         model.train()
-        losses = trainee.backward(4)
+        total = torch.zeros(())
+        for piece in range(accumulate):
+            inputs = trainer.train_dataset[4 * accumulate + piece]
+            loss = trainer.compute_loss(model, inputs) / accumulate  # as the Trainer does
+            loss.backward()
+            total += loss.detach()
+        trainer.close()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        found.append({"loss": losses.loss, "tokens": torch.tensor(losses.tokens), **gradients})
-        trainee.close()
+        found.append({"loss": total, **gradients})
     for name, value in found[0].items():
         torch.testing.assert_close(value, found[1][name], atol=1e-6, rtol=1e-4, msg=name)
 
@@ -94,9 +103,12 @@ def test_packed_held_out_data_has_the_same_scores(make_model: Any, pairs: TokenD
     assert packed.agreement == alone.agreement
 
 
-def test_what_cannot_be_packed_is_refused(make_model: Any, pairs: TokenData) -> None:
+def test_what_cannot_be_packed_is_refused(
+    make_model: Any, pairs: TokenData, tmp_path: Path
+) -> None:
     longest = int(pairs.lengths.max()) - 1
     with pytest.raises(TrainingError, match=rf"of at most {longest - 1} positions, got {longest}"):
-        ModelTrainee(make_model(), pairs, TrainingConfig(steps=1, packing=longest - 1))
+        train(make_model(), pairs, TrainingConfig(steps=1, packing=longest - 1), tmp_path / "out")
     with pytest.raises(TrainingError, match="packing: expected none for a model with an encoder"):
-        ModelTrainee(make_model("t5"), pairs, TrainingConfig(steps=1, packing=64))
+        train(make_model("t5"), pairs, TrainingConfig(steps=1, packing=64), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
@@ -21,17 +22,16 @@ from eecore.lab.training import (
     LastLayerLoss,
     LayerDropout,
     LoraSettings,
-    StepReport,
     TokenData,
     TrainingConfig,
     state_path,
     train,
 )
 from eecore.lab.training.data import from_text
-from eecore.lab.training.harness import seconds_per_step
+from eecore.lab.training.exit_trainer import ExitTrainer
 from eecore.lab.training.libraries import library
-from eecore.lab.training.model_run import ModelTrainee
-from eecore.lab.training.run_log import read_log
+from eecore.lab.training.run_files import read_log
+from eecore.lab.training.trainer import StepReport
 from eecore.models import Tokenizer, model_digest
 
 LOGS = ("steps.csv", "evaluations.csv")
@@ -87,11 +87,12 @@ def test_a_model_learns_and_is_an_ordinary_directory(
         progress=reports.append,
     )
     assert (result.finished, result.step) == (True, 150)
+    assert [report.step for report in reports if report.is_evaluation] == [75, 150]
+    reports = [report for report in reports if not report.is_evaluation]
     assert [report.step for report in reports] == list(range(1, 151))
     assert sum(r.loss for r in reports[-10:]) < 0.75 * sum(r.loss for r in reports[:10])
     assert sorted(reports[0].values) == ["loss_exit_4"]
     assert sorted(reports[-1].values) == ["loss_exit_2", "loss_exit_3", "loss_exit_4"]
-    assert [r.step for r in reports if r.evaluated is not None] == [75, 150]
     assert result.scores is not None
     assert result.scores.agreement[-1] == 1.0
     assert result.scores.num_tokens == int((pairs.lengths - pairs.prompt_lens).sum())
@@ -102,7 +103,8 @@ def test_a_model_learns_and_is_an_ordinary_directory(
     assert log["loss"] == [report.loss for report in reports]
     assert read_log(out / "training" / "evaluations.csv")["step"] == [0, 75, 150]
     assert (out / "training" / "run.svg").read_text().startswith("<?xml")
-    assert not state_path(out).exists()
+    left = {path.name for path in state_path(out).iterdir()}
+    assert left == {"steps.csv", "evaluations.csv", "run.svg"}
 
     about = json.loads((out / "exits.json").read_text())
     assert about["held_out"]["agreement"] == list(result.scores.agreement)
@@ -155,10 +157,10 @@ def test_a_killed_run_goes_on_bit_for_bit(
     for step, resume in ((2, False), (7, True), (8, True), (14, True)):
         with pytest.raises(Killed):
             start(broken, resume=resume, progress=killed_at(step))
-        if step == 14:  # half a row, and half a state
-            with (broken / "training" / "steps.csv").open("a") as file:
-                file.write("15,3")
-            state_path(broken).with_name("state.safetensors.partial").write_bytes(b"half")
+        if step == 14:  # a checkpoint whose writing was cut short
+            half = state_path(broken) / "checkpoint-14"
+            shutil.copytree(state_path(broken) / "checkpoint-12", half)
+            (half / "trainer_state.json").unlink()
     result = start(broken, resume=True)
     assert (result.finished, result.step) == (True, 20)
     assert logs(broken) == logs(whole)
@@ -220,9 +222,9 @@ def test_tensorboard_gets_what_the_csv_gets(
     train(make_model(), pairs, small(5, tensorboard=True), out, held_out=pairs)
     events = reading.EventAccumulator(str(out / "training" / "tensorboard")).Reload()
     log = read_log(out / "training" / "steps.csv")
-    assert [event.value for event in events.Scalars("steps/loss")] == pytest.approx(log["loss"])
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(log["loss"])
     evaluations = read_log(out / "training" / "evaluations.csv")
-    agreement = [event.value for event in events.Scalars("evaluations/agreement_exit_2")]
+    agreement = [event.value for event in events.Scalars("eval/agreement_exit_2")]
     assert agreement == pytest.approx(evaluations["agreement_exit_2"])
 
 
@@ -259,8 +261,9 @@ def test_what_cannot_be_resumed_is_refused(
 ) -> None:
     out = tmp_path / "out"
     config = small(checkpoint_steps=2)
-    with pytest.raises(TrainingError, match="expected the state of a run, got nothing"):
+    with pytest.raises(TrainingError, match=r"run\.json: expected a file, got nothing"):
         train(make_model(), pairs, config, out, resume=True)
+    assert not out.exists()
     with pytest.raises(Killed):
         train(make_model(), pairs, config, out, progress=killed_at(3))
     with pytest.raises(TrainingError, match=r"out: expected a new or empty .* can be resumed"):
@@ -268,20 +271,24 @@ def test_what_cannot_be_resumed_is_refused(
     with pytest.raises(TrainingError, match=r"settings that the run began with: seed=0 against 1"):
         train(make_model(), pairs, small(seed=1), out, resume=True)
     other = from_text(list(range(3, 30)), 8)
-    with pytest.raises(TrainingError, match="expected the data that the run began with"):
+    with pytest.raises(TrainingError, match="data: expected that which the run began with"):
         train(make_model(), other, config, out, resume=True)
-    with pytest.raises(TrainingError, match=r"trained weights of this model, got others: .*layers"):
-        train(make_model(num_layers=3), pairs, config, out, resume=True)
-    wide = make_model(intermediate_size=32)
-    with pytest.raises(
-        TrainingError, match=r"gate_proj.weight: expected F32 \[32, 16\], got F32 \[24, 16\]"
+    for model in (make_model(num_layers=3), make_model(intermediate_size=32)):
+        with pytest.raises(TrainingError, match="model: expected that which the run began with"):
+            train(model, pairs, config, out, resume=True)
+    file = state_path(out) / "run.json"
+    about = json.loads(file.read_text())
+    for change, message in (
+        ({"processes": 2}, r"processes: expected 2, as the run began with, got 1 \(torchrun"),
+        ({"format": "another"}, "format: expected 'eecore training run 1', got 'another'"),
+        ({"config": {"stepps": 3}}, "config: stepps: expected a setting of TrainingConfig"),
+        ({"more": 1}, "more"),
     ):
-        train(wide, pairs, config, out, resume=True)
-    save_file({"a": torch.zeros(1)}, state_path(out))
-    with pytest.raises(TrainingError, match=r"expected the state of a run, 'eecore .*', got None"):
-        train(make_model(), pairs, config, out, resume=True)
-    state_path(out).write_bytes(b"nothing of the kind")
-    with pytest.raises(TrainingError, match="expected the state of a run, got 19 bytes: "):
+        file.write_text(json.dumps({**about, **change}))
+        with pytest.raises(TrainingError, match=message):
+            train(make_model(), pairs, config, out, resume=True)
+    file.write_bytes(b"nothing of the kind")
+    with pytest.raises(TrainingError, match=r"run\.json"):
         train(make_model(), pairs, config, out, resume=True)
 
 
@@ -321,16 +328,14 @@ def test_without_the_extra_training_says_what_to_install(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_the_pace_is_measured_without_a_trace(
-    make_model: Any, pairs: TokenData, family: str
+    make_model: Any, pairs: TokenData, tmp_path: Path, family: str
 ) -> None:
     model = make_model(family)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    state = torch.get_rng_state()
     ticks = iter(range(0, 1000, 6))  # each look at the clock is 6 s after the one before
-    with closing(ModelTrainee(model, pairs, small())) as trainee:
-        pace = seconds_per_step(
-            trainee, points=4, steps_a_point=3, clock=lambda: float(next(ticks))
-        )
+    with closing(ExitTrainer(model, pairs, small(), tmp_path)) as trainer:
+        state = torch.get_rng_state()
+        pace = trainer.seconds_per_step(points=4, steps_a_point=3, clock=lambda: float(next(ticks)))
     assert pace == 2.0
     assert torch.equal(state, torch.get_rng_state())
     assert model.training
@@ -338,4 +343,4 @@ def test_the_pace_is_measured_without_a_trace(
         assert torch.equal(parameter, before[name])
         assert parameter.grad is None
     layers = model.model.layers if family == "llama" else model.decoder.block
-    assert "forward" not in vars(layers[0])
+    assert "forward" not in {**vars(layers[0]), **vars(model)}

@@ -13,21 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import eecore
 from bench.harness.prompts import QUESTIONS
 from devices import heads_in_floats
 from eecore import models
 from eecore.cli.app import run
-from eecore.errors import ModelError, RequestError
-from eecore.lab.answers.asking import ABOUT, QuestionSettings, follow_ups
 from eecore.lab.answers.questions import builtin_questions
-from eecore.lab.answers.writing import Answer
-from eecore.lab.training import harness
 from eecore.lab.training.draft_head import DraftHead, HeadSizes
 from eecore.lab.training.head_keys import TextKeys, keys_at
-from eecore.lab.training.head_run import is_held_out
+from eecore.lab.training.trainer import StepTrainer
 from eecore.models import network_digest
 from looped_models import write_looped
 from tiny_models import write_model
@@ -66,14 +62,6 @@ def arguments(folder: Path, out: Path, *more: str, model: str = "model") -> list
     ]
 
 
-def own_arguments(folder: Path, out: Path) -> list[str]:
-    """The arguments of a run whose model writes its own questions."""
-    command = arguments(folder, out, "--own-questions", "--epochs", "0.5")
-    place = command.index("--prompts")
-    del command[place : place + 2]
-    return [*command, "--tokens", "1500", "--answer-tokens", "256"]
-
-
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -82,7 +70,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def trained(folder: Path) -> Path:
     """The directory of a head."""
     out = folder / "head"
-    assert run(arguments(folder, out, "--epochs", "4", "--learning-curve")) == 0
+    assert run(arguments(folder, out, "--epochs", "4")) == 0
     return out
 
 
@@ -125,10 +113,7 @@ def test_a_head_and_what_is_said_of_it(trained: Path) -> None:
         "vocab_size": 320,
     }
     assert about["weights"] == "float32"
-    tokens = [count for count, _ in about["agreement"]["by_tokens"]]
-    assert len(tokens) == 3
-    assert tokens == sorted(tokens)
-    assert tokens[-1] == about["training"]["tokens"]
+    assert 0 < about["training"]["tokens"] < 1400
     assert about["policy"]["num_drafts"] >= 1
 
 
@@ -178,7 +163,7 @@ def test_the_runtime_drafts_by_it(
     positions = torch.tensor([3, 9, 4, 8, 12])  # of the tokens; as many keys are before them
     keys = keys_at(kv, runs.settings.attended, torch.arange(len(text)))
     cos_sin = network.cos_sin(20, 0)
-    seen = TextKeys.of([keys], torch.zeros(5).long(), positions - 1, cos_sin)
+    seen = TextKeys.of(keys, torch.zeros(5).long(), positions - 1, cos_sin)
     with torch.no_grad():
         state = head.step(head.begin(states), embedded, seen)
     got_state = runs.step(
@@ -228,7 +213,7 @@ def test_a_stopped_run_goes_on_where_it_was(
     for module, name, calls in (
         ("eecore.lab.answers.writing", "write_answers", 20),
         ("eecore.lab.training.head_states", "collect_states", 1),
-        ("eecore.lab.training.harness", "TrainingRun.all_steps", 30),
+        ("eecore.lab.training.trainer", "StepTrainer.run", 30),
     ):
         with monkeypatch.context() as patch:
             _stopping_after(patch, module, name, calls)
@@ -264,7 +249,7 @@ def test_minutes_become_steps(
     Where a step takes longer than measured, the time still ends the run.
     """
     if step_s is not None:
-        monkeypatch.setattr(harness, "seconds_per_step", lambda *_, **__: step_s)
+        monkeypatch.setattr(StepTrainer, "seconds_per_step", lambda *_, **__: step_s)
     out, work = tmp_path / "head", tmp_path / "work"
     shutil.copytree(trained / "work", work, ignore=shutil.ignore_patterns("training"))
     command = arguments(folder, out, "--work", str(work), "--resume", "--minutes", "0.002")
@@ -276,24 +261,12 @@ def test_minutes_become_steps(
     assert training["seconds"] > 0
 
 
-def test_a_head_that_begins_with_another_drafts_the_tokens_of_its_own_text(
-    folder: Path, trained: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "head"
-    few = ["--epochs", "0.01", "--begin", str(trained), "--learning-rate", "1e-9", "--seed", "8"]
-    assert run(arguments(folder, out, *few, "--vocabulary", "100")) == 0
-    before, after = (load_file(place / "head.safetensors") for place in (trained, out))
-    assert len(after["vocabulary"]) == 100
-    torch.testing.assert_close(after["mlp.up"], before["mlp.up"], atol=1e-6, rtol=0.01)
-
-
 def test_a_head_begins_with_another(
     folder: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before the first step it is as good as the head it begins with."""
     out = tmp_path / "head"
     few = ["--epochs", "0.01", "--begin", str(trained), "--learning-rate", "1e-9"]
-    few.append("--keep-vocabulary")
     assert run(arguments(folder, out, *few)) == 0
     before, after = (load_file(place / "head.safetensors") for place in (trained, out))
     for name, tensor in before.items():
@@ -304,7 +277,6 @@ def test_a_head_begins_with_another(
     for more, code, said in (
         (["--taps", "1,3"], REQUEST, "taps: expected [1, 3], as this run has, got [1, 2, 3]"),
         (["--vocabulary", "100"], REQUEST, "vocabulary_size: expected 100, as this run has"),
-        (["--blocks", "2"], REQUEST, "num_blocks: expected 2, as this run has, got 1"),
         (["--begin", str(tmp_path)], MODEL, "head.json"),
     ):
         assert run(arguments(folder, tmp_path / "other", *few, *more)) == code
@@ -312,115 +284,16 @@ def test_a_head_begins_with_another(
         assert not (tmp_path / "other").exists()
 
 
-def test_questions_of_its_own_and_others_about_its_answers(
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_there_may_be_no_more_questions(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asking = importlib.import_module("eecore.lab.answers.asking")
-    monkeypatch.setattr(asking, "MIN_WORDS", 1)  # this model says noise
-    out = tmp_path / "head"
-    command = own_arguments(folder, out)
-    assert run(command) == 0
-    asked = lines_of(out / "work" / "questions.jsonl")
-    assert asked[0]["format"] == "eecore questions 1"
-    questions = {line["index"]: line["question"] for line in asked[1:] if line["question"]}
-    assert len(questions) < len(asked) - 1  # some were not ended
-    header, *given = lines_of(out / "work" / "answers.jsonl")
-    assert header["questions"] == "own"
-    answered = {line["index"]: line for line in given}
-    own = {index for index in answered if index < ABOUT}
-    about = {index - ABOUT for index in answered if index >= ABOUT}
-    assert own <= questions.keys()
-    assert about
-    assert about <= own
-    tokens = sum(len(line["answer"]) for line in given)
-    assert tokens >= 1500
-    capsys.readouterr()
-    assert run([*command, "--resume"]) == 0
-    assert lines_of(out / "work" / "questions.jsonl") == asked
-    monkeypatch.setattr(asking, "MIN_WORDS", 1000)
-    assert run(own_arguments(folder, tmp_path / "mute")) == REQUEST
-    assert (
-        "expected questions, got none that the model ended in 64 tries" in capsys.readouterr().err
-    )
-
-
-def test_a_model_asks_itself_until_there_is_enough(
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The model asks on, however few questions it ends; if there are no more, it says so."""
-    asking = importlib.import_module("eecore.lab.answers.asking")
-    monkeypatch.setattr(asking, "MIN_WORDS", 1)
-    monkeypatch.setattr(asking, "MIN_QUESTIONS", 6)
-    monkeypatch.setattr(asking, "TOKENS_A_QUESTION", 500)
-    monkeypatch.setattr(asking, "MIN_CHARACTERS", 10**6)  # nothing to ask about
-    out = tmp_path / "head"
-    command = own_arguments(folder, out)
-    assert run(command) == 0
-    lines = lines_of(out / "work" / "questions.jsonl")[1:]
-    assert len(lines) > 6
-    given = lines_of(out / "work" / "answers.jsonl")[1:]
-    assert sum(len(line["answer"]) for line in given) >= 1500
-    assert "no more questions" not in capsys.readouterr().err
-    assert run([*command, "--resume"]) == 0
-    assert lines_of(out / "work" / "questions.jsonl")[1:] == lines
-
-    assert run(arguments(folder, tmp_path / "few", "--tokens", "5000", "--epochs", "0.1")) == 0
-    said = capsys.readouterr()
-    written = lines_of(tmp_path / "few" / "work" / "answers.jsonl")[1:]
+    out = tmp_path / "few"
+    assert run(arguments(folder, out, "--tokens", "5000", "--epochs", "0.1")) == 0
+    written = lines_of(out / "work" / "answers.jsonl")[1:]
     assert len(written) == 90
     tokens = sum(len(line["answer"]) for line in written)
-    assert f"wrote {tokens} of 5000 tokens: there were no more questions" in said.err
-
-
-def test_a_run_killed_at_its_questions_goes_on(folder: Path, tmp_path: Path) -> None:
-    asking = importlib.import_module("eecore.lab.answers.asking")
-    settings = QuestionSettings("digest", "float32", seed=3)
-    model = eecore.load(folder / "model", device="cpu", kv_cache_tokens=8192)
-    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
-    assert asking.write_questions(model, whole, 40, settings, rows=8)
-    polls = itertools.count()
-    assert not asking.write_questions(
-        model, parts, 40, settings, rows=8, should_stop=lambda: next(polls) == 200
-    )
-    before = len(lines_of(parts))
-    assert 1 < before < 41
-    with parts.open("a") as file:
-        file.write('{"index": 39, "ques')  # a kill in the middle of a line
-    assert asking.write_questions(model, parts, 40, settings, rows=8)
-    assert asking.read_own_questions(parts, settings) == asking.read_own_questions(whole, settings)
-    other = QuestionSettings("digest", "float32", seed=4)
-    with pytest.raises(RequestError, match="seed: expected 4, as this run has, got 3"):
-        asking.read_own_questions(parts, other)
-
-
-def test_what_is_asked_about_answers(folder: Path) -> None:
-    """Follow-ups: change this code, summarise this text; none follows a follow-up."""
-    model = eecore.load(folder / "model", device="cpu", kv_cache_tokens=64)
-    assert model.tokenizer is not None
-    code = "def f(x):\n    y = x + 1\n    return y"
-    text = "It rained all day. " * 200
-    said = {
-        0: f"Here it is:\n```python\n{code}\n```\nIt adds one.",
-        3: text,
-        4: "Yes.",
-        ABOUT + 3: text,
-    }
-    for seed in range(8):
-        answers = [Answer(i, [1], model.tokenizer.encode(t)) for i, t in said.items()]
-        asked = dict(follow_ups(model.tokenizer, answers, seed))
-        assert ABOUT + 3 in asked
-        assert asked.keys() <= {ABOUT, ABOUT + 3}
-        assert 200 < asked[ABOUT + 3].count(" ") * 5 < 2500
-        assert "It rained all day." in asked[ABOUT + 3]
-        assert ABOUT not in asked or code in asked[ABOUT]
-    assert is_held_out(torch.tensor([ABOUT + 38, ABOUT + 39])).all()
-    assert not is_held_out(torch.arange(ABOUT, ABOUT + 38)).any()
+    said = capsys.readouterr().err
+    assert f"wrote {tokens} of 5000 tokens: there were no more questions" in said
 
 
 def test_a_head_that_attends_begins_with_one_that_does_not(
@@ -431,7 +304,7 @@ def test_a_head_that_attends_begins_with_one_that_does_not(
     assert "attention.norm" not in load_file(plain / "head.safetensors")
     assert json.loads((plain / "head.json").read_text())["version"] == 1
     few = ["--epochs", "0.01", "--begin", str(plain), "--learning-rate", "1e-9"]
-    assert run(arguments(folder, out, *few, "--keep-vocabulary")) == 0
+    assert run(arguments(folder, out, *few)) == 0
     before, after = (load_file(place / "head.safetensors") for place in (plain, out))
     for name, tensor in before.items():
         torch.testing.assert_close(after[name], tensor, atol=1e-6, rtol=0.01)
@@ -439,27 +312,6 @@ def test_a_head_that_attends_begins_with_one_that_does_not(
     attending = ["--begin", str(out), "--attend", "2"]
     assert run(arguments(folder, tmp_path / "other", *attending)) == REQUEST
     assert "attention: expected the key heads [(" in capsys.readouterr().err
-    assert run(arguments(folder, tmp_path / "more", "--also", str(plain / "work"))) == REQUEST
-    assert "attended: expected [[" in capsys.readouterr().err
-
-
-def test_two_runs_are_learnt_from(
-    folder: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "head"
-    also = ["--also", str(trained / "work")]
-    assert run(arguments(folder, out, "--seed", "5", "--precision", "bfloat16", *also)) == 0
-    tokens = json.loads((out / "head.json").read_text())["training"]["tokens"]
-    assert tokens > 1.5 * json.loads((trained / "head.json").read_text())["training"]["tokens"]
-    for more, said in (
-        (["--also", str(tmp_path)], "--also: "),
-        (["--also", str(tmp_path / "none")], "expected the work directory of a run, got nothing"),
-        ([*also, *also], "--also: expected runs once each"),
-    ):
-        capsys.readouterr()
-        assert run(arguments(folder, tmp_path / "other", *more)) == USAGE
-        assert said in capsys.readouterr().err
-        assert not (tmp_path / "other").exists()
 
 
 def test_products_in_bfloat16_learn_what_others_learn(
@@ -480,7 +332,7 @@ def test_products_in_bfloat16_learn_what_others_learn(
 
 def test_a_finished_run_is_not_done_again(folder: Path, trained: Path) -> None:
     before = (trained / "head.safetensors").read_bytes()
-    assert run(arguments(folder, trained, "--epochs", "4", "--learning-curve", "--resume")) == 0
+    assert run(arguments(folder, trained, "--epochs", "4", "--resume")) == 0
     assert (trained / "head.safetensors").read_bytes() == before
 
 
@@ -498,9 +350,7 @@ def test_a_finished_run_is_not_done_again(folder: Path, trained: Path) -> None:
         ("model", ["--minutes", "1"], USAGE, "--minutes: expected it or --epochs, got both"),
         ("model", ["--prompts", "nowhere.txt"], REQUEST, "nowhere.txt: No such file"),
         ("model", ["--resume"], USAGE, "--resume: "),
-        ("model", ["--own-questions"], USAGE, "--prompts: expected it or --own-questions, got"),
         ("model", ["--texts", "."], USAGE, "--prompts: expected it or --texts, got both"),
-        ("model", ["--keep-vocabulary"], USAGE, "--keep-vocabulary: expected --begin with it"),
         ("model", ["--precision", "float8"], USAGE, "'float8' is not one of"),
     ],
 )
@@ -557,185 +407,15 @@ def test_a_question_that_cannot_be_asked_is_named(
     assert "error: question 2: " in capsys.readouterr().err
 
 
-def block_arguments(folder: Path, out: Path, *more: str, model: str = "model") -> list[str]:
-    small = ("--kind", "block", "--rank", "32", "--block-size", "5", "--epochs", "12")
-    return arguments(folder, out, *small, *more, model=model)
-
-
-@pytest.fixture(scope="module")
-def trained_block(folder: Path, trained: Path) -> Path:
-    """The directory of a head that drafts a block, which learnt from the other head's texts."""
-    out = folder / "block"
-    _take_answers(trained, out)
-    assert run(block_arguments(folder, out, "--resume")) == 0
-    return out
-
-
-def _take_answers(trained: Path, out: Path) -> None:
-    (out / "work").mkdir(parents=True)
-    shutil.copy(trained / "work" / "answers.jsonl", out / "work")
-
-
-def test_a_block_head_and_what_is_said_of_it(folder: Path, trained_block: Path) -> None:
-    tensors = load_file(trained_block / "model.safetensors")
-    hidden, width, vocabulary = 64, 4 * 64, 120
-    shapes = {
-        "fc.weight": (hidden, 3 * hidden),
-        "markov_head.markov_w1.weight": (320, 32),
-        "markov_head.markov_w2.weight": (vocabulary, 32),
-        "confidence_head.proj.weight": (1, hidden + 32),
-        "lm_head.weight": (vocabulary, hidden),
-        "layers.0.self_attn.k_proj.weight": (width, hidden),
-        "layers.0.mlp.down_proj.weight": (hidden, 96),
-    }
-    assert {name: tuple(tensors[name].shape) for name in shapes} == shapes
-    config = json.loads((trained_block / "config.json").read_text())
-    assert config["speculators_model_type"] == "dspark"
-    assert (config["block_size"], config["draft_vocab_size"]) == (5, vocabulary)
-    assert config["aux_hidden_state_layer_ids"] == [1, 2, 3]
-    model = eecore.load(
-        folder / "model", device="cpu", kv_cache_tokens=64, draft_head=trained_block
-    )
-    head = model.network.draft_head
-    assert (head.kind, head.num_at_once, head.taps) == ("DSpark", 5, (1, 2, 3))
-    assert head.tokens is not None
-    assert 257 in head.tokens.tolist()  # what ends a text
-    about = json.loads((trained_block / "training.json").read_text())
-    assert about["training"]["tokens"] == about["agreement"]["by_tokens"][0][0]
-    assert len(about["agreement"]["by_position"]) == 5
-
-
-def test_training_brings_a_block_agreement(trained_block: Path) -> None:
-    agreement = json.loads((trained_block / "training.json").read_text())["agreement"]
-    assert agreement["by_position"][0] > 5 / 120
-
-
-def test_the_runtime_drafts_blocks_by_it(folder: Path, trained_block: Path) -> None:
-    """The text of full depth, with more drafts accepted than those of noise."""
-    accepted = {}
-    for name in ("trained", "noise"):
-        place = folder / f"block-{name}"
-        shutil.copytree(trained_block, place, ignore=shutil.ignore_patterns("work"))
-        if name == "noise":
-            tensors = load_file(place / "model.safetensors")
-            generator = torch.Generator().manual_seed(0)
-            for each in ("fc.weight", "markov_head.markov_w2.weight"):
-                tensors[each] = torch.randn(tensors[each].shape, generator=generator)
-            save_file(tensors, place / "model.safetensors")
-        model = eecore.load(folder / "model", device="cpu", kv_cache_tokens=2048, draft_head=place)
-        assert model.tokenizer is not None
-        asked = [f"What is {number} and {number}?" for number in range(0, 90, 2)]
-        prompts = [
-            model.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in asked
-        ]
-        sampled: dict[str, Any] = {"temperature": 0.8, "seed": 3}
-        for settings in (sampled, {}):
-            full = eecore.generate(model, prompts, max_tokens=16, exit="full", **settings)
-            got = eecore.generate(
-                model, prompts, max_tokens=16, exit=eecore.HeadDrafts(5, 0.0), **settings
-            )
-            assert [o.token_ids for o in got] == [o.token_ids for o in full]
-        accepted[name] = sum(output.stats.accepted for output in got)
-    assert accepted["trained"] > 2 * accepted["noise"]
-
-
-def test_a_block_head_that_was_stopped_goes_on_where_it_was(
-    folder: Path,
-    trained: Path,
-    trained_block: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    out = tmp_path / "head"
-    _take_answers(trained, out)
-    for module, name, calls in (
-        ("eecore.lab.training.head_states", "collect_states", 1),
-        ("eecore.lab.training.harness", "TrainingRun.all_steps", 30),
-    ):
-        with monkeypatch.context() as patch:
-            _stopping_after(patch, module, name, calls)
-            assert run(block_arguments(folder, out, "--resume")) == 130
-    with (out / "work" / "states" / "states.bin").open("ab") as file:
-        file.write(b"xyz")
-    capsys.readouterr()
-    assert run(block_arguments(folder, out, "--resume")) == 0
-    assert re.search(r"resuming training after step 30 of \d+\n", capsys.readouterr().err)
-    straight, resumed = (load_file(place / "model.safetensors") for place in (trained_block, out))
-    assert straight.keys() == resumed.keys()
-    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
-
-
-def test_a_block_head_of_another_model_is_refused(folder: Path, trained_block: Path) -> None:
-    other = write_model(folder / "stranger", num_hidden_layers=3, seed=5)
-    with pytest.raises(ModelError, match=r"eecore_model_digest: expected .*for another model"):
-        eecore.load(other, device="cpu", kv_cache_tokens=64, draft_head=trained_block)
-
-
-@pytest.mark.parametrize(
-    ("kind", "more", "said"),
-    [
-        ("block", ["--attend", "0"], "--attend: expected --kind recurrent with it, got --kind bl"),
-        ("block", ["--blocks", "1"], "--blocks: expected --kind recurrent with it"),
-        ("block", ["--drafts", "3"], "--drafts: expected --kind recurrent with it"),
-        ("block", ["--begin", "head"], "--begin: expected --kind recurrent with it"),
-        ("block", ["--keep-vocabulary"], "--keep-vocabulary: expected --kind recurrent with it"),
-        ("recurrent", ["--layers", "1"], "--layers: expected --kind block with it, got --kind rec"),
-        ("recurrent", ["--block-size", "7"], "--block-size: expected --kind block with it"),
-        ("recurrent", ["--rank", "8"], "--rank: expected --kind block with it"),
-        ("block", ["--block-size", "1"], "--block-size: expected greater than or equal to 2, got"),
-        ("tree", [], "'tree' is not one of"),
-    ],
-)
-def test_options_of_the_other_kind_are_refused(
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    kind: str,
-    more: list[str],
-    said: str,
-) -> None:
-    out = tmp_path / "head"
-    assert run(arguments(folder, out, "--kind", kind, *more)) == USAGE
-    assert said in capsys.readouterr().err
-    assert not out.exists()
-
-
-@pytest.mark.parametrize("kind", ["recurrent", "block"])
 def test_models_with_loops_are_refused(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_looped(folder / "looped")
     out = tmp_path / "head"
-    assert run(arguments(folder, out, "--kind", kind, model="looped")) == MODEL
+    assert run(arguments(folder, out, model="looped")) == MODEL
     said = "expected a model without loops for a head, got one that runs its layers 3 times"
     assert said in capsys.readouterr().err
     assert not out.exists()
-
-
-def test_heads_and_models_are_not_replaced_by_a_block_head(
-    folder: Path, trained: Path, trained_block: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = (folder / "model" / "model.safetensors").read_bytes()
-    work = ["--work", str(trained_block / "work"), "--resume"]
-    for command, said in (
-        (block_arguments(folder, folder / "model"), "--out: expected no model there, got one in"),
-        (block_arguments(folder, folder / "model", *work), "--out: expected no model there"),
-        (block_arguments(folder, trained_block), "--out: expected no head there yet, got one in"),
-        (block_arguments(folder, trained, *work), "--out: expected no head there yet"),
-        (arguments(folder, trained_block, "--resume"), "--out: expected no head there yet"),
-    ):
-        assert run(command) == USAGE
-        assert said in capsys.readouterr().err
-    assert (folder / "model" / "model.safetensors").read_bytes() == before
-    assert run(block_arguments(folder, folder / "new", "--taps", "3", *work)) == REQUEST
-    assert "taps: expected [3], as this run has, got [1, 2, 3]" in capsys.readouterr().err
-    other = ["--work", str(trained / "work"), "--resume"]
-    assert run(block_arguments(folder, folder / "new", *other)) == REQUEST
-    assert "attended: expected [], as this run has, got [[" in capsys.readouterr().err
-    assert run(arguments(folder, folder / "new", "--attend", "0", *work)) == REQUEST
-    assert "with_prompts: expected False, as this run has, got True" in capsys.readouterr().err
-    assert not (folder / "new").exists()
 
 
 @pytest.mark.long

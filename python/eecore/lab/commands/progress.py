@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from eecore.lab.training import StepReport
+    from eecore.lab.training.trainer import StepReport
 
 LINE_SECONDS = 10.0
 """Seconds between two lines where stderr is not a terminal."""
@@ -41,14 +41,15 @@ class ProgressLine:
 
     def show(self, report: StepReport) -> None:
         """Show a training step; an evaluation gets a line that stays."""
+        if report.is_evaluation:
+            self.keep(f"step {report.step}: {report.described}")
+            return
         self.say(
             f"step {report.step}/{report.steps}, {report.tokens_per_s:.0f} tokens/s, "
             f"{shown_seconds(report.seconds_left)} left, loss {report.loss:.3f}, "
             f"{report.described}",
             last=report.step == report.steps,
         )
-        if report.evaluated is not None:
-            self.keep(f"step {report.step}: {report.evaluated}")
 
     def say(self, text: str, *, last: bool = False) -> None:
         """Show the state of the run; the last text is always shown."""

@@ -54,9 +54,9 @@ def want_one_process(command: str) -> None:
     Raises:
         UsageError: there are several processes.
     """
-    from eecore.lab.training.processes import is_launched
+    from eecore.lab.training.processes import num_processes
 
-    if is_launched():
+    if num_processes() > 1:
         raise UsageError(f"{command}: expected one process, got several of torchrun")
 
 

@@ -251,12 +251,12 @@ def train(
         if kind_of(place) == "nothing":
             raise RequestError(f"{shown_path(place)}: No such file or directory")
     with spinner(f"loading {model}"):
-        from eecore.lab.training.processes import launched
+        from eecore.lab.training.processes import first_alone_speaks
 
         where = training_device(run.device)
     options = (sequences, length, exits, optimizer, run)
-    with launched(where) as processes:
-        return _train(beginning, out, *options, loss, where, process.threads, processes.size)
+    with first_alone_speaks():
+        return _train(beginning, out, *options, loss, where, process.threads)
 
 
 def _train(
@@ -270,7 +270,6 @@ def _train(
     loss: Loss,
     where: str,
     threads: int | None,
-    num_processes: int,
 ) -> int:
     with spinner(f"loading {model}"):
         import torch
@@ -278,17 +277,17 @@ def _train(
         from eecore.lab.training import LoraSettings, TrainingConfig, loading, state_path
         from eecore.lab.training import train as run_training
         from eecore.lab.training.interrupts import stop_on_signals
+        from eecore.lab.training.libraries import tensorboard_writer
         from eecore.lab.training.model_run import check_new
-        from eecore.lab.training.run_log import tensorboard_writer
-        from eecore.lab.training.run_state import read_state
+        from eecore.lab.training.processes import num_processes
+        from eecore.lab.training.run_files import last_checkpoint, read_run
 
         if threads is not None:
             torch.set_num_threads(threads)
         if run.tensorboard:
             tensorboard_writer()
-        begun = 0
         if run.resume:
-            begun = read_state(state_path(out)).step
+            read_run(state_path(out), TrainingConfig)
         else:
             check_new(out)
         start = loading.load_starting_point(model, tokenizer=length.tokenizer, seed=optimizer.seed)
@@ -296,8 +295,6 @@ def _train(
         held_out = None
         if length.held_out:
             held_out = sequences.read(length.held_out, start.tokenizer, start.eos_token_id)
-        if not run.shard:  # with --shard, layers move to the device one by one
-            start.model.to(where)
     packing = sequences.context if optimizer.packing else None
     per_epoch = -(-len(learnt.rows(packing)) // optimizer.batch_size)
     times = 1.0 if length.epochs is None else length.epochs
@@ -338,10 +335,11 @@ def _train(
         out=out,
         sequences=len(learnt),
         learnt_tokens=int(learnt.num_learnt.sum()),
-        processes=num_processes,
+        processes=num_processes(),
     )
     with stop_on_signals() as stop, ProgressLine() as line:
         if run.resume:
+            _, begun = last_checkpoint(state_path(out))
             line.keep(f"resuming after step {begun} of {steps}")
         result = run_training(
             start.model,
@@ -351,6 +349,7 @@ def _train(
             held_out=held_out,
             tokenizer_directory=start.tokenizer_directory,
             resume=run.resume,
+            device=where,
             progress=line.show,
             should_stop=stop,
         )

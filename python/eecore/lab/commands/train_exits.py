@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -15,17 +16,6 @@ from eecore.cli.loading import check_path, load
 from eecore.cli.options import ProcessOptions, option, takes_options
 from eecore.cli.process import INTERRUPTED
 from eecore.files.readable import is_file, shown_path
-from eecore.lab.commands.head_kinds import (
-    ANCHORS,
-    STRETCH,
-    Block,
-    Head,
-    Recurrent,
-    block_plan,
-    recurrent_plan,
-    refuse_others,
-    taps_of,
-)
 from eecore.lab.commands.head_texts import (
     STATES,
     Answers,
@@ -37,16 +27,44 @@ from eecore.lab.commands.progress import ProgressLine
 from eecore.lab.commands.settings import MAX_STEPS, Kept, Rates, say_settings, want_one_process
 
 if TYPE_CHECKING:
+    from eecore.config import ModelConfig
     from eecore.generation import Model
-    from eecore.lab.training.harness import TrainingRun
-    from eecore.lab.training.head_run import DraftTrainee
+    from eecore.lab.training.head_run import HeadTask, HeadTrainer
     from eecore.models import LlamaModel
 
 TRAINING = "training"
-PARTS = (0.25, 0.5)
-"""Shares of the texts for --learning-curve."""
+STRETCH = 32
+TIMED_STEPS = 1000
+"""Steps of the run whose speed converts --minutes to steps."""
 WARMUP = 20
 """The learning rate grows over one step in so many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The parts of the head, and the weights that it starts from."""
+
+    PANEL: ClassVar[str] = "Head"
+    taps: str | None = option(
+        None,
+        "Layers whose states are read; the last is the number of layers.",
+        show_default="a third, two thirds and all of the layers",
+    )
+    vocabulary: int | None = option(
+        None, "Tokens that can be drafted.", min=1, show_default="8192, or those of --begin"
+    )
+    intermediate_size: int | None = option(
+        None, "Size of the MLP.", min=1, max=1 << 16, show_default="the model's"
+    )
+    attend: int = option(
+        4,
+        "Key heads of the model that the head attends to: those that attend most to what "
+        "followed the same token.",
+        min=0,
+        max=64,
+    )
+    drafts: int = option(3, "Drafts of each row in training.", min=1, max=8)
+    begin: Path | None = option(None, "A head of this model to start from; its vocabulary is kept.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +77,12 @@ class Run(Kept, Rates):
         0.05, "Rate at the schedule's end, as a share of --learning-rate.", min=0, max=1
     )
     warmup_steps: int | None = option(None, min=0, max=MAX_STEPS, show_default="5 %")
-    batch_size: int | None = option(  # type: ignore[assignment]
-        None,
-        f"Stretches of {STRETCH} tokens a step; of a block head texts, {ANCHORS} blocks of each.",
-        min=1,
-        max=1 << 16,
-        show_default="32, or 8 texts",
-    )
+    batch_size: int = option(32, f"Stretches of {STRETCH} tokens a step.", min=1, max=1 << 16)
     resume: bool = option(False, "Continue with the files in the work directory.")
     minutes: float | None = option(
         None,
         "Time of training and its evaluations, instead of --epochs. Writing and reading answers, "
-        "measuring the finished head and --learning-curve take time beyond it.",
+        "and measuring the finished head take time beyond it.",
         min=0.001,
         max=1e6,
     )
@@ -79,9 +91,6 @@ class Run(Kept, Rates):
     )
     precision: Literal["float32", "bfloat16"] = option(
         "float32", "Precision of products; bfloat16 is faster on a CPU that has it."
-    )
-    learning_curve: bool = option(
-        False, "Also train on a quarter and on half of the text, to see what more text gains."
     )
 
     @property
@@ -101,8 +110,6 @@ def train_exits(
     out: Annotated[Path, typer.Option(help="The directory of the head to make.")],
     texts: Answers,
     head: Head,
-    recurrent: Recurrent,
-    block: Block,
     run: Run,
     process: ProcessOptions,
 ) -> int:
@@ -116,27 +123,47 @@ def train_exits(
     path = check_path(model)
     if run.minutes is not None and run.epochs is not None:
         raise UsageError("--minutes: expected it or --epochs, got both")
-    own, other = (block, recurrent) if head.kind == "block" else (recurrent, block)
-    refuse_others(other, head.kind)
-    if recurrent.keep_vocabulary and recurrent.begin is None:
-        raise UsageError("--keep-vocabulary: expected --begin with it, got none")
     where = texts.work or out / "work"
-    check_directories(out, where, head.kind, run.resume, texts.also or [])
+    check_directories(out, where, run.resume)
     asked = what_is_asked(texts, run.seed)
-    _check_model(path, head.taps, head.vocabulary)
+    taps = _check_model(path, head)
     loaded = load(path, threads=process.threads, device="cpu")
     network = _checked(loaded, model)
-    weights = stored_weights(path, network)
 
     from eecore.lab.answers.writing import AnswerSettings
-    from eecore.lab.training.head_states import open_states
+    from eecore.lab.training.head_keys import choose_attended
+    from eecore.lab.training.head_pack import save_head
+    from eecore.lab.training.head_run import HeadConfig, HeadTask
+    from eecore.lab.training.head_states import StatesSettings, open_states
     from eecore.lab.training.interrupts import stop_on_signals
+    from eecore.lab.training.trained_head import read_head
+    from eecore.models import network_digest
 
-    if head.kind == "block":
-        plan = block_plan(network, weights, head, block, run.of_config)
-    else:
-        plan = recurrent_plan(network, weights, head, recurrent, run.of_config)
-    states = plan.states
+    shape = network.config
+    attended = choose_attended(network, head.attend) if head.attend else ()
+    states = StatesSettings(
+        model=network_digest(network),
+        weights=stored_weights(path, network),
+        hidden_size=shape.hidden_size,
+        taps=taps,
+        attended=attended,
+        head_dim=shape.head_dim if attended else 0,
+        queries=shape.q_size // shape.num_kv_heads if attended else 0,
+    )
+    config = HeadConfig(
+        steps=TIMED_STEPS,
+        intermediate_size=head.intermediate_size or shape.intermediate_size,
+        vocabulary_size=head.vocabulary or 8192,
+        num_drafts=head.drafts,
+        stretch=STRETCH,
+        **run.of_config,
+    )
+    beginning = None
+    if head.begin is not None:
+        sizes = states.sizes(config.intermediate_size)
+        beginning = read_head(head.begin, states.model, taps, sizes, head.vocabulary, attended)
+        size = len(beginning.vocabulary)
+        config = replace(config, begins_with=beginning.sha256, vocabulary_size=size)
     settings = AnswerSettings(
         model=states.model,
         weights=states.weights,
@@ -146,29 +173,25 @@ def train_exits(
     )
     where.mkdir(parents=True, exist_ok=True)
     say_settings(
-        (texts, head, own, run),
-        taps=states.taps,
-        **plan.settings,
+        (texts, head, run),
+        taps=taps,
+        vocabulary=config.vocabulary_size,
+        intermediate_size=config.intermediate_size,
         model=path,
         out=out,
         work=where,
     )
     with stop_on_signals() as stop, ProgressLine() as line:
-        if not write_and_read(loaded, asked, texts.tokens, where, settings, states, stop, line):
-            return _interrupted(line)
-        data = open_states([place / STATES for place in (where, *(texts.also or []))], states)
-        by_tokens = []
-        for share in (*PARTS, 1.0) if run.learning_curve else (1.0,):
-            trainee = plan.trainee(data, share)
-            place = where / TRAINING / ("" if share == 1 else f"part-{share:g}")
-            trained = _train(trainee, run, place, share, stop, line)
-            if trained is None:
-                return _interrupted(line)
-            by_tokens.append((trainee.data.num_tokens, trainee.agreement()[0]))
-            if share == 1:
-                found = plan.save(out, trainee, trained, by_tokens)
-                shares = " ".join(f"{value:.3f}" for value in found)
-                line.keep(f"held-out agreement by draft: {shares}")
+        trained = None
+        if write_and_read(loaded, asked, texts.tokens, where, settings, states, stop, line):
+            data = open_states(where / STATES, states)
+            task = HeadTask(network, data, config, beginning)
+            trained = _train(task, run, where / TRAINING, stop, line)
+        if trained is None:
+            line.keep(f"interrupted at {line.last}; the same command with --resume goes on there")
+            return INTERRUPTED
+        found = save_head(out, network, task, trained)
+        line.keep(f"held-out agreement by draft: {' '.join(f'{value:.3f}' for value in found)}")
     print(f"wrote {out}")
     return 0
 
@@ -193,13 +216,8 @@ def stored_weights(path: Path, network: LlamaModel) -> str:
     return str(network.dtype).removeprefix("torch.")
 
 
-def _interrupted(line: ProgressLine) -> int:
-    line.keep(f"interrupted at {line.last}; the same command with --resume goes on from there")
-    return INTERRUPTED
-
-
-def _check_model(path: Path, taps: str | None, vocabulary: int) -> None:
-    """Refuse an unsuitable model by its header, before its weights are loaded."""
+def _check_model(path: Path, head: Head) -> tuple[int, ...]:
+    """The taps; an unsuitable model is refused by its header, before its weights are loaded."""
     from eecore.config import ModelConfig
     from eecore.errors import ModelError
     from eecore.models import read_config
@@ -214,12 +232,29 @@ def _check_model(path: Path, taps: str | None, vocabulary: int) -> None:
             f"{shown_path(path)}: expected a model without loops for a head, got one that runs its "
             f"layers {config.num_loops} times; SelfSpeculative drafts with its first loop"
         )
-    if vocabulary > config.vocab_size:
+    if head.vocabulary is not None and head.vocabulary > config.vocab_size:
         raise UsageError(
             f"--vocabulary: expected at most the model's {config.vocab_size} tokens, "
-            f"got {vocabulary}"
+            f"got {head.vocabulary}"
         )
-    taps_of(taps, config)
+    return _taps_of(head.taps, config)
+
+
+def _taps_of(given: str | None, config: ModelConfig) -> tuple[int, ...]:
+    """The layers whose states are taken, ascending; the last is the number of layers."""
+    layers = config.num_layers
+    if given is None:
+        return tuple(sorted({max(1, layers // 3), max(1, 2 * layers // 3), layers}))
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isdecimal() and len(part) < 6 for part in parts):
+        raise UsageError(f"--taps: expected layers such as 10,20,30, got {given}")
+    taps = [int(part) for part in parts]
+    ascending = all(a < b for a, b in pairwise(taps))
+    if not ascending or not taps[0] >= 1 or taps[-1] != layers:
+        raise UsageError(
+            f"--taps: expected ascending layers of 1..{layers}, the last {layers}, got {given}"
+        )
+    return tuple(taps)
 
 
 def _checked(model: Model, name: str) -> LlamaModel:
@@ -236,39 +271,41 @@ def _checked(model: Model, name: str) -> LlamaModel:
 
 
 def _train(
-    trainee: DraftTrainee,
-    run: Run,
-    directory: Path,
-    share: float,
-    stop: Callable[[], bool],
-    line: ProgressLine,
-) -> TrainingRun | None:
-    """A training run over a share of the text, resumed where it stopped; None when stopped
-    again.
-    """
-    from eecore.lab.training.harness import STATE_FILE, TrainingRun, seconds_per_step
-    from eecore.lab.training.run_state import read_state, state_to_resume
+    task: HeadTask, run: Run, directory: Path, stop: Callable[[], bool], line: ProgressLine
+) -> HeadTrainer | None:
+    """The training run, resumed where it stopped; None when stopped again."""
+    from eecore.lab.training.head_run import HeadConfig, HeadTrainer
+    from eecore.lab.training.run_files import (
+        check_run,
+        is_begun,
+        last_checkpoint,
+        read_run,
+        write_run,
+    )
 
-    begun, evaluation = time.monotonic(), 0.0
-    state, saved = directory / STATE_FILE, None
-    is_begun = is_file(state)
-    if is_begun:
-        steps = read_state(state, type(trainee.config)).config.steps
+    begun, evaluation, config = time.monotonic(), 0.0, task.config
+    resumes = is_begun(directory)
+    if resumes:
+        steps = read_run(directory, HeadConfig)[0].steps
     elif run.minutes is not None:
-        trainee.evaluate()
+        task.agreement(config.evaluated_rows)
         evaluation = time.monotonic() - begun
-        a_step = seconds_per_step(trainee, points=1) + evaluation / trainee.config.evaluate_steps
-        steps = int((60 * run.minutes * share - 3 * evaluation) / a_step)
+        a_step = HeadTrainer(task, config, directory).seconds_per_step(points=1)
+        a_step += evaluation / config.evaluate_steps
+        steps = int((60 * run.minutes - 3 * evaluation) / a_step)
     else:
-        steps = round((4.0 if run.epochs is None else run.epochs) * trainee.steps_per_epoch)
+        steps = round((4.0 if run.epochs is None else run.epochs) * task.order.steps_per_epoch)
     steps = max(1, steps)
     warmup = steps // WARMUP if run.warmup_steps is None else run.warmup_steps
-    trainee.config = replace(trainee.config, steps=steps, warmup_steps=warmup)
-    if is_begun:
-        saved = state_to_resume(state, trainee.config, trainee.digest())
-    with TrainingRun(trainee, directory, saved) as trained:
-        if 0 < trained.step < steps:
-            line.keep(f"resuming training after step {trained.step} of {steps}")
-        spent = time.monotonic() - begun + 2 * evaluation  # before the first step and at the end
-        limit = None if run.minutes is None else 60 * run.minutes * share - spent
-        return trained if trained.all_steps(line.show, stop, limit) else None
+    config = replace(config, steps=steps, warmup_steps=warmup)
+    if resumes:
+        check_run(directory, config, task.digest(), task.head)
+    else:
+        write_run(directory, config, task.digest(), task.head)
+    trainer = HeadTrainer(task, config, directory)
+    _, step = last_checkpoint(directory)
+    if 0 < step < steps:
+        line.keep(f"resuming training after step {step} of {steps}")
+    spent = time.monotonic() - begun + evaluation  # before the first step, and at the end
+    limit = None if run.minutes is None else 60 * run.minutes - spent
+    return trainer if trainer.run(line.show, stop, limit) else None

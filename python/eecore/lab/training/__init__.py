@@ -18,10 +18,9 @@ from eecore.lab.training.early_exit_loss import (
     LastLayerLoss,
     LossWeights,
     Targets,
-    early_exit_backward,
+    weighted_exit_loss,
 )
 from eecore.lab.training.exit_model import ExitModel, ExitScores, evaluate_exits
-from eecore.lab.training.harness import StepReport
 from eecore.lab.training.layer_dropout import LayerDropout, drop_layers
 from eecore.lab.training.loading import StartingPoint, load_starting_point
 from eecore.lab.training.looped_loss import GateLoss, LoopedLoss
@@ -43,14 +42,12 @@ __all__ = [
     "LoraSettings",
     "LossWeights",
     "StartingPoint",
-    "StepReport",
     "Targets",
     "TokenData",
     "TrainingConfig",
     "TrainingResult",
     "collate",
     "drop_layers",
-    "early_exit_backward",
     "evaluate_exits",
     "load_starting_point",
     "read_data",
@@ -58,4 +55,5 @@ __all__ = [
     "state_path",
     "train",
     "train_exit_classifier",
+    "weighted_exit_loss",
 ]

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from eecore.calibration.exit_scores import Scored, forced_states
+from eecore.config import T5Config
 from eecore.errors import TrainingError
 from eecore.exits import ExitClassifier
 from eecore.files.whole import replacing
-from eecore.lab.training.data import Batch
-from eecore.lab.training.early_exit_loss import Head, Targets
-from eecore.lab.training.frozen_model import FrozenModel
+from eecore.lab.training.data import TokenData
+from eecore.models import Network
 from eecore.values import check_fields, real, whole
 
 
@@ -34,21 +35,6 @@ class CalmLoss:
         """w_i for i = 1..num_layers; the same at every step."""
         total = num_layers * (num_layers + 1) / 2
         return tuple(i / total for i in range(1, num_layers + 1))
-
-
-def agreement_labels(head: Head, states: Sequence[Tensor], targets: Targets) -> Tensor:
-    """For each layer below the last: does its argmax equal the last layer's?
-
-    Args:
-        states: h[1..L], each [batch, length, hidden_size].
-        targets: the positions that are compared.
-
-    Returns:
-        int64 [L-1, n], 1 where the exit gives the last layer's token.
-    """
-    last = targets.logits(head, states[-1]).argmax(-1)
-    rows = [(targets.logits(head, state).argmax(-1) == last).long() for state in states[:-1]]
-    return torch.stack(rows)
 
 
 def classifier_loss(scores: Tensor, labels: Tensor) -> Tensor:
@@ -80,8 +66,9 @@ class ClassifierConfig:
 
 
 def train_exit_classifier(
-    model: FrozenModel,
-    batches: Iterable[Batch],
+    network: Network,
+    data: TokenData,
+    batches: Iterable[Sequence[int]],
     config: ClassifierConfig | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> ExitClassifier:
@@ -89,43 +76,57 @@ def train_exit_classifier(
     §3.3).
 
     Args:
-        model: not changed: an :class:`ExitModel`, or a :class:`RunningModel` in its stored
-            precision.
-        batches: similar to the model's training data.
+        network: the model as eecore runs it, quantised or not.
+        data: sequences similar to the model's training data.
+        batches: the sequences of each step, by index.
         progress: called with the number of steps done and the step's loss.
+
+    Raises:
+        TrainingError: there is no batch, or a sequence is longer than the model's context.
     """
     config = config or ClassifierConfig()
+    hidden_size = network.config.hidden_size
     generator = torch.Generator().manual_seed(config.seed)
-    scale = model.hidden_size**-0.5
-    weight = scale * (2 * torch.rand(2, model.hidden_size, generator=generator) - 1)
-    weight = weight.to(model.device).requires_grad_()
-    bias = torch.zeros(2, device=model.device, requires_grad=True)
+    weight = hidden_size**-0.5 * (2 * torch.rand(2, hidden_size, generator=generator) - 1)
+    weight = weight.to(network.device).requires_grad_()
+    bias = torch.zeros(2, device=network.device, requires_grad=True)
     optimizer = torch.optim.AdamW(
         [weight, bias], lr=config.learning_rate, weight_decay=config.weight_decay
     )
     steps = 0
-    with model.frozen():
-        for batch in batches:
-            states, labels = _frozen_pass(model, batch.to(model.device))
-            loss = classifier_loss(states @ weight.T + bias, labels)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            steps += 1
-            if progress is not None:
-                progress(steps, loss.item())
+    for steps, batch in enumerate(batches, 1):
+        states, labels = zip(*(frozen_pass(network, data, index) for index in batch), strict=True)
+        loss = classifier_loss(torch.cat(states, 1) @ weight.T + bias, torch.cat(labels, 1))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if progress is not None:
+            progress(steps, loss.item())
     if not steps:
         raise TrainingError("batches: expected at least one, got none")
     return ExitClassifier(weight.detach().cpu(), bias.detach().cpu())
 
 
 @torch.no_grad()
-def _frozen_pass(model: FrozenModel, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The targets' states below the last layer, float32 [L-1, n, hidden_size], and their labels."""
-    states = model.states(batch.inputs)
-    labels = agreement_labels(model.head, states, batch.targets)
-    rows = [s.flatten(0, 1).index_select(0, batch.targets.positions) for s in states[:-1]]
-    return torch.stack(rows).float(), labels
+def frozen_pass(network: Network, data: TokenData, index: int) -> tuple[Tensor, Tensor]:
+    """The states of a sequence below the last exit that predict learnt tokens, float32 [exits - 1,
+    n, hidden_size], and whether the exit there gives the last layer's token, int64 [exits - 1, n].
+    """
+    tokens, prompt_len = data.sequence(index)
+    config, learnt = network.config, data.learnt_of(index)
+    if len(tokens) > config.max_position:
+        raise TrainingError(
+            f"data: expected sequences of at most the model's {config.max_position} tokens, got "
+            f"{len(tokens)}"
+        )
+    sequence = Scored(tokens.tolist())
+    if isinstance(config, T5Config):
+        sequence = Scored.of(config, tokens[:prompt_len].tolist(), tokens[prompt_len:].tolist())
+        learnt = learnt[prompt_len - 1 :]
+    rows = learnt[1:].nonzero()[:, 0].to(network.device)
+    states = [hidden[rows] for _, _, hidden in forced_states(network, sequence, config.exit_layers)]
+    chosen = torch.stack([network.confidence(state).token for state in states])
+    return torch.stack(states[:-1]).float(), (chosen[:-1] == chosen[-1]).long()
 
 
 def save_classifier(

@@ -1,8 +1,7 @@
 """The early-exit loss (LayerSkip §4.1.2): the LM head learns to read every layer.
 
 ``J = sum_l w(t,l) CE(head(h[l+1]), y)`` with ``w(t,l) = C(t,l) e(l) / sum_i C(t,i) e(i)`` (eqs.
-5 and 6), layers l from 0 to L-1. :func:`early_exit_backward` makes its gradients with one exit's
-logits in memory at a time.
+5 and 6), layers l from 0 to L-1: :func:`weighted_exit_loss`.
 """
 
 from __future__ import annotations
@@ -14,11 +13,14 @@ from typing import Annotated, Literal, Protocol
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from eecore.errors import TrainingError
 from eecore.values import check_fields, choice, is_whole, real
 
 Head = Callable[[Tensor], Tensor]
+MAX_LOGITS = 1 << 27
+"""Logits of all exits that are kept for the backward pass: half a gibibyte."""
 
 
 class LossWeights(Protocol):
@@ -132,43 +134,41 @@ class Targets:
         """The mean cross entropy of one exit; this piece's share of it where there are more
         targets.
         """
-        total = cross_entropy(self.logits(head, state), self.tokens, reduction="sum")
+        return self.mean_loss(self.logits(head, state))
+
+    def mean_loss(self, logits: Tensor) -> Tensor:
+        """The same of logits, float32 [n, vocab_size]."""
+        total = cross_entropy(logits, self.tokens, reduction="sum")
         return total / (len(self.tokens) if self.count is None else self.count)
 
 
-def early_exit_backward(
+def weighted_exit_loss(
     head: Head, states: Sequence[Tensor], targets: Targets, weights: Sequence[float]
-) -> dict[int, Tensor]:
-    """Accumulate the gradients of J (eq. 5) without all logits at once.
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """J (eq. 5), and the loss of each layer that has a weight, detached, by l.
 
-    Each exit's head runs forwards and backwards by itself, down to the state's gradient; one
-    backward pass then takes all gradients through the layers.
+    Where the logits of all exits would be large, each exit's are computed again in the backward
+    pass, so that those of one exit are in memory at a time.
 
     Args:
         head: final norm and LM head; runs only for layers with a weight.
         states: h[1..L], each [batch, length, hidden_size].
         weights: w(t,l), one for each state.
-
-    Returns:
-        The loss of each layer that has a weight, detached, by l.
     """
     if len(weights) != len(states) or not any(weights):
         raise TrainingError(
             f"weights: expected {len(states)}, one a layer and not all 0, got {tuple(weights)}"
         )
+    weighted = [layer for layer, weight in enumerate(weights) if weight]
     losses: dict[int, Tensor] = {}
-    reached: list[Tensor] = []
-    gradients: list[Tensor] = []
-    for layer, (state, weight) in enumerate(zip(states, weights, strict=True)):
-        if not weight:
-            continue
-        leaf = state.detach().requires_grad_(state.requires_grad)
-        loss = targets.loss(head, leaf)
+    total, num_logits = torch.zeros((), device=states[0].device), 0
+    for layer in reversed(weighted):
+        if num_logits < MAX_LOGITS:
+            logits = targets.logits(head, states[layer])
+            num_logits += logits.numel()
+            loss = targets.mean_loss(logits)
+        else:
+            loss = checkpoint(targets.loss, head, states[layer], use_reentrant=False)
         losses[layer] = loss.detach()
-        if loss.requires_grad:  # not below the first adapter of a frozen model
-            (weight * loss).backward()  # type: ignore[no-untyped-call]
-        if leaf.grad is not None:
-            reached.append(state)
-            gradients.append(leaf.grad)
-    torch.autograd.backward(reached, gradients)
-    return losses
+        total = total + weights[layer] * loss
+    return total, dict(sorted(losses.items()))

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from eecore.errors import TrainingError
 from eecore.lab.training.data import Batch
-from eecore.lab.training.processes import Processes
+from eecore.lab.training.early_exit_loss import Targets
 
 DECODERS = (
     "LlamaForCausalLM",
@@ -162,16 +162,6 @@ class ExitModel:
             for hook in hooks:
                 hook.remove()
 
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Puts the model into eval mode, without dropout, and back."""
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            yield
-        finally:
-            self.model.train(was_training)
-
     @property
     def head(self) -> Callable[[Tensor], Tensor]:
         """``head(h)``: states [..., hidden_size] to logits [..., vocab_size]."""
@@ -223,36 +213,33 @@ class ExitScores:
     agreement: tuple[float, ...]
     num_tokens: int
 
+    @staticmethod
+    def of(sums: Tensor, num_tokens: int) -> ExitScores:
+        """The scores of the sums of :func:`exit_sums`, over so many targets."""
+        if not num_tokens:
+            raise TrainingError("batches: expected at least one, got none")
+        loss, accuracy, agreement = (sums / num_tokens).tolist()
+        return ExitScores(tuple(loss), tuple(accuracy), tuple(agreement), num_tokens)
+
 
 @torch.no_grad()
 def evaluate_exits(model: ExitModel, batches: Iterable[Batch]) -> ExitScores:
-    """Score every exit of a model in eval mode; the model's own mode is restored.
-
-    Of several processes each passes its share of the batches, all equally many.
-    """
-    was_training = model.model.training
-    model.model.eval()
+    """Score every exit of a model in eval mode; the model's own mode is restored."""
     sums = torch.zeros(3, len(model.exit_layers), dtype=torch.float64)
     num_tokens = 0
-    try:
-        for batch in batches:
-            sums += _sums(model, batch.to(model.device)).cpu()
-            num_tokens += len(batch.targets.tokens)
-    finally:
-        model.model.train(was_training)
-    counts = torch.tensor([num_tokens], dtype=torch.float64)
-    totals = Processes.current().total(torch.cat([sums.flatten(), counts]))
-    sums, num_tokens = totals[:-1].view_as(sums), int(totals[-1])
-    if not num_tokens:
-        raise TrainingError("batches: expected at least one, got none")
-    loss, accuracy, agreement = (sums / num_tokens).tolist()
-    return ExitScores(tuple(loss), tuple(accuracy), tuple(agreement), num_tokens)
+    was_training = model.model.training
+    model.model.eval()
+    for batch in batches:
+        batch = batch.to(model.device)
+        sums += exit_sums(model, model.states(batch.inputs), batch.targets).cpu()
+        num_tokens += len(batch.targets.tokens)
+    model.model.train(was_training)
+    return ExitScores.of(sums, num_tokens)
 
 
-def _sums(model: ExitModel, batch: Batch) -> Tensor:
-    """float64 [3, exits]: loss, correct and agreeing tokens, summed over the batch's targets."""
-    states = model.states(batch.inputs)
-    head, targets = model.head, batch.targets
+def exit_sums(model: ExitModel, states: list[Tensor], targets: Targets) -> Tensor:
+    """float64 [3, exits]: loss, correct and agreeing tokens, summed over the targets."""
+    head = model.head
     last = targets.logits(head, states[-1]).argmax(-1)
     columns = []
     for state in states:

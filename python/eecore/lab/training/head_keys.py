@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -119,7 +118,7 @@ class TextKeys:
     @classmethod
     def of(
         cls,
-        parts: Sequence[Tensor],
+        stored: Tensor,
         begins: Tensor,
         positions: Tensor,
         cos_sin: Tensor,
@@ -128,23 +127,19 @@ class TextKeys:
         """The keys and values for rows that start to draft.
 
         Args:
-            parts: keys on disk, [m, num_attended, 2, head_dim] each, one after the other.
+            stored: keys on disk, [m, num_attended, 2, head_dim].
             begins: int64 [n], where the keys of each row's text begin among all of them.
             positions: int64 [n], the rows' positions.
             scale: the scores' factor; None: head_dim**-0.5.
         """
         firsts, place = torch.unique_consecutive(begins, return_inverse=True)
         lengths = torch.zeros_like(firsts).scatter_reduce_(0, place, positions + 1, "amax")
-        shape = parts[0].shape
+        longest = int(lengths.max())
         both = torch.zeros(
-            len(firsts), 2, shape[1], int(lengths.max()), shape[3], dtype=torch.bfloat16
+            len(firsts), 2, stored.shape[1], longest, stored.shape[3], dtype=torch.bfloat16
         )
         for i, (first, length) in enumerate(zip(firsts.tolist(), lengths.tolist(), strict=True)):
-            for part in parts:
-                if first < len(part):
-                    both[i, :, :, :length] = part[first : first + length].permute(2, 1, 0, 3)
-                    break
-                first -= len(part)
+            both[i, :, :, :length] = stored[first : first + length].permute(2, 1, 0, 3)
         keys, values = both.unbind(1)
         return cls(keys, values, place, positions + 1, positions + 1, cos_sin, scale)
 

@@ -7,8 +7,7 @@ tokens and its own states, and draft k is compared with the model's prediction k
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -93,39 +92,15 @@ class FrozenSide:
         return self.logits(normed).softmax(-1)
 
 
-class DraftOrder(ABC):
+class StretchOrder:
     """The rows that drafts of each step start from; the same for the same seed.
 
-    Args:
-        count: stretches or texts, which are shuffled for each epoch.
-        batch_size: stretches or texts of a step.
-    """
-
-    def __init__(self, count: int, batch_size: int, seed: int) -> None:
-        self._count, self._batch_size, self._seed = count, batch_size, seed
-        self.steps_per_epoch = max(1, count // batch_size)
-
-    @abstractmethod
-    def starts(self, step: int) -> Tensor:
-        """int64 [n], the rows that the drafts of a step start from, ascending within a text."""
-
-    def chosen(self, step: int) -> Tensor:
-        """int64 [n], the stretches or texts of a step."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        order = torch.randperm(self._count, generator=self.generator(epoch))
-        return order[place * self._batch_size : (place + 1) * self._batch_size]
-
-    def generator(self, number: int) -> torch.Generator:
-        """A generator of random numbers, by the number of an epoch, or another number below 0."""
-        return torch.Generator().manual_seed(self._seed * 1_000_003 + number)
-
-
-class StretchOrder(DraftOrder):
-    """Stretches of ``length`` rows, shuffled for each epoch.
+    They are stretches of ``length`` rows, shuffled for each epoch.
 
     Args:
         text: int64 [n], each row's text.
         length: rows that drafts start from; a text's last stretch may be shorter.
+        batch_size: stretches of a step.
     """
 
     def __init__(self, text: Tensor, length: int, batch_size: int, seed: int) -> None:
@@ -133,10 +108,15 @@ class StretchOrder(DraftOrder):
         rows = torch.arange(len(text))
         begins = rows[((rows - begins_of(text)) % length == 0) & (rows + 1 < ends)]
         self._begins, self._ends = begins, torch.minimum(begins + length, ends[begins] - 1)
-        super().__init__(len(begins), batch_size, seed)
+        self._batch_size, self._seed = batch_size, seed
+        self.steps_per_epoch = max(1, len(begins) // batch_size)
 
     def starts(self, step: int) -> Tensor:
-        chosen = self.chosen(step)
+        """int64 [n], the rows that the drafts of a step start from, ascending within a text."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+        order = torch.randperm(len(self._begins), generator=generator)
+        chosen = order[place * self._batch_size : (place + 1) * self._batch_size]
         pairs = zip(self._begins[chosen].tolist(), self._ends[chosen].tolist(), strict=True)
         return torch.cat([torch.arange(begin, end) for begin, end in pairs])
 
@@ -224,9 +204,4 @@ def agreement_by_position(
             on = hits & (data.token[target] == data.greedy[target])
             rows, row_ends, state = rows[on], row_ends[on], state[on]
             seen = seen and seen.rows(on)
-    return shares(right, tried)
-
-
-def shares(right: Sequence[int], tried: Sequence[int]) -> list[float]:
-    """The share of right drafts by position; 0 where none was tried."""
     return [r / t if t else 0.0 for r, t in zip(right, tried, strict=True)]

@@ -1,24 +1,23 @@
-"""The training of draft heads, and of the recurrent kind: data, settings, evaluation."""
+"""The training of draft heads: data, settings, evaluation."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import Dataset
 
 from eecore.errors import TrainingError
 from eecore.lab.training.draft_head import DraftHead
-from eecore.lab.training.harness import Losses, Trainee
 from eecore.lab.training.head_keys import Attended
 from eecore.lab.training.head_loss import (
-    DraftOrder,
     FrozenSide,
     StretchOrder,
     agreement_by_position,
@@ -27,9 +26,10 @@ from eecore.lab.training.head_loss import (
 from eecore.lab.training.head_states import HeadStates
 from eecore.lab.training.recipe import MAX_SIZE, RunConfig
 from eecore.lab.training.trained_head import TrainedHead
+from eecore.lab.training.trainer import StepTrainer
 from eecore.models import LlamaModel
 from eecore.models.head_vocabulary import matrix_rows
-from eecore.values import FLAG, MIN_POSITIVE, real, whole
+from eecore.values import MIN_POSITIVE, real, whole
 
 MAX_DRAFTS = 8
 """Drafts of a row in training, at most."""
@@ -43,13 +43,17 @@ RIDGE = 1e-2
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftConfig(RunConfig):
-    """The settings of every draft head's run.
+class HeadConfig(RunConfig):
+    """The settings of a head's run; a batch consists of stretches of texts.
 
     Args:
-        intermediate_size: the size of the head's MLPs.
+        intermediate_size: the size of the head's MLP.
         vocabulary_size: the number of tokens that can be drafted.
         evaluated_rows: held-out rows, at most, in evaluations during the run.
+        num_drafts: tokens of a draft in training.
+        stretch: rows of a text that drafts start from.
+        measured_drafts: positions at which agreement is measured.
+        begins_with: SHA-256 of the weights file of the head that it starts from; empty for none.
     """
 
     intermediate_size: Annotated[int, SIZE]
@@ -60,84 +64,104 @@ class DraftConfig(RunConfig):
     checkpoint_seconds: Annotated[float | None, real(0.0, math.inf, expected="0 or more")] = 120.0
     evaluate_steps: Annotated[int, SIZE] = 100
     evaluated_rows: Annotated[int, SIZE] = 2048
+    num_drafts: Annotated[int, DRAFTS] = 3
+    batch_size: Annotated[int, SIZE] = 32
+    stretch: Annotated[int, SIZE] = 32
+    measured_drafts: Annotated[int, DRAFTS] = 5
+    begins_with: str = ""
 
-    @property
-    def measured(self) -> int:
-        """Drafts of which agreement is measured, from the first."""
-        raise NotImplementedError
 
-
-class DraftTrainee(Trainee):
-    """A draft head that learns from the texts of a frozen model.
+class HeadTask:
+    """A draft head, and the texts of a frozen model that it learns from.
 
     Args:
         data: states and tokens of its own texts.
-        share: share of the texts that are trained on, to see what more text gains.
-        vocabulary: int64, the tokens that can be drafted; None: they are chosen from the texts.
+        beginning: the head that it starts from, of the same sizes, whose vocabulary it keeps; for
+            another head the vocabulary is chosen from the texts.
 
     Raises:
         TrainingError: there are too few texts, or the vocabulary is larger than the model's.
     """
 
-    config: DraftConfig
-    order: DraftOrder
-
     def __init__(
         self,
         network: LlamaModel,
         data: HeadStates,
-        config: DraftConfig,
-        share: float,
-        vocabulary: Tensor | None = None,
+        config: HeadConfig,
+        beginning: TrainedHead | None = None,
     ) -> None:
-        self.config = config
-        self.held = is_held_out(data.text)
+        self.config, self.beginning, self.settings = config, beginning, data.settings
+        held = is_held_out(data.text)
         texts = torch.unique(data.text)
         if len(texts) < 2:
             raise TrainingError(f"texts: expected 2 or more, to hold one out, got {len(texts)}")
-        if not self.held.any() or self.held.all():  # of few texts the last greedy one
+        if not held.any() or held.all():  # of few texts the last greedy one
             greedy = texts[texts % 2 == 0]
-            self.held = data.text == (greedy if len(greedy) else texts)[-1]
-        self.held_out = data.part(self.held)
-        texts = torch.unique(data.text[~self.held])
-        last = texts[max(1, round(share * len(texts))) - 1]
-        self.data = data.part(~self.held & (data.text <= last))
-        if vocabulary is None:
-            answers = self.data.greedy >= 0
-            tokens = [self.data.token[answers], self.data.greedy[answers]]
+            held = data.text == (greedy if len(greedy) else texts)[-1]
+        self.held_out, self.data = data.part(held), data.part(~held)
+        if beginning is None:
+            tokens = [self.data.token, self.data.greedy]
             vocabulary = choose_vocabulary(network, tokens, config.vocabulary_size)
-        reached = int(data.positions.max()) + MAX_DRAFTS + 1 if data.keys else 0
+        else:
+            vocabulary = beginning.vocabulary
+        reached = 0 if data.keys is None else int(data.positions.max()) + MAX_DRAFTS + 1
         self.frozen = frozen_side(network, vocabulary, reached, data.settings.attended)
-        self.step_columns = ("agreement",)
-        self.evaluation_columns = tuple(f"agreement_{k + 1}" for k in range(config.measured))
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.order.steps_per_epoch
-
-    @abstractmethod
-    def agreement_of(self, starts: Tensor) -> list[float]:
-        """Agreement by position of drafts that start from held-out rows, int64 [n]."""
-
-    @abstractmethod
-    def loss(self, step: int) -> tuple[Tensor, int, float]:
-        """The loss of a step, the rows that drafts start from, and the first draft's agreement."""
+        sizes = data.settings.sizes(config.intermediate_size)
+        self.head = DraftHead(sizes, self.frozen.eps, self.frozen.final_norm, config.seed)
+        if beginning is not None:
+            beginning.put_into(self.head)
+        if data.settings.attended and (beginning is None or not beginning.attends):
+            begin_queries(self.head, self.frozen, data, ~held)
+        self.order = StretchOrder(self.data.text, config.stretch, config.batch_size, config.seed)
 
     def digest(self) -> str:
-        attended = self.data.settings.attended
-        digest = hashlib.sha256(f"{self.data.settings.taps}{attended or ''}".encode())
+        """A hash of the training data."""
+        digest = hashlib.sha256(f"{self.settings.taps}{self.settings.attended}".encode())
         for numbers in (self.data.text, self.data.token, self.data.greedy):
             digest.update(numbers.numpy().tobytes())
         return digest.hexdigest()
 
-    def backward(self, step: int) -> Losses:
-        with self.config.autocast(torch.device("cpu")):
-            loss, count, agreement = self.loss(step)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return Losses(loss.detach(), count, {"agreement": torch.tensor(agreement)})
+    def agreement(self, max_rows: int | None = None, *, greedy: bool = False) -> list[float]:
+        """Agreement by position on held-out texts; with ``greedy`` on the greedy ones only."""
+        starts = self.held_out.starts
+        if greedy:
+            starts = starts[self.held_out.text[starts] % 2 == 0]
+        if max_rows is not None and len(starts) > max_rows:
+            starts = starts[:: -(-len(starts) // max_rows)]
+        measured = self.config.measured_drafts
+        return agreement_by_position(self.head, self.frozen, self.held_out, starts, measured)
 
-    def evaluate(self) -> tuple[float, ...]:
-        return tuple(self.agreement(self.config.evaluated_rows))
+
+class HeadTrainer(StepTrainer):
+    """The training of a head."""
+
+    config: HeadConfig
+
+    def __init__(self, task: HeadTask, config: HeadConfig, directory: Path) -> None:
+        self._task = task
+        super().__init__(
+            task.head,
+            config,
+            directory,
+            _Steps(config.steps),
+            evaluates=True,
+            step_columns=("agreement",),
+            evaluation_columns=tuple(f"agreement_{k + 1}" for k in range(config.measured_drafts)),
+        )
+
+    def losses(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:  # noqa: ARG002
+        task, starts = self._task, self._task.order.starts(inputs["step"])
+        with self.config.autocast(torch.device("cpu")):
+            loss, agreement = draft_loss(
+                task.head, task.frozen, task.data, starts, self.config.num_drafts
+            )
+        return loss, [torch.tensor(agreement)]
+
+    def scores(self) -> tuple[float, ...]:
+        return tuple(self._task.agreement(self.config.evaluated_rows))
+
+    def tokens_at(self, step: int) -> int:
+        return len(self._task.order.starts(step))
 
     def describe(self, values: Mapping[str, float]) -> str:
         return f"agreement {values['agreement']:.2f}"
@@ -149,87 +173,18 @@ class DraftTrainee(Trainee):
     def rates(self, name: str, parameter: nn.Parameter) -> tuple[bool, float]:
         return parameter.ndim > 1 and not name.endswith("norm"), 1.0
 
-    def agreement(self, max_rows: int | None = None, *, greedy: bool = False) -> list[float]:
-        """Agreement by position on held-out texts; with ``greedy`` on the greedy ones only."""
-        starts = self.held_out.starts
-        if greedy:
-            starts = starts[self.held_out.text[starts] % 2 == 0]
-        if max_rows is not None and len(starts) > max_rows:
-            starts = starts[:: -(-len(starts) // max_rows)]
-        return self.agreement_of(starts)
 
+class _Steps(Dataset[dict[str, Any]]):
+    """The numbers of the steps."""
 
-@dataclass(frozen=True, kw_only=True)
-class HeadConfig(DraftConfig):
-    """The settings of a recurrent head's run; a batch consists of stretches of texts.
+    def __init__(self, count: int) -> None:
+        self._count = count
 
-    Args:
-        num_blocks: MLPs, one after the other.
-        num_drafts: tokens of a draft in training.
-        stretch: rows of a text that drafts start from.
-        measured_drafts: positions at which agreement is measured.
-        keep_vocabulary: whether the vocabulary is that of the head it starts from; otherwise it is
-            chosen from the texts.
-        begins_with: SHA-256 of the weights file of the head that it starts from; empty for none.
-    """
+    def __len__(self) -> int:
+        return self._count
 
-    num_blocks: Annotated[int, SIZE] = 1
-    num_drafts: Annotated[int, DRAFTS] = 3
-    batch_size: Annotated[int, SIZE] = 32
-    stretch: Annotated[int, SIZE] = 32
-    measured_drafts: Annotated[int, DRAFTS] = 5
-    keep_vocabulary: Annotated[bool, FLAG] = False
-    begins_with: str = ""
-
-    @property
-    def measured(self) -> int:
-        return self.measured_drafts
-
-
-class HeadTrainee(DraftTrainee):
-    """A recurrent head that learns from the texts of a frozen model.
-
-    Args:
-        beginning: the head that it starts from, of the same sizes.
-
-    Raises:
-        TrainingError: there are too few texts, or the vocabulary is larger than the model's.
-    """
-
-    config: HeadConfig
-
-    def __init__(
-        self,
-        network: LlamaModel,
-        data: HeadStates,
-        config: HeadConfig,
-        *,
-        share: float = 1.0,
-        beginning: TrainedHead | None = None,
-    ) -> None:
-        vocabulary = None
-        if beginning is not None and config.keep_vocabulary:
-            vocabulary = beginning.vocabulary
-        super().__init__(network, data, config, share, vocabulary)
-        self.beginning = beginning
-        sizes = data.settings.sizes(config.intermediate_size, config.num_blocks)
-        self.head = DraftHead(sizes, self.frozen.eps, self.frozen.final_norm, config.seed)
-        self.module: nn.Module = self.head
-        if beginning is not None:
-            beginning.put_into(self.head)
-        if data.settings.attended and (beginning is None or not beginning.attends):
-            begin_queries(self.head, self.frozen, data, ~self.held)
-        self.order = StretchOrder(self.data.text, config.stretch, config.batch_size, config.seed)
-
-    def loss(self, step: int) -> tuple[Tensor, int, float]:
-        starts, drafts = self.order.starts(step), self.config.num_drafts
-        loss, agreement = draft_loss(self.head, self.frozen, self.data, starts, drafts)
-        return loss, len(starts), agreement
-
-    def agreement_of(self, starts: Tensor) -> list[float]:
-        return agreement_by_position(
-            self.head, self.frozen, self.held_out, starts, self.config.measured_drafts
-        )
+    def __getitem__(self, step: int) -> dict[str, Any]:
+        return {"step": step}
 
 
 def is_held_out(text: Tensor) -> Tensor:
@@ -302,19 +257,20 @@ def begin_queries(head: DraftHead, frozen: FrozenSide, data: HeadStates, rows: T
     hidden = head.sizes.hidden_size
     squares = torch.zeros(hidden, hidden)
     products = torch.zeros(hidden, head.attention_query.shape[:2].numel())
-    for first, queries in data.queries:
-        for begin in range(0, len(queries), FITTED_ROWS):
-            asked = torch.arange(max(1, begin), min(begin + FITTED_ROWS, len(queries)))
-            before = asked + first - 1
-            inside = (data.text[before] == data.text[before + 1]) & rows[before]
-            asked, before = asked[inside], before[inside]
-            if not len(asked):
-                continue
-            state = head.begin(data.states[before].float())
-            known = head.asked(state, frozen.embeddings[data.token[before]])
-            known = functional.rms_norm(known, head.attention_norm.shape, None, frozen.eps)
-            squares += known.T @ known
-            products += known.T @ queries[asked].float().flatten(1)
+    queries = data.queries
+    assert queries is not None
+    for begin in range(0, len(queries), FITTED_ROWS):
+        asked = torch.arange(max(1, begin), min(begin + FITTED_ROWS, len(queries)))
+        before = asked - 1
+        inside = (data.text[before] == data.text[asked]) & rows[before]
+        asked, before = asked[inside], before[inside]
+        if not len(asked):
+            continue
+        state = head.begin(data.states[before].float())
+        known = head.asked(state, frozen.embeddings[data.token[before]])
+        known = functional.rms_norm(known, head.attention_norm.shape, None, frozen.eps)
+        squares += known.T @ known
+        products += known.T @ queries[asked].float().flatten(1)
     scale = squares.diagonal().mean()
     if not scale > 0:
         return

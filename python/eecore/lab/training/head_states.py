@@ -3,7 +3,7 @@
 A directory holds them, text by text, in plain files that grow: ``states.bin`` bfloat16 [n,
 num_taps, hidden_size] and ``rows.bin`` int32 [n, 3]: for each row the text's number, the token that
 follows in the text, and the model's own greedy next token. Rows begin with the last token of a
-text's prompt, or with its first, where a head needs prompts, too; the greedy token is -1 there.
+text's prompt.
 Where a head attends to keys of the model there are three more: ``keys.bin`` bfloat16 [m,
 num_attended, 2, head_dim], for every position of every text, the prompt's too, ``positions.bin``
 int32 [n], and ``queries.bin`` bfloat16 [., num_attended, queries], for the first rows: the model's
@@ -40,8 +40,6 @@ PAGE_SIZE = 16
 TOKENS_AT_ONCE = 512
 MAX_QUERIES = 50_000
 """Rows whose queries are kept."""
-APART = 40 << 32
-"""The distance between the numbers of texts of two directories, more than a directory can have."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,6 @@ class StatesSettings:
         attended: the key heads whose keys and values are kept, too.
         head_dim: the key heads'; 0 without any.
         queries: features of the queries to one key head; 0 without any.
-        with_prompts: whether there are rows of the prompts, too.
     """
 
     model: str
@@ -66,9 +63,8 @@ class StatesSettings:
     attended: Attended = ()
     head_dim: int = 0
     queries: int = 0
-    with_prompts: bool = False
 
-    def sizes(self, intermediate_size: int, num_blocks: int) -> HeadSizes:
+    def sizes(self, intermediate_size: int, num_blocks: int = 1) -> HeadSizes:
         """The sizes of a head that learns from these states."""
         return HeadSizes(
             self.hidden_size,
@@ -81,45 +77,33 @@ class StatesSettings:
 
 
 class MappedStates:
-    """bfloat16 [n, num_taps, hidden_size] in several files, of which only the indexed rows are
-    read.
+    """bfloat16 [n, num_taps, hidden_size] in a file, of which only the indexed rows are read.
 
     Args:
-        parts: the files' tensors, one after the other.
-        rows: int64 [n], the rows of all of them that these are; None: all.
+        stored: the file's tensor.
+        rows: int64 [n], the rows of it that these are; None: all.
     """
 
-    def __init__(self, parts: Sequence[Tensor], rows: Tensor | None = None) -> None:
-        self._parts = list(parts)
-        self._ends = torch.tensor([len(part) for part in parts]).cumsum(0)
-        self._rows = rows
+    def __init__(self, stored: Tensor, rows: Tensor | None = None) -> None:
+        self._stored, self._rows = stored, rows
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if self._rows is None else len(self._rows)
+        return len(self._stored if self._rows is None else self._rows)
 
     def __getitem__(self, index: Tensor) -> Tensor:
         """bfloat16 [len(index), num_taps, hidden_size] for int64 indices."""
-        return self._read(self._parts, index)
+        return self._stored.index_select(0, self._places(index))
 
     def last(self, index: Tensor) -> Tensor:
         """The last tap's states only: [len(index), hidden_size]."""
-        return self._read([part[:, -1] for part in self._parts], index)
-
-    def _read(self, parts: Sequence[Tensor], index: Tensor) -> Tensor:
-        rows = index if self._rows is None else self._rows[index]
-        if len(parts) == 1:
-            return parts[0].index_select(0, rows)
-        found = torch.empty((len(rows), *parts[0].shape[1:]), dtype=parts[0].dtype)
-        which = torch.searchsorted(self._ends, rows, right=True)
-        for place in torch.unique(which).tolist():
-            mine = (which == place).nonzero()[:, 0]
-            begin = int(self._ends[place]) - len(parts[place])
-            found[mine] = parts[place].index_select(0, rows[mine] - begin)
-        return found
+        return self._stored[:, -1].index_select(0, self._places(index))
 
     def part(self, index: Tensor) -> MappedStates:
         """Some rows, by int64 indices; nothing is read."""
-        return MappedStates(self._parts, index if self._rows is None else self._rows[index])
+        return MappedStates(self._stored, self._places(index))
+
+    def _places(self, index: Tensor) -> Tensor:
+        return index if self._rows is None else self._rows[index]
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,16 +118,16 @@ class HeadStates:
     token: Tensor
     """int64 [n], the text's token that follows the state."""
     greedy: Tensor
-    """int64 [n], the model's own most probable token; -1 in a prompt."""
-    keys: tuple[Tensor, ...] = ()
-    """The keys and values of each directory, bfloat16 [m, num_attended, 2, head_dim], mapped."""
+    """int64 [n], the model's own most probable token."""
+    keys: Tensor | None = None
+    """Keys and values, bfloat16 [m, num_attended, 2, head_dim], mapped."""
     key_begins: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """int64 [n], where the keys of the row's text begin among all of them."""
     positions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """int64 [n], the states' positions, where there are keys."""
-    queries: tuple[tuple[int, Tensor], ...] = ()
-    """For each directory its first row, and the model's own queries of the rows from there on,
-    bfloat16 [., num_attended, queries]; empty in a part of the rows.
+    queries: Tensor | None = None
+    """The model's own queries of the first rows, bfloat16 [., num_attended, queries]; None in a
+    part of the rows.
     """
 
     def __len__(self) -> int:
@@ -153,7 +137,7 @@ class HeadStates:
         """The keys and values that drafts after rows, int64 [n], attend to; None where there are no
         keys.
         """
-        if not self.keys:
+        if self.keys is None:
             return None
         begins, positions = self.key_begins[rows], self.positions[rows]
         return TextKeys.of(self.keys, begins, positions, cos_sin, scale)
@@ -168,8 +152,8 @@ class HeadStates:
             self.token[index],
             self.greedy[index],
             self.keys,
-            self.key_begins[index] if self.keys else self.key_begins,
-            self.positions[index] if self.keys else self.positions,
+            self.key_begins if self.keys is None else self.key_begins[index],
+            self.positions if self.keys is None else self.positions[index],
         )
 
     @cached_property
@@ -178,20 +162,10 @@ class HeadStates:
         return ends_of(self.text)
 
     @cached_property
-    def begins(self) -> Tensor:
-        """int64 [n], for each row the first row of its text."""
-        return begins_of(self.text)
-
-    @cached_property
     def starts(self) -> Tensor:
-        """int64, the rows that a draft can start from: those of answers but each text's last."""
+        """int64, the rows that a draft can start from: all but each text's last."""
         rows = torch.arange(len(self))
-        return rows[(rows + 1 < self.ends) & (self.greedy >= 0)]
-
-    @cached_property
-    def num_tokens(self) -> int:
-        """Tokens of answers."""
-        return int((self.greedy >= 0).sum())
+        return rows[rows + 1 < self.ends]
 
 
 def begins_of(text: Tensor) -> Tensor:
@@ -314,40 +288,26 @@ def collect_states(
     return True
 
 
-def open_states(directories: Sequence[Path], settings: StatesSettings) -> HeadStates:
-    """The states of several directories, one after the other; their texts have numbers of their
-    own.
+def open_states(directory: Path, settings: StatesSettings) -> HeadStates:
+    """The states in a directory.
 
     Raises:
-        TrainingError: a directory has none, or has other settings.
+        TrainingError: the directory has none, or has other settings.
     """
-    mapped, numbers, keys, begins, positions, queries = [], [], [], [], [], []
-    num_rows = num_keys = 0
-    for place, directory in enumerate(directories):
-        files = StatesDirectory(directory, settings)
-        rows = files.rows.map().long()
-        if not len(rows):
-            raise TrainingError(f"{shown_path(directory)}: expected states, got none")
-        mapped.append(files.states.map())
-        rows[:, 0] += place * APART
-        numbers.append(rows)
-        if settings.attended:
-            positions.append(files.positions.map().long())
-            begins.append(key_begins(rows[:, 0], positions[-1]) + num_keys)
-            keys.append(files.keys.map())
-            queries.append((num_rows, files.queries.map()))
-            num_keys += len(keys[-1])
-        num_rows += len(rows)
-    text, token, greedy = (column.clone() for column in torch.cat(numbers).unbind(1))
-    found = HeadStates(settings, MappedStates(mapped), text, token, greedy)
-    if not keys:
+    files = StatesDirectory(directory, settings)
+    text, token, greedy = (column.clone() for column in files.rows.map().long().unbind(1))
+    if not len(text):
+        raise TrainingError(f"{shown_path(directory)}: expected states, got none")
+    found = HeadStates(settings, MappedStates(files.states.map()), text, token, greedy)
+    if not settings.attended:
         return found
+    positions = files.positions.map().long()
     return replace(
         found,
-        keys=tuple(keys),
-        key_begins=torch.cat(begins),
-        positions=torch.cat(positions),
-        queries=tuple(queries),
+        keys=files.keys.map(),
+        key_begins=key_begins(text, positions),
+        positions=positions,
+        queries=files.queries.map(),
     )
 
 
@@ -367,7 +327,7 @@ def _add(
     )
     tokens = [t for text in texts for t in (*text.prompt, *text.answer)[:-1]]
     starts = [0, *accumulate(lengths)]
-    begins = [0 if settings.with_prompts else len(text.prompt) - 1 for text in texts]
+    begins = [len(text.prompt) - 1 for text in texts]
     positions = [range(*ends) for ends in zip(begins, lengths, strict=True)]
     places = [start + p for start, own in zip(starts, positions, strict=False) for p in own]
     rows = torch.tensor(places, device=network.device)
@@ -383,15 +343,8 @@ def _add(
             queries[end] = network.queries(end, hidden.index_select(0, rows)).flatten(1)
         if end in settings.taps:
             tapped.append(hidden.index_select(0, rows))
-    following = [
-        (text.index, token, place >= len(text.prompt))
-        for text, begin in zip(texts, begins, strict=True)
-        for place, token in enumerate((*text.prompt, *text.answer)[begin + 1 :], begin + 1)
-    ]
-    numbers = torch.tensor(following)
-    of_answers = numbers[:, 2].bool()
-    numbers[:, 2] = -1
-    numbers[of_answers, 2] = network.confidence(tapped[-1][of_answers]).token.cpu()
+    numbers = torch.tensor([(text.index, token, 0) for text in texts for token in text.answer])
+    numbers[:, 2] = network.confidence(tapped[-1]).token.cpu()
     # The rows are written last: an entry without a row does not count.
     if settings.attended:
         files.keys.append(keys_at(kv, settings.attended, batch.slot_mapping))
@@ -405,7 +358,7 @@ def _add(
         files.queries.append(torch.stack(own, 1)[:room])
     files.states.append(torch.stack(tapped, 1))
     files.rows.append(numbers)
-    return int(of_answers.sum())
+    return len(numbers)
 
 
 def _stretches(texts: Sequence[Answer]) -> Iterator[list[Answer]]:
@@ -427,9 +380,8 @@ def _check_settings(path: Path, settings: StatesSettings) -> None:
     fields = JsonFields.read(path, TrainingError)
     if fields.text("format") != FORMAT:
         raise fields.wrong("format", repr(FORMAT), fields.text("format"))
-    older = {"attended": [], "with_prompts": False}
-    for name in ("model", "weights", "hidden_size", "taps", *older):
+    for name in ("model", "weights", "hidden_size", "taps", "attended"):
         expected = json.loads(json.dumps(getattr(settings, name)))
-        got = fields.values.get(name, older.get(name))
+        got = fields.values.get(name)
         if got != expected:
             raise fields.wrong(name, f"{expected!r}, as this run has", got)

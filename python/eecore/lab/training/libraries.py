@@ -21,6 +21,12 @@ def library(name: str, extra: str = "lab") -> Any:
         ) from None
 
 
+def tensorboard_writer() -> Any:
+    """TensorBoard's class of writers; a TrainingError says what to install for it."""
+    library("tensorboard", "tensorboard")
+    return library("torch.utils.tensorboard", "tensorboard").SummaryWriter
+
+
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
     """Switches off transformers' progress bars, which would break into a command's lines."""

@@ -82,17 +82,14 @@ class GateLoss:
         return binary_cross_entropy_with_logits(-gates[:-1], goes_on, reduction="none").mean(0)
 
 
-def looped_backward(
+def loss_over_loops(
     model: ExitModel, states: Sequence[Tensor], targets: Targets, loss: LoopedLoss | GateLoss
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Accumulate the gradients of a looped model's loss.
+    """A looped model's loss, and the cross entropy of each loop by its index, detached.
 
     Args:
         model: with a gate.
         states: of each loop, normed, [batch, length, hidden_size].
-
-    Returns:
-        The loss, and the cross entropy of each loop by its index, detached.
     """
     rows = [state.flatten(0, 1).index_select(0, targets.positions) for state in states]
     gates = torch.stack([model.gate(row).squeeze(-1).float() for row in rows])
@@ -100,7 +97,5 @@ def looped_backward(
         [cross_entropy(model.head(row).float(), targets.tokens, reduction="none") for row in rows]
     )
     count = len(targets.tokens) if targets.count is None else targets.count
-    total = loss.of(losses, gates).sum() / count
-    if total.requires_grad:
-        total.backward()  # type: ignore[no-untyped-call]
-    return total.detach(), dict(enumerate(losses.detach().sum(1) / count))
+    by_loop = dict(enumerate(losses.detach().sum(1) / count))
+    return loss.of(losses, gates).sum() / count, by_loop

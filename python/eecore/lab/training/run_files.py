@@ -1,0 +1,158 @@
+"""The files of a run: what it was started with, its last checkpoint, and its logs.
+
+``run.json`` has the settings and digests of the data and the model; transformers' checkpoints lie
+beside it. The logs are CSV files, a row for each step and a row for each evaluation.
+
+Rows have no times, and numbers in full precision: two runs that learn alike write the same bytes.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from eecore.errors import TrainingError
+from eecore.files.json_fields import JsonFields
+from eecore.files.readable import is_file, regular_file
+from eecore.files.whole import replacing, write_text
+from eecore.lab.training.processes import num_processes
+from eecore.lab.training.recipe import RunConfig
+
+Config = TypeVar("Config", bound=RunConfig)
+
+RUN_FILE = "run.json"
+FORMAT = "eecore training run 1"
+MAX_STATE = 1 << 32
+"""Bytes of the state of a checkpoint, which has a record of each step, at most."""
+STEPS, EVALUATIONS = "steps", "evaluations"
+
+
+def write_run(directory: Path, config: RunConfig, data_digest: str, model: nn.Module) -> None:
+    """Write what a run is started with."""
+    about = {
+        "format": FORMAT,
+        "config": config.to_dict(),
+        "data": data_digest,
+        "model": shapes_digest(model),
+        "processes": num_processes(),
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    write_text(directory / RUN_FILE, json.dumps(about, indent=1) + "\n")
+
+
+def read_run(directory: Path, kind: type[Config]) -> tuple[Config, JsonFields]:
+    """The settings that a run was started with, and all fields of its file.
+
+    Raises:
+        TrainingError: there is no run, or its file is malformed.
+    """
+    path = directory / RUN_FILE
+    fields = JsonFields.read(path, TrainingError)
+    if fields.text("format") != FORMAT:
+        raise fields.wrong("format", repr(FORMAT), fields.text("format"))
+    fields.only("format", "config", "data", "model", "processes")
+    try:
+        return kind.from_dict(fields.values.get("config", {})), fields
+    except TrainingError as error:
+        raise TrainingError(f"{path}: config: {error}") from None
+
+
+def check_run(directory: Path, config: RunConfig, data_digest: str, model: nn.Module) -> None:
+    """Refuse to resume a run with other settings, data, weights or processes.
+
+    Raises:
+        TrainingError: the run began with others.
+    """
+    saved, fields = read_run(directory, type(config))
+    path, difference = directory / RUN_FILE, saved.difference(config)
+    if difference is not None:
+        raise TrainingError(f"{path}: expected the settings that the run began with: {difference}")
+    expected = {"data": data_digest, "model": shapes_digest(model)}
+    for name, digest in expected.items():
+        if fields.text(name) != digest:
+            raise TrainingError(
+                f"{path}: {name}: expected that which the run began with, got another"
+            )
+    size, got = fields.integer("processes", 1), num_processes()
+    if size != got:
+        raise TrainingError(
+            f"{path}: processes: expected {size}, as the run began with, got {got} "
+            f"(torchrun --nproc-per-node {size})"
+        )
+
+
+def shapes_digest(model: nn.Module) -> str:
+    """A hash of the names and shapes of a model's weights, and of which of them are trained."""
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        digest.update(f"{name} {list(weight.shape)} {weight.requires_grad}\n".encode())
+    return digest.hexdigest()
+
+
+def last_checkpoint(directory: Path) -> tuple[Path | None, int]:
+    """The newest whole checkpoint of a run, and its step; None and 0 before the first one.
+
+    A checkpoint whose writing was cut short has no ``trainer_state.json``, which comes last.
+    """
+    for place in sorted(directory.glob("checkpoint-*"), key=_step_of, reverse=True):
+        try:
+            state = JsonFields.read(place / "trainer_state.json", TrainingError, most=MAX_STATE)
+            if state.integer("global_step", 0) == _step_of(place):
+                return place, _step_of(place)
+        except TrainingError:
+            continue
+    return None, 0
+
+
+def _step_of(checkpoint: Path) -> int:
+    number = checkpoint.name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+def remove_state(directory: Path) -> None:
+    """Remove the checkpoints of a run that has finished, and its settings; its logs stay."""
+    for place in directory.glob("checkpoint-*"):
+        shutil.rmtree(place)
+    (directory / RUN_FILE).unlink(missing_ok=True)
+
+
+Columns = dict[str, list[float | None]]
+
+
+def write_log(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a log; a field without a value stays empty."""
+    with replacing(path) as partial, partial.open("w", newline="") as file:
+        table = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+
+
+def read_logs(directory: Path) -> tuple[Columns, Columns]:
+    """The logs of a run's steps and evaluations."""
+    return read_log(directory / f"{STEPS}.csv"), read_log(directory / f"{EVALUATIONS}.csv")
+
+
+def read_log(path: Path) -> Columns:
+    """The columns of a log by name; None where a field is empty."""
+    regular_file(path, TrainingError)
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            header, *rows = csv.reader(file)
+        return {
+            name: [float(row[column]) if row[column] else None for row in rows]
+            for column, name in enumerate(header)
+        }
+    except (OSError, ValueError, IndexError, csv.Error) as error:
+        raise TrainingError(f"{path}: expected the log of a run, got: {error}") from None
+
+
+def is_begun(directory: Path) -> bool:
+    """Whether there is a run in a directory that can be resumed."""
+    return is_file(directory / RUN_FILE)
