@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from eecore import ops
 from eecore.config import ModelConfig
@@ -178,116 +177,93 @@ def load(directory: Path, fields: ConfigFields, network: LlamaModel) -> BlockHea
     if DIGEST_FIELD in fields:
         check_digest(network, fields.text(DIGEST_FIELD), f"{fields.where}: {DIGEST_FIELD}")
     with Checkpoint(directory) as files:
-        reader = _Reader(files, settings, network)
-        return BlockHead(settings, reader.weights(), directory)
-
-
-class _Reader:
-    """Checks the tensors of a head, and reads them into its weights."""
-
-    def __init__(self, files: Checkpoint, settings: BlockSettings, network: LlamaModel) -> None:
-        self._files, self._settings, self._network = files, settings, network
-        self._tensor = files.tensor
-        self._is_cut = settings.draft_vocab_size != network.config.vocab_size
-        self._check()
-        self._tokens: Tensor | None = None
-        if self._is_cut:
-            vocab_size = network.config.vocab_size
-            self._tokens = draft_tokens(files, settings.draft_vocab_size, vocab_size)
-        self._new, self._filling = new_weights(network)
-
-    def _check(self) -> None:
-        """Raise unless the files hold the expected tensors in their shapes, and no others."""
-        expected = self._shapes()
-        check_shapes(self._files, expected)
-        others = set(self._files.names) - set(expected) - SHARED
+        shapes = _shapes(settings, network)
+        check_shapes(files, shapes)
+        others = set(files.names) - set(shapes) - SHARED
         others = {name for name in others if not name.endswith(".inv_freq")}
         if others:
             raise CheckpointError(
-                f"{shown_path(self._files.place)}: expected the tensors of a "
-                f"{self._settings.kind}, got {min(others)}, too"
+                f"{shown_path(files.place)}: expected the tensors of a {settings.kind}, got "
+                f"{min(others)}, too"
             )
+        return BlockHead(settings, _weights(files, settings, network), directory)
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all tensors that are read."""
-        settings, config = self._settings, self._settings.config
-        hidden, rank = config.hidden_size, settings.markov_rank
-        shapes: dict[str, tuple[int, ...]] = {
-            "fc.weight": (hidden, len(settings.taps) * hidden),
-            "hidden_norm.weight": (hidden,),
-        }
-        views = self._layer_views(self._empty_layers(NewWeights("meta", torch.float32)))
-        shapes |= {name: tuple(view.weight.shape) for name, view in views.items()}
-        if self._is_cut:
-            shapes["lm_head.weight"] = (settings.draft_vocab_size, hidden)
-        if rank:
-            shapes["markov_head.markov_w1.weight"] = (config.vocab_size, rank)
-            shapes["markov_head.markov_w2.weight"] = (settings.draft_vocab_size, rank)
-        if settings.has_confidence:
-            seen = hidden + rank * settings.confidence_sees_token
-            shapes["confidence_head.proj.weight"] = (1, seen)
-            shapes["confidence_head.proj.bias"] = (1,)
-        return shapes
 
-    def _empty_layers(self, new: NewWeights) -> LlamaWeights:
-        """Uninitialised weights of the layers, with the model's embeddings."""
-        settings, config, own = self._settings, self._settings.config, self._network.weights
-        lm_head = own.lm_head
-        if self._is_cut:
-            shape = settings.draft_vocab_size, config.hidden_size
-            lm_head = new.matrix("lm_head", *shape, is_head=True)
-        return LlamaWeights.empty(config, new, (own.embed_tokens, lm_head))
+def _is_cut(settings: BlockSettings) -> bool:
+    """Whether the head has an LM head of its own, for some tokens."""
+    return settings.draft_vocab_size != settings.config.vocab_size
 
-    def _layer_views(self, weights: LlamaWeights) -> dict[str, WeightView]:
-        """What the layers' tensors fill, by their names in a head's files."""
-        views = weights.by_checkpoint_name(self._settings.config)
-        kept = {n: v for n, v in views.items() if n.startswith(("model.layers.", "model.norm."))}
-        return {name.removeprefix("model."): view for name, view in kept.items()}
 
-    def weights(self) -> BlockWeights:
-        """The head's weights, read into memory."""
-        network, settings = self._network, self._settings
-        new, filling = self._new, self._filling
-        layers = self._empty_layers(new)
-        for name, view in self._layer_views(layers).items():
-            filling.fill(view, self._tensor(name))
-        tokens = self._tokens
-        if tokens is not None:
-            filling.fill(WeightView.of(layers.lm_head, "most"), self._tensor("lm_head.weight"))
-            tokens = tokens.to(network.device)
-        hidden = settings.config.hidden_size
-        taps = new.matrix("fc", len(settings.taps), hidden, hidden)
-        stored = self._tensor("fc.weight").view(hidden, -1, hidden).transpose(0, 1).contiguous()
-        for matrix, part in zip(taps.unbind(), stored, strict=True):
-            filling.fill(WeightView.of(matrix), part)
-        norm = new.tensor(hidden)
-        norm.copy_(self._tensor("hidden_norm.weight"))
-        return BlockWeights(layers, taps, norm, self._markov(), self._confidence(), tokens)
+def _shapes(settings: BlockSettings, network: LlamaModel) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors that are read."""
+    hidden, rank = settings.config.hidden_size, settings.markov_rank
+    _, views = _new_layers(settings, network, NewWeights("meta", torch.float32))
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(settings.taps) * hidden),
+        "hidden_norm.weight": (hidden,),
+        **{name: tuple(view.weight.shape) for name, view in views.items()},
+    }
+    if rank:
+        shapes["markov_head.markov_w1.weight"] = (settings.config.vocab_size, rank)
+        shapes["markov_head.markov_w2.weight"] = (settings.draft_vocab_size, rank)
+    if settings.has_confidence:
+        seen = hidden + rank * settings.confidence_sees_token
+        shapes["confidence_head.proj.weight"] = (1, seen)
+        shapes["confidence_head.proj.bias"] = (1,)
+    return shapes
 
-    def _matrix(self, weight: Tensor, care: Care) -> Matrix:
-        """A matrix of floats, in the form of the head's others."""
-        matrix = self._new.matrix("", *weight.shape, cares=(care,))
-        self._filling.fill(WeightView.of(matrix, care), weight)
-        return matrix
 
-    def _markov(self) -> Markov | None:
-        """What the token before a draft adds to its logits."""
-        if not self._settings.markov_rank:
-            return None
-        return Markov(
-            self._matrix(self._tensor("markov_head.markov_w1.weight"), "most"),
-            self._matrix(self._tensor("markov_head.markov_w2.weight"), "more"),
-        )
+def _new_layers(
+    settings: BlockSettings, network: LlamaModel, new: NewWeights
+) -> tuple[LlamaWeights, dict[str, WeightView]]:
+    """Uninitialised weights of the layers, with the model's embeddings, and what the tensors of a
+    head's files fill of them.
+    """
+    config, lm_head = settings.config, network.weights.lm_head
+    if _is_cut(settings):
+        shape = settings.draft_vocab_size, config.hidden_size
+        lm_head = new.matrix("lm_head", *shape, is_head=True)
+    layers = LlamaWeights.empty(config, new, (network.weights.embed_tokens, lm_head))
+    views = {
+        name.removeprefix("model."): view
+        for name, view in layers.by_checkpoint_name(config).items()
+        if name.startswith(("model.layers.", "model.norm."))
+    }
+    if _is_cut(settings):
+        views["lm_head.weight"] = WeightView.of(lm_head, "most")
+    return layers, views
 
-    def _confidence(self) -> ops.MlpMeasure | None:
-        """The chance that a draft is accepted: the sigmoid of a linear layer, as the second of two
-        classes of which the first has a score of 0."""
-        if not self._settings.has_confidence:
-            return None
-        weight = self._tensor("confidence_head.proj.weight").float()
-        bias = self._tensor("confidence_head.proj.bias").float()
-        device = self._network.device
-        return ops.MlpMeasure(
-            torch.cat((torch.zeros_like(weight), weight)).to(device),
-            torch.cat((torch.zeros_like(bias), bias)).to(device),
-        )
+
+def _weights(files: Checkpoint, settings: BlockSettings, network: LlamaModel) -> BlockWeights:
+    """The head's weights, read into memory."""
+    device, hidden, tokens = network.device, settings.config.hidden_size, None
+    if _is_cut(settings):
+        vocab_size = network.config.vocab_size
+        tokens = draft_tokens(files, settings.draft_vocab_size, vocab_size).to(device)
+    new, filling = new_weights(network)
+
+    def matrix(name: str, care: Care) -> Matrix:
+        stored = files.tensor(name)
+        made = new.matrix("", *stored.shape, cares=(care,))
+        filling.fill(WeightView.of(made, care), stored)
+        return made
+
+    layers, views = _new_layers(settings, network, new)
+    for name, view in views.items():
+        filling.fill(view, files.tensor(name))
+    taps = new.matrix("fc", len(settings.taps), hidden, hidden)
+    stored = files.tensor("fc.weight").view(hidden, -1, hidden).transpose(0, 1).contiguous()
+    for tap, part in zip(taps.unbind(), stored, strict=True):
+        filling.fill(WeightView.of(tap), part)
+    norm = new.tensor(hidden).copy_(files.tensor("hidden_norm.weight"))
+    markov = confidence = None
+    if settings.markov_rank:
+        # What the token before a draft adds to its logits.
+        before = matrix("markov_head.markov_w1.weight", "most")
+        markov = Markov(before, matrix("markov_head.markov_w2.weight", "more"))
+    if settings.has_confidence:
+        # The sigmoid of a linear layer, as the second of two classes, the first of score 0.
+        parts = (files.tensor(f"confidence_head.proj.{n}").float() for n in ("weight", "bias"))
+        both = (torch.cat((torch.zeros_like(part), part)).to(device) for part in parts)
+        confidence = ops.MlpMeasure(*both)
+    return BlockWeights(layers, taps, norm, markov, confidence, tokens)
