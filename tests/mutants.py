@@ -911,6 +911,58 @@ TRAINING = (
     ),
 )
 
+HEADS = (
+    Mutant(
+        "first-embedding-kept",
+        "python/eecore/heads/mtp.py",
+        "embedded.index_fill_(0, positions.starts, 0.0)",
+        "embedded.index_fill_(0, positions.starts, 1.0)",
+        "tests/heads/test_drafts.py -k mtp",
+    ),
+    Mutant(
+        "draft-tokens-without-their-rows",
+        "python/eecore/heads/files.py",
+        'tokens = torch.arange(size) + files.tensor("d2t").long()',
+        'tokens = files.tensor("d2t").long()',
+        "tests/heads",
+    ),
+    Mutant(
+        "residual-of-another-layer",
+        "python/eecore/heads/eagle.py",
+        "if self.settings.norm_before_residual:",
+        "if not self.settings.norm_before_residual:",
+        "tests/heads/test_drafts.py",
+    ),
+    Mutant(
+        "states-a-layer-early",
+        "python/eecore/heads/block_file.py",
+        "return tuple(layer + kind.after for layer in named)",
+        "return tuple(layer or kind.after for layer in named)",
+        "tests/heads/test_drafts.py",
+    ),
+    Mutant(
+        "keys-of-a-head-in-float8",
+        "python/eecore/models/network.py",
+        "return network.dtype if dtype == torch.float8_e4m3fn else dtype",
+        "return dtype",
+        "tests/heads/test_drafts.py",
+    ),
+    Mutant(
+        "pages-without-a-heads-keys-are-shared",
+        "python/eecore/engine/commit.py",
+        "lacks_keys = self._keyed and not draft.route.fills_head",
+        "lacks_keys = False",
+        "tests/heads/test_drafts.py",
+    ),
+    Mutant(
+        "a-block-past-its-slots",
+        "python/eecore/heads/block_drafts.py",
+        "slots -= 1  # for its block, which begins after the last verified position",
+        "slots -= 0  # for its block, which begins after the last verified position",
+        "tests/heads/test_drafts.py tests/decoding/test_head_drafts.py",
+    ),
+)
+
 MUTANTS = (
     *SCHEDULING,
     *DECODING,
@@ -921,4 +973,5 @@ MUTANTS = (
     *CPU_KERNELS,
     *CUDA_KERNELS,
     *TRAINING,
+    *HEADS,
 )
