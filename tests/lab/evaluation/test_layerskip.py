@@ -8,6 +8,8 @@ import math
 import shutil
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from eecore.exits import Full
 from eecore.lab.evaluation.layerskip import evaluate_layerskip
 from eecore.lab.evaluation.sweep import Sweep, SweepCell, sweep_speculation
 from eecore.lab.evaluation.timed import TimedRun
-from eecore.lab.training.interrupts import StopRequest
+from eecore.lab.training import interrupts
 from eecore.models import ModelSource
 from eecore.planning.auto import best_exit_layers
 from tiny_models import random_prompts
@@ -244,15 +246,20 @@ def test_the_command_lines(
 
 def stopping_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
     """Raise SIGINT at the ``calls``-th time that a sweep asks whether to stop."""
-    asked = itertools.count(1)
-    call = StopRequest.__call__
+    asked, original = itertools.count(1), interrupts.stop_on_signals
 
-    def interrupted(stop: StopRequest) -> bool:
-        if next(asked) == calls:
-            signal.raise_signal(signal.SIGINT)
-        return call(stop)
+    @contextmanager
+    def stopping() -> Iterator[Callable[[], bool]]:
+        with original() as stop:
 
-    monkeypatch.setattr(StopRequest, "__call__", interrupted)
+            def interrupted() -> bool:
+                if next(asked) == calls:
+                    signal.raise_signal(signal.SIGINT)
+                return stop()
+
+            yield interrupted
+
+    monkeypatch.setattr(interrupts, "stop_on_signals", stopping)
 
 
 @pytest.mark.parametrize(("calls", "pairs"), [(6, 1), (9, 2), (13, 3)])

@@ -178,7 +178,8 @@ def test_from_data_to_exact_match(
         split: ["1", "2"] for split in SPLITS[1:]
     }
     assert "test_names, exact match by exit layer  2: 0.000" in capsys.readouterr().out
-    with pytest.raises(TrainingError, match="run.json: expected a file, got nothing"):  # it is finished
+    # It is finished.
+    with pytest.raises(TrainingError, match=r"run\.json: expected a file, got nothing"):
         train_intents.main(
             data, out, steps=3, plain=True, evaluated=2, **{**options, "resume": True}
         )
