@@ -20,10 +20,8 @@ from eecore import DraftAndVerify, ExitError, FixedExit, RequestError, SelfSpecu
 from eecore.calibration import Example
 from eecore.calibration.exit_scores import Scored, score_exits
 from eecore.cli.app import run
-from eecore.exits import Full
 from eecore.lab.evaluation.layerskip import evaluate_layerskip
 from eecore.lab.evaluation.sweep import Sweep, SweepCell, sweep_speculation
-from eecore.lab.evaluation.timed import TimedRun
 from eecore.lab.training import interrupts
 from eecore.models import ModelSource
 from eecore.planning.auto import best_exit_layers
@@ -76,27 +74,6 @@ def test_what_cannot_be_scored(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         score_exits(model.network, sequences, layers)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_without_reuse_the_tokens_are_the_same_and_the_work_is_more(
-    model: eecore.Model, temperature: float
-) -> None:
-    outputs = [
-        eecore.generate(
-            model,
-            random_prompts(4, 7),
-            exit=SelfSpeculative(2, 3, reuse=reuse),
-            max_tokens=12,
-            temperature=temperature,
-            seed=1,
-        )
-        for reuse in (True, False)
-    ]
-    for reusing, again in zip(*outputs, strict=True):
-        assert reusing.token_ids == again.token_ids
-        assert reusing.stats.drafted == again.stats.drafted
-        assert reusing.stats.layers_run < again.stats.layers_run
 
 
 def test_a_report_has_exits_modes_and_ablation(model: eecore.Model) -> None:
@@ -157,18 +134,6 @@ def test_bad_settings(
     settings: dict[str, Any] = {"examples": EXAMPLES, "modes": [], "max_tokens": 1, **change}
     with pytest.raises(error, match=message):
         evaluate_layerskip(model, **settings)
-
-
-def test_ratios_are_taken_within_a_round() -> None:
-    class Made:
-        token_ids = (1, 2)
-
-    def timed(seconds: list[float]) -> TimedRun:
-        return TimedRun(Full(), [Made()], seconds)  # type: ignore[list-item]
-
-    # A busy second round slows both sides.
-    assert timed([1.0, 5.0, 1.0]).speedup_over(timed([2.0, 10.0, 2.0])) == 2.0
-    assert timed([2.0, 1.0]).tokens_per_s == 2.0
 
 
 def test_a_sweep_answers_with_the_fastest_pair(model: eecore.Model, tmp_path: Path) -> None:

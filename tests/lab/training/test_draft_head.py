@@ -30,7 +30,6 @@ from eecore.lab.training.head_states import (
     open_states,
 )
 from eecore.models import KVCache, network_digest
-from eecore.models.head_vocabulary import matrix_rows
 from tiny_models import random_prompts, write_model
 
 HIDDEN, VOCAB, EPS = 8, 20, 1e-5
@@ -345,20 +344,6 @@ def test_states_of_another_run_are_refused(tmp_path: Path, model: eecore.Model) 
     other = StatesSettings("one", "int8", 64, (4,))
     with pytest.raises(TrainingError, match="weights: expected 'int8', as this run has, got"):
         open_states(tmp_path, other)
-
-
-def test_rows_of_the_lm_head_whatever_it_is_stored_in(model: eecore.Model, tmp_path: Path) -> None:
-    tokens = torch.tensor([3, 5, 319])
-    rows = matrix_rows(model.network.weights.lm_head, tokens)
-    assert torch.equal(rows, model.network.embed(tokens))
-    directory = write_model(tmp_path / "model", "llama")
-    plain = eecore.load(directory, device="cpu", kv_cache_tokens=64)
-    packed = eecore.load(directory, device="cpu", weights="int8", kv_cache_tokens=64)
-    rows = matrix_rows(plain.network.weights.lm_head, tokens)
-    assert torch.equal(rows, plain.network.weights.lm_head.weight[tokens])
-    torch.testing.assert_close(
-        matrix_rows(packed.network.weights.lm_head, tokens), rows, atol=0.02, rtol=0.02
-    )
 
 
 def test_a_digest_is_the_same_for_every_quantisation(tmp_path: Path, model: eecore.Model) -> None:

@@ -14,7 +14,6 @@ from eecore.lab.answers.questions import (
     SHORTEST,
     TEXT_CHANGES,
     Passage,
-    digest_of,
     questions_about,
     read_passages,
     templates,
@@ -122,10 +121,3 @@ def test_each_is_asked_about_before_one_comes_again() -> None:
         assert sum(passage.text in question for question in about_text[:20]) == 1
     assert list(islice(questions_about(passages, 3), 10)) == firsts
     assert list(islice(questions_about(passages, 4), 10)) != firsts
-
-
-def test_what_is_asked_about_has_a_digest() -> None:
-    passages = [Passage(PARAGRAPH, is_code=False), Passage(FUNCTION, is_code=True)]
-    others = [Passage(PARAGRAPH, is_code=True), Passage(FUNCTION, is_code=True)]
-    assert digest_of(passages) == digest_of(list(passages))
-    assert len({digest_of(each) for each in (passages, others, passages[:1])}) == 3

@@ -63,33 +63,16 @@ def test_a_config_survives_json(config: TrainingConfig) -> None:
     ("settings", "message"),
     [
         ({"steps": 0}, r"steps: expected a whole number, 1\.\.\d+, got 0"),
-        ({"steps": 2.5}, r"steps: expected a whole number, .*, got 2\.5"),
-        ({"steps": "x", "warmup_steps": 3}, "^steps: expected a whole number, .*, got 'x'"),
-        ({"steps": 10**30}, "steps: expected a whole number, 1"),
         ({"schedule": "step"}, "schedule: expected cosine, linear or constant, got 'step'"),
         ({"accumulate": 17}, r"accumulate: expected 1\.\.batch_size=16, got 17"),
-        ({"batch_size": 0}, "batch_size: expected a whole number, 1"),
-        ({"batch_size": 2**40}, "batch_size: expected a whole number, 1"),
         ({"learning_rate": 0.0}, "learning_rate: expected a number above 0"),
-        ({"learning_rate": float("nan")}, "learning_rate: expected a number above 0, got nan"),
         ({"warmup_steps": 11}, r"warmup_steps: expected 0\.\.steps=10, got 11"),
         ({"relative_rate": 1}, "relative_rate: expected True or False, got 1"),
-        ({"final_learning_rate": 2}, r"final_learning_rate: expected 0\.\.1"),
-        ({"weight_decay": -1}, "weight_decay: expected 0 or more"),
-        ({"beta1": 1.0}, "beta1: expected 0 up to below 1"),
-        ({"beta2": 1.0}, "beta2: expected 0 up to below 1"),
-        ({"max_grad_norm": 0}, "max_grad_norm: expected a number above 0"),
         ({"loss": {"kind": "last"}}, "loss: expected EarlyExitLoss, CalmLoss, LastLayerLoss"),
-        ({"loss": "layerskip"}, "loss: expected EarlyExitLoss, CalmLoss, LastLayerLoss"),
         ({"layer_dropout": 0.2}, r"layer_dropout: expected None or a LayerDropout, got 0\.2"),
         ({"lora": 8}, "lora: expected None or a LoraSettings, got 8"),
         ({"precision": "float16"}, "precision: expected float32 or bfloat16"),
-        ({"gradient_checkpointing": 1}, "gradient_checkpointing: expected True or False"),
-        ({"seed": -1}, "seed: expected a whole number, 0"),
-        ({"checkpoint_steps": 0}, "checkpoint_steps: expected None or a whole number"),
         ({"checkpoint_seconds": -1}, "checkpoint_seconds: expected None or 0 or more"),
-        ({"evaluate_steps": 0}, "evaluate_steps: expected a whole number, 1"),
-        ({"evaluate_batches": 0}, "evaluate_batches: expected a whole number, 1"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -101,9 +84,7 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> N
     ("settings", "message"),
     [
         ({"rank": 0}, r"^LoraSettings\.rank: expected a whole number, 1"),
-        ({"rank": 10**30}, "rank: expected a whole number, 1"),
         ({"alpha": 0}, "alpha: expected above 0"),
-        ({"dropout": 1.0}, r"dropout: expected 0\.\.0\.99"),
     ],
 )
 def test_wrong_lora_settings_are_refused(settings: dict[str, Any], message: str) -> None:

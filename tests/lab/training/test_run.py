@@ -19,7 +19,6 @@ from eecore.errors import TrainingError
 from eecore.lab.training import (
     CalmLoss,
     EarlyExitLoss,
-    LastLayerLoss,
     LayerDropout,
     LoraSettings,
     TokenData,
@@ -126,14 +125,12 @@ def test_a_model_learns_and_is_an_ordinary_directory(
 
 
 RECIPES: dict[str, dict[str, Any]] = {
-    "layerskip": {"loss": EarlyExitLoss(1.0, "gradual"), "layer_dropout": LayerDropout(0.5)},
     "from scratch": {
         "loss": EarlyExitLoss(0.2, "rotational", 2),
         "layer_dropout": LayerDropout(0.5, "exponential"),
         "precision": "bfloat16",
     },
     "lora": {"lora": LoraSettings(rank=2, dropout=0.3), "layer_dropout": LayerDropout(0.5)},
-    "plain": {"loss": LastLayerLoss(), "layer_dropout": None},
     "calm": {"loss": CalmLoss(), "layer_dropout": LayerDropout(1.0)},
 }
 

@@ -20,7 +20,7 @@ from eecore.lab.training.early_exit_loss import (
     Targets,
     weighted_exit_loss,
 )
-from eecore.lab.training.exit_model import ExitModel, ExitScores, evaluate_exits
+from eecore.lab.training.exit_model import ExitModel, ExitScores
 from eecore.lab.training.layer_dropout import LayerDropout, drop_layers
 from eecore.lab.training.loading import StartingPoint, load_starting_point
 from eecore.lab.training.looped_loss import GateLoss, LoopedLoss
@@ -48,7 +48,6 @@ __all__ = [
     "TrainingResult",
     "collate",
     "drop_layers",
-    "evaluate_exits",
     "load_starting_point",
     "read_data",
     "save_classifier",

@@ -117,13 +117,6 @@ class Batch:
     targets: Targets
     num_tokens: int
 
-    def to(self, device: torch.device) -> Batch:
-        """The batch on a device."""
-        if device.type == "cpu":
-            return self
-        inputs = {name: tensor.to(device) for name, tensor in self.inputs.items()}
-        return Batch(inputs, self.targets.to(device), self.num_tokens)
-
 
 # Reading
 

@@ -117,10 +117,6 @@ class Targets:
     tokens: Tensor
     count: int | None = None
 
-    def to(self, device: torch.device) -> Targets:
-        """The targets on a device."""
-        return Targets(self.positions.to(device), self.tokens.to(device), self.count)
-
     def share(self, count: int, is_real: bool = True) -> Targets:
         """These targets as a part of ``count`` targets; none where the piece only fills a place."""
         end = None if is_real else 0

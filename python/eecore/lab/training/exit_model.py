@@ -2,13 +2,13 @@
 
 ``h[l]`` is the residual stream after l layers, before the final norm, and ``head(h)`` is the final
 norm and the LM head: every exit shares them (LayerSkip §4.1.2; CALM §3). The exits of a looped
-model are the ends of its loops, whose states are normed already. :func:`evaluate_exits` scores the
-exits on held-out data.
+model are the ends of its loops, whose states are normed already. :class:`ExitScores` says how
+good they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from eecore.errors import TrainingError
-from eecore.lab.training.data import Batch
 from eecore.lab.training.early_exit_loss import Targets
 
 DECODERS = (
@@ -98,10 +97,6 @@ class ExitModel:
     def num_layers(self) -> int:
         """Layers that a token runs through at full depth: those of all loops."""
         return self.exit_layers[-1]
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.base.get_input_embeddings().weight.shape[1])
 
     @property
     def device(self) -> torch.device:
@@ -220,21 +215,6 @@ class ExitScores:
             raise TrainingError("batches: expected at least one, got none")
         loss, accuracy, agreement = (sums / num_tokens).tolist()
         return ExitScores(tuple(loss), tuple(accuracy), tuple(agreement), num_tokens)
-
-
-@torch.no_grad()
-def evaluate_exits(model: ExitModel, batches: Iterable[Batch]) -> ExitScores:
-    """Score every exit of a model in eval mode; the model's own mode is restored."""
-    sums = torch.zeros(3, len(model.exit_layers), dtype=torch.float64)
-    num_tokens = 0
-    was_training = model.model.training
-    model.model.eval()
-    for batch in batches:
-        batch = batch.to(model.device)
-        sums += exit_sums(model, model.states(batch.inputs), batch.targets).cpu()
-        num_tokens += len(batch.targets.tokens)
-    model.model.train(was_training)
-    return ExitScores.of(sums, num_tokens)
 
 
 def exit_sums(model: ExitModel, states: list[Tensor], targets: Targets) -> Tensor:

@@ -18,13 +18,17 @@ def num_processes() -> int:
 
 @contextlib.contextmanager
 def first_alone_speaks() -> Iterator[None]:
-    """Processes other than the first print nothing in this context."""
+    """Processes other than the first print nothing in this context, at whose end they part."""
     with contextlib.ExitStack() as silenced:
         if num_processes() > 1 and os.environ["RANK"] != "0":
             nowhere = silenced.enter_context(open(os.devnull, "r+"))
             silenced.enter_context(contextlib.redirect_stdout(nowhere))
             silenced.enter_context(contextlib.redirect_stderr(nowhere))
-        yield
+        try:
+            yield
+        finally:
+            if distributed.is_available() and distributed.is_initialized():
+                distributed.destroy_process_group()
 
 
 def share(num_rows: int, place: int, places: int) -> tuple[list[int], bool]:

@@ -92,7 +92,9 @@ class StepTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
         self._values: Tensor | None = None
         callbacks = []
         if config.tensorboard:
-            board = tensorboard_writer()(str(directory / "tensorboard"))
+            _, begun = last_checkpoint(directory)
+            place = str(directory / "tensorboard")
+            board = tensorboard_writer()(place, purge_step=begun + 1 if begun else None)
             callbacks.append(library("transformers.integrations").TensorBoardCallback(board))
         arguments = transformers.TrainingArguments(
             output_dir=str(directory),
