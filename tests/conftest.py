@@ -166,8 +166,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     left_out = config.stash.get(LEFT_OUT, {})
     if not tiers.runs_all(config):
         counts = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
-        others = ", ".join(tiers.compared_only())
-        others = f"{others}: what does not compare with the reference" if others else ""
+        others = ", ".join(tiers.by_random_calls())
+        others = f"{others}: all but random calls" if others else ""
         what = "; ".join(filter(None, (counts, others)))
         if what:
             terminalreporter.write_line(f"short suite, left out: {what} (make test-all has them)")

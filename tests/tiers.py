@@ -3,9 +3,8 @@
 Both run on the backends of this machine. The short suite leaves out
 
 - tests and single cases marked ``long``: compilers, sanitizers, what takes minutes;
-- on CPU capabilities other than portable and the best of this machine, what does not compare with
-  the reference;
-- on the emulator, what does not compare with the reference but for a case of each value;
+- on CPU capabilities other than portable and the best of this machine, all but random calls;
+- on the emulator, all but a case of each value;
 - on the emulator, of bfloat16 and float16 the one or the other, by turns: they share a kernel;
 - cases of a function which hold no value, and no pair of values, that another case does not hold:
   what is left is a covering array of strength 2 (Cohen et al., The AETG system, 1997).
@@ -33,9 +32,13 @@ TILES = ("amx", "amx_model")
 """Matrix tiles: the machine's, and a model of them in software."""
 # Test files of ops that differ with matrix tiles, the machine's or the software model's.
 TILED = {"skinny_products", "kv_fill", "exit_confidence_softmax"}
-TILED |= {"decoder_layers", "weight_formats", "rows_alone", "tiles"}
+TILED |= {"decoder_layers", "weight_formats", "rows_alone", "tiles", "random_calls"}
 # Test files that also run on CUDA: of ops, and across them.
 ON_CUDA = cases.CUDA_OPS | {"skinny_products", "weight_formats", "appended_heads", "float8_caches"}
+ON_CUDA |= {"random_calls", "rows_alone"}
+NOT_EMULATED = (*ops.CPU_ONLY_OPS, "append_drafts", "gather_states", "place_head")
+"""Ops whose random calls are the CPU's alone: without a kernel, or with other numbers in rows that
+nothing reads."""
 
 
 CUDA_BACKENDS = ("emulated", "cuda") if HAS_CUDA else ("emulated",)
@@ -58,11 +61,6 @@ def runs_all(config: pytest.Config) -> bool:
     return bool(config.option.all) or os.environ.get("EECORE_TEST_ALL", "") not in ("", "0")
 
 
-def compares_with_the_reference(function: str) -> bool:
-    """Whether a test function compares an op with the reference, by its name."""
-    return "match" in function and function.endswith("_the_reference")
-
-
 def backends(op: str, function: str, everything: bool) -> list[str]:
     """The backends that a test function of an op runs over, on this machine.
 
@@ -71,20 +69,17 @@ def backends(op: str, function: str, everything: bool) -> list[str]:
         function: the test function's name.
         everything: all of them, and not those of the short suite.
     """
-    # opcheck is about what torch sees of an op, which is the same before each of the CPU's kernels.
-    if "opcheck" in function:
-        return ["cpu-portable", *(["cuda"] if HAS_CUDA and op in ON_CUDA else [])]
     here = [name for name in cases.cpu_capabilities() if name not in TILES or op in TILED]
-    if not everything and not compares_with_the_reference(function):
-        here = [name for name in here if f"cpu-{name}" not in compared_only()]
+    if not everything and op != "random_calls":
+        here = [name for name in here if f"cpu-{name}" not in by_random_calls()]
     found = [] if function.endswith("_on_cuda") else [f"cpu-{name}" for name in here]
     if op in ON_CUDA and "number_of_threads" not in function:  # threads of the CPU
         found += CUDA_BACKENDS
     return found
 
 
-def compared_only() -> list[str]:
-    """The CPU capabilities of this machine on which the short suite only compares results."""
+def by_random_calls() -> list[str]:
+    """The CPU capabilities of this machine which random calls alone try in the short suite."""
     vectors = [name for name in cases.cpu_capabilities() if name not in TILES]
     kept = {"portable", vectors[-1], "amx"}
     return [f"cpu-{name}" for name in cases.cpu_capabilities() if name not in kept]
@@ -98,6 +93,8 @@ def fits(item: pytest.Item) -> bool:
     """
     parameters = parameters_of(item)
     backend, dtype = parameters.get("device"), parameters.get("dtype")
+    if backend == "emulated" and parameters.get("op") in NOT_EMULATED:
+        return False
     if backend == "emulated":
         return cases.fits_the_emulator(parameters)
     if backend == "cuda":
@@ -169,8 +166,7 @@ def short(items: Iterable[pytest.Item]) -> tuple[set[pytest.Item], dict[str, int
         every = len(of_one)
         strength = 2
         if "emulated" in key:
-            of_one = one_of_16_bits(of_one)
-            strength = 2 if compares_with_the_reference(str(of_one[0].originalname)) else 1
+            of_one, strength = one_of_16_bits(of_one), 1
         rows = [  # the values of a parameter are the same objects in every case
             [id(value) for name, value in item.callspec.params.items() if name != "device"]
             for item in of_one

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import emulated
-from cache_layouts import LAYOUTS, assert_nothing_beside_was_written, laid_out
 from cases import DTYPES
 from eecore import ops
 from eecore.models.int8 import quantise_rows
@@ -137,37 +136,6 @@ def test_the_same_as_one_after_the_other(
     check(case, call, append_to(case, dtype, device))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_of_caches(layout: str, device: torch.device) -> None:
-    for case in (HeadsCase(6), HeadsCase(12, num_q_heads=1)):
-        append = append_to(case, torch.bfloat16, device)
-        caches = laid_out(layout, append.k_cache, append.v_cache)
-        call = product_call(case, torch.bfloat16, device)
-        check(case, call, append._replace(k_cache=caches.k, v_cache=caches.v))
-        assert_nothing_beside_was_written(caches)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_that_start_anywhere(dtype: torch.dtype, device: torch.device) -> None:
-    """Tensors off 16-byte boundaries, between elements that are neither read nor written."""
-    case = HeadsCase(7, 131, 3, 1, bias=True)
-    call, append = product_call(case, dtype, device), append_to(case, dtype, device)
-    want_append = append_to(case, dtype, device)
-    want = one_after_the_other(call, want_append)
-    for name in ("x", "weight", "norm_weight", "bias"):
-        around = torch.full_like(call[name], torch.nan)
-        width = call[name].shape[-1]
-        call[name] = torch.cat((around[..., :3], call[name], around), -1)[..., 3 : 3 + width]
-    both = torch.full((7, want.shape[1] + 10), torch.nan, dtype=dtype, device=device)
-    out = both[:, 3 : 3 + want.shape[1]]
-    assert ops.skinny_linear(**call, append=append, out=out) is out
-    assert_same(out, want)
-    assert both[:, :3].isnan().all()
-    assert both[:, 3 + want.shape[1] :].isnan().all()
-    for got, cache in zip(append[:2], want_append[:2], strict=True):
-        assert_same(got, cache)
-
-
 def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
     case = HeadsCase(20, 192, bias=True)
     call = product_call(case, torch.bfloat16, device)
@@ -212,41 +180,6 @@ def test_kernels(case: HeadsCase, dtype: torch.dtype, monkeypatch: pytest.Monkey
     assert of_rows == (["skinny_append_kernel"] if case.is_one_kernel(dtype) else apart)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"k_cache": None},
-            r"k_cache: expected all or none of .*, got v_cache, slot_mapping$",
-        ),
-        ({"slot_mapping": None, "v_cache": None}, r"v_cache: .*, got k_cache$"),
-        (
-            {"k_cache": None, "v_cache": None, "slot_mapping": None},
-            r"positions: expected None without k_cache, got a tensor",
-        ),
-        ({"v_cache": torch.zeros(2, 8, 2, 32)}, r"v_cache: expected float32.*head_dim=64"),
-        ({"slot_mapping": torch.zeros(4).long()}, r"slot_mapping: expected int64 \[num_tokens=3\]"),
-        ({"slot_mapping": torch.full((3,), 16)}, r"slot_mapping: expected .* \[-1, 16\), got 16"),
-        ({"positions": torch.full((3,), 40)}, r"positions: expected values in \[0, 40\), got 40"),
-        ({"cos_sin": None}, r"cos_sin: expected float32 .* with positions, got None"),
-        ({"cos_sin": torch.zeros(40, 66)}, r"cos_sin: expected an even rotary_dim .* got 66"),
-        ({"q_norm_weight": torch.ones(32)}, r"q_norm_weight: expected float32 \[head_dim=64\]"),
-        ({"residual": torch.zeros(3, 512)}, r"residual: expected None with k_cache, got a tensor"),
-        ({"activation": "relu"}, r"activation: expected None with k_cache, got relu"),
-    ],
-)
-def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
-    case, cpu = HeadsCase(3), torch.device("cpu")
-    call, append = product_call(case, torch.float32, cpu), append_to(case, torch.float32, cpu)
-    given = append._asdict() | {name: x for name, x in change.items() if name in append._fields}
-    rest = {name: x for name, x in change.items() if name not in append._fields}
-    out = torch.zeros(3, 512)
-    with pytest.raises(RuntimeError, match=f"skinny_linear: {message}"):
-        ops.skinny_linear(**call, **rest, append=AppendKv(**given), out=out)
-    assert not out.any()
-    assert append.k_cache.isnan().all()
-
-
 @pytest.mark.parametrize("num_kv_heads", [1, 5])
 def test_heads_that_are_not_those_of_the_cache_are_refused(num_kv_heads: int) -> None:
     case, cpu = HeadsCase(3, head_dim=32, num_q_heads=3), torch.device("cpu")
@@ -254,23 +187,3 @@ def test_heads_that_are_not_those_of_the_cache_are_refused(num_kv_heads: int) ->
     of_cache = replace(case, num_kv_heads=num_kv_heads, head_dim=64)
     with pytest.raises(RuntimeError, match=r"weight: expected out_features of some heads of head_"):
         ops.skinny_linear(**call, append=append_to(of_cache, torch.float32, cpu))
-
-
-def test_opcheck() -> None:
-    case, cpu = HeadsCase(3), torch.device("cpu")
-    append = append_to(case, torch.float32, cpu)
-    append.k_cache.zero_()
-    append.v_cache.zero_()
-    call = product_call(case, torch.float32, cpu)
-    call |= {"weight_scale": None, "residual": None, "out": torch.zeros(3, 512)}
-    given = {name: tensor for name, tensor in append._asdict().items() if tensor is not None}
-    torch.library.opcheck(torch.ops.eecore.skinny_linear.default, (), call | given)
-
-
-def test_compiles() -> None:
-    case, cpu = HeadsCase(3), torch.device("cpu")
-    call = product_call(case, torch.float32, cpu)
-    appends = [append_to(case, torch.float32, cpu) for _ in range(2)]
-    compiled = torch.compile(ops.skinny_linear, fullgraph=True, backend="aot_eager")
-    assert_same(compiled(**call, append=appends[0]), ops.skinny_linear(**call, append=appends[1]))
-    assert_same(appends[0].k_cache, appends[1].k_cache)

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import test_append_kv
-import test_decoder_layers
 import test_kv_fill
 import test_paged_attention
 import torch
 from torch import Tensor
 
 import emulated
-from cache_layouts import LAYOUTS, laid_out
 from cases import (
     APPEND_KV_CASES,
     ATTENTION_CASES,
@@ -22,7 +20,6 @@ from cases import (
     TOLERANCES,
     AppendKvCase,
     AttentionCase,
-    DecoderLayersCase,
     KvFillCase,
 )
 from eecore import _C, ops
@@ -129,59 +126,6 @@ def test_a_value_that_a_row_does_not_see_changes_nothing(
     columns = torch.arange(64, device=device) != 3
     assert torch.equal(got[..., columns], expected[..., columns])
     assert not got[seen_from:, :, 3].isfinite().any()
-
-
-@pytest.mark.parametrize("case", test_paged_attention.POISONED_CASES[:7], ids=str)
-def test_nan_comes_out_where_it_went_in(case: AttentionCase, device: torch.device) -> None:
-    seq = len(case.seq_lens) - 1
-    length = case.seq_lens[seq]
-    for name, key, column in (("k_cache", length - 1, 0), ("v_cache", length - 2, -1)):
-        call = narrowed(test_paged_attention.random_call(case, torch.float32, device))
-        test_paged_attention.key_of(call, name, seq, key)[-1, column] = torch.nan
-        expected = test_paged_attention.expected_of(call)
-        assert expected.isnan().any()
-        got = ops.paged_attention(**call).double()
-        torch.testing.assert_close(got, expected, equal_nan=True, **tolerance())
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_of_caches(layout: str, device: torch.device) -> None:
-    for head_dim, page_size in ((64, 4), (64, 16), (72, 32)):
-        case = AttentionCase((3, 20), (70, 90), 6, 3, head_dim, page_size)
-        call = narrowed(test_paged_attention.random_call(case, torch.float32, device))
-        expected = ops.paged_attention(**call)
-        _, call["k_cache"], call["v_cache"] = laid_out(layout, call["k_cache"], call["v_cache"])
-        assert torch.equal(ops.paged_attention(**call), expected)
-
-
-LAYERS = (
-    DecoderLayersCase((1, 5, 2), (40, 9, 30), fixed_split_size=16),
-    DecoderLayersCase((20,), (33,), qk_norm=True, cross_lens=(12,), begin_layer=1),
-)
-
-
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("case", LAYERS, ids=str)
-def test_a_stretch_of_layers_is_its_single_ops(case: DecoderLayersCase) -> None:
-    call = narrowed(test_decoder_layers.random_call(case, torch.float32))
-    single = test_decoder_layers.with_own_caches(call)
-    assert torch.equal(ops.decoder_layers(**call), test_decoder_layers.compose(single))
-    for name in CACHES:
-        assert_same(call[name], single[name])
-
-
-def test_caches_of_two_dtypes_are_refused() -> None:
-    case = AppendKvCase(6, 4, 2, 64, 8, rotary_dim=32, norm=True)
-    call = test_append_kv.random_call(case, torch.float32, CPU)
-    mixed = {**call, "v_cache": call["v_cache"].bfloat16()}
-    before = call["k_cache"].clone()
-    message = "v_cache: expected the dtype of k_cache, float32, got bfloat16"
-    with pytest.raises(RuntimeError, match=message):
-        ops.append_kv(**mixed)
-    assert_same(call["k_cache"], before)
-    half = {**call, **{name: call[name].half() for name in CACHES}}
-    with pytest.raises(RuntimeError, match="k_cache: expected float32, bfloat16 or float8_e4m3fn"):
-        ops.append_kv(**half)
 
 
 def test_a_model_in_bfloat16_has_no_cache_in_float32() -> None:

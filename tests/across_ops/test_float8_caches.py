@@ -15,7 +15,6 @@ from torch import Tensor
 
 import emulated
 import reference
-from cache_layouts import LAYOUTS, assert_nothing_beside_was_written, laid_out
 from cases import (
     APPEND_KV_CASES,
     ATTENTION_CASES,
@@ -206,18 +205,6 @@ def test_attention_matches_the_reference(
 
 
 @dtypes
-@pytest.mark.parametrize("case", test_paged_attention.SHARED_CASES[:4], ids=str)
-def test_the_last_block_merges_as_a_second_kernel_does(
-    case: AttentionCase, dtype: torch.dtype, device: torch.device
-) -> None:
-    call = narrowed(test_paged_attention.random_call(case, dtype, device))
-    expected = ops.paged_attention(**call)
-    arrivals = torch.zeros(100, dtype=torch.int32, device=device)
-    assert torch.equal(ops.paged_attention(**call, arrivals=arrivals), expected)
-    assert not arrivals.any()
-
-
-@dtypes
 @pytest.mark.parametrize(("head_dim", "num_queries"), [(72, 20), (128, 20), (64, 8)])
 def test_a_row_is_independent_of_its_company(
     head_dim: int, num_queries: int, dtype: torch.dtype, device: torch.device
@@ -230,7 +217,7 @@ def test_a_row_is_independent_of_its_company(
 
 
 @dtypes
-@pytest.mark.parametrize("case", test_paged_attention.POISONED_CASES[:7], ids=str)
+@pytest.mark.parametrize("case", test_paged_attention.POISONED_CASES[:-1], ids=str)
 def test_nan_comes_out_where_it_went_in(
     case: AttentionCase, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -249,42 +236,6 @@ def test_nan_comes_out_where_it_went_in(
         assert expected.isnan().any()
         got = ops.paged_attention(**call).double()
         torch.testing.assert_close(got, expected, equal_nan=True, **tolerance)
-
-
-@dtypes
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_of_caches(layout: str, dtype: torch.dtype, device: torch.device) -> None:
-    for head_dim in (64, 72):
-        case = AttentionCase((3, 20), (70, 90), 6, 3, head_dim, 4)
-        call = narrowed(test_paged_attention.random_call(case, dtype, device))
-        expected = ops.paged_attention(**call)
-        _, call["k_cache"], call["v_cache"] = laid_out(layout, call["k_cache"], call["v_cache"])
-        assert torch.equal(ops.paged_attention(**call), expected)
-
-        append = test_append_kv.random_call(
-            AppendKvCase(6, 4, 2, head_dim, 8, rotary_dim=32, norm=True), dtype, device
-        )
-        append |= {name: append[name].to(FLOAT8) for name in ("k_cache", "v_cache")}
-        expected_caches = appended(append)
-        caches = laid_out(layout, append["k_cache"], append["v_cache"])
-        ops.append_kv(**{**append, "k_cache": caches.k, "v_cache": caches.v})
-        for got, want in zip((caches.k, caches.v), expected_caches, strict=True):
-            assert_same(got.contiguous(), want)
-        assert_nothing_beside_was_written(caches)
-
-
-@pytest.mark.parametrize("at", [1, 4, 8])
-def test_memory_may_lie_anywhere(at: int, device: torch.device) -> None:
-    case = AttentionCase((1, 3), (70, 9), 4, 2, 72, 3)
-    call = narrowed(test_paged_attention.random_call(case, torch.bfloat16, device))
-    expected = ops.paged_attention(**call)
-    for name in ("k_cache", "v_cache"):
-        cache = call[name]
-        width = cache[0].numel() + at
-        memory = torch.zeros(cache.shape[0] * width + at, dtype=FLOAT8, device=device)
-        view = memory[at:].view(-1, width)[:, at:].unflatten(1, cache.shape[1:])
-        call[name] = view.copy_(cache)
-    assert torch.equal(ops.paged_attention(**call), expected)
 
 
 LAYERS = (
@@ -320,37 +271,6 @@ def refused(op: Any, call: Call, message: str, caches: tuple[Tensor, ...]) -> No
 
 
 SMALL = AppendKvCase(6, 4, 2, 64, 8, rotary_dim=32, norm=True)
-BAD = (
-    (
-        {"key_scales": torch.ones(3)},
-        r"key_scales: expected float32 \[num_kv_heads=2\], got .*\[3\]",
-    ),
-    ({"value_scales": torch.ones(2).double()}, "value_scales: expected float32 .* got float64"),
-    (
-        {"value_scales": torch.tensor([1.0, 0.0])},
-        "value_scales: expected positive .* got 0.0* at 1",
-    ),
-    ({"key_scales": torch.tensor([-1.0, 1.0])}, "key_scales: expected positive .* got -1.0* at 0"),
-    (
-        {"key_scales": torch.tensor([1.0, torch.nan])},
-        "key_scales: expected positive .* got nan at 1",
-    ),
-    (
-        {"key_scales": torch.tensor([1.0, torch.inf])},
-        "key_scales: expected positive .* got inf at 1",
-    ),
-)
-
-
-@pytest.mark.parametrize(("change", "message"), BAD)
-def test_bad_scales_are_named_and_change_nothing(change: Call, message: str) -> None:
-    call = test_append_kv.random_call(SMALL, torch.float32, CPU)
-    call |= {name: call[name].to(FLOAT8) for name in ("k_cache", "v_cache")}
-    refused(ops.append_kv, {**call, **change}, message, (call["k_cache"], call["v_cache"]))
-    attend = narrowed(
-        test_paged_attention.random_call(test_paged_attention.SMALL, torch.float32, CPU)
-    )
-    refused(ops.paged_attention, {**attend, **change}, message, ())
 
 
 def test_bad_caches_are_named_and_change_nothing() -> None:
@@ -367,17 +287,3 @@ def test_bad_caches_are_named_and_change_nothing() -> None:
         refused(ops.append_kv, mixed, "v_cache: expected the dtype of k_cache, .* got", caches)
     e5m2 = {**floats, "k_cache": floats["k_cache"].to(torch.float8_e5m2)}
     refused(ops.append_kv, e5m2, "k_cache: expected float32.* or float8_e4m3fn .*", caches)
-
-
-def test_opcheck() -> None:
-    call = test_append_kv.random_call(SMALL, torch.float32, CPU)
-    for name in ("q", "k", "v"):
-        call[name] = call[name].contiguous()
-    scales = {"key_scales": torch.ones(2), "value_scales": torch.ones(2)}
-    caches = {name: torch.zeros(call[name].shape).to(FLOAT8) for name in ("k_cache", "v_cache")}
-    torch.library.opcheck(
-        torch.ops.eecore.append_kv.default,
-        (),
-        {**call, **caches, **scales, "eps": 1e-6},
-        test_utils="test_faketensor",  # the others multiply caches, which torch cannot
-    )

@@ -1,5 +1,8 @@
-"""What every op refuses alike: tensors of several devices or with gradients, and memory that it
-writes shared.
+"""What every op refuses alike, made from its schema: each tensor in another dtype, with other sizes
+or strides, on another device or with a gradient, and shared memory that the op writes.
+
+``test_refused_values.py`` has what no schema says: ranges of values, and arguments that belong
+together.
 """
 
 from __future__ import annotations
@@ -43,13 +46,71 @@ def assert_refused(call: Call, message: str) -> None:
     memory.assert_unchanged()
 
 
+# Sizes that nothing else in a call has to match: the arguments, and their axes.
+FREE = {
+    ("append_drafts", "stop_tokens"): (1,),
+    ("append_kv", "cos_sin"): (0,),
+    ("begin_round", "page_table"): (1,),
+    ("compact_rows", "done"): (0,),
+    ("compact_rows", "page_table"): (1,),
+    ("compact_rows", "cross_page_table"): (1,),
+    ("compact_rows", "hidden"): (1,),
+    ("decoder_layers", "cos_sin"): (0, 1),
+    ("decoder_layers", "page_table"): (1,),
+    ("decoder_layers", "cross_page_table"): (1,),
+    ("decoder_layers", "position_bias"): (0,),
+    ("embed_tokens", "weight"): (0,),
+    ("embed_tokens", "previous"): (0,),
+    ("embed_tokens", "table"): (0,),
+    ("exit_confidence_softmax", "lm_head_table"): (0,),
+    ("exit_rows", "lm_head"): (0,),
+    ("exit_rows", "lm_head_table"): (0,),
+    ("gather_states", "states"): (1,),
+    ("kv_fill", "cos_sin"): (0, 1),
+    ("pack_weight", "packed"): (0,),
+    ("paged_attention", "page_table"): (1,),
+    ("paged_attention", "position_bias"): (0,),
+    ("paged_attention", "arrivals"): (0,),
+    ("sample_tokens", "logits"): (1,),
+    ("sample_tokens", "seen"): (1,),
+    ("sample_tokens", "generated"): (1,),
+    ("sample_tokens", "round_tokens"): (1,),
+    ("sample_tokens", "probs"): (0,),
+    ("select_rows", "accepted"): (0,),
+    ("skinny_linear", "cos_sin"): (0,),
+    ("unpack_weight", "packed"): (0,),
+}
+
+
+def tensors_of(op: str) -> list[str]:
+    """The tensors of a schema that some call has."""
+    arguments = (argument.name for argument in op_calls.overload(op)._schema.arguments)
+    return [name for name in arguments if call_of(op, name) is not None]
+
+
 @pytest.mark.parametrize("op", ops.OP_NAMES)
-def test_calls_of_random_sizes_are_right(op: str) -> None:
-    for seed in range(20):
-        call = op_calls.random_call(op, Random(seed))
-        before = op_calls.copied(call.arguments)
-        call.run()
-        call.check(before, call.arguments)
+def test_each_tensor_has_a_dtype_a_rank_and_contiguous_rows(op: str) -> None:
+    for name in tensors_of(op):
+        call = call_of(op, name)
+        assert call is not None
+        tensor = call.tensors[name]
+        changes = [tensor[None], tensor.to(torch.float16), tensor.to(torch.float64)]
+        if tensor.shape[-1] > 1:
+            changes.append(tensor.repeat_interleave(2, -1)[..., ::2])
+        for changed in changes:
+            call.arguments[name] = changed
+            assert_refused(call, f"^{op}: {name}: expected .*, got ")
+
+
+@pytest.mark.parametrize("op", ops.OP_NAMES)
+def test_each_size_matches_the_others(op: str) -> None:
+    for name in tensors_of(op):
+        call = call_of(op, name)
+        assert call is not None
+        tensor = call.tensors[name]
+        for axis in {*range(tensor.dim())} - {*FREE.get((op, name), ())}:
+            call.arguments[name] = torch.cat((tensor, tensor.narrow(axis, 0, 1)), axis)
+            assert_refused(call, f"^{op}: \\w+: expected .*, got ")
 
 
 @pytest.mark.parametrize("op", ops.OP_NAMES)
@@ -69,35 +130,33 @@ def test_tensors_of_several_devices_are_refused(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ops.OP_NAMES)
-def test_tensors_with_gradients_are_refused(op: str) -> None:
+def test_gradients_and_tangents_are_refused(op: str) -> None:
     call = op_calls.random_call(op, Random(3))
     schema = op_calls.overload(op)._schema.arguments
+    memory = fuzz_ops.Memory(call.arguments.values())
+
+    def run(**changed: torch.Tensor) -> None:
+        given = {**call.arguments, **changed}
+        compiled(op)(*(given.get(each.name, each.default_value) for each in schema))
+
     for name, tensor in call.tensors.items():
         if not tensor.is_floating_point():
             continue
-        given = {**call.arguments, name: tensor.detach().requires_grad_()}
-        arguments = [given.get(each.name, each.default_value) for each in schema]
-        memory = fuzz_ops.Memory(call.arguments.values())
         with pytest.raises(RuntimeError, match=f"{op}: {name}: expected a tensor without gradient"):
-            compiled(op)(*arguments)
-        memory.assert_unchanged()
-        with torch.no_grad():
-            compiled(op)(*arguments)
-
-
-@pytest.mark.parametrize("op", ops.OP_NAMES)
-def test_tangents_of_forward_mode_are_refused(op: str) -> None:
-    call = op_calls.random_call(op, Random(3))
-    schema = op_calls.overload(op)._schema.arguments
-    for name, tensor in call.tensors.items():
-        if not tensor.is_floating_point():
-            continue
+            run(**{name: tensor.detach().requires_grad_()})
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(tensor, torch.ones_like(tensor))
-            given = {**call.arguments, name: dual}
-            arguments = [given.get(each.name, each.default_value) for each in schema]
             with pytest.raises(RuntimeError, match=f"{op}: {name}: expected a tensor without a ta"):
-                compiled(op)(*arguments)
+                run(**{name: dual})
+    memory.assert_unchanged()
+    with torch.no_grad():
+        run(
+            **{
+                n: t.detach().requires_grad_()
+                for n, t in call.tensors.items()
+                if t.is_floating_point()
+            }
+        )
 
 
 def test_weights_to_train_are_refused() -> None:

@@ -1,81 +1,96 @@
 """A row's result is the same, bit for bit, in any batch and on any number of threads.
 
-Every op that multiplies with a weight, in every format of weights.
+Attention, whole layers and sampling have tests of their own: their rows are parts of sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import test_add_normed
+import test_exit_confidence_cosine
+import test_exit_confidence_mlp
 import test_exit_confidence_softmax
 import test_kv_fill
 import torch
 from test_skinny_products import OPS, Product
+from torch import Tensor
 
-from cases import KvFillCase
-from coded_calls import coded
+import emulated
+from cases import DTYPES, KvFillCase
+from coded_calls import FORMS, coded, on_device
 from eecore import ops
+from packed_blocks import packed_layers
 
 Call = dict[str, Any]
 
-MAX_ROWS = 300
-# Every small number; then sizes around tiles, groups and blocks that stay in cache.
-ROW_COUNTS = (*range(1, 20), 27, 31, 32, 33, 47, 63, 64, 65, 97, 129, 200, 257)
+MAX_ROWS, MAX_EMULATED = 301, 70
+# Around tiles, groups and blocks that stay in cache.
+ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 27, 31, 32, 33, 47, 64, 65, 97, 129, 257)
+EMULATED_COUNTS = (1, 8, 33)
 # Columns: below a vector, odd, in several chunks, more than the integer sums of some CPUs take in.
 SIZES = ((7, 5), (131, 41), (576, 75), (1100, 36), (4133, 9))
-FORMATS = {
-    "float32": (torch.float32, "floats"),
-    "bfloat16": (torch.bfloat16, "floats"),
-    "int8": (torch.float32, "int8"),
-    "int8-bfloat16": (torch.bfloat16, "int8"),
-}
 
-formats = pytest.mark.parametrize(("dtype", "form"), FORMATS.values(), ids=FORMATS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+forms = pytest.mark.parametrize("form", FORMS)
 
 
-@pytest.fixture
-def two_threads() -> Any:
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
 
 
-def parts(count: int) -> list[slice]:
-    """Some runs of so many rows, the first and the last among them."""
-    starts = {0, MAX_ROWS - count, (MAX_ROWS - count) // 2, min(33, MAX_ROWS - count)}
-    return [slice(start, start + count) for start in sorted(starts)]
-
-
-def check_rows(
-    run: Callable[[Call], torch.Tensor], call: Call, by_row: tuple[str, ...], counts: Any
-) -> None:
+def check_rows(run: Callable[[Call], Tensor], call: Call, *by_row: str) -> None:
+    """Runs of so many rows, the first and the last among them, give what all of them give."""
     together = run(call)
-    assert together.isfinite().all()
+    counts = ROW_COUNTS if len(together) == MAX_ROWS else EMULATED_COUNTS
     for count in counts:
-        for rows in parts(count):
-            some = run({**call, **{name: call[name][rows] for name in by_row}})
-            assert torch.equal(some, together[rows]), f"{count} rows from {rows.start} on"
+        for start in (0, (len(together) - count) // 2, len(together) - count):
+            rows = slice(start, start + count)
+            some = run({**call, **{name: call[name][rows] for name in by_row if name in call}})
+            torch.testing.assert_close(some, together[rows], rtol=0, atol=0, equal_nan=True)
 
 
-@formats
+def check_threads(run: Callable[[Call], Tensor], call: Call) -> None:
+    got = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        got.append(run(call).nan_to_num())
+    assert torch.equal(got[0], got[1])
+    assert torch.equal(got[0], got[2])
+
+
+def num_rows(device: torch.device) -> int:
+    return MAX_EMULATED if emulated.is_cuda_kernel(device) else MAX_ROWS
+
+
+@pytest.mark.parametrize("op", OPS)
+@forms
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.usefixtures("two_threads")
+@dtypes
 def test_linear_layers(
-    sizes: tuple[int, int], dtype: torch.dtype, form: str, device: torch.device
+    op: str, form: str, sizes: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    for op in OPS:
-        product = Product(op, form)
-        call = product.call(MAX_ROWS, *sizes, dtype=dtype, device=device)
-        by_row = tuple({"x", "residual"} & call.keys())
-        check_rows(product.run, call, by_row, ROW_COUNTS)
+    """NaN and infinity among the rows stay where they are."""
+    product = Product(op, form)
+    call = product.call(num_rows(device), *sizes, dtype=dtype, device=device)
+    call["x"][[3, 21]] = torch.nan
+    call["x"][17, -1] = torch.inf
+    call["x"][18] = 0
+    assert product.run(call)[22:].isfinite().all()
+    check_rows(product.run, call, "x", "residual")
 
 
-@formats
-@pytest.mark.usefixtures("two_threads")
-def test_more_rows_than_stay_in_cache(dtype: torch.dtype, form: str, device: torch.device) -> None:
+@pytest.mark.parametrize("form", ["floats", "int8"])
+@dtypes
+def test_more_rows_than_stay_in_cache(form: str, dtype: torch.dtype, device: torch.device) -> None:
+    if emulated.is_cuda_kernel(device):
+        pytest.skip("of the CPU's caches")
     product = Product("skinny_linear", form)
     call = product.call(1500, 1536, 40, dtype=dtype, device=device)
     together = product.run(call)
@@ -84,50 +99,73 @@ def test_more_rows_than_stay_in_cache(dtype: torch.dtype, form: str, device: tor
         assert torch.equal(product.run(some), together[rows])
 
 
-@formats
-@pytest.mark.usefixtures("two_threads")
-def test_the_head(dtype: torch.dtype, form: str, device: torch.device) -> None:
-    call = test_exit_confidence_softmax.random_case(MAX_ROWS, 576, 301, dtype, device)
-    call["eps"] = 1e-5
-    call = coded(call, form, "lm_head")
-
-    def run(call: Call) -> torch.Tensor:
-        got = ops.exit_confidence_softmax(**call)
-        return torch.stack((got.confidence, got.logsumexp, got.token.float()), 1)
-
-    check_rows(run, call, ("hidden",), (1, 2, 5, 6, 7, 33, 65, 257))
+def head_of(call: Call) -> Tensor:
+    got = ops.exit_confidence_softmax(**call, eps=1e-5)
+    return torch.stack((got.confidence, got.logsumexp, got.token.float()), 1)
 
 
-@formats
-@pytest.mark.usefixtures("two_threads")
-def test_what_is_filled(dtype: torch.dtype, form: str, device: torch.device) -> None:
-    call = test_kv_fill.random_call(KvFillCase(70, hidden_size=576), dtype, device)
-    call = coded(call, form, "kv_weight")
-    by_row = ("hidden", "exit_layer", "slot_mapping", "positions")
-
-    together = test_kv_fill.filled(ops.kv_fill, call)
-    for count in (1, 3, 31, 33):
-        alone = call
-        for rows in torch.arange(70).split(count):
-            part = {name: call[name][rows] for name in by_row if name in call}
-            caches = test_kv_fill.filled(ops.kv_fill, {**alone, **part})
-            alone = {**alone, "k_cache": caches[0], "v_cache": caches[1]}
-        for got, expected in zip(caches, together, strict=True):
-            assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+@forms
+@dtypes
+def test_the_head(form: str, dtype: torch.dtype, device: torch.device) -> None:
+    call = test_exit_confidence_softmax.random_case(num_rows(device), 256, 101, dtype, device)
+    check_rows(head_of, coded(call, form, "lm_head"), "hidden")
 
 
-@formats
-def test_threads(dtype: torch.dtype, form: str, device: torch.device) -> None:
-    for num_tokens in (1, 5, 40, MAX_ROWS):
-        product = Product("skinny_linear", form)
-        call = product.call(num_tokens, 576, 1001, dtype=dtype, device=device)
-        before = torch.get_num_threads()
-        got = []
-        try:
-            for threads in (1, 2, 3):
-                torch.set_num_threads(threads)
-                got.append(product.run(call))
-        finally:
-            torch.set_num_threads(before)
-        assert torch.equal(got[0], got[1])
-        assert torch.equal(got[0], got[2])
+@dtypes
+def test_other_measures_and_norms(dtype: torch.dtype, device: torch.device) -> None:
+    if not emulated.supports(device, dtype):
+        pytest.skip("float16 is for CUDA")
+    rows = num_rows(device)
+    previous, hidden = test_exit_confidence_cosine.random_states(rows, 131, dtype, device)
+    states = {"previous": previous, "hidden": hidden}
+    check_rows(lambda call: ops.exit_confidence_cosine(**call), states, *states)
+    for inner_size in (None, 33):
+        classifier = test_exit_confidence_mlp.random_classifier(131, inner_size, device)
+        call: Call = {"hidden": hidden, **classifier}
+        check_rows(lambda call: ops.exit_confidence_mlp(**call), call, "hidden")
+    call = test_add_normed.random_call(rows, 131, dtype, device)
+    check_rows(lambda call: ops.add_normed(**call), call, "x", "residual")
+
+
+def fill(call: Call) -> Tensor:
+    return torch.stack(test_kv_fill.filled(ops.kv_fill, call))
+
+
+@forms
+@dtypes
+def test_what_is_filled(form: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Each layer fills different rows, and the last block has few."""
+    case = KvFillCase(53, hidden_size=256, num_kv_heads=1, head_dim=24, rotary_dim=24)
+    call = test_kv_fill.random_call(case, dtype, device)
+    if form in ops.BLOCK_FORMATS:
+        matrix = packed_layers([[(form, 48)]] * case.num_layers, 256, size=1 / 16)
+        matrix = on_device(matrix, device)
+        call |= {"kv_weight": matrix.weight, "kv_table": matrix.table}
+    else:
+        call = coded(call, form, "kv_weight")
+    together = fill(call)
+    for count in (1, 12, 13, 31, 45):
+        caches = call["k_cache"], call["v_cache"]
+        for rows in torch.arange(53).split(count):
+            by_row = ("hidden", "exit_layer", "slot_mapping", "positions")
+            part = {name: call[name][rows] for name in by_row}
+            own = {**call, **part, "k_cache": caches[0], "v_cache": caches[1]}
+            caches = test_kv_fill.filled(ops.kv_fill, own)
+        assert torch.equal(torch.stack(caches).nan_to_num(), together.nan_to_num())
+
+
+@forms
+@dtypes
+def test_the_number_of_threads_changes_nothing(
+    form: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    for op in OPS:
+        product = Product(op, form)
+        for num_tokens in (1, 40):
+            check_threads(product.run, product.call(num_tokens, 576, 1001, dtype=dtype))
+    case = test_exit_confidence_softmax.random_case(5, 256, 4099, dtype, device)
+    check_threads(head_of, coded(case, form, "lm_head"))
+    case = KvFillCase(70, num_layers=5, hidden_size=256, num_kv_heads=3)
+    if form not in ops.BLOCK_FORMATS:
+        call = test_kv_fill.random_call(case, dtype)
+        check_threads(fill, coded(call, form, "kv_weight"))

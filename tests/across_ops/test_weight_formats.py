@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
 import test_exit_confidence_softmax
 import test_kv_fill
 import torch
 
-import emulated
-import fuzz_ops
-import op_calls
 import reference
 from cases import DTYPES, KV_FILL_CASES, LM_HEADS, KvFillCase
 from coded_calls import (
     FORMATS,
     Call,
-    as_floats,
     check_close,
     coded,
     floats_of,
@@ -28,14 +22,6 @@ from coded_calls import (
 from eecore import ops
 from eecore.models.int8 import dequantise_rows, quantise_rows
 from packed_blocks import packed_layers
-
-OPS = (
-    "embed_tokens",
-    "exit_confidence_softmax",
-    "kv_fill",
-    "skinny_gated_linear",
-    "skinny_linear",
-)
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_format = pytest.mark.parametrize("format", FORMATS)
@@ -92,27 +78,6 @@ def test_packed_fill_matches_the_reference(
     check_fill({**call, "kv_weight": matrix.weight, "kv_table": matrix.table}, "packed", device)
 
 
-@each_format
-def test_what_is_filled_of_a_row_does_not_depend_on_the_others(
-    format: str, device: torch.device
-) -> None:
-    """Each layer fills different rows, and the last block has few."""
-    case = KvFillCase(53, hidden_size=256, num_kv_heads=1, head_dim=24, rotary_dim=24)
-    call = test_kv_fill.random_call(case, device=device)
-    matrix = on_device(packed_layers([[(format, 48)]] * case.num_layers, 256, size=1 / 16), device)
-    call |= {"kv_weight": matrix.weight, "kv_table": matrix.table}
-    together = test_kv_fill.filled(ops.kv_fill, call)
-    for count in (1, 10, 12, 13, 21, 45):
-        caches = call["k_cache"], call["v_cache"]
-        for rows in torch.arange(53).split(count):
-            by_row = ("hidden", "exit_layer", "slot_mapping", "positions")
-            part = {name: call[name][rows] for name in by_row}
-            own = {**call, **part, "k_cache": caches[0], "v_cache": caches[1]}
-            caches = test_kv_fill.filled(ops.kv_fill, own)
-        for got, expected in zip(caches, together, strict=True):
-            assert torch.equal(got.nan_to_num(), expected.nan_to_num())
-
-
 @each_dtype
 @each_format
 def test_embeddings_are_what_the_format_says(
@@ -139,26 +104,3 @@ def test_quantised_rows_are_within_half_a_step() -> None:
     assert (error <= scale[..., None] * 0.5001).all()
     assert whole.amin() == -127 or whole.amax() == 127
     assert not whole[1, 2].any()
-
-
-@pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("form", ["int8", "packed"])
-def test_random_calls_of_emulated_kernels(form: str, op: str, seed: int) -> None:
-    """Strides, gaps, places and sizes of any kind."""
-
-    def has_form(call: op_calls.Call) -> bool:
-        if form == "int8":
-            return any(tensor.dtype == torch.int8 for tensor in call.tensors.values())
-        return any(name.endswith("table") for name in call.tensors)
-
-    random = Random(seed)
-    call = op_calls.random_call(op, random)
-    while not has_form(call):
-        call = op_calls.random_call(op, random)
-    emulated.library()
-    memory, before = fuzz_ops.Memory(call.arguments.values()), op_calls.copied(call.arguments)
-    getattr(torch.ops.eecore_emulated, op).default(**call.arguments)
-    written = [call.arguments.get(name) for name in op_calls.written(op)]
-    memory.assert_unchanged(but=[tensor for tensor in written if tensor is not None])
-    call.check(before if op == "embed_tokens" else as_floats(before), call.arguments)

@@ -70,46 +70,6 @@ def test_a_threshold_of_one_and_a_nan_never_accept(device: torch.device) -> None
     assert status.tolist() == [False, False, False, False, True]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"confidence": torch.zeros(4, dtype=torch.float64)}, r"confidence: expected float32 \["),
-        (
-            {"thresholds": torch.zeros(3)},
-            r"thresholds: expected float32 \[num_seqs=4\], got.*\[3\]",
-        ),
-        ({"status": torch.zeros(4, dtype=torch.uint8)}, r"status: expected bool .* got uint8"),
-        (
-            {"exit_layer": torch.zeros(4, 1, dtype=torch.int32)},
-            r"exit_layer: .* got int32 \[4, 1\]",
-        ),
-        ({"confidence": torch.zeros(8)[::2]}, r"confidence: expected the last 1 .* contiguous"),
-        ({"layer": 0}, r"layer: expected a positive number .* got 0"),
-    ],
-)
-def test_bad_input_is_named_and_changes_nothing(change: dict[str, object], message: str) -> None:
-    arguments: dict[str, object] = {"layer": 1, **random_rows(4, torch.device("cpu")), **change}
-    status = arguments["status"]
-    assert isinstance(status, torch.Tensor)
-    before = status.clone()
-    with pytest.raises(RuntimeError, match=f"accept_mask: {message}"):
-        ops.accept_mask(**arguments)  # type: ignore[arg-type]
-    assert torch.equal(status, before)
-
-
-def test_opcheck(device: torch.device) -> None:
-    rows = random_rows(6, device)
-    outputs = (
-        torch.empty(6, dtype=torch.int32, device=device),
-        torch.empty(1, dtype=torch.int32, device=device),
-        torch.empty(1, dtype=torch.bool, device=device),
-    )
-    torch.library.opcheck(
-        torch.ops.eecore.accept_mask.default,
-        (rows["confidence"], rows["thresholds"], 3, rows["status"], rows["exit_layer"], *outputs),
-    )
-
-
 def acceptance(m: Maker, rows: int) -> Arguments:
     """An acceptance of rows of any confidence."""
     return {

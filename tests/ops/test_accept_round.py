@@ -15,10 +15,8 @@ from draft_rounds import (
     VOCAB_SIZE,
     Rounds,
     assert_same,
-    copies,
     random_verification,
     round_in,
-    unchanged,
 )
 from eecore import ops
 from random_calls import Arguments, Checked, Maker, compare
@@ -119,29 +117,6 @@ def two_drafts(device: torch.device, num_rows: int = 1) -> Verified:
     return verified
 
 
-@pytest.mark.parametrize(
-    ("target", "accepted", "token"),
-    [([2, 3, 1], 2, 1), ([2, 0, 1], 1, 0), ([0, 3, 1], 0, 0), ([2, 3, -1], 2, -1)],
-)
-def test_a_greedy_row(target: list[int], accepted: int, token: int, device: torch.device) -> None:
-    verified = two_drafts(device)
-    verified.target = torch.tensor(target, device=device)
-    verified.accept()
-    assert verified.num_accepted.tolist() == [accepted]
-    assert [int(tensor) for tensor in verified.ended] == [token, 11 + accepted, 7 - accepted]
-
-
-def test_a_row_without_a_round_stays_where_it_was(device: torch.device) -> None:
-    verified = two_drafts(device, 2)
-    verified.round.most[0] = -1
-    verified.round.left[0] = 0
-    verified.verification = reference.begin_verification(verified.round, 6)
-    verified.target = torch.tensor([2, 3, 1, 0, 0, 0], device=device)
-    verified.accept()
-    assert verified.num_accepted.tolist() == [0, 2]
-    assert [tensor.tolist() for tensor in verified.ended] == [[4, 1], [10, 13], [0, 5]]
-
-
 def sampled(p: list[float], q: list[float], num_rows: int, device: torch.device) -> Verified:
     """Rows whose drafts come from q, to be accepted for p."""
     verified = two_drafts(device, num_rows)
@@ -200,85 +175,6 @@ def test_a_draft_that_is_no_token_is_refused(device: torch.device) -> None:
     verified.accept()
     assert verified.num_accepted.tolist() == [1, 1]
     assert verified.ended.next_token.tolist() == [3, 3]
-
-
-def test_threads_do_not_change_a_result(device: torch.device) -> None:
-    verified = Verified(7, 3, 49153, device)
-    verified.sample(49153)
-    threads, outcomes = torch.get_num_threads(), []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            verified.accept()
-            outcomes.append(copies(verified.ended))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(one, two) for one, two in zip(*outcomes, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"target": torch.zeros(9).int()},
-            r"target: expected int64 \[max_tokens\], got int32 \[9\]",
-        ),
-        (
-            {"target": torch.zeros(2).long()},
-            r"target_probs: expected float32 \[max_tokens=2, vocab_size=5\], got",
-        ),
-        ({"uniform": None}, "uniform: .*, got sampled, draft_probs, target_probs$"),
-        (
-            {"uniform": torch.ones(6, 2)},
-            r"uniform: expected numbers in \[0, 1\), got 1.0.* at token 0",
-        ),
-        ({"uniform": torch.full((6, 2), float("nan"))}, r"uniform: .* got -?nan"),
-        (
-            {"draft_probs": torch.ones(3, 5)},
-            r"draft_probs: expected float32 \[num_rows \* num_steps=4, vocab_size\], got",
-        ),
-        (
-            {"num_drafted": torch.tensor([0, 3])},
-            r"num_drafted: expected values in \[0, 3\), got 3 at row 1",
-        ),
-        (
-            {"query_start_loc": torch.tensor([0, 4, 6], dtype=torch.int32)},
-            r"query_start_loc: .* below max_tokens=6, got 4 to 6 at row 1",
-        ),
-        ({"num_accepted": torch.zeros(2).int()}, "num_accepted: expected int64 .* got int32"),
-    ],
-)
-def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
-    verified = sampled([0.2] * 5, [0.2] * 5, 2, torch.device("cpu"))
-    for name, value in change.items():
-        if name in verified.sampling:
-            verified.sampling[name] = value
-        elif name in verified.round._fields:
-            verified.round = verified.round._replace(**{name: value})
-        elif name in verified.verification._fields:
-            verified.verification = verified.verification._replace(**{name: value})
-        else:
-            setattr(verified, name, value)
-    before = copies(verified.ended)
-    with pytest.raises(RuntimeError, match=f"accept_round: {message}"):
-        verified.accept()
-    assert unchanged(before, verified.ended)
-
-
-@pytest.mark.parametrize("greedy", [True, False])
-def test_opcheck(greedy: bool, device: torch.device) -> None:
-    verified = sampled([0.2] * 5, [0.2] * 5, 3, device)
-    given = verified.round
-    torch.library.opcheck(
-        torch.ops.eecore.accept_round.default,
-        (
-            *(given.tokens, given.num_drafted, given.most, given.first_position, given.left),
-            *(verified.verification.query_start_loc, verified.target, *verified.ended),
-            verified.num_accepted,
-            *((None,) * 4 if greedy else verified.sampling.values()),
-            verified.last_row,
-        ),
-    )
 
 
 def fuzzed_call(m: Maker) -> Checked:

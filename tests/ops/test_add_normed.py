@@ -11,7 +11,7 @@ from torch import Tensor
 
 import emulated
 import reference
-from cases import BATCH_SIZES, DTYPES, HIDDEN_SIZES, TOLERANCES
+from cases import DTYPES, HIDDEN_SIZES, TOLERANCES
 from eecore import ops
 from random_calls import Arguments, Checked, Maker, compare, looser
 
@@ -42,59 +42,6 @@ def test_matches_the_reference(hidden_size: int, dtype: torch.dtype, device: tor
     call = random_call(5, hidden_size, dtype, device)
     tolerance = dataclasses.asdict(TOLERANCES[dtype])
     torch.testing.assert_close(ops.add_normed(**call), reference.add_normed(**call), **tolerance)
-
-
-@pytest.mark.parametrize("num_tokens", BATCH_SIZES)
-def test_any_batch_onto_the_residual_itself(num_tokens: int, device: torch.device) -> None:
-    call = random_call(num_tokens, 72, torch.float32, device)
-    expected = reference.add_normed(**call)
-    wide = call["residual"]
-    assert ops.add_normed(**call, out=wide) is wide
-    torch.testing.assert_close(wide, expected, rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_norm_alone(dtype: torch.dtype, device: torch.device) -> None:
-    if not emulated.supports(device, dtype):
-        pytest.skip("float16 is for CUDA")
-    call = {**random_call(5, 72, dtype, device), "residual": None}
-    tolerance = dataclasses.asdict(TOLERANCES[dtype])
-    torch.testing.assert_close(ops.add_normed(**call), reference.add_normed(**call), **tolerance)
-
-
-def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
-    call = random_call(9, 100, torch.float32, device)
-    together = ops.add_normed(**call)
-    for row in range(9):
-        one = {name: call[name][row : row + 1] for name in ("x", "residual")}
-        assert torch.equal(ops.add_normed(**{**call, **one}), together[row : row + 1])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"x": torch.zeros(2, 8).long()}, "x: expected float32, bfloat16"),
-        ({"x": torch.zeros(2, 0), "norm_weight": torch.zeros(0)}, r"residual: .*hidden_size=0\]"),
-        ({"norm_weight": torch.ones(9)}, r"norm_weight: expected float32 \[hidden_size=8\], got"),
-        ({"residual": torch.zeros(3, 8)}, r"residual: expected float32 \[num_tokens=2, hidden_si"),
-        ({"residual": torch.zeros(2, 8).bfloat16()}, "residual: expected float32 .* got bfloat16"),
-        ({"eps": -1.0}, "eps: expected a number >= 0, got -1"),
-        ({"out": torch.zeros(1, 8).expand(2, 8)}, "out: expected elements that do not overlap"),
-        ({"out": torch.zeros(2, 7)}, r"out: expected float32 \[num_tokens=2, hidden_size=8\]"),
-    ],
-)
-def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
-    out = torch.full((2, 8), 9.0)
-    call = {**random_call(2, 8, torch.float32), "out": out, **change}
-    with pytest.raises(RuntimeError, match=f"add_normed: {message}"):
-        ops.add_normed(**call)
-    assert (out == 9).all()
-
-
-def test_opcheck(device: torch.device) -> None:
-    call = random_call(3, 16, torch.float32, device)
-    call["out"] = torch.zeros(3, 16, device=device)
-    torch.library.opcheck(torch.ops.eecore.add_normed.default, (), call)
 
 
 def fuzzed_call(m: Maker) -> Checked:

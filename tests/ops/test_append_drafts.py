@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,10 +16,8 @@ from draft_rounds import (
     active_in,
     arguments_of_active,
     assert_same,
-    copies,
     random_round,
     round_in,
-    unchanged,
 )
 from eecore import ops
 from random_calls import Arguments, Checked, Maker, compare
@@ -107,12 +103,6 @@ def test_drafts_without_keys_of_their_own(device: torch.device) -> None:
         assert (drafting.active.seq_lens[drafting.round.done] == 1).all()
 
 
-def test_a_round_without_states(device: torch.device) -> None:
-    drafting = Drafting(7, 2, None, device=device)
-    drafting.check(0)
-    drafting.check(1)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden_size", HIDDEN_SIZES)
 def test_states(hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -161,54 +151,6 @@ def test_no_token_is_kept_and_not_embedded(device: torch.device) -> None:
     assert drafting.round.tokens[0, 1] == -1
     assert drafting.active.token_ids is not None
     assert drafting.active.token_ids.tolist() == [0]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"step": 4}, "step: expected 0..num_steps-1=3, got 4"),
-        ({"step": -1}, "step: expected 0..num_steps-1=3, got -1"),
-        (
-            {"tokens": torch.zeros(5, 4, dtype=torch.int64)},
-            r"tokens: expected int64 \[num_rows=5, num_steps \+ 1=5\], got int64 \[5, 4\]",
-        ),
-        ({"thresholds": torch.zeros(5).double()}, "thresholds: expected float32 .* got float64"),
-        (
-            {"states": torch.zeros(5, 5, 33, dtype=torch.bfloat16)},
-            "states: expected float32 .* got bfloat16",
-        ),
-        ({"states": None}, "states: expected all or none of hidden, states, got hidden$"),
-        ({"all_done": torch.zeros(5, dtype=torch.bool)}, r"all_done: expected bool \[1\], got"),
-        ({"row": torch.arange(5)}, r"row: expected int32 \[num_active=5\], got int64"),
-        (
-            {"row": torch.tensor([0, 1, 2, 3, 5], dtype=torch.int32)},
-            r"row: expected values in \[0, 5\), got 5 at row 4",
-        ),
-    ],
-)
-def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
-    drafting = Drafting(5)
-    given, active = drafting.round, drafting.active
-    given = given._replace(**{k: v for k, v in change.items() if k in given._fields})
-    active = active._replace(**{k: v for k, v in change.items() if k in active._fields})
-    before = copies(given, active)
-    with pytest.raises(RuntimeError, match=f"append_drafts: {message}"):
-        ops.append_drafts(*drafting.draft(), change.get("step", 0), given, active)
-    assert unchanged(before, given, active)
-
-
-def test_opcheck(device: torch.device) -> None:
-    drafting = Drafting(6, device=device)
-    given, active = drafting.round, drafting.active
-    torch.library.opcheck(
-        torch.ops.eecore.append_drafts.default,
-        (
-            *(*drafting.draft(), 0, given.thresholds, given.stop_tokens, given.most),
-            *(given.round_slots, active.row, given.states, given.tokens, given.confidences),
-            *(given.num_drafted, given.done, given.all_done, active.token_ids),
-            *(active.positions, active.slot_mapping, active.seq_lens),
-        ),
-    )
 
 
 def fuzzed_call(m: Maker) -> Checked:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import reference
-from cache_layouts import LAYOUTS, assert_nothing_beside_was_written, laid_out
 from cases import APPEND_KV_CASES, DTYPES, TOLERANCES, AppendKvCase
 from eecore import ops
 from random_calls import Arguments, Checked, Maker, compare, looser
@@ -74,120 +73,12 @@ def test_matches_the_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_works_without_q(dtype: torch.dtype, device: torch.device) -> None:
-    assert_matches_the_reference({**random_call(SMALL, dtype, device), "q": None}, dtype)
-
-
-def test_layers_and_interleaved_caches_may_be_strided(device: torch.device) -> None:
-    call = random_call(SMALL, torch.float32, device)
-    num_pages, page_size, num_kv_heads, head_dim = call["k_cache"].shape
-    cache = torch.full((3, num_pages, page_size, 2, num_kv_heads, head_dim), -7.0, device=device)
-    call["k_cache"], call["v_cache"] = cache[1, :, :, 0], cache[1, :, :, 1]
-    assert_matches_the_reference(call, torch.float32)
-    assert (cache[0] == -7).all()
-    assert (cache[2] == -7).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_of_caches(layout: str, dtype: torch.dtype, device: torch.device) -> None:
-    for case in (SMALL, AppendKvCase(17, 6, 3, 72, 4, rotary_dim=16)):
-        call = random_call(case, dtype, device)
-        caches = laid_out(layout, call["k_cache"], call["v_cache"])
-        assert_matches_the_reference({**call, "k_cache": caches.k, "v_cache": caches.v}, dtype)
-        assert_nothing_beside_was_written(caches)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_heads_may_start_anywhere(dtype: torch.dtype, device: torch.device) -> None:
-    call = random_call(SMALL, dtype, device)
-    for name in ("q", "k", "v", "k_cache", "v_cache", "q_norm_weight"):
-        whole = call[name]
-        wider = torch.zeros(whole.numel() + 1, dtype=dtype, device=device)
-        if name in ("q", "k", "v"):  # an odd distance between heads
-            wider = torch.zeros(*whole.shape[:-1], whole.shape[-1] + 3, dtype=dtype, device=device)
-            call[name] = wider[..., 2:-1].copy_(whole)
-        else:
-            call[name] = wider[1:].view(whole.shape).copy_(whole)
-    assert_matches_the_reference(call, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_are_stored_bit_by_bit(dtype: torch.dtype, device: torch.device) -> None:
     call = random_call(SMALL, dtype, device)
     ops.append_kv(**call)
     slots = call["slot_mapping"]
     stored = call["v_cache"].flatten(0, 1)[slots[slots >= 0]]
     assert torch.equal(stored, call["v"][slots >= 0])
-
-
-def test_slot_minus_one_writes_nothing_but_its_query(device: torch.device) -> None:
-    call = random_call(SMALL, torch.float32, device)
-    call["slot_mapping"].fill_(-1)
-    before = call["q"].clone()
-    assert_matches_the_reference(call, torch.float32)
-    assert call["k_cache"].isnan().all()
-    assert call["v_cache"].isnan().all()
-    assert not torch.equal(call["q"], before)
-
-
-def test_does_not_depend_on_the_number_of_threads(device: torch.device) -> None:
-    case = AppendKvCase(300, 8, 2, 128, 16, rotary_dim=128, norm=True)
-    results = []
-    before = torch.get_num_threads()
-    for num_threads in (1, 2):
-        torch.set_num_threads(num_threads)
-        call = random_call(case, torch.float32, device)
-        ops.append_kv(**call)
-        results.append((call["q"].clone(), call["k_cache"].nan_to_num()))
-    torch.set_num_threads(before)
-    for one, two in zip(*results, strict=True):
-        assert torch.equal(one, two)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"k": torch.zeros(6, 2, 64, dtype=torch.float64)}, r"k: expected float32, bfloat16 .*"),
-        ({"v": torch.zeros(6, 3, 64)}, r"v: .*num_kv_heads=2, .* got float32 \[6, 3, 64\]"),
-        ({"v": torch.zeros(6, 2, 128)[..., ::2]}, r"v: expected the last 1 .* contiguous"),
-        ({"q": torch.zeros(5, 4, 64)}, r"q: expected float32 \[num_tokens=6, .* \[5, 4, 64\]"),
-        ({"q": torch.zeros(6, 4, 64).bfloat16()}, r"q: expected float32 .* got bfloat16"),
-        ({"k_cache": torch.zeros(2, 8, 2, 32)}, r"k_cache: expected .*head_dim=64.*, 32\]"),
-        ({"v_cache": torch.zeros(3, 8, 2, 64)}, r"v_cache: expected .*num_pages=2"),
-        (
-            {"k_cache": torch.zeros(2, 2, 64, 8).permute(0, 3, 1, 2)},
-            r"k_cache: .* got stride 8 ins",
-        ),
-        ({"v_cache": torch.zeros(2, 8, 2, 128)[..., ::2]}, r"v_cache: expected the last 1 .* co"),
-        ({"k_cache": torch.zeros(1, 8, 2, 64).expand(2, 8, 2, 64)}, r"k_cache: .* do not overlap"),
-        ({"v_cache": torch.zeros(2, 8, 1, 64).expand(2, 8, 2, 64)}, r"v_cache: .* do not overlap"),
-        (
-            {"k_cache": torch.zeros(1500).as_strided((2, 8, 2, 64), (512, 64, 32, 1))},
-            r"k_cache: .* do not overlap, got strides \[512, 64, 32, 1\]",
-        ),
-        ({"slot_mapping": torch.zeros(6).int()}, r"slot_mapping: expected int64 .* got int32"),
-        (
-            {"slot_mapping": torch.tensor([0, 1, 16, 2, 3, 4])},
-            r"slot_mapping: .*\[-1, 16\), got 16",
-        ),
-        ({"slot_mapping": torch.tensor([0, 1, -2, 2, 3, 4])}, r"slot_mapping: .* got -2 at row 2"),
-        ({"positions": torch.zeros(5).long()}, r"positions: expected int64 \[num_tokens=6\]"),
-        ({"positions": torch.full((6,), 50)}, r"positions: expected values in \[0, 50\), got 50"),
-        ({"positions": torch.full((6,), -1)}, r"positions: expected values in .* got -1 at row 0"),
-        ({"cos_sin": None}, r"cos_sin: expected float32 .* with positions, got None"),
-        ({"cos_sin": torch.zeros(50, 31)}, r"cos_sin: expected an even rotary_dim .* got 31"),
-        ({"cos_sin": torch.zeros(50, 66)}, r"cos_sin: expected an even rotary_dim .* got 66"),
-        ({"q_norm_weight": torch.ones(32)}, r"q_norm_weight: expected float32 \[head_dim=64\]"),
-        ({"k_norm_weight": torch.ones(64).bfloat16()}, r"k_norm_weight: .* got bfloat16"),
-    ],
-)
-def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
-    call = {**random_call(SMALL, torch.float32, torch.device("cpu")), **change}
-    before = call["q"].clone()
-    with pytest.raises(RuntimeError, match=f"append_kv: {message}"):
-        ops.append_kv(**call)
-    assert torch.equal(call["q"], before)
 
 
 def test_a_cache_of_too_many_slots_is_refused() -> None:
@@ -213,29 +104,6 @@ def test_a_head_dim_that_is_too_large_is_refused() -> None:
         RuntimeError, match=r"append_kv: k_cache: expected head_dim of 1 to 512, .* 520"
     ):
         ops.append_kv(**random_call(case, torch.float32, torch.device("cpu")))
-
-
-def test_opcheck(device: torch.device) -> None:
-    call = random_call(SMALL, torch.float32, device)
-    call["k_cache"].zero_()
-    call["v_cache"].zero_()
-    call["q"] = call["q"].contiguous()
-    call["k"] = call["k"].contiguous()
-    call["v"] = call["v"].contiguous()
-    torch.library.opcheck(torch.ops.eecore.append_kv.default, (*call.values(), 1e-6))
-
-
-def test_compiles_as_one_graph() -> None:
-    call = random_call(SMALL, torch.float32, torch.device("cpu"))
-    call["q"] = call["q"].contiguous()
-    q = call["q"].clone()
-
-    def step(q: torch.Tensor) -> torch.Tensor:
-        ops.append_kv(**{**call, "q": q})
-        return q * 2
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(q.clone())
-    torch.testing.assert_close(compiled, step(q.clone()))
 
 
 def fuzzed_call(m: Maker) -> Checked:

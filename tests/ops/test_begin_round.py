@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,10 +15,8 @@ from draft_rounds import (
     arguments_of_active,
     arguments_of_round,
     assert_same,
-    copies,
     random_round,
     round_in,
-    unchanged,
 )
 from eecore import ops
 from random_calls import Arguments, Checked, Maker, compare
@@ -151,104 +147,6 @@ def test_drafts_ahead_end_before_one_that_is_unlikely(device: torch.device) -> N
     assert given.tokens[0, 1:4].tolist() == [1, 2, 3]
     assert given.tokens[3, 1:3].tolist() == [13, 14]
     assert given.all_done.item()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_ahead": None}, "num_ahead: .*, got ahead_tokens, ahead_probabilities, thresholds$"),
-        ({"drafts": None, "num_given": None}, "ahead_tokens: .* with them, got no drafts"),
-        (
-            {"ahead_probabilities": torch.zeros(3, 3)},
-            r"ahead_probabilities: expected \[num_ended, 2\], one fewer .* got \[3, 3\]",
-        ),
-        ({"num_ahead": torch.zeros(2).long()}, r"num_ahead: expected int64 \[num_ended=3\]"),
-        ({"thresholds": torch.zeros(3).double()}, "thresholds: expected float32 .* got float64"),
-    ],
-)
-def test_bad_drafts_ahead_are_named_and_change_nothing(
-    change: dict[str, Any], message: str
-) -> None:
-    rounds = Rounds(3)
-    given = rounds.given()._replace(drafts=rounds.whole(9, 3, 4), num_given=rounds.whole(3, 3))
-    active, ended, ahead = rounds.active(), rounds.ended(), rounds.ahead(3, 2)
-    names = {"ahead_probabilities": "probabilities", "num_ahead": "num_drafted"}
-    ahead = ahead._replace(**{names[k]: v for k, v in change.items() if k in names})
-    given = given._replace(**{k: v for k, v in change.items() if k in given._fields})
-    sources = torch.zeros(3, dtype=torch.int32)
-    before = copies(given, active)
-    with pytest.raises(RuntimeError, match=f"begin_round: {message}"):
-        ops.begin_round(given, active, PAGE_SIZE, ended=ended, sources=sources, ahead=ahead)
-    assert unchanged(before, given, active)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"drafts": torch.zeros(3, 4).long()},
-            "num_given: expected all or none of drafts, num_given, got drafts$",
-        ),
-        (
-            {"num_given": torch.zeros(3).long()},
-            "drafts: expected all or none of drafts, num_given, got num_given$",
-        ),
-        (
-            {"drafts": torch.zeros(3, 5).long(), "num_given": torch.zeros(3).long()},
-            r"drafts: expected \[num_rows, num_steps=4\], got \[3, 5\]",
-        ),
-        (
-            {"drafts": torch.zeros(3, 4).int(), "num_given": torch.zeros(3).long()},
-            "drafts: expected int64 .* got int32",
-        ),
-        ({"page_size": 0}, "page_size: expected a number of 1 to 2147483647, got 0"),
-        (
-            {"sources": torch.tensor([0, -1, 3], dtype=torch.int32)},
-            r"sources: expected values in \[-1, 3\), got 3 at row 2",
-        ),
-        ({"sources": None}, "sources: .*, got next_token, next_position, next_left$"),
-        ({"start": torch.zeros(3).int()}, r"start: expected int64 \[num_rows=3\], got int32 \[3\]"),
-        (
-            {"page_table": torch.zeros(3, 0, dtype=torch.int32)},
-            "page_table: expected max_pages >= 1, got 0",
-        ),
-        (
-            {"tokens": torch.zeros(3, 4, dtype=torch.int64)},
-            r"tokens: expected int64 \[num_rows=3, num_steps \+ 1=5\], got int64 \[3, 4\]",
-        ),
-        ({"seq_lens": torch.zeros(3, dtype=torch.int64)}, "seq_lens: expected int32 .* got int64"),
-    ],
-)
-def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
-    rounds = Rounds(3)
-    given, active, ended = rounds.given(), rounds.active(), rounds.ended()
-    given = given._replace(**{k: v for k, v in change.items() if k in given._fields})
-    active = active._replace(**{k: v for k, v in change.items() if k in active._fields})
-    sources = change.get("sources", torch.zeros(3, dtype=torch.int32))
-    before = copies(given, active)
-    with pytest.raises(RuntimeError, match=f"begin_round: {message}"):
-        ops.begin_round(
-            given, active, change.get("page_size", PAGE_SIZE), ended=ended, sources=sources
-        )
-    assert unchanged(before, given, active)
-
-
-def test_opcheck(device: torch.device) -> None:
-    rounds = Rounds(6, device=device)
-    given, active, ended = rounds.given(), rounds.active(), rounds.ended()
-    sources = torch.full((6,), -1, dtype=torch.int32, device=device)
-    drafts = rounds.whole(9, 6, rounds.num_steps), rounds.whole(6, 6) - 1
-    ahead = *rounds.ahead(6), given.thresholds
-    torch.library.opcheck(
-        torch.ops.eecore.begin_round.default,
-        (
-            *(*given[:5], PAGE_SIZE, sources, *ended, *drafts, *ahead),
-            *(given.first_position, given.left, given.round_slots, given.tokens),
-            *(given.num_drafted, given.most, given.done, given.all_done),
-            *(active.row, active.token_ids, active.positions, active.slot_mapping),
-            active.seq_lens,
-        ),
-    )
 
 
 def fuzzed_call(m: Maker) -> Checked:

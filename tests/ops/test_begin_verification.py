@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import reference
 from cases import BATCH_SIZES
-from draft_rounds import Rounds, assert_same, copies, random_drafted, round_in, unchanged
+from draft_rounds import Rounds, assert_same, random_drafted, round_in
 from eecore import ops
 from random_calls import Arguments, Checked, Maker, compare
 
@@ -42,50 +40,6 @@ def test_rows_with_drafts_without_and_without_a_round(device: torch.device) -> N
         *([70, 71, 72, 90, -1, -1, -1, -1, -1], [0, 0, 0, 2, 0, 0, 0, 0, 0]),
         *([13, 0, 31], [0, 3, 3, 4], [4]),
     ]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"num_drafted": torch.tensor([0, 5, 1])},
-            r"num_drafted: expected values in \[0, 5\), got 5 at row 1",
-        ),
-        ({"most": torch.zeros(2).long()}, r"most: expected int64 \[num_rows=3\], got int64 \[2\]"),
-        (
-            {name: torch.zeros(14).long() for name in ("token_ids", "positions", "slot_mapping")}
-            | {"sequence": torch.zeros(14, dtype=torch.int32)},
-            r"token_ids: expected at least num_rows \* \(num_steps \+ 1\)=15 rows, got 14",
-        ),
-        (
-            {"query_start_loc": torch.zeros(3, dtype=torch.int32)},
-            r"query_start_loc: expected int32 \[num_rows \+ 1=4\], got int32 \[3\]",
-        ),
-        ({"last_slots": torch.zeros(3)}, "last_slots: expected int64 .* got float32"),
-    ],
-)
-def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
-    rounds = Rounds(3)
-    given, got = rounds.drafted(), rounds.verification()
-    got = got._replace(**{k: v for k, v in change.items() if k in got._fields})
-    if not set(change) & set(got._fields):
-        given = given._replace(**change)
-    before = copies(got)
-    with pytest.raises(RuntimeError, match=f"begin_verification: {message}"):
-        ops.begin_verification(given, got)
-    assert unchanged(before, got)
-
-
-def test_opcheck(device: torch.device) -> None:
-    rounds = Rounds(6, device=device)
-    given = rounds.drafted()
-    torch.library.opcheck(
-        torch.ops.eecore.begin_verification.default,
-        (
-            *(given.first_position, given.round_slots, given.tokens, given.num_drafted),
-            *(given.most, *rounds.verification()),
-        ),
-    )
 
 
 def fuzzed_call(m: Maker) -> Checked:

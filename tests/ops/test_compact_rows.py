@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -59,46 +57,6 @@ def test_matches_the_reference(
             assert torch.equal(new[: len(stay)], old[stay]), name
             if share == 0:
                 assert torch.equal(new, old), name
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"row": torch.tensor([0, 1, 4]).int()}, r"row: expected values in \[0, 4\), got 4"),
-        ({"positions": torch.zeros(2).long()}, r"positions: expected int64 \[num_active=3\]"),
-        ({"slot_mapping": torch.zeros(3).int()}, "slot_mapping: expected int64 .* got int32"),
-        ({"page_table": torch.zeros(5, 3).int().t()}, "page_table: expected the last 1 dimension"),
-        ({"num_active": torch.zeros(3).int()}, r"num_active: expected int32 \[1\]"),
-        (
-            {"cross_seq_lens": torch.zeros(4).int()},
-            r"cross_seq_lens: expected int32 \[num_a",
-        ),
-        ({"hidden": torch.zeros(2, 8)}, r"hidden: .*\[num_active=3, hidden_size\], got .*2, 8\]"),
-        ({"done": torch.zeros(4)}, "done: expected bool .* got float32"),
-    ],
-)
-def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
-    active = active_rows(3, 4)
-    active = active._replace(**{k: v for k, v in change.items() if k in active._fields})
-    done = torch.tensor([True, False, True, False])
-    given: dict[str, Any] = {"done": done, "hidden": torch.randn(3, 8)}
-    given |= {k: v for k, v in change.items() if k not in active._fields}
-    written = [*active, given["hidden"]]
-    before = [tensor.clone() for tensor in written]
-    with pytest.raises(RuntimeError, match=f"compact_rows: {message}"):
-        ops.compact_rows(active=active, **given)
-    for old, new in zip(before, written, strict=True):
-        assert torch.equal(old, new)
-
-
-@pytest.mark.parametrize("everything", [True, False])
-def test_opcheck(everything: bool, device: torch.device) -> None:
-    done = torch.tensor([True, False, True, False, False])
-    hidden = torch.randn(4, 8, device=device) if everything else None
-    torch.library.opcheck(
-        torch.ops.eecore.compact_rows.default,
-        (done, *active_rows(4, 5, everything=everything), hidden),
-    )
 
 
 def fuzzed_call(m: Maker) -> Checked:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import reference
 from cache_layouts import LAYOUTS, assert_nothing_beside_was_written, laid_out
-from cases import DECODER_LAYERS_CASES, DTYPES, TOLERANCES, DecoderLayersCase, Tolerance
+from cases import DECODER_LAYERS_CASES, DTYPES, DecoderLayersCase, Tolerance
 from eecore import ops
 from eecore.models.int8 import quantise_rows
 from random_calls import Arguments, Checked, Maker, compare
@@ -361,23 +361,6 @@ def test_cross_attention_may_have_biases(dtype: torch.dtype, device: torch.devic
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", DECODER_LAYERS_CASES, ids=str)
-def test_matches_the_reference(
-    case: DecoderLayersCase, dtype: torch.dtype, device: torch.device
-) -> None:
-    call = random_call(case, dtype, device)
-    expected = with_own_caches(call)
-    got = ops.decoder_layers(**call)
-    expected.pop("fixed_split_size")
-    # Roundings of several layers add up.
-    tolerance = TOLERANCES[dtype]
-    close = {"rtol": 4 * tolerance.rtol, "atol": 16 * tolerance.atol, "equal_nan": True}
-    torch.testing.assert_close(got, reference.decoder_layers(**expected), **close)
-    for name in ("k_cache", "v_cache"):
-        torch.testing.assert_close(call[name], expected[name], **close)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_stretch_may_be_cut_anywhere(dtype: torch.dtype, device: torch.device) -> None:
     whole = random_call(SMALL, dtype, device)
     parts = with_own_caches(whole)
@@ -385,40 +368,6 @@ def test_a_stretch_may_be_cut_anywhere(dtype: torch.dtype, device: torch.device)
         parts["hidden"] = ops.decoder_layers(**{**parts, "begin_layer": begin, "end_layer": end})
     assert torch.equal(parts["hidden"], ops.decoder_layers(**whole))
     assert_same(parts, whole)
-
-
-@pytest.mark.parametrize("skip", [(), (0, 1, 2)])
-@pytest.mark.parametrize("cross_lens", [None, (20,)])
-def test_out_may_be_hidden(
-    cross_lens: tuple[int, ...] | None, skip: tuple[int, ...], device: torch.device
-) -> None:
-    case = DecoderLayersCase((2,), (9,), skip_attention=skip, cross_lens=cross_lens)
-    call = random_call(case, device=device)
-    expected = ops.decoder_layers(**with_own_caches(call))
-    assert ops.decoder_layers(**call, out=call["hidden"]) is call["hidden"]
-    assert torch.equal(call["hidden"], expected)
-
-
-def test_strides(device: torch.device) -> None:
-    call = random_call(SMALL, device=device)
-    expected = ops.decoder_layers(**with_own_caches(call))
-
-    def padded(tensor: torch.Tensor) -> torch.Tensor:
-        """The same values in wider memory: NaN after each row and, in a stack, each layer."""
-        wide = torch.full(tuple(n + 1 for n in tensor.shape), torch.nan)
-        view = wide[tuple(slice(n) for n in tensor.shape)]
-        return view.copy_(tensor)
-
-    names = ("qkv_weight", "o_weight", "gate_up_weight", "down_weight")
-    weights = call["weights"]
-    wide = {name: padded(arguments(weights)[name]) for name in names}
-    call["weights"] = with_arguments(weights, wide)
-    call["hidden"] = padded(call["hidden"])
-    both = torch.full((3, 2 * SMALL.hidden_size), torch.nan)
-    out = both[:, 5 : 5 + SMALL.hidden_size]
-    assert torch.equal(ops.decoder_layers(**call, out=out), expected)
-    assert both[:, :5].isnan().all()
-    assert both[:, 5 + SMALL.hidden_size :].isnan().all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -528,18 +477,6 @@ def arguments(fields: Any) -> dict[str, Any]:
     return found
 
 
-def with_arguments(fields: Any, changed: dict[str, Any]) -> Any:
-    """The weights with some tensors replaced, by the names of the schema."""
-    for argument, tensor in changed.items():
-        name, _, part = argument.rpartition("_")
-        matrix = getattr(fields, name, None)
-        if isinstance(matrix, ops.Matrix):
-            fields = fields._replace(**{name: matrix._replace(**{part: tensor})})
-        else:
-            fields = fields._replace(**{argument: tensor})
-    return fields
-
-
 def test_the_schema_lists_what_the_wrapper_is_given() -> None:
     """The stable ABI has no structs: a matrix is four arguments, its field's name before each.
 
@@ -581,120 +518,6 @@ def test_the_schema_of_kv_fill_lists_a_matrix_too() -> None:
     assert [*given[3:6], given[-1]] == [f"kv_{part}" for part in ops.Matrix._fields]
 
 
-def replaced(**weights: Any) -> dict[str, Any]:
-    return {"weights": weights}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden": torch.zeros(3, 64).long()}, r"hidden: expected float32, bfloat16 .* got int64"),
-        ({"hidden": torch.zeros(3, 64).half()}, r"hidden: expected float32 or bfloat16 on the CPU"),
-        ({"hidden": torch.zeros(64, 3).T}, r"hidden: expected the last 1 .* contiguous"),
-        ({"hidden": torch.zeros(3, 65)}, r"attention_norm: expected float32 \[num_layers, hidden_"),
-        (replaced(mlp_norm=torch.zeros(3, 63)), r"mlp_norm: expected float32 \[num_layers=3, hidd"),
-        (replaced(q_norm=torch.zeros(3, 63)), r"q_norm: expected float32 \[num_layers=3, head_dim"),
-        (replaced(k_norm=torch.zeros(2, 64)), r"k_norm: expected float32 \[num_layers=3, head_dim"),
-        (replaced(o_weight=torch.zeros(3, 63, 256)), r"o_weight: expected float32 \[num_layers=3,"),
-        (replaced(o_weight=torch.zeros(3, 64, 250), qkv_weight=torch.zeros(3, 506, 64),
-                  qkv_bias=None), r"o_weight: expected q_size a multiple of num_kv_heads \* head_"),
-        (replaced(o_bias=torch.zeros(3, 63)), r"o_bias: expected float32 \[num_layers=3, hidden_"),
-        (replaced(qkv_weight=torch.zeros(3, 511, 64)), r"qkv_weight: .*=3, 512, hidden_size=64\],"),
-        (replaced(qkv_bias=torch.zeros(3, 511)), r"qkv_bias: expected float32 .* got float32 \[3,"),
-        (replaced(qkv_scale=torch.ones(3, 512)), r"qkv_weight: expected int8 \[num_layers=3, 512,"),
-        (replaced(o_weight=torch.zeros(3, 64, 256).char()), r"o_weight: expected float32 .* got i"),
-        (replaced(o_weight=torch.zeros(3, 64, 256).char(), o_scale=torch.ones(3, 63)),
-         r"o_scale: expected float32 \[num_layers=3, hidden_size=64\], got float32 \[3, 63\]"),
-        (replaced(down_weight=torch.zeros(3, 64, 96).char(), down_scale=torch.ones(3, 65)[:, :64]),
-         r"down_scale: expected a contiguous tensor, got layer stride 65"),
-        (replaced(qkv_weight=torch.zeros(3, 64, 512).mT), r"qkv_weight: .* last 1 .* contiguous"),
-        (replaced(down_weight=torch.zeros(2, 64, 96)), r"down_weight: expected float32 \[num_laye"),
-        (replaced(down_bias=torch.zeros(64)), r"down_bias: expected float32 .* got float32 \[64\]"),
-        (replaced(gate_up_weight=torch.zeros(3, 191, 64)), r"gate_up_weight: .*=3, 192, hidden_si"),
-        (replaced(gate_up_bias=torch.zeros(3, 191)), r"gate_up_bias: expected float32 \[num_layer"),
-        ({"v_cache": torch.zeros(3, 9, 8, 1, 64)}, r"v_cache: expected float32.*num_layers=3"),
-        ({"slot_mapping": torch.zeros(2, dtype=torch.int64)}, r"slot_mapping: expected int64 \[nu"),
-        ({"slot_mapping": torch.tensor([0, 72, 1])}, r"slot_mapping: expected values in \[-1, 72"),
-        ({"positions": torch.zeros(3).int()}, r"positions: expected int64 \[num_tokens=3\], got i"),
-        ({"positions": torch.tensor([0, 1, 1024])}, r"positions: expected values in \[0, 1024\), "),
-        ({"cos_sin": torch.zeros(9, 66)}, r"cos_sin: expected an even rotary_dim of at most head_"),
-        ({"page_table": torch.zeros(2, 3)}, r"page_table: expected int32 \[num_seqs, max_pages_pe"),
-        ({"page_table": torch.full((2, 3), 9).int()}, r"page_table: expected entries in \[0, num_"),
-        ({"seq_lens": torch.tensor([9]).int()}, r"seq_lens: expected int32 \[num_seqs=2\], got in"),
-        ({"seq_lens": torch.tensor([9, 25]).int()}, r"seq_lens: expected values in \[0, max_pages"),
-        ({"query_start_loc": torch.tensor([0, 3]).int()}, r"query_start_loc: expected int32 \[3\]"),
-        ({"query_start_loc": torch.tensor([0, 2, 4]).int()}, r"query_start_loc: .* end at num_tok"),
-        ({"sliding_window": torch.zeros(2).int()}, r"sliding_window: expected int32 \[num_layers="),
-        ({"sliding_window": torch.tensor([0, -1, 0]).int()}, r"sliding_window: .* -1 for layer 1"),
-        ({"skip_attention": torch.zeros(3)}, r"skip_attention: expected bool \[num_layers=3\], go"),
-        ({"skip_mlp": torch.zeros(2).bool()}, r"skip_mlp: expected bool \[num_layers=3\], got boo"),
-        ({"begin_layer": -1}, r"begin_layer, end_layer: expected 0 <= .* num_layers=3, got -1 and"),
-        ({"begin_layer": 2, "end_layer": 1}, r"begin_layer, end_layer: expected .* got 2 and 1"),
-        ({"end_layer": 4}, r"begin_layer, end_layer: expected .* <= num_layers=3, got 0 and 4"),
-        ({"eps": -1.0}, r"eps: expected a number >= 0, got -1"),
-        ({"soft_cap": -1.0}, r"soft_cap: expected a number >= 0, got -1"),
-        ({"layer_ropes": torch.zeros(3, 2).int()}, r"cos_sin: expected float32 \[num_ropes, max_p"),
-        ({"layer_ropes": torch.tensor([[0, 0], [1, 2], [0, 0]]).int(),
-          "cos_sin": torch.zeros(2, 1024, 64)}, r"layer_ropes: expected values in \[0, 2\), got 2"),
-        ({"fixed_split_size": -1}, r"fixed_split_size: expected 0 or more keys, got -1"),
-        ({"out": torch.zeros(3, 63)}, r"out: expected float32 \[num_tokens=3, hidden_size=64\], g"),
-        ({"out": torch.zeros(64).expand(3, 64)}, r"out: expected elements that do not overlap"),
-        ({"cos_sin": None}, r"cos_sin: expected float32 \[max_position, rotary_dim\] with posit"),
-        ({"activation": "gelu"}, r"activation: expected silu or gelu_tanh or relu, got gelu"),
-        ({"activation": "relu"}, r"gate_up_weight: expected float32 \[num_layers=3, 96, hidden_si"),
-        ({"position_bias": torch.zeros(32, 5)}, r"position_bias: expected float32 .* got float32"),
-        ({"position_bias": torch.zeros(1, 4)}, r"position_bias: expected 2 to 128 bucket.* got 1"),
-        ({"position_bias": torch.zeros(4, 4), "max_distance": 2}, r"max_distance: .* got 2"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
-    call = {**random_call(SMALL), "out": torch.zeros(3, 64)}
-    weights = with_arguments(call["weights"], change.get("weights", {}))
-    call = {**call, **change, "weights": weights}
-    untouched = with_own_caches(call)
-    with pytest.raises(RuntimeError, match=f"decoder_layers: {message}"):
-        ops.decoder_layers(**call)
-    assert not call["out"].any()
-    assert_same(call, untouched)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"norm": torch.zeros(3, 63)}, r"cross_norm: expected float32 \[num_layers=3, hidden_size"),
-        ({"norm": None}, r"cross_q_weight: expected None without cross_norm, got a tensor"),
-        ({"q_weight": None}, r"cross_q_weight: expected a tensor with cross_norm, got None"),
-        ({"q_weight": torch.zeros(3, 192, 64)}, r"cross_q_weight: expected float32 .* q_size=256,"),
-        ({"q_weight": torch.zeros(3, 64, 256).mT}, r"cross_q_weight: .* last 1 .* contiguous"),
-        ({"q_bias": torch.zeros(3, 255)}, r"cross_q_bias: expected float32 .* q_size=256\], got"),
-        ({"o_bias": torch.zeros(3, 63)}, r"cross_o_bias: expected float32 \[num_layers=3, hidden_"),
-        ({"q_scale": torch.ones(3, 256)}, r"cross_q_weight: expected int8 .* got float32 \[3, 256"),
-        ({"o_weight": None}, r"cross_o_weight: expected a tensor with cross_norm, got None"),
-        ({"o_weight": torch.zeros(3, 64, 255)}, r"cross_o_weight: expected .* q_size=256\], got"),
-        ({"o_weight": torch.zeros(3, 64, 256).char(), "o_scale": torch.ones(3, 63)},
-         r"cross_o_scale: expected float32 \[num_layers=3, hidden_size=64\], got float32 \[3, 63"),
-        ({"page_table": None}, r"cross_page_table: expected a tensor with cross_norm, got None"),
-        ({"page_table": torch.zeros(3, 4).int()}, r"cross_page_table: expected int32 \[num_seqs=2"),
-        ({"page_table": torch.full((2, 4), 17).int()},
-         r"cross_page_table: expected entries in \[0, num_pages=17\) in column 0, got 17 for seq"),
-        ({"page_table": torch.full((2, 4), -1).int()}, r"cross_page_table: .* got -1 for sequence"),
-        ({"seq_lens": None}, r"cross_seq_lens: expected a tensor with cross_norm, got None"),
-        ({"seq_lens": torch.zeros(2)}, r"cross_seq_lens: expected int32 \[num_seqs=2\], got floa"),
-        ({"seq_lens": torch.tensor([33, 1]).int()}, r"cross_seq_lens: .* page_size=32\], got 33"),
-    ],
-)  # fmt: skip
-def test_bad_input_of_cross_attention_is_named_and_changes_nothing(
-    change: dict[str, Any], message: str
-) -> None:
-    call = {**random_call(ENCODED), "out": torch.zeros(3, 64)}
-    call["cross"] = with_arguments(call["cross"], change)
-    untouched = with_own_caches(call)
-    with pytest.raises(RuntimeError, match=f"decoder_layers: {message}"):
-        ops.decoder_layers(**call)
-    assert not call["out"].any()
-    assert_same(call, untouched)
-
-
 @pytest.mark.parametrize("head_dim", [36, 264])
 def test_a_head_dim_that_attention_cannot_do_is_refused(head_dim: int) -> None:
     call = random_call(DecoderLayersCase(head_dim=head_dim, rotary_dim=32))
@@ -710,32 +533,6 @@ def test_pages_before_every_window_may_hold_garbage() -> None:
     call["skip_attention"] = None
     with pytest.raises(RuntimeError, match="page_table: expected entries in"):
         ops.decoder_layers(**call)
-
-
-def test_hidden_that_overlaps_out_is_refused() -> None:
-    call = random_call(DecoderLayersCase((2,), (2,)))
-    memory = torch.zeros(300)
-    call["hidden"] = memory[:128].view(2, 64)
-    with pytest.raises(RuntimeError, match="out: expected memory apart from hidden, or"):
-        ops.decoder_layers(**call, out=memory[8:136].view(2, 64))
-    assert not memory.any()
-
-
-@pytest.mark.parametrize("case", [SMALL, ENCODED], ids=str)
-def test_opcheck(case: DecoderLayersCase, device: torch.device) -> None:
-    call = {**random_call(case, device=device), "out": torch.zeros(3, 64)}
-    call = {**arguments(call.pop("weights")), **call}
-    cross = call.pop("cross")
-    call |= {} if cross is None else {f"cross_{key}": t for key, t in arguments(cross).items()}
-    torch.library.opcheck(torch.ops.eecore.decoder_layers.default, (), call)
-
-
-@pytest.mark.parametrize("case", [SMALL, ENCODED], ids=str)
-def test_compiles(case: DecoderLayersCase) -> None:
-    call = random_call(case)
-    expected = ops.decoder_layers(**with_own_caches(call))
-    compiled = torch.compile(ops.decoder_layers, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(**call), expected)
 
 
 def fuzzed_call(m: Maker) -> Checked:

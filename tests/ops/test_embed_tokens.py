@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import emulated
-from cases import BATCH_SIZES, DTYPES, HIDDEN_SIZES
+from cases import DTYPES, HIDDEN_SIZES
 from eecore import ops
 from eecore.models.int8 import dequantise_rows, quantise_rows
 from random_calls import Arguments, Checked, Maker, compare
@@ -90,17 +90,6 @@ def test_multiplied_rows(form: str, dtype: torch.dtype, device: torch.device) ->
     assert torch.equal(ops.embed_tokens(**coded, **given, multiplier=11.3125, out=out), expected)
 
 
-@pytest.mark.parametrize("num_tokens", BATCH_SIZES)
-def test_any_batch(num_tokens: int, device: torch.device) -> None:
-    weight, given = table(64, torch.float32, device).contiguous(), tokens(num_tokens, device)
-    token_ids = given["token_ids"].clamp(min=0)
-    assert torch.equal(ops.embed_tokens(token_ids, weight), weight[token_ids])
-    wide = torch.full((num_tokens, 70), 9.0, device=device)
-    out = ops.embed_tokens(weight=weight, **given, out=wide[:, :64])
-    assert torch.equal(out, embed_tokens(weight=weight, **given))
-    assert (wide[:, 64:] == 9).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("hidden_size", HIDDEN_SIZES)
 def test_int8_rows_are_the_dequantised_bit_for_bit(
@@ -122,63 +111,6 @@ def test_int8_rows_are_the_dequantised_bit_for_bit(
         rtol=0,
         atol=0,
         equal_nan=True,
-    )
-
-
-def test_many_rows_are_shared_by_threads() -> None:
-    weight = torch.randn(VOCAB_SIZE, 4096)
-    token_ids = torch.arange(1000) % VOCAB_SIZE
-    assert torch.equal(ops.embed_tokens(token_ids, weight), weight[token_ids])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"token_ids": torch.zeros(3).int()}, r"token_ids: expected int64 \[num_tokens\], got in"),
-        (
-            {"token_ids": torch.tensor([0, 50, 0])},
-            r"token_ids: expected tokens in \[0, vocab_size=50\), got 50 for row 1",
-        ),
-        ({"token_ids": torch.tensor([0, 0, -1])}, "token_ids: expected tokens .* got -1 for row 2"),
-        ({"previous": torch.tensor([-7])}, "previous: expected tokens .* got -7 for row 0"),
-        ({"sources": torch.tensor([1, -1, -1]).int()}, r"sources: expected values in \[-1, 1\)"),
-        ({"sources": None}, "sources: expected all or none of .*, got previous$"),
-        ({"previous": None}, "previous: expected all or none of .*, got sources$"),
-        ({"scale": torch.ones(50)}, "weight: expected int8 .* got float32"),
-        (
-            {"weight": torch.zeros(50, 8).char()},
-            "weight: expected float32, .* got int8",
-        ),
-        ({"out": torch.zeros(3, 9)}, r"out: expected float32 \[num_tokens=3, hidden_size=8\]"),
-        ({"out": torch.zeros(1, 8).expand(3, 8)}, "out: expected elements that do not overlap"),
-        ({"out": torch.zeros(3, 8).bfloat16()}, "out: expected float32 .* got bfloat16"),
-    ],
-)
-def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {
-        "token_ids": torch.zeros(3, dtype=torch.int64),
-        "weight": torch.randn(50, 8),
-        "previous": torch.tensor([5]),
-        "sources": torch.tensor([0, -1, -1], dtype=torch.int32),
-        "out": torch.full((3, 8), 9.0),
-    }
-    given |= change
-    before = given["out"].clone()
-    with pytest.raises(RuntimeError, match=f"embed_tokens: {message}"):
-        ops.embed_tokens(**given)
-    assert torch.equal(given["out"], before)
-
-
-@pytest.mark.parametrize("int8", [True, False])
-def test_opcheck(device: torch.device, int8: bool) -> None:
-    weight, scale = table(16, torch.float32, device), None
-    if int8:
-        weight, scale = quantise_rows(weight)
-    token_ids, previous, sources = tokens(5, device).values()
-    out = torch.zeros(5, 16, device=device)
-    torch.library.opcheck(
-        torch.ops.eecore.embed_tokens.default,
-        (token_ids, weight, scale, previous, sources, out),
     )
 
 

@@ -92,30 +92,6 @@ def test_nan_and_infinity_give_nan_in_their_row_alone(device: torch.device) -> N
     assert got.isnan().tolist() == [False, True, False, True, False]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_may_be_strided(dtype: torch.dtype, device: torch.device) -> None:
-    previous, hidden = random_states(6, 100, dtype, device)
-    assert_matches(previous[::2, 3:90], hidden[1::2, 10:97])
-    assert_matches(previous[:1].expand(6, 100), hidden)
-
-
-def test_rows_and_threads_do_not_change_a_result(device: torch.device) -> None:
-    previous, hidden = random_states(257, 1000, torch.float32, device)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = ops.exit_confidence_cosine(previous, hidden)
-        torch.set_num_threads(2)
-        together = ops.exit_confidence_cosine(previous, hidden)
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(alone, together)
-    one_by_one = [
-        ops.exit_confidence_cosine(previous[i : i + 1], hidden[i : i + 1]) for i in range(9)
-    ]
-    assert torch.equal(torch.cat(one_by_one), together[:9])
-
-
 @pytest.mark.parametrize("num_seqs", [0, 1, 3, 8, 9, 64])
 def test_rows_may_be_accepted_at_once(num_seqs: int, device: torch.device) -> None:
     previous, hidden = random_states(num_seqs, 100, torch.float32, device)
@@ -129,86 +105,6 @@ def test_rows_may_be_accepted_at_once(num_seqs: int, device: torch.device) -> No
         return mask
 
     assert_accepts(rows, measure_and_accept, layer=5)
-
-
-def test_what_accepting_takes_comes_whole_and_in_shape() -> None:
-    op = torch.ops.eecore.exit_confidence_cosine.default
-    states = (torch.zeros(4, 8), torch.zeros(4, 8), torch.zeros(4))
-    with pytest.raises(RuntimeError, match=r"exit_confidence_cosine: status: .* got thresholds$"):
-        op(*states, torch.zeros(4), 5)
-    accept = ops.AcceptRows(
-        torch.zeros(3), 5, torch.zeros(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int32)
-    )
-    with pytest.raises(RuntimeError, match=r"thresholds: expected float32 \[num_seqs=4\], got"):
-        ops.exit_confidence_cosine(*states[:2], accept=accept)
-    with pytest.raises(RuntimeError, match=r"exit_confidence_cosine: layer: .* got 0"):
-        ops.exit_confidence_cosine(
-            *states[:2], accept=accept._replace(thresholds=torch.zeros(4), layer=0)
-        )
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden": torch.zeros(4, 8, dtype=torch.float64)}, r"hidden: expected float32, bfloat16"),
-        ({"hidden": torch.zeros(4, 8, dtype=torch.float16)}, r"hidden: .* on the CPU, got float16"),
-        ({"hidden": torch.zeros(8)}, r"hidden: expected .* got float32 \[8\]"),
-        ({"previous": torch.zeros(4, 8).bfloat16()}, r"previous: expected float32 .* got bfloat16"),
-        (
-            {"previous": torch.zeros(3, 8)},
-            r"previous: expected .*num_seqs=4.* got float32 \[3, 8\]",
-        ),
-        ({"previous": torch.zeros(4, 9)}, r"previous: expected .*hidden_size=8\], .*\[4, 9\]"),
-        ({"previous": torch.zeros(8, 4).T}, r"previous: expected the last 1 .* contiguous"),
-        ({"hidden": torch.zeros(4, 16)[:, ::2]}, r"hidden: expected the last 1 .* contiguous"),
-    ],
-)
-def test_bad_input_is_named(change: dict[str, torch.Tensor], message: str) -> None:
-    arguments = {"previous": torch.zeros(4, 8), "hidden": torch.zeros(4, 8), **change}
-    with pytest.raises(RuntimeError, match=f"exit_confidence_cosine: {message}"):
-        ops.exit_confidence_cosine(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("confidence", "message"),
-    [
-        (torch.zeros(4, dtype=torch.float64), r"confidence: expected float32 .* got float64"),
-        (torch.zeros(3), r"confidence: expected float32 \[num_seqs=4\], got float32 \[3\]"),
-    ],
-)
-def test_a_bad_output_is_named(confidence: torch.Tensor, message: str) -> None:
-    op = torch.ops.eecore.exit_confidence_cosine.default
-    with pytest.raises(RuntimeError, match=f"exit_confidence_cosine: {message}"):
-        op(torch.zeros(4, 8), torch.zeros(4, 8), confidence)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_opcheck(dtype: torch.dtype, device: torch.device) -> None:
-    previous, hidden = random_states(3, 20, dtype, device)
-    torch.library.opcheck(
-        torch.ops.eecore.exit_confidence_cosine.default,
-        (previous, hidden, torch.empty(3, device=device)),
-    )
-
-
-def test_opcheck_with_accepting(device: torch.device) -> None:
-    rows = random_rows(3, device)
-    mask = ops.accept_mask(layer=5, **rows)
-    torch.library.opcheck(
-        torch.ops.eecore.exit_confidence_cosine.default,
-        (
-            *random_states(3, 20, torch.float32, device),
-            torch.empty(3, device=device),
-            *(rows["thresholds"], 5, rows["status"], rows["exit_layer"]),
-            *mask,
-        ),
-    )
-
-
-def test_compiles_without_a_graph_break(device: torch.device) -> None:
-    previous, hidden = random_states(3, 20, torch.float32, device)
-    compiled = torch.compile(ops.exit_confidence_cosine, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(previous, hidden), ops.exit_confidence_cosine(previous, hidden))
 
 
 def fuzzed_call(m: Maker) -> Checked:

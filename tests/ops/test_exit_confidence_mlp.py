@@ -78,14 +78,6 @@ def test_matches_the_reference(
         assert_matches(random_states(num_seqs, hidden_size, dtype, device), weights)
 
 
-@pytest.mark.parametrize("inner_size", [None, 12])
-def test_biases_may_be_left_out(inner_size: int | None, device: torch.device) -> None:
-    hidden = random_states(5, 50, torch.float32, device)
-    full = random_classifier(50, inner_size, device)
-    for absent in (("bias1",), ("bias2",), ("bias1", "bias2")):
-        assert_matches(hidden, {name: w for name, w in full.items() if name not in absent})
-
-
 def test_far_logits_give_zero_and_one(device: torch.device) -> None:
     hidden = torch.tensor([[1000.0], [-1000.0]], device=device)
     weight1 = torch.tensor([[-1.0], [1.0]], device=device)
@@ -98,41 +90,6 @@ def test_nan_stays_nan_in_its_row_alone(inner_size: int | None, device: torch.de
     hidden[3, 49] = float("nan")
     got = ops.exit_confidence_mlp(hidden, **random_classifier(50, inner_size, device))
     assert got.isnan().tolist() == [False, False, False, True, False]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_may_be_strided(dtype: torch.dtype, device: torch.device) -> None:
-    hidden = random_states(9, 64, dtype, device)[::2, 5:55]
-    assert_matches(hidden, random_classifier(50, 12, device))
-    assert_matches(hidden[:1, :48].expand(9, 48), random_classifier(48, 12, device))
-
-
-@pytest.mark.parametrize("inner_size", [None, 12])
-def test_weights_may_start_anywhere(inner_size: int | None, device: torch.device) -> None:
-    weights = random_classifier(64, inner_size, device)
-    shifted = torch.empty(weights["weight1"].numel() + 1, device=device)[1:]
-    shifted = shifted.view_as(weights["weight1"]).copy_(weights["weight1"])
-    hidden = random_states(9, 64, torch.float32, device)
-    assert_matches(hidden, {**weights, "weight1": shifted})
-
-
-@pytest.mark.parametrize("inner_size", [None, 130])
-def test_rows_and_threads_do_not_change_a_result(
-    inner_size: int | None, device: torch.device
-) -> None:
-    hidden = random_states(257, 576, torch.float32, device)
-    weights = random_classifier(576, inner_size, device)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = ops.exit_confidence_mlp(hidden, **weights)
-        torch.set_num_threads(2)
-        together = ops.exit_confidence_mlp(hidden, **weights)
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(alone, together)
-    one_by_one = [ops.exit_confidence_mlp(hidden[i : i + 1], **weights) for i in range(9)]
-    assert torch.equal(torch.cat(one_by_one), together[:9])
 
 
 @pytest.mark.parametrize("num_seqs", [0, 1, 3, 8, 9, 32, 33])
@@ -152,84 +109,6 @@ def test_rows_may_be_accepted_at_once(
         return mask
 
     assert_accepts(rows, measure_and_accept, layer=5)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden": torch.zeros(4, 8).double()}, r"hidden: expected float32, bfloat16"),
-        ({"hidden": torch.zeros(4, 16)[:, ::2]}, r"hidden: expected the last 1 .* contiguous"),
-        ({"weight1": torch.zeros(6, 8).bfloat16()}, r"weight1: expected float32 .* got bfloat16"),
-        ({"weight1": torch.zeros(6, 9)}, r"weight1: expected .*hidden_size=8\], got .*\[6, 9\]"),
-        ({"weight1": torch.zeros(8, 6).T}, r"weight1: expected the last 2 .* contiguous"),
-        (
-            {"weight1": torch.zeros(0, 8), "bias1": None, "weight2": torch.zeros(2, 0)},
-            r"weight1: e.* >= 1",
-        ),
-        ({"bias1": torch.zeros(2)}, r"bias1: expected float32 \[inner_size=6\], got float32 \[2\]"),
-        ({"weight2": torch.zeros(3, 6)}, r"weight2: expected float32 \[2, inner_size=6\], got"),
-        (
-            {"weight2": None, "bias2": None},
-            r"weight1: expected inner_size=2 without weight2 .* got 6",
-        ),
-        (
-            {"weight1": torch.zeros(2, 8), "bias1": None, "weight2": None},
-            r"bias2: expected only together",
-        ),
-        ({"bias2": torch.zeros(3)}, r"bias2: expected float32 \[2\], got float32 \[3\]"),
-    ],
-)
-def test_bad_input_is_named(change: dict[str, Tensor | None], message: str) -> None:
-    arguments: dict[str, Tensor | None] = {
-        "hidden": torch.zeros(4, 8),
-        "weight1": torch.zeros(6, 8),
-        "bias1": torch.zeros(6),
-        "weight2": torch.zeros(2, 6),
-        "bias2": torch.zeros(2),
-        **change,
-    }
-    with pytest.raises(RuntimeError, match=f"exit_confidence_mlp: {message}"):
-        ops.exit_confidence_mlp(**arguments)  # type: ignore[arg-type]
-
-
-def test_a_bad_output_is_named() -> None:
-    op = torch.ops.eecore.exit_confidence_mlp.default
-    with pytest.raises(RuntimeError, match=r"exit_confidence_mlp: confidence: .*num_seqs=4.*\[3\]"):
-        op(torch.zeros(4, 8), torch.zeros(2, 8), None, None, None, torch.zeros(3))
-
-
-@pytest.mark.parametrize("inner_size", [None, 6])
-def test_opcheck(inner_size: int | None, device: torch.device) -> None:
-    weights = random_classifier(20, inner_size, device)
-    torch.library.opcheck(
-        torch.ops.eecore.exit_confidence_mlp.default,
-        (
-            random_states(3, 20, torch.bfloat16, device),
-            *(weights.get(name) for name in ("weight1", "bias1", "weight2", "bias2")),
-            torch.empty(3, device=device),
-        ),
-    )
-
-
-def test_opcheck_with_accepting(device: torch.device) -> None:
-    weights, rows = random_classifier(20, 6, device), random_rows(3, device)
-    mask = ops.accept_mask(layer=5, **rows)
-    torch.library.opcheck(
-        torch.ops.eecore.exit_confidence_mlp.default,
-        (
-            random_states(3, 20, torch.float32, device),
-            *(weights[name] for name in ("weight1", "bias1", "weight2", "bias2")),
-            torch.empty(3, device=device),
-            *(rows["thresholds"], 5, rows["status"], rows["exit_layer"]),
-            *mask,
-        ),
-    )
-
-
-def test_compiles_without_a_graph_break(device: torch.device) -> None:
-    hidden, weights = random_states(3, 20, torch.float32, device), random_classifier(20, 6, device)
-    compiled = torch.compile(ops.exit_confidence_mlp, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(hidden, **weights), ops.exit_confidence_mlp(hidden, **weights))
 
 
 def fuzzed_call(m: Maker) -> Checked:

@@ -20,7 +20,6 @@ from cases import (
 )
 from coded_calls import coded
 from eecore import ops
-from eecore.ops import exits
 from random_calls import Arguments, Checked, Maker, assert_close
 
 NAN, INF = float("nan"), float("inf")
@@ -91,49 +90,6 @@ def test_a_vocabulary_of_128256(dtype: torch.dtype) -> None:
     check_against_reference(random_case(1, *LM_HEAD_128K, dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_hidden_state_that_is_normed_already(dtype: torch.dtype, device: torch.device) -> None:
-    case = random_case(3, 100, 323, dtype, device)
-    case["hidden"] /= 4
-    check_against_reference(case, norm=False)
-
-
-def test_rows_with_strides(device: torch.device) -> None:
-    case = random_case(6, 100, 515, device=device)
-    strided = {
-        "hidden": case["hidden"].repeat(1, 2)[::2, :100],
-        "norm_weight": case["norm_weight"],
-        "lm_head": case["lm_head"].repeat(1, 3)[:, 100:200],
-    }
-    assert not strided["lm_head"].is_contiguous()
-    check_against_reference(strided)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("start", [1, 4])
-def test_rows_that_start_anywhere(start: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Rows are off 16-byte boundaries, between elements that must not be read."""
-    case = random_case(9, 131, 323, dtype, device)
-    expected = ops.exit_confidence_softmax(**case, eps=1e-5)
-    for name, value in case.items():
-        around = torch.full_like(value, NAN)
-        case[name] = torch.cat((around[..., :start], value, around), -1)[..., start : start + 131]
-    for got, wanted in zip(ops.exit_confidence_softmax(**case, eps=1e-5), expected, strict=True):
-        assert torch.equal(got, wanted)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, device: torch.device) -> None:
-    case = random_case(9, 100, 1027, dtype, device)
-    together = ops.exit_confidence_softmax(**case, eps=1e-5)
-    for row in range(9):
-        alone = ops.exit_confidence_softmax(
-            **{**case, "hidden": case["hidden"][row : row + 1]}, eps=1e-5
-        )
-        for name, value in alone._asdict().items():
-            assert torch.equal(value[0], getattr(together, name)[row]), name
-
-
 @pytest.mark.parametrize("form", ["floats", "int8", "Q4_0"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("multiplier", "soft_cap"), [(1.0, 0.0), (0.7, 9.0)])
@@ -154,20 +110,6 @@ def test_the_token_is_the_largest_of_the_product_in_float32(
         torch.testing.assert_close(sums.amax(-1), got.top_logit)
     else:
         assert torch.equal(sums.amax(-1), got.top_logit)
-
-
-def test_the_number_of_threads_changes_nothing(device: torch.device) -> None:
-    case = random_case(5, 100, 4099, torch.bfloat16, device)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = ops.exit_confidence_softmax(**case, eps=1e-5)
-        torch.set_num_threads(2)
-        two = ops.exit_confidence_softmax(**case, eps=1e-5)
-    finally:
-        torch.set_num_threads(before)
-    for name, value in one._asdict().items():
-        assert torch.equal(value, getattr(two, name)), name
 
 
 @pytest.mark.parametrize("tokens", [(0, 1), (5, 40), (300, 700), (255, 256), (701, 702)])
@@ -238,89 +180,6 @@ def test_large_logits_do_not_overflow(device: torch.device) -> None:
     assert got.confidence.tolist() == [1.0]
     assert got.token.tolist() == [999]
     torch.testing.assert_close(got.logsumexp, torch.tensor([3e4], device=device))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden": torch.zeros(2, 8, dtype=torch.float64)}, r"hidden: expected float32, bfloat16"),
-        ({"hidden": torch.zeros(2, 8, 1)}, r"hidden: expected .* got float32 \[2, 8, 1\]"),
-        ({"hidden": torch.zeros(2, 8).half()}, r"hidden: expected float32 or bfloat16 on the CPU"),
-        ({"hidden": torch.zeros(2, 16)[:, ::2]}, r"hidden: expected the last 1 .* contiguous"),
-        ({"hidden": torch.zeros(2, 0), "norm_weight": None, "lm_head": torch.zeros(9, 0)},
-         r"hidden: expected hidden_size >= 1, got 0"),
-        ({"norm_weight": torch.zeros(7)}, r"norm_weight: expected float32 \[hidden_size=8\]"),
-        ({"norm_weight": torch.zeros(8).bfloat16()}, r"norm_weight: expected float32 .* bfloat16"),
-        ({"lm_head": torch.zeros(9, 7)}, r"lm_head: expected float32 \[vocab_size, hidden_size=8"),
-        ({"lm_head": torch.zeros(8, 9).T}, r"lm_head: expected the last 1 .* contiguous"),
-        ({"lm_head": torch.zeros(1, 8)}, r"lm_head: expected vocab_size of 2 to .* got 1"),
-        ({"eps": -1.0}, r"eps: expected a number >= 0, got -1"),
-        ({"eps": NAN}, r"eps: expected a number >= 0, got nan"),
-        ({"confidence": torch.zeros(3)}, r"confidence: expected float32 \[num_seqs=2\]"),
-        ({"token": torch.zeros(2)}, r"token: expected int64 .* got float32"),
-        ({"logsumexp": torch.zeros(1)}, r"logsumexp: expected float32 \[num_seqs=2\]"),
-        ({"top_logit": torch.zeros(4)[::2]}, r"top_logit: expected the last 1 .* contiguous"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_named(change: dict[str, object], message: str) -> None:
-    arguments: dict[str, object] = {
-        **random_case(2, 8, 9),
-        "lm_head_scale": None,
-        "eps": 1e-5,
-        "confidence": torch.full((2,), 7.0),
-        "token": torch.zeros(2, dtype=torch.int64),
-        "logsumexp": None,
-        "top_logit": None,
-        **change,
-    }
-    with pytest.raises(RuntimeError, match=f"exit_confidence_softmax: {message}"):
-        torch.ops.eecore.exit_confidence_softmax(**arguments)
-
-
-def test_outputs_that_are_left_out_are_not_needed(device: torch.device) -> None:
-    case = random_case(3, 64, 101, device=device)
-    expected = ops.exit_confidence_softmax(**case, eps=1e-5)
-    confidence = torch.empty(3, device=device)
-    token = torch.empty(3, dtype=torch.int64, device=device)
-    exits._exit_confidence_softmax(
-        case["hidden"],
-        case["norm_weight"],
-        case["lm_head"],
-        None,
-        1e-5,
-        confidence,
-        token,
-        None,
-        None,
-    )
-    assert torch.equal(confidence, expected.confidence)
-    assert torch.equal(token, expected.token)
-
-
-def test_opcheck(device: torch.device) -> None:
-    case = random_case(3, 64, 101, device=device)
-    outputs = (
-        torch.empty(3, device=device),
-        torch.empty(3, dtype=torch.int64, device=device),
-        torch.empty(3, device=device),
-        torch.empty(3, device=device),
-    )
-    torch.library.opcheck(
-        torch.ops.eecore.exit_confidence_softmax.default,
-        (case["hidden"], case["norm_weight"], case["lm_head"], None, 1e-5, *outputs),
-    )
-
-
-def test_compiles() -> None:
-    case = random_case(3, 64, 101)
-
-    def measure(**arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        got = ops.exit_confidence_softmax(**arguments, eps=1e-5)
-        return got.confidence * 2, got.token
-
-    compiled = torch.compile(measure, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(**case), measure(**case), strict=True):
-        assert torch.equal(got, expected)
 
 
 def fuzzed_call(m: Maker) -> Checked:

@@ -258,14 +258,6 @@ def test_thresholds_that_never_accept(device: torch.device) -> None:
     assert rows.confidence[[0, 3]].tolist() == [1.0, 3.0]
 
 
-def test_whole_rows_in_wide_accesses(device: torch.device) -> None:
-    point = Point(3, 1300, device=device)
-    point.hidden = point.hidden.contiguous()
-    point.rows = point.rows._replace(hidden=point.rows.hidden.contiguous())
-    point.rows.exit_after.fill_(LAYER)
-    point.check()
-
-
 def measure_of(kind: str, hidden: torch.Tensor) -> Any:
     """The measure of rows: two linear layers, whose work several blocks share on a GPU."""
     size, generator = hidden.shape[1], torch.Generator().manual_seed(2)
@@ -345,34 +337,6 @@ def test_many_rows_exit_together_where_they_are_measured(kind: str, device: torc
             assert point.rows.all_exited.item() is exits
 
 
-@pytest.mark.parametrize(
-    ("measure", "message"),
-    [
-        (
-            ops.CosineMeasure(torch.zeros(4, 32)),
-            r"previous: expected float32 \[num_active=4, hidden_size=33\], got .*\[4, 32\]",
-        ),
-        (ops.MlpMeasure(torch.zeros(3, 33)), "weight1: expected inner_size=2 without weight2"),
-        (
-            ops.SoftmaxMeasure(None, torch.zeros(1, 33), 1e-5),
-            "lm_head: expected vocab_size of 2 to 2147483647, got 1",
-        ),
-        (ops.SoftmaxMeasure(None, torch.zeros(9, 33), -1.0), "eps: expected a number >= 0, got -1"),
-    ],
-)
-def test_a_bad_measure_is_named(measure: Any, message: str) -> None:
-    point = Point(4)
-    before = [tensor.clone() for tensor in point.rows]
-    with pytest.raises(RuntimeError, match=f"exit_rows: {message}"):
-        ops.exit_rows(
-            *(point.hidden, LAYER, point.rows, point.active),
-            thresholds=point.thresholds,
-            measure=measure,
-        )
-    for old, new in zip(before, point.rows, strict=True):
-        assert torch.equal(old, new)
-
-
 def test_rows_are_measured_here_or_before() -> None:
     point = Point(4)
     measure = ops.CosineMeasure(point.hidden)
@@ -390,35 +354,6 @@ def test_rows_are_measured_here_or_before() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"previous": 1, "lm_head": 1}, "previous: expected one of .* got previous, lm_head$"),
-        ({"token": 1}, "top_logit: expected all or none of token, .*, got token$"),
-        (
-            {"token": 1, "top_logit": 1, "logsumexp": 1, "confidence": None},
-            "confidence: expected one with token, top_logit and logsumexp, got None",
-        ),
-        ({"bias1": 1}, "weight1: expected one with bias1, weight2 or bias2, got None"),
-        ({"norm_weight": 1}, "lm_head: expected one with norm_weight, .* got None"),
-        ({"lm_head": 1}, "token: expected token, top_logit and logsumexp with lm_head"),
-        ({"previous": 1, "confidence": None}, "confidence: expected one .* got None"),
-    ],
-)
-def test_parts_of_a_measure_come_together(given: dict[str, Any], message: str) -> None:
-    """Checked at the op's boundary, for callers without the wrapper."""
-    point = Point(4)
-    given = {name: point.hidden.clone() if value else None for name, value in given.items()}
-    given = {"confidence": point.head.confidence} | given
-    names = [argument.name for argument in torch.ops.eecore.exit_rows.default._schema.arguments]
-    values = (
-        *(point.hidden, LAYER, None, None, None, None, point.thresholds, None, True),
-        *(*point.rows, point.active.row, point.active.slot_mapping, point.active.seq_lens),
-    )
-    with pytest.raises(RuntimeError, match=f"exit_rows: {message}"):
-        torch.ops.eecore.exit_rows.default(**dict(zip(names, values, strict=False)) | given)
-
-
 def test_a_condition_is_for_captured_streams(device: torch.device) -> None:
     point = Point(4, device=device)
     arguments = point.hidden, LAYER, point.rows, point.active
@@ -428,58 +363,6 @@ def test_a_condition_is_for_captured_streams(device: torch.device) -> None:
     with pytest.raises(RuntimeError, match="condition: expected None with decide=False, got one"):
         ops.exit_rows(*arguments, decide=False, condition=3)
     assert not point.rows.all_exited
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"layer": 0}, "layer: expected a positive number .* got 0"),
-        ({"thresholds": None}, r"thresholds: expected float32 \[num_rows\] with a confidence"),
-        ({"thresholds": torch.zeros(3)}, r"thresholds: expected float32 \[num_rows=4\]"),
-        ({"asked": torch.zeros(3, dtype=torch.int32)}, r"confidence: .*num_asked=3\], got .*\[4\]"),
-        ({"asked": torch.tensor([0, 1, 2, 4]).int()}, r"asked: expected values in \[0, 4\), got 4"),
-        ({"row": torch.tensor([0, 1, 2, 4]).int()}, r"row: expected values in \[0, 4\), got 4"),
-        ({"seq_lens": torch.zeros(4).long()}, "seq_lens: expected int32 .* got int64"),
-        ({"exited": torch.zeros(4)}, r"exited: expected bool .* got float32 \[4\]"),
-        ({"all_exited": torch.zeros(2).bool()}, r"all_exited: expected bool \[1\], got bool \[2\]"),
-        (
-            {"hidden": torch.zeros(4, 32)},
-            r"final_hidden: .*\[num_rows=4, hidden_size=33\], got .*32\]",
-        ),
-        (
-            {"hidden": torch.zeros(4, 33, dtype=torch.bfloat16)},
-            "final_hidden: expected float32 .* got bfloat16",
-        ),
-    ],
-)
-def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
-    point = Point(4)
-    of_rows = {k: v for k, v in change.items() if k in point.rows._fields}
-    of_active = {k: v for k, v in change.items() if k in point.active._fields}
-    rows, active = point.rows._replace(**of_rows), point.active._replace(**of_active)
-    given = {"layer": LAYER, "thresholds": point.thresholds, "head": point.head}
-    given |= {k: v for k, v in change.items() if k not in of_rows | of_active}
-    written = [*rows, active.slot_mapping, active.seq_lens]
-    before = [tensor.clone() for tensor in written]
-    with pytest.raises(RuntimeError, match=f"exit_rows: {message}"):
-        ops.exit_rows(point.hidden, rows=rows, active=active, **given)
-    for old, new in zip(before, written, strict=True):
-        assert torch.equal(old, new)
-
-
-@pytest.mark.parametrize("with_head", [True, False])
-def test_opcheck(device: torch.device, with_head: bool) -> None:
-    point = Point(6, device=device)
-    head, active = point.head, point.active
-    of_head = (head.token, head.top_logit, head.logsumexp) if with_head else (None, None, None)
-    torch.library.opcheck(
-        torch.ops.eecore.exit_rows.default,
-        (
-            *(point.hidden, 2, head.confidence, *of_head, point.thresholds, None, True),
-            *(*point.rows, active.row, active.slot_mapping, active.seq_lens),
-        ),
-        {} if with_head else {"previous": point.hidden.clone()},
-    )
 
 
 def fuzzed_call(m: Maker) -> Checked:

@@ -50,57 +50,6 @@ def test_states(hidden_size: int, dtype: torch.dtype, device: torch.device) -> N
     assert_gathered(*drafted_states(Rounds(5, 3, device), hidden_size, dtype), device)
 
 
-def test_the_output_is_allocated(device: torch.device) -> None:
-    states, last, verification = drafted_states(Rounds(5, 3, device), 16)
-    got, count = ops.gather_states(states, last, verification), int(verification.num_tokens)
-    expected = reference.gather_states(states, last, verification)
-    assert got.shape == expected.shape
-    assert torch.equal(got[:count], expected[:count])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"last": torch.zeros(3, 7)}, r"last: expected float32 \[num_seqs=3, hidden_size=8\], got"),
-        ({"out": torch.zeros(17, 8).bfloat16()}, "out: expected float32 .* got bfloat16"),
-        (
-            {"out": torch.zeros(16, 8)},
-            r"out: expected float32 \[max_tokens=17, hidden_size=8\], got float32 \[16, 8\]",
-        ),
-        (
-            {"query_start_loc": torch.tensor([0, 6, 6, 7], dtype=torch.int32)},
-            r"query_start_loc: expected 0..num_steps\+1=5 rows of a sequence, got 6 of sequence 0",
-        ),
-        (
-            {"query_start_loc": torch.tensor([0, 5, 4, 7], dtype=torch.int32)},
-            r"query_start_loc: .* got -1 of sequence 1",
-        ),
-        (
-            {"query_start_loc": torch.tensor([15, 18, 18, 18], dtype=torch.int32)},
-            r"query_start_loc: expected values in \[0, 18\), got 18 at row 1",
-        ),
-    ],
-)
-def test_bad_input_is_named_and_changes_nothing(change: dict[str, Tensor], message: str) -> None:
-    states, last, verification = drafted_states(Rounds(3), 8)
-    last, out = change.get("last", last), change.get("out", torch.zeros(17, 8))
-    starts = change.get("query_start_loc", verification.query_start_loc)
-    with pytest.raises(RuntimeError, match=f"gather_states: {message}"):
-        ops.gather_states(states, last, verification._replace(query_start_loc=starts), out)
-    assert not out.any()
-
-
-def test_opcheck(device: torch.device) -> None:
-    states, last, verification = drafted_states(Rounds(3, device=device), 8)
-    torch.library.opcheck(
-        torch.ops.eecore.gather_states.default,
-        (
-            *(states, last, verification.sequence, verification.query_start_loc),
-            *(verification.num_tokens, torch.zeros(17, 8, device=device)),
-        ),
-    )
-
-
 def fuzzed_call(m: Maker) -> Checked:
     rows, steps, size, dtype = m.size(9), m.size(6), m.size(40), m.dtype()
     _, verification = random_verification(m, rows, steps)

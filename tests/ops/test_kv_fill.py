@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 import emulated
 import reference
-from cache_layouts import LAYOUTS, assert_nothing_beside_was_written, laid_out
 from cases import DTYPES, KV_FILL_CASES, TOLERANCES, KvFillCase
 from eecore import ops
 from random_calls import Arguments, Checked, Maker, compare, looser
@@ -176,153 +174,8 @@ def test_keys_are_those_of_append_kv(dtype: torch.dtype, device: torch.device) -
                 assert torch.equal(got.nan_to_num(), expected.nan_to_num())
 
 
-def test_inputs_and_caches_with_strides(device: torch.device) -> None:
-    call = random_call(
-        KvFillCase(9, hidden_size=72, num_kv_heads=2, head_dim=80, rotary_dim=80, bias=True,
-                   k_norm=True),
-        device=device,
-    )  # fmt: skip
-    for name in ("hidden", "norm_weight", "kv_weight", "kv_bias", "k_norm_weight"):
-        width = call[name].shape[-1]
-        call[name] = torch.cat((call[name], call[name]), dim=-1)[..., width:]
-        assert not call[name].is_contiguous()
-    expected = filled(reference.kv_fill, call)
-    # K and V of a layer side by side in one allocation.
-    both = torch.full((*call["k_cache"].shape[:3], 4, 80), NAN, device=device)
-    call["k_cache"], call["v_cache"] = both[..., :2, :], both[..., 2:, :]
-    ops.kv_fill(**packed(call))
-    torch.testing.assert_close(
-        both, torch.cat(expected, dim=-2), rtol=2e-5, atol=2e-5, equal_nan=True
-    )
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_of_caches(layout: str, dtype: torch.dtype, device: torch.device) -> None:
-    case = KvFillCase(9, num_kv_heads=2, head_dim=72, rotary_dim=16, page_size=4, k_norm=True)
-    call = random_call(case, dtype, device)
-    expected = filled(ops.kv_fill, call)
-    caches = laid_out(layout, call["k_cache"], call["v_cache"])
-    ops.kv_fill(**packed({**call, "k_cache": caches.k, "v_cache": caches.v}))
-    for got, wanted in zip((caches.k, caches.v), expected, strict=True):
-        assert torch.equal(got.isnan(), wanted.isnan())
-        assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
-    assert_nothing_beside_was_written(caches)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("start", [1, 4])
-def test_rows_that_start_anywhere(start: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Rows are off 16-byte boundaries, between elements that must not be read."""
-    call = random_call(KvFillCase(9, hidden_size=131, bias=True, k_norm=True), dtype, device)
-    expected = filled(ops.kv_fill, call)
-    for name in ("hidden", "norm_weight", "kv_weight", "kv_bias", "k_norm_weight"):
-        around = torch.full_like(call[name], NAN)
-        width = call[name].shape[-1]
-        call[name] = torch.cat((around[..., :start], call[name], around), -1)
-        call[name] = call[name][..., start : start + width]
-    for got, wanted in zip(filled(ops.kv_fill, call), expected, strict=True):
-        assert torch.equal(got.isnan(), wanted.isnan())
-        assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, device: torch.device) -> None:
-    call = random_call(KvFillCase(9, hidden_size=100, k_norm=True), dtype, device)
-    call["slot_mapping"] = torch.arange(9, device=device)
-    together = filled(ops.kv_fill, call)
-    alone = call["k_cache"].clone(), call["v_cache"].clone()
-    for row in range(9):
-        one = {
-            name: call[name][row : row + 1]
-            for name in ("hidden", "exit_layer", "slot_mapping", "positions")
-        }
-        ops.kv_fill(**packed({**call, **one, "k_cache": alone[0], "v_cache": alone[1]}))
-    for got, wanted in zip(alone, together, strict=True):
-        assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
-
-
-def test_the_number_of_threads_changes_nothing(device: torch.device) -> None:
-    call = random_call(KvFillCase(70, num_layers=5, hidden_size=576, num_kv_heads=3), device=device)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = filled(ops.kv_fill, call)
-        torch.set_num_threads(2)
-        two = filled(ops.kv_fill, call)
-    finally:
-        torch.set_num_threads(before)
-    for got, wanted in zip(two, one, strict=True):
-        assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
-
-
 SMALL = KvFillCase(2, num_layers=3, hidden_size=8, num_kv_heads=2, head_dim=4, rotary_dim=4,
                    page_size=4, bias=True, k_norm=True)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden": torch.zeros(2, 8, dtype=torch.int64)}, r"hidden: expected float32, bfloat16"),
-        ({"hidden": torch.zeros(2, 8).half()}, r"hidden: expected float32 or bfloat16 on the CPU"),
-        ({"exit_layer": torch.zeros(2).long()}, r"exit_layer: expected int32 .* got int64"),
-        ({"exit_layer": torch.tensor([-1, 0]).int()},
-         r"exit_layer: expected values in \[0, 2147483648\), got -1 at row 0"),
-        ({"norm_weight": torch.zeros(3, 7)}, r"norm_weight: expected float32 \[num_layers, hidden"),
-        ({"kv_weight": torch.zeros(3, 15, 8)}, r"kv_weight: expected float32 \[num_layers=3, 16, "),
-        ({"kv_weight": torch.zeros(3, 8, 16).mT}, r"kv_weight: expected the last 1 .* contiguous"),
-        ({"kv_bias": torch.zeros(3, 8)}, r"kv_bias: expected float32 \[num_layers=3, 16\]"),
-        ({"k_norm_weight": torch.zeros(2, 4)}, r"k_norm_weight: expected .* \[num_layers=3, head_"),
-        ({"k_cache": torch.zeros(2, 2, 4, 2, 4)}, r"k_cache: expected float32.*num_layers=3"),
-        ({"k_cache": torch.zeros(3, 2, 4, 2, 8)[..., ::2]}, r"k_cache: expected the last 1 .* con"),
-        ({"k_cache": torch.zeros(3, 2, 2, 4, 4).permute(0, 1, 4, 2, 3)}, r"k_cache: .* stride 4 "),
-        ({"k_cache": torch.zeros(3, 2, 1, 2, 4).expand(3, 2, 4, 2, 4)}, r"k_cache: .* not overlap"),
-        ({"k_cache": torch.zeros(1, 2, 4, 2, 4).expand(3, 2, 4, 2, 4)}, r"k_cache: .* not overlap"),
-        ({"v_cache": torch.zeros(3, 2, 4, 1, 4)}, r"v_cache: expected float32.*num_layers=3"),
-        ({"v_cache": torch.zeros(3, 2, 4, 1, 4).expand(3, 2, 4, 2, 4)}, r"v_cache: .* not overlap"),
-        ({"slot_mapping": torch.tensor([0, 8])},
-         r"slot_mapping: expected values in \[-1, 8\), got 8 at row 1"),
-        ({"slot_mapping": torch.tensor([-2, 0])},
-         r"slot_mapping: expected values in \[-1, 8\), got -2 at row 0"),
-        ({"positions": torch.tensor([0, MAX_POSITION])},
-         r"positions: expected values in \[0, 40\), got 40 at row 1"),
-        ({"positions": None}, r"positions: expected all or none of .*, got cos_sin$"),
-        ({"cos_sin": None}, r"cos_sin: expected all or none of positions, cos_sin, got positions$"),
-        ({"cos_sin": torch.zeros(9, 6)}, r"cos_sin: expected an even rotary_dim of at most head_d"),
-        ({"cos_sin": torch.zeros(9, 3)}, r"cos_sin: expected an even rotary_dim of at most head_d"),
-        ({"eps": -1.0}, r"eps: expected a number >= 0, got -1"),
-        ({"k_cache": torch.zeros(3, 2, 4, 0, 4), "v_cache": torch.zeros(3, 2, 4, 0, 4),
-          "kv_weight": torch.zeros(3, 0, 8), "kv_bias": torch.zeros(3, 0)},
-         "k_cache: expected at least one head .*, got num_kv_heads=0, head_dim=4"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
-    call = random_call(SMALL)
-    call.update(
-        exit_layer=torch.zeros(2, dtype=torch.int32),
-        k_cache=torch.zeros(3, 2, 4, 2, 4),
-        v_cache=torch.zeros(3, 2, 4, 2, 4),
-    )
-    call.update(change)
-    with pytest.raises(RuntimeError, match=f"kv_fill: {message}"):
-        ops.kv_fill(**packed(call))
-    assert not call["k_cache"].any()
-    assert not call["v_cache"].any()
-
-
-def test_opcheck(device: torch.device) -> None:
-    call = random_call(dataclasses.replace(SMALL, num_tokens=5), device=device)
-    for name in ("k_cache", "v_cache"):
-        call[name] = torch.zeros_like(call[name])
-    torch.library.opcheck(torch.ops.eecore.kv_fill.default, (), {**call, "kv_scale": None})
-
-
-def test_compiles() -> None:
-    call = random_call(SMALL)
-    expected = filled(ops.kv_fill, call)
-    compiled = torch.compile(ops.kv_fill, fullgraph=True, backend="aot_eager")
-    for got, wanted in zip(filled(compiled, call), expected, strict=True):
-        assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
 
 
 def fuzzed_call(m: Maker) -> Checked:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -61,65 +59,6 @@ def test_parts_of_several_formats_lie_in_one_weight(device: torch.device) -> Non
     assert (packed[-64:] == 7).all()
 
 
-def test_rows_may_have_a_stride(device: torch.device) -> None:
-    blocks = random_blocks("Q4_1", 20, 64).to(device)
-    wide = torch.cat((blocks, blocks), 1)[:, : blocks.shape[1]]
-    got, expected = (ops.pack_weight(given, "Q4_1") for given in (wide, blocks))
-    assert torch.equal(got.weight, expected.weight)
-    assert torch.equal(got.table, expected.table)
-
-
-def test_the_number_of_threads_changes_nothing(device: torch.device) -> None:
-    blocks = random_blocks("Q4_0", 5000, 1024).to(device)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = ops.pack_weight(blocks, "Q4_0")
-        torch.set_num_threads(2)
-        two = ops.pack_weight(blocks, "Q4_0")
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(one.weight, two.weight)
-
-
-def test_no_rows(device: torch.device) -> None:
-    packed = ops.pack_weight(torch.zeros(0, 36, dtype=torch.uint8, device=device), "Q4_0")
-    assert packed.weight.shape == packed.table.shape == (0,)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"blocks": torch.zeros(3, 36)}, r"blocks: expected uint8 \[num_rows, row_bytes\], got f"),
-        ({"blocks": torch.zeros(3, 35).byte()}, r"blocks: expected rows of whole blocks of 18 byt"),
-        ({"blocks": torch.zeros(3, 0).byte()}, r"blocks: expected rows of whole blocks of 18 byte"),
-        ({"blocks": torch.zeros(36, 3).byte().T}, r"blocks: expected the last 1 .* contiguous"),
-        ({"format": "Q3_K"}, r"format: expected one of Q4_0, Q4_1, .*, Q6_K, got Q3_K"),
-        ({"offset": 32}, r"offset: expected a multiple of 64 from 0 on, got 32"),
-        ({"offset": -64}, r"offset: expected a multiple of 64 from 0 on, got -64"),
-        ({"offset": 64}, r"packed: expected 576 bytes from offset 64 on, got 600 in all"),
-        ({"packed": torch.zeros(575).byte()}, r"packed: expected 576 bytes from offset 0 on, got "),
-        ({"packed": torch.zeros(600).char()}, r"packed: expected uint8 \[num_bytes\], got int8"),
-        ({"table": torch.zeros(2).long()}, r"table: expected int64 \[num_rows=3\], got int64 \[2"),
-        ({"table": torch.zeros(3).int()}, r"table: expected int64 \[num_rows=3\], got int32 \[3\]"),
-        ({"table": torch.zeros(6).long()[::2]}, r"table: expected the last 1 .* contiguous"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
-    call: dict[str, Any] = {
-        "blocks": torch.ones(3, 36, dtype=torch.uint8),
-        "format": "Q4_0",
-        "offset": 0,
-        "packed": torch.zeros(600, dtype=torch.uint8),
-        "table": torch.zeros(3, dtype=torch.int64),
-        **change,
-    }
-    with pytest.raises(RuntimeError, match=f"pack_weight: {message}"):
-        ops.pack_weight(call.pop("blocks"), call.pop("format"), **call)
-    assert not call["packed"].any()
-    assert not call["table"].any()
-
-
 @pytest.mark.parametrize("num_bytes", [0, 7, 19, 35])
 def test_bytes_that_are_no_whole_blocks_are_named(num_bytes: int) -> None:
     """Also if the call allocates the packed weight."""
@@ -134,17 +73,6 @@ def test_packed_bytes_says_what_is_wrong() -> None:
         ops.packed_bytes("F16", 1, 32)
     with pytest.raises(ValueError, match="Q4_K: expected rows of whole blocks of 256 columns, got"):
         ops.packed_bytes("Q4_K", 1, 128)
-
-
-def test_opcheck(device: torch.device) -> None:
-    call = {
-        "blocks": random_blocks("Q4_1", 3, 64).to(device),
-        "format": "Q4_1",
-        "offset": 0,
-        "packed": torch.zeros(640, dtype=torch.uint8, device=device),
-        "table": torch.zeros(3, dtype=torch.int64, device=device),
-    }
-    torch.library.opcheck(torch.ops.eecore.pack_weight.default, (), call)
 
 
 def fuzzed_call(m: Maker) -> Checked:

@@ -129,43 +129,6 @@ def test_rows_in_their_places(num_selected: int, device: torch.device) -> None:
     placing.check()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"index": torch.tensor([0, 1, 4]).int()}, r"index: expected values in \[0, 4\), got 4"),
-        ({"index": torch.zeros(3).long()}, "index: expected int32 .* got int64"),
-        ({"kind": torch.zeros(3).int()}, r"kind: expected int32 \[num_rows=4\], got int32 \[3\]"),
-        ({"wanted": -(1 << 40)}, "wanted: expected a kind of 32 bits"),
-        ({"vocabulary": torch.zeros(9).int()}, "vocabulary: expected int64 .* got int32"),
-        (
-            {"vocabulary": torch.zeros(1).long()},
-            r"token: expected values in \[-1, 1\), got",
-        ),
-        ({"exit_layer": None}, "exit_layer: expected all or none of .* got measured_at$"),
-        ({"measured_at": None}, "measured_at: expected all or none of .* got exit_layer$"),
-        ({"token": torch.zeros(4).int()}, "out_token: expected int64 .* got int32"),
-        ({"logprob": torch.zeros(5)}, r"out_logprob: expected float32 \[num_rows=4\]"),
-    ],
-)
-def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
-    placing = Placing(3, 4, None)
-    out = placing.out._replace(**{k: v for k, v in change.items() if k in ops.HeadRows._fields})
-    given = {"index": placing.index, "kind": placing.kind, **placing.measured}
-    given |= {k: v for k, v in change.items() if k not in ops.HeadRows._fields}
-    before = [tensor.clone() for tensor in out]
-    with pytest.raises(RuntimeError, match=f"place_head: {message}"):
-        ops.place_head(placing.head, out, **given)
-    for old, new in zip(before, out, strict=True):
-        assert torch.equal(old, new)
-
-
-def test_more_rows_than_there_are_places_for() -> None:
-    placing = Placing(4, 4, None)
-    out = ops.HeadRows(*(tensor[:3] for tensor in placing.out))
-    with pytest.raises(RuntimeError, match=r"token: expected at most num_rows=3 rows .* got 4"):
-        ops.place_head(placing.head, out)
-
-
 def test_a_head_runs_here_or_before() -> None:
     placing = Placing(4, 4, None)
     measure = ops.SoftmaxMeasure(None, torch.ones(9, 8), 1e-5)
@@ -185,35 +148,6 @@ def test_a_head_runs_here_or_before() -> None:
     ):
         with pytest.raises(RuntimeError, match=f"place_head: {message}"):
             ops.place_head(None, placing.out, **({"measure": measure, "hidden": hidden} | given))
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"hidden": 1}, "lm_head: expected all or none of hidden, lm_head, got hidden$"),
-        ({"lm_head": 1}, "hidden: expected all or none of hidden, lm_head, got lm_head$"),
-        ({"norm_weight": 1}, "lm_head: expected one with norm_weight, .* got None"),
-    ],
-)
-def test_parts_of_a_head_come_together(given: dict[str, Any], message: str) -> None:
-    """Checked at the op's boundary, for callers without the wrapper."""
-    placing = Placing(4, 4, None)
-    with pytest.raises(RuntimeError, match=f"place_head: {message}"):
-        torch.ops.eecore.place_head.default(
-            *(*placing.head, None, None, 0, None, None, False, None, *placing.out),
-            **{name: torch.ones(4, 4) for name in given},
-        )
-
-
-def test_opcheck(device: torch.device) -> None:
-    placing = Placing(4, 6, device)
-    torch.library.opcheck(
-        torch.ops.eecore.place_head.default,
-        (
-            *(*placing.head, placing.index, placing.kind, 1),
-            *(*placing.measured.values(), True, placing.vocabulary, *placing.out),
-        ),
-    )
 
 
 def fuzzed_call(m: Maker) -> Checked:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import gguf
 import pytest
 import torch
@@ -133,65 +131,6 @@ def test_nan_spoils_its_block_alone(bad: float, format: str, device: torch.devic
     assert got[1, 32:64].isnan().all()
     got[1, 32:64] = expected[1, 32:64]
     assert torch.equal(got, expected)
-
-
-def test_rows_may_have_strides_and_threads_change_nothing(device: torch.device) -> None:
-    wide = weight_of(600, 256).to(device)
-    expected = ops.quantise_weight(wide[:, :128].contiguous(), "Q4_1")
-    room = torch.full((600, 100), 7, dtype=torch.uint8, device=device)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            ops.quantise_weight(wide[:, :128], "Q4_1", blocks=room[:, :80])
-            assert torch.equal(room[:, :80], expected)
-            assert (room[:, 80:] == 7).all()
-    finally:
-        torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_no_rows(format: str, device: torch.device) -> None:
-    columns, num_bytes = block_sizes(format)
-    got = ops.quantise_weight(torch.zeros(0, columns, device=device), format)
-    assert got.shape == (0, num_bytes)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"weight": torch.zeros(3, 64).half()}, r"weight: expected float32 or bfloat16"),
-        ({"weight": torch.zeros(3, 64).int()}, r"weight: expected "),
-        ({"weight": torch.zeros(64, 3).T}, r"weight: expected the last 1 .* contiguous"),
-        ({"weight": torch.zeros(3, 48)}, r"weight: expected rows of whole blocks of 32 columns, "),
-        ({"weight": torch.zeros(3, 0)}, r"weight: expected rows of whole blocks of 32 columns, "),
-        ({"format": "Q4_K"}, r"format: expected one of Q4_1, Q5_1, Q8_0, got Q4_K"),
-        ({"format": "Q9"}, r"format: expected one of .*, got Q9"),
-        ({"blocks": torch.zeros(3, 39).byte()}, r"blocks: expected rows of 40 bytes, got 39"),
-        ({"blocks": torch.zeros(2, 40).byte()}, r"blocks: expected uint8 \[num_rows=3, row_bytes"),
-        ({"blocks": torch.zeros(3, 40).char()}, r"blocks: expected uint8 \[num_rows=3, row_bytes"),
-        ({"blocks": torch.zeros(40).byte().expand(3, 40)}, r"blocks: expected "),
-    ],
-)  # fmt: skip
-def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
-    call: dict[str, Any] = {
-        "weight": weight_of(3, 64),
-        "format": "Q4_1",
-        "blocks": torch.zeros(3, 40, dtype=torch.uint8),
-        **change,
-    }
-    with pytest.raises(RuntimeError, match=f"quantise_weight: {message}"):
-        ops.quantise_weight(call["weight"], call["format"], blocks=call["blocks"])
-    assert not call["blocks"].any()
-
-
-def test_opcheck(device: torch.device) -> None:
-    call = {
-        "weight": weight_of(3, 64).to(device),
-        "format": "Q4_1",
-        "blocks": torch.zeros(3, 40, dtype=torch.uint8, device=device),
-    }
-    torch.library.opcheck(torch.ops.eecore.quantise_weight.default, (), call)
 
 
 def fuzzed_call(m: Maker) -> Checked:

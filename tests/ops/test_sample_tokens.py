@@ -297,30 +297,6 @@ def test_nothing_is_drawn_where_the_softmax_is_not_defined(
     assert (nothing.token == -1).all()
 
 
-def test_tokens_count_as_seen_once(device: torch.device) -> None:
-    """Tokens of the text and drafts up to the position count; invalid ids do not."""
-    num_rows, vocab_size = 6, 40
-    rows = sampling_rows(
-        [{"repetition_penalty": 1.5, "temperature": i % 2} for i in range(num_rows)],
-        torch.tensor([[3, 5, 5, -1, vocab_size, 2**40]]).repeat(num_rows, 1),
-    )
-    got = check(
-        random_logits(num_rows, vocab_size),
-        rows,
-        sampled_rows(num_rows, vocab_size, num_probs=4 * num_rows),
-        device,
-        purpose=1,
-        positions=torch.arange(num_rows) % 4 + 9,
-        round_tokens=torch.tensor([[1, 5, 7, 7]]).repeat(num_rows, 1),
-        first_position=torch.full((num_rows,), 9),
-        probs_by_step=4,
-    )
-    assert got.probs is not None
-    written = (got.probs >= 0).all(dim=1).view(num_rows, 4)
-    assert torch.equal(written, torch.eye(4).bool()[torch.arange(num_rows) % 4])
-    assert (got.probs[~written.flatten()] == -7).all()
-
-
 def test_generated_tokens_count_as_often_as_they_were(device: torch.device) -> None:
     """Tokens of the text and drafts up to the position count; those of the prompt do not."""
     logits = torch.tensor([[4.0, 4.0, 4.0, 3.5]]).repeat(4, 1)
@@ -413,45 +389,6 @@ def test_nothing_is_drawn_where_nothing_is_allowed(device: torch.device) -> None
     at = {"purpose": 0, "positions": torch.zeros(len(WAYS), dtype=torch.int64)}
     got = check(random_logits(len(WAYS), 40), rows, out, device, **at)
     assert (got.token == -1).all()
-
-
-def test_each_position_of_a_round_has_its_own_mask(device: torch.device) -> None:
-    """Positions without one allow everything."""
-    allowed = torch.eye(40).bool()[torch.tensor([[3, 39, 0], [31, 32, 33]])]
-    row = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1], dtype=torch.int32)
-    first = torch.tensor([50, 7])
-    got = check(
-        random_logits(8, 40),
-        sampling_rows([{}, {"temperature": 0.0}], allowed=bits(allowed)),
-        sampled_rows(8),
-        device,
-        purpose=0,
-        positions=first[row] + torch.tensor([0, 1, 2, 3, -1, 0, 1, 2]),
-        row=row,
-        first_position=first,
-    )
-    assert got.token[:3].tolist() == [3, 39, 0]
-    assert got.token[5:].tolist() == [31, 32, 33]
-
-
-def test_rows_of_logits_outputs_and_requests(device: torch.device) -> None:
-    index = torch.tensor([6, 0, 3, 4, 1], dtype=torch.int32)
-    row = torch.tensor([2, 1, 1, 0, 3, 0, 2, 2], dtype=torch.int32)
-    kind = torch.tensor([1, 2, 1, 1], dtype=torch.int32)
-    rows = sampling_rows([{}, {"top_k": 3}, {"temperature": 0.0}, {"top_p": 0.7}])
-    got = check(
-        random_logits(5, 60),
-        rows,
-        sampled_rows(8, 60, 2, uniform=True, num_probs=8),
-        device,
-        purpose=0,
-        positions=torch.arange(8),
-        index=index,
-        row=row,
-        kind=kind,
-        wanted=1,
-    )
-    assert (got.token >= 0).nonzero().flatten().tolist() == [0, 3, 4, 6]
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 30, 70])
@@ -654,124 +591,6 @@ def test_confidence_is_the_gap_unless_asked(device: torch.device) -> None:
             logits, rows, sampled_rows(1), device, as_probability=as_probability, **arguments
         )
         assert got.confidence.item() == pytest.approx(expected, abs=1e-6)
-
-
-def changes_of(num_requests: int) -> dict[str, Tensor]:
-    """Settings that change logits, for a vocabulary of 5."""
-    return {
-        "generated": torch.zeros(num_requests, 6, dtype=torch.int64),
-        "bias_ids": torch.zeros(num_requests, 1, dtype=torch.int64),
-        "bias": torch.zeros(num_requests, 1),
-        "allowed": torch.full((num_requests, 2, 1), -1, dtype=torch.int32),
-    }
-
-
-def given() -> dict[str, Any]:
-    """A valid call."""
-    return {
-        "logits": torch.zeros(2, 5),
-        **sampling_rows([{}] * 3, **changes_of(3))._asdict(),
-        **sampled_rows(3, 5, 2, uniform=True, num_probs=12)._asdict(),
-        "purpose": 0,
-        "positions": torch.zeros(3, dtype=torch.int64),
-        "index": torch.tensor([0, 2], dtype=torch.int32),
-        "row": torch.tensor([0, 1, 2], dtype=torch.int32),
-        "kind": torch.zeros(3, dtype=torch.int32),
-        "wanted": 0,
-        "round_tokens": torch.zeros(3, 4, dtype=torch.int64),
-        "first_position": torch.zeros(3, dtype=torch.int64),
-        "as_probability": False,
-        "probs_by_step": 4,
-    }
-
-
-def call(arguments: dict[str, Any]) -> None:
-    rows = ops.SamplingRows(*(arguments.pop(name) for name in ops.SamplingRows._fields))
-    out = ops.SampledRows(*(arguments.pop(name) for name in ops.SampledRows._fields))
-    ops.sample_tokens(arguments.pop("logits"), rows, out, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"logits": torch.zeros(2, 5, dtype=torch.float16)}, "logits: .* on the CPU, got float16"),
-        ({"logits": torch.zeros(2, 0), "probs": None}, r"logits: expected vocab_size of 1 to .* 0"),
-        ({"logits": torch.zeros(5, 2).T}, r"logits: expected the last 1 dimension"),
-        ({"top_k": torch.zeros(3)}, r"top_k: expected int32 \[num_requests=3\], got float32"),
-        ({"seen": torch.zeros(2, 4, dtype=torch.int64)}, r"seen: .*num_requests=3.*\[2, 4\]"),
-        ({"presence_penalty": torch.zeros(2)}, r"presence_penalty: .*num_requests=3.*\[2\]"),
-        ({"frequency_penalty": torch.zeros(3).int()}, "frequency_penalty: .* got int32"),
-        ({"generated": torch.zeros(3, 4)}, r"generated: expected int64 .* got float32"),
-        ({"bias": None}, "bias: expected all or none of bias_ids, bias, got bias_ids$"),
-        ({"bias": torch.zeros(3, 2)}, r"bias: .*num_bias=1\], got float32 \[3, 2\]"),
-        ({"allowed": torch.zeros(3, 2, 2).int()}, "allowed: expected num_words=1, got 2"),
-        ({"allowed": torch.zeros(3, 2, 1)}, "allowed: expected int32 .* got float32"),
-        ({"positions": torch.zeros(3)}, r"positions: expected int64 \[num_outputs\], got float32"),
-        ({"purpose": -1}, r"purpose: expected a number in \[0, 4294967295\], got -1"),
-        ({"purpose": 2**32}, "purpose: .* got 4294967296"),
-        ({"index": torch.tensor([0, 3], dtype=torch.int32)}, r"index: .*\[0, 3\), got 3 at row 1"),
-        ({"row": torch.tensor([0, -1, 2], dtype=torch.int32)}, r"row: .*\[0, 3\), got -1 at row 1"),
-        (
-            {"index": None, "logits": torch.zeros(4, 5)},
-            "positions: expected num_outputs >= num_rows=4 without index, got 3",
-        ),
-        (
-            {"row": None, **sampling_rows([{}] * 2)._asdict(), "kind": None},
-            r"round_tokens: .*num_requests=2",
-        ),
-        (
-            {
-                **sampling_rows([{}] * 2)._asdict(),
-                **dict.fromkeys(("row", "kind", "round_tokens", "first_position")),
-                "probs_by_step": 0,
-            },
-            "temperature: expected num_requests >= num_outputs=3 without row, got 2",
-        ),
-        (
-            {"first_position": None, "round_tokens": None, "probs_by_step": 0, "probs": None},
-            "allowed: expected num_masks=1 without first_position, got 2",
-        ),
-        ({"kind": torch.zeros(3, dtype=torch.int64)}, "kind: expected int32 .* got int64"),
-        ({"first_position": None}, "first_position: expected it with round_tokens .* got none"),
-        ({"probs_by_step": -1}, "probs_by_step: expected a number of 0 to 2147483647, got -1"),
-        ({"probs_by_step": 5}, "probs: expected num_probs >= 15, got 12"),
-        ({"probs": torch.zeros(12, 4)}, r"probs: .*vocab_size=5\], got float32 \[12, 4\]"),
-        ({"top_ids": None}, "top_ids: expected all or none of .*, got top_logprobs$"),
-        ({"top_logprobs": torch.zeros(3, 1)}, r"top_logprobs: .*num_top=2\], got float32 \[3, 1\]"),
-        ({"uniform": torch.zeros(2)}, r"uniform: .*num_outputs=3, 2\], got float32 \[2\]"),
-        ({"token": torch.zeros(3)}, r"token: expected int64 \[num_outputs=3\], got float32"),
-    ],
-)
-def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
-    arguments = {**given(), **change}
-    outputs = [t for name in ops.SampledRows._fields if (t := arguments[name]) is not None]
-    before = [t.clone() for t in outputs]
-    with pytest.raises(RuntimeError, match=f"sample_tokens: {message}"):
-        call(arguments)
-    for old, new in zip(before, outputs, strict=True):
-        assert torch.equal(old, new)
-
-
-def test_a_call_in_which_nothing_is_wrong() -> None:
-    arguments = given()
-    token = arguments["token"]
-    call(arguments)
-    assert (token >= 0).tolist() == [True, False, True]
-
-
-@pytest.mark.parametrize("everything", [True, False])
-def test_opcheck(everything: bool) -> None:
-    if everything:
-        arguments = tuple(given()[name] for name in SCHEMA_ORDER)
-    else:
-        rows, out = sampling_rows([{}, {"temperature": 0.0}]), sampled_rows(2)
-        positions = torch.zeros(2, dtype=torch.int64)
-        rest = (None, None, None, 0, None, None, False, 0)
-        arguments = (random_logits(2, 9), *rows, 0, positions, *rest, *out)
-    torch.library.opcheck(torch.ops.eecore.sample_tokens.default, arguments)
-
-
-SCHEMA_ORDER = [a.name for a in torch.ops.eecore.sample_tokens.default._schema.arguments]
 
 
 def test_a_tape_samples_the_rows_that_are_there_by_then() -> None:

@@ -79,63 +79,6 @@ def test_matches_the_reference(
     assert (states[:, 33:] == 9).all()
 
 
-def test_states_may_be_where_they_were(device: torch.device) -> None:
-    hidden = torch.randn(7, 33, device=device)
-    accepted = torch.tensor([False, True, False, False, True, True, False])
-    expected = hidden[~accepted]
-    selected = ops.select_rows(hidden, accepted=accepted, states=hidden)
-    assert selected.count.item() == 4
-    assert torch.equal(hidden[:4], expected)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"kind": torch.zeros(3).int()}, r"thresholds: expected float32 \[num_rows=3\], got"),
-        ({"row": None, "kind": torch.zeros(3).int()}, r"kind: expected int32 \[num_active=4\]"),
-        ({"row": torch.tensor([0, 1, 2, 4]).int()}, r"row: expected values in \[0, 4\), got 4"),
-        ({"wanted": 1 << 40}, "wanted: expected a kind of 32 bits"),
-        ({"index": torch.zeros(4).long()}, "index: expected int32 .* got int64"),
-        ({"count": torch.zeros(2).int()}, r"count: expected int32 \[1\], got int32 \[2\]"),
-        ({"states": torch.zeros(4, 8).bfloat16()}, "states: expected float32 .* got bfloat16"),
-        (
-            {"states": torch.zeros(1, 8).expand(4, 8)},
-            "states: expected elements that do not overlap",
-        ),
-    ],
-)
-def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
-    given = given_rows(4, 4) | {
-        "index": torch.full((4,), -7).int(),
-        "count": torch.tensor([-7]).int(),
-        "states": torch.full((4, 8), 9.0),
-    }
-    given |= change
-    written = [given[name].clone() for name in ("index", "count", "states")]
-    with pytest.raises(RuntimeError, match=f"select_rows: {message}"):
-        ops.select_rows(torch.randn(4, 8), **given)
-    for old, name in zip(written, ("index", "count", "states"), strict=True):
-        assert torch.equal(old, given[name])
-
-
-def test_states_that_lie_across_the_given_ones_are_refused() -> None:
-    memory = torch.zeros(6, 8)
-    with pytest.raises(RuntimeError, match="states: expected memory apart from hidden, or"):
-        ops.select_rows(memory[:5], states=memory[1:])
-
-
-def test_opcheck(device: torch.device) -> None:
-    given = given_rows(5, 9)
-    torch.library.opcheck(
-        torch.ops.eecore.select_rows.default,
-        (
-            torch.randn(5, 16, device=device),
-            *(given["row"], given["kind"], 1, given["thresholds"], given["accepted"]),
-            *(torch.zeros(5).int(), torch.zeros(1).int(), torch.zeros(5, 16)),
-        ),
-    )
-
-
 def fuzzed_call(m: Maker) -> Checked:
     active, size, dtype = m.size(20), m.size(40), m.dtype()
     has_row = m.chance()

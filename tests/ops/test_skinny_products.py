@@ -36,12 +36,6 @@ from random_calls import Arguments, Checked, Maker, compare, looser, out_of
 OPTIONS = ("plain", "all")
 ACTIVATIONS = {"skinny_linear": (None, "relu"), "skinny_gated_linear": ("silu", "gelu_tanh")}
 OPS = tuple(ACTIVATIONS)
-# First row and number of rows: alone, few, and around the rows of a tile and of two.
-ROWS_TOGETHER = (
-    *((row, 1) for row in (0, 1, 3, 7, 8, 17, 18, 31, 32, 64, 299, 300)),
-    *((1, count) for count in range(2, 18)),
-    *((2, count) for count in (20, 21, 23, 24, 25, 31, 32, 33, 41, 42, 44, 45, 47, 48, 52, 53, 70)),
-)
 
 
 @dataclass(frozen=True)
@@ -232,70 +226,6 @@ def test_rounds_the_projection_before_the_residual(
     assert (got < 0).any()
 
 
-def between(values: Tensor, start: int) -> Tensor:
-    """Rows at an offset in their memory, between elements that must not be read."""
-    around = torch.full_like(values, 99 if values.dtype == torch.int8 else torch.nan)
-    return torch.cat((around[..., :start], values, around), -1)[..., start : -values.shape[-1]]
-
-
-@each_op
-@pytest.mark.parametrize("form", ["floats", "int8", "Q4_1"])
-@pytest.mark.parametrize("start", [0, 1, 3, 4, 16])
-@each_dtype
-def test_rows_that_start_anywhere(
-    start: int, dtype: torch.dtype, product: Product, device: torch.device
-) -> None:
-    """Rows start on and off 16-byte boundaries."""
-    for num_tokens, in_features in ((5, 72), (9, 131)):
-        call = product.call(num_tokens, in_features, 41, dtype=dtype, device=device)
-        expected = product.run(call)
-        for name in ("x", "weight", "weight_scale", "norm_weight", "bias", "residual"):
-            if name in call and call[name].dtype != torch.uint8:
-                call[name] = between(call[name], start)
-        memory = torch.full((num_tokens, 60), torch.nan, dtype=dtype, device=device)
-        out = memory[:, start : start + 41]
-        assert product.run({**call, "out": out}) is out
-        assert torch.equal(out, expected)
-        out.fill_(torch.nan)
-        assert memory.isnan().all()
-
-
-@on_linear
-@pytest.mark.parametrize("form", ["floats", "int8", "Q4_1"])
-@each_dtype
-def test_out_may_be_the_residual(
-    dtype: torch.dtype, product: Product, device: torch.device
-) -> None:
-    call = product.call(70, 100, 75, dtype=dtype, device=device)
-    expected = product.run(call)
-    product.run({**call, "out": call["residual"]})
-    assert torch.equal(call["residual"], expected)
-
-
-@each_op
-@each_form
-@pytest.mark.parametrize(("in_features", "options"), [(100, "all"), (1100, "all"), (1100, "plain")])
-@each_dtype
-def test_a_row_does_not_depend_on_the_others(
-    in_features: int, options: str, dtype: torch.dtype, product: Product, device: torch.device
-) -> None:
-    """Neither on their number, nor on NaN or infinity among them."""
-    is_cuda = emulated.is_cuda_kernel(device)
-    num_tokens = 75 if is_cuda else 301
-    together_of = ROWS_TOGETHER[::4] if is_cuda and in_features > 1000 else ROWS_TOGETHER
-    call = product.call(num_tokens, in_features, 74, options, dtype, device)
-    call["x"][[3, 21]] = torch.nan
-    call["x"][17, -1] = torch.inf
-    call["x"][18] = 0
-    together = product.run(call)
-    assert together[22:].isfinite().all()
-    for first, count in ((0, num_tokens), *together_of):
-        rows = slice(first, first + count)
-        own = {name: call[name][rows] for name in ("x", "residual") if name in call}
-        got = product.run({**call, **own})
-        torch.testing.assert_close(got, together[rows], rtol=0, atol=0, equal_nan=True)
-
-
 @each_op
 @each_form
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -313,19 +243,6 @@ def test_what_is_not_finite_stays_in_its_row(
         assert got[2].isnan().all() or not (math.isnan(value) or rounds)
         rest = [0, 1, 3, 4]
         assert torch.equal(got[rest], expected[rest])
-
-
-@each_op
-@each_form
-@each_dtype
-def test_the_number_of_threads_changes_nothing(
-    dtype: torch.dtype, product: Product, device: torch.device
-) -> None:
-    call = product.call(5, 576, 1001, dtype=dtype, device=device)
-    torch.set_num_threads(1)
-    one = product.run(call)
-    torch.set_num_threads(2)
-    assert torch.equal(one, product.run(call))
 
 
 @on_linear
@@ -425,115 +342,7 @@ def test_an_int8_weight_that_was_not_finite_shows(value: float, device: torch.de
     assert got[:, :4].isfinite().all()
 
 
-# Refused calls with 2 tokens and out [2, 6]: ops, the form of the weight, what is changed in a call
-# and what the error says.
-Refusals = tuple[tuple[tuple[str, ...], str, tuple[tuple[Call, str], ...]], ...]
 LINEAR, GATED = OPS[:1], OPS[1:]
-OF_CODES: Refusals = (
-    (OPS, "int8", (
-        ({"weight_scale": None}, r"weight: expected float32 \[(out_features|12), in_features=8"),
-        ({"weight_scale": torch.zeros(12).bfloat16()}, r"weight_scale: expected float32 .* bf"),
-        ({"weight": torch.zeros(12, 8).byte()}, r"weight: expected int8 .* got uint8"),
-    )),
-    (LINEAR, "int8", (
-        ({"weight": torch.zeros(6, 8)}, r"weight: expected int8 \[out_features, in_features=8"),
-        ({"weight_scale": torch.zeros(5)}, r"weight_scale: expected float32 \[out_features=6"),
-        ({"weight_scale": torch.zeros(12)[::2]}, r"weight_scale: expected the last 1 .* cont"),
-    )),
-    (GATED, "int8", (
-        ({"weight": torch.zeros(12, 8)}, r"weight: expected int8 \[12, in_features=8"),
-        ({"weight_scale": torch.zeros(6)}, r"weight_scale: expected float32 \[12\]"),
-        ({"weight_scale": torch.zeros(24)[::2]}, r"weight_scale: expected the last 1 .* cont"),
-    )),
-    (OPS, "Q4_1", (
-        ({"weight": torch.zeros(640).char()}, r"weight: expected uint8 \[640\], got int8 \[640\]"),
-        ({"weight_scale": torch.zeros(12)}, r"weight_scale: expected None with weight_table, got"),
-    )),
-    (LINEAR, "Q4_1", (
-        ({"weight_table": torch.zeros(3, 3).long()}, r"weight_table: expected int64 \[out_fea"),
-    )),
-)  # fmt: skip
-ON_THE_CPU: Refusals = (
-    (OPS, "floats", (
-        ({"x": torch.zeros(2, 8).long()}, r"x: expected float32, bfloat16 .* got int64"),
-        ({"x": torch.zeros(2, 8).half()}, r"x: expected float32 or bfloat16 on the CPU"),
-        ({"x": torch.zeros(8, 2).T}, r"x: expected the last 1 .* contiguous"),
-        ({"norm_weight": torch.zeros(7)}, r"norm_weight: expected float32 \[in_features=8\], got"),
-        ({"norm_weight": torch.zeros(8).bfloat16()}, r"norm_weight: expected float32 .* bfloat16"),
-        ({"out": torch.zeros(6).expand(2, 6)}, r"out: expected elements that do not overlap"),
-        ({"eps": -1.0}, r"eps: expected a number >= 0, got -1"),
-    )),
-    (LINEAR, "floats", (
-        ({"x": torch.zeros(2, 0), "weight": torch.zeros(6, 0), "norm_weight": None},
-         r"x: expected in_features >= 1, got 0"),
-        ({"weight": torch.zeros(6, 7)}, r"weight: expected float32 \[out_features, in_features=8"),
-        ({"weight": torch.zeros(8, 6).T}, r"weight: expected the last 1 .* contiguous"),
-        ({"bias": torch.zeros(5)}, r"bias: expected float32 \[out_features=6\], got"),
-        ({"residual": torch.zeros(3, 6)}, r"residual: expected float32 \[num_tokens=2, out_featur"),
-        ({"residual": torch.zeros(6, 2).T}, r"residual: expected the last 1 .* contiguous"),
-        ({"out": torch.zeros(2, 5)}, r"out: expected float32 \[num_tokens=2, out_features=6\], go"),
-        ({"activation": "silu"}, r"activation: expected relu, got silu"),
-    )),
-    (GATED, "floats", (
-        ({"x": torch.zeros(2, 0), "weight": torch.zeros(12, 0), "norm_weight": None},
-         r"x: expected in_features >= 1, got 0"),
-        ({"weight": torch.zeros(12, 7)}, r"weight: expected float32 \[12, in_features=8\], got"),
-        ({"weight": torch.zeros(11, 8)}, r"weight: expected float32 \[12, in_features=8\], got"),
-        ({"weight": torch.zeros(8, 12).T}, r"weight: expected the last 1 .* contiguous"),
-        ({"bias": torch.zeros(6)}, r"bias: expected float32 \[12\], got"),
-        ({"out": torch.zeros(3, 6)}, r"out: expected float32 \[num_tokens=2, inner_size\], got"),
-        ({"activation": "relu"}, r"activation: expected silu or gelu_tanh, got relu"),
-    )),
-    (OPS, "Q4_1", (
-        ({"weight": torch.zeros(100).byte()}, r"weight_table: expected rows within 100 packed byt"),
-        ({"weight": torch.zeros(8, 80).byte()}, r"weight: expected uint8 \[640\], got uint8 \[8, "),
-        ({"x": torch.zeros(2, 96)}, r"weight_table: expected rows of 96 columns in .*, got 6"),
-    )),
-    (LINEAR, "Q4_1", (
-        ({"weight_table": torch.zeros(6)}, r"weight_table: expected int64 .* got float32 \[6\]"),
-        ({"weight_table": -torch.ones(6).long()}, r"weight_table: expected places that pack_weigh"),
-        ({"bias": torch.zeros(7)}, r"bias: expected float32 \[out_features=6\], got float32 \[7"),
-    )),
-    (GATED, "Q4_1", (
-        ({"weight_table": -torch.ones(12).long()}, r"weight_table: expected places that pack_wei"),
-    )),
-)  # fmt: skip
-ON_CUDA: Refusals = (
-    (OPS, "Q4_1", (
-        ({"x": torch.zeros(2, 80)}, r"weight_table: expected rows in blocks of 32 co.*got 80"),
-        ({"weight": torch.zeros(641).byte()[1:]}, r"weight: expected packed bytes that begin at a"),
-    )),
-)  # fmt: skip
-
-
-def refusals(listed: Refusals) -> pytest.MarkDecorator:
-    cases = [(op, form, *each) for ops, form, some in listed for op in ops for each in some]
-    return pytest.mark.parametrize(("op", "form", "change", "message"), cases)
-
-
-def check_refusal(product: Product, change: Call, message: str) -> None:
-    in_features = 64 if product.form in FORMATS else 8
-    options = "all" if product.form == "floats" else "plain"
-    call = {**product.call(2, in_features, 6, options), "out": torch.zeros(2, 6), **change}
-    with pytest.raises(RuntimeError, match=f"{product.op}: {message}"):
-        product.run(call)
-    assert not call["out"].any()
-
-
-@refusals(ON_THE_CPU + OF_CODES)
-def test_bad_input_is_named_and_changes_nothing(
-    product: Product, change: Call, message: str
-) -> None:
-    check_refusal(product, change, message)
-
-
-@refusals(ON_CUDA + OF_CODES)
-def test_bad_codes_are_named_by_emulated_kernels(
-    product: Product, change: Call, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The contents of the table are not checked there."""
-    emulated.route(monkeypatch)
-    check_refusal(product, change, message)
 
 
 def test_heads_for_a_cache_are_refused_in_float32() -> None:
@@ -542,38 +351,6 @@ def test_heads_for_a_cache_are_refused_in_float32() -> None:
     append = AppendKv(cache, cache.clone(), torch.zeros(2).long())
     with pytest.raises(RuntimeError, match="out: expected the dtype of x with k_cache, got float"):
         ops.skinny_linear(**call, append=append, dtype=torch.float32)
-
-
-def test_a_residual_that_overlaps_out_is_refused() -> None:
-    call = Product("skinny_linear").call(2, 8, 6)
-    memory = torch.zeros(40)
-    out = memory[10:22].view(2, 6)
-    for residual in (
-        memory[4:16].view(2, 6),
-        memory[21:33].view(2, 6),
-        memory[10:26].view(2, 8)[:, :6],
-    ):
-        with pytest.raises(RuntimeError, match="out: expected memory apart from residual, or"):
-            ops.skinny_linear(**{**call, "residual": residual}, out=out)
-    assert not memory.any()
-    for residual in (memory[22:34].view(2, 6), memory[:10].as_strided((2, 6), (4, 1))):
-        ops.skinny_linear(**{**call, "residual": residual}, out=out)
-
-
-@products("floats", "int8", "Q4_0")
-@pytest.mark.parametrize("place", [0, 1])
-def test_opcheck(place: int, product: Product, device: torch.device) -> None:
-    call = product.call(3, 40, 9, device=device)
-    call |= {"activation": ACTIVATIONS[product.op][place], "out": torch.zeros(3, 9, device=device)}
-    call.setdefault("weight_scale", None)
-    torch.library.opcheck(getattr(torch.ops.eecore, product.op).default, (), call)
-
-
-@products("floats", "Q4_0")
-def test_compiles(product: Product) -> None:
-    call = {**product.call(3, 40, 9), "activation": ACTIVATIONS[product.op][1]}
-    compiled = torch.compile(getattr(ops, product.op), fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(**call), product.run(call))
 
 
 def fuzzed_skinny_gated_linear(m: Maker) -> Checked:

@@ -27,21 +27,6 @@ def test_matches_the_reference(format: str, device: torch.device) -> None:
         assert torch.equal(got, unpack_weight(blocks, format, index))
 
 
-def test_rows_of_several_weights(device: torch.device) -> None:
-    blocks = random_blocks("Q8_0", 40, 64).to(device)
-    packed = ops.pack_weight(blocks, "Q8_0")
-    wide = torch.full((40, 70), 9.0, device=device)
-    ops.unpack_weight(packed.weight, packed.table, out=wide[:, :64])
-    assert torch.equal(wide[:, :64], reference.pack_weight(blocks, "Q8_0"))
-    assert (wide[:, 64:] == 9).all()
-
-
-def test_no_rows() -> None:
-    packed = torch.zeros(0, dtype=torch.uint8)
-    table = torch.zeros(0, dtype=torch.int64)
-    assert ops.unpack_weight(packed, table, out=torch.zeros(0, 64)).shape == (0, 64)
-
-
 def place(offset: int, columns: int, format: int, lane: int) -> int:
     return lane | format << 4 | columns // 32 << 8 | offset // 64 << 32
 
@@ -70,35 +55,6 @@ def test_tables_are_not_followed_out_of_memory(entries: list[int], message: str)
     with pytest.raises(RuntimeError, match=f"unpack_weight: table: .*{message}"):
         ops.unpack_weight(packed, bad, out=out)
     assert (out == 9).all()
-
-
-@pytest.mark.parametrize(
-    ("packed", "table", "out", "message"),
-    [
-        (torch.zeros(9, 64).byte(), [0], torch.zeros(1, 64), r"packed: expected uint8 \[576\], go"),
-        (torch.zeros(576).char(), [0], torch.zeros(1, 64), r"packed: expected uint8 \[576\], got"),
-        (torch.zeros(576).byte(), [0, 1], torch.zeros(1, 64), r"table: expected int64 \[num_rows="),
-        (torch.zeros(576).byte(), [0], torch.zeros(1, 65), r"table: expected rows of 65 columns"),
-        (torch.zeros(576).byte(), [0], torch.zeros(1, 64).double(), r"out: expected float32"),
-        (torch.zeros(576).byte(), [0, 1], torch.zeros(64).expand(2, 64), r"out: expected elements"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_named(
-    packed: torch.Tensor, table: list[int], out: torch.Tensor, message: str
-) -> None:
-    entries = torch.tensor([place(0, 64, 0, lane) for lane in table])
-    with pytest.raises(RuntimeError, match=f"unpack_weight: {message}"):
-        ops.unpack_weight(packed, entries, out=out)
-
-
-def test_opcheck(device: torch.device) -> None:
-    packed = ops.pack_weight(random_blocks("Q5_1", 3, 64).to(device), "Q5_1")
-    call = {
-        "packed": packed.weight,
-        "table": packed.table,
-        "out": torch.zeros(3, 64, device=device),
-    }
-    torch.library.opcheck(torch.ops.eecore.unpack_weight.default, (), call)
 
 
 def fuzzed_call(m: Maker) -> Checked:
