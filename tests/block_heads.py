@@ -9,7 +9,6 @@ with the packages ``speculators`` 0.9 and ``dflash`` 0.1.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -121,18 +120,6 @@ def write_block_head(
     return directory
 
 
-@dataclass
-class Drafted:
-    """What a head drafts after a text."""
-
-    logits: Tensor
-    """[num_drafts, draft_vocab_size]"""
-    tokens: list[int]
-    """The model's."""
-    scores: list[float]
-    """The probability of each, or how likely it is to be accepted where the head says so."""
-
-
 class BlockOracle:
     """A head in plain PyTorch.
 
@@ -175,8 +162,10 @@ class BlockOracle:
             hidden = layer(hidden, positions[len(context) :], causal=False)
         return normed(hidden, tensors["norm.weight"], self.sizes["rms_norm_eps"])
 
-    def drafts(self, states: list[Tensor], token: int) -> Drafted:
-        """What it drafts; arguments as for :meth:`block`."""
+    def drafts(self, states: list[Tensor], token: int) -> tuple[list[int], list[float]]:
+        """The tokens that it drafts, the model's, and the probability of each, or how likely it is
+        to be accepted where the head says so; arguments as for :meth:`block`.
+        """
         tensors = self.tensors
         hidden = self.block(states, token)[0 if self.from_last else 1 :]
         logits = hidden @ self.lm_head.T
@@ -196,4 +185,4 @@ class BlockOracle:
             before = best if d2t is None else best + int(d2t[best])
             tokens.append(before)
             scores.append(float(score))
-        return Drafted(logits, tokens, scores)
+        return tokens, scores

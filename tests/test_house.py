@@ -228,7 +228,7 @@ FLOORS = {
     "guide output channel",
     "cli": "eecore heads serving calibration generation models exit_text exits "
     "calibration_file config output",
-    "lab": "cli eecore calibration generation engine heads decoding planning models exit_text "
+    "lab": "cli eecore calibration generation engine decoding planning models exit_text "
     "exits calibration_file config output",
     "__main__": "cli",
 }

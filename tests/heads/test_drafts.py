@@ -77,11 +77,7 @@ def block_oracle(model: eecore.Model) -> Oracle:
     config = json.loads((path / "config.json").read_text())
     oracle = BlockOracle(config, tensors, weights.embed_tokens.weight, weights.lm_head.weight)
 
-    def drafts(states: list[torch.Tensor], tokens: list[int], _: int) -> Any:
-        drafted = oracle.drafts(states, tokens[-1])
-        return drafted.tokens, drafted.scores
-
-    return drafts
+    return lambda states, tokens, _: oracle.drafts(states, tokens[-1])
 
 
 def mtp_oracle(model: eecore.Model) -> Oracle:

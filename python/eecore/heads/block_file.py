@@ -31,16 +31,11 @@ from eecore.heads.files import (
     verifier_of,
 )
 from eecore.models.llama import LlamaModel, LlamaWeights
-from eecore.models.network import check_digest
 from eecore.models.readers.checkpoint import Checkpoint
 from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.readers.config_json import layers_config
 from eecore.models.weights import Care, NewWeights, WeightView
 from eecore.ops import Matrix
-
-DIGEST_FIELD = "eecore_model_digest"
-"""The field of config.json with the digest of the model that a head was trained for, in heads that
-``eecore train-exits`` made."""
 
 MAX_BLOCK = 64
 MAX_RANK = 1 << 14
@@ -174,8 +169,6 @@ def load(directory: Path, fields: ConfigFields, network: LlamaModel) -> BlockHea
             supported; raised before memory is allocated.
     """
     settings = read_settings(fields, network.config)
-    if DIGEST_FIELD in fields:
-        check_digest(network, fields.text(DIGEST_FIELD), f"{fields.where}: {DIGEST_FIELD}")
     with Checkpoint(directory) as files:
         shapes = _shapes(settings, network)
         check_shapes(files, shapes)
