@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from eecore.models.readers.head_file import SHIPPED, HeadFile, read_head_settings
+from eecore.models.recurrent_head import head_floats
 
 PACKS = sorted(SHIPPED.iterdir())
 MAX_BYTES = {"smollm2-135m-instruct": 4_000_000, "qwen2.5-coder-0.5b-instruct": 8_000_000}
@@ -56,7 +57,8 @@ def test_its_card_says_what_it_is(pack: Path) -> None:
     assert training["tokens"] == pytest.approx((1 - HELD_OUT) * words, rel=0.01)
     assert re.search(rf"\b{training['steps']:,}|\b{training['steps']}\b", card)
     weights = sum(
-        tensor.numel() for tensor in HeadFile(pack, read_head_settings(pack)).floats.values()
+        head_floats(tensor).numel()
+        for tensor in HeadFile(pack, read_head_settings(pack)).tensors.values()
     )
     assert f"{weights / 1e6:.1f}M weights" in card
     size = (pack / "head.safetensors").stat().st_size

@@ -107,22 +107,6 @@ def norms_digest(config: ModelConfig, *norms: Tensor | None) -> str:
     return digest.hexdigest()
 
 
-def check_digest(network: LlamaModel, digest: str, where: str) -> None:
-    """Raise where a head was trained for another model.
-
-    Args:
-        where: the file and the field that says so.
-
-    Raises:
-        ModelError: it is another model's.
-    """
-    own = network_digest(network)
-    if digest != own:
-        raise ModelError(
-            f"{where}: expected {own}, the model's, got {digest}: it was trained for another model"
-        )
-
-
 def _little_endian(norm: Tensor) -> bytes:
     return bytes(
         norm.detach().to("cpu", torch.bfloat16).float().contiguous().numpy().astype("<f4").tobytes()

@@ -6,14 +6,13 @@ A model gets the head that is named, else the head in its directory, else one sh
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from eecore import ops
 from eecore.config import ModelConfig
 from eecore.errors import ModelError
 from eecore.files.hub import fetch_head
@@ -21,9 +20,9 @@ from eecore.files.json_fields import JsonFields
 from eecore.files.readable import kind_of, shown_path
 from eecore.files.tensors import TensorFile
 from eecore.models.llama import NORM, NORM_NAMES, LlamaModel, NormNames
-from eecore.models.network import Network, check_digest, network_digest, norms_digest
+from eecore.models.network import Network, network_digest, norms_digest
 from eecore.models.readers.checkpoint import StoredTensors
-from eecore.models.recurrent_head import LAYERS, HeadSettings, RecurrentHead, head_floats
+from eecore.models.recurrent_head import HeadSettings, RecurrentHead
 from eecore.values import shown
 
 SHIPPED = Path(__file__).resolve().parents[2] / "data" / "heads"
@@ -92,26 +91,10 @@ def _inner(fields: JsonFields, name: str) -> JsonFields:
     return inner
 
 
-def in_blocks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a pack with matrices in blocks of 4 bits, in which a CPU drafts.
-
-    A matrix is a float tensor named ``*.weight``, ``mlp.*`` or ``attention.*`` whose rows are whole
-    blocks; norms and the vocabulary stay as they are.
-    """
-    made = {}
-    for name, tensor in tensors.items():
-        is_matrix = tensor.is_floating_point() and not name.endswith("norm")
-        if is_matrix and tensor.shape[-1] % COLUMNS == 0:
-            rows = tensor.float().flatten(0, -2).contiguous()
-            tensor = ops.quantise_weight(rows, LAYERS).view(*tensor.shape[:-1], -1)
-        made[name] = tensor
-    return made
-
-
 class HeadFile:
     """The tensors of a pack, with shapes checked against ``head.json``.
 
-    Matrices are stored as floats, or as uint8 in blocks of 4 bits (:func:`in_blocks`).
+    Matrices are stored as floats, or as uint8 in blocks of 4 bits.
 
     Raises:
         ModelError: a tensor is missing, truncated or not finite, or has another shape.
@@ -167,11 +150,6 @@ class HeadFile:
                 )
             if (self.vocabulary[1:] <= self.vocabulary[:-1]).any():
                 raise file.wrong("vocabulary", "ids in ascending order", "another order")
-
-    @property
-    def floats(self) -> dict[str, Tensor]:
-        """All tensors in float32, blocks dequantised."""
-        return {name: head_floats(tensor) for name, tensor in self.tensors.items()}
 
 
 def _as_used(tensor: Tensor) -> Tensor:
@@ -244,7 +222,11 @@ def load_head(path: str | Path, network: LlamaModel) -> RecurrentHead:
                 f"{place}: model.{name}: expected {getattr(config, name)}, as the model has it,"
                 f" got {getattr(settings, name)}"
             )
-    check_digest(network, settings.digest, f"{place}: model.digest")
+    if settings.digest != (own := network_digest(network)):
+        raise ModelError(
+            f"{place}: model.digest: expected {own}, the model's, got {settings.digest}: it was "
+            "trained for another model"
+        )
     if settings.attended:
         _check_attended(settings, network, place)
     file = HeadFile(directory, settings)
