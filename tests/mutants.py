@@ -630,8 +630,8 @@ DECODING = (
     Mutant(
         "guide-mask-of-the-draft-before",
         "python/eecore/planning/guided.py",
-        "zip(masks, answers[:-1:3], strict=False)",
-        "zip(masks, [answers[0], *answers[:-1:3]], strict=False)",
+        "                masks[row] = self._mask(matcher)\n",
+        "                masks[row] = masks[row - 1]\n",
         "tests/planning/test_guide.py",
     ),
     Mutant(

@@ -204,9 +204,8 @@ FLOORS = {
     "values": "",
     "files": "",
     "guide": "",
-    "channel": "",
-    "bounded_process": "channel",
-    "template_process": "bounded_process channel",
+    "bounded_process": "",
+    "template_process": "",
     "config": "guide",
     "output": "",
     "calibration_file": "config",
@@ -215,7 +214,7 @@ FLOORS = {
     "ops": "_C _cuda",
     "models": "ops config bounded_process",
     "scheduling": "config",
-    "planning": "scheduling models exits config guide output channel bounded_process",
+    "planning": "scheduling models exits config guide output bounded_process",
     "decoding": "planning scheduling models ops exits config guide output",
     "heads": "decoding models ops config",
     "engine": "decoding planning scheduling models exit_text exits config guide output",
@@ -225,7 +224,7 @@ FLOORS = {
     "eecore": "integrations calibration generation engine ops exits calibration_file "
     "config guide output",
     "serving": "eecore generation engine models exit_text exits calibration_file config "
-    "guide output channel",
+    "guide output",
     "cli": "eecore heads serving calibration generation models exit_text exits "
     "calibration_file config output",
     "lab": "cli eecore calibration generation engine decoding planning models exit_text "

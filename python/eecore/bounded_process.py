@@ -1,199 +1,195 @@
-"""Processes for work of unbounded cost, such as compiling a client's grammar or rendering a model's
-template.
+"""Worker processes for work of unbounded cost, such as compiling a client's grammar or rendering a
+model's template.
 
-Each kind of work has a process that prepares it and then forks others. The kernel ends a forked
-process when an answer takes too much time, and refuses it memory beyond a limit.
+A worker answers one question at a time. The kernel ends it when an answer takes too much time, and
+refuses it memory beyond a limit; another worker then takes its place.
 """
 
 from __future__ import annotations
 
-import gc
+import marshal
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from weakref import finalize
-
-from eecore.channel import Channel, Message
 
 MAX_SHOWN = 300
 """Characters of an error that are shown."""
+MAX_IDLE = 4
+"""Workers of one kind that wait for a question."""
+SIZE_BYTES = 8
+# Times the CPU time of an answer that it may last, since the machine may have other work to do.
+MAX_SLOWER = 100
 # Import packages from where this process does.
 PROGRAM = (
-    "import sys; end, module = int(sys.argv[1]), sys.argv[2]; sys.path[:] = sys.argv[3:]; "
-    "from eecore.bounded_process import serve; serve(end, module)"
+    "import sys; module = sys.argv[1]; sys.path[:] = sys.argv[2:]; "
+    "from eecore.bounded_process import serve; serve(module)"
 )
 
 
 class NotPrepared(Exception):
-    """The forking process could not be prepared; the text says why."""
+    """A worker could not be prepared; the text says why."""
 
 
-class Fork:
-    """Forks processes for one kind of work; the forking process starts at the first request for
-    one.
+class Workers:
+    """Workers for one kind of work: as many as there are questions at once.
 
     Args:
-        module: its ``prepared`` is called in the process that forks, and returns the function that
-            a forked process calls with its channel.
+        module: its ``prepared`` is called once in each worker, and returns the function that
+            answers questions.
         start: plain values that ``prepared`` is called with; it raises a ValueError when they are
             wrong.
     """
 
     def __init__(self, module: str, *start: Any) -> None:
         self._module, self._start = module, start
-        self._lock = threading.Lock()
-        self._server: tuple[int, subprocess.Popen[bytes], socket.socket] | None = None
-        """The forking process, after the id of the process that started it."""
+        self._idle: list[_Worker] = []
 
-    def connected(self) -> socket.socket:
-        """A socket to a new process.
+    def ask(self, question: tuple[Any, ...], seconds: float, memory: int) -> Any:
+        """The answer of a worker; None: the question took too much time or memory.
+
+        Args:
+            question: plain values: numbers, texts and containers of them.
+            seconds: CPU time of the answer.
+            memory: bytes of the answer, beyond those of a worker without work.
 
         Raises:
-            NotPrepared: the forking process could not be prepared.
+            NotPrepared: there is no worker, since one could not be prepared.
         """
-        with self._lock:
-            server = self._server
-            if server is None or server[0] != os.getpid() or server[1].poll() is not None:
-                server = self._server = (os.getpid(), *self._started())
-            ours, theirs = socket.socketpair()
-            with theirs:
-                socket.send_fds(server[2], [b"+"], [theirs.fileno()])
-        return ours
+        worker = self._taken() or _Worker(self._module, self._start)
+        answer, goes_on = worker.ask((question, seconds, memory)) or (None, False)
+        if goes_on and len(self._idle) < MAX_IDLE:
+            self._idle.append(worker)
+        return answer
 
-    def _started(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            server = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(theirs.fileno()), self._module, *sys.path],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C does not reach it, not even while it starts
-            )
-        channel = Channel(ours)
-        with suppress(OSError):
-            channel.send(self._start)
-        message = channel.receive()
-        if message is None or message[0]:
-            _end(server, ours)
-            raise NotPrepared(
-                message[0] if message else f"its process ended, with exit code {server.wait()}"
-            )
-        finalize(self, _end, server, ours)
-        return server, ours
+    def _taken(self) -> _Worker | None:
+        """A worker that has nothing to do, if there is one."""
+        with suppress(IndexError):
+            while True:
+                worker = self._idle.pop()
+                if worker.is_alive:
+                    return worker
+        return None
 
 
-def _end(server: subprocess.Popen[bytes], end: socket.socket) -> None:
-    """End a process, which exits once its socket is closed."""
-    end.close()
-    server.wait()
+class _Worker:
+    """A process that answers questions."""
 
-
-class BoundedProcess:
-    """A process that answers one question at a time."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._channel = Channel(end)
-        self._lock = threading.RLock()  # an interrupted thread may still hold it
-        self._is_open, self._owner = True, os.getpid()
-        self.asked_at = time.monotonic()
+    def __init__(self, module: str, start: tuple[Any, ...]) -> None:
+        self._owner = os.getpid()
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, module, *sys.path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C does not reach it
+        )
+        self._end = finalize(self, _end, process, self._owner)
+        error = self.ask(start)
+        if error != "":
+            raise NotPrepared(error or "its process ended")
 
     @property
-    def is_closed(self) -> bool:
-        """Whether the process can answer no more questions."""
-        return not self._is_open or self._owner != os.getpid()
+    def is_alive(self) -> bool:
+        """Whether this process has the worker, and the worker has not ended."""
+        return self._owner == os.getpid() and self._process.poll() is None
 
-    def ask(self, message: Message) -> Message | None:
-        """The answer; None: the kernel has ended the process."""
-        with self._lock:
-            self.asked_at = time.monotonic()
-            try:
-                with suppress(OSError):
-                    self._channel.send(message)
-                return self._channel.receive()
-            except BaseException:  # an interrupt: half of an answer may have been read
-                self.close()
-                raise
-
-    def close(self) -> None:
-        """End the process."""
-        if not self.is_closed:
-            self._is_open = False
-            self._channel.close()
-
-    def __del__(self) -> None:
-        self.close()
+    def ask(self, question: tuple[Any, ...]) -> Any:
+        """The answer; None: the worker has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        data = marshal.dumps(question)
+        answer = None
+        try:
+            with suppress(OSError):
+                _write(self._process.stdin, data)
+                answer = _read(self._process.stdout)
+        finally:  # half of an answer may be left, after an interrupt
+            if answer is None:
+                self._end()
+        return None if answer is None else answer[0]
 
 
-# The code that runs in those processes
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    if owner == os.getpid():
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with suppress(OSError):  # it has text for a process that has ended
+                pipe.close()
 
 
-def serve(end: int, module: str) -> None:
-    """Fork a process for each socket that arrives, until the other end has gone.
+def _write(pipe: BinaryIO | Any, data: bytes) -> None:
+    pipe.write(len(data).to_bytes(SIZE_BYTES, "little") + data)
+    pipe.flush()
+
+
+def _read(pipe: BinaryIO | Any) -> Any:
+    """The next message; None when the other end has gone."""
+    size = int.from_bytes(pipe.read(SIZE_BYTES), "little")
+    data = pipe.read(size)
+    return marshal.loads(data) if size and len(data) == size else None
+
+
+# The code that runs in a worker
+
+
+def serve(module: str) -> None:
+    """Answer questions until the asking process has gone.
 
     Args:
-        end: a file descriptor, of a socket to the asking process.
+        module: has ``prepared``.
     """
-    for number in (signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_IGN)
-    with suppress(ConnectionError):  # the other end may go at any moment
-        _serve(socket.socket(fileno=end), module)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with the asking process
+    questions, answers = (
+        os.fdopen(os.dup(number), mode) for number, mode in ((0, "rb"), (1, "wb"))
+    )
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1):  # libraries may print
+        os.dup2(null, number)
+    with suppress(BrokenPipeError):
+        _serve(module, questions, answers)
+    os._exit(0)
 
 
-def _serve(server: socket.socket, module: str) -> None:
-    channel = Channel(server)
-    message = channel.receive()
-    if message is None:
+def _serve(module: str, questions: Any, answers: Any) -> None:
+    start = _read(questions)
+    if start is None:
         return
+    memory_of_this = os.open("/proc/self/statm", os.O_RDONLY)  # later no file may be opened
+
+    def used() -> int:
+        """The bytes of address space of this process."""
+        return int(os.pread(memory_of_this, 64, 0).split()[0]) * resource.getpagesize()
+
     try:
-        run = import_module(module).prepared(*message)
+        answer_to = import_module(module).prepared(*start)
     except ValueError as error:
-        channel.send((str(error)[:MAX_SHOWN],))
+        _write(answers, marshal.dumps((str(error)[:MAX_SHOWN] or "an error",)))
         return
-    channel.send(("",))
-    gc.freeze()  # forked processes share it
-    while True:
-        try:
-            said, ends, _, _ = socket.recv_fds(server, 1, 1)
-        except ConnectionError:  # it went without having read all
+    _write(answers, marshal.dumps(("",)))
+    own = used()
+    while (message := _read(questions)) is not None:
+        question, seconds, memory = message
+        _limit_memory(own + memory)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_REAL, MAX_SLOWER * seconds)
+        answer = answer_to(*question)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        goes_on = used() < own + memory // 2  # the next question has room, too
+        _write(answers, marshal.dumps(((answer, goes_on),)))
+        if not goes_on:
             return
-        if not said:
-            return
-        if os.fork() == 0:
-            try:
-                server.close()
-                signal.signal(signal.SIGPROF, signal.SIG_DFL)
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries print how they failed
-                run(Channel(socket.socket(fileno=ends[0])))
-            finally:
-                os._exit(0)
-        os.close(ends[0])
 
 
-@contextmanager
-def bounded_seconds(seconds: float) -> Iterator[None]:
-    """End this process when the work in this context takes more CPU time."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    yield
-    signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def used_memory() -> int:
-    """The bytes of address space of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
-def limit_memory(size: int) -> None:
+def _limit_memory(size: int) -> None:
     """Make allocations beyond ``size`` bytes of address space fail."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     most = size if hard == resource.RLIM_INFINITY else min(size, hard)

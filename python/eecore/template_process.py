@@ -1,4 +1,4 @@
-"""The process that renders chat templates, with the functions that transformers offers them.
+"""The workers that render chat templates, with the functions that transformers offers them.
 
 A template comes with a model and is a program, in jinja2's language. jinja2's sandbox keeps it from
 other objects; the kernel bounds its time and memory, and this module its output.
@@ -17,9 +17,6 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from eecore.bounded_process import bounded_seconds, limit_memory, used_memory
-from eecore.channel import Channel
 
 Answer = tuple[str | None, str, bool]
 """The text, or None; the reason for None; and whether the template itself raised it."""
@@ -77,22 +74,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def prepared() -> Callable[[Channel], None]:
-    """Prepare the process; returns the function that renders."""
+def prepared() -> Callable[[str, dict[str, Any] | None, int], Answer]:
+    """The function that renders: see :class:`eecore.bounded_process.Workers`."""
     compiled = lru_cache(MAX_COMPILED)(_environment().from_string)
-
-    def run(channel: Channel) -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))  # it can open no file any more
-        while (message := channel.receive()) is not None:
-            source, values, characters, seconds, memory = message
-            limit_memory(own + memory)
-            with bounded_seconds(seconds):
-                answer = _answer(compiled, source, values, characters)
-            channel.send(answer)
-
     _answer(compiled, TRIAL, {}, MAX_ERROR)
-    own = used_memory()
-    return run
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))  # it can open no file any more
+    return lambda source, values, most: _answer(compiled, source, values, most)
 
 
 def _answer(

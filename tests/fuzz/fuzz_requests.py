@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import costly_guides
@@ -40,7 +41,6 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.exits import Exit
-from eecore.planning import matchers
 from eecore.serving.conversation import conversation
 from eecore.serving.elsewhere import OFF, WITHOUT_EFFECT
 from eecore.serving.guides import expected_calls, guide_of
@@ -98,8 +98,7 @@ def prepare() -> None:
     """Make a tiny model and the neighbours' undisturbed outputs."""
     logging.getLogger("eecore").addHandler(logging.NullHandler())
     torch.set_num_threads(1)
-    matchers.Fork = costly_guides.fork  # type: ignore[assignment, misc]
-    matchers.BOUNDS = matchers.Bounds(compile_seconds=0.2, call_seconds=0.2)
+    costly_guides.stand_in(pytest.MonkeyPatch())
     directory = write_model(Path(tempfile.mkdtemp()), num_hidden_layers=3, seed=8)
     MODEL.append(eecore.load(scale_layers(directory, {1: 0.3, 2: 0.3}), kv_cache_tokens=128))
     ENGINE.append(MODEL[0].engine(CONFIG))

@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from chat_templates import CONVERSATIONS, FEATURES, REFUSED, TEMPLATES, TOOLS
 from costly_guides import COSTS
-from eecore.bounded_process import Fork
+from eecore.bounded_process import Workers
 from eecore.errors import ModelError, RequestError
 from eecore.models.text import chat_template
 from eecore.models.text.chat_template import ChatTemplate, MessagesRefused
@@ -64,7 +64,7 @@ PARTS: dict[str, Any] = {}
 def prepare() -> None:
     """Set small limits."""
     chat_template.SECONDS, chat_template.CHARACTERS = 0.1, 1 << 18
-    chat_template.PROCESS._fork = Fork("costly_templates")
+    chat_template.WORKERS = Workers("costly_templates")
     PARTS["oracle"] = _oracle()
 
 

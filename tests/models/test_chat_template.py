@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import enum
-import select
-import socket
-import subprocess
-import sys
 import threading
 from datetime import datetime
 from typing import Any
@@ -23,8 +19,7 @@ from chat_templates import (
     long_conversation,
 )
 from costly_guides import COSTS
-from eecore.bounded_process import PROGRAM, Fork
-from eecore.channel import Channel
+from eecore.bounded_process import Workers
 from eecore.errors import EecoreError, ModelError, RequestError
 from eecore.models.text import chat_template
 from eecore.models.text import messages as messages_given
@@ -61,7 +56,7 @@ def test_the_last_message_between_two_texts_is_as_in_transformers(content: Any) 
 def test_the_last_message_between_two_texts_needs_no_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chat_template.PROCESS, "ask", lambda _: pytest.fail("asked"))
+    monkeypatch.setattr(chat_template.WORKERS, "ask", lambda *_: pytest.fail("asked"))
     assert render(LAST, [{"role": "user", "content": "Hi"}]) == "<s>Hi <|parse|>"
 
 
@@ -179,8 +174,7 @@ def test_what_fails_is_refused(name: str) -> None:
 def costly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Templates can call stand-ins; the time limit is short, so that tests do not wait."""
     monkeypatch.setattr(chat_template, "SECONDS", 0.1)
-    monkeypatch.setattr(chat_template.PROCESS, "_process", None)
-    monkeypatch.setattr(chat_template.PROCESS, "_fork", Fork("costly_templates"))
+    monkeypatch.setattr(chat_template, "WORKERS", Workers("costly_templates"))
 
 
 @pytest.mark.usefixtures("costly")
@@ -218,17 +212,8 @@ def test_templates_open_no_files() -> None:
         render("{{ 'a'.encode('cp1140') }}")
 
 
-def test_a_process_that_is_gone_is_started_again() -> None:
-    assert render("a") == "a"
-    process = chat_template.PROCESS._process
-    assert process is not None
-    process.close()
-    assert render("b") == "b"
-
-
 def test_no_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template.PROCESS, "_process", None)
-    monkeypatch.setattr(chat_template.PROCESS, "_fork", Fork("eecore.nothing"))
+    monkeypatch.setattr(chat_template, "WORKERS", Workers("eecore.nothing"))
     with pytest.raises(ChatTemplateError, match="expected a process to render it in, got: its pro"):
         render("x")
 
@@ -319,18 +304,3 @@ def test_interrupts_pass() -> None:
     with pytest.raises(KeyboardInterrupt):
         render("x", [Interrupting(role="user", content="x")])
     assert issubclass(ChatTemplateError, EecoreError)
-
-
-def test_what_forks_ends_quietly_with_a_process_that_has_not_heard_it() -> None:
-    """Ctrl-C may end a process that has just started the forking one."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        command = [sys.executable, "-c", PROGRAM, str(theirs.fileno()), "eecore.template_process"]
-        server = subprocess.Popen(
-            [*command, *sys.path], stderr=subprocess.PIPE, pass_fds=[theirs.fileno()]
-        )
-    with ours:
-        Channel(ours).send(())
-        assert select.select([ours], [], [], 60)[0]  # it has answered; the answer is not read
-    assert server.communicate(timeout=60)[1] == b""
-    assert server.returncode == 0

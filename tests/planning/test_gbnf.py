@@ -99,11 +99,11 @@ def guides(tiny: eecore.Model) -> Guides:
 def may_be(guides: Guides, tiny: eecore.Model, grammar: str, text: str) -> bool:
     """Whether a text is one of a grammar, token by token."""
     assert tiny.tokenizer is not None
-    matcher = guides.follow(Guide.grammar(grammar))._start.deep_copy()
     ids = tiny.tokenizer.encode(text, add_special_tokens=False) if text else []
-    if matcher.calls(("validate_tokens", ids))[0] < len(ids):
-        return False
-    return bool(matcher.calls(("consume_tokens", ids), ("is_accepting",))[1])
+    with guides.follow(Guide.grammar(grammar))._at([]) as matcher:
+        if matcher.validate_tokens(ids) < len(ids):
+            return False
+        return matcher.consume_tokens(ids) and matcher.is_accepting()
 
 
 @pytest.mark.parametrize("name", CASES)

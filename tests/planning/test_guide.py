@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from eecore import (
 )
 from eecore.exits import Exit
 from eecore.guide import FORMATS, enforceable
-from eecore.planning import matchers
+from eecore.planning import grammars
 from eecore.planning.guided import Guides
 from head_packs import write_pack
 from reference_decoding import ReferenceModel
@@ -314,7 +315,8 @@ def test_a_way_is_where_the_tokens_are(tiny: eecore.Model) -> None:
     for i in (0, 2, 3, 1, 5, 4, 2, 0):
         guided.is_over(texts[(i + 2) % 6])
         if i % 2:  # as an interrupt leaves it
-            guided._matcher._process.close()
+            with suppress(KeyboardInterrupt), guided._at(texts[(i + 1) % 6]):
+                raise KeyboardInterrupt
         assert mask(guided, texts[i]) == fresh[i]
 
 
@@ -458,7 +460,7 @@ def test_what_a_guide_needs(tiny: eecore.Model, monkeypatch: pytest.MonkeyPatch)
 def test_a_guide_beyond_its_limits_ends_its_request_alone(
     tiny: eecore.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(matchers.LIMITS, "max_lexer_states", 20)
+    monkeypatch.setitem(grammars.LIMITS, "max_lexer_states", 20)
     large = SamplingParams(max_tokens=9, guide=Guide.regex("(ab|ba){2,40}-[0-9]{3}"))
     others = SamplingParams(max_tokens=9, guide=Guide.regex("[ab]+x"))
     expected = eecore.generate(tiny, [PROMPTS[0]], sampling=others)[0].token_ids

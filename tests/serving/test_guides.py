@@ -17,7 +17,7 @@ import pytest
 
 import eecore
 from eecore import Guide
-from eecore.planning import matchers
+from eecore.planning.grammars import Grammars
 from eecore.serving import guides
 from eecore.serving.answering import STUCK_SECONDS
 from eecore.serving.protocol import ChatRequest
@@ -113,15 +113,15 @@ def test_guides_that_cost_too_much_keep_no_request_waiting(
 ) -> None:
     """There are more guides than threads that prepare requests."""
     goes_on = threading.Event()
-    compile = matchers.GuideProcess.compile
+    compiled = Grammars.compiled
 
-    def late(self: matchers.GuideProcess) -> None:
-        if "late" in self._guide.text:
+    def late(self: Grammars, guide: eecore.Guide) -> Any:
+        if "late" in guide.text:
             assert goes_on.wait(60)
-            self._fail("can be compiled within bounds, got one too complex")
-        compile(self)
+            raise eecore.GuideError("guide: expected one within bounds, got one too complex")
+        return compiled(self, guide)
 
-    monkeypatch.setattr(matchers.GuideProcess, "compile", late)
+    monkeypatch.setattr(Grammars, "compiled", late)
 
     async def ask(client: httpx.AsyncClient) -> list[httpx.Response]:
         def post(**fields: Any) -> Any:

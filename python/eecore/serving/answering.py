@@ -37,7 +37,7 @@ from eecore.serving.tracing import RequestSpan, Tracing
 LOGGER = logging.getLogger("eecore")
 # Threads that read bodies and tokenize.
 PREPARING = 2
-# Threads that wait for guides to be compiled, each guide in a process of its own.
+# Threads that wait for guides to be compiled.
 COMPILING = 64
 # Seconds after which a guide that is still being compiled marks the server as unhealthy.
 STUCK_SECONDS = 30.0

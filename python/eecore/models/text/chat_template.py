@@ -1,18 +1,16 @@
 """Chat templates, which turn a conversation into the text format that a model was trained on.
 
-A template is a program that comes with a model. It runs in jinja2's sandbox, in a separate process
-(:mod:`eecore.template_process`) that is kept from one rendering to the next, and that the kernel
-ends when a rendering exceeds its limits.
+A template is a program that comes with a model. It runs in jinja2's sandbox, in a worker
+(:mod:`eecore.template_process`) that the kernel ends when a rendering exceeds its limits.
 """
 
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Mapping
 from typing import Any
 
-from eecore.bounded_process import BoundedProcess, Fork, NotPrepared
+from eecore.bounded_process import NotPrepared, Workers
 from eecore.errors import ModelError, RequestError
 from eecore.models.text.messages import given_values
 
@@ -33,9 +31,11 @@ CHARACTERS = 4 << 20
 CHARACTERS_PER_CHARACTER = 16
 """Characters added to :data:`CHARACTERS` for each character that the template is given."""
 LAST_MESSAGE = re.compile(r"([^{}\n]*)\{\{ messages\[-1\]\['content'\] \}\}([^{}\n]*)")
-"""A template of the last message between two fixed texts, rendered here without the process."""
+"""A template of the last message between two fixed texts, rendered here without a worker."""
 MARK = "(the answer goes on here) "
 """Marks the end of a message that is to be continued."""
+WORKERS = Workers("eecore.template_process")
+"""The processes that render all templates."""
 
 
 class ChatTemplateError(ModelError):
@@ -99,7 +99,7 @@ class ChatTemplate:
         memory = MEMORY + MEMORY_PER_CHARACTER * given
         characters = CHARACTERS + CHARACTERS_PER_CHARACTER * given
         try:
-            answer = PROCESS.ask((self.source, values, characters, seconds, memory))
+            answer = WORKERS.ask((self.source, values, characters), seconds, memory)
         except NotPrepared as error:
             raise ChatTemplateError(
                 f"{self.name}: expected a process to render it in, got: {error}"
@@ -115,28 +115,6 @@ class ChatTemplate:
         if text is None:
             raise ChatTemplateError(f"{self.name}: {why}")
         return str(text)
-
-
-class _KeptProcess:
-    """The process that all templates are rendered in, one after the other."""
-
-    def __init__(self) -> None:
-        self._fork = Fork("eecore.template_process")
-        self._lock = threading.Lock()
-        self._process: BoundedProcess | None = None
-
-    def ask(self, message: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """The process's answer; None: the rendering exceeded its limits."""
-        with self._lock:
-            if self._process is None or self._process.is_closed:
-                self._process = BoundedProcess(self._fork.connected())
-            answer = self._process.ask(message)
-            if answer is None:
-                self._process.close()
-            return answer
-
-
-PROCESS = _KeptProcess()
 
 
 def _marked(messages: list[dict[str, Any]]) -> str:
