@@ -289,11 +289,6 @@ def test_the_exit_classifier(
         (("--curriculum", "spiral"), REQUEST, "curriculum: expected all, rotational or gradual"),
         (("--e-scale", "2"), REQUEST, "e_scale: expected 0..1, got 2"),
         (("--layer-dropout", "2"), REQUEST, "max_rate: expected 0..1, got 2"),
-        (
-            ("--loss", "last", "--dropout-over-time", "constant"),
-            USAGE,
-            "--dropout-over-time: expected --layer-dropout",
-        ),
         (("--learning-rate", "0"), REQUEST, "learning_rate: expected a number above 0"),
         (("--precision", "int4"), REQUEST, "precision: expected float32 or bfloat16"),
         (("--device", "tpu"), USAGE, "--device: expected cpu or cuda, got tpu"),

@@ -101,13 +101,8 @@ class Exits:
     )
     layer_dropout: float | None = option(
         None,
-        "Dropout rate of the last layer, 0 for none.",
+        "Dropout rate of the last layer, 0 for none; from scratch it grows from 0 over the run.",
         show_default="0.2 with layerskip, else 0",
-    )
-    dropout_over_time: str | None = option(
-        None,
-        "constant, or exponential: growing from 0 over the run.",
-        show_default="constant, from scratch exponential",
     )
 
     def weights(self) -> Loss:
@@ -159,19 +154,12 @@ class Exits:
         return found
 
     def dropout(self, pretrained: bool) -> Any:
-        """The layer dropout that the options name, or None."""
+        """The layer dropout that the options name, growing over a run from scratch, or None."""
         from eecore.lab.training import LayerDropout
 
-        rate, over_time = self.layer_dropout, self.dropout_over_time
-        chosen = rate if rate is not None else 0.2 if self.loss == "layerskip" else 0.0
-        if chosen:
-            default = "constant" if pretrained else "exponential"
-            return LayerDropout(chosen, over_time or default)  # type: ignore[arg-type]
-        if over_time is not None:
-            raise UsageError(
-                f"--dropout-over-time: expected --layer-dropout with it, got {over_time} without"
-            )
-        return None
+        default = 0.2 if self.loss == "layerskip" else 0.0
+        rate = default if self.layer_dropout is None else self.layer_dropout
+        return LayerDropout(rate, "constant" if pretrained else "exponential") if rate else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +311,6 @@ def _train(
         (sequences, length, exits, optimizer, run),
         **exits.settings(loss),
         layer_dropout=0.0 if dropout is None else dropout.max_rate,
-        dropout_over_time=None if dropout is None else dropout.over_time,
         tokenizer=start.tokenizer_directory,
         steps=steps,
         epochs=steps / per_epoch,

@@ -1,10 +1,10 @@
 """A looped model (Ouro) to train: its stack of layers runs several times, and a gate says when to
 stop.
 
-Plain PyTorch, of the format of Ouro's checkpoints: a layer is Llama's with an RMS norm of what
-attention gives and one of what the MLP gives, the final norm ends each loop, and its output goes
-into the next one, into the LM head and into the gate. (Zhu et al. 2025, "Scaling latent reasoning
-via looped language models".) To import this module tells transformers' Auto classes of the model.
+In the format of Ouro's checkpoints: a layer is Llama's with an RMS norm of what attention gives and
+one of what the MLP gives, the final norm ends each loop, and its output goes into the next one,
+into the LM head and into the gate. (Zhu et al. 2025, "Scaling latent reasoning via looped language
+models".) To import this module tells transformers' Auto classes of the model.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from eecore.lab.training.libraries import library
 
 transformers = library("transformers")
+llama = library("transformers.models.llama.modeling_llama")
 Base: Any = transformers.PreTrainedModel
 BaseConfig: Any = transformers.PretrainedConfig
 
@@ -40,55 +40,13 @@ class OuroConfig(BaseConfig):  # type: ignore[misc]
             "initializer_range": 0.02,
             "total_ut_steps": 4,
             "early_exit_threshold": 1.0,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "mlp_bias": False,
         }
         super().__init__(**{**usual, **fields})
-
-
-class Attention(nn.Module):
-    """Causal attention of grouped queries under rotary embedding."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        hidden, heads = config.hidden_size, config.num_attention_heads
-        self.head_dim = _head_dim(config)
-        own_heads = config.num_key_value_heads
-        self.q_proj = nn.Linear(hidden, heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden, own_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden, own_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=False)
-
-    def forward(self, x: Tensor, cos_sin: Tensor, mask: Tensor | None) -> Tensor:
-        """[batch, length, hidden_size] of the same."""
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        attended = functional.scaled_dot_product_attention(
-            _turned(q, cos_sin),
-            _turned(k, cos_sin),
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        given: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
-        return given
-
-
-class Gated(nn.Module):
-    """The gated MLP."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, length, hidden_size] of the same."""
-        given: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return given
+        if getattr(self, "head_dim", None) is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
 
 
 class PostNorm(nn.RMSNorm):
@@ -100,15 +58,16 @@ class OuroLayer(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.self_attn, self.mlp = Attention(config), Gated(config)
+        self.self_attn, self.mlp = llama.LlamaAttention(config, 0), llama.LlamaMLP(config)
         self.input_layernorm = _norm(config)
         self.input_layernorm_2 = PostNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = _norm(config)
         self.post_attention_layernorm_2 = PostNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos_sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         """[batch, length, hidden_size], the residual stream after the layer."""
-        x = x + self.input_layernorm_2(self.self_attn(self.input_layernorm(x), cos_sin, mask))
+        attended, _ = self.self_attn(self.input_layernorm(x), cos_sin, mask)
+        x = x + self.input_layernorm_2(attended)
         added: Tensor = self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(x)))
         return x + added
 
@@ -118,6 +77,7 @@ class OuroBase(Base):  # type: ignore[misc]
 
     config_class = OuroConfig
     base_model_prefix = "model"
+    _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module) -> None:
         """As in transformers, except for the norms of sublayers' outputs: with weights of 1 the
@@ -158,7 +118,7 @@ class OuroStack(OuroBase):
         else:
             text = (position_ids == 0).cumsum(1)
             mask = (text[:, :, None] == text[:, None, :]).tril()[:, None]
-        cos_sin = self._cos_sin(position_ids)
+        cos_sin = self._cos_sin(position_ids, hidden.dtype)
         states = []
         for _loop in range(self.config.total_ut_steps):
             for layer in self.layers:
@@ -167,13 +127,13 @@ class OuroStack(OuroBase):
             states.append(hidden)
         return states
 
-    def _cos_sin(self, positions: Tensor) -> Tensor:
-        """float32 [2, batch, 1, length, head_dim]"""
-        head_dim = _head_dim(self.config)
+    def _cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Both [batch, length, head_dim]."""
+        head_dim = self.config.head_dim
         each = torch.arange(0, head_dim, 2, device=positions.device) / head_dim
-        angles = positions[:, None, :, None] * _theta(self.config) ** -each
+        angles = positions[..., None] * _theta(self.config) ** -each
         angles = torch.cat([angles, angles], -1)
-        return torch.stack([angles.cos(), angles.sin()])
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 class OuroForCausalLM(OuroBase):
@@ -193,12 +153,6 @@ class OuroForCausalLM(OuroBase):
         return logits
 
 
-def _head_dim(config: Any) -> int:
-    return int(
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
-
-
 def _norm(config: Any) -> nn.RMSNorm:
     return nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -207,14 +161,6 @@ def _theta(config: Any) -> float:
     """The base of the rotary embedding, in either spelling of transformers."""
     ropes = getattr(config, "rope_parameters", None) or {}
     return float(ropes.get("rope_theta") or config.rope_theta)
-
-
-def _turned(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Queries or keys, rotated: [batch, heads, length, head_dim]."""
-    cos, sin = cos_sin.to(x.dtype)
-    first, second = x.chunk(2, -1)
-    turned: Tensor = x * cos + torch.cat([-second, first], -1) * sin
-    return turned
 
 
 transformers.AutoConfig.register("ouro", OuroConfig, exist_ok=True)
