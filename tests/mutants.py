@@ -956,6 +956,20 @@ TRAINING = (
         "tests/lab/training/test_packing.py",
     ),
     Mutant(
+        "exits-weigh-alike",
+        "python/eecore/lab/training/early_exit_loss.py",
+        "total = total + weights[layer] * loss",
+        "total = total + loss",
+        "tests/lab/training/test_early_exit_loss.py",
+    ),
+    Mutant(
+        "the-first-step-learns-nothing",
+        "python/eecore/lab/training/recipe.py",
+        "return self.learning_rate * (step + 1) / self.warmup_steps",
+        "return self.learning_rate * step / self.warmup_steps",
+        "tests/lab/training/test_recipe.py",
+    ),
+    Mutant(
         "packed-texts-see-each-other",
         "python/eecore/lab/training/data.py",
         "if any(len(row) > 1 for row in packed):",

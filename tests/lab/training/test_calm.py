@@ -14,7 +14,6 @@ from eecore.errors import TrainingError
 from eecore.lab.training import (
     BatchOrder,
     CalmLoss,
-    ClassifierConfig,
     ExitModel,
     TokenData,
     collate,
@@ -88,7 +87,7 @@ def test_the_classifier_learns_where_exits_are_right(
         half_agreeing,
         pairs,
         (order.indices(step).tolist() for step in range(300)),
-        ClassifierConfig(learning_rate=0.02),
+        learning_rate=0.02,
         progress=lambda _step, loss: losses.append(loss),
     )
     assert len(losses) == 300
@@ -116,9 +115,3 @@ def test_bad_input_is_refused(half_agreeing: Network, pairs: TokenData) -> None:
         train_exit_classifier(half_agreeing, pairs, [])
     with pytest.raises(TrainingError, match="data: expected sequences of at most the model's 64"):
         train_exit_classifier(half_agreeing, from_text(list(range(3, 40)) * 2, 66), [[0]])
-    with pytest.raises(TrainingError, match="learning_rate: expected above 0, got -1"):
-        ClassifierConfig(learning_rate=-1)
-    with pytest.raises(TrainingError, match="weight_decay: expected 0 or more, got -1"):
-        ClassifierConfig(weight_decay=-1)
-    with pytest.raises(TrainingError, match=r"seed: expected a whole number, .*, got 0\.5"):
-        ClassifierConfig(seed=0.5)  # type: ignore[arg-type]

@@ -132,7 +132,6 @@ def test_batches_of_a_decoder() -> None:
     # Row 0 predicts 7 and 2 at positions 1 and 2; row 1, from 4 on, all four.
     assert batch.targets.positions.tolist() == [1, 2, 4, 5, 6, 7]
     assert batch.targets.tokens.tolist() == [7, 2, 9, 10, 11, 2]
-    assert batch.num_tokens == 9
 
 
 def test_batches_of_a_decoder_with_an_encoder() -> None:

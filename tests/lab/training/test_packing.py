@@ -42,7 +42,6 @@ def test_packed_rows_by_hand() -> None:
     assert batch.inputs["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 0, 0]]
     assert batch.targets.positions.tolist() == [1, 2, 3, 4, 5]
     assert batch.targets.tokens.tolist() == [7, 2, 2, 9, 2]
-    assert batch.num_tokens == 9
     assert "position_ids" not in collate(data, [[0], [1]]).inputs
 
 

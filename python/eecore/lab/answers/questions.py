@@ -9,7 +9,6 @@ and docstrings, other texts into runs of paragraphs.
 from __future__ import annotations
 
 import ast
-import hashlib
 import inspect
 import random
 import re
@@ -185,14 +184,6 @@ def questions_about(passages: Sequence[Passage], seed: int) -> Iterator[str]:
                 asks.remove(ask)
             else:
                 yield question
-
-
-def digest_of(passages: Iterable[Passage]) -> str:
-    """A hash of passages in their order."""
-    digest = hashlib.sha256()
-    for passage in passages:
-        digest.update(f"{passage.is_code}\0{passage.text}\0".encode())
-    return digest.hexdigest()
 
 
 def _about(passages: Sequence[Passage], chance: random.Random) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -93,7 +93,6 @@ def what_is_asked(answers: Answers, seed: int) -> Asked:
     """
     from eecore.lab.answers.questions import (
         builtin_questions,
-        digest_of,
         questions_about,
         read_passages,
         read_questions,
@@ -103,13 +102,16 @@ def what_is_asked(answers: Answers, seed: int) -> Asked:
         raise UsageError("--prompts: expected it or --texts, got both")
     if answers.prompts is not None:
         questions = read_questions(answers.prompts)
-        digest = hashlib.sha256(json.dumps(questions).encode()).hexdigest()
-        return Asked(digest, lambda: questions)
+        return Asked(_digest(questions), lambda: questions)
     if answers.texts:
         passages = read_passages(answers.texts)
-        name = f"about {digest_of(passages)}"
+        name = f"about {_digest(passages)}"
         return Asked(name, lambda: questions_about(passages, seed), about_texts=True)
     return Asked("built in", lambda: builtin_questions(seed))
+
+
+def _digest(texts: Sequence[object]) -> str:
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
 def write_and_read(

@@ -21,7 +21,7 @@ class Recipe:
 
     steps: int = option(500, min=1, max=MAX_STEPS)
     batch_size: int = option(16, "Sequences a step.", min=1, max=MAX_BATCH)
-    learning_rate: float = option(1e-3)
+    learning_rate: float = option(1e-3, min=1e-12, max=1e3)
     seed: int = option(0, min=0, max=SEEDS)
     device: Device = None
 
@@ -44,15 +44,10 @@ def train_classifier(
     check_out("--out", out)
     with spinner(f"loading {model}"):
         from eecore.errors import TrainingError
-        from eecore.lab.training.calm import (
-            ClassifierConfig,
-            save_classifier,
-            train_exit_classifier,
-        )
+        from eecore.lab.training.calm import save_classifier, train_exit_classifier
         from eecore.lab.training.data import BatchOrder
         from eecore.models import model_digest
 
-        config = ClassifierConfig(learning_rate=recipe.learning_rate, seed=recipe.seed)
         loaded = load(directory, threads=process.threads, device=recipe.device)
         if loaded.tokenizer is None:
             raise TrainingError(f"{model}: expected a model with a tokenizer, got none")
@@ -66,7 +61,8 @@ def train_classifier(
             loaded.network,
             data,
             (order.indices(step).tolist() for step in range(steps)),
-            config,
+            learning_rate=recipe.learning_rate,
+            seed=recipe.seed,
             progress=lambda _step, loss: losses.append(loss),
         )
     about = {"model_sha256": model_digest(directory), "num_layers": str(loaded.config.num_layers)}

@@ -8,7 +8,6 @@ The parts work alone, on any transformers model that :class:`ExitModel` supports
 
 from eecore.lab.training.calm import (
     CalmLoss,
-    ClassifierConfig,
     save_classifier,
     train_exit_classifier,
 )
@@ -31,7 +30,6 @@ __all__ = [
     "Batch",
     "BatchOrder",
     "CalmLoss",
-    "ClassifierConfig",
     "EarlyExitLoss",
     "ExitModel",
     "ExitScores",

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -24,7 +23,6 @@ from eecore.exits import ExitClassifier
 from eecore.files.whole import replacing
 from eecore.lab.training.data import TokenData
 from eecore.models import Network
-from eecore.values import check_fields, real, whole
 
 
 @dataclass(frozen=True)
@@ -53,23 +51,13 @@ def classifier_loss(scores: Tensor, labels: Tensor) -> Tensor:
     return (losses.view_as(weight) * weight).mean()
 
 
-@dataclass(frozen=True)
-class ClassifierConfig:
-    """The settings of the exit classifier's training."""
-
-    learning_rate: Annotated[float, real(1e-12, 1e3, expected="above 0")] = 1e-3
-    weight_decay: Annotated[float, real(0.0, 1e3, expected="0 or more")] = 0.0
-    seed: Annotated[int, whole(0, 2**63 - 1)] = 0
-
-    def __post_init__(self) -> None:
-        check_fields(self, TrainingError, "ClassifierConfig.")
-
-
 def train_exit_classifier(
     network: Network,
     data: TokenData,
     batches: Iterable[Sequence[int]],
-    config: ClassifierConfig | None = None,
+    *,
+    learning_rate: float = 1e-3,
+    seed: int = 0,
     progress: Callable[[int, float], None] | None = None,
 ) -> ExitClassifier:
     """Train an exit classifier on the un-normed states of a frozen model: one step a batch (CALM
@@ -84,15 +72,12 @@ def train_exit_classifier(
     Raises:
         TrainingError: there is no batch, or a sequence is longer than the model's context.
     """
-    config = config or ClassifierConfig()
     hidden_size = network.config.hidden_size
-    generator = torch.Generator().manual_seed(config.seed)
+    generator = torch.Generator().manual_seed(seed)
     weight = hidden_size**-0.5 * (2 * torch.rand(2, hidden_size, generator=generator) - 1)
     weight = weight.to(network.device).requires_grad_()
     bias = torch.zeros(2, device=network.device, requires_grad=True)
-    optimizer = torch.optim.AdamW(
-        [weight, bias], lr=config.learning_rate, weight_decay=config.weight_decay
-    )
+    optimizer = torch.optim.AdamW([weight, bias], lr=learning_rate, weight_decay=0.0)
     steps = 0
     for steps, batch in enumerate(batches, 1):
         states, labels = zip(*(frozen_pass(network, data, index) for index in batch), strict=True)
@@ -123,7 +108,7 @@ def frozen_pass(network: Network, data: TokenData, index: int) -> tuple[Tensor, 
     if isinstance(config, T5Config):
         sequence = Scored.of(config, tokens[:prompt_len].tolist(), tokens[prompt_len:].tolist())
         learnt = learnt[prompt_len - 1 :]
-    rows = learnt[1:].nonzero()[:, 0].to(network.device)
+    rows = learnt.nonzero()[:, 0].to(network.device)
     states = [hidden[rows] for _, _, hidden in forced_states(network, sequence, config.exit_layers)]
     chosen = torch.stack([network.confidence(state).token for state in states])
     return torch.stack(states[:-1]).float(), (chosen[:-1] == chosen[-1]).long()

@@ -41,8 +41,7 @@ class TokenData:
         ends: int64 [n], where it ends.
         prompt_lens: int64 [n], tokens of the prompt, 1 or more; a model with an encoder reads them
             in the encoder.
-        learnt: bool [num_tokens], the tokens that are learnt, for sequences that alternate; None:
-            all tokens after the prompt.
+        learnt: bool [num_tokens], the tokens that are learnt; the first one of a sequence never is.
         for_decoders: whether the data only suits a model without an encoder: texts, conversations.
     """
 
@@ -50,7 +49,7 @@ class TokenData:
     starts: Tensor
     ends: Tensor
     prompt_lens: Tensor
-    learnt: Tensor | None = None
+    learnt: Tensor
     for_decoders: bool = False
 
     def __len__(self) -> int:
@@ -62,11 +61,8 @@ class TokenData:
         return self.tokens[start:end].long(), int(self.prompt_lens[index])
 
     def learnt_of(self, index: int) -> Tensor:
-        """bool [length], the tokens of one sequence that are learnt; never the first one."""
-        start, end = int(self.starts[index]), int(self.ends[index])
-        if self.learnt is not None:
-            return self.learnt[start:end]
-        return torch.arange(end - start) >= self.prompt_lens[index]
+        """bool [length - 1], whether each token of one sequence but its first is learnt."""
+        return self.learnt[int(self.starts[index]) + 1 : int(self.ends[index])]
 
     @property
     def lengths(self) -> Tensor:
@@ -76,10 +72,8 @@ class TokenData:
     @property
     def num_learnt(self) -> Tensor:
         """int64 [n], tokens of each sequence that are learnt."""
-        if self.learnt is None:
-            return self.ends - self.starts - self.prompt_lens
-        sums = torch.cat([torch.zeros(1, dtype=torch.int64), self.learnt.cumsum(0)])
-        return sums[self.ends] - sums[self.starts]
+        sums = self.learnt.cumsum(0)
+        return sums[self.ends - 1] - sums[self.starts]
 
     def rows(self, packing: int | None = None) -> list[list[int]]:
         """The sequences of each row of a batch: one, or with packing as many as fit.
@@ -97,8 +91,7 @@ class TokenData:
     def digest(self) -> str:
         """A hash of the data: equal data has an equal hash."""
         digest = hashlib.sha256()
-        masks = () if self.learnt is None else (self.learnt,)
-        for tensor in (self.tokens, self.starts, self.ends, self.prompt_lens, *masks):
+        for tensor in (self.tokens, self.starts, self.ends, self.prompt_lens, self.learnt):
             digest.update(tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()
 
@@ -110,12 +103,10 @@ class Batch:
     Attributes:
         inputs: for :meth:`ExitModel.states`, each [batch, length].
         targets: the positions that are learnt.
-        num_tokens: tokens read, padding excluded.
     """
 
     inputs: dict[str, Tensor]
     targets: Targets
-    num_tokens: int
 
 
 # Reading
@@ -202,7 +193,7 @@ def from_pieces(sequences: Iterable[Sequence[Piece]]) -> TokenData:
         torch.tensor(starts),
         torch.tensor(ends),
         torch.tensor(prompt_lens),
-        None if are_pairs else torch.tensor(learnt),
+        torch.tensor(learnt),
         for_decoders=not are_pairs,
     )
 
@@ -216,7 +207,8 @@ def from_text(tokens: Sequence[int], context: int) -> TokenData:
     starts = torch.arange(0, len(tokens) - 1, context)
     ends = (starts + context + 1).clamp(max=len(tokens))
     windows = torch.tensor(tokens, dtype=torch.int32)
-    return TokenData(windows, starts, ends, torch.ones_like(starts), for_decoders=True)
+    every = torch.ones(len(windows), dtype=torch.bool)
+    return TokenData(windows, starts, ends, torch.ones_like(starts), every, for_decoders=True)
 
 
 def _fitted(
@@ -393,19 +385,17 @@ def collate(
     if decoder_start is not None:
         return _with_encoder(data, [index for row in packed for index in row], decoder_start)
     read, places, firsts, learnt = [], [], [], []
-    num_tokens = 0
     for row in packed:
         sequences = [data.sequence(index)[0] for index in row]
-        masks = [data.learnt_of(index)[1:] for index in row]
+        masks = [data.learnt_of(index) for index in row]
         read.append(torch.cat([tokens[:-1] for tokens in sequences]))
         places.append(torch.cat([torch.arange(len(mask)) for mask in masks]))
         firsts.append(torch.cat(masks).nonzero().squeeze(1))
         learnt += [tokens[1:][mask] for tokens, mask in zip(sequences, masks, strict=True)]
-        num_tokens += sum(map(len, sequences))
     inputs = {"input_ids": _padded(read)}
     if any(len(row) > 1 for row in packed):
         inputs["position_ids"] = _padded(places)
-    return Batch(inputs, _targets(firsts, learnt, inputs["input_ids"]), num_tokens)
+    return Batch(inputs, _targets(firsts, learnt, inputs["input_ids"]))
 
 
 def _with_encoder(data: TokenData, indices: list[int], decoder_start: int) -> Batch:
@@ -420,7 +410,7 @@ def _with_encoder(data: TokenData, indices: list[int], decoder_start: int) -> Ba
         "decoder_input_ids": read,
     }
     targets = _targets([torch.arange(len(tokens)) for tokens in learnt], learnt, read)
-    return Batch(inputs, targets, sum(len(tokens) for tokens, _ in sequences))
+    return Batch(inputs, targets)
 
 
 def _targets(places: list[Tensor], learnt: list[Tensor], read: Tensor) -> Targets:
