@@ -90,12 +90,6 @@ class StepTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
         self.tokens, self.finished, self._seconds_before = 0, False, 0.0
         self._begun = time.monotonic()
         self._values: Tensor | None = None
-        callbacks = []
-        if config.tensorboard:
-            _, begun = last_checkpoint(directory)
-            place = str(directory / "tensorboard")
-            board = tensorboard_writer()(place, purge_step=begun + 1 if begun else None)
-            callbacks.append(library("transformers.integrations").TensorBoardCallback(board))
         arguments = transformers.TrainingArguments(
             output_dir=str(directory),
             max_steps=config.steps,
@@ -124,12 +118,16 @@ class StepTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
             arguments,
             train_dataset=batches,
             eval_dataset=batches if evaluates else None,
-            callbacks=callbacks,
         )
         if uses_cache is not None:
             model.config.use_cache = uses_cache  # type: ignore[union-attr]
         self.model_accepts_loss_kwargs = False  # of several pieces the Trainer makes a mean
         self.remove_callback(transformers.PrinterCallback)
+        if config.tensorboard and self.is_world_process_zero():
+            _, begun = last_checkpoint(directory)
+            place = str(directory / "tensorboard")
+            board = tensorboard_writer()(place, purge_step=begun + 1 if begun else None)
+            self.add_callback(library("transformers.integrations").TensorBoardCallback(board))
 
     def losses(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
         """The loss of a piece of a step, and values for the log by column; those of all pieces and
