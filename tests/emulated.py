@@ -86,34 +86,18 @@ def route(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class CountedLaunch:
-    """The accesses of one launch.
+    """What one launch reads of watched memory.
 
     Args:
         kernel: its name, template arguments included.
         grid: blocks in x and y.
-        starts_early: whether it may start before the kernel ahead has ended.
         watched: bytes read of each watched tensor, and how many of them are different. Reads of
             single elements are not seen.
-        sectors: of 32 bytes, that the 16-byte accesses of its warps to global memory take.
-        least_sectors: as few as the bytes of each access would take.
-        bank_ways: the most words of one bank of shared memory that lanes ask for at once.
-        bank_place: where that is in the library, for addr2line, and what was asked for there.
-        in_flight: the most bytes of a block's cp.asyncs in flight when its threads wait for some of
-            them.
-        drained: the most bytes by which another wait has less in flight than that, or than what is
-            still to be copied if that is less.
     """
 
     kernel: str
     grid: tuple[int, int]
-    starts_early: bool
     watched: dict[str, tuple[int, int]]
-    sectors: int
-    least_sectors: int
-    bank_ways: int
-    bank_place: str
-    in_flight: int
-    drained: int
 
     @property
     def name(self) -> str:
@@ -140,8 +124,7 @@ def counting(**watched: torch.Tensor) -> Iterator[list[CountedLaunch]]:
         counts.eecore_emulator_counted_launches(text, ctypes.c_uint64(len(text)))
         for each in json.loads(text.value):
             seen = {name: (total, distinct) for name, (total, distinct) in each["watched"].items()}
-            rest = {**each, "grid": tuple(each["grid"]), "watched": seen}
-            counted.append(CountedLaunch(**rest))
+            counted.append(CountedLaunch(each["kernel"], tuple(each["grid"]), seen))
     finally:
         counts.eecore_emulator_count_accesses(0)
 

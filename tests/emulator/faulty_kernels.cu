@@ -60,23 +60,6 @@ __global__ void missing_second_barrier(float* out) {
   out[threadIdx.x] = sum;
 }
 
-// A column of a matrix of which the rows have 32 words: all of them lie in one bank.
-template <bool kFaulty>
-__global__ void strided_banks(float* out) {
-  constexpr int kStride = kFaulty ? 32 : 33;
-  EECORE_SHARED(float, matrix, 32 * kStride + 2);
-  const int at = threadIdx.x % 32 * kStride + threadIdx.x / 32;
-  matrix[at] = static_cast<float>(threadIdx.x);
-  out[threadIdx.x] = matrix[at];
-}
-
-// Half of each sector is asked for.
-template <bool kFaulty>
-__global__ void scattered_sectors(const float* from, float* out) {
-  const int pack = kFaulty ? threadIdx.x * 2 % kThreads : threadIdx.x;
-  out[threadIdx.x] = load16(from + pack * 4).values[0];
-}
-
 // Copies by cp.async in two groups; the second has to be there too.
 template <bool kFaulty>
 __global__ void missing_wait_group(const float* from, float* out) {
@@ -89,26 +72,6 @@ __global__ void missing_wait_group(const float* from, float* out) {
   cp_async_wait<kFaulty ? 1 : 0>();
   __syncthreads();
   out[threadIdx.x] = copied[4 * kThreads + at];
-}
-
-// A ring of four stages, that runs empty where all of them are waited for.
-template <bool kFaulty>
-__global__ void draining_ring(const float* from, float* out) {
-  constexpr int kStages = 4, kChunks = 16;
-  const Shared<float> ring = dynamic_shared<float>() + static_cast<int>(threadIdx.x) * 4;
-  const auto copy = [&](int chunk) {
-    if (chunk < kChunks)
-      cp_async16(ring + chunk % kStages * (4 * kThreads), from + threadIdx.x * 4);
-    cp_async_commit();
-  };
-  float sum = 0.0f;
-  for (int chunk = 0; chunk < kStages - 1; ++chunk) copy(chunk);
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    cp_async_wait<kFaulty ? 0 : kStages - 2>();
-    copy(chunk + kStages - 1);
-    sum += ring[chunk % kStages * (4 * kThreads)];
-  }
-  out[threadIdx.x] = sum;
 }
 
 template <bool kFaulty>
@@ -391,13 +354,10 @@ void run(const std::string& fault, float* data, float* out) {
   EECORE_FAULT(read_before_written, out)
   EECORE_FAULT(divergent_barrier, out)
   EECORE_FAULT(divergent_shuffle, out)
-  EECORE_FAULT(strided_banks, out)
-  EECORE_FAULT(scattered_sectors, static_cast<const float*>(data), out)
   EECORE_FAULT(unaligned_access, static_cast<const float*>(data), out)
   EECORE_FAULT(global_out_of_bounds, out)
   EECORE_FAULT(missing_barrier_of_block, out)
   shape.shared_bytes = 16 * kThreads * sizeof(float);
-  EECORE_FAULT(draining_ring, static_cast<const float*>(data), out)
   EECORE_FAULT(missing_wait_group, static_cast<const float*>(data), out)
   shape.order = Launch::kAfterPrevious;
   EECORE_FAULT(never_waits, out)

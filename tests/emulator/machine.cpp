@@ -585,7 +585,6 @@ void start_copy(uint32_t to, const void* from, size_t bytes, size_t zeros) {
     check_write(block.shadow[at], at * kGranule, "starts a cp.async into");
     mark_written(block.shadow[at], Shadow::kPending);
   }
-  if (counts_accesses) count_copy(bytes + zeros);
   Copy copy{to, from, bytes, zeros, random_source() % 2 == 0};  // landed or not, as the seed has it
   if (copy.landed) land(copy);
   block.running->groups.back().push_back(copy);
@@ -595,12 +594,10 @@ void close_copy_group() { block.running->groups.emplace_back(); }
 
 void wait_for_copies(int pending_groups) {
   auto& groups = block.running->groups;
-  if (counts_accesses) count_wait();
   // The open group is not waited for, but by an end of the thread.
   while (static_cast<int>(groups.size()) - 1 > pending_groups) {
     for (const Copy& copy : groups.front()) {
       if (!copy.landed) land(copy);
-      if (counts_accesses) count_landed(copy.bytes + copy.zeros);
       for (uint32_t at = copy.to / kGranule; at * kGranule < copy.to + copy.bytes + copy.zeros;
            ++at) {
         block.shadow[at].state = Shadow::kWritten;
@@ -688,7 +685,6 @@ void launch(const LaunchConfig& config, const std::function<void()>& body) {
                 static_cast<unsigned>(n / config.grid.x / config.grid.y)};
     if (checks_races) begin_checked_block(number);
     run_block();
-    if (counts_accesses) end_counted_block();
     if (checks_races) end_checked_block(block.waited);
     waited |= block.waited;
     if (!block.error.empty()) {
@@ -696,7 +692,6 @@ void launch(const LaunchConfig& config, const std::function<void()>& body) {
              std::to_string(seed_in_use) + ", launch " + std::to_string(launches - 1) + ")");
     }
   }
-  if (counts_accesses) end_counted_launch();
   if (config.starts_early && !waited) {
     refuse("launched to start early, but no block waits for the kernel before it");
   }

@@ -19,6 +19,7 @@ from eecore.decoding.capture import CallByCall
 from eecore.decoding.control import Always, Program
 from eecore.exits import Exit
 from emulated_graphs import Graph, InEmulatedGraph, new_stream, take_captured
+from tiers import in_all
 from tiny_models import random_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,7 +86,7 @@ def kernels_of_checks(kernels: list[str]) -> list[list[str]]:
     return checks
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("num_rows", [3, *in_all(1)])
 @pytest.mark.parametrize("mode", CHECKS)
 def test_kernels_of_a_check(
     tiny_directory: Path, captured: Captured, mode: str, num_rows: int
@@ -132,7 +133,7 @@ def test_no_kernel_checks_whether_rows_draft(agreeing_directory: Path, captured:
 def test_rows_that_one_block_does_not_end_leave_in_a_launch_of_its_own(
     captured: Captured, kind: str, measuring: list[str], most: int
 ) -> None:
-    for num_rows in (1, 8, 9, 32, 33, 70):
+    for num_rows in (1, most, most + 1):
         point = Point(num_rows, 100)
         measure = measure_of(kind, point.hidden)
         arguments = point.hidden, LAYER, point.rows, point.active

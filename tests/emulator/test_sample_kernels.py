@@ -11,7 +11,7 @@ from eecore import ops
 BASE = ["sample_measure_kernel", "sample_weigh_kernel", "sample_sift_kernel", "sample_draw_kernel"]
 
 
-@pytest.mark.parametrize("vocab_size", [300, 2049, 5000, 300_000])
+@pytest.mark.parametrize("vocab_size", [300, 5000])
 @pytest.mark.parametrize("probs", [False, True])
 @pytest.mark.parametrize("num_top", [None, 0, 2])
 def test_a_few_kernels_whatever_rows_ask_for(

@@ -119,14 +119,12 @@ EMULATOR_INLINE void store16(T* to, const Pack<T>& pack) {
 template <typename T>
 EMULATOR_INLINE auto shared_load16(const ::emulator::Shared<T>& from) {
   Pack<std::remove_const_t<T>> pack;
-  ::emulator::touch_shared(from.offset(), 16);
   std::memcpy(&pack, ::emulator::read_shared(from.checked(16, 16), 16), 16);
   return pack;
 }
 
 template <typename T>
 EMULATOR_INLINE void shared_store16(const ::emulator::Shared<T>& to, const Pack<T>& pack) {
-  ::emulator::touch_shared(to.offset(), 16);
   std::memcpy(::emulator::write_shared(to.checked(16, 16), 16), &pack, 16);
 }
 
@@ -144,7 +142,6 @@ EMULATOR_INLINE void cp_async16(const ::emulator::Shared<T>& to, const T* from, 
     ::emulator::fail("starts a cp.async of " + std::to_string(bytes) + " bytes");
   check_alignment(from);
   if (bytes > 0) ::emulator::touch_global(from, bytes);
-  ::emulator::touch_shared(to.offset(), 16);
   ::emulator::start_copy(to.checked(16, 16), from, bytes, 16 - bytes);
 }
 
@@ -169,7 +166,6 @@ EMULATOR_INLINE void load_matrices(uint32_t (&out)[4], const ::emulator::Shared<
                                    bool transposed, const std::source_location& site) {
   static_assert(sizeof(T) == 2);
   const uint32_t mine = row.checked(16, 16);
-  ::emulator::touch_shared(mine, 16);
   const ::emulator::Gathered<uint32_t> all(0xffffffffu, "ldmatrix", mine, site);
   const int group = ::emulator::lane() / 4, pair = ::emulator::lane() % 4;
   for (int matrix = 0; matrix < 4; ++matrix) {

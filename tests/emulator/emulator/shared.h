@@ -23,13 +23,11 @@ class Shared {
     Element(const Element&) = default;
     EMULATOR_INLINE operator Value() const {  // NOLINT: stands for the element
       Value value;
-      touch_shared(offset_, sizeof(T));
       std::memcpy(&value, read_shared(offset_, sizeof(T)), sizeof(T));
       return value;
     }
     EMULATOR_INLINE const Element& operator=(const Value& value) const {
       static_assert(!std::is_const_v<T>, "the element is read only");
-      touch_shared(offset_, sizeof(T));
       std::memcpy(write_shared(offset_, sizeof(T)), &value, sizeof(T));
       return *this;
     }
@@ -105,7 +103,7 @@ Shared<T> static_array(const void* key, size_t size) {
   return {begin, begin, static_cast<uint32_t>(begin + size * sizeof(T))};
 }
 
-// Returns the value before. Its bank is not counted, as the lanes that meet there depend on data.
+// Returns the value before.
 template <typename T, typename Change>
 T exchange(const Shared<T>& address, Change change) {
   static_assert(std::is_integral_v<T> && sizeof(T) == 4, "what shared memory has an atomic of");
