@@ -262,7 +262,7 @@ class Driver:
             self.outputs[name] = step.output
         elif step.output is not None:
             assert step.output.token_ids == self.given[name], "a token is lost, or came twice"
-            assert step.output.text == self.text[name]
+            assert (step.output.text or "") == self.text[name]
             assert step.output.prompt_logprobs == self.scores.get(name)
             self.outputs[name] = step.output
 

@@ -38,9 +38,8 @@ SUMMARY = re.compile(r"\d+ (?:passed|failed|error)|ERROR SUMMARY|RACECHECK SUMMA
 TESTS = ("tests/ops", "tests/decoding/test_cuda_path.py", "tests/decoding/test_programs.py")
 # Tests of code that no kept run has: bench/results/gpu.md, "What has run".
 NEVER_RUN = (
-    "tests/decoding/test_blocks_on_cuda.py",
-    "tests/decoding/test_int8_on_cuda.py",
-    "tests/decoding/test_float8_cache.py",
+    "tests/decoding/test_coded_on_cuda.py",
+    "tests/decoding/test_cache_dtypes.py",
     "tests/decoding/test_head_drafts.py",
     "tests/models/test_t5.py",
 )

@@ -15,14 +15,13 @@ import eecore
 import emulated
 from bench.gpu.decode import model_config
 from devices import as_on_cuda, engine_of
-from eecore import Engine, EngineConfig, FixedExit, Full, SamplingParams
-from eecore.decoding import chunk_pass, iterate
+from eecore import Engine, EngineConfig, Full, SamplingParams
+from eecore.decoding import chunk_pass
 from eecore.decoding.capture import (
     CallByCall,
     Capture,
     RunProgram,
     _Capturing,
-    run_program_on,
 )
 from eecore.decoding.chunk_pass import ChunkPass, ChunkRows, chunk_kind, rounded_tokens
 from eecore.decoding.control import Always, Program
@@ -38,20 +37,6 @@ UNUSED = 7.0
 
 class Exact(CallByCall):
     """Runs chunks without padding."""
-
-
-class Padded(CallByCall):
-    """Runs chunks as programs, call by call."""
-
-    captures_chunks = True
-
-    def __init__(self) -> None:
-        self.chunks: list[ChunkPass] = []
-
-    def __call__(self, program: Program) -> None:
-        if isinstance(program, ChunkPass):
-            self.chunks.append(program)
-        super().__call__(program)
 
 
 def engine_with(model: eecore.Model, run: RunProgram, **settings: Any) -> Engine:
@@ -77,12 +62,6 @@ def answers(
 def same_cache(one: Engine, other: Engine) -> bool:
     """Whether two engines have written the same to the same slots."""
     return torch.equal(one.kv.k, other.kv.k) and torch.equal(one.kv.v, other.kv.v)
-
-
-@pytest.fixture
-def on_cuda(tiny_directory: Path) -> eecore.Model:
-    """The tiny model on the CUDA path, by the ops of the CPU."""
-    return as_on_cuda(eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512))
 
 
 @pytest.fixture
@@ -145,22 +124,6 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("two"), "mistral", num_hidden_layers=2)
 
 
-def test_padding_changes_no_bit_and_writes_nothing(
-    two_layers: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every batch is padded in its tokens, sequences and pages."""
-    emulated.route(monkeypatch)
-    model = as_on_cuda(eecore.load(two_layers, device="cpu", kv_cache_tokens=512))
-    run = Padded()
-    padded, exact = (engine_with(model, each) for each in (run, Exact()))
-    for lengths in [(9,), (3, 6, 9)]:
-        batch = random_prompts(*lengths)
-        assert answers(padded, batch) == answers(exact, batch)
-        assert same_cache(padded, exact)
-        assert (padded.kv.k == UNUSED).any()
-    assert [chunk.kind.num_tokens for chunk in run.chunks] == [16, 32]
-
-
 def test_a_captured_chunk_is_replayed_for_any_chunk_of_its_size(
     two_layers: Path, graphs: EmulatedGraphs
 ) -> None:
@@ -177,61 +140,6 @@ def test_a_captured_chunk_is_replayed_for_any_chunk_of_its_size(
     assert len(chunks) == 3
     assert len(set(map(id, chunks))) == 1
     assert len(graphs.launched) == 5  # the last two are steps of decoding
-
-
-def test_depths_that_differ_run_without_a_program(on_cuda: eecore.Model) -> None:
-    run = Padded()
-    engine = engine_with(on_cuda, run)
-    sampling = SamplingParams(max_tokens=1)
-    for policy in (Full(), FixedExit(2)):
-        engine.add_request(random_prompts(9)[0], exit=policy, sampling=sampling)
-    list(engine.run())
-    assert not run.chunks
-    expected = answers(engine_with(on_cuda, Exact()), random_prompts(9), FixedExit(2))
-    assert answers(engine, random_prompts(9), FixedExit(2)) == expected
-    assert [chunk.kind.depth for chunk in run.chunks] == [2]
-
-
-def test_work_that_keeps_a_gpu_busy_runs_without_a_program(
-    on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Padded()
-    expected = answers(engine_with(on_cuda, run), random_prompts(9))
-    assert len(run.chunks) == 1
-    monkeypatch.setattr(chunk_pass, "MAX_LAYER_WORK", 0)
-    assert answers(engine_with(on_cuda, run), random_prompts(9)) == expected
-    assert len(run.chunks) == 1
-
-
-def test_programs_of_chunks_are_not_kept_for_ever(
-    on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(iterate, "MAX_PROGRAMS", 2)
-    run = Padded()
-    engine, exact = engine_with(on_cuda, run), engine_with(on_cuda, Exact())
-    for length in (5, 12, 20, 40, 5):
-        prompts = random_prompts(length, seed=length)
-        (one,), (other,) = answers(engine, prompts), answers(exact, prompts)
-        assert one[0] == other[0]
-        assert one[1] == pytest.approx(other[1], abs=1e-5)
-        assert len(engine.iterations._programs) <= 2
-        assert engine.iterations.program_bytes > 0
-    assert len(set(map(id, run.chunks))) == 5  # the first one was dropped
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_on_cuda_chunks_with_torchs_products_are_replayed(tiny_directory: Path) -> None:
-    model = eecore.load(tiny_directory, device="cuda", kv_cache_tokens=512)
-    captured, exact = (
-        engine_with(model, run) for run in (run_program_on(model.network.device), Exact())
-    )
-    for lengths in [(70,), (100,), (60, 50)]:
-        prompts = random_prompts(*lengths)
-        got, expected = answers(captured, prompts), answers(exact, prompts)
-        for (tokens, logprobs), (others, those) in zip(got, expected, strict=True):
-            assert tokens == others
-            assert logprobs == pytest.approx(those, abs=1e-3)
-    assert len(captured.captures) == 1
 
 
 # Calls of the host

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import eecore
-from devices import Traced, cpu_only, engine_of, load
+from devices import Traced, cpu_only, engine_of
 from eecore import ConfidentExit, ExitClassifier
 from eecore.exits import Measure
 from reference_decoding import ReferenceModel
-from tiny_models import random_prompts, write_model
+from tiny_models import random_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -88,19 +86,6 @@ def test_algorithm_1(
         assert len({tuple(output.exit_layers) for output in outputs}) == 1
 
 
-@pytest.mark.parametrize("batch", ["each", "all"])
-@pytest.mark.parametrize(
-    "family", ["qwen3", "qwen2", "llama_tied", "llama_no_gqa", "llama_one_kv_head"]
-)
-def test_algorithm_1_on_other_families(tmp_path: Path, family: str, batch: str) -> None:
-    directory = write_model(tmp_path, family)
-    model = load(directory, kv_cache_tokens=512)
-    outputs = check_against_reference(
-        model, ReferenceModel(directory), ConfidentExit(0.2, batch=batch, decay_tau=1.0)
-    )
-    assert any(layer < 4 for output in outputs for layer in output.exit_layers)
-
-
 def stretches(traced: Traced) -> Counter[tuple[int, int]]:
     """How often each stretch of layers ran."""
     return Counter((call.begin_layer, call.end_layer) for call in traced.of("decoder_layers"))
@@ -130,34 +115,6 @@ def test_work_is_really_saved(tiny: eecore.Model, exit_layer: int, batch: str) -
         assert output.stats.fill_calls == 5
 
 
-@cpu_only
-def test_rows_that_exited_do_not_run(tiny: eecore.Model) -> None:
-    """The rows that run are those that the outputs report."""
-    traced = Traced()
-    engine = engine_of(tiny, run=traced)
-    for prompt in PROMPTS:
-        engine.add_request(
-            prompt, exit=ConfidentExit(0.05), sampling=eecore.SamplingParams(max_tokens=8)
-        )
-    outputs = [step.output for step in engine.run() if step.output]
-    assert len({layer for output in outputs for layer in output.exit_layers[1:]}) > 1
-    assert traced.executions == sum(output.stats.layers_run for output in outputs)
-
-
-@cpu_only
-@pytest.mark.parametrize(
-    ("measure", "expected"),
-    [("softmax", [(0, 1), (1, 3), (3, 4)]), ("state", [(0, 1), (1, 2), (2, 3), (3, 4)])],
-)
-def test_layers_between_exit_points_run_in_one_stretch(
-    tiny: eecore.Model, measure: Measure, expected: list[tuple[int, int]]
-) -> None:
-    """A measure of two states splits off the layer before an exit point."""
-    almost_one = math.nextafter(1.0, 0.0)  # at 1 nothing is measured
-    policy = ConfidentExit(almost_one, measure=measure, exit_points=(1, 3))
-    assert stretches(second_step(tiny, policy)) == Counter(expected)
-
-
 def second_step(model: eecore.Model, policy: ConfidentExit) -> Traced:
     """The layers that the first token after the prompt's ran."""
     traced = Traced()
@@ -168,19 +125,6 @@ def second_step(model: eecore.Model, policy: ConfidentExit) -> Traced:
     return traced
 
 
-def test_a_threshold_of_one_never_exits(tiny: eecore.Model) -> None:
-    full = eecore.generate(tiny, PROMPTS, max_tokens=MAX_TOKENS)
-    policies = [
-        ConfidentExit(1.0, measure=measure, decay_tau=4.0) for measure in ("softmax", "state")
-    ]
-    for policy in policies:
-        outputs = eecore.generate(tiny, PROMPTS, exit=policy, max_tokens=MAX_TOKENS)
-        assert [o.token_ids for o in outputs] == [o.token_ids for o in full]
-        assert {layer for o in outputs for layer in o.exit_layers} == {4}
-        assert [o.stats.layers_run for o in outputs] == [o.stats.layers_run for o in full]
-        assert {o.stats.fill_calls for o in outputs} == {0}
-
-
 @cpu_only
 @pytest.mark.parametrize("measure", ["softmax", "state"])
 def test_a_threshold_of_one_is_not_measured(tiny: eecore.Model, measure: Measure) -> None:
@@ -188,23 +132,6 @@ def test_a_threshold_of_one_is_not_measured(tiny: eecore.Model, measure: Measure
     policy = ConfidentExit(1.0, measure=measure, thresholds={2: 1.0})
     expected = [(0, 4)] if measure == "softmax" else [(0, 3), (3, 4)]
     assert stretches(second_step(tiny, policy)) == Counter(expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_classifiers_of_any_dtype(tiny: eecore.Model, dtype: torch.dtype) -> None:
-    weight = torch.linspace(-1.0, 1.0, 128).view(2, 64).bfloat16()
-    outputs = [
-        eecore.generate(
-            tiny,
-            [[1, 2, 3]],
-            exit=ConfidentExit(0.5, measure="classifier", classifier=ExitClassifier(given)),
-            max_tokens=6,
-            ignore_eos=True,
-        )[0]
-        for given in (weight.float(), weight.to(dtype))
-    ]
-    assert outputs[1].error is None
-    assert outputs[1].confidences == outputs[0].confidences
 
 
 def test_a_confidence_of_nan_decides_nothing(tiny: eecore.Model) -> None:
@@ -233,22 +160,3 @@ def test_all_means_all_rows_that_asked_for_it(tiny: eecore.Model) -> None:
         tiny, PROMPTS[:2], exit=[never, together], max_tokens=5, ignore_eos=True
     )
     assert [o.exit_layers for o in outputs] == [[4] * 5, [4, 2, 2, 2, 2]]
-
-
-def test_one_unsure_row_keeps_the_group_together(tiny: eecore.Model) -> None:
-    sure, unsure = ConfidentExit(0.0, batch="all"), ConfidentExit(1.0, batch="all")
-    outputs = eecore.generate(tiny, PROMPTS[:2], exit=[sure, unsure], max_tokens=5, ignore_eos=True)
-    assert [o.exit_layers for o in outputs] == [[4] * 5] * 2
-
-
-def test_sampled_and_penalised_tokens_come_from_the_exit_state(tiny: eecore.Model) -> None:
-    """top_k = 1 samples the argmax: a sampled early exit then equals the greedy one."""
-    policy = ConfidentExit(0.3)
-    greedy = eecore.generate(tiny, PROMPTS, exit=policy, max_tokens=MAX_TOKENS)
-    sampled = eecore.generate(
-        tiny, PROMPTS, exit=policy, max_tokens=MAX_TOKENS, temperature=1.0, top_k=1, seed=0
-    )
-    assert [o.token_ids for o in sampled] == [o.token_ids for o in greedy]
-    assert [o.exit_layers for o in sampled] == [o.exit_layers for o in greedy]
-    for one, other in zip(greedy, sampled, strict=True):
-        assert one.confidences == pytest.approx(other.confidences, abs=1e-5)

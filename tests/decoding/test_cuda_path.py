@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_confident_exit import linear_classifier
 
 import eecore
@@ -29,7 +28,6 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.decoding.iterate import Iterations
-from eecore.ops import products
 from head_packs import write_pack
 from tiers import CUDA_BACKENDS, in_all
 from tiny_models import random_prompts, write_model
@@ -50,15 +48,6 @@ POLICIES = {
     "lookup": PromptLookup(3, min_ngram=1),
     "head": HeadDrafts(3, 0.0),
 }
-
-
-def modes_of_coded_weights(tied: str) -> list[Any]:
-    """Families with and without tied embeddings, and their modes."""
-    modes = [("llama_biased", mode) for mode in ("state", "speculative", "head")]
-    modes.append((tied, "softmax_each"))
-    others = [(tied, "full"), (tied, "speculative")]
-    others += [("llama_biased", mode) for mode in POLICIES]
-    return [*modes, *in_all(*(each for each in others if each not in modes))]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +88,10 @@ def on_cuda(
 
 @pytest.mark.parametrize(
     "mode",
-    [*(m for m in POLICIES if m not in ("fixed", "softmax_all")), *in_all("fixed", "softmax_all")],
+    [
+        *("softmax_each", "state", "speculative", "head"),
+        *in_all("full", "fixed", "softmax_all", "classifier", "lookup"),
+    ],
 )
 def test_every_mode_gives_the_tokens_of_the_cpu(
     tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch, mode: str
@@ -196,7 +188,7 @@ def test_a_head_with_keys_of_its_own_drafts_as_on_the_cpu(
 
 
 @pytest.mark.parametrize(
-    "mode", ["full", "speculative", *in_all("softmax_each", "head", "verify", "lookup")]
+    "mode", ["speculative", *in_all("full", "softmax_each", "head", "verify", "lookup")]
 )
 def test_a_seed_draws_the_tokens_of_the_cpu(
     tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch, mode: str
@@ -217,7 +209,7 @@ def test_a_seed_draws_the_tokens_of_the_cpu(
     assert got[1].logprobs == pytest.approx(expected[1].logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["full", "fixed", "speculative"])
+@pytest.mark.parametrize("mode", ["speculative", *in_all("full", "fixed")])
 def test_a_prompt_scores_as_on_the_cpu(
     tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
@@ -239,7 +231,7 @@ def test_a_prompt_scores_as_on_the_cpu(
                 assert entry.top_logprobs == pytest.approx(same.top_logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["softmax_each", "speculative", *in_all("full", "lookup")])
+@pytest.mark.parametrize("mode", ["speculative", *in_all("softmax_each", "full", "lookup")])
 def test_penalties_and_guides_give_the_tokens_of_the_cpu(
     tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
@@ -255,27 +247,7 @@ def test_penalties_and_guides_give_the_tokens_of_the_cpu(
     assert [output.token_ids for output in got] == [output.token_ids for output in expected]
 
 
-def test_products_are_told_that_weights_are_constant(
-    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Kernels may then read them while the kernel ahead still runs."""
-    told: list[bool] = []
-    schema = torch.ops.eecore.skinny_linear.default._schema
-    place = [argument.name for argument in schema.arguments].index("constant_weight")
-    multiply = products._skinny_linear
-
-    def watched(*arguments: Any) -> None:
-        told.append(arguments[place])
-        multiply(*arguments)
-
-    monkeypatch.setattr(products, "_skinny_linear", watched)
-    model = as_on_cuda(eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512))
-    eecore.generate(model, PROMPTS, exit=FixedExit(2), max_tokens=2)
-    assert told
-    assert all(told)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", *in_all("qwen2")])
 def test_biases_head_norms_and_windows_too(
     on_cuda: eecore.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:

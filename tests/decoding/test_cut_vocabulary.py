@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_confident_exit import MAX_TOKENS, PROMPTS, SETTINGS, check_against_reference
 
 import eecore
 from devices import load
-from eecore import Calibration, ConfidentExit, ExitError, FixedExit
+from eecore import Calibration, ConfidentExit, ExitError
 from eecore.calibration import Example, calibrate
 from eecore.lab.evaluation.exit_map import map_exits
 from head_packs import write_pack
@@ -67,33 +66,6 @@ def test_tokens_are_the_whole_heads(model: eecore.Model) -> None:
     known = set(head.vocabulary.tolist())
     assert not all(token in known for output in outputs for token in output.token_ids)
     assert {layer for output in outputs for layer in output.exit_layers[1:]} == {2}
-
-
-def test_in_company_of_other_measures(model: eecore.Model) -> None:
-    policies = [cut(), ConfidentExit(THRESHOLD), ConfidentExit(0.8, measure="state")]
-    together = eecore.generate(model, PROMPTS, exit=policies, max_tokens=MAX_TOKENS)
-    for prompt, policy, output in zip(PROMPTS, policies, together, strict=True):
-        (alone,) = eecore.generate(model, [prompt], exit=policy, max_tokens=MAX_TOKENS)
-        assert output.token_ids == alone.token_ids
-        assert output.exit_layers == alone.exit_layers
-        assert output.confidences == pytest.approx(alone.confidences, abs=1e-5)
-
-
-def test_log_probabilities_and_sampling_change_no_exit(model: eecore.Model) -> None:
-    plain = eecore.generate(model, PROMPTS, exit=cut(), max_tokens=MAX_TOKENS)
-    for settings in ({"logprobs": 2}, {"temperature": 1.0, "top_k": 1, "seed": 0}):
-        others = eecore.generate(model, PROMPTS, exit=cut(), max_tokens=MAX_TOKENS, **settings)
-        assert [o.token_ids for o in others] == [o.token_ids for o in plain]
-        assert [o.exit_layers for o in others] == [o.exit_layers for o in plain]
-
-
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_heads_of_fewer_bits(directory: Path, weights: str) -> None:
-    model = load(directory, kv_cache_tokens=2048, weights=weights)
-    outputs = eecore.generate(model, PROMPTS, exit=cut(), max_tokens=MAX_TOKENS, ignore_eos=True)
-    depths = {layer for output in outputs for layer in output.exit_layers[1:]}
-    assert len(depths) > 1
-    assert all(0.0 <= value <= 1.0 for output in outputs for value in output.confidences)
 
 
 def test_the_map_shows_what_was_measured(model: eecore.Model) -> None:
@@ -151,18 +123,3 @@ def test_calibration_files_that_contradict_themselves(
     path.write_text(json.dumps({**json.loads(path.read_text()), "vocabulary_sha256": digest}))
     with pytest.raises(ExitError, match="vocabulary_sha256: expected"):
         Calibration.load(path)
-
-
-def test_the_gap_is_that_of_the_chosen_logits(model: eecore.Model) -> None:
-    head = model.network.draft_head
-    assert head is not None
-    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
-    hidden = hidden.to(model.network.device)
-    logits = model.network.logits(hidden)[:, head.vocabulary]
-    best = logits.softmax(-1).topk(2).values
-    torch.testing.assert_close(head.gap(hidden), best[:, 0] - best[:, 1], atol=1e-5, rtol=1e-4)
-
-
-def test_fixed_exits_need_no_head(tiny: eecore.Model) -> None:
-    """What goes before every request asks for the head's tokens only where there is one."""
-    assert eecore.generate(tiny, PROMPTS[:1], exit=FixedExit(2), max_tokens=2)

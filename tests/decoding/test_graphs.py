@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import threading
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -12,8 +10,7 @@ import pytest
 import torch
 
 from eecore import ops
-from eecore.decoding import capture
-from eecore.decoding.capture import Graphs, run_program_on
+from eecore.decoding.capture import run_program_on
 from eecore.ops import graphs
 
 
@@ -82,25 +79,3 @@ def test_a_capture_that_fails_has_ended(monkeypatch: pytest.MonkeyPatch) -> None
         raise ZeroDivisionError
     assert raised.value.__traceback__ is not None
     assert [held() for held in made] == [None, None]
-
-
-def test_a_pool_does_not_go_while_something_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
-    monkeypatch.setattr(torch.cuda, "MemPool", Held)
-    monkeypatch.setattr(torch.cuda, "Stream", Held)
-    kept = [run_program_on(torch.device("cuda", 0))]
-    pool = weakref.ref(kept[0]._pool)  # type: ignore[attr-defined]
-    goes = threading.Thread(target=kept.clear)
-    with Graphs._alone:  # held as by a capture in this thread
-        goes.start()
-        goes.join(0.05)
-        assert pool() is not None
-    goes.join()
-    assert pool() is None
-
-
-def test_nothing_is_collected_while_something_is_captured() -> None:
-    assert gc.isenabled()
-    with capture._nothing_collected():
-        assert not gc.isenabled()
-    assert gc.isenabled()

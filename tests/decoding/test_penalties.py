@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import eecore
-from devices import engine_of, load
+from devices import load
 from eecore import (
-    ConfidentExit,
-    EngineConfig,
-    FixedExit,
     HeadDrafts,
     PromptLookup,
     RequestError,
@@ -25,7 +21,7 @@ from eecore.exits import Exit
 from head_packs import write_pack
 from reference_decoding import ReferenceModel
 from tiny_models import random_prompts, scale_layers, write_model
-from workloads import LOSSLESS, Request, check_company
+from workloads import LOSSLESS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -83,49 +79,6 @@ def test_greedy_output_is_the_reference(
             h = reference.through(sequence)
         assert got == sequence.new_tokens
     assert tokens_of(tiny, **settings) != tokens_of(tiny)
-
-
-@pytest.mark.parametrize("policy", LOSSLESS, ids=str)
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-def test_speculation_keeps_the_output(
-    agreeing: eecore.Model, settings: dict[str, Any], policy: Exit
-) -> None:
-    """Drafts of a round count for the drafts after them."""
-    assert tokens_of(agreeing, exit=policy, **settings) == tokens_of(agreeing, **settings)
-
-
-def test_looked_up_drafts_change_no_draw(agreeing: eecore.Model) -> None:
-    settings = {**SETTINGS["all"], "temperature": 0.9, "seed": 3}
-    lookup = PromptLookup(5, min_ngram=1)
-    assert tokens_of(agreeing, exit=lookup, **settings) == tokens_of(agreeing, **settings)
-
-
-@pytest.mark.parametrize("policy", [FixedExit(2), ConfidentExit(threshold=0.2)], ids=str)
-def test_early_exits_heed_them(tiny: eecore.Model, policy: Exit) -> None:
-    never = {"logit_bias": dict.fromkeys(range(1, 320), -100.0)}
-    assert tokens_of(tiny, exit=policy, **never) == [[0] * 24] * len(PROMPTS)
-    (two,) = eecore.generate(
-        tiny,
-        [PROMPTS[0]],
-        exit=policy,
-        max_tokens=60,
-        ignore_eos=True,
-        frequency_penalty=2.0,
-        logit_bias={5: 100.0, 6: 100.0},
-    )
-    assert set(two.token_ids) == {5, 6}
-
-
-def test_in_mixed_batches_and_after_preemptions(agreeing: eecore.Model) -> None:
-    """A request's penalties affect no other request."""
-    exits: list[Exit] = [eecore.Full(), SelfSpeculative(2, 3), PromptLookup(4), FixedExit(2)]
-    ways = [
-        SamplingParams(max_tokens=20, ignore_eos=True, seed=1, **settings)
-        for settings in ({}, SETTINGS["all"], {"temperature": 1.0}, SETTINGS["reward"])
-    ]
-    requests = [Request(*asked) for asked in zip(PROMPTS, exits, ways, strict=True)]
-    few_pages = engine_of(agreeing, EngineConfig(kv_cache_tokens=64, page_size=4))
-    check_company(agreeing, requests, few_pages)
 
 
 def test_logprobs_are_of_the_logits_as_they_came(tiny: eecore.Model) -> None:
@@ -190,13 +143,3 @@ def test_biases_are_of_tokens_that_the_model_has(tiny: eecore.Model) -> None:
     assert SamplingParams(logit_bias={5: 1, 2: -1}).logit_bias == ((2, -1.0), (5, 1.0))
     with pytest.raises(RequestError, match=r"logit_bias: expected token ids 0\.\.319, got 320"):
         eecore.generate(tiny, [[1]], logit_bias={0: 1, 320: 1})
-
-
-def test_reference_filters() -> None:
-    """The definition above against an implementation in matrices."""
-    logits = torch.randn(20)
-    output = [3, 3, 4]
-    counts = F.one_hot(torch.tensor(output), 20).sum(0)
-    expected = logits - 0.5 * counts - 0.25 * (counts > 0)
-    got = changed(logits.clone(), [1], output, frequency_penalty=0.5, presence_penalty=0.25)
-    torch.testing.assert_close(got, expected)

@@ -114,22 +114,7 @@ def test_repetition_penalty_agrees_with_transformers() -> None:
     torch.testing.assert_close(filtered_probs(logits, params, context), expected)
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-10])
-def test_tiny_temperatures_are_greedy(temperature: float) -> None:
-    probs = filtered_probs(random_logits(50), SamplingParams(temperature=temperature))
-    assert probs.argmax() == random_logits(50).argmax()
-    assert float(probs.max()) == 1.0
-    assert float(probs.sum()) == 1.0
-
-
-def test_a_huge_temperature_is_uniform() -> None:
-    probs = filtered_probs(random_logits(50), SamplingParams(temperature=1e10))
-    torch.testing.assert_close(probs, torch.full((50,), 0.02))
-
-
 # In a request
-
-HOT = SamplingParams(max_tokens=12, temperature=1.2, ignore_eos=True, seed=4)
 
 
 def test_logprobs_are_of_the_raw_distribution(tiny: eecore.Model) -> None:
@@ -181,31 +166,6 @@ def test_what_changes_no_logit_that_counts_changes_no_token(
     for mode in (eecore.Full(), FixedExit(2)):
         warm = {"temperature": 0.9, "top_k": 50, "seed": 3}
         assert texts(mode, **warm) == texts(mode, **warm, logprobs=3), mode
-
-
-def test_logprobs_are_reported_only_when_asked_for(tiny: eecore.Model) -> None:
-    (none,) = eecore.generate(tiny, [[1]], max_tokens=2)
-    assert (none.logprobs, none.top_logprobs) == (None, None)
-    for fields in ({}, {"temperature": 1.0, "seed": 0}):
-        (own,) = eecore.generate(tiny, [[1]], max_tokens=2, logprobs=0, **fields)
-        assert own.logprobs is not None
-        assert all(value < 0 for value in own.logprobs)
-        assert own.top_logprobs is None
-
-
-@pytest.mark.parametrize("policy", [eecore.Full(), SelfSpeculative(2, 3)], ids=["full", "spec"])
-def test_seeds_reproduce_in_any_company(tiny: eecore.Model, policy: Any) -> None:
-    alone = eecore.generate(tiny, [PROMPTS[0]], exit=policy, sampling=HOT)[0].token_ids
-    again = eecore.generate(tiny, [PROMPTS[0]], exit=policy, sampling=HOT)[0].token_ids
-    other = SamplingParams(max_tokens=12, temperature=1.2, ignore_eos=True, seed=5)
-    together = eecore.generate(
-        tiny,
-        [PROMPTS[1], PROMPTS[0], PROMPTS[0], PROMPTS[3]],
-        exit=policy,
-        sampling=[HOT, HOT, other, other],
-    )
-    assert alone == again == together[1].token_ids
-    assert together[2].token_ids != alone
 
 
 def test_without_a_seed_each_request_draws_its_own(tiny: eecore.Model) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
@@ -31,12 +28,9 @@ from eecore import (
     SamplingParams,
     SelfSpeculative,
 )
-from eecore.decoding.capture import CallByCall, Graphs, Tapes
-from eecore.decoding.prefill import Prefill
 from eecore.engine.engine import Engine
 from eecore.exits import Exit
 from tiny_models import random_prompts, write_model
-from tripwire import Fault
 from workloads import python_calls, until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -84,82 +78,7 @@ def _no_page_left(agreeing: eecore.Model) -> Iterator[None]:
 # Batching
 
 
-def test_modes_in_one_batch_equal_single_runs(agreeing: eecore.Model) -> None:
-    requests = [
-        (prompt, policy, sampling)
-        for sampling in (GREEDY, SAMPLED)
-        for prompt, policy in zip(PROMPTS, MODES.values(), strict=True)
-    ]
-    engine = agreeing.engine()
-    together = run_all(engine, requests)
-    assert_idle(engine)
-    for output, (prompt, policy, sampling) in zip(together, requests, strict=True):
-        single = alone(agreeing, prompt, policy, sampling)
-        assert output.token_ids == single.token_ids
-        assert output.exit_layers == single.exit_layers
-        assert output.confidences == pytest.approx(single.confidences, abs=1e-4)
-        assert output.text == single.text
-        assert output.stats.contract == policy.contract
-        for name in ("layers_run", "prompt_layers_run", "layers_filled", "drafted", "accepted"):
-            assert getattr(output.stats, name) == getattr(single.stats, name)
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 16])
-def test_prompts_longer_than_the_prefill_chunk(agreeing: eecore.Model, chunk: int) -> None:
-    config = EngineConfig(kv_cache_tokens=512, max_prefill_chunk=chunk, max_batch_tokens=24)
-    requests = [(p, e, GREEDY) for p, e in zip(PROMPTS, MODES.values(), strict=True)]
-    outputs = run_all(agreeing.engine(config), requests)
-    for output, (prompt, policy, sampling) in zip(outputs, requests, strict=True):
-        assert output.token_ids == alone(agreeing, prompt, policy, sampling).token_ids
-
-
-def test_the_prompt_runs_through_all_layers_but_for_a_fixed_exit(agreeing: eecore.Model) -> None:
-    for policy in MODES.values():
-        output = alone(agreeing, PROMPTS[1], policy, GREEDY)
-        depth = 3 if isinstance(policy, FixedExit) else 5
-        assert output.stats.prompt_layers_run == 30 * depth
-        assert output.exit_layers[0] == depth
-
-
 # Preemption
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("mode", MODES)
-def test_preemption_changes_no_output(
-    agreeing: eecore.Model, mode: str, sampling: SamplingParams
-) -> None:
-    """The cache holds about two of the six requests, in small pages and replayed chunks."""
-    policy = MODES[mode]
-    config = EngineConfig(kv_cache_tokens=96, page_size=4, max_prefill_chunk=9)
-    engine = agreeing.engine(config)
-    outputs = run_all(engine, [(prompt, policy, sampling) for prompt in PROMPTS])
-    assert_idle(engine)
-    assert sum(output.stats.preemptions for output in outputs) > 0
-    for output, prompt in zip(outputs, PROMPTS, strict=True):
-        single = alone(agreeing, prompt, policy, sampling)
-        assert output.token_ids == single.token_ids
-        assert output.text == single.text
-        if policy.max_drafts == 0 or sampling is SAMPLED:  # a greedy draft may be cut short
-            assert output.exit_layers == single.exit_layers
-            assert output.stats.layers_run == single.stats.layers_run
-
-
-@pytest.mark.parametrize("mode", ["each", "state"])
-def test_a_chunk_of_a_replay_may_be_all_of_positions_that_exited_early(
-    agreeing: eecore.Model, mode: str
-) -> None:
-    engine = agreeing.engine(EngineConfig(kv_cache_tokens=64, page_size=4, max_prefill_chunk=1))
-    policy, prompt = MODES[mode], PROMPTS[0]
-    expected = alone(agreeing, prompt, policy, GREEDY)
-    assert min(expected.exit_layers) < 5
-    request_id = engine.add_request(prompt, exit=policy, sampling=GREEDY)
-    while len(engine.requests[request_id].output_ids) < 12:
-        engine.step()
-    engine.scheduler.preempt(engine.requests[request_id])
-    outputs = [step.output for step in engine.run() if step.output]
-    assert outputs[0].token_ids == expected.token_ids
-    assert outputs[0].confidences == expected.confidences
 
 
 @cpu_only  # elsewhere a row's result depends on its company
@@ -190,115 +109,7 @@ def test_a_replay_writes_the_same_keys_and_values(agreeing: eecore.Model) -> Non
 # On hold
 
 
-def test_a_hold_leaves_the_others_running_and_changes_no_output(agreeing: eecore.Model) -> None:
-    """The cache holds about two requests: those on hold lose their pages to the others."""
-    engine = agreeing.engine(EngineConfig(kv_cache_tokens=96, page_size=4, max_prefill_chunk=9))
-    policies = list(MODES.values())
-    policies.remove(MODES["all"])  # waits for its neighbours
-    ids = [
-        engine.add_request(prompt, exit=policy, sampling=SAMPLED)
-        for prompt, policy in zip(PROMPTS, policies, strict=False)
-    ]
-    outputs: dict[str, Any] = {}
-    held: list[str] = []
-
-    def run() -> None:
-        for step in engine.run():
-            assert step.request_id not in held
-            if step.output is not None:
-                outputs[step.request_id] = step.output
-
-    engine.step()
-    engine.step()
-    for request_id in (*ids[::2], "unknown"):
-        engine.hold(request_id)
-        held.append(request_id)
-    assert engine.num_held == 3
-    run()
-    assert set(outputs) == set(ids[1::2])
-    assert engine.has_unfinished
-    assert not engine.has_runnable
-    while held:
-        engine.resume(held.pop())
-        run()
-    for request_id, prompt, policy in zip(ids, PROMPTS, policies, strict=False):
-        assert outputs[request_id].token_ids == alone(agreeing, prompt, policy, SAMPLED).token_ids
-    assert_idle(engine)
-
-
-def test_approximate_pages_are_known_also_after_a_replay(agreeing: eecore.Model) -> None:
-    engine = engine_of(agreeing, EngineConfig(kv_cache_tokens=64, page_size=4), ahead=False)
-    early = ConfidentExit(0.0, min_exit_layer=2)
-    for prompt, policy in (([1] * 8, early), ([2] * 8, Full()), ([3] * 8, FixedExit(2))):
-        engine.add_request(prompt, exit=policy, sampling=SamplingParams(max_tokens=6))
-    confident, full, fixed = engine.requests.values()
-
-    def exactness(sequence: Any) -> list[bool]:
-        return [engine.pages.is_exact(page) for page in sequence.pages]
-
-    engine.step()
-    assert exactness(confident) == [True, True]
-    assert exactness(fixed) == [False, False]
-    engine.step()
-    engine.step()
-    assert exactness(confident) == [True, True, False]
-    assert exactness(full) == [True, True, True]
-    engine.scheduler.preempt(confident)
-    engine.step()
-    assert confident.num_computed == 10
-    assert exactness(confident) == [True, True, False]
-    for request_id in list(engine.requests):
-        engine.cancel(request_id)
-    assert all(engine.pages.is_exact(page) for page in range(engine.pages.num_pages))
-
-
 # Cancelling
-
-
-def test_cancel_in_every_state(agreeing: eecore.Model) -> None:
-    config = EngineConfig(kv_cache_tokens=64, page_size=4, max_prefill_chunk=8, max_num_seqs=2)
-    engine = agreeing.engine(config)
-    decoding, prefilling, waiting = (
-        engine.add_request(p, sampling=GREEDY) for p in (PROMPTS[0], PROMPTS[1], PROMPTS[2])
-    )
-    engine.step()
-    engine.step()
-    sequences = engine.requests
-    assert sequences[decoding].is_decoding
-    assert 0 < sequences[prefilling].num_computed < 30
-    assert sequences[waiting].num_computed == 0
-
-    output = engine.cancel(prefilling)
-    assert output is not None
-    assert (output.token_ids, output.text, output.finish_reason) == ([], "", "cancelled")
-    output = engine.cancel(waiting)
-    assert output is not None
-    assert output.finish_reason == "cancelled"
-    assert output.stats.mean_exit_layer == 0.0
-    output = engine.cancel(decoding)
-    assert output is not None
-    assert output.token_ids == alone(agreeing, PROMPTS[0], Full(), GREEDY).token_ids[:2]
-    assert len(output.exit_layers) == len(output.confidences) == 2
-    assert_idle(engine)
-    assert engine.cancel(decoding) is None
-    assert engine.cancel("unknown") is None
-    assert engine.step() == []
-
-
-def test_cancel_of_a_preempted_request(agreeing: eecore.Model) -> None:
-    engine = agreeing.engine(EngineConfig(kv_cache_tokens=64, page_size=4))
-    ids = [engine.add_request(PROMPTS[3], sampling=GREEDY) for _ in range(4)]
-    preempted = None
-    while preempted is None:
-        engine.step()
-        waiting = [s for s in engine.scheduler.waiting if s.output_ids]
-        preempted = waiting[0] if waiting else None
-    output = engine.cancel(preempted.request_id)
-    assert output is not None
-    assert output.stats.preemptions == 1
-    finished = {step.request_id: step.output for step in engine.run() if step.output}
-    assert set(finished) == set(ids) - {preempted.request_id}
-    assert_idle(engine)
 
 
 # Stopping
@@ -333,36 +144,6 @@ def test_stop_strings(agreeing: eecore.Model, mode: str) -> None:
                 assert output.token_ids == full.token_ids
 
 
-def test_text_that_may_begin_a_stop_string_is_held_back(agreeing: eecore.Model) -> None:
-    text = expected_text(agreeing, PROMPTS[0], Full())
-    sampling = SamplingParams(max_tokens=18, ignore_eos=True, stop=(text[2:5] + "\0never",))
-    shown = [""]
-    for step in eecore.stream(agreeing, [PROMPTS[0]], sampling=sampling):
-        shown.append(shown[-1] + step.text)
-    assert text[:2] in shown
-    assert not {text[:3], text[:4], text[:5]} & set(shown)
-    assert shown[-1] == text
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_stop_tokens_and_end_of_sequence(agreeing: eecore.Model, mode: str) -> None:
-    full = alone(agreeing, PROMPTS[0], MODES[mode], GREEDY)
-    token = full.token_ids[4]
-    length = full.token_ids.index(token) + 1
-    stopped = alone(
-        agreeing,
-        PROMPTS[0],
-        MODES[mode],
-        SamplingParams(max_tokens=18, ignore_eos=True, stop_token_ids=(token,)),
-    )
-    assert stopped.token_ids == full.token_ids[:length]
-    assert stopped.finish_reason == "stop"
-    assert agreeing.tokenizer is not None
-    # The stop token is in the ids, not in the text.
-    text = agreeing.tokenizer.decode_after(PROMPTS[0], full.token_ids[: length - 1])
-    assert stopped.text == text
-
-
 def test_the_models_own_end_of_sequence(tmp_path: Path, tiny: eecore.Model) -> None:
     (free,) = eecore.generate(tiny, [[1, 2, 3]], max_tokens=12, ignore_eos=True)
     token = free.token_ids[5]
@@ -378,67 +159,6 @@ def test_the_models_own_end_of_sequence(tmp_path: Path, tiny: eecore.Model) -> N
 
 
 # Streaming
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_streamed_pieces_add_up(agreeing: eecore.Model, mode: str) -> None:
-    """Random bytes: many tokens complete no character, and some never will."""
-    pieces: dict[str, Any] = {}
-    outputs = {}
-    order: list[str] = []
-    for step in eecore.stream(agreeing, PROMPTS, exit=MODES[mode], sampling=GREEDY, order=order):
-        text, tokens, layers, confidences = pieces.get(step.request_id, ("", [], [], []))
-        pieces[step.request_id] = (
-            text + step.text,
-            tokens + step.token_ids,
-            layers + step.exit_layers,
-            confidences + step.confidences,
-        )
-        if step.finished:
-            outputs[step.request_id] = step.output
-    assert set(outputs) == set(order)
-    for request_id, output in outputs.items():
-        assert output is not None
-        assert pieces[request_id] == (
-            output.text,
-            output.token_ids,
-            output.exit_layers,
-            output.confidences,
-        )
-        assert agreeing.tokenizer is not None
-        assert output.text == agreeing.tokenizer.decode_after(
-            output.prompt_token_ids, output.token_ids
-        )
-
-
-def test_closing_a_stream_early_cancels_the_rest(agreeing: eecore.Model) -> None:
-    stream = eecore.stream(agreeing, PROMPTS, sampling=GREEDY)
-    next(stream)
-    next(stream)
-    stream.close()
-    assert_idle(agreeing.shared_engine().engine)
-
-
-def test_streams_of_one_model_may_overlap(agreeing: eecore.Model) -> None:
-    expected = [alone(agreeing, p, Full(), GREEDY).token_ids for p in PROMPTS[:2]]
-    one, two = (eecore.stream(agreeing, [p], sampling=GREEDY) for p in PROMPTS[:2])
-    got: list[list[int]] = [[], []]
-    for first, second in zip(one, two, strict=True):
-        got[0] += first.token_ids
-        got[1] += second.token_ids
-        if len(got[0]) == 5:
-            assert alone(agreeing, PROMPTS[0], Full(), GREEDY).token_ids == expected[0]
-    assert got == expected
-
-
-def test_generate_from_several_threads(agreeing: eecore.Model) -> None:
-    def run(policy: Exit) -> list[list[int]]:
-        outputs = eecore.generate(agreeing, PROMPTS, exit=policy, sampling=GREEDY)
-        return [output.token_ids for output in outputs]
-
-    expected = [run(policy) for policy in MODES.values()]
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(run, MODES.values())) == expected
 
 
 # What is refused
@@ -521,21 +241,6 @@ def test_bad_sampling(settings: dict[str, Any], message: str) -> None:
         SamplingParams(**settings)
 
 
-def test_numbers_of_numpy_are_numbers(agreeing: eecore.Model) -> None:
-    plain, numpy = (
-        eecore.generate(
-            agreeing,
-            [[whole(1), whole(2)]],
-            exit=SelfSpeculative(whole(2), whole(3), draft_threshold=real(0.25)),
-            sampling=SamplingParams(
-                max_tokens=whole(6), temperature=real(0.5), top_k=whole(9), seed=whole(3)
-            ),
-        )[0].token_ids
-        for whole, real in ((int, float), (np.int64, np.float32))
-    )
-    assert plain == numpy
-
-
 def test_settings_are_kept_as_pythons_own() -> None:
     one: Any = np.uint64(1)
     half: Any = Fraction(1, 2)
@@ -590,29 +295,6 @@ def test_tokens_that_are_no_tokens(agreeing: eecore.Model, token: Any) -> None:
     assert_idle(engine)
 
 
-def test_a_request_is_checked_once(agreeing: eecore.Model) -> None:
-    """Settings that were checked when made are not checked again, so that a start is cheap."""
-    engine = agreeing.engine()
-    calls = Counter[str]()
-
-    def counts(frame: Any, event: str, _: object) -> None:
-        calls[Path(frame.f_code.co_filename).name] += event == "call"
-
-    for _ in range(2):
-        calls.clear()
-        sampling, policy = SamplingParams(max_tokens=1), Full()
-        before = sys.getprofile()
-        sys.setprofile(counts)
-        try:
-            engine.add_request([1, 2, 3], exit=policy, sampling=sampling)
-        finally:
-            sys.setprofile(before)
-        (output,) = (step.output for step in engine.run())
-        assert output is not None
-    assert calls["values.py"] == 0
-    assert calls.total() <= 50
-
-
 @pytest.mark.parametrize(
     ("policy", "ahead", "of_round", "of_row"),
     [
@@ -649,14 +331,6 @@ def test_rows_that_go_on_cost_few_calls(
         list(engine.run())
 
 
-def test_tokens_are_kept_as_pythons_own(agreeing: eecore.Model) -> None:
-    engine = agreeing.engine()
-    mixed: Any = [np.uint8(7), torch.tensor(8), np.int64(9), 10]
-    output = run_all(engine, [(mixed, Full(), GREEDY)])[0]
-    assert output.prompt_token_ids == [7, 8, 9, 10]
-    assert {type(token) for token in output.prompt_token_ids} == {int}
-
-
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
@@ -688,11 +362,6 @@ def test_bad_engine_settings(settings: dict[str, Any]) -> None:
         EngineConfig(**settings)
 
 
-def test_single_values_are_taken_as_one() -> None:
-    assert SamplingParams(stop="end").stop == ("end",)
-    assert SamplingParams(stop_token_ids=7).stop_token_ids == (7,)  # type: ignore[arg-type]
-
-
 def test_what_never_fits_is_refused_at_once_and_the_rest_goes_on(agreeing: eecore.Model) -> None:
     engine = agreeing.engine(EngineConfig(kv_cache_tokens=32, page_size=8))
     first = engine.add_request([1] * 14, sampling=GREEDY)
@@ -705,12 +374,6 @@ def test_what_never_fits_is_refused_at_once_and_the_rest_goes_on(agreeing: eecor
     outputs = [step.output for step in engine.run() if step.output]
     assert [output.request_id for output in outputs] == [first]
     assert_idle(engine)
-
-
-def test_one_bad_prompt_of_many_leaves_no_request(agreeing: eecore.Model) -> None:
-    with pytest.raises(RequestError, match="got 999"):
-        eecore.generate(agreeing, [[1], [2], [999]])
-    assert len(eecore.generate(agreeing, [[1], [2]], max_tokens=2)) == 2
 
 
 def test_request_ids(agreeing: eecore.Model) -> None:
@@ -789,53 +452,3 @@ def test_stats_add_up(agreeing: eecore.Model) -> None:
 
 
 # Failing
-
-
-class Bomb:
-    """Makes the n-th pass, of prompts or of a program, raise once."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: BaseException, passes: int) -> None:
-        self._left = passes
-        for owner, name in (
-            (Prefill, "run"),
-            (CallByCall, "__call__"),
-            (Graphs, "__call__"),
-            (Tapes, "__call__"),
-        ):
-            self._arm(monkeypatch, owner, name, error)
-
-    def _arm(
-        self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseException
-    ) -> None:
-        whole = getattr(owner, name)
-
-        def explosive(*args: Any) -> Any:
-            self._left -= 1
-            result = whole(*args)
-            if self._left == 0:  # the cache has been written to already
-                raise error
-            return result
-
-        monkeypatch.setattr(owner, name, explosive)
-
-
-@pytest.mark.parametrize("passes", [1, 2, 5, 9, 14])
-def test_a_step_that_fails_once_changes_no_request(
-    agreeing: eecore.Model,
-    monkeypatch: pytest.MonkeyPatch,
-    passes: int,
-) -> None:
-    requests = [
-        (prompt, policy, sampling)
-        for sampling in (GREEDY, SAMPLED)
-        for prompt, policy in zip(PROMPTS, MODES.values(), strict=True)
-    ]
-    config = EngineConfig(kv_cache_tokens=512, page_size=4, max_prefill_chunk=16)
-    expected = run_all(agreeing.engine(config), requests)
-    engine = agreeing.engine(config)
-    ids = [engine.add_request(p, exit=e, sampling=s) for p, e, s in requests]
-    Bomb(monkeypatch, Fault("broken"), passes)
-    outputs: dict[str, Any] = {step.request_id: step.output for step in engine.run()}
-    assert_idle(engine)
-    assert [outputs[i].token_ids for i in ids] == [output.token_ids for output in expected]
-    assert [outputs[i].exit_layers for i in ids] == [output.exit_layers for output in expected]

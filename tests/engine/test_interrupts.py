@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), cpu_only]
 # Pages for two of them, so that there is preemption; chunks, drafts, draws, stop strings.
 SMALL = EngineConfig(kv_cache_tokens=48, page_size=4, max_num_seqs=4, max_prefill_chunk=7)
 PROMPTS = random_prompts(9, 3, 14, 5, 1, seed=5)
-NUM_RUNS = 120
-NUM_COLD_RUNS = 15
+NUM_RUNS = 60
+NUM_COLD_RUNS = 8
 
 
 @pytest.fixture(scope="module")

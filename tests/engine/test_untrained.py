@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import eecore
-from eecore.cli.app import run
 from eecore.exits import Auto, ConfidentExit, Exit, FixedExit, Full, SelfSpeculative
 from tiny_models import write_model
 
@@ -81,15 +80,3 @@ def test_what_is_written_beside_a_model_is_heeded(
 def test_the_model_that_ships_is_known() -> None:
     model = eecore.load(device="cpu", kv_cache_tokens=256)
     assert warnings_of(model, "fixed:3", "confident:0.9") == []
-
-
-@pytest.mark.filterwarnings("always:.*trained for early exit")
-def test_the_command_line_says_it_in_a_line(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["generate", str(directory), "a", "-n", "2", "--device", "cpu"]
-    assert run([*words, "--exit", "fixed:2"]) == 0
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("warning: fixed exit after layer 2: no promise about quality: expected")
-    assert run(words) == 0
-    assert capsys.readouterr().err == ""

@@ -10,7 +10,7 @@ from eecore import EngineConfig, Full, SamplingParams, SelfSpeculative
 from eecore.exits import Exit
 from eecore.scheduling.pages import PageAllocator
 from eecore.scheduling.scheduler import Scheduler, Work
-from eecore.scheduling.sequence import MAX_DRAFTS, Sequence, SequenceStatus
+from eecore.scheduling.sequence import Sequence, SequenceStatus
 
 
 class Bench:
@@ -132,37 +132,6 @@ def test_the_youngest_is_preempted_first_and_comes_back_first() -> None:
     assert youngest.is_decoding
 
 
-def test_a_sequence_may_have_to_preempt_itself() -> None:
-    bench = Bench(kv_cache_tokens=16)
-    old, young = bench.add(8, 8), bench.add(4, 12)
-    bench.step()
-    for _ in range(4):
-        works = bench.step()
-    assert summary(works) == [("0", 1)]
-    assert young.counters.preemptions == 1
-    assert old.counters.preemptions == 0
-
-
-def test_preempted_requests_keep_their_order() -> None:
-    bench = Bench()
-    a, b, c = (bench.add(4) for _ in range(3))
-    bench.step()
-    bench.add(4)
-    bench.scheduler.preempt(c)
-    bench.scheduler.preempt(b)
-    assert [s.request_id for s in bench.scheduler.waiting] == ["1", "2", "3"]
-    assert bench.scheduler.running == [a]
-
-
-def test_drafts_take_what_pages_are_free() -> None:
-    bench = Bench(kv_cache_tokens=16)
-    bench.add(6, 10, SelfSpeculative(1, 6))
-    bench.step()
-    (work,) = bench.scheduler.schedule()
-    assert (work.num_tokens, work.max_drafts) == (1, 6)
-    assert len(work.sequence.pages) == 4  # positions 6..12
-
-
 def test_greedy_drafts_are_cut_rather_than_preempt() -> None:
     bench = Bench(kv_cache_tokens=16)
     spec, other = bench.add(6, 10, SelfSpeculative(1, 6)), bench.add(6, 10)
@@ -205,26 +174,6 @@ def test_drafts_count_in_the_budget() -> None:
     assert summary(bench.step()) == [("0", 1), ("1", 2)]
 
 
-def test_a_round_has_no_more_drafts_than_one_may() -> None:
-    bench = Bench(kv_cache_tokens=1024)
-    for temperature in (0.0, 0.7):
-        sequence = bench.add(2, 500, SelfSpeculative(1, 10_000), temperature=temperature)
-        bench.step()
-        (work,) = bench.step()
-        assert work.max_drafts == MAX_DRAFTS
-        bench.scheduler.finish(sequence)
-
-
-def test_pages_after_the_accepted_length_go_back() -> None:
-    bench = Bench(page_size=1)
-    sequence = bench.add(3, 16, SelfSpeculative(1, 6))
-    bench.step()
-    assert len(sequence.pages) == 3
-    bench.step(emitted=2)
-    assert len(sequence.pages) == sequence.num_computed == 5
-    assert bench.pages.num_free == 64 - 5
-
-
 @pytest.mark.parametrize("where", ["waiting", "running", "preempted", "held"])
 def test_finish_from_anywhere(where: str) -> None:
     bench = Bench()
@@ -239,17 +188,6 @@ def test_finish_from_anywhere(where: str) -> None:
     assert sequence.status is SequenceStatus.FINISHED
     assert not bench.scheduler.requests
     assert bench.pages.num_free == bench.pages.num_pages
-
-
-def test_a_request_that_takes_the_whole_cache_finishes() -> None:
-    bench = Bench(kv_cache_tokens=16)
-    sequence = bench.add(10, 6)
-    other = bench.add(10, 6)
-    while sequence.tokens_left:
-        assert bench.step()
-    bench.scheduler.finish(sequence)
-    while other.tokens_left:
-        assert bench.step()
 
 
 @pytest.mark.parametrize(
@@ -340,23 +278,6 @@ def test_what_is_on_hold_is_left_out_and_goes_on_where_it_was() -> None:
     assert held.counters.preemptions == 0
 
 
-def test_nothing_runs_while_everything_is_on_hold() -> None:
-    bench = Bench()
-    running = bench.add(6)
-    bench.step()
-    waiting = bench.add(2)
-    for sequence in (running, waiting):
-        bench.scheduler.hold(sequence)
-        bench.scheduler.hold(sequence)
-    assert bench.scheduler.held == [running, waiting]
-    assert bench.scheduler.requests
-    assert not bench.scheduler.has_runnable
-    assert bench.step() == []
-    bench.scheduler.resume(waiting)
-    bench.scheduler.resume(waiting)
-    assert summary(bench.step()) == [("1", 2)]
-
-
 def test_pages_on_hold_go_before_a_request_is_preempted() -> None:
     bench = Bench(kv_cache_tokens=24)
     sequences = [bench.add(7) for _ in range(3)]
@@ -371,42 +292,3 @@ def test_pages_on_hold_go_before_a_request_is_preempted() -> None:
     assert (second.status, second.num_computed) == (SequenceStatus.HELD, 0)
     bench.scheduler.resume(second)
     assert second.status is SequenceStatus.WAITING
-
-
-def test_pages_on_hold_do_not_keep_others_waiting() -> None:
-    bench = Bench(kv_cache_tokens=24)
-    held = bench.add(20)
-    bench.step()
-    bench.scheduler.hold(held)
-    late = bench.add(8)
-    assert summary(bench.step()) == [("1", 8)]
-    assert not held.pages
-    bench.scheduler.resume(held)  # before later requests, after running ones
-    last = bench.add(1)
-    assert list(bench.scheduler.waiting) == [held, last]
-    assert bench.scheduler.running == [late]
-
-
-def test_pages_on_hold_stay_where_taking_them_would_not_help() -> None:
-    bench = Bench(kv_cache_tokens=24)
-    bench.add(12)
-    held = bench.add(4)
-    bench.step()
-    bench.scheduler.hold(held)
-    large = bench.add(20)
-    bench.step()
-    assert large.status is SequenceStatus.WAITING
-    assert len(held.pages) == 1
-
-
-def test_places_on_hold_are_free_and_may_be_gone() -> None:
-    bench = Bench(max_num_seqs=1)
-    held, other = bench.add(3), bench.add(3)
-    bench.step()
-    bench.scheduler.hold(held)
-    assert summary(bench.step()) == [("1", 3)]
-    bench.scheduler.resume(held)
-    assert list(bench.scheduler.waiting) == [held]
-    assert not held.pages
-    bench.scheduler.finish(other)
-    assert summary(bench.step()) == [("0", 3)]

@@ -1,4 +1,4 @@
-"""Models with weights in blocks of 4 to 8 bits on the CUDA path give the tokens of their floats."""
+"""Quantised weights on the CUDA path give the tokens of the floats that they stand for."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_cuda_path import POLICIES, PROMPTS, modes_of_coded_weights
+from test_cuda_path import POLICIES, PROMPTS
 
 import eecore
 import emulated
 from devices import as_on_cuda, heads_in_floats
 from eecore import ops
 from eecore.models import convert_gguf, load_model
+from eecore.models.int8 import dequantise_rows, quantise_rows
 from eecore.models.linear import MAX_SKINNY_ROWS
+from eecore.models.readers import stored_weights
 from eecore.models.weights import Filling, WeightView
 from head_packs import write_pack
 from packed_blocks import block_sizes, random_blocks
@@ -31,10 +33,11 @@ KIND = gguf.GGMLQuantizationType
 
 @pytest.fixture(params=CUDA_BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A GPU, or the emulator on the CPU's memory."""
+    """A GPU, or the emulator on the CPU's memory, where int8 then has no blocks either."""
     if request.param == "emulated":
         emulated.route(monkeypatch)
         heads_in_floats(monkeypatch)
+        monkeypatch.setattr(stored_weights, "INT8_BLOCK_DEVICES", frozenset())
         return "cpu"
     return "cuda"
 
@@ -44,22 +47,34 @@ def load(path: Path, device: str, **settings: str | Path | None) -> eecore.Model
     return model if device == "cuda" else as_on_cuda(model)
 
 
-def write_floats(directory: Path, *embeddings: str) -> None:
-    """Round the checkpoint's matrices as int4 does; ``embeddings``: a T5's name of its table."""
-    _, network, _ = load_model(directory, "cpu", weights="int4")
+def round_weights(directory: Path, weights: str, *embeddings: str) -> None:
+    """Round a checkpoint's matrices as int4 or int8 does; ``embeddings``: a T5's name of its
+    table."""
     tensors = load_file(directory / "model.safetensors")
-    views = network.weights.by_checkpoint_name(network.config, *embeddings)
-    packed = {name: view for name, view in views.items() if view.table is not None}
-    assert packed
-    for name, view in packed.items():
-        tensors[name] = ops.unpack_weight(view.weight, view.table)
+    if weights == "int8":
+        untied = {"model.embed_tokens.weight", "shared.weight"}
+        kept = untied if "lm_head.weight" in tensors else set()
+        for name, tensor in tensors.items():
+            if tensor.dim() == 2 and "relative_attention_bias" not in name and name not in kept:
+                tensors[name] = dequantise_rows(*quantise_rows(tensor), torch.float32)
+    else:
+        _, network, _ = load_model(directory, "cpu", weights=weights)
+        views = network.weights.by_checkpoint_name(network.config, *embeddings)
+        packed = {name: view for name, view in views.items() if view.table is not None}
+        assert packed
+        for name, view in packed.items():
+            tensors[name] = ops.unpack_weight(view.weight, view.table)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def check_same_tokens(
-    model: eecore.Model, floats: Path, mode: str, monkeypatch: pytest.MonkeyPatch, pack: Path | None
+    model: eecore.Model,
+    floats: Path,
+    mode: str,
+    monkeypatch: pytest.MonkeyPatch,
+    pack: Path | None = None,
 ) -> None:
-    """``floats`` holds what the model's blocks stand for."""
+    """``floats`` holds what the model's weights stand for."""
     got = eecore.generate(model, PROMPTS, exit=POLICIES[mode], max_tokens=6)
     monkeypatch.undo()
     heads_in_floats(monkeypatch)
@@ -69,34 +84,53 @@ def check_same_tokens(
     assert [output.exit_layers for output in got] == [output.exit_layers for output in expected]
 
 
-@pytest.mark.parametrize(("family", "mode"), modes_of_coded_weights(tied="llama_tied"))
-def test_every_mode_of_int4_gives_the_tokens_of_its_floats(
-    family: str, mode: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+SHORT = [
+    ("int8", "llama_biased", "speculative"),
+    ("int8", "smollm2", "softmax_each"),
+    ("int4", "llama_biased", "speculative"),
+    ("int4", "llama_tied", "softmax_each"),
+]
+EVERY = [(weights, "llama_biased", mode) for weights in ("int8", "int4") for mode in POLICIES]
+
+
+@pytest.mark.parametrize(
+    ("weights", "family", "mode"), [*SHORT, *in_all(*(each for each in EVERY if each not in SHORT))]
+)
+def test_every_mode_gives_the_tokens_of_its_floats(
+    weights: str,
+    family: str,
+    mode: str,
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """The longest prompt has more rows than the skinny products take."""
     assert max(map(len, PROMPTS)) > MAX_SKINNY_ROWS
-    directory = write_model(tmp_path / "model", family)
-    pack = None
+    directory, pack = write_model(tmp_path / "model", family), None
     if mode == "head":
         whole = eecore.load(directory, device="cpu")
         pack = write_pack(tmp_path / "pack", whole, taps=(2,), vocabulary_size=300)
-    model = load(directory, backend, weights="int4", exits=pack)
-    assert model.network.weights.lm_head.table is not None
-    write_floats(directory)
+    model = load(directory, backend, weights=weights, exits=pack)
+    head = model.network.weights.lm_head
+    assert (head.scale if weights == "int8" else head.table) is not None
+    round_weights(directory, weights)
     check_same_tokens(model, directory, mode, monkeypatch, pack)
 
 
-@pytest.mark.parametrize("mode", ["softmax_each", *in_all("full")])
-def test_a_t5_of_int4_gives_the_tokens_of_its_floats(
-    mode: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("weights", "mode"),
+    [("int8", "softmax_each"), *in_all(("int8", "speculative"), ("int4", "softmax_each"))],
+)
+def test_a_t5_gives_the_tokens_of_its_floats(
+    weights: str, mode: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     directory = write_t5(tmp_path / "model")
-    model = load(directory, backend, weights="int4")
-    write_floats(directory, "shared.weight")
-    check_same_tokens(model, directory, mode, monkeypatch, None)
+    model = load(directory, backend, weights=weights)
+    round_weights(directory, weights, "shared.weight")
+    check_same_tokens(model, directory, mode, monkeypatch)
 
 
-@pytest.mark.parametrize("mode", ["state", "speculative", *in_all("full")])
+@pytest.mark.parametrize("mode", ["speculative", *in_all("state", "full")])
 def test_a_gguf_file_gives_the_tokens_of_the_directory_it_converts_to(
     mode: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -108,7 +142,7 @@ def test_a_gguf_file_gives_the_tokens_of_the_directory_it_converts_to(
     model = load(file, backend)
     assert model.network.weights.qkv.table is not None
     floats = convert_gguf(file, tmp_path / "converted")
-    check_same_tokens(model, floats, mode, monkeypatch, None)
+    check_same_tokens(model, floats, mode, monkeypatch)
 
 
 def test_blocks_of_a_gpu_are_those_of_the_cpu() -> None:
