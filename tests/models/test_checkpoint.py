@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -22,14 +21,13 @@ from eecore.errors import (
     EecoreError,
     ModelError,
     ModelNotFoundError,
-    RequestError,
     UnsupportedModelError,
 )
 from eecore.models import LlamaWeights, load_model
 from eecore.models.readers.config_json import read_model_config
 from eecore.models.readers.load import choose_device, choose_dtype
 from eecore.models.rope import cos_sin_table
-from eecore.models.weights import NewWeights, WeightView
+from eecore.models.weights import NewWeights
 from tiny_models import FAMILIES, write_model
 
 
@@ -60,24 +58,6 @@ def test_shards_hold_the_same_model_as_one_file(tmp_path: Path) -> None:
     many = load_model(write_model(tmp_path / "many", num_shards=3), "cpu")[1].weights
     for a, b in zip(tree_leaves(vars(one)), tree_leaves(vars(many)), strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
-
-
-def test_tensors_are_read_one_by_one_into_weights_that_exist(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No second copy of the model: each tensor goes straight to its rows of the stack."""
-    filled = []
-    fill = WeightView.fill
-    monkeypatch.setattr(
-        WeightView,
-        "fill",
-        lambda self, stored: (filled.append(self.weight.data_ptr()), fill(self, stored)),
-    )
-    weights = load_model(model_dir, "cpu")[1].weights
-    stacks = [tensor for tensor in tree_leaves(vars(weights)) if tensor is not None]
-    spans = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in stacks]
-    assert len(filled) == len(load_file(model_dir / "model.safetensors"))
-    assert all(any(start <= place < end for start, end in spans) for place in filled)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -145,30 +125,6 @@ def test_settings_that_are_not_used_are_named(
     assert own == ((("temperature", 0.0),) if "do_sample" in written else ())
 
 
-@pytest.mark.parametrize(
-    ("written", "said"),
-    [
-        ({"temperature": -1}, "temperature: expected"),
-        ({"temperature": "warm"}, "temperature: expected"),
-        ({"top_p": 2.0}, "top_p: expected"),
-        ({"top_k": 1.5}, "top_k: expected"),
-        ({"do_sample": "yes"}, "do_sample: expected true or false, got 'yes'"),
-        ({"do_sample": False, "min_p": True}, "min_p: expected"),
-    ],
-)
-def test_sampling_settings_that_cannot_be(
-    written: dict[str, Any], said: str, model_dir: Path
-) -> None:
-    (model_dir / "generation_config.json").write_text(json.dumps(written))
-    with pytest.raises(CheckpointError, match=re.escape(f"generation_config.json: {said}")):
-        read_model_config(model_dir)
-
-
-def test_sampling_settings_of_what_is_no_model() -> None:
-    with pytest.raises(RequestError, match=r"model: expected one of eecore\.load, got 'tiny'"):
-        SamplingParams.of("tiny")
-
-
 def test_end_tokens_come_from_the_generation_config_first(model_dir: Path) -> None:
     assert read_model_config(model_dir).eos_token_ids == (257,)
     edit_config(model_dir, eos_token_id=[257, 259])
@@ -204,11 +160,6 @@ def test_yarn_reaches_as_far_as_its_factor(tmp_path: Path) -> None:
     assert read_model_config(directory).max_position == 256
 
 
-def test_an_architecture_follows_from_the_model_type(model_dir: Path) -> None:
-    edit_config(model_dir, architectures=None)
-    assert read_model_config(model_dir).architecture == "LlamaForCausalLM"
-
-
 def test_parameters_are_counted(tmp_path: Path) -> None:
     for family in FAMILIES:
         directory = write_model(tmp_path / family, family)
@@ -241,15 +192,6 @@ def test_tensors_of_no_layer_are_noted(model_dir: Path) -> None:
     edit_tensors(model_dir, lambda t: t.update({"vision.weight": torch.zeros(3)}))
     with pytest.warns(UserWarning, match=r"unused: vision.weight"):
         load_model(model_dir, "cpu")
-
-
-def test_buffers_of_old_checkpoints_are_ignored(
-    model_dir: Path, recwarn: pytest.WarningsRecorder
-) -> None:
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    edit_tensors(model_dir, lambda t: t.update({name: torch.zeros(32)}))
-    load_model(model_dir, "cpu")
-    assert not [warning for warning in recwarn if "unused" in str(warning.message)]
 
 
 # Device and dtype
@@ -295,14 +237,6 @@ def test_unknown_dtypes_and_devices_are_refused(model_dir: Path) -> None:
         choose_device("meta")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused() -> None:
-    with pytest.raises(
-        ModelError, match="device: expected cpu, got cuda on a machine without a GPU"
-    ):
-        choose_device("cuda")
-
-
 # Refusals
 
 
@@ -334,103 +268,6 @@ def test_a_missing_directory(tmp_path: Path) -> None:
     assert issubclass(ModelNotFoundError, ValueError)
 
 
-def test_a_missing_config(model_dir: Path, refused: Callable[..., None]) -> None:
-    (model_dir / "config.json").unlink()
-    refused(ModelNotFoundError, r"expected a model directory .* a directory without config.json")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"hidden_size": 64,', r"config.json: expected JSON, got: .* line 1"),
-        ("[1, 2]", r"config.json: expected a JSON object, got \[1, 2\]"),
-        ("\udcff\udcfe", r"config.json: expected JSON, got: 'utf-8'"),
-    ],
-)
-def test_a_config_that_is_not_json(
-    text: str, message: str, model_dir: Path, refused: Callable[..., None]
-) -> None:
-    (model_dir / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    refused(CheckpointError, message)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        (
-            {"architectures": ["GPT2LMHeadModel"]},
-            UnsupportedModelError,
-            r"Llama.*, .*GPT2",
-        ),
-        ({"architectures": None, "model_type": "gpt2"}, UnsupportedModelError, r"got 'gpt2'"),
-        (
-            {"hidden_act": "gelu"},
-            UnsupportedModelError,
-            r"hidden_act: supported are silu, .*got 'ge",
-        ),
-        ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedModelError, r"got 'fp8'"),
-        (
-            {"hidden_size": None},
-            CheckpointError,
-            r"hidden_size: expected an int.*, got None",
-        ),
-        (
-            {"hidden_size": "64"},
-            CheckpointError,
-            r"hidden_size: expected an int.*, got '64'",
-        ),
-        (
-            {"hidden_size": True},
-            CheckpointError,
-            r"hidden_size: expected an int.*, got True",
-        ),
-        (
-            {"num_hidden_layers": 0},
-            CheckpointError,
-            r"num_hidden_layers: expected .* 1\.\.4096, got 0",
-        ),
-        (
-            {"num_attention_heads": 0},
-            CheckpointError,
-            r"num_attention_heads: expected .* of 1",
-        ),
-        ({"num_key_value_heads": 3}, CheckpointError, r"num_kv_heads: expected a divisor of num_q"),
-        ({"head_dim": 63}, UnsupportedModelError, r"head_dim: .* multiples of 8 up to 256, got 63"),
-        ({"eos_token_id": "x"}, CheckpointError, r"eos_token_id: expected an integer of 0"),
-        ({"partial_rotary_factor": 0.5}, UnsupportedModelError, r"partial_rotary_factor: .*1, got"),
-        (
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            UnsupportedModelError,
-            r"rope_scaling.rope_type: supported are default, .*longrope, got 'dynamic'",
-        ),
-        (
-            {"rope_parameters": {"full_attention": {}, "sliding_attention": {}}},
-            UnsupportedModelError,
-            r"rope_parameters: supported are one set for all layers",
-        ),
-        (
-            {"rope_scaling": {"type": "linear"}},
-            CheckpointError,
-            r"rope_scaling.factor: expected a number of 1.*, got None",
-        ),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 0.5}},
-            CheckpointError,
-            r"rope_scaling.factor: expected a number of 1.*, got 0.5",
-        ),
-    ],
-)
-def test_a_config_with_a_wrong_setting(
-    changes: dict[str, Any],
-    error: type[EecoreError],
-    message: str,
-    model_dir: Path,
-    refused: Callable[..., None],
-) -> None:
-    edit_config(model_dir, **changes)
-    refused(error, message)
-
-
 def test_windows_without_a_size(tmp_path: Path) -> None:
     directory = write_model(tmp_path, "qwen2", layer_types=["sliding_attention"] * 4)
     with pytest.raises(CheckpointError, match="use_sliding_window: expected true for its layers"):
@@ -441,72 +278,3 @@ def test_windows_without_a_size(tmp_path: Path) -> None:
     edit_config(directory, layer_types=["full_attention"])
     with pytest.raises(CheckpointError, match="layer_types: expected a list of 4 kinds"):
         read_model_config(directory)
-
-
-def test_no_weights(model_dir: Path, refused: Callable[..., None]) -> None:
-    (model_dir / "model.safetensors").unlink()
-    refused(ModelNotFoundError, r"expected model.safetensors or .*index.json, got neither$")
-
-
-def test_pickles_are_never_opened(model_dir: Path, refused: Callable[..., None]) -> None:
-    (model_dir / "model.safetensors").unlink()
-    (model_dir / "pytorch_model.bin").write_bytes(pickle.dumps({}))
-    refused(ModelNotFoundError, r"got neither \(only pytorch_model.bin: convert it")
-
-
-@pytest.mark.parametrize("kept", [4, 100, 0.5, 0.999])
-def test_a_truncated_file(kept: float, model_dir: Path, refused: Callable[..., None]) -> None:
-    path = model_dir / "model.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[: int(kept if kept >= 1 else len(whole) * kept)])
-    refused(CheckpointError, r"model.safetensors: expected a whole safetensors file, got \d+ bytes")
-
-
-def test_a_missing_tensor(model_dir: Path, refused: Callable[..., None]) -> None:
-    edit_tensors(model_dir, lambda t: t.pop("model.layers.2.mlp.up_proj.weight"))
-    refused(CheckpointError, r"expected 39 tensors, model.layers.2.mlp.up_proj.weight missing")
-
-
-def test_many_missing_tensors(model_dir: Path, refused: Callable[..., None]) -> None:
-    edit_config(model_dir, num_hidden_layers=6)
-    refused(CheckpointError, r"expected 57 tensors, model.layers.4.*, .* and 15 more missing")
-
-
-def test_a_tensor_of_another_shape(model_dir: Path, refused: Callable[..., None]) -> None:
-    edit_config(model_dir, intermediate_size=128)
-    refused(CheckpointError, r"gate_proj.weight: expected \[128, 64\] .*, got \[96, 64\]")
-
-
-def test_a_tensor_of_integers(model_dir: Path, refused: Callable[..., None]) -> None:
-    name = "model.layers.0.mlp.down_proj.weight"
-    edit_tensors(model_dir, lambda t: t.update({name: torch.zeros(64, 96, dtype=torch.int8)}))
-    refused(UnsupportedModelError, r"down_proj.weight: supported are F32, BF16, F16, got I8")
-
-
-def test_a_tensor_that_the_config_knows_nothing_of(
-    model_dir: Path, refused: Callable[..., None]
-) -> None:
-    name = "model.layers.1.self_attn.q_proj.bias"
-    edit_tensors(model_dir, lambda t: t.update({name: torch.zeros(256)}))
-    refused(UnsupportedModelError, r"config.json knows no model.layers.1.self_attn.q_proj.bias")
-
-
-@pytest.mark.parametrize(
-    ("weight_map", "error", "message"),
-    [
-        (None, CheckpointError, r"weight_map: expected an object of tensor to file, got nothing"),
-        ({"x": "../../etc/passwd"}, CheckpointError, r"x: expected a file's name, got '\.\./"),
-        ({"x": "gone.safetensors"}, ModelNotFoundError, r"gone.safetensors: expected a file"),
-        ({"x": "model.safetensors"}, CheckpointError, r"expected tensor x as model.*, got none"),
-    ],
-)
-def test_a_wrong_index(
-    weight_map: Any,
-    error: type[EecoreError],
-    message: str,
-    model_dir: Path,
-    refused: Callable[..., None],
-) -> None:
-    index = model_dir / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    refused(error, message)

@@ -12,16 +12,14 @@ from torch import Tensor
 
 import eecore
 import reference
-from eecore import ConfidentExit, DraftAndVerify, FixedExit, Full, SelfSpeculative, ops
-from eecore.exits import Exit, ExitClassifier
+from eecore import ops
 from eecore.models import load_model
 from eecore.models.int8 import dequantise_rows, quantise_rows
 from real_prompts import real_prompts
-from tiny_models import random_prompts, scale_layers, write_model
+from tiers import in_all
+from tiny_models import scale_layers, write_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-PROMPTS = random_prompts(5, 1, 23, 9, 2, 40, seed=2)
 
 
 CODINGS = ("int8", "int4")
@@ -73,20 +71,6 @@ def test_logits_are_those_of_the_rounded_weights(family: str, coding: str, tmp_p
         assert error.mean() < mean * expected.std()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_packed_layers_hold_what_the_checkpoint_does(dtype: str, tmp_path: Path) -> None:
-    """Rows of Q, K and V fill no whole panels in any layer."""
-    sizes = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3}
-    directory = write_model(tmp_path, **sizes, intermediate_size=160)
-    tensors = load_file(directory / "model.safetensors")
-    _, model, _ = load_model(directory, "cpu", dtype, "int4")
-    for layer in range(model.config.num_layers):
-        qkv = model.weights.qkv
-        parts = [f"model.layers.{layer}.self_attn.{part}_proj.weight" for part in "qkv"]
-        expected = torch.cat([rounded(name, tensors[name], "int4") for name in parts])
-        assert torch.equal(ops.unpack_weight(qkv.weight, qkv.table[layer]), expected)
-
-
 @pytest.mark.parametrize("coding", CODINGS)
 def test_rows_that_blocks_do_not_fill_have_a_scale_each(coding: str, tmp_path: Path) -> None:
     directory = write_model(tmp_path, intermediate_size=72)
@@ -99,28 +83,6 @@ def test_rows_that_blocks_do_not_fill_have_a_scale_each(coding: str, tmp_path: P
     assert torch.equal(got, dequantise_rows(*quantise_rows(stored), torch.float32))
 
 
-@pytest.mark.parametrize("coding", CODINGS)
-def test_bfloat16_states(coding: str, tmp_path: Path) -> None:
-    directory = write_model(tmp_path, dtype=torch.bfloat16)
-    logits = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        _, model, _ = load_model(directory, "cpu", dtype, weights=coding)
-        assert model.dtype == dtype
-        logits[dtype] = Session(model, 20).logits(tokens_for(model, 20), [20])
-    error = (logits[torch.bfloat16] - logits[torch.float32]).abs()
-    assert error.mean() < 0.05 * logits[torch.float32].std()
-
-
-@pytest.mark.parametrize("coding", CODINGS)
-def test_rows_do_not_depend_on_how_many_there_are(coding: str, tmp_path: Path) -> None:
-    """A prompt's chunks may be cut anywhere."""
-    _, model, _ = load_model(write_model(tmp_path), "cpu", weights=coding)
-    token_ids = tokens_for(model, 70)
-    whole = Session(model, 70).logits(token_ids, [70])
-    for chunks in ([1] * 70, [33, 37]):
-        assert torch.equal(Session(model, 70).logits(token_ids, chunks), whole)
-
-
 @pytest.fixture(scope="module", params=CODINGS)
 def quantised(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -130,34 +92,7 @@ def quantised(
     return eecore.load(directory, device="cpu", weights=request.param, kv_cache_tokens=2048)
 
 
-CLASSIFIER = ExitClassifier(torch.randn(2, 64, generator=torch.Generator().manual_seed(0)))
-
-
-@pytest.mark.parametrize(
-    ("policy", "exact"),
-    [
-        (SelfSpeculative(2, 3), True),
-        (DraftAndVerify({3}, {2, 4}), True),
-        (FixedExit(5), True),
-        (ConfidentExit(1.0), True),
-        (FixedExit(2), False),
-        (ConfidentExit(0.2), False),
-        (ConfidentExit(0.9, measure="state", batch="all"), False),
-        (ConfidentExit(0.5, measure="classifier", classifier=CLASSIFIER), False),
-    ],
-    ids=str,
-)
-def test_every_exit_mode(quantised: eecore.Model, policy: Exit, exact: bool) -> None:
-    options = {"max_tokens": 20, "ignore_eos": True}
-    full = [o.token_ids for o in eecore.generate(quantised, PROMPTS, exit=Full(), **options)]
-    outputs = eecore.generate(quantised, PROMPTS, exit=policy, **options)
-    assert ([o.token_ids for o in outputs] == full) == exact
-    alone = eecore.generate(quantised, PROMPTS[2], exit=policy, **options)[0]
-    if getattr(policy, "batch", "each") == "each":
-        assert alone.token_ids == outputs[2].token_ids
-
-
-@pytest.mark.parametrize(("coding", "most_nats"), [("int8", 0.015), ("int4", 0.01)])
+@pytest.mark.parametrize(("coding", "most_nats"), [("int4", 0.01), *in_all(("int8", 0.015))])
 def test_the_real_model_keeps_its_words(coding: str, most_nats: float, smollm2: Path) -> None:
     """On text of its own kind the likeliest token stays the same, but for near ties.
 

@@ -18,12 +18,10 @@ from test_llama import TOLERANCE, Session
 import eecore
 import emulated
 from devices import as_on_cuda
-from eecore import ConfidentExit, EngineConfig, FixedExit, Full, SelfSpeculative, ops
-from eecore.cli.app import run
+from eecore import ConfidentExit, FixedExit, Full, ops
 from eecore.errors import ModelError
 from eecore.integrations.transformers_model import from_transformers
 from eecore.models import convert_gguf, load_model, read_config
-from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
 from eecore.models.readers.gguf_file import GGUFFile
 from eecore.models.readers.gguf_tokenizer import build_tokenizer
 from tiers import in_all
@@ -158,22 +156,6 @@ def test_logits_and_tokens_are_those_of_transformers(family: str, written: Any) 
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_exits_batches_chunks_and_shared_pages(family: str, written: Any) -> None:
-    model = eecore.load(written(family)[0], **CACHE)
-    full = generated(model)
-    for policy in (SelfSpeculative(2, 3), FixedExit(4), ConfidentExit(1.0)):
-        assert generated(model, policy) == full, policy
-    for policy in (FixedExit(2), ConfidentExit(0.4)):
-        together = generated(model, policy)
-        alone = eecore.generate(model, PROMPTS[2], exit=policy, max_tokens=NEW, ignore_eos=True)
-        assert alone[0].token_ids == together[2], policy
-    limits = EngineConfig(kv_cache_tokens=256, page_size=4, max_prefill_chunk=3)
-    chunked = eecore.load(written(family)[0], device="cpu", engine=limits)
-    assert generated(chunked) == full
-    assert generated(chunked) == full  # now with pages of before
-
-
-@pytest.mark.parametrize("family", ALL)
 def test_rows_exit_as_transformers_layers_would(family: str, written: Any) -> None:
     directory, oracle = written(family)
     model = eecore.load(directory, **CACHE)
@@ -207,18 +189,6 @@ def test_the_cuda_path_gives_the_tokens_of_the_cpu(
         got = eecore.generate(model, PROMPTS[2:], exit=exit, **options)
         assert [each.token_ids for each in got] == [each.token_ids for each in wanted]
         assert [each.exit_layers for each in got] == [each.exit_layers for each in wanted]
-
-
-@pytest.mark.parametrize("family", ALL)
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_weights_of_fewer_bits(family: str, weights: str, written: Any) -> None:
-    directory, oracle = written(family)
-    model = eecore.load(directory, weights=weights, kv_cache_dtype="float32", **CACHE)
-    token_ids = torch.tensor(random_prompts(41, seed=1)[0])
-    expected = oracle(token_ids[None]).logits[0]
-    got = Session(model.network, 41).logits(token_ids, [41])
-    assert (got - expected).std() < {"int8": 0.1, "int4": 0.6}[weights] * expected.std()
-    assert generated(model, SelfSpeculative(2, 3)) == generated(model)
 
 
 def test_a_whole_matrix_of_fewer_bits_is_quantised_as_its_parts_alone_are(written: Any) -> None:
@@ -263,14 +233,6 @@ def test_a_gguf_file_gives_the_same_tokens(family: str, written: Any, tmp_path: 
     assert generated(eecore.load(converted, **CACHE)) == expected
 
 
-def test_norms_of_a_gguf_file_are_those_of_the_checkpoint(written: Any, tmp_path: Path) -> None:
-    directory, _ = written("gemma3")
-    file = GGUFCheckpoint(write_family_gguf(tmp_path / "tiny.gguf", directory, "gemma3"))
-    tensors = load_file(directory / "model.safetensors")
-    for name in ("model.norm.weight", "model.layers.1.self_attn.q_norm.weight"):
-        torch.testing.assert_close(file.tensor(name), tensors[name], rtol=0, atol=1e-7)
-
-
 TEXTS = {"gemma3": "Gemma3", "ministral3": "Mistral3"}
 
 
@@ -284,6 +246,8 @@ def test_the_text_part_of_a_multimodal_checkpoint(
     parts = {"text_config": text.config.to_dict(), "tie_word_embeddings": tied}
     config = getattr(transformers, f"{TEXTS[family]}Config")(**parts).to_dict()
     config["architectures"] = [f"{TEXTS[family]}ForConditionalGeneration"]
+    if tied:
+        del config["tie_word_embeddings"]  # the default of such a model
     (tmp_path / "config.json").write_text(json.dumps(config))
     start = "language_model.model." if old_names else "model.language_model."
     head = "language_model.lm_head." if old_names else "lm_head."
@@ -352,95 +316,6 @@ def test_a_model_that_transformers_holds(
 # What cannot be
 
 
-def changed(directory: Path, target: Path, **changes: Any) -> Path:
-    """A directory with a config.json alone; ``...`` takes a field out."""
-    fields = {**json.loads((directory / "config.json").read_text()), **changes}
-    kept = {name: value for name, value in fields.items() if value is not ...}
-    (target / "config.json").write_text(json.dumps(kept))
-    return target
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "message"),
-    [
-        ("gemma3", {"rope_parameters": {"rope_type": "default"}}, "one set for each of full_att"),
-        ("gemma3", {"use_bidirectional_attention": True}, "supported are false, a causal model"),
-        ("gemma3", {"layer_types": ["full_attention"]}, "layer_types: expected a list of 4 kinds"),
-        ("gemma3", {"sliding_window": None}, "sliding_window: expected a size for its layers"),
-        ("gemma2", {"hidden_activation": "gelu"}, "supported are silu, swish, gelu_pytorch_tanh"),
-        ("gemma2", {"final_logit_softcapping": 0}, "expected a number above 0"),
-        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers: expected a list of 4 numbers"),
-        ("granite4", {"num_local_experts": 8}, "0, a dense model .*MoE.*, got 8"),
-        ("granite4", {"layer_types": ...}, r"hybrid layers \(Mamba\).*dense Granite 4.*'mamba'"),
-        ("granite4", {"position_embedding_type": "alibi"}, "supported are rope, nope, got 'alibi'"),
-        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "short_factor: expected a list"),
-        (
-            "phi3",
-            {"rope_parameters": {"rope_type": "su", "short_factor": [1], "long_factor": [1]}},
-            "short_factor: expected 8 numbers, one a pair of dimensions, got 1",
-        ),
-        ("phi3", {"partial_rotary_factor": 1.5, "rope_parameters": {}}, "partial_rotary_factor"),
-        ("olmo2", {"rope_parameters": {"rope_type": "spiral"}}, "yarn, longrope, got 'spiral'"),
-        ("olmo2", {"architectures": ["Gemma3nForCausalLM"]}, "shared keys and values; .*Gemma 3"),
-        ("olmo2", {"architectures": ["OlmoeForCausalLM"]}, r"\(MoE\); .* is Olmo2ForCausalLM"),
-        ("olmo2", {"architectures": ["Qwen2_5_VLForX"]}, r"images \(mRoPE\); .* is Qwen3ForCau"),
-        ("olmo2", {"architectures": ["NewMoeForCausalLM"]}, r"\(MoE\); dense models run"),
-        (
-            "gemma3",
-            {"architectures": ["Gemma3ForConditionalGeneration"]},
-            "text_config: expected the config of the text part, got None",
-        ),
-    ],
-)
-def test_a_config_that_cannot_run(
-    family: str, changes: dict[str, Any], message: str, written: Any, tmp_path: Path
-) -> None:
-    directory = changed(written(family)[0], tmp_path, **changes)
-    with pytest.raises(ModelError, match=message) as caught:
-        read_config(directory)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("family", "settings", "message"),
-    [
-        ("gemma3", {"attention.sliding_window_pattern": [True]}, "expected 4 flags, one a layer"),
-        ("gemma3", {"attention.shared_kv_layers": 2}, "supported are models without it, got 2"),
-        ("granite", {"rope.scaling.finetuned": False}, "supported is true, which rotates"),
-        ("ministral3", {"attention.temperature_length": 7}, "expected the original context len"),
-        ("phi3", {"rope.dimension_count": 9}, "rope.dimension_count: expected head_dim=16, got 9"),
-        (
-            "phi3",
-            {"rope.dimension_count": 8},
-            r"rope_factors_short.weight: expected \[4\], got \[6\]",
-        ),
-        ("gemma2", {"attention.head_count": None}, "attention.head_count: expected an integer"),
-        ("olmo2", {"attention.layer_norm_rms_epsilon": None}, "epsilon: expected a number of 0..1"),
-        (
-            "granite",
-            {"logit_scale": None},
-            "granite.logit_scale: expected a number of 0..1e.06, got",
-        ),
-        ("smollm3", {"attention.sliding_window": 9}, "expected full attention, got a sliding wind"),
-    ],
-)
-def test_metadata_that_cannot_be(
-    family: str, settings: dict[str, Any], message: str, written: Any, tmp_path: Path
-) -> None:
-    file = write_family_gguf(tmp_path / "t.gguf", written(family)[0], family, settings)
-    with pytest.raises(ModelError, match=message):
-        read_config(file)
-
-
-def test_a_gguf_file_without_its_window_has_none(written: Any, tmp_path: Path) -> None:
-    file = write_family_gguf(
-        tmp_path / "t.gguf", written("gemma3")[0], "gemma3", {"attention.sliding_window": 0}
-    )
-    config = read_config(file)
-    assert config.layer_windows == (0,) * 4
-    assert set(config.layer_ropes) == {0}
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -478,17 +353,3 @@ def test_text_is_split_as_the_file_says(
     backend, _ = build_tokenizer(GGUFFile(file), 320)
     split = backend.pre_tokenizer.pre_tokenize_str(text)
     assert [text[begin:end] for _, (begin, end) in split] == pieces
-
-
-def test_what_info_says_of_layers_that_differ(
-    written: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = {
-        "gemma3": ("rope theta 1e+06, linear x8; theta 10000", "7 tokens in 3 layers"),
-        "smollm3": ("rope theta 2e+06", "1 layer"),
-    }
-    for family, texts in expected.items():
-        assert run(["info", str(written(family)[0])]) == 0
-        said = capsys.readouterr().out
-        for text in texts:
-            assert text in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +12,8 @@ import torch
 from test_llama import Session, tokens_for
 
 import eecore
-from eecore import ConfidentExit, FixedExit, Full, SelfSpeculative, ops
-from eecore.cli.app import run
-from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
-from eecore.exits import Exit
+from eecore import ops
+from eecore.errors import ModelError, UnsupportedModelError
 from eecore.models import convert_gguf, load_model
 from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
 from eecore.models.readers.stored_weights import load_weights
@@ -122,35 +119,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
     return eecore.load(file, device="cpu", kv_cache_tokens=2048)
 
 
-@pytest.mark.parametrize(
-    ("policy", "exact"),
-    [
-        (SelfSpeculative(2, 3), True),
-        (FixedExit(5), True),
-        (ConfidentExit(1.0), True),
-        (FixedExit(2), False),
-        (ConfidentExit(0.9, measure="state", batch="all"), False),
-    ],
-    ids=str,
-)
-def test_every_exit_mode(packed: eecore.Model, policy: Exit, exact: bool) -> None:
-    options = {"max_tokens": 20, "ignore_eos": True}
-    full = [o.token_ids for o in eecore.generate(packed, PROMPTS, exit=Full(), **options)]
-    outputs = eecore.generate(packed, PROMPTS, exit=policy, **options)
-    if exact:
-        assert [o.token_ids for o in outputs] == full
-    alone = eecore.generate(packed, PROMPTS[2], exit=policy, **options)[0]
-    if getattr(policy, "batch", "each") == "each":
-        assert alone.token_ids == outputs[2].token_ids
-
-
-def test_rows_do_not_depend_on_how_many_there_are(packed: eecore.Model) -> None:
-    token_ids = tokens_for(packed.network, 70)
-    whole = Session(packed.network, 70).logits(token_ids, [70])
-    for chunks in ([1] * 70, [33, 37]):
-        assert torch.equal(Session(packed.network, 70).logits(token_ids, chunks), whole)
-
-
 def test_a_type_that_does_not_run_is_named(tmp_path: Path) -> None:
     original = write_model(tmp_path / "original", "llama")
     file = tmp_path / "tiny.gguf"
@@ -174,15 +142,6 @@ def test_settings_that_a_file_cannot_have(tmp_path: Path) -> None:
     assert eecore.load(file, device="cpu", dtype="bfloat16").network.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("left", [0, 3, 100, 5000, -1])
-def test_truncated_files_are_refused(left: int, tmp_path: Path) -> None:
-    original = write_model(tmp_path / "original", "llama")
-    file = write_gguf(tmp_path / "tiny.gguf", original, quantization=KIND.Q4_0)
-    file.write_bytes(file.read_bytes()[:left])
-    with pytest.raises(CheckpointError, match=r"tiny\.gguf: "):
-        load_model(file, "cpu")
-
-
 @pytest.fixture(scope="module")
 def smollm2_gguf() -> Path:
     file = find_installed()
@@ -204,22 +163,3 @@ def test_the_real_file_says_what_the_converted_model_says(
     following = token_ids[1:, None]
     nats = [float(-logprobs[:-1].gather(1, following).mean()) for logprobs in (got, expected)]
     assert abs(nats[0] - nats[1]) < 0.02
-
-
-def test_the_command_line_takes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    original = write_model(tmp_path / "original", "llama")
-    kinds = {"blk.0.attn_v": KIND.Q8_0, "output": KIND.F16}
-    file = str(write_gguf(tmp_path / "t.gguf", original, quantization=KIND.Q4_1, kinds=kinds))
-    assert run(["generate", file, "hello", "--max-tokens", "4", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["token_ids"]) <= 4
-    assert run(["info", file, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["stored_dtypes"] == ["F16", "F32", "Q4_1", "Q8_0"]
-    assert facts["tensors"]["model.layers.0.self_attn.v_proj.weight"]["bits"] == 8.5
-    assert facts["tensors"]["model.layers.0.self_attn.q_proj.weight"]["bits"] == 5.0
-    embeddings = facts["weight_bytes"] - facts["bytes_per_token"]
-    assert embeddings == facts["config"]["vocab_size"] * facts["config"]["hidden_size"] * 5 / 8
-    assert run(["info", file]) == 0
-    table = capsys.readouterr().out
-    assert "Q4_1 (5 bits), Q8_0 (8.5 bits)" in table
-    assert "read a token" in table

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from eecore.config import RopeConfig
-from eecore.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError
+from eecore.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from eecore.models import convert_gguf, load_model, load_tokenizer, model_digest, read_config
 from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
 from tiny_gguf import ALPHABET, write_gguf
@@ -95,35 +95,6 @@ PLAIN = RopeConfig(rotary_dim=64)
 )
 def test_linear_scaling(fields: dict[str, Any], wanted: RopeConfig, tmp_path: Path) -> None:
     assert rope_of(tmp_path, **fields) == wanted
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0},
-            "scale_linear: expected what rope",
-        ),
-        ({"rope.scaling.factor": 0.5}, "rope.scaling.factor: expected 0, or a number of at least"),
-        (
-            {"rope.scaling.attn_factor": 1.5},
-            "scaling.attn_factor: supported is 1 without yarn, got",
-        ),
-        ({"rope.scaling.yarn_ext_factor": 1.0}, "yarn_ext_factor: supported is 0 or 0 for linear"),
-        ({"rope.scaling.alpha": 2.0}, r"llama.rope.scaling.alpha: supported are models without"),
-        ({"rope.freq_base_swa": 1e4}, "llama.rope.freq_base_swa: supported are models without it"),
-        ({"rope.dimension_sections": [8, 8]}, "llama.rope.dimension_sections: supported are"),
-        ({"logit_scale": 0.5}, "llama.logit_scale: supported are models without it, got 0.5"),
-        ({"attention.causal": False}, "attention.causal: supported is true, got False"),
-        ({"attention.clamp_kqv": 8.0}, "llama.attention.clamp_kqv: supported are models without"),
-        ({"general.type": "adapter"}, "general.type: supported is model, got adapter"),
-    ],
-)
-def test_fields_that_are_not_read_are_refused(
-    fields: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ModelError, match=message):
-        GGUFCheckpoint(gguf_file(tmp_path, **fields))
 
 
 def test_a_table_of_divisors_goes_with_no_other_scaling(tmp_path: Path) -> None:

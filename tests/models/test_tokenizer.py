@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from tokenizers.processors import TemplateProcessing
 
 from eecore.errors import CheckpointError
 from eecore.models import Tokenizer
-from eecore.models.text.chat_template import ChatTemplateError
 from tiny_models import write_byte_tokenizer
 
 TEXTS = [
@@ -100,11 +98,6 @@ def test_special_tokens_between_words_cost_no_space(sentencepiece: Tokenizer) ->
     assert all(decoder.add(2) == "" for _ in range(1000))
 
 
-def test_ids_beyond_the_vocabulary_have_no_text(tokenizer: Tokenizer) -> None:
-    token_ids = tokenizer.encode("Hello")
-    assert tokenizer.decode_after([], [*token_ids, 9999]) == "Hello"
-
-
 def test_bytes_that_never_become_a_character_are_given_at_the_end(tokenizer: Tokenizer) -> None:
     snowman = tokenizer.encode("H☃")
     decoder = tokenizer.incremental()
@@ -113,33 +106,9 @@ def test_bytes_that_never_become_a_character_are_given_at_the_end(tokenizer: Tok
     assert decoder.finish() == ""
 
 
-def test_text_goes_on_after_broken_bytes(tokenizer: Tokenizer) -> None:
-    broken = [*tokenizer.encode("☃")[:-1], *tokenizer.encode("Hello", add_special_tokens=False)]
-    text = tokenizer.decode_after([], broken)
-    assert text.endswith("Hello")
-    assert text == tokenizer.decode(broken)
-
-
 def test_a_character_begun_in_the_prompt_is_finished(byte_tokenizer: Tokenizer) -> None:
     snowman = byte_tokenizer.encode("a☃")
     assert byte_tokenizer.decode_after(snowman[:-1], snowman[-1:]) == "☃"
-
-
-def test_random_bytes_stream_to_what_they_decode_to(byte_tokenizer: Tokenizer) -> None:
-    generator = random.Random(0)
-    for _ in range(50):
-        token_ids = [generator.randrange(256) for _ in range(40)]
-        assert byte_tokenizer.decode_after([], token_ids) == byte_tokenizer.decode(token_ids)
-
-
-def test_special_tokens_are_not_text(byte_tokenizer: Tokenizer) -> None:
-    token_ids = byte_tokenizer.encode("a<|im_end|>b")
-    assert len(token_ids) == 3
-    assert byte_tokenizer.decode(token_ids) == "ab"
-    assert byte_tokenizer.decode_after([], token_ids) == "ab"
-    assert byte_tokenizer.decode(token_ids, skip_special_tokens=False) == "a<|im_end|>b"
-    shown = byte_tokenizer.decode_after([], token_ids, skip_special_tokens=False)
-    assert shown == "a<|im_end|>b"
 
 
 def test_the_file_decides_about_the_beginning_token(
@@ -180,9 +149,10 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
 MESSAGES = [{"role": "user", "content": "1 < 2 & “ü”"}]
 
 
-def with_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
-    tokenizer.chat_template = template
-    return tokenizer
+def test_a_conversation_gets_no_tokens_around_it(sentencepiece: Tokenizer) -> None:
+    sentencepiece.chat_template = "{{ messages[0].content }}"
+    ids = sentencepiece.encode_chat([{"role": "user", "content": "Hello"}])
+    assert ids == sentencepiece.encode("Hello", add_special_tokens=False)
 
 
 def test_messages_become_a_prompt(byte_tokenizer: Tokenizer) -> None:
@@ -195,40 +165,6 @@ def test_messages_become_a_prompt(byte_tokenizer: Tokenizer) -> None:
     assert ids[0] == 258  # and no other token before it
     shorter = byte_tokenizer.encode_chat(MESSAGES, add_generation_prompt=False)
     assert ids[: len(shorter)] == shorter != ids
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (
-            "{{ bos_token }}{{ messages | tojson }}",
-            '<s>[{"role": "user", "content": "1 < 2 & “ü”"}]',
-        ),
-        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
-        ("{% generation %}said{% endgeneration %}", "said"),
-        ("{% if tools %}with{% else %}without{% endif %}", "without"),
-        ("    {% if true %}\nx\n    {% endif %}\n", "x\n"),
-        ("{{ strftime_now('%Y') | length }}", "4"),
-    ],
-)
-def test_what_templates_may_use(template: str, expected: str, byte_tokenizer: Tokenizer) -> None:
-    assert with_template(byte_tokenizer, template).apply_chat_template(MESSAGES) == expected
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
-        ("{% if %}", "Expected an expression"),
-        (None, "chat_template: expected one in the model directory, got none"),
-    ],
-)
-def test_what_templates_may_not_do(
-    template: str | None, message: str, byte_tokenizer: Tokenizer
-) -> None:
-    with pytest.raises(ChatTemplateError, match=message):
-        with_template(byte_tokenizer, template).apply_chat_template(MESSAGES)
 
 
 def test_templates_of_files_replace_all_others(tmp_path: Path) -> None:

@@ -56,42 +56,6 @@ def replacing(count: int) -> list[dict[str, Any]]:
     return [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * count
 
 
-@pytest.mark.parametrize(
-    ("parts", "said"),
-    [
-        ({"post_processor": template("<x>")}, "expected '<x>' among its special_tokens, got none"),
-        ({"normalizer": {"type": "Sequence", "normalizers": replacing(60)}}, "normalizer: .* grow"),
-        ({"decoder": {"type": "Sequence", "decoders": replacing(60)}}, "decoder: .* grow"),
-        (
-            {"normalizer": {"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 9999}},
-            "got 10000",
-        ),
-        (
-            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "////fwAA"}},
-            "precompiled_charsmap: expected a trie of 2147483647 bytes, got 2",
-        ),
-        ({"model": {"type": "Unknown"}}, "expected a tokenizer, got"),
-        ({"model": {"merges": [["a", "nothing"]]}}, "out of vocabulary"),
-        ({"model": {"vocab": 5}}, "expected a tokenizer, got"),
-        ({"version": 5}, "expected a tokenizer, got"),
-        ({"added_tokens": {}}, "expected a tokenizer, got"),
-    ],
-)
-def test_a_tokenizer_that_cannot_be_used(
-    changed: Callable[[dict[str, Any]], Path], parts: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(CheckpointError, match=said) as caught:
-        Tokenizer.from_directory(changed(parts))
-    assert str(caught.value).startswith(str(changed({}) / "tokenizer.json"))
-
-
-@pytest.mark.parametrize("text", ["", "[" * 100_000, '{"model":' * 100_000, "null", "\0", "{}"])
-def test_what_is_no_tokenizer(tmp_path: Path, text: str) -> None:
-    (tmp_path / "tokenizer.json").write_text(text)
-    with pytest.raises(CheckpointError, match="expected a tokenizer, got"):
-        Tokenizer.from_directory(tmp_path)
-
-
 def test_a_file_without_end_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "tokenizer.json").open("wb") as file:
         file.truncate(1 << 40)
@@ -162,24 +126,6 @@ def test_what_is_no_text_and_no_token_ids(tmp_path: Path) -> None:
             tokenizer.decode(ids)  # type: ignore[arg-type]
 
 
-def test_interrupts_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_byte_tokenizer(tmp_path)
-    tokenizer = Tokenizer.from_directory(tmp_path)
-    assert tokenizer is not None
-
-    class Interrupted:
-        def encode(self, *_args: Any, **_options: Any) -> Any:
-            raise KeyboardInterrupt
-
-        decode = encode
-
-    monkeypatch.setattr(tokenizer, "_backend", Interrupted())
-    with pytest.raises(KeyboardInterrupt):
-        tokenizer.encode("a")
-    with pytest.raises(KeyboardInterrupt):
-        tokenizer.decode([1])
-
-
 def test_tokens_that_the_model_does_not_have(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "small", vocab_size=300)
     path = directory / "tokenizer.json"
@@ -242,26 +188,6 @@ def test_templates_lie_beside_it(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template(MESSAGES, tools=[]) == "tools"
 
 
-@pytest.mark.parametrize(
-    "value", [5, True, [5], ["x"], [{"name": "default"}], [{}], {"default": 5}, [{"name": 5}], [[]]]
-)
-def test_templates_of_other_kinds(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: chat_template\S*: expected"):
-        settings(tmp_path, chat_template=value)
-
-
-@pytest.mark.parametrize(
-    ("token", "said"),
-    [
-        (5, "bos_token: expected a string, got 5"),
-        ({"content": []}, r"bos_token.content: expected a string, got \[\]"),
-    ],
-)
-def test_special_tokens_of_other_kinds(tmp_path: Path, token: Any, said: str) -> None:
-    with pytest.raises(CheckpointError, match=f"tokenizer_config.json: {said}"):
-        settings(tmp_path, bos_token=token)
-
-
 def test_settings_that_say_nothing(tmp_path: Path) -> None:
     tokenizer = settings(tmp_path, chat_template=[], bos_token=None, eos_token=None)
     assert tokenizer.special_tokens == {}
@@ -284,9 +210,3 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, sa
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{name}: {said}"):
         Tokenizer.from_directory(tmp_path)
-
-
-def test_a_template_that_is_none_is_found_when_it_is_used(tmp_path: Path) -> None:
-    tokenizer = settings(tmp_path, chat_template="{% if %}")
-    with pytest.raises(ModelError, match=f"{tmp_path}: chat_template: expected a template"):
-        tokenizer.apply_chat_template(MESSAGES)
