@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import eecore
-from eecore import Calibration, ConfidentExit, ExitClassifier, ExitError
+from eecore import ConfidentExit, ExitClassifier
 from eecore.calibration import Example
 from eecore.calibration.procedure import calibrate
 from eecore.cli.app import run
@@ -76,21 +76,3 @@ def test_a_threshold_is_found_and_keeps_its_promise(
     layers = [layer for out in outputs for layer in out.exit_layers]
     assert sum(layers) / len(layers) == depths[len(passed) - 1]
     assert all(found.promise in out.stats.contract for out in outputs)
-
-
-def test_exit_points_are_the_ends_of_loops(loaded: eecore.Model) -> None:
-    with pytest.raises(ExitError, match=r"exit_points: expected ends of loops, 2, 4, 6, .* got 1"):
-        calibrate(loaded, PROMPTS, measure="gate", exit_points=(1,), **SETTINGS)
-
-
-def test_the_command_line(looped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "gate.json"
-    words = ["calibrate", str(looped), "--data", str(looped / "data.jsonl"), "--out", str(out)]
-    words += ["--measure", "gate", "--delta", "0.9", "--epsilon", "0.4", "--max-tokens", "3"]
-    assert run([*words, "--grid", "1,0.5", "--dtype", "float32", "--threads", "1"]) == 0
-    assert Calibration.load(out).measure == "gate"
-    capsys.readouterr()
-    words = ["generate", str(looped), "ab=", "--exit", "confident", "--calibration", str(out)]
-    words += ["--json", "--max-tokens", "3", "--dtype", "float32", "--threads", "1"]
-    assert run(words) == 0
-    assert "confident exit (gate, threshold 0.5): calibrated (delta 0.9" in capsys.readouterr().out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -86,24 +85,6 @@ def test_the_found_policy_is_lossless_and_always_accepted(model: eecore.Model) -
         assert other.stats.draft_acceptance == 1.0
 
 
-@pytest.mark.parametrize("fields", [{}, {"temperature": 0.9, "top_p": 0.8, "seed": 1}])
-def test_drafts_are_filtered_and_penalised_like_the_model(
-    model: eecore.Model, fields: dict[str, Any]
-) -> None:
-    """If draft and model are the same, each draft must be accepted."""
-    (output,) = eecore.generate(
-        model,
-        [[1, 2, 1, 2]],
-        exit=DraftAndVerify({1}, {2}, num_drafts=4, adaptive=False),
-        max_tokens=24,
-        repetition_penalty=1.7,
-        ignore_eos=True,
-        **fields,
-    )
-    assert output.stats.drafted > 15
-    assert output.stats.draft_acceptance == 1.0
-
-
 def test_save_and_load(model: eecore.Model, tmp_path: Path) -> None:
     search = eecore.search_skipped_sublayers(model, TEXTS, max_skipped=2)
     search.save(tmp_path / "search.json")
@@ -131,10 +112,3 @@ def test_texts_that_cannot_be_searched(model: eecore.Model, tmp_path: Path) -> N
         eecore.search_skipped_sublayers(bare, ["text"])
     with pytest.raises(RequestError, match="max_skipped: expected 1 or more, got 0"):
         eecore.search_skipped_sublayers(model, TEXTS, max_skipped=0)
-
-
-def test_search_from_strings(model: eecore.Model) -> None:
-    search = eecore.search_skipped_sublayers(
-        model, ["some words", "and a few more of them"], max_tokens=24, max_skipped=1
-    )
-    assert len(search.path) == 1

@@ -119,16 +119,6 @@ def test_what_a_model_has_become_is_followed(
     assert_followed(model)
 
 
-def test_a_head_that_is_untied_is_followed(directory: Path) -> None:
-    """The head has the same numbers first, and then different ones."""
-    model = loaded(directory / "llama_tied")
-    model.generate(IDS, **CALL, **EARLY)
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    model.generate(IDS, **CALL, **EARLY)
-    model.lm_head.weight.data.neg_()
-    assert_followed(model)
-
-
 @pytest.mark.parametrize("family", ["t5", "mt5"])
 def test_what_is_made_of_weights_is_made_again(directory: Path, family: str) -> None:
     model = loaded(directory / family)
@@ -220,16 +210,6 @@ def test_what_cannot_be_followed_is_an_error(
         model.generate(IDS, **CALL, **EARLY)
 
 
-def test_a_model_goes_on_training_after_inference_mode(directory: Path) -> None:
-    model = loaded(directory / "llama")
-    with torch.inference_mode():
-        model.generate(IDS, **CALL, **EARLY)
-    assert not any(each.is_inference() for each in model.parameters())
-    model.train()(IDS, labels=IDS).loss.backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert_followed(model)
-
-
 def saved_sizes(model: PreTrainedModel, directory: Path) -> dict[str, int]:
     """Bytes of what torch and safetensors write of a model and of its parts."""
     state = model.state_dict()
@@ -289,21 +269,6 @@ def test_autocast_is_refused(directory: Path) -> None:
         pytest.raises(eecore.RequestError, match="autocast: expected none"),
     ):
         model.generate(IDS, **CALL, **EARLY)
-
-
-def test_settings_are_kept_where_a_model_is_adopted_anew(directory: Path) -> None:
-    model = loaded(directory / "llama")
-    eecore.from_transformers(model, kv_cache_tokens=16)
-    other_weight(model)
-    with pytest.raises(eecore.RequestError, match="the size of the KV cache"):
-        model.generate(IDS, **{**CALL, "max_new_tokens": 32}, **EARLY)
-
-
-def test_an_mt5_in_memory_is_not_scaled(directory: Path) -> None:
-    """Transformers writes into its config that embeddings are tied, and scales nothing."""
-    ours = eecore.from_transformers(loaded(directory / "mt5"))
-    assert isinstance(ours.config, eecore.config.T5Config)
-    assert ours.config.output_scale == 1.0
 
 
 def test_a_calibration_ends_where_data_is_written() -> None:

@@ -13,9 +13,7 @@ import eecore
 from eecore import ModelError
 from eecore.integrations.layer_drafts import CHUNK, PAGE_SIZE, LayerDrafter
 from eecore.models import LlamaModel, load_first_layers
-from quantised_models import Quantisation, write_quantised
 from tiny_models import random_prompts, write_model
-from tiny_t5 import write_t5
 
 EXIT_LAYER, NUM_DRAFTS = 2, 5
 ENDLESS = {"eos_token_id": None}
@@ -67,14 +65,6 @@ def continued(
 def test_drafts_are_those_of_the_first_layers(whole: eecore.Model, first: LlamaModel) -> None:
     given = texts(3, 40, 1, 2 * CHUNK + 7)
     assert drafter(first).draft(given, NUM_DRAFTS) == continued(whole, given)
-
-
-@pytest.mark.parametrize("family", ["qwen2_windows", "qwen3", "mistral", "smollm2", "llama_biased"])
-def test_of_every_family(tmp_path: Path, family: str) -> None:
-    where = write_model(tmp_path, family, **ENDLESS)
-    whole, given = eecore.load(where, device="cpu", kv_cache_tokens=1024), texts(30, 4)
-    made = drafter(load_first_layers(where, EXIT_LAYER)).draft(given, NUM_DRAFTS)
-    assert made == continued(whole, given)
 
 
 def test_rejected_drafts_leave_no_state(whole: eecore.Model, first: LlamaModel) -> None:
@@ -137,16 +127,6 @@ def test_texts_without_room_get_no_drafts(whole: eecore.Model, first: LlamaModel
     assert mine.draft([texts(100)[0]], NUM_DRAFTS) == [[]]
 
 
-def test_memory_does_not_grow(first: LlamaModel) -> None:
-    mine = drafter(first, max_texts=2, kv_cache_tokens=20 * PAGE_SIZE)
-    for seed in range(30):
-        a, b = texts(30, 50, seed=seed)
-        assert all(mine.draft([a, b], NUM_DRAFTS))
-    assert len(mine._known) <= 4
-    held = [page for known in mine._known for page in known.pages]
-    assert sorted([*held, *mine._free]) == list(range(20))
-
-
 def test_a_draft_ends_with_the_text(directory: Path, whole: eecore.Model) -> None:
     (given,) = texts(12)
     (expected,) = continued(whole, [given])
@@ -174,28 +154,6 @@ def test_a_draft_ends_at_the_longest_length(whole: eecore.Model, first: LlamaMod
     assert mine.draft(given, NUM_DRAFTS) == [expected[0][:4], expected[1][:2], expected[2][:1], []]
 
 
-@pytest.mark.parametrize("token", [-1, 320])
-def test_a_token_that_the_model_does_not_know(
-    whole: eecore.Model, first: LlamaModel, token: int
-) -> None:
-    (given,) = texts(4)
-    found = drafter(first).draft([text(1, token, 2), given], NUM_DRAFTS)
-    assert found == [[], continued(whole, [given])[0]]
-
-
-def test_nothing_is_asked_for(first: LlamaModel) -> None:
-    mine = drafter(first)
-    assert mine.draft([], NUM_DRAFTS) == []
-    assert mine.draft([None, text()], NUM_DRAFTS) == [[], []]
-    assert mine.draft([text(1)], 0) == [[]]
-
-
-def test_a_state_that_is_not_finite_drafts_nothing(directory: Path) -> None:
-    model = load_first_layers(directory, EXIT_LAYER)
-    model.weights.final_norm.fill_(float("nan"))
-    assert drafter(model).draft([text(1, 2)], NUM_DRAFTS) == [[]]
-
-
 # The layers
 
 
@@ -205,30 +163,9 @@ def test_the_first_layers_take_the_memory_of_no_others(directory: Path) -> None:
     assert model.weights.qkv.weight.shape[0] == EXIT_LAYER
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_the_first_layers_of_fewer_bits(directory: Path, weights: str) -> None:
-    whole = eecore.load(directory, device="cpu", weights=weights, kv_cache_tokens=1024)
-    given = texts(9, 5)
-    made = drafter(load_first_layers(directory, EXIT_LAYER, weights=weights))
-    assert made.draft(given, NUM_DRAFTS) == continued(whole, given)
-
-
-def test_a_quantised_model_drafts_in_its_own_bits(tmp_path: Path) -> None:
-    where = tmp_path / "gptq"
-    write_quantised(write_model(tmp_path / "floats", **ENDLESS), where, Quantisation("gptq"))
-    whole, given = eecore.load(where, device="cpu", kv_cache_tokens=1024), texts(9, 5)
-    made = drafter(load_first_layers(where, EXIT_LAYER)).draft(given, 1)
-    assert made == continued(whole, given, 1)
-
-
 @pytest.mark.parametrize("layers", [0, 4, 9])
 def test_layers_that_the_model_has_not(directory: Path, layers: int) -> None:
     with pytest.raises(
         ModelError, match=f"num_layers: expected 1 to 3 of the 4 layers, got {layers}"
     ):
         load_first_layers(directory, layers)
-
-
-def test_a_model_with_an_encoder(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="expected a decoder alone"):
-        load_first_layers(write_t5(tmp_path), 1)

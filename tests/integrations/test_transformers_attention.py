@@ -15,7 +15,7 @@ from transformers.masking_utils import create_causal_mask
 import eecore
 from eecore import RequestError, ops
 from eecore.integrations import transformers_attention
-from eecore.integrations.transformers_attention import attend, seen_keys
+from eecore.integrations.transformers_attention import attend
 from tiny_models import random_prompts, write_model
 
 FAMILIES = ("llama", "llama_no_gqa", "llama_one_kv_head", "mistral", "qwen2_windows", "qwen3")
@@ -46,32 +46,6 @@ def test_states_and_answers_are_those_of_sdpa(tmp_path: Path, family: str) -> No
         torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
         settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
         assert torch.equal(ours.generate(**given, **settings), own.generate(**given, **settings))
-
-
-@torch.no_grad()
-def test_a_static_cache(tmp_path: Path) -> None:
-    directory = write_model(tmp_path)
-    own, ours = loaded(directory, "sdpa"), loaded(directory, eecore.register_attention())
-    for lengths in ((9,), (9, 4)):
-        given = padded(*lengths)
-        settings: dict[str, Any] = {
-            "max_new_tokens": 8,
-            "do_sample": False,
-            "pad_token_id": 0,
-            "cache_implementation": "static",
-            "disable_compile": True,
-        }
-        assert torch.equal(ours.generate(**given, **settings), own.generate(**given, **settings))
-
-
-@torch.no_grad()
-def test_bfloat16(tmp_path: Path) -> None:
-    directory = write_model(tmp_path)
-    given = padded(21, 8)
-    kept = given["attention_mask"].bool()
-    own = loaded(directory, "eager", torch.float32)(**given).logits[kept]
-    got = loaded(directory, eecore.register_attention(), torch.bfloat16)(**given).logits[kept]
-    assert (got.float() - own).abs().mean() < 0.05 * own.abs().mean()
 
 
 @torch.no_grad()
@@ -322,21 +296,7 @@ def test_what_the_kernel_lacks(asked: dict[str, Any], message: str) -> None:
         attend(torch.nn.Module(), **given)
 
 
-def test_rows_that_are_padding_alone() -> None:
-    mask = seen_keys(1, 3, 3, attention_mask=torch.zeros(1, 3, dtype=torch.bool))
-    state = torch.randn(1, 2, 3, 16)
-    assert not attend(torch.nn.Module(), state, state, state, mask)[0].any()
-
-
 def test_training_is_refused(tmp_path: Path) -> None:
     ours = loaded(write_model(tmp_path), eecore.register_attention())
     with pytest.raises(RequestError, match="has no gradients"):
         ours(torch.tensor([[1, 2, 3]]))
-
-
-def test_a_mask_function_that_holds_itself_is_named_once() -> None:
-    def itself(_batch: Any, _head: Any, _query: Any, key: Any) -> Any:
-        return (key % 2 == 0) & (itself is not None)
-
-    with pytest.raises(RequestError, match="each query with eecore, got test_a_mask_function"):
-        seen_keys(1, 4, 4, mask_function=itself)

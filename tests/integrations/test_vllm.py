@@ -91,17 +91,6 @@ def test_drafts_of_a_batch(directory: Path) -> None:
     assert proposer.propose([[1], [4], [5]], lengths, tokens, slot_mappings=None) == expected
 
 
-def test_drafts_before_a_model() -> None:
-    with pytest.raises(ModelError, match="expected load_model to be called first"):
-        LayerSkipProposer(config("model")).propose([[1]], *rows([1]))
-
-
-def test_layers_that_the_model_has_not(directory: Path) -> None:
-    proposer = LayerSkipProposer(config(directory, exit_layer=4))
-    with pytest.raises(ModelError, match="expected 1 to 3 of the 4 layers, got 4"):
-        proposer.load_model(None)
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
