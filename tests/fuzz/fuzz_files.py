@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
-from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers.utils import logging
 
@@ -36,18 +35,15 @@ from eecore.cli.info import model_facts
 from eecore.config import EngineConfig
 from eecore.errors import EecoreError
 from eecore.exits import ConfidentExit, Exit, ExitClassifier, Full
-from eecore.lab.training.data import read_data
-from eecore.lab.training.loading import load_starting_point
-from eecore.lab.training.recipe import TrainingConfig
-from eecore.lab.training.run_files import read_log, read_run, write_run
 from eecore.models import Tokenizer, convert_gguf, load_model, model_digest
 from eecore.models.readers.gguf_checkpoint import TENSOR_NAMES
-from mutate import mutated_bytes, mutated_json, wild
+from mutate import mutated_bytes, mutated_json
 from packed_blocks import SCALES, random_blocks
 from quantised_models import Quantisation, write_quantised
 from tiny_models import write_byte_tokenizer, write_model
 from tiny_t5 import write_t5
 
+"""Address space in bytes that a file of some kilobytes may add."""
 MAX_MEMORY = 2 << 30
 """Address space in bytes that a file of some kilobytes may add."""
 PROMPT = [3, 5, 7, 11]
@@ -182,7 +178,7 @@ def _clear() -> None:
 
 
 def _write_others(work: Workplace) -> None:
-    """Write a calibration, a search, a classifier, a run's state, a log and data."""
+    """Write a calibration, a search, a classifier and data."""
     shipped = json.loads((eecore.default_model() / "calibration-softmax.json").read_text())
     calibration = shipped | {
         "model_sha256": model_digest(work.good / "llama"),
@@ -210,8 +206,6 @@ def _write_others(work: Workplace) -> None:
         "bias2": torch.randn(2, generator=generator),
     }
     save_file(classifier, work.good / "classifier.safetensors", {"format": "pt"})
-    write_run(work.good / "run", TrainingConfig(steps=4), "0" * 64, nn.Linear(3, 2))
-    (work.good / "steps.csv").write_text("step,tokens,loss_exit_1\n1,8,0.5\n2,16,\n")
     lines = [{"input": "a b", "target": "c"}, {"input": "ü", "target": "dé"}]
     (work.good / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     fields, tensors = _gguf_parts(work.good / "llama")
@@ -479,36 +473,17 @@ def _change_a_tensor(random: Random, tensors: dict[str, torch.Tensor]) -> None:
         tensors[name] = flat.view_as(tensor)
 
 
-def _start(random: Random | None) -> None:
-    """What training starts from."""
-    name = "llama" if random is None else random.choice([*CHOICES, "t5"])
-    directory = _copied(name)
-    path = directory / "config.json"
-    if random is not None and random.random() < 0.2:
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"num_labels": wild(random)}))
-    else:
-        spoilt(random, path, is_json=True)
-    if random is None or random.random() < 0.5:
-        (directory / "model.safetensors").unlink()
-    load_starting_point(directory, tokenizer=workplace().good)
-
-
-def _read_run(directory: Path) -> None:
-    read_run(directory, TrainingConfig)
-
-
 def _path(random: Random | None) -> None:
     """Load names that no file has, most of which no file can have."""
     if random is None:
         return
     load = random.choice(
-        [eecore.load, Calibration.load, SkipSearch.load, ExitClassifier.load, read_examples,
-         load_starting_point, read_log, _read_run]
-    )  # fmt: skip
+        [eecore.load, Calibration.load, SkipSearch.load, ExitClassifier.load, read_examples]
+    )
     pieces = ["a", "/", "..", "~", "\0", "\ud800", "\n", "é", "b" * 200, ".", "-x"]
     name = "".join(random.choice(pieces) for _ in range(random.randint(1, 30)))
     directory = workplace().place
-    if random.random() < 0.5 and load not in (read_log, _read_run):
+    if random.random() < 0.5:
         load(f"~x{name}")
     load(directory / f"x{name}")
 
@@ -596,18 +571,6 @@ def _classifier(random: Random | None) -> None:
     generated(workplace().network, ConfidentExit(measure="classifier", classifier=classifier))
 
 
-def _state(random: Random | None) -> None:
-    directory = _copied("run")
-    spoilt(random, directory / "run.json", is_json=True)
-    read_run(directory, TrainingConfig)
-
-
-def _log(random: Random | None) -> None:
-    path = _copied("steps.csv")
-    spoilt(random, path)
-    read_log(path)
-
-
 def _data(random: Random | None) -> None:
     path = _copied("data.jsonl")
     lines = path.read_text().splitlines()
@@ -619,9 +582,7 @@ def _data(random: Random | None) -> None:
         path.write_text("\n".join(lines))
     else:
         path.write_bytes(mutated_bytes(random, path.read_bytes()))
-    examples = read_examples(path)
-    assert examples
-    read_data([path], workplace().tokenizer, context=16, eos_token_id=257, truncate_inputs=True)
+    assert read_examples(path)
 
 
 KINDS: dict[str, Callable[[Random | None], None]] = {
@@ -633,9 +594,6 @@ KINDS: dict[str, Callable[[Random | None], None]] = {
     "calibration": _calibration,
     "skips": _skips,
     "classifier": _classifier,
-    "state": _state,
-    "log": _log,
     "data": _data,
-    "start": _start,
     "path": _path,
 }

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 
@@ -60,27 +58,6 @@ def test_every_kind_of_finding_has_its_seed(name: str) -> None:
     assert tally.counts["served"] == served
     assert "it is wrong" in next(str(f) for f in tally.findings if f.kind == "wrong")
     assert "KeyError: 'not ours'" in next(str(f) for f in tally.findings if f.kind == "foreign")
-
-
-def test_a_campaign_ends_in_time_and_goes_on_from_its_seed(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The clock advances by ten milliseconds whenever it is read."""
-    clock = itertools.count(0, 10)
-    monkeypatch.setattr(fuzzing, "time", SimpleNamespace(monotonic=lambda: next(clock) / 1000))
-    tally = fuzzing.run(name, first=9, seconds=1.0)
-    assert 90 < tally.inputs <= 100
-    assert not tally.findings
-    assert tally.seconds > 1
-
-
-def test_a_class_that_always_fails_is_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "fuzz_bad.py").write_text("def one(random):\n    raise KeyError\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "fuzz_bad", raising=False)
-    assert fuzzing.run("bad", inputs=10**6).inputs == fuzzing.MAX_FINDINGS
 
 
 def test_figures_add_up(tmp_path: Path) -> None:

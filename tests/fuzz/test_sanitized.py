@@ -36,18 +36,6 @@ def one(random):
     return True
 """
 
-EMPTY = """
-import op_calls
-
-def one(random):
-    for op in ("append_drafts", "embed_tokens", "exit_rows", "gather_states", "select_rows"):
-        call = op_calls.random_call(op, random)
-        while all(tensor.numel() for tensor in call.tensors.values() if tensor.dim() > 1):
-            call = op_calls.random_call(op, random)
-        call.run()
-    return True
-"""
-
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
@@ -91,16 +79,6 @@ def test_a_kernel_that_reads_what_it_must_not_is_a_finding(
     assert f"eecore::cpu::{capability}::" in said
 
 
-def test_a_kernel_that_reads_its_own_memory_is_no_finding(
-    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    capabilities = [name for name in CAPABILITIES if name in _C.cpu_capabilities()]
-    text = POISONED.format(capabilities=capabilities, poisons=False)
-    write_class(text, "poisoned", tmp_path, monkeypatch)
-    tally = tried(environment, tmp_path, 1, "poisoned")
-    assert tally.counts == {"served": 1}, tally.findings
-
-
 def test_what_is_undefined_ends_the_process(environment: dict[str, str]) -> None:
     """UBSan's checks in the module abort."""
     folder = Path(environment["PYTHONPATH"].split(os.pathsep)[0])
@@ -108,15 +86,6 @@ def test_what_is_undefined_ends_the_process(environment: dict[str, str]) -> None
     symbols = module.read_bytes()
     for check in ("add_overflow", "shift_out_of_bounds", "out_of_bounds", "type_mismatch_v1"):
         assert f"__ubsan_handle_{check}_abort".encode() in symbols
-
-
-def test_rows_of_no_elements_are_not_copied(
-    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They may have a null address, from which memcpy of 0 bytes is undefined."""
-    write_class(EMPTY, "empty", tmp_path, monkeypatch)
-    tally = tried(environment, tmp_path, 20, "empty")
-    assert tally.counts == {"served": 20}, "\n".join(map(str, tally.findings))
 
 
 def test_nothing_falls_over_under_the_sanitizers(environment: dict[str, str]) -> None:
