@@ -67,6 +67,8 @@ def area(mutant: Mutant) -> str:
         "python/eecore/models/": "readers, tokenizer, templates",
         "python/eecore/template_process": "readers, tokenizer, templates",
         "python/eecore/lab/": "training",
+        "python/eecore/calibration/": "calibration",
+        "python/eecore/integrations/": "integrations",
     }
     return next(
         (name for start, name in areas.items() if mutant.file.startswith(start)), "the rest"
