@@ -35,7 +35,6 @@ BENCHMARKS = {
     "ops-table": "bench.ops.table",
     "attention": "bench.ops.attention",
     "gpu": "bench.gpu.gpu",
-    "gpu-run": "bench.gpu.run",
     "gpu-decode": "bench.gpu.decode",
     "peers": "bench.harness.peers",
     "coder-files": "bench.harness.coder_files",

@@ -12,42 +12,16 @@ import argparse
 import importlib
 from collections.abc import Iterator, Sequence
 
+from bench.__main__ import BENCHMARKS
 from bench.decode import plot
 from bench.harness.places import RESULTS
 from bench.harness.results import Report
 
-WITH_REPORTS = (
-    "overview",
-    "decode.decode",
-    "decode.gguf",
-    "decode.prefill",
-    "depth.depth",
-    "depth.loops",
-    "exits.modes",
-    "exits.checks",
-    "exits.drafts",
-    "exits.auto",
-    "exits.replay",
-    "intents.intents",
-    "calm.calm",
-    "quality.weights",
-    "quality.quality",
-    "integrations.transformers",
-    "integrations.vllm",
-    "serving.serve",
-    "serving.soak",
-    "ops.table",
-    "ops.attention",
-    "fuzz.tables",
-    "gpu.gpu",
-    "gpu.decode",
-)
-
 
 def reports() -> Iterator[Report]:
-    """The reports of all benchmarks."""
-    for module in WITH_REPORTS:
-        yield from importlib.import_module(f"bench.{module}").REPORTS
+    """The reports of all benchmarks, and that of fuzzing."""
+    for module in (*BENCHMARKS.values(), "bench.fuzz.tables"):
+        yield from getattr(importlib.import_module(module), "REPORTS", ())
 
 
 def main(words: Sequence[str]) -> None:

@@ -17,14 +17,13 @@ import json
 import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from bench.decode.engines import Engine, convert, make_engine
+from bench.decode.engines import Engine, convert, make_engine, seconds_in_turns
 from bench.decode.models import make_random_llama, weight_shapes
 from bench.harness import peers
 from bench.harness.ceilings import L3_BYTES, ceilings
@@ -53,7 +52,6 @@ ENGINES: dict[str, tuple[str, ...]] = {
 }
 WEIGHT_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 20 / 32}
 Q8_0_BYTES = 34 / 32  # 32 weights and a scale
-PAUSE_S = 0.3  # the threads of some engines keep spinning for a while after a run
 PLACE = ("model", "threads", "batch", "bits")
 
 
@@ -98,18 +96,14 @@ class Session:
         """Run all rounds of one model on so many threads."""
         torch.set_num_threads(threads)
         where = {"model": directory.name, "threads": threads}
-        times: dict[tuple[str, str, int], list[float]] = {}
+        lengths = {batch: self.tokens_of(batch) for batch in BATCHES}
         with self.started(directory, threads) as engines:
-            for number in range(self.rounds):
-                began = time.perf_counter()
-                self.ceilings.append({**where, **ceilings()})
-                for batch in BATCHES:
-                    for engine in engines:
-                        time.sleep(PAUSE_S)
-                        seconds = engine.seconds(batch, self.tokens_of(batch))
-                        times.setdefault((engine.engine, engine.bits, batch), []).append(seconds)
-                took = time.perf_counter() - began
-                say(f"{directory.name}, {threads} thread(s): round {number + 1}, {took:.0f} s")
+            times = seconds_in_turns(
+                engines,
+                lengths,
+                self.rounds,
+                lambda: self.ceilings.append({**where, **ceilings()}),
+            )
         for (engine, bits, batch), found in times.items():
             row: Row = {**where, "batch": batch, "engine": engine, "bits": bits}
             self.rows.append({**row, **self.figures(directory, row, found)})

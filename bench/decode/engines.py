@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from bench.harness.processes import (
 )
 from eecore.models.weights import BLOCK_FORMATS
 
+PAUSE_S = 0.3  # the threads of some engines keep spinning for a while after a run
 CONVERTED = peers.DIRECTORY / "models"
 GGUF_KINDS = {"f32": "f32", "bf16": "bf16", "int8": "q8_0", "int4": "q4_1_mixed"}
 
@@ -182,3 +185,23 @@ def make_engine(engine: str, bits: str, threads: int, directory: Path) -> Engine
     if engine == "ctranslate2":
         return Worker(engine, bits, threads, CONVERTED / directory.name / "ctranslate2")
     return Worker(engine, bits, threads, directory)
+
+
+def seconds_in_turns(
+    engines: Sequence[Engine], lengths: Mapping[int, int], rounds: int, begin: Callable[[], Any]
+) -> dict[tuple[str, str, int], list[float]]:
+    """Seconds of each round by engine, bits and batch; ``lengths``: new tokens by batch.
+
+    ``begin`` is called at the beginning of each round.
+    """
+    times: dict[tuple[str, str, int], list[float]] = {}
+    for number in range(rounds):
+        begin()
+        began = time.perf_counter()
+        for batch, length in lengths.items():
+            for engine in engines:
+                time.sleep(PAUSE_S)
+                seconds = engine.seconds(batch, length)
+                times.setdefault((engine.engine, engine.bits, batch), []).append(seconds)
+        say(f"round {number + 1} of {rounds}: {time.perf_counter() - began:.0f} s")
+    return times

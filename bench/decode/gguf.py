@@ -10,15 +10,14 @@ bench/results.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.decode.engines import Engine, LlamaCpp, Worker
+from bench.decode.engines import Engine, LlamaCpp, Worker, seconds_in_turns
 from bench.harness import coder_files, peers
-from bench.harness.command import parser, say
+from bench.harness.command import parser
 from bench.harness.machine import in_words, machine
 from bench.harness.processes import EngineError
 from bench.harness.results import Figures, Report
@@ -26,43 +25,34 @@ from bench.harness.rows import Row, table_of
 from bench.harness.smollm2 import smollm2_file
 from bench.harness.turns import median_ratio
 
-PAUSE_S = 0.3
-
 
 def rows_of(
     file: Path, threads: int, batches: Sequence[int], tokens: int, rounds: int
 ) -> list[Row]:
     """tokens/s of the best rounds, and the median over rounds of eecore's speed-up."""
-    engines: dict[str, Engine] = {"eecore": Worker("eecore", "file", threads, file.resolve())}
+    engines: list[Engine] = [Worker("eecore", "file", threads, file.resolve())]
     if peers.prepare(["llama.cpp"])["llama.cpp"].available:
-        engines["llama.cpp"] = LlamaCpp("file", threads, file)
+        engines.append(LlamaCpp("file", threads, file))
     # Fewer tokens suffice if a batch has several sequences.
     lengths = {batch: tokens if batch == 1 else max(tokens // 2, 1) for batch in batches}
-    times: dict[tuple[str, int], list[float]] = {}
     try:
-        for engine in engines.values():
+        for engine in engines:
             engine.wait_until_loaded()
             for batch in batches:
                 engine.seconds(batch, 8)
-        for _ in range(rounds):
-            for batch, length in lengths.items():
-                for name, engine in engines.items():
-                    time.sleep(PAUSE_S)
-                    seconds = engine.seconds(batch, length)
-                    times.setdefault((name, batch), []).append(seconds)
+        times = seconds_in_turns(engines, lengths, rounds, lambda: None)
     except EngineError as error:
-        say(f"{file.name}: {error}")
+        raise SystemExit(f"{file.name}: {error}") from None
     finally:
-        for engine in engines.values():
+        for engine in engines:
             engine.close()
     rows = []
     for batch, length in lengths.items():
-        ours, theirs = times["eecore", batch], times.get(("llama.cpp", batch), [])
-        whole = min(len(ours), len(theirs))  # the rounds that both engines finished
+        ours, theirs = times["eecore", "file", batch], times.get(("llama.cpp", "file", batch))
         row: Row = {"file": file.stem, "threads": threads, "batch": batch}
         row["tokens_per_s"] = round(batch * length / min(ours), 1)
-        row["llama_cpp_tokens_per_s"] = round(batch * length / min(theirs), 1) if whole else None
-        row["ratio"] = round(median_ratio(ours[:whole], theirs[:whole]), 2) if whole else None
+        row["llama_cpp_tokens_per_s"] = theirs and round(batch * length / min(theirs), 1)
+        row["ratio"] = theirs and round(median_ratio(ours, theirs), 2)
         rows.append(row)
     return rows
 

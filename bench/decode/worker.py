@@ -15,7 +15,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 from bench.harness.answers import answering, version_of
 
@@ -86,18 +85,13 @@ def ctranslate2(directory: str, bits: str, threads: int) -> Generate:
 
 
 def vllm(directory: str, bits: str, threads: int) -> Generate:
-    return vllm_generate(
-        threads,
-        model=directory,
-        dtype=DTYPES[bits],
-        max_model_len=512,
-        max_num_batched_tokens=512,
-        enable_prefix_caching=False,
-    )
-
-
-def vllm_generate(threads: int, *, ignore_eos: bool = True, **settings: Any) -> Generate:
-    """Generates with vLLM, whose ``LLM`` gets the settings."""
+    """Generates with vLLM; ``directory`` may be the settings of its ``LLM``, as JSON."""
+    if directory.startswith("{"):
+        settings = json.loads(directory)
+    else:
+        settings = {"model": directory, "dtype": DTYPES[bits], "max_model_len": 512}
+        settings |= {"max_num_batched_tokens": 512, "enable_prefix_caching": False}
+    ignore_eos = settings.pop("ignore_eos", True)
     # In one process, on as many threads as the other engines, not bound to cores.
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,65 +22,27 @@ from tests.cases import LLAMA_1B, LLAMA_8B
 BATCHES = (1, 8, 16)
 
 
-def int8_weight(
-    out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
-) -> tuple[ops.Matrix, Tensor]:
-    """A random int8 weight, and the same weight in floats."""
-    floats = torch.randn(out_features, in_features, device=device) * in_features**-0.5
-    whole, scale = quantise_rows(floats)
-    return ops.Matrix(whole, None, scale), dequantise_rows(whole, scale, dtype)
-
-
-def linear_work(
-    num_tokens: int, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device
+def int8_work(
+    op: str, rows: int, columns: int, num_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> Work:
-    x = torch.randn(num_tokens, in_features, device=device).to(dtype)
-    matrix, floats = int8_weight(out_features, in_features, dtype, device)
-    peers: dict[str, Callable[[], Tensor]] = {
-        "floats": lambda: ops.skinny_linear(x, floats, constant_weight=True),
-        "cuBLAS, floats": lambda: functional.linear(x, floats),
+    """An op with a random int8 weight [rows, columns], and with the same weight in floats."""
+    x = torch.randn(num_tokens, columns, device=device).to(dtype)
+    norm = torch.rand(columns, device=device).to(dtype)
+    weight, scale = quantise_rows(torch.randn(rows, columns, device=device) * columns**-0.5)
+    floats = dequantise_rows(weight, scale, dtype)
+    normed = {"norm_weight": norm, "eps": EPS}
+    calls: dict[str, Callable[[Tensor, Tensor | None], Any]] = {
+        "skinny_linear": lambda w, s: ops.skinny_linear(x, w, weight_scale=s, constant_weight=True),
+        "skinny_gated_linear": lambda w, s: ops.skinny_gated_linear(x, w, weight_scale=s, **normed),
+        "exit_confidence_softmax": lambda w, s: (
+            ops.exit_confidence_softmax(x, norm, w, EPS, lm_head_scale=s).logsumexp
+        ),
     }
-
-    def linear() -> Tensor:
-        return ops.skinny_linear(x, matrix.weight, weight_scale=matrix.scale, constant_weight=True)
-
-    return Work(linear, dict(peers), linear, lambda name: peers[name]())
-
-
-def gated_work(
-    num_tokens: int, in_features: int, inner_size: int, dtype: torch.dtype, device: torch.device
-) -> Work:
-    x = torch.randn(num_tokens, in_features, device=device).to(dtype)
-    norm = torch.rand(in_features, device=device).to(dtype)
-    matrix, floats = int8_weight(2 * inner_size, in_features, dtype, device)
-
-    def gated(weight: Tensor, scale: Tensor | None = None) -> Tensor:
-        return ops.skinny_gated_linear(x, weight, weight_scale=scale, norm_weight=norm, eps=EPS)
-
-    return Work(
-        lambda: gated(matrix.weight, matrix.scale),
-        {"floats": lambda: gated(floats)},
-        lambda: gated(matrix.weight, matrix.scale),
-        lambda _: gated(floats),
-    )
-
-
-def head_work(
-    num_seqs: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device
-) -> Work:
-    hidden = torch.randn(num_seqs, hidden_size, device=device).to(dtype)
-    norm = torch.rand(hidden_size, device=device).to(dtype)
-    matrix, floats = int8_weight(vocab_size, hidden_size, dtype, device)
-
-    def confidence(weight: Tensor, scale: Tensor | None = None) -> ops.SoftmaxConfidence:
-        return ops.exit_confidence_softmax(hidden, norm, weight, EPS, lm_head_scale=scale)
-
-    return Work(
-        lambda: confidence(matrix.weight, matrix.scale),
-        {"floats": lambda: confidence(floats)},
-        lambda: confidence(matrix.weight, matrix.scale).logsumexp,
-        lambda _: confidence(floats).logsumexp,
-    )
+    own = partial(calls[op], weight, scale)
+    peers: dict[str, Callable[[], Any]] = {"floats": partial(calls[op], floats, None)}
+    if op == "skinny_linear":
+        peers["cuBLAS, floats"] = lambda: functional.linear(x, floats)
+    return Work(own, dict(peers), own, lambda name: peers[name]())
 
 
 def int8_cases(dtype: torch.dtype, device: torch.device, tiny: bool) -> Iterator[Case]:
@@ -89,15 +53,15 @@ def int8_cases(dtype: torch.dtype, device: torch.device, tiny: bool) -> Iterator
     heads = [model.lm_head for model in models]
     if tiny:
         layers, mlps, heads = [(64, 96)], [(64, 96)], [(64, 300)]
-    for op, shapes, per_row, arrow, work in (
-        ("skinny_linear", layers, 1, "->", linear_work),
-        ("skinny_gated_linear", mlps, 2, "-> 2 x", gated_work),
-        ("exit_confidence_softmax", heads, 1, "-> vocabulary of", head_work),
+    for op, shapes, per_row, arrow in (
+        ("skinny_linear", layers, 1, "->"),
+        ("skinny_gated_linear", mlps, 2, "-> 2 x"),
+        ("exit_confidence_softmax", heads, 1, "-> vocabulary of"),
     ):
         for (k, n), b in itertools.product(shapes, BATCHES):
             yield Case(
                 op,
                 f"int8, {k} {arrow} {n}, B={b}",
                 per_row * n * (k + 4) + b * k * dtype.itemsize,  # without the small result
-                lambda b=b, k=k, n=n, work=work: work(b, k, n, dtype, device),
+                partial(int8_work, op, per_row * n, k, b, dtype, device),
             )

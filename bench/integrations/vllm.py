@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,8 @@ class Engine:
     """vLLM with one model, in a process of its own."""
 
     def __init__(self, settings: Settings, threads: int = 1) -> None:
-        command = [interpreter(), "-m", "bench.integrations.vllm_worker"]
-        command += [str(threads), json.dumps(settings)]
+        command = [interpreter(), "-m", "bench.decode.worker", "vllm-cpu"]
+        command += [json.dumps(settings), "", str(threads)]
         self.process = Process(command, threads, [ROOT / "python"])
 
     @cached_property
@@ -80,20 +80,6 @@ class Engine:
         self.process.send({"prompts": prompts, "tokens": tokens})
         answer = self.process.answer(ANSWER_TIMEOUT_S)
         return float(answer["seconds"]), answer["tokens"]
-
-
-@contextmanager
-def started(settings: dict[str, Settings]) -> Iterator[dict[str, Engine]]:
-    """An engine for each of the settings, loaded one after the other; all are closed at the end."""
-    engines: dict[str, Engine] = {}
-    try:
-        for name, each in settings.items():
-            engines[name] = Engine(each)
-            say(f"{name}: vLLM {engines[name].version} is ready")
-        yield engines
-    finally:
-        for engine in engines.values():
-            engine.process.close()
 
 
 def measure(engines: Mapping[str, Engine], prompts: Prompts, batch: int, rounds: int) -> list[Row]:
@@ -156,8 +142,13 @@ def main(words: Sequence[str]) -> None:
             "ignore_eos": False,
             "enable_prefix_caching": False,
         }
-        with started({name: {**shared, **each} for name, each in modes().items()}) as engines:
-            version = next(iter(engines.values())).version
+        with ExitStack() as stack:
+            engines = {}
+            for name, each in modes().items():
+                engines[name] = Engine({**shared, **each})
+                stack.callback(engines[name].process.close)
+                version = engines[name].version
+                say(f"{name}: vLLM {version} is ready")
             for batch in arguments.batches:
                 for row in measure(engines, prompts, batch, arguments.rounds):
                     rows.append({"dtype": dtype, "batch": batch, **row})

@@ -13,13 +13,15 @@ fails. Writes bench/results/soak_serve.json and the table in bench/results.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -28,17 +30,6 @@ from bench.harness.command import parser
 from bench.harness.machine import machine
 from bench.harness.results import Figures, Report
 from bench.harness.rows import Columns, table_of
-from bench.serving.crowd import (
-    COMPLETIONS,
-    EXITS,
-    JSON,
-    UTTERANCES,
-    Ask,
-    Finding,
-    any_ask,
-    completion,
-    outcome,
-)
 from bench.serving.servers import Server, serving
 
 OPTIONS = ["--max-num-seqs", "12", "--max-waiting", "24", "--timeout", "2", "--max-body", "262144"]
@@ -62,11 +53,160 @@ OUTCOMES = {
     "left": "left by the client",
     "unexpected": "anything else",
 }
+LATE = "deadline_exceeded"
+LOSSLESS = ("full", "auto", "speculative:3,6", "lookup", "lookup:4")
+EXITS = (*LOSSLESS, "fixed:6", "confident:0.9", "calibrated:softmax", "calibrated:state")
+UTTERANCES = (
+    "lock the front door",
+    "turn on the kitchen lights",
+    "set the thermostat to twenty degrees",
+    "open the garage door and close the blinds in the living room",
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"room": {"enum": ["kitchen", "hall"]}, "on": {"type": "boolean"}},
+    "required": ["room", "on"],
+    "additionalProperties": False,
+}
+GUIDES: tuple[dict[str, Any], ...] = (
+    {"guided_json": SCHEMA},
+    {"guided_choice": ["on", "off", "neither of them"]},
+    {"guided_regex": "[a-c]{3,9}"},
+    {"guided_grammar": 'start: "a" | "b" start'},
+)
+TOOL = {"type": "function", "function": {"name": "switch", "parameters": SCHEMA}}
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+# Path, body, and the status of the refusal.
+WRONG: tuple[tuple[str, bytes, int], ...] = (
+    (COMPLETIONS, b"", 400),
+    (COMPLETIONS, b'{"prompt": "\xff\xfe"}', 400),
+    (COMPLETIONS, b'{"prompt": "a", "metadata": ' + b"[" * 9000 + b"]" * 9000 + b"}", 400),
+    (COMPLETIONS, b'{"prompt": 3, "max_tokens": "many"}', 400),
+    (COMPLETIONS, b'{"prompt": "a", "exit": "fixed:99"}', 400),
+    (COMPLETIONS, b'{"prompt": "a", "guided_regex": "(a"}', 400),
+    (COMPLETIONS, b'{"prompt": "' + b"door " * 2000 + b'"}', 400),
+    (COMPLETIONS, b'{"prompt": "a", "model": "another"}', 404),
+    (COMPLETIONS, b'{"prompt": "' + b"a" * 300_000 + b'"}', 413),
+    (CHATS, b'{"messages": [{"role": 3}]}', 400),
+    ("/v1/embeddings", b"{}", 404),
+)
+# The kinds of requests, which the table counts, and how often each is sent.
+KINDS = {
+    "whole answers": 30,
+    "streams": 20,
+    "streams that are read slowly": 5,
+    "sampled, several choices": 10,
+    "left in the middle": 8,
+    "tiny deadlines": 6,
+    "wrong bodies": 10,
+    "guides": 6,
+    "calls of tools": 4,
+    "too long for the deadline, or nearly": 1,
+    "health and metrics": 5,
+}
+Said = dict[tuple[str, str], str]
+"""The answers of an idle server, by exit and utterance."""
+
+
+class Ask(NamedTuple):
+    """A request, and what its client expects and does."""
+
+    kind: str
+    path: str
+    content: bytes | None
+    """The body; None for a GET."""
+    status: int = 200
+    says: str | None = None
+    """The expected text; None accepts any text."""
+    leaves_after: int | None = None
+    """Parts of the answer after which the client disconnects; None: never."""
+    patience: float | None = None
+    """Seconds after which the client disconnects."""
+    pause: float = 0.0
+    """Seconds between parts, for a client that reads slowly."""
+
+
+class Finding(Exception):
+    """An answer that breaks the server's contract."""
+
+
+def any_ask(chance: random.Random, said: Said) -> Ask:
+    """A random request."""
+    (kind,) = chance.choices(list(KINDS), list(KINDS.values()))
+    prompt, exit, lossless = map(chance.choice, (UTTERANCES, EXITS, LOSSLESS))
+    streams = chance.random() < 0.5
+
+    def completion(**fields: Any) -> tuple[str, str, bytes]:
+        body = {"prompt": prompt, "max_tokens": 48, "stream": streams, **fields}
+        return kind, COMPLETIONS, json.dumps(body).encode()
+
+    def chat(**fields: Any) -> tuple[str, str, bytes]:
+        messages = [{"role": "user", "content": prompt}]
+        body = {"messages": messages, "max_tokens": 96, "stream": streams, **fields}
+        return kind, CHATS, json.dumps(body).encode()
+
+    endless = {"ignore_eos": True, "max_tokens": 200}
+    if kind == "sampled, several choices":
+        some = {"temperature": 1.0, "top_p": 0.9, "seed": chance.randrange(1 << 40)}
+        return Ask(*chat(n=chance.randint(1, 4), exit=lossless, **some))
+    if kind == "left in the middle":
+        given = {"exit": exit, "n": chance.randint(1, 3), **endless, "stream": True}
+        return Ask(*completion(**given), leaves_after=chance.randint(1, 12))
+    if kind == "tiny deadlines":
+        return Ask(*completion(exit=exit, **endless), patience=chance.uniform(0.001, 0.1))
+    if kind == "wrong bodies":
+        return Ask(kind, *chance.choice(WRONG))
+    if kind == "guides":
+        return Ask(*completion(exit=lossless, **chance.choice(GUIDES)))
+    if kind == "calls of tools":
+        return Ask(*chat(tools=[TOOL], tool_choice="required"))
+    if kind == "health and metrics":
+        return Ask(kind, chance.choice(("/health", "/metrics", "/v1/models")), None)
+    if kind.startswith("too long"):
+        many = {"n": 12, "max_tokens": 230, "ignore_eos": True, "temperature": 1.0}
+        return Ask(*completion(exit="full", stream=False, **many))
+    pause = 0.02 if kind == "streams that are read slowly" else 0.0
+    given = {"stream": kind != "whole answers", "return_exit_layers": True, "exit": exit}
+    return Ask(*completion(**given), says=said[exit, prompt], pause=pause)
+
+
+def outcome(ask: Ask, status: int, body: bytes) -> str:
+    """The outcome of an answer: answered, refused, busy or late.
+
+    Raises:
+        Finding: the answer is not the expected one.
+    """
+    if ask.content is None and status == 200:
+        return "answered"
+    events = body.removesuffix(b"\n\ndata: [DONE]\n\n").split(b"\n\n")
+    has_end = not body.startswith(b"data: ") or body.endswith(b"data: [DONE]\n\n")
+    try:
+        found = [json.loads(event.removeprefix(b"data: ")) for event in events]
+    except ValueError:
+        found, has_end = [{}], False
+    error = found[-1].get("error")
+    if error is not None and error.get("message"):
+        if status == ask.status and status >= 400:
+            return "refused"
+        if status == 429 and error["code"] == "too_many_requests":
+            return "busy"
+        if status in (200, 504) and error["code"] == LATE:
+            return "late"
+    if status != ask.status or status >= 400 or error is not None or not has_end:
+        raise Finding(f"expected {ask.status}, got {status}: {body[-200:]!r}")
+    choices = [choice for event in found for choice in event["choices"]]
+    ends = {each["index"]: each["finish_reason"] for each in choices}  # the last one counts
+    if not set(ends.values()) <= {"stop", "length", "tool_calls"}:
+        raise Finding(f"expected an end of each choice, got {ends}")
+    text = "".join(choice.get("text") or "" for choice in choices)
+    if ask.says is not None and text != ask.says:
+        raise Finding(f"expected {ask.says!r}, got {text!r}")
+    return "answered"
 
 
 async def answered(http: httpx.AsyncClient, ask: Ask) -> str:
     """The outcome of a request whose client waits for the end of its answer."""
-    method, headers = "GET" if ask.content is None else "POST", {"content-type": ask.content_type}
+    method, headers = "GET" if ask.content is None else "POST", {"content-type": "application/json"}
     async with http.stream(method, ask.path, content=ask.content, headers=headers) as answer:
         parts = []
         async for part in answer.aiter_raw():
@@ -86,10 +226,8 @@ async def tried(http: httpx.AsyncClient, ask: Ask, findings: list[str]) -> str:
         if ask.patience is not None:
             return "left"
         words = f"no answer within {HANG_S:g} s"
-    except Finding as finding:
-        words = str(finding)
-    except httpx.HTTPError as error:
-        words = f"no answer: {error!r}"
+    except (Finding, httpx.HTTPError) as error:
+        words = repr(error)
     if len(findings) < MAX_FINDINGS:
         findings.append(f"{ask.kind}: {words}")
     return "unexpected"
@@ -97,20 +235,12 @@ async def tried(http: httpx.AsyncClient, ask: Ask, findings: list[str]) -> str:
 
 def tree_rss_mb(pid: int) -> float:
     """Resident memory of a process and its descendants, in 2**20 bytes."""
-    parents: dict[int, int] = {}
-    pages: dict[int, int] = {}
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            stat = (directory / "stat").read_text().rpartition(")")[2].split()
-            pages[int(directory.name)] = int((directory / "statm").read_text().split()[1])
-            parents[int(directory.name)] = int(stat[1])
-        except (OSError, ValueError, IndexError):  # the process has ended
-            continue
-    found, size = {pid}, 0
-    while len(found) != size:
-        size = len(found)
-        found |= {child for child, parent in parents.items() if parent in found}
-    return sum(pages.get(each, 0) for each in found) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    with suppress(OSError):  # the process has ended
+        own = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        children = Path(f"/proc/{pid}/task").glob("*/children")
+        found = [int(child) for each in children for child in each.read_text().split()]
+        return own * os.sysconf("SC_PAGE_SIZE") / 2**20 + sum(map(tree_rss_mb, found))
+    return 0.0
 
 
 async def at_rest(http: httpx.AsyncClient) -> dict[str, float]:
@@ -128,15 +258,14 @@ async def at_rest(http: httpx.AsyncClient) -> dict[str, float]:
 async def soak(server: Server, seconds: float, clients: int, seed: int) -> Figures:
     """Run the clients for some seconds; the figures, with the state of the server at the end."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
-    findings, samples = list[str](), list[float]()
+    findings, samples, said = list[str](), list[float](), Said()
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.address, timeout=None, limits=limits) as http:
-        said = {}
         for exit in EXITS:
             for prompt in UTTERANCES:
-                body, headers = completion(prompt, exit=exit), {"content-type": JSON}
-                answer = await http.post(COMPLETIONS, content=body, headers=headers)
-                said[exit, prompt] = answer.raise_for_status().json()["choices"][0]["text"]
+                body = {"prompt": prompt, "exit": exit, "max_tokens": 48}
+                answer = (await http.post(COMPLETIONS, json=body)).raise_for_status()
+                said[exit, prompt] = answer.json()["choices"][0]["text"]
         until = time.monotonic() + seconds
 
         async def client(number: int) -> None:
@@ -151,26 +280,21 @@ async def soak(server: Server, seconds: float, clients: int, seed: int) -> Figur
                 await asyncio.sleep(min(SAMPLE_S, seconds / 20))
 
         watching = asyncio.create_task(watch())
-        began = time.monotonic()
         try:
             await asyncio.gather(*map(client, range(clients)))
         finally:
             watching.cancel()
-        took = time.monotonic() - began
         state = await at_rest(http)
     samples.append(tree_rss_mb(server.pid))
     warm = samples[int(WARM * len(samples)) :]
     third = max(len(warm) // 3, 1)
-    growth = sum(warm[-third:]) / third - sum(warm[:third]) / third
     return {
-        "seconds": round(took, 1),
         "counts": {kind: dict(own) for kind, own in sorted(counts.items())},
         "findings": findings,
         "at_rest": state,
         "rss_mb_warm": round(warm[0], 1),
         "rss_mb_at_the_end": round(samples[-1], 1),
-        "rss_growth_mb": round(growth, 2),
-        "rss_mb": [round(sample, 1) for sample in samples],
+        "rss_growth_mb": round((sum(warm[-third:]) - sum(warm[:third])) / third, 2),
     }
 
 
@@ -202,7 +326,6 @@ def table(result: Figures) -> str:
         *((head, f"{{{name}:,}}") for name, head in OUTCOMES.items()),
     )
     rest, found = result["at_rest"], faults(result)
-    rises = sum(later > earlier for earlier, later in pairwise(result["rss_mb"]))
     return (
         f"{table_of(columns, rows)}\n\n"
         f"{result['clients']} clients for {result['minutes']:g} minutes, each with its next "
@@ -213,8 +336,7 @@ def table(result: Figures) -> str:
         f"{rest['requests_waiting']:g} waiting, {rest['requests_held']:g} held, "
         f"{rest['kv_pages_used']:g} of {rest['kv_pages']:g} pages in use. Resident memory "
         f"{result['rss_mb_warm']:.1f} MB when warm, {result['rss_mb_at_the_end']:.1f} at the end, "
-        f"{result['rss_growth_mb']:+.1f} between the first and the last third after the warm-up "
-        f"(it rose between {rises} of {len(result['rss_mb']) - 1} samples). "
+        f"{result['rss_growth_mb']:+.1f} between the first and the last third after the warm-up. "
         f"{'Nothing else was found.' if not found else 'Found: ' + '; '.join(found) + '.'} "
         "`python -m bench soak-serve`"
     )

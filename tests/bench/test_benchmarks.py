@@ -42,7 +42,6 @@ SMALLEST = {
     "soak-serve": "--minutes 0.1 --dry-run",
     "attention": f"{SHORT} --queries 1 --prompts --bytes 1000000",
     "gpu": f"--tiny --rounds 1 --dtype float32 {ON_CPU}",
-    "gpu-run": "--show",
     "gpu-decode": f"--model tiny --batch 1 --rounds 1 --tokens 4 {ON_CPU}",
 }
 # Only tables, or what takes the installation of a peer or hundreds of megabytes.
@@ -95,3 +94,13 @@ def test_a_benchmark_says_how_it_is_used(name: str, capsys: pytest.CaptureFixtur
 def test_the_microbenchmarks_can_be_imported() -> None:
     for path in sorted((ROOT / "bench" / "ops").glob("bench_*.py")):
         importlib.import_module(f"bench.ops.{path.stem}")
+
+
+def test_the_plan_of_a_run_on_a_gpu_names_what_is_there() -> None:
+    plan = subprocess.check_output([ROOT / "bench" / "gpu.sh", "--show"], text=True)
+    steps = [line.split()[2] for line in plan.splitlines()]
+    assert steps == ["build", "decode", "kernels", "ops", "decode", "decode"] + ["tests"] * 2 + [
+        "memcheck"
+    ]
+    files = [word for word in plan.split() if word.startswith("tests/")]
+    assert all((ROOT / file).exists() for file in files), files
