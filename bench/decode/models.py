@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +37,6 @@ RANDOM_LLAMA = {
     "dtype": "float32",
 }
 """56 million parameters, the embeddings counted once."""
-
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 def weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -116,7 +105,7 @@ def make_gguf(directory: Path, file: Path, kinds: str) -> None:
     config = json.loads((directory / "config.json").read_text())
     partial = file.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial, "llama")
-    kind_of = json.loads(kinds)
+    kind_of, named = json.loads(kinds), named_by_gguf(config)
     usual = kind_of[""]
     add_settings(writer, config)
     file_type = "ALL_F32" if usual == "f32" else f"MOSTLY_{usual.upper()}"
@@ -128,14 +117,11 @@ def make_gguf(directory: Path, file: Path, kinds: str) -> None:
             if projection in name:
                 weight = interleave_rotary(weight, config[f"num_{heads}_heads"])
         if weight.ndim == 1 or usual == "f32":
-            writer.add_tensor(gguf_name(name), weight)
+            writer.add_tensor(named(name), weight)
         else:
             kept = gguf.GGMLQuantizationType[kind_of.get(name, usual).upper()]
-            writer.add_tensor(gguf_name(name), gguf.quants.quantize(weight, kept), raw_dtype=kept)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+            writer.add_tensor(named(name), gguf.quants.quantize(weight, kept), raw_dtype=kept)
+    write(writer)
     partial.rename(file)
 
 
@@ -154,16 +140,20 @@ def add_settings(writer: Any, config: dict[str, Any]) -> None:
     writer.add_vocab_size(config["vocab_size"])
 
 
-def gguf_name(name: str) -> str:
+def named_by_gguf(config: dict[str, Any]) -> Callable[[str], str]:
     """The GGUF name of a checkpoint's tensor."""
-    whole = {
-        "model.embed_tokens.weight": "token_embd.weight",
-        "model.norm.weight": "output_norm.weight",
-    }
-    if name in whole:
-        return whole[name]
-    index, _, rest = name.removeprefix("model.layers.").partition(".")
-    return f"blk.{index}.{LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
+    import gguf
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    return lambda name: str(names.get_name(name, try_suffixes=(".weight",)))
+
+
+def write(writer: Any) -> None:
+    """Write a GGUF file with all that was added."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def interleave_rotary(weight: Any, num_heads: int) -> Any:
@@ -194,23 +184,20 @@ def make_random_gguf(file: Path) -> Path:
 
     from tests.packed_blocks import random_blocks
 
-    writer = gguf.GGUFWriter(file, "llama")
+    writer, named = gguf.GGUFWriter(file, "llama"), named_by_gguf(LLAMA_1B)
     add_settings(writer, LLAMA_1B)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
     writer.add_tokenizer_model("none")
     for name, shape in weight_shapes(LLAMA_1B).items():
         if len(shape) == 1:
-            writer.add_tensor(gguf_name(name), np.ones(shape, np.float32))
+            writer.add_tensor(named(name), np.ones(shape, np.float32))
             continue
         number = name.split(".")[2]
         odd_wide = ("v_proj" in name or "down_proj" in name) and int(number) % 2
         kind = "Q6_K" if odd_wide or "embed" in name else "Q4_K"
         blocks = random_blocks(kind, *shape, size=shape[1] ** -0.5).numpy()
-        writer.add_tensor(gguf_name(name), blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        writer.add_tensor(named(name), blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
+    write(writer)
     return file
 
 

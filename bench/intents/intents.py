@@ -33,7 +33,7 @@ from bench.harness.rows import Columns, table_of, unique
 from bench.harness.turns import batches_of
 from bench.harness.utterances import DATA, utterances
 from bench.intents.modes import Mode, Peers, eecore_modes
-from bench.intents.parses import Parse
+from bench.intents.peer_worker import Parse
 from eecore.models import model_digest
 
 WARM_UP = 3  # utterances

@@ -12,7 +12,7 @@ import eecore
 from bench.harness import peers
 from bench.harness.processes import START_TIMEOUT_S, EngineError, Process
 from bench.harness.utterances import LONGEST_PARSE
-from bench.intents.parses import Parse, PeerMode
+from bench.intents.peer_worker import Parse, PeerMode
 
 ANSWER_TIMEOUT_S = 900
 

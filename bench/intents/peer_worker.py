@@ -4,7 +4,8 @@ python -m bench.intents.peer_worker DIRECTORY DTYPE THREADS
 
 Once loaded, it prints a line of JSON with versions. It answers each line {"mode": {...}, "prompts":
 [[ids], ...], "max_tokens": n} with {"parses": [...]}, one Parse for each prompt, or with {"error":
-"..."} if the mode cannot run. It runs with the interpreter of the peers' environment.
+"..."} if the mode cannot run. It runs with the interpreter of the peers' environment; the caller
+imports it for the dataclasses.
 """
 
 from __future__ import annotations
@@ -14,11 +15,58 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench.harness.answers import answering, version_of
-from bench.intents.parses import Parse, PeerMode
+
+
+@dataclass(frozen=True)
+class Parse:
+    """The tokens that one mode generated for one prompt, and their times."""
+
+    tokens: list[int]
+    """New tokens, the model's end token included."""
+    seconds: float
+    """Seconds from the prompt's tokens to the last new token."""
+    first_seconds: float
+    """Seconds to the end of the step that gave the first new tokens."""
+    first_tokens: int
+    """The number of tokens of that step, which may include accepted drafts."""
+    drafted: int = 0
+    accepted: int = 0
+    depth: int | None = None
+    """The sum of the exit layers of the new tokens, if the mode reports them."""
+
+
+@dataclass(frozen=True)
+class PeerMode:
+    """A mode of a peer.
+
+    Attributes:
+        kind: ``transformers`` at full depth, ``assisted`` (transformers' early exit), ``economize``
+            (its early-exit drafts) or ``calm`` (economize's confident exit).
+        exit_layer: the layer after which drafts exit.
+        num_drafts: the maximum draft length of a round.
+        threshold: the confidence above which ``calm`` exits.
+    """
+
+    kind: str
+    exit_layer: int = 0
+    num_drafts: int = 0
+    threshold: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The mode's name in the tables."""
+        return {
+            "transformers": "transformers `generate`",
+            "assisted": f"transformers `assistant_early_exit={self.exit_layer}`, "
+            f"{self.num_drafts} drafts",
+            "economize": f"economize early exit ({self.exit_layer}, {self.num_drafts})",
+            "calm": f"economize CALM (softmax, {self.threshold:g})",
+        }[self.kind]
+
 
 Decode = Callable[[list[int], int], Parse]
 

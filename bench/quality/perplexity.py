@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eecore.models import AttentionBatch, KVCache, LlamaModel
+from eecore.models import KVCache, LlamaModel
 
 
 def states_of(
@@ -27,13 +27,7 @@ def states_of(
     """
     count, dtype = len(token_ids), cache_dtype or model.dtype
     kv = KVCache.allocate(model.config, 1, count, device=model.device, dtype=dtype)
-    batch = AttentionBatch(
-        positions=torch.arange(count),
-        slot_mapping=torch.arange(count),
-        page_table=torch.zeros(1, 1, dtype=torch.int32),
-        seq_lens=torch.tensor([count], dtype=torch.int32),
-        query_start_loc=torch.tensor([0, count], dtype=torch.int32),
-    )
+    batch = model.whole_text(count)
     return model.layers(0, model.config.num_layers, model.embed(token_ids), kv, batch)
 
 
