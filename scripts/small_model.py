@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,15 +33,12 @@ from eecore.lab.training import (
     LastLayerLoss,
     LayerDropout,
     LoopedLoss,
-    StartingPoint,
-    TokenData,
     TrainingConfig,
     load_starting_point,
     read_data,
     state_path,
     train,
 )
-from eecore.lab.training.exit_trainer import ExitTrainer
 from eecore.lab.training.interrupts import stop_on_signals
 from eecore.lab.training.run_files import read_run
 
@@ -107,14 +103,6 @@ class Task:
     context: int
     vocab_size: int
     start: str = END
-
-
-@dataclass(frozen=True)
-class Length:
-    """The length of the training, in steps or in minutes on this machine."""
-
-    steps: int | None = None
-    minutes: float | None = None
 
 
 def train_tokenizer(folder: Path, task: Task, data: Path | None = None) -> Tokenizer:
@@ -198,102 +186,34 @@ def _every_recipe(batch_size: int, learning_rate: float, seed: int, steps: int) 
 
 
 def train_small_model(
+    model: dict[str, Any],
+    tokenizer: Path,
     task: Task,
     data: Path,
     out: Path,
+    config: TrainingConfig,
     *,
-    length: Length,
-    plain: bool = False,
-    batch_size: int = 16,
-    learning_rate: float = 1.5e-3,
-    seed: int = 0,
-    layers: int = MODEL["num_hidden_layers"],
-    loops: int = 1,
     resume: bool = False,
 ) -> None:
-    """Train a Llama on ``train.jsonl``, score every exit on ``valid.jsonl``, write it to ``out``.
+    """Train a model on ``train.jsonl``, score every exit on ``valid.jsonl``, write it to ``out``.
 
-    With ``loops`` it is an Ouro with ``layers`` / ``loops`` layers, which run ``loops`` times.
+    Progress goes to stderr. Ctrl-C saves and exits with 130.
 
-    Progress goes to stderr. Ctrl-C saves and exits with 130; ``resume`` continues the run with its
-    original settings.
+    Args:
+        model: the config.json of the model, without what the task gives.
+        tokenizer: the folder of its tokenizer, which is trained if it is missing.
+        task: the task.
+        data: the folder of ``train.jsonl`` and ``valid.jsonl``.
+        out: the model directory to make.
+        config: the recipe; ``resume`` continues a run with its original one.
+        resume: whether to continue the run in ``out``.
     """
-    if not (data / "tokenizer.json").is_file():
-        train_tokenizer(data, task)
-    sizes: dict[str, Any] = {
-        "num_hidden_layers": layers,
-        "vocab_size": task.vocab_size,
-        "max_position_embeddings": task.context,
-    }
-    if loops > 1:
-        if layers % loops:
-            raise typer.BadParameter(f"--layers: expected a multiple of {loops}, got {layers}")
-        sizes |= {"architectures": ["OuroForCausalLM"], "model_type": "ouro"}
-        sizes |= {"num_hidden_layers": layers // loops, "total_ut_steps": loops}
-        # The usual 0.02 is for wider models: this one learns more slowly from it.
-        sizes |= {"initializer_range": MODEL["hidden_size"] ** -0.5}
-    start = starting_point({**MODEL, **sizes}, data, seed)
-    assert start.tokenizer.token_id(END) == start.eos_token_id
-
-    def config_of(steps: int) -> TrainingConfig:
-        return recipe(plain, loops > 1, batch_size, learning_rate, seed, steps)
-
-    if resume and plain != isinstance(
-        read_run(state_path(out), TrainingConfig)[0].loss, LastLayerLoss
-    ):
-        raise typer.BadParameter(f"--plain: expected as the run began, got {plain}")
-    run_training(start, task, data, out, config_of, length, resume)
-
-
-def train_small_t5(
-    task: Task,
-    data: Path,
-    out: Path,
-    *,
-    length: Length,
-    batch_size: int = 8,
-    learning_rate: float = 1e-2,
-    seed: int = 0,
-    layers: int = T5_MODEL["num_layers"],
-    resume: bool = False,
-) -> None:
-    """The same for a T5 with ``layers`` layers in both encoder and decoder, and its tokenizer."""
-    tokenizer = data / "t5"
     if not (tokenizer / "tokenizer.json").is_file():
         train_tokenizer(tokenizer, task, data)
-    sizes = {
-        "num_layers": layers,
-        "num_decoder_layers": layers,
-        "vocab_size": task.vocab_size,
-        "n_positions": task.context,
-    }
-    start = starting_point({**T5_MODEL, **sizes}, tokenizer, seed)
-    assert start.tokenizer.token_id(task.ask) == start.eos_token_id
-
-    def config_of(steps: int) -> TrainingConfig:
-        return calm_recipe(batch_size, learning_rate, seed, steps)
-
-    run_training(start, task, data, out, config_of, length, resume)
-
-
-def starting_point(config: dict[str, Any], tokenizer: Path, seed: int) -> StartingPoint:
-    """A starting point with random weights of a config."""
     with tempfile.TemporaryDirectory() as scratch:
         config_file = Path(scratch) / "config.json"
-        config_file.write_text(json.dumps(config))
-        return load_starting_point(config_file, tokenizer=tokenizer, seed=seed)
-
-
-def run_training(
-    start: StartingPoint,
-    task: Task,
-    data: Path,
-    out: Path,
-    config_of: Callable[[int], TrainingConfig],
-    length: Length,
-    resume: bool,
-) -> None:
-    """Train until the steps are done; ``config_of`` gives the recipe for a number of steps."""
+        config_file.write_text(json.dumps({**model, "vocab_size": task.vocab_size}))
+        start = load_starting_point(config_file, tokenizer=tokenizer, seed=config.seed)
     sequences, held_out = (
         read_data(
             [data / f"{split}.jsonl"],
@@ -304,12 +224,10 @@ def run_training(
         for split in ("train", "valid")
     )
     if resume:
-        config, _ = read_run(state_path(out), TrainingConfig)
-    else:
-        config = config_of(length.steps or 1000)
-        if length.steps is None:
-            steps = _steps_in(length.minutes or 10.0, start.model, sequences, config)
-            config = config_of(steps)
+        began, _ = read_run(state_path(out), TrainingConfig)
+        if type(began.loss) is not type(config.loss):
+            raise typer.BadParameter("expected the loss that the run began with, got another")
+        config = began
     parameters = sum(parameter.numel() for parameter in start.model.parameters())
     print(
         f"{parameters / 1e6:.1f}M parameters, {len(sequences)} pairs of "
@@ -332,11 +250,3 @@ def run_training(
     if not result.finished:
         print(f"stopped after step {result.step}; --resume goes on", file=sys.stderr)
         raise typer.Exit(130)
-
-
-def _steps_in(minutes: float, model: Any, data: TokenData, config: TrainingConfig) -> int:
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        closing(ExitTrainer(model, data, config, Path(scratch))) as trainer,
-    ):
-        return max(1, round(60 * minutes / trainer.seconds_per_step()))

@@ -164,7 +164,6 @@ def test_from_data_to_exact_match(
 
     monkeypatch.setattr(train_intents, "INTENTS", Task("<|parse|>", 256, 400))
     options: dict[str, Any] = {
-        "minutes": None,
         "batch_size": 4,
         "learning_rate": 1e-3,
         "layers": 2,
