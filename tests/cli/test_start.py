@@ -78,7 +78,7 @@ def test_help_imports_neither_torch_nor_what_answers() -> None:
     assert seen["processes"] == []
 
 
-def test_collections_go_on_after_imports_even_after_one_that_fails() -> None:
+def test_collections_go_on_after_an_import_that_fails() -> None:
     frozen = gc.get_freeze_count()
 
     @kept()
@@ -90,10 +90,3 @@ def test_collections_go_on_after_imports_even_after_one_that_fails() -> None:
         failing()
     assert gc.isenabled()
     assert gc.get_freeze_count() == frozen  # nothing new: what lies about may still be collected
-    gc.disable()
-    try:
-        with kept():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from eecore.errors import EecoreError
 from eecore.files.readable import kind_of, read_bytes, shown_path
-from eecore.values import shown
+from eecore.values import as_real, as_whole, shown
 
 REQUIRED: Any = object()
 MAX_BYTES = 4 << 20
@@ -151,7 +151,7 @@ class JsonFields:
         value = self._values.get(name)
         if value is None and default is not REQUIRED:
             return default
-        if not _is_integer(value, low, high):
+        if as_whole(value, low, high) is None:
             raise self.wrong(name, f"an integer{_range(low, high)}", value)
         return value
 
@@ -162,9 +162,10 @@ class JsonFields:
         value: Any = self._values.get(name)
         if value is None and default is not REQUIRED:
             return default
-        if not _is_number(value, low, high):
+        number = as_real(value, low, high)
+        if number is None:
             raise self.wrong(name, f"a number{_range(low, high)}", value)
-        return float(value)
+        return number
 
     def flag(self, name: str, default: Any = REQUIRED) -> Any:
         """True or False, or the default."""
@@ -284,18 +285,6 @@ class JsonFields:
         if values is not default and len(values) > most:
             raise self.wrong(name, f"a list of at most {most} {items}", values)
         return values
-
-
-def _is_integer(value: Any, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def _is_number(value: Any, low: float, high: float) -> bool:
-    """Compared without conversion, since an integer may be beyond every float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    finite = sys.float_info.max
-    return max(low, -finite) <= value <= min(high, finite)
 
 
 def _are_within(values: list[Any], kinds: tuple[type, ...], low: float, high: float) -> bool:

@@ -114,7 +114,7 @@ class GGUFCheckpoint(StoredTensors):
     def tensor(self, name: str) -> Tensor:
         """A tensor in float32 as in a checkpoint: rows in its order, norms without the offset."""
         values = self._reordered(name, self.file.read(self.stored_as[name]))
-        offset = GGUF_FAMILIES[self.file.architecture].norm_offset
+        offset = self.config.norm_offset
         return values - offset if offset and values.ndim == 1 else values
 
     def blocks(self, name: str) -> Tensor:

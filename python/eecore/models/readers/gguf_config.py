@@ -165,15 +165,16 @@ def _add_windows(
     """Add the layers' sliding windows and, if any, the rotary embedding of each kind of layer."""
     window = own.integer(WINDOW, 0, MAX_POSITIONS, family.window)
     values["sliding_window"] = window or None
-    if not family.window_period:
+    usual = FAMILIES[family.with_windows or family.architecture].window_period
+    if not usual:  # all layers have one
         return
-    pattern = own.values.get(PATTERN, family.window_period)
+    pattern = own.values.get(PATTERN, usual)
     if isinstance(pattern, list):
         slides = [bool(each) for each in pattern]
         if len(slides) != num_layers:
             raise own.wrong(PATTERN, f"{num_layers} flags, one a layer", len(slides))
     else:
-        period = own.integer(PATTERN, 1, MAX_LAYERS, family.window_period)
+        period = own.integer(PATTERN, 1, MAX_LAYERS, usual)
         slides = [(layer + 1) % period != 0 for layer in range(num_layers)]
     kinds = ("full_attention", "sliding_attention")
     typed = [kinds[slide and window > 0] for slide in slides]
@@ -184,8 +185,8 @@ def _add_windows(
     if family.sliding_theta is None and SLIDING_THETA not in family.fields:
         return
     rope = values["rope_parameters"]
-    usual = rope["rope_theta"] if family.sliding_theta is None else family.sliding_theta
-    theta = _real(own, SLIDING_THETA, *THETAS, usual)
+    base = rope["rope_theta"] if family.sliding_theta is None else family.sliding_theta
+    theta = _real(own, SLIDING_THETA, *THETAS, base)
     sliding = {"rope_type": "default", "rope_theta": theta}
     values["rope_parameters"] = dict(zip(kinds, (rope, sliding), strict=True))
 

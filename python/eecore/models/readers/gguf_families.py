@@ -25,9 +25,6 @@ class GGUFFamily:
     """Other fields that are read."""
     window: int | None = None
     """The sliding window of a file without the field; None: no file has sliding windows."""
-    window_period: int = 0
-    """Without a pattern, layers whose number, from 1, is a multiple of this have no window; 0: all
-    layers have one."""
     sliding_theta: float | None = None
     """The base of the rotary embedding in layers with sliding windows; None: as in other layers."""
     large_layers: int = 0
@@ -37,8 +34,6 @@ class GGUFFamily:
     """Tensors whose names differ from Llama's files, and their names in a checkpoint."""
     is_interleaved: bool = False
     """Whether rows of queries and keys are ordered for rotary embedding of neighbouring pairs."""
-    norm_offset: float = 0.0
-    """What to subtract from the file's norms to get a checkpoint's."""
 
 
 _CAPS = {
@@ -59,21 +54,17 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         "Gemma2ForCausalLM",
         numbers=_CAPS,
         window=4096,
-        window_period=2,
         large_layers=46,
         tensors=_GEMMA_TENSORS,
-        norm_offset=1.0,
     ),
     "gemma3": GGUFFamily(
         "Gemma3ForCausalLM",
         numbers=_CAPS,
         fields=(SLIDING_THETA,),
         window=0,
-        window_period=6,
         sliding_theta=10000.0,
         large_layers=62,
         tensors=_GEMMA_TENSORS,
-        norm_offset=1.0,
     ),
     "smollm3": GGUFFamily("SmolLM3ForCausalLM", is_interleaved=True),
     "olmo2": GGUFFamily(
@@ -81,7 +72,6 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         with_windows="Olmo3ForCausalLM",
         fields=(SLIDING_THETA,),
         window=0,
-        window_period=4,
         tensors=_POST_NORMS,
     ),
     "granite": GGUFFamily(
