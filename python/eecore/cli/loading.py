@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
-from eecore.cli.process import kept, says_all
+from eecore.cli.process import kept
 from eecore.errors import ModelError, ModelNotFoundError
 from eecore.files.builtin import BUILTIN, model_directory
 from eecore.files.hub import fetch_draft_head, fetch_head, name_of
@@ -128,16 +127,6 @@ def options_for(directory: Path, policy: Exit | None, options: dict[str, Any]) -
 
 
 def spinner(what: str) -> AbstractContextManager[Any]:
-    """A spinner on stderr with the elapsed time; nothing where stderr is not a terminal."""
+    """A spinner on stderr; nothing where stderr is not a terminal."""
     console = Console(stderr=True)
-    if not console.is_interactive:
-        return nullcontext()
-    spinning = Progress(
-        SpinnerColumn("dots" if says_all(sys.stderr) else "line"),
-        TextColumn("{task.description}", markup=False),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
-    spinning.add_task(what, total=None)
-    return spinning
+    return console.status(Text(what)) if console.is_interactive else nullcontext()
