@@ -15,7 +15,6 @@ from random import Random
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 import eecore
