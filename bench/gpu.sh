@@ -111,8 +111,8 @@ export python folder device
 cuda=(-k 'cuda and not emulated') run=(bash -c '"$@"' step)
 programs=(tests/decoding/test_cuda_path.py tests/decoding/test_programs.py)
 # Tests of code that no kept run has: bench/results/gpu.md, "What has run".
-never_run=(tests/decoding/test_blocks_on_cuda.py tests/decoding/test_int8_on_cuda.py
-  tests/decoding/test_float8_cache.py tests/decoding/test_head_drafts.py tests/models/test_t5.py)
+never_run=(tests/decoding/test_coded_on_cuda.py tests/decoding/test_cache_dtypes.py
+  tests/decoding/test_head_drafts.py tests/models/test_t5.py)
 runtime=(tests/decoding tests/engine tests/models tests/scheduling)
 decode=(figures gpu-decode -decode) models=(--model 135m 1b)
 
