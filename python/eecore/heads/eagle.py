@@ -21,9 +21,10 @@ from eecore.models.attention import AttentionBatch, keys_per_split
 from eecore.models.draft_head import Positions, SeenKeys
 from eecore.models.kv_cache import KVCache
 from eecore.models.linear import Linear
-from eecore.models.llama import LlamaModel
+from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.recurrent_head import packed
 from eecore.models.rope import RopeTables
+from eecore.models.weights import NewWeights
 from eecore.ops import Matrix
 
 USUAL_AGREEMENT = (0.7, 0.65, 0.6, 0.6, 0.55, 0.55, 0.5, 0.5)
@@ -70,29 +71,15 @@ class EagleSettings(PublishedSettings):
         return shapes
 
     def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the layer's tensors."""
-        c, layer = self.config, "midlayer"
-        hidden, inner = c.hidden_size, c.intermediate_size
-        columns = 2 * hidden
-        sizes = {
-            "self_attn.q_proj": (c.q_size, columns, c.attention_bias),
-            "self_attn.k_proj": (c.kv_size, columns, c.attention_bias),
-            "self_attn.v_proj": (c.kv_size, columns, c.attention_bias),
-            "self_attn.o_proj": (hidden, c.q_size, c.output_bias),
-            "mlp.gate_proj": (inner, hidden, c.mlp_bias),
-            "mlp.up_proj": (inner, hidden, c.mlp_bias),
-            "mlp.down_proj": (hidden, inner, c.mlp_bias),
-        }
-        shapes: dict[str, tuple[int, ...]] = {
-            f"{layer}.input_layernorm.weight": (hidden,),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-        }
-        for name, (rows, taken, has_bias) in sizes.items():
-            shapes[f"{layer}.{name}.weight"] = (rows, taken)
-            if has_bias:
-                shapes[f"{layer}.{name}.bias"] = (rows,)
-        if c.qk_norm == "head":
-            shapes |= {f"{layer}.self_attn.{n}_norm.weight": (c.head_dim,) for n in "qk"}
+        """The shapes of the layer's tensors: a model's, but attention takes two states."""
+        layer = LlamaWeights.empty(self.config, NewWeights("meta", torch.float32))
+        start, shapes = "model.layers.0.", dict[str, tuple[int, ...]]()
+        for name, view in layer.by_checkpoint_name(self.config).items():
+            if name.startswith(start):
+                *rows, columns = view.weight.shape
+                takes_both = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+                shape = (*rows, columns * (1 + takes_both))
+                shapes[f"midlayer.{name.removeprefix(start)}"] = shape
         return shapes
 
 
