@@ -731,7 +731,7 @@ ENGINE = (
     Mutant(
         "closed-stream-goes-on-in-the-engine",
         "python/eecore/engine/worker.py",
-        "                    self.engine.cancel(name)\n",
+        "                    self.engine.cancel(item.name)\n",
         "                    pass\n",
         "tests/engine/test_worker.py tests/engine/test_async_engine.py",
     ),

@@ -52,8 +52,8 @@ def assert_idle(engine: AsyncEngine) -> None:
     until(lambda: not (inner.has_unfinished or engine.num_streams))
     assert not inner.has_unfinished
     assert engine.num_streams == 0
-    assert engine._callers.num_unfinished == 0
-    assert not engine._callers._names
+    assert engine._worker.num_unfinished == 0
+    assert not engine._worker._names
     assert inner.pages.num_free == inner.pages.num_pages
 
 
@@ -345,7 +345,7 @@ def test_a_caller_that_stops_reading_cancels(
             *(leaves() for _ in range(3)),
         )
         # The loop goes on, and holds nothing.
-        while engine._callers.num_unfinished:
+        while engine._worker.num_unfinished:
             await asyncio.sleep(0.001)
         return stays
 
@@ -382,7 +382,7 @@ def test_a_closed_loop_with_its_task_and_stream_still_there(
 def test_the_engine_closed_where_a_stream_begins(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    owner = engine.engine if when == "prepare" else engine._callers
+    owner = engine.engine if when == "prepare" else engine._worker
     begin = getattr(owner, when)
 
     def closing(*args: Any, **settings: Any) -> Any:
@@ -457,7 +457,7 @@ def agreeing_of(engine: AsyncEngine) -> eecore.Model:
     """A model that generates with the same engine."""
     inner = engine.engine
     model = eecore.Model(inner.network, inner.tokenizer, inner.config)
-    model._shared[os.getpid()] = engine._callers
+    model._shared[os.getpid()] = engine._worker
     return model
 
 

@@ -67,7 +67,7 @@ def assert_idle(worker: Worker) -> None:
     check_books(worker.engine)
     assert worker.engine.pages.num_free == worker.engine.pages.num_pages
     assert not worker._names
-    assert not worker._requests
+    assert not worker._served
 
 
 def alone(model: eecore.Model, index: int, sampling: SamplingParams = SAMPLING) -> list[int]:
@@ -614,10 +614,11 @@ def test_a_client_without_requests_has_nothing_to_read(model: eecore.Model) -> N
 
 def test_the_requests_of_a_call_arrive_together(model: eecore.Model) -> None:
     """Each step has all of them or none: a policy may look at the whole batch."""
-    shared = callers.Callers()
-    client = Client(shared)
-    worker = model.shared_engine()
+    worker = Worker(model.engine())
+    worker._threads[""] = threading.Thread()  # no other one is started
+    client = Client(worker)
     requests = [worker.engine.prepare(prompt, sampling=SHORT) for prompt in PROMPTS]
     client.open(requests)
-    assert shared.inbox.qsize() == 1
-    assert [add.sequence for add in shared.messages(shared.inbox.get())] == requests
+    assert worker.inbox.qsize() == 1
+    assert [request.sequence for request in worker.inbox.get()] == requests
+    worker._threads.clear()

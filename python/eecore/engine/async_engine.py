@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from eecore.config import SamplingParams
-from eecore.engine.callers import Batch, Caller
+from eecore.engine.callers import Caller, News
 from eecore.engine.engine import Engine
 from eecore.engine.worker import Worker
 from eecore.errors import EngineClosedError
@@ -35,18 +35,18 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine | Worker) -> None:
-        self._callers = Worker(engine) if isinstance(engine, Engine) else engine
+        self._worker = Worker(engine) if isinstance(engine, Engine) else engine
         self._closed = False
 
     @property
     def engine(self) -> Engine:
         """The engine itself, for approximate figures only: it must not be stepped."""
-        return self._callers.engine
+        return self._worker.engine
 
     @property
     def num_streams(self) -> int:
         """Streams that have begun and not ended."""
-        return len(self._callers.group(self))
+        return len(self._worker.group(self))
 
     def prepare(
         self,
@@ -113,16 +113,16 @@ class AsyncEngine:
         """Forget the contents of pages that no unfinished request holds: now, or when the step that
         is running is done.
         """
-        self._callers.reset_prefix_cache()
+        self._worker.reset_prefix_cache()
 
     def close(self) -> None:
         """Cancel all streams of this engine; it takes no more requests."""
         self._closed = True
-        for caller in self._callers.group(self):
+        for caller in self._worker.group(self):
             stream = caller()
             if stream is not None:
                 stream.close(EngineClosedError("engine: expected an open one, got a closing one"))
-        self._callers.let_go()
+        self._worker.let_go()
 
     async def aclose(self) -> None:
         """The same as :meth:`close`."""
@@ -150,13 +150,13 @@ class _ToLoop:
 
     loop: asyncio.AbstractEventLoop
 
-    def __call__(self, batch: Batch) -> None:
+    def __call__(self, batch: list[News]) -> None:
         self.loop.call_soon_threadsafe(_hand_out, batch)
 
 
-def _hand_out(batch: Batch) -> None:
-    for caller, item in batch:
-        stream: AsyncStream | None = caller()
+def _hand_out(batch: list[News]) -> None:
+    for request, item in batch:
+        stream: AsyncStream | None = request.caller()
         if stream is not None:
             stream._unread.append(item)
             stream._wake()
@@ -178,7 +178,7 @@ class AsyncStream(AsyncIterator[StepOutput]):
         *,
         whole: bool = False,
     ) -> None:
-        self._engine, self._callers = engine, engine._callers
+        self._engine, self._worker = engine, engine._worker
         self._request = (prompt, exit, sampling, request_id)
         self._whole = whole
         self._caller: Caller | None = None
@@ -234,7 +234,7 @@ class AsyncStream(AsyncIterator[StepOutput]):
             self._why = why
             self._is_closed = True
         if self._caller is not None:
-            self._callers.close(self._caller)
+            self._worker.close(self._caller)
             self._caller = None  # no notice is needed when this is collected
         if self._waiting is not None and self._loop is not None:
             with suppress(RuntimeError):  # its event loop is closed
@@ -248,21 +248,21 @@ class AsyncStream(AsyncIterator[StepOutput]):
         prompt, exit, sampling, request_id = self._request
         request = prompt
         if not isinstance(request, Sequence):
-            request = self._callers.engine.prepare(request, exit=exit, sampling=sampling)
+            request = self._worker.engine.prepare(request, exit=exit, sampling=sampling)
         loop = self._loop = asyncio.get_running_loop()
         caller = self._caller = Caller(
             self,
-            self._callers.inbox,
+            self._worker.inbox,
             _ToLoop(loop),
             whole=self._whole,
             is_gone=loop.is_closed,
             group=self._engine,
         )
         self._engine._check_open()
-        self._callers.open(caller, [request], request_id)
+        self._worker.open(caller, [request], request_id)
         self._engine._check_open()  # a close in the meantime may have missed the caller
         if self._is_closed:  # by another thread, in the meantime
-            self._callers.close(caller)
+            self._worker.close(caller)
 
     async def _wait(self) -> None:
         """Wait for the next item."""
@@ -292,5 +292,5 @@ class AsyncStream(AsyncIterator[StepOutput]):
                 raise RequestFailedError(item.output)
             self._is_over = True
         elif self._caller is not None:
-            self._callers.read(self._caller, item)
+            self._worker.read(self._caller, item)
         return item
