@@ -308,6 +308,15 @@ def test_models_are_passes_and_what_reads_them() -> None:
     TopologicalSorter(seen).prepare()  # raises where there is a circle
 
 
+def test_no_two_modules_of_the_server_import_each_other() -> None:
+    """Nor in annotations alone. The package itself names none of its modules."""
+    seen = {
+        module: {name for name in imports(module) if name.startswith("eecore.serving.")}
+        for module in on_floor("serving")
+    }
+    TopologicalSorter(seen).prepare()  # raises where there is a circle
+
+
 def part_of_models(module: str) -> str:
     """The folder of a module of ``models``; the forward passes have none."""
     parts = module.split(".")
