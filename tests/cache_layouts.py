@@ -110,10 +110,3 @@ def laid_out(layout: str, k_cache: Tensor, v_cache: Tensor) -> Caches:
     if one_layer:
         k, v = k[0], v[0]
     return Caches(memory, k.copy_(k_cache), v.copy_(v_cache))
-
-
-def assert_nothing_beside_was_written(caches: Caches) -> None:
-    """Memory beside the cache must not have changed; overwrites the keys and values."""
-    caches.k.fill_(BESIDE)
-    caches.v.fill_(BESIDE)
-    assert (caches.memory == BESIDE).all()

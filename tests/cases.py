@@ -37,6 +37,8 @@ def fits_the_emulator(parameters: Mapping[str, object]) -> bool:
         return False
     if "max_distance" in parameters:  # a position bias: one value at a time is varied
         return parameters["max_distance"] == 128 or parameters.get("num_buckets") == 32
+    if isinstance(parameters.get("case"), KvFillCase):
+        return parameters["case"].num_tokens != 257
     return parameters.get("num_seqs") != 257 or "hidden_size" not in parameters
 
 

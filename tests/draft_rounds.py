@@ -114,17 +114,6 @@ def assert_same(got: Rows, expected: Rows, *, but: str = "") -> None:
             assert torch.equal(have, want), name
 
 
-def copies(*tuples: Rows) -> list[Tensor]:
-    """Copies of all tensors of some tuples."""
-    return [tensor.clone() for rows in tuples for tensor in rows if tensor is not None]
-
-
-def unchanged(before: list[Tensor], *tuples: Rows) -> bool:
-    """Whether tensors still equal their copies."""
-    now = [tensor for rows in tuples for tensor in rows if tensor is not None]
-    return all(torch.equal(old, new) for old, new in zip(before, now, strict=True))
-
-
 def random_round(m: Maker, rows: int, steps: int) -> Arguments:
     """The tensors that the ops of a round write and read, before its start."""
     return {

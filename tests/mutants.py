@@ -193,7 +193,7 @@ CPU_KERNELS = (
         "csrc/cpu/decoder_layers.cpp",
         "  append.cache_format = layer_format(params, layer);\n",
         "",
-        "tests/across_ops/test_float8_caches.py -k cpu",
+        "tests/ops/test_decoder_layers.py -k cpu",
     ),
     Mutant(
         "multiplier-forgotten-beside-a-residual",

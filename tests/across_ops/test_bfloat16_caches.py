@@ -79,22 +79,6 @@ def test_attention_matches_the_reference(case: AttentionCase, device: torch.devi
     torch.testing.assert_close(got.double(), expected, **tolerance())
 
 
-@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 128, 256])
-def test_columns_come_out_in_their_order(head_dim: int, device: torch.device) -> None:
-    """One key has weight 1, so that the output is its value."""
-    v = torch.arange(3 * head_dim, dtype=torch.bfloat16, device=device).view(3, 1, 1, head_dim)
-    got = ops.paged_attention(
-        torch.zeros(3, 2, head_dim, device=device),
-        torch.zeros_like(v),
-        v,
-        torch.arange(3, dtype=torch.int32, device=device)[:, None],
-        torch.ones(3, dtype=torch.int32, device=device),
-        torch.arange(4, dtype=torch.int32, device=device),
-        scale=1.0,
-    )
-    assert torch.equal(got, v[:, 0].float().expand(-1, 2, -1))
-
-
 @pytest.mark.parametrize("group_size", [1, 3, 8])
 @pytest.mark.parametrize(("head_dim", "num_queries"), [(72, 20), (128, 20), (64, 8), (64, 1)])
 def test_a_row_is_independent_of_its_company(

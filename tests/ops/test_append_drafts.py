@@ -50,20 +50,12 @@ class Drafting:
             hidden = self.rounds.uniform(rows, self.hidden_size + 1).to(self.dtype)[:, 1:]
         return hidden, self.rounds.whole(VOCAB_SIZE, rows), self.rounds.uniform(rows)
 
-    def drop_done(self) -> None:
-        """Remove the active rows that are done."""
-        goes_on = ~self.round.done[self.active.row.long()]
-        names = ("row", "positions", "slot_mapping", "seq_lens", "page_table", "token_ids")
-        self.active = self.active._replace(
-            **{name: getattr(self.active, name)[goes_on] for name in names}
-        )
-
-    def check(self, step: int, *, own_key: bool = True) -> None:
+    def check(self, step: int) -> None:
         """The op has to do what the reference does."""
         drafts = self.draft()
-        expected = reference.append_drafts(*drafts, step, self.round, self.active, own_key=own_key)
+        expected = reference.append_drafts(*drafts, step, self.round, self.active)
         drafted = ~self.round.done
-        ops.append_drafts(*drafts, step, self.round, self.active, own_key=own_key)
+        ops.append_drafts(*drafts, step, self.round, self.active)
         assert_same(self.round, expected[0], but="states")
         assert_same(self.active, expected[1])
         if self.round.states is not None:  # rows that did not draft may hold anything
@@ -79,28 +71,6 @@ def test_a_round_matches_the_reference(num_seqs: int, num_steps: int, device: to
         drafting.check(step)
     assert bool(drafting.round.all_done)
     assert torch.equal(drafting.round.num_drafted > 0, drafting.round.most > 0)
-
-
-def test_rows_that_are_done_may_make_room(device: torch.device) -> None:
-    drafting = Drafting(7, 5, device=device)
-    for step in range(5):
-        drafting.drop_done()
-        drafting.check(step)
-    drafting.drop_done()
-    assert len(drafting.active.row) == 0
-    assert bool(drafting.round.all_done)
-
-
-def test_drafts_without_keys_of_their_own(device: torch.device) -> None:
-    """Rows that go on see as many keys as before."""
-    drafting = Drafting(9, 4, None, device=device)
-    drafting.round.thresholds.fill_(0.4)
-    before = drafting.active.seq_lens.clone()
-    for step in range(4):
-        drafting.check(step, own_key=False)
-        goes_on = ~drafting.round.done
-        assert torch.equal(drafting.active.seq_lens[goes_on], before[goes_on])
-        assert (drafting.active.seq_lens[drafting.round.done] == 1).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,4 +1,4 @@
-"""append_kv: head norm, rotary, scatter by slot; slots and positions are held to their tables."""
+"""append_kv: head norm, rotary, scatter by slot; caches that cannot be served."""
 
 from __future__ import annotations
 

@@ -74,41 +74,6 @@ def test_how_far_a_row_drafts(
     assert active.seq_lens.tolist() == [PAGE_SIZE - 1 if most > 0 else 1]
 
 
-def test_rows_go_on_where_another_round_ended(device: torch.device) -> None:
-    """The earlier round has more rows than this one."""
-    rounds = Rounds(3, device=device)
-    given, active = rounds.given(), rounds.active()
-    ended = ops.EndedRound(
-        torch.tensor([-1, 11, 12, 13], device=device),
-        torch.tensor([5, 6, 7, 8], device=device),
-        torch.tensor([9, 9, 0, 2], device=device),
-    )
-    sources = torch.tensor([3, -1, 0], dtype=torch.int32, device=device)
-    own = [tensor[1].item() for tensor in (given.token_ids, given.start, given.tokens_left)]
-    ops.begin_round(given, active, PAGE_SIZE, ended=ended, sources=sources)
-    assert given.tokens[:, 0].tolist() == [13, own[0], -1]
-    assert active.token_ids is not None
-    assert active.token_ids.tolist() == [13, own[0], 0]  # no token is not embedded
-    assert given.first_position.tolist() == active.positions.tolist() == [8, own[1], 5]
-    assert given.left.tolist() == [2, own[2], 9]
-
-
-@pytest.mark.parametrize("num_seqs", BATCH_SIZES)
-def test_rows_that_are_given_drafts(num_seqs: int, device: torch.device) -> None:
-    """Some rows are given drafts, some get none, some draft themselves."""
-    rounds = Rounds(num_seqs, 5, device)
-    given = rounds.given()._replace(
-        drafts=rounds.whole(9, num_seqs, 5), num_given=rounds.whole(8, num_seqs) - 1
-    )
-    active = rounds.active()
-    expected = reference.begin_round(given, active, PAGE_SIZE)
-    ops.begin_round(given, active, PAGE_SIZE)
-    assert_same(given, expected[0])
-    assert_same(active, expected[1])
-    if num_seqs > 8:
-        assert 0 < int((given.num_drafted > 0).sum()) < num_seqs
-
-
 @pytest.mark.parametrize("num_seqs", BATCH_SIZES)
 def test_rows_that_go_on_with_what_was_drafted_ahead(num_seqs: int, device: torch.device) -> None:
     """The earlier round has fewer rows; the remaining rows have drafts of their own."""

@@ -23,25 +23,6 @@ def test_it_matches_the_reference(num_seqs: int, num_steps: int, device: torch.d
     assert_same(got, reference.begin_verification(given, max_tokens))
 
 
-def test_rows_with_drafts_without_and_without_a_round(device: torch.device) -> None:
-    rounds = Rounds(3, 2, device)
-    given = rounds.given()._replace(
-        first_position=torch.tensor([10, 20, 30], device=device),
-        most=torch.tensor([2, -1, 0], device=device),
-        num_drafted=torch.tensor([2, 0, 0], device=device),
-        tokens=torch.tensor([[5, 6, -1], [1, 1, 1], [8, 0, 0]], device=device),
-        round_slots=torch.tensor([[70, 71, 72], [1, 1, 1], [90, -1, -1]], device=device),
-    )
-    got = rounds.verification()
-    ops.begin_verification(given, got)
-    assert [tensor.tolist() for tensor in got] == [
-        *([0, 0, 8], [12, 0, 30], [72, -1, 90], [13, 1, 31]),
-        *([5, 6, 0, 8, 0, 0, 0, 0, 0], [10, 11, 12, 30, 0, 0, 0, 0, 0]),
-        *([70, 71, 72, 90, -1, -1, -1, -1, -1], [0, 0, 0, 2, 0, 0, 0, 0, 0]),
-        *([13, 0, 31], [0, 3, 3, 4], [4]),
-    ]
-
-
 def fuzzed_call(m: Maker) -> Checked:
     rows, steps = m.size(9), m.size(6)
     given = random_drafted(m, rows, steps)

@@ -1,4 +1,4 @@
-"""exit_confidence_cosine: zero vectors, extreme magnitudes, NaN, strided rows."""
+"""exit_confidence_cosine: zero vectors, extreme magnitudes, NaN, rows accepted at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""exit_confidence_mlp: linear and ReLU classifiers, with and without biases."""
+"""exit_confidence_mlp: linear and ReLU classifiers, NaN, rows accepted at once."""
 
 from __future__ import annotations
 

@@ -182,20 +182,6 @@ def test_any_batch(num_active: int, with_head: bool, device: torch.device) -> No
     assert point.rows.all_exited
 
 
-@pytest.mark.parametrize("with_head", [True, False])
-@pytest.mark.parametrize("num_asked", [0, 1, 5])
-def test_some_of_the_active_rows_are_asked(
-    num_asked: int, with_head: bool, device: torch.device
-) -> None:
-    """Inactive rows that have not exited hold back those that exit together."""
-    point = Point(9, device=device, num_rows=13)
-    asked = torch.arange(9 - num_asked, 9, dtype=torch.int32, device=device)
-    head = ops.SoftmaxConfidence(*(tensor[:num_asked] for tensor in point.head))
-    given = {"head": head} if with_head else {"confidence": head.confidence}
-    point.check(thresholds=point.thresholds, asked=asked, **given)
-    assert not point.rows.all_exited
-
-
 @pytest.mark.parametrize("unsure", [None, 1])
 def test_rows_exit_together(unsure: int | None, device: torch.device) -> None:
     """One row below its threshold holds back the others, except rows that exit alone."""
@@ -314,27 +300,6 @@ def test_rows_measured_here_exit_like_rows_measured_before(
     if num_active >= 32:
         asked = (point.rows.measured_at == LAYER) & (point.thresholds < 1)
         assert set(point.rows.accepted[asked].tolist()) == {False, True}
-
-
-@pytest.mark.parametrize("kind", MEASURES)
-def test_many_rows_exit_together_where_they_are_measured(kind: str, device: torch.device) -> None:
-    for num_active in (1, 33):
-        point = Point(num_active, 100, device=device)
-        for flags, value in ((point.rows.together, True), (point.rows.exited, False)):
-            flags.fill_(value)
-        point.rows.accepted.zero_()
-        point.rows.exit_after.fill_(LAYER + 1)
-        measure = measure_of(kind, point.hidden)
-        said = measure(point.hidden)
-        least = (said.confidence if kind == "softmax" else said).min()
-        for threshold, exits in ((least + 1e-3, False), (least, True)):
-            ops.exit_rows(
-                *(point.hidden, LAYER, point.rows, point.active),
-                thresholds=threshold.repeat(num_active),
-                measure=measure,
-            )
-            assert point.rows.exited.tolist() == [exits] * num_active
-            assert point.rows.all_exited.item() is exits
 
 
 def test_rows_are_measured_here_or_before() -> None:

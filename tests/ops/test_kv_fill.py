@@ -99,26 +99,6 @@ def test_matches_the_reference(case: KvFillCase, dtype: torch.dtype, device: tor
     check_against_reference(random_call(case, dtype, device))
 
 
-@pytest.mark.parametrize("exit_layer", [0, 2, 6, 7, 10, 11, 2**31 - 1])
-def test_layers_that_follow_others(exit_layer: int, device: torch.device) -> None:
-    call = random_call(KvFillCase(6, num_layers=4), device=device)
-    call["exit_layer"][::2] = exit_layer
-    call["exit_layer"][1::2] += 6
-    check_against_reference({**call, "first_layer": 6})
-
-
-@pytest.mark.parametrize("num_tokens", [1, 4])
-@pytest.mark.parametrize("exit_layer", [0, 1, 3, 4])
-def test_one_exit_layer_for_all(num_tokens: int, exit_layer: int, device: torch.device) -> None:
-    call = random_call(KvFillCase(num_tokens, num_layers=4), device=device)
-    call["exit_layer"].fill_(exit_layer)
-    check_against_reference(call)
-    call["slot_mapping"] = torch.arange(num_tokens, device=device)
-    for cache in filled(ops.kv_fill, call):
-        assert cache[:exit_layer].isnan().all()
-        assert not cache[exit_layer:].flatten(1, 2)[:, :num_tokens].isnan().any()
-
-
 def test_layers_that_no_row_needs_and_rows_without_a_slot_are_never_read(
     device: torch.device,
 ) -> None:

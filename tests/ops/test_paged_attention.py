@@ -337,14 +337,6 @@ def test_the_last_block_merges_as_a_second_kernel_does(
     assert not too_few.any()
 
 
-def test_a_long_context_is_spread_over_threads(device: torch.device) -> None:
-    case = AttentionCase((1, 1), (3000, 10), 8, 2, 128, 16, sliding_window=2900)
-    call = random_call(case, torch.float32, device)
-    torch.testing.assert_close(
-        with_threads(2, call).double(), expected_of(call), rtol=2e-5, atol=2e-5
-    )
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_caches(layout: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -119,16 +119,6 @@ def test_rows_of_a_head_that_runs_here_are_placed_like_those_of_one_before(
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("num_selected", [0, 1, 7])
-def test_rows_in_their_places(num_selected: int, device: torch.device) -> None:
-    """There is no index: the head ran for all rows or the first few."""
-    placing = Placing(num_selected, num_selected + 2, device)
-    placing.check(kind=placing.kind, wanted=2)
-    placing.check(**placing.measured)
-    placing = Placing(num_selected, num_selected, device)
-    placing.check()
-
-
 def test_a_head_runs_here_or_before() -> None:
     placing = Placing(4, 4, None)
     measure = ops.SoftmaxMeasure(None, torch.ones(9, 8), 1e-5)

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import emulated
 import reference
-from cases import DTYPES, SAMPLE_VOCAB_SIZES, Tolerance
+from cases import SAMPLE_VOCAB_SIZES, Tolerance
 from eecore import ops
 from random_calls import Arguments, Checked, Maker, assert_close
 
@@ -179,16 +178,6 @@ def test_matches_the_reference(vocab_size: int, masked: bool, device: torch.devi
         assert allowed[torch.arange(len(ways)), 0, got.token].all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_any_dtype_and_row_stride(dtype: torch.dtype, device: torch.device) -> None:
-    if not emulated.supports(device, dtype):
-        pytest.skip("float16 is for CUDA")
-    logits = random_logits(len(WAYS), 330).to(dtype)[:, 3:324]  # ties, and no wide accesses
-    rows = sampling_rows(list(WAYS), random_ids(len(WAYS), 9, 321))
-    out = sampled_rows(len(WAYS), 321, 5, num_probs=len(WAYS))
-    check(logits, rows, out, device, purpose=0, positions=torch.zeros(len(WAYS), dtype=torch.int64))
-
-
 @pytest.mark.parametrize("num_rows", [0, 1, 33])
 def test_any_batch(num_rows: int, device: torch.device) -> None:
     """A row gives the same alone and beside others, bit for bit."""
@@ -278,7 +267,7 @@ def test_logits_of_minus_infinity_are_never_drawn(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("at", [0, 66, 99])
+@pytest.mark.parametrize("at", [0, 99])
 def test_nothing_is_drawn_where_the_softmax_is_not_defined(
     at: int, value: float, device: torch.device
 ) -> None:
@@ -295,32 +284,6 @@ def test_nothing_is_drawn_where_the_softmax_is_not_defined(
         assert (got.token[1::2] >= 0).all()
     nothing = check(logits * -torch.inf, sampling_rows(ways), out, device, **arguments)
     assert (nothing.token == -1).all()
-
-
-def test_generated_tokens_count_as_often_as_they_were(device: torch.device) -> None:
-    """Tokens of the text and drafts up to the position count; those of the prompt do not."""
-    logits = torch.tensor([[4.0, 4.0, 4.0, 3.5]]).repeat(4, 1)
-    ways = [{"temperature": 0.0, "presence_penalty": 0.25, "frequency_penalty": 0.5}] * 4
-    rows = sampling_rows(ways, torch.tensor([[3, 2]] * 4), generated=torch.tensor([[0, -1]] * 4))
-    got = check(
-        logits,
-        rows._replace(temperature=torch.ones(4)),
-        sampled_rows(4, 4, num_probs=16),
-        device,
-        purpose=0,
-        positions=torch.arange(4) + 7,
-        round_tokens=torch.tensor([[0, 1, 1, 0, 2]] * 4),
-        first_position=torch.full((4,), 7),
-        probs_by_step=4,
-    )
-    assert got.probs is not None
-    rest = {"purpose": 0, "positions": torch.zeros(1, dtype=torch.int64)}
-    for i, counts in enumerate(([1, 0, 0], [1, 1, 0], [1, 2, 0], [2, 2, 0])):
-        taken = [0.5 * count + 0.25 * (count > 0) for count in counts]
-        plain = logits[:1] - torch.tensor([[*taken, 0.0]])
-        want = check(plain, sampling_rows([{}]), sampled_rows(1, 4, num_probs=1), device, **rest)
-        assert want.probs is not None
-        torch.testing.assert_close(got.probs[4 * i + i], want.probs[0])
 
 
 def test_a_count_is_one_whether_tokens_are_drafts_or_text(device: torch.device) -> None:
@@ -348,21 +311,6 @@ def test_a_count_is_one_whether_tokens_are_drafts_or_text(device: torch.device) 
     )
     for a, b in zip(alone, inside, strict=True):
         assert (a is b is None) or torch.equal(a, b)
-
-
-def test_bias_comes_before_penalties(device: torch.device) -> None:
-    logits = [1.0, 2.0, -1.0]
-    rows = sampling_rows(
-        [{"repetition_penalty": 2.0}],
-        torch.tensor([[2, 0]]),
-        bias_ids=torch.tensor([[2, -1, 99]]),
-        bias=torch.tensor([[4.0, 50.0, 50.0]]),
-    )
-    out = sampled_rows(1, 3, num_probs=1)
-    zero = torch.zeros(1, dtype=torch.int64)
-    got = check(torch.tensor([logits]), rows, out, device, purpose=0, positions=zero)
-    assert got.probs is not None
-    torch.testing.assert_close(got.probs, torch.tensor([[0.5, 2.0, 1.5]]).softmax(-1))
 
 
 def test_what_is_not_allowed_is_as_if_its_logit_were_minus_infinity(device: torch.device) -> None:
@@ -426,10 +374,9 @@ def test_any_number_of_slices(vocab_size: int, device: torch.device) -> None:
     few_rows(random_logits(len(ways), vocab_size), ways, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_vocabulary_of_a_real_model(dtype: torch.dtype, device: torch.device) -> None:
+def test_the_vocabulary_of_a_real_model(device: torch.device) -> None:
     ways = [{}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.9, "temperature": 0.8}]
-    few_rows(random_logits(len(ways), 128256).to(dtype), ways, device)
+    few_rows(random_logits(len(ways), 128256).bfloat16(), ways, device)
 
 
 def test_slices_of_several_chunks(device: torch.device) -> None:
@@ -437,7 +384,7 @@ def test_slices_of_several_chunks(device: torch.device) -> None:
     few_rows(random_logits(1, CHUNK * MAX_SLICES + 1), ways, device)
 
 
-@pytest.mark.parametrize("share", [1e-9, 0.2, 0.5, 2 / 3, 0.999])
+@pytest.mark.parametrize("share", [1e-9, 2 / 3, 0.999])
 def test_equals_stay_by_id_across_slices(share: float, device: torch.device) -> None:
     """Logits that are all the same, and logits equal to the bound's."""
     vocab_size = 3 * CHUNK
@@ -452,7 +399,7 @@ def test_equals_stay_by_id_across_slices(share: float, device: torch.device) -> 
     few_rows(ahead, [{"top_p": share, "top_k": 1000}], device)
 
 
-@pytest.mark.parametrize("spread", [1e-4, 0.03, 1.0, 40.0])
+@pytest.mark.parametrize("spread", [0.03, 40.0])
 def test_flat_and_steep_distributions(spread: float, device: torch.device) -> None:
     """One logit is ahead of many whose keys begin with the same digits."""
     vocab_size = 2 * CHUNK + 17
@@ -466,22 +413,6 @@ def test_flat_and_steep_distributions(spread: float, device: torch.device) -> No
     ]
     few_rows(logits, ways, device)
     few_rows(logits.to(torch.bfloat16), ways, device)
-
-
-def test_fewer_tokens_have_a_weight_than_top_k_asks_for(device: torch.device) -> None:
-    logits = torch.full((2, CHUNK + 9), -torch.inf)
-    logits[:, 5::600] = torch.tensor([0.0, 1.0, -300.0, 0.5])
-    few_rows(logits, [{"top_k": 40}, {"top_k": 40, "top_p": 0.9}], device)
-
-
-def test_the_most_probable_tokens_across_slices(device: torch.device) -> None:
-    vocab_size = 2 * CHUNK + 100
-    logits = random_logits(2, vocab_size).mul(4).round()  # with ties
-    logits[1] = 0.0
-    logits[1, -3:] = torch.tensor([-0.0, 1.0, -torch.inf])
-    ways = [{"temperature": 0.0}, {}]
-    few_rows(logits, ways, device, num_top=40)
-    few_rows(logits[:, -2:], ways, device, num_top=4)
 
 
 def test_positions_seeds_and_purposes_give_other_numbers(device: torch.device) -> None:
@@ -580,17 +511,6 @@ def test_tokens_have_the_frequencies_of_the_distribution(way: dict[str, float], 
     assert counts[probs == 0].sum() == 0
     expected = probs[likely] / probs[likely].sum() * counts[likely].sum()
     assert chisquare(counts[likely], expected).pvalue > 1e-3
-
-
-def test_confidence_is_the_gap_unless_asked(device: torch.device) -> None:
-    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
-    rows = sampling_rows([{"temperature": 1e-9}])
-    arguments = {"purpose": 0, "positions": torch.zeros(1, dtype=torch.int64)}
-    for as_probability, expected in ((False, 0.2), (True, 1.0)):
-        got = check(
-            logits, rows, sampled_rows(1), device, as_probability=as_probability, **arguments
-        )
-        assert got.confidence.item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_tape_samples_the_rows_that_are_there_by_then() -> None:
