@@ -68,8 +68,8 @@ def full_outputs(model: eecore.Model) -> list[list[int]]:
         *in_all(
             (eecore.SelfSpeculative(8, 2), 8, NUM_PROMPTS, MAX_TOKENS),
             (eecore.DraftAndVerify(**SKIPS, num_drafts=3, adaptive=False), 1, 6, 8),
+            (eecore.DraftAndVerify(**SKIPS, num_drafts=5), 8, NUM_PROMPTS, MAX_TOKENS),
         ),
-        (eecore.DraftAndVerify(**SKIPS, num_drafts=5), 8, NUM_PROMPTS, MAX_TOKENS),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exit) else str(value),
 )

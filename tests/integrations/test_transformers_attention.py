@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
 import eecore
-from eecore import RequestError, ops
+from eecore import RequestError
 from eecore.integrations import transformers_attention
 from eecore.integrations.transformers_attention import attend
 from tiny_models import random_prompts, write_model
@@ -46,23 +46,6 @@ def test_states_and_answers_are_those_of_sdpa(tmp_path: Path, family: str) -> No
         torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
         settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
         assert torch.equal(ours.generate(**given, **settings), own.generate(**given, **settings))
-
-
-@torch.no_grad()
-def test_it_is_our_kernel_that_attends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = loaded(write_model(tmp_path), "sdpa")
-    kernel, shapes = ops.paged_attention, []
-
-    def counted(q: torch.Tensor, *arguments: Any, **more: Any) -> torch.Tensor:
-        shapes.append(tuple(q.shape))
-        return kernel(q, *arguments, **more)
-
-    monkeypatch.setattr(ops, "paged_attention", counted)
-    model(torch.tensor([[1, 2, 3]]))
-    assert shapes == []
-    model.set_attn_implementation(eecore.register_attention())
-    model(torch.tensor([[1, 2, 3]]))
-    assert len(shapes) == 4  # layers
 
 
 def test_prompts_in_pieces(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import os
 import resource
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,8 @@ from eecore.errors import (
 )
 from eecore.models import load_model
 from eecore.models.readers.config_json import read_model_config
-from eecore.models.rope import RopeTables
 from tiny_models import write_model
 from tiny_t5 import write_t5
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -141,20 +137,6 @@ def test_a_large_config_is_not_read(model_dir: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config.json: expected at most 4194304 bytes"):
         read_model_config(model_dir)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
-
-
-def test_a_table_reaches_as_far_as_a_cache_and_no_further(tmp_path: Path) -> None:
-    config = read_model_config(write_model(tmp_path, "llama"))
-    assert isinstance(config, ModelConfig)
-    far = replace(config, max_position=10**8)
-    tables = RopeTables(far, CPU)
-    first = tables.reaching(100)
-    dim = config.head_dim
-    assert first.shape == (1, 128, dim)
-    assert tables.reaching(64) is first
-    assert tables.reaching(129).shape == (1, 256, dim)
-    assert torch.equal(tables.reaching(129)[:, :128], first)
-    assert RopeTables(replace(far, max_position=70), CPU).reaching(100).shape == (1, 70, dim)
 
 
 # Configs that somebody makes
