@@ -107,6 +107,15 @@ def test_exit_modes_and_stats(talk: Talk) -> None:
     assert lines[-1] == "stats: not shown"
 
 
+def test_depth_is_said_where_there_are_no_colours(talk: Talk) -> None:
+    said = talk("/depth", "a", "/depth", options=("-n", "3", "--ignore-eos", "--exit", "fixed:2"))
+    assert said.err.splitlines()[-3:] == [
+        "depth: in words after each answer",
+        "[exit layers: 2x3]",
+        "depth: not shown",
+    ]
+
+
 def test_what_cannot_be_is_said(talk: Talk) -> None:
     assert "/nothing: expected one of /system" in error_of(talk("/nothing", code=USAGE))
     assert "/save: expected the name" in error_of(talk("/save", code=USAGE))

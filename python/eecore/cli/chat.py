@@ -225,7 +225,7 @@ class _Talk:
         if not self.depth:
             say("depth: not shown")
         elif not has_colours(self.console):
-            say("depth: expected a terminal with colours to show it")
+            say("depth: in words after each answer")
         else:
             self.console.print(legend_of(self.policy, self.model.config.num_layers))
 
