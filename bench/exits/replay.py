@@ -148,8 +148,8 @@ class Timer(Told):
     def _sorts(self) -> Iterator[tuple[str, int]]:
         while True:
             yield "full", 0
+            yield "steps", STEPS  # before the many others, which an answer may be too short for
             yield from (("given", drafts) for drafts in DRAFTS)
-            yield "steps", STEPS
 
     def told(self, requests: int) -> Choice:
         del requests

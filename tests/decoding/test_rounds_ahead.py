@@ -259,8 +259,7 @@ class Held(Chooser):
         super().__init__(num_layers, None)
         self._told = choice
         self.costs.learn_full(requests, 1.0)
-        for drafts in (1, 64):
-            self.costs.rounds("verify", requests, 0.0).add(drafts, 1.01)
+        self.costs.curve("rows", requests, slope=0.01)
 
     def choose(self, *given: Any, **more: Any) -> Choice:
         super().choose(*given, **more)
@@ -275,8 +274,8 @@ class Held(Chooser):
         (FULL, True, 60, 6),
         (TEXT, False, 60, 8),
         (TEXT, True, 82, 8),
-        (HEAD, False, 91, 13),
-        (HEAD, True, 86, 6),
+        (HEAD, False, 91, 17),
+        (HEAD, True, 88, 6),
         (LAYER, False, 71, 6),
         (LAYER, True, 76, 6),
     ],

@@ -19,16 +19,20 @@ from eecore import Auto, Full, SamplingParams
 from eecore.models import Network
 from eecore.planning import auto as auto_module
 from eecore.planning.auto import HOLD_ROUNDS, MAX_WAIT, best_exit_layers
-from eecore.planning.costs import Costs, Times
+from eecore.planning.costs import Costs, Curve
+from eecore.planning.draft_state import DraftState, draft_state
 from eecore.planning.odds import Odds, count_drafts
 from eecore.planning.planner import Planner
-from eecore.planning.proposal import Ahead, Proposal
+from eecore.planning.proposal import Ahead, Drafts, Proposal
 from eecore.planning.row import Outcome, Row
+from eecore.planning.sources import HEAD
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence
 from tiny_models import random_prompts, write_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+WRONG = -1  # no token of a text
 
 PROMPTS = [[7, 8, 9] * 5, *random_prompts(1, 23, 9, 31, seed=4), [3, 4, 5, 6, 3, 4]]
 POLICIES = [
@@ -105,18 +109,21 @@ class Machine:
         config = SimpleNamespace(num_layers=12, exit_layers=range(1, 13))
         model = Model(config=config, draft_head=head, source=None, learnt={})
         self.planner = Planner(cast(Network, model))
-        self.policy = Auto(10, exit_layers=() if layers is None else (3,))
+        self.policy = Auto(10, exit_layers=() if layers is None else (3,), lookup=text is not None)
+        source = SimpleNamespace(name="text", propose=self.propose)
+        self.sources: list[Any] = [HEAD, source] if text is not None else [HEAD]
         self.hopeless = 0  # first requests whose drafts are never accepted
         self.others_wait = False
         self.rows: list[Row] = []
         self.timed = self.at_full_depth = 0.0
 
     def requests(self, count: int) -> list[Sequence]:
-        prompt = [1, 2, 3] * 8 if self.text is not None else list(range(24))
         sampling = SamplingParams(max_tokens=100_000, ignore_eos=True)
         made = []
         for i in range(count):
-            made.append(Sequence(str(i), list(prompt), sampling, self.policy, i, frozenset()))
+            prompt = list(range(24))
+            made.append(Sequence(str(i), prompt, sampling, self.policy, i, frozenset()))
+            draft_state(made[-1], range(1, 13)).sources = self.sources
             self.get(made[-1], 1)
         return made
 
@@ -124,8 +131,6 @@ class Machine:
         """The next tokens of a request."""
         first = request.num_tokens
         tokens = list(range(first, first + count))
-        if self.text is not None:
-            tokens = [1 + place % 3 for place in tokens]
         request.output_ids += tokens
         return tokens
 
@@ -151,7 +156,7 @@ class Machine:
                 drafted = row.work.max_drafts
                 steps = max(steps, drafted)
             accepted = 0
-            while accepted < drafted and i >= self.hopeless and self.stands(row, accepted):
+            while accepted < drafted and i >= self.hopeless and self.accepts(row, accepted):
                 accepted += 1
             verified += drafted
             tokens = self.get(row.sequence, accepted + 1)
@@ -174,21 +179,33 @@ class Machine:
             outcome.sequence.draft.ahead = outcome.ahead
         return took
 
-    def stands(self, row: Row, place: int) -> bool:
-        if row.given.source == "head":
-            return row.given.scores[place] >= 0.5 and self.chance.random() < 0.9
-        share = self.text if row.given.source else self.layers
-        return self.chance.random() < (share or 0.0)
+    def accepts(self, row: Row, place: int) -> bool:
+        if row.given.source:
+            return row.given.tokens[place] == row.sequence.num_tokens + place
+        return self.chance.random() < (self.layers or 0.0)
+
+    def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Drafts:
+        """The drafts of the text."""
+        del draft
+        first, share = sequence.num_tokens, self.text or 0.0
+        if int(sequence.request_id) < self.hopeless:
+            share = 0.0
+        places = range(first, first + most)
+        tokens = [place if self.chance.random() < share else WRONG for place in places]
+        return tokens, (0.65,) * len(tokens)
 
     def ahead(self, row: Row) -> Ahead:
+        tokens: list[int] = []
         probabilities: list[float] = []
+        request = row.sequence
         while len(probabilities) < row.ahead:
             is_sure = self.chance.random() < (self.sure or 0.0)
+            is_right = is_sure and self.believes >= 0.5 and self.chance.random() < 0.9
+            tokens.append(request.num_tokens + len(tokens) if is_right else WRONG)
             probabilities.append(self.believes if is_sure else 0.1)
             if probabilities[-1] < row.ahead_thresholds[len(probabilities) - 1]:
                 break
-        request, count = row.sequence, len(probabilities)
-        return Ahead(request.num_tokens, request.output_ids[-1], [9] * count, probabilities)
+        return Ahead(request.num_tokens, request.output_ids[-1], tokens, probabilities)
 
 
 def cheap_rows(rows: int) -> float:
@@ -236,7 +253,7 @@ def test_drafts_that_pay_are_made(fields: dict[str, float], gain: float) -> None
 def test_rounds_say_what_full_depth_would_have_taken(requests: int) -> None:
     """Every request of the batch waits for the whole round, at full depth too."""
     machine = Machine(cheap_rows, text=0.7)
-    machine.run(60, requests)
+    machine.run(200, requests)
     machine.timed = machine.at_full_depth = 0.0
     seconds, full = machine.run(400, requests)
     assert machine.timed == pytest.approx(requests * seconds, rel=0.01)  # all but the first
@@ -328,7 +345,7 @@ def test_drafts_for_another_text_are_not_counted(text: list[int], counts: bool) 
     planner, (request,) = machine.planner, machine.requests(1)
     (row,) = planner.plan([Work(request, 1)])
     given = Proposal([3], "text", (0.5,), ([1, 2], (0.5, 0.5)))
-    row = row._replace(route=planner._route(request.draft, 0), given=given)
+    row = row._replace(route=planner._route(request.draft, 0), proposed=[given])
     request.output_ids[:] = text
     outcome = Outcome(request, 0, [3, 4], counters=Counters(drafted=1, accepted=1))
     planner.learn([row], [outcome], None)
@@ -360,25 +377,19 @@ def test_a_request_has_odds_of_its_own_that_begin_as_those_of_all() -> None:
     assert own.share(("head", 3)) == pytest.approx(0.35)
 
 
-def test_times_between_and_beyond_measured_ones() -> None:
-    times = Times(1.0, 0.1)
-    assert times.at(5) == pytest.approx(1.5)
-    times.add(4, 1.2)
-    assert times.at(2) == pytest.approx(1.1)
-    assert times.at(8) == pytest.approx(1.4)  # as steep as from 0 to 4
-    times.add(4, 9.0)  # disturbed
-    assert times.at(4) == pytest.approx(1.2)
-    for _ in range(100):
-        times.add(4, 1.4)
-    assert times.at(4) == pytest.approx(1.4, abs=0.01)
-
-
-def test_fewer_requests_than_measured_take_their_share_at_least() -> None:
-    times = Times(None, 0.0)
-    times.add(4, 1.0)
-    times.add(6, 9.0)  # so steep that the line is below 0 at one request
-    assert times.at(1) == pytest.approx(0.25)
-    assert times.at(4) == 1.0
+def test_the_cost_of_drafts_is_learnt_by_their_number() -> None:
+    """Two rows cost nothing, further ones much; a head's step is told apart from rows."""
+    curve = Curve(0.08)
+    chance = random.Random(1)
+    for _ in range(2000):
+        count, steps = chance.randrange(9), chance.randrange(3)
+        takes = 1.0 + 0.2 * max(count - 2, 0) + 0.05 * steps
+        curve.add(count, steps, takes - curve.upto(count)[-1] - steps * curve.step)
+    assert curve.upto(8) == pytest.approx([1.0] * 3 + [1.2, 1.4, 1.6, 1.8, 2.0, 2.2], abs=0.02)
+    assert curve.step == pytest.approx(0.05, abs=0.01)
+    before = curve.upto(32)
+    curve.add(0, 0, 0.5)  # nothing to learn from
+    assert curve.upto(32) == before
 
 
 def test_a_round_tells_of_all_that_the_machine_is_slower() -> None:
@@ -389,10 +400,26 @@ def test_a_round_tells_of_all_that_the_machine_is_slower() -> None:
         costs.learn_full(8, 2.0)
     assert costs.full(1) == pytest.approx(1.0)
     for _ in range(40):
-        costs.ratio(8, 4.0, 1.0)
-    assert costs.full(1) == pytest.approx(2.0, rel=0.05)
-    assert costs.full(3) is not None  # between two
-    assert costs.full(64) is None
+        costs.learn(costs.curve("rows", 8), 8, 0, 0, 4.0)
+    assert costs.full(1) == pytest.approx(2.0, rel=0.1)
+    assert costs.full(8) == pytest.approx(4.0, rel=0.1)
+    assert (costs.full(1) or 0.0) < (costs.full(2) or 0.0) < (costs.full(8) or 0.0)  # between two
+    assert costs.full(16) == costs.full(8)
+    assert costs.full(17) is None
+
+
+def test_every_source_is_scored_up_to_its_first_wrong_draft() -> None:
+    """Whether or not its drafts were chosen."""
+    machine = Machine(cheap_rows, text=0.5)
+    chooser, (request,) = machine.planner.chooser, machine.requests(1)
+    machine.planner.plan([Work(request, 1)])
+    its = [Proposal([7, 8, 9], "text", (0.65,) * 3), Proposal([7, 5, 6], "head", (0.35,) * 3)]
+    chooser.learn_proposals([(request.draft, its, [7, 8])])
+    tried = {
+        source: (good, count) for (source, _), (good, count) in chooser.odds_of_all.counts.items()
+    }
+    assert tried["text"] == pytest.approx((4 * 0.65 + 2, 6))
+    assert tried["head"] == pytest.approx((4 * 0.35 + 1, 6))
 
 
 def test_exit_layers_that_promise_most() -> None:

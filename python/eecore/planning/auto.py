@@ -1,46 +1,38 @@
 """What a round of ``Auto`` requests does: full depth, or drafts of the text, a head or layers.
 
-The choice is the option with most expected tokens a second. It follows from a table of costs
-(:mod:`eecore.planning.costs`) and one of acceptance rates (:mod:`eecore.planning.odds`), both
-measured as rounds run. All ``Auto`` requests of a round get the same option, since the weights are
-read once for all of them. (DEL, Zarch et al. 2025; Kangaroo, Liu et al. 2024; LayerSkip, Elhoushi
-et al. 2024; Leviathan et al. 2023.)
+The choice is the option with most expected tokens a second. It follows from the times of rounds
+(:mod:`eecore.planning.costs`) and from acceptance rates (:mod:`eecore.planning.odds`), both
+measured as rounds run. A verified token scores all drafts that were proposed for its place, also
+those that were not chosen. All ``Auto`` requests of a round get the same option, since the weights
+are read once for all of them. (HedgeSpec, arXiv 2510.20064; DEL, Zarch et al. 2025; Kangaroo, Liu
+et al. 2024; LayerSkip, Elhoushi et al. 2024; Leviathan et al. 2023.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
-from dataclasses import replace
-from itertools import chain, repeat
+from itertools import chain, pairwise, repeat
 from math import exp
 from typing import NamedTuple
 
-from eecore.planning.costs import Costs, Times
+from eecore.planning.costs import FIRST_COST, NEW, Costs, Curve
 from eecore.planning.draft_state import DraftState
-from eecore.planning.odds import NEW, HeadRounds, Key, Odds, count_drafts
+from eecore.planning.odds import Key, Odds, count_drafts
 from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
 
-MIN_GAIN = 1.05
-"""An option is chosen over full depth if it promises more than this many times its tokens."""
 HOLD_ROUNDS = 8
 """Rounds of the same requests for which a choice is held."""
-TRIAL_ROUNDS = 3
-"""Rounds of a trial of full depth or of a head; the first one measures nothing."""
-MIN_TRIAL_DRAFTS = 3
-"""Minimum draft length in the one round of a layer's trial."""
-MAX_WAIT = 256
-"""The longest wait, in rounds, before a rejected option is tried again: the first wait is 2 rounds,
-and each one is twice the last.
-"""
-FIRST_COST = 0.08
-"""The cost, in rounds of full depth, that is assumed until it is measured: for one more row, for
-one step of a head, and for the LM head after a step of layers.
-"""
+FIRST_ROUNDS = 3
+"""Rounds of full depth until it has been timed; the first one is not."""
+HEAD_ROUNDS = 4
+"""Rounds of a trial of a head; in the first one no drafts are verified. A layer's trial is one."""
+MIN_WAIT = 32
+"""Rounds after which a head or layers that lost are tried again."""
+MAX_WAIT = 128
+"""The longest such wait, in rounds; each one is twice the last."""
 LEAD = 8.0
 """The lead, in rounds of full depth, at which a request's tokens count 1 / e as much."""
-GOES_ON = 0.5
-"""The assumed chance that a head's draft is worth verifying if the previous one was."""
 
 
 class Choice(NamedTuple):
@@ -84,6 +76,7 @@ class Chooser:
         at_once: bool = False,
     ) -> None:
         self._max_ahead, self._at_once = max_ahead, at_once
+        self._goes_on = sum(head_agreement) / len(head_agreement) if head_agreement else 0.5
         self._num_layers, self._agreement = num_layers, agreement
         self.costs = Costs()
         self._loop = num_layers // len(agreement or (1,) * num_layers)  # layers between exits
@@ -91,13 +84,10 @@ class Chooser:
         """Exit layers that may draft for a policy that names none."""
         self.odds_of_all = Odds(self._expected)
         """Acceptance rates over all requests, from which each new request starts."""
-        accepted, chance = 0.0, 1.0
-        for share in head_agreement:
-            chance *= share
-            accepted += chance
-        self._usual_head = HeadRounds(accepted, accepted, 1.0 if at_once else 1.0 + accepted)
-        self._head_rounds: dict[int, HeadRounds] = {}
-        self._steps: dict[int, float] = {}
+        self._head: dict[int, tuple[int, float, float]] = {}
+        """For each bit length of the number of requests: the means of a request's tokens in a round
+        with a draft head, and of the round's time in rounds of full depth.
+        """
         self._clock = 0
         self._waits: dict[str, tuple[int, int]] = {}
         """For each option: the round in which it may be tried again, and the current wait."""
@@ -113,12 +103,6 @@ class Chooser:
             return 0.5
         return self._agreement[int(source[6:]) // self._loop - 1]
 
-    def odds(self, draft: DraftState) -> Odds:
-        """The acceptance rates of a request, which start from those over all requests."""
-        if draft.odds is None:
-            draft.odds = Odds(self.odds_of_all.share)
-        return draft.odds
-
     # Choosing
 
     def choose(
@@ -131,6 +115,7 @@ class Chooser:
         exit_layers: Ordered[int] = (),
         has_head: bool = False,
         others_wait: bool = False,
+        looks_up: bool = False,
     ) -> Choice:
         """Choose for the next rounds of these requests.
 
@@ -142,51 +127,37 @@ class Chooser:
             exit_layers: layers that may draft.
             has_head: whether a draft head may draft.
             others_wait: whether waiting requests need these to end; all tokens then count the same.
+            looks_up: whether sources are asked in rounds of full depth as well, as a round without
+                drafts then takes no longer.
         """
         requests = len(drafts)
-        full = self.costs.full(requests)
-        if full is None:
-            return FULL._replace(rounds=TRIAL_ROUNDS)
-        weights = _weights(drafts, others_wait)
-        options: dict[str, tuple[float, Choice]] = {"full": (MIN_GAIN * requests, FULL)}
-        if any(given):
-            picked = self.pick(drafts, given, others_wait=others_wait)
-            options["given"] = picked[1], Choice(asks=True)
+        if self.costs.full(requests) is None:
+            return FULL._replace(rounds=FIRST_ROUNDS)
+        options = {"full": (1.0, FULL._replace(asks=looks_up))}
+        if any(given) and not looks_up:
+            tokens = self.pick(drafts, given, others_wait=others_wait)[1]
+            options["given"] = tokens / requests, Choice(asks=True)
         if has_head:
-            options["head"] = self._head(drafts, weights)
+            options["head"] = self._with_head(requests)
         for layer in exit_layers:
             options[f"layer {layer}"] = self._layer(layer, written, most)
         best = max(options, key=lambda name: options[name][0])
-        if best == "given" and has_head and options["head"][0] > options["full"][0]:
+        if best == "given" and has_head and options["head"][0] > 1.0:
             best = "head"  # whose rounds verify given drafts as well
         for name in options:
-            if name != best and name != "given" and self._is_due(name):
+            due, wait = self._waits.get(name, (0, MIN_WAIT))
+            if name == best:
+                self._waits[name] = self._clock, max(wait // 2, MIN_WAIT)
+            elif name not in ("full", "given") and self._clock >= due:
+                self._waits[name] = self._clock + wait, min(2 * wait, MAX_WAIT)
                 trial = options[name][1]
-                if not trial.layer:
-                    return trial._replace(rounds=TRIAL_ROUNDS)
-                self.odds_of_all.fade(name)
-                length = min(max(trial.drafts, MIN_TRIAL_DRAFTS), most)
-                return trial._replace(rounds=1, drafts=length)
-        self._wins(best)
+                if trial.layer:
+                    return trial._replace(rounds=1)
+                about = requests.bit_length()
+                if about in self._head:
+                    self._head[about] = (2, *self._head[about][1:])
+                return trial._replace(rounds=HEAD_ROUNDS)
         return options[best][1]
-
-    def _is_due(self, name: str) -> bool:
-        """Whether an option is due for a trial; if so, its next wait is twice as long."""
-        due, wait = self._waits.get(name, (0, 1))
-        if self._clock < due:
-            return False
-        wait = min(2 * wait, MAX_WAIT)
-        self._waits[name] = self._clock + wait, wait
-        return True
-
-    def _wins(self, name: str) -> None:
-        """Halve the wait of the chosen option: once it loses, it is tried again sooner."""
-        _, wait = self._waits.get(name, (0, 1))
-        self._waits[name] = self._clock + wait, max(wait // 2, 1)
-
-    def _step(self, requests: int) -> float:
-        """The cost of one step of a head, in rounds of full depth."""
-        return self._steps.get(requests.bit_length(), FIRST_COST)
 
     def pick(
         self,
@@ -199,8 +170,8 @@ class Chooser:
         are expected in the time of a round of full depth.
         """
         requests, weights = len(drafts), _weights(drafts, others_wait)
-        passes = self.costs.rounds("verify", requests, FIRST_COST)
-        row_cost = _row_cost(passes, requests)
+        curve = self._rows(requests)
+        row_cost = _row_cost(curve, requests)
         counts_of_all = self.odds_of_all.counts  # as in Odds.share, without a call for each draft
         taken: list[Proposal] = []
         chances: list[tuple[float, int]] = []
@@ -226,7 +197,7 @@ class Chooser:
             taken.append(best)
             chances += zip(best_chances, repeat(i))
         chances.sort(reverse=True)
-        times = passes.between(0, len(chances))
+        times = curve.upto(len(chances))
         total, count, speed = float(requests), 0, requests / times[0]
         for number, (chance, _) in enumerate(chances, 1):
             total += chance
@@ -241,66 +212,55 @@ class Chooser:
                 taken[i] = proposal.first(kept_drafts)
         return taken, speed
 
-    def _head(self, drafts: Ordered[DraftState], weights: Ordered[float]) -> tuple[float, Choice]:
-        """Rounds with drafts of a head, by the means of such rounds so far: the tokens expected in
-        the time of a round of full depth, and the choice.
+    def odds(self, draft: DraftState) -> Odds:
+        """The acceptance rates of a request, which start from those over all requests."""
+        if draft.odds is None:
+            draft.odds = Odds(self.odds_of_all.share)
+        return draft.odds
+
+    def _rows(self, requests: int) -> Curve:
+        """Times of rounds that verify drafts, by their number; a row costs less than its share."""
+        return self.costs.curve("rows", requests, min(FIRST_COST, 0.75 / requests))
+
+    def _with_head(self, requests: int) -> tuple[float, Choice]:
+        """Rounds with drafts of a head: a request's tokens in the time of a round of full depth, by
+        the means of such rounds so far, and the choice.
         """
-        requests, about = len(drafts), len(drafts).bit_length()
-        accepted = verified = steps = 0.0
-        for draft, weight in zip(drafts, weights, strict=True):
-            mean = draft.head_rounds.get(about) or self._rounds_of(draft, requests)
-            accepted += weight * mean.accepted
-            verified += mean.verified
-            steps = max(steps, mean.steps)
-        step, low = self._step(requests), int(verified)
-        passes = self.costs.rounds("verify", requests, FIRST_COST)
-        before, after = passes.between(low, low + 1)
-        taken = before + (verified - low) * (after - before) + step * max(steps, 1.0)
-        # A draft is worth its row and step if it is accepted often enough.
-        worth = _row_cost(passes, requests) + (0.0 if self._at_once else step)
-        thresholds = tuple([min(worth / GOES_ON ** (k + 1), 1.0) for k in range(self._max_ahead)])
-        ahead = 1 + self._max_ahead - thresholds.count(1.0)
-        choice = Choice(asks=True, ahead=min(ahead, self._max_ahead), thresholds=thresholds)
-        return (requests + accepted) / taken, choice
-
-    def _rounds_of(self, draft: DraftState, requests: int) -> HeadRounds:
-        """The means of a request's rounds with a head, which start from those over all requests."""
-        about = requests.bit_length()
-        if about not in draft.head_rounds:
-            draft.head_rounds[about] = replace(self._all_rounds(about))
-        return draft.head_rounds[about]
-
-    def _all_rounds(self, about: int) -> HeadRounds:
-        if about not in self._head_rounds:
-            self._head_rounds[about] = replace(self._usual_head)
-        return self._head_rounds[about]
+        _, tokens, time = self._head.get(requests.bit_length(), (0, 0.0, 1.0))
+        curve, half = self._rows(requests), max(requests // 2, 1)
+        times = curve.upto(half * self._max_ahead)[::half]
+        thresholds = list[float]()
+        for k, (before, after) in enumerate(pairwise(times[1:]), 1):
+            # A further draft is worth its row and step if it is accepted often enough.
+            cost = requests / half * (after - before + (0.0 if self._at_once else curve.step))
+            thresholds.append(min(max(tokens / time, 1.0) * cost / self._goes_on**k, 1.0))
+        ahead = 1 + sum([threshold < 1.0 for threshold in thresholds])
+        thresholds.append(1.0)
+        return tokens / time, Choice(asks=True, ahead=ahead, thresholds=tuple(thresholds))
 
     def _layer(self, layer: int, written: Ordered[int], most: int) -> tuple[float, Choice]:
-        """Rounds in which a layer drafts: the tokens expected in the time of a round of full depth,
+        """Rounds in which a layer drafts: a request's tokens in the time of a round of full depth,
         and the draft length that gives most of them.
         """
-        source, times = f"layer {layer}", self._layer_times(layer, len(written))
+        source, times = f"layer {layer}", self._steps(layer, len(written)).upto(most)
         tokens, best, number = float(len(written)), 0.0, 1
-        # Outputs whose lengths have the same number of bits are counted together.
-        chances: dict[int, float] = {}
-        for size in written:
-            chances[size.bit_length()] = chances.get(size.bit_length(), 0.0) + 1.0
+        chances = [1.0] * len(written)
         for count in range(1, most + 1):
-            for place, chance in chances.items():
-                here = ((1 << place >> 1) + count).bit_length()
-                chances[place] = chance * min(self.odds_of_all.share((source, here)), 0.999)
-            tokens += sum(chances.values())
-            speed = tokens / times.at(count)
+            for i, size in enumerate(written):
+                share = self.odds_of_all.share((source, (size + count).bit_length()))
+                chances[i] *= min(share, 0.999)
+            tokens += sum(chances)
+            speed = tokens / times[count]
             if speed <= best:
                 break
             best, number = speed, count
-        return best, Choice(layer, number)
+        return best / len(written), Choice(layer, number)
 
-    def _layer_times(self, layer: int, requests: int) -> Times:
+    def _steps(self, layer: int, requests: int) -> Curve:
         """Times of rounds by a layer's steps; the layers above it verify what it drafted."""
         share = layer / self._num_layers
         slope = share + FIRST_COST + (1.0 - share) * FIRST_COST * requests
-        return self.costs.rounds(f"layer {layer}", requests, slope)
+        return self.costs.curve(f"layer {layer}", requests, slope)
 
     # Learning
 
@@ -310,40 +270,33 @@ class Chooser:
 
     def learn_given(self, requests: int, verified: int, steps: int, seconds: float) -> None:
         """Learn from the time of a round that verified drafts and in which a head made steps."""
-        passes = self.costs.rounds("verify", requests, FIRST_COST)
-        step = self._step(requests)
-        expected_pass = passes.at(verified)
-        expected = expected_pass + step * steps
-        ratio = self.costs.ratio(requests, seconds, expected)
-        if ratio is None:
-            return
-        if steps:
-            off = 0.5 * (ratio - expected)
-            passes.add(verified, expected_pass + off)
-            step = max(step + NEW * off / steps, 0.0)
-            self._steps[requests.bit_length()] = step
-        else:
-            passes.add(verified, ratio)
+        self.costs.learn(self._rows(requests), requests, verified, steps, seconds)
 
     def learn_layer(self, layer: int, requests: int, steps: int, seconds: float) -> None:
         """Learn from the time of a round in which a layer drafted."""
-        times = self._layer_times(layer, requests)
-        ratio = self.costs.ratio(requests, seconds, times.at(steps))
-        if ratio is not None:
-            times.add(steps, ratio)
+        self.costs.learn(self._steps(layer, requests), requests, steps, 0, seconds)
 
-    def learn_drafts(self, rounds: Iterable[tuple[DraftState, Proposal, int, int]]) -> None:
-        """Count the verified drafts of requests by their scores.
+    def learn_proposals(
+        self, rounds: Iterable[tuple[DraftState, Ordered[Proposal], Ordered[int]]]
+    ) -> None:
+        """Score what the sources proposed for requests, up to the first wrong draft of each.
 
         Args:
-            rounds: a request, its proposal, the drafts that were verified of it and those accepted.
+            rounds: a request, the proposals for it, and how its text went on.
         """
         counted: list[tuple[tuple[Odds, ...], list[Key], int]] = []
-        for draft, given, verified, accepted in rounds:
-            keys: list[Key] = []
-            for score in given.scores[:verified]:
-                keys.append((given.source, min(int(10 * score), 9)))
-            counted.append(((draft.odds or self.odds(draft), self.odds_of_all), keys, accepted))
+        for draft, proposals, tokens in rounds:
+            tables = draft.odds or self.odds(draft), self.odds_of_all
+            for proposal in proposals:
+                keys, accepted = list[Key](), 0
+                for token, score, got in zip(
+                    proposal.tokens, proposal.scores, tokens, strict=False
+                ):
+                    keys.append((proposal.source, min(int(10 * score), 9)))
+                    if token != got:
+                        break
+                    accepted += 1
+                counted.append((tables, keys, accepted))
         count_drafts(counted)
 
     def learn_layer_drafts(self, layer: int, rounds: Iterable[tuple[int, int, int]]) -> None:
@@ -361,20 +314,20 @@ class Chooser:
             counted.append((tables, list(zip(repeat(source), places)), accepted))
         count_drafts(counted)
 
-    def learn_head(self, rounds: Ordered[tuple[DraftState, int, int, int]], requests: int) -> None:
+    def learn_head(self, requests: int, tokens: int, verified: int, steps: int) -> None:
         """Learn from a round of requests for which a head had drafted, and drafted again.
 
         Args:
-            rounds: a request, the drafts that were accepted and verified, and the head's steps.
             requests: of the round.
+            tokens: the tokens that they got.
+            verified: the drafts that were verified.
+            steps: steps of the head.
         """
-        about = requests.bit_length()
-        of_all = self._all_rounds(about)
-        for draft, accepted, verified, steps in rounds:
-            for mean in (draft.head_rounds.get(about) or self._rounds_of(draft, requests), of_all):
-                mean.accepted += NEW * (accepted - mean.accepted)
-                mean.verified += NEW * (verified - mean.verified)
-                mean.steps += NEW * (steps - mean.steps)
+        curve, about = self._rows(requests), requests.bit_length()
+        gain, time = tokens / requests, curve.upto(verified)[-1] + steps * curve.step
+        count, gains, times = self._head.get(about, (0, gain, time))
+        new = max(NEW, 1.0 / (count + 1))
+        self._head[about] = count + 1, gains + new * (gain - gains), times + new * (time - times)
 
 
 def _weights(drafts: Ordered[DraftState], others_wait: bool) -> list[float]:
@@ -388,13 +341,12 @@ def _weights(drafts: Ordered[DraftState], others_wait: bool) -> list[float]:
     return [scale * count for count in counts]
 
 
-def _row_cost(passes: Times, requests: int) -> float:
+def _row_cost(curve: Curve, requests: int) -> float:
     """The cost of one draft's row, in tokens of full depth: the mean over one draft for every
     second request, since products take several rows at a time.
     """
     count = max(requests // 2, 1)
-    times = passes.between(0, count)
-    return max(requests * (times[-1] - times[0]) / count, 0.0)
+    return requests * (curve.upto(count)[-1] - 1.0) / count
 
 
 def best_exit_layers(agreement: Ordered[float] | None, step: int = 1) -> tuple[int, ...]:
@@ -415,4 +367,4 @@ def best_exit_layers(agreement: Ordered[float] | None, step: int = 1) -> tuple[i
         )
 
     gains = sorted(((gain(place), place) for place in range(1, count_exits)), reverse=True)
-    return tuple(place * step for value, place in gains[:2] if value > MIN_GAIN)
+    return tuple(place * step for value, place in gains[:2] if value > 1.0)

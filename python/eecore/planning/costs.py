@@ -1,4 +1,4 @@
-"""Seconds of rounds, measured as they run: exponential means by a whole number, lines between.
+"""Times of rounds, measured as they run.
 
 A round lasts from the end of the previous round to its own end: scheduling, planning, the pass, and
 the host's work on its tokens.
@@ -6,126 +6,112 @@ the host's work on its tokens.
 
 from __future__ import annotations
 
-import bisect
-from math import exp, log
+from operator import mul
 
-from eecore.planning.odds import NEW
-
+NEW = 0.1
+"""The weight of a new round in what is known of rounds of its kind; the first ones weigh more."""
+SLOWDOWN = 0.25
+"""The share of an unexpected time that is ascribed to the machine's slowdown."""
+KEEP = 0.98
+"""The share of the machine's slowdown that is kept from one round with drafts to the next: such
+rounds alone do not say whether the machine is slower or their drafts cost more.
+"""
+FIRST_COST = 0.08
+"""The cost, in rounds of full depth, that is assumed until it is measured: for one more row, for
+one step of a head, and for the LM head after a step of layers.
+"""
 MAX_SLOWER = 1.5
 """The largest multiple of the expected time that a round counts; a longer one was disturbed."""
+GROUPS = 16
+"""Groups of drafts that cost the same: 1, 2, 3 to 4, 5 to 8, ..."""
 
 
-class Times:
-    """Means of measurements by a whole number.
+class Curve:
+    """Times of a kind of rounds by their number of drafts, in rounds of full depth.
+
+    Products take several rows at a time, so the drafts of a group cost the same.
 
     Args:
-        base: the expected value at 0; None: unknown.
-        slope: the expected increase from one number to the next, until it is measured.
+        slope: the expected cost of a draft.
     """
 
-    def __init__(self, base: float | None, slope: float) -> None:
-        self.slope = slope
-        self._places: list[int] = [] if base is None else [0]
-        self._means: dict[int, float] = {} if base is None else {0: base}
-        self._counts: dict[int, int] = {}
+    def __init__(self, slope: float) -> None:
+        self._slopes = [slope] * GROUPS
+        self._counts = [0] * GROUPS
+        self.step = FIRST_COST
+        """The cost of one step of a head."""
 
-    def measured(self, place: int) -> float | None:
-        """The mean at a place; None unless it lies between half the smallest measured place and
-        twice the largest.
-        """
-        places = self._places
-        if not places or places[0] > 2 * place or place > 2 * places[-1]:
-            return None
-        return self._means.get(place) or self.at(place)
+    def upto(self, count: int) -> list[float]:
+        """The times with 0, 1, ..., ``count`` drafts."""
+        times = [1.0]
+        for k in range(count):
+            times.append(times[-1] + self._slopes[k.bit_length()])
+        return times
 
-    def at(self, place: int) -> float:
-        """The mean at a place, as in :meth:`between`."""
-        known = self._means.get(place)
-        return self.between(place, place)[0] if known is None else known
-
-    def between(self, first: int, last: int) -> list[float]:
-        """The means at ``first``, ..., ``last``: measured, or on the line between two neighbours.
-        Before the first and after the last measured place the slope is that from the first to the
-        last; before the first, the mean is at least proportional to the place.
-        """
-        places, means, found = self._places, self._means, list[float]()
-        for place in range(first, last + 1):
-            mean = means.get(place)
-            at = 0 if mean is not None else bisect.bisect(places, place)
-            if 0 < at < len(places):
-                low, high = places[at - 1], places[at]
-                share = (place - low) / (high - low)
-                mean = means[low] + share * (means[high] - means[low])
-            elif mean is None:
-                least, most, slope = places[0], places[-1], self.slope
-                if len(places) > 1:
-                    slope = max((means[most] - means[least]) / (most - least), 0.0)
-                near = most if at else least
-                proportional = means[near] * min(place / max(near, 1), 1.0)
-                mean = max(means[near] + slope * (place - near), proportional)
-            found.append(mean)
-        return found
-
-    def add(self, place: int, value: float) -> None:
-        """Count a measurement; the first at a place is taken as it is."""
-        count = self._counts[place] = self._counts.get(place, 0) + 1
-        known = self._means.get(place)
-        if known is None:
-            bisect.insort(self._places, place)
-        if known is None or count == 1:
-            self._means[place] = value
-        elif count == 2:
-            self._means[place] = min(value, known)  # the larger one may have been disturbed
-        else:
-            self._means[place] = known + NEW * (value - known)
+    def add(self, count: int, steps: int, excess: float) -> None:
+        """Learn that a round took longer than expected by ``excess``, which may be negative."""
+        sizes, low = list[int](), 0
+        while low < count:
+            high = max(2 * low, 1)
+            sizes.append(min(high, count) - low)
+            low = high
+        share = excess / max(steps**2 + sum(map(mul, sizes, sizes)), 1)
+        for k, size in enumerate(sizes):
+            self._counts[k] += 1  # an expected slope weighs as much as one measurement
+            new = max(NEW, 1.0 / (1 + self._counts[k]))
+            self._slopes[k] = max(self._slopes[k] + new * share * size, 0.0)
+        tried = len(sizes)
+        if sizes and not self._counts[tried]:  # longer drafts are expected to cost as much
+            self._slopes[tried:] = [self._slopes[tried - 1]] * (GROUPS - tried)
+        self.step = max(self.step + NEW * share * steps, 0.0)
 
 
 class Costs:
-    """Seconds of rounds by their requests, drafts and steps."""
+    """Seconds of rounds of full depth by their requests, and times of other rounds beside them."""
 
     def __init__(self) -> None:
-        self._full = Times(None, 0.0)
+        self._full: dict[int, float] = {}
         self._slowdown = 1.0
         """The machine's current slowdown, a factor of all times."""
-        self._rounds: dict[tuple[str, int], Times] = {}
+        self._curves: dict[tuple[str, int], Curve] = {}
 
     def full(self, requests: int) -> float | None:
-        """Seconds of a round of full depth; None where they have not been measured."""
-        known = self._full.measured(requests)
-        return None if known is None else known * self._slowdown
-
-    def rounds(self, kind: str, requests: int, slope: float) -> Times:
-        """Rounds of a kind, in rounds of full depth, by their drafts or steps.
-
-        Args:
-            requests: of the round; numbers of one bit length share a table.
-            slope: the expected cost of one more draft or step.
+        """Seconds of a round of full depth; None unless rounds of half to twice as many requests
+        have been measured.
         """
+        known = self._full
+        if requests in known:
+            return known[requests] * self._slowdown
+        if not any(n <= 2 * requests <= 4 * n for n in known):
+            return None
+        low = max([n for n in known if n <= requests], default=min(known))
+        high = min([n for n in known if n >= requests], default=low)
+        share = (requests - low) / (high - low) if low < high else 0.0
+        return (known[low] + share * (known[high] - known[low])) * self._slowdown
+
+    def curve(self, kind: str, requests: int, slope: float = FIRST_COST) -> Curve:
+        """Rounds of a kind; numbers of requests of one bit length share a curve."""
         key = kind, requests.bit_length()
-        times = self._rounds.get(key)
-        if times is None:
-            times = self._rounds[key] = Times(1.0, slope)
-        return times
+        curve = self._curves.get(key)
+        if curve is None:
+            curve = self._curves[key] = Curve(slope)
+        return curve
 
     def learn_full(self, requests: int, seconds: float) -> None:
         """Count a round of full depth that followed another one of the same requests."""
         full = self.full(requests)
         if full is not None:
             seconds = min(seconds, MAX_SLOWER * full)
-            self._slowdown *= exp(NEW * log(seconds / full))
-        self._full.add(requests, seconds / self._slowdown)
+            self._slowdown *= (seconds / full) ** SLOWDOWN
+        seconds /= self._slowdown
+        known = self._full.setdefault(requests, seconds)
+        self._full[requests] = known + NEW * (seconds - known)
 
-    def ratio(self, requests: int, seconds: float, expected: float) -> float | None:
-        """The time of a round in rounds of full depth; the slowdown is updated by it.
-
-        Args:
-            requests: of the round.
-            seconds: the time that the round took.
-            expected: the expected time, in rounds of full depth.
-        """
+    def learn(self, curve: Curve, requests: int, count: int, steps: int, seconds: float) -> None:
+        """Learn from the seconds of a round with ``count`` drafts and ``steps`` of a head."""
         full = self.full(requests)
-        if full is None:
-            return None
-        slower = min(seconds / (full * expected), MAX_SLOWER)
-        self._slowdown *= exp(NEW * log(slower))
-        return float(slower ** (1.0 - NEW) * expected)
+        if full is not None:
+            expected = curve.upto(count)[-1] + steps * curve.step
+            slower = min(seconds / (full * expected), MAX_SLOWER)
+            self._slowdown = (self._slowdown * slower**SLOWDOWN) ** KEEP
+            curve.add(count, steps, (slower ** (1.0 - SLOWDOWN) - 1.0) * expected)

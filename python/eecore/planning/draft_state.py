@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from eecore.planning.draft_stop import AdaptiveDraftStop
 from eecore.planning.guided import Guided
 from eecore.planning.ngrams import NgramIndex
-from eecore.planning.odds import HeadRounds, Odds
+from eecore.planning.odds import Odds
 from eecore.planning.proposal import Ahead, DraftSource
 from eecore.planning.route import GIVEN, Route, make_route
 from eecore.scheduling.sequence import Sequence
@@ -36,8 +36,6 @@ class DraftState:
     """How often the request's drafts are accepted, once ``Auto`` has chosen for it."""
     lead: float = 0.0
     """Tokens of the request's rounds, less the tokens of full depth in the same time."""
-    head_rounds: dict[int, HeadRounds] = field(default_factory=dict)
-    """Means of the rounds with a draft head, by the bit length of their number of requests."""
 
 
 def draft_state(sequence: Sequence, exit_layers: range, guided: Guided | None = None) -> DraftState:

@@ -1,10 +1,9 @@
-"""How often drafts are accepted, by source and score, and what rounds with a draft head give."""
+"""How often drafts are accepted, by source and score."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
 
 Key = tuple[str, int]
 """The source of a draft, and the tenth that its score is in; for a layer's draft, the bit length of
@@ -15,10 +14,6 @@ HALVE_AFTER = 32.0
 """Number of drafts after which older ones count half."""
 PRIOR_DRAFTS = 4.0
 """Number of drafts that an expected rate weighs as much as."""
-NEW = 0.1
-"""The weight of a new round in a mean, and the share of an unexpected time that is ascribed to the
-machine's slowdown.
-"""
 
 
 class Odds:
@@ -40,16 +35,9 @@ class Odds:
         known = self.counts.get(key)
         return self.expected(key) if known is None else known[0] / known[1]
 
-    def fade(self, source: str) -> None:
-        """Reduce the counts of a source to the weight of an expected rate."""
-        for key, known in self.counts.items():
-            if key[0] == source and known[1] > PRIOR_DRAFTS:
-                known[:] = [PRIOR_DRAFTS * known[0] / known[1], PRIOR_DRAFTS]
-
 
 def count_drafts(rounds: Iterable[tuple[Ordered[Odds], Ordered[Key], int]]) -> None:
-    """Count drafts in tables: the accepted ones, and the first rejected one of each round. The
-    later ones were not compared.
+    """Count drafts in tables: the accepted ones, and the first rejected one of each round.
 
     Args:
         rounds: the tables, the key of each draft, and the number of accepted drafts.
@@ -63,15 +51,4 @@ def count_drafts(rounds: Iterable[tuple[Ordered[Odds], Ordered[Key], int]]) -> N
                 known[0] += k < accepted
                 known[1] += 1.0
                 if known[1] >= 2.0 * HALVE_AFTER:
-                    known[0] *= 0.5
-                    known[1] *= 0.5
-
-
-@dataclass(slots=True)
-class HeadRounds:
-    """Means of one request's rounds with drafts of a draft head."""
-
-    accepted: float
-    verified: float
-    steps: float
-    """Drafts that the head makes for the next round."""
+                    known[:] = 0.5 * known[0], 0.5 * known[1]

@@ -16,7 +16,7 @@ from eecore.planning.auto import FULL, Choice, Chooser
 from eecore.planning.draft_state import DraftState, draft_state
 from eecore.planning.heads import max_ahead
 from eecore.planning.proposal import NOTHING, Proposal
-from eecore.planning.route import GIVEN, DraftPath, Route, draft_path
+from eecore.planning.route import GIVEN, Route, draft_path
 from eecore.planning.row import Outcome, Row
 from eecore.planning.sources import given_by_policy, proposals
 from eecore.scheduling.scheduler import Work
@@ -38,8 +38,10 @@ class HeldChoice:
     choice: Choice
     left: int
     """Rounds for which the choice is held after the one that is planned."""
-    asked: list[list[Proposal]] | None = None
+    asked: list[list[Proposal]]
     """The proposals of the sources for the first round."""
+    written: list[int]
+    """Output tokens of each request before that round."""
 
 
 class Planner:
@@ -170,7 +172,7 @@ class Planner:
             if in_flight is not None:
                 last, follows = in_flight[work.sequence]
                 pending = 1 + last.work.max_drafts
-            rows.append(Row(work, route, drafts, ahead, thresholds, follows, pending))
+            rows.append(Row(work, route, drafts, ahead, thresholds, (), follows, pending))
         return rows, free
 
     def _asked(self, rows: list[Row]) -> list[list[Proposal]]:
@@ -195,7 +197,8 @@ class Planner:
         sequences = [row.work.sequence for row in rows]
         held = self.held
         most = max([row.work.max_drafts for row in rows])
-        if held is None or held.left <= 0 or not set(sequences).issubset(held.sequences):
+        is_new = held is None or held.left <= 0 or not set(sequences).issubset(held.sequences)
+        if is_new or held is None:
             held = self.held = self._new_choice(rows, sequences, most)
         else:
             held.left -= 1
@@ -213,19 +216,20 @@ class Planner:
             ]
         if not choice.asks or (most == 0 and not self._ahead):
             return rows
-        asked, held.asked = held.asked, None
         on_device = choice.ahead and self._in_flight is not None  # where the head's drafts are
         given = [NOTHING] * len(rows)
+        asked: list[list[Proposal]] = [[] for _ in rows]
         if not on_device:
-            if asked is None:
-                asked = self._asked(rows)
+            asked = held.asked if is_new else self._asked(rows)
             if any(asked):
                 drafts = [each.draft for each in sequences if each.draft is not None]
                 given, _ = self.chooser.pick(drafts, asked, others_wait=self._others_wait)
         if not (choice.ahead or self._ahead or any(map(attrgetter("tokens"), given))):
+            if any(asked):  # drafts that are not verified are scored as well
+                rows = [row._replace(proposed=its) for row, its in zip(rows, asked, strict=True)]
             return rows
         made, follows, pending = list[Row](), None, 0
-        for row, proposal in zip(rows, given, strict=True):
+        for row, its, proposal in zip(rows, asked, given, strict=True):
             work, tokens, draft = row.work, proposal.tokens, row.work.sequence.draft
             assert draft is not None
             route = draft.routes.get(0) or self._route(draft, 0)
@@ -238,15 +242,24 @@ class Planner:
                 work = Work(work.sequence, 1, len(tokens))
             ahead = 0 if proposal.source == "text" else choice.ahead
             made.append(
-                Row(work, route, tokens, ahead, choice.thresholds, follows, pending, proposal)
+                Row(work, route, tokens, ahead, choice.thresholds, its, follows, pending, proposal)
             )
         return made
 
     def _new_choice(self, rows: list[Row], sequences: list[Sequence], most: int) -> HeldChoice:
         """A choice for the next rounds of these requests."""
+        lengths = [len(sequence.output_ids) for sequence in sequences]
         if most == 0:  # no pages for drafts; the next round may have some
-            return HeldChoice(sequences, FULL, 0)
-        chooser = self.chooser
+            return HeldChoice(sequences, FULL, 0, [], lengths)
+        chooser, last = self.chooser, self.held
+        if last is not None and not last.choice.asks:  # else the rounds have counted them
+            for sequence, its, start in zip(last.sequences, last.asked, last.written, strict=False):
+                for each in its:
+                    before = [] if each.before is None else each.before[0]
+                    end = start + len(before)
+                    if sequence.output_ids[start:end] == before and sequence.draft is not None:
+                        found = sequence.draft, [each], sequence.output_ids[end:]
+                        chooser.learn_proposals([found])
         drafts = [each.draft for each in sequences if each.draft is not None]
         exit_layers: tuple[int, ...] | None = None
         head = self._model.draft_head
@@ -266,14 +279,15 @@ class Planner:
         asked = self._asked(rows)
         choice = chooser.choose(
             drafts,
-            [len(sequence.output_ids) for sequence in sequences],
+            lengths,
             most,
             given=asked,
             exit_layers=exit_layers or (),
             has_head=has_head,
             others_wait=self._others_wait,
+            looks_up=not self._ahead and any(draft.route.ngrams for draft in drafts),
         )
-        return HeldChoice(sequences, choice, choice.rounds - 1, asked)
+        return HeldChoice(sequences, choice, choice.rounds - 1, asked, lengths)
 
     def _route(self, draft: DraftState, layer: int) -> Route:
         """The route of an ``Auto`` request whose drafts ``layer`` makes; 0: drafts are given."""
@@ -294,13 +308,11 @@ class Planner:
             seconds: from the end of the previous iteration to the end of this one; None where the
                 time includes other work.
         """
-        path = rows[0].route.path
-        goes_on = path is None and rows is self._last
-        if not goes_on:
-            self._last = rows if path is None else None
+        last, self._last = self._last, rows if rows[0].route.path is None else None
+        if rows is not last:
             ways = {(row.route.depth, row.route.points) for row in rows}
             self._is_full = ways == {(self._exit_layers[-1], ())}
-        is_full = goes_on and self._is_full
+        is_full = last is not None and self._last is not None and self._is_full
         if is_full and self.held is None:  # no choice depends on it: most rounds skip the work
             self._num_plain += 1
             if self._num_plain % PLAIN_ROUNDS:
@@ -308,73 +320,63 @@ class Planner:
         chooser = self.chooser
         if is_full and seconds is not None:
             chooser.costs.learn_full(len(rows), seconds)
-        full = None
         if self.held is not None:
             chooser.count_round()
-            if path is not None:
-                full = self._learn_drafts(chooser, path, rows, outcomes, seconds)
-        if seconds is None:
-            return
-        full = full or chooser.costs.full(len(rows))
-        if full is not None:
+            if self._last is None or rows[0].proposed:
+                self._learn_drafts(chooser, rows, outcomes, seconds)
+        full = None if seconds is None else chooser.costs.full(len(rows))
+        if seconds is not None and full is not None:
             for outcome in outcomes:
                 outcome.seconds, outcome.full_depth_s = seconds, full
+                if outcome.sequence.draft is not None:
+                    outcome.sequence.draft.lead += len(outcome.token_ids) - seconds / full
 
     def _learn_drafts(
         self,
         chooser: Chooser,
-        path: DraftPath,
         rows: Ordered[Row],
         outcomes: Ordered[Outcome],
         seconds: float | None,
-    ) -> float | None:
-        """Learn from a round of drafts, of which some rows may be of ``Auto`` requests.
-
-        Returns:
-            Seconds of a round of full depth, where the round was timed and they are known.
-        """
-        num_verified = most_verified = 0
-        free, all_steps = list[tuple[Row, Outcome]](), list[int]()
+    ) -> None:
+        """Learn from a round of drafts, of which some rows may be of ``Auto`` requests."""
+        path = rows[0].route.path
+        verified, tokens, steps = list[int](), 0, 0
+        by_source = list[tuple[DraftState, list[Proposal], list[int]]]()
+        by_layer = list[tuple[int, int, int]]()
+        has_drafted = False
         for row, outcome in zip(rows, outcomes, strict=True):
-            verified, ahead = outcome.counters.drafted, outcome.ahead
-            num_verified += verified
-            most_verified = max(most_verified, verified)
-            if row.route.auto is not None and outcome.error is None:
-                free.append((row, outcome))
+            text, draft, ahead = (
+                row.work.sequence.output_ids,
+                row.work.sequence.draft,
+                outcome.ahead,
+            )
+            if row.route.auto is None or outcome.error is not None or draft is None:
+                continue
+            tokens += len(outcome.token_ids)
+            verified.append(outcome.counters.drafted)
+            by_layer.append((len(text), outcome.counters.drafted, outcome.counters.accepted))
+            if row.ahead:
+                has_drafted = has_drafted or draft.ahead is not None
                 # A head that drafts a block makes one step; others make one for each draft.
-                steps = 1 if ahead is None or self._at_once else len(ahead.tokens)
-                all_steps.append(min(row.ahead, steps))
-        if seconds is not None and len(free) == len(rows):
-            if path.is_given:
-                chooser.learn_given(len(rows), num_verified, max(all_steps), seconds)
-            elif most_verified:
-                chooser.learn_layer(path.num_layers, len(rows), most_verified, seconds)
-        full = None if seconds is None else chooser.costs.full(len(rows))
-        took = seconds / full if seconds and full else 0.0
-        by_layers = list[tuple[int, int, int]]()
-        by_source = list[tuple[DraftState, Proposal, int, int]]()
-        by_head = list[tuple[DraftState, int, int, int]]()
-        for (row, outcome), steps in zip(free, all_steps, strict=True):
-            sequence, given, counters = row.work.sequence, row.given, outcome.counters
-            draft, verified, accepted = sequence.draft, counters.drafted, counters.accepted
-            assert draft is not None
-            if took:
-                draft.lead += len(outcome.token_ids) - took
-            if path.is_given:
-                before = None if given.before is None else given.before[0]
-                if before is None or sequence.output_ids[-len(before) :] == before:
-                    by_source.append((draft, given, verified, accepted))
-            else:
-                by_layers.append((len(sequence.output_ids), verified, accepted))
-            if row.ahead and draft.ahead is not None and given.source != "text":
-                by_head.append((draft, accepted, verified, steps))
+                steps = max(steps, 1 if self._at_once or ahead is None else len(ahead.tokens))
+            its = list[Proposal]()
+            for each in row.proposed:
+                before = () if each.before is None else each.before[0]
+                if not before or text[-len(before) :] == before:
+                    its.append(each)
+            if its:
+                by_source.append((draft, its, outcome.token_ids))
         if by_source:
-            chooser.learn_drafts(by_source)
-        if by_layers:
-            chooser.learn_layer_drafts(path.num_layers, by_layers)
-        if by_head:
-            chooser.learn_head(by_head, len(free))
-        return full
+            chooser.learn_proposals(by_source)
+        if path is not None and not path.is_given:
+            chooser.learn_layer_drafts(path.num_layers, by_layer)
+        if path is not None and seconds is not None and len(verified) == len(rows):
+            if path.is_given:
+                chooser.learn_given(len(rows), sum(verified), steps, seconds)
+            elif any(verified):
+                chooser.learn_layer(path.num_layers, len(rows), max(verified), seconds)
+        if has_drafted:
+            chooser.learn_head(len(verified), tokens, sum(verified), steps)
 
 
 def _tell(head: DraftHead, rows: Ordered[Row]) -> None:

@@ -25,6 +25,8 @@ class Row(NamedTuple):
     """Maximum number of drafts that a draft head makes for the next round."""
     ahead_thresholds: Ordered[float] = ()
     """A probability for each of these drafts: the head stops after a draft that is less likely."""
+    proposed: Ordered[Proposal] = ()
+    """What the sources have proposed for an ``Auto`` request."""
     follows: int | None = None
     """The row of the program's run in flight whose result this row continues; None: the row
     continues after the last token of its text.
