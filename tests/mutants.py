@@ -642,6 +642,27 @@ DECODING = (
         "tests/planning/test_lookup.py",
     ),
     Mutant(
+        "wrong-draft-scored-as-right",
+        "python/eecore/planning/odds.py",
+        "known[0] += k < accepted",
+        "known[0] += k <= accepted",
+        "tests/planning/test_auto.py",
+    ),
+    Mutant(
+        "drafts-after-a-wrong-one-scored",
+        "python/eecore/planning/auto.py",
+        "                    if token != got:\n                        break\n",
+        "",
+        "tests/planning/test_auto.py",
+    ),
+    Mutant(
+        "rows-cost-nothing",
+        "python/eecore/planning/costs.py",
+        "times.append(times[-1] + self._slopes[k.bit_length()])",
+        "times.append(times[-1])",
+        "tests/planning/test_auto.py",
+    ),
+    Mutant(
         "draft-stop-moves-the-wrong-way",
         "python/eecore/planning/draft_stop.py",
         "easy = 0.0 if drafted == num_drafts else -0.01",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -274,8 +275,8 @@ class Held(Chooser):
         (FULL, True, 60, 6),
         (TEXT, False, 60, 8),
         (TEXT, True, 82, 8),
-        (HEAD, False, 91, 17),
-        (HEAD, True, 88, 6),
+        (HEAD, False, 91, 13),
+        (HEAD, True, 86, 6),
         (LAYER, False, 71, 6),
         (LAYER, True, 76, 6),
     ],
@@ -290,7 +291,7 @@ def test_rounds_of_auto_cost_few_calls(
     of_row: int,
     rows: int,
 ) -> None:
-    """In rounds of one choice; every eighth one makes it again."""
+    """In most rounds of one choice; some make a choice or a program."""
     ticks = SimpleNamespace(perf_counter=itertools.count().__next__)
     monkeypatch.setattr(iterate, "time", ticks)  # all rounds take the same time
     network = model.network
@@ -305,7 +306,7 @@ def test_rounds_of_auto_cost_few_calls(
         for _ in range(warm_up):
             engine.step()
         if warm_up == 16:
-            calls = python_calls(engine)
+            calls = statistics.median([python_calls(engine, 1) for _ in range(8)])
         for request_id in engine.requests:
             engine.cancel(request_id)
     assert calls <= of_round + rows * of_row

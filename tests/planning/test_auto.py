@@ -392,20 +392,20 @@ def test_the_cost_of_drafts_is_learnt_by_their_number() -> None:
     assert curve.upto(32) == before
 
 
-def test_a_round_tells_of_all_that_the_machine_is_slower() -> None:
+def test_full_depth_is_known_near_what_was_measured() -> None:
     costs = Costs()
     assert costs.full(4) is None
-    for _ in range(4):
-        costs.learn_full(1, 1.0)
-        costs.learn_full(8, 2.0)
-    assert costs.full(1) == pytest.approx(1.0)
-    for _ in range(40):
-        costs.learn(costs.curve("rows", 8), 8, 0, 0, 4.0)
-    assert costs.full(1) == pytest.approx(2.0, rel=0.1)
-    assert costs.full(8) == pytest.approx(4.0, rel=0.1)
-    assert (costs.full(1) or 0.0) < (costs.full(2) or 0.0) < (costs.full(8) or 0.0)  # between two
-    assert costs.full(16) == costs.full(8)
+    costs.learn_full(1, 1.0)
+    costs.learn_full(8, 2.0)
+    assert costs.full(1) == 1.0
+    assert costs.full(2) == pytest.approx(1.0 + 1.0 / 7.0)  # between two
+    assert costs.full(16) == 2.0
     assert costs.full(17) is None
+    costs.learn_full(8, 90.0)  # disturbed
+    assert costs.full(8) == pytest.approx(2.25)
+    for _ in range(40):
+        costs.learn_full(8, 4.0)
+    assert costs.full(8) == pytest.approx(4.0, rel=0.01)
 
 
 def test_every_source_is_scored_up_to_its_first_wrong_draft() -> None:

@@ -16,11 +16,13 @@ from itertools import chain, pairwise, repeat
 from math import exp
 from typing import NamedTuple
 
-from eecore.planning.costs import FIRST_COST, NEW, Costs, Curve
+from eecore.planning.costs import FIRST_COST, MAX_SLOWER, NEW, Costs, Curve
 from eecore.planning.draft_state import DraftState
 from eecore.planning.odds import Key, Odds, count_drafts
 from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
 
+MIN_GAIN = 1.03
+"""An option is chosen over full depth if it promises more than this many times its tokens."""
 HOLD_ROUNDS = 8
 """Rounds of the same requests for which a choice is held."""
 FIRST_ROUNDS = 3
@@ -133,7 +135,7 @@ class Chooser:
         requests = len(drafts)
         if self.costs.full(requests) is None:
             return FULL._replace(rounds=FIRST_ROUNDS)
-        options = {"full": (1.0, FULL._replace(asks=looks_up))}
+        options = {"full": (MIN_GAIN, FULL._replace(asks=looks_up))}
         if any(given) and not looks_up:
             tokens = self.pick(drafts, given, others_wait=others_wait)[1]
             options["given"] = tokens / requests, Choice(asks=True)
@@ -142,7 +144,7 @@ class Chooser:
         for layer in exit_layers:
             options[f"layer {layer}"] = self._layer(layer, written, most)
         best = max(options, key=lambda name: options[name][0])
-        if best == "given" and has_head and options["head"][0] > 1.0:
+        if best == "given" and has_head and options["head"][0] > MIN_GAIN:
             best = "head"  # whose rounds verify given drafts as well
         for name in options:
             due, wait = self._waits.get(name, (0, MIN_WAIT))
@@ -314,19 +316,20 @@ class Chooser:
             counted.append((tables, list(zip(repeat(source), places)), accepted))
         count_drafts(counted)
 
-    def learn_head(self, requests: int, tokens: int, verified: int, steps: int) -> None:
+    def learn_head(self, requests: int, tokens: int, seconds: float) -> None:
         """Learn from a round of requests for which a head had drafted, and drafted again.
 
         Args:
             requests: of the round.
             tokens: the tokens that they got.
-            verified: the drafts that were verified.
-            steps: steps of the head.
+            seconds: the time of the round.
         """
-        curve, about = self._rows(requests), requests.bit_length()
-        gain, time = tokens / requests, curve.upto(verified)[-1] + steps * curve.step
+        full = self.costs.full(requests)
+        if full is None:
+            return
+        about, gain, time = requests.bit_length(), tokens / requests, seconds / full
         count, gains, times = self._head.get(about, (0, gain, time))
-        new = max(NEW, 1.0 / (count + 1))
+        time, new = min(time, MAX_SLOWER * times), max(NEW, 1.0 / (count + 1))
         self._head[about] = count + 1, gains + new * (gain - gains), times + new * (time - times)
 
 
@@ -367,4 +370,4 @@ def best_exit_layers(agreement: Ordered[float] | None, step: int = 1) -> tuple[i
         )
 
     gains = sorted(((gain(place), place) for place in range(1, count_exits)), reverse=True)
-    return tuple(place * step for value, place in gains[:2] if value > 1.0)
+    return tuple(place * step for value, place in gains[:2] if value > MIN_GAIN)

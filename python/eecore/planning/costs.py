@@ -10,12 +10,8 @@ from operator import mul
 
 NEW = 0.1
 """The weight of a new round in what is known of rounds of its kind; the first ones weigh more."""
-SLOWDOWN = 0.25
-"""The share of an unexpected time that is ascribed to the machine's slowdown."""
-KEEP = 0.98
-"""The share of the machine's slowdown that is kept from one round with drafts to the next: such
-rounds alone do not say whether the machine is slower or their drafts cost more.
-"""
+NEW_FULL = 0.25
+"""The weight of a new round in the mean of rounds of full depth, which all other times refer to."""
 FIRST_COST = 0.08
 """The cost, in rounds of full depth, that is assumed until it is measured: for one more row, for
 one step of a head, and for the LM head after a step of layers.
@@ -71,8 +67,6 @@ class Costs:
 
     def __init__(self) -> None:
         self._full: dict[int, float] = {}
-        self._slowdown = 1.0
-        """The machine's current slowdown, a factor of all times."""
         self._curves: dict[tuple[str, int], Curve] = {}
 
     def full(self, requests: int) -> float | None:
@@ -81,13 +75,13 @@ class Costs:
         """
         known = self._full
         if requests in known:
-            return known[requests] * self._slowdown
+            return known[requests]
         if not any(n <= 2 * requests <= 4 * n for n in known):
             return None
         low = max([n for n in known if n <= requests], default=min(known))
         high = min([n for n in known if n >= requests], default=low)
         share = (requests - low) / (high - low) if low < high else 0.0
-        return (known[low] + share * (known[high] - known[low])) * self._slowdown
+        return known[low] + share * (known[high] - known[low])
 
     def curve(self, kind: str, requests: int, slope: float = FIRST_COST) -> Curve:
         """Rounds of a kind; numbers of requests of one bit length share a curve."""
@@ -99,13 +93,11 @@ class Costs:
 
     def learn_full(self, requests: int, seconds: float) -> None:
         """Count a round of full depth that followed another one of the same requests."""
-        full = self.full(requests)
-        if full is not None:
-            seconds = min(seconds, MAX_SLOWER * full)
-            self._slowdown *= (seconds / full) ** SLOWDOWN
-        seconds /= self._slowdown
-        known = self._full.setdefault(requests, seconds)
-        self._full[requests] = known + NEW * (seconds - known)
+        full = self._full.get(requests)
+        if full is None:
+            self._full[requests] = seconds
+        else:
+            self._full[requests] += NEW_FULL * (min(seconds, MAX_SLOWER * full) - full)
 
     def learn(self, curve: Curve, requests: int, count: int, steps: int, seconds: float) -> None:
         """Learn from the seconds of a round with ``count`` drafts and ``steps`` of a head."""
@@ -113,5 +105,4 @@ class Costs:
         if full is not None:
             expected = curve.upto(count)[-1] + steps * curve.step
             slower = min(seconds / (full * expected), MAX_SLOWER)
-            self._slowdown = (self._slowdown * slower**SLOWDOWN) ** KEEP
-            curve.add(count, steps, (slower ** (1.0 - SLOWDOWN) - 1.0) * expected)
+            curve.add(count, steps, (slower - 1.0) * expected)

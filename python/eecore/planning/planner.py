@@ -370,13 +370,14 @@ class Planner:
             chooser.learn_proposals(by_source)
         if path is not None and not path.is_given:
             chooser.learn_layer_drafts(path.num_layers, by_layer)
-        if path is not None and seconds is not None and len(verified) == len(rows):
-            if path.is_given:
-                chooser.learn_given(len(rows), sum(verified), steps, seconds)
-            elif any(verified):
-                chooser.learn_layer(path.num_layers, len(rows), max(verified), seconds)
+        if path is None or seconds is None or len(verified) < len(rows):
+            return
+        if path.is_given:
+            chooser.learn_given(len(rows), sum(verified), steps, seconds)
+        elif any(verified):
+            chooser.learn_layer(path.num_layers, len(rows), max(verified), seconds)
         if has_drafted:
-            chooser.learn_head(len(verified), tokens, sum(verified), steps)
+            chooser.learn_head(len(rows), tokens, seconds)
 
 
 def _tell(head: DraftHead, rows: Ordered[Row]) -> None:
