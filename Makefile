@@ -45,7 +45,7 @@ fuzz:  ## hostile inputs of every kind, with new seeds, for MINUTES=10
 sanitize:  ## ops under AddressSanitizer and UBSan: their tests, then fuzzing for MINUTES=10
 	@$(SETUP) test
 	@$(PYTHON_IN_VENV) tests/sanitized.py -m pytest --all tests/ops tests/across_ops/test_op_refusals.py \
-	  tests/across_ops/test_rows_alone.py tests/across_ops/test_random_calls.py -k "not emulated and not opcheck" -p no:cacheprovider $(ARGS)
+	  tests/across_ops/test_rows_alone.py tests/across_ops/test_random_calls.py -k "not emulated" -p no:cacheprovider $(ARGS)
 	@$(PYTHON_IN_VENV) tests/sanitized.py tests/fuzz/campaign.py ops --minutes $(MINUTES)
 
 soak:  ## an engine for STEPS=1000000 steps: pages and memory stay where they are

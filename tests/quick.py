@@ -13,7 +13,6 @@ TESTS = Path(__file__).parent
 CASES_OF_AN_OP = 1
 """Cases of every test of ops, on each of these kernels."""
 CAPABILITIES = ("cpu-portable", "cpu-avx512_bf16")
-SLOW_OF_AN_OP = ("opcheck", "compiles", "emulated")
 OF_OPS = ("ops",)
 
 # All tests of these files of a folder are quick.
@@ -80,7 +79,7 @@ def mark(items: list[pytest.Item]) -> None:
             begins = QUICK[item.path.relative_to(TESTS).as_posix()]
             if name.startswith(begins) and backend != "emulated":
                 item.add_marker("quick")
-        elif backend in ("", *CAPABILITIES) and not any(word in name for word in SLOW_OF_AN_OP):
+        elif backend in ("", *CAPABILITIES):
             of_ops.setdefault((item.path, name, backend), []).append(item)
     for cases in of_ops.values():
         for place in range(CASES_OF_AN_OP):  # spread: the first are often empty
