@@ -217,7 +217,7 @@ FLOORS = {
     "planning": "scheduling models exits config guide output bounded_process",
     "decoding": "planning scheduling models ops exits config guide output",
     "heads": "decoding models ops config",
-    "engine": "decoding planning scheduling models exit_text exits config guide output",
+    "engine": "decoding planning scheduling models ops exit_text exits config guide output",
     "generation": "engine models exits config output",
     "calibration": "generation models exits calibration_file config output",
     "integrations": "generation models ops exit_text exits config output",

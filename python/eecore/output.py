@@ -50,6 +50,8 @@ class RequestStats:
     """
     full_passes: int
     """Passes of all layers after the prompt's; drafts that are verified together share one."""
+    fingerprint: str | None = None
+    """What the text depends on beside its request: see :meth:`eecore.Engine.fingerprint`."""
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache: no layer ran for them."""
     full_depth_s: float | None = None

@@ -28,6 +28,7 @@ def test_a_completion(server: Asker, intent: eecore.Model) -> None:
     (choice,) = body["choices"]
     assert body["object"] == "text_completion"
     assert body["model"] == "intent"
+    assert body["system_fingerprint"] == expected.stats.fingerprint
     assert choice == {
         "index": 0,
         "text": expected.text,

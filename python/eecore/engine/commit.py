@@ -14,6 +14,7 @@ from functools import partial
 from eecore.engine.faults import LOGGER, described
 from eecore.engine.repetition import is_due, repeats_itself
 from eecore.engine.text import Decoded, TextStream
+from eecore.exits import Exit
 from eecore.output import Output, PromptLogprob, RequestStats, StepOutput
 from eecore.planning.row import Outcome
 from eecore.scheduling.scheduler import Scheduler
@@ -44,11 +45,19 @@ class Commits:
 
     Args:
         num_layers: the model's layers.
+        fingerprint: of a policy, see :meth:`eecore.Engine.fingerprint`.
         keyed: whether pages also have keys of a draft head's own layers.
     """
 
-    def __init__(self, num_layers: int, scheduler: Scheduler, *, keyed: bool = False) -> None:
-        self._num_layers = num_layers
+    def __init__(
+        self,
+        num_layers: int,
+        scheduler: Scheduler,
+        fingerprint: Callable[[Exit], str | None],
+        *,
+        keyed: bool = False,
+    ) -> None:
+        self._num_layers, self._fingerprint = num_layers, fingerprint
         self._scheduler, self._keyed = scheduler, keyed
 
     def taken(self, outcome: Outcome) -> Taken | None:
@@ -299,6 +308,7 @@ class Commits:
         depth = num_layers * count if is_verified else sum(layers)
         stats = RequestStats(
             contract=contract,
+            fingerprint=self._fingerprint(sequence.exit),
             num_layers=num_layers,
             prompt_tokens=len(sequence.given_ids),
             generated_tokens=count,

@@ -12,6 +12,9 @@ import time
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from functools import partial
+from hashlib import sha256
+
+import torch
 
 from eecore.config import EngineConfig, SamplingParams, T5Config
 from eecore.decoding.capture import Capture, RunProgram, run_program_on
@@ -20,9 +23,10 @@ from eecore.engine.commit import Commits
 from eecore.engine.faults import LOGGER, described, isolated
 from eecore.engine.intake import Intake
 from eecore.errors import RequestError
-from eecore.exits import Exit
+from eecore.exits import Exit, Full
 from eecore.guide import Guide
 from eecore.models import KVCache, Network, Tokenizer, allocate_cache, cache_dtype
+from eecore.ops import build_info
 from eecore.output import Output, StepOutput
 from eecore.planning.heads import max_ahead
 from eecore.planning.row import Outcome
@@ -138,6 +142,25 @@ class Engine:
     def captures(self) -> list[Capture]:
         """Decoding programs captured so far, with the time and memory that each took."""
         return self.iterations.captures
+
+    def fingerprint(self, exit: Exit) -> str | None:
+        """What a text depends on beside its request: eecore's version, the CPU's capability or the
+        GPU, the model's files and number formats, and for a policy that is not lossless a digest of
+        its contract. Equal requests with equal fingerprints have equal texts on a CPU, whatever
+        runs beside them. None for a model that came from no directory.
+        """
+        source, device = self.network.source, self.network.device
+        if source is None:
+            return None
+        built = build_info()
+        runs_on = built["cpu_capability"]
+        if device.type == "cuda":
+            runs_on = torch.cuda.get_device_name(device).replace(" ", "_")
+        cache = str(self.kv.k.dtype).removeprefix("torch.")
+        parts = ["eecore", built["version"], runs_on, source.fingerprint, cache]
+        if exit.contract != Full().contract and not exit.contract.endswith("lossless"):
+            parts.append(sha256(exit.contract.encode()).hexdigest()[:6])
+        return "-".join(parts)
 
     def knows_full_depth(self, num_requests: int) -> bool:
         """Whether the time of a pass of full depth with ``num_requests`` is known."""
@@ -354,7 +377,9 @@ class Engine:
         keyed = self.kv.of_head is not None
         draft_keys = max_ahead(self.network.draft_head) + 1 if keyed else 0
         self.scheduler = Scheduler(self.config, pages, draft_keys=draft_keys)
-        self._commits = Commits(self.network.config.num_layers, self.scheduler, keyed=keyed)
+        self._commits = Commits(
+            self.network.config.num_layers, self.scheduler, self.fingerprint, keyed=keyed
+        )
 
     def _end_all(self, error: BaseException) -> None:
         """End all requests with an error that none of them has caused, and begin empty."""

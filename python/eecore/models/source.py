@@ -15,6 +15,8 @@ from eecore.files.readable import regular_file
 
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 """The name of a part: the model's name, the part's number from 1 on, and the number of parts."""
+SAMPLE, STRIDE = 1 << 14, 1 << 20
+"""A fingerprint is of the first bytes, so many, of each stride of a file."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,22 @@ class ModelSource:
     def sha256(self) -> str:
         """The digest of the weight files, which are read at the first use."""
         return model_digest(self.directory)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the files and number formats that a text depends on, by samples of the files:
+        12 hexadecimal digits, known without reading all weights.
+        """
+        digest = hashlib.sha256(f"{self.dtype} {self.weights}".encode())
+        settings = [self.directory / name for name in ("config.json", "tokenizer.json")]
+        for path in [*filter(Path.is_file, settings), *weight_files(self.directory)]:
+            with regular_file(path, ModelError).open("rb") as file:
+                size = file.seek(0, 2)
+                digest.update(f" {size} ".encode())
+                for start in range(0, size, STRIDE):
+                    file.seek(start)
+                    digest.update(file.read(SAMPLE))
+        return digest.hexdigest()[:12]
 
 
 def exits_file(path: Path) -> Path:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eecore import build_info
 from eecore.output import Output, Saved, StepOutput
 from eecore.serving.asking import Asked, Choice
 from eecore.serving.offsets import TextOffsets
@@ -22,7 +21,6 @@ from eecore.serving.tool_calls import ToolCall
 Tokens = Output | StepOutput
 
 JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-FINGERPRINT = f"eecore-{build_info()['version']}"
 DONE = "data: [DONE]\n\n"
 """The end of a stream."""
 PLACE = "\0"
@@ -42,6 +40,8 @@ class Shape:
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        policy = self.asked.choices[0].prepared.exit
+        self._fingerprint = self.served.engine.engine.fingerprint(policy)
         self._frames: dict[int, list[str]] = {}
         """For each choice that has begun: the parts of its chunks before and after the text."""
         self._counts: dict[int, int] = {}
@@ -119,7 +119,7 @@ class Shape:
             "object": kind,
             "created": self.created,
             "model": self.asked.model,
-            "system_fingerprint": FINGERPRINT,
+            "system_fingerprint": self._fingerprint,
             **self.asked.body.ignored,
         }
 

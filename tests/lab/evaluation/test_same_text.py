@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import eecore
 from eecore.cli.app import run
@@ -66,6 +68,30 @@ def test_the_command_says_so(directory: Path, capsys: pytest.CaptureFixture[str]
     assert "seed 1" in capsys.readouterr().out
     assert run(["verify", "--server", "http://127.0.0.1:9"]) > 1
     assert "expected an OpenAI server" in capsys.readouterr().err
+
+
+def test_a_fingerprint_is_of_the_model_its_formats_and_of_what_a_mode_promises(
+    directory: Path, model: eecore.Model, tmp_path: Path
+) -> None:
+    def of(made: eecore.Model, policy: str = "full") -> str:
+        (output,) = eecore.generate(made, PROMPTS[0], exit=policy, max_tokens=1)
+        found = output.stats.fingerprint
+        assert found is not None
+        return found
+
+    own = of(model)
+    assert own.startswith(f"eecore-{eecore.build_info()['version']}-")
+    assert of(eecore.load(directory, kv_cache_tokens=512)) == own
+    assert {of(model, policy) for policy in ("auto", "speculative:1,2", "lookup")} == {own}
+    assert len({own, of(model, "fixed:1"), of(model, "fixed:2"), of(model, "confident:0.9")}) == 4
+    copy = shutil.copytree(directory, tmp_path / "copy")
+    assert of(eecore.load(copy, kv_cache_tokens=512)) == own
+    others = [{"dtype": "bfloat16"}, {"weights": "int8"}, {"kv_cache_dtype": "fp8"}]
+    found = {of(eecore.load(directory, kv_cache_tokens=512, **other)) for other in others}
+    tensors = load_file(copy / "model.safetensors")
+    tensors["lm_head.weight"][0, 0] += 1.0
+    save_file(tensors, copy / "model.safetensors")
+    assert len({own, of(eecore.load(copy, kv_cache_tokens=512)), *found}) == 5
 
 
 # Servers

@@ -80,7 +80,7 @@ def verify(
         return _verify_server(server, model, lines, requests, max_tokens, seed, ends)
     loaded = loading.load(check_path(BUILTIN if model is None else model))
 
-    from eecore import build_info
+    from eecore.exits import Full
     from eecore.lab.evaluation.same_text import verify as compare
 
     config = loaded.network.config
@@ -106,8 +106,7 @@ def verify(
         )
     rows = {mode: asdict(tally) for mode, tally in tallies.items()}
     _show(rows)
-    built = build_info()
-    print(f"eecore {built['version']}, {built['cpu_capability']}, seed {seed}")
+    print(f"{loaded.shared_engine().engine.fingerprint(Full())}, seed {seed}")
     for difference in differences[:10]:
         print(difference)
     return FOUND if differences else 0
