@@ -130,7 +130,7 @@ def new_planner(
     class Nothing(SimpleNamespace):
         __hash__ = object.__hash__
 
-    head = Nothing(agreement=tuple(head_agreement))
+    head = Nothing(agreement=tuple(head_agreement), num_at_once=0, keys=None)
     head.know = lambda _: None  # the recorded drafts do not change
     learnt = {} if auto is None else {(1, head): auto}
     config = SimpleNamespace(num_layers=num_layers, exit_layers=range(1, num_layers + 1))
