@@ -283,19 +283,3 @@ def test_fields_for_templates_are_honoured_or_refused(served: ServedModel) -> No
             text(served, USER, chat_template_kwargs={name: True})
     served.tokenizer.chat_template = named
     assert text(served, USER, **fields, **more) == "low,high,d,False"
-
-
-def test_an_answer_of_the_server_is_taken_back(endless: eecore.Model) -> None:
-    server = asker(endless, tool_parser="hermes")
-    served = server.service.served
-    one = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    body = {"messages": [USER], "tools": TOOLS, "guided_choice": [one], "max_tokens": 80}
-    message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
-    assert message["content"] is None
-    tokenizer = served.tokenizer
-    before, tokenizer.chat_template = tokenizer.chat_template, PLAIN
-    try:
-        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "12"}
-        assert text(served, USER, message, result) == "[user]t?[assistant]<{}>[tool]12[assistant]"
-    finally:
-        tokenizer.chat_template = before

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 import eecore
@@ -21,23 +19,13 @@ from eecore import (
     PromptLookup,
     SelfSpeculative,
 )
-from eecore.cli.exit_options import ExitOptions
 from eecore.exit_text import Policies
 from eecore.exits import Exit
 from eecore.serving.depth import Depths
-from servers import Asker, asker, assert_idle, events
+from servers import Asker, asker, events
 
 PROMPT = "turn the kitchen lights down to 20 percent"
 POLICIES: list[tuple[Any, Exit]] = [
-    ("full", Full()),
-    ("fixed:6", FixedExit(6)),
-    ("confident", ConfidentExit()),
-    ("confident:0.8", ConfidentExit(0.8)),
-    ("speculative:3,6", SelfSpeculative(3, 6)),
-    ("lookup", PromptLookup()),
-    ("lookup:4", PromptLookup(4)),
-    ("auto", Auto()),
-    ("auto:5", Auto(5)),
     ({"mode": "full"}, Full()),
     ({"mode": "fixed", "exit_layer": 6}, FixedExit(6)),
     ({"mode": "confident", "exit_points": [3, 5]}, ConfidentExit(exit_points=(3, 5))),
@@ -46,13 +34,6 @@ POLICIES: list[tuple[Any, Exit]] = [
     ({"mode": "auto", "exit_layers": [], "lookup": False}, Auto(exit_layers=(), lookup=False)),
 ]
 WRONG: list[tuple[Any, str]] = [
-    ("deep", "expected full, fixed"),
-    ("fixed", "expected fixed:E"),
-    ("speculative:3", "expected speculative:E,D"),
-    ("speculative:a,b", "expected speculative:E,D"),
-    ("speculative:3,6,9", "expected speculative:E,D"),
-    ("speculative:3,0", "num_drafts: expected"),
-    ("draft-verify", "expected draft-verify with skip_attention or skip_mlp, as an object"),
     ("calibrated:../softmax", "expected a measure of softmax"),
     ({}, r"exit\.mode: expected full"),
     ({"mode": 3}, r"exit\.mode: expected full"),
@@ -75,22 +56,10 @@ def test_policies_as_they_are_said(policies: Policies, said: Any, policy: Exit) 
     assert policies.of(said) == policy
 
 
-@pytest.mark.parametrize("said", [said for said, _ in POLICIES if isinstance(said, str)])
-def test_text_means_what_it_means_on_the_command_line(policies: Policies, said: str) -> None:
-    assert policies.of(said) == ExitOptions(exit=said).policy()
-
-
 @pytest.mark.parametrize(("said", "expected"), WRONG)
 def test_what_is_no_policy(policies: Policies, said: Any, expected: str) -> None:
     with pytest.raises(ExitError, match=expected):
         policies.of(said)
-
-
-def test_a_calibration_has_to_be_there(tmp_path: Path) -> None:
-    with pytest.raises(ExitError, match=r"calibration-softmax\.json beside the model"):
-        Policies(tmp_path).of("calibrated")
-    with pytest.raises(ExitError, match=r"classifier\.safetensors beside the model"):
-        Policies(tmp_path).of({"mode": "confident", "measure": "classifier"})
 
 
 def test_a_classifier_may_lie_right_in_the_directory(policies: Policies, tmp_path: Path) -> None:
@@ -199,38 +168,3 @@ def test_settings_that_the_model_cannot_run(intent: eecore.Model) -> None:
     for settings in ({"exit": "fixed:13"}, {"aliases": ("speculative:12,2",)}):
         with pytest.raises(ExitError, match=r"expected 1\.\.1[12] for a model of 12 layers"):
             asker(intent, **settings)  # type: ignore[arg-type]
-
-
-def test_all_policies_at_once_give_what_each_gives_alone(intent: eecore.Model) -> None:
-    server = asker(intent, max_num_seqs=6)
-    policies = [said for said, _ in POLICIES] + ["calibrated:softmax"]
-    prompts = [PROMPT, "lock the front door", "start a 25 minute timer for the pasta"]
-    asked = [
-        {
-            "prompt": prompts[index % 3],
-            "exit": said,
-            "max_tokens": 40,
-            "stream": index % 2 == 0,
-            "return_exit_layers": True,
-        }
-        for index, said in enumerate(policies * 2)
-    ]
-
-    async def main(client: httpx.AsyncClient) -> list[httpx.Response]:
-        return await asyncio.gather(*(client.post("/v1/completions", json=a) for a in asked))
-
-    found = []
-    for body, answer in zip(asked, server.run(main), strict=True):
-        chunks = events(answer.text) if body["stream"] else [answer.json()]
-        choices = [choice for chunk in chunks for choice in chunk["choices"]]
-        ids = [token for choice in choices for token in choice.get("token_ids", [])]
-        found.append((ids, "".join(choice["text"] for choice in choices)))
-    known = Policies(eecore.default_model())
-    expected = eecore.generate(
-        intent,
-        [str(a["prompt"]) for a in asked],
-        exit=[known.of(a["exit"]) for a in asked],  # type: ignore[arg-type]
-        max_tokens=40,
-    )
-    assert found == [(output.token_ids, output.text) for output in expected]
-    assert_idle(server.service)

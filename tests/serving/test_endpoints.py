@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import eecore
-from servers import Asker, asker, assert_idle, events
+from servers import Asker, assert_idle, events
 
 PROMPT = "lock the front door"
 OTHER = "turn the kitchen lights down to 20 percent"
@@ -269,33 +269,3 @@ def test_log_probabilities_of_no_other_tokens(server: Asker, stream: bool) -> No
         parts = [c["logprobs"] for body in bodies for c in body["choices"] if c["logprobs"]]
         entries = [entry for part in parts for entry in part["content"]]
         assert [entry["top_logprobs"] for entry in entries] == [[]] * 8
-
-
-def test_tools_reach_the_template(endless: eecore.Model) -> None:
-    """A template with a place for tools gets them, and calls as it writes them."""
-    tokenizer = endless.tokenizer
-    assert tokenizer is not None
-    template = "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
-    template += "{% for m in messages %}{{ m.role }}={{ m.content }};"
-    template += "{% for c in m.tool_calls or [] %}{{ c.function.arguments.at }};{% endfor %}"
-    template += "{% endfor %}{{ enable_thinking }}"
-    before, tokenizer.chat_template = tokenizer.chat_template, template
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"at": 3}'}}
-    messages = [
-        {"role": "developer", "content": "x"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-    ]
-    asked = {
-        "messages": messages,
-        "tools": [{"type": "function", "function": {"name": "f"}}],
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
-    try:
-        server = asker(endless)
-        tokens = server.post("/tokenize", asked).json()["tokens"]
-        text = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
-        assert text == "f;system=x;assistant=;3;False"
-        short = {**asked, "max_tokens": 2}
-        assert server.post("/v1/chat/completions", short).status_code == 200
-    finally:
-        tokenizer.chat_template = before

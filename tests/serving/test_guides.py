@@ -100,14 +100,6 @@ def test_a_chat_is_json_when_it_ends(server: Asker, stream: bool) -> None:
     assert_idle(server.service)
 
 
-def test_what_says_nothing_asks_for_nothing(server: Asker) -> None:
-    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 64}
-    nothing = {"guided_json": None, "guided_regex": "", "guided_choice": []}
-    nothing |= {"structured_outputs": {}, "response_format": {"type": "text"}}
-    plain, same = (server.post(COMPLETIONS, each).json() for each in (body, body | nothing))
-    assert plain["choices"] == same["choices"]
-
-
 def test_guides_that_cost_too_much_keep_no_request_waiting(
     server: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

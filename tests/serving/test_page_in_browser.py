@@ -221,18 +221,6 @@ def test_a_race_has_a_winner_bars_and_a_difference(page: Page, size: tuple[int, 
     assert page.said == []
 
 
-def test_a_race_of_equals_is_a_draw(page: Page) -> None:
-    fake(page, ["one", " two"], tokens_per_s=50.0)
-    page.run("document.getElementById('race').click()")
-    ask(page, "hello")
-    page.until(f"!!document.querySelector('.verdict') && {ENDED}")
-    assert text_of(page, ".verdict") == "A draw. Both wrote the same text."
-    assert page.run("document.querySelectorAll('.winner').length") == 0
-    shown = [each for each in page.run("asked") if each["stream"]]
-    assert [each["exit"] for each in shown] == ["auto", "full"]
-    assert {each["temperature"] for each in page.run("asked")} == {0}
-
-
 def test_text_of_a_model_becomes_no_markup(page: Page) -> None:
     fake(page, [HOSTILE[i : i + 7] for i in range(0, len(HOSTILE), 7)])
     ask(page, "hello")
@@ -243,15 +231,6 @@ def test_text_of_a_model_becomes_no_markup(page: Page) -> None:
     assert "[none](javascript:alert(1))" in text_of(page, ".text")
     assert text_of(page, ".text pre") == 'print("<b>")'
     assert page.run("document.title") == "intent · eecore"
-
-
-def test_code_that_is_not_ended_and_marks_that_are_none(page: Page) -> None:
-    fake(page, ["2 ** 3 ** 4 and `x", "` or *y*\n```py\na = 1\n\nb"])
-    ask(page, "hello")
-    answered(page)
-    assert text_of(page, ".text").startswith("2 ** 3 ** 4 and x or *y*\n")
-    assert text_of(page, ".text code") == "x"
-    assert text_of(page, ".text pre") == "a = 1\n\nb"
 
 
 def test_what_was_saved_is_said(page: Page) -> None:

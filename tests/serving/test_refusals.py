@@ -180,20 +180,6 @@ def test_what_a_template_says_does_not_tell_where_the_model_is(
     assert "/" not in error["message"]
 
 
-def test_a_prompt_beyond_the_context_has_openais_code(server: Asker) -> None:
-    error = error_of(server.post(COMPLETIONS, {"prompt": "door " * 400}), 400)
-    assert error["code"] == "context_length_exceeded"
-
-
-def test_unknown_fields_and_nulls_are_passed_over(server: Asker) -> None:
-    body: dict[str, Any] = {"prompt": PROMPT, "surprise": {"a": [1]}, "store": True}
-    body |= dict.fromkeys(("exit", "stop", "seed", "n", "logit_bias", "metadata", "stream"))
-    body |= {"presence_penalty": 0, "frequency_penalty": 0.0, "response_format": {"type": "text"}}
-    assert server.post(COMPLETIONS, body).status_code == 200
-    body = {"messages": USER, "tools": [], "tool_choice": "auto", "user": "me", "max_tokens": 2}
-    assert server.post(CHATS, body).status_code == 200
-
-
 HOSTILE = {
     "nothing": b"",
     "no JSON": b"{'prompt': 1}",
@@ -215,7 +201,9 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_bodies(server: Asker, name: str) -> None:
-    error_of(server.post(COMPLETIONS, content=HOSTILE[name], headers=JSON), 400)
+    error = error_of(server.post(COMPLETIONS, content=HOSTILE[name], headers=JSON), 400)
+    if name in ("nothing", "no JSON", "half of it"):
+        assert error["code"] == "invalid_json"
     assert_idle(server.service)
 
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
-import httpx
 import openai
 import pytest
 from openai.types import responses as of_openai
@@ -17,8 +16,7 @@ from pydantic import BaseModel, TypeAdapter
 import eecore
 from chat_templates import TEMPLATES
 from eecore.serving.responses import read_response
-from servers import LONG, Asker, asker, assert_idle, listening, script
-from workloads import until
+from servers import Asker, asker, assert_idle, listening, script
 
 PATH = "/v1/responses"
 SAID = "lock the front door"
@@ -239,33 +237,6 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     with client.responses.stream(**asked) as stream:
         streamed = [e for each in stream if each.type.endswith("text.delta") for e in each.logprobs]
     assert [e.logprob for e in streamed] == [e.logprob for e in part.logprobs]
-
-
-def test_what_was_cut_off(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "intent", "input": SAID, "max_output_tokens": 2}
-    answer = client.responses.create(**asked)
-    assert (answer.status, answer.output_text) == ("incomplete", "[HassTurnOn")
-    assert answer.incomplete_details is not None
-    assert answer.incomplete_details.reason == "max_output_tokens"
-    last = list(client.responses.create(**asked, stream=True))[-1]
-    assert last.type == "response.incomplete"
-
-
-def test_a_client_that_leaves(endless: eecore.Model) -> None:
-    server = asker(endless)
-    engine = server.service.served.engine
-    with client_of(server) as client:
-        asked: Any = {"model": server.service.served.name, "input": "a"}
-        more = {"ignore_eos": True}
-        stream = client.responses.create(
-            **asked, stream=True, max_output_tokens=LONG, extra_body=more
-        )
-        assert next(iter(stream)).type == "response.created"
-        stream.close()
-        assert until(lambda: not engine.num_streams)
-        whole = {**asked, **more, "max_output_tokens": LONG}
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{client.base_url}responses", json=whole, timeout=0.3)
 
 
 def message(*said: Any, role: str = "user") -> dict[str, Any]:

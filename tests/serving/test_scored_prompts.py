@@ -87,32 +87,6 @@ def test_a_completion_begins_with_its_prompt(
     assert choice["finish_reason"] == wrote.finish_reason
 
 
-def test_what_an_evaluation_harness_asks(server: Asker, intent: eecore.Model) -> None:
-    """Several prompts of token ids, one token after each: probabilities of the prompts' ends."""
-    assert intent.tokenizer is not None
-    prompts = [intent.tokenizer.encode(each) for each in (PROMPT, OTHER, "a")]
-    body = {
-        "model": "intent",
-        "prompt": prompts,
-        "temperature": 0,
-        "max_tokens": 1,
-        "logprobs": 1,
-        "seed": 1234,
-        "echo": True,
-    }
-    for choice, prompt in zip(choices_of(server, body), prompts, strict=True):
-        expected = scores(intent, prompt)
-        found = choice["logprobs"]
-        assert len(found["tokens"]) == len(prompt) + 1
-        assert found["token_logprobs"][1:-1] == [entry.logprob for entry in expected]
-        greedy = [max(top.values()) == top[t] for t, top in _listed(found)]
-        assert greedy == [entry.rank == 1 for entry in expected]
-
-
-def _listed(found: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
-    return list(zip(found["tokens"][1:-1], found["top_logprobs"][1:-1], strict=True))
-
-
 def test_a_prompt_alone_may_fill_the_context(server: Asker) -> None:
     ids = [5 + i % 1000 for i in range(256)]
     body = {"prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 0}
@@ -138,35 +112,11 @@ def test_an_echo_without_log_probabilities(server: Asker) -> None:
             assert answer.json()["usage"]["completion_tokens"] == 0
 
 
-def test_several_choices_each_have_their_prompt(server: Asker) -> None:
-    fields = {"n": 2, "temperature": 1.5, "seed": 7, "max_tokens": 3}
-    body = {"prompt": [PROMPT, OTHER], "echo": True, "logprobs": 1, **fields}
-    choices = choices_of(server, body)
-    counts = [len(choice["logprobs"]["tokens"]) - 3 for choice in choices]
-    values = [
-        choice["logprobs"]["token_logprobs"][:count]
-        for choice, count in zip(choices, counts, strict=True)
-    ]
-    assert values[0] == values[1] != values[2] == values[3]
-    plain = choices_of(server, {"prompt": [PROMPT, OTHER], "logprobs": 1, **fields})
-    for choice, count, own in zip(choices, counts, plain, strict=True):
-        assert choice["logprobs"]["token_logprobs"][count:] == own["logprobs"]["token_logprobs"]
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Asker:
     """A model whose tokens are bytes."""
     directory = write_model(tmp_path_factory.mktemp("scored") / "tiny")
     return asker(eecore.load(directory, kv_cache_tokens=1024))
-
-
-def test_offsets_are_those_of_characters(tiny: Asker) -> None:
-    for text in ("a\u00e9b", "\u4f60\u597d, w\U0001f600!", "\ufffdx\ufffd", "\u00e9"):
-        body = {"prompt": text, "echo": True, "logprobs": 1, "max_tokens": 0}
-        (choice,) = choices_of(tiny, {**body, "add_special_tokens": False})
-        assert choice["text"] == text
-        spelled = [at for at, letter in enumerate(text) for _ in letter.encode()]
-        assert choice["logprobs"]["text_offset"] == spelled
 
 
 def test_of_tokens_with_one_text_the_most_probable_one_is_listed(tiny: Asker) -> None:
@@ -242,16 +192,6 @@ def test_prompt_logprobs_of_chats(server: Asker, intent: eecore.Model) -> None:
     assert "prompt_logprobs" not in answer["choices"][0]
     del body["prompt_logprobs"]
     assert "prompt_logprobs" not in server.post(CHATS, body).json()
-
-
-def test_the_depth_is_that_of_the_prompt(server: Asker, intent: eecore.Model) -> None:
-    body = {"prompt": PROMPT, "prompt_logprobs": 0, "max_tokens": 1}
-    full = choices_of(server, {**body, "exit": "speculative:3,6"})[0]["prompt_logprobs"]
-    assert full == in_vllms_words(server, scores(intent, PROMPT), 0)
-    cut = choices_of(server, {**body, "model": "intent:fixed-6"})[0]["prompt_logprobs"]
-    shallow = scores(intent, PROMPT, exit=eecore.FixedExit(6))
-    assert cut == in_vllms_words(server, shallow, 0)
-    assert cut != full
 
 
 def test_a_model_with_an_encoder_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -68,29 +68,6 @@ def test_openais_client(address: str) -> None:
         assert events.get_final_completion().choices[0].message.content == TEXT
 
 
-def test_openais_client_scores_a_prompt(address: str, intent: eecore.Model) -> None:
-    (expected,) = eecore.generate(intent, PROMPT, max_tokens=0, prompt_logprobs=2)
-    assert expected.prompt_logprobs is not None
-    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
-    asked: Any = {"model": "intent", "prompt": PROMPT, "echo": True, "logprobs": 2}
-    answer = client.completions.create(**asked, max_tokens=0)
-    (choice,) = answer.choices
-    assert choice.text == PROMPT
-    assert choice.logprobs is not None
-    values = [entry and entry.logprob for entry in expected.prompt_logprobs]
-    assert choice.logprobs.token_logprobs == values
-    assert choice.logprobs.text_offset == [0, 4, 8, 14, 19]
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 0
-    parts = [
-        chunk.choices[0].logprobs
-        for chunk in client.completions.create(**asked, max_tokens=2, stream=True)
-    ]
-    streamed = [value for part in parts if part for value in part.token_logprobs or ()]
-    assert streamed[:5] == values
-    assert len(streamed) == 7
-
-
 def test_openais_client_parses_what_it_asked_for(address: str) -> None:
     class Intent(pydantic.BaseModel):
         name: Literal["lock", "unlock"]
@@ -125,16 +102,6 @@ def test_the_example_of_the_manual(
         assert "lossless" in said
     else:
         assert "".join(line.rpartition(" [")[0] for line in said.splitlines())
-
-
-def test_openais_client_is_refused_in_its_own_words(address: str) -> None:
-    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-    with pytest.raises(openai.BadRequestError, match="expected full, fixed") as caught:
-        client.completions.create(model="intent", prompt=PROMPT, extra_body={"exit": "deep"})
-    assert caught.value.code == "exit_not_possible"
-    assert caught.value.param == "exit"
-    with pytest.raises(openai.NotFoundError):
-        client.completions.create(model="gpt-4", prompt=PROMPT)
 
 
 def test_an_error_in_the_middle_of_a_stream_reaches_openais_client(endless: eecore.Model) -> None:
@@ -303,11 +270,6 @@ def cached_tokens(address: str, **headers: str) -> int:
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_the_prefix_cache_can_be_left_out(endless_directory: str) -> None:
-    with started(endless_directory, "--no-prefix-cache") as (_, address):
-        assert cached_tokens(address) == 0
-
-
 def test_the_access_log(endless_directory: str) -> None:
     site = "https://example.org"
     options = ["--access-log", "--api-key", "secret", "--cors-origin", site]
@@ -351,9 +313,10 @@ def test_the_access_log(endless_directory: str) -> None:
 def test_what_does_not_end_is_cut_off(endless_directory: str, drain: str, second: bool) -> None:
     """When its time is up, or at a second signal."""
     with (
-        started(endless_directory, "--drain", drain) as (process, address),
+        started(endless_directory, "--drain", drain, "--no-prefix-cache") as (process, address),
         ThreadPoolExecutor(1) as pool,
     ):
+        assert second or cached_tokens(address) == 0
         runs = pool.submit(post, address, ENDLESS)
         while "eecore_requests_running 1.0" not in httpx.get(f"{address}/metrics").text:
             time.sleep(0.01)
@@ -373,13 +336,6 @@ def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tup
     assert captured.out == ""
     (line,) = [said for said in captured.err.splitlines() if not said.startswith("loading ")]
     return code, line
-
-
-def test_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["serve", "--help"]) == 0
-    text = capsys.readouterr().out
-    for option in ("--host", "--port", "--api-key", "--exit", "--allow-exit", "--max-waiting"):
-        assert option in text
 
 
 def test_commands_that_cannot_serve(

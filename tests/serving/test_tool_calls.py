@@ -540,29 +540,3 @@ def test_openais_client_reads_calls(intent: eecore.Model, parser: str, pieces: l
         assert [call.function.name for call in calls] == ["weather", "weather"]
         assert [call.function.arguments for call in calls] == [PLACE, PLACE]
         assert calls[0].id != calls[1].id
-
-
-def test_a_conversation_goes_on_after_a_call(endless: eecore.Model) -> None:
-    """The server's answers can be sent back, in each family's template."""
-    tokenizer = endless.tokenizer
-    assert tokenizer is not None
-    before = tokenizer.chat_template
-    call = ToolCall("abcdefghi", "weather", PLACE).whole()
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "abcdefghi", "content": "sunny"},
-    ]
-    try:
-        for name in ("headers", "thoughts", "alternating"):
-            tokenizer.chat_template = TEMPLATES[name]
-            server = asker(endless)
-            body = {"messages": messages, "tools": TOOLS}
-            tokens = server.post("/tokenize", body).json()["tokens"]
-            said = tokenizer.decode(tokens)
-            assert '"place": "Zürich \\"am See\\" }]</tool_call>"' in said
-            assert "sunny" in said
-            answer = server.post("/v1/chat/completions", {**body, "max_tokens": 2})
-            assert answer.status_code == 200
-    finally:
-        tokenizer.chat_template = before
