@@ -7,7 +7,6 @@ import json
 import os
 import pty
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -156,18 +155,6 @@ def test_an_answer_runs_to_the_end_of_the_context(talk: Talk) -> None:
     assert said == "note: the answer was cut at the end of the context; /clear begins anew\n"
 
 
-def test_a_model_samples_as_its_files_say(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hot = tmp_path / "hot"
-    shutil.copytree(model, hot)
-    (hot / "generation_config.json").write_text('{"do_sample": true, "temperature": 1.5}')
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
-    assert run(["chat", str(hot), *SIX]) == 0
-    (expected,) = answers_to(str(hot), "hello")
-    assert capsys.readouterr().out.rstrip("\n") == expected.rstrip("\n")
-
-
 # What is shown
 
 
@@ -245,12 +232,3 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_program(endless: str) -> None:
         terminal.wait_for(">>>")
         terminal.type("\x04")
         assert terminal.process.wait(timeout=120) == 0
-
-
-def test_smollm2_talks(
-    smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = b"What is the capital of France?\n"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
-    assert run(["chat", str(smollm2), "-n", "24", "-t", "0"]) == 0
-    assert "Paris" in capsys.readouterr().out

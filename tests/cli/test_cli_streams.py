@@ -53,7 +53,6 @@ def through_a_shell(
     ("words", "redirections", "code", "said"),
     [
         (["generate", "MODEL", "hi", "-n", "2"], "> /dev/full", FAILED, "error: stdout: No space"),
-        (["--help"], "> /dev/full", FAILED, "error: stdout: No space"),
         (["generate", "MODEL"], "<&-", REQUEST, "error: prompt: expected some text"),
         (["generate", "MODEL", "hi", "-n", "2", "--stats"], "2>&-", 0, ""),
     ],

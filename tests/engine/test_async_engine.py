@@ -95,16 +95,6 @@ def test_concurrent_streams(
     assert_idle(engine)
 
 
-def test_generate_and_a_second_event_loop(
-    agreeing: eecore.Model, expected: list[eecore.Output]
-) -> None:
-    engine = agreeing.async_engine()
-    for _ in range(2):
-        output = run(engine.generate(PROMPTS[1], exit=POLICIES[1], sampling=SAMPLING))
-        assert output.token_ids == expected[1].token_ids
-    assert_idle(engine)
-
-
 def test_a_request_that_was_prepared_in_another_thread(
     agreeing: eecore.Model, expected: list[eecore.Output]
 ) -> None:
@@ -127,50 +117,6 @@ def test_a_request_that_was_prepared_in_another_thread(
     assert [tops for step in steps for tops in step.top_logprobs] == output.top_logprobs
     with pytest.raises(RequestError, match="expected at least one token"):
         engine.prepare([])
-    assert_idle(engine)
-
-
-def test_closing_a_stream_cancels_its_request_only(
-    agreeing: eecore.Model, expected: list[eecore.Output]
-) -> None:
-    engine = agreeing.async_engine()
-
-    async def leave() -> None:
-        stream = engine.stream(PROMPTS[0], sampling=SAMPLING, request_id="leaves")
-        async for _ in stream:
-            break
-        await stream.aclose()
-        while "leaves" in engine.engine.requests:  # for the step that is running, at most
-            await asyncio.sleep(0)
-
-    async def main() -> eecore.Output:
-        stays, _ = await asyncio.gather(
-            engine.generate(PROMPTS[1], exit=POLICIES[1], sampling=SAMPLING), leave()
-        )
-        return stays
-
-    assert run(main()).token_ids == expected[1].token_ids
-    assert_idle(engine)
-
-
-def test_a_cancelled_task_cancels_its_request(
-    agreeing: eecore.Model, expected: list[eecore.Output]
-) -> None:
-    engine = agreeing.async_engine()
-
-    async def main() -> eecore.Output:
-        doomed = asyncio.create_task(engine.generate(PROMPTS[0], sampling=LONG))
-        stays = asyncio.create_task(
-            engine.generate(PROMPTS[2], exit=POLICIES[2], sampling=SAMPLING)
-        )
-        while not engine.engine.num_running:
-            await asyncio.sleep(0.001)
-        doomed.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await doomed
-        return await stays
-
-    assert run(main()).token_ids == expected[2].token_ids
     assert_idle(engine)
 
 
@@ -243,21 +189,6 @@ def test_a_request_id_is_in_use_until_its_stream_has_ended(
     assert_idle(engine)
 
 
-def test_a_loop_that_shuts_down_in_the_middle_leaves_nothing(agreeing: eecore.Model) -> None:
-    engine = agreeing.async_engine()
-
-    async def main() -> None:
-        engine.stream(PROMPTS[1], sampling=SAMPLING)  # never started: no request
-        task = asyncio.create_task(engine.generate(PROMPTS[0], sampling=LONG))
-        while not engine.engine.num_running:
-            await asyncio.sleep(0)
-        assert not task.done()
-
-    asyncio.run(main())
-    assert_idle(engine)
-    assert run(engine.generate(PROMPTS[0], sampling=SAMPLING)).finish_reason == "length"
-
-
 # Callers that stop, and how
 
 
@@ -289,25 +220,6 @@ def test_scopes_that_cancel_again_and_again(engine: AsyncEngine, seconds: float)
                 group.start_soon(collect, engine.stream(prompt, sampling=LONG))
             await anyio.sleep(seconds)
             group.cancel_scope.cancel()
-
-    run(main())
-
-
-def test_a_task_that_is_cancelled_many_times(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        for rounds in range(10):
-            tasks = [
-                asyncio.create_task(collect(engine.stream(prompt, sampling=LONG)))
-                for prompt in PROMPTS
-            ]
-            for _ in range(rounds):
-                await asyncio.sleep(0.0005)
-            for _ in range(5):
-                for task in tasks:
-                    task.cancel()
-                await asyncio.sleep(0)
-            await asyncio.gather(*tasks, return_exceptions=True)
-            assert all(task.cancelled() for task in tasks)
 
     run(main())
 
@@ -393,25 +305,6 @@ def test_the_engine_closed_where_a_stream_begins(
     with pytest.raises(EngineClosedError):
         run(collect(engine.stream(PROMPTS[0], sampling=LONG)))
     assert_idle(engine)
-
-
-def test_several_loops_in_several_threads(
-    engine: AsyncEngine, expected: list[eecore.Output]
-) -> None:
-    def one(index: int) -> list[int]:
-        async def main() -> list[int]:
-            with anyio.move_on_after(0.003):
-                await collect(engine.stream(PROMPTS[0], sampling=LONG))
-            return await collect(
-                engine.stream(PROMPTS[index], exit=POLICIES[index], sampling=SAMPLING)
-            )
-
-        got: list[int] = asyncio.run(main())
-        return got
-
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(3):
-            assert list(pool.map(one, range(4))) == [output.token_ids for output in expected]
 
 
 def test_tasks_and_threads_share_one_engine(

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -108,23 +107,6 @@ def test_overlapping_calls_share_one_cache(
     assert caches == 0
 
 
-def test_threads_share_the_batch(model: eecore.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches: list[int] = []
-    step, worker = Engine.step, model.shared_engine()
-
-    def watched(engine: Engine) -> Any:
-        if not batches:
-            until(lambda: worker.num_unfinished == 4)
-        batches.append(engine.num_running)
-        return step(engine)
-
-    monkeypatch.setattr(Engine, "step", watched)
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda i: alone(model, i, LONG), range(4)))
-    assert max(batches) == 4
-    assert together == [alone(model, i, LONG) for i in range(4)]
-
-
 def test_a_call_inside_of_a_loop_over_a_stream(model: eecore.Model) -> None:
     expected = [alone(model, i) for i in range(4)]
     got: list[int] = []
@@ -152,20 +134,6 @@ def test_one_refused_prompt_of_many_and_nothing_runs(
     assert not added
     next(other)
     other.close()
-
-
-def test_names_are_never_used_twice(model: eecore.Model) -> None:
-    names: list[str] = []
-
-    def one(_: int) -> None:
-        order: list[str] = []
-        for _step in eecore.stream(model, PROMPTS[:3], sampling=SAMPLING, order=order):
-            pass
-        names.extend(order)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(one, range(12)))
-    assert len(names) == len(set(names)) == 36
 
 
 # Streams that are not read
@@ -259,22 +227,6 @@ def test_a_client_that_was_closed_does_not_wake_the_worker_once_more(model: eeco
     assert until(lambda: getweakrefcount(client) == 0)
 
 
-def test_a_thread_that_dies_ends_no_other(model: eecore.Model) -> None:
-    """Each thread in turn stepped the engine, or waited for the threads that did."""
-    expected = [alone(model, i, LONG) for i in range(4)]
-
-    def dies() -> None:
-        for number, _ in enumerate(eecore.stream(model, PROMPTS, sampling=LONG)):
-            if number == 10:
-                raise ZeroDivisionError
-
-    with ThreadPoolExecutor(8) as pool:
-        for _ in range(3):
-            doomed = [pool.submit(dies) for _ in range(4)]
-            assert list(pool.map(lambda i: alone(model, i, LONG), range(4))) == expected
-            assert all(isinstance(f.exception(), ZeroDivisionError) for f in doomed)
-
-
 @contextmanager
 def interrupted(nth: int) -> Iterator[list[bool]]:
     """Raise KeyboardInterrupt where this thread begins the n-th line of the callers' code."""
@@ -327,45 +279,6 @@ def test_an_interrupt_at_every_line_of_a_callers_thread(model: eecore.Model, who
         other.join()
     assert nth > 100
     assert all(tokens == expected[index] for index, tokens in got)
-    assert_idle(model.shared_engine())
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_thousand_interrupts(model: eecore.Model) -> None:
-    """A timer interrupts the main thread at any place; other threads' requests are not harmed."""
-    expected = alone(model, 3, LONG)
-    got: list[list[int]] = []
-    ends = threading.Event()
-
-    def goes_on() -> None:
-        while not ends.is_set():
-            got.append(alone(model, 3, LONG))
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    other = start(goes_on)
-    before = signal.signal(signal.SIGALRM, interrupt)
-    count = 0
-    try:
-        while count < 1000:
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 0.0001 + 0.004 * (count % 50) / 50)
-                if count % 2:
-                    eecore.generate(model, PROMPTS[1:4], sampling=LONG)
-                else:
-                    for _ in eecore.stream(model, PROMPTS[1:4], sampling=LONG):
-                        pass
-                time.sleep(1)  # the interrupt may be lost in a callback of a weak reference
-            except KeyboardInterrupt:
-                count += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
-        ends.set()
-        other.join()
-    assert got
-    assert all(tokens == expected for tokens in got)
     assert_idle(model.shared_engine())
 
 
@@ -558,10 +471,7 @@ print("end")
 @pytest.mark.parametrize(
     "then",
     [
-        "pass",
         "import asyncio; asyncio.run(anext(model.async_engine().stream([1], sampling=sampling)))",
-        "threading.Thread(target=eecore.generate, args=(model, [[1]]), kwargs={'max_tokens': 500, "
-        "'ignore_eos': True}, daemon=True).start()",
         """
 def serve():
     while True:
@@ -605,11 +515,6 @@ def test_a_forked_child_has_an_engine_of_its_own(
     stream.close()
     assert_idle(shared)
     assert agreeing.shared_engine() is not shared
-
-
-def test_a_client_without_requests_has_nothing_to_read(model: eecore.Model) -> None:
-    assert eecore.generate(model, []) == []
-    assert list(eecore.stream(model, [])) == []
 
 
 def test_the_requests_of_a_call_arrive_together(model: eecore.Model) -> None:

@@ -157,12 +157,6 @@ def test_a_draft_ends_at_the_longest_length(whole: eecore.Model, first: LlamaMod
 # The layers
 
 
-def test_the_first_layers_take_the_memory_of_no_others(directory: Path) -> None:
-    model = load_first_layers(directory, EXIT_LAYER)
-    assert model.config.num_layers == EXIT_LAYER
-    assert model.weights.qkv.weight.shape[0] == EXIT_LAYER
-
-
 @pytest.mark.parametrize("layers", [0, 4, 9])
 def test_layers_that_the_model_has_not(directory: Path, layers: int) -> None:
     with pytest.raises(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import eecore
-from nano_engine import NanoEngine
+from nano_engine import NanoEngine, main
 from tiny_models import random_prompts, write_model
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "nano_engine.py"
@@ -31,13 +30,13 @@ def test_answers_and_depths_are_the_runtimes(tmp_path: Path, family: str, thresh
     assert len(seen) > 1 if threshold == 0.15 else seen == {0.0: {1}, 1.1: {4}}[threshold]
 
 
-def test_the_command_line(tmp_path: Path) -> None:
-    directory = write_model(tmp_path)
-    command = [sys.executable, str(EXAMPLE), str(directory), "some text", "more"]
-    printed = subprocess.run(
-        [*command, "--max-tokens", "4"], capture_output=True, text=True, check=True
-    ).stdout
-    assert printed.count("layers: [") == 2
+def test_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(EXAMPLE), str(write_model(tmp_path)), "some text", "more", "--max-tokens", "4"]
+    monkeypatch.setattr(sys, "argv", words)
+    main()
+    assert capsys.readouterr().out.count("layers: [") == 2
 
 
 def test_it_fits_on_two_hundred_lines() -> None:

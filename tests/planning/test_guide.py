@@ -24,7 +24,6 @@ from eecore import (
     Full,
     Guide,
     GuideError,
-    HeadDrafts,
     PromptLookup,
     RequestError,
     SamplingParams,
@@ -34,10 +33,8 @@ from eecore.exits import Exit
 from eecore.guide import FORMATS, enforceable
 from eecore.planning import grammars
 from eecore.planning.guided import Guides
-from head_packs import write_pack
 from reference_decoding import ReferenceModel
-from tiny_gguf import write_gguf
-from tiny_models import random_prompts, scale_layers, write_model
+from tiny_models import random_prompts
 from tiny_t5 import write_t5
 from workloads import LOSSLESS, Request, check_company
 
@@ -264,26 +261,6 @@ def test_choices_are_no_patterns(tiny: eecore.Model, choices: list[str]) -> None
     many = Guide.choice([f"option number {i}" for i in range(4096)])
     (output,) = eecore.generate(tiny, [[70]], guide=many, max_tokens=40)
     assert re.fullmatch(r"option number \d+", output.text or "")
-
-
-def test_drafts_of_a_head(tmp_path: Path) -> None:
-    directory = write_model(tmp_path, seed=5)
-    scale_layers(directory, dict.fromkeys(range(4), 0.04))
-    write_pack(directory / "exits", load(directory), follows_tokens=True)
-    model = load(directory, kv_cache_tokens=1024)
-    for guide in GUIDES.values():
-        expected = tokens_of(model, guide=guide)
-        for policy in (HeadDrafts(5), Auto()):
-            assert tokens_of(model, guide=guide, exit=policy) == expected
-
-
-def test_a_gguf_file(tmp_path: Path) -> None:
-    """The file's tokenizer has merges, and two end tokens."""
-    model = load(write_gguf(tmp_path / "model.gguf", write_model(tmp_path)), kv_cache_tokens=1024)
-    guide = Guide.choice(["hello hello", "hell"])
-    for policy in (Full(), PromptLookup(4), SelfSpeculative(1, 4)):
-        for output in outputs_of(model, guide=guide, exit=policy):
-            assert output.text in ("hello hello", "hell")
 
 
 def test_an_encoder_decoder(tmp_path: Path) -> None:

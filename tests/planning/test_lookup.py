@@ -9,9 +9,9 @@ import pytest
 
 import eecore
 from devices import ROUNDING, check_logprobs, engine_of, load
-from eecore import Auto, EngineConfig, Full, PromptLookup, SamplingParams, SelfSpeculative
+from eecore import EngineConfig, Full, PromptLookup, SamplingParams
 from eecore.planning.ngrams import MAX_CANDIDATES, NgramIndex
-from tiny_models import random_prompts, write_model
+from tiny_models import random_prompts
 from tiny_t5 import write_t5
 from workloads import Request, serve, tokens_of
 
@@ -140,12 +140,6 @@ def test_a_drafted_end_ends_the_text(tiny: eecore.Model) -> None:
             assert output.finish_reason == "stop"
 
 
-def test_in_company_of_every_other_policy(tiny: eecore.Model) -> None:
-    expected = tokens_of(outputs_of(tiny, Full()))
-    exits = [PromptLookup(), Full(), SelfSpeculative(2, 3), PromptLookup(3), Auto(), Auto(2)]
-    assert tokens_of(outputs_of(tiny, exits)) == expected
-
-
 @pytest.mark.parametrize("tokens", [64, 88, 130])
 def test_preempted_requests_go_on(tiny: eecore.Model, tokens: int) -> None:
     expected = tokens_of(outputs_of(tiny, Full()))
@@ -165,9 +159,3 @@ def test_an_encoder_decoder(tmp_path: Any) -> None:
     drafted = eecore.generate(model, inputs, exit=PromptLookup(min_ngram=1), **settings)
     assert tokens_of(drafted) == tokens_of(full)
     assert sum(output.stats.accepted for output in drafted) > 0
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen2_windows", "llama_tied"])
-def test_other_families(tmp_path: Any, family: str) -> None:
-    model = load(write_model(tmp_path, family), kv_cache_tokens=2048)
-    assert tokens_of(outputs_of(model, PromptLookup())) == tokens_of(outputs_of(model, Full()))
