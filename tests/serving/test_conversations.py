@@ -142,6 +142,11 @@ def test_what_no_history_can_have(served: ServedModel, message: Any, field: str)
     assert field in str(caught.value)
 
 
+def test_a_developer_is_the_system(served: ServedModel) -> None:
+    said = text(served, {"role": "developer", "content": "x"}, USER)
+    assert said == "[system]x[user]t?[assistant]"
+
+
 def test_thoughts_have_the_names_that_templates_know(served: ServedModel) -> None:
     assert served.tokenizer is not None
     served.tokenizer.chat_template = (

@@ -195,6 +195,8 @@ def test_tokens_and_back(server: Asker) -> None:
     assert text == PROMPT
     conversation = server.post("/tokenize", {"messages": chat(PROMPT)["messages"]}).json()
     assert conversation["tokens"] == body["tokens"]
+    bare = server.post("/v1/completions", completion(add_special_tokens=False)).json()
+    assert bare["usage"]["prompt_tokens"] == 4
 
 
 def test_health_version_and_schema(server: Asker) -> None:

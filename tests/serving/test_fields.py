@@ -249,11 +249,6 @@ def test_what_would_change_an_answer_elsewhere_is_refused(
             request(ChatRequest, **{name: nothing})
 
 
-def test_a_text_format_of_responses_has_the_fields_of_its_type() -> None:
-    error = refusal(ResponsesRequest, text={"format": {"type": "json_object", "schema": {"a": 1}}})
-    assert error.message.startswith("text.format.schema: expected")
-
-
 def test_settings_that_are_switched_off_ask_for_nothing() -> None:
     """User interfaces send the defaults of everything."""
     off = {"dry_multiplier": 0, "mirostat": 0, "xtc_probability": 0, "repeat_penalty": 1}
@@ -388,24 +383,3 @@ def test_top_p_0_keeps_the_most_probable_token(
         server.post(PATHS[kind], body | each).json()["choices"] for each in ({}, hot | fields, hot)
     )
     assert greedy == same != other
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"stop": None},
-        {"stop": []},
-        {"logit_bias": {}},
-        {"seed": -(2**63)},
-        {"n": None},
-        {"max_completion_tokens": 3, "max_tokens": 90},
-        {"logprobs": None, "top_logprobs": None},
-        {"logprobs": False, "top_logprobs": 0},
-        {"tools": [], "tool_choice": "none", "parallel_tool_calls": True},
-        {"response_format": {"type": "text"}},
-    ],
-)
-def test_what_asks_for_nothing_more(server: Asker, fields: dict[str, Any]) -> None:
-    body = {"messages": USER, "max_tokens": 3}
-    plain, same = (server.post(PATHS[ChatRequest], each).json() for each in (body, body | fields))
-    assert plain["choices"] == same["choices"]

@@ -207,19 +207,6 @@ def test_hostile_bodies(server: Asker, name: str) -> None:
     assert_idle(server.service)
 
 
-def test_others_do_not_notice(server: Asker) -> None:
-    async def main(client: httpx.AsyncClient) -> list[httpx.Response]:
-        good = [client.post(COMPLETIONS, json={"prompt": PROMPT}) for _ in range(4)]
-        bad = [client.post(COMPLETIONS, content=b, headers=JSON) for b in HOSTILE.values()]
-        return await asyncio.gather(*bad, *good)
-
-    answers = server.run(main)
-    assert {a.json()["choices"][0]["text"] for a in answers[-4:]} == {
-        "[HassTurnOn [name front door]]"
-    }
-    assert {answer.status_code for answer in answers[:-4]} == {400}
-
-
 def test_the_roads_that_are_not_there(server: Asker) -> None:
     error = error_of(server.post("/v1/embeddings", {"input": "a"}), 404)
     assert error["type"] == "not_found_error"
@@ -278,6 +265,7 @@ def test_a_large_body_is_passed_over(intent: eecore.Model) -> None:
 
     for answer in server.run(main):
         assert error_of(answer, 413)["code"] == "body_too_large"
+        assert answer.headers["connection"] == "close"
     assert_idle(server.service)
 
 
@@ -309,7 +297,9 @@ def test_keys(intent: eecore.Model) -> None:
         error = error_of(server.get("/v1/models", headers=headers), 401)
         assert error["type"] == "authentication_error"
         assert "first" not in error["message"]
-        error_of(server.post(COMPLETIONS, {"prompt": PROMPT}, headers=headers), 401)
+        answer = server.post(COMPLETIONS, {"prompt": PROMPT}, headers=headers)
+        assert error_of(answer, 401)
+        assert answer.headers["www-authenticate"] == "Bearer"
         error_of(server.post("/tokenize", {"prompt": PROMPT}, headers=headers), 401)
     for key in ("first", "zweiter Schlüssel".encode()):
         bearer = b"Bearer " + (key if isinstance(key, bytes) else key.encode())
@@ -326,15 +316,17 @@ def test_a_full_queue_is_a_429(endless: eecore.Model) -> None:
         while server.service.admission.taken < 2:
             await asyncio.sleep(0.001)
         third = await client.post(COMPLETIONS, json=body)
+        server.service.admission._seconds = 1000.0
+        fourth = await client.post(COMPLETIONS, json=body)
         for task in first:
             task.cancel()
         await asyncio.wait(first)
         two = await client.post(COMPLETIONS, json={**body, "n": 3})
-        return [third, two]
+        return [third, fourth, two]
 
-    full, several = server.run(main)
+    full, busy, several = server.run(main)
     assert error_of(full, 429)["type"] == "rate_limit_error"
-    assert 1 <= int(full.headers["retry-after"]) <= 60
+    assert 1 <= int(full.headers["retry-after"]) < int(busy.headers["retry-after"]) == 60
     error_of(several, 400)
     assert_idle(server.service)
 
@@ -368,6 +360,7 @@ def test_a_request_that_fails_on_the_way(
     error = error_of(answer, 500)
     assert error["type"] == "server_error"
     assert "broken" in error["message"]
+    assert 'eecore_requests_total{outcome="error"} 2.0' in server.get("/metrics").text
     assert server.post(COMPLETIONS, {"prompt": PROMPT}).status_code == 200
     assert_idle(server.service)
 

@@ -327,8 +327,11 @@ CONVERSATIONS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         ],
     ),
     "two answers": (
-        {"input": [{"role": "assistant", "content": each} for each in "ab"]},
-        [{"role": "assistant", "content": each} for each in "ab"],
+        {"input": [THOUGHT, *({"role": "assistant", "content": each} for each in "ab")]},
+        [
+            {"role": "assistant", "reasoning_content": "so", "content": "a"},
+            {"role": "assistant", "content": "b"},
+        ],
     ),
 }
 

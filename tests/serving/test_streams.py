@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import inf, nan
 from typing import Any
 
 import anyio
@@ -51,6 +52,17 @@ def test_events_are_the_same_however_they_come(
         expected = {"index": 0, "logprobs": None, "finish_reason": None, **layers}
         assert {**choice, **expected} == choice
         assert details or set(choice) == {*expected, "delta" if is_chat else "text"}
+
+
+def test_numbers_that_json_has_not(intent: eecore.Model) -> None:
+    server = asker(intent)
+    (output,) = eecore.generate(intent, "lock the front door", max_tokens=64)
+    numbers = {"confidences": [nan, inf, 0.5], "logprobs": [-inf, nan, -0.5]}
+    script(server.service, replace(output, token_ids=[5, 5, 5], **numbers), PIECES)
+    body = {"prompt": "a", "return_exit_layers": True, "logprobs": 0}
+    choice = server.post("/v1/completions", body).json()["choices"][0]
+    assert choice["confidences"] == [None, None, 0.5]
+    assert choice["logprobs"]["token_logprobs"] == [-9999.0, -9999.0, -0.5]
 
 
 @pytest.mark.parametrize("path", PATHS)

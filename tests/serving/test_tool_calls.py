@@ -37,6 +37,7 @@ SCHEMAS: dict[str, Any] = {
             "exact": {"type": "boolean"},
             "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
             "level": {"type": ["integer", "string"]},
+            "share": {"type": ["number", "string"]},
         },
         "additionalProperties": {"type": "string"},
     },
@@ -157,13 +158,13 @@ GOOD: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
     ),
     "types of the schema": (
         "qwen3_coder",
-        tags(exact="True", unit="null", level="\n7\n", place="null", days="[9007199254740993]"),
+        tags(exact="True", unit="null", level="\n7\n", share="8", place="null", days="[2]"),
         "",
         [
             (
                 "weather",
-                '{"exact": true, "unit": null, "level": 7, "place": "null", '
-                '"days": [9007199254740993]}',
+                '{"exact": true, "unit": null, "level": 7, "share": 8, "place": "null", '
+                '"days": [2]}',
             )
         ],
     ),
