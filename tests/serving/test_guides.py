@@ -77,29 +77,6 @@ def test_a_completion_follows_its_guide(
         assert choice["finish_reason"] == expected.finish_reason
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_chat_is_json_when_it_ends(server: Asker, stream: bool) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "intent", "schema": SCHEMA}}
-    body = {"messages": [{"role": "user", "content": PROMPT}], "response_format": form}
-    body |= {"n": 3, "temperature": 1.0, "seed": 1, "stream": stream}
-    answer = server.post(CHATS, body)
-    if stream:
-        chunks = [choice for chunk in events(answer.text) for choice in chunk["choices"]]
-        texts = [
-            "".join(c["delta"].get("content", "") for c in chunks if c["index"] == i)
-            for i in range(3)
-        ]
-    else:
-        texts = [choice["message"]["content"] for choice in answer.json()["choices"]]
-    for text in texts:
-        value = json.loads(text)
-        assert list(value) == ["intent", "name", "level"]
-        assert value["intent"] in ("lock", "unlock")
-        assert re.fullmatch("[a-z ]{1,12}", value["name"])
-        assert 0 <= value["level"] <= 9
-    assert_idle(server.service)
-
-
 def test_guides_that_cost_too_much_keep_no_request_waiting(
     server: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

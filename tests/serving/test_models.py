@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import gguf
 import pytest
 
 import eecore
 from head_packs import write_pack
 from servers import Asker, asker, assert_idle, events
-from tiny_gguf import write_gguf
 from tiny_models import write_model
 from tiny_t5 import write_t5
 
@@ -69,14 +67,6 @@ def test_a_model_with_a_draft_head(tmp_path: Path) -> None:
     assert "m:head" in [card["id"] for card in server.get("/v1/models").json()["data"]]
     (expected,) = eecore.generate(model, PROMPT, max_tokens=6, ignore_eos=True)
     assert answered(server) == answered(server, exit="head:2") == expected.token_ids
-
-
-def test_a_gguf_file(tmp_path: Path) -> None:
-    kind = gguf.GGMLQuantizationType.Q8_0
-    file = write_gguf(tmp_path / "small.gguf", write_model(tmp_path / "a"), quantization=kind)
-    server = asker(eecore.load(file, kv_cache_tokens=256))
-    assert server.get("/v1/models").json()["data"][0]["id"] == "small"
-    assert len(answered(server, exit="auto")) == 6
 
 
 def test_a_model_without_a_chat_template(tmp_path: Path) -> None:

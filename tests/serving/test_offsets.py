@@ -179,17 +179,3 @@ def test_of_completions(server: Asker, stream: bool, exit: str) -> None:
         parts = parts_of(server, "/v1/completions", {**body, "add_special_tokens": False})
         found = [at for part in parts for at in part["text_offset"]]
         assert found[: said + len(prompt.encode())] == places(prompt + TEXT)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_of_chats(server: Asker, stream: bool) -> None:
-    body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2}
-    parts = parts_of(server, "/v1/chat/completions", {**body, "stream": stream})
-    entries = [entry for part in parts for entry in part["content"]]
-    data = bytes(byte for entry in entries for byte in entry["bytes"])
-    assert data.startswith(TEXT.encode())
-    assert all(len(entry["bytes"]) == 1 for entry in entries[: len(TEXT.encode())])
-    for entry in entries:
-        assert all(top["bytes"] for top in entry["top_logprobs"])
-        own = [top["bytes"] for top in entry["top_logprobs"] if top["token"] == entry["token"]]
-        assert not own or entry["bytes"] in own or "\ufffd" in entry["token"]

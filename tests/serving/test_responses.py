@@ -109,35 +109,6 @@ def test_how_deep_it_may_go(caller: Asker, asked: dict[str, Any]) -> None:
         assert [value for delta in deltas for value in delta[name]] == whole[name]
 
 
-def test_a_stream(client: openai.OpenAI) -> None:
-    with client.responses.stream(model="intent", input=SAID) as stream:
-        events = list(stream)
-        final = stream.get_final_response()
-    kinds = [event.type for event in events]
-    assert kinds[:4] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-    ]
-    assert set(kinds[4:-4]) == {"response.output_text.delta"}
-    assert kinds[-4:] == [
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.completed",
-    ]
-    deltas: list[Any] = events[4:-4]
-    assert "".join(event.delta for event in deltas) == final.output_text == MEANT
-    assert final.usage is not None
-    assert final.usage.output_tokens == 8
-    plain = client.responses.create(model="intent", input=SAID)
-    (item,), (same,) = ([each.to_dict() for each in r.output] for r in (final, plain))
-    assert item.pop("id") != same.pop("id")
-    assert item.pop("content")[0].items() >= same.pop("content")[0].items()
-    assert item == same
-
-
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_items_and_events_say_the_same(intent: eecore.Model, reason: str) -> None:
     server = saying(intent, PIECES, reason)

@@ -98,20 +98,6 @@ def test_a_prompt_alone_may_fill_the_context(server: Asker) -> None:
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_an_echo_without_log_probabilities(server: Asker) -> None:
-    for stream in (False, True):
-        answer = server.post(
-            COMPLETIONS, {"prompt": PROMPT, "echo": True, "max_tokens": 0, "stream": stream}
-        )
-        if stream:
-            assert joined(events(answer.text))["text"] == PROMPT
-        else:
-            (choice,) = answer.json()["choices"]
-            assert (choice["text"], choice["logprobs"]) == (PROMPT, None)
-            assert "prompt_logprobs" not in choice
-            assert answer.json()["usage"]["completion_tokens"] == 0
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Asker:
     """A model whose tokens are bytes."""

@@ -70,17 +70,6 @@ def test_a_request_is_a_span(traced: Traced, streams: bool) -> None:
     assert "lock" not in span.to_json()
 
 
-def test_choices_share_a_span(traced: Traced) -> None:
-    body = {"prompt": ["lock the front door"] * 2, "n": 2, "exit": "speculative:3,6", "seed": 3}
-    traced.server.post("/v1/completions", body)
-    found = traced.span().attributes
-    assert found["gen_ai.operation.name"] == "text_completion"
-    assert found["gen_ai.usage.input_tokens"] == 2 * 5
-    assert found["gen_ai.usage.output_tokens"] == 4 * 8
-    assert found["gen_ai.response.finish_reasons"] == ("stop",) * 4
-    assert found["eecore.drafted_tokens"] >= found["eecore.accepted_tokens"] > 0
-
-
 def test_the_trace_of_the_client_goes_on(traced: Traced) -> None:
     traced.server.post(CHATS, LOCK, headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
     span = traced.span()
@@ -112,12 +101,6 @@ def test_a_client_that_left_is_none(endless: eecore.Model) -> None:
     span = traced.span()
     assert span.attributes["gen_ai.response.finish_reasons"] == ("cancelled",)
     assert span.status.is_unset
-
-
-def test_refusals_are_no_spans(traced: Traced) -> None:
-    assert traced.server.post(CHATS, {"messages": []}).status_code == 400
-    traced.server.post(CHATS, LOCK)
-    assert traced.span()
 
 
 @pytest.fixture
