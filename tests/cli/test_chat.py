@@ -22,6 +22,7 @@ from command_line import LONG, QUIET, REQUEST, USAGE, error_of
 from eecore.cli import chat
 from eecore.cli.app import run
 from eecore.cli.depth import DepthPainter, depth_style
+from eecore.cli.generate import SamplingOptions
 from eecore.config import ANSWERS
 from tiny_models import write_model
 
@@ -125,6 +126,15 @@ def test_what_cannot_be_is_said(talk: Talk) -> None:
     assert "exit_layer: expected 1..4" in error_of(talk("/exit-mode fixed:9", code=REQUEST))
     assert "expected at most 511" in error_of(talk("x" * 600, code=REQUEST))
     assert "temperature" in error_of(talk("a", options=("-t", "-1"), code=REQUEST))
+
+
+def test_a_message_that_fails_is_no_turn(model: str) -> None:
+    """On a terminal the conversation goes on after it."""
+    loaded, sampling = eecore.load(model), SamplingOptions(max_tokens=2)
+    talk = chat._Talk(loaded, Path(model), eecore.Full(), sampling, None, False, False)
+    with pytest.raises(eecore.RequestError, match="/clear begins anew"):
+        talk.take("x" * 600)
+    assert talk.turns == []
 
 
 def test_without_a_model_it_is_the_small_one_that_is_at_hand(

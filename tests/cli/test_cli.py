@@ -33,6 +33,7 @@ from command_line import (
 )
 from eecore.cli.app import run
 from eecore.cli.depth import DepthPainter, depth_style, has_colours, said_depths
+from eecore.cli.results import TextByPrompt
 from eecore.config import ANSWERS
 from eecore.decoding.iterate import Iterations
 from eecore.decoding.prefill import Prefill
@@ -56,7 +57,8 @@ def pipe_in(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 def test_generate_prints_the_text_of_the_library(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["generate", model, "Once upon", "--raw", "--max-tokens", "12"]) == 0
+    command = ["generate", model, "Once upon", "--raw", "--max-tokens", "12", "--exits", "none"]
+    assert run(command) == 0
     expected = eecore.generate(eecore.load(model), "Once upon", max_tokens=12)[0].text
     captured = capsys.readouterr()
     assert captured.out.removesuffix("\n") == (expected or "").removesuffix("\n")
@@ -136,6 +138,18 @@ def test_a_file_of_prompts_comes_back_in_order(
     heads = [line for line in captured.out.splitlines() if line.startswith("==> ")]
     assert heads == ["==> 1/3: first", "==> 2/3: second one", "==> 3/3: third"]
     assert re.search(r"^speed +[\d.]+x full depth's, the same text: ", captured.err, re.MULTILINE)
+
+
+def test_outputs_of_prompts_wait_for_those_before_them(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = eecore.load(model)
+    first, second = eecore.generate(loaded, ["a", "b"], max_tokens=2)
+    results = TextByPrompt(["a", "b"], loaded, None)
+    results.done(1, second)
+    assert capsys.readouterr().out == ""
+    results.done(0, first)
+    assert re.findall(r"==> (\d)/2", capsys.readouterr().out) == ["1", "2"]
 
 
 def test_json_lines_of_prompts_may_be_strings_tokens_or_objects(
@@ -308,6 +322,28 @@ def test_search_writes_what_generate_reads(
     )
 
 
+def test_a_search_that_is_interrupted_keeps_what_it_found(
+    model: str,
+    tmp_path: Path,
+    lines: Callable[[str, str], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = eecore.search_skipped_sublayers
+
+    def interrupted(*args: Any, progress: Callable[[Any], None], **settings: Any) -> Any:
+        def once(step: Any) -> None:
+            progress(step)
+            raise KeyboardInterrupt
+
+        return whole(*args, progress=once, **settings)
+
+    monkeypatch.setattr(eecore, "search_skipped_sublayers", interrupted)
+    out, text = tmp_path / "skips.json", lines("text.txt", "some text to look at")
+    command = ["search", model, "--text", text, "--out", str(out), "--max-tokens", "8"]
+    assert run(command) == INTERRUPTED
+    assert len(json.loads(out.read_text())) == 1
+
+
 # What cannot be done is said in one line
 
 
@@ -377,6 +413,7 @@ def test_a_bad_line_in_a_file_is_named(
         ('"ok"\n{"prompt": \n', "prompts.jsonl:2: expected JSON"),
         ('{"text": "hi"}\n', "prompts.jsonl:1"),
         ('{"prompt": ""}\n', "prompts.jsonl:1"),
+        ('{"prompt": [5, true]}\n', "prompts.jsonl:1"),
         ("\n\n", "at least one prompt"),
     ):
         assert run(["generate", model, "--file", lines("prompts.jsonl", text)]) == REQUEST
@@ -487,6 +524,7 @@ def test_ctrl_c_with_many_prompts_writes_what_there_is(
     assert [record["index"] for record in records] == [0, 1, 2]
     assert {record["finish_reason"] for record in records} == {"cancelled"}
     assert {len(record["token_ids"]) for record in records} == {5}
+    assert re.search(r"^tokens +15 new, ", captured.err, re.MULTILINE)
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(endless: str) -> None:
