@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     LogitsProcessorList,
@@ -228,6 +229,12 @@ def test_stopping_criteria_end_a_sequence(directory: Path) -> None:
     assert not eecore.from_transformers(model).engine().has_unfinished
 
 
+def filled_cache() -> DynamicCache:
+    cache = DynamicCache()
+    cache.update(torch.zeros(2, 2, 1, 64), torch.zeros(2, 2, 1, 64), 0)
+    return cache
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -251,6 +258,7 @@ def test_stopping_criteria_end_a_sequence(directory: Path) -> None:
             r"stopping_criteria: expected a bool for one sequence, got \[3\] from <lambda>",
         ),
         ({"inputs_embeds": torch.randn(2, 5, 64), "input_ids": None}, "inputs_embeds"),
+        ({"past_key_values": filled_cache()}, "expected none, got a cache that is filled"),
     ],
 )
 def test_what_is_not_honoured_is_an_error(
