@@ -69,6 +69,7 @@ def area(mutant: Mutant) -> str:
         "python/eecore/lab/": "training",
         "python/eecore/calibration/": "calibration",
         "python/eecore/integrations/": "integrations",
+        "python/eecore/cli/": "commands",
     }
     return next(
         (name for start, name in areas.items() if mutant.file.startswith(start)), "the rest"
