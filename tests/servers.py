@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -85,7 +84,7 @@ def listening(service: Service) -> Iterator[str]:
 def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command in a process of its own, and its address."""
     with subprocess.Popen(
-        [sys.executable, "-m", "eecore", "serve", *arguments, "--no-warm-up", "--port", "0"],
+        [sys.executable, "-m", "eecore", "serve", "--no-warm-up", *arguments, "--port", "0"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -95,27 +94,16 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     ) as process:
         try:
             assert process.stderr is not None
-            assert process.stderr.readline().startswith("loading ")
-            line = process.stderr.readline()
-            found = re.search(r"http://[\d.]+:\d+", line)
-            assert found, line + process.stderr.read()
+            said = ""
+            while not (found := re.search(r"http://[\d.]+:\d+", said)):
+                line = process.stderr.readline()
+                assert line, said
+                said += line
+            assert said.startswith("loading ")
+            assert ("warming up" in said) == ("--warm-up" in arguments)
             yield process, found[0]
         finally:
             process.kill()
-
-
-def ended_within(pid: int, seconds: float) -> bool:
-    """Whether a process ends within so many seconds, also as a zombie."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            return True
-        if stat.rpartition(")")[2].split()[0] == "Z":
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def events(text: str) -> list[Any]:

@@ -254,19 +254,6 @@ def test_answers_are_sampled_where_neither_model_nor_caller_says_how(
     assert json.loads(capsys.readouterr().out)["token_ids"] == output.token_ids
 
 
-@pytest.mark.filterwarnings("always:.*trained for early exit")
-def test_depth_comes_as_numbers_where_there_are_no_colours(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (
-        run(["generate", model, "abc", "-n", "3", "--ignore-eos", "--exit", "fixed:2", "--depth"])
-        == 0
-    )
-    captured = capsys.readouterr()
-    assert captured.err.endswith("\n[exit layers: 2x3]\n")
-    assert "\x1b" not in captured.out
-
-
 def test_depth_in_words() -> None:
     assert said_depths(eecore.Full(), [4, 4], 4) == "exit layers: 4x2"
     assert said_depths(eecore.ConfidentExit(0.9), [4, 2, 2], 4) == "exit layers: 4 2x2"

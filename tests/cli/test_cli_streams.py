@@ -84,17 +84,6 @@ def text_of(model: str, prompt: str) -> str | None:
     return eecore.generate(eecore.load(model), prompt, **sampling)[0].text
 
 
-def test_a_terminal_of_one_column(
-    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "1")
-    monkeypatch.setenv("LINES", "1")
-    text = [*("generate", model, "hi", "-n", "2", "--depth", "--stats")]
-    for words in (["--help"], ["generate", "--help"], text, ["info", model]):
-        assert run(words) == 0
-    assert "Traceback" not in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("number", "seconds"),
     [

@@ -107,15 +107,6 @@ def test_overlapping_calls_share_one_cache(
     assert caches == 0
 
 
-def test_a_call_inside_of_a_loop_over_a_stream(model: eecore.Model) -> None:
-    expected = [alone(model, i) for i in range(4)]
-    got: list[int] = []
-    for number, step in enumerate(eecore.stream(model, [PROMPTS[0]], sampling=SAMPLING)):
-        got += step.token_ids
-        assert alone(model, number % 4) == expected[number % 4]
-    assert got == expected[0]
-
-
 def test_one_refused_prompt_of_many_and_nothing_runs(
     model: eecore.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -216,7 +216,10 @@ def post(address: str, body: dict[str, Any]) -> httpx.Response:
 
 
 def test_sigterm_drains(endless_directory: str) -> None:
-    with started(endless_directory) as (process, address), ThreadPoolExecutor(2) as pool:
+    with (
+        started(endless_directory, "--warm-up") as (process, address),
+        ThreadPoolExecutor(2) as pool,
+    ):
         body = {**ENDLESS, "max_tokens": 2500}
         runs = pool.submit(post, address, body)
         client = httpx.Client()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -56,19 +54,3 @@ def test_a_model_without_a_tokenizer_is_warmed_by_tokens(tmp_path: Path) -> None
     model = eecore.load(directory, kv_cache_tokens=2048)
     warm_up(asker(model).service.served)
     assert model.shared_engine().engine.captures
-
-
-def test_the_command_says_that_it_warms_up(tmp_path: Path) -> None:
-    """Without it there are two lines, which all other tests of the command read."""
-    model = str(write_model(tmp_path / "model"))
-    command = [sys.executable, "-m", "eecore", "serve", model, "--port", "0", "--warm-up"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        said = ""
-        while "http://" not in said:
-            line = server.stderr.readline()
-            assert line, said
-            said += line
-        server.terminate()
-        assert server.wait(60) == 0
-    assert "warming up" in said
