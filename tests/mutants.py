@@ -1881,7 +1881,7 @@ COMMANDS = (
         "python/eecore/cli/results.py",
         "rest = output.text[len(self.text) :]",
         'rest = ""',
-        "tests/cli/test_cli.py -k 'prints_the_text or context'",
+        "tests/cli/test_cli.py -k no_step",
     ),
     Mutant(
         "json-without-other-tokens",
