@@ -1240,13 +1240,6 @@ SERVER = (
         "tests/serving/test_refusals.py",
     ),
     Mutant(
-        "one-sequence-too-many",
-        "python/eecore/serving/admission.py",
-        "if admission.taken + more > admission.capacity:",
-        "if admission.taken + more > admission.capacity + 1:",
-        "tests/serving/test_refusals.py",
-    ),
-    Mutant(
         "offset-after-half-a-character",
         "python/eecore/serving/offsets.py",
         "begins = self._at + ended - (not is_pending)",
