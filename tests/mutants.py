@@ -849,7 +849,7 @@ SERVER = (
         '                reason = "stop"\n            else:\n                num_text += 1\n',
         '                reason = "stop"\n                num_text += 1\n            else:\n'
         "                num_text += 1\n",
-        "tests/engine/test_engine.py tests/serving/test_server.py",
+        "tests/serving/test_endpoints.py",
     ),
     Mutant(
         "unknown-fields-not-named",

@@ -137,6 +137,10 @@ def test_stops_and_penalties_reach_the_engine(server: Asker, intent: eecore.Mode
         body = server.post("/v1/completions", completion(stop=stop)).json()
         assert body["choices"][0]["text"] == "[HassTurnOn [name"
         assert body["choices"][0]["finish_reason"] == "stop"
+    assert intent.tokenizer is not None
+    (whole,) = eecore.generate(intent, PROMPT, max_tokens=64)
+    body = server.post("/v1/completions", completion(stop_token_ids=[whole.token_ids[3]])).json()
+    assert body["choices"][0]["text"] == intent.tokenizer.decode(whole.token_ids[:3])
 
 
 @pytest.mark.parametrize("stream", [False, True])
