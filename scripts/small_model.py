@@ -26,7 +26,6 @@ from tokenizers import (
     trainers,
 )
 
-from eecore.lab.commands.progress import ProgressLine
 from eecore.lab.training import (
     CalmLoss,
     EarlyExitLoss,
@@ -235,7 +234,7 @@ def train_small_model(
         f"{config.batch_size} ({config.steps * config.batch_size / len(sequences):.2f} epochs)",
         file=sys.stderr,
     )
-    with stop_on_signals() as stop, ProgressLine() as line:
+    with stop_on_signals() as stop:
         result = train(
             start.model,
             sequences,
@@ -244,8 +243,8 @@ def train_small_model(
             held_out=held_out,
             tokenizer_directory=start.tokenizer_directory,
             resume=resume,
-            progress=line.show,
             should_stop=stop,
+            shows=True,
         )
     if not result.finished:
         print(f"stopped after step {result.step}; --resume goes on", file=sys.stderr)

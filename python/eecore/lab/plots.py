@@ -142,19 +142,6 @@ def plot_run(path: Path, steps: Columns, evaluations: Columns) -> None:
     save(drawn, path)
 
 
-def plot_head(path: Path, by_position: Sequence[float], greedy: Sequence[float]) -> None:
-    """Draw a draft head's agreement by position of the draft."""
-    drawn = figure((5, 3.5))
-    axes: Any = drawn.subplots()
-    places = range(1, len(by_position) + 1)
-    axes.plot(places, by_position, marker="o", label="all held-out answers")
-    axes.plot(places, greedy, marker="o", label="greedy ones")
-    axes.set(xlabel="draft", ylabel="agreement, those before it right", ylim=(0, 1))
-    axes.legend()
-    drawn.tight_layout()
-    save(drawn, path)
-
-
 def _smoothed(
     steps: Sequence[float | None], values: Sequence[float | None]
 ) -> tuple[list[float], list[float]]:

@@ -14,11 +14,10 @@ from safetensors import safe_open
 
 import eecore
 from eecore.cli.app import run
-from eecore.lab.commands.progress import ProgressLine
 from eecore.lab.training import loading, state_path
 from eecore.lab.training.interrupts import stop_on_signals
 from eecore.lab.training.run_files import is_begun, read_log
-from eecore.lab.training.trainer import StepReport
+from eecore.lab.training.trainer import StepTrainer
 from eecore.models import model_digest
 from tiny_models import write_byte_tokenizer, write_model
 
@@ -58,7 +57,7 @@ def test_a_run_from_start_to_generation(
         *("packing: no", "accumulate: 1", f"data: {held_out}", "processes: 1", f"out: {out}"),
     }
     assert settings <= set(shown.err.splitlines())
-    assert re.search(r"step 12/12, \d+ tokens/s, 0 s left, loss [\d.]+, by exit 2:", shown.err)
+    assert re.search(r"12/12 \[.*, loss=[\d.]+\]", shown.err)
     assert re.search(
         r"step 6: held-out loss [\d.]+, agreement .* by exit: [\d. ]+ 1\.00", shown.err
     )
@@ -172,16 +171,16 @@ def test_ctrl_c_saves_and_resume_goes_on(
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     options = ("--steps", "9", "--batch-size", "2")
     assert run(arguments(folder, whole, *options)) == 0
-    show = ProgressLine.show
+    log = StepTrainer.log
 
-    def interrupt(line: ProgressLine, report: StepReport) -> None:
-        show(line, report)
-        if report.step == 4:
+    def interrupt(trainer: StepTrainer, *given: Any) -> None:
+        log(trainer, *given)
+        if trainer.step == 4:
             signal.raise_signal(signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patched:
-        patched.setattr(ProgressLine, "show", interrupt)
+        patched.setattr(StepTrainer, "log", interrupt)
         assert run(arguments(folder, stopped, *options)) == INTERRUPTED
     # The step after the signal is the first to be asked.
     assert (

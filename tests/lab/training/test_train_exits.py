@@ -33,7 +33,7 @@ USAGE, MODEL, REQUEST = 2, 3, 4
 STAGES = (
     (None, "writing: "),
     ("writing", "reading: "),
-    ("reading", "step 30/"),
+    ("reading", "step 30 of "),
     ("training", None),
 )
 """For each step in which a run is stopped: what it goes on with, and where it stops next."""
@@ -469,7 +469,7 @@ def _stopping_after(patch: pytest.MonkeyPatch, module: str, name: str, calls: in
         if "should_stop" in options:
             options["should_stop"] = should_stop
         else:
-            given = (*given[:2], should_stop, *given[3:])
+            given = (given[0], should_stop, *given[2:])
         return original(*given, **options)
 
     patch.setattr(place, last, stopping)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
-
-if TYPE_CHECKING:
-    from eecore.lab.training.trainer import StepReport
 
 LINE_SECONDS = 10.0
 """Seconds between two lines where stderr is not a terminal."""
@@ -38,18 +34,6 @@ class ProgressLine:
     def __exit__(self, *_error: object) -> None:
         if self._status is not None:
             self._status.stop()
-
-    def show(self, report: StepReport) -> None:
-        """Show a training step; an evaluation gets a line that stays."""
-        if report.is_evaluation:
-            self.keep(f"step {report.step}: {report.described}")
-            return
-        self.say(
-            f"step {report.step}/{report.steps}, {report.tokens_per_s:.0f} tokens/s, "
-            f"{shown_seconds(report.seconds_left)} left, loss {report.loss:.3f}, "
-            f"{report.described}",
-            last=report.step == report.steps,
-        )
 
     def say(self, text: str, *, last: bool = False) -> None:
         """Show the state of the run; the last text is always shown."""

@@ -16,7 +16,6 @@ from eecore.cli.options import ProcessOptions, option, takes_options
 from eecore.cli.process import INTERRUPTED
 from eecore.errors import RequestError
 from eecore.files.readable import is_file, kind_of, shown_path
-from eecore.lab.commands.progress import ProgressLine
 from eecore.lab.commands.settings import MAX_BATCH, MAX_STEPS, Kept, Rates, say_settings
 
 if TYPE_CHECKING:
@@ -324,10 +323,10 @@ def _train(
         learnt_tokens=int(learnt.num_learnt.sum()),
         processes=num_processes(),
     )
-    with stop_on_signals() as stop, ProgressLine() as line:
+    with stop_on_signals() as stop:
         if run.resume:
             _, begun = last_checkpoint(state_path(out))
-            line.keep(f"resuming after step {begun} of {steps}")
+            print(f"resuming after step {begun} of {steps}", file=sys.stderr)
         result = run_training(
             start.model,
             learnt,
@@ -337,8 +336,8 @@ def _train(
             tokenizer_directory=start.tokenizer_directory,
             resume=run.resume,
             device=where,
-            progress=line.show,
             should_stop=stop,
+            shows=True,
         )
     if not result.finished:
         print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -181,19 +182,27 @@ def train_exits(
         out=out,
         work=where,
     )
-    with stop_on_signals() as stop, ProgressLine() as line:
-        trained = None
-        if write_and_read(loaded, asked, texts.tokens, where, settings, states, stop, line):
-            data = open_states(where / STATES, states)
-            task = HeadTask(network, data, config, beginning)
-            trained = _train(task, run, where / TRAINING, stop, line)
-        if trained is None:
-            line.keep(f"interrupted at {line.last}; the same command with --resume goes on there")
-            return INTERRUPTED
+    with stop_on_signals() as stop:
+        with ProgressLine() as line:
+            if not write_and_read(loaded, asked, texts.tokens, where, settings, states, stop, line):
+                return interrupted(line.last)
+        task = HeadTask(network, open_states(where / STATES, states), config, beginning)
+        trained = _train(task, run, where / TRAINING, stop)
+        if not trained.finished:
+            return interrupted(f"step {trained.step} of {trained.config.steps}")
         found = save_head(out, network, task, trained)
-        line.keep(f"held-out agreement by draft: {' '.join(f'{value:.3f}' for value in found)}")
+    print(
+        f"held-out agreement by draft: {' '.join(f'{value:.3f}' for value in found)}",
+        file=sys.stderr,
+    )
     print(f"wrote {out}")
     return 0
+
+
+def interrupted(at: str) -> int:
+    """Say where the command was interrupted; its exit code."""
+    print(f"interrupted at {at}; the same command with --resume goes on there", file=sys.stderr)
+    return INTERRUPTED
 
 
 def stored_weights(path: Path, network: LlamaModel) -> str:
@@ -270,10 +279,8 @@ def _checked(model: Model, name: str) -> LlamaModel:
     return model.network
 
 
-def _train(
-    task: HeadTask, run: Run, directory: Path, stop: Callable[[], bool], line: ProgressLine
-) -> HeadTrainer | None:
-    """The training run, resumed where it stopped; None when stopped again."""
+def _train(task: HeadTask, run: Run, directory: Path, stop: Callable[[], bool]) -> HeadTrainer:
+    """The training run, resumed where it stopped, to its end or until it is stopped again."""
     from eecore.lab.training.head_run import HeadConfig, HeadTrainer
     from eecore.lab.training.run_files import (
         check_run,
@@ -290,7 +297,7 @@ def _train(
     elif run.minutes is not None:
         task.agreement(config.evaluated_rows)
         evaluation = time.monotonic() - begun
-        a_step = HeadTrainer(task, config, directory).seconds_per_step(points=1)
+        a_step = HeadTrainer(task, config, directory).seconds_per_step()
         a_step += evaluation / config.evaluate_steps
         steps = int((60 * run.minutes - 3 * evaluation) / a_step)
     else:
@@ -305,7 +312,8 @@ def _train(
     trainer = HeadTrainer(task, config, directory)
     _, step = last_checkpoint(directory)
     if 0 < step < steps:
-        line.keep(f"resuming training after step {step} of {steps}")
+        print(f"resuming training after step {step} of {steps}", file=sys.stderr)
     spent = time.monotonic() - begun + evaluation  # before the first step, and at the end
     limit = None if run.minutes is None else 60 * run.minutes - spent
-    return trainer if trainer.run(line.show, stop, limit) else None
+    trainer.run(stop, limit, shows=True)
+    return trainer

@@ -150,10 +150,6 @@ class ExitTrainer(StepTrainer):
         scores = self.exit_scores
         return (*scores.loss, *scores.accuracy, *scores.agreement)
 
-    def describe(self, values: Mapping[str, float]) -> str:
-        exits = (f"{name.rpartition('_')[2]}:{loss:.2f}" for name, loss in values.items())
-        return f"by exit {' '.join(exits)}"
-
     def describe_evaluation(self, values: Mapping[str, float]) -> str:
         agreement = [value for name, value in values.items() if name.startswith("agreement")]
         return (

@@ -1,10 +1,9 @@
-"""A trained draft head as files: ``head.safetensors``, ``head.json``, and a plot."""
+"""A trained draft head as files: ``head.safetensors`` and ``head.json``."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from safetensors.torch import save
 
 from eecore.files.whole import filling
-from eecore.lab.plots import plot_head
 from eecore.lab.training.head_run import HeadTask, HeadTrainer
 from eecore.lab.training.run_files import read_logs
 from eecore.models import LlamaModel, network_digest
@@ -60,8 +58,6 @@ def save_head(out: Path, network: LlamaModel, task: HeadTask, run: HeadTrainer) 
     with filling(out) as partial:
         (partial / WEIGHTS_NAME).write_bytes(save(tensors, {"format": "pt"}))
         (partial / CONFIG_NAME).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    if find_spec("matplotlib") is not None:
-        plot_head(out / "agreement.svg", by_position, greedy)
     return by_position
 
 

@@ -163,11 +163,8 @@ class HeadTrainer(StepTrainer):
     def tokens_at(self, step: int) -> int:
         return len(self._task.order.starts(step))
 
-    def describe(self, values: Mapping[str, float]) -> str:
-        return f"agreement {values['agreement']:.2f}"
-
     def describe_evaluation(self, values: Mapping[str, float]) -> str:
-        shown = " ".join(f"{value:.3f}" for value in values.values())
+        shown = " ".join(f"{values[name]:.3f}" for name in self.evaluation_columns)
         return f"held-out agreement by draft: {shown}"
 
     def rates(self, name: str, parameter: nn.Parameter) -> tuple[bool, float]:

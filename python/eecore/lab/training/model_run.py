@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,9 +31,6 @@ from eecore.lab.training.run_files import (
     write_run,
 )
 from eecore.models import model_digest
-
-if TYPE_CHECKING:
-    from eecore.lab.training.trainer import StepReport
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -73,8 +70,8 @@ def train(
     tokenizer_directory: str | Path | None = None,
     resume: bool = False,
     device: str | None = None,
-    progress: Callable[[StepReport], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
+    shows: bool = False,
 ) -> TrainingResult:
     """Train a transformers model for early exits and write it to a directory.
 
@@ -95,9 +92,9 @@ def train(
         tokenizer_directory: its tokenizer files are copied to ``out``.
         resume: continue the run in ``out``.
         device: ``cpu`` or ``cuda``; None: the model's own.
-        progress: called after each step, and after each evaluation.
         should_stop: called after each step; once it returns True in any process, the state is saved
             and the run ends.
+        shows: whether a bar on stderr shows the progress.
 
     Raises:
         TrainingError: a setting, the data or the directory cannot be used.
@@ -123,7 +120,7 @@ def train(
     with closing(ExitTrainer(trained, data, config, place, held_out, on_cpu)) as trainer:
         if trainer.is_world_process_zero() and not resume:
             write_run(place, config, data.digest(), trained)
-        finished = trainer.run(progress, should_stop)
+        finished = trainer.run(should_stop, shows=shows)
         if finished and held_out is not None and trainer.exit_scores is None:
             trainer.scores()  # stopped between the last step and here
         weights = trainer.accelerator.get_state_dict(trainer.model) if config.shard else None

@@ -7,9 +7,9 @@ run. A stopped or killed run continues, once resumed, as if it had not been stop
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +25,10 @@ from eecore.lab.training.run_files import EVALUATIONS, STEPS, last_checkpoint, w
 
 library("accelerate")
 transformers = library("transformers")
+ProgressCallback: Any = library("transformers.trainer_callback").ProgressCallback
+LOG_SECONDS = 10.0
+"""Seconds between two states of the bar where stderr is not a terminal."""
 STEP_COLUMNS = ("step", "tokens", "learning_rate", "gradient_norm", "loss")
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """A finished training step, or the evaluation after it.
-
-    Attributes:
-        step: steps done, this one included.
-        steps: steps of the run.
-        tokens: read so far.
-        loss: this step's loss.
-        values: further values of its log, by column.
-        tokens_per_s: since the run started or was resumed.
-        seconds_left: at the speed of the steps since then.
-        described: the step, or the evaluation, in words.
-        is_evaluation: whether this is a report on an evaluation.
-    """
-
-    step: int
-    steps: int
-    tokens: int
-    loss: float
-    values: Mapping[str, float]
-    tokens_per_s: float
-    seconds_left: float
-    described: str
-    is_evaluation: bool = False
 
 
 class StepTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
@@ -143,10 +119,6 @@ class StepTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
         """Tokens that all processes read in a step."""
         raise NotImplementedError
 
-    def describe(self, values: Mapping[str, float]) -> str:
-        """The values of a step in words."""
-        raise NotImplementedError
-
     def describe_evaluation(self, values: Mapping[str, float]) -> str:
         """The values of an evaluation in words."""
         raise NotImplementedError
@@ -157,17 +129,21 @@ class StepTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
 
     def run(
         self,
-        progress: Callable[[StepReport], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
         max_seconds: float | None = None,
+        *,
+        shows: bool = False,
     ) -> bool:
         """Train to the end (True), or until stopped (False); the state is saved either way.
 
         When one process is told to stop, all stop. With ``max_seconds``, of a single process, the
-        step after which the run has taken as long is the last.
+        step after which the run has taken as long is the last. With ``shows`` there is a bar on
+        stderr.
         """
         checkpoint, _ = last_checkpoint(self.directory)
-        self.add_callback(_Follower(self, progress, should_stop, max_seconds))
+        self.add_callback(_Follower(self, should_stop, max_seconds))
+        if shows:
+            self.add_callback(_Bar(self))
         with no_progress_bars():
             self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         return self.finished
@@ -182,38 +158,19 @@ class StepTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
         """The time of the run, that before it was resumed included."""
         return self._seconds_before + time.monotonic() - self._begun
 
-    def seconds_per_step(
-        self,
-        points: int = 8,
-        steps_a_point: int = 3,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> float:
-        """The mean seconds of a step over a run, measured before it starts.
-
-        Curricula make steps dearer or cheaper as a run goes on, so steps are timed at points spread
-        over it. Weights, gradients and random states are restored.
-        """
-        model, random_state = self.model, torch.get_rng_state()
-        was_training, spent = model.training, 0.0
-        model.train()
-        pieces, steps = self.args.gradient_accumulation_steps, self.config.steps
-        for point in range(points):
-            first = (2 * point + 1) * steps // (2 * points)
-            for repeat in range(steps_a_point + 1):  # the first one warms up
-                if repeat == 1:
-                    begun = clock()
-                at = pieces * min(first + repeat, steps - 1)
-                for piece in range(at, at + pieces):
-                    inputs = self._prepare_inputs(self.train_dataset[piece])
-                    self.compute_loss(model, inputs).backward()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            spent += clock() - begun
-        model.zero_grad()
-        model.train(was_training)
+    def seconds_per_step(self, steps: int = 3) -> float:
+        """The mean seconds of the first steps, measured before the run starts; nothing changes."""
+        random_state, begun = torch.get_rng_state(), 0.0
+        for step in range(steps + 1):
+            if step == 1:  # the first one warms up
+                begun = time.monotonic()
+            inputs = self._prepare_inputs(self.train_dataset[step])
+            self.compute_loss(self.model, inputs).backward()
+        spent = time.monotonic() - begun
+        self.model.zero_grad()
         torch.set_rng_state(random_state)
         self._values = None
-        return spent / (points * steps_a_point)
+        return spent / steps
 
     # What the Trainer calls
 
@@ -306,30 +263,52 @@ def _alone(items: list[dict[str, Any]]) -> dict[str, Any]:
     return items[0]
 
 
+class _Bar(ProgressCallback):  # type: ignore[misc]
+    """The Trainer's bar, with the loss of the last step; evaluations get lines that stay."""
+
+    def __init__(self, trainer: StepTrainer) -> None:
+        super().__init__()
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        super().on_train_begin(args, state, control, **more)
+        if self.training_bar is not None:
+            self.training_bar.initial = self.training_bar.n = self.current_step = state.global_step
+            if not sys.stderr.isatty():
+                self.training_bar.mininterval = LOG_SECONDS
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:  # noqa: ARG002
+        if self.training_bar is None:
+            return
+        if "loss" in logs:
+            self.training_bar.set_postfix(loss=f"{logs['loss']:.3f}", refresh=False)
+        elif f"eval_{self._trainer.evaluation_columns[-1]}" in logs:
+            values = {name.removeprefix("eval_"): value for name, value in logs.items()}
+            described = self._trainer.describe_evaluation(values)
+            self.training_bar.write(f"step {state.global_step}: {described}", file=sys.stderr)
+
+
 class _Follower(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-    """Says when a run saves and stops, reports its steps, and writes its logs."""
+    """Says when a run saves and stops, and writes its logs."""
 
     def __init__(
         self,
         trainer: StepTrainer,
-        progress: Callable[[StepReport], None] | None,
         should_stop: Callable[[], bool] | None,
         max_seconds: float | None,
     ) -> None:
-        self._trainer, self._progress = trainer, progress
+        self._trainer = trainer
         self._should_stop, self._max_seconds = should_stop, max_seconds
-        self._begun = self._saved_at = time.monotonic()
-        self._first_step = self._first_tokens = 0
+        self._saved_at = time.monotonic()
 
     def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         trainer = self._trainer
         last: dict[str, float] = next(
             (e for e in reversed(state.log_history) if "seconds" in e), {}
         )
-        trainer.tokens = self._first_tokens = int(last.get("tokens", 0))
+        trainer.tokens = int(last.get("tokens", 0))
         trainer._seconds_before, trainer._begun = float(last.get("seconds", 0.0)), time.monotonic()
-        self._first_step, self._begun = state.global_step, time.monotonic()
-        self._saved_at = self._begun
+        self._saved_at = trainer._begun
         trainer.finished = state.global_step >= state.max_steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -346,40 +325,12 @@ class _Follower(transformers.TrainerCallback):  # type: ignore[misc, name-define
         control.should_training_stop |= is_last or stops
         trainer.finished = is_last
 
-    def on_log(self, _args: Any, state: Any, _control: Any, logs: Any, **_: Any) -> None:
-        if "loss" in logs and self._progress is not None:
-            self._report(state, logs, self._trainer.describe(_own(logs, self._trainer)))
-
-    def on_evaluate(self, _args: Any, state: Any, _control: Any, metrics: Any, **_: Any) -> None:
+    def on_evaluate(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         self._write_logs(state)
-        steps = [entry for entry in state.log_history if "loss" in entry]
-        if steps and self._progress is not None:
-            values = {name.removeprefix("eval_"): value for name, value in metrics.items()}
-            described = self._trainer.describe_evaluation(values)
-            self._report(state, steps[-1], described, is_evaluation=True)
 
     def on_save(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         self._saved_at = time.monotonic()
         self._write_logs(state)
-
-    def _report(
-        self, state: Any, logs: Mapping[str, float], described: str, is_evaluation: bool = False
-    ) -> None:
-        assert self._progress is not None
-        spent, done = time.monotonic() - self._begun, state.global_step - self._first_step
-        self._progress(
-            StepReport(
-                step=state.global_step,
-                steps=state.max_steps,
-                tokens=self._trainer.tokens,
-                loss=logs["loss"],
-                values=_own(logs, self._trainer),
-                tokens_per_s=(self._trainer.tokens - self._first_tokens) / spent,
-                seconds_left=(state.max_steps - state.global_step) * spent / max(done, 1),
-                described=described,
-                is_evaluation=is_evaluation,
-            )
-        )
 
     def _write_logs(self, state: Any) -> None:
         if not state.is_world_process_zero:
@@ -395,8 +346,3 @@ class _Follower(transformers.TrainerCallback):  # type: ignore[misc, name-define
             if f"eval_{columns[-1]}" in entry
         )
         write_log(trainer.directory / f"{EVALUATIONS}.csv", columns, found)
-
-
-def _own(logs: Mapping[str, float], trainer: StepTrainer) -> dict[str, float]:
-    """The values of a step by its own columns."""
-    return {name: logs[name] for name in trainer.step_columns if name in logs}
