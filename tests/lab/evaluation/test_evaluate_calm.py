@@ -94,6 +94,7 @@ def test_the_ideal_throughput_by_hand() -> None:
     # Half of the model for the prompt too, and a token more: 1 s and 6 of 8 layers.
     half = timed([([[made([2, 2, 2, 2], prompt=6)]], 14.0)])
     speed = throughput(half, full, full)
+    assert speed.to_full == pytest.approx(4 / 3 * 10 / 14)
     assert speed.ideal == pytest.approx(4 / 7)
     assert speed.ideal_to_full == pytest.approx((4 / 7) / (3 / 10))
     assert speed.share_of_ideal == pytest.approx(0.5)
@@ -166,7 +167,7 @@ def test_a_report_has_every_technique_mode_and_size(model: eecore.Model) -> None
     )
     assert report.techniques == ["full", "static-half", "softmax", "classifier", "state"]
     assert len(report.rows) == len(seen) / 2 == 2 * (2 + 3 * 2)
-    assert seen[0] == (2, 0, "Full()")
+    assert (seen[0], seen[8]) == ((2, 0, "Full()"), (2, 1, "FixedExit(2)"))  # in turns
     assert (3, 1, "ConfidentExit(0.7, state, all)") in seen
     full = report.row("full", "each", 3)
     assert (full.exit_rate, full.mean_exit_layer, full.score_to_full) == (0.0, 4.0, 1.0)

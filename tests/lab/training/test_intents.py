@@ -114,22 +114,6 @@ def test_slots_stand_in_the_order_of_the_words() -> None:
         assert parse == f"[HassDecreaseTimer [start_hours {hours}] [minutes {minutes}]]"
 
 
-def test_sentences_may_be_written_as_such(splits: dict[str, Any]) -> None:
-    sentences = [u.text for u in splits["train"] if u.text.endswith(".")]
-    assert 0.1 * len(splits["train"]) < len(sentences) < 0.2 * len(splits["train"])
-    assert all(text[0] == text[0].upper() for text in sentences)
-
-
-def test_particles_may_follow() -> None:
-    grammar = Grammar()
-    seen, _ = seen_and_held_out(0)
-    ours = [t for t in grammar.templates if t.intent == "HassLightSet"][-3]
-    utterance = grammar.sample(ours, random.Random(2), seen)
-    area = dict(utterance.named)["area"]
-    assert re.search(rf"{area} \w+ (down|up) to \S", utterance.text)
-    assert f"[area {area}] [brightness " in utterance.parse
-
-
 def test_files_are_the_same_for_the_same_seed(splits: dict[str, Any], tmp_path: Path) -> None:
     counts = write(splits, tmp_path / "a")
     write(make_data(0, SIZES), tmp_path / "b")

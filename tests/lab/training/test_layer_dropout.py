@@ -70,23 +70,9 @@ def test_dropped_samples_are_not_computed_and_keep_their_state() -> None:
     assert layers[0].rows == [400]
     assert layers[1].rows[0] == pytest.approx(400 * (1 - 0.5 * 0.41421), abs=40)
     assert layers[2].rows[0] == pytest.approx(200, abs=40)
-
-
-def test_the_gradient_of_a_dropped_layer_is_that_of_the_rows_that_it_saw() -> None:
-    layers = [AddOne(), AddOne()]
-    x = torch.zeros(50, 1, 1, requires_grad=True)
-    with drop_layers(layers, LayerDropout(0.5), num_steps=1):
-        layers[1](layers[0](x)).sum().backward()
-    assert layers[1].one.grad == layers[1].rows[0] < 50
-    assert (x.grad == 1).all()
-
-
-def test_a_layer_that_every_sample_drops_does_not_run() -> None:
-    layers = [AddOne(), AddOne()]
-    with drop_layers(layers, LayerDropout(1.0), num_steps=1):
-        x = layers[1](layers[0](torch.zeros(8, 1, 1)))
-    assert (layers[0].rows, layers[1].rows) == ([8], [])
-    assert (x == 1).all()
+    with drop_layers(layers[:2], LayerDropout(1.0), num_steps=1):  # all samples drop the second
+        layers[1](layers[0](torch.zeros(8, 1, 1)))
+    assert (layers[0].rows[1:], layers[1].rows[1:]) == ([8], [])
 
 
 def test_what_a_step_drops_depends_on_seed_and_step_alone() -> None:
@@ -134,7 +120,7 @@ def _samples_one_by_one(
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_model_with_dropped_layers_is_each_sample_through_its_own_layers(
     make_model: Any, family: str, masked: bool

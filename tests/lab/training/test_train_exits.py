@@ -115,6 +115,9 @@ def test_a_head_and_what_is_said_of_it(trained: Path) -> None:
     assert about["weights"] == "float32"
     assert 0 < about["training"]["tokens"] < 1400
     assert about["policy"]["num_drafts"] >= 1
+    assert about["agreement"]["by_position"][0] > 5 / 120
+    names = {path.name for path in (trained.parent / "model").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
 def test_there_are_as_many_tokens_as_asked_for(folder: Path, trained: Path, tmp_path: Path) -> None:
@@ -127,11 +130,6 @@ def test_there_are_as_many_tokens_as_asked_for(folder: Path, trained: Path, tmp_
     about = json.loads((few / "head.json").read_text())["training"]
     assert 0 < about["tokens"] < 300  # one text is held out
     assert len(texts) >= 2
-
-
-def test_training_brings_agreement(trained: Path) -> None:
-    agreement = json.loads((trained / "head.json").read_text())["agreement"]["by_position"][0]
-    assert agreement > 5 / 120
 
 
 def test_the_runtime_drafts_by_it(
@@ -192,12 +190,6 @@ def _trained_head(directory: Path) -> DraftHead:
     for name, stored in head.tensor_names.items():
         getattr(head, name).data.copy_(tensors[stored].float())
     return head
-
-
-def test_the_model_is_left_as_it_was(folder: Path, trained: Path) -> None:
-    names = {path.name for path in (folder / "model").iterdir()}
-    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert trained.is_dir()
 
 
 def test_a_stopped_run_goes_on_where_it_was(
@@ -321,19 +313,13 @@ def test_products_in_bfloat16_learn_what_others_learn(
     for precision in ("float32", "bfloat16"):
         work = tmp_path / f"work of {precision}"
         shutil.copytree(trained / "work", work, ignore=shutil.ignore_patterns("training"))
-        more = ["--precision", precision, "--work", str(work), "--resume"]
+        more = ["--precision", precision, "--work", str(work), "--resume", "--epochs", "0.2"]
         assert run(arguments(folder, tmp_path / precision, *more)) == 0
     about = [json.loads((tmp_path / p / "head.json").read_text()) for p in ("float32", "bfloat16")]
     (plain, short) = (one["training"]["curve"][-1][1] for one in about)
     assert short == pytest.approx(plain, rel=0.02)
     tensors = [load_file(tmp_path / p / "head.safetensors") for p in ("float32", "bfloat16")]
     assert not torch.equal(tensors[0]["mlp.down"], tensors[1]["mlp.down"])
-
-
-def test_a_finished_run_is_not_done_again(folder: Path, trained: Path) -> None:
-    before = (trained / "head.safetensors").read_bytes()
-    assert run(arguments(folder, trained, "--epochs", "4", "--resume")) == 0
-    assert (trained / "head.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize(
