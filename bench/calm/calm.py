@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -86,7 +87,7 @@ def run(arguments: argparse.Namespace) -> Figures:
         "dtype": "float32",
         "threads": arguments.threads,
         **machine(),
-        "evaluation": report.to_dict(),
+        "evaluation": asdict(report),
     }
 
 

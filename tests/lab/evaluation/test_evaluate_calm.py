@@ -183,7 +183,6 @@ def test_a_report_has_every_technique_mode_and_size(model: eecore.Model) -> None
     assert together.exit_rate is not None
     assert each.exit_rate >= together.exit_rate  # all wait for the last
     assert each.score_to_label is not None
-    json.dumps(report.to_dict())
 
 
 def test_a_t5_exits_in_its_decoder(tmp_path: Path) -> None:

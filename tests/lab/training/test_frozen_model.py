@@ -63,20 +63,3 @@ def test_training_the_model_itself_needs_floats(
     error = capsys.readouterr().err
     wanted = "convert it first" if quantised.suffix else "supported are weights in floats to train"
     assert wanted in error
-
-
-@pytest.mark.parametrize("quantised", ["gguf", "gptq"], indirect=True)
-def test_evaluations_take_quantised_models(
-    quantised: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(f'{{"input": "{n} a", "target": "b"}}\n' for n in range(3)))
-    words = [str(quantised), "--data", str(data), "--max-tokens", "2", "--threads", "1"]
-    rounds = ["--rounds", "1"]
-    assert run(["evaluate", "layerskip", *words, *rounds, "--mode", "speculative:1,2"]) == 0
-    assert "| SelfSpeculative(1, 2) |" in capsys.readouterr().out
-    assert run(["evaluate", "calm", *words, *rounds, "--batch-size", "2", "--batch", "each"]) == 0
-    assert run(["sweep", *words, *rounds, "--exit-layers", "1", "--num-drafts", "2"]) == 0
-    calibrate = ["--delta", "0.9", "--grid", "1", "--out", str(tmp_path / "c.json")]
-    assert run(["calibrate", *words, *calibrate]) == 0
-    assert run(["exits", str(quantised), "3 a", "--max-tokens", "2", "--exit", "fixed:1"]) == 0

@@ -78,18 +78,8 @@ def test_a_config_survives_json(config: TrainingConfig) -> None:
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(TrainingError, match=message):
         TrainingConfig(**{"steps": 10, **settings})
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rank": 0}, r"^LoraSettings\.rank: expected a whole number, 1"),
-        ({"alpha": 0}, "alpha: expected above 0"),
-    ],
-)
-def test_wrong_lora_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(TrainingError, match=message):
-        LoraSettings(**settings)
+    with pytest.raises(TrainingError, match=r"^LoraSettings\.rank: expected a whole number, 1"):
+        LoraSettings(rank=0)
 
 
 @pytest.mark.parametrize(

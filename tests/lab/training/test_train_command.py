@@ -344,12 +344,3 @@ def test_a_model_that_cannot_be_trained_is_named(
     (broken / "config.json").write_text('{"model_type": "none of them"}')
     code, line = error(str(broken))
     assert (code, "broken/config.json: architectures: supported are" in line) == (MODEL, True)
-
-
-def test_the_model_that_ships_with_eecore_goes_by_its_name(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = arguments(folder, tmp_path / "out", "--steps", "1", "--batch-size", "1")
-    command[1] = "intent"
-    assert run(command) == 0
-    assert "weights: pretrained\n" in capsys.readouterr().err

@@ -329,6 +329,7 @@ def test_products_in_bfloat16_learn_what_others_learn(
         ("dumb", [], MODEL, "chat_template: expected one in the model directory, got none"),
         ("wordless", [], MODEL, "expected a model with a tokenizer, got none"),
         ("t5", [], MODEL, "expected a model without an encoder, got T5ForConditionalGeneration"),
+        ("looped", [], MODEL, "without loops for a head, got one that runs its layers 3 times"),
         ("model", ["--vocabulary", "321"], USAGE, "expected at most the model's 320 tokens"),
         ("model", ["--taps", "1,4"], USAGE, "ascending layers of 1..3, the last 3, got 1,4"),
         ("model", ["--taps", "2,1,3"], USAGE, "ascending layers of 1..3"),
@@ -349,8 +350,8 @@ def test_bad_input_is_said_before_anything_is_made(
     code: int,
     said: str,
 ) -> None:
-    if model == "t5":
-        write_t5(folder / "t5")
+    if model in ("t5", "looped"):
+        (write_t5 if model == "t5" else write_looped)(folder / model)
     out = tmp_path / "head"
     assert run(arguments(folder, out, *more, model=model)) == code
     assert said in capsys.readouterr().err
@@ -391,17 +392,6 @@ def test_a_question_that_cannot_be_asked_is_named(
     more = ["--prompts", str(tmp_path / "long.txt")]
     assert run(arguments(folder, tmp_path / "head", *more)) == REQUEST
     assert "error: question 2: " in capsys.readouterr().err
-
-
-def test_models_with_loops_are_refused(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_looped(folder / "looped")
-    out = tmp_path / "head"
-    assert run(arguments(folder, out, model="looped")) == MODEL
-    said = "expected a model without loops for a head, got one that runs its layers 3 times"
-    assert said in capsys.readouterr().err
-    assert not out.exists()
 
 
 @pytest.mark.long

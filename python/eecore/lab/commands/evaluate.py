@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -98,7 +98,7 @@ def layerskip(
     )
     print(report.markdown())
     if out is not None:
-        write_text(beside(out, "json"), json.dumps(report.to_dict(), indent=2) + "\n")
+        write_text(beside(out, "json"), json.dumps(asdict(report), indent=2) + "\n")
         write_text(beside(out, "md"), report.markdown() + "\n")
     return 0
 

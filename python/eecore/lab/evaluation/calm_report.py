@@ -95,10 +95,6 @@ class CalmReport:
     batch_sizes: tuple[int, ...]
     rows: tuple[CalmRow, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The report's fields for JSON."""
-        return asdict(self)
-
     @property
     def techniques(self) -> list[str]:
         """The techniques in the order of the tables."""
@@ -129,7 +125,7 @@ class CalmReport:
 
     def write(self, stem: Path) -> None:
         """Write STEM.json, STEM.md and the two figures of :meth:`plot`."""
-        write_text(stem.with_name(f"{stem.name}.json"), json.dumps(self.to_dict(), indent=1) + "\n")
+        write_text(stem.with_name(f"{stem.name}.json"), json.dumps(asdict(self), indent=1) + "\n")
         write_text(stem.with_name(f"{stem.name}.md"), self.markdown() + "\n")
         self.plot(stem)
 

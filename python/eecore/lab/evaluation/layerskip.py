@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from eecore.calibration.examples import Example
 from eecore.calibration.exit_scores import ExitScore, Scored, score_exits
@@ -47,10 +46,6 @@ class LayerSkipReport:
     modes: tuple[ModeRow, ...]
     ablation: tuple[ModeRow, ...]
     """Self-speculation without and with reuse; empty where the ablation was not asked for."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report's fields for JSON."""
-        return asdict(self)
 
     def markdown(self) -> str:
         """All tables in Markdown."""
