@@ -1443,21 +1443,21 @@ READERS = (
         "python/eecore/models/readers/checkpoint.py",
         "if Path(shard).name != shard:",
         "if False:",
-        "tests/models/test_refusals.py -k llama",
+        "tests/models/test_model_refusals.py -k llama",
     ),
     Mutant(
         "shapes-of-tensors-not-compared",
         "python/eecore/models/readers/checkpoint.py",
         "    if got != shape:\n",
         "    if len(got) != len(shape):\n",
-        "tests/models/test_refusals.py -k llama",
+        "tests/models/test_model_refusals.py -k llama",
     ),
     Mutant(
         "tensors-of-layers-passed-over",
         "python/eecore/models/readers/checkpoint.py",
         "wrong = [name for name in unused if _layer_of(name) in layers]",
         "wrong = [name for name in unused if _layer_of(name) is layers]",
-        "tests/models/test_refusals.py -k llama",
+        "tests/models/test_model_refusals.py -k llama",
     ),
     Mutant(
         "norm-epsilon-of-gguf-dropped",
@@ -1471,7 +1471,7 @@ READERS = (
         "python/eecore/models/readers/gguf_config.py",
         "if family.window is None and own.integer(WINDOW, default=0):",
         "if False:",
-        "tests/models/test_refusals.py -k smollm3",
+        "tests/models/test_model_refusals.py -k smollm3",
     ),
     Mutant(
         "factor-of-yarn-in-gguf-dropped",
@@ -1569,7 +1569,7 @@ READERS = (
         "python/eecore/models/text/tokenizer_files.py",
         "return max(1.0, len(content) / len(found.encode()))",
         "return 1.0",
-        "tests/models/test_refusals.py -k llama",
+        "tests/models/test_model_refusals.py -k llama",
     ),
     Mutant(
         "listed-templates-first",
