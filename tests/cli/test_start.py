@@ -66,9 +66,9 @@ def test_one_answer_of_the_shipped_model_does_nothing_that_it_does_not_need() ->
     assert seen["collections"] <= 1
     assert seen["frozen"] > 100_000
     assert seen["on"]
-    # The prompt once, and each token but the first, which comes of it: nothing was tried out.
+    # The prompt once, each token but the first, which comes of it, and at most one wrong draft.
     assert answer["stats"]["prompt_layers_run"] == 12 * answer["stats"]["prompt_tokens"]
-    assert answer["stats"]["layers_run"] == 12 * (len(answer["token_ids"]) - 1)
+    assert answer["stats"]["layers_run"] <= 12 * len(answer["token_ids"])
 
 
 def test_help_imports_neither_torch_nor_what_answers() -> None:
