@@ -14,15 +14,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import httpx
 import openai
 import pydantic
 import pytest
+import uvicorn
 
 import eecore
 from eecore.cli.app import run
+from eecore.serving.server import _Server
 from servers import LONG, asker, assert_idle, events, listening, started
 from tiny_models import write_model
 
@@ -310,6 +313,18 @@ def test_what_does_not_end_is_cut_off(endless_directory: str, drain: str, second
         assert process.wait(120) == 130
         with suppress(httpx.HTTPError):  # the connection may have been closed
             assert runs.result().status_code == 503
+
+
+def test_a_second_signal_while_the_server_looks_at_the_first_ends_it() -> None:
+    service = SimpleNamespace(admission=SimpleNamespace(is_closing=False, taken=1))
+
+    def draining(_left: int) -> None:
+        server.handle_exit(signal.SIGINT, None)
+
+    server = _Server(uvicorn.Config(None), service, 60.0, lambda: None, draining)  # type: ignore[arg-type]
+    server.handle_exit(signal.SIGINT, None)
+    assert asyncio.run(server.on_tick(0))
+    assert server.should_exit
 
 
 def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

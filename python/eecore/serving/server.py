@@ -141,7 +141,8 @@ class _Server(uvicorn.Server):
             is_late = time.monotonic() > self._until
             if is_late and admission.taken:
                 self.cut_off = self._signal
-            self.should_exit = is_late or not admission.taken
+            if is_late or not admission.taken:  # a second signal may have come meanwhile
+                self.should_exit = True
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: Any = None) -> None:
