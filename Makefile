@@ -26,7 +26,7 @@ demo:  ## the shipped model in its modes, downloads none; ARGS=--chat adds SmolL
 	@$(SETUP)
 	@$(PYTHON_IN_VENV) scripts/demo.py $(ARGS)
 
-test:  ## the short suite: some ten minutes on two cores
+test:  ## the short suite: some six minutes on two cores
 	@$(SETUP) test
 	@$(if $(ARGS),,$(PYTHON_IN_VENV) tests/emulated.py)
 	@OMP_WAIT_POLICY=passive $(PYTHON_IN_VENV) -m pytest $(or $(ARGS),$(SIDE_BY_SIDE))
