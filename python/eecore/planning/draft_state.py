@@ -1,14 +1,15 @@
-"""The state that decoding keeps for one request, in ``Sequence.draft``."""
+"""The state that decoding keeps for one request, in ``Sequence.draft``, and what proposes drafts by it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from eecore.planning.draft_stop import AdaptiveDraftStop
 from eecore.planning.guided import Guided
 from eecore.planning.ngrams import NgramIndex
 from eecore.planning.odds import Odds
-from eecore.planning.proposal import Ahead, DraftSource
+from eecore.planning.proposal import Ahead, Drafts
 from eecore.planning.route import GIVEN, Route, make_route
 from eecore.scheduling.sequence import Sequence
 
@@ -36,6 +37,20 @@ class DraftState:
     """How often the request's drafts are accepted, once ``Auto`` has chosen for it."""
     lead: float = 0.0
     """Tokens of the request's rounds, less the tokens of full depth in the same time."""
+
+
+class DraftSource(Protocol):
+    """Proposes drafts without running the model."""
+
+    @property
+    def name(self) -> str:
+        """The name under which the acceptance rates of this source are counted."""
+
+    def serves(self, draft: DraftState) -> bool:
+        """Whether a request's policy lets this source draft for it, now and later."""
+
+    def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Drafts:
+        """Propose at most ``most`` drafts after a request's last token."""
 
 
 def draft_state(sequence: Sequence, exit_layers: range, guided: Guided | None = None) -> DraftState:

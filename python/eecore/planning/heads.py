@@ -9,7 +9,7 @@ from eecore.scheduling.sequence import Sequence
 
 
 class AheadDrafts:
-    """The drafts of a draft head: a :class:`~eecore.planning.proposal.DraftSource`."""
+    """The drafts of a draft head: a :class:`~eecore.planning.draft_state.DraftSource`."""
 
     name = "head"
 

@@ -8,13 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Ordered
 from collections.abc import Set
 from functools import lru_cache
-from typing import TYPE_CHECKING
-
-from eecore.planning.proposal import Drafts
-from eecore.scheduling.sequence import Sequence
-
-if TYPE_CHECKING:
-    from eecore.planning.draft_state import DraftState
 
 MAX_CANDIDATES = 64
 """Maximum number of earlier places that are compared, the latest first."""
@@ -93,31 +86,6 @@ class NgramIndex:
         for at in range(most - len(drafts)):  # the end of the text was reached: drafts repeat
             drafts.append(drafts[at])
         return drafts if stops.isdisjoint(drafts) else until(drafts, stops), match
-
-
-class TextDrafts:
-    """Drafts that are looked up in the request's own text: a :class:`DraftSource`."""
-
-    name = "text"
-
-    def serves(self, draft: DraftState) -> bool:
-        """Whether the policy looks drafts up."""
-        return draft.route.ngrams is not None
-
-    def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Drafts:
-        """The tokens after the longest n-gram that ends the text, at its latest earlier place."""
-        index = draft.index or text_index(sequence, draft)
-        more = sequence.output_ids[len(index.tokens) - len(sequence.prompt_ids) :]
-        tokens, match = index.propose(max(most, 0), sequence.stop_set, more)
-        return tokens, match_scores(match, len(tokens))
-
-
-def text_index(sequence: Sequence, draft: DraftState) -> NgramIndex:
-    """The index of a request's text, which has its prompt at first."""
-    assert draft.route.ngrams is not None
-    draft.index = NgramIndex(*draft.route.ngrams)
-    draft.index.extend(sequence.prompt_ids)
-    return draft.index
 
 
 def until(drafts: list[int], stops: Set[int]) -> list[int]:

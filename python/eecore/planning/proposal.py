@@ -1,13 +1,9 @@
-"""Drafts that a round may verify, and the protocol of what proposes them."""
+"""Drafts that a round may verify."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-if TYPE_CHECKING:
-    from eecore.planning.draft_state import DraftState
-    from eecore.scheduling.sequence import Sequence
+from typing import NamedTuple
 
 MAX_AHEAD = 8
 """Maximum number of drafts that a draft head makes at the end of a round: one of so many is wrong.
@@ -49,17 +45,3 @@ class Ahead(NamedTuple):
     tokens: list[int]
     probabilities: list[float]
     """The probability that the head gives each draft, among the tokens that it knows."""
-
-
-class DraftSource(Protocol):
-    """Proposes drafts without running the model."""
-
-    @property
-    def name(self) -> str:
-        """The name under which the acceptance rates of this source are counted."""
-
-    def serves(self, draft: DraftState) -> bool:
-        """Whether a request's policy lets this source draft for it, now and later."""
-
-    def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Drafts:
-        """Propose at most ``most`` drafts after a request's last token."""

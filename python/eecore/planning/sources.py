@@ -6,11 +6,38 @@ from collections.abc import Sequence as Ordered
 from itertools import takewhile
 from operator import eq
 
-from eecore.planning.draft_state import DraftState
+from eecore.planning.draft_state import DraftSource, DraftState
 from eecore.planning.heads import AheadDrafts
-from eecore.planning.ngrams import TextDrafts, text_index
-from eecore.planning.proposal import Drafts, DraftSource, Proposal
+from eecore.planning.ngrams import NgramIndex, match_scores
+from eecore.planning.proposal import Drafts, Proposal
 from eecore.scheduling.scheduler import Work
+from eecore.scheduling.sequence import Sequence
+
+
+class TextDrafts:
+    """Drafts that are looked up in the request's own text: a :class:`DraftSource`."""
+
+    name = "text"
+
+    def serves(self, draft: DraftState) -> bool:
+        """Whether the policy looks drafts up."""
+        return draft.route.ngrams is not None
+
+    def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Drafts:
+        """The tokens after the longest n-gram that ends the text, at its latest earlier place."""
+        index = draft.index or text_index(sequence, draft)
+        more = sequence.output_ids[len(index.tokens) - len(sequence.prompt_ids) :]
+        tokens, match = index.propose(max(most, 0), sequence.stop_set, more)
+        return tokens, match_scores(match, len(tokens))
+
+
+def text_index(sequence: Sequence, draft: DraftState) -> NgramIndex:
+    """The index of a request's text, which has its prompt at first."""
+    assert draft.route.ngrams is not None
+    draft.index = NgramIndex(*draft.route.ngrams)
+    draft.index.extend(sequence.prompt_ids)
+    return draft.index
+
 
 HEAD = AheadDrafts()
 SOURCES: tuple[DraftSource, ...] = (HEAD, TextDrafts())
