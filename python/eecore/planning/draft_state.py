@@ -1,4 +1,4 @@
-"""The state that decoding keeps for one request, in ``Sequence.draft``, and what proposes drafts by it."""
+"""The state that decoding keeps for one request, in ``Sequence.draft``, and its draft sources."""
 
 from __future__ import annotations
 
