@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from eecore.lab.evaluation.tables import markdown_table
+
 Row = dict[str, Any]
 Cell = str | Callable[[Row], str]
 """A cell of a row: a text with the row's fields, such as ``{speedup:.2f}x``, or a function.
@@ -14,14 +16,6 @@ Where a field that the text formats is missing or None, the cell is empty.
 
 Columns = Sequence[tuple[str, Cell]]
 """The headers and cells of a table."""
-
-
-def markdown_table(
-    head: Sequence[str], lines: Iterable[Sequence[str]], *, text_columns: int = 1
-) -> str:
-    """A table with a header row; columns after the first ``text_columns`` are numbers."""
-    marks = ["---" if column < text_columns else "---:" for column in range(len(head))]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, marks, *lines])
 
 
 def table_of(columns: Columns, rows: Iterable[Row], *, text_columns: int = 1) -> str:

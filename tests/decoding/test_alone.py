@@ -60,11 +60,11 @@ class Kind:
     """Exit layers of the model."""
     vocab_size: int = 320
     has_scores: bool = True
-    """Whether it may score prompts."""
+    """The engine can score prompts."""
 
     @property
     def has_head(self) -> bool:
-        """Whether it is a Llama, with a draft head."""
+        """A family of decoders has a draft head; T5 and Ouro have none."""
         return self.family in FAMILIES
 
     def write(self, directory: Path) -> None:

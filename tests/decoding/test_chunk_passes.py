@@ -174,7 +174,6 @@ def test_a_replayed_chunk_costs_the_host_few_calls(
             calls += event == "call"
 
         sampling = SamplingParams(max_tokens=1)
-        engine.fingerprint(Full())  # it is made once
         engine.add_request(random_prompts(120)[0], exit=Full(), sampling=sampling)
         engine.step()
         found[num_layers] = []

@@ -147,17 +147,19 @@ class Engine:
         """What a text depends on beside its request: eecore's version, the CPU's capability or the
         GPU, the model's files and number formats, and for a policy that is not lossless a digest of
         its contract. Equal requests with equal fingerprints have equal texts on a CPU, whatever
-        runs beside them. None for a model that came from no directory.
+        runs beside them. None for a model whose weights eecore has not read itself.
         """
         source, device = self.network.source, self.network.device
-        if source is None:
+        if source is None or source.fingerprint is None:
             return None
         built = build_info()
         runs_on = built["cpu_capability"]
         if device.type == "cuda":
             runs_on = torch.cuda.get_device_name(device).replace(" ", "_")
         cache = str(self.kv.k.dtype).removeprefix("torch.")
-        parts = ["eecore", built["version"], runs_on, source.fingerprint, cache]
+        parts = ["eecore", built["version"], runs_on, source.fingerprint, source.dtype, cache]
+        if source.weights is not None:
+            parts.append(source.weights)
         if exit.contract != Full().contract and not exit.contract.endswith("lossless"):
             parts.append(sha256(exit.contract.encode()).hexdigest()[:6])
         return "-".join(parts)

@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -232,11 +231,6 @@ class _Source(ModelSource):
         if version not in self._seen:
             self._seen[version] = self._digest()
         return self._seen[version]
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of the number format and samples of the weights in memory."""
-        return sha256(self.dtype.encode() + self._version()[1]).hexdigest()[:12]
 
     def _version(self) -> tuple[int, bytes]:
         """The number of writes to the weights that autograd has seen, and a digest of sampled

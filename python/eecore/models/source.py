@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -28,6 +28,8 @@ class ModelSource:
     """``float32``, ``bfloat16`` or ``float16``"""
     weights: str | None
     """``int8`` or ``int4``; None: weights in the dtype, or in a quantised model's own bits."""
+    fingerprint: str | None = field(default=None, kw_only=True)
+    """:func:`fingerprint_of` the files as they were loaded."""
 
     def exit_agreement(self, exit_layers: range) -> tuple[float, ...] | None:
         """The agreement of each exit layer with the last layer, from :func:`exits_file`; None if
@@ -58,22 +60,6 @@ class ModelSource:
     def sha256(self) -> str:
         """The digest of the weight files, which are read at the first use."""
         return model_digest(self.directory)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A digest of the files and number formats that a text depends on, by samples of the files:
-        12 hexadecimal digits, known without reading all weights.
-        """
-        digest = hashlib.sha256(f"{self.dtype} {self.weights}".encode())
-        settings = [self.directory / name for name in ("config.json", "tokenizer.json")]
-        for path in [*filter(Path.is_file, settings), *weight_files(self.directory)]:
-            with regular_file(path, ModelError).open("rb") as file:
-                size = file.seek(0, 2)
-                digest.update(f" {size} ".encode())
-                for start in range(0, size, STRIDE):
-                    file.seek(start)
-                    digest.update(file.read(SAMPLE))
-        return digest.hexdigest()[:12]
 
 
 def exits_file(path: Path) -> Path:
@@ -107,6 +93,22 @@ def model_digest(directory: Path) -> str:
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def fingerprint_of(directory: Path) -> str:
+    """A digest of the files that a text depends on, by samples of them: 12 hexadecimal digits,
+    without reading all weights.
+    """
+    digest = hashlib.sha256()
+    settings = [directory / name for name in ("config.json", "tokenizer.json")]
+    for path in [*filter(Path.is_file, settings), *weight_files(directory)]:
+        with regular_file(path, ModelError).open("rb") as file:
+            size = file.seek(0, 2)
+            digest.update(f" {size} ".encode())
+            for start in range(0, size, STRIDE):
+                file.seek(start)
+                digest.update(file.read(SAMPLE))
+    return digest.hexdigest()[:12]
 
 
 def weight_files(path: Path) -> list[Path]:

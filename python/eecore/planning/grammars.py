@@ -46,7 +46,7 @@ WHITESPACE = r"( |\n([ ]{0,32}|\t{0,16}))?"
 
 
 class Grammars:
-    """Compiles guides for one model; from any thread.
+    """Compiles guides within bounds of time and memory; from any thread.
 
     Args:
         vocab_size: number of the model's logits.

@@ -159,7 +159,7 @@ class Guided:
 
 
 class Guides:
-    """Compiles guides for one model; from any thread.
+    """The guides of one model, each compiled once for all requests; from any thread.
 
     Args:
         vocab_size: number of the model's logits.

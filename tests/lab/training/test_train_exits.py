@@ -25,7 +25,9 @@ from eecore.lab.training.draft_head import DraftHead, HeadSizes
 from eecore.lab.training.head_keys import TextKeys, keys_at
 from eecore.lab.training.trainer import StepTrainer
 from eecore.models import network_digest
+from eecore.models.recurrent_head import head_floats
 from looped_models import write_looped
+from pack_head import pack
 from tiny_models import write_model
 from tiny_t5 import write_t5
 
@@ -251,6 +253,22 @@ def test_minutes_become_steps(
     training = json.loads((out / "head.json").read_text())["training"]
     assert 1 <= training["steps"] < 1000  # in 120 ms
     assert training["seconds"] > 0
+
+
+def test_a_head_begins_with_one_in_blocks_of_4_bits(
+    folder: Path, trained: Path, tmp_path: Path
+) -> None:
+    """As the heads that ship are stored."""
+    begins, out = tmp_path / "begins", tmp_path / "head"
+    shutil.copytree(trained, begins, ignore=shutil.ignore_patterns("work"))
+    pack(begins)
+    few = ["--epochs", "0.01", "--begin", str(begins), "--learning-rate", "1e-9"]
+    assert run(arguments(folder, out, *few)) == 0
+    before, after = (load_file(place / "head.safetensors") for place in (begins, out))
+    assert any(tensor.dtype == torch.uint8 for tensor in before.values())
+    for name, tensor in before.items():
+        floats = tensor if tensor.dtype == torch.int64 else head_floats(tensor)
+        torch.testing.assert_close(after[name].to(floats.dtype), floats, atol=1e-3, rtol=0.02)
 
 
 def test_a_head_begins_with_another(

@@ -15,6 +15,7 @@ from eecore.files.json_fields import JsonFields
 from eecore.lab.training.draft_head import DraftHead, HeadSizes
 from eecore.lab.training.head_keys import Attended
 from eecore.models.readers.head_file import CONFIG_NAME, WEIGHTS_NAME, HeadFile, read_head_settings
+from eecore.models.recurrent_head import head_floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,7 @@ class TrainedHead:
         """
         for name, stored in head.tensor_names.items():
             if stored in self.file.tensors:
-                head.get_parameter(name).copy_(self.file.tensors[stored])
+                head.get_parameter(name).copy_(head_floats(self.file.tensors[stored]))
 
     @property
     def attends(self) -> bool:

@@ -23,7 +23,7 @@ from eecore.models.readers.quantised_checkpoint import (
     warn_of_floats,
 )
 from eecore.models.readers.stored_weights import load_weights
-from eecore.models.source import ModelSource
+from eecore.models.source import ModelSource, fingerprint_of
 from eecore.models.t5 import T5Model
 from eecore.models.t5_weights import T5Weights
 from eecore.models.text.tokenizer import Tokenizer
@@ -106,7 +106,12 @@ def _loaded(
     loaded = load_weights(stored, config, where, what, coding=coding, num_layers=num_layers)
     if num_layers is not None and isinstance(config, ModelConfig):
         return network_of(config.first_layers(num_layers), loaded, None)
-    source = ModelSource(stored.place, str(what).removeprefix("torch."), coding)
+    source = ModelSource(
+        stored.place,
+        str(what).removeprefix("torch."),
+        coding,
+        fingerprint=fingerprint_of(stored.place),  # now: the files may change
+    )
     return network_of(config, loaded, source)
 
 
