@@ -50,7 +50,7 @@ inline void check_tokens(const Checker& check, const EmbedTokensParams& params,
   for (int64_t row = 0; row < params.num_tokens; ++row) {
     const int32_t source = params.sources == nullptr ? -1 : params.sources[row];
     if (source < 0) {
-      check_token("token_ids", 0, params.token_ids[row], row);
+      check_token("token_ids", -1, params.token_ids[row], row);
     } else {
       check_token("previous", -1, params.previous[source], row);
     }

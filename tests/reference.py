@@ -461,12 +461,16 @@ def kv_fill(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
     layer_ropes: Tensor | None = None,
-    first_layer: int = 0,
+    loop_slots: int = 0,
 ) -> None:
     """Write what the layers from each row's exit layer on would have written."""
-    num_layers, _, _, num_kv_heads, head_dim = k_cache.shape
-    for layer in range(num_layers):
-        rows = ((exit_layer <= first_layer + layer) & (slot_mapping >= 0)).nonzero().flatten()
+    num_layers, num_pages, page_size, num_kv_heads, head_dim = k_cache.shape
+    num_loops = num_pages * page_size // loop_slots if loop_slots else 1
+    for loop, layer in itertools.product(range(num_loops), range(num_layers)):
+        slots = torch.where(slot_mapping < 0, -1, slot_mapping + loop * loop_slots)
+        slots[slots >= num_pages * page_size] = -1
+        needed = exit_layer <= num_layers * loop + (0 if loop_slots else layer)
+        rows = (needed & (slots >= 0)).nonzero().flatten()
         x = hidden[rows]
         if norm_weight is not None:
             x = rms_norm(x, norm_weight[layer], eps)
@@ -481,7 +485,7 @@ def kv_fill(
         if positions is not None and cos_sin is not None:
             table = cos_sin if layer_ropes is None else cos_sin[layer_ropes[layer, 1]]
             k = rotary(k, positions[rows], table)
-        page, offset = slot_mapping[rows] // k_cache.shape[2], slot_mapping[rows] % k_cache.shape[2]
+        page, offset = slots[rows] // page_size, slots[rows] % page_size
         scales = (None if each is None else each[layer] for each in (key_scales, value_scales))
         for cache, x, scale in zip((k_cache, v_cache), (k, v), scales, strict=True):
             cache[layer, page, offset] = stored(x, cache.dtype, scale).to(cache.dtype)

@@ -36,9 +36,13 @@ void multiply_row(float multiplier, int64_t hidden_size, T* out) {
   }
 }
 
-void embed_row(const EmbedTokensParams& params, int64_t row, float* unpacked) {
+// The token of a row; -1: the row is left as it is.
+int64_t token_of(const EmbedTokensParams& params, int64_t row) {
   const int32_t source = params.sources == nullptr ? -1 : params.sources[row];
-  const int64_t token = source < 0 ? params.token_ids[row] : max_of(params.previous[source], 0);
+  return source < 0 ? params.token_ids[row] : max_of(params.previous[source], 0);
+}
+
+void embed_row(const EmbedTokensParams& params, int64_t row, int64_t token, float* unpacked) {
   char* out = static_cast<char*>(params.out) + row * params.out_stride;
   if (params.table != nullptr) return unpack_into(params, token, unpacked, out);
   const char* weight = static_cast<const char*>(params.weight) + token * params.weight_stride;
@@ -62,7 +66,9 @@ void run_embed_tokens(const EmbedTokensParams& params, const Parallel& parallel)
   parallel_for(parallel, params.num_tokens, grain, [&](int64_t begin, int64_t end) {
     const Scratch<float> unpacked(params.table ? params.hidden_size : 0);
     for (int64_t row = begin; row < end; ++row) {
-      embed_row(params, row, unpacked.data());
+      const int64_t token = token_of(params, row);
+      if (token < 0) continue;
+      embed_row(params, row, token, unpacked.data());
       if (params.multiplier == 1.0f) continue;
       char* out = static_cast<char*>(params.out) + row * params.out_stride;
       if (params.dtype == DType::kFloat32) {

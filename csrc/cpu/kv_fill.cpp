@@ -7,10 +7,20 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-// The first of the layers that a row skipped; num_layers: it skipped none of them.
+// The first slot that a row is written to: its own; of a looped model that of the first loop that
+// it skipped.
+inline int64_t first_slot(const KvFillParams& params, int64_t row) {
+  const int64_t loops = ceil_div(params.exit_layer[row], max_of(params.num_layers, 1));
+  return params.slot_mapping[row] + loops * params.loop_slots;
+}
+
+// The first of the layers that a row skipped; num_layers: it skipped none of them. A row of a
+// looped model skips whole loops.
 inline int64_t first_of(const KvFillParams& params, int64_t row) {
-  const int64_t first = params.exit_layer[row] - params.first_layer;
-  return first < 0 ? 0 : min_of(first, params.num_layers);
+  if (params.loop_slots > 0) {
+    return first_slot(params, row) < params.num_slots ? 0 : params.num_layers;
+  }
+  return min_of(params.exit_layer[row], params.num_layers);
 }
 
 // Rows with a slot, by exit layer.
@@ -135,17 +145,15 @@ class Worker {
     load_row(rounded, n, values);
   }
 
-  // Writes a head of one row to the row's slot, a key normed and rotated. scale: 1 / rms over all
+  // Writes a head of one row to the row's slots, a key normed and rotated. scale: 1 / rms over all
   // of the row's K heads; below 0: the head's own.
   void write(int64_t layer, int64_t head, int32_t row, float scale, float* values) const {
     const int64_t n = params_.head_dim;
-    const CacheSlot slot = cache_slot(params_.slot_mapping[row], params_.page_size);
     const CacheFormat& format = params_.cache_format;
     if (head >= params_.num_kv_heads) {
-      const int64_t at = layer * params_.v_cache_layer_stride +
-                         cache_offset(params_.v_cache_strides, slot, head - params_.num_kv_heads);
-      return put(values, scale_of(format.value_scales, (layer - 1) * params_.num_kv_heads + head),
-                 at, params_.v_cache);
+      return put(values, row, head - params_.num_kv_heads,
+                 scale_of(format.value_scales, (layer - 1) * params_.num_kv_heads + head),
+                 layer * params_.v_cache_layer_stride, params_.v_cache_strides, params_.v_cache);
     }
     if (params_.k_norm_weight) {
       const T* weight =
@@ -160,14 +168,23 @@ class Worker {
                      params_.positions[row] * params_.rotary_dim,
                  params_.rotary_dim / 2);
     }
-    const int64_t at =
-        layer * params_.k_cache_layer_stride + cache_offset(params_.k_cache_strides, slot, head);
-    put(values, scale_of(format.key_scales, layer * params_.num_kv_heads + head), at,
-        params_.k_cache);
+    put(values, row, head, scale_of(format.key_scales, layer * params_.num_kv_heads + head),
+        layer * params_.k_cache_layer_stride, params_.k_cache_strides, params_.k_cache);
   }
 
-  // Stores values: [head_dim], in a head's place in a cache. scale: for float8.
-  void put(const float* values, const float* scale, int64_t at, void* cache) const {
+  // Stores values: [head_dim], in a head's places in a layer's cache: one, or one in each loop that
+  // the row skipped. scale: for float8.
+  void put(const float* values, int32_t row, int64_t head, const float* scale, int64_t layer,
+           const CacheStrides& strides, void* cache) const {
+    int64_t slot = params_.loop_slots > 0 ? first_slot(params_, row) : params_.slot_mapping[row];
+    do {
+      const int64_t at = cache_offset(strides, cache_slot(slot, params_.page_size), head);
+      put_at(values, scale, layer + at, cache);
+      slot += params_.loop_slots;
+    } while (params_.loop_slots > 0 && slot < params_.num_slots);
+  }
+
+  void put_at(const float* values, const float* scale, int64_t at, void* cache) const {
     const int64_t n = params_.head_dim;
     const CacheFormat& format = params_.cache_format;
     if (format.is_float8) {

@@ -122,16 +122,8 @@ void fill(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
   fill_heads<T, W, kNTiles>(params, rows, stream);
 }
 
-}  // namespace
-
-int64_t kv_fill_workspace(const KvFillParams& params, int) {
-  return order_bytes(params) +
-         params.num_layers * params.num_tokens * row_form(params).padded_bytes() +
-         keys_bytes(params);
-}
-
-void run_kv_fill(const KvFillParams& params, Stream stream) {
-  if (params.num_tokens == 0 || params.num_layers == 0) return;
+// Fills the layers of one loop, or of a model without loops.
+void fill_loop(const KvFillParams& params, Stream stream) {
   dispatch_dtype(params.dtype, "kv_fill", [&](auto tag) {
     using T = typename decltype(tag)::type;
     const KvFillRows rows = rows_in_workspace<T>(params);
@@ -153,6 +145,24 @@ void run_kv_fill(const KvFillParams& params, Stream stream) {
              {grid, dim3(kRmsNormThreads), 0, Launch::kAfterPrevious}, stream, params, rows);
     }
   });
+}
+
+}  // namespace
+
+int64_t kv_fill_workspace(const KvFillParams& params, int) {
+  return order_bytes(params) +
+         params.num_layers * params.num_tokens * row_form(params).padded_bytes() +
+         keys_bytes(params);
+}
+
+void run_kv_fill(const KvFillParams& params, Stream stream) {
+  if (params.num_tokens == 0 || params.num_layers == 0) return;
+  KvFillParams loop = params;
+  do {
+    fill_loop(loop, stream);
+    loop.first_layer += params.num_layers;
+    loop.slot_offset += params.loop_slots;
+  } while (params.loop_slots > 0 && loop.slot_offset < params.num_slots);
 }
 
 }  // namespace eecore::cuda

@@ -15,7 +15,7 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer,
              const std::optional<Tensor>& cos_sin, Tensor k_cache, Tensor v_cache,
              const Tensor& slot_mapping, double eps, const std::optional<Tensor>& kv_table,
              const std::optional<Tensor>& key_scales, const std::optional<Tensor>& value_scales,
-             const std::optional<Tensor>& layer_ropes, int64_t first_layer) {
+             const std::optional<Tensor>& layer_ropes, int64_t loop_slots) {
   Checker check("kv_fill");
   check(hidden, "hidden", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
   check(exit_layer, "exit_layer", Accept::kInt32, {"num_tokens"});
@@ -47,11 +47,16 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer,
                 check["num_kv_heads"], ", head_dim=", head_dim);
   check.require(eps >= 0, "eps: expected a number >= 0, got ", eps);
 
-  check.require(first_layer >= 0 && first_layer <= INT32_MAX,
-                "first_layer: expected 0 or more, got ", first_layer);
+  const int64_t num_slots = check["num_pages"] * check["page_size"];
+  const bool whole_pages =
+      loop_slots == 0 || loop_slots % std::max<int64_t>(check["page_size"], 1) == 0;
+  check.require(loop_slots >= 0 && loop_slots <= num_slots && whole_pages,
+                "loop_slots: expected the slots of whole pages, at most those of k_cache, ",
+                num_slots, ", got ", loop_slots);
 
   KvFillParams params{};
-  params.first_layer = first_layer;
+  params.loop_slots = loop_slots;
+  params.num_slots = num_slots;
   params.cache_format = check_cache_format(check, k_cache, v_cache, key_scales, value_scales,
                                            {"num_layers", "num_kv_heads"});
   params.page_size = check["page_size"];
@@ -61,8 +66,7 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer,
   const int64_t num_tokens = check["num_tokens"];
   check_range(check, "exit_layer", data<const int32_t>(exit_layer), num_tokens, 0,
               int64_t{INT32_MAX} + 1);
-  check_range(check, "slot_mapping", data<const int64_t>(slot_mapping), num_tokens, -1,
-              check["num_pages"] * params.page_size);
+  check_range(check, "slot_mapping", data<const int64_t>(slot_mapping), num_tokens, -1, num_slots);
   if (positions) {
     check_range(check, "positions", data<const int64_t>(*positions), num_tokens, 0,
                 check["max_position"]);
@@ -116,7 +120,7 @@ EECORE_OP(kv_fill,
           "Tensor? kv_bias, Tensor? kv_scale, Tensor? k_norm_weight, Tensor? positions, "
           "Tensor? cos_sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
           "float eps, Tensor? kv_table=None, Tensor? key_scales=None, Tensor? value_scales=None, "
-          "Tensor? layer_ropes=None, int first_layer=0")
+          "Tensor? layer_ropes=None, int loop_slots=0")
 
 }  // namespace
 }  // namespace eecore

@@ -10,8 +10,8 @@ namespace eecore::cuda {
 
 constexpr int kEmbedTokensThreads = 128;
 
-// The token of a row. Where an earlier step made it, it is read from `previous`; -1, no token, is
-// embedded as 0.
+// The token of a row; -1: the row is left as it is. Where an earlier step made it, it is read from
+// `previous`, whose -1, no token, is embedded as 0.
 __device__ __forceinline__ int64_t token_of_row(const EmbedTokensParams& params, int64_t row) {
   const int32_t source = params.sources == nullptr ? -1 : params.sources[row];
   return source < 0 ? params.token_ids[row] : max(params.previous[source], int64_t{0});
@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(kEmbedTokensThreads)
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int64_t row = blockIdx.x, token = token_of_row(params, row);
+  if (token < 0) return;
   const float scale = params.scale[token];
   const int8_t* from = static_cast<const int8_t*>(params.weight) + token * params.weight_stride;
   T* to = reinterpret_cast<T*>(static_cast<char*>(params.out) + row * params.out_stride);
@@ -57,8 +58,9 @@ __global__ void __launch_bounds__(kEmbedTokensThreads)
     embed_packed_tokens_kernel(EmbedTokensParams params) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const int64_t row = blockIdx.x;
-  const PanelRow from = panel_row(params.weight, params.table[token_of_row(params, row)]);
+  const int64_t row = blockIdx.x, token = token_of_row(params, row);
+  if (token < 0) return;
+  const PanelRow from = panel_row(params.weight, params.table[token]);
   T* to = reinterpret_cast<T*>(static_cast<char*>(params.out) + row * params.out_stride);
   const int num_blocks = static_cast<int>(params.hidden_size / kBlockColumns);
   for (int i = static_cast<int>(threadIdx.x); i < 4 * num_blocks; i += kEmbedTokensThreads) {
@@ -83,6 +85,7 @@ __global__ void __launch_bounds__(kEmbedTokensThreads)
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int64_t row = blockIdx.x, token = token_of_row(params, row);
+  if (token < 0) return;
   const T* from = reinterpret_cast<const T*>(static_cast<const char*>(params.weight) +
                                              token * params.weight_stride);
   T* to = reinterpret_cast<T*>(static_cast<char*>(params.out) + row * params.out_stride);
@@ -97,6 +100,7 @@ __global__ void __launch_bounds__(kEmbedTokensThreads)
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int64_t row = blockIdx.x, token = token_of_row(params, row);
+  if (token < 0) return;
   copy_row(static_cast<const char*>(params.weight) + token * params.weight_stride,
            static_cast<char*>(params.out) + row * params.out_stride, params.row_bytes, threadIdx.x,
            kEmbedTokensThreads);

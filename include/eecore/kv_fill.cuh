@@ -21,6 +21,13 @@ struct KvFillRows {
   bool hidden_aligned, norm_weight_aligned;
 };
 
+// The slot of a row in the loop that is filled; -1: it has none.
+__device__ __forceinline__ int64_t slot_of(const KvFillParams& params, int64_t row) {
+  const int64_t slot = params.slot_mapping[row];
+  if (slot < 0 || slot + params.slot_offset >= params.num_slots) return -1;
+  return slot + params.slot_offset;
+}
+
 // Grid: (num_tokens, num_layers). Each block finds the place of its row in the order, and norms the
 // row for its layer if the layer needs it.
 template <typename T>
@@ -31,14 +38,14 @@ __global__ void __launch_bounds__(kRmsNormThreads)
   const int64_t row = blockIdx.x, layer = blockIdx.y;
   const int64_t first = params.first_layer;
   const int64_t exit_layer = params.exit_layer[row] - first;
-  const bool has_slot = params.slot_mapping[row] >= 0;
+  const bool has_slot = slot_of(params, row) >= 0;
   const bool needed = has_slot && exit_layer <= layer;
   if (!needed && row > 0 && layer > 0) return;
 
   // Counts in float: exact for any number of rows that fits into memory.
   float before = 0.0f, count = 0.0f;
   for (int64_t other = threadIdx.x; other < params.num_tokens; other += kRmsNormThreads) {
-    if (params.slot_mapping[other] < 0) continue;
+    if (slot_of(params, other) < 0) continue;
     const int64_t other_layer = params.exit_layer[other] - first;
     if (other_layer < exit_layer || (other_layer == exit_layer && other < row)) before += 1.0f;
     if (other_layer <= layer) count += 1.0f;
@@ -121,7 +128,7 @@ __global__ void __launch_bounds__(kRmsNormThreads)
   const int half = params.positions != nullptr ? static_cast<int>(params.rotary_dim / 2) : 0;
   const float* cos_sin =
       half > 0 ? key_angles(params, layer) + params.positions[row] * params.rotary_dim : nullptr;
-  const CacheSlot slot = cache_slot(params.slot_mapping[row], params.page_size);
+  const CacheSlot slot = cache_slot(slot_of(params, row), params.page_size);
   const auto normed = [&](int i) { return to_float(keys[i]) * (scale * to_float(weight[i])); };
   for (int i = static_cast<int>(threadIdx.x); i < size; i += kRmsNormThreads) {
     const int head = i / head_dim, in_head = i % head_dim;
@@ -296,7 +303,7 @@ __device__ __forceinline__ void load_places(const KvFillParams& params, const Kv
   const int column = static_cast<int>(threadIdx.x);
   if (column >= most || first_place + column >= rows.counts[params.num_layers - 1]) return;
   const int64_t token = rows.order[first_place + column];
-  slots[column] = cache_slot(params.slot_mapping[token], params.page_size);
+  slots[column] = cache_slot(slot_of(params, token), params.page_size);
   angles[column] = params.positions == nullptr ? 0 : params.positions[token] * params.rotary_dim;
 }
 

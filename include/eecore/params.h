@@ -175,7 +175,7 @@ inline RowCounts row_counts(ExitConfidenceMlpParams& p) { return {{&p.num_seqs},
 
 // Rows of an embedding table, by token.
 struct EmbedTokensParams {
-  const int64_t* token_ids;  // [num_tokens]
+  const int64_t* token_ids;  // [num_tokens]; -1: the row of out is left as it is
   const int64_t* previous;   // [num_previous]; may be null, with sources; -1 is embedded as 0
   const int32_t* sources;    // [num_tokens], index of the token in previous; -1: it is in token_ids
   const void* weight;        // [vocab_size, hidden_size], row stride weight_stride
@@ -463,7 +463,10 @@ struct KvFillParams {
   void* v_cache;                // [num_layers, num_pages, page_size, num_kv_heads, head_dim]
   const int64_t* slot_mapping;  // [num_tokens]; -1 writes nothing
   int64_t num_tokens, num_layers, hidden_size, num_kv_heads, head_dim, rotary_dim, page_size;
-  int64_t first_layer;  // the number of the first of these layers, counted as in exit_layer
+  int64_t loop_slots;   // from a slot of a looped model's loop to that of the next; 0: no loops
+  int64_t num_slots;    // of all loops
+  int64_t first_layer;  // CUDA only: the first layer of the loop that is filled, through all loops
+  int64_t slot_offset;  // CUDA only: of that loop
   int64_t hidden_stride;
   int64_t norm_layer_stride, weight_layer_stride, weight_row_stride;
   int64_t scale_layer_stride, table_layer_stride, bias_layer_stride;

@@ -54,6 +54,10 @@ class RequestStats:
     """What the text depends on beside its request: see :meth:`eecore.Engine.fingerprint`."""
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache: no layer ran for them."""
+    passes: int = 0
+    """Passes of one loop of a looped model, which requests in other loops may have shared."""
+    rows_in_passes: int = 0
+    """Rows of all requests in these passes."""
     full_depth_s: float | None = None
     """Seconds that as many tokens would have taken at full depth among the same requests. Passes
     count as they were measured on this model, and other work, mainly prompts, as it was. None where

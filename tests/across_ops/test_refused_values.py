@@ -169,8 +169,8 @@ REFUSED: dict[str, Refused] = {
     ),
     "embed_tokens": (
         ({"token_ids": beyond("weight")},
-         r"token_ids: expected tokens in \[0, .*, got \d+ for row", "-sources -table"),
-        ({"token_ids": last(-1)}, "token_ids: expected tokens .* got -1 for row", "-sources"),
+         r"token_ids: expected tokens in \[-1, .*, got \d+ for row", "-sources -table"),
+        ({"token_ids": last(-2)}, "token_ids: expected tokens .* got -2 for row", "-sources"),
         ({"previous": zeros(1), "sources": last(1)}, r"sources: expected values in \[-1, 1\)"),
         ({"previous": full(-7)}, "previous: expected tokens .* got -7", "sources"),
         ({"sources": None}, "sources: expected all or none of .*, got previous$", "previous"),

@@ -75,7 +75,7 @@ def test_matches_the_reference(hidden_size: int, dtype: torch.dtype, device: tor
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["floats", "int8", "Q8_0"])
 def test_multiplied_rows(form: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Rows are rounded to the dtype before the multiplication, and after it."""
+    """Rows are rounded to the dtype before the multiplication, and after it; -1 leaves a row."""
     if not emulated.supports(device, dtype):
         pytest.skip("float16 is for CUDA")
     weight, given = table(96, torch.float32, device), tokens(7, device)
@@ -85,8 +85,10 @@ def test_multiplied_rows(form: str, dtype: torch.dtype, device: torch.device) ->
     if form == "Q8_0":
         packed = ops.pack_weight(ops.quantise_weight(weight.cpu().contiguous(), form), form)
         coded = {"weight": packed.weight.to(device), "table": packed.table}
-    out = torch.zeros(7, 96, dtype=dtype, device=device)
+    out = torch.full((7, 96), 3.0, dtype=dtype, device=device)
+    given["token_ids"][4] = given["sources"][4] = -1
     expected = embed_tokens(**coded, **given, multiplier=11.3125, dtype=dtype)
+    expected[4] = out[4]
     assert torch.equal(ops.embed_tokens(**coded, **given, multiplier=11.3125, out=out), expected)
 
 

@@ -187,9 +187,13 @@ def fuzzed_call(m: Maker) -> Checked:
         "eps": 1e-5,
         **scales,
     }
-    if m.chance():  # layers that follow others
-        given["first_layer"] = m.size(3)
-        given["exit_layer"] = m.placed((m.whole(layers + 1 + given["first_layer"], tokens)).int())
+    if layers and m.chance():  # a looped model, with pages of each loop
+        loops = m.one_of(*(count for count in (1, 2, 3, 4, 5) if cache[1] % count == 0))
+        of_loop = given["loop_slots"] = cache[1] // loops * cache[2]
+        given["exit_layer"] = m.placed((layers * m.whole(loops + 1, tokens)).int())
+        slots, count = torch.full((tokens,), -1), min(tokens, of_loop)
+        slots[:count] = m.shuffled(of_loop)[:count] + of_loop * m.whole(loops, count)
+        given["slot_mapping"] = m.placed(slots)
     if rotates and m.chance():
         given["cos_sin"] = m.placed(torch.stack([given["cos_sin"], given["cos_sin"].flip(0)]))
         given["layer_ropes"] = m.placed(m.whole(2, layers, 2).int())

@@ -1,7 +1,7 @@
 """An iteration: the prompts' pass, then a program for each family of decoding rows.
 
-Rows of one family share a program, whatever their policies: an exit step, or a round for each way
-to draft. The family of a row does not depend on the other rows.
+Rows of one family share a program, whatever their policies: an exit step, a loop of a looped model,
+or a round for each way to draft. The family of a row does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from eecore.decoding.chunk_pass import ChunkKind, ChunkPass, ChunkRows
 from eecore.decoding.draft_kind import DraftKind, draft_kind
 from eecore.decoding.draft_step import DraftStep
 from eecore.decoding.exit_step import ExitKind, ExitStep, exit_kind
+from eecore.decoding.loop_step import LoopKind, LoopStep, goes_by_loops, loop_kind
 from eecore.decoding.memory import Array, HostSide
 from eecore.decoding.prefill import Prefill, encode
 from eecore.models import DraftHead, KVCache, Network
@@ -36,6 +37,7 @@ Kind = ExitKind | DraftKind | ChunkKind
 AnyProgram = ExitStep | DraftStep | ChunkPass
 PROGRAMS: dict[type[Kind], Any] = {
     ExitKind: ExitStep,
+    LoopKind: LoopStep,
     DraftKind: DraftStep,
     ChunkKind: ChunkPass,
 }
@@ -123,6 +125,9 @@ class Iterations:
         # Without launches ahead: the last exit step, and the last program of rounds, by whether a
         # draft head drafts after its rounds.
         self._last: ExitStep | None = None
+        self._is_looped = model.config.num_loops > 1
+        # The last program of one loop, whose rows may go on with their next loop.
+        self._passed: LoopStep | None = None
         self._drafted: dict[bool, DraftStep] = {}
         # The end of the last iteration, and the sequences that decoded in it.
         self._ended: tuple[float, list[Sequence]] | None = None
@@ -251,6 +256,8 @@ class Iterations:
         """
         run, _ = after.places[rows[0].work.sequence]
         step = run.program
+        if isinstance(step, LoopStep):
+            return None  # which rows have made their token is not known yet
         followers, places = [], after.places
         for row in rows:
             if places[row.work.sequence][0] is not run:
@@ -299,17 +306,35 @@ class Iterations:
     def _launch(self, rows: list[Row]) -> Run:
         """Load rows that share a program, and run it."""
         step = self._same_again(rows) or self._program(self._kind(rows))
+        if isinstance(step, LoopStep):
+            step.take(self._passed)
+            self._passed = step
         step.load(rows)
         return self._run(step)
 
     def _kind(self, rows: list[Row]) -> ExitKind | DraftKind:
         """The kind of program that rows share."""
+        if self._is_looped and self._by_loops(rows):
+            stack_size = self.model.config.num_layers // self.model.config.num_loops
+            return loop_kind(rows, stack_size=stack_size, page_size=self.kv.page_size)
         make_kind: Any = exit_kind if rows[0].route.path is None else draft_kind
         head = self._keyed if rows[0].route.path is None else self.model.draft_head
         kind: ExitKind | DraftKind = make_kind(
             rows, page_size=self.kv.page_size, ahead=self.ahead, head=head
         )
         return kind
+
+    def _by_loops(self, rows: list[Row]) -> bool:
+        """Whether rows of a looped model, all of one family, run loop by loop: where some exit
+        earlier than others may, or are in the middle of a token. A row alone has no use for it.
+        """
+        if not goes_by_loops(rows[0]):
+            return False
+        passed = self._passed
+        if passed is not None and any(row.sequence in passed.under_way for row in rows):
+            return True
+        ways = {(row.route.depth, row.route.points) for row in rows}
+        return len(rows) > 1 and (len(ways) > 1 or bool(rows[0].route.points))
 
     def _run(self, step: ExitStep | DraftStep) -> Run:
         """Run a program whose rows are loaded."""
@@ -331,13 +356,17 @@ class Iterations:
 
     def _families(self, rows: list[Row]) -> list[list[Row]]:
         """Rows grouped by program: by how they draft and, with a draft head that has keys of its
-        own, by whether they give the head keys, which rows that may exit early do not.
+        own, by whether they give the head keys, which rows that may exit early do not. Rows of a
+        looped model also by whether they may be in loops of their own.
         """
-        if self._keyed is None and len({id(row.route.path) for row in rows}) == 1:
+        is_one = self._keyed is None and len({id(row.route.path) for row in rows}) == 1
+        if is_one and not self._is_looped:
             return [rows]  # quicker than to compare paths, which are large
         families: dict[tuple[DraftPath | None, bool], list[Row]] = {}
         for row in rows:
             keeps = self._keyed is None or row.route.fills_head
+            if self._is_looped:
+                keeps = goes_by_loops(row)
             families.setdefault((row.route.path, keeps), []).append(row)
         return [rows] if len(families) == 1 else list(families.values())
 
@@ -374,6 +403,8 @@ class Iterations:
             self._program_bytes.pop(kind, None)
             if program is self._last:
                 self._last = None
+            if program is self._passed:
+                self._passed = None
             self._drafted = {k: v for k, v in self._drafted.items() if v is not program}
 
 

@@ -95,6 +95,9 @@ class Commits:
             sequence, token_ids = outcome.sequence, outcome.token_ids
             draft, text, times = sequence.draft, sequence.text, sequence.times
             error, taken = outcome.error, None
+            if not token_ids and error is None and outcome.num_computed == sequence.num_computed:
+                _count_pass(sequence, outcome)  # a loop of a token that is not made yet
+                continue
             left = sequence.sampling.max_tokens - len(sequence.output_ids)
             goes_on = error is None and 0 < len(token_ids) < left
             if goes_on:
@@ -128,6 +131,8 @@ class Commits:
             counters.fill_calls += more.fill_calls
             counters.drafted += more.drafted
             counters.accepted += more.accepted
+            if more.passes:
+                _count_pass(sequence, outcome)
             if outcome.draft_stop is not None:
                 draft.stop = outcome.draft_stop
             sequence.kv_exit_layers += outcome.kv_exit_layers
@@ -334,6 +339,14 @@ class Commits:
             prompt_logprobs=_prompt_logprobs(sequence),
             error=error,
         )
+
+
+def _count_pass(sequence: Sequence, outcome: Outcome) -> None:
+    """Count a pass of a looped model; the tokens and the time of the last one are counted apart."""
+    sequence.counters.passes += outcome.counters.passes
+    sequence.counters.rows_in_passes += outcome.counters.rows_in_passes
+    if not outcome.token_ids:
+        sequence.times.timed_s += outcome.seconds
 
 
 def _keep_text(text: TextStream | None, taken: Taken) -> None:

@@ -79,13 +79,21 @@ class Decoder:
         self._flags = LayerFlags(config.num_layers // config.num_loops)
 
     def embed(
-        self, token_ids: Tensor, *, previous: Tensor | None = None, sources: Tensor | None = None
+        self,
+        token_ids: Tensor,
+        *,
+        previous: Tensor | None = None,
+        sources: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """The embeddings, [num_tokens, hidden_size], of int64 ids [num_tokens].
+        """The embeddings, [num_tokens, hidden_size], of int64 ids [num_tokens]; of -1 what is in
+        ``out``.
 
         With ``sources``, int32 [num_tokens], token i is ``previous[sources[i]]`` instead wherever
         ``sources[i]`` is not -1.
         """
+        if out is None:
+            out = self._head_norm.new_empty(len(token_ids), self._hidden_size)
         table = self._embed_tokens
         return ops.embed_tokens(
             token_ids,
@@ -95,7 +103,7 @@ class Decoder:
             previous=previous,
             sources=sources,
             multiplier=self._embedding_multiplier,
-            out=self._head_norm.new_empty(len(token_ids), self._hidden_size),
+            out=out,
         )
 
     def logits(self, hidden: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,4 +1,8 @@
-"""The paged key/value cache of all layers: two tensors, so that a layer index is a stride."""
+"""The paged key/value cache of all layers: two tensors, so that a layer index is a stride.
+
+A looped model's cache has the pages of all its loops, one loop after the other: page ``p`` of loop
+``u`` is page ``u * num_pages + p`` of a layer, so that rows of a call can be in different loops.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +29,21 @@ class KVCache:
     """Keys and values of every layer in pages; a slot is ``page * page_size + offset``."""
 
     k: Tensor
-    """[num_layers, num_pages, page_size, num_kv_heads, head_dim]"""
+    """[stack_size, num_loops * num_pages, page_size, num_kv_heads, head_dim]"""
     v: Tensor
-    """[num_layers, num_pages, page_size, num_kv_heads, head_dim]"""
+    """[stack_size, num_loops * num_pages, page_size, num_kv_heads, head_dim]"""
     key_scales: Tensor | None = None
-    """Float32 [num_layers, num_kv_heads], the scales of keys in float8; None: 1."""
+    """Float32 [stack_size, num_kv_heads], the scales of keys in float8; None: 1."""
     value_scales: Tensor | None = None
-    """Float32 [num_layers, num_kv_heads], the scales of values in float8; None: 1."""
+    """Float32 [stack_size, num_kv_heads], the scales of values in float8; None: 1."""
     of_head: KVCache | None = None
     """The keys and values of a draft head's own layers, in the same pages and slots; None without
     such a head."""
+    num_loops: int = 1
+    """How many times the layers run."""
     layers: list[tuple[Tensor, Tensor]] = field(init=False, repr=False, compare=False)
-    """Views (k, v) of each layer, [num_pages, page_size, num_kv_heads, head_dim]."""
+    """Views (k, v) of each layer through all loops, [num_pages, page_size, num_kv_heads, head_dim].
+    """
     layer_scales: list[tuple[Tensor | None, Tensor | None]] = field(
         init=False, repr=False, compare=False
     )
@@ -46,10 +53,14 @@ class KVCache:
     between calls."""
 
     def __post_init__(self) -> None:
-        views = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
+        views = [
+            layer
+            for loop in range(self.num_loops)
+            for layer in zip(*(each.unbind(0) for each in self.loop(loop)), strict=True)
+        ]
         object.__setattr__(self, "layers", views)
         scales = [
-            [None] * len(views) if each is None else each.unbind(0)
+            [None] * len(views) if each is None else [*each.unbind(0)] * self.num_loops
             for each in (self.key_scales, self.value_scales)
         ]
         object.__setattr__(self, "layer_scales", list(zip(*scales, strict=True)))
@@ -77,13 +88,15 @@ class KVCache:
         Raises:
             OutOfMemoryError: the pages do not fit into memory.
         """
-        shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
+        loops, of_token = config.num_loops, (config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers // loops, loops * num_pages, page_size, *of_token)
         try:
             return cls(
-                k=_new_cache(shape, device, dtype),
-                v=_new_cache(shape, device, dtype),
+                k=_new_cache(shape, device, dtype, loops),
+                v=_new_cache(shape, device, dtype, loops),
                 key_scales=scales[0],
                 value_scales=scales[1],
+                num_loops=loops,
             )
         except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
             tokens = num_pages * page_size
@@ -98,31 +111,34 @@ class KVCache:
         """Bytes that one token takes in the caches of all layers."""
         return 2 * config.num_layers * config.kv_size * dtype.itemsize
 
-    def stretch(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Views of the layers ``begin..end-1``: keys, values, scales of keys, scales of values."""
-        if end - begin == len(self.layers):
-            return self.k, self.v, self.key_scales, self.value_scales
-        k, v, *scales = (
-            None if each is None else each[begin:end]
-            for each in (self.k, self.v, self.key_scales, self.value_scales)
-        )
-        assert k is not None
-        assert v is not None
-        return k, v, scales[0], scales[1]
+    def loop(self, number: int) -> tuple[Tensor, Tensor]:
+        """Views of the keys and values of all layers in a loop."""
+        if self.num_loops == 1:
+            return self.k, self.v
+        pages = slice(number * self.num_pages, (number + 1) * self.num_pages)
+        return self.k[:, pages], self.v[:, pages]
 
     @property
     def num_pages(self) -> int:
-        return self.k.shape[1]
+        """Pages that a sequence's pages are among: those of one loop."""
+        return self.k.shape[1] // self.num_loops
+
+    @property
+    def loop_slots(self) -> int:
+        """Slots from one loop of a looped model to the next; 0 for a model without loops."""
+        return self.num_pages * self.page_size if self.num_loops > 1 else 0
 
     @property
     def page_size(self) -> int:
         return self.k.shape[2]
 
 
-def _new_cache(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+def _new_cache(
+    shape: Sequence[int], device: torch.device, dtype: torch.dtype, num_loops: int
+) -> Tensor:
     made = torch.empty(shape, device=device, dtype=dtype)
     if device.type == "cpu" and made.numel():
         first = SMALL_BYTES // made[0, :1].nbytes + 1
-        for layer in made:
+        for layer in made.view(-1, shape[1] // num_loops, *shape[2:]):
             ops.in_huge_pages(layer[first:])
     return made

@@ -276,21 +276,32 @@ class LlamaModel(Decoder):
                 hidden = ops.add_normed(hidden, self._head_norm, eps=self._eps)
         return hidden
 
+    def next_loop(
+        self, hidden: Tensor, kv: KVCache, batch: AttentionBatch, *, out: Tensor
+    ) -> Tensor:
+        """The residual stream after one more loop of a looped model, in which each row may be in
+        another loop: the pages and slots in ``batch`` are those of the row's own loop.
+
+        ``out``: [num_tokens, hidden_size], written and returned.
+        """
+        hidden = self._stretch(None, range(self.config.stack_size), hidden, kv, batch)
+        return ops.add_normed(hidden, self._head_norm, eps=self._eps, out=out)
+
     def _stretch(
         self,
-        first: int,
+        first: int | None,
         layers: range,
         hidden: Tensor,
         kv: KVCache,
         batch: AttentionBatch,
-        skip_attention: frozenset[int],
-        skip_mlp: frozenset[int],
+        skip_attention: frozenset[int] = frozenset(),
+        skip_mlp: frozenset[int] = frozenset(),
     ) -> Tensor:
         """The residual stream after some layers of the stack, in the loop that begins with layer
-        ``first``."""
+        ``first``; None: of rows each of which is in a loop of its own."""
         if not self.calls_single_ops:
             cos_sin, layer_ropes = self.tables(kv)
-            k, v, key_scales, value_scales = kv.stretch(first, first + self.config.stack_size)
+            k, v = (kv.k, kv.v) if first is None else kv.loop(first // self.config.stack_size)
             return ops.decoder_layers(
                 hidden,
                 self._stacked,
@@ -314,21 +325,25 @@ class LlamaModel(Decoder):
                 skip_attention=self._skipped(first, skip_attention),
                 skip_mlp=self._skipped(first, skip_mlp),
                 fixed_split_size=self._keys_per_split,
-                key_scales=key_scales,
-                value_scales=value_scales,
+                key_scales=kv.key_scales,
+                value_scales=kv.value_scales,
                 causal=batch.causal,
             )
         for index in layers:
-            if first + index not in skip_attention:
+            number = index if first is None else first + index
+            if number not in skip_attention:
+                cache = kv.k[index], kv.v[index]
+                if first is not None:
+                    cache = kv.layers[number % len(kv.layers)]
                 # An exit check or the begin of a round may still write slots and positions, so the
                 # first layer of the stretch does not read them early.
                 places = index > layers.start
-                hidden = self._attention(first + index, hidden, kv, batch, places=places)
-            if first + index not in skip_mlp:
+                hidden = self._attention(number, hidden, kv, cache, batch, places=places)
+            if number not in skip_mlp:
                 hidden = self._mlp(self._layers[index], hidden)
         return hidden
 
-    def _skipped(self, first: int, layers: frozenset[int]) -> Tensor | None:
+    def _skipped(self, first: int | None, layers: frozenset[int]) -> Tensor | None:
         """Flags of the stack's layers, in the loop that begins with layer ``first``."""
         if first and layers:
             layers = frozenset(layer - first for layer in layers)
@@ -444,29 +459,28 @@ class LlamaModel(Decoder):
 
         Row t fills layers ``exit_layer[t]..num_layers-1`` (int32) at ``slot_mapping[t]``, each with
         the layer's own norm, projection and rotary embedding. (Early-exit framework §3.2.) Rows of
-        a looped model exit at the ends of loops, so they skip no layer of the first loop.
+        a looped model exit at the ends of loops, and the loops that a row skipped all get the same
+        keys and values, which are computed once. There ``exit_layer`` counts from the loop that the
+        slot is in.
         """
         cos_sin, layer_ropes = self.tables(kv)
-        num_layers, stack_size = self.config.num_layers, self.config.stack_size
-        for first in range(stack_size if self._is_looped else 0, num_layers, stack_size):
-            k, v, key_scales, value_scales = kv.stretch(first, first + stack_size)
-            ops.kv_fill(
-                hidden,
-                exit_layer,
-                self.weights.attention_norm,
-                self._kv,
-                k,
-                v,
-                slot_mapping,
-                k_norm_weight=self.weights.k_norm,
-                positions=positions,
-                cos_sin=cos_sin,
-                eps=self.config.rms_norm_eps,
-                key_scales=key_scales,
-                value_scales=value_scales,
-                layer_ropes=layer_ropes,
-                first_layer=first,
-            )
+        ops.kv_fill(
+            hidden,
+            exit_layer,
+            self.weights.attention_norm,
+            self._kv,
+            kv.k,
+            kv.v,
+            slot_mapping,
+            k_norm_weight=self.weights.k_norm,
+            positions=positions,
+            cos_sin=cos_sin,
+            eps=self.config.rms_norm_eps,
+            key_scales=kv.key_scales,
+            value_scales=kv.value_scales,
+            layer_ropes=layer_ropes,
+            loop_slots=kv.loop_slots,
+        )
 
     @property
     def gate(self) -> ops.MlpMeasure | None:
@@ -490,18 +504,23 @@ class LlamaModel(Decoder):
         return (tables[0] if by_layer is None else tables), by_layer
 
     def _attention(
-        self, index: int, hidden: Tensor, kv: KVCache, batch: AttentionBatch, places: bool
+        self,
+        index: int,
+        hidden: Tensor,
+        kv: KVCache,
+        cache: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        places: bool,
     ) -> Tensor:
-        """The residual stream after attention of a layer.
+        """The residual stream after attention of a layer, whose keys and values are ``cache``.
 
         ``places``: no kernel in flight writes slots or positions. The page table and lengths are
         always written before the kernel that appends keys begins.
         """
         config, of_stack = self.config, index % self.config.stack_size
         layer = self._layers[of_stack]
-        in_cache = index % len(kv.layers)
-        k_cache, v_cache = kv.layers[in_cache]
-        key_scales, value_scales = kv.layer_scales[in_cache]
+        k_cache, v_cache = cache
+        key_scales, value_scales = kv.layer_scales[index % len(kv.layers)]
         tables, (of_queries, of_keys) = self._tables(kv), self._places(index)
         append = ops.AppendKv(
             k_cache,

@@ -240,17 +240,17 @@ def kv_fill(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
     layer_ropes: Tensor | None = None,
-    first_layer: int = 0,
+    loop_slots: int = 0,
 ) -> None:
     """Fill the KV cache of the layers that each row skipped, all layers in one call.
 
-    For row t and every layer l >= exit_layer[t] - first_layer, layer l's own norm, K/V projection,
+    For row t and every layer l >= exit_layer[t], layer l's own norm, K/V projection,
     k-norm and rotary are applied to hidden[t] and written to the row's slot of layer l.
     (Early-exit framework §3.2; CALM §3.1.)
 
     Args:
         hidden: [num_tokens, hidden_size], each row's exit state before any norm.
-        exit_layer: int32 [num_tokens], 0 or more; first_layer + num_layers and more fill nothing.
+        exit_layer: int32 [num_tokens], 0 or more; num_layers and more fill nothing.
         norm_weight: [num_layers, hidden_size], the norms before attention; None: there are none.
         kv: [num_layers, 2 * num_kv_heads * head_dim, hidden_size], K rows then V rows; any layer
             and row stride, so a view of a stacked QKV matrix will do.
@@ -268,8 +268,10 @@ def kv_fill(
         value_scales: float32 [num_layers, num_kv_heads], likewise.
         layer_ropes: int32 [num_layers, 2]: the table of ``cos_sin`` for each layer's queries, and
             the table for its keys.
-        first_layer: the number of the first of these layers, as ``exit_layer`` counts: the layers
-            of a looped model's loop follow the layers of the loops before it.
+        loop_slots: for a looped model, whose cache has the pages of all loops, one loop after the
+            other: the slots of a loop. A row then fills all layers of every loop after those that
+            ``exit_layer``, a multiple of num_layers, has run, counted from the loop that its slot
+            is in; they are computed once.
     """
     _kv_fill(
         hidden,
@@ -289,5 +291,5 @@ def kv_fill(
         key_scales,
         value_scales,
         layer_ropes,
-        first_layer,
+        loop_slots,
     )

@@ -63,7 +63,8 @@ def embed_tokens(
     """Rows of an embedding table, for tokens that are given or that an earlier step made.
 
     Args:
-        token_ids: int64 [num_tokens], in [0, vocab_size) where they are read.
+        token_ids: int64 [num_tokens], in [0, vocab_size) where they are read; -1 leaves the row of
+            ``out`` as it is.
         weight: [vocab_size, hidden_size], any row stride; int8 with ``scale``; packed bytes with
             ``table``.
         scale: float32 [vocab_size], see :func:`skinny_linear`; the product is rounded to float32,

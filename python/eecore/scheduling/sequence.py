@@ -37,6 +37,8 @@ class Counters:
     drafted: int = 0
     accepted: int = 0
     preemptions: int = 0
+    passes: int = 0
+    rows_in_passes: int = 0
 
 
 @dataclass(slots=True)

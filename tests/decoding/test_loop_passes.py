@@ -1,0 +1,139 @@
+"""Passes of a looped model in which each row is in a loop of its own."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import eecore
+from devices import cpu_only, engine_of
+from eecore import ConfidentExit, EngineConfig, FixedExit, Full, Output, SamplingParams
+from eecore.decoding.loop_step import LoopStep
+from looped_models import ENDS, LOOPS, PROMPTS, write_looped
+
+pytestmark = [cpu_only, pytest.mark.usefixtures("one_thread")]
+
+POLICIES = [FixedExit(ENDS[0]), Full(), ConfidentExit(0.35, "gate")]
+SAMPLING = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
+    directory = tmp_path_factory.mktemp("looped")
+    write_looped(directory)
+    return eecore.load(directory, device="cpu", dtype="float32", kv_cache_tokens=512)
+
+
+@pytest.fixture(scope="module")
+def alone(model: eecore.Model) -> list[Output]:
+    return [
+        eecore.generate(model, [prompt], exit=exit, sampling=SAMPLING)[0]
+        for prompt, exit in zip(PROMPTS, POLICIES, strict=True)
+    ]
+
+
+def began(model: eecore.Model, **config: Any) -> eecore.Engine:
+    """An engine whose three requests have their first tokens."""
+    engine = engine_of(model, EngineConfig(512, prefix_cache=False, **config))
+    for i, (prompt, exit) in enumerate(zip(PROMPTS, POLICIES, strict=True)):
+        engine.add_request(prompt, exit=exit, sampling=SAMPLING, request_id=str(i))
+    engine.step()
+    return engine
+
+
+def finish(engine: eecore.Engine) -> dict[str, Output]:
+    return {step.request_id: step.output for step in engine.run() if step.output is not None}
+
+
+def check(outputs: dict[str, Output], alone: list[Output]) -> None:
+    for number, expected in enumerate(alone):
+        output = outputs[str(number)]
+        assert output.error is None
+        assert output.token_ids == expected.token_ids
+        assert output.logprobs == expected.logprobs
+        assert output.exit_layers == expected.exit_layers
+        assert output.confidences == expected.confidences
+
+
+def test_a_row_that_is_done_begins_its_next_token_beside_the_loops_of_others(
+    model: eecore.Model, alone: list[Output]
+) -> None:
+    engine = began(model)
+    gets = [{step.request_id for step in engine.step()} for _ in range(2 * LOOPS)]
+    assert all("0" in got for got in gets)
+    assert ["1" in got for got in gets] == [number % LOOPS == 0 for number in range(1, 7)]
+    outputs = finish(engine)
+    outputs["0"] = outputs.get("0", alone[0])
+    for number, output in enumerate(map(outputs.get, "012")):
+        assert output is not None
+        stats, expected = output.stats, alone[number]
+        assert output.token_ids == expected.token_ids
+        if output is not expected:
+            # A row that is left alone runs its loops in one step.
+            assert 2 * LOOPS <= stats.passes <= sum(output.exit_layers[1:]) // ENDS[0]
+            assert stats.passes < stats.rows_in_passes <= 3 * stats.passes
+            assert stats.layers_run == expected.stats.layers_run
+
+
+def loses_its_pages(engine: eecore.Engine) -> None:
+    sequence = engine.requests["1"]
+    engine.scheduler.preempt(sequence)
+
+
+def waits(engine: eecore.Engine) -> None:
+    engine.hold("1")
+    engine.step()
+    engine.resume("1")
+
+
+def waits_while_a_prompt_comes(engine: eecore.Engine) -> None:
+    engine.add_request([9] * 40, exit=Full(), sampling=SAMPLING, request_id="late")
+    engine.step()
+
+
+@pytest.mark.parametrize("happens", [loses_its_pages, waits, waits_while_a_prompt_comes])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_what_happens_in_the_middle_of_a_token_leaves_no_trace(
+    model: eecore.Model, alone: list[Output], happens: Any, passes: int
+) -> None:
+    engine = began(model)
+    for _ in range(LOOPS + passes):
+        engine.step()
+    happens(engine)
+    check(finish(engine), alone)
+
+
+def test_a_pass_that_fails_is_run_again_for_each_row(
+    model: eecore.Model,
+    alone: list[Output],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.CRITICAL, logger="eecore")
+    engine = began(model)
+    for _ in range(LOOPS + 1):
+        engine.step()
+    outcomes, failed = LoopStep.outcomes, list[str]()
+
+    def fail(self: LoopStep, *given: Any) -> Any:
+        if not failed:
+            failed.append("once")
+            raise RuntimeError("outcomes")
+        return outcomes(self, *given)
+
+    monkeypatch.setattr(LoopStep, "outcomes", fail)
+    check(finish(engine), alone)
+    assert engine.num_failed_iterations == 1
+
+
+def test_pages_of_every_loop_are_counted(model: eecore.Model, tmp_path: Path) -> None:
+    kv = engine_of(model, EngineConfig(64, page_size=16)).kv
+    assert kv.num_pages == 4
+    assert kv.loop_slots == 64
+    assert len(kv.layers) == ENDS[-1]
+    write_looped(tmp_path, total_ut_steps=1)
+    once = eecore.load(tmp_path, device="cpu", dtype="float32", kv_cache_tokens=64)
+    assert engine_of(once, EngineConfig(64, page_size=16)).kv.loop_slots == 0
