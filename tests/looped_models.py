@@ -1,4 +1,4 @@
-"""A small looped model (Ouro) on disk, and its computation step by step in plain PyTorch."""
+"""Small looped models on disk (Ouro, Nanbeige), and the computation of an Ouro step by step."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 import eecore
+from tiny_models import write_model
 
 CONFIG: dict[str, Any] = {
     "architectures": ["OuroForCausalLM"],
@@ -34,6 +35,8 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
     "eos_token_id": None,
 }
+NANBEIGE = {"architectures": ["NanbeigeForCausalLM"], "model_type": "nanbeige", "num_loops": 2}
+"""The fields of a config.json by which a Nanbeige differs from a Llama."""
 PROMPTS = [[5, 9, 2, 7, 7, 1, 30, 31], [3, 88, 41], [70, 5, 9, 2]]
 STACK, LOOPS = CONFIG["num_hidden_layers"], CONFIG["total_ut_steps"]
 ENDS = tuple(STACK * loop for loop in range(1, LOOPS + 1))
@@ -86,6 +89,11 @@ def write_looped(directory: Path, **changes: Any) -> dict[str, Tensor]:
     tensors = looped_tensors(config)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     return tensors
+
+
+def write_nanbeige(directory: Path, **changes: Any) -> Path:
+    """Write a Nanbeige with a tokenizer of bytes into the directory, which is returned."""
+    return write_model(directory, **{**NANBEIGE, **changes})
 
 
 def outputs(

@@ -1397,6 +1397,27 @@ READERS = (
         "tests/models/test_checkpoint.py tests/models/test_llama.py -k 'not real'",
     ),
     Mutant(
+        "unused-switch-passed-over",
+        "python/eecore/models/readers/config_json.py",
+        "    for name in family.unused:\n",
+        "    for name in ():\n",
+        "tests/models/test_model_refusals.py -k nanbeige",
+    ),
+    Mutant(
+        "loops-of-gguf-taken-for-one",
+        "python/eecore/models/readers/gguf_config.py",
+        "values[loops] = own.integer(loops, 1, MAX_LOOPS)",
+        "values[loops] = 1",
+        "tests/models/test_nanbeige.py -k 'loop and file'",
+    ),
+    Mutant(
+        "pairs-of-a-looped-gguf-left-apart",
+        "python/eecore/models/readers/gguf_families.py",
+        'fields=("num_loops",), is_interleaved=True',
+        'fields=("num_loops",), is_interleaved=False',
+        "tests/models/test_nanbeige.py -k 'loop and file'",
+    ),
+    Mutant(
         "end-tokens-of-generation-config-missed",
         "python/eecore/models/readers/config_json.py",
         'given = generation.token_ids("eos_token_id") or fields.token_ids("eos_token_id")',

@@ -60,7 +60,7 @@ def write_gguf(
     for name, tensor in load_file(directory / "model.safetensors").items():
         layer, part, kind = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)\.(\w+)", name).groups()
         values = tensor.numpy()
-        if architecture == "llama" and part.endswith(("q_proj", "k_proj")):
+        if architecture in ("llama", "nanbeige") and part.endswith(("q_proj", "k_proj")):
             heads = "num_attention_heads" if "q_proj" in part else "num_key_value_heads"
             values = interleave_rotary(values, config[heads])
         stored = f"{f'blk.{layer}.' if layer else ''}{GGUF_NAMES[part]}.{kind}"

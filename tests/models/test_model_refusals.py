@@ -19,7 +19,7 @@ from eecore.config import ModelConfig
 from eecore.errors import ModelError
 from eecore.models import LlamaWeights, load_model
 from eecore.models.weights import NewWeights
-from looped_models import write_looped
+from looped_models import write_looped, write_nanbeige
 from quantised_models import write_quantised
 from tiny_families import write_family, write_family_gguf
 from tiny_gguf import ALPHABET, SPECIAL, write_gguf
@@ -151,6 +151,18 @@ TOKENS = [*ALPHABET[:254], "ll", "he", *SPECIAL]
 DOWN = "model.layers.0.mlp.down_proj.weight"
 WHOLE = "expected a whole safetensors file"
 
+NANBEIGE_SWITCHES = {
+    **dict.fromkeys(
+        "attention_bias mlp_bias qk_layernorm skip_loop_final_norm enable_double_loop_split "
+        "loop_share_kv ngram_insert_all_layers enable_hyper_connection enable_mhc "
+        "enable_h_res_identity enable_depth_attention".split(),
+        True,
+    ),
+    "emb_neighbor_num": 3,
+    "insert_ngram_layer_idx": [0],
+    "loop_loss_weights": [0.5],
+    "loop_middle_layers": 2,
+}
 REFUSED: dict[str, list[tuple[Change, str]]] = {
     "llama": [
         ({"num_hidden_layers": 10**9},
@@ -338,6 +350,14 @@ REFUSED: dict[str, list[tuple[Change, str]]] = {
          r"early_exit_threshold: expected a number of 0..1, got 1.5"),
         ({"num_hidden_layers": 1000, "total_ut_steps": 64},
          "total_ut_steps: expected at most 4096 layers in all loops, got 64"),
+        ({"architectures": ["HrmTextForCausalLM"]}, "two streams; .* is OuroForCausalLM"),
+    ],
+    "nanbeige": [
+        ({"num_loops": ...}, r"num_loops: expected an integer of 1\.\.64, got None"),
+        ({"num_hidden_layers": 1000, "num_loops": 64},
+         "num_loops: expected at most 4096 layers in all loops, got 64"),
+        *(({name: value}, f"/config.json: {name}: supported are models without it, got ")
+          for name, value in NANBEIGE_SWITCHES.items()),
     ],
     "t5": [
         ({"num_layers": 10**9}, r"num_layers: expected an integer of 1\.\.4096"),
@@ -522,7 +542,8 @@ class Originals:
         elif kind in tiny_families.FAMILIES:
             write_family(place, kind)
         else:
-            {"t5": write_t5, "ouro": write_looped}.get(kind, write_model)(place)
+            others = {"t5": write_t5, "ouro": write_looped, "nanbeige": write_nanbeige}
+            others.get(kind, write_model)(place)
 
 
 @pytest.fixture(scope="module")

@@ -146,9 +146,10 @@ def _stored_facts(
         numbers = {name: math.prod(stored.shape(name)) for name in memory}
     total = sum(size for _, size in memory.values())
     looked_up = 0 if config.tie_word_embeddings else memory["model.embed_tokens.weight"][1]
+    again = sum(size for name, (_, size) in memory.items() if name.startswith("model.layers."))
     facts |= {
         "weight_bytes": total,
-        "bytes_per_token": total - looked_up,
+        "bytes_per_token": total - looked_up + again * (config.num_loops - 1),
         "tensors": {
             name: {
                 "type": form if form == kinds[name] else f"{kinds[name]} as {form}",

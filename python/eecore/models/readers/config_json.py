@@ -218,7 +218,7 @@ def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFie
     for rope in ropes:
         if rope.type == "yarn":
             max_position = max(max_position, round(rope.factor * rope.original_max_position))
-    _refuse_parts(fields)
+    _refuse_parts(fields, family)
     biases = {name: fields.flag(name, False) for name in sorted(family.flags)}
     attention_bias = biases.get("attention_bias", False)
     settings = {
@@ -229,12 +229,13 @@ def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFie
         **_numbers(fields, family, hidden_size),
         **family.switches,
     }
-    if family.is_looped:
-        settings["num_loops"] = fields.integer("total_ut_steps", 1, MAX_LOOPS)
-        settings["gate_threshold"] = fields.number("early_exit_threshold", 0.0, 1.0)
+    if family.loops:
+        settings["num_loops"] = fields.integer(family.loops, 1, MAX_LOOPS)
+    if family.gate:
+        settings["gate_threshold"] = fields.number(family.gate, 0.0, 1.0)
     num_loops = settings.get("num_loops", 1)
     if num_layers * num_loops > MAX_LAYERS:
-        raise fields.wrong("total_ut_steps", f"at most {MAX_LAYERS} layers in all loops", num_loops)
+        raise fields.wrong(family.loops, f"at most {MAX_LAYERS} layers in all loops", num_loops)
     return ModelConfig(
         architecture=architecture,
         num_layers=num_layers * num_loops,
@@ -272,8 +273,11 @@ def _numbers(fields: ConfigFields, family: Family, hidden_size: int) -> dict[str
     return found
 
 
-def _refuse_parts(fields: ConfigFields) -> None:
+def _refuse_parts(fields: ConfigFields, family: Family) -> None:
     """Raise if a model of a supported family has a part that is not supported."""
+    for name in family.unused:
+        if value := fields.values.get(name):
+            raise fields.unsupported(name, "models without it", value)
     if fields.integer("num_local_experts", 0, default=0):
         listed = f"0, a dense model{why_not('granitemoe')}"
         raise fields.unsupported("num_local_experts", listed, fields.values["num_local_experts"])

@@ -52,9 +52,14 @@ class Family:
     position_embedding_type says so."""
     scales_embeddings: bool = False
     """Whether embeddings are multiplied by hidden_size**0.5."""
-    is_looped: bool = False
-    """Whether the layers run total_ut_steps times, with a gate that decides after which loop a
-    token exits."""
+    loops: str = ""
+    """The field that says how many times the layers run, in config.json and in GGUF; empty: once.
+    """
+    gate: str = ""
+    """The field of the threshold at which an exit gate ends a token's loops; empty: no gate."""
+    unused: tuple[str, ...] = ()
+    """Fields that change what the model computes and that no release sets; a file that sets one is
+    refused."""
 
 
 _LLAMA_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
@@ -214,7 +219,30 @@ FAMILIES: dict[str, Family] = {
         flags=frozenset(),
         switches={"post_norm": True},
         windows="flagged",
-        is_looped=True,
+        loops="total_ut_steps",
+        gate="early_exit_threshold",
+    ),
+    "NanbeigeForCausalLM": Family(
+        {"max_position_embeddings": 2048, **_LLAMA_TOKENS},
+        flags=frozenset(),
+        loops="num_loops",
+        unused=(
+            "attention_bias",
+            "mlp_bias",
+            "qk_layernorm",
+            "skip_loop_final_norm",
+            "loop_loss_weights",
+            "enable_double_loop_split",
+            "loop_middle_layers",
+            "loop_share_kv",
+            "emb_neighbor_num",
+            "insert_ngram_layer_idx",
+            "ngram_insert_all_layers",
+            "enable_hyper_connection",
+            "enable_mhc",
+            "enable_h_res_identity",
+            "enable_depth_attention",
+        ),
     ),
     "Phi3ForCausalLM": Family(
         {
@@ -259,6 +287,7 @@ MULTIMODAL: dict[str, Mapping[str, Any]] = {
 _MISSING: dict[tuple[str, str], str] = {
     ("per-layer inputs and shared keys and values", "Gemma 3"): "gemma3n gemma4",
     ("an encoder that pools", "Gemma 3"): "gemmaembedding",
+    ("two stacks of layers and two streams", "OuroForCausalLM"): "hrmtext",
     ("hybrid layers (gated delta rule)", "Qwen3ForCausalLM"): "qwen3next qwen35 kimilinear",
     ("a mixture of experts (MoE) and attention sinks", "Qwen3ForCausalLM"): "gptoss",
     (

@@ -15,6 +15,7 @@ from eecore.config import (
     MAX_HIDDEN,
     MAX_INNER,
     MAX_LAYERS,
+    MAX_LOOPS,
     MAX_POSITIONS,
     RopeConfig,
 )
@@ -155,6 +156,11 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
         values["hidden_activation"] = "gelu_pytorch_tanh"
     if family.window is not None:
         _add_windows(own, family, num_layers, values)
+    if loops := FAMILIES[family.architecture].loops:
+        if loops not in own:
+            known = "are files with it: its converter left out how many times the layers run"
+            raise file.unsupported(f"{architecture}.{loops}", known, "none")
+        values[loops] = own.integer(loops, 1, MAX_LOOPS)
     values["model_type"] = model_type_of(values["architectures"][0])
     return values
 

@@ -74,6 +74,7 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         window=0,
         tensors=_POST_NORMS,
     ),
+    "nanbeige": GGUFFamily("NanbeigeForCausalLM", fields=("num_loops",), is_interleaved=True),
     "granite": GGUFFamily(
         "GraniteForCausalLM",
         numbers={
