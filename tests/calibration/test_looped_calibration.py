@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import eecore
-from eecore import ConfidentExit, ExitClassifier
+from eecore import ConfidentExit, ExitClassifier, ExitError
 from eecore.calibration import Example
 from eecore.calibration.procedure import calibrate
 from eecore.cli.app import run
-from looped_models import ENDS, write_looped
+from looped_models import ENDS, LOOPS, STACK, write_looped, write_nanbeige
 from tiny_models import write_byte_tokenizer
 
 PROMPTS = [Example(f"{word}=", word) for word in ("ab", "cde", "fg", "hij", "k", "lm")]
@@ -28,11 +28,14 @@ SETTINGS: dict[str, Any] = {"delta": 0.99, "epsilon": 0.4, "max_tokens": 4}
 """A delta so large that exits pass although a random model's tokens are not its last loop's."""
 
 
-@pytest.fixture(scope="module")
-def looped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["ouro", "nanbeige"])
+def looped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("looped")
-    write_looped(place, vocab_size=260, eos_token_id=257)
-    write_byte_tokenizer(place)
+    if request.param == "ouro":
+        write_looped(place, vocab_size=260, eos_token_id=257)
+        write_byte_tokenizer(place)
+    else:
+        write_nanbeige(place, vocab_size=260, num_hidden_layers=STACK, num_loops=LOOPS)
     (place / "data.jsonl").write_text(
         "".join(json.dumps({"input": e.prompt, "target": e.target}) + "\n" for e in PROMPTS)
     )
@@ -58,6 +61,10 @@ def test_a_threshold_is_found_and_keeps_its_promise(
     loaded: eecore.Model, measure: Any, classifier: ExitClassifier
 ) -> None:
     own = classifier if measure == "classifier" else None
+    if measure == "gate" and loaded.config.gate_threshold is None:
+        with pytest.raises(ExitError, match="expected a model with several loops and an exit gate"):
+            calibrate(loaded, PROMPTS, measure=measure, **SETTINGS)
+        return
     found = calibrate(
         loaded, PROMPTS, measure=measure, classifier=own, grid=GRIDS[measure], **SETTINGS
     )

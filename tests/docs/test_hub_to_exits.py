@@ -19,7 +19,7 @@ import pytest
 import eecore
 from eecore.cli.app import run
 from head_packs import write_pack
-from looped_models import write_looped
+from looped_models import write_looped, write_nanbeige
 from tiny_models import write_model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "hub-to-exits.md"
@@ -80,6 +80,7 @@ def test_the_commands_of_the_page_run(
     sizes = {"num_hidden_layers": 24, "total_ut_steps": 4, "vocab_size": vocab_size}
     write_looped(tmp_path / "ouro", **sizes)
     shutil.copy(tmp_path / "model" / "tokenizer.json", tmp_path / "ouro")
+    write_nanbeige(tmp_path / "nanbeige", num_hidden_layers=22)
     write_pack(tmp_path / "model" / "exits", eecore.load(tmp_path / "model"))
     Path(QUESTIONS).write_text("".join(f"What is {each}?\n" for each in range(60)))
     ran = follow()
