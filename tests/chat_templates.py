@@ -106,6 +106,60 @@ THOUGHTS = """
 {%- endif %}
 """
 
+# Calls as a tag for each parameter, or as JSON where a variable says so; thoughts in a field of
+# their own, and a switch that turns them off.
+PARAMETERS = """
+{%- set system = messages[0].role == 'system' %}
+{%- if tools or system %}
+    {{- '<|im_start|>system\\n' + (messages[0].content | trim if system else 'You call tools.') }}
+    {%- for tool in tools or [] %}
+        {{- '\\n<function>\\n<name>' ~ tool.function.name ~ '</name>' }}
+        {%- for name, schema in tool.function.parameters.properties | items %}
+            {{- '\\n<parameter>' ~ name ~ ': ' ~ (schema | tojson) ~ '</parameter>' }}
+        {%- endfor %}
+        {{- '\\n</function>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if message.reasoning_content is defined and message.reasoning_content %}
+            {{- '<think>\\n' + message.reasoning_content | trim + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- (message.content or '') | trim }}
+        {%- for tool_call in message.tool_calls or [] %}
+            {%- set call = tool_call.function %}
+            {{- '\\n<tool_call>\\n' }}
+            {%- if tool_call_format | default('xml') == 'json' %}
+                {{- {'name': call.name, 'arguments': call.arguments} | tojson }}
+            {%- else %}
+                {{- '<function=' + call.name + '>\\n' }}
+                {%- for name, value in call.arguments | items %}
+                    {{- '<parameter=' + name + '>\\n' }}
+                    {{- value if value is string else value | tojson }}
+                    {{- '\\n</parameter>\\n' }}
+                {%- endfor %}
+                {{- '</function>' }}
+            {%- endif %}
+            {{- '\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content }}
+        {{- '\\n</tool_response><|im_end|>\\n' }}
+    {%- elif message.role == 'user' %}
+        {{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n<think>\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+
 # Filters of lists, roles that must alternate, tools before the last user's message.
 ALTERNATING = """
 {%- if messages[0].role == "system" %}
@@ -237,7 +291,12 @@ TAGS = """
 {%- endfor %}
 """
 
-TEMPLATES = {"headers": HEADERS, "thoughts": THOUGHTS, "alternating": ALTERNATING}
+TEMPLATES = {
+    "headers": HEADERS,
+    "thoughts": THOUGHTS,
+    "parameters": PARAMETERS,
+    "alternating": ALTERNATING,
+}
 # These templates decide about the form of a call in a history.
 PARTICULAR = {"fences": FENCES, "bare": BARE, "tags": TAGS}
 

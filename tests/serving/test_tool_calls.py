@@ -326,12 +326,11 @@ def test_text_is_given_at_once() -> None:
 
 def test_a_parser_is_chosen_by_the_chat_template() -> None:
     known = {"headers": "llama3", "thoughts": "hermes", "alternating": "mistral"}
+    known["parameters"] = "qwen3_coder"
     for name, template in TEMPLATES.items():
         assert tool_format("auto", template) is FORMATS[known[name]]
         assert tool_format("none", template) is None
         assert tool_format("mistral", template) is FORMATS["mistral"]
-    coder = "<tool_call>\n<function={{ name }}>\n<parameter={{ key }}>"
-    assert tool_format("auto", coder) is FORMATS["qwen3_coder"]
     assert tool_format("auto", "{{ messages }}") is FORMATS["hermes"]
     with pytest.raises(eecore.RequestError, match="tool_parser: expected auto, hermes"):
         ServerSettings(tool_parser="json")
