@@ -35,7 +35,7 @@ from eecore import (
 )
 from eecore.exits import Exit
 from head_packs import write_pack
-from looped_models import write_looped
+from looped_models import write_looped, write_nanbeige
 from tiers import runs_all
 from tiny_families import write_family
 from tiny_models import FAMILIES, random_prompts, scale_layers, write_model
@@ -64,13 +64,15 @@ class Kind:
 
     @property
     def has_head(self) -> bool:
-        """A family of decoders has a draft head; T5 and Ouro have none."""
+        """A family of decoders has a draft head; T5 and looped models have none."""
         return self.family in FAMILIES
 
     def write(self, directory: Path) -> None:
         """Write it; its last layers change little."""
         if self.family == "ouro":
             write_looped(directory)
+        elif self.family == "nanbeige":
+            write_nanbeige(directory, num_hidden_layers=2, num_loops=3)
         elif self.family == "t5":
             write_t5(directory, deep_gain=0.3)
         elif not self.has_head:
@@ -120,6 +122,7 @@ KINDS = {
     "windows-fp8": Kind("qwen2_windows", cache="fp8"),
     "gemma3": Kind("gemma3", vocab_size=256),
     "ouro": Kind("ouro", ends=(2, 4, 6), vocab_size=96),
+    "nanbeige-int4": Kind("nanbeige", weights="int4", ends=(2, 4, 6)),
     "t5": Kind("t5", has_scores=False),
 }
 BEGINNING = random_prompts(30, seed=7, vocab_size=96)[0]
