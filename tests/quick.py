@@ -22,7 +22,6 @@ WHOLE = {
     "cli": "options",
     "decoding": "confident_exit cut_vocabulary penalties sampling speculation",
     "heads": "head_files",
-    "lab/evaluation": "exit_map",
     "lab/training": "calm chats data draft_head early_exit_loss layer_dropout recipe",
     "models": "checkpoint gguf_file llama tokenizer tokenizer_files",
     "planning": "auto guide lookup",

@@ -20,7 +20,6 @@ from eecore.calibration.skip_search import SkipSearch, SkipStep
 from eecore.files.whole import appearing, filling, replacing, write_text
 from eecore.lab.evaluation.sweep import Sweep, SweepCell
 from eecore.lab.training.calm import save_classifier
-from eecore.lab.training.run_files import write_log
 
 PACKAGE = Path(eecore.__file__).parent
 
@@ -201,16 +200,10 @@ def _classifier(path: Path) -> None:
     save_classifier(eecore.ExitClassifier(torch.ones(4, 2), ones, torch.ones(2, 4)), path)
 
 
-def _log(path: Path) -> None:
-    write_log(path, [f"column_{number}" for number in range(50)], [])
-
-
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "skips.json": _skips,
     "sweep.json": lambda path: _sweep().save(path),
-    "sweep.svg": lambda path: _sweep().plot(path),
     "classifier.safetensors": _classifier,
-    "steps.csv": _log,
 }
 
 

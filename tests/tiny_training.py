@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from eecore.lab.training import TokenData
+from eecore.lab.training import TokenData, state_path
 from eecore.lab.training.data import from_pairs
 
 
@@ -57,3 +59,13 @@ def make_pairs() -> TokenData:
         given = torch.randint(3, 40, (length,), generator=generator).tolist()
         made.append((given, [*given[::-1], 2]))
     return from_pairs(made)
+
+
+def history(out: Path, *, evaluations: bool = False) -> list[dict[str, float]]:
+    """The log of a finished run without its times: of steps, or of evaluations."""
+    entries = json.loads((state_path(out) / "trainer_state.json").read_text())["log_history"]
+    return [
+        {name: value for name, value in entry.items() if name != "seconds"}
+        for entry in entries
+        if ("loss" not in entry) is evaluations and "tokens" in entry
+    ]

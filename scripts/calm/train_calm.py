@@ -5,7 +5,7 @@
 
 The recipe is in scripts/small_model.py. Ctrl-C saves; ``--resume`` continues the run with its
 original settings. The model directory has the weights, the tokenizer, exits.json (the quality of
-each exit), classifier.safetensors, and the learning curve under training/.
+each exit), classifier.safetensors, and the log under training/.
 """
 
 from __future__ import annotations

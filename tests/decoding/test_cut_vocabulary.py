@@ -13,7 +13,6 @@ import eecore
 from devices import load
 from eecore import Calibration, ConfidentExit, ExitError
 from eecore.calibration import Example, calibrate
-from eecore.lab.evaluation.exit_map import map_exits
 from head_packs import write_pack
 from reference_decoding import ReferenceModel
 from tiny_models import write_model
@@ -66,14 +65,6 @@ def test_tokens_are_the_whole_heads(model: eecore.Model) -> None:
     known = set(head.vocabulary.tolist())
     assert not all(token in known for output in outputs for token in output.token_ids)
     assert {layer for output in outputs for layer in output.exit_layers[1:]} == {2}
-
-
-def test_the_map_shows_what_was_measured(model: eecore.Model) -> None:
-    policy = cut(exit_points=(2, 3))
-    found = map_exits(model, "given", policy, text=" and read")
-    for token in found.tokens[1:]:
-        accepted = [layer for layer in (2, 3) if token.confidences[layer] >= THRESHOLD]
-        assert token.exit_layer == min([*accepted, 4])
 
 
 def test_a_model_without_a_head_is_refused(tiny: eecore.Model) -> None:

@@ -78,8 +78,8 @@ def test_states_logits_and_the_gate_of_every_loop(
     gate = network.gate
     assert gate is not None
     found = list(forced_states(network, Scored(PROMPTS[0]), network.config.exit_layers))
-    assert tuple(end for end, _, _ in found) == ENDS == tuple(network.config.exit_layers)
-    for loop, (_, _, states) in enumerate(found):
+    assert tuple(end for end, _ in found) == ENDS == tuple(network.config.exit_layers)
+    for loop, (_, states) in enumerate(found):
         wanted = torch.stack([of_token[loop] for of_token in expected])
         torch.testing.assert_close(states, wanted, rtol=1e-4, atol=1e-4)
         logits = torch.stack([text.logits(state) for state in wanted])

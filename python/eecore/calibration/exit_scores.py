@@ -94,7 +94,7 @@ def _sums(network: Network, sequence: Scored, layers: list[int]) -> dict[int, Te
     ids = torch.tensor(sequence.token_ids, device=network.device)
     rows = slice(sequence.first - 1, len(ids) - 1)  # row i predicts token i + 1
     targets = ids[sequence.first :]
-    states = {layer: hidden[rows] for layer, _, hidden in forced_states(network, sequence, layers)}
+    states = {layer: hidden[rows] for layer, hidden in forced_states(network, sequence, layers)}
     sums = {layer: torch.zeros(3, dtype=torch.float64) for layer in layers}
     for first in range(0, len(targets), ROWS_AT_A_TIME):
         part = slice(first, first + ROWS_AT_A_TIME)
@@ -111,10 +111,8 @@ def _sums(network: Network, sequence: Scored, layers: list[int]) -> dict[int, Te
 
 def forced_states(
     network: Network, sequence: Scored, layers: Iterable[int]
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For each of ``layers``, ascending: the layer, and the states [num_tokens, hidden_size] before
-    and after the layers from the previous one up to it.
-    """
+) -> Iterator[tuple[int, Tensor]]:
+    """Each of ``layers``, ascending, and the states after it, [num_tokens, hidden_size]."""
     ids = torch.tensor(sequence.token_ids, device=network.device)
     count, given = len(ids), sequence.input_ids
     most = max(count, len(given or ()))
@@ -128,9 +126,8 @@ def forced_states(
         batch = replace(batch, cross=cross)
     hidden = network.embed(ids)
     for begin, end in itertools.pairwise([0, *layers]):
-        previous = hidden
         hidden = network.layers(begin, end, hidden, kv, batch)
-        yield end, previous, hidden
+        yield end, hidden
 
 
 def whole_sequences(lengths: Sequence[int], page_size: int, device: torch.device) -> AttentionBatch:

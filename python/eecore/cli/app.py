@@ -27,7 +27,6 @@ COMMANDS = {
     "verify": "lab.commands.verify:verify",
     "calibrate": "cli.calibrate:calibrate",
     "sweep": "lab.commands.evaluate:sweep",
-    "exits": "lab.commands.exits:exits",
     "evaluate layerskip": "lab.commands.evaluate:layerskip",
     "evaluate calm": "lab.commands.evaluate_calm:calm",
 }

@@ -16,7 +16,7 @@ from eecore import ConfidentExit, ExitClassifier, FixedExit, Full, RequestError
 from eecore.calibration import Example
 from eecore.cli.app import run
 from eecore.exits import Exit
-from eecore.lab.evaluation.calm import evaluate_calm, exit_rate, inner_token_latency, throughput
+from eecore.lab.evaluation.calm import evaluate_calm, exit_rate
 from eecore.lab.evaluation.timed import TimedRun
 from eecore.models import model_digest
 from eecore.output import Output, RequestStats
@@ -33,17 +33,15 @@ CLASSIFIER = ConfidentExit(0.9, "classifier", classifier=SURE)
 # The arithmetic
 
 
-def made(
-    exit_layers: list[int], first: float = 1.0, total: float = 3.0, prompt: int = 12
-) -> Output:
-    """An output of a model of 4 layers, with layer executions for its prompt."""
+def made(exit_layers: list[int], first: float = 1.0, total: float = 3.0) -> Output:
+    """An output of a model of 4 layers."""
     stats = RequestStats(
         contract="",
         num_layers=4,
         prompt_tokens=3,
         generated_tokens=len(exit_layers),
         layers_run=sum(exit_layers[1:]),
-        prompt_layers_run=prompt,
+        prompt_layers_run=12,
         layers_filled=0,
         fill_calls=0,
         drafted=0,
@@ -58,85 +56,21 @@ def made(
     return Output("", [1], ids, "", "stop", exit_layers, [], None, None, stats)
 
 
-def timed(rounds: list[tuple[list[list[Output]], float]], policy: Exit | None = None) -> TimedRun:
-    made_run = TimedRun(policy or Full())
-    for groups, seconds in rounds:
-        made_run.record(groups, seconds)
-    return made_run
-
-
 def test_the_exit_rate_leaves_out_the_first_token() -> None:
     assert exit_rate([made([4, 2, 2]), made([4, 1])]) == pytest.approx(7 / 12)
     assert exit_rate([made([4, 4])]) == 0.0
     assert exit_rate([made([4])]) is None
 
 
-def test_a_round_has_the_time_of_its_first_tokens_and_the_inner_token_latency() -> None:
-    group = [made([4, 4], first=1.0, total=3.0), made([4, 4, 4], first=1.5, total=5.5)]
-    other = [made([4], first=0.25, total=0.25)]
-    run = timed([([group, other], 6.0)])
-    assert run.seconds == [6.0]
-    assert run.first_seconds == [1.75]  # the slower of the first group, then the second
-    assert run.latencies == [pytest.approx((2.0 + 4.0) / 6)]
-
-
-def test_the_ideal_throughput_by_hand() -> None:
-    # 2 s until the first token, 8 s for two tokens through 4 layers.
-    full = timed([([[made([4, 4, 4], first=2.0, total=10.0)]], 10.0)])
-    # One layer each: 2 s and a quarter of 8 s.
-    early = timed([([[made([4, 1, 1])]], 5.0)])
-    speed = throughput(early, full, full)
-    assert speed.value == pytest.approx(3 / 5)
-    assert speed.to_full == pytest.approx(2.0)
-    assert speed.ideal == pytest.approx(3 / 4)
-    assert speed.ideal_to_full == pytest.approx(2.5)
-    assert speed.share_of_ideal == pytest.approx(0.8)
-    # Half of the model for the prompt too, and a token more: 1 s and 6 of 8 layers.
-    half = timed([([[made([2, 2, 2, 2], prompt=6)]], 14.0)])
-    speed = throughput(half, full, full)
-    assert speed.to_full == pytest.approx(4 / 3 * 10 / 14)
-    assert speed.ideal == pytest.approx(4 / 7)
-    assert speed.ideal_to_full == pytest.approx((4 / 7) / (3 / 10))
-    assert speed.share_of_ideal == pytest.approx(0.5)
-
-
-def test_the_ideal_latency_by_hand() -> None:
-    full = timed([([[made([4, 4, 4], first=2.0, total=11.0)]], 11.0)])
-    early = timed([([[made([4, 1, 3], first=2.0, total=8.0)]], 8.0)])
-    speed = inner_token_latency(early, full, full)
-    assert speed is not None
-    assert speed.value == pytest.approx(2.0)
-    assert speed.to_full == pytest.approx(1.5)
-    assert speed.ideal == pytest.approx(1.5)
-    assert speed.ideal_to_full == pytest.approx(2.0)
-    assert speed.share_of_ideal == pytest.approx(0.75)
-
-
-def test_a_model_cut_at_the_mean_depth_lies_between_full_and_half() -> None:
-    """A token costs 1 s for the head and 1 s a layer: full depth 5 s, half 3 s, one layer 2 s."""
-    full = timed([([[made([4, 4, 4, 4], first=2.0, total=17.0)]], 17.0)])
-    half = timed([([[made([2, 2, 2, 2], first=2.0, total=11.0)]], 11.0)])
-    # 15 and 9 s for four tokens, of which three are decoded: 2.25 layers a token, 1.5 s a layer.
-    early = timed([([[made([4, 1, 1, 1], first=2.0, total=10.0)]], 10.0)])
-    expected = 9 / 4 - (2 - 1) * 3 / 4 * (15 - 9) / 4 / (3 - 1.5)
-    speed = throughput(early, full, half)
-    assert speed.share_of_cut == pytest.approx((2.0 + 4 * expected) / 10)
-    latency = inner_token_latency(early, full, half)
-    assert latency is not None
-    assert latency.share_of_cut == pytest.approx(expected / 2.0)
-    for each in (full, half):
-        assert throughput(each, full, half).share_of_cut == pytest.approx(1.0)
-    assert throughput(early, full, full).share_of_cut is None
-
-
-def test_ratios_are_taken_within_a_round() -> None:
-    # The second round is three times as slow for both.
-    full = timed([([[made([4, 4], total=t)]], t) for t in (3.0, 9.0)])
-    early = timed([([[made([4, 2], total=t)]], t) for t in (2.0, 6.0)])
-    full.first_seconds = [1.0, 3.0]
-    speed = throughput(early, full, full)
-    assert speed.to_full == pytest.approx(1.5)
-    assert speed.share_of_ideal == pytest.approx(1.0)
+def test_speeds_are_compared_within_a_round() -> None:
+    full, early = TimedRun(Full()), TimedRun(Full())
+    for factor in (1.0, 3.0):  # the second round is three times as slow for both
+        group = [made([4, 4], total=3 * factor), made([4, 4, 4], first=1.5, total=5.5 * factor)]
+        full.record([group, [made([4], first=0.25, total=0.25)]], 6 * factor)
+        early.record([[made([4, 2, 2], total=3 * factor)]], 2 * factor)
+    assert full.latencies[0] == pytest.approx((2.0 + 4.0) / 6)
+    assert early.speedup_over(full) == pytest.approx(3 / 6 * 6 / 2)
+    assert full.tokens_per_s == pytest.approx(1.0)
 
 
 # A model's
@@ -165,20 +99,24 @@ def test_a_report_has_every_technique_mode_and_size(model: eecore.Model) -> None
         rounds=2,
         progress=lambda size, number, run: seen.append((size, number, run.name)),
     )
-    assert report.techniques == ["full", "static-half", "softmax", "classifier", "state"]
     assert len(report.rows) == len(seen) / 2 == 2 * (2 + 3 * 2)
-    assert (seen[0], seen[8]) == ((2, 0, "Full()"), (2, 1, "FixedExit(2)"))  # in turns
-    assert (3, 1, "ConfidentExit(0.7, state, all)") in seen
-    full = report.row("full", "each", 3)
+    assert (seen[0], seen[8]) == ((2, 0, "full"), (2, 1, "fixed:2"))  # in turns
+    assert (3, 1, "confident:0.7 state all") in seen
+    found = {(row.technique, row.batch, row.batch_size): row for row in report.rows}
+    full = found["full", None, 3]
+    assert (full.speedup, full.latency_speedup) == (1.0, 1.0)
     assert (full.exit_rate, full.mean_exit_layer, full.score_to_full) == (0.0, 4.0, 1.0)
-    half = report.row("static-half", "all", 2)
+    half = found["static-half", None, 2]
     assert (half.exit_rate, half.mean_exit_layer, half.settings) == (0.5, 2.0, None)
     for mode in ("each", "all"):
-        sure = report.row("classifier", mode, 2)  # leaves after the first layer, always
-        assert sure.batch == mode
+        sure = found["classifier", mode, 2]  # exits after the first layer, always
         assert sure.exit_rate == 0.75
         assert sure.contract == "confident exit (classifier, threshold 0.9): uncalibrated"
-    each, together = (report.row("softmax", mode, 3) for mode in ("each", "all"))
+        assert sure.latency_ms is not None
+        assert full.latency_ms is not None
+        assert sure.latency_speedup is not None
+        assert sure.latency_speedup > 1.0
+    each, together = (found["softmax", mode, 3] for mode in ("each", "all"))
     assert each.exit_rate is not None
     assert together.exit_rate is not None
     assert each.exit_rate >= together.exit_rate  # all wait for the last
@@ -188,13 +126,8 @@ def test_a_report_has_every_technique_mode_and_size(model: eecore.Model) -> None
 def test_a_t5_exits_in_its_decoder(tmp_path: Path) -> None:
     t5 = eecore.load(write_t5(tmp_path), device="cpu", kv_cache_tokens=512)
     report = evaluate_calm(t5, EXAMPLES, [CLASSIFIER], batch_sizes=(3,), max_tokens=6, rounds=1)
-    for mode in ("each", "all"):
-        assert report.row("static-half", mode, 3).exit_rate == 0.5
-        assert report.row("classifier", mode, 3).exit_rate == 0.75
-    full, half = report.row("full", "all", 3), report.row("static-half", "all", 3)
-    assert full.throughput.ideal_to_full == pytest.approx(1.0)
-    assert half.throughput.ideal_to_full is not None
-    assert half.throughput.ideal_to_full < 2.0 * half.tokens / full.tokens  # the encoder runs whole
+    rates = [row.exit_rate for row in report.rows]
+    assert rates == [0.0, 0.5, 0.75, 0.75]
 
 
 def test_the_tables(model: eecore.Model) -> None:
@@ -206,19 +139,14 @@ def test_the_tables(model: eecore.Model) -> None:
         ["| softmax", "all 2", "0.05"],
         ["| softmax", "all 3", "0.05"],
     ]
-    assert sum(line.startswith("| technique | each: tokens/s |") for line in lines) == 2
-    assert sum(line.startswith("| technique | each: ms/token |") for line in lines) == 2
-    assert "| all: tokens/s | to full | ideal | of ideal |" in report.markdown()
+    assert "| softmax | all 3 | 3 |" in report.markdown()
     assert "rougeL to label" in report.markdown()
 
 
-def test_tokens_that_all_come_from_the_prompt_have_no_latency(
-    model: eecore.Model, tmp_path: Path
-) -> None:
+def test_tokens_that_all_come_from_the_prompt_have_no_latency(model: eecore.Model) -> None:
     report = evaluate_calm(model, EXAMPLES, [SOFTMAX], batch_sizes=(5,), max_tokens=1, rounds=1)
-    assert all(row.latency is None and row.exit_rate is None for row in report.rows)
-    report.write(tmp_path / "one")
-    assert (tmp_path / "one-latency.svg").is_file()
+    assert all(row.latency_ms is None and row.exit_rate is None for row in report.rows)
+    assert "| full |  | 5 |" in report.markdown()
 
 
 @pytest.mark.parametrize(
@@ -227,7 +155,6 @@ def test_tokens_that_all_come_from_the_prompt_have_no_latency(
         ({"metric": "bleu"}, "metric: expected rougeL or rouge2 or exact, got 'bleu'"),
         ({"batch_sizes": (65,)}, r"batch_sizes: expected some of 1\.\.64, the engine's max_num"),
         ({"batch_sizes": ()}, r"batch_sizes: expected .*, got \[\]"),
-        ({"batch_modes": ("some",)}, r"batch_modes: expected some of each and all, got \['some'\]"),
         ({"policies": [SOFTMAX, ConfidentExit(0.5)]}, "one of each measure, got softmax, softmax"),
         (
             {"policies": [ConfidentExit(0.5, exit_points=(9,))]},
@@ -259,16 +186,15 @@ def write_classifier(file: Path, made_for: str | None, hidden_size: int = 64) ->
     return file
 
 
-def test_the_command_writes_tables_and_figures(
+def test_the_command_writes_its_tables(
     directory: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["evaluate", "calm", str(directory), "--data", str(data), "--max-tokens", "3"]
     words += ["--rounds", "1", "--device", "cpu", "--threads", "1", "--limit", "4"]
-    options = ["--thresholds", "softmax=0.1", "--tau", "4", "--exit-points", "1,2"]
-    files = ["--batch-size", "1", "--batch-size", "2", "--out", str(tmp_path / "v1.calm")]
-    assert run([*words, *options, *files]) == 0
+    words += ["--thresholds", "softmax=0.1", "--batch-size", "1", "--batch-size", "2"]
+    assert run([*words, "--out", str(tmp_path / "v1.calm")]) == 0
     printed = capsys.readouterr()
-    assert "batches of 2, round 1: ConfidentExit(0.1, softmax, all): " in printed.err
+    assert "batches of 2, round 1: confident:0.1 softmax all: " in printed.err
     assert (tmp_path / "v1.calm.md").read_text().strip() == printed.out.strip()
     stored = json.loads((tmp_path / "v1.calm.json").read_text())
     assert stored["batch_sizes"] == [1, 2]
@@ -277,10 +203,6 @@ def test_the_command_writes_tables_and_figures(
     assert set(settings) == {"full", "static-half", "softmax", "state"}  # there is no classifier
     assert settings["softmax"]["threshold"] == 0.1
     assert settings["state"]["threshold"] == 0.95
-    assert settings["state"]["exit_points"] == [1, 2]
-    assert settings["state"]["decay_tau"] == 4
-    for figure in ("throughput", "latency"):
-        assert (tmp_path / f"v1.calm-{figure}.svg").read_text().count("<svg") == 1
 
 
 def test_thresholds_come_from_calibrations(
@@ -322,8 +244,6 @@ def test_thresholds_come_from_calibrations(
         (["--calibration", "nowhere.json"], REQUEST, "nowhere.json: expected a file"),
         (["--batch", "some"], USAGE, "--batch: expected each, all, both, got 'some'"),
         (["--metric", "bleu"], USAGE, "--metric: expected rougeL, rouge2, exact, got 'bleu'"),
-        (["--exit-points", "2,9"], REQUEST, "exit_points: expected 1..4"),
-        (["--min-exit-layer", "9"], REQUEST, "min_exit_layer: expected 1..4"),
         (["--out", "nowhere/x"], USAGE, "nowhere: expected a directory, got nothing"),
     ],
 )
@@ -345,21 +265,6 @@ def test_what_cannot_be_used_is_said_before_the_model_is_loaded(
     assert message in capsys.readouterr().err
 
 
-def test_settings_beside_calibrations_of_every_measure(
-    directory: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = []
-    for measure in ("softmax", "state"):
-        out = tmp_path / f"{measure}.json"
-        files += ["--calibration", str(out)]
-        calibrate = ["calibrate", str(directory), "--data", str(data), "--measure", measure]
-        calibrate += ["--delta", "0.5", "--max-tokens", "2", "--grid", "1"]
-        assert run([*calibrate, "--out", str(out)]) == 0
-    words = ["evaluate", "calm", str(directory), "--data", str(data), *files]
-    assert run([*words, "--tau", "4"]) == USAGE
-    assert "--tau: expected none beside --calibration" in capsys.readouterr().err
-
-
 def test_a_classifier_of_another_model_is_refused(
     directory: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -373,7 +278,6 @@ def test_a_classifier_of_another_model_is_refused(
         ["evaluate", "calm", str(directory), "--rounds", "1", *given],
         ["calibrate", str(directory), *by_measure[2:4], "--grid", "1", "--delta", "0.5", *given],
         ["generate", str(directory), "a b", "-n", "2", "--device", "cpu", *by_measure],
-        ["exits", str(directory), "a b", "--max-tokens", "2", "--device", "cpu", *by_measure],
     ]
     commands[1][1:1] = ["--out", str(tmp_path / "calibration.json")]
     for command in commands:

@@ -25,9 +25,9 @@ from eecore.lab.training import (
     state_path,
     train,
 )
-from eecore.lab.training.run_files import last_checkpoint, read_logs
+from eecore.lab.training.run_files import last_checkpoint
 from tiny_models import write_model
-from tiny_training import make_model, make_pairs
+from tiny_training import history, make_model, make_pairs
 
 SIZE = 2
 STEPS = 5
@@ -90,17 +90,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_learn_what_one_learns(folder: Path, tmp_path: Path, name: str) -> None:
     assert run_of(name, tmp_path / "alone", {"accumulate": 1}).finished
-    steps, evaluations = read_logs(folder / name / "training")
-    for two, one in zip(
-        (steps, evaluations), read_logs(tmp_path / "alone" / "training"), strict=True
-    ):
-        assert two.keys() == one.keys()
-        for column, values in one.items():
-            there = [value is not None for value in values]
-            assert [value is not None for value in two[column]] == there
-            expected = [value for value in values if value is not None]
-            got = [value for value in two[column] if value is not None]
-            assert got == pytest.approx(expected, rel=1e-4, abs=1e-6), column
+    for evaluations in (False, True):
+        logs = (
+            history(path, evaluations=evaluations) for path in (folder / name, tmp_path / "alone")
+        )
+        for two, one in zip(*logs, strict=True):
+            assert two == pytest.approx(one, rel=1e-4, abs=1e-6)
     saved = [load_file(path / "model.safetensors") for path in (folder / name, tmp_path / "alone")]
     assert saved[0].keys() == saved[1].keys()
     for key, tensor in saved[0].items():
@@ -111,7 +106,7 @@ def test_two_processes_learn_what_one_learns(folder: Path, tmp_path: Path, name:
 
 def test_one_that_is_told_to_stop_stops_both_and_they_go_on(folder: Path) -> None:
     whole, stopped = folder / "whole", folder / "stopped"
-    assert read_logs(stopped / "training") == read_logs(whole / "training")
+    assert history(stopped) == history(whole)
     assert (stopped / "model.safetensors").read_bytes() == (
         whole / "model.safetensors"
     ).read_bytes()

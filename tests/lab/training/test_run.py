@@ -28,10 +28,8 @@ from eecore.lab.training import (
 )
 from eecore.lab.training.data import from_text
 from eecore.lab.training.libraries import library
-from eecore.lab.training.run_files import read_log
 from eecore.models import Tokenizer, model_digest
-
-LOGS = ("steps.csv", "evaluations.csv")
+from tiny_training import history
 
 
 def small(steps: int = 20, **settings: Any) -> TrainingConfig:
@@ -61,10 +59,6 @@ def killed_at(step: int, begun: int = 0) -> Any:
     return should_stop
 
 
-def logs(out: Path) -> list[bytes]:
-    return [(out / "training" / name).read_bytes() for name in LOGS]
-
-
 def test_a_model_learns_and_is_an_ordinary_directory(
     make_model: Any, pairs: TokenData, tmp_path: Path
 ) -> None:
@@ -90,21 +84,15 @@ def test_a_model_learns_and_is_an_ordinary_directory(
     assert result.scores.agreement[-1] == 1.0
     assert result.scores.num_tokens == int((pairs.lengths - pairs.prompt_lens).sum())
 
-    log = read_log(out / "training" / "steps.csv")
-    assert log["step"] == list(range(1, 101))
-    assert log["loss_exit_1"] == [None] * 100
-    losses: Any = log["loss"]
+    log = history(out)
+    assert [entry["step"] for entry in log] == list(range(1, 101))
+    losses = [entry["loss"] for entry in log]
     assert sum(losses[-10:]) < 0.75 * sum(losses[:10])
     # The curriculum ends with all layers but the first, which has no weight.
-    of_exits = [[log[f"loss_exit_{layer}"][step] for layer in (2, 3, 4)] for step in (0, -1)]
-    assert [[value is not None for value in each] for each in of_exits] == [
-        [False, False, True],
-        [True] * 3,
-    ]
-    assert read_log(out / "training" / "evaluations.csv")["step"] == [0, 40, 80, 100]
-    assert (out / "training" / "run.svg").read_text().startswith("<?xml")
-    left = {path.name for path in state_path(out).iterdir()}
-    assert left == {"steps.csv", "evaluations.csv", "run.svg"}
+    assert [f"loss_exit_{layer}" in log[0] for layer in (1, 2, 3, 4)] == [False] * 3 + [True]
+    assert [f"loss_exit_{layer}" in log[-1] for layer in (1, 2, 3, 4)] == [False] + [True] * 3
+    assert [entry["step"] for entry in history(out, evaluations=True)] == [0, 40, 80, 100]
+    assert {path.name for path in state_path(out).iterdir()} == {"trainer_state.json"}
 
     about = json.loads((out / "exits.json").read_text())
     assert about["held_out"]["agreement"] == list(result.scores.agreement)
@@ -161,7 +149,8 @@ def test_a_killed_run_goes_on_bit_for_bit(
             (half / "trainer_state.json").unlink()
     result = start(broken, resume=True)
     assert (result.finished, result.step) == (True, 20)
-    assert logs(broken) == logs(whole)
+    for evaluations in (False, True):
+        assert history(broken, evaluations=evaluations) == history(whole, evaluations=evaluations)
     weights = [load_file(path / "model.safetensors") for path in (whole, broken)]
     assert weights[0].keys() == weights[1].keys()
     for name, tensor in weights[0].items():
@@ -192,18 +181,16 @@ def test_adapters_are_written_merged_and_alone(
     eecore.load(tmp_path / "out", device="cpu", kv_cache_tokens=64)
 
 
-def test_tensorboard_gets_what_the_csv_gets(
-    make_model: Any, pairs: TokenData, tmp_path: Path
-) -> None:
+def test_tensorboard_gets_the_log(make_model: Any, pairs: TokenData, tmp_path: Path) -> None:
     reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     out = tmp_path / "out"
     train(make_model(), pairs, small(5, tensorboard=True), out, held_out=pairs)
     events = reading.EventAccumulator(str(out / "training" / "tensorboard")).Reload()
-    log = read_log(out / "training" / "steps.csv")
-    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(log["loss"])
-    evaluations = read_log(out / "training" / "evaluations.csv")
-    agreement = [event.value for event in events.Scalars("eval/agreement_exit_2")]
-    assert agreement == pytest.approx(evaluations["agreement_exit_2"])
+    losses = [entry["loss"] for entry in history(out)]
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(losses)
+    found = [event.value for event in events.Scalars("eval/agreement_exit_2")]
+    agreement = [entry["eval_agreement_exit_2"] for entry in history(out, evaluations=True)]
+    assert found == pytest.approx(agreement)
 
 
 def test_a_relative_rate_moves_weights_by_a_share_of_what_they_start_from(
@@ -230,7 +217,7 @@ def test_gradient_checkpointing_learns_the_same(
     for flag in (False, True):
         out = tmp_path / str(flag)
         train(make_model(), pairs, small(6, gradient_checkpointing=flag), out)
-        losses.append(read_log(out / "training" / "steps.csv")["loss"])
+        losses.append([entry["loss"] for entry in history(out)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 

@@ -16,10 +16,11 @@ import eecore
 from eecore.cli.app import run
 from eecore.lab.training import loading, state_path
 from eecore.lab.training.interrupts import stop_on_signals
-from eecore.lab.training.run_files import is_begun, read_log
+from eecore.lab.training.run_files import is_begun
 from eecore.lab.training.trainer import StepTrainer
 from eecore.models import model_digest
 from tiny_models import write_byte_tokenizer, write_model
+from tiny_training import history
 
 USAGE, MODEL, REQUEST, INTERRUPTED = 2, 3, 4, 130
 
@@ -113,7 +114,7 @@ def test_conversations_in_packed_rows_and_pieces(
     training = json.loads((out / "exits.json").read_text())["training"]
     expected = {"packing": 70, "accumulate": 2, "schedule": "linear", "final_learning_rate": 0.0}
     assert {name: training[name] for name in expected} == expected
-    rates = read_log(out / "training" / "steps.csv")["learning_rate"]
+    rates = [entry["learning_rate"] for entry in history(out)]
     assert rates == pytest.approx([1e-4, 2e-4 / 3, 1e-4 / 3, 0])
     ask = ["generate", str(out), "ab", "--max-tokens", "2", "--device", "cpu"]
     assert run(ask) == 0
@@ -192,8 +193,7 @@ def test_ctrl_c_saves_and_resume_goes_on(
     assert "a run can be resumed there" in capsys.readouterr().err
     assert run(arguments(folder, stopped, *options, "--resume", "--checkpoint-minutes", "1")) == 0
     assert "resuming after step 5 of 9\n" in capsys.readouterr().err
-    logs = [read_log(path / "training" / "steps.csv") for path in (whole, stopped)]
-    assert logs[0] == logs[1]
+    assert history(whole) == history(stopped)
 
 
 def test_what_is_missing_is_said_before_the_model_is_read(

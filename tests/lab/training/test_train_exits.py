@@ -355,7 +355,6 @@ def test_products_in_bfloat16_learn_what_others_learn(
         ("model", ["--minutes", "1"], USAGE, "--minutes: expected it or --epochs, got both"),
         ("model", ["--prompts", "nowhere.txt"], REQUEST, "nowhere.txt: No such file"),
         ("model", ["--resume"], USAGE, "--resume: "),
-        ("model", ["--texts", "."], USAGE, "--prompts: expected it or --texts, got both"),
         ("model", ["--precision", "float8"], USAGE, "'float8' is not one of"),
     ],
 )
@@ -410,26 +409,6 @@ def test_a_question_that_cannot_be_asked_is_named(
     more = ["--prompts", str(tmp_path / "long.txt")]
     assert run(arguments(folder, tmp_path / "head", *more)) == REQUEST
     assert "error: question 2: " in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_questions_about_texts_that_fit_the_model(folder: Path, tmp_path: Path) -> None:
-    """Tokens are bytes, so that the longer half does not fit into 2048 positions."""
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for number in range(10):
-        words = f"Sentence {number} of a text that says little. "
-        (texts / f"{number}.md").write_text(words * (8 if number % 2 else 45))
-    out = tmp_path / "head"
-    command = arguments(folder, out, "--texts", str(texts), "--epochs", "0.5")
-    place = command.index("--prompts")
-    del command[place : place + 2]
-    assert run([*command, "--answer-tokens", "200"]) == 0
-    header, *answered = lines_of(out / "work" / "answers.jsonl")
-    assert header["questions"].startswith("about ")
-    assert all(len(line["prompt"]) <= 2048 - 200 for line in answered)
-    indices = [line["index"] for line in answered]
-    assert max(indices) > len(indices)  # some between were left out
 
 
 def test_the_questions_that_ship() -> None:

@@ -153,15 +153,6 @@ def read_answers(path: Path, settings: AnswerSettings) -> list[Answer]:
     return [answers[index] for index in sorted(answers)]
 
 
-def chat_ids(model: Model, question: str) -> list[int]:
-    """The tokens of a question in the model's chat template; a RequestError where the template
-    refuses it, or where there is no tokenizer.
-    """
-    if model.tokenizer is None:
-        raise RequestError("model: expected one with a tokenizer, got one without")
-    return model.tokenizer.encode_chat([{"role": "user", "content": question}])
-
-
 def _ask(
     engine: Engine, model: Model, index: int, question: str, settings: AnswerSettings, most: int
 ) -> str:
@@ -171,8 +162,11 @@ def _ask(
         temperature=settings.temperature if index % 2 else 0.0,
         seed=(settings.seed * 1_000_003 + index) % SEEDS,
     )
+    if model.tokenizer is None:
+        raise RequestError("model: expected one with a tokenizer, got one without")
     try:
-        return engine.add_request(chat_ids(model, question), exit="full", sampling=sampling)
+        prompt = model.tokenizer.encode_chat([{"role": "user", "content": question}])
+        return engine.add_request(prompt, exit="full", sampling=sampling)
     except RequestError as error:
         raise RequestError(f"question {index + 1}: {error}") from None
 

@@ -117,9 +117,7 @@ def sweep(
     rounds: Rounds = 1,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Also write NAME.json, NAME.md and a heat map, NAME.svg.", metavar="NAME"
-        ),
+        typer.Option(help="Also write NAME.json and NAME.md.", metavar="NAME"),
     ] = None,
     write: Annotated[
         bool,
@@ -139,7 +137,6 @@ def sweep(
     check_out("--out", out, is_stem=True)
 
     from eecore.exits import SelfSpeculative
-    from eecore.lab import plots
     from eecore.lab.evaluation.sweep import default_exit_layers, known_exits, sweep_speculation
     from eecore.lab.training.interrupts import stop_on_signals
     from eecore.models import exits_file, read_config
@@ -156,8 +153,6 @@ def sweep(
     for layer in layers:
         for count in drafts:
             SelfSpeculative(layer, count).check(config)
-    if out is not None:
-        plots.figure((1, 1))  # raises where matplotlib is missing
     if write:
         if model == BUILTIN:
             raise UsageError(f"--write: expected a model of your own, got {BUILTIN}")
@@ -204,9 +199,8 @@ def sweep(
     if out is not None:
         found.save(beside(out, "json"))
         write_text(beside(out, "md"), found.markdown() + "\n")
-        found.plot(beside(out, "svg"))
     if not found.finished:
-        kept = f"; wrote {out}.json, .md and .svg of what was measured" if out is not None else ""
+        kept = f"; wrote {out}.json and .md of what was measured" if out is not None else ""
         print(f"interrupted at {line.last}{kept}", file=sys.stderr)
         return INTERRUPTED
     if write:

@@ -1,19 +1,20 @@
-"""``eecore evaluate calm``: the early-exit framework's table and figures for a model."""
+"""``eecore evaluate calm``: the early-exit framework's tables for a model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eecore.cli.exit_options import DecayTau, ExitPoints, MinExitLayer, parse_exit_points
 from eecore.cli.failures import UsageError
-from eecore.cli.files import check_out, in_model, load_classifier
+from eecore.cli.files import beside, check_out, in_model, load_classifier
 from eecore.cli.loading import ModelPath, check_path
 from eecore.cli.options import LoadOptions, option, takes_options
+from eecore.files.whole import write_text
 from eecore.lab.commands.evaluate import Prompts, Rounds, show_turn
 
 if TYPE_CHECKING:
@@ -45,15 +46,9 @@ class ConfidentExits:
         "File of eecore train-classifier.",
         show_default=f"{CLASSIFIER_FILE} in MODEL; without one the measure is left out",
     )
-    exit_points: ExitPoints = None
-    min_exit_layer: MinExitLayer = None
-    decay_tau: DecayTau = None
 
     def policies(self, directory: Path) -> list[ConfidentExit]:
         """The policies for a model's directory, in the order of the paper's Table 1.
-
-        Calibrations have all of their settings; exit points, the earliest exit and tau are for the
-        other measures.
 
         Raises:
             UsageError: the settings contradict each other.
@@ -75,32 +70,15 @@ class ConfidentExits:
             learnt = load_classifier(file, directory)
         elif "classifier" in (given | calibrated):
             raise UsageError(f"--classifier: expected a file, got none, nor is there {file}")
-        by_hand = {
-            "--exit-points": self.exit_points,
-            "--min-exit-layer": self.min_exit_layer,
-            "--tau": self.decay_tau,
-        }
         measures = [name for name in PAPER_THRESHOLDS if name != "classifier" or learnt is not None]
-        if set(measures) <= set(calibrated):
-            for flag, value in by_hand.items():
-                if value is not None:
-                    raise UsageError(f"{flag}: expected none beside --calibration, which holds it")
         policies = []
         for measure in measures:
             own = learnt if measure == "classifier" else None
             if measure in calibrated:
                 policies.append(ConfidentExit.calibrated(calibrated[measure], own))
                 continue
-            policies.append(
-                ConfidentExit(
-                    given.get(measure, PAPER_THRESHOLDS[measure]),
-                    measure,
-                    decay_tau=self.decay_tau or 0.0,
-                    exit_points=parse_exit_points(self.exit_points),
-                    min_exit_layer=self.min_exit_layer or 1,
-                    classifier=own,
-                )
-            )
+            threshold = given.get(measure, PAPER_THRESHOLDS[measure])
+            policies.append(ConfidentExit(threshold, measure, classifier=own))
         return policies
 
 
@@ -124,15 +102,12 @@ def calm(
     rounds: Rounds = 3,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Also write NAME.json, NAME.md, NAME-throughput.svg and NAME-latency.svg.",
-            metavar="NAME",
-        ),
+        typer.Option(help="Also write NAME.json and NAME.md.", metavar="NAME"),
     ] = None,
 ) -> int:
     """Quality, throughput and latency of confident exits (early-exit framework: Table 1, Figures).
 
-    They run beside full depth, half of the layers, and the ideal for the layers that ran.
+    They run beside full depth and half of the layers.
     """
     directory = check_path(model)
     check_out("--out", out, is_stem=True)
@@ -140,14 +115,11 @@ def calm(
         raise UsageError(f"--batch: expected {', '.join(BATCH_MODES)}, got {batch!r}")
 
     from eecore.calibration import SIMILARITIES
-    from eecore.lab import plots
     from eecore.lab.evaluation.calm import evaluate_calm
     from eecore.models import read_config
 
     if metric not in SIMILARITIES:
         raise UsageError(f"--metric: expected {', '.join(SIMILARITIES)}, got {metric!r}")
-    if out is not None:
-        plots.figure((1, 1))  # raises where matplotlib is missing
     examples = prompts.read()
     policies = exits.policies(directory)
     config = read_config(directory)
@@ -167,7 +139,8 @@ def calm(
     )
     print(report.markdown())
     if out is not None:
-        report.write(out)
+        write_text(beside(out, "json"), json.dumps(asdict(report), indent=1) + "\n")
+        write_text(beside(out, "md"), report.markdown() + "\n")
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -33,11 +33,6 @@ class Answers:
         None,
         "Questions, one a line; .jsonl: strings, or objects with a prompt.",
         show_default="questions of everyday life, code and rewriting that ship with eecore",
-    )
-    texts: list[Path] | None = option(
-        None,
-        "Files or directories of texts (.txt, .md, .rst) and Python code, which the model "
-        "is asked to summarise, to rewrite, to explain; repeatable.",
     )
     tokens: int = option(
         500_000,
@@ -80,38 +75,21 @@ class Asked(NamedTuple):
     """The source's name in a file of answers."""
     questions: Callable[[], Iterable[str]]
     """The questions in their order."""
-    about_texts: bool = False
-    """Whether questions are about a user's own texts; those too long for the model are left out."""
 
 
 def what_is_asked(answers: Answers, seed: int) -> Asked:
-    """The source of questions: a user's file, a user's texts, or built-in templates.
+    """The source of questions: a user's file, or built-in templates.
 
     Raises:
-        UsageError: two were chosen.
         RequestError: a file cannot be read, or is empty.
     """
-    from eecore.lab.answers.questions import (
-        builtin_questions,
-        questions_about,
-        read_passages,
-        read_questions,
-    )
+    from eecore.lab.answers.questions import builtin_questions, read_questions
 
-    if answers.prompts is not None and answers.texts:
-        raise UsageError("--prompts: expected it or --texts, got both")
     if answers.prompts is not None:
         questions = read_questions(answers.prompts)
-        return Asked(_digest(questions), lambda: questions)
-    if answers.texts:
-        passages = read_passages(answers.texts)
-        name = f"about {_digest(passages)}"
-        return Asked(name, lambda: questions_about(passages, seed), about_texts=True)
+        digest = hashlib.sha256(json.dumps(questions).encode()).hexdigest()
+        return Asked(digest, lambda: questions)
     return Asked("built in", lambda: builtin_questions(seed))
-
-
-def _digest(texts: Sequence[object]) -> str:
-    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
 def write_and_read(
@@ -129,21 +107,15 @@ def write_and_read(
     Returns:
         True: finished; False: stopped.
     """
-    from eecore.lab.answers.writing import chat_ids, read_answers, write_answers
+    from eecore.lab.answers.writing import read_answers, write_answers
     from eecore.lab.training.head_states import collect_states
     from eecore.models import LlamaModel
 
     assert isinstance(model.network, LlamaModel)
-    file, room = work / ANSWERS_FILE, model.config.max_position - settings.max_tokens
-
-    def numbered() -> Iterator[tuple[int, str]]:
-        for index, question in enumerate(asked.questions()):
-            if not asked.about_texts or len(chat_ids(model, question)) <= room:
-                yield index, question
-
+    file = work / ANSWERS_FILE
     if not write_answers(
         model,
-        numbered(),
+        enumerate(asked.questions()),
         file,
         tokens,
         settings,

@@ -2,27 +2,129 @@
 
 Full depth, half of the layers, and confident exit by each measure, each row by itself and the batch
 together: score and exit rate (Table 1 of the paper), token generation throughput (Figure 1) and
-inner-token latency (Figure 2), each beside the value for time proportional to the layers that ran.
+inner-token latency (Figure 2).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-
-import numpy as np
+from typing import Any
 
 from eecore.calibration.examples import Example
 from eecore.errors import RequestError
 from eecore.exits import BatchMode, ConfidentExit, Exit, FixedExit, Full, Measure
 from eecore.generation import Model
-from eecore.lab.evaluation.calm_report import CalmReport, CalmRow, Speed
+from eecore.lab.evaluation.tables import number, table_of
 from eecore.lab.evaluation.timed import TimedRun, checked_tokenizer, median_ratio, time_policies
 from eecore.output import Output
 
 PAPER_THRESHOLDS: dict[Measure, float] = {"softmax": 0.85, "classifier": 0.9, "state": 0.95}
 """The thresholds of the early-exit framework's Table 1, for a T5 v1.1."""
+
+
+@dataclass(frozen=True)
+class CalmRow:
+    """One technique, in one batch mode and size, on all examples."""
+
+    technique: str
+    """``full``, ``static-half``, or the measure of a confident exit."""
+    batch: BatchMode | None
+    """None where the mode makes no difference."""
+    batch_size: int
+    contract: str
+    settings: dict[str, Any] | None
+    """Thresholds, decay and exit points of a confident exit."""
+    score_to_full: float
+    exact_to_full: float
+    score_to_label: float | None
+    """None without targets."""
+    exact_to_label: float | None
+    exit_rate: float | None
+    """Layers skipped / all layers, over the tokens after the first, which comes from the prompt's
+    pass; None where there are none.
+    """
+    mean_exit_layer: float
+    """Mean over all tokens."""
+    tokens: int
+    tokens_per_s: float
+    """Token generation throughput of the best round: generated tokens / total time (§5.1)."""
+    speedup: float
+    """Tokens/s over full depth's in the same rounds."""
+    latency_ms: float | None
+    """Inner-token latency of the best round (§5.2); None where no token is after the first."""
+    latency_speedup: float | None
+    """Full depth's latency over this one in the same rounds."""
+
+    @property
+    def exiting(self) -> str:
+        """Which rows of a batch exit early, in words."""
+        return {None: "", "each": "each", "all": f"all {self.batch_size}"}[self.batch]
+
+    @property
+    def threshold(self) -> str:
+        """The threshold, followed by those of single layers."""
+        if self.settings is None:
+            return ""
+        single = (f"{layer}: {value:g}" for layer, value in self.settings["thresholds"].items())
+        return ", ".join([f"{self.settings['threshold']:g}", *single])
+
+
+@dataclass(frozen=True)
+class CalmReport:
+    """All techniques of one model on one set of examples."""
+
+    num_layers: int
+    num_examples: int
+    metric: str
+    max_tokens: int
+    rounds: int
+    batch_sizes: tuple[int, ...]
+    rows: tuple[CalmRow, ...]
+
+    def markdown(self) -> str:
+        """Table 1, and the numbers of Figures 1 and 2."""
+        quality: dict[str, Callable[[CalmRow], str]] = {
+            "technique": lambda row: row.technique,
+            "rows exit": lambda row: row.exiting,
+            "threshold": lambda row: row.threshold,
+            f"{self.metric} to full": lambda row: number(row.score_to_full, ".4f"),
+            "exact to full": lambda row: number(row.exact_to_full, ".4f"),
+            f"{self.metric} to label": lambda row: number(row.score_to_label, ".4f"),
+            "exact to label": lambda row: number(row.exact_to_label, ".4f"),
+            "exit rate": lambda row: number(row.exit_rate, ".1%"),
+            "exit layer": lambda row: number(row.mean_exit_layer),
+        }
+        # Where the batch exits together, the text depends on the other rows.
+        first = self.batch_sizes[0]
+        rows = [row for row in self.rows if row.batch_size == first or row.batch == "all"]
+        contracts = dict.fromkeys(row.contract for row in self.rows if row.settings is not None)
+        return "\n\n".join(
+            [
+                f"{self.num_examples} examples, {self.max_tokens} new tokens at most, greedy; "
+                f"{self.num_layers} layers; {self.rounds} round(s).",
+                "Quality and exit rate (Table 1); a row exits where it is confident itself (each), "
+                "or the batch exits together (all):",
+                table_of(quality, rows, text_columns=2),
+                "Token generation throughput and inner-token latency (Figures 1 and 2), and how "
+                "many times as fast as full depth each is:",
+                table_of(SPEEDS, self.rows, text_columns=2),
+                "\n".join(f"- {contract}" for contract in contracts),
+            ]
+        )
+
+
+SPEEDS: dict[str, Callable[[CalmRow], str]] = {
+    "technique": lambda row: row.technique,
+    "rows exit": lambda row: row.exiting,
+    "batch": lambda row: str(row.batch_size),
+    "tokens/s": lambda row: number(row.tokens_per_s),
+    "to full": lambda row: number(row.speedup),
+    "ms/token": lambda row: number(row.latency_ms),
+    "latency to full": lambda row: number(row.latency_speedup),
+}
 
 
 def evaluate_calm(
@@ -60,8 +162,6 @@ def evaluate_calm(
     measures = [policy.measure for policy in policies]
     if len(set(measures)) < len(measures):
         raise RequestError(f"policies: expected one of each measure, got {', '.join(measures)}")
-    if not batch_modes or not set(batch_modes) <= {"each", "all"}:
-        raise RequestError(f"batch_modes: expected some of each and all, got {list(batch_modes)}")
     most = model.engine_config.max_num_seqs
     if not batch_sizes or not all(1 <= size <= most for size in batch_sizes):
         raise RequestError(
@@ -71,10 +171,10 @@ def evaluate_calm(
     for policy in policies:
         if policy.calibration is not None:
             policy.calibration.check_model(model.network.source)
-    num_layers = model.config.num_layers
     exits = model.config.exit_layers
     techniques: list[Exit] = [FixedExit(exits[max(1, len(exits) // 2) - 1])]
     techniques += [_in_mode(policy, mode) for policy in policies for mode in batch_modes]
+    targets = [example.target for example in examples]
     rows: list[CalmRow] = []
     for size in batch_sizes:
         runs = time_policies(
@@ -86,16 +186,13 @@ def evaluate_calm(
             rounds=rounds,
             progress=None if progress is None else partial(progress, size),
         )
-        targets = [example.target for example in examples]
-        rows += [_row(run, runs[0], runs[1], size, targets, metric) for run in runs]
+        rows += [_row(run, runs[0], size, targets, metric) for run in runs]
     return CalmReport(
-        num_layers=num_layers,
+        num_layers=model.config.num_layers,
         num_examples=len(examples),
-        num_targets=sum(example.target is not None for example in examples),
         metric=metric,
         max_tokens=max_tokens,
         rounds=rounds,
-        batch_modes=tuple(batch_modes),
         batch_sizes=tuple(batch_sizes),
         rows=tuple(rows),
     )
@@ -108,16 +205,8 @@ def _in_mode(policy: ConfidentExit, mode: BatchMode) -> ConfidentExit:
     return dataclasses.replace(policy, batch=mode, calibration=None)
 
 
-# Rows
-
-
 def _row(
-    run: TimedRun,
-    full: TimedRun,
-    half: TimedRun,
-    size: int,
-    targets: Sequence[str | None],
-    metric: str,
+    run: TimedRun, full: TimedRun, size: int, targets: Sequence[str | None], metric: str
 ) -> CalmRow:
     policy, settings, batch = run.policy, None, None
     technique = "full" if isinstance(policy, Full) else "static-half"
@@ -127,6 +216,7 @@ def _row(
         settings = {name: getattr(policy, name) for name in names}
         settings["thresholds"] = dict(policy.thresholds)
     full_texts = [output.text or "" for output in full.outputs]
+    rate = exit_rate(run.outputs)
     return CalmRow(
         technique=technique,
         batch=batch,
@@ -137,15 +227,14 @@ def _row(
         exact_to_full=run.mean_similarity("exact", full_texts) or 0.0,
         score_to_label=run.mean_similarity(metric, targets),
         exact_to_label=run.mean_similarity("exact", targets),
-        exit_rate=exit_rate(run.outputs),
+        exit_rate=rate,
         mean_exit_layer=run.mean_exit_layer,
         tokens=run.tokens,
-        throughput=throughput(run, full, half),
-        latency=inner_token_latency(run, full, half),
+        tokens_per_s=run.tokens_per_s,
+        speedup=run.speedup_over(full),
+        latency_ms=None if rate is None else 1e3 * min(run.latencies),
+        latency_speedup=None if rate is None else median_ratio(full.latencies, run.latencies),
     )
-
-
-# The work of a run, in layers
 
 
 def exit_rate(outputs: Sequence[Output]) -> float | None:
@@ -155,89 +244,5 @@ def exit_rate(outputs: Sequence[Output]) -> float | None:
     there are no other tokens.
     """
     layers = sum(output.stats.num_layers * len(output.exit_layers[1:]) for output in outputs)
-    return 1.0 - _decode_layers(outputs) / layers if layers else None
-
-
-def _decode_layers(outputs: Sequence[Output]) -> int:
-    """Layers run for the tokens after the first."""
-    return sum(sum(output.exit_layers[1:]) for output in outputs)
-
-
-def _prompt_share(outputs: Sequence[Output], full: Sequence[Output]) -> float:
-    """Layers run for prompts over the same at full depth; 1 where prompts go through an encoder."""
-    layers, all_layers = (
-        sum(output.stats.prompt_layers_run for output in of) for of in (outputs, full)
-    )
-    decoded = sum(output.stats.num_layers * output.stats.prompt_tokens for output in full)
-    return layers / all_layers if all_layers >= decoded else 1.0
-
-
-# Speeds, and their ideals
-
-
-def throughput(run: TimedRun, full: TimedRun, half: TimedRun) -> Speed:
-    """Token generation throughput: generated tokens / total time (early-exit framework §5.1).
-
-    In a round in which full depth takes ``F`` seconds until its batches have their first tokens and
-    ``D`` seconds after that, two bounds:
-
-    Ideal: the run's tokens in ``F * p / p_full + D * d / d_full`` seconds, where ``p`` are the
-    layer executions for prompts and ``d`` those for tokens after the first. A confident exit runs
-    prompts in full, p = p_full; with as many tokens as full depth, its d / d_full is 1 -
-    :func:`exit_rate`. Prompts of an encoder, which has no exits, have p / p_full = 1. Work of full
-    depth outside the layers, above all the head of each token, is scaled in the same way.
-
-    Cut model: the seconds for each token are on the line, over the layers run for it, through full
-    depth and half of the layers (a model without checks and without keys and values to fill). The
-    cost of a token outside the layers, above all its head, is not scaled here.
-    """
-    layers, all_layers = _decode_layers(run.outputs), _decode_layers(full.outputs)
-    to_full = run.speedup_over(full)
-    if not all_layers:
-        return Speed(run.tokens_per_s, to_full, None, None, None, None)
-    decoding = [np.subtract(of.seconds, of.first_seconds) for of in (full, half)]
-    firsts = _prompt_share(run.outputs, full.outputs) * np.array(full.first_seconds)
-    ideal = firsts + decoding[0] * layers / all_layers
-    cut = _on_line(run, full, half, decoding[0] / full.tokens, decoding[1] / half.tokens)
-    return Speed(
-        value=run.tokens_per_s,
-        to_full=to_full,
-        ideal=run.tokens / float(ideal.min()),
-        ideal_to_full=run.tokens / full.tokens * median_ratio(full.seconds, ideal),
-        share_of_ideal=median_ratio(ideal, run.seconds),
-        share_of_cut=None if cut is None else median_ratio(firsts + run.tokens * cut, run.seconds),
-    )
-
-
-def inner_token_latency(run: TimedRun, full: TimedRun, half: TimedRun) -> Speed | None:
-    """Sum over sequences of (finish - first token) / generated tokens (early-exit framework §5.2).
-
-    Ideal: full depth's latency of the same round, times the layers run after the first tokens for
-    each generated token over the same of full depth. Cut model: as for :func:`throughput`. None
-    where full depth or the run has no token after the first.
-    """
-    layers = _decode_layers(run.outputs) / run.tokens
-    all_layers = _decode_layers(full.outputs) / full.tokens
-    if not layers or not all_layers:
-        return None
-    to_full = median_ratio(full.latencies, run.latencies)
-    latencies = np.array(full.latencies), np.array(half.latencies)
-    cut = _on_line(run, full, half, *latencies)
-    return Speed(
-        value=min(run.latencies),
-        to_full=to_full,
-        ideal=min(full.latencies) * layers / all_layers,
-        ideal_to_full=all_layers / layers,
-        share_of_ideal=to_full * layers / all_layers,
-        share_of_cut=None if cut is None else median_ratio(cut, run.latencies),
-    )
-
-
-def _on_line(
-    run: TimedRun, full: TimedRun, half: TimedRun, at_full: np.ndarray, at_half: np.ndarray
-) -> np.ndarray | None:
-    """Seconds a token by round, on the line at the run's layers a token; None where there is no
-    line.
-    """
-    x, high, low = (_decode_layers(of.outputs) / of.tokens for of in (run, full, half))
-    return None if high <= low else at_half + (at_full - at_half) * (x - low) / (high - low)
+    run = sum(sum(output.exit_layers[1:]) for output in outputs)
+    return 1.0 - run / layers if layers else None

@@ -2,7 +2,7 @@
 
 Perplexity and task score after each layer (Tables 1 and 2, Figure 6 of the paper); full depth,
 early exit, self-speculation and Draft & Verify with score, acceptance rate and speed (Tables 3 to 6
-and 11); the time that reusing the draft's keys, values and exit states saves (Table 7).
+and 11); self-speculation also without reusing the draft's keys, values and exit states (Table 7).
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ class LayerSkipReport:
     max_tokens: int
     exits: tuple[ExitScore, ...]
     modes: tuple[ModeRow, ...]
-    ablation: tuple[ModeRow, ...]
-    """Self-speculation without and with reuse; empty where the ablation was not asked for."""
 
     def markdown(self) -> str:
         """All tables in Markdown."""
@@ -56,14 +54,6 @@ class LayerSkipReport:
         if self.exits:
             parts += ["Exits, on the given targets:", table_of(EXITS, self.exits)]
         parts += ["Modes:", table_of(MODES, self.modes)]
-        if self.ablation:
-            without, reusing = self.ablation
-            saved = 1 - without.tokens_per_s / reusing.tokens_per_s
-            parts += [
-                "What reusing the draft's keys, values and exit states saves "
-                f"({saved:.1%} of the time of a token):",
-                table_of(MODES, self.ablation),
-            ]
         return "\n\n".join(parts)
 
 
@@ -94,7 +84,6 @@ def evaluate_layerskip(
     max_tokens: int = 64,
     batch_size: int = 1,
     rounds: int = 3,
-    ablation: bool = True,
     progress: Callable[[int, TimedRun], None] | None = None,
 ) -> LayerSkipReport:
     """Measure the exits and the modes of a model.
@@ -102,13 +91,12 @@ def evaluate_layerskip(
     Args:
         model: from :func:`eecore.load`, with a tokenizer.
         examples: prompts, with targets where exits are to be scored.
-        modes: compared with full depth; the first self-speculative one is taken for the ablation.
+        modes: compared with full depth; the first self-speculative one also without reuse.
         layers: exits to score on the targets; all when None, none when empty.
         metric: ``rouge2``, ``rougeL`` or ``exact``.
         max_tokens: new tokens a prompt.
         batch_size: prompts that run together.
         rounds: the number of times that each mode takes its turn.
-        ablation: whether to measure self-speculation without reuse as well.
         progress: called with the round and the run after each turn.
 
     Raises:
@@ -131,7 +119,7 @@ def evaluate_layerskip(
         exits = score_exits(model.network, scored, chosen)
     speculative = next((mode for mode in modes if isinstance(mode, SelfSpeculative)), None)
     policies: list[Exit] = list(modes)
-    if ablation and speculative is not None:
+    if speculative is not None:
         policies.append(dataclasses.replace(speculative, reuse=False))
     runs = time_policies(
         model,
@@ -142,17 +130,13 @@ def evaluate_layerskip(
         rounds=rounds,
         progress=progress,
     )
-    rows = [_row(run, runs[0], examples, metric) for run in runs]
-    shown, without = rows[: len(modes) + 1], rows[len(modes) + 1 :]
-    reusing = [row for row, run in zip(rows, runs, strict=True) if run.policy is speculative]
     return LayerSkipReport(
         num_layers=num_layers,
         num_examples=len(examples),
         metric=metric,
         max_tokens=max_tokens,
         exits=tuple(exits),
-        modes=tuple(shown),
-        ablation=(*without, *reusing) if without else (),
+        modes=tuple(_row(run, runs[0], examples, metric) for run in runs),
     )
 
 

@@ -15,7 +15,6 @@ from eecore.exits import Auto, SelfSpeculative
 from eecore.files.json_fields import JsonFields
 from eecore.files.whole import write_text
 from eecore.generation import Model
-from eecore.lab import plots
 from eecore.lab.evaluation.tables import markdown_table, number
 from eecore.lab.evaluation.timed import TimedRun, time_policies
 from eecore.models import exits_file
@@ -110,13 +109,6 @@ class Sweep:
         path = exits_file(directory)
         write_text(path, json.dumps(about, indent=2) + "\n")
         return path
-
-    def plot(self, path: str | Path) -> None:
-        """Draw the speed-ups as a heat map, in the format of the file's suffix."""
-        label = "speed-up over full depth"
-        plots.heat_map(
-            path, self.speedups, rows="exit layer", columns="drafts a round", label=label
-        )
 
 
 def known_exits(directory: Path, num_layers: int) -> dict[str, Any]:

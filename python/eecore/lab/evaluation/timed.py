@@ -10,16 +10,8 @@ from dataclasses import dataclass, field
 from eecore.calibration.generated import generated
 from eecore.calibration.similarity import SIMILARITIES
 from eecore.errors import RequestError
-from eecore.exits import (
-    ConfidentExit,
-    DraftAndVerify,
-    Exit,
-    FixedExit,
-    Full,
-    HeadDrafts,
-    PromptLookup,
-    SelfSpeculative,
-)
+from eecore.exit_text import exit_text
+from eecore.exits import ConfidentExit, Exit, Full, SelfSpeculative
 from eecore.generation import Model
 from eecore.models import Tokenizer
 from eecore.output import Output
@@ -32,8 +24,6 @@ class TimedRun:
     policy: Exit
     outputs: list[Output] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    first_seconds: list[float] = field(default_factory=list)
-    """Seconds of a round until every prompt that ran together had its first token."""
     latencies: list[float] = field(default_factory=list)
     """Inner-token latency of each round: the sum over sequences of (finish - first token) /
     generated tokens (early-exit framework §5.2).
@@ -41,8 +31,13 @@ class TimedRun:
 
     @property
     def name(self) -> str:
-        """The policy's name in a table."""
-        return _name_of(self.policy)
+        """The policy as a text, with what its own text leaves out."""
+        policy, more = self.policy, ""
+        if isinstance(policy, ConfidentExit):
+            more = f" {policy.measure} {policy.batch}"
+        elif isinstance(policy, SelfSpeculative) and not policy.reuse:
+            more = " without reuse"
+        return exit_text(policy) + more
 
     @property
     def tokens(self) -> int:
@@ -86,8 +81,6 @@ class TimedRun:
         """Add a round; its outputs, by group of prompts, replace the last round's."""
         self.outputs = [output for group in outputs for output in group]
         self.seconds.append(seconds)
-        first = (max(o.stats.time_to_first_token_s for o in group) for group in outputs)
-        self.first_seconds.append(sum(first))
         stats = [output.stats for output in self.outputs]
         after_first = sum(each.total_s - each.time_to_first_token_s for each in stats)
         self.latencies.append(after_first / self.tokens)
@@ -169,21 +162,3 @@ def time_policies(
             if stops:
                 return runs
     return runs
-
-
-def _name_of(policy: Exit) -> str:
-    if isinstance(policy, FixedExit):
-        return f"FixedExit({policy.exit_layer})"
-    if isinstance(policy, SelfSpeculative):
-        reuse = "" if policy.reuse else ", reuse=False"
-        return f"SelfSpeculative({policy.exit_layer}, {policy.num_drafts}{reuse})"
-    if isinstance(policy, HeadDrafts):
-        return f"HeadDrafts({policy.num_drafts}, {policy.threshold:g})"
-    if isinstance(policy, PromptLookup):
-        return f"PromptLookup({policy.num_drafts})"
-    if isinstance(policy, DraftAndVerify):
-        skipped = len(policy.skip_attention) + len(policy.skip_mlp)
-        return f"DraftAndVerify({skipped} skipped, {policy.num_drafts})"
-    if isinstance(policy, ConfidentExit):
-        return f"ConfidentExit({policy.threshold:g}, {policy.measure}, {policy.batch})"
-    return type(policy).__name__ + "()"

@@ -109,7 +109,7 @@ def frozen_pass(network: Network, data: TokenData, index: int) -> tuple[Tensor, 
         sequence = Scored.of(config, tokens[:prompt_len].tolist(), tokens[prompt_len:].tolist())
         learnt = learnt[prompt_len - 1 :]
     rows = learnt.nonzero()[:, 0].to(network.device)
-    states = [hidden[rows] for _, _, hidden in forced_states(network, sequence, config.exit_layers)]
+    states = [hidden[rows] for _, hidden in forced_states(network, sequence, config.exit_layers)]
     chosen = torch.stack([network.confidence(state).token for state in states])
     return torch.stack(states[:-1]).float(), (chosen[:-1] == chosen[-1]).long()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from safetensors.torch import save
 
 from eecore.files.whole import filling
 from eecore.lab.training.head_run import HeadTask, HeadTrainer
-from eecore.lab.training.run_files import read_logs
 from eecore.models import LlamaModel, network_digest
 from eecore.models.readers.head_file import (
     ATTENDING_VERSION,
@@ -101,20 +100,18 @@ def _about(network: LlamaModel, task: HeadTask, run: HeadTrainer) -> dict[str, A
             "epochs": round(run.step / task.order.steps_per_epoch, 3),
             "steps": run.step,
             "seconds": round(run.seconds, 3),
-            "curve": _curve(run.directory),
+            "curve": _curve(run.state.log_history),
             "seed": config.seed,
             **before,
         },
     }
 
 
-def _curve(directory: Path) -> list[list[float]]:
+def _curve(history: Sequence[Mapping[str, float]]) -> list[list[float]]:
     """Step, training loss and held-out agreement of the first draft."""
-    steps, evaluations = read_logs(directory)
-    losses = dict(zip(steps["step"], steps["loss"], strict=True))
-    pairs = zip(evaluations["step"], evaluations["agreement_1"], strict=True)
+    losses = {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
     return [
-        [int(step), round(losses[step] or 0.0, 4), round(agreement or 0.0, 4)]
-        for step, agreement in pairs
-        if step  # an evaluation before the first step has no loss
+        [entry["step"], round(losses[entry["step"]], 4), round(entry["eval_agreement_1"], 4)]
+        for entry in history
+        if "eval_agreement_1" in entry and entry["step"]  # the first one comes before any loss
     ]

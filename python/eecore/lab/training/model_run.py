@@ -16,7 +16,6 @@ from torch import nn
 from eecore.errors import TrainingError
 from eecore.files.readable import kind_of, path_of, shown_path
 from eecore.files.whole import filling
-from eecore.lab.plots import plot_run
 from eecore.lab.training.data import TokenData
 from eecore.lab.training.exit_model import ExitModel, ExitScores
 from eecore.lab.training.libraries import library, no_progress_bars, tensorboard_writer
@@ -25,7 +24,6 @@ from eecore.lab.training.recipe import LoraSettings, TrainingConfig
 from eecore.lab.training.run_files import (
     check_run,
     is_begun,
-    read_logs,
     read_run,
     remove_state,
     write_run,
@@ -76,10 +74,10 @@ def train(
     """Train a transformers model for early exits and write it to a directory.
 
     ``out`` becomes a Hugging Face directory that ``eecore.load`` and transformers read;
-    ``exits.json`` in it has the exits' scores, ``training/`` the logs, a plot and, until the run is
-    finished, its checkpoint. A stopped or killed run continues, once resumed, from its last
-    checkpoint, as if it had not been stopped: with the same model, data and config on the same
-    machine and number of threads it writes the same logs bit for bit.
+    ``exits.json`` in it has the exits' scores, ``training/`` the checkpoint of a run and, once it
+    is finished, ``trainer_state.json``, the Trainer's log. A stopped or killed run continues, once
+    resumed, from its last checkpoint, as if it had not been stopped: with the same model, data and
+    config on the same machine and number of threads it has the same log and weights bit for bit.
 
     In a process of several (``torchrun``; all on one file system) each computes its share of every
     batch, and the result is that of one process, up to rounding; the first one writes. A run is
@@ -134,7 +132,7 @@ def train(
             tokens=trainer.tokens,
             tokenizer_directory=None if tokenizer_directory is None else Path(tokenizer_directory),
         )
-        plot_run(place / "run.svg", *read_logs(place))
+        trainer.save_state()
         remove_state(place)
     trainer.accelerator.wait_for_everyone()
     return TrainingResult(finished, trainer.step, trainer.tokens, trainer.exit_scores)

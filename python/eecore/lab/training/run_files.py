@@ -1,27 +1,23 @@
-"""The files of a run: what it was started with, its last checkpoint, and its logs.
+"""The files of a run: what it was started with, and its last checkpoint.
 
 ``run.json`` has the settings and digests of the data and the model; transformers' checkpoints lie
-beside it. The logs are CSV files, a row for each step and a row for each evaluation.
-
-Rows have no times, and numbers in full precision: two runs that learn alike write the same bytes.
+beside it, and after the run the Trainer's ``trainer_state.json``, with the log of all steps.
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
 from eecore.errors import TrainingError
 from eecore.files.json_fields import JsonFields
-from eecore.files.readable import is_file, regular_file
-from eecore.files.whole import replacing, write_text
+from eecore.files.readable import is_file
+from eecore.files.whole import write_text
 from eecore.lab.training.processes import num_processes
 from eecore.lab.training.recipe import RunConfig
 
@@ -31,7 +27,6 @@ RUN_FILE = "run.json"
 FORMAT = "eecore training run 1"
 MAX_STATE = 1 << 32
 """Bytes of the state of a checkpoint, which has a record of each step, at most."""
-STEPS, EVALUATIONS = "steps", "evaluations"
 
 
 def write_run(directory: Path, config: RunConfig, data_digest: str, model: nn.Module) -> None:
@@ -117,40 +112,10 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def remove_state(directory: Path) -> None:
-    """Remove the checkpoints of a run that has finished, and its settings; its logs stay."""
+    """Remove the checkpoints of a run that has finished, and its settings; its log stays."""
     for place in directory.glob("checkpoint-*"):
         shutil.rmtree(place)
     (directory / RUN_FILE).unlink(missing_ok=True)
-
-
-Columns = dict[str, list[float | None]]
-
-
-def write_log(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a log; a field without a value stays empty."""
-    with replacing(path) as partial, partial.open("w", newline="") as file:
-        table = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
-
-
-def read_logs(directory: Path) -> tuple[Columns, Columns]:
-    """The logs of a run's steps and evaluations."""
-    return read_log(directory / f"{STEPS}.csv"), read_log(directory / f"{EVALUATIONS}.csv")
-
-
-def read_log(path: Path) -> Columns:
-    """The columns of a log by name; None where a field is empty."""
-    regular_file(path, TrainingError)
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            header, *rows = csv.reader(file)
-        return {
-            name: [float(row[column]) if row[column] else None for row in rows]
-            for column, name in enumerate(header)
-        }
-    except (OSError, ValueError, IndexError, csv.Error) as error:
-        raise TrainingError(f"{path}: expected the log of a run, got: {error}") from None
 
 
 def is_begun(directory: Path) -> bool:

@@ -21,14 +21,13 @@ from eecore.errors import TrainingError
 from eecore.lab.training.libraries import library, no_progress_bars, tensorboard_writer
 from eecore.lab.training.processes import any_of, total
 from eecore.lab.training.recipe import RunConfig
-from eecore.lab.training.run_files import EVALUATIONS, STEPS, last_checkpoint, write_log
+from eecore.lab.training.run_files import last_checkpoint
 
 library("accelerate")
 transformers = library("transformers")
 ProgressCallback: Any = library("transformers.trainer_callback").ProgressCallback
 LOG_SECONDS = 10.0
 """Seconds between two states of the bar where stderr is not a terminal."""
-STEP_COLUMNS = ("step", "tokens", "learning_rate", "gradient_norm", "loss")
 
 
 class StepTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
@@ -41,8 +40,8 @@ class StepTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
         batches: the inputs of :meth:`losses`, of every piece of every step, one after the other.
         pieces: of a step, which are computed one after the other.
         evaluates: whether there is held-out data.
-        step_columns: columns of the log of steps, after those of every run.
-        evaluation_columns: columns of the log of evaluations, after the step and the tokens.
+        step_columns: names of the values of :meth:`losses` in the log.
+        evaluation_columns: names of :meth:`scores` in the log.
         on_cpu: whether the run stays off a GPU that is there.
         **more: further arguments of transformers' ``TrainingArguments``.
     """
@@ -106,13 +105,13 @@ class StepTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
             self.add_callback(library("transformers.integrations").TensorBoardCallback(board))
 
     def losses(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
-        """The loss of a piece of a step, and values for the log by column; those of all pieces and
+        """The loss of a piece of a step, and values for the log; those of all pieces and
         processes add up.
         """
         raise NotImplementedError
 
     def scores(self) -> tuple[float, ...]:
-        """The values of the evaluation columns, over all processes."""
+        """How good the model is on held-out data, over all processes."""
         raise NotImplementedError
 
     def tokens_at(self, step: int) -> int:
@@ -289,7 +288,7 @@ class _Bar(ProgressCallback):  # type: ignore[misc]
 
 
 class _Follower(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-    """Says when a run saves and stops, and writes its logs."""
+    """Says when a run saves and stops."""
 
     def __init__(
         self,
@@ -325,24 +324,5 @@ class _Follower(transformers.TrainerCallback):  # type: ignore[misc, name-define
         control.should_training_stop |= is_last or stops
         trainer.finished = is_last
 
-    def on_evaluate(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        self._write_logs(state)
-
-    def on_save(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+    def on_save(self, *_given: Any, **_named: Any) -> None:
         self._saved_at = time.monotonic()
-        self._write_logs(state)
-
-    def _write_logs(self, state: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        trainer, history = self._trainer, state.log_history
-        columns = (*STEP_COLUMNS, *trainer.step_columns)
-        steps = (entry for entry in history if "loss" in entry)
-        write_log(trainer.directory / f"{STEPS}.csv", columns, steps)
-        columns = ("step", "tokens", *trainer.evaluation_columns)
-        found = (
-            {name.removeprefix("eval_"): value for name, value in entry.items()}
-            for entry in history
-            if f"eval_{columns[-1]}" in entry
-        )
-        write_log(trainer.directory / f"{EVALUATIONS}.csv", columns, found)
