@@ -34,13 +34,6 @@ SIZES: dict[str, Any] = {
     "attention_bias": False,
 }
 TAPS, BLOCK, MASK, RANK, CUT = (1, 3), 6, 319, 16, 100
-LAYOUTS = (
-    "z-lab",
-    "SpecForge DSpark",
-    "DeepSpec",
-    "speculators dflash",
-    "speculators dspark",
-)
 
 
 def config_of(layout: str) -> dict[str, Any]:

@@ -334,17 +334,6 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def long_conversation(turns: int) -> list[dict[str, Any]]:
-    """A conversation of so many messages of the user, each with its answer but the last."""
-    messages: list[dict[str, Any]] = []
-    for turn in range(turns):
-        messages += [
-            {"role": "user", "content": f"Question {turn}: " + "why? " * 50},
-            {"role": "assistant", "content": f"Answer {turn}: " + "because. " * 50},
-        ]
-    return messages[:-1]
-
-
 # Features that templates may use, one by one.
 FEATURES = [
     "{{ {'b': 1, 'a': [1.5, none, true, 'ü<>&']}|tojson }}",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import threading
-from datetime import datetime
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ from chat_templates import (
     REFUSED,
     TEMPLATES,
     TOOLS,
-    TURNS,
-    long_conversation,
 )
 from costly_guides import COSTS
 from eecore.bounded_process import Workers
@@ -60,14 +57,6 @@ def test_the_last_message_between_two_texts_needs_no_process(
     assert render(LAST, [{"role": "user", "content": "Hi"}]) == "<s>Hi <|parse|>"
 
 
-def test_a_template_that_is_nearly_so_is_run_as_any_other() -> None:
-    for source in (LAST + "{# a #}", LAST + "\n", LAST + LAST, "{{ 1 }}" + LAST):
-        for messages in (CONVERSATIONS["one"], CONVERSATIONS["one"] * 2):
-            assert render(source, messages) == of_transformers(source, messages)
-    with pytest.raises(ChatTemplateError, match=r"undefined|no element|range"):
-        render(LAST, [])
-
-
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -79,22 +68,6 @@ def test_templates_of_models_give_the_text_of_transformers(
         expected = of_transformers(source, messages, tools=tools, **variables)
         assert render(source, messages, tools=tools, **variables) == expected
         assert len(expected) > 20
-
-
-def test_turns_without_a_system_give_the_text_of_transformers() -> None:
-    """Gemma's templates take no system message."""
-    parts = [{"type": "image"}, {"type": "text", "text": " What is it? "}]
-    user, model = {"role": "user", "content": " Hi "}, {"role": "assistant", "content": "Yes. "}
-    for messages in (
-        [user],
-        [{"role": "system", "content": "Be brief."}, user, model, user],
-        [{"role": "user", "content": parts}, model],
-    ):
-        expected = of_transformers(TURNS, messages)
-        assert render(TURNS, messages) == expected
-        assert expected.endswith("<end_of_turn>\n<start_of_turn>model\n")
-    with pytest.raises(RequestError, match="refuses them: expected user and assistant in turn"):
-        render(TURNS, [user, user])
 
 
 BEGUN = ["It is", " It is", "It is ", "It is\n\n", "ü", "<think>\nhm\n</think>\n\nIt is", "Hello"]
@@ -138,28 +111,6 @@ def test_messages_that_cannot_go_on(messages: Any, said: str) -> None:
 def test_what_templates_may_use(template: str) -> None:
     messages = CONVERSATIONS["turns"]
     assert render(template, messages) == of_transformers(template, messages)
-
-
-def test_lines_of_blocks_leave_no_text() -> None:
-    source = "{% for m in messages %}\n  {% if m %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n"
-    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    assert ChatTemplate(source).render(messages, {}) == "a\nb\n"
-
-
-@pytest.mark.parametrize("template", ["{{ false|sum('a') }}", "{{ 0|join(',', attribute='a') }}"])
-def test_what_is_no_list_has_no_attributes_of_items(template: str) -> None:
-    with pytest.raises(ModelError, match=r"TypeError: '(bool|int)' object is not iterable"):
-        render(template, [{"role": "user", "content": "x"}])
-
-
-def test_a_template_is_told_the_time() -> None:
-    assert render("{{ strftime_now('%Y-%m-%d') }}") == datetime.now().strftime("%Y-%m-%d")
-
-
-def test_long_conversations_have_room() -> None:
-    messages = long_conversation(2500)
-    for source in TEMPLATES.values():
-        assert len(render(source, messages)) > sum(len(m["content"].strip()) for m in messages)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -144,38 +144,12 @@ def test_theta_is_ten_thousand_unless_the_config_says_otherwise(model_dir: Path)
     assert read_model_config(model_dir).ropes[0].theta == 10000.0  # type: ignore[union-attr]
 
 
-def test_windows_are_per_layer(tmp_path: Path) -> None:
-    assert read_model_config(write_model(tmp_path / "m", "mistral")).layer_windows == (7,) * 4
-    qwen = write_model(tmp_path / "q", "qwen2_windows")
-    assert read_model_config(qwen).layer_windows == (0, 0, 5, 5)
-    kinds = ["sliding_attention", "full_attention"] * 2
-    edit_config(qwen, layer_types=kinds)
-    assert read_model_config(qwen).layer_windows == (5, 0, 5, 0)
-    edit_config(qwen, use_sliding_window=False, layer_types=None)
-    assert read_model_config(qwen).layer_windows == (0,) * 4
-
-
-def test_yarn_reaches_as_far_as_its_factor(tmp_path: Path) -> None:
-    directory = write_model(tmp_path, "qwen2_yarn", max_position_embeddings=64)
-    assert read_model_config(directory).max_position == 256
-
-
 def test_parameters_are_counted(tmp_path: Path) -> None:
     for family in FAMILIES:
         directory = write_model(tmp_path / family, family)
         stored = load_file(directory / "model.safetensors").values()
         counted = read_model_config(directory).num_parameters
         assert counted == sum(tensor.numel() for tensor in stored), family
-
-
-def test_a_tied_model_shares_a_head_that_the_checkpoint_repeats(tmp_path: Path) -> None:
-    directory = write_model(tmp_path, "llama_tied")
-    edit_tensors(
-        directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
-    )
-    config, model, _ = load_model(directory, "cpu")
-    assert config.tie_word_embeddings
-    assert model.weights.lm_head is model.weights.embed_tokens
 
 
 def test_a_head_that_differs_from_the_embeddings_is_not_tied(tmp_path: Path) -> None:
@@ -218,14 +192,6 @@ def test_the_cpu_keeps_bfloat16_only_where_it_is_fast(
     assert choose_dtype(None, torch.device("cpu"), stored, config) == expected
     assert choose_dtype(None, torch.device("cuda"), stored, config) == stored
     assert choose_dtype("bfloat16", torch.device("cpu"), stored, config) == torch.bfloat16
-
-
-def test_a_half_precision_checkpoint_runs_in_float32_on_the_cpu(tmp_path: Path) -> None:
-    directory = write_model(tmp_path, dtype=torch.float16)
-    config, model, _ = load_model(directory, "cpu")
-    assert (config.dtype, model.dtype) == ("float16", torch.float32)
-    with pytest.raises(ModelError, match="dtype: expected float32 or bfloat16 on the CPU"):
-        load_model(directory, "cpu", "float16")
 
 
 def test_unknown_dtypes_and_devices_are_refused(model_dir: Path) -> None:

@@ -19,8 +19,8 @@ from eecore.errors import ModelError, UnsupportedModelError
 from eecore.models import Tokenizer, convert_gguf, load_model
 from eecore.models.rope import frequencies
 from get_smollm2 import find_installed
-from tiny_gguf import ALPHABET, write_gguf
-from tiny_models import CHAT_TEMPLATE, FAMILIES, write_model
+from tiny_gguf import write_gguf
+from tiny_models import FAMILIES, write_model
 
 TEXT = Path(argparse.__file__).read_text()
 
@@ -53,19 +53,6 @@ def test_llama3_rope_is_recognised_by_its_table(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "other.gguf", original, extra=table)
     with pytest.raises(UnsupportedModelError, match=r"rope_freqs.weight: expected the divisors"):
         convert_gguf(file, tmp_path / "other")
-
-
-def test_the_byte_level_tokenizer_is_rebuilt(tmp_path: Path) -> None:
-    original = write_model(tmp_path / "original")
-    metadata = {"tokenizer.chat_template": CHAT_TEMPLATE, "tokenizer.ggml.add_bos_token": True}
-    file = write_gguf(tmp_path / "t.gguf", original, metadata=metadata)
-    tokenizer = Tokenizer.from_directory(convert_gguf(file, tmp_path / "out"))
-    assert tokenizer is not None
-    assert tokenizer.encode("hello<|im_end|>")[0] == 256
-    pieces = tokenizer.encode("hello<|im_end|>", add_special_tokens=False)
-    assert pieces == [255, 254, ALPHABET.index("o"), 259]
-    assert tokenizer.decode(pieces) == "hello"
-    assert tokenizer.chat_template == CHAT_TEMPLATE
 
 
 def test_the_sentencepiece_tokenizer_is_rebuilt(tmp_path: Path) -> None:

@@ -20,13 +20,12 @@ from eecore.models.readers.stored_weights import load_weights
 from get_smollm2 import find_installed
 from real_prompts import real_prompts
 from tiny_gguf import write_gguf
-from tiny_models import FAMILIES, random_prompts, write_model
+from tiny_models import FAMILIES, write_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 KIND = gguf.GGMLQuantizationType
 FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-PROMPTS = random_prompts(5, 1, 23, 9, 2, 40, seed=2)
 
 
 def floats(matrix: ops.Matrix) -> torch.Tensor:
@@ -74,13 +73,6 @@ def test_weights_are_those_of_the_converted_model(family: str, kind: str, tmp_pa
     assert tied == load_model(file, "cpu")[0].tie_word_embeddings
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
-def test_files_of_floats(kind: str, tmp_path: Path) -> None:
-    original = write_model(tmp_path / "original", "llama")
-    file = write_gguf(tmp_path / "tiny.gguf", original, quantization=KIND[kind])
-    check_same(file, tmp_path / "converted")
-
-
 def test_a_file_that_was_loaded_is_not_in_memory_twice(tmp_path: Path) -> None:
     original = write_model(tmp_path / "original", "llama", intermediate_size=8192)
     place = write_gguf(tmp_path / "tiny.gguf", original, quantization=KIND.F16)
@@ -109,14 +101,6 @@ def test_kinds_are_mixed_as_the_file_mixes_them(tmp_path: Path) -> None:
     assert weights.o.table is None
     assert weights.embed_tokens.table is None
     assert len({int(place) >> 4 & 15 for place in weights.qkv.table.flatten()}) == 3
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
-    folder = tmp_path_factory.mktemp("gguf")
-    original = write_model(folder / "original", "llama", seed=3, num_hidden_layers=5)
-    file = write_gguf(folder / "tiny.gguf", original, quantization=KIND.Q4_0)
-    return eecore.load(file, device="cpu", kv_cache_tokens=2048)
 
 
 def test_a_type_that_does_not_run_is_named(tmp_path: Path) -> None:

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eecore import ops
 from eecore.models import AttentionBatch, KVCache, LlamaModel, load_model
-from eecore.models.attention import KEYS_PER_SPLIT
 from tiny_models import FAMILIES, write_model
 
 PAGE_SIZE = 8
@@ -86,18 +84,6 @@ def test_logits_agree_with_transformers(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_are_the_same_bit_for_bit_in_any_company(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Decoding, verification and chunks of prompts round alike, beyond one split of the context."""
-    directory = write_model(tmp_path, "qwen3", num_hidden_layers=2, max_position_embeddings=1024)
-    _, model, _ = load_model(directory, "cpu", dtype)
-    count = KEYS_PER_SPLIT + 30
-    token_ids = tokens_for(model, count)
-    expected = Session(model, count).logits(token_ids, [count])
-    for chunks in ([KEYS_PER_SPLIT, *[1] * 30], [31, 1, 33, 300, 100, 77], [217, 5, 320]):
-        assert torch.equal(Session(model, count).logits(token_ids, chunks), expected)
-
-
 def test_logits_of_the_real_model_agree_with_transformers(smollm2: Path) -> None:
     _, model, tokenizer = load_model(smollm2, "cpu")
     assert tokenizer is not None
@@ -106,22 +92,3 @@ def test_logits_of_the_real_model_agree_with_transformers(smollm2: Path) -> None
     expected = logits_of_transformers(smollm2, token_ids)
     got = Session(model, len(token_ids)).logits(token_ids, [len(token_ids) - 5, 1, 4])
     torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_program_of_many_rows_calls_ops_of_eecore_alone(family: str, tmp_path: Path) -> None:
-    """The result equals that of a few rows at a time, to the bit."""
-    _, model, _ = load_model(write_model(tmp_path, family), "cpu")
-    count = 40
-    tokens, session, beside = tokens_for(model, count), Session(model, count), Session(model, count)
-    batch, num_layers = session.batch(count), model.config.num_layers
-    model.prepare(session.kv)
-    tape = ops.Tape()
-    with tape.record():
-        hidden = model.layers(0, num_layers, model.embed(tokens), session.kv, batch)
-        logits = model.logits(hidden)
-        token = model.confidence(hidden).token
-    tape.replay()
-    assert logits.dtype == torch.float32
-    assert torch.equal(logits, beside.logits(tokens, [32, 8]))
-    assert torch.equal(token, logits.argmax(-1))

@@ -174,14 +174,6 @@ def test_settings_that_it_cannot_have(original: Path, tmp_path: Path) -> None:
     assert eecore.load(tmp_path / "model", dtype="bfloat16").network.dtype == torch.bfloat16
 
 
-def test_dequantised_layers_run_in_the_dtype(original: Path, tmp_path: Path) -> None:
-    expected = write_quantised(original, tmp_path / "model", Quantisation("gptq", scattered=True))
-    with pytest.warns(UserWarning, match="groups change within 32 columns.*runs as bfloat16"):
-        _, network, _ = load_model(tmp_path / "model", "cpu", dtype="bfloat16")
-    down = torch.from_numpy(expected["model.layers.1.mlp.down_proj.weight"]).bfloat16()
-    assert torch.equal(network.weights.down.weight[1], down)
-
-
 Q = "model.layers.0.self_attn.q_proj"
 Tensors = dict[str, torch.Tensor]
 

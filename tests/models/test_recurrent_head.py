@@ -16,7 +16,6 @@ import eecore
 from devices import cpu_only, engine_of, heads_in_floats, load
 from eecore import (
     ExitError,
-    Full,
     HeadDrafts,
     ModelError,
     SamplingParams,
@@ -29,7 +28,6 @@ from pack_head import in_blocks
 from published_heads import PROMPTS, Models, drafts_of, write_target
 from tiny_models import write_model
 from tiny_t5 import write_t5
-from workloads import tokens_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,11 +43,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
-
-
-def outputs_of(model: eecore.Model, exit: Any, **settings: Any) -> list[eecore.Output]:
-    settings = {"max_tokens": 40, "ignore_eos": True, **settings}
-    return eecore.generate(model, PROMPTS, exit=exit, **settings)
 
 
 def states_at_the_end(
@@ -157,17 +150,6 @@ def test_a_head_in_blocks_drafts_as_the_one_in_floats(directory: Path, tmp_path:
     blocks = HeadFile(pack, settings)
     assert blocks.tensors["mlp.down"].dtype == torch.uint8
     assert in_blocks(blocks.tensors).keys() == blocks.tensors.keys()
-
-
-def test_beside_a_gguf_file(directory: Path, tmp_path: Path) -> None:
-    from tiny_gguf import write_gguf
-
-    path = write_gguf(tmp_path / "model.gguf", directory)
-    assert load(path).network.draft_head is None
-    shutil.copytree(directory / "exits", tmp_path / "model.exits")
-    model = load(path, kv_cache_tokens=2048)
-    expected = tokens_of(outputs_of(model, Full()))
-    assert tokens_of(outputs_of(model, HeadDrafts(4, 0.0))) == expected
 
 
 def test_a_t5_has_none(tmp_path: Path, directory: Path) -> None:

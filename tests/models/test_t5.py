@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from test_cuda_path import POLICIES as ALL_POLICIES
 import eecore
 import emulated
 from devices import as_on_cuda, cpu_only, load
-from eecore import FixedExit, SamplingParams, SelfSpeculative, ops
+from eecore import SamplingParams, SelfSpeculative, ops
 from eecore.calibration.exit_scores import Scored, forced_states, score_exits
 from eecore.errors import CheckpointError, ExitError, ModelError, RequestError
 from eecore.models import load_model
@@ -154,24 +153,6 @@ def test_confident_exit_is_algorithm_1(
     t5: eecore.Model, reference_t5: ReferenceT5, measure: str, setting: str, batch: str
 ) -> None:
     check_against_reference(t5, reference_t5, policy_of(measure, setting, batch))
-
-
-def test_a_fixed_exit_is_the_decoder_cut_there(
-    t5: eecore.Model, t5_directory: Path, tmp_path: Path
-) -> None:
-    config = json.loads((t5_directory / "config.json").read_text())
-    tensors = load_file(t5_directory / "model.safetensors")
-    kept = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if not name.startswith(("decoder.block.2.", "decoder.block.3."))
-    }
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_decoder_layers": 2}))
-    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    cut = load(tmp_path, kv_cache_tokens=2048)
-    expected = eecore.generate(cut, INPUTS, max_tokens=12, ignore_eos=True)
-    got = eecore.generate(t5, INPUTS, exit=FixedExit(2), max_tokens=12, ignore_eos=True)
-    assert tokens_of(got) == tokens_of(expected)
 
 
 @pytest.mark.parametrize(

@@ -91,13 +91,6 @@ def test_what_follows_a_prompt_keeps_its_leading_space(sentencepiece: Tokenizer)
     assert sentencepiece.decode_after(prompt[:1], new) == "world"  # <s> is no text
 
 
-def test_special_tokens_between_words_cost_no_space(sentencepiece: Tokenizer) -> None:
-    prompt, new = sentencepiece.encode("Hello"), sentencepiece.encode("Hello world")[-5:]
-    assert sentencepiece.decode_after(prompt, [2, *new]) == " world"
-    decoder = sentencepiece.incremental(prompt)
-    assert all(decoder.add(2) == "" for _ in range(1000))
-
-
 def test_bytes_that_never_become_a_character_are_given_at_the_end(tokenizer: Tokenizer) -> None:
     snowman = tokenizer.encode("H☃")
     decoder = tokenizer.incremental()
@@ -147,12 +140,6 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 MESSAGES = [{"role": "user", "content": "1 < 2 & “ü”"}]
-
-
-def test_a_conversation_gets_no_tokens_around_it(sentencepiece: Tokenizer) -> None:
-    sentencepiece.chat_template = "{{ messages[0].content }}"
-    ids = sentencepiece.encode_chat([{"role": "user", "content": "Hello"}])
-    assert ids == sentencepiece.encode("Hello", add_special_tokens=False)
 
 
 def test_messages_become_a_prompt(byte_tokenizer: Tokenizer) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,19 +58,6 @@ def test_policies_as_they_are_said(policies: Policies, said: Any, policy: Exit) 
 def test_what_is_no_policy(policies: Policies, said: Any, expected: str) -> None:
     with pytest.raises(ExitError, match=expected):
         policies.of(said)
-
-
-def test_a_classifier_may_lie_right_in_the_directory(policies: Policies, tmp_path: Path) -> None:
-    where, said = eecore.default_model(), {"mode": "calibrated", "measure": "classifier"}
-    for name in ("calibration-classifier.json", "measures/classifier.safetensors"):
-        shutil.copy(where / name, tmp_path)
-    policy, expected = Policies(tmp_path).of(said), policies.of(said)
-    assert isinstance(policy, ConfidentExit)
-    assert isinstance(expected, ConfidentExit)
-    assert policy.threshold == expected.threshold
-    assert policy.classifier is not None
-    assert expected.classifier is not None
-    assert policy.classifier.sha256 == expected.classifier.sha256
 
 
 def test_policies_in_names(policies: Policies) -> None:

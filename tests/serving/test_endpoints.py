@@ -257,21 +257,3 @@ def test_refusals_are_in_the_schema(
     parts = schema["components"]["schemas"]
     assert set(answer.json()) == set(parts[name]["properties"]) == {"error"}
     assert set(answer.json()["error"]) == set(parts["Problem"]["properties"])
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_of_no_other_tokens(server: Asker, stream: bool) -> None:
-    """Only the generated tokens have log-probabilities, as in OpenAI's API."""
-    asked = completion(logprobs=0, stream=stream)
-    answer = server.post("/v1/completions", asked)
-    bodies = events(answer.text) if stream else [answer.json()]
-    parts = [c["logprobs"] for body in bodies for c in body["choices"] if c["logprobs"]]
-    assert len([value for part in parts for value in part["token_logprobs"]]) == 8
-    assert {part["top_logprobs"] for part in parts} == {None}
-    for top in (0, None):
-        asked = chat(PROMPT, logprobs=True, top_logprobs=top, stream=stream)
-        answer = server.post("/v1/chat/completions", asked)
-        bodies = events(answer.text) if stream else [answer.json()]
-        parts = [c["logprobs"] for body in bodies for c in body["choices"] if c["logprobs"]]
-        entries = [entry for part in parts for entry in part["content"]]
-        assert [entry["top_logprobs"] for entry in entries] == [[]] * 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from typing import Any, get_type_hints
 
@@ -68,8 +67,6 @@ SENT: dict[str, Any] = {
     "service_tier": "flex",
     "store": True,
 }
-# Declared, and of no part in an answer: `metadata` but for its `exit`.
-DECLARED = {"user": "me", "metadata": {"a": "b"}}
 # Fields that mean something, as clients send them.
 MEANT: dict[str, Any] = {
     "audio": {"voice": "alloy", "format": "wav"},
@@ -118,22 +115,6 @@ def of_no_kind(name: str) -> Any:
     objects = ("logit_bias", "metadata", "reasoning", "response_format", "stream_options", "text")
     objects += ("tool_choice",)
     return [3.5] if name in objects else {"a": {}}
-
-
-def test_what_has_no_effect_changes_nothing(server: Asker) -> None:
-    for kind, path in PATHS.items():
-        most = "max_output_tokens" if kind is ResponsesRequest else "max_tokens"
-        plain = NEEDED[kind] | {most: 3}
-        fields = {**SENT, **DECLARED, **dict.fromkeys(WITHOUT_EFFECT - SENT.keys(), 1)}
-        without, with_ = (server.post(path, each).json() for each in (plain, plain | fields))
-        assert said_by(without) == said_by(with_)
-
-
-def said_by(answer: Any) -> Any:
-    """An answer without times and names."""
-    return (
-        [item["content"] for item in answer["output"]] if "output" in answer else answer["choices"]
-    )
 
 
 HONOURED: list[tuple[str, Any, str]] = [
@@ -283,29 +264,6 @@ def test_a_field_of_the_other_endpoint_is_refused(
     for nothing in (None, type(value)()):
         request(kind, **{name: nothing})
     read(TokenizeRequest, json.dumps({"messages": USER, **fields}).encode())
-
-
-def test_what_routers_add_asks_for_nothing() -> None:
-    """vllm-router sends defaults of fields that the client has left out."""
-    falses = ("stream", "no_stop_trim", "ignore_eos", "return_hidden_states")
-    trues = ("skip_special_tokens", "separate_reasoning", "stream_reasoning", "include_reasoning")
-    fields = {**dict.fromkeys(falses, False), **dict.fromkeys(trues, True)}
-    request(ChatRequest, **fields, continue_final_message=False, logprobs=False)
-    request(CompletionRequest, **fields, echo=False)
-
-
-def test_unknown_fields_are_logged_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(protocol, "_unknown", set())
-    monkeypatch.setattr(protocol, "MAX_UNKNOWN", 2)
-    with caplog.at_level(logging.WARNING, logger="eecore"):
-        for _ in range(2):
-            request(ChatRequest, surprise=1, nothing=None)
-        for number in range(9):
-            request(ChatRequest, **{f"field\n{number}": 1})
-    assert ["surprise" in record.getMessage() for record in caplog.records] == [True, False]
-    assert not any("\n" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize("kind", PATHS)

@@ -98,24 +98,6 @@ def test_wherever_a_text_is_cut(parts: list[bytes], num_before: int) -> None:
     assert found == [5 + at - rest[0] for at in rest]
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 255), max_size=12))
-def test_bytes_that_are_no_text(data: list[int]) -> None:
-    """The text after them begins at its place."""
-    tokenizer = spelled(bytes([byte]) for byte in range(256))
-    end = ord("!")
-    *_, last = offsets_of(tokenizer, [*data, end])
-    assert last == len(tokenizer.decode([*data, end])) - 1
-
-
-def test_characters_that_stay_halves(sentencepiece: Tokenizer) -> None:
-    letter = sentencepiece.token_id("a")
-    assert letter is not None
-    for data in ([0xF0, 0x9F], [0xE4], [0xC3, 0xA9], [0x80, 0x80], [0xF0, 0x9F, 0xA6, 0x84]):
-        *_, last = offsets_of(sentencepiece, [letter, *data, letter])
-        assert last == len(sentencepiece.decode([letter, *data, letter])) - 1
-
-
 def test_bytes_of_tokens_in_sentencepieces_way(sentencepiece: Tokenizer) -> None:
     served = serving(sentencepiece)
     assert [served.token_bytes(byte) for byte in range(256)] == [bytes([b]) for b in range(256)]

@@ -47,12 +47,6 @@ def test_what_the_page_asks_for_exists(server: Asker) -> None:
     assert len(about["prompts"]) == 3
 
 
-def test_a_model_that_talks_is_introduced_as_one(tiny: eecore.Model) -> None:
-    about = asker(tiny).get("/page/depth.json").json()
-    assert about["remembers"]
-    assert "home" not in about["hello"]
-
-
 @pytest.mark.parametrize(("weights", "run"), [(None, ""), ("int8", ", run in int8")])
 def test_the_facts_of_a_model_in_parts(weights: str | None, run: str, tmp_path: Path) -> None:
     model = eecore.load(write_model(tmp_path, num_shards=2), weights=weights)

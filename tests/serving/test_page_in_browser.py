@@ -64,7 +64,6 @@ USAGE: dict[str, Any] = {
     "accepted": 3,
     "full_passes": 17,
 }
-DRAFTED = "[...document.querySelectorAll('.text .drafted')].map(s => s.textContent)"
 PHONE, DESKTOP = (390, 800), (1200, 850)
 ENDED = "document.getElementById('stop').hidden"
 LAST = "[...document.querySelectorAll('.answer')].at(-1)"
@@ -133,21 +132,6 @@ def choose(page: Page, menu: str, mode: str) -> None:
     )
 
 
-@pytest.mark.parametrize("size", [PHONE, DESKTOP])
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_it_greets_and_fits(page: Page, size: tuple[int, int], theme: str) -> None:
-    page.size(*size, theme)
-    assert text_of(page, "#hello") == "Tell a home what to do."
-    assert text_of(page, "header p").startswith("model.safetensors, 17.6 MB, 16.0 bits")
-    assert page.run("document.querySelectorAll('#prompts button').length") == 3
-    assert page.run("document.documentElement.scrollWidth") <= size[0]
-    assert page.run("document.activeElement.id") == "prompt"
-    assert page.run("document.getElementById('legend').hidden")  # nothing to explain yet
-    bright = page.run("getComputedStyle(document.documentElement).backgroundColor")
-    assert bright == ("rgb(252, 251, 248)" if theme == "light" else "rgb(27, 29, 34)")
-    assert page.said == []
-
-
 def test_a_prompt_that_is_clicked_is_answered(page: Page, intent: eecore.Model) -> None:
     choose(page, "mode", "speculative:3,6")
     prompt = text_of(page, "#prompts button")
@@ -164,33 +148,6 @@ def test_a_prompt_that_is_clicked_is_answered(page: Page, intent: eecore.Model) 
     assert "Answered" in page.run("document.getElementById('status').textContent")
     assert page.run("document.activeElement.id") == "prompt"
     assert page.said == []
-
-
-def test_only_drafted_words_have_a_colour(page: Page) -> None:
-    """No others, and no space or line end around them."""
-    fake(page, ["one", " two", "\n", " \n\n", " three", " four five "], layer=None)
-    ask(page, "hello")
-    answered(page)
-    assert page.run(DRAFTED) == ["two", "four five"]
-    fake(page, ["one", " two"])
-    page.run("document.getElementById('clear').click()")
-    assert page.run("document.getElementById('legend').hidden")
-    ask(page, "again")
-    answered(page)
-    assert page.run("document.querySelectorAll('.text span').length") == 0
-    assert page.run("document.getElementById('legend').hidden")
-
-
-def test_a_mode_that_exits_early_has_a_scale(page: Page) -> None:
-    choose(page, "mode", "calibrated:softmax")
-    ask(page, "turn off all the lights in the bedroom")
-    answered(page)
-    legend = text_of(page, "#legend").split()
-    assert legend == "exited after layer 3 after layer 11".split()
-    titles = page.run("[...document.querySelectorAll('.text span')].map(s => s.title)")
-    assert titles
-    assert all(re.match(r"exited after layer ([3-9]|1[01]) of 12, ", title) for title in titles)
-    assert "of 12 layers a token" in text_of(page, ".told:last-child")
 
 
 @pytest.mark.parametrize("size", [PHONE, DESKTOP])
@@ -231,20 +188,6 @@ def test_text_of_a_model_becomes_no_markup(page: Page) -> None:
     assert "[none](javascript:alert(1))" in text_of(page, ".text")
     assert text_of(page, ".text pre") == 'print("<b>")'
     assert page.run("document.title") == "intent · eecore"
-
-
-def test_what_was_saved_is_said(page: Page) -> None:
-    fake(page, ["one", " two"], layer=0)
-    ask(page, "hello")
-    answered(page)
-    told = page.run(f"[...{LAST}.querySelectorAll('.told span')].map(e => e.innerText)")
-    assert told == [
-        "2.1× as fast as full depth, same text",
-        "84 tokens/s beside 40",
-        "17 passes of all 12 layers for 20 tokens: 3 of 4 drafts accepted",
-    ]
-    title = page.run("document.querySelector('.text span').title")
-    assert title == "drafted, and verified by all 12 layers"
 
 
 def test_an_answer_can_be_stopped(page: Page) -> None:

@@ -14,7 +14,6 @@ from openai.types import responses as of_openai
 from pydantic import BaseModel, TypeAdapter
 
 import eecore
-from chat_templates import TEMPLATES
 from eecore.serving.responses import read_response
 from servers import Asker, asker, assert_idle, listening, script
 
@@ -315,28 +314,6 @@ def test_items_are_messages_of_a_chat(name: str) -> None:
     assert len(chat.sources) == len(messages)
 
 
-def test_a_template_gets_what_it_would_of_a_chat(endless: eecore.Model) -> None:
-    tokenizer = endless.tokenizer
-    assert tokenizer is not None
-    before, tokenizer.chat_template = tokenizer.chat_template, TEMPLATES["thoughts"]
-    server = asker(endless)
-    function = {name: value for name, value in LOCK.items() if name != "type"}
-    chat = {
-        "messages": CONVERSATIONS["two calls and their outputs"][1],
-        "tools": [{"type": "function", "function": function}],
-        "max_tokens": 4,
-        "temperature": 0,
-    }
-    items = {**CONVERSATIONS["two calls and their outputs"][0], "temperature": 0}
-    try:
-        one = server.post("/v1/chat/completions", chat).json()
-        other = server.post(PATH, {**items, "tools": [LOCK], "max_output_tokens": 4}).json()
-    finally:
-        tokenizer.chat_template = before
-    assert other["usage"]["input_tokens"] == one["usage"]["prompt_tokens"]
-    assert other["output"][0]["content"][0]["text"] == one["choices"][0]["message"]["content"]
-
-
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({}, "input", "input: Field required"),
     ({"input": []}, "input", "input: expected text or at least one item, got none"),
@@ -409,17 +386,6 @@ def test_numbers_that_no_answer_can_have(caller: Asker, field: str, number: str)
     answer = caller.post(PATH, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert f"{field}: expected finite numbers" in answer.text
-
-
-def test_the_fields_that_an_answer_always_has(caller: Asker) -> None:
-    """As the schema of Open Responses has them, for tools whose requests leave fields out too."""
-    given = {"max_tool_calls": 2, "safety_identifier": "me", "prompt_cache_key": ["wrong"]}
-    tool = {"type": "function", "name": "lock"}
-    answer = caller.post(PATH, {"input": "a", "tools": [tool], "max_output_tokens": 2, **given})
-    expected = {**given, "prompt_cache_key": None, "service_tier": "default"}
-    expected |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
-    expected["tools"] = [{**tool, "description": None, "parameters": None, "strict": None}]
-    assert {name: answer.json()[name] for name in expected} == expected
 
 
 def test_nothing_is_stored(client: openai.OpenAI) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -105,23 +104,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Asker:
     return asker(eecore.load(directory, kv_cache_tokens=1024))
 
 
-def test_of_tokens_with_one_text_the_most_probable_one_is_listed(tiny: Asker) -> None:
-    """Bytes that are no characters all have the same text."""
-    prompt = [65, *range(128, 256, 3)]
-    body = {"prompt": prompt, "echo": True, "logprobs": 20, "max_tokens": 0}
-    (choice,) = choices_of(tiny, body)
-    expected = scores(tiny.service.served.model, prompt)
-    collided = 0
-    for entry, top in zip(expected, choice["logprobs"]["top_logprobs"][1:], strict=True):
-        best: dict[str, float] = {}
-        for token, value in (*entry.top_logprobs.items(), (entry.token_id, entry.logprob)):
-            text = text_of(tiny, token)
-            best[text] = max(value, best.get(text, -math.inf))
-        assert top == best
-        collided += len(best) < len({*entry.top_logprobs, entry.token_id})
-    assert collided > 10
-
-
 # vLLM's
 
 
@@ -152,20 +134,6 @@ def test_prompt_logprobs_of_completions(server: Asker, intent: eecore.Model, cou
             expected = in_vllms_words(server, scores(intent, prompt), count)
             assert choice["prompt_logprobs"] == expected
             assert (choice["logprobs"] is not None) == ("logprobs" in fields)
-
-
-def test_both_at_once_list_what_each_was_asked_for(server: Asker, intent: eecore.Model) -> None:
-    expected = scores(intent, PROMPT)
-    for echoed, count in ((1, 3), (3, 1), (0, 2)):
-        body = {"prompt": PROMPT, "echo": True, "logprobs": echoed, "prompt_logprobs": count}
-        (choice,) = choices_of(server, {**body, "max_tokens": 0})
-        assert choice["prompt_logprobs"] == in_vllms_words(server, expected, count)
-        tops = choice["logprobs"]["top_logprobs"]
-        if not echoed:
-            assert tops is None
-            continue
-        for entry, top in zip(expected, tops[1:], strict=True):
-            assert len(top) == echoed + (entry.rank > echoed)
 
 
 def test_prompt_logprobs_of_chats(server: Asker, intent: eecore.Model) -> None:

@@ -15,11 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import openai
-import pydantic
 import pytest
 import uvicorn
 
@@ -69,21 +68,6 @@ def test_openais_client(address: str) -> None:
     assert named.choices[0].text == TEXT
     with client.chat.completions.stream(**chat) as events:
         assert events.get_final_completion().choices[0].message.content == TEXT
-
-
-def test_openais_client_parses_what_it_asked_for(address: str) -> None:
-    class Intent(pydantic.BaseModel):
-        name: Literal["lock", "unlock"]
-        level: int = pydantic.Field(ge=0, le=99)
-        rooms: list[Literal["hall", "kitchen"]] = pydantic.Field(max_length=2)
-
-    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-    chat: Any = {"model": "intent", "messages": [{"role": "user", "content": PROMPT}]}
-    for exit in ("full", "speculative:3,6", "auto"):
-        answer = client.chat.completions.parse(
-            **chat, response_format=Intent, extra_body={"exit": exit}
-        )
-        assert isinstance(answer.choices[0].message.parsed, Intent)
 
 
 @pytest.mark.parametrize("asks", ["chat.completions", "responses"])

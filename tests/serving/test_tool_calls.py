@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 from typing import Any
 
-import openai
-import pydantic
 import pytest
 
 import eecore
@@ -19,7 +16,7 @@ from eecore.serving.asking import ask_chat
 from eecore.serving.protocol import ChatRequest
 from eecore.serving.settings import ServerSettings
 from eecore.serving.tool_calls import FORMATS, CallReader, ToolCall, ToolFormat, tool_format
-from servers import Asker, asker, events, listening, script
+from servers import Asker, asker, events, script
 
 NAMES = ("weather", "time")
 TOOLS = [{"type": "function", "function": {"name": name}} for name in NAMES]
@@ -418,17 +415,6 @@ def test_a_stream_with_calls(intent: eecore.Model) -> None:
     assert [choice["finish_reason"] for choice in choices][-2:] == [None, "tool_calls"]
 
 
-def test_a_stream_that_says_how_deep_it_went(intent: eecore.Model) -> None:
-    """No token is missing, whether its text is held back or not."""
-    server = saying(intent, [*PIECES[2:-1], PIECES[2], *PIECES[3:]])
-    body = chat(stream=True, return_exit_layers=True)
-    chunks = events(server.post("/v1/chat/completions", body).text)
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    assert [t for c in choices for t in c.get("token_ids", [])] == [5] * 11
-    calls = [call for c in choices for call in c["delta"].get("tool_calls", ())]
-    assert [call["index"] for call in calls] == [0, 0, 1, 1]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("fields", "parser", "reason", "pieces"),
@@ -502,41 +488,3 @@ def test_one_call_where_no_more_are_wanted(
     assert (len(calls) == 1) == (parallel is False)
     assert "".join(each.get("content") or "" for each in said) == content
     assert choices[-1]["finish_reason"] == "tool_calls"
-
-
-@contextmanager
-def client_of(server: Asker) -> Iterator[openai.OpenAI]:
-    with listening(server.service) as address:
-        yield openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-
-
-@pytest.mark.parametrize(
-    ("parser", "pieces"),
-    [
-        ("hermes", ["<tool_call>", CALL, "</tool_call>", f"<tool_call>{CALL}", "</tool_call>"]),
-        ("llama3", ["<|python_tag|>", LLAMA, ";", LLAMA[:50], LLAMA[50:]]),
-        ("mistral", ["[TOOL_", "CALLS]", f"[{CALL},", CALL, "]"]),
-    ],
-)
-def test_openais_client_reads_calls(intent: eecore.Model, parser: str, pieces: list[str]) -> None:
-    class Weather(pydantic.BaseModel):
-        place: str
-        days: list[Any]
-
-    tool: Any = openai.pydantic_function_tool(Weather, name="weather")
-    tool["function"].pop("strict", None)
-    asked: Any = {"model": "intent", "messages": [{"role": "user", "content": "a"}]}
-    with client_of(saying(intent, pieces, parser=parser)) as client:
-        whole = client.chat.completions.create(**asked, tools=[tool])
-        with client.chat.completions.stream(**asked, tools=[tool]) as stream:
-            kinds = [event.type for event in stream]
-            streamed = stream.get_final_completion()
-    assert kinds.count("tool_calls.function.arguments.done") == 2
-    for completion in (whole, streamed):
-        choice = completion.choices[0]
-        assert choice.finish_reason == "tool_calls"
-        assert not choice.message.content
-        calls: Any = choice.message.tool_calls
-        assert [call.function.name for call in calls] == ["weather", "weather"]
-        assert [call.function.arguments for call in calls] == [PLACE, PLACE]
-        assert calls[0].id != calls[1].id
