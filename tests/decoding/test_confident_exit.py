@@ -12,7 +12,6 @@ import torch
 import eecore
 from devices import Traced, cpu_only, engine_of
 from eecore import ConfidentExit, ExitClassifier
-from eecore.exits import Measure
 from reference_decoding import ReferenceModel
 from tiny_models import random_prompts
 
@@ -113,25 +112,6 @@ def test_work_is_really_saved(tiny: eecore.Model, exit_layer: int, batch: str) -
         assert output.stats.layers_run == 5 * exit_layer
         assert output.stats.layers_filled == 5 * (4 - exit_layer)
         assert output.stats.fill_calls == 5
-
-
-def second_step(model: eecore.Model, policy: ConfidentExit) -> Traced:
-    """The layers that the first token after the prompt's ran."""
-    traced = Traced()
-    engine = engine_of(model, run=traced)
-    engine.add_request(PROMPTS[0], exit=policy)
-    engine.step()
-    engine.step()
-    return traced
-
-
-@cpu_only
-@pytest.mark.parametrize("measure", ["softmax", "state"])
-def test_a_threshold_of_one_is_not_measured(tiny: eecore.Model, measure: Measure) -> None:
-    """Rows run the layers of Full; the state's confidence at the end is only recorded."""
-    policy = ConfidentExit(1.0, measure=measure, thresholds={2: 1.0})
-    expected = [(0, 4)] if measure == "softmax" else [(0, 3), (3, 4)]
-    assert stretches(second_step(tiny, policy)) == Counter(expected)
 
 
 def test_a_confidence_of_nan_decides_nothing(tiny: eecore.Model) -> None:

@@ -16,7 +16,6 @@ from block_heads import write_block_head
 from devices import as_on_cuda, engine_of, heads_in_floats
 from eagle_heads import Layout, write_eagle
 from eecore import (
-    Auto,
     ConfidentExit,
     DraftAndVerify,
     FixedExit,
@@ -102,37 +101,6 @@ def test_every_mode_gives_the_tokens_of_the_cpu(
     expected = eecore.generate(tiny, PROMPTS, exit=policy, max_tokens=6)
     assert [output.token_ids for output in got] == [output.token_ids for output in expected]
     assert [output.exit_layers for output in got] == [output.exit_layers for output in expected]
-
-
-@pytest.mark.parametrize(
-    ("policies", "temperature"),
-    [
-        ([PromptLookup(3, min_ngram=1), Auto()], 0.8),
-        *in_all(([PromptLookup(3, min_ngram=1)], 0.0)),
-    ],
-    ids=["sampled", "lookup"],
-)
-def test_rounds_planned_while_another_is_in_flight_give_the_tokens_of_the_cpu(
-    tiny: eecore.Model,
-    on_cuda: eecore.Model,
-    monkeypatch: pytest.MonkeyPatch,
-    policies: list[Any],
-    temperature: float,
-) -> None:
-    prompts = [[7, 8, 9] * 4, *PROMPTS[:2]]
-    sampling = [
-        SamplingParams(max_tokens=9, ignore_eos=True, temperature=temperature, seed=i)
-        for i in range(len(prompts))
-    ]
-    requests = [
-        Request(prompt, policies[i % len(policies)], sampling[i])
-        for i, prompt in enumerate(prompts)
-    ]
-    got = serve(engine_of(on_cuda, ahead=True), requests)
-    monkeypatch.undo()
-    expected = eecore.generate(tiny, prompts, exit=Full(), sampling=sampling)
-    assert tokens_of(got) == tokens_of(expected)
-    assert sum(output.stats.drafted for output in got) > 0
 
 
 def test_programs_in_flight_together_give_the_tokens_of_the_cpu(
@@ -247,21 +215,6 @@ def test_penalties_and_guides_give_the_tokens_of_the_cpu(
     got = eecore.generate(on_cuda, PROMPTS, exit=POLICIES[mode], sampling=sampling)
     monkeypatch.undo()
     expected = eecore.generate(tiny, PROMPTS, exit=POLICIES[mode], sampling=sampling)
-    assert [output.token_ids for output in got] == [output.token_ids for output in expected]
-
-
-@pytest.mark.parametrize("family", ["qwen3", "mistral", *in_all("qwen2")])
-def test_biases_head_norms_and_windows_too(
-    on_cuda: eecore.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
-    directory = write_model(tmp_path, family)
-    model = eecore.load(directory, device=on_cuda.network.device, kv_cache_tokens=512)
-    if model.network.device.type == "cpu":
-        as_on_cuda(model)
-    got = eecore.generate(model, PROMPTS, exit=ConfidentExit(0.3), max_tokens=4)
-    monkeypatch.undo()
-    model = eecore.load(directory, device="cpu", kv_cache_tokens=512)
-    expected = eecore.generate(model, PROMPTS, exit=ConfidentExit(0.3), max_tokens=4)
     assert [output.token_ids for output in got] == [output.token_ids for output in expected]
 
 

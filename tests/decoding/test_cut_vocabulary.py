@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_confident_exit import MAX_TOKENS, PROMPTS, SETTINGS, check_against_reference
+from test_confident_exit import PROMPTS, SETTINGS, check_against_reference
 
 import eecore
 from devices import load
@@ -55,16 +55,6 @@ def test_algorithm_1(
     outputs = check_against_reference(model, reference, policy)
     depths = {layer for output in outputs for layer in output.exit_layers}
     assert batch == "all" or len(depths) > 1, "the threshold must tell tokens apart"
-
-
-def test_tokens_are_the_whole_heads(model: eecore.Model) -> None:
-    head = model.network.draft_head
-    assert head is not None
-    at_once = cut(0.0, exit_points=(2,))
-    outputs = eecore.generate(model, PROMPTS, exit=at_once, max_tokens=MAX_TOKENS, ignore_eos=True)
-    known = set(head.vocabulary.tolist())
-    assert not all(token in known for output in outputs for token in output.token_ids)
-    assert {layer for output in outputs for layer in output.exit_layers[1:]} == {2}
 
 
 def test_a_model_without_a_head_is_refused(tiny: eecore.Model) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import eecore
-from devices import check_logprobs, check_tokens, cpu_only, engine_of, load
+from devices import check_logprobs, cpu_only, engine_of
 from eecore import (
     Auto,
     ConfidentExit,
@@ -30,7 +30,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*expected a head for"),
 ]
 
-BFLOAT16_MARGIN = 0.15  # a few of the steps that logits have
 POLICIES = [
     HeadDrafts(),
     HeadDrafts(99, 0.0),
@@ -116,23 +115,6 @@ def test_drafts_that_are_accepted_save_rounds(models: Models, kind: str) -> None
     assert sum(output.stats.drafted for output in outputs_of(models[kind], HeadDrafts(4, 1.0))) == 0
 
 
-def test_a_drafted_end_ends_the_text(models: Models) -> None:
-    following = models["recurrent following"]
-    for prompt, output in zip(PROMPTS, outputs_of(following, Full()), strict=True):
-        tokens = output.token_ids
-        for stop in sorted(set(tokens)):
-            (got,) = eecore.generate(
-                following,
-                prompt,
-                exit=HeadDrafts(8, 0.0),
-                max_tokens=40,
-                ignore_eos=True,
-                stop_token_ids=[stop],
-            )
-            assert got.token_ids == tokens[: tokens.index(stop) + 1]
-            assert got.finish_reason == "stop"
-
-
 COMPANY = [
     HeadDrafts(8, 0.0),
     ConfidentExit(0.3),
@@ -174,11 +156,6 @@ def test_all_policies_share_a_batch_and_pages_are_few(models: Models, name: str)
             if not isinstance(COMPANY[i % len(COMPANY)], ConfidentExit):
                 assert output.token_ids == expected[i]
         assert settings == {} or sum(output.stats.preemptions for output in outputs) > 0
-
-
-def test_a_head_changes_nothing_for_requests_without_it(models: Models) -> None:
-    plain = served(load(models.target, kv_cache_tokens=2048), COMPANY[1:])
-    assert tokens_of(served(models["eagle3"], COMPANY[1:])) == tokens_of(plain)
 
 
 MIXES = [
@@ -294,14 +271,6 @@ def test_of_a_quantised_model_and_in_bfloat16(
     expected, got = (outputs_of(model, exit) for exit in (Full(), HeadDrafts(4, 0.0)))
     assert tokens_of(got) == tokens_of(expected)
     assert sum(o.stats.accepted for o in got) > 0.4 * sum(o.stats.drafted for o in got)
-
-
-def test_in_bfloat16(models: Models) -> None:
-    model = models.load("recurrent following", kv_cache_tokens=2048, dtype="bfloat16")
-    expected = outputs_of(model, Full())
-    got = outputs_of(model, HeadDrafts(4, 0.0))
-    check_tokens(model, PROMPTS, tokens_of(got), tokens_of(expected), BFLOAT16_MARGIN)
-    assert sum(output.stats.accepted for output in got) > 0
 
 
 PROPOSE = AheadDrafts.propose

@@ -18,7 +18,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 import eecore
 from devices import load
-from eecore import DraftAndVerify, EngineConfig, SamplingParams, SelfSpeculative, ops
+from eecore import DraftAndVerify, EngineConfig, SamplingParams, SelfSpeculative
 from eecore.exits import Exit
 from tiny_models import scale_layers, write_model
 
@@ -143,28 +143,3 @@ def test_distribution_is_that_of_full(
     accepted = sum(output.stats.accepted for output in outputs)
     assert 0.2 < accepted / drafted < 0.9, "both outcomes must matter"
     assert p_value(outputs, joint_distribution(log_probs, FILTERS[filters])) > 1e-3
-
-
-def test_full_has_the_distribution_too(model: eecore.Model, log_probs: Any) -> None:
-    outputs = sample(model, eecore.Full(), FILTERS["filtered"])
-    assert p_value(outputs, joint_distribution(log_probs, FILTERS["filtered"])) > 1e-3
-
-
-def test_the_test_tells_wrong_distributions(
-    model: eecore.Model, log_probs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another temperature, the draft's distribution, and an acceptance that is too generous."""
-    filters = FILTERS["unfiltered"]
-    exact = joint_distribution(log_probs, filters)
-    warmer = joint_distribution(log_probs, {"temperature": 1.25})
-    assert p_value(sample(model, eecore.Full(), filters), warmer) < 1e-6
-    assert p_value(sample(model, eecore.FixedExit(1), filters), exact) < 1e-6
-
-    real, zeros = ops.accept_round, torch.zeros(100_000, 2)
-
-    def generous(*args: Any, uniform: torch.Tensor, **kwargs: Any) -> None:
-        real(*args, uniform=zeros[: uniform.shape[0]], **kwargs)
-
-    monkeypatch.setattr(ops, "accept_round", generous)
-    fresh = eecore.Model(model.network, None, model.engine_config)  # nothing is recorded yet
-    assert p_value(sample(fresh, SelfSpeculative(1, 3), filters), exact) < 1e-6

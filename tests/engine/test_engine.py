@@ -10,7 +10,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -241,32 +240,6 @@ def test_bad_requests(
 def test_bad_sampling(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         SamplingParams(**settings)
-
-
-def test_settings_are_kept_as_pythons_own() -> None:
-    one: Any = np.uint64(1)
-    half: Any = Fraction(1, 2)
-    given: dict[str, Any] = {
-        "max_tokens": one,
-        "temperature": half,
-        "top_k": np.int8(100),
-        "top_p": np.float16(0.5),
-        "min_p": half,
-        "repetition_penalty": one,
-        "seed": np.uint64(2**63),
-        "logprobs": np.int32(2),
-        "stop": [np.str_("end")],
-        "stop_token_ids": np.arange(2),
-        "ignore_eos": np.bool_(True),
-    }
-    sampling = SamplingParams(**given)
-    plain = SamplingParams(1, 0.5, 100, 0.5, 0.5, 1.0, 2**63, 2, ("end",), (0, 1), True)
-    assert sampling == plain
-    for name, value in vars(sampling).items():
-        assert type(value) is type(getattr(plain, name)), name
-    assert {type(text) for text in sampling.stop} == {str}
-    assert {type(token) for token in sampling.stop_token_ids} == {int}
-    assert type(EngineConfig(kv_cache_tokens=np.int64(64)).num_pages) is int  # type: ignore
 
 
 @pytest.mark.parametrize(

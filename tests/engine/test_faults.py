@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from eecore.planning.row import Outcome
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Sequence
 from tiny_models import scale_layers, write_model
-from tripwire import Fault, nothing_done_again
+from tripwire import Fault
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -155,26 +154,6 @@ def test_generate_gives_an_output_with_the_error(
     assert (good.text, good.finish_reason) == (expected.text, "length")
     assert (bad.finish_reason, bad.error) == ("error", "Fault: of this request")
     assert bad.token_ids == expected.token_ids[: len(bad.token_ids)]
-
-
-@pytest.mark.parametrize("error", [Fault, ZeroDivisionError])
-def test_errors_that_were_not_planted_are_found(
-    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
-) -> None:
-    """Outputs do not show that an iteration was repeated."""
-    whole, left = Iterations.iterate, [error("here")]
-
-    def broken(iterations: Iterations, works: list[Work], **settings: Any) -> list[Outcome]:
-        if left:
-            raise RuntimeError from left.pop()
-        return whole(iterations, works, **settings)
-
-    monkeypatch.setattr(Iterations, "iterate", broken)
-    monkeypatch.setattr(eecore.Engine, "_failed", lambda *_: None)  # no other watches
-    planted = nullcontext() if error is Fault else pytest.raises(AssertionError, match="here")
-    with planted, nothing_done_again():
-        (output,) = run_all(engine_of(agreeing, CONFIG), [(PROMPTS[0], Full(), GREEDY)])
-    assert output.finish_reason == "length"
 
 
 # Halving
@@ -316,29 +295,3 @@ def test_logits_of_nan_end_every_request(
     assert last.output.text.endswith(last.text)
     (output,) = eecore.generate(model, [[1, 2]], exit=policy, sampling=sampling)
     assert (output.token_ids, output.error) == ([], NOT_FINITE)
-
-
-def test_a_row_of_nan_does_not_hold_back_rows_that_exit_together(fragile: eecore.Model) -> None:
-    """The other rows give the same as without it."""
-    policy = ConfidentExit(0.0, batch="all", min_exit_layer=3)
-    requests = [(prompt, policy, GREEDY) for prompt in PROMPTS]
-    expected = run_all(fragile.engine(), requests)
-    assert {layer for output in expected for layer in output.exit_layers[1:]} == {3}
-    embedding = fragile.network.weights.embed_tokens.weight  # type: ignore[union-attr]
-    taken = {t for o in expected for t in (*o.prompt_token_ids, *o.token_ids)}
-    firsts = eecore.generate(fragile, [[1, t] for t in range(99)], exit=policy, max_tokens=1)
-    prompt, token = next(
-        (o.prompt_token_ids, o.token_ids[0]) for o in firsts if o.token_ids[0] not in taken
-    )
-    engine = fragile.engine()
-    ids = [engine.add_request(prompt, exit=policy, sampling=GREEDY) for prompt in PROMPTS]
-    bad = engine.add_request(prompt, exit=policy, sampling=GREEDY)
-    engine.step()
-    before = embedding[token].clone()
-    embedding[token] = torch.nan
-    outputs = {step.request_id: step.output for step in engine.run() if step.output is not None}
-    embedding[token] = before
-    assert outputs[bad].error == NOT_FINITE
-    for request_id, alone in zip(ids, expected, strict=True):
-        assert outputs[request_id].exit_layers == alone.exit_layers
-        assert outputs[request_id].token_ids == alone.token_ids

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
-from weakref import getweakrefcount
 
 import pytest
 import torch
@@ -208,16 +207,6 @@ def test_a_client_that_is_lost_without_a_close_is_noticed(model: eecore.Model) -
     assert_idle(worker)
 
 
-def test_a_client_that_was_closed_does_not_wake_the_worker_once_more(model: eecore.Model) -> None:
-    worker = model.shared_engine()
-    client = Client(worker)
-    client.open([worker.engine.prepare(PROMPTS[0], sampling=SHORT)])
-    assert len(list(client)) == 3
-    assert getweakrefcount(client) == 1
-    client.close()
-    assert until(lambda: getweakrefcount(client) == 0)
-
-
 @contextmanager
 def interrupted(nth: int) -> Iterator[list[bool]]:
     """Raise KeyboardInterrupt where this thread begins the n-th line of the callers' code."""
@@ -306,16 +295,6 @@ def test_a_call_from_the_thread_that_steps_is_refused(
     assert len(alone(model, 1)) == 14
     (refusal,) = refusals
     assert "got one from inside" in str(refusal)
-
-
-def test_a_client_closed_before_it_is_opened_leaves_nothing(model: eecore.Model) -> None:
-    worker = model.shared_engine()
-    client = Client(worker)
-    caller = client._caller
-    assert caller is not None
-    worker.close(caller)
-    client.open([worker.engine.prepare(PROMPTS[0], sampling=SHORT)])
-    assert_idle(worker)
 
 
 def test_a_name_goes_on_at_once(model: eecore.Model) -> None:
@@ -433,17 +412,6 @@ def test_kernels_run_on_as_many_threads_as_the_caller_says(
             assert seen == {count}
     finally:
         torch.set_num_threads(before)
-
-
-def test_threads_that_begin_together_are_one(model: eecore.Model) -> None:
-    """If several threads start together, all but one end at once."""
-    worker = model.shared_engine()
-    alone(model, 0)
-    worker.let_go()
-    assert until(lambda: not worker._threads)
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: alone(model, i % 4), range(16)))
-    assert len(worker._threads) == 1
 
 
 SCRIPT = """

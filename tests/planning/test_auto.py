@@ -58,20 +58,6 @@ def test_greedy_output_is_that_of_full(agreeing: eecore.Model, policy: Auto) -> 
         assert alone.token_ids == tokens
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_sampled_output_is_that_of_full(agreeing: eecore.Model, policy: Auto) -> None:
-    """For greedy requests layers may draft; these sample."""
-    sampling = [
-        SamplingParams(max_tokens=30, ignore_eos=True, seed=i, temperature=0.7, top_k=9)
-        for i in range(len(PROMPTS))
-    ]
-    expected, got = (
-        [o.token_ids for o in eecore.generate(agreeing, PROMPTS, exit=p, sampling=sampling)]
-        for p in (Full(), policy)
-    )
-    assert got == expected
-
-
 class Model(SimpleNamespace):
     """The attributes of a model that a planner reads; no weights."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import eecore
-from devices import ROUNDING, check_logprobs, engine_of, load
+from devices import check_logprobs, engine_of, load
 from eecore import EngineConfig, Full, PromptLookup, SamplingParams
 from eecore.planning.ngrams import MAX_CANDIDATES, NgramIndex
 from tiny_models import random_prompts
@@ -72,31 +72,6 @@ def outputs_of(model: eecore.Model, exit: Any, **settings: Any) -> list[eecore.O
     return eecore.generate(model, PROMPTS, exit=exit, **settings)
 
 
-POLICIES = [PromptLookup(), PromptLookup(1), PromptLookup(3, 4, 1), PromptLookup(40, 5, 5)]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_greedy_output_is_that_of_full(tiny: eecore.Model, policy: PromptLookup) -> None:
-    expected = outputs_of(tiny, Full())
-    together = outputs_of(tiny, policy)
-    assert tokens_of(together) == tokens_of(expected)
-    for prompt, tokens in zip(PROMPTS, tokens_of(expected), strict=True):
-        (alone,) = eecore.generate(tiny, prompt, exit=policy, max_tokens=40, ignore_eos=True)
-        assert alone.token_ids == tokens
-    num_layers = tiny.config.num_layers
-    assert sum(output.stats.accepted for output in together) > 0
-    for output, full in zip(together, expected, strict=True):
-        stats = output.stats
-        assert output.exit_layers.count(0) == stats.accepted
-        assert set(output.exit_layers) <= {0, num_layers}
-        # Whatever is looked up or not, a position goes through every layer once.
-        rounds = len(output.token_ids) - 1 - stats.accepted
-        assert stats.layers_run == num_layers * (rounds + stats.drafted)
-        # Confidences are the full model's, also for drafted tokens.
-        assert output.confidences == pytest.approx(full.confidences, abs=ROUNDING, rel=0)
-        assert stats.contract == f"prompt lookup ({policy.num_drafts} drafts): lossless"
-
-
 FILTERS = [
     {"temperature": 1.0},
     {"temperature": 0.6, "top_k": 5, "repetition_penalty": 1.3},
@@ -122,22 +97,6 @@ def test_whatever_is_drawn_is_drawn_without_drafts(
     assert tokens_of(got) == tokens_of(expected)
     for one, other in zip(got, expected, strict=True):
         check_logprobs(one, other)
-
-
-def test_a_drafted_end_ends_the_text(tiny: eecore.Model) -> None:
-    expected = tokens_of(outputs_of(tiny, Full()))
-    for prompt, tokens in zip(PROMPTS, expected, strict=True):
-        for stop in sorted(set(tokens)):
-            (output,) = eecore.generate(
-                tiny,
-                prompt,
-                exit=PromptLookup(8, min_ngram=1),
-                max_tokens=40,
-                stop_token_ids=[stop],
-                ignore_eos=True,
-            )
-            assert output.token_ids == tokens[: tokens.index(stop) + 1]
-            assert output.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("tokens", [64, 88, 130])
