@@ -19,7 +19,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -39,7 +38,6 @@ WITH = {
     "pydantic-ai-slim": ["pydantic-ai-slim[openai]"],
     "smolagents": ["smolagents[openai]"],
 }
-NEEDS_TORCH = ("guidellm",)
 # They have no tool_choice, and a model of 135M parameters may choose to call none.
 MAY_FAIL = frozenset({("llm", "tools"), ("dspy", "tools")})
 NPM = {"openai": "openai (npm)", "ai": "ai", "@langchain/openai": "@langchain/openai"}
@@ -57,7 +55,6 @@ class Folder:
         if not (self.tools / "uv").exists():
             run(sys.executable, "-m", "venv", str(folder / "tools"))
             run(str(self.tools / "python"), "-m", "pip", "install", "--quiet", *NODE)
-        (folder / "overrides.txt").write_text("torch; python_version < '3'\n")
 
     def python(self, client: str) -> tuple[list[str], str]:
         """The command that runs a client from PyPI, and the client's version."""
@@ -68,10 +65,7 @@ class Folder:
             run(uv, "venv", "--quiet", str(venv), "--python", sys.executable)
             install = [uv, "pip", "install", "--quiet", "--python", python]
             given = WITH.get(client, [client])
-            run(*install, "--override", str(self.folder / "overrides.txt"), *given, "pydantic")
-            if client in NEEDS_TORCH:  # the one that runs this
-                place = next(venv.glob("lib/*/site-packages")) / "torch.pth"
-                place.write_text(sysconfig.get_path("purelib"))
+            run(*install, *given, "pydantic")
         said = f"import importlib.metadata as m; print(m.version({client!r}))"
         return [python, str(HERE / "asks.py")], run(python, "-c", said).strip()
 

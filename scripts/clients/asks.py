@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -371,102 +370,6 @@ class OpenAIAgents(Client):
         return [token.logprob for token in answer.raw_responses[0].output[0].content[0].logprobs]
 
 
-class SemanticKernel(Client):
-    def ask(self, said: str, streams: bool = False, **settings: Any) -> Any:
-        from semantic_kernel import Kernel
-        from semantic_kernel.connectors.ai import open_ai
-        from semantic_kernel.contents import ChatHistory
-        from semantic_kernel.functions import kernel_function
-
-        service = open_ai.OpenAIChatCompletion(self.model, async_client=self.sdk("AsyncOpenAI"))
-        given = {"chat_history": ChatHistory(), "kernel": Kernel()}
-        given["settings"] = open_ai.OpenAIChatPromptExecutionSettings(**settings)
-        given["chat_history"].add_user_message(said)
-        given["kernel"].add_function("home", kernel_function(get_weather))
-
-        async def main() -> Any:
-            if not streams:
-                return await service.get_chat_message_content(**given)
-            parts = service.get_streaming_chat_message_content(**given)
-            return [str(part) async for part in parts]
-
-        return asyncio.run(main())
-
-    def chat(self) -> Any:
-        return str(self.ask(SAID, **FEW))
-
-    def stream(self) -> Any:
-        return self.ask(SAID, True, **FEW)
-
-    def tools(self) -> Any:
-        from semantic_kernel.connectors.ai import FunctionChoiceBehavior
-
-        choice = FunctionChoiceBehavior.Required(auto_invoke=False)
-        return json.loads(self.ask(ASKED, function_choice_behavior=choice).items[0].arguments)
-
-    def schema(self) -> Any:
-        return str(self.ask(TOLD, response_format=Person))
-
-    def logprobs(self) -> Any:
-        answer = self.ask(SAID, extra_body={"logprobs": True}, **FEW)
-        return [token.logprob for token in answer.metadata["logprobs"].content]
-
-
-class AgentFramework(Client):
-    def ask(self, said: str, streams: bool = False, **settings: Any) -> Any:
-        from agent_framework import Message
-        from agent_framework.openai import OpenAIChatCompletionClient
-
-        client = OpenAIChatCompletionClient(**self.place)
-
-        async def main() -> Any:
-            answer = client.get_response(
-                [Message("user", [said])], stream=streams, options=settings
-            )
-            return [part.text async for part in answer] if streams else await answer
-
-        return asyncio.run(main())
-
-    def chat(self) -> Any:
-        return self.ask(SAID, **FEW).text
-
-    def stream(self) -> Any:
-        return self.ask(SAID, True, **FEW)
-
-    def tools(self) -> Any:  # it calls the function, and asks again
-        answer = self.ask(ASKED, tools=[get_weather], tool_choice="required", **FEW)
-        contents = [part for message in answer.messages for part in message.contents]
-        return json.loads(next(part.arguments for part in contents if part.type == "function_call"))
-
-    def schema(self) -> Any:
-        return self.ask(TOLD, response_format=Person).value
-
-    def logprobs(self) -> Any:
-        answer = self.ask(SAID, logprobs=True, top_logprobs=2, **FEW)
-        return [token.logprob for token in answer.additional_properties["logprobs"].content]
-
-
-class GuideLLM(Client):
-    """A generator of load: of its two requests it writes a file."""
-
-    def ask(self, stream: str) -> Any:
-        from guidellm.__main__ import cli
-
-        place = f"target={self.url.removesuffix('/v1')},model={self.model},stream={stream}"
-        data = {"kind": "in_memory_dict_list", "data": [{"prompt": SAID}, {"prompt": ASKED}]}
-        command = ["run", "--disable-console", "--backend", f"kind=openai_http,{place}"]
-        command += ["--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=2"]
-        cli([*command, "--data", json.dumps(data)], standalone_mode=False)
-        requests = json.loads(Path("benchmarks.json").read_text())["benchmarks"][0]["requests"]
-        return [request["output"] for request in requests["successful"]]
-
-    def chat(self) -> Any:
-        return self.ask("false")[0]
-
-    def stream(self) -> Any:
-        return self.ask("true")
-
-
 CLIENTS: dict[str, type[Client]] = {
     "openai": OpenAI,
     "litellm": LiteLLM,
@@ -479,9 +382,6 @@ CLIENTS: dict[str, type[Client]] = {
     "dspy": DSPy,
     "smolagents": Smolagents,
     "openai-agents": OpenAIAgents,
-    "semantic-kernel": SemanticKernel,
-    "agent-framework-openai": AgentFramework,
-    "guidellm": GuideLLM,
 }
 
 

@@ -34,7 +34,8 @@ class TimedRun:
         """The policy as a text, with what its own text leaves out."""
         policy, more = self.policy, ""
         if isinstance(policy, ConfidentExit):
-            more = f" {policy.measure} {policy.batch}"
+            measure = "" if policy.calibration else f" {policy.measure}"
+            more = f"{measure} {policy.batch}"
         elif isinstance(policy, SelfSpeculative) and not policy.reuse:
             more = " without reuse"
         return exit_text(policy) + more
